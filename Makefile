@@ -1,0 +1,78 @@
+# Every target sets up what it needs, inside this tree only, and is quick the second time.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+
+VENV := .venv
+BIN := $(VENV)/bin
+RESULTS := benchmarks/results
+
+# The first interpreter of a version this project supports; `make setup PYTHON=...` chooses another.
+SUPPORTED := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 13))
+PYTHON ?= $(shell for p in python3 python3.12 python3.11; do $$p -c '$(SUPPORTED)' 2>/dev/null && echo $$p && break; done)
+
+# Files with a GPU test. Named one by one, so that a machine that lacks what the other tests import still runs these.
+GPU_TESTS = $(shell grep --files-with-matches 'mark\.gpu' tests/test_*.py)
+
+# One compute thread per process, and no cache outside the tree.
+export OMP_NUM_THREADS ?= 1
+export TOKENIZERS_PARALLELISM := false
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+export PIP_NO_CACHE_DIR := 1
+export HF_HOME := $(CURDIR)/.cache/huggingface
+export TRITON_CACHE_DIR := $(CURDIR)/.cache/triton
+export TORCHINDUCTOR_CACHE_DIR := $(CURDIR)/.cache/inductor
+export FLASHINFER_WORKSPACE_BASE := $(CURDIR)/.cache
+
+.PHONY: help setup setup-gpu demo test lint bench test-gpu bench-gpu clean
+
+help: ## this list
+	@grep --extended-regexp '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
+
+setup: $(VENV)/.installed ## the virtual environment .venv, with the versions of constraints.txt
+
+# torch first, by itself: the rest then resolves against the version that is pinned, not the newest one.
+$(VENV)/.installed: pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" && $(PYTHON) -c '$(SUPPORTED)' \
+	    || { echo "No Python 3.11 or 3.12 found. Install one, or name it: make setup PYTHON=/path/to/python3.12" >&2; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --constraint constraints.txt setuptools torch
+	$(BIN)/python -m pip install --constraint constraints.txt --no-build-isolation --editable '.[test,dev]'
+	@touch $@
+
+setup-gpu: $(VENV)/.installed-gpu
+
+$(VENV)/.installed-gpu: $(VENV)/.installed
+	$(BIN)/python -m pip install --constraint constraints.txt --no-build-isolation --editable '.[gpu]'
+	@touch $@
+
+demo: setup ## two expert-parallel ranks generate text, with and without overlap; writes demo/trace.html
+	$(BIN)/python examples/demo.py --out demo
+
+test: setup ## the tests
+	$(BIN)/python -m pytest
+
+lint: setup ## ruff, mypy, and the floors (import-linter)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --cache-dir .cache/import_linter
+
+bench: setup ## the CPU benchmarks; writes benchmarks/results/*.json
+	$(BIN)/ubatch bench handoff --json $(RESULTS)/handoff.json
+	$(BIN)/ubatch bench overlap --json $(RESULTS)/overlap.json
+
+test-gpu: ## the tests that need a GPU, with this machine's own torch if it is a CUDA build
+	@test -n "$(GPU_TESTS)" || { echo "No test is marked gpu." >&2; exit 1; }
+	python="$$(.ci/gpu-python)"; \
+	PYTHONPATH=. "$$python" -m pytest -m gpu -W ignore::pytest.PytestConfigWarning $(GPU_TESTS)
+
+bench-gpu: ## the GPU benchmarks; writes benchmarks/results/*-gpu.json
+	python="$$(.ci/gpu-python)"; \
+	PYTHONPATH=. "$$python" -m serving.cli bench overlap --device cuda --json $(RESULTS)/overlap-gpu.json
+
+clean: ## remove the virtual environment, caches and what `make demo` wrote
+	rm -rf $(VENV) .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis build demo *.egg-info
+	find . -name __pycache__ -prune -exec rm -rf {} +

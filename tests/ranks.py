@@ -1,0 +1,71 @@
+"""Run a function on several gloo ranks, each its own process; the first failure fails the test."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+
+def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 90.0) -> list[Any]:
+    """Call `fn(rank, world_size, *args)` on `world_size` gloo ranks; returns their (picklable) results by rank.
+
+    `fn` must be a function of a module. A rank that raises fails the call with its traceback; a rank that exits
+    by itself (`os._exit`) returns None.
+    """
+    context = mp.get_context("spawn")
+    results = context.SimpleQueue()
+    port = _free_port()
+    ranks = [
+        context.Process(target=_rank_main, args=(fn, rank, world_size, port, results, args), daemon=True)
+        for rank in range(world_size)
+    ]
+    for process in ranks:
+        process.start()
+    collected: dict[int, Any] = {}
+    errors: list[str] = []
+    deadline = time.monotonic() + timeout_s
+    running = True
+    while running and time.monotonic() < deadline:
+        running = any(process.is_alive() for process in ranks)
+        while not results.empty():  # drained while they run: a rank with a large result waits for a reader
+            rank, result, error = results.get()
+            collected[rank] = result
+            if error:
+                errors.append(f"rank {rank}:\n{error}")
+        time.sleep(0.02)
+    hung = [index for index, process in enumerate(ranks) if process.is_alive()]
+    for process in ranks:
+        if process.is_alive():
+            process.kill()
+            process.join()
+    if errors or hung:
+        raise AssertionError("\n".join([*errors, *(f"rank {rank} hung" for rank in hung)]))
+    return [collected.get(rank) for rank in range(world_size)]
+
+
+def _rank_main(fn: Callable[..., Any], rank: int, world_size: int, port: int, results: Any, args: Any) -> None:
+    torch.set_num_threads(1)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world_size))
+    dist.init_process_group("gloo", rank=rank, world_size=world_size, timeout=timedelta(seconds=60))
+    try:
+        results.put((rank, fn(rank, world_size, *args), ""))
+        dist.barrier()
+    except BaseException:
+        results.put((rank, None, traceback.format_exc()))
+    finally:
+        dist.destroy_process_group()
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])

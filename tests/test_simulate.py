@@ -1,0 +1,91 @@
+"""The ideal machine: published facts about schedules, and agreement with the ring."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from ubatch.errors import ConfigError
+from ubatch.ring import interleave
+from ubatch.schedule import SCHEDULES, Point, Recv, Schedule, SharedExpert, get_schedule
+from ubatch.simulate import Compute, Launch, LayerTimes, Op, Pass, Wait, layer_program, simulate
+from ubatch.trace import SpanKind
+
+LAYERS = 200
+VLLM = get_schedule("mlp_shared_overlap")
+
+
+def efficiency(attention: float, experts: float, shared: float, schedule: Schedule) -> float:
+    """Of a long model whose whole-batch compute and communication are both 1 a layer."""
+    whole = LayerTimes(attn_core=attention, experts=experts, shared=shared, dispatch=0.5, combine=0.5)
+    lane = whole.scaled(1 / schedule.lanes)
+    return simulate([layer_program(lane, LAYERS, schedule)] * schedule.lanes, schedule).efficiency
+
+
+@pytest.mark.parametrize(
+    ("attention", "experts", "shared", "schedule", "expected"),
+    [
+        (0.3, 0.7, 0.0, VLLM, 0.83),
+        (0.7, 0.3, 0.0, VLLM, 0.83),
+        (0.5, 0.5, 0.0, VLLM, 0.99),
+        (0.7, 0.3, 0.0, VLLM.with_lanes(3), 0.96),
+        (0.4, 0.4, 0.2, VLLM, 0.95),
+        (0.4, 0.4, 0.2, replace(VLLM, recv=Recv.PEER), 0.91),
+    ],
+)
+def test_golden_efficiencies(
+    attention: float, experts: float, shared: float, schedule: Schedule, expected: float
+) -> None:
+    assert efficiency(attention, experts, shared, schedule) == pytest.approx(expected, abs=0.012)
+
+
+def test_one_lane_hides_nothing_but_the_shared_expert() -> None:
+    serial = get_schedule("serial")
+    times = LayerTimes(attn_core=1.0, experts=2.0, dispatch=3.0, combine=4.0)
+    line = simulate([layer_program(times, 5, serial)], serial)
+    assert line.seconds == pytest.approx(5 * 10.0)
+    assert line.exposed_s == pytest.approx(5 * 7.0)
+    with_shared = simulate([layer_program(replace(times, shared=1.5), 5, serial)], serial)
+    assert with_shared.seconds == pytest.approx(5 * 10.0)
+
+
+@pytest.mark.parametrize("name", [name for name, schedule in SCHEDULES.items() if schedule.chunks == 1])
+@pytest.mark.parametrize("lanes", [2, 3, 4])
+@pytest.mark.parametrize("lead", [0, 1, 2, 3, 4])
+def test_order_is_the_rings(name: str, lanes: int, lead: int) -> None:
+    schedule = replace(SCHEDULES[name], lanes=lanes, lead=lead)
+    times = LayerTimes(attn_core=1.0, experts=1.3, dispatch=0.7, combine=0.4, attn_prepare=0.2, shared=0.3)
+    programs = [layer_program(times, layers, schedule) for layers in range(1, lanes + 1)]
+    active = [[str(op.point) for op in p if isinstance(op, Pass) and schedule.active(op.point)] for p in programs]
+    assert list(simulate(programs, schedule).order) == interleave(active, lead=lead)
+
+
+def test_times_by_hand() -> None:
+    """Two lanes, one transfer each: the second lane's compute hides the first one's transfer, the link queues."""
+    program: list[Op] = [Compute(1.0), Launch("t", 4.0), Pass(Point.DISPATCH), Wait("t"), Compute(1.0)]
+    line = simulate([program, program], VLLM)
+    assert (line.seconds, line.compute_s, line.communication_s, line.exposed_s) == (10.0, 4.0, 8.0, 6.0)
+    waits = [(span.lane, span.start, span.end) for span in line.spans if span.kind is SpanKind.WAIT]
+    assert waits == [(0, 2.0, 5.0), (1, 6.0, 9.0)]
+
+
+def test_who_keeps_the_baton_waits_for_itself() -> None:
+    """Lane 0 leads through its first point, so it waits there; an inactive point waits as well."""
+    program: list[Op] = [Launch("t", 1.0), Pass(Point.DISPATCH), Compute(1.0), Wait("t")]
+    leading = simulate([program, []], replace(VLLM, lead=1))
+    assert leading.exposed_s == 1.0
+    inactive = simulate([program, []], replace(VLLM, points_off=frozenset({Point.DISPATCH})))
+    assert inactive.exposed_s == 1.0
+
+
+def test_bound_holds_for_every_schedule() -> None:
+    for schedule in SCHEDULES.values():
+        for shared in SharedExpert:
+            chosen = replace(schedule, shared_expert=shared)
+            assert 0.3 < efficiency(0.35, 0.45, 0.2, chosen) <= 1.0
+
+
+def test_waiting_for_what_was_not_launched_is_refused() -> None:
+    with pytest.raises(ConfigError, match="not launched"):
+        simulate([[Wait("t")]], get_schedule("serial"))

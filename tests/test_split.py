@@ -1,0 +1,288 @@
+"""Splitting: the golden cases, slow references as oracles, and properties that every split has."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ubatch.errors import ConfigError, SplitError
+from ubatch.split import UBatchSlice, split_balanced, split_fixed, split_requests, split_two_chunk
+
+THRESHOLD = 0.48
+
+lengths = st.lists(st.integers(0, 40), max_size=9)
+"""Small, with zeros, so that ties and empty requests are common."""
+skewed_lengths = st.lists(st.sampled_from([1, 2, 3, 7, 50, 400]), min_size=1, max_size=9)
+lane_counts = st.integers(2, 5)
+thresholds = st.sampled_from([0.0, 0.1, 0.3, 0.4, 0.48, 0.5])
+
+
+# ---------------------------------------------------------------------------------------------- slow references
+
+
+def reference_balanced_index(lens: Sequence[int]) -> int:
+    """Every cut tried, the last of the best ones taken."""
+    best, best_difference = 0, float("inf")
+    for index in range(1, len(lens)):
+        difference = abs(sum(lens[:index]) - sum(lens[index:]))
+        if difference <= best_difference:
+            best, best_difference = index, difference
+    return best
+
+
+def reference_smallest_largest_lane(lens: Sequence[int], lanes: int) -> int:
+    """Every way to cut into lanes with a request each tried."""
+    return min(
+        max(sum(lens[start:stop]) for start, stop in itertools.pairwise((0, *cuts, len(lens))))
+        for cuts in itertools.combinations(range(1, len(lens)), lanes - 1)
+    )
+
+
+def reference_two_chunk(lens: Sequence[int], threshold: float) -> tuple[int, int, int]:
+    """(end of lane 0's requests, start of lane 1's, tokens of lane 0), word for word after the rule."""
+    total, index = sum(lens), reference_balanced_index(lens)
+    left = sum(lens[:index])
+    half = total // 2
+    k = next((i for i in range(len(lens)) if sum(lens[: i + 1]) > half), 0)
+    if not (left < threshold * total or left > (1 - threshold) * total) or k + 1 > half:
+        return index, index, left
+    left_of_straddling = half - sum(lens[:k])
+    return (k + 1 if left_of_straddling else k), k, half
+
+
+def lane_query_lens(lens: Sequence[int], part: UBatchSlice) -> list[int]:
+    """The lengths of a lane's requests: each request's tokens that lie in the lane's token slice."""
+    starts = [sum(lens[:request]) for request in range(len(lens))]
+    return [
+        max(
+            0,
+            min(starts[request] + lens[request], part.token_slice.stop) - max(starts[request], part.token_slice.start),
+        )
+        for request in range(part.request_slice.start, part.request_slice.stop)
+    ]
+
+
+def indices(parts: Sequence[UBatchSlice]) -> tuple[int, int]:
+    """`(split_seq_index, split_token_index)` of two lanes."""
+    _, second = parts
+    return second.request_slice.start, second.token_slice.start
+
+
+def check_covers(lens: Sequence[int], parts: Sequence[UBatchSlice], lanes: int) -> None:
+    """Every token and request once, in order; each lane's requests hold exactly its tokens."""
+    assert len(parts) == lanes
+    tokens = [token for part in parts for token in range(sum(lens))[part.token_slice]]
+    assert tokens == list(range(sum(lens)))
+    requests = [request for part in parts for request in range(len(lens))[part.request_slice]]
+    assert sorted(set(requests)) == list(range(len(lens)))
+    assert requests == sorted(requests)
+    for part in parts:
+        assert sum(lane_query_lens(lens, part)) == part.num_tokens
+    assert sum(part.num_tokens for part in parts) == sum(lens)
+
+
+# ------------------------------------------------------------------------------------------------------- slices
+
+
+def test_slice_properties() -> None:
+    part = UBatchSlice(slice(2, 5), slice(10, 17))
+    assert (part.num_requests, part.num_tokens, part.is_empty()) == (3, 7, False)
+    assert UBatchSlice(slice(2, 2), slice(10, 10)).is_empty()
+    assert UBatchSlice(slice(2, 3), slice(10, 10)).is_empty(), "a request without tokens is no work"
+    with pytest.raises(AttributeError):
+        part.token_slice = slice(0, 1)  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("bad", [slice(None, 3), slice(0, None), slice(3, 2), slice(-1, 2), slice(0, 4, 2)])
+def test_slice_refuses_what_is_no_plain_range(bad: slice) -> None:
+    with pytest.raises(SplitError, match="token_slice must be"):
+        UBatchSlice(slice(0, 1), bad)
+    with pytest.raises(SplitError, match="request_slice must be"):
+        UBatchSlice(bad, slice(0, 1))
+
+
+# -------------------------------------------------------------------------------------------------------- fixed
+
+
+@pytest.mark.parametrize(
+    ("num_requests", "tokens_per_request", "expected"),
+    [(8, 1, (4, 4)), (4, 5, (2, 10)), (7, 1, (3, 3)), (2, 1, (1, 1)), (1, 3, (0, 0)), (0, 1, (0, 0))],
+)
+def test_fixed_golden(num_requests: int, tokens_per_request: int, expected: tuple[int, int]) -> None:
+    assert indices(split_fixed(num_requests, tokens_per_request)) == expected
+
+
+@given(st.integers(0, 50), st.integers(1, 6), lane_counts)
+def test_fixed_covers_and_is_even(num_requests: int, tokens_per_request: int, lanes: int) -> None:
+    parts = split_fixed(num_requests, tokens_per_request, lanes)
+    check_covers([tokens_per_request] * num_requests, parts, lanes)
+    sizes = [part.num_requests for part in parts]
+    assert max(sizes) - min(sizes) <= 1
+    if num_requests >= lanes:
+        assert not any(part.is_empty() for part in parts)
+
+
+# ----------------------------------------------------------------------------------------------------- balanced
+
+
+@pytest.mark.parametrize(
+    ("lens", "index"),
+    [
+        ([100, 50, 30, 80, 40, 60], 3),
+        ([10, 20, 30, 500, 40], 3),
+        ([1, 2, 1], 2),  # |1 - 3| == |3 - 1|: the later index
+        ([5, 0, 0], 2),  # cutting before or after an empty request is a tie too
+        ([42], 0),
+        ([], 0),
+    ],
+)
+def test_balanced_golden(lens: list[int], index: int) -> None:
+    assert indices(split_balanced(lens)) == (index, sum(lens[:index]))
+
+
+@given(lengths)
+def test_balanced_for_two_lanes_is_the_best_cut_ties_late(lens: list[int]) -> None:
+    assert indices(split_balanced(lens))[0] == reference_balanced_index(lens)
+
+
+@given(lengths, lane_counts)
+def test_balanced_has_the_smallest_largest_lane(lens: list[int], lanes: int) -> None:
+    parts = split_balanced(lens, lanes)
+    check_covers(lens, parts, lanes)
+    if len(lens) >= lanes:
+        assert all(part.num_requests > 0 for part in parts)
+        assert max(part.num_tokens for part in parts) == reference_smallest_largest_lane(lens, lanes)
+    if lens and min(lens) > 0 and len(lens) >= lanes:
+        assert not any(part.is_empty() for part in parts)
+
+
+def test_balanced_evens_out_what_the_largest_lane_leaves_open() -> None:
+    """Lanes of 10, 3 and 1 tokens would have no larger largest lane."""
+    assert [part.num_tokens for part in split_balanced([10, 1, 1, 1, 1], 3)] == [10, 2, 2]
+    assert [part.num_tokens for part in split_balanced([3, 3, 1, 1, 1, 1, 2], 4)] == [3, 3, 3, 3]
+
+
+def test_balanced_looks_ahead() -> None:
+    """The cut nearest to a third (after 13 of 34 tokens) would force a lane of 19."""
+    assert [part.num_tokens for part in split_balanced([4, 4, 5, 2, 18, 1], 3)] == [15, 18, 1]
+
+
+@pytest.mark.parametrize("lanes", [2, 3, 4])
+def test_fewer_requests_than_lanes_leave_a_lane_empty(lanes: int) -> None:
+    lens = [5] * (lanes - 1)
+    parts = split_balanced(lens, lanes)
+    check_covers(lens, parts, lanes)
+    assert sum(part.is_empty() for part in parts) == 1
+    assert all(part.is_empty() for part in split_balanced([], lanes))
+
+
+# ---------------------------------------------------------------------------------------------------- two-chunk
+
+
+@pytest.mark.parametrize(
+    ("lens", "expected"),
+    [
+        ([42], (0, 21)),
+        ([42, 999], (1, 520)),
+        ([999, 42], (0, 520)),
+        ([498, 502], (1, 498)),
+        ([1, 1, 1, 1, 99999], (4, 50001)),
+        ([10, 20, 30, 500, 40], (3, 300)),
+    ],
+)
+def test_two_chunk_golden(lens: list[int], expected: tuple[int, int]) -> None:
+    parts = split_two_chunk(lens, THRESHOLD)
+    check_covers(lens, parts, 2)
+    assert indices(parts) == expected
+
+
+def test_two_chunk_splits_the_straddling_request_between_the_lanes() -> None:
+    first, second = split_two_chunk([10, 20, 30, 500, 40], THRESHOLD)
+    assert (first.request_slice, second.request_slice) == (slice(0, 4), slice(3, 5))
+    assert lane_query_lens([10, 20, 30, 500, 40], first) == [10, 20, 30, 240]
+    assert lane_query_lens([10, 20, 30, 500, 40], second) == [260, 40]
+
+
+def test_two_chunk_leaves_no_request_without_tokens_in_the_first_lane() -> None:
+    """The midpoint of [7, 5, 1, 1, 1] lies between two requests: request 1 belongs to lane 1 alone."""
+    first, second = split_two_chunk([7, 5, 1, 1, 1], 0.5)
+    assert (first.request_slice, first.token_slice) == (slice(0, 1), slice(0, 7))
+    assert (second.request_slice, second.token_slice) == (slice(1, 5), slice(7, 15))
+
+
+def test_two_chunk_threshold_rules() -> None:
+    skewed = [1, 99]
+    assert split_two_chunk(skewed, 0.0) == split_balanced(skewed)
+    assert indices(split_two_chunk(skewed, 0.02)) == (1, 50)
+    uneven = [45, 55]
+    assert indices(split_two_chunk(uneven, 0.45)) == (1, 45), "exactly the threshold is balanced enough"
+    assert indices(split_two_chunk(uneven, 0.46)) == (1, 50)
+    assert indices(split_two_chunk([49, 51], 0.5)) == (1, 50), "0.5 cuts whenever the lanes differ"
+
+
+@pytest.mark.parametrize("threshold", [-0.1, 0.51, 1.0, float("nan")])
+def test_two_chunk_threshold_out_of_range_is_refused(threshold: float) -> None:
+    with pytest.raises(ConfigError, match=r"two_chunk_threshold must be between 0 \(off\) and 0\.5, not"):
+        split_two_chunk([3, 4], threshold)
+    with pytest.raises(ConfigError, match="two_chunk_threshold"):
+        split_requests([1, 1], decode=True, two_chunk_threshold=threshold)
+
+
+def test_two_chunk_makes_two_lanes_only() -> None:
+    with pytest.raises(ConfigError, match="makes 2 lanes, not 3"):
+        split_two_chunk([3, 4, 5], THRESHOLD, 3)
+    with pytest.raises(ConfigError, match="makes 2 lanes, not 3"):
+        split_requests([3, 4, 5], decode=False, num_ubatches=3, two_chunk_threshold=THRESHOLD)
+
+
+@given(st.one_of(lengths, skewed_lengths), thresholds.filter(bool))
+def test_two_chunk_equals_the_reference(lens: list[int], threshold: float) -> None:
+    first, second = split_two_chunk(lens, threshold)
+    check_covers(lens, (first, second), 2)
+    assert (first.request_slice.stop, second.request_slice.start, first.num_tokens) == reference_two_chunk(
+        lens, threshold
+    )
+
+
+@given(skewed_lengths)
+def test_two_chunk_lanes_never_hold_a_request_without_tokens(lens: list[int]) -> None:
+    for part in split_two_chunk(lens, 0.5):
+        assert part.num_requests == 0 or min(lane_query_lens(lens, part)) > 0
+
+
+# --------------------------------------------------------------------------------------------- the one entrance
+
+
+@given(st.one_of(lengths, skewed_lengths), st.booleans(), lane_counts, thresholds)
+def test_split_requests_picks_by_mode(lens: list[int], decode: bool, lanes: int, threshold: float) -> None:
+    if lanes > 2:
+        threshold = 0.0
+    if decode:
+        lens = [1 + len(lens) % 3] * len(lens)
+        expected = split_fixed(len(lens), lens[0] if lens else 1, lanes)
+    elif threshold:
+        expected = split_two_chunk(lens, threshold)
+    else:
+        expected = split_balanced(lens, lanes)
+    parts = split_requests(lens, decode=decode, num_ubatches=lanes, two_chunk_threshold=threshold)
+    assert parts == expected
+    check_covers(lens, parts, lanes)
+
+
+def test_bad_batches_are_refused_by_value() -> None:
+    with pytest.raises(ConfigError, match="at least 2, not 1"):
+        split_requests([1, 1], decode=True, num_ubatches=1)
+    with pytest.raises(SplitError, match="request 2 has 3 and request 0 has 1"):
+        split_requests([1, 1, 3], decode=True)
+    with pytest.raises(SplitError, match="request 1 has -4 tokens"):
+        split_balanced([3, -4])
+    with pytest.raises(SplitError, match="num_requests must be at least 0, not -1"):
+        split_fixed(-1)
+    with pytest.raises(SplitError, match="tokens_per_request must be at least 1, not 0"):
+        split_fixed(3, 0)
+    with pytest.raises(SplitError, match="request 0 has -2 tokens"):
+        split_requests([-2, -2], decode=False)

@@ -1,0 +1,146 @@
+"""The baton: exactly one lane runs.
+
+`Ring` says who is next; this class makes it so, with one private wake-up per lane, so that no lane ever polls
+and no third thread is involved in a hand-off:
+
+    pass_on(lane):   following = ring.at_point(lane)
+                     wake[following]; sleep on wake[lane]; on return, was the step aborted?
+
+Aborting keeps the invariant. A lane that fails marks the baton aborted and hands it on as usual; each other lane
+wakes in ring order, finds the mark, unwinds alone and hands on in turn. So clean-up code never runs in two lanes
+at once either. Only `abandon`, for a lane that hangs, takes the baton from its holder; the small lock is for that.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass
+
+from ubatch.errors import LaneAborted, UBatchError
+from ubatch.ring import Ring
+from ubatch.wakeup import WakeUp, make_wakeup
+
+__all__ = ["Baton", "BatonStatistics"]
+
+
+@dataclass(frozen=True)
+class BatonStatistics:
+    """A frozen view of a baton, cheap enough for a hang report.
+
+    Attributes:
+        holder: the lane that may run, -1 before the start and after the end.
+        handoffs: switches from one lane to another since the baton was made.
+        held_s: seconds since the last hand-off.
+        alive: per lane, whether it is still in the ring.
+        aborted: whether a lane failed.
+    """
+
+    holder: int
+    handoffs: int
+    held_s: float
+    alive: tuple[bool, ...]
+    aborted: bool
+
+
+class Baton:
+    """The right to run, for a ring of `lanes` lanes."""
+
+    def __init__(self, lanes: int) -> None:
+        self._ring = Ring(lanes)
+        self._wake: list[WakeUp] = [make_wakeup() for _ in range(lanes)]
+        self._lock = threading.Lock()
+        self._abandoned: set[int] = set()
+        self.handoffs = 0
+        self.since = time.monotonic()
+        self.aborted_by: int | None = None
+        self.forked = False
+        self.running = False
+
+    def prepare(self, lead: int) -> None:
+        """Make ready for a step in which lane 0 leads by `lead` points."""
+        self._ring.reset(lead)
+        self.aborted_by = None
+
+    def start(self) -> None:
+        """Give the baton to lane 0. Every lane must be parked in `acquire` or on its way there."""
+        self.since = time.monotonic()
+        self.running = True
+        self._wake[self._ring.holder].set()
+
+    def acquire(self, lane: int) -> None:
+        """Park until the baton comes to `lane` for the first time."""
+        self._wake[lane].wait()
+        self.check(lane)
+
+    def pass_on(self, lane: int) -> bool:
+        """Pass an active point: hand on and park until the baton is back. False if `lane` kept it.
+
+        Raises:
+            LaneAborted: another lane failed.
+        """
+        ring = self._ring
+        with self._lock:
+            if self.aborted_by is not None or ring.holder != lane:
+                self.check(lane)
+            following = ring.at_point(lane)
+            self.since = time.monotonic()
+            if following == lane:
+                return False
+            self.handoffs += 1
+        self._wake[following].set()
+        self._wake[lane].wait()
+        if self.aborted_by is not None or ring.holder != lane:
+            self.check(lane)
+        return True
+
+    def leave(self, lane: int) -> None:
+        """`lane` ends: take it out of the ring and hand on."""
+        with self._lock:
+            if lane in self._abandoned or self.forked:  # a forked child shares the wake-ups with its parent
+                return
+            self._hand_on_from(lane)
+
+    def abort(self, lane: int) -> None:
+        """`lane` failed: every other lane raises `LaneAborted` when the baton reaches it."""
+        if self.aborted_by is None:
+            self.aborted_by = lane
+
+    def abandon(self, lane: int) -> None:
+        """Take the baton from a lane that hangs. Its thread must never run for this baton again."""
+        with self._lock:
+            self.abort(lane)
+            self._abandoned.add(lane)
+            if self._ring.holder == lane:
+                self._hand_on_from(lane)
+
+    def abandoned(self, lane: int) -> bool:
+        """Whether the baton was taken from `lane` for good."""
+        return lane in self._abandoned
+
+    def check(self, lane: int) -> None:
+        """Raise if `lane` may not go on.
+
+        Raises:
+            LaneAborted: another lane failed, or this one was abandoned.
+            UBatchError: `lane` does not hold the baton.
+        """
+        if self.aborted_by is not None and (self.aborted_by != lane or lane in self._abandoned):
+            raise LaneAborted(f"lane {lane} unwinds because lane {self.aborted_by} failed")
+        if self._ring.holder != lane:
+            raise UBatchError(f"lane {lane} runs, but lane {self._ring.holder} holds the baton.")
+
+    def statistics(self) -> BatonStatistics:
+        """Who holds the baton, for how long, and how often it changed hands."""
+        ring = self._ring
+        held = time.monotonic() - self.since
+        return BatonStatistics(ring.holder, self.handoffs, held, tuple(ring.alive), self.aborted_by is not None)
+
+    def _hand_on_from(self, lane: int) -> None:
+        following = self._ring.at_end(lane)
+        self.since = time.monotonic()
+        if following >= 0:
+            self.handoffs += 1
+            self._wake[following].set()
+        else:
+            self.running = False

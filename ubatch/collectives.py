@@ -1,0 +1,256 @@
+"""Collectives that overlap: inside a lane they hand the baton on while the data travels, outside they are plain.
+
+    y = all_reduce(x, group)        launch | point "collective" | wait -> y
+
+Two layers: `launch_*` returns a `Transfer` (for all-to-all back ends, which place the points themselves), and the
+functions without prefix launch, pass the point and wait. All are functional: the input is never written.
+Shapes: `x` is split and concatenated along `dim`, 0 unless said otherwise.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ubatch.context import current_lane, dbo_maybe_run_recv_hook, dbo_register_recv_hook, dbo_yield, on_comm_stream
+from ubatch.errors import ConfigError, GradientError, UnvotedCollectiveError
+from ubatch.group import CommGroup
+from ubatch.schedule import Point
+from ubatch.transfer import Transfer, Work
+
+__all__ = [
+    "all_gather",
+    "all_reduce",
+    "all_to_all_single",
+    "launch_all_gather",
+    "launch_all_reduce",
+    "launch_all_to_all_single",
+    "launch_reduce_scatter",
+    "reduce_scatter",
+]
+
+
+def all_reduce(x: Tensor, group: CommGroup) -> Tensor:
+    """The sum of every rank's `x`; same shape and dtype.
+
+    Raises:
+        GradientError, UnvotedCollectiveError, GroupBroken: before anything is launched.
+        PeerFailed, TransferTimeout: while it waits.
+    """
+    return _overlapped(lambda: launch_all_reduce(x, group))
+
+
+def all_gather(x: Tensor, group: CommGroup, dim: int = 0) -> Tensor:
+    """Every rank's `x` (equal shapes), concatenated along `dim`. Errors as `all_reduce`."""
+    if dim == 0:
+        return _overlapped(lambda: launch_all_gather(x, group))
+    gathered = _overlapped(lambda: launch_all_gather(x.movedim(dim, 0), group))
+    return gathered.movedim(0, dim).contiguous()
+
+
+def reduce_scatter(x: Tensor, group: CommGroup, dim: int = 0) -> Tensor:
+    """This rank's block along `dim` of the sum of every rank's `x`; the size must divide by the ranks.
+
+    Errors as `all_reduce`, and `ConfigError` where the size does not divide.
+    """
+    if dim == 0:
+        return _overlapped(lambda: launch_reduce_scatter(x, group))
+    scattered = _overlapped(lambda: launch_reduce_scatter(x.movedim(dim, 0), group))
+    return scattered.movedim(0, dim).contiguous()
+
+
+def all_to_all_single(
+    x: Tensor,
+    group: CommGroup,
+    output_split_sizes: Sequence[int] | None = None,
+    input_split_sizes: Sequence[int] | None = None,
+) -> Tensor:
+    """Block r of `x` goes to rank r; returns the blocks received, in rank order. Errors as `all_reduce`."""
+    return _overlapped(lambda: launch_all_to_all_single(x, group, output_split_sizes, input_split_sizes))
+
+
+def _overlapped(launch: Callable[[], Transfer[Tensor]]) -> Tensor:
+    dbo_maybe_run_recv_hook()
+    transfer = launch()
+    dbo_register_recv_hook(transfer.wait)
+    dbo_yield(Point.COLLECTIVE)
+    return transfer.wait()
+
+
+def launch_all_to_all_single(
+    x: Tensor,
+    group: CommGroup,
+    output_split_sizes: Sequence[int] | None = None,
+    input_split_sizes: Sequence[int] | None = None,
+    *,
+    name: str = "all_to_all",
+) -> Transfer[Tensor]:
+    """Launch an all-to-all of rows.
+
+    Args:
+        x: `[sum(input_split_sizes), ...]`.
+        group: the ranks.
+        output_split_sizes: rows received from each rank; equal blocks if None.
+        input_split_sizes: rows sent to each rank; equal blocks if None.
+        name: for traces and errors.
+
+    Returns:
+        A transfer of `[sum(output_split_sizes), ...]`.
+    """
+    sent = _block_sizes(x, group, input_split_sizes, "input_split_sizes")
+    received = sent if output_split_sizes is None else list(output_split_sizes)
+    if len(received) != group.size:
+        raise ConfigError(f"output_split_sizes needs {group.size} numbers, one per rank, not {len(received)}.")
+    _check_launch(x, group)
+    source = x.contiguous()
+    result = source.new_empty((sum(received), *source.shape[1:]))
+    return _launch(
+        name,
+        group,
+        source,
+        result,
+        lambda: dist.all_to_all_single(_wire(result), _wire(source), received, sent, group=group.pg, async_op=True),
+        sent_rows=sum(sent) - sent[group.rank],
+        received_rows=sum(received) - received[group.rank],
+    )
+
+
+def launch_all_gather(
+    x: Tensor, group: CommGroup, *, sizes: Sequence[int] | None = None, name: str = "all_gather"
+) -> Transfer[Tensor]:
+    """Launch an all-gather of rows.
+
+    Args:
+        x: `[rows, ...]`.
+        group: the ranks.
+        sizes: rows of every rank where they differ; equal if None.
+        name: for traces and errors.
+
+    Returns:
+        A transfer of `[sum(sizes), ...]`, in rank order.
+    """
+    rows = x.shape[0]
+    sizes = [rows] * group.size if sizes is None else list(sizes)
+    if len(sizes) != group.size or sizes[group.rank] != rows:
+        raise ConfigError(f"sizes {sizes} must have one number per rank ({group.size}), and this rank has {rows} rows.")
+    _check_launch(x, group)
+    source = x.contiguous()
+    result = source.new_empty((sum(sizes), *source.shape[1:]))
+
+    def send_to_all() -> Work | None:
+        if len(set(sizes)) == 1:
+            return dist.all_gather_into_tensor(_wire(result), _wire(source), group=group.pg, async_op=True)
+        repeated = source.expand(group.size, *source.shape).flatten(0, 1)
+        return dist.all_to_all_single(
+            _wire(result), _wire(repeated.contiguous()), sizes, [rows] * group.size, group=group.pg, async_op=True
+        )
+
+    others = group.size - 1
+    return _launch(name, group, source, result, send_to_all, sent_rows=rows * others, received_rows=sum(sizes) - rows)
+
+
+def launch_all_reduce(x: Tensor, group: CommGroup, *, name: str = "all_reduce") -> Transfer[Tensor]:
+    """Launch a sum over the ranks; a transfer of `x`'s shape. Counts a ring's bytes: 2 (R - 1) / R of `x` each way."""
+    _check_launch(x, group)
+    result = x.clone(memory_format=torch.contiguous_format)
+    rows = 2 * (group.size - 1) * x.shape[0] // group.size if x.dim() else 0
+    return _launch(
+        name,
+        group,
+        x,
+        result,
+        lambda: dist.all_reduce(result, group=group.pg, async_op=True),
+        sent_rows=rows,
+        received_rows=rows,
+    )
+
+
+def launch_reduce_scatter(
+    x: Tensor, group: CommGroup, *, sizes: Sequence[int] | None = None, name: str = "reduce_scatter"
+) -> Transfer[Tensor]:
+    """Launch a sum over the ranks of which each keeps its block of rows.
+
+    Carried by an all-to-all of the blocks and a local sum in `wait`, which works on every transport and size.
+
+    Args:
+        x: `[sum(sizes), ...]`.
+        group: the ranks.
+        sizes: rows each rank keeps; equal if None.
+        name: for traces and errors.
+
+    Returns:
+        A transfer of `[sizes[rank], ...]`.
+    """
+    sent = _block_sizes(x, group, sizes, "sizes")
+    own = sent[group.rank]
+    blocks = launch_all_to_all_single(x, group, [own] * group.size, sent, name=name)
+    return blocks.map(lambda received: received.view(group.size, own, *x.shape[1:]).sum(0))
+
+
+def _block_sizes(x: Tensor, group: CommGroup, sizes: Sequence[int] | None, what: str) -> list[int]:
+    if x.dim() == 0:
+        raise ConfigError("a 0-dim tensor has no rows to split over ranks.")
+    rows = x.shape[0]
+    if sizes is None:
+        if rows % group.size:
+            raise ConfigError(f"{rows} rows do not divide by {group.size} ranks; pad them, or give {what}.")
+        return [rows // group.size] * group.size
+    if len(sizes) != group.size or sum(sizes) != rows:
+        raise ConfigError(f"{what} {list(sizes)} must be {group.size} numbers, one per rank, that sum to {rows} rows.")
+    return list(sizes)
+
+
+def _check_launch(x: Tensor, group: CommGroup) -> None:
+    if not isinstance(group, CommGroup):
+        raise ConfigError(
+            f"group must be a CommGroup, not {type(group).__name__}. Make one: CommGroup.from_process_group(pg)."
+        )
+    lane = current_lane()
+    if lane is not None:
+        if x.requires_grad and torch.is_grad_enabled():
+            raise GradientError(
+                f"a collective in lane {lane.id} got a tensor of shape {tuple(x.shape)} that requires grad. "
+                "Run under torch.no_grad() or torch.inference_mode(); training with collectives runs unsplit."
+            )
+        if group.size > 1 and not lane.voted_ranks.issuperset(group.ranks):
+            raise UnvotedCollectiveError(
+                f"a collective over ranks {list(group.ranks)} in lane {lane.id}, but they did not vote on this split, "
+                "so they could dead-lock. Set UBatchConfig.group to a CommGroup of all these ranks."
+            )
+    group.check_usable()
+
+
+def _launch(
+    name: str,
+    group: CommGroup,
+    source: Tensor,
+    result: Tensor,
+    start: Callable[[], Work | None],
+    *,
+    sent_rows: int,
+    received_rows: int,
+) -> Transfer[Tensor]:
+    row_bytes = math.prod(source.shape[1:]) * source.element_size()
+    with on_comm_stream():
+        work = start()
+    return Transfer(
+        name,
+        (work,) if work is not None else (),
+        lambda: result,
+        group=group,
+        keep=(source, result),
+        bytes_sent=sent_rows * row_bytes,
+        bytes_received=received_rows * row_bytes,
+    )
+
+
+_UNSUPPORTED_ON_WIRE = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
+
+
+def _wire(x: Tensor) -> Tensor:
+    """The tensor as the transports take it: fp8 travels as bytes."""
+    return x.view(torch.uint8) if x.dtype in _UNSUPPORTED_ON_WIRE else x

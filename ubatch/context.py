@@ -1,0 +1,417 @@
+"""A lane's context, and the functions that model code calls inside a lane.
+
+Contract:
+    with context:            parks at the ready barrier, then until the baton comes for the first time
+        ...                  exactly one lane is in here at a time
+        dbo_yield(point)     hands the baton on; raises LaneAborted when another lane failed
+    on leaving               runs the hook still pending, rejoins the communication stream with the compute
+                             stream, leaves the ring and hands on; on an error it marks the baton aborted first
+
+A point, in pseudo-code:
+    note it (for traces and hang reports)
+    if the schedule hands on here and another lane lives: hand on, park, come back
+    if this lane's receive hook is still pending: run it
+
+Outside a lane every function here returns at once: a `ContextVar` that is unset costs tens of nanoseconds.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar, Token
+from threading import get_ident
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Protocol
+
+from ubatch.baton import Baton
+from ubatch.errors import ConfigError, ForkedLaneError, LaneAborted, UBatchError
+from ubatch.forward_context import ForwardContext, _forward_context
+from ubatch.schedule import SERIAL, Recv, Schedule, get_schedule
+from ubatch.streams import NullStreams, StreamBackend
+from ubatch.trace import SpanKind, Trace
+
+if TYPE_CHECKING:
+    from ubatch.transfer import Transfer
+
+__all__ = [
+    "ReadyBarrier",
+    "UBatchContext",
+    "current_lane",
+    "current_schedule",
+    "dbo_current_ubatch_id",
+    "dbo_enabled",
+    "dbo_maybe_run_recv_hook",
+    "dbo_register_recv_hook",
+    "dbo_switch_to_comm",
+    "dbo_switch_to_compute",
+    "dbo_yield",
+    "dbo_yield_and_switch_from_comm_to_compute",
+    "dbo_yield_and_switch_from_compute_to_comm",
+    "make_ubatch_contexts",
+    "on_comm_stream",
+]
+
+Hook = Callable[[], object]
+
+
+class ReadyBarrier(Protocol):
+    """Where lanes report that they are parked and warm (`ubatch.wakeup.Gate`)."""
+
+    def arrive(self) -> None:
+        """One lane is ready."""
+
+
+class UBatchContext:
+    """One lane: its id, streams, events, forward context and pending hook. Built by `make_ubatch_contexts` only.
+
+    Attributes:
+        id: the lane's number, 0 first.
+        forward_context: what `get_forward_context()` returns inside the lane; set per step.
+        schedule: the step's schedule; set per step.
+        voted_ranks: global ranks that agreed to this split; collectives over others are refused. Set per step.
+        trace: where to record spans, or None. Set per step.
+        last_point, points_passed: for notes and hang reports.
+        waiting: the transfer that the lane waits for right now, which has a time-out of its own.
+        launched: transfers not yet waited for; they keep their buffers alive when the lane fails.
+    """
+
+    def __init__(
+        self,
+        lane: int,
+        baton: Baton,
+        ready: ReadyBarrier,
+        streams: StreamBackend,
+        compute_stream: Any,
+        comm_stream: Any,
+        forward_context: ForwardContext | None,
+    ) -> None:
+        self.id = lane
+        self.baton = baton
+        self.forward_context = forward_context
+        self.schedule = SERIAL
+        self.voted_ranks: frozenset[int] = frozenset()
+        self.trace: Trace | None = None
+        self.peers: Sequence[UBatchContext] = (self,)
+        self.compute_stream = compute_stream
+        self.comm_stream = comm_stream
+        self._ready = ready
+        self._streams = streams
+        self._compute_done = streams.new_event()
+        self._comm_done = streams.new_event()
+        self._tokens: tuple[Token[Any], Token[Any]] | None = None
+        self._reset()
+
+    def _reset(self) -> None:
+        self.thread = 0
+        self.last_point = "start"
+        self.points_passed = 0
+        self.waiting: str | None = None
+        self.launched: set[Transfer[Any]] = set()
+        self._hook: Hook | None = None
+        self._stage_start = 0.0
+
+    def __enter__(self) -> UBatchContext:
+        if _lane.get() is not None:
+            raise UBatchError(f"lane {self.id} was entered from inside lane {dbo_current_ubatch_id()}.")
+        self._reset()
+        self.thread = get_ident()
+        self._streams.warm_up()
+        self._streams.set_current(self.compute_stream)
+        self._tokens = (_lane.set(self), _forward_context.set(self.forward_context))
+        self._ready.arrive()
+        try:
+            self.baton.acquire(self.id)
+        except LaneAborted:
+            self._leave()
+            raise
+        self._stage_start = time.monotonic()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        try:
+            if error is None:
+                self._check_alive()
+                self._run_hook(self)
+        except BaseException:
+            self.baton.abort(self.id)
+            raise
+        finally:
+            if error is not None and not isinstance(error, LaneAborted):
+                self.baton.abort(self.id)
+            if self.trace is not None and self.baton.aborted_by is None:
+                self._end_stage("end")
+                self.trace.order.append((self.id, "end"))
+            self._rejoin()
+            self._leave()
+
+    def _leave(self) -> None:
+        if self._tokens is not None:
+            _lane.reset(self._tokens[0])
+            _forward_context.reset(self._tokens[1])
+            self._tokens = None
+        self.baton.leave(self.id)
+
+    def _rejoin(self) -> None:
+        self._comm_done.record(self.comm_stream)
+        self._comm_done.wait(self.compute_stream)
+        self._streams.set_current(self.compute_stream)
+
+    def _check_alive(self) -> None:
+        if get_ident() != self.thread:
+            raise UBatchError(
+                f"lane {self.id} reached a point from another thread. Points must be passed by the lane's own thread."
+            )
+        if self.baton.forked:
+            raise ForkedLaneError(f"lane {self.id} was forked; the child has no other lane. Exit, or call unsplit.")
+        self.baton.check(self.id)
+
+    def pass_point(self, point: str) -> None:
+        """Pass `point`; see the module's pseudo-code."""
+        if get_ident() != self.thread or self.baton.forked:
+            self._check_alive()
+        self.last_point = point
+        self.points_passed += 1
+        if point not in self.schedule.points_off:
+            if self.trace is not None:
+                self._end_stage(point)
+                self.trace.order.append((self.id, point))
+            self.baton.pass_on(self.id)
+            if self.trace is not None:
+                self._stage_start = time.monotonic()
+        else:
+            self.baton.check(self.id)
+            self.baton.since = time.monotonic()
+        if self._hook is not None:
+            self._run_hook(self)
+
+    def register_hook(self, hook: Hook) -> None:
+        """Leave `hook` to be run when the transfer's result is needed; see `Recv`."""
+        self._check_alive()
+        if self._hook is not None:
+            raise UBatchError(
+                f"lane {self.id} registered a receive hook while its previous one is pending. "
+                "Pass a point, or call dbo_maybe_run_recv_hook(), between two launches."
+            )
+        self._hook = hook
+
+    def maybe_run_hook(self) -> None:
+        """Run the hook that is due before this lane's next launch."""
+        self._check_alive()
+        if self.schedule.recv is Recv.PEER:
+            self._run_hook(self.peers[self.id - 1])
+        else:
+            self._run_hook(self)
+
+    def _run_hook(self, owner: UBatchContext) -> None:
+        hook, owner._hook = owner._hook, None
+        if hook is None:
+            return
+        try:
+            hook()
+        except Exception as error:
+            error.add_note(f"in the receive hook of lane {owner.id}, run by lane {self.id}")
+            raise
+
+    def begin_wait(self, name: str) -> float:
+        """The lane starts to wait for transfer `name`; returns the time."""
+        self.waiting = name
+        now = time.monotonic()
+        if self.trace is not None:
+            self._end_stage(name)
+        return now
+
+    def end_wait(self, name: str, start: float) -> None:
+        """The wait that began at `start` is over."""
+        self.waiting = None
+        self._stage_start = time.monotonic()
+        self.baton.since = self._stage_start
+        if self.trace is not None:
+            self.trace.add(SpanKind.WAIT, name, self.id, start, self._stage_start)
+
+    def _end_stage(self, name: str) -> None:
+        if self.trace is not None:
+            self.trace.add(SpanKind.COMPUTE, name, self.id, self._stage_start, time.monotonic())
+
+    def enter_comm(self, *, recorded: bool = False) -> None:
+        """Continue on the communication stream, after what the compute stream has so far.
+
+        Args:
+            recorded: the compute stream's work was marked before a hand-off; what was added since does not count.
+        """
+        if not recorded:
+            self._compute_done.record(self.compute_stream)
+        self._compute_done.wait(self.comm_stream)
+        self._streams.set_current(self.comm_stream)
+
+    def leave_comm(self) -> None:
+        """Continue on the compute stream without waiting; `join_comm` waits later."""
+        self._comm_done.record(self.comm_stream)
+        self._streams.set_current(self.compute_stream)
+
+    def join_comm(self) -> None:
+        """Let the compute stream wait for what this lane put on the communication stream."""
+        self._comm_done.wait(self.compute_stream)
+
+    def mark_compute(self) -> None:
+        """Record the compute stream's work; done *before* a hand-off, so that the peer's work does not count."""
+        self._compute_done.record(self.compute_stream)
+
+    def mark_comm(self) -> None:
+        """Record the communication stream's work before a hand-off."""
+        self._comm_done.record(self.comm_stream)
+
+
+_lane: ContextVar[UBatchContext | None] = ContextVar("ubatch_lane", default=None)
+_current_lane = _lane.get
+
+
+def make_ubatch_contexts(
+    num_ubatches: int,
+    compute_stream: Any,
+    comm_stream: Any,
+    forward_contexts: Sequence[ForwardContext | None],
+    ready_barrier: ReadyBarrier,
+    *,
+    schedule: Schedule | str = "mlp_shared_overlap",
+    streams: StreamBackend | None = None,
+) -> list[UBatchContext]:
+    """The contexts of `num_ubatches` lanes that share one baton.
+
+    Args:
+        num_ubatches: lanes, at least 2.
+        compute_stream, comm_stream: shared by all lanes.
+        forward_contexts: one per lane.
+        ready_barrier: every lane reports here once it is parked and warm; then `start` the baton
+            (`contexts[0].baton.start()`).
+        schedule: its lead, active points and receive order hold for all lanes.
+        streams: where events come from; a CPU's null objects by default.
+
+    Raises:
+        ConfigError: fewer than two lanes, or not one forward context per lane.
+    """
+    if num_ubatches < 2:
+        raise ConfigError(f"num_ubatches must be at least 2, not {num_ubatches}. Call the model itself for one batch.")
+    if len(forward_contexts) != num_ubatches:
+        raise ConfigError(f"{num_ubatches} lanes need as many forward contexts, not {len(forward_contexts)}.")
+    chosen = get_schedule(schedule) if isinstance(schedule, str) else schedule
+    backend = streams if streams is not None else NullStreams()
+    baton = Baton(num_ubatches)
+    baton.prepare(chosen.lead)
+    contexts = [
+        UBatchContext(lane, baton, ready_barrier, backend, compute_stream, comm_stream, forward_contexts[lane])
+        for lane in range(num_ubatches)
+    ]
+    for context in contexts:
+        context.peers = contexts
+        context.schedule = chosen
+    return contexts
+
+
+def dbo_yield(point: str = "user") -> None:
+    """Pass a point: hand the baton to the next lane if the schedule says so. Does nothing outside a lane.
+
+    Args:
+        point: a `Point` of this project, or any name of your own (always active).
+
+    Raises:
+        LaneAborted: another lane failed; let it pass.
+    """
+    lane = _current_lane()
+    if lane is not None:
+        lane.pass_point(point)
+
+
+def dbo_register_recv_hook(hook: Hook) -> None:
+    """Leave `hook` (usually a transfer's `wait`) to be run exactly once, when its result is due.
+
+    By default the lane that registered it runs it when the baton comes back; with `recv="peer"` the next lane runs
+    it before its own next launch. Outside a lane it runs at once.
+    """
+    lane = _current_lane()
+    if lane is None:
+        hook()
+    else:
+        lane.register_hook(hook)
+
+
+def dbo_maybe_run_recv_hook() -> None:
+    """Run the pending receive hook that is due before a launch, if there is one."""
+    lane = _current_lane()
+    if lane is not None:
+        lane.maybe_run_hook()
+
+
+def dbo_current_ubatch_id() -> int:
+    """The number of the lane this code runs in; 0 outside a lane."""
+    lane = _current_lane()
+    return 0 if lane is None else lane.id
+
+
+def dbo_enabled() -> bool:
+    """Whether this code runs inside a lane."""
+    return _current_lane() is not None
+
+
+def current_lane() -> UBatchContext | None:
+    """The context of the lane this code runs in, or None."""
+    return _current_lane()
+
+
+def current_schedule() -> Schedule:
+    """The lane's schedule; `serial` outside a lane."""
+    lane = _current_lane()
+    return SERIAL if lane is None else lane.schedule
+
+
+def dbo_switch_to_comm() -> None:
+    """Continue on the communication stream, ordered after the compute stream's work so far."""
+    lane = _current_lane()
+    if lane is not None:
+        lane.enter_comm()
+
+
+def dbo_switch_to_compute() -> None:
+    """Continue on the compute stream, ordered after what this lane put on the communication stream."""
+    lane = _current_lane()
+    if lane is not None:
+        lane.leave_comm()
+        lane.join_comm()
+
+
+def dbo_yield_and_switch_from_compute_to_comm(point: str = "user") -> None:
+    """Hand on; when the baton is back, continue on the communication stream after *this* lane's compute work."""
+    lane = _current_lane()
+    if lane is not None:
+        lane.mark_compute()
+        lane.pass_point(point)
+        lane.enter_comm(recorded=True)
+
+
+def dbo_yield_and_switch_from_comm_to_compute(point: str = "user") -> None:
+    """Hand on; when the baton is back, continue on the compute stream after this lane's communication."""
+    lane = _current_lane()
+    if lane is not None:
+        lane.leave_comm()
+        lane.pass_point(point)
+        lane.join_comm()
+
+
+@contextmanager
+def on_comm_stream() -> Iterator[None]:
+    """Launch a transfer: on the communication stream inside a lane, in place outside.
+
+    The compute stream does not wait here; `Transfer.wait` joins it.
+    """
+    lane = _current_lane()
+    if lane is None:
+        yield
+        return
+    lane.enter_comm()
+    try:
+        yield
+    finally:
+        lane.leave_comm()

@@ -1,0 +1,105 @@
+"""Every error a user of `ubatch` can meet, and what each asks of them.
+
+All derive from `UBatchError`, except `LaneAborted`: that one unwinds the *other* lanes after a lane failed, so it
+is a `BaseException` that `except Exception` in a model cannot swallow, and it never reaches the caller.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+__all__ = [
+    "ConcurrentCallError",
+    "ConfigError",
+    "ForkedLaneError",
+    "GradientError",
+    "GroupBroken",
+    "LaneAborted",
+    "NestedUBatchError",
+    "OverlapDeclined",
+    "PeerFailed",
+    "SplitError",
+    "TransferTimeout",
+    "UBatchError",
+    "UBatchTimeout",
+    "UnvotedCollectiveError",
+    "nearest",
+]
+
+
+class UBatchError(Exception):
+    """Base of all errors raised by this package."""
+
+
+class ConfigError(UBatchError, ValueError):
+    """An option has a value that cannot work. Raised before anything is launched."""
+
+
+class SplitError(UBatchError, ValueError):
+    """A batch, an argument or an output cannot be split into microbatches or merged again."""
+
+
+class OverlapDeclined(UBatchError):
+    """Overlap was required (`require_overlap=True`) and the step declined it; `reason` says why."""
+
+    def __init__(self, message: str, reason: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+class NestedUBatchError(UBatchError):
+    """A wrapper was called from inside a lane. Wrap only the outermost module."""
+
+
+class ConcurrentCallError(UBatchError):
+    """Two threads called one wrapper at the same time. Use one wrapper per thread, or a lock."""
+
+
+class ForkedLaneError(UBatchError):
+    """The process was forked while lanes ran; the child has no other lanes to hand the baton to."""
+
+
+class GradientError(UBatchError):
+    """A collective inside a lane got a tensor that requires grad. Use `torch.no_grad()`, or run unsplit."""
+
+
+class UnvotedCollectiveError(UBatchError):
+    """A collective over several ranks ran in a lane whose split the ranks did not vote on; they could dead-lock."""
+
+
+class UBatchTimeout(UBatchError, TimeoutError):
+    """A lane held the baton longer than `timeout_s`; the message has every lane's last point and stack."""
+
+
+class TransferTimeout(UBatchError, TimeoutError):
+    """A transfer did not complete within the group's time-out, and no peer reported a failure."""
+
+
+class PeerFailed(UBatchError):
+    """Rank `rank` of the group failed or died. Nothing more runs on the group until `reset()`."""
+
+    def __init__(self, rank: int, message: str) -> None:
+        super().__init__(message)
+        self.rank = rank
+
+
+class GroupBroken(UBatchError):
+    """The group is out of step after a failure. Call `reset()` on every rank before using it again."""
+
+
+class LaneAborted(BaseException):
+    """Another lane failed; this lane unwinds. Raised again at every later point; do not catch it."""
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """The tail of an "unknown name" message: `"; did you mean 'x'? Known: x, y"`.
+
+    Args:
+        name: what the user wrote.
+        known: every name that would have been accepted.
+    """
+    names = sorted(known)
+    close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    hint = f"; did you mean {close[0]!r}?" if close else "."
+    return f"{hint} Known: {', '.join(names)}"

@@ -1,0 +1,70 @@
+"""The forward context: what a step knows beside the model's arguments.
+
+A serving engine sets one around each step; the wrapper sets one for every lane. It lives in a `ContextVar`, not
+in a module global, because two lanes read it at once and must each see their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from enum import StrEnum
+
+from ubatch.split import UBatchSlice
+from ubatch.vote import Decision
+
+__all__ = ["ForwardContext", "ForwardMode", "get_forward_context", "set_forward_context"]
+
+
+class ForwardMode(StrEnum):
+    """What a step does; it chooses the threshold and the way to split."""
+
+    DECODE = "decode"
+    PREFILL = "prefill"
+    MIXED = "mixed"
+    """at least one prefill beside decodes; counts as prefill for the thresholds"""
+    IDLE = "idle"
+    """no tokens on this rank; it only takes part in the others' collectives"""
+
+
+@dataclass(frozen=True)
+class ForwardContext:
+    """What one step, or one lane of it, knows.
+
+    Attributes:
+        attn_metadata: the attention back end's plan for these tokens; the caller fills it.
+        num_tokens: tokens of this context on this rank, without padding.
+        mode: what the step does.
+        tokens_across_ranks: tokens of every rank in this context; None when the ranks did not vote.
+        ubatch_slices: set by the caller when the step shall overlap; the wrapper splits along it.
+        lane_contexts: one context per slice; the caller fills it together with `ubatch_slices`.
+        decision: the vote's result; the caller fills it when it voted, else the wrapper votes.
+    """
+
+    attn_metadata: object | None = None
+    num_tokens: int = 0
+    mode: ForwardMode = ForwardMode.PREFILL
+    tokens_across_ranks: tuple[int, ...] | None = None
+    ubatch_slices: tuple[UBatchSlice, ...] | None = None
+    lane_contexts: tuple[ForwardContext, ...] | None = None
+    decision: Decision | None = None
+
+
+_forward_context: ContextVar[ForwardContext | None] = ContextVar("ubatch_forward_context", default=None)
+
+
+def get_forward_context() -> ForwardContext | None:
+    """The current forward context: the lane's own inside a lane, None outside any step."""
+    return _forward_context.get()
+
+
+@contextmanager
+def set_forward_context(context: ForwardContext | None) -> Iterator[ForwardContext | None]:
+    """Make `context` current for the `with` block; the previous one is restored even on error."""
+    token = _forward_context.set(context)
+    try:
+        yield context
+    finally:
+        _forward_context.reset(token)

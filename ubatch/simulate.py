@@ -1,0 +1,225 @@
+"""A schedule on an ideal machine: no hand-off cost, no noise, one link.
+
+Given what each lane does (compute for so long, launch a transfer that occupies the link for so long, pass a point,
+wait), this computes when everything happens. It drives the same `Ring` and reads the same `Schedule` as the
+runtime does, so that a difference between its time line and a measured one is the runtime's cost, not the
+schedule's.
+
+The machine: one core per rank, run by the lane that holds the baton; one link, first come first served; a lane that
+waits keeps the baton. All ranks are alike, so one rank stands for all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ubatch.errors import ConfigError
+from ubatch.ring import Ring
+from ubatch.schedule import Point, Recv, Schedule, SharedExpert
+from ubatch.trace import Span, SpanKind
+
+__all__ = ["Compute", "Launch", "LayerTimes", "Op", "Pass", "Timeline", "Wait", "layer_program", "simulate"]
+
+
+@dataclass(frozen=True)
+class Compute:
+    """The lane computes for `seconds`."""
+
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Launch:
+    """The lane launches transfer `key`, which occupies the link for `seconds`."""
+
+    key: str
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Pass:
+    """The lane passes a point."""
+
+    point: str
+
+
+@dataclass(frozen=True)
+class Wait:
+    """The lane needs transfer `key`."""
+
+    key: str
+
+
+Op = Compute | Launch | Pass | Wait
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """What happened.
+
+    Attributes:
+        seconds: from the first op to the last.
+        compute_s: all lanes' compute.
+        communication_s: time the link was busy.
+        exposed_s: time a lane held the baton and waited.
+        order: `(lane, point)` per active point passed and per lane that ended, as `Trace.order`.
+        spans: for `trace_export`.
+    """
+
+    seconds: float
+    compute_s: float
+    communication_s: float
+    exposed_s: float
+    order: tuple[tuple[int, str], ...]
+    spans: tuple[Span, ...]
+
+    @property
+    def bound_s(self) -> float:
+        """No schedule of the same work is faster: `max(compute, communication)`."""
+        return max(self.compute_s, self.communication_s)
+
+    @property
+    def efficiency(self) -> float:
+        """`bound_s / seconds`, 1.0 at best."""
+        return self.bound_s / self.seconds if self.seconds else 1.0
+
+
+class _Machine:
+    """The state of one simulated step; every field changes as lanes run."""
+
+    def __init__(self, programs: Sequence[Sequence[Op]], schedule: Schedule) -> None:
+        self.programs = programs
+        self.schedule = schedule
+        self.ring = Ring(len(programs), schedule.lead)
+        self.next_op = [0] * len(programs)
+        self.pending: list[list[str]] = [[] for _ in programs]
+        self.arrival: dict[tuple[int, str], float] = {}
+        self.now = 0.0
+        self.link_free = 0.0
+        self.compute_s = 0.0
+        self.communication_s = 0.0
+        self.exposed_s = 0.0
+        self.order: list[tuple[int, str]] = []
+        self.spans: list[Span] = []
+
+    def run(self) -> None:
+        lane = 0
+        while lane >= 0:
+            lane = self.run_lane(lane)
+
+    def run_lane(self, lane: int) -> int:
+        """Run `lane` until it hands on; returns who is next, -1 at the end."""
+        program = self.programs[lane]
+        while self.next_op[lane] < len(program):
+            op = program[self.next_op[lane]]
+            self.next_op[lane] += 1
+            match op:
+                case Compute(seconds):
+                    self.compute(lane, seconds)
+                case Launch(key, seconds):
+                    if self.schedule.recv is Recv.PEER:
+                        self.wait_for_all((lane - 1) % len(self.programs), lane)
+                    self.launch(lane, key, seconds)
+                case Wait(key):
+                    self.wait(lane, lane, key)
+                case Pass(point) if self.schedule.active(point):
+                    self.order.append((lane, str(point)))
+                    following = self.ring.at_point(lane)
+                    if following != lane:
+                        return following
+                    self.wait_for_all(lane, lane)  # who keeps the baton runs its own receive hook
+                case Pass():
+                    self.wait_for_all(lane, lane)
+        self.wait_for_all(lane, lane)
+        self.order.append((lane, "end"))
+        return self.ring.at_end(lane)
+
+    def compute(self, lane: int, seconds: float) -> None:
+        if seconds > 0:
+            self.spans.append(Span(SpanKind.COMPUTE, "compute", lane, self.now, self.now + seconds, 1))
+        self.now += seconds
+        self.compute_s += seconds
+
+    def launch(self, lane: int, key: str, seconds: float) -> None:
+        start = max(self.now, self.link_free)
+        self.link_free = start + seconds
+        self.communication_s += seconds
+        self.arrival[lane, key] = self.link_free
+        self.pending[lane].append(key)
+        self.spans.append(Span(SpanKind.TRANSFER, key, lane, start, self.link_free, 1))
+
+    def wait(self, owner: int, runner: int, key: str) -> None:
+        if (owner, key) not in self.arrival:
+            raise ConfigError(f"lane {owner} waits for transfer {key!r}, which it has not launched.")
+        if key in self.pending[owner]:
+            self.pending[owner].remove(key)
+        arrival = self.arrival[owner, key]
+        if arrival > self.now:
+            self.spans.append(Span(SpanKind.WAIT, key, runner, self.now, arrival, 1))
+            self.exposed_s += arrival - self.now
+            self.now = arrival
+
+    def wait_for_all(self, owner: int, runner: int) -> None:
+        for key in list(self.pending[owner]):
+            self.wait(owner, runner, key)
+
+
+def simulate(programs: Sequence[Sequence[Op]], schedule: Schedule) -> Timeline:
+    """Run one program per lane under `schedule`.
+
+    Raises:
+        ConfigError: a program waits for a transfer that it did not launch.
+    """
+    machine = _Machine(programs, schedule)
+    machine.run()
+    return Timeline(
+        seconds=machine.now,
+        compute_s=machine.compute_s,
+        communication_s=machine.communication_s,
+        exposed_s=machine.exposed_s,
+        order=tuple(machine.order),
+        spans=tuple(machine.spans),
+    )
+
+
+@dataclass(frozen=True)
+class LayerTimes:
+    """Seconds that one lane spends in one MoE layer.
+
+    Attributes:
+        attn_prepare: norm and qkv projection.
+        attn_core: attention, output projection and router.
+        dispatch, combine: on the link.
+        experts: the routed experts.
+        shared: the shared expert.
+    """
+
+    attn_core: float
+    experts: float
+    dispatch: float
+    combine: float
+    attn_prepare: float = 0.0
+    shared: float = 0.0
+
+    def scaled(self, factor: float) -> LayerTimes:
+        """All times multiplied by `factor`, as for a smaller share of the batch."""
+        return LayerTimes(**{name: value * factor for name, value in vars(self).items()})
+
+
+def layer_program(times: LayerTimes, layers: int, schedule: Schedule) -> list[Op]:
+    """What one lane does in `layers` MoE layers: the points of the modular kernel, in its order."""
+    program: list[Op] = []
+    for layer in range(layers):
+        dispatch, combine = f"dispatch.{layer}", f"combine.{layer}"
+        placed = {where: [Compute(times.shared)] if schedule.shared_expert is where else [] for where in SharedExpert}
+        program += [
+            *(Compute(times.attn_prepare), Pass(Point.ATTN_PREPARE)),
+            *(Compute(times.attn_core), Pass(Point.SELECT)),
+            *(Launch(dispatch, times.dispatch), *placed[SharedExpert.DISPATCH], Pass(Point.DISPATCH), Wait(dispatch)),
+            Compute(times.experts),
+            *(Launch(combine, times.combine), *placed[SharedExpert.COMBINE], Pass(Point.COMBINE)),
+            *(*placed[SharedExpert.COMBINE_RETURN], Wait(combine), Pass(Point.OUTPUT)),
+            Pass(Point.LAYER),
+        ]
+    return program

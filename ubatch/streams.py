@@ -1,0 +1,137 @@
+"""Streams and events: one protocol, CUDA behind it where there is a GPU, null objects on a CPU.
+
+All lanes share one compute stream (the caller's current one) and one communication stream; only events are per
+lane. On a CPU there are no streams: work is done when the call returns, and transfers progress in the
+background, so the null objects do nothing and the code path stays the same.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+
+from ubatch.errors import ConfigError
+
+__all__ = ["CudaStreams", "Event", "NullEvent", "NullStream", "NullStreams", "Stream", "StreamBackend", "make_streams"]
+
+
+class Stream(Protocol):
+    """An in-order queue of device work."""
+
+
+class Event(Protocol):
+    """A mark in a stream that another stream can wait for."""
+
+    def record(self, stream: Any) -> None:
+        """Mark the work that `stream` has so far."""
+
+    def wait(self, stream: Any) -> None:
+        """Let later work of `stream` start only after the marked work."""
+
+
+class StreamBackend(Protocol):
+    """What a device offers."""
+
+    def current(self) -> Any:
+        """The calling thread's current stream."""
+
+    def set_current(self, stream: Any) -> None:
+        """Make `stream` the calling thread's current stream."""
+
+    def new_stream(self) -> Any:
+        """A new stream."""
+
+    def new_event(self) -> Event:
+        """A new event without timing."""
+
+    def warm_up(self) -> None:
+        """Bind the calling thread to the device, before anything is timed or captured."""
+
+
+class NullStream:
+    """The one stream of a CPU."""
+
+    def __repr__(self) -> str:
+        return "NullStream()"
+
+
+class NullEvent:
+    """An event of a CPU: what came before is done already."""
+
+    def record(self, stream: Any) -> None:
+        """Nothing to mark."""
+
+    def wait(self, stream: Any) -> None:
+        """Nothing to wait for."""
+
+
+class NullStreams:
+    """Streams of a CPU."""
+
+    _the_stream = NullStream()
+
+    def current(self) -> NullStream:
+        return self._the_stream
+
+    def set_current(self, stream: Any) -> None:
+        """There is only one."""
+
+    def new_stream(self) -> NullStream:
+        return self._the_stream
+
+    def new_event(self) -> NullEvent:
+        return NullEvent()
+
+    def warm_up(self) -> None:
+        """A CPU is always warm."""
+
+
+class _CudaEvent:
+    __slots__ = ("_event",)
+
+    def __init__(self) -> None:
+        self._event = torch.cuda.Event()
+
+    def record(self, stream: Any) -> None:
+        self._event.record(stream)
+
+    def wait(self, stream: Any) -> None:
+        stream.wait_event(self._event)
+
+
+class CudaStreams:
+    """Streams of one CUDA device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def current(self) -> torch.cuda.Stream:
+        return torch.cuda.current_stream(self._device)
+
+    def set_current(self, stream: Any) -> None:
+        torch.cuda.set_stream(stream)
+
+    def new_stream(self) -> torch.cuda.Stream:
+        return torch.cuda.Stream(self._device)
+
+    def new_event(self) -> _CudaEvent:
+        return _CudaEvent()
+
+    def warm_up(self) -> None:
+        torch.cuda.set_device(self._device)
+
+
+def make_streams(device: torch.device) -> StreamBackend:
+    """The stream back end of `device`.
+
+    Raises:
+        ConfigError: the device is neither a CPU nor a CUDA device that is there.
+    """
+    if device.type == "cpu":
+        return NullStreams()
+    if device.type == "cuda":
+        if not torch.cuda.is_available():
+            raise ConfigError(f"device {device} asked for, but this torch sees no CUDA device. Use device='cpu'.")
+        return CudaStreams(torch.device("cuda", device.index or torch.cuda.current_device()))
+    raise ConfigError(f"device {device} is not supported. Use 'cpu' or 'cuda'.")

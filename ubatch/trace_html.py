@@ -1,0 +1,153 @@
+"""A trace as one HTML page: who computed, what travelled meanwhile, and when everybody waited.
+
+This file decides what is drawn and in which row; `trace_page.html` draws it. The page loads nothing from anywhere.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from importlib import resources
+from pathlib import Path
+
+from ubatch.errors import ConfigError
+from ubatch.trace import UNSPLIT, Span, SpanKind
+from ubatch.trace_export import Interval, by_step, computing, intersection, lane_name, link_name, pack, summarise
+
+__all__ = ["write_html"]
+
+
+@dataclass(frozen=True)
+class _Block:
+    """A coloured stretch of a row; `hidden` are the parts of a transfer during which some lane computed."""
+
+    kind: SpanKind
+    name: str
+    lane: int
+    at: Interval
+    hidden: tuple[Interval, ...] = ()
+    bytes: int = 0
+
+
+@dataclass(frozen=True)
+class _Row:
+    name: str
+    blocks: tuple[_Block, ...]
+
+
+@dataclass(frozen=True)
+class _Rank:
+    rank: int
+    rows: tuple[_Row, ...]
+    summary: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class _Step:
+    """What the page shows at a time; its times are microseconds from the step's start on the earliest rank."""
+
+    step: int
+    duration: float
+    lanes: int
+    ranks: tuple[_Rank, ...]
+
+
+def write_html(
+    path: str | Path,
+    traces: Mapping[int, Sequence[Span]],
+    *,
+    title: str = "ubatch timeline",
+    summary: Mapping[str, str] | None = None,
+    step: int | None = None,
+) -> None:
+    """Write the traces of all ranks as a self-contained page.
+
+    Every lane and the link are rows. A transfer has one colour while some lane computed and another while none did.
+    One step is shown at a time; the page has a control for it.
+
+    Args:
+        path: the file; replaced if it exists.
+        traces: rank to spans. The ranks must share a clock, that is, run on one machine.
+        title: the heading.
+        summary: facts to show below it, such as the model or the measured speed-up.
+        step: the step shown first; by default the overlapped step of median length.
+
+    Raises:
+        ConfigError: no span has this step.
+    """
+    steps_of = {rank: by_step(spans) for rank, spans in sorted(traces.items())}
+    numbers = sorted({number for steps in steps_of.values() for number in steps})
+    if step is not None and step not in numbers:
+        known = f"steps {numbers[0]} to {numbers[-1]}" if numbers else "no steps"
+        raise ConfigError(f"step {step} is not in the trace, which has {known}.")
+
+    pages = [_step(number, {rank: steps[number] for rank, steps in steps_of.items() if number in steps}) for number in numbers]
+    first = numbers.index(step) if step is not None else _most_telling(pages)
+    facts = "".join(
+        f"<div><dt>{html.escape(name)}</dt><dd>{html.escape(value)}</dd></div>"
+        for name, value in (summary or {}).items()
+    )
+    data = json.dumps({"steps": [asdict(page) for page in pages], "first": first}, separators=(",", ":"))
+    page = resources.files("ubatch").joinpath("trace_page.html").read_text(encoding="utf-8")
+    before, after = page.replace("{{title}}", html.escape(title)).replace("{{facts}}", facts).split("{{data}}")
+    # A "<" in a name must not end the script element that holds the data.
+    Path(path).write_text(before + data.replace("<", "\\u003c") + after, encoding="utf-8")
+
+
+def _step(number: int, spans_of: Mapping[int, Sequence[Span]]) -> _Step:
+    every = [span for spans in spans_of.values() for span in spans]
+    origin = min(span.start for span in every)
+    return _Step(
+        step=number,
+        duration=_micros(max(span.end for span in every) - origin),
+        lanes=len({span.lane for span in every if span.lane != UNSPLIT}),
+        ranks=tuple(_rank(rank, spans, origin) for rank, spans in spans_of.items()),
+    )
+
+
+def _rank(rank: int, spans: Sequence[Span], origin: float) -> _Rank:
+    """One rank's rows in one step: its lanes, then the link."""
+    busy = computing(spans)
+
+    def block(span: Span) -> _Block:
+        hidden = intersection(busy, [(span.start, span.end)]) if span.kind is SpanKind.TRANSFER else []
+        return _Block(
+            kind=span.kind,
+            name=span.name,
+            lane=span.lane,
+            at=(_micros(span.start - origin), _micros(span.end - origin)),
+            hidden=tuple((_micros(start - origin), _micros(end - origin)) for start, end in hidden),
+            bytes=span.bytes,
+        )
+
+    held = sorted((span for span in spans if span.kind is not SpanKind.TRANSFER), key=_drawing_order)
+    lanes = tuple(
+        _Row(lane_name(lane), tuple(block(span) for span in held if span.lane == lane))
+        for lane in sorted({span.lane for span in held})
+    )
+    links = tuple(
+        _Row(link_name(link), tuple(block(span) for span in row))
+        for link, row in enumerate(pack(span for span in spans if span.kind is SpanKind.TRANSFER))
+    )
+    figures = summarise(spans)
+    summary = {name: _micros(seconds) for name, seconds in asdict(figures).items()}
+    return _Rank(rank, lanes + links, {name.removesuffix("_s"): value for name, value in summary.items()})
+
+
+def _drawing_order(span: Span) -> tuple[bool, float]:
+    """Waits last: one inside a compute span is drawn on top of it."""
+    return span.kind is SpanKind.WAIT, span.start
+
+
+def _most_telling(pages: Sequence[_Step]) -> int:
+    """The position of the overlapped step of median length; of any step where none overlapped."""
+    overlapped = [position for position, page in enumerate(pages) if page.lanes > 1]
+    candidates = sorted(overlapped or range(len(pages)), key=lambda position: pages[position].duration)
+    return candidates[len(candidates) // 2] if candidates else 0
+
+
+def _micros(seconds: float) -> float:
+    """Seconds as microseconds, to the nanosecond."""
+    return round(seconds * 1e6, 3)

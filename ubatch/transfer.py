@@ -1,0 +1,179 @@
+"""A transfer: communication that was launched and can be waited for.
+
+    launch ---- travels ---- arrives ---- wait() returns the result
+                             |            |
+                             |            `finish` runs here, once, in the thread that waits
+                             the later of: the transport completed, the emulated link's deadline
+
+Buffers stay referenced until the transport is done with them, also when the lane that launched them fails.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, cast
+
+from ubatch.context import UBatchContext, current_lane
+from ubatch.trace import UNSPLIT, SpanKind, current_trace
+
+if TYPE_CHECKING:
+    from ubatch.group import CommGroup
+
+__all__ = ["Transfer", "Work", "abandon_transfers"]
+
+T = TypeVar("T")
+U = TypeVar("U")
+
+
+class Work(Protocol):
+    """What a transport returns for an asynchronous operation (`torch.distributed.Work` is one)."""
+
+    def is_completed(self) -> bool:
+        """Whether it is over, well or badly."""
+
+    def wait(self, timeout: Any = ...) -> object:
+        """Block until it is over."""
+
+
+class Transfer(Generic[T]):
+    """Communication that was launched and can be waited for.
+
+    Attributes:
+        name: what traces and errors call it.
+        bytes_sent, bytes_received: what crosses to and from other ranks.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        works: Sequence[Work],
+        finish: Callable[[], T],
+        *,
+        group: CommGroup | None = None,
+        keep: Sequence[object] = (),
+        bytes_sent: int = 0,
+        bytes_received: int = 0,
+    ) -> None:
+        self.name = name
+        self.bytes_sent = bytes_sent
+        self.bytes_received = bytes_received
+        self._works = tuple(works)
+        self._finish: Callable[[], object] | None = finish
+        self._value: object = None
+        self._error: BaseException | None = None
+        self._group = group
+        self._keep = tuple(keep)
+        self._launched = time.monotonic()
+        self._started = self._launched
+        self._deadline = 0.0
+        self._lane: UBatchContext | None = current_lane()
+        self._trace = current_trace()
+        if self._lane is not None and self._works:
+            self._lane.launched.add(self)
+
+    @staticmethod
+    def ready(value: U, name: str = "local") -> Transfer[U]:
+        """A transfer that is complete from the start: nothing had to travel."""
+        transfer: Transfer[U] = Transfer(name, (), lambda: value)
+        return transfer
+
+    def map(self, then: Callable[[T], U]) -> Transfer[U]:
+        """Let `wait` return `then(result)`. `then` runs once, in the thread that waits. Returns this transfer."""
+        finish = cast("Callable[[], T] | None", self._finish)
+        if finish is None:
+            raise RuntimeError(f"transfer {self.name!r} was already waited for.")
+        self._finish = lambda: then(finish())
+        return cast("Transfer[U]", self)
+
+    def delay_until(self, deadline: float, *, started: float | None = None) -> None:
+        """Deliver no earlier than `deadline` (seconds of `time.monotonic`): an emulated link's arrival time.
+
+        Args:
+            deadline: when the last byte arrives.
+            started: when the first byte left, for the trace; the launch by default.
+        """
+        self._deadline = deadline
+        self._started = self._launched if started is None else started
+
+    def done(self) -> bool:
+        """Whether `wait` would return without waiting."""
+        if self._finish is None:
+            return True
+        return time.monotonic() >= self._deadline and all(work.is_completed() for work in self._works)
+
+    def wait(self) -> T:
+        """The result. Waits without using the CPU; a second call returns the same.
+
+        Raises:
+            PeerFailed: another rank of the group failed or died.
+            TransferTimeout: it did not arrive within the group's time-out.
+        """
+        if self._finish is None:
+            if self._error is not None:
+                raise self._error
+            return cast("T", self._value)
+        lane = current_lane()
+        start = lane.begin_wait(self.name) if lane is not None else time.monotonic()
+        try:
+            self._arrive()
+        except BaseException as error:
+            self._settle(error=error)
+            raise
+        finally:
+            if lane is not None:
+                lane.end_wait(self.name, start)
+        self._record(start)
+        if lane is not None and self._works:
+            lane.join_comm()
+        try:
+            value = self._finish()
+        except BaseException as error:
+            self._settle(error=error)
+            raise
+        self._settle(value=value)
+        return cast("T", value)
+
+    def _arrive(self) -> None:
+        if self._group is not None:
+            self._group.wait_for_works(self._works, self.name)
+        else:
+            for work in self._works:
+                work.wait()
+        remaining = self._deadline - time.monotonic()
+        if remaining > 0:
+            time.sleep(remaining)
+
+    def _record(self, start: float) -> None:
+        if self._trace is None or not self._works:
+            return
+        now = time.monotonic()
+        end = self._deadline if self._deadline else now
+        lane = self._lane.id if self._lane is not None else UNSPLIT
+        self._trace.add(SpanKind.TRANSFER, self.name, lane, self._started, end, self.bytes_sent + self.bytes_received)
+        if self._lane is None:
+            self._trace.add(SpanKind.WAIT, self.name, UNSPLIT, start, now)
+
+    def _settle(self, *, value: object = None, error: BaseException | None = None) -> None:
+        self._value, self._error, self._finish = value, error, None
+        if error is None:
+            self._keep = ()
+            self._works = ()
+        if self._lane is not None:
+            self._lane.launched.discard(self)
+            if error is not None:
+                abandon_transfers([self])
+            self._lane = None
+
+    @property
+    def over(self) -> bool:
+        """Whether the transport no longer touches the buffers, however it ended."""
+        return all(work.is_completed() for work in self._works)
+
+
+_abandoned: list[Transfer[Any]] = []
+
+
+def abandon_transfers(transfers: Sequence[Transfer[Any]]) -> None:
+    """Keep transfers of a failed lane, and so their buffers, until the transport is done with them."""
+    _abandoned[:] = [transfer for transfer in (*_abandoned, *transfers) if not transfer.over]

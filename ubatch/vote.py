@@ -1,0 +1,171 @@
+"""Whether the ranks overlap this step: a pure function of every rank's offer.
+
+Ranks that share collectives must split alike: if one runs two lanes and another one, the first waits for a
+transfer that the second never launches. So before each step every rank offers what it would do, all see all
+offers, and all compute the same answer here. `CommGroup.vote` carries the offers; nothing in this file waits.
+
+    every rank idle                                  -> no, all_idle
+    lanes, schedule, mode or graph mode differ        -> no, and which
+    somebody votes no                                -> no, with the first such rank's reason
+    otherwise                                        -> yes
+
+An idle rank votes yes and goes along with any mode: its lanes are empty but pass every collective point.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum, StrEnum
+
+__all__ = [
+    "MAX_LANES",
+    "Decision",
+    "DeclineReason",
+    "Offer",
+    "Wish",
+    "decide",
+    "decode_offer",
+    "encode_offer",
+    "fingerprint",
+]
+
+
+class Wish(IntEnum):
+    """What a rank wants."""
+
+    NO = 0
+    YES = 1
+    IDLE = 2
+
+
+class DeclineReason(StrEnum):
+    """Why a step ran unsplit. Every one is counted in `UBatchWrapper.statistics()` and exported."""
+
+    DISABLED = "disabled"
+    SERIAL_SCHEDULE = "serial_schedule"
+    NOT_REQUESTED = "not_requested"
+    BELOW_DECODE_THRESHOLD = "below_decode_threshold"
+    BELOW_PREFILL_THRESHOLD = "below_prefill_threshold"
+    LAST_UBATCH_EMPTY = "last_ubatch_empty"
+    NO_BATCH = "no_batch"
+    AMBIGUOUS_ARGUMENT = "ambiguous_argument"
+    NO_SPLITTER = "no_splitter"
+    ZERO_DIM_OUTPUT = "zero_dim_output"
+    AMBIGUOUS_OUTPUT = "ambiguous_output"
+    DROPOUT_IN_TRAINING = "dropout_in_training"
+    BATCH_NORM_IN_TRAINING = "batch_norm_in_training"
+    ALL_IDLE = "all_idle"
+    PEER_DECLINED = "peer_declined"
+    LANES_DIFFER = "lanes_differ"
+    SCHEDULES_DIFFER = "schedules_differ"
+    MODES_DIFFER = "modes_differ"
+    GRAPH_MODES_DIFFER = "graph_modes_differ"
+
+
+_REASONS = tuple(DeclineReason)
+
+MAX_LANES = 8
+"""The vote carries a fixed number of lanes, so that ranks with different settings can still read each other."""
+OFFER_WIDTH = 6 + MAX_LANES
+
+
+@dataclass(frozen=True)
+class Offer:
+    """What one rank would do with its own tokens.
+
+    Attributes:
+        wish: yes, no, or idle.
+        tokens: its tokens per lane; where it votes no, all of them in the first entry.
+        lanes: how many lanes it is configured for.
+        reason: why it votes no.
+        schedule: fingerprint of the schedule (`fingerprint`).
+        mode: the forward mode's fingerprint; ignored for an idle rank.
+        graph_mode: the graph mode's fingerprint.
+    """
+
+    wish: Wish
+    tokens: tuple[int, ...]
+    lanes: int
+    reason: DeclineReason | None = None
+    schedule: int = 0
+    mode: int = 0
+    graph_mode: int = 0
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What all ranks do.
+
+    Attributes:
+        engaged: whether the step overlaps.
+        reason: why not, as seen from the rank that asked.
+        declined_by: the first rank that said no, or None.
+        tokens: `[rank][lane]` tokens when engaged, `[rank][0]` otherwise.
+    """
+
+    engaged: bool
+    reason: DeclineReason | None
+    declined_by: int | None
+    tokens: tuple[tuple[int, ...], ...]
+
+    def lane_tokens(self, lane: int) -> tuple[int, ...]:
+        """Tokens of every rank in `lane`."""
+        return tuple(row[lane] for row in self.tokens)
+
+
+def fingerprint(text: str) -> int:
+    """A 32-bit number that is the same on every rank for the same text."""
+    return zlib.crc32(text.encode())
+
+
+def decide(offers: Sequence[Offer], rank: int = 0) -> Decision:
+    """The ranks' common answer.
+
+    Args:
+        offers: one per rank, in rank order.
+        rank: the rank that asks; it sees its own reason, the others see `PEER_DECLINED`.
+    """
+    reason, declined_by = _objection(offers)
+    if reason is None:
+        return Decision(True, None, None, tuple(offer.tokens for offer in offers))
+    if declined_by is not None and offers[rank].wish is Wish.NO:
+        reason = offers[rank].reason
+    elif declined_by is not None:
+        reason = DeclineReason.PEER_DECLINED
+    return Decision(False, reason, declined_by, tuple((sum(offer.tokens),) for offer in offers))
+
+
+def _objection(offers: Sequence[Offer]) -> tuple[DeclineReason | None, int | None]:
+    for rank, offer in enumerate(offers):
+        if offer.wish is Wish.NO:
+            return offer.reason, rank
+    busy = [offer for offer in offers if offer.wish is Wish.YES]
+    if not busy:
+        return DeclineReason.ALL_IDLE, None
+    for field, reason in (
+        ("lanes", DeclineReason.LANES_DIFFER),
+        ("schedule", DeclineReason.SCHEDULES_DIFFER),
+        ("graph_mode", DeclineReason.GRAPH_MODES_DIFFER),
+    ):
+        if len({getattr(offer, field) for offer in offers}) > 1:
+            return reason, None
+    if len({offer.mode for offer in busy}) > 1:
+        return DeclineReason.MODES_DIFFER, None
+    return None, None
+
+
+def encode_offer(offer: Offer) -> list[int]:
+    """The offer as `OFFER_WIDTH` integers, for one small all-reduce."""
+    reason = _REASONS.index(offer.reason) + 1 if offer.reason is not None else 0
+    head = [int(offer.wish), offer.lanes, reason, offer.schedule, offer.mode, offer.graph_mode]
+    return head + list(offer.tokens) + [0] * (OFFER_WIDTH - len(head) - len(offer.tokens))
+
+
+def decode_offer(row: Sequence[int]) -> Offer:
+    """The inverse of `encode_offer`."""
+    wish, lanes, reason, schedule, mode, graph_mode = (int(value) for value in row[:6])
+    count = lanes if Wish(wish) is not Wish.NO else 1
+    tokens = tuple(int(value) for value in row[6 : 6 + count])
+    return Offer(Wish(wish), tokens, lanes, _REASONS[reason - 1] if reason else None, schedule, mode, graph_mode)

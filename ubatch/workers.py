@@ -1,0 +1,366 @@
+"""The lanes' threads: started once, parked between steps, replaced when one hangs.
+
+A step, in pseudo-code:
+    prepare the contexts and the baton
+    give every worker its job; each enters its ambient state and its context, and reports at the ready barrier
+    when all are parked and warm, give the baton to lane 0
+    sleep until all lanes have ended, looking up now and then whether one holds the baton for too long
+    return the results, or raise the first failure with its traceback
+
+Threads are daemons and hold no reference to the pool, so a pool that is dropped closes itself. After a fork the
+child has no workers; its next step makes new ones.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import os
+import sys
+import threading
+import time
+import traceback
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ubatch.ambient import Ambient
+from ubatch.context import UBatchContext, make_ubatch_contexts
+from ubatch.errors import LaneAborted, UBatchError, UBatchTimeout
+from ubatch.forward_context import ForwardContext
+from ubatch.schedule import Schedule
+from ubatch.streams import StreamBackend, make_streams
+from ubatch.trace import current_trace
+from ubatch.transfer import abandon_transfers
+from ubatch.wakeup import Gate, WakeUp, make_wakeup
+
+__all__ = ["LanePool", "PoolStatistics"]
+
+_LOOK_UP_S = 0.5
+"""The caller looks for hung lanes at least this often; a hang is noticed at most this much late."""
+_UNWIND_S = 5.0
+"""How long lanes that were told to abort may take before their threads are abandoned."""
+
+
+@dataclass(frozen=True)
+class PoolStatistics:
+    """Counts since the pool was made.
+
+    Attributes:
+        steps: steps run in lanes.
+        handoffs: switches from one lane to another.
+        threads_started: worker threads made; more than the lanes means some were replaced.
+    """
+
+    steps: int
+    handoffs: int
+    threads_started: int
+
+
+@dataclass
+class _Job:
+    """One lane's part of one step: what to run, in which state; the worker fills in how it ended."""
+
+    context: UBatchContext
+    body: Callable[[], Any]
+    ambient: Ambient
+    variables: contextvars.Context
+    done: Gate
+    result: Any = None
+    error: BaseException | None = None
+    ended: bool = False
+
+    def run(self) -> None:
+        """Run in the worker's thread."""
+        try:
+            self.variables.run(self._run_in_context)
+        except BaseException as error:
+            self.error = error
+        finally:
+            self.ended = True
+            self.done.arrive()
+
+    def _run_in_context(self) -> None:
+        with self.ambient.applied(), self.context:
+            self.result = self.body()
+
+
+@dataclass
+class _Worker:
+    """A thread and its mailbox."""
+
+    name: str
+    wake: WakeUp = field(default_factory=make_wakeup)
+    job: _Job | None = None
+    thread: threading.Thread | None = None
+    abandoned: bool = False
+
+    def start(self) -> None:
+        self.thread = threading.Thread(target=_work, args=(self,), name=self.name, daemon=True)
+        self.thread.start()
+
+    def give(self, job: _Job | None) -> None:
+        """Hand over a job, or None to stop."""
+        self.job = job
+        self.wake.set()
+
+
+def _work(worker: _Worker) -> None:
+    while not worker.abandoned:
+        worker.wake.wait()
+        job, worker.job = worker.job, None
+        if job is None:
+            break
+        job.run()
+        del job  # keep no tensors alive between steps
+
+
+@dataclass
+class _Crew:
+    """All that belongs together and is replaced together: contexts, baton, barriers, threads."""
+
+    contexts: list[UBatchContext]
+    ready: Gate
+    done: Gate
+    workers: list[_Worker]
+    pid: int
+
+    def dismiss(self) -> None:
+        """Stop the threads; in a forked child there are none."""
+        if self.pid != os.getpid():
+            return
+        for worker in self.workers:
+            if not worker.abandoned:
+                worker.give(None)
+        for worker in self.workers:
+            if not worker.abandoned and worker.thread is not None and worker.thread is not threading.current_thread():
+                worker.thread.join(timeout=_UNWIND_S)
+
+
+class LanePool:
+    """Persistent lanes.
+
+    Args:
+        lanes: how many, at least 2.
+        device: whose streams the lanes share.
+        timeout_s: a lane that holds the baton longer is taken for hung.
+        streams: the stream back end; the device's own by default.
+    """
+
+    def __init__(
+        self, lanes: int, device: torch.device, timeout_s: float, streams: StreamBackend | None = None
+    ) -> None:
+        self.lanes = lanes
+        self.timeout_s = timeout_s
+        self._streams = streams if streams is not None else make_streams(device)
+        self._comm_stream = self._streams.new_stream()
+        self._crew: _Crew | None = None
+        self._closer: weakref.finalize[..., Any] | None = None
+        self._patience = 0
+        self._steps = 0
+        self._handoffs = 0
+        self._threads_started = 0
+        _pools.add(self)
+
+    def run(
+        self,
+        bodies: Sequence[Callable[[], Any]],
+        schedule: Schedule,
+        forward_contexts: Sequence[ForwardContext | None],
+        voted_ranks: frozenset[int] = frozenset(),
+    ) -> list[Any]:
+        """Run one body per lane and return their results in lane order.
+
+        Raises:
+            UBatchTimeout: a lane held the baton too long.
+            BaseException: whatever the first failing lane raised, with a note that names the lane.
+        """
+        crew = self._crew_for_this_process()
+        baton = crew.contexts[0].baton
+        baton.prepare(schedule.lead)
+        ambient = Ambient.capture()
+        compute_stream, trace = self._streams.current(), current_trace()
+        crew.ready.close_again()
+        crew.done.close_again()
+        jobs = []
+        for context, body, forward_context in zip(crew.contexts, bodies, forward_contexts, strict=True):
+            context.forward_context = forward_context
+            context.schedule = schedule
+            context.voted_ranks = voted_ranks
+            context.trace = trace
+            context.compute_stream = compute_stream
+            jobs.append(_Job(context, body, ambient, contextvars.copy_context(), crew.done))
+        handoffs = baton.handoffs
+        self._steps += 1
+        try:
+            self._watch(crew, jobs)
+        finally:
+            self._handoffs += baton.handoffs - handoffs
+            for context in crew.contexts:
+                context.forward_context = context.trace = None
+        return self._results(jobs)
+
+    def statistics(self) -> PoolStatistics:
+        """Counts since the pool was made."""
+        return PoolStatistics(self._steps, self._handoffs, self._threads_started)
+
+    @contextmanager
+    def no_timeout(self) -> Iterator[None]:
+        """Suspend the hang check: during warm-up, compilation and capture a lane may take very long."""
+        self._patience += 1
+        try:
+            yield
+        finally:
+            self._patience -= 1
+
+    def close(self) -> None:
+        """Stop the threads. The next step would make new ones."""
+        if self._closer is not None:
+            self._closer()
+        self._crew = self._closer = None
+
+    def _crew_for_this_process(self) -> _Crew:
+        if self._crew is not None and self._crew.pid != os.getpid():
+            self._forget()
+        if self._crew is None:
+            ready, done = Gate(self.lanes), Gate(self.lanes)
+            contexts = make_ubatch_contexts(
+                self.lanes,
+                self._streams.current(),
+                self._comm_stream,
+                [None] * self.lanes,
+                ready,
+                streams=self._streams,
+            )
+            workers = [_Worker(f"ubatch-lane-{lane}") for lane in range(self.lanes)]
+            self._crew = _Crew(contexts, ready, done, workers, os.getpid())
+            self._closer = weakref.finalize(self, self._crew.dismiss)
+            for worker in workers:
+                worker.start()
+                self._threads_started += 1
+        return self._crew
+
+    def _forget(self) -> None:
+        """Let go of a crew without stopping it: its threads hang, or belong to the parent process."""
+        if self._closer is not None:
+            self._closer.detach()
+        self._crew = self._closer = None
+
+    def _watch(self, crew: _Crew, jobs: Sequence[_Job]) -> None:
+        """Start the lanes, give the baton to lane 0 once all are ready, and see the step through to its end."""
+        baton = crew.contexts[0].baton
+        started = False
+        try:
+            for worker, job in zip(crew.workers, jobs, strict=True):
+                worker.give(job)
+            self._await_ready(crew, jobs)
+            started = True
+            baton.start()
+            while not crew.done.wait_for(min(_LOOK_UP_S, self.timeout_s)):
+                self._check_hang(crew)
+        except BaseException as error:  # a hang, or Ctrl-C in the caller
+            if started and isinstance(error, UBatchTimeout):
+                baton.abandon(baton.statistics().holder)
+            else:
+                baton.abort(len(crew.contexts))
+                if not started:
+                    baton.start()
+            self._unwind(crew, jobs)
+            raise
+
+    def _await_ready(self, crew: _Crew, jobs: Sequence[_Job]) -> None:
+        begun = time.monotonic()
+        while not crew.ready.wait_for(_LOOK_UP_S):
+            stillborn = [job.context.id for job in jobs if job.ended]
+            if stillborn:  # could not even enter; its error is reported as any other's
+                for lane in stillborn:
+                    crew.contexts[0].baton.abandon(lane)
+                return
+            if time.monotonic() - begun > self.timeout_s and not self._patience:
+                raise UBatchTimeout(f"lanes were not ready within {self.timeout_s} s.\n{_report(crew.contexts)}")
+
+    def _check_hang(self, crew: _Crew) -> None:
+        state = crew.contexts[0].baton.statistics()
+        if state.holder < 0 or self._patience or state.held_s <= self.timeout_s:
+            return
+        holder = crew.contexts[state.holder]
+        if holder.waiting is not None:  # a transfer has its own time-out, which can name the peer
+            return
+        raise UBatchTimeout(
+            f"lane {holder.id} held the baton for {state.held_s:.1f} s (timeout_s = {self.timeout_s}); last point "
+            f"{holder.last_point!r}. What this step wrote is invalid.\n{_report(crew.contexts)}"
+        )
+
+    def _unwind(self, crew: _Crew, jobs: Sequence[_Job]) -> None:
+        """Give aborted lanes a moment to end; abandon the threads of those that do not, and get a new crew."""
+        baton = crew.contexts[0].baton
+        deadline = time.monotonic() + min(_UNWIND_S, self.timeout_s)
+        try:
+            while time.monotonic() < deadline and not all(job.ended or baton.abandoned(job.context.id) for job in jobs):
+                crew.done.wait_for(0.02)
+        finally:
+            for job in jobs:
+                abandon_transfers(list(job.context.launched))
+            if not all(job.ended for job in jobs):
+                for worker, job in zip(crew.workers, jobs, strict=True):
+                    worker.abandoned = not job.ended
+                    if not job.ended:
+                        baton.abandon(job.context.id)
+                    worker.give(None)
+                self._forget()
+
+    def _results(self, jobs: Sequence[_Job]) -> list[Any]:
+        failed = [job for job in jobs if job.error is not None]
+        if not failed:
+            return [job.result for job in jobs]
+        first = jobs[0].context.baton.aborted_by
+        culprit = next((job for job in failed if job.context.id == first), failed[0])
+        for job in jobs:
+            abandon_transfers(list(job.context.launched))
+        error = culprit.error
+        if error is None or isinstance(error, LaneAborted):
+            raise UBatchError("a lane was aborted, but none reported why. Please report this.")
+        _note(error, culprit.context, len(jobs))
+        for job in failed:
+            if job is not culprit and not isinstance(job.error, LaneAborted):
+                error.add_note(f"lane {job.context.id} also raised {job.error!r} while it unwound")
+        for job in jobs:
+            job.error = job.result = None  # their tracebacks hold the lanes' tensors
+        raise error
+
+
+def _note(error: BaseException, context: UBatchContext, lanes: int) -> None:
+    error.add_note(
+        f"raised in lane {context.id} of {lanes}, last point {context.last_point!r}, "
+        f"{context.points_passed} points passed"
+    )
+
+
+def _report(contexts: Sequence[UBatchContext]) -> str:
+    """Every lane's last point and stack."""
+    frames = sys._current_frames()
+    parts = []
+    for context in contexts:
+        frame = frames.get(context.thread)
+        stack = "".join(traceback.format_stack(frame)) if frame is not None else "  (no stack)\n"
+        waiting = f", waiting for {context.waiting!r}" if context.waiting else ""
+        parts.append(
+            f"lane {context.id}: last point {context.last_point!r}, {context.points_passed} points passed{waiting}\n{stack}"
+        )
+    return "".join(parts)
+
+
+_pools: weakref.WeakSet[LanePool] = weakref.WeakSet()
+
+
+def _after_fork_in_child() -> None:
+    for pool in list(_pools):
+        if pool._crew is not None:
+            pool._crew.contexts[0].baton.forked = True
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork_in_child)
