@@ -62,6 +62,7 @@ lint: setup ## ruff, mypy, and the floors (import-linter)
 
 bench: setup ## the CPU benchmarks; writes benchmarks/results/*.json
 	$(BIN)/ubatch bench handoff --json $(RESULTS)/handoff.json
+	$(BIN)/ubatch bench lanes --json $(RESULTS)/lanes.json
 	$(BIN)/ubatch bench overlap --json $(RESULTS)/overlap.json
 
 test-gpu: ## the tests that need a GPU, with this machine's own torch if it is a CUDA build
@@ -71,7 +72,7 @@ test-gpu: ## the tests that need a GPU, with this machine's own torch if it is a
 
 bench-gpu: ## the GPU benchmarks; writes benchmarks/results/*-gpu.json
 	python="$$(.ci/gpu-python)"; \
-	PYTHONPATH=. "$$python" -m serving.cli bench overlap --device cuda --json $(RESULTS)/overlap-gpu.json
+	PYTHONPATH=. "$$python" -m benchmarks.gpu_loopback --json $(RESULTS)/loopback-gpu.json
 
 clean: ## remove the virtual environment, caches and what `make demo` wrote
 	rm -rf $(VENV) .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis build demo *.egg-info

@@ -18,8 +18,10 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import settings
+from tqdm import tqdm
 
 torch.set_num_threads(1)
+tqdm.monitor_interval = 0  # no thread of its own
 
 # Reproducible and free of wall-clock limits; `--hypothesis-profile=explore` looks for new counterexamples.
 settings.register_profile("ubatch", deadline=None, derandomize=True, database=None)

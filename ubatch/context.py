@@ -30,7 +30,7 @@ from ubatch.errors import ConfigError, ForkedLaneError, LaneAborted, UBatchError
 from ubatch.forward_context import ForwardContext, _forward_context
 from ubatch.schedule import SERIAL, Recv, Schedule, get_schedule
 from ubatch.streams import NullStreams, StreamBackend
-from ubatch.trace import SpanKind, Trace
+from ubatch.trace import Event, EventKind, SpanKind, Trace
 
 if TYPE_CHECKING:
     from ubatch.transfer import Transfer
@@ -110,7 +110,9 @@ class UBatchContext:
         self.waiting: str | None = None
         self.launched: set[Transfer[Any]] = set()
         self._hook: Hook | None = None
-        self._stage_start = 0.0
+        self._launches = 0
+        self._stage_start = self._stage_cpu = 0.0
+        self._wait: tuple[float, float] | None = None
 
     def __enter__(self) -> UBatchContext:
         if _lane.get() is not None:
@@ -126,7 +128,7 @@ class UBatchContext:
         except LaneAborted:
             self._leave()
             raise
-        self._stage_start = time.monotonic()
+        self._begin_stage()
         return self
 
     def __exit__(
@@ -143,7 +145,7 @@ class UBatchContext:
             if error is not None and not isinstance(error, LaneAborted):
                 self.baton.abort(self.id)
             if self.trace is not None and self.baton.aborted_by is None:
-                self._end_stage("end")
+                self._end_stage(EventKind.END, "end")
                 self.trace.order.append((self.id, "end"))
             self._rejoin()
             self._leave()
@@ -177,14 +179,15 @@ class UBatchContext:
         self.points_passed += 1
         if point not in self.schedule.points_off:
             if self.trace is not None:
-                self._end_stage(point)
+                self._end_stage(EventKind.POINT, point)
                 self.trace.order.append((self.id, point))
             self.baton.pass_on(self.id)
-            if self.trace is not None:
-                self._stage_start = time.monotonic()
+            self._begin_stage()
         else:
             self.baton.check(self.id)
             self.baton.since = time.monotonic()
+            if self.trace is not None:
+                self._end_stage(EventKind.POINT, point)
         if self._hook is not None:
             self._run_hook(self)
 
@@ -216,25 +219,47 @@ class UBatchContext:
             error.add_note(f"in the receive hook of lane {owner.id}, run by lane {self.id}")
             raise
 
-    def begin_wait(self, name: str) -> float:
-        """The lane starts to wait for transfer `name`; returns the time."""
+    def note_launch(self, name: str) -> str:
+        """The lane launches a transfer; returns its key, unique in this lane and step."""
+        key = f"{name}.{self._launches}"
+        self._launches += 1
+        if self.trace is not None:
+            self._end_stage(EventKind.LAUNCH, key)
+        return key
+
+    def begin_wait(self, name: str) -> None:
+        """The lane starts to wait for transfer `name`."""
         self.waiting = name
-        now = time.monotonic()
         if self.trace is not None:
-            self._end_stage(name)
-        return now
+            self._wait = (time.monotonic(), time.process_time())
 
-    def end_wait(self, name: str, start: float) -> None:
-        """The wait that began at `start` is over."""
+    def end_wait(self, name: str, key: str, link_s: float) -> None:
+        """The wait is over; the transfer had occupied the link for `link_s` seconds."""
         self.waiting = None
-        self._stage_start = time.monotonic()
-        self.baton.since = self._stage_start
-        if self.trace is not None:
-            self.trace.add(SpanKind.WAIT, name, self.id, start, self._stage_start)
+        self.baton.since = now = time.monotonic()
+        trace = self.trace
+        if trace is None or self._wait is None:
+            return
+        (start, cpu), cpu_now = self._wait, time.process_time()
+        trace.add(SpanKind.COMPUTE, name, self.id, self._stage_start, start)
+        trace.add(SpanKind.WAIT, name, self.id, start, now)
+        trace.events.append(
+            Event(trace.step, self.id, EventKind.WAIT, key, cpu - self._stage_cpu, cpu_now - cpu, link_s)
+        )
+        self._stage_start, self._stage_cpu = now, cpu_now
 
-    def _end_stage(self, name: str) -> None:
+    def _begin_stage(self) -> None:
         if self.trace is not None:
-            self.trace.add(SpanKind.COMPUTE, name, self.id, self._stage_start, time.monotonic())
+            self._stage_start, self._stage_cpu = time.monotonic(), time.process_time()
+
+    def _end_stage(self, kind: EventKind, name: str) -> None:
+        """Record the compute since the previous event, and begin the next stage."""
+        if self.trace is None:
+            return
+        now, cpu = time.monotonic(), time.process_time()
+        self.trace.add(SpanKind.COMPUTE, name, self.id, self._stage_start, now)
+        self.trace.events.append(Event(self.trace.step, self.id, kind, name, cpu - self._stage_cpu))
+        self._stage_start, self._stage_cpu = now, cpu
 
     def enter_comm(self, *, recorded: bool = False) -> None:
         """Continue on the communication stream, after what the compute stream has so far.

@@ -108,6 +108,14 @@ class Schedule:
         """Whether a lane that passes `point` hands the baton on there."""
         return point not in self.points_off
 
+    def describe(self) -> str:
+        """All of it in one line that is the same in every process (a set's own order is not); ranks compare it."""
+        off = ",".join(sorted(self.points_off))
+        return (
+            f"{self.name}: {self.lanes} lanes x {self.chunks} chunks, lead {self.lead}, off: {off}, "
+            f"shared expert at {self.shared_expert}, received by {self.recv}"
+        )
+
     def with_lanes(self, lanes: int) -> Schedule:
         """This schedule for another number of lanes."""
         return self if lanes == self.lanes else replace(self, lanes=lanes)

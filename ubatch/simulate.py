@@ -17,9 +17,20 @@ from dataclasses import dataclass
 from ubatch.errors import ConfigError
 from ubatch.ring import Ring
 from ubatch.schedule import Point, Recv, Schedule, SharedExpert
-from ubatch.trace import Span, SpanKind
+from ubatch.trace import Event, EventKind, Span, SpanKind, Trace
 
-__all__ = ["Compute", "Launch", "LayerTimes", "Op", "Pass", "Timeline", "Wait", "layer_program", "simulate"]
+__all__ = [
+    "Compute",
+    "Launch",
+    "LayerTimes",
+    "Op",
+    "Pass",
+    "Timeline",
+    "Wait",
+    "layer_program",
+    "programs_of",
+    "simulate",
+]
 
 
 @dataclass(frozen=True)
@@ -222,4 +233,35 @@ def layer_program(times: LayerTimes, layers: int, schedule: Schedule) -> list[Op
             *(*placed[SharedExpert.COMBINE_RETURN], Wait(combine), Pass(Point.OUTPUT)),
             Pass(Point.LAYER),
         ]
+    return program
+
+
+def programs_of(trace: Trace, step: int) -> list[list[Op]]:
+    """Every lane's program, with the times measured in one traced step.
+
+    Measure a step whose lanes ran one after the other (`lead` beyond the points of a lane), so that each stage's CPU
+    time is its own. CPU time that the transport spent during a wait counts as compute before the launch.
+
+    Raises:
+        ConfigError: the trace has no events of that step.
+    """
+    events = [event for event in trace.events if event.step == step and event.lane >= 0]
+    if not events:
+        raise ConfigError(f"the trace has no lane events of step {step}; run an overlapped step under tracing().")
+    lanes = 1 + max(event.lane for event in events)
+    return [_program_of([event for event in events if event.lane == lane]) for lane in range(lanes)]
+
+
+def _program_of(events: Sequence[Event]) -> list[Op]:
+    waits = {event.name: event for event in events if event.kind is EventKind.WAIT}
+    program: list[Op] = []
+    for event in events:
+        program.append(Compute(event.cpu_s))
+        if event.kind is EventKind.POINT:
+            program.append(Pass(event.name))
+        elif event.kind is EventKind.WAIT:
+            program.append(Wait(event.name))
+        elif event.kind is EventKind.LAUNCH and event.name in waits:
+            wait = waits[event.name]
+            program += [Compute(wait.wait_cpu_s), Launch(event.name, wait.link_s)]
     return program

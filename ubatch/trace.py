@@ -1,8 +1,8 @@
 """What happened when: cheap spans per lane and per transfer.
 
 A span is one tuple-like record appended to a list; with tracing off nothing is recorded at all. The same record
-answers two questions: in what *order* did the lanes run (`order`, which must equal `interleave`), and what did
-the time go to (`spans`, which `trace_export` draws).
+answers three questions: in what *order* did the lanes run (`order`, which must equal `interleave`), what did the
+time go to (`spans`, which `trace_export` draws), and what would an ideal machine make of it (`events`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-__all__ = ["UNSPLIT", "Span", "SpanKind", "Trace", "current_trace", "tracing"]
+__all__ = ["UNSPLIT", "Event", "EventKind", "Span", "SpanKind", "Trace", "current_trace", "tracing"]
 
 UNSPLIT = -1
 """The lane number of what ran outside any lane."""
@@ -52,17 +52,50 @@ class Span:
     bytes: int = 0
 
 
+class EventKind(StrEnum):
+    """What a lane did at the end of a stretch of compute."""
+
+    POINT = "point"
+    LAUNCH = "launch"
+    WAIT = "wait"
+    END = "end"
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One step of a lane's program; `simulate.programs_of` turns them into what the simulator runs.
+
+    Attributes:
+        step, lane: as in `Span`.
+        kind: what happened.
+        name: the point, or the transfer's key (`name.number`, counted per lane and step).
+        cpu_s: CPU seconds of the process (all threads) since the lane's previous event.
+        wait_cpu_s: for a wait, CPU seconds during it: the transport's own copies.
+        link_s: for a wait, how long the transfer occupied the link.
+    """
+
+    step: int
+    lane: int
+    kind: EventKind
+    name: str
+    cpu_s: float
+    wait_cpu_s: float = 0.0
+    link_s: float = 0.0
+
+
 @dataclass
 class Trace:
     """The spans of some steps.
 
     Attributes:
         spans: in the order in which they ended.
+        events: what every lane did, in running order, with its CPU time.
         order: `(lane, point)` per active point passed and per lane that ended, for the steps that overlapped.
         step: the current step; the wrapper counts it.
     """
 
     spans: list[Span] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)
     order: list[tuple[int, str]] = field(default_factory=list)
     step: int = 0
 
@@ -73,6 +106,7 @@ class Trace:
     def clear(self) -> None:
         """Forget everything but the step count."""
         self.spans.clear()
+        self.events.clear()
         self.order.clear()
 
 

@@ -7,14 +7,26 @@ from __future__ import annotations
 
 import html
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib import resources
 from pathlib import Path
 
 from ubatch.errors import ConfigError
 from ubatch.trace import UNSPLIT, Span, SpanKind
-from ubatch.trace_export import Interval, by_step, computing, intersection, lane_name, link_name, pack, summarise
+from ubatch.trace_export import (
+    Interval,
+    by_step,
+    computing,
+    difference,
+    intersection,
+    lane_name,
+    link_name,
+    pack,
+    summarise,
+    union,
+)
 
 __all__ = ["write_html"]
 
@@ -83,17 +95,24 @@ def write_html(
         known = f"steps {numbers[0]} to {numbers[-1]}" if numbers else "no steps"
         raise ConfigError(f"step {step} is not in the trace, which has {known}.")
 
-    pages = [_step(number, {rank: steps[number] for rank, steps in steps_of.items() if number in steps}) for number in numbers]
+    pages = [
+        _step(number, {rank: steps[number] for rank, steps in steps_of.items() if number in steps})
+        for number in numbers
+    ]
     first = numbers.index(step) if step is not None else _most_telling(pages)
-    facts = "".join(
+    facts = (
         f"<div><dt>{html.escape(name)}</dt><dd>{html.escape(value)}</dd></div>"
         for name, value in (summary or {}).items()
     )
     data = json.dumps({"steps": [asdict(page) for page in pages], "first": first}, separators=(",", ":"))
-    page = resources.files("ubatch").joinpath("trace_page.html").read_text(encoding="utf-8")
-    before, after = page.replace("{{title}}", html.escape(title)).replace("{{facts}}", facts).split("{{data}}")
-    # A "<" in a name must not end the script element that holds the data.
-    Path(path).write_text(before + data.replace("<", "\\u003c") + after, encoding="utf-8")
+    slots = {
+        "title": html.escape(title),
+        "facts": "".join(facts),
+        "data": data.replace("<", "\\u003c"),  # a "</script>" in a name must not end the element that holds the data
+    }
+    template = resources.files("ubatch").joinpath("trace_page.html").read_text(encoding="utf-8")
+    # One pass, so that nothing in a value is taken for a slot.
+    Path(path).write_text(re.sub(r"\{\{(\w+)\}\}", lambda slot: slots[slot[1]], template), encoding="utf-8")
 
 
 def _step(number: int, spans_of: Mapping[int, Sequence[Span]]) -> _Step:
@@ -110,25 +129,29 @@ def _step(number: int, spans_of: Mapping[int, Sequence[Span]]) -> _Step:
 def _rank(rank: int, spans: Sequence[Span], origin: float) -> _Rank:
     """One rank's rows in one step: its lanes, then the link."""
     busy = computing(spans)
+    waiting = union((span.start, span.end) for span in spans if span.kind is SpanKind.WAIT)
 
-    def block(span: Span) -> _Block:
-        hidden = intersection(busy, [(span.start, span.end)]) if span.kind is SpanKind.TRANSFER else []
-        return _Block(
-            kind=span.kind,
-            name=span.name,
-            lane=span.lane,
-            at=(_micros(span.start - origin), _micros(span.end - origin)),
-            hidden=tuple((_micros(start - origin), _micros(end - origin)) for start, end in hidden),
-            bytes=span.bytes,
-        )
+    def block(span: Span, at: Interval, hidden: Sequence[Interval] = ()) -> _Block:
+        start, end = (_micros(time - origin) for time in at)
+        parts = tuple((_micros(first - origin), _micros(last - origin)) for first, last in hidden)
+        return _Block(span.kind, span.name, span.lane, (start, end), parts, span.bytes)
 
-    held = sorted((span for span in spans if span.kind is not SpanKind.TRANSFER), key=_drawing_order)
+    def held(span: Span) -> Iterator[_Block]:
+        """A wait as it is; of a compute span what its waits leave."""
+        whole = [(span.start, span.end)]
+        for at in whole if span.kind is SpanKind.WAIT else difference(whole, waiting):
+            yield block(span, at)
+
+    def travelled(span: Span) -> _Block:
+        whole = (span.start, span.end)
+        return block(span, whole, intersection(busy, [whole]))
+
     lanes = tuple(
-        _Row(lane_name(lane), tuple(block(span) for span in held if span.lane == lane))
-        for lane in sorted({span.lane for span in held})
+        _Row(lane_name(lane), tuple(part for span in of_lane for part in held(span)))
+        for lane, of_lane in sorted(_by_lane(spans).items())
     )
     links = tuple(
-        _Row(link_name(link), tuple(block(span) for span in row))
+        _Row(link_name(link), tuple(travelled(span) for span in row))
         for link, row in enumerate(pack(span for span in spans if span.kind is SpanKind.TRANSFER))
     )
     figures = summarise(spans)
@@ -136,14 +159,18 @@ def _rank(rank: int, spans: Sequence[Span], origin: float) -> _Rank:
     return _Rank(rank, lanes + links, {name.removesuffix("_s"): value for name, value in summary.items()})
 
 
-def _drawing_order(span: Span) -> tuple[bool, float]:
-    """Waits last: one inside a compute span is drawn on top of it."""
-    return span.kind is SpanKind.WAIT, span.start
+def _by_lane(spans: Sequence[Span]) -> dict[int, list[Span]]:
+    """What the lanes did, in order of time; transfers are on the link."""
+    lanes: dict[int, list[Span]] = {}
+    for span in sorted(spans, key=lambda span: span.start):
+        if span.kind is not SpanKind.TRANSFER:
+            lanes.setdefault(span.lane, []).append(span)
+    return lanes
 
 
 def _most_telling(pages: Sequence[_Step]) -> int:
     """The position of the overlapped step of median length; of any step where none overlapped."""
-    overlapped = [position for position, page in enumerate(pages) if page.lanes > 1]
+    overlapped = [position for position, page in enumerate(pages) if page.lanes > 0]
     candidates = sorted(overlapped or range(len(pages)), key=lambda position: pages[position].duration)
     return candidates[len(candidates) // 2] if candidates else 0
 

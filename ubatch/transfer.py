@@ -69,8 +69,10 @@ class Transfer(Generic[T]):
         self._deadline = 0.0
         self._lane: UBatchContext | None = current_lane()
         self._trace = current_trace()
+        self._key = name
         if self._lane is not None and self._works:
             self._lane.launched.add(self)
+            self._key = self._lane.note_launch(name)
 
     @staticmethod
     def ready(value: U, name: str = "local") -> Transfer[U]:
@@ -113,8 +115,10 @@ class Transfer(Generic[T]):
             if self._error is not None:
                 raise self._error
             return cast("T", self._value)
-        lane = current_lane()
-        start = lane.begin_wait(self.name) if lane is not None else time.monotonic()
+        lane = current_lane() if self._works else None
+        start = time.monotonic()
+        if lane is not None:
+            lane.begin_wait(self.name)
         try:
             self._arrive()
         except BaseException as error:
@@ -122,9 +126,9 @@ class Transfer(Generic[T]):
             raise
         finally:
             if lane is not None:
-                lane.end_wait(self.name, start)
+                lane.end_wait(self.name, self._key, self._link_time())
         self._record(start)
-        if lane is not None and self._works:
+        if lane is not None:
             lane.join_comm()
         try:
             value = self._finish()
@@ -133,6 +137,9 @@ class Transfer(Generic[T]):
             raise
         self._settle(value=value)
         return cast("T", value)
+
+    def _link_time(self) -> float:
+        return (self._deadline or time.monotonic()) - self._started
 
     def _arrive(self) -> None:
         if self._group is not None:
@@ -147,12 +154,11 @@ class Transfer(Generic[T]):
     def _record(self, start: float) -> None:
         if self._trace is None or not self._works:
             return
-        now = time.monotonic()
-        end = self._deadline if self._deadline else now
         lane = self._lane.id if self._lane is not None else UNSPLIT
+        end = self._started + self._link_time()
         self._trace.add(SpanKind.TRANSFER, self.name, lane, self._started, end, self.bytes_sent + self.bytes_received)
         if self._lane is None:
-            self._trace.add(SpanKind.WAIT, self.name, UNSPLIT, start, now)
+            self._trace.add(SpanKind.WAIT, self.name, UNSPLIT, start, time.monotonic())
 
     def _settle(self, *, value: object = None, error: BaseException | None = None) -> None:
         self._value, self._error, self._finish = value, error, None

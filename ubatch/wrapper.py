@@ -253,7 +253,7 @@ class UBatchWrapper(nn.Module):
     def _no(self, reason: DeclineReason, why: str, tokens: int, mode: ForwardMode = ForwardMode.PREFILL) -> _Intent:
         schedule = self._ubatch_schedule
         offer = Offer(
-            Wish.NO, (tokens,), schedule.lanes, reason, fingerprint(repr(schedule)), fingerprint(mode), graph_mode=0
+            Wish.NO, (tokens,), schedule.lanes, reason, fingerprint(schedule.describe()), fingerprint(mode), graph_mode=0
         )
         return _Intent(offer, why, None, (), mode, tokens)
 
@@ -265,7 +265,7 @@ class UBatchWrapper(nn.Module):
             tuple(tokens),
             schedule.lanes,
             None,
-            fingerprint(repr(schedule)),
+            fingerprint(schedule.describe()),
             fingerprint(mode),
             graph_mode=0,
         )

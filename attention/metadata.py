@@ -1,0 +1,207 @@
+"""What attention must know about a batch of flattened tokens, and how that is cut into lanes.
+
+A batch of `R` requests is one row of `T` tokens; request `r` owns the tokens `query_start_loc[r]` to
+`query_start_loc[r + 1]`, which are the *last* ones of its `seq_lens[r]` tokens; everything before them is in the
+KV cache already. The cut follows the lanes' token slices. A request may straddle a cut:
+
+    request         |---- prefix ----|--- query tokens ---|        seq_len = prefix + query
+    lane i                           |--------|                    its seq_len ends at the cut
+    lane i + 1                                |-----------|        keeps the total; lane i's part is prefix to it
+
+so lane `i` must write its keys and values before lane `i + 1` reads them, in every layer.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ubatch import SplitError, UBatchSlice
+
+__all__ = ["CommonAttentionMetadata", "split_attn_metadata"]
+
+
+@dataclass(frozen=True)
+class CommonAttentionMetadata:
+    """One step's (or one lane's) batch, as every attention back end sees it. The runner fills it; nobody changes it.
+
+    Attributes:
+        query_start_loc: `[R + 1]` int32, where each request's tokens start; the last entry is `num_actual_tokens`.
+        seq_lens: `[R]` int32, tokens of each request in the KV cache once this step has written its own.
+        block_table: `[R, max_blocks]` int32, the KV blocks of each request; entries past its length are meaningless.
+        slot_mapping: `[T]` int64, where each token's key and value go: `block * block_size + offset`, or -1 for
+            padding, which is not written. May be longer than `num_actual_tokens`; the rest is padding.
+        query_start_loc_cpu: `query_start_loc` on the host.
+        seq_lens_cpu: `seq_lens` on the host.
+        num_reqs: `R`.
+        num_actual_tokens: tokens without padding.
+        max_query_len: most tokens of one request in this step; 0 for an empty batch.
+        max_seq_len: longest of `seq_lens`; 0 for an empty batch.
+    """
+
+    query_start_loc: Tensor
+    seq_lens: Tensor
+    block_table: Tensor
+    slot_mapping: Tensor
+    query_start_loc_cpu: tuple[int, ...]
+    seq_lens_cpu: tuple[int, ...]
+    num_reqs: int
+    num_actual_tokens: int
+    max_query_len: int
+    max_seq_len: int
+
+    @classmethod
+    def build(
+        cls, query_lens: Sequence[int], seq_lens: Sequence[int], block_table: Tensor, slot_mapping: Tensor
+    ) -> CommonAttentionMetadata:
+        """Metadata from the lengths on the host; tensors land on `slot_mapping`'s device.
+
+        Args:
+            query_lens: tokens of each request in this step.
+            seq_lens: each request's tokens in total, these included.
+            block_table: `[R, max_blocks]` int32.
+            slot_mapping: `[T]` int64.
+        """
+        starts = (0, *accumulate(query_lens))
+        device = slot_mapping.device
+        return cls(
+            query_start_loc=torch.tensor(starts, dtype=torch.int32, device=device),
+            seq_lens=torch.tensor(tuple(seq_lens), dtype=torch.int32, device=device),
+            block_table=block_table,
+            slot_mapping=slot_mapping,
+            query_start_loc_cpu=starts,
+            seq_lens_cpu=tuple(seq_lens),
+            num_reqs=len(query_lens),
+            num_actual_tokens=starts[-1],
+            max_query_len=max(query_lens, default=0),
+            max_seq_len=max(seq_lens, default=0),
+        )
+
+    @property
+    def query_lens_cpu(self) -> tuple[int, ...]:
+        """Tokens of each request in this step, on the host."""
+        starts = self.query_start_loc_cpu
+        return tuple(stop - start for start, stop in zip(starts, starts[1:], strict=False))
+
+
+@dataclass(frozen=True)
+class _Lane:
+    """The host side of one lane, computed once and read by the rules below."""
+
+    requests: slice
+    tokens: slice
+    starts: tuple[int, ...]
+    seq_lens: tuple[int, ...]
+    cut: int
+    """tokens of the lane's last request that belong to later lanes"""
+
+    @property
+    def num_tokens(self) -> int:
+        return self.starts[-1]
+
+
+# One rule per field. A field without a rule is an error, so that none can be forgotten when one is added.
+_RULES: dict[str, Callable[[CommonAttentionMetadata, _Lane], Any]] = {
+    "query_start_loc": lambda whole, lane: _lane_starts(whole, lane),
+    "seq_lens": lambda whole, lane: _lane_seq_lens(whole, lane),
+    "block_table": lambda whole, lane: whole.block_table[lane.requests],
+    "slot_mapping": lambda whole, lane: whole.slot_mapping[lane.tokens],
+    "query_start_loc_cpu": lambda whole, lane: lane.starts,
+    "seq_lens_cpu": lambda whole, lane: lane.seq_lens,
+    "num_reqs": lambda whole, lane: len(lane.seq_lens),
+    "num_actual_tokens": lambda whole, lane: lane.num_tokens,
+    "max_query_len": lambda whole, lane: max(map(int.__sub__, lane.starts[1:], lane.starts), default=0),
+    "max_seq_len": lambda whole, lane: max(lane.seq_lens, default=0),
+}
+
+
+def split_attn_metadata(
+    slices: Sequence[UBatchSlice], metadata: CommonAttentionMetadata
+) -> list[CommonAttentionMetadata]:
+    """One metadata per lane. `block_table`, `slot_mapping` and uncut `seq_lens` are views of the batch's.
+
+    Args:
+        slices: the lanes in token order; together they cover the batch. Lanes may be empty, and a request that
+            straddles a cut is in the request slices of all lanes that hold a part of it.
+        metadata: the whole batch's.
+
+    Raises:
+        SplitError: the slices do not fit the batch or each other, or the metadata has a field without a rule.
+    """
+    fields = [field.name for field in dataclasses.fields(metadata)]
+    unknown = [name for name in fields if name not in _RULES]
+    if unknown:
+        raise SplitError(
+            f"{type(metadata).__name__} has the field {unknown[0]!r}, and split_attn_metadata has no rule to split it; "
+            f"add one, or keep the field out of the metadata."
+        )
+    lanes = _lanes(slices, metadata)
+    return [type(metadata)(**{name: _RULES[name](metadata, lane) for name in fields}) for lane in lanes]
+
+
+def _lanes(slices: Sequence[UBatchSlice], whole: CommonAttentionMetadata) -> list[_Lane]:
+    lanes = []
+    end = 0
+    for index, piece in enumerate(slices):
+        start, stop = piece.token_slice.start, piece.token_slice.stop
+        if start != end or stop < start:
+            raise SplitError(
+                f"lane {index} holds tokens {start} to {stop}, but the lanes before it end at {end}: "
+                f"slices must follow each other without gaps."
+            )
+        end = stop
+        lanes.append(_lane(index, piece, whole))
+    if end < whole.num_actual_tokens:
+        raise SplitError(f"the slices cover {end} of {whole.num_actual_tokens} tokens; every token needs a lane.")
+    return lanes
+
+
+def _lane(index: int, piece: UBatchSlice, whole: CommonAttentionMetadata) -> _Lane:
+    requests = slice(piece.request_slice.start, piece.request_slice.stop)
+    tokens = slice(piece.token_slice.start, piece.token_slice.stop)
+    # Padding at the end of the batch belongs to no request: the last lane's slots keep it, its starts do not.
+    start, stop = (min(edge, whole.num_actual_tokens) for edge in (tokens.start, tokens.stop))
+    edges = whole.query_start_loc_cpu[requests.start : requests.stop + 1]
+    if requests.stop <= requests.start or not edges:
+        if stop > start:
+            raise SplitError(f"lane {index} holds tokens {start} to {stop} but no request.")
+        return _Lane(slice(requests.start, requests.start), tokens, (0,), (), 0)
+    if len(edges) != requests.stop - requests.start + 1 or not edges[0] <= start <= stop <= edges[-1]:
+        raise SplitError(
+            f"lane {index} holds tokens {start} to {stop}, which its requests {requests.start} to {requests.stop} "
+            f"(tokens {edges[0]} to {edges[-1]} of {whole.num_reqs} requests) do not contain."
+        )
+    if (len(edges) > 2 and edges[1] < start) or (len(edges) > 2 and edges[-2] > stop):
+        raise SplitError(
+            f"lane {index} names requests {requests.start} to {requests.stop}, but its tokens {start} to {stop} lie "
+            f"outside of some of them."
+        )
+    starts = (0, *(edge - start for edge in edges[1:-1]), stop - start)
+    seq_lens = whole.seq_lens_cpu[requests]
+    cut = edges[-1] - stop
+    if cut:
+        seq_lens = (*seq_lens[:-1], seq_lens[-1] - cut)
+    return _Lane(requests, tokens, starts, seq_lens, cut)
+
+
+def _lane_starts(whole: CommonAttentionMetadata, lane: _Lane) -> Tensor:
+    if not lane.seq_lens:
+        return whole.query_start_loc.new_zeros(1)
+    # On the device, not from the host's copy: a copy from the host would wait for the device.
+    first = min(lane.tokens.start, whole.num_actual_tokens)
+    edges = whole.query_start_loc[lane.requests.start : lane.requests.stop + 1]
+    return (edges - first).clamp_(0, lane.num_tokens)
+
+
+def _lane_seq_lens(whole: CommonAttentionMetadata, lane: _Lane) -> Tensor:
+    seq_lens = whole.seq_lens[lane.requests]
+    if lane.cut:
+        seq_lens = seq_lens.clone()
+        seq_lens[-1] -= lane.cut
+    return seq_lens

@@ -1,0 +1,55 @@
+"""What can be wrong with a checkpoint or a request. All are `UBatchError`s and come before anything is launched."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from ubatch import UBatchError, nearest
+
+__all__ = [
+    "CheckpointError",
+    "CheckpointFileMissing",
+    "RequestError",
+    "TensorMissing",
+    "UnknownArchitecture",
+    "WrongShape",
+]
+
+
+class CheckpointError(UBatchError):
+    """A checkpoint cannot be loaded; the message names the file and what is wrong with it."""
+
+
+class CheckpointFileMissing(CheckpointError):
+    """A file of the checkpoint, or the whole folder, is not there."""
+
+
+class TensorMissing(CheckpointError):
+    """The checkpoint has no tensor `name`, which the architecture needs."""
+
+    def __init__(self, name: str, message: str) -> None:
+        super().__init__(message)
+        self.name = name
+
+
+class WrongShape(CheckpointError):
+    """Tensor `name` has shape `got`; its config asks for `expected`."""
+
+    def __init__(self, name: str, got: Sequence[int], expected: Sequence[int]) -> None:
+        self.name, self.got, self.expected = name, tuple(got), tuple(expected)
+        super().__init__(
+            f"tensor {name!r} has shape {list(self.got)}, but config.json asks for {list(self.expected)}; "
+            f"weights and config are not of the same model."
+        )
+
+
+class UnknownArchitecture(CheckpointError):
+    """The checkpoint's architecture is none that this package runs."""
+
+    def __init__(self, architecture: str, known: Iterable[str]) -> None:
+        self.architecture = architecture
+        super().__init__(f"unknown architecture {architecture!r}{nearest(architecture, known)}")
+
+
+class RequestError(UBatchError, ValueError):
+    """A prompt or its sampling parameters cannot be served; the message says which and why."""

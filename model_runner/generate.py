@@ -1,0 +1,201 @@
+"""Offline generation: all prompts in, all outputs back.
+
+Prompts are admitted in order while the KV cache holds them to their very end, so nothing is ever retracted. New prompts
+run first, together; then everything that runs decodes one token per step. With several ranks every rank calls
+`generate` with its own prompts, as many as it has, none too; one that is done keeps stepping idly until all are.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from attention import KVCacheExhausted
+from model_runner.errors import RequestError
+from model_runner.input_batch import Request, ScheduledRequest
+from model_runner.runner import ModelRunner
+from model_runner.sampler import SamplingParams
+
+__all__ = ["FinishReason", "GenerationOutput", "check_request", "generate"]
+
+
+class FinishReason(StrEnum):
+    """Why an output ended."""
+
+    STOP = "stop"
+    """a stop or end-of-sequence token, which is the output's last"""
+    LENGTH = "length"
+    """`max_tokens` were generated"""
+
+
+@dataclass(frozen=True)
+class GenerationOutput:
+    """What one prompt gave.
+
+    Attributes:
+        prompt_token_ids: the prompt.
+        token_ids: the output, a stop token included.
+        finish_reason: why it ended.
+    """
+
+    prompt_token_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason
+
+
+def generate(
+    runner: ModelRunner,
+    prompts: Sequence[Sequence[int]],
+    params: SamplingParams | Sequence[SamplingParams],
+    *,
+    max_num_batched_tokens: int | None = None,
+    on_token: Callable[[int, int], None] | None = None,
+) -> list[GenerationOutput]:
+    """Generate for every prompt. With several ranks, every rank must call it.
+
+    Args:
+        runner: the model.
+        prompts: token ids of each.
+        params: for all prompts, or one per prompt.
+        max_num_batched_tokens: most prompt tokens per step; longer prompts run in chunks. None for no limit.
+        on_token: called with (index of the prompt, token) as tokens come.
+
+    Returns:
+        One output per prompt, in their order.
+
+    Raises:
+        RequestError, KVCacheExhausted: a prompt cannot be served; before anything runs.
+        PeerFailed: another rank failed.
+    """
+    with runner.failures_posted():
+        requests = _make_requests(runner, prompts, params, max_num_batched_tokens)
+        job = _Job(runner, requests, max_num_batched_tokens, on_token)
+        try:
+            while job.step():
+                pass
+        finally:
+            for request in requests:
+                runner.release(request)
+    return [job.outputs[index] for index in range(len(requests))]
+
+
+def check_request(runner: ModelRunner, token_ids: Sequence[int], params: SamplingParams, name: int | str) -> None:
+    """Refuse a request that could never be served.
+
+    Raises:
+        RequestError: an empty prompt, a token outside the vocabulary, or prompt and output longer than the model allows.
+        KVCacheExhausted: it does not fit the whole KV cache.
+    """
+    config = runner.config
+    if not token_ids:
+        raise RequestError(f"prompt {name} is empty; give at least one token.")
+    wrong = [token for token in token_ids if not 0 <= token < config.vocab_size]
+    if wrong:
+        raise RequestError(f"prompt {name} has token {wrong[0]}; the vocabulary is 0 to {config.vocab_size - 1}.")
+    total = len(token_ids) + params.max_tokens
+    if total > config.max_position_embeddings:
+        raise RequestError(
+            f"prompt {name} has {len(token_ids)} tokens, and max_tokens is {params.max_tokens}: {total} in all, more "
+            f"than the model's {config.max_position_embeddings} positions."
+        )
+    needed, blocks = runner.kv_cache.spec.blocks_for(total), runner.kv_cache.num_blocks
+    if needed > blocks:
+        raise KVCacheExhausted(
+            f"prompt {name} needs {needed} KV blocks for {total} tokens, the cache has {blocks}; raise num_kv_blocks "
+            f"or kv_cache_memory, or lower max_tokens."
+        )
+
+
+def _make_requests(
+    runner: ModelRunner,
+    prompts: Sequence[Sequence[int]],
+    params: SamplingParams | Sequence[SamplingParams],
+    max_num_batched_tokens: int | None,
+) -> list[Request]:
+    if max_num_batched_tokens is not None and max_num_batched_tokens < 1:
+        raise RequestError(f"max_num_batched_tokens must be at least 1, not {max_num_batched_tokens}.")
+    each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
+    if len(each) != len(prompts):
+        raise RequestError(f"{len(each)} sampling parameters for {len(prompts)} prompts; give one for all or one each.")
+    requests = []
+    for index, (prompt, param) in enumerate(zip(prompts, each, strict=True)):
+        check_request(runner, prompt, param, index)
+        requests.append(Request(index, list(prompt), param))
+    return requests
+
+
+class _Job:
+    """One call of `generate`: who waits, who runs, what is done."""
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        requests: Sequence[Request],
+        max_num_batched_tokens: int | None,
+        on_token: Callable[[int, int], None] | None,
+    ) -> None:
+        self.runner = runner
+        self.waiting = deque(enumerate(requests))
+        self.running: dict[int, Request] = {}
+        self.outputs: dict[int, GenerationOutput] = {}
+        self._budget = max_num_batched_tokens
+        self._on_token = on_token
+
+    def step(self) -> bool:
+        """Run one step; False when no rank had anything left to run."""
+        self._admit()
+        shares = self._prefills() or {index: ScheduledRequest(r, 1) for index, r in self.running.items()}
+        output = self.runner.execute(tuple(shares.values()))
+        for (index, share), token in zip(shares.items(), output.tokens, strict=True):
+            share.request.advance(share.num_tokens, token)
+            if token is not None:
+                self._take(index, share.request, token)
+        return not output.all_idle
+
+    def _admit(self) -> None:
+        """Admit waiting prompts, in order, while rows and blocks for their longest possible output are free."""
+        while self.waiting:
+            index, request = self.waiting[0]
+            try:
+                self.runner.admit(request, request.num_prompt_tokens + request.params.max_tokens)
+            except KVCacheExhausted:
+                if not self.running:
+                    raise  # nothing of ours will ever be freed
+                return
+            self.running[index] = request
+            self.waiting.popleft()
+
+    def _prefills(self) -> dict[int, ScheduledRequest]:
+        """The prompts that are not in the cache yet, up to the budget; the last one may be cut."""
+        left = self._budget
+        shares: dict[int, ScheduledRequest] = {}
+        for index, request in self.running.items():
+            if request.num_computed_tokens >= request.num_prompt_tokens:
+                continue
+            tokens = request.num_uncomputed_tokens if left is None else min(request.num_uncomputed_tokens, left)
+            if tokens:
+                shares[index] = ScheduledRequest(request, tokens)
+            if left is not None:
+                left -= tokens
+        return shares
+
+    def _take(self, index: int, request: Request, token: int) -> None:
+        """A token came; the request may be done."""
+        if self._on_token is not None:
+            self._on_token(index, token)
+        params = request.params
+        ends = (
+            params.stop_token_ids if params.ignore_eos else (*params.stop_token_ids, *self.runner.config.eos_token_ids)
+        )
+        if token in ends:
+            reason = FinishReason.STOP
+        elif len(request.output_token_ids) >= params.max_tokens:
+            reason = FinishReason.LENGTH
+        else:
+            return
+        prompt, output = request.token_ids[: request.num_prompt_tokens], request.output_token_ids
+        self.outputs[index] = GenerationOutput(tuple(prompt), tuple(output), reason)
+        del self.running[index]
+        self.runner.release(request)

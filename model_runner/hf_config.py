@@ -1,0 +1,90 @@
+"""Reading `config.json` with typed access: a missing or nonsensical entry is named, with its file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from model_runner.errors import CheckpointError
+
+__all__ = ["HFConfig"]
+
+T = TypeVar("T")
+_REQUIRED: Any = object()
+
+
+class HFConfig:
+    """A Hugging Face `config.json`.
+
+    Args:
+        values: its content.
+        path: where it came from, for messages.
+    """
+
+    def __init__(self, values: Mapping[str, Any], path: Path) -> None:
+        self.values = values
+        self.path = path
+
+    def integer(self, *names: str, default: int = _REQUIRED, at_least: int = 1) -> int:
+        """The first of `names` that is there.
+
+        Raises:
+            CheckpointError: none is and there is no default, or it is not an integer of at least `at_least`.
+        """
+        value = self._get(names, default)
+        if type(value) is not int or value < at_least:
+            raise self.wrong(names[0], value, f"an integer of at least {at_least}")
+        return value
+
+    def number(self, name: str, default: float = _REQUIRED) -> float:
+        """A positive number; errors as `integer`."""
+        value = self._get((name,), default)
+        if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+            raise self.wrong(name, value, "a positive number")
+        return float(value)
+
+    def flag(self, name: str, default: bool) -> bool:
+        """A boolean; errors as `integer`."""
+        value = self._get((name,), default)
+        if type(value) is not bool:
+            raise self.wrong(name, value, "true or false")
+        return value
+
+    def integers(self, name: str) -> tuple[int, ...]:
+        """A list of integers, a single one, or nothing (null or absent); errors as `integer`."""
+        value = self.values.get(name)
+        if value is None:
+            return ()
+        if type(value) is int:
+            return (value,)
+        if not isinstance(value, list) or any(type(item) is not int for item in value):
+            raise self.wrong(name, value, "a list of integers")
+        return tuple(value)
+
+    def rope_theta(self) -> float:
+        """The base of rotary embeddings, as `rope_parameters` (transformers 5) or `rope_theta` (before) gives it.
+
+        Raises:
+            CheckpointError: the checkpoint scales its rotary embeddings in a way that is not supported.
+        """
+        parameters = self.values.get("rope_parameters") or self.values.get("rope_scaling") or {}
+        kind = parameters.get("rope_type", parameters.get("type", "default"))
+        if kind != "default":
+            raise self.wrong("rope type", kind, "'default'")
+        if "rope_theta" in parameters:
+            return HFConfig(parameters, self.path).number("rope_theta")
+        return self.number("rope_theta", 10_000.0)
+
+    def wrong(self, name: str, value: object, wanted: str) -> CheckpointError:
+        """The error for an entry that cannot be."""
+        return CheckpointError(f"{self.path}: {name} is {value!r}; this architecture needs {wanted}.")
+
+    def _get(self, names: tuple[str, ...], default: T) -> T:
+        for name in names:
+            if self.values.get(name) is not None:
+                value: T = self.values[name]
+                return value
+        if default is _REQUIRED:
+            raise CheckpointError(f"{self.path} has no {' or '.join(map(repr, names))}, which this architecture needs.")
+        return default

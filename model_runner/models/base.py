@@ -1,0 +1,111 @@
+"""What the runner needs to know of a model, and the model of the runner."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from attention import AttentionPlan, AttentionShape
+from model_runner.hf_config import HFConfig
+from model_runner.weights import Checkpoint
+from moe import All2All
+from ubatch import ConfigError, get_forward_context
+
+__all__ = ["CausalLM", "ExpertParallel", "ModelConfig", "current_plan"]
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """What every decoder-only model says about itself; families add to it.
+
+    Attributes:
+        vocab_size: rows of the logits.
+        hidden_size: numbers per token between layers.
+        num_layers: decoder layers, each with attention.
+        attention: heads of each of them.
+        max_position_embeddings: longest sequence, prompt and output together.
+        num_experts: routed experts per MoE layer; 0 for a dense model.
+        eos_token_ids: tokens that end a sequence.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    attention: AttentionShape
+    max_position_embeddings: int
+    num_experts: int
+    eos_token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class ExpertParallel:
+    """How a model's MoE layers run; the runner fills it.
+
+    Attributes:
+        all2all: the transport that all layers and lanes share; it knows which experts this rank holds.
+        experts: the experts' back end, by name.
+    """
+
+    all2all: All2All[Any]
+    experts: str = "grouped"
+
+
+class CausalLM(nn.Module, ABC):
+    """A decoder-only language model over flattened tokens.
+
+    All state of a step travels in its arguments and the forward context: several lanes run one model at once.
+    """
+
+    config: ModelConfig
+
+    @classmethod
+    @abstractmethod
+    def read_config(cls, config: HFConfig, generation: HFConfig) -> ModelConfig:
+        """The model's config from the checkpoint's files.
+
+        Raises:
+            CheckpointError: an entry is missing, or asks for something that is not supported.
+        """
+
+    @classmethod
+    @abstractmethod
+    def load(cls, config: Any, checkpoint: Checkpoint, parallel: ExpertParallel) -> CausalLM:
+        """The model with its weights, of the experts only those that `parallel` gives to this rank."""
+
+    @abstractmethod
+    def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
+        """Run all layers.
+
+        Args:
+            input_ids: `[T]` int64, the tokens of all requests one after the other.
+            positions: `[T]` int64, each token's place in its request.
+
+        Returns:
+            `[T, hidden_size]`, normalised: what `compute_logits` takes.
+
+        Raises:
+            ConfigError: there is no forward context with an attention plan.
+        """
+
+    @abstractmethod
+    def compute_logits(self, hidden_states: Tensor) -> Tensor:
+        """Logits `[rows, vocab_size]` of the rows `[rows, hidden_size]` that are sampled from."""
+
+
+def current_plan() -> tuple[AttentionPlan, int]:
+    """The attention plan of the current forward context, and its number of tokens without padding.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    context = get_forward_context()
+    if context is None or context.attn_metadata is None:
+        raise ConfigError(
+            "a model was called without an attention plan. Call it through ModelRunner, or set a forward context "
+            "with attn_metadata=backend.plan(metadata)."
+        )
+    plan: Any = context.attn_metadata
+    return plan, context.num_tokens

@@ -1,0 +1,124 @@
+"""Layers that model families share. Weights are loaded fused: one product where the checkpoint has several."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from attention import AttentionPlan, AttentionShape
+from model_runner.weights import Checkpoint
+from ubatch import Point, dbo_yield
+
+__all__ = ["Attention", "GatedMLP", "RotaryEmbedding", "frozen", "rms_norm"]
+
+
+def frozen(weight: Tensor) -> nn.Parameter:
+    """A weight that is served, not trained."""
+    return nn.Parameter(weight, requires_grad=False)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Root-mean-square normalisation over the last dimension, computed in fp32; shape and dtype of `x`."""
+    return F.rms_norm(x, (x.shape[-1],), weight, eps)
+
+
+class RotaryEmbedding(nn.Module):
+    """Rotary position embedding in the "rotate half" order of Hugging Face checkpoints.
+
+    Source: Su et al., RoFormer, 2021.
+    """
+
+    inv_freq: Tensor
+
+    def __init__(self, head_dim: int, theta: float, device: torch.device) -> None:
+        super().__init__()
+        exponent = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim
+        self.register_buffer("inv_freq", theta**-exponent, persistent=False)
+
+    def forward(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """What `rotate` needs for tokens at `positions` `[T]`: twice `[T, 1, head_dim]`. Once per step, not per layer.
+
+        The sines of the first half are negated, so that rotating is one multiplication and one multiply-add.
+        """
+        angles = positions[:, None].float() * self.inv_freq
+        cos, sin = angles.cos(), angles.sin()
+        return (
+            torch.cat((cos, cos), dim=-1).unsqueeze(1).to(dtype),
+            torch.cat((-sin, sin), dim=-1).unsqueeze(1).to(dtype),
+        )
+
+    @staticmethod
+    def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """`x` `[T, heads, head_dim]` rotated to its tokens' positions."""
+        return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, dims=-1), sin)
+
+
+class Attention(nn.Module):
+    """Grouped-query attention with rotary embeddings and, in Qwen3's families, normalised queries and keys.
+
+    Query, key and value projections are one product; query and key heads are normalised and rotated together.
+    """
+
+    def __init__(
+        self, checkpoint: Checkpoint, prefix: str, layer: int, hidden_size: int, shape: AttentionShape, *,
+        bias: bool, norm_eps: float | None,
+    ) -> None:  # fmt: skip
+        """Load the weights.
+
+        Args:
+            checkpoint: where from.
+            prefix: of the tensors' names, without the last dot.
+            layer: whose KV cache.
+            hidden_size: of the model.
+            shape: heads.
+            bias: whether the projections have one.
+            norm_eps: of the query and key norms; None for a family without them.
+        """
+        super().__init__()
+        self.layer = layer
+        self.shape = shape
+        self.norm_eps = norm_eps
+        q_size, kv_size = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+        parts = (("q", q_size), ("k", kv_size), ("v", kv_size))
+        self.qkv = frozen(checkpoint.load_fused([(f"{prefix}.{p}_proj.weight", n) for p, n in parts], hidden_size))
+        self.out = frozen(checkpoint.load(f"{prefix}.o_proj.weight", hidden_size, q_size))
+        self.qkv_bias = self.out_bias = self.qk_norm = None
+        if bias:
+            self.qkv_bias = frozen(checkpoint.load_fused([(f"{prefix}.{p}_proj.bias", n) for p, n in parts]))
+            self.out_bias = frozen(checkpoint.load(f"{prefix}.o_proj.bias", hidden_size))
+        if norm_eps is not None:
+            norms = (("q", shape.num_heads), ("k", shape.num_kv_heads))
+            weights = [
+                checkpoint.load(f"{prefix}.{part}_norm.weight", shape.head_dim).expand(heads, -1)
+                for part, heads in norms
+            ]
+            self.qk_norm = frozen(torch.cat(weights))
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, plan: AttentionPlan) -> Tensor:
+        """`x` `[T, hidden_size]`, normalised; the result is to be added to the residual."""
+        shape = self.shape
+        num_qk = shape.num_heads + shape.num_kv_heads
+        heads = F.linear(x, self.qkv, self.qkv_bias).view(x.shape[0], num_qk + shape.num_kv_heads, shape.head_dim)
+        qk, v = heads[:, :num_qk], heads[:, num_qk:]
+        if self.qk_norm is not None:
+            qk = F.rms_norm(qk, (shape.head_dim,), None, self.norm_eps) * self.qk_norm
+        qk = RotaryEmbedding.rotate(qk, cos, sin)
+        dbo_yield(Point.ATTN_PREPARE)
+        out = plan.forward(qk[:, : shape.num_heads], qk[:, shape.num_heads :], v, self.layer)
+        return F.linear(out.flatten(1), self.out, self.out_bias)
+
+
+class GatedMLP(nn.Module):
+    """A dense feed-forward layer, `down(silu(gate(x)) * up(x))`."""
+
+    def __init__(self, checkpoint: Checkpoint, prefix: str, hidden_size: int, intermediate_size: int) -> None:
+        super().__init__()
+        halves = [(f"{prefix}.{part}_proj.weight", intermediate_size) for part in ("gate", "up")]
+        self.gate_up = frozen(checkpoint.load_fused(halves, hidden_size))
+        self.down = frozen(checkpoint.load(f"{prefix}.down_proj.weight", hidden_size, intermediate_size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[T, hidden_size]` to the same."""
+        gate, up = F.linear(x, self.gate_up).chunk(2, dim=-1)
+        return F.linear(F.silu(gate) * up, self.down)

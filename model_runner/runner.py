@@ -1,0 +1,301 @@
+"""The model runner: a checkpoint on this rank, and one step of it at a time.
+
+    build      the requests' next tokens, flattened (`input_batch`)
+    coordinate vote with the other ranks whether to overlap (`dp`)
+    plan       attention for the whole batch, or one plan per lane
+    forward    the wrapped model, in lanes or not; hidden states come back merged
+    sample     logits of the last token of each request only, then its next token
+
+With several ranks each step is collective: a rank without requests calls `execute([])` and runs the same layers with
+no tokens, because its experts are needed. When no rank has requests, nothing runs and `StepOutput.all_idle` says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import TracebackType
+
+import torch
+from torch import Tensor
+
+from attention import (
+    AttentionBackend,
+    BlockAllocator,
+    BlockTable,
+    KVCacheExhausted,
+    KVCacheSpec,
+    PagedKVCache,
+    make_attention_backend,
+    split_attn_metadata,
+)
+from model_runner.dp import Coordination, coordinate_batch_across_dp
+from model_runner.host_memory import keep_freed_memory
+from model_runner.input_batch import InputBatch, Request, ScheduledRequest, build_input_batch
+from model_runner.models.base import CausalLM, ExpertParallel, ModelConfig
+from model_runner.models.registry import model_class
+from model_runner.sampler import sample
+from model_runner.weights import Checkpoint
+from moe import All2All, EmulatedLink, make_all2all
+from ubatch import (
+    CommGroup,
+    ConfigError,
+    Decision,
+    ForwardContext,
+    OverlapDeclined,
+    UBatchConfig,
+    UBatchStatistics,
+    UBatchWrapper,
+    set_forward_context,
+)
+
+__all__ = ["ModelRunner", "StepOutput"]
+
+_DEFAULT_KV_MEMORY = 256 << 20
+
+
+@dataclass(frozen=True)
+class StepOutput:
+    """What a step gave.
+
+    Attributes:
+        tokens: per scheduled request its next token, or None where the step did not reach the end of its tokens.
+        decision: whether the step overlapped, or why not; with every rank's tokens.
+        all_idle: no rank had a token; nothing ran.
+    """
+
+    tokens: tuple[int | None, ...]
+    decision: Decision
+    all_idle: bool
+
+
+class ModelRunner:
+    """A model of a checkpoint on this rank, with its KV cache.
+
+    Args:
+        model_path: the folder of a Hugging Face checkpoint.
+        group: the data-parallel ranks, which share the experts; None for one rank alone.
+        all2all_backend: how tokens reach their experts; by default `local` for one rank, `torch_dist` for several.
+        link: deliver what the back end sends over this emulated link.
+        dbo: when and how to overlap; its `group` is set to `group`.
+        attention_backend: by name.
+        experts_backend: by name.
+        block_size: tokens per KV block.
+        num_kv_blocks: size of the KV cache in blocks; or
+        kv_cache_memory: in bytes, 256 MiB by default.
+        max_num_seqs: most requests that run at once.
+        dtype: what the model computes in, and the KV cache stores.
+        device: where it runs.
+
+    Raises:
+        CheckpointError: the checkpoint cannot be loaded; see `model_runner.errors`.
+        ConfigError: an unknown back end, experts that do not divide by the ranks, settings that contradict each other.
+    """
+
+    def __init__(
+        self,
+        model_path: str | Path,
+        *,
+        group: CommGroup | None = None,
+        all2all_backend: str | None = None,
+        link: EmulatedLink | None = None,
+        dbo: UBatchConfig | None = None,
+        attention_backend: str = "torch",
+        experts_backend: str = "grouped",
+        block_size: int = 16,
+        num_kv_blocks: int | None = None,
+        kv_cache_memory: int | None = None,
+        max_num_seqs: int = 256,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.group = group
+        self.device = torch.device(device)
+        self.dbo = _with_group(dbo if dbo is not None else UBatchConfig(), group)
+        if self.device.type == "cpu":
+            keep_freed_memory()
+
+        checkpoint = Checkpoint(model_path, dtype=dtype, device=self.device)
+        kind = model_class(checkpoint.architecture)
+        self.config: ModelConfig = kind.read_config(checkpoint.config, checkpoint.generation_config())
+        spec = KVCacheSpec(
+            self.config.num_layers,
+            self.config.attention.num_kv_heads,
+            self.config.attention.head_dim,
+            block_size,
+            dtype,
+        )
+        self.kv_cache = PagedKVCache(spec, _num_blocks(spec, num_kv_blocks, kv_cache_memory), self.device)
+        self.allocator = BlockAllocator(self.kv_cache.num_blocks)
+        self.block_table = BlockTable(max_num_seqs, spec.blocks_for(self.config.max_position_embeddings))
+        self.attention: AttentionBackend = make_attention_backend(
+            attention_backend, self.config.attention, self.kv_cache
+        )
+        self.all2all: All2All = _make_all2all(all2all_backend, group, link, self.config.num_experts)
+        self.model: CausalLM = kind.load(self.config, checkpoint, ExpertParallel(self.all2all, experts_backend)).eval()
+        checkpoint.close()
+        self.wrapper = UBatchWrapper(self.model, self.dbo, device=self.device)
+
+    # -- requests and their KV ----------------------------------------------------------------------------------
+
+    @property
+    def free_kv_tokens(self) -> int:
+        """Tokens that the free KV blocks hold."""
+        return self.allocator.num_free * self.kv_cache.spec.block_size
+
+    def admit(self, request: Request, num_tokens: int) -> None:
+        """Give a request a row of the block table, and blocks for its first `num_tokens` tokens.
+
+        Raises:
+            KVCacheExhausted: there is no row, or there are not enough blocks; nothing is taken then.
+        """
+        needed = self.kv_cache.spec.blocks_for(num_tokens)
+        if needed > self.block_table.max_blocks:
+            raise KVCacheExhausted(
+                f"request {request.request_id!r} needs {needed} KV blocks; {self.block_table.max_blocks} hold the "
+                f"longest sequence of this model ({self.config.max_position_embeddings} tokens)."
+            )
+        blocks = self.allocator.allocate(needed)
+        try:
+            request.row = self.block_table.add_row()
+        except KVCacheExhausted:
+            self.allocator.free(blocks)
+            raise
+        self.block_table.append(request.row, blocks)
+
+    def reserve(self, request: Request, num_tokens: int) -> None:
+        """Give an admitted request blocks for its first `num_tokens` tokens in all; what it has stays.
+
+        Raises:
+            KVCacheExhausted: there are not enough blocks; nothing is taken then.
+        """
+        if request.row is None:
+            self.admit(request, num_tokens)
+            return
+        held = len(self.block_table.blocks(request.row))
+        more = self.kv_cache.spec.blocks_for(num_tokens) - held
+        if more > 0:
+            self.block_table.append(request.row, self.allocator.allocate(more))
+
+    def release(self, request: Request) -> None:
+        """Take a request's row and blocks back; its tokens must be computed anew if it ever runs again."""
+        if request.row is not None:
+            self.allocator.free(self.block_table.remove_row(request.row))
+            request.row = None
+            request.num_computed_tokens = 0
+
+    # -- a step -------------------------------------------------------------------------------------------------
+
+    def execute(self, scheduled: Sequence[ScheduledRequest]) -> StepOutput:
+        """Run one step: the next tokens of some requests. The requests themselves are not changed.
+
+        Args:
+            scheduled: prefills, chunks of prefills and decodes in any mixture; empty on an idle rank.
+
+        Raises:
+            RequestError, KVCacheExhausted: the batch does not fit its requests; see `build_input_batch`.
+            PeerFailed, TransferTimeout, GroupBroken, UBatchTimeout: the step did not end; see there.
+        """
+        with self.failures_posted(), torch.inference_mode():
+            batch = build_input_batch(scheduled, self.block_table, self.kv_cache.spec, self.device)
+            agreed = coordinate_batch_across_dp(self.dbo, batch.metadata.query_lens_cpu, batch.mode, self.group)
+            if agreed.all_idle:
+                return StepOutput((), agreed.decision, all_idle=True)
+            logits = self.forward(batch, agreed)
+            sampled = batch.sampled
+            tokens = iter(sample(logits, [r.params for r in sampled], [r.generator for r in sampled]))
+            per_request = tuple(next(tokens) if share.samples else None for share in batch.scheduled)
+            return StepOutput(per_request, agreed.decision, all_idle=False)
+
+    def forward(self, batch: InputBatch, agreed: Coordination) -> Tensor:
+        """The logits of the rows that are sampled, `[S, vocab_size]`, overlapped if that was agreed."""
+        with set_forward_context(self.forward_context(batch, agreed)):
+            hidden = self.wrapper(batch.input_ids, batch.positions)
+        return self.model.compute_logits(hidden.index_select(0, batch.logits_rows))
+
+    def forward_context(self, batch: InputBatch, agreed: Coordination) -> ForwardContext:
+        """The step's context: one attention plan, or where it overlaps one context and plan per lane."""
+        decision = agreed.decision
+        if agreed.slices is None:
+            return ForwardContext(
+                attn_metadata=self.attention.plan(batch.metadata),
+                num_tokens=batch.num_tokens,
+                mode=batch.mode,
+                tokens_across_ranks=decision.lane_tokens(0),
+                decision=decision,
+            )
+        lanes = tuple(
+            ForwardContext(
+                attn_metadata=self.attention.plan(metadata),
+                num_tokens=metadata.num_actual_tokens,
+                mode=batch.mode,
+                tokens_across_ranks=decision.lane_tokens(lane),
+                decision=decision,
+            )
+            for lane, metadata in enumerate(split_attn_metadata(agreed.slices, batch.metadata))
+        )
+        return ForwardContext(
+            num_tokens=batch.num_tokens,
+            mode=batch.mode,
+            tokens_across_ranks=tuple(map(sum, decision.tokens)),
+            ubatch_slices=agreed.slices,
+            lane_contexts=lanes,
+            decision=decision,
+        )
+
+    @contextmanager
+    def failures_posted(self) -> Iterator[None]:
+        """Tell the other ranks of an error in the `with` block, so that they fail at once instead of timing out.
+
+        After that the group needs `reset()` on every rank.
+        """
+        try:
+            yield
+        except OverlapDeclined:
+            raise  # every rank declined alike: the group is still in step
+        except BaseException as error:
+            if self.group is not None:
+                self.group.post_failure(error)
+            raise
+
+    # -- the rest -----------------------------------------------------------------------------------------------
+
+    def statistics(self) -> UBatchStatistics:
+        """How often steps overlapped, and why not when they did not."""
+        return self.wrapper.statistics()
+
+    def close(self) -> None:
+        """Stop the lanes' threads."""
+        self.wrapper.close()
+
+    def __enter__(self) -> ModelRunner:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _with_group(config: UBatchConfig, group: CommGroup | None) -> UBatchConfig:
+    if config.group is not None and config.group is not group:
+        raise ConfigError("dbo.group and group are different groups; give the runner `group` alone.")
+    return replace(config, group=group)
+
+
+def _num_blocks(spec: KVCacheSpec, num_blocks: int | None, memory: int | None) -> int:
+    if num_blocks is not None and memory is not None:
+        raise ConfigError("give num_kv_blocks or kv_cache_memory, not both.")
+    if num_blocks is not None:
+        return num_blocks
+    return spec.blocks_in(_DEFAULT_KV_MEMORY if memory is None else memory)
+
+
+def _make_all2all(name: str | None, group: CommGroup | None, link: EmulatedLink | None, num_experts: int) -> All2All:
+    if name is None:
+        name = "local" if group is None or group.size == 1 else "torch_dist"
+    if link is None:
+        return make_all2all(name, group=group, num_experts=num_experts)
+    return make_all2all("emulated_link", group=group, num_experts=num_experts, link=link, inner=name)

@@ -1,0 +1,154 @@
+"""Hugging Face checkpoints: tensors are read one by one, straight into the place where the model wants them.
+
+A checkpoint is a folder with `config.json` and either `model.safetensors` or shards behind
+`model.safetensors.index.json`. Files are mapped, not read: a rank that asks for an eighth of the experts reads an
+eighth of their bytes. Conversion to the compute dtype happens in the copy.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from model_runner.errors import CheckpointError, CheckpointFileMissing, TensorMissing, WrongShape
+from model_runner.hf_config import HFConfig
+
+__all__ = ["Checkpoint"]
+
+_SINGLE = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
+
+
+class Checkpoint:
+    """A checkpoint folder, opened.
+
+    Args:
+        path: the folder.
+        dtype: what tensors are converted to.
+        device: where they go.
+
+    Raises:
+        CheckpointFileMissing: the folder, its config, its weights or one of its shards is not there.
+        CheckpointError: a file is not what its name says.
+    """
+
+    def __init__(
+        self, path: str | Path, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+    ) -> None:
+        self.path = Path(path)
+        self.dtype = dtype
+        self.device = torch.device(device)
+        if not self.path.is_dir():
+            raise CheckpointFileMissing(f"{self.path} is not a folder; give the folder of a Hugging Face checkpoint.")
+        self.config = HFConfig(_read_json(self.path / "config.json"), self.path / "config.json")
+        self._files: dict[str, Any] = {}
+        self._file_of = self._read_index()
+
+    @property
+    def architecture(self) -> str:
+        """The first of `architectures` in its config.
+
+        Raises:
+            CheckpointError: it names none.
+        """
+        names = self.config.values.get("architectures")
+        if not isinstance(names, list) or not names or not isinstance(names[0], str):
+            raise self.config.wrong("architectures", names, "a list with one name")
+        return names[0]
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Every tensor in it."""
+        return frozenset(self._file_of)
+
+    def generation_config(self) -> HFConfig:
+        """`generation_config.json`, empty where there is none."""
+        path = self.path / "generation_config.json"
+        return HFConfig(_read_json(path) if path.exists() else {}, path)
+
+    def load(self, name: str, *shape: int) -> Tensor:
+        """A tensor, converted to the compute dtype.
+
+        Raises:
+            TensorMissing, WrongShape: see there.
+        """
+        out = torch.empty(shape, dtype=self.dtype, device=self.device)
+        self.load_into(name, out)
+        return out
+
+    def load_fused(self, parts: Sequence[tuple[str, int]], *rest: int) -> Tensor:
+        """Several tensors stacked along dimension 0, so that one product computes them all.
+
+        Args:
+            parts: (name, rows) of each, in order.
+            rest: their other dimensions.
+        """
+        out = torch.empty((sum(rows for _, rows in parts), *rest), dtype=self.dtype, device=self.device)
+        for (name, _), place in zip(parts, out.split([rows for _, rows in parts]), strict=True):
+            self.load_into(name, place)
+        return out
+
+    def load_into(self, name: str, out: Tensor) -> None:
+        """Copy a tensor to `out`, which may be a part of a larger one; errors as `load`."""
+        file = self._file_of.get(name)
+        if file is None:
+            near = difflib.get_close_matches(name, self._file_of, n=1)
+            hint = f" The nearest it has is {near[0]!r}." if near else ""
+            raise TensorMissing(
+                name, f"{self.path} has no tensor {name!r}, which {self.architecture} needs: it is incomplete.{hint}"
+            )
+        handle = self._open(file)
+        try:
+            shape = handle.get_slice(name).get_shape()
+            if tuple(shape) != tuple(out.shape):
+                raise WrongShape(name, shape, out.shape)
+            out.copy_(handle.get_tensor(name))
+        except SafetensorError as error:
+            raise CheckpointError(f"{self.path / file}: cannot read tensor {name!r}: {error}") from error
+
+    def close(self) -> None:
+        """Unmap the files. Tensors that were loaded stay."""
+        self._files.clear()
+
+    def _read_index(self) -> dict[str, str]:
+        index = self.path / _INDEX
+        if index.exists():
+            mapping = _read_json(index).get("weight_map")
+            if not isinstance(mapping, dict):
+                raise CheckpointError(f"{index} has no 'weight_map'; it is not an index of safetensors shards.")
+            for file in sorted(set(mapping.values())):
+                if not (self.path / file).exists():
+                    raise CheckpointFileMissing(f"{self.path / file} is missing, but {index.name} names it.")
+            return mapping
+        if not (self.path / _SINGLE).exists():
+            raise CheckpointFileMissing(
+                f"{self.path} has neither {_SINGLE} nor {_INDEX}; only safetensors checkpoints can be loaded."
+            )
+        return dict.fromkeys(self._open(_SINGLE).keys(), _SINGLE)
+
+    def _open(self, file: str) -> Any:
+        if file not in self._files:
+            try:
+                self._files[file] = safe_open(self.path / file, framework="pt", device="cpu")
+            except (SafetensorError, OSError) as error:
+                raise CheckpointError(f"{self.path / file} is not a readable safetensors file: {error}") from error
+        return self._files[file]
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise CheckpointFileMissing(f"{path} is missing; every Hugging Face checkpoint has one.") from error
+    except ValueError as error:
+        raise CheckpointError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise CheckpointError(f"{path} must hold one JSON object, not a {type(values).__name__}.")
+    return values

@@ -1,0 +1,53 @@
+"""Mixture of experts: routing, transport and experts of one layer.
+
+    router            which experts a token visits, and their weights
+    modular_kernel    dispatch -> experts -> combine, and every point where a lane may hand on
+    all2all/          how tokens travel between ranks
+    experts/          how a rank computes its experts
+    expert_parallel   replaces the MoE blocks of a Hugging Face model
+
+Stands on `ubatch` alone.
+"""
+
+from __future__ import annotations
+
+from moe.all2all import (
+    All2All,
+    All2AllTraits,
+    Dispatched,
+    EmulatedLink,
+    LinkStatistics,
+    all2all_backends,
+    make_all2all,
+    register_all2all_backend,
+)
+from moe.expert_parallel import ExpertParallelMoE, UnsupportedModelError, expert_parallel
+from moe.experts import Experts, FusedExperts, experts_backends, make_experts, register_experts_backend
+from moe.modular_kernel import FusedMoEModularKernel
+from moe.placement import local_experts
+from moe.router import NO_EXPERT, Router, SoftmaxTopKRouter, mask_padding
+
+__all__ = [
+    "NO_EXPERT",
+    "All2All",
+    "All2AllTraits",
+    "Dispatched",
+    "EmulatedLink",
+    "ExpertParallelMoE",
+    "Experts",
+    "FusedExperts",
+    "FusedMoEModularKernel",
+    "LinkStatistics",
+    "Router",
+    "SoftmaxTopKRouter",
+    "UnsupportedModelError",
+    "all2all_backends",
+    "expert_parallel",
+    "experts_backends",
+    "local_experts",
+    "make_all2all",
+    "make_experts",
+    "mask_padding",
+    "register_all2all_backend",
+    "register_experts_backend",
+]

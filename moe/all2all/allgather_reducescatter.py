@@ -1,0 +1,116 @@
+"""`allgather_reducescatter`: every token visits every rank; no counts are exchanged.
+
+    dispatch  all-gather of all tokens; each rank computes what its own experts add
+    combine   reduce-scatter of the partial sums: each rank gets its own tokens' total
+
+Sends `R - 1` copies of a token whatever its experts are. With few ranks, or many experts per token, most of those
+would have been needed anyway, and there is no gather, no sorting by rank and no wait for counts: the number of
+tokens of every rank is known from the vote (`ForwardContext.tokens_across_ranks`). Without a vote it is exchanged.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moe.all2all.base import All2AllTraits, Dispatched, check_dispatch, refuse_gradients
+from moe.all2all.payload import pack_rows, unpack_rows
+from moe.placement import local_experts
+from ubatch import (
+    CommGroup,
+    ConfigError,
+    Transfer,
+    get_forward_context,
+    launch_all_gather,
+    launch_reduce_scatter,
+)
+
+__all__ = ["AllGatherReduceScatterAll2All"]
+
+
+@dataclass(frozen=True)
+class Handle:
+    """How results come home.
+
+    Attributes:
+        sizes: tokens of every rank.
+        padding: rows of this rank behind its tokens, which did not travel.
+    """
+
+    sizes: list[int]
+    padding: int
+
+
+class AllGatherReduceScatterAll2All:
+    """Sends every token to all ranks.
+
+    Args:
+        group: the expert-parallel ranks; the same as those of the vote, in the same order.
+        num_experts: experts of all ranks.
+
+    Raises:
+        ConfigError: the experts do not divide by the ranks.
+    """
+
+    def __init__(self, *, group: CommGroup, num_experts: int) -> None:
+        if not isinstance(group, CommGroup):
+            raise ConfigError(
+                f"all2all back end 'allgather_reducescatter' needs a CommGroup, not {type(group).__name__}. "
+                "Make one: CommGroup.from_process_group(pg)."
+            )
+        self.group = group
+        self.num_experts = num_experts
+        self.experts = local_experts(num_experts, group.rank, group.size)
+        self.traits = All2AllTraits(
+            is_async=True,
+            blocks_host=False,
+            capturable=dist.get_backend(group.pg) == dist.Backend.NCCL,
+            max_lanes=None,
+            max_chunks=1,
+            other_ranks=group.size - 1,
+            routed=False,
+        )
+
+    def dispatch(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Transfer[Dispatched[Handle]]:
+        """See `All2All`.
+
+        Raises:
+            ConfigError: the vote counted other tokens than this layer got.
+        """
+        check_dispatch(x, topk_ids, topk_weights, name="allgather_reducescatter")
+        sizes = self._tokens_across_ranks(x)
+        own = sizes[self.group.rank]
+        padding = x.shape[0] - own
+        if padding < 0 or (padding and bool((topk_ids[own:] >= 0).any())):
+            raise ConfigError(
+                f"the ranks voted on {own} tokens for rank {self.group.rank}, but the MoE layer got {x.shape[0]}. "
+                "Route padding to no expert (mask_padding), or use 'torch_dist', which exchanges counts."
+            )
+        handle = Handle(sizes, padding)
+        rows = pack_rows(x[:own], topk_ids[:own], topk_weights[:own])
+        gathered = launch_all_gather(rows, self.group, sizes=sizes, name="dispatch")
+        return gathered.map(lambda arrived: self._unpack(arrived, x.shape[1], handle))
+
+    def combine(self, y: Tensor, handle: Handle) -> Transfer[Tensor]:
+        """See `All2All`."""
+        refuse_gradients(y, name="allgather_reducescatter")
+        own_rows = launch_reduce_scatter(y, self.group, sizes=handle.sizes, name="combine")
+        if not handle.padding:
+            return own_rows
+        return own_rows.map(lambda rows: torch.cat([rows, rows.new_zeros(handle.padding, rows.shape[1])]))
+
+    def _tokens_across_ranks(self, x: Tensor) -> list[int]:
+        context = get_forward_context()
+        known = context.tokens_across_ranks if context is not None else None
+        if known is not None and len(known) == self.group.size:
+            return list(known)
+        own = torch.tensor([x.shape[0]], device=x.device)
+        sizes: list[int] = launch_all_gather(own, self.group, name="dispatch_counts").wait().tolist()
+        return sizes
+
+    def _unpack(self, rows: Tensor, hidden_size: int, handle: Handle) -> Dispatched[Handle]:
+        hidden_states, topk_ids, topk_weights = unpack_rows(rows, hidden_size)
+        return Dispatched(hidden_states, topk_ids, topk_weights, handle, self.experts)

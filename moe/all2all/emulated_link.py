@@ -1,0 +1,69 @@
+"""`emulated_link`: another back end, delivered over an `EmulatedLink`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from moe.all2all.base import All2AllTraits, Dispatched
+from moe.all2all.link import EmulatedLink
+from moe.all2all.registry import make_all2all
+from ubatch import CommGroup, ConfigError, Transfer
+
+__all__ = ["EmulatedLinkAll2All"]
+
+
+class EmulatedLinkAll2All:
+    """Launches through another back end; the link decides when it arrives.
+
+    Args:
+        group, num_experts: for the inner back end.
+        link: one per rank, shared by everything that communicates.
+        inner: the back end that really moves the data.
+
+    Raises:
+        ConfigError: there is no link, or `inner` is this back end or unknown.
+    """
+
+    def __init__(
+        self, *, group: CommGroup | None, num_experts: int, link: EmulatedLink, inner: str = "torch_dist"
+    ) -> None:
+        if not isinstance(link, EmulatedLink):
+            raise ConfigError(f"link must be an EmulatedLink, not {type(link).__name__}.")
+        if inner == "emulated_link":
+            raise ConfigError("emulated_link cannot wrap itself; give `inner` the back end that moves the data.")
+        self.link = link
+        self.inner = make_all2all(inner, group=group, num_experts=num_experts)
+
+    @property
+    def traits(self) -> All2AllTraits:
+        """The inner back end's: what it launches still waits for nobody."""
+        return self.inner.traits
+
+    @property
+    def num_experts(self) -> int:
+        """Experts of all ranks."""
+        return self.inner.num_experts
+
+    @property
+    def experts(self) -> range:
+        """Global ids of the experts that this rank holds."""
+        return self.inner.experts
+
+    def dispatch(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Transfer[Dispatched[Any]]:
+        """See `All2All`. Where the inner back end blocks the host for counts, those take the latency too.
+
+        Counts are a few bytes: they pay the latency, but do not queue behind a payload.
+        """
+        launched = self.link.now()
+        transfer = self.inner.dispatch(x, topk_ids, topk_weights)
+        if self.inner.traits.blocks_host:
+            counts: Transfer[None] = Transfer.ready(None, "dispatch_counts")
+            counts.delay_until(launched + self.link.latency_s)
+            counts.wait()
+        return self.link.carry(transfer)
+
+    def combine(self, y: Tensor, handle: Any) -> Transfer[Tensor]:
+        """See `All2All`."""
+        return self.link.carry(self.inner.combine(y, handle))

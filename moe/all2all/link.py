@@ -1,0 +1,133 @@
+"""A link of chosen latency and bandwidth, for ranks that really talk at memory speed.
+
+To show and measure overlap on one machine, a transfer is launched for real and then delivered no earlier than a link
+would have delivered it. The link is full duplex and carries one transfer at a time per direction:
+
+    start  = max(now, the direction's previous transfer has finished)
+    finish = start + latency + bytes / bandwidth
+    the transfer arrives at the later of its send's and its receive's finish
+
+Waiting is sleeping: the emulated wire costs no CPU, as a network card's would not. Each rank reckons with its own
+launch times; that a peer launched late shows through the real transfer underneath.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+from ubatch import ConfigError, Transfer
+
+__all__ = ["EmulatedLink", "LinkStatistics"]
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class LinkStatistics:
+    """What a link has carried.
+
+    Attributes:
+        transfers: how many crossed it.
+        bytes_sent, bytes_received: payload in each direction.
+        send_busy_s, receive_busy_s: seconds each direction was occupied, latencies included.
+    """
+
+    transfers: int
+    bytes_sent: int
+    bytes_received: int
+    send_busy_s: float
+    receive_busy_s: float
+
+    @property
+    def busy_s(self) -> float:
+        """The communication time: what the busier direction needs if transfers follow each other without a gap."""
+        return max(self.send_busy_s, self.receive_busy_s)
+
+
+@dataclass
+class _Direction:
+    """One direction of the link. `free_at` moves on with every transfer; the rest counts since the last reset."""
+
+    free_at: float = 0.0
+    num_bytes: int = 0
+    busy_s: float = 0.0
+
+    def occupy(self, now: float, num_bytes: int, duration_s: float) -> tuple[float, float]:
+        """Reserve `duration_s` from when the direction is free; returns start and finish."""
+        start = max(now, self.free_at)
+        self.free_at = start + duration_s
+        self.num_bytes += num_bytes
+        self.busy_s += duration_s
+        return start, self.free_at
+
+
+class EmulatedLink:
+    """One rank's full-duplex link, shared by all layers and lanes of the rank.
+
+    Args:
+        latency_s: seconds from a transfer's start to its first byte's arrival.
+        bytes_per_s: bandwidth of each direction.
+        clock: seconds; `time.monotonic`, on which transfers wait, unless a test only looks at deadlines.
+
+    Raises:
+        ConfigError: a negative latency, or no bandwidth.
+    """
+
+    def __init__(self, latency_s: float, bytes_per_s: float, *, clock: Callable[[], float] = time.monotonic) -> None:
+        if not latency_s >= 0:
+            raise ConfigError(f"latency_s must be at least 0, not {latency_s}.")
+        if not bytes_per_s > 0:
+            raise ConfigError(f"bytes_per_s must be positive, not {bytes_per_s}; float('inf') for latency alone.")
+        self.latency_s = latency_s
+        self.bytes_per_s = bytes_per_s
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._send = _Direction()
+        self._receive = _Direction()
+        self._transfers = 0
+
+    def now(self) -> float:
+        """The link's clock, seconds."""
+        return self._clock()
+
+    def carry(self, transfer: Transfer[T]) -> Transfer[T]:
+        """Put a launched transfer on the link: it is delivered no earlier than the link allows.
+
+        A direction in which nothing crosses is not occupied; a transfer that stays on its rank passes at once.
+        """
+        with self._lock:
+            now = self._clock()
+            spans = [
+                direction.occupy(now, num_bytes, self.latency_s + num_bytes / self.bytes_per_s)
+                for direction, num_bytes in (
+                    (self._send, transfer.bytes_sent),
+                    (self._receive, transfer.bytes_received),
+                )
+                if num_bytes
+            ]
+            if spans:
+                self._transfers += 1
+                transfer.delay_until(max(finish for _, finish in spans), started=min(start for start, _ in spans))
+        return transfer
+
+    def statistics(self) -> LinkStatistics:
+        """What was carried since the link was made, or since `reset_statistics`."""
+        with self._lock:
+            return self._read()
+
+    def reset_statistics(self) -> LinkStatistics:
+        """Count from zero again; returns what was counted until now. Transfers under way are not disturbed."""
+        with self._lock:
+            past = self._read()
+            self._send = _Direction(self._send.free_at)
+            self._receive = _Direction(self._receive.free_at)
+            self._transfers = 0
+        return past
+
+    def _read(self) -> LinkStatistics:
+        send, receive = self._send, self._receive
+        return LinkStatistics(self._transfers, send.num_bytes, receive.num_bytes, send.busy_s, receive.busy_s)

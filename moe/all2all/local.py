@@ -1,0 +1,50 @@
+"""`local`: one rank holds all experts, nothing travels."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from moe.all2all.base import All2AllTraits, Dispatched
+from moe.placement import local_experts
+from ubatch import CommGroup, ConfigError, Transfer
+
+__all__ = ["LocalAll2All"]
+
+
+class LocalAll2All:
+    """Hands tokens and results through. Works under autograd, in lanes and in graphs.
+
+    Args:
+        group: None, or a group of one rank.
+        num_experts: experts of the layer.
+
+    Raises:
+        ConfigError: the group has more than one rank.
+    """
+
+    traits = All2AllTraits(
+        is_async=False,
+        blocks_host=False,
+        capturable=True,
+        max_lanes=None,
+        max_chunks=1,
+        other_ranks=0,
+        routed=True,
+    )
+
+    def __init__(self, *, group: CommGroup | None = None, num_experts: int) -> None:
+        if group is not None and group.size != 1:
+            raise ConfigError(
+                f"all2all back end 'local' holds all experts on one rank, but the group has {group.size}. "
+                "Use 'torch_dist' or 'allgather_reducescatter'."
+            )
+        self.num_experts = num_experts
+        self.experts = local_experts(num_experts, 0, 1)
+
+    def dispatch(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Transfer[Dispatched[None]]:
+        """See `All2All`."""
+        return Transfer.ready(Dispatched(x, topk_ids, topk_weights, None, self.experts), "dispatch")
+
+    def combine(self, y: Tensor, handle: None) -> Transfer[Tensor]:
+        """See `All2All`."""
+        return Transfer.ready(y, "combine")

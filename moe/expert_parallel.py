@@ -1,0 +1,215 @@
+"""Expert parallelism for a model that exists: its MoE blocks are replaced in place.
+
+    model = AutoModelForCausalLM.from_pretrained(...)         # every rank: the same weights
+    expert_parallel(model, CommGroup.from_process_group())    # each rank keeps its own experts
+    model = UBatchWrapper(model)                              # optional: overlap
+
+Blocks are found by structure, without importing transformers. A known block keeps its router module as it is (so
+`output_router_logits=True` still works, for this rank's tokens); its fused expert weights are cut to this rank's
+experts and run behind `FusedMoEModularKernel`. Everything is checked before the first block is touched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from moe.all2all import All2All, EmulatedLink, make_all2all
+from moe.experts import make_experts
+from moe.modular_kernel import FusedMoEModularKernel
+from ubatch import CommGroup, ConfigError
+
+__all__ = ["ExpertParallelMoE", "UnsupportedModelError", "expert_parallel"]
+
+ModelT = TypeVar("ModelT", bound=nn.Module)
+
+
+class UnsupportedModelError(ConfigError):
+    """The model has no MoE block, or one that `expert_parallel` does not know."""
+
+
+@dataclass(frozen=True)
+class _Family:
+    """A kind of MoE block that can be replaced.
+
+    Attributes:
+        name: what errors call it.
+        block: the block's class; it has `.gate` and `.experts`.
+        gate: the router's class; returns (logits, weights `[T, k]`, ids `[T, k]`).
+        experts: the experts' class; has `.gate_up_proj [E, 2I, H]`, `.down_proj [E, H, I]` and `.act_fn`.
+    """
+
+    name: str
+    block: str
+    gate: str
+    experts: str
+
+
+_FAMILIES = (
+    _Family("Qwen3-MoE", "Qwen3MoeSparseMoeBlock", "Qwen3MoeTopKRouter", "Qwen3MoeExperts"),
+    _Family("Mixtral", "MixtralSparseMoeBlock", "MixtralTopKRouter", "MixtralExperts"),
+)
+_KNOWN = ", ".join(family.name for family in _FAMILIES)
+
+
+class ExpertParallelMoE(nn.Module):
+    """Stands where a Hugging Face MoE block stood.
+
+    Args:
+        gate: the block's own router, all experts' logits on every rank.
+        kernel: this rank's experts and the transport.
+        jitter_noise: the block's, which only training uses; refused there.
+    """
+
+    def __init__(self, gate: nn.Module, kernel: FusedMoEModularKernel, jitter_noise: float = 0.0) -> None:
+        super().__init__()
+        self.gate = gate
+        self.kernel = kernel
+        self.jitter_noise = jitter_noise
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """Route, dispatch, compute, combine.
+
+        Args:
+            hidden_states: `[..., H]`, this rank's tokens.
+
+        Returns:
+            The same shape and dtype.
+
+        Raises:
+            ConfigError: in training mode with router jitter, which is for one rank only.
+        """
+        if self.training and self.jitter_noise > 0:
+            raise ConfigError(
+                f"router_jitter_noise = {self.jitter_noise} in training mode: expert parallelism here is for "
+                "inference. Call model.eval()."
+            )
+        tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
+        _, topk_weights, topk_ids = self.gate(tokens)
+        output: Tensor = self.kernel(tokens, topk_weights.float(), topk_ids)
+        return output.view(hidden_states.shape)
+
+
+def expert_parallel(
+    model: ModelT,
+    group: CommGroup | None,
+    *,
+    all2all_backend: str = "torch_dist",
+    experts_backend: str = "grouped",
+    link: EmulatedLink | None = None,
+) -> ModelT:
+    """Spread a Hugging Face model's experts over the ranks of `group`, in place.
+
+    Attention and everything else stay whole on every rank, and each rank calls the model with its own tokens (data
+    parallel). All ranks must call it equally often: every call is collective. For inference only where there is more
+    than one rank; run under `torch.no_grad()` or `torch.inference_mode()`.
+
+    Args:
+        model: with Qwen3-MoE or Mixtral blocks of transformers 5.x, the same weights on every rank.
+        group: the expert-parallel ranks, over which a `UBatchWrapper` around the model votes; None for one rank, with
+            `all2all_backend="local"`.
+        all2all_backend: see `moe.all2all`.
+        experts_backend: see `moe.experts`.
+        link: emulate this link under the back end (`emulated_link`).
+
+    Returns:
+        `model`.
+
+    Raises:
+        UnsupportedModelError: no MoE block, one of a family that is not known, or one that is not built as known.
+        ConfigError: experts that do not divide by the ranks, an unknown back end, or no CommGroup.
+    """
+    if group is not None and not isinstance(group, CommGroup):
+        raise ConfigError(
+            f"group must be a CommGroup, not {type(group).__name__}. Make one: CommGroup.from_process_group(pg)."
+        )
+    blocks = list(_find_blocks(model))
+    if not blocks:
+        raise UnsupportedModelError(f"{type(model).__name__} has no MoE block. Known families: {_KNOWN}.")
+    transports = {
+        count: _transport(all2all_backend, group, count, link) for count in {_num_experts(block) for _, block in blocks}
+    }
+    replaced: dict[int, ExpertParallelMoE] = {}  # a block used in two places stays one block
+    for path, block in blocks:
+        if id(block) not in replaced:
+            replaced[id(block)] = _replacement(block, transports[_num_experts(block)], experts_backend)
+        model.set_submodule(path, replaced[id(block)])
+    if group is not None:
+        cast(Any, model)._ubatch_group = group
+    return model
+
+
+def _transport(backend: str, group: CommGroup | None, num_experts: int, link: EmulatedLink | None) -> All2All[Any]:
+    if link is None:
+        return make_all2all(backend, group=group, num_experts=num_experts)
+    return make_all2all("emulated_link", group=group, num_experts=num_experts, inner=backend, link=link)
+
+
+def _find_blocks(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Every MoE block with its path, known and checked.
+
+    Raises:
+        UnsupportedModelError: something that looks like a MoE block is not known, or not built as its name says.
+    """
+    families = {family.block: family for family in _FAMILIES}
+    if type(model).__name__ in families:
+        raise UnsupportedModelError(f"{type(model).__name__} alone cannot be replaced in place. Pass the whole model.")
+    for path, module in model.named_modules(remove_duplicate=False):
+        family = families.get(type(module).__name__)
+        if family is not None:
+            _check_block(path, module, family)
+            yield path, module
+        elif isinstance(getattr(module, "experts", None), nn.Module) and not isinstance(module, FusedMoEModularKernel):
+            raise UnsupportedModelError(
+                f"{path or type(model).__name__} is a {type(module).__name__}, a MoE block that expert_parallel does "
+                f"not know. Known families: {_KNOWN}."
+            )
+        elif isinstance(module, ExpertParallelMoE):
+            raise UnsupportedModelError(f"{path} is expert parallel already. Call expert_parallel once per model.")
+
+
+def _check_block(path: str, block: nn.Module, family: _Family) -> None:
+    gate, experts = getattr(block, "gate", None), getattr(block, "experts", None)
+    w13, w2 = getattr(experts, "gate_up_proj", None), getattr(experts, "down_proj", None)
+    wrong = None
+    if type(gate).__name__ != family.gate or type(experts).__name__ != family.experts:
+        wrong = f"has gate {type(gate).__name__} and experts {type(experts).__name__}"
+    elif not isinstance(w13, Tensor) or not isinstance(w2, Tensor) or w13.dim() != 3 or w2.dim() != 3:
+        wrong = "does not hold fused gate_up_proj and down_proj weights"
+    elif w13.shape[0] != w2.shape[0] or w13.shape[1] != 2 * w2.shape[2] or w13.shape[2] != w2.shape[1]:
+        wrong = f"has gate_up_proj {list(w13.shape)} and down_proj {list(w2.shape)}"
+    elif w13.dtype != w2.dtype or w13.device != w2.device or not w13.is_floating_point():
+        wrong = f"has gate_up_proj of {w13.dtype} on {w13.device} and down_proj of {w2.dtype} on {w2.device}"
+    elif not _is_silu(cast(Any, experts).act_fn):
+        wrong = f"has the activation {type(cast(Any, experts).act_fn).__name__}, not SiLU"
+    if wrong is not None:
+        raise UnsupportedModelError(
+            f"{path}: {type(block).__name__} {wrong}. Expected a {family.name} block of transformers 5.x: "
+            f"{family.gate}, and {family.experts} with gate_up_proj [E, 2I, H], down_proj [E, H, I] and SiLU."
+        )
+
+
+def _is_silu(activation: Any) -> bool:
+    probe = torch.linspace(-4.0, 4.0, 17)
+    return callable(activation) and torch.allclose(activation(probe), F.silu(probe))
+
+
+def _num_experts(block: nn.Module) -> int:
+    return int(cast(Any, block).experts.gate_up_proj.shape[0])
+
+
+def _replacement(block: Any, all2all: All2All[Any], experts_backend: str) -> ExpertParallelMoE:
+    held = slice(all2all.experts.start, all2all.experts.stop)
+    w13, w2 = (
+        nn.Parameter(weight.detach()[held].clone(), requires_grad=weight.requires_grad)
+        for weight in (block.experts.gate_up_proj, block.experts.down_proj)
+    )
+    experts = make_experts(experts_backend, w13, w2, held.start)
+    kernel = FusedMoEModularKernel(all2all, experts)
+    replacement = ExpertParallelMoE(block.gate, kernel, float(getattr(block, "jitter_noise", 0.0)))
+    return replacement.train(block.training)

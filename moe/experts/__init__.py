@@ -1,0 +1,12 @@
+"""The experts of one rank, behind one protocol.
+
+reference    plain loop, the oracle of the tests
+grouped      torch: sort by expert, one pair of GEMMs per expert; CPU and CUDA
+"""
+
+from __future__ import annotations
+
+from moe.experts.base import Experts, FusedExperts
+from moe.experts.registry import experts_backends, make_experts, register_experts_backend
+
+__all__ = ["Experts", "FusedExperts", "experts_backends", "make_experts", "register_experts_backend"]

@@ -1,0 +1,97 @@
+"""What a MoE layer needs from the experts of one rank."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from ubatch import ConfigError
+
+__all__ = ["Experts", "FusedExperts"]
+
+
+class Experts(Protocol):
+    """The experts that one rank holds. Stateless between calls: several lanes share one."""
+
+    @property
+    def expert_range(self) -> range:
+        """Global ids of these experts."""
+
+    def __call__(self, hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
+        """Each row's weighted sum over those of its experts that are held here.
+
+        Args:
+            hidden_states: `[N, H]`; rows may be strided.
+            topk_ids: `[N, k]` int32 or int64, global ids. Ids outside `expert_range` are ignored.
+            topk_weights: `[N, k]` float32.
+
+        Returns:
+            `[N, H]`, contiguous, dtype of `hidden_states`; zeros for a row without an expert here.
+        """
+
+
+class FusedExperts(nn.Module):
+    """Gated (SwiGLU) experts with their weights stacked: `y = w2 (silu(w1 x) * w3 x)`.
+
+    Args:
+        w13: `[E_local, 2 * I, H]`: of each expert the gate projection `w1`, then the up projection `w3`.
+        w2: `[E_local, H, I]`: the down projection.
+        first_expert: global id of the first of them.
+
+    Raises:
+        ConfigError: shapes, dtypes or devices do not fit together.
+    """
+
+    def __init__(self, w13: Tensor, w2: Tensor, first_expert: int = 0) -> None:
+        super().__init__()
+        if w13.dim() != 3 or w2.dim() != 3 or w13.shape[1] % 2 or w13.shape[0] < 1:
+            raise ConfigError(
+                f"w13 {list(w13.shape)} must be [experts, 2 * intermediate, hidden] and w2 {list(w2.shape)} "
+                "[experts, hidden, intermediate]."
+            )
+        num_experts, twice_intermediate, hidden_size = w13.shape
+        expected = (num_experts, hidden_size, twice_intermediate // 2)
+        if tuple(w2.shape) != expected:
+            raise ConfigError(f"w2 must be {list(expected)} to fit w13 {list(w13.shape)}, not {list(w2.shape)}.")
+        if w13.dtype != w2.dtype or w13.device != w2.device or not w13.is_floating_point():
+            raise ConfigError(
+                f"w13 ({w13.dtype} on {w13.device}) and w2 ({w2.dtype} on {w2.device}) must have one floating dtype "
+                "and one device."
+            )
+        if first_expert < 0:
+            raise ConfigError(f"first_expert must be at least 0, not {first_expert}.")
+        self.w13 = w13 if isinstance(w13, nn.Parameter) else nn.Parameter(w13, requires_grad=False)
+        self.w2 = w2 if isinstance(w2, nn.Parameter) else nn.Parameter(w2, requires_grad=False)
+        self.expert_range = range(first_expert, first_expert + num_experts)
+        self.hidden_size = hidden_size
+        self.intermediate_size = twice_intermediate // 2
+
+    def check_input(self, hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> None:
+        """Refuse what `forward` cannot compute.
+
+        Raises:
+            ConfigError: wrong shapes, or a dtype other than the weights'.
+        """
+        if hidden_states.dim() != 2 or hidden_states.shape[1] != self.hidden_size:
+            raise ConfigError(
+                f"hidden_states must be [tokens, {self.hidden_size}] for these experts, not "
+                f"{list(hidden_states.shape)}."
+            )
+        if hidden_states.dtype != self.w13.dtype:
+            raise ConfigError(f"hidden_states are {hidden_states.dtype}, the experts {self.w13.dtype}. Convert one.")
+        if topk_ids.dtype not in (torch.int32, torch.int64) or topk_ids.is_floating_point():
+            raise ConfigError(f"topk_ids must be int32 or int64, not {topk_ids.dtype}.")
+        if topk_ids.shape != topk_weights.shape or topk_ids.dim() != 2 or topk_ids.shape[0] != hidden_states.shape[0]:
+            raise ConfigError(
+                f"topk_ids {list(topk_ids.shape)} and topk_weights {list(topk_weights.shape)} must both be [tokens, "
+                f"k], for {hidden_states.shape[0]} tokens."
+            )
+
+    def extra_repr(self) -> str:
+        """Shown by `print(model)`."""
+        held = self.expert_range
+        return (
+            f"experts={held.start}..{held.stop - 1}, hidden={self.hidden_size}, intermediate={self.intermediate_size}"
+        )

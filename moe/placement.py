@@ -1,0 +1,30 @@
+"""Which rank holds which expert: contiguous blocks of equal size, in rank order."""
+
+from __future__ import annotations
+
+from ubatch import ConfigError
+
+__all__ = ["local_experts"]
+
+
+def local_experts(num_experts: int, rank: int, num_ranks: int) -> range:
+    """The global ids of the experts that `rank` holds.
+
+    Args:
+        num_experts: routed experts of the layer.
+        rank: the rank's place in the expert-parallel group.
+        num_ranks: the group's size.
+
+    Raises:
+        ConfigError: the experts do not divide by the ranks, or there is no such rank.
+    """
+    if num_ranks < 1 or not 0 <= rank < num_ranks:
+        raise ConfigError(f"rank {rank} is not one of {num_ranks} ranks.")
+    if num_experts < 1 or num_experts % num_ranks:
+        divisors = [n for n in range(1, max(num_experts, 1) + 1) if num_experts % n == 0]
+        raise ConfigError(
+            f"{num_experts} experts do not divide by {num_ranks} ranks. "
+            f"Use an expert-parallel size that divides them: {', '.join(map(str, divisors)) or 'none'}."
+        )
+    each = num_experts // num_ranks
+    return range(rank * each, (rank + 1) * each)

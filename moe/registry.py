@@ -1,0 +1,64 @@
+"""Names of pluggable parts: registered as text, imported only when one is asked for.
+
+A back end may need packages or hardware that are not there (a GPU kernel library on a laptop). So a name stands for
+`"module:attribute"`, and nothing is imported before `load`.
+"""
+
+from __future__ import annotations
+
+import importlib
+
+from ubatch import ConfigError, nearest
+
+__all__ = ["LazyRegistry"]
+
+
+class LazyRegistry:
+    """What one kind of part is called, and where it lives.
+
+    Args:
+        kind: what errors call it ("all2all back end").
+        targets: name -> `"module:attribute"`.
+    """
+
+    def __init__(self, kind: str, targets: dict[str, str]) -> None:
+        self._kind = kind
+        self._targets: dict[str, str] = {}
+        for name, target in targets.items():
+            self.register(name, target)
+
+    def names(self) -> tuple[str, ...]:
+        """The known names, sorted."""
+        return tuple(sorted(self._targets))
+
+    def register(self, name: str, target: str) -> None:
+        """Add a part.
+
+        Args:
+            name: what users write.
+            target: `"package.module:attribute"`; imported at the first `load`.
+
+        Raises:
+            ConfigError: the name is taken by another target, or the target is not of that form.
+        """
+        module, _, attribute = target.partition(":")
+        if not module or not attribute:
+            raise ConfigError(
+                f"the target of {self._kind} {name!r} must be 'package.module:attribute', not {target!r}."
+            )
+        taken = self._targets.setdefault(name, target)
+        if taken != target:
+            raise ConfigError(f"{self._kind} {name!r} is registered as {taken!r} already. Choose another name.")
+
+    def load(self, name: str) -> object:
+        """Import and return what `name` stands for.
+
+        Raises:
+            ConfigError: the name is unknown (the message has the nearest known one).
+        """
+        target = self._targets.get(name)
+        if target is None:
+            raise ConfigError(f"unknown {self._kind} {name!r}{nearest(name, self._targets)}")
+        module, _, attribute = target.partition(":")
+        loaded: object = getattr(importlib.import_module(module), attribute)
+        return loaded

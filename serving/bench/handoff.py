@@ -1,0 +1,180 @@
+"""`ubatch bench handoff`: what passing the baton costs.
+
+In one run, interleaved: the runtime's own hand-off (a full `dbo_yield` in real lanes), and bare rings of two threads
+over each primitive. Three settings: pinned to one core, free to move, and free with another Python thread that keeps
+the interpreter lock busy.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import timeit
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import tyro
+from pydantic import BaseModel, Field
+
+from serving.bench.statistics import Interval, bootstrap, environment, interleave_arms, paired, write_json
+from ubatch import dbo_yield, get_schedule
+from ubatch.wakeup import EventFdWakeUp, LockWakeUp
+from ubatch.workers import LanePool
+
+__all__ = ["Options", "run"]
+
+
+class Options(BaseModel):
+    """What to measure."""
+
+    blocks: Annotated[int, Field(ge=2, description="A B B A blocks; 15 or more for figures to quote")] = 15
+    handoffs: Annotated[int, Field(ge=10, description="hand-offs per measurement, where nothing disturbs")] = 4000
+    json_file: Annotated[
+        Path | None, tyro.conf.arg(name="json", metavar="FILE"), Field(description="write raw arms and results here")
+    ] = None
+
+
+class _EventWakeUp:
+    """The textbook hand-off, as a yardstick."""
+
+    def __init__(self) -> None:
+        self._event = threading.Event()
+
+    def set(self) -> None:
+        self._event.set()
+
+    def wait(self) -> None:
+        self._event.wait()
+        self._event.clear()
+
+
+def run(options: Options) -> int:
+    """Measure, print, write."""
+    noop = _noop_ns(options.blocks)
+    print(f"dbo_yield outside a lane: {noop:.0f} ns")
+    settings: dict[str, dict[str, list[float]]] = {}
+    for name, around, handoffs in (
+        ("pinned", _pinned, options.handoffs),
+        ("unpinned", _as_is, options.handoffs),
+        ("busy", _busy_thread, max(10, options.handoffs // 10)),
+    ):
+        with around():
+            settings[name] = _measure(handoffs, options.blocks, name)
+    print(f"\n{'us per switch':10}" + "".join(f"{arm:>22}" for arm in settings["pinned"]) + f"{'dbo_yield / Event':>22}")
+    for name, arms in settings.items():
+        cells = "".join(f"{bootstrap(values):.2f}".rjust(22) for values in arms.values())
+        print(f"{name:13}{cells}{format(paired(arms['dbo_yield'], arms['event']), '.2f').rjust(22)}")
+    if options.json_file is not None:
+        pinned = settings["pinned"]
+        write_json(
+            options.json_file,
+            {
+                "environment": environment(),
+                "noop_ns": noop,
+                "per_switch_us": bootstrap(pinned["dbo_yield"]),
+                "event_ring_us": bootstrap(pinned["event"]),
+                "ratio_to_event": paired(pinned["dbo_yield"], pinned["event"]),
+                "settings": {
+                    name: {arm: bootstrap(values) for arm, values in arms.items()} for name, arms in settings.items()
+                },
+                "arms_us": settings,
+            },
+        )
+        print(f"wrote {options.json_file}")
+    return 0
+
+
+def _noop_ns(blocks: int) -> Interval:
+    number = 200_000
+    timer = timeit.Timer("dbo_yield('dispatch')", globals={"dbo_yield": dbo_yield})
+    loop = timeit.Timer("pass")
+    return bootstrap([(timer.timeit(number) - loop.timeit(number)) / number * 1e9 for _ in range(blocks)])
+
+
+def _measure(handoffs: int, blocks: int, label: str) -> dict[str, list[float]]:
+    pool = LanePool(2, torch.device("cpu"), timeout_s=60.0)
+    arms: dict[str, Callable[[], float]] = {"dbo_yield": lambda: _lanes_us(pool, handoffs)}
+    if hasattr(os, "eventfd"):
+        arms["eventfd"] = lambda: _ring_us(EventFdWakeUp, handoffs)
+    arms["lock"] = lambda: _ring_us(LockWakeUp, handoffs)
+    arms["event"] = lambda: _ring_us(_EventWakeUp, handoffs)
+    try:
+        return interleave_arms(arms, blocks, label=label)
+    finally:
+        pool.close()
+
+
+def _lanes_us(pool: LanePool, handoffs: int) -> float:
+    """The time inside the lanes, from a lane's first hand-off to its last; as in `_ring_us`."""
+    times: list[float] = []
+
+    def lane() -> None:
+        start = time.perf_counter()
+        for _ in range(handoffs // 2):
+            dbo_yield()
+        times.append(time.perf_counter() - start)
+
+    pool.run([lane, lane], get_schedule("mlp_shared_overlap"), [None, None])
+    return times[0] / handoffs * 1e6
+
+
+def _ring_us(kind: Callable[[], EventFdWakeUp | LockWakeUp | _EventWakeUp], handoffs: int) -> float:
+    wakes = [kind(), kind()]
+    times: list[float] = []
+
+    def lane(own: int) -> None:
+        wakes[own].wait()
+        start = time.perf_counter()
+        for _ in range(handoffs // 2):
+            wakes[1 - own].set()
+            wakes[own].wait()
+        times.append(time.perf_counter() - start)
+        wakes[1 - own].set()
+
+    threads = [threading.Thread(target=lane, args=(own,)) for own in range(2)]
+    for thread in threads:
+        thread.start()
+    wakes[0].set()
+    for thread in threads:
+        thread.join()
+    return times[0] / handoffs * 1e6
+
+
+@contextmanager
+def _pinned() -> Iterator[None]:
+    if not hasattr(os, "sched_setaffinity"):
+        yield
+        return
+    cores: Sequence[int] = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[-1]})
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, cores)
+
+
+@contextmanager
+def _as_is() -> Iterator[None]:
+    yield
+
+
+@contextmanager
+def _busy_thread() -> Iterator[None]:
+    stop = threading.Event()
+
+    def spin() -> None:
+        count = 0
+        while not stop.is_set():
+            count += 1
+
+    thread = threading.Thread(target=spin, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()

@@ -1,0 +1,117 @@
+"""`ubatch bench lanes`: what the lanes cost where there is nothing to overlap.
+
+A stack of MoE layers with the `local` back end, so that nothing travels. Two arms, interleaved: the two halves of the
+batch one after the other, and the same halves in lanes that hand on twice a layer. The ratio is the price of the
+machinery: hand-offs, contexts, splitting and merging.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Literal
+
+import torch
+import tyro
+from pydantic import BaseModel, Field
+from torch import Tensor, nn
+
+from moe import FusedMoEModularKernel, SoftmaxTopKRouter, make_all2all, make_experts
+from serving.bench.statistics import bootstrap, environment, interleave_arms, paired, write_json
+from serving.ranks import pin_rank
+from ubatch import ConfigError, UBatchConfig, UBatchWrapper
+
+__all__ = ["Options", "run"]
+
+
+class Options(BaseModel):
+    """What to measure."""
+
+    tokens: Annotated[int, Field(ge=4, description="tokens of the whole batch")] = 1024
+    layers: Annotated[int, Field(ge=1, description="MoE layers")] = 8
+    hidden_size: Annotated[int, Field(ge=1)] = 512
+    experts: Annotated[int, Field(ge=1)] = 32
+    intermediate_size: Annotated[int, Field(ge=1, description="of one expert")] = 256
+    top_k: Annotated[int, Field(ge=1)] = 4
+    blocks: Annotated[int, Field(ge=2, description="A B B A blocks; 15 or more for figures to quote")] = 15
+    device: Annotated[Literal["cpu", "cuda"], Field(description="where to run")] = "cpu"
+    json_file: Annotated[
+        Path | None, tyro.conf.arg(name="json", metavar="FILE"), Field(description="write raw arms and results here")
+    ] = None
+
+
+class _MoELayer(nn.Module):
+    def __init__(self, options: Options) -> None:
+        super().__init__()
+        hidden, inner, count = options.hidden_size, options.intermediate_size, options.experts
+        w13 = torch.randn(count, 2 * inner, hidden) / hidden**0.5
+        w2 = torch.randn(count, hidden, inner) / inner**0.5
+        self.norm = nn.RMSNorm(hidden)
+        self.gate = nn.Linear(hidden, count, bias=False)
+        self.router = SoftmaxTopKRouter(options.top_k)
+        self.kernel = FusedMoEModularKernel(
+            make_all2all("local", group=None, num_experts=count), make_experts("grouped", w13, w2)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        normed = self.norm(x)
+        weights, ids = self.router(self.gate(normed))
+        routed: Tensor = self.kernel(normed, weights, ids)
+        return x + routed
+
+
+def run(options: Options) -> int:
+    """Measure, print, write."""
+    if options.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("--device cuda, but this torch sees no CUDA device. Use --device cpu.")
+    device = torch.device(options.device)
+    if device.type == "cpu":
+        pin_rank(0, 1)
+    torch.manual_seed(0)
+    model = nn.Sequential(*(_MoELayer(options) for _ in range(options.layers))).to(device)
+    wrapper = UBatchWrapper(model, UBatchConfig(dbo_prefill_token_threshold=2, require_overlap=True))
+    x = torch.randn(options.tokens, options.hidden_size, device=device)
+    halves = x.chunk(2)
+    arms: dict[str, Callable[[], Tensor]] = {
+        "back_to_back": lambda: torch.cat([model(half) for half in halves]),
+        "lanes": lambda: wrapper(x),
+    }
+    with torch.inference_mode():
+        torch.testing.assert_close(arms["lanes"](), arms["back_to_back"]())
+        measured = interleave_arms(
+            {name: _timed(arm, device) for name, arm in arms.items()}, options.blocks, label="lanes"
+        )
+    overhead = paired(measured["lanes"], measured["back_to_back"])
+    handoffs = wrapper.statistics().handoffs // wrapper.statistics().engaged
+    print(f"{options.tokens} tokens, {options.layers} layers, two halves on {device}, nothing to communicate")
+    for name, values in measured.items():
+        print(f"  {name:13} {bootstrap(values):.2f} ms")
+    print(f"  lanes / back to back   {overhead:.4f}   ({handoffs} hand-offs a step)")
+    if options.json_file is not None:
+        write_json(
+            options.json_file,
+            {
+                "environment": environment(),
+                "options": options.model_dump(mode="json"),
+                "handoffs": handoffs,
+                "overhead": overhead,
+                "arms_ms": measured,
+            },
+        )
+        print(f"wrote {options.json_file}")
+    wrapper.close()
+    return 0
+
+
+def _timed(arm: Callable[[], Tensor], device: torch.device) -> Callable[[], float]:
+    def run() -> float:
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        arm()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        return (time.perf_counter() - start) * 1e3
+
+    return run

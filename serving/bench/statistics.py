@@ -1,0 +1,90 @@
+"""How every benchmark measures: arms interleaved A B B A, medians, paired ratios, a bootstrap interval."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+__all__ = ["Interval", "bootstrap", "environment", "interleave_arms", "paired", "write_json"]
+
+_RESAMPLES = 2000
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A median with its 95% bootstrap interval."""
+
+    median: float
+    low: float
+    high: float
+
+    def __format__(self, spec: str) -> str:
+        spec = spec or ".3g"
+        return f"{self.median:{spec}} [{self.low:{spec}}, {self.high:{spec}}]"
+
+
+def bootstrap(values: Sequence[float]) -> Interval:
+    """Median of `values` and the 95% interval of the median under resampling (seeded)."""
+    sample = np.asarray(values, dtype=float)
+    draws = np.random.default_rng(0).integers(0, len(sample), size=(_RESAMPLES, len(sample)))
+    medians = np.median(sample[draws], axis=1)
+    low, high = np.percentile(medians, [2.5, 97.5])
+    return Interval(float(np.median(sample)), float(low), float(high))
+
+
+def paired(numerators: Sequence[float], denominators: Sequence[float]) -> Interval:
+    """Median of the block-by-block ratios: what drifts with the machine drifts in both and cancels."""
+    return bootstrap([a / b for a, b in zip(numerators, denominators, strict=True)])
+
+
+def interleave_arms(
+    arms: Mapping[str, Callable[[], float]], blocks: int, *, label: str = "", show: bool = True
+) -> dict[str, list[float]]:
+    """Run every arm twice a block, forwards then backwards (A B B A); returns the block means per arm.
+
+    One unrecorded round comes first.
+    """
+    for arm in arms.values():
+        arm()
+    order = [*arms, *reversed(arms)]
+    measured: dict[str, list[float]] = {name: [] for name in arms}
+    for _ in tqdm(range(blocks), desc=label or "blocks", disable=None if show else True, leave=False):
+        block: dict[str, list[float]] = {name: [] for name in arms}
+        for name in order:
+            block[name].append(arms[name]())
+        for name, values in block.items():
+            measured[name].append(sum(values) / len(values))
+    return measured
+
+
+def environment() -> dict[str, Any]:
+    """What the figures were measured on."""
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "machine": platform.machine(),
+        "system": f"{platform.system()} {platform.release()}",
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+    }
+
+
+def write_json(path: Path, results: Mapping[str, Any]) -> None:
+    """Write results with stable keys; intervals become `{"median", "low", "high"}`."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(results, indent=2, default=_plain) + "\n", encoding="utf-8")
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Interval):
+        return asdict(value)
+    return str(value)

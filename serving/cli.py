@@ -1,0 +1,64 @@
+"""The `ubatch` command. Sub-commands are imported only when they are called.
+
+Each command is a module with a pydantic model `Options` (its flags, their help and their checks) and a function
+`run(options) -> int`. tyro turns the model into flags.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ubatch.errors import UBatchError, nearest
+
+__all__ = ["main"]
+
+COMMANDS: Mapping[str, tuple[str, str]] = {
+    "generate": ("serving.generate", "generate text from a checkpoint, on one or several expert-parallel ranks"),
+    "bench handoff": ("serving.bench.handoff", "what a hand-off costs, against a threading.Event ring"),
+    "bench lanes": ("serving.bench.lanes", "what the lanes cost where there is nothing to overlap"),
+    "bench overlap": ("serving.bench.overlap", "how much communication is hidden, and how close to the bound"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; returns the exit status: 0, 1 for a failure, 2 for a wrong call."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    name = next((name for name in COMMANDS if words[: len(name.split())] == name.split()), None)
+    if name is None:
+        return _usage(words)
+    module: Any = importlib.import_module(COMMANDS[name][0])
+    try:
+        options = _parse(module.Options, f"ubatch {name}", COMMANDS[name][1], words[len(name.split()) :])
+        return int(module.run(options))
+    except UBatchError as error:
+        print(f"ubatch {name}: {error}", file=sys.stderr)
+        return 2 if isinstance(error, ValueError) else 1
+    except KeyboardInterrupt:
+        return 130
+
+
+def _parse(kind: type[Any], program: str, description: str, words: Sequence[str]) -> Any:
+    os.environ.setdefault("PYDANTIC_ERRORS_INCLUDE_URL", "0")  # read when pydantic is first imported
+    import tyro
+
+    return tyro.cli(kind, prog=program, description=description, args=list(words))
+
+
+def _usage(words: Sequence[str]) -> int:
+    asked = not words or words[0] in ("-h", "--help") or words == ["bench"] or words[:2] in (["bench", "-h"], ["bench", "--help"])
+    out = sys.stdout if asked and words else sys.stderr
+    if not asked:
+        wrong = " ".join(words[:2]) if words[0] == "bench" else words[0]
+        print(f"ubatch: unknown command {wrong!r}{nearest(wrong, COMMANDS)}\n", file=out)
+    print("usage: ubatch COMMAND [--help] [flags]\n", file=out)
+    for name, (_, description) in COMMANDS.items():
+        print(f"  {name:15} {description}", file=out)
+    return 0 if asked and words else 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,182 @@
+"""`ubatch generate`: completions from a checkpoint, on one rank or on several that share its experts."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch.distributed as dist
+import tyro
+from pydantic import BaseModel, Field
+from tqdm import tqdm
+
+from model_runner import ModelRunner, SamplingParams
+from model_runner import generate as generate_tokens
+from moe import EmulatedLink
+from serving.ranks import pin_rank, run_ranks
+from ubatch import CommGroup, ConfigError, UBatchConfig, UBatchStatistics
+
+__all__ = ["Completion", "Generated", "Options", "generate_on_rank", "load_tokenizer", "print_generated", "run"]
+
+
+class Options(BaseModel):
+    """A checkpoint, prompts, and how to run them."""
+
+    model: Annotated[tyro.conf.Positional[Path], Field(description="folder of a Hugging Face checkpoint")]
+    prompt: Annotated[tuple[str, ...], Field(min_length=1, description="one or more prompts")]
+    max_tokens: Annotated[int, Field(ge=1, description="tokens to generate per prompt")] = 64
+    temperature: Annotated[float, Field(ge=0, description="0 is greedy")] = 0.0
+    top_k: Annotated[int, Field(ge=0, description="sample from the k likeliest tokens; 0 for all")] = 0
+    top_p: Annotated[float, Field(gt=0, le=1, description="sample from the likeliest tokens of this mass")] = 1.0
+    seed: Annotated[int | None, Field(description="seed of the first prompt; prompt i gets seed + i")] = None
+    data_parallel_size: Annotated[int, Field(ge=1, description="ranks; prompts are dealt out in turn")] = 1
+    enable_expert_parallel: Annotated[bool, Field(description="the ranks share the experts")] = False
+    enable_dbo: Annotated[bool, Field(description="overlap two or more microbatches")] = False
+    ubatch_size: Annotated[int | None, Field(description="microbatches (default 2)")] = None
+    dbo_decode_token_threshold: Annotated[int | None, Field(description="fewest tokens of a decode step (32)")] = None
+    dbo_prefill_token_threshold: Annotated[int | None, Field(description="fewest tokens with a prefill (512)")] = None
+    schedule: Annotated[str | None, Field(description="a named schedule (mlp_shared_overlap)")] = None
+    all2all_backend: Annotated[str | None, Field(description="how tokens reach their experts")] = None
+    emulated_link: Annotated[
+        tuple[float, float] | None,
+        tyro.conf.arg(metavar="US MB/S"),
+        Field(description="deliver over a link of this latency and bandwidth"),
+    ] = None
+    config: Annotated[Path | None, Field(description="YAML file of overlap settings; flags beat it")] = None
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One prompt's output."""
+
+    prompt: str
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: str
+
+
+@dataclass(frozen=True)
+class Generated:
+    """All prompts' outputs, in order, and what the ranks' steps did (summed over the ranks)."""
+
+    completions: tuple[Completion, ...]
+    engaged: int
+    declined: Mapping[str, int]
+
+
+def run(options: Options) -> int:
+    """Generate and print."""
+    config = overlap_config(options)
+    if options.enable_expert_parallel and options.data_parallel_size == 1:
+        raise ConfigError("--enable-expert-parallel needs --data-parallel-size 2 or more; one rank has all experts.")
+    if options.all2all_backend is not None and not options.enable_expert_parallel:
+        raise ConfigError("--all2all-backend needs --enable-expert-parallel; without it nothing is exchanged.")
+    if options.emulated_link is not None and not options.enable_expert_parallel:
+        raise ConfigError("--emulated-link needs --enable-expert-parallel; without it nothing is exchanged.")
+    load_tokenizer(options.model)
+    if options.data_parallel_size == 1:
+        pin_rank(0, 1)
+        generated = generate_on_rank(0, 1, options, config)
+    else:
+        generated = run_ranks(generate_on_rank, options.data_parallel_size, options, config)
+    if generated is not None:
+        print_generated(generated)
+    return 0
+
+
+def overlap_config(options: Options) -> UBatchConfig:
+    """Flags beat the file, the file beats the defaults."""
+    base = UBatchConfig.from_yaml(options.config) if options.config is not None else UBatchConfig(enable_dbo=False)
+    flags: dict[str, Any] = {
+        "num_ubatches": options.ubatch_size,
+        "dbo_decode_token_threshold": options.dbo_decode_token_threshold,
+        "dbo_prefill_token_threshold": options.dbo_prefill_token_threshold,
+        "schedule": options.schedule,
+        "enable_dbo": True if options.enable_dbo else None,
+    }
+    return replace(base, **{name: value for name, value in flags.items() if value is not None})
+
+
+def load_tokenizer(model: Path) -> Any:
+    """The checkpoint's own tokenizer.
+
+    Raises:
+        ConfigError: the folder has no `tokenizer.json`.
+    """
+    from tokenizers import Tokenizer
+
+    file = model / "tokenizer.json"
+    if not file.is_file():
+        raise ConfigError(f"{file} does not exist. `model` must be the folder of a checkpoint with its tokenizer.")
+    return Tokenizer.from_file(str(file))
+
+
+def generate_on_rank(rank: int, world_size: int, options: Options, config: UBatchConfig) -> Generated | None:
+    """This rank's share of the prompts; rank 0 returns everything, the others None."""
+    tokenizer = load_tokenizer(options.model)
+    group = CommGroup.from_process_group() if options.enable_expert_parallel else None
+    link = None
+    if options.emulated_link is not None:
+        link = EmulatedLink(options.emulated_link[0] * 1e-6, options.emulated_link[1] * 1e6)
+    own = list(range(rank, len(options.prompt), world_size))
+    params = [
+        SamplingParams(
+            max_tokens=options.max_tokens,
+            temperature=options.temperature,
+            top_k=options.top_k,
+            top_p=options.top_p,
+            seed=None if options.seed is None else options.seed + index,
+        )
+        for index in own
+    ]
+    prompts = [tokenizer.encode(options.prompt[index]).ids for index in own]
+    with (
+        ModelRunner(
+            options.model, group=group, all2all_backend=options.all2all_backend, link=link, dbo=config
+        ) as runner,
+        tqdm(total=len(own) * options.max_tokens, unit="token", disable=None if rank == 0 else True, leave=False) as bar,
+    ):
+        outputs = generate_tokens(runner, prompts, params, on_token=lambda _, __: bar.update())
+        statistics = runner.statistics()
+    completions = {
+        index: Completion(
+            options.prompt[index], tokenizer.decode(list(out.token_ids)), out.token_ids, str(out.finish_reason)
+        )
+        for index, out in zip(own, outputs, strict=True)
+    }
+    return _gather(completions, statistics, rank, world_size)
+
+
+def _gather(
+    completions: Mapping[int, Completion], statistics: UBatchStatistics, rank: int, world_size: int
+) -> Generated | None:
+    shares: list[Any] = [None] * world_size
+    share = (completions, statistics.engaged, {str(reason): count for reason, count in statistics.declined.items()})
+    if world_size == 1:
+        shares = [share]
+    else:
+        dist.gather_object(share, shares if rank == 0 else None)
+    if rank != 0:
+        return None
+    merged = {index: completion for own, _, _ in shares for index, completion in own.items()}
+    declined: Counter[str] = Counter()
+    for _, _, counts in shares:
+        declined.update(counts)
+    return Generated(tuple(merged[index] for index in sorted(merged)), sum(s[1] for s in shares), dict(declined))
+
+
+def print_generated(generated: Generated) -> None:
+    """Completions, then one line about the steps."""
+    for completion in generated.completions:
+        print(f"--- {completion.prompt!r} ({len(completion.token_ids)} tokens, {completion.finish_reason})")
+        print(f"{completion.prompt}{completion.text}")
+    print(f"steps: {describe_steps(generated.engaged, generated.declined)}")
+
+
+def describe_steps(engaged: int, declined: Mapping[str, int]) -> str:
+    """`12 overlapped, 40 not (below_decode_threshold 38, peer_declined 2)`."""
+    reasons: Sequence[str] = [f"{reason} {count}" for reason, count in sorted(declined.items())]
+    return f"{engaged} overlapped, {sum(declined.values())} not" + (f" ({', '.join(reasons)})" if reasons else "")

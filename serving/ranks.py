@@ -1,0 +1,121 @@
+"""Ranks on this machine: one process each, gloo between them, one core each where there are enough.
+
+Under `torchrun` (RANK and WORLD_SIZE in the environment) the launcher has made the processes already; this one joins
+them. Otherwise the ranks are spawned here, and the first that fails ends the others.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from ubatch import ConfigError, UBatchError
+
+__all__ = ["RankFailed", "pin_rank", "run_ranks"]
+
+_START_TIMEOUT = timedelta(minutes=5)
+
+
+class RankFailed(UBatchError):
+    """A rank's process ended with an error; the message has its traceback."""
+
+
+def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any) -> Any:
+    """Call `fn(rank, world_size, *args)` on every rank; returns rank 0's (picklable) result.
+
+    `fn` must be a function of a module. Every rank computes on one thread, pinned to one core if there are enough.
+    Under a launcher the result is None on the other ranks.
+
+    Raises:
+        ConfigError: a launcher started another number of ranks.
+        RankFailed: a rank raised; the others are ended.
+    """
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        launched = int(os.environ["WORLD_SIZE"])
+        if launched != world_size:
+            raise ConfigError(f"{world_size} ranks asked for, but the launcher started {launched}. Make them agree.")
+        return _run_rank(fn, int(os.environ["RANK"]), world_size, args)
+    context = mp.get_context("spawn")
+    results: Any = context.SimpleQueue()
+    port = _free_port()
+    ranks = [
+        context.Process(target=_spawned, args=(fn, rank, world_size, port, results, args), daemon=True)
+        for rank in range(world_size)
+    ]
+    for process in ranks:
+        process.start()
+    result: Any = None
+    ended: set[int] = set()
+    try:
+        while len(ended) < world_size:
+            while not results.empty():
+                rank, value, error = results.get()
+                ended.add(rank)
+                if error is not None:
+                    raise RankFailed(f"rank {rank} failed:\n{error}")
+                if rank == 0:
+                    result = value
+            for rank, process in enumerate(ranks):
+                if rank not in ended and not process.is_alive() and results.empty():
+                    raise RankFailed(f"rank {rank} died with exit status {process.exitcode}.")
+            time.sleep(0.02)
+        for process in ranks:
+            process.join()
+    finally:
+        for process in ranks:
+            if process.is_alive():
+                process.kill()
+                process.join()
+    return result
+
+
+def pin_rank(local_rank: int, local_size: int) -> int | None:
+    """Pin this process to one core, its lanes' hand-offs then cost a fifth; returns the core, None if too few."""
+    torch.set_num_threads(1)
+    if not hasattr(os, "sched_setaffinity"):
+        return None
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) < local_size:
+        return None
+    core = cores[local_rank]
+    os.sched_setaffinity(0, {core})
+    return core
+
+
+def _spawned(fn: Callable[..., Any], rank: int, world_size: int, port: int, results: Any, args: Any) -> None:
+    os.environ.update(
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size)
+    )
+    try:
+        results.put((rank, _run_rank(fn, rank, world_size, args), None))
+    except BaseException:
+        results.put((rank, None, traceback.format_exc()))
+        sys.exit(1)
+
+
+def _run_rank(fn: Callable[..., Any], rank: int, world_size: int, args: Any) -> Any:
+    local = int(os.environ.get("LOCAL_RANK", rank))
+    pin_rank(local, int(os.environ.get("LOCAL_WORLD_SIZE", world_size)))
+    dist.init_process_group("gloo", rank=rank, world_size=world_size, timeout=_START_TIMEOUT)
+    try:
+        result = fn(rank, world_size, *args)
+        dist.barrier()
+        return result if rank == 0 else None
+    finally:
+        dist.destroy_process_group()
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])

@@ -1,0 +1,101 @@
+"""Small MoE layers with known answers, shared by the tests of `moe`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe import All2All, FusedMoEModularKernel, local_experts, make_experts
+
+
+@dataclass(frozen=True)
+class Routed:
+    """Tokens with their routing.
+
+    Attributes:
+        x: `[T, H]`.
+        ids: `[T, k]` int64.
+        weights: `[T, k]` float32.
+    """
+
+    x: Tensor
+    ids: Tensor
+    weights: Tensor
+
+
+@dataclass(frozen=True)
+class Layer:
+    """All experts of a layer, the same on every rank.
+
+    Attributes:
+        w13: `[E, 2I, H]`.
+        w2: `[E, H, I]`.
+    """
+
+    w13: Tensor
+    w2: Tensor
+
+    @property
+    def num_experts(self) -> int:
+        return self.w13.shape[0]
+
+    @property
+    def hidden_size(self) -> int:
+        return self.w13.shape[2]
+
+    def expected(self, routed: Routed) -> Tensor:
+        """What the whole layer gives, from the plain loop over all experts."""
+        reference = make_experts("reference", self.w13, self.w2)
+        return reference(routed.x, routed.ids, routed.weights)
+
+    def kernel(
+        self,
+        all2all: All2All[Any],
+        experts: str = "grouped",
+        shared_experts: torch.nn.Module | None = None,
+    ) -> FusedMoEModularKernel:
+        """The layer as this rank of `all2all` runs it."""
+        held = all2all.experts
+        local = make_experts(experts, self.w13[held.start : held.stop], self.w2[held.start : held.stop], held.start)
+        return FusedMoEModularKernel(all2all, local, shared_experts)
+
+
+def make_layer(
+    num_experts: int = 8, hidden: int = 12, intermediate: int = 5, seed: int = 0, dtype: torch.dtype = torch.float32
+) -> Layer:
+    generator = torch.Generator().manual_seed(seed)
+    w13 = torch.randn(num_experts, 2 * intermediate, hidden, generator=generator) / hidden**0.5
+    w2 = torch.randn(num_experts, hidden, intermediate, generator=generator) / intermediate**0.5
+    return Layer(w13.to(dtype), w2.to(dtype))
+
+
+def make_tokens(
+    layer: Layer, num_tokens: int, top_k: int = 2, seed: int = 1, only: range | None = None, unrouted: float = 0.0
+) -> Routed:
+    """Random tokens.
+
+    Args:
+        only: the experts that tokens may visit, all by default.
+        unrouted: the share of choices that go to no expert.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(num_tokens, layer.hidden_size, generator=generator).to(layer.w13.dtype)
+    candidates = only if only is not None else range(layer.num_experts)
+    scores = torch.rand(num_tokens, len(candidates), generator=generator)
+    weights, ids = torch.topk(scores, top_k)
+    ids = ids + candidates.start
+    ids[torch.rand(ids.shape, generator=generator) < unrouted] = -1
+    return Routed(x, ids, weights / weights.sum(1, keepdim=True))
+
+
+def cut(routed: Routed, start: int, stop: int) -> Routed:
+    """Some of the tokens."""
+    return Routed(routed.x[start:stop], routed.ids[start:stop], routed.weights[start:stop])
+
+
+def block_of(layer: Layer, rank: int, ranks: int) -> range:
+    """The experts of a rank."""
+    return local_experts(layer.num_experts, rank, ranks)

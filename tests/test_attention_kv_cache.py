@@ -1,0 +1,128 @@
+"""The paged KV cache: memory, allocation and block tables."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from attention import BlockAllocator, BlockTable, KVCacheError, KVCacheExhausted, KVCacheSpec, PagedKVCache
+from ubatch import ConfigError, UBatchError
+
+
+def test_spec_counts_bytes_and_blocks() -> None:
+    spec = KVCacheSpec(num_layers=3, num_kv_heads=2, head_dim=8, block_size=16, dtype=torch.bfloat16)
+    assert spec.bytes_per_block == 2 * 3 * 16 * 2 * 8 * 2
+    assert [spec.blocks_for(n) for n in (0, 1, 16, 17)] == [0, 1, 1, 2]
+    assert spec.blocks_in(10 * spec.bytes_per_block + 1) == 10
+    with pytest.raises(ConfigError, match="hold no block"):
+        spec.blocks_in(spec.bytes_per_block - 1)
+    with pytest.raises(ConfigError, match="block_size"):
+        KVCacheSpec(1, 1, 8, block_size=0)
+
+
+def test_write_goes_to_the_slots_and_padding_nowhere() -> None:
+    cache = PagedKVCache(KVCacheSpec(2, 2, 4, block_size=4), num_blocks=3)
+    k, v = torch.randn(2, 5, 2, 4)
+    slots = cache.write_slots(torch.tensor([9, -1, 0, -1, 7]))
+    cache.write(1, k, v, slots)
+    expected_k, expected_v = torch.zeros(2, 12, 2, 4)
+    for token, slot in ((0, 9), (2, 0), (4, 7)):
+        expected_k[slot], expected_v[slot] = k[token], v[token]
+    assert torch.equal(cache.keys(1).flatten(0, 1), expected_k)
+    assert torch.equal(cache.values(1).flatten(0, 1), expected_v)
+    assert not cache.keys(0).any()
+    assert cache.keys(1).shape == (3, 4, 2, 4)
+    assert cache.nbytes == 2 * 2 * (3 + 1) * 4 * 2 * 4 * 4
+
+
+def test_a_raw_padding_slot_is_refused_by_write() -> None:
+    cache = PagedKVCache(KVCacheSpec(1, 1, 4), num_blocks=1)
+    with pytest.raises(IndexError):
+        cache.write(0, torch.zeros(1, 1, 4), torch.zeros(1, 1, 4), torch.tensor([-1]))
+
+
+def test_allocator_exhaustion_takes_nothing() -> None:
+    allocator = BlockAllocator(4)
+    held = allocator.allocate(3)
+    with pytest.raises(KVCacheExhausted, match="2 KV blocks needed, 1 of 4 free") as caught:
+        allocator.allocate(2)
+    assert isinstance(caught.value, UBatchError)
+    assert (allocator.num_free, allocator.num_used) == (1, 3)
+    allocator.free(held)
+    allocator.check(idle=True)
+    assert allocator.allocate(0) == []
+
+
+@pytest.mark.parametrize("blocks", [[5], [0, 0], [-1]])
+def test_wrong_free_is_refused_and_frees_nothing(blocks: list[int]) -> None:
+    allocator = BlockAllocator(4)
+    allocator.allocate(2)
+    with pytest.raises(KVCacheError):
+        allocator.free(blocks)
+    assert allocator.num_used == 2
+    allocator.check()
+
+
+def test_check_notices_a_leak() -> None:
+    allocator = BlockAllocator(4)
+    allocator.allocate(1)
+    with pytest.raises(KVCacheError, match="still in use"):
+        allocator.check(idle=True)
+    allocator._free.pop()
+    with pytest.raises(KVCacheError, match="not conserved"):
+        allocator.check()
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.tuples(st.booleans(), st.integers(0, 6)), max_size=60))
+def test_allocator_against_a_set(steps: list[tuple[bool, int]]) -> None:
+    allocator = BlockAllocator(16)
+    held: list[list[int]] = []
+    for allocate, number in steps:
+        in_use = {block for blocks in held for block in blocks}
+        if allocate and number <= 16 - len(in_use):
+            taken = allocator.allocate(number)
+            assert len(taken) == number
+            assert not in_use & set(taken)
+            held.append(taken)
+        elif allocate:
+            with pytest.raises(KVCacheExhausted):
+                allocator.allocate(number)
+        elif held:
+            allocator.free(held.pop(number % len(held)))
+        allocator.check()
+        assert allocator.num_used == sum(map(len, held))
+
+
+def test_block_table_rows() -> None:
+    table = BlockTable(max_num_reqs=2, max_blocks=4)
+    first, second = table.add_row(), table.add_row()
+    with pytest.raises(KVCacheExhausted, match="all 2 rows"):
+        table.add_row()
+    table.append(first, [7, 3])
+    table.append(second, [5])
+    table.append(first, [1])
+    assert table.blocks(first) == (7, 3, 1)
+    gathered = table.gather([second, first])
+    assert gathered.tolist() == [[5, 0, 0], [7, 3, 1]]
+    with pytest.raises(KVCacheExhausted, match="at most 4"):
+        table.append(first, [0, 2])
+    assert table.remove_row(first) == [7, 3, 1]
+    assert gathered.tolist() == [[5, 0, 0], [7, 3, 1]]  # a running step keeps its own copy
+    assert table.num_free_rows == 1
+    assert table.gather([table.add_row()]).shape == (1, 0)
+    with pytest.raises(KVCacheError, match="not in use"):
+        table.remove_row(99)
+    assert table.gather([]).shape == (0, 0)
+
+
+def test_nonsense_sizes() -> None:
+    spec = KVCacheSpec(1, 1, 8)
+    with pytest.raises(ConfigError):
+        PagedKVCache(spec, 0)
+    with pytest.raises(ConfigError):
+        BlockAllocator(0)
+    with pytest.raises(ConfigError):
+        BlockTable(0, 4)

@@ -1,0 +1,194 @@
+"""Metadata and its split into lanes: field by field, and by attention computed lane by lane."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from attention_batches import Batch, make_batch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from attention import (
+    AttentionShape,
+    CommonAttentionMetadata,
+    KVCacheSpec,
+    PagedKVCache,
+    make_attention_backend,
+    reference_attention,
+    split_attn_metadata,
+)
+from ubatch import SplitError, UBatchSlice, split_balanced, split_fixed, split_two_chunk
+
+BATCHES = st.lists(st.tuples(st.integers(0, 9), st.integers(1, 6)), min_size=1, max_size=7)
+"""(prefix, new tokens) of each request."""
+
+
+def cut(metadata: CommonAttentionMetadata, edges: list[int]) -> list[UBatchSlice]:
+    """Lanes between token edges, each with exactly the requests that own its tokens."""
+    starts = metadata.query_start_loc_cpu
+    slices = []
+    for start, stop in zip([0, *edges], [*edges, metadata.num_actual_tokens], strict=True):
+        inside = [r for r in range(metadata.num_reqs) if starts[r] < stop and starts[r + 1] > start]
+        first, last = (inside[0], inside[-1] + 1) if inside else (0, 0)
+        slices.append(UBatchSlice(slice(first, last), slice(start, stop)))
+    return slices
+
+
+def test_split_between_requests_is_views() -> None:
+    metadata = make_batch([(3, 1), (7, 1), (0, 1), (2, 1)]).metadata
+    left, right = split_attn_metadata(split_fixed(4), metadata)
+    for lane, rows in ((left, slice(0, 2)), (right, slice(2, 4))):
+        assert lane.query_start_loc.tolist() == [0, 1, 2] == list(lane.query_start_loc_cpu)
+        assert lane.seq_lens.tolist() == metadata.seq_lens.tolist()[rows] == list(lane.seq_lens_cpu)
+        assert (lane.num_reqs, lane.num_actual_tokens, lane.max_query_len) == (2, 2, 1)
+        for name in ("seq_lens", "block_table", "slot_mapping"):
+            whole, part = getattr(metadata, name), getattr(lane, name)
+            assert part.data_ptr() == whole[rows].data_ptr(), name
+    assert (left.max_seq_len, right.max_seq_len) == (8, 3)
+
+
+def test_straddling_request_ends_at_the_cut_and_keeps_its_total_after_it() -> None:
+    metadata = make_batch([(0, 2), (4, 10), (0, 3)]).metadata
+    left, right = split_attn_metadata(
+        [UBatchSlice(slice(0, 2), slice(0, 7)), UBatchSlice(slice(1, 3), slice(7, 15))], metadata
+    )
+    assert left.query_start_loc_cpu == (0, 2, 7) == tuple(left.query_start_loc.tolist())
+    assert left.seq_lens_cpu == (2, 9) == tuple(left.seq_lens.tolist())
+    assert right.query_start_loc_cpu == (0, 5, 8) == tuple(right.query_start_loc.tolist())
+    assert right.seq_lens_cpu == (14, 3) == tuple(right.seq_lens.tolist())
+    assert (left.max_query_len, right.max_query_len) == (5, 5)
+    assert metadata.seq_lens.tolist() == [2, 14, 3]  # the batch's own tensor was not written
+    assert torch.equal(torch.cat([left.slot_mapping, right.slot_mapping]), metadata.slot_mapping)
+    assert torch.equal(left.block_table[1], right.block_table[0])
+
+
+def test_one_request_over_three_lanes() -> None:
+    metadata = make_batch([(2, 9)]).metadata
+    lanes = split_attn_metadata(cut(metadata, [3, 6]), metadata)
+    assert [lane.seq_lens_cpu for lane in lanes] == [(5,), (8,), (11,)]
+    assert [lane.query_start_loc_cpu for lane in lanes] == [(0, 3)] * 3
+
+
+def test_empty_lanes_and_an_idle_batch() -> None:
+    metadata = make_batch([(0, 1)]).metadata
+    empty = UBatchSlice(slice(1, 1), slice(1, 1))
+    lanes = split_attn_metadata([UBatchSlice(slice(0, 1), slice(0, 1)), empty, empty], metadata)
+    assert [lane.num_actual_tokens for lane in lanes] == [1, 0, 0]
+    assert lanes[1].query_start_loc.tolist() == [0]
+    assert (lanes[2].num_reqs, lanes[2].max_query_len, lanes[2].max_seq_len) == (0, 0, 0)
+    idle = make_batch([]).metadata
+    assert [lane.num_reqs for lane in split_attn_metadata(split_fixed(0), idle)] == [0, 0]
+
+
+def test_padding_requests_and_padding_tokens() -> None:
+    padded = make_batch([(3, 2), (0, 4), (0, 0)], padding=3).metadata
+    left, right = split_attn_metadata(
+        [UBatchSlice(slice(0, 1), slice(0, 2)), UBatchSlice(slice(1, 3), slice(2, 9))], padded
+    )
+    assert left.num_actual_tokens == 2
+    assert right.num_actual_tokens == 4
+    assert right.slot_mapping.tolist()[-3:] == [-1, -1, -1]
+    assert right.query_start_loc_cpu == (0, 4, 4) == tuple(right.query_start_loc.tolist())
+
+
+def test_unknown_field_is_an_error() -> None:
+    @dataclass(frozen=True)
+    class WithMask(CommonAttentionMetadata):
+        tree_mask: torch.Tensor | None = None
+
+    plain = make_batch([(0, 1), (0, 1)]).metadata
+    metadata = WithMask(**vars(plain))
+    with pytest.raises(SplitError, match="tree_mask"):
+        split_attn_metadata(split_fixed(2), metadata)
+
+
+@pytest.mark.parametrize(
+    ("slices", "message"),
+    [
+        ([((0, 1), (0, 2)), ((1, 2), (3, 5))], "without gaps"),
+        ([((0, 1), (0, 2))], "every token needs a lane"),
+        ([((0, 1), (0, 3)), ((1, 2), (3, 5))], "do not contain"),
+        ([((0, 0), (0, 2)), ((0, 2), (2, 5))], "no request"),
+        ([((0, 2), (0, 5)), ((1, 3), (5, 5))], "do not contain"),
+        ([((0, 2), (0, 1)), ((0, 2), (1, 5))], "outside of some"),
+    ],
+)
+def test_slices_that_do_not_fit(slices: list[tuple[tuple[int, int], tuple[int, int]]], message: str) -> None:
+    metadata = make_batch([(0, 2), (0, 3)]).metadata
+    with pytest.raises(SplitError, match=message):
+        split_attn_metadata([UBatchSlice(slice(*r), slice(*t)) for r, t in slices], metadata)
+
+
+def lane_by_lane(
+    batch: Batch, lanes: list[CommonAttentionMetadata], cache: PagedKVCache, *, slow: bool
+) -> torch.Tensor:
+    backend = make_attention_backend("torch", batch.shape, cache)
+    parts, start = [], 0
+    for lane in lanes:
+        rows = slice(start, start + lane.slot_mapping.shape[0])
+        start = rows.stop
+        q, k, v = batch.q[rows], batch.k[rows], batch.v[rows]
+        if slow:
+            parts.append(reference_attention(q, k, v, 0, lane, cache, batch.shape.softmax_scale))
+        else:
+            parts.append(backend.plan(lane).forward(q, k, v, 0))
+    return torch.cat(parts)
+
+
+@settings(max_examples=60, deadline=None)
+@given(requests=BATCHES, data=st.data(), slow=st.booleans())
+def test_lane_by_lane_equals_whole(requests: list[tuple[int, int]], data: st.DataObject, slow: bool) -> None:
+    """For any cuts, through requests or not: the later lane sees what the earlier one wrote."""
+    batch = make_batch(requests)
+    total = batch.metadata.num_actual_tokens
+    edges = sorted(data.draw(st.lists(st.integers(0, total), min_size=1, max_size=3)))
+    lanes = split_attn_metadata(cut(batch.metadata, edges), batch.metadata)
+    whole = reference_attention(
+        batch.q, batch.k, batch.v, 0, batch.metadata, batch.new_cache(), batch.shape.softmax_scale
+    )
+    torch.testing.assert_close(lane_by_lane(batch, lanes, batch.new_cache(), slow=slow), whole, atol=2e-6, rtol=1e-5)
+
+
+@settings(max_examples=40, deadline=None)
+@given(requests=BATCHES, num_lanes=st.integers(2, 4), threshold=st.sampled_from([0.0, 0.3, 0.5]))
+def test_runtime_splits_are_accepted(requests: list[tuple[int, int]], num_lanes: int, threshold: float) -> None:
+    """Whatever `ubatch` cuts, its slices fit, and every token and key is accounted for."""
+    metadata = make_batch(requests).metadata
+    query_lens = list(metadata.query_lens_cpu)
+    splits = [split_balanced(query_lens, num_lanes)]
+    if threshold:
+        splits.append(split_two_chunk(query_lens, threshold))
+    for slices in splits:
+        lanes = split_attn_metadata(slices, metadata)
+        assert sum(lane.num_actual_tokens for lane in lanes) == metadata.num_actual_tokens
+        for lane in lanes:
+            assert tuple(lane.query_start_loc.tolist()) == lane.query_start_loc_cpu
+            assert tuple(lane.seq_lens.tolist()) == lane.seq_lens_cpu
+            assert all(0 < q <= s for q, s in zip(lane.query_lens_cpu, lane.seq_lens_cpu, strict=True))
+
+
+def test_wrong_order_would_be_noticed() -> None:
+    """The property above can fail: running the later lane first gives another result."""
+    batch = make_batch([(0, 8)])
+    lanes = split_attn_metadata(cut(batch.metadata, [4]), batch.metadata)
+    cache = batch.new_cache()
+    backend = make_attention_backend("torch", batch.shape, cache)
+    late_first = backend.plan(lanes[1]).forward(batch.q[4:], batch.k[4:], batch.v[4:], 0)
+    whole = reference_attention(
+        batch.q, batch.k, batch.v, 0, batch.metadata, batch.new_cache(), batch.shape.softmax_scale
+    )
+    assert (late_first - whole[4:]).abs().max() > 1e-2
+
+
+def test_metadata_is_frozen_and_replaceable() -> None:
+    metadata = make_batch([(0, 2)]).metadata
+    with pytest.raises(AttributeError):
+        metadata.num_reqs = 3  # type: ignore[misc]
+    assert replace(metadata, max_seq_len=9).max_seq_len == 9
+
+
+def test_shape_and_spec_types() -> None:
+    assert AttentionShape(8, 2, 64).group_size == 4
+    assert KVCacheSpec(1, 2, 64).blocks_for(17) == 2

@@ -1,0 +1,209 @@
+"""Hugging Face models, their MoE blocks replaced, against the untouched models."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import (
+    MixtralConfig,
+    MixtralForCausalLM,
+    OlmoeConfig,
+    OlmoeForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+
+from moe import EmulatedLink, ExpertParallelMoE, UnsupportedModelError, expert_parallel
+from ranks import run_ranks
+from ubatch import CommGroup, ConfigError, UBatchConfig, UBatchWrapper
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+    "num_experts_per_tok": 2,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.3,
+    "pad_token_id": 0,
+    "eos_token_id": None,
+    "bos_token_id": None,
+}
+
+
+def qwen3_moe(**changes: Any) -> nn.Module:
+    torch.manual_seed(0)
+    dense_first = {"mlp_only_layers": [0], "moe_intermediate_size": 12, "num_experts": 4, "norm_topk_prob": True}
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**{**SIZES, **dense_first, **changes})).eval()
+
+
+def mixtral(**changes: Any) -> nn.Module:
+    torch.manual_seed(0)
+    return MixtralForCausalLM(MixtralConfig(**{**SIZES, "num_local_experts": 4, **changes})).eval()
+
+
+MODELS = [qwen3_moe, mixtral]
+
+
+def moe_blocks(model: nn.Module) -> list[Any]:
+    """The untouched model's MoE blocks, whatever the version of transformers calls the attribute."""
+    return [module for module in model.modules() if isinstance(getattr(module, "experts", None), nn.Module)]
+
+
+def prompts(rank: int, batch: int = 3, length: int = 5) -> torch.Tensor:
+    return torch.randint(1, SIZES["vocab_size"], (batch, length), generator=torch.Generator().manual_seed(rank))
+
+
+@pytest.mark.parametrize("make", MODELS)
+@torch.inference_mode()
+def test_one_rank_equals_the_untouched_model(make: Any) -> None:
+    model, ids = make(), prompts(0)
+    untouched = copy.deepcopy(model)
+    names_before = set(model.state_dict())
+    assert expert_parallel(model, None, all2all_backend="local") is model
+    blocks = [module for module in model.modules() if isinstance(module, ExpertParallelMoE)]
+    assert len(blocks) == sum("experts.gate_up_proj" in name for name in names_before)
+    expected = untouched(ids, output_router_logits=True)
+    actual = model(ids, output_router_logits=True)
+    torch.testing.assert_close(actual.logits, expected.logits, atol=1e-5, rtol=1e-5)
+    assert len(actual.router_logits) == len(blocks), "the router stays, so its logits can still be asked for"
+    torch.testing.assert_close(actual.router_logits, expected.router_logits, atol=1e-5, rtol=1e-5)
+    assert sum(p.numel() for p in model.parameters()) == sum(p.numel() for p in untouched.parameters())
+
+
+@torch.inference_mode()
+def test_qwen3_without_renormalised_weights() -> None:
+    model = qwen3_moe(norm_topk_prob=False)
+    expected = model(prompts(0)).logits
+    expert_parallel(model, None, all2all_backend="local", experts_backend="reference")
+    torch.testing.assert_close(model(prompts(0)).logits, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_two_ranks_equal_the_untouched_model() -> None:
+    run_ranks(_two_ranks, 2)
+
+
+def _two_ranks(rank: int, ranks: int) -> None:
+    group = CommGroup.from_process_group(timeout_s=20.0)
+    with torch.inference_mode():
+        for make in MODELS:
+            _check_model(make, rank, group)
+        _check_generate(rank, group)
+    _check_refusals(group)
+
+
+def _check_model(make: Any, rank: int, group: CommGroup) -> None:
+    ids = prompts(rank, batch=3 + rank)
+    expected = make()(ids).logits
+    for backend, link in (("torch_dist", EmulatedLink(1e-3, 1e9)), ("allgather_reducescatter", None)):
+        model = expert_parallel(make(), group, all2all_backend=backend, link=link)
+        held = [m for m in model.modules() if isinstance(m, ExpertParallelMoE)]
+        assert all(m.kernel.experts.w13.shape[0] == 2 for m in held), "each rank keeps half of the experts"
+        assert not any("gate_up_proj" in name for name in model.state_dict()), "the others are freed"
+        torch.testing.assert_close(model(ids).logits, expected, atol=1e-5, rtol=1e-5)
+        if link is not None:
+            assert link.statistics().transfers == 2 * len(held)
+        wrapper = UBatchWrapper(model, UBatchConfig(dbo_prefill_token_threshold=2, timeout_s=20.0))
+        assert wrapper.ubatch_config.group is group, "the wrapper votes over the group of the experts"
+        overlapped = wrapper(ids, use_cache=False)
+        assert wrapper.statistics().engaged == 1, wrapper.statistics()
+        torch.testing.assert_close(overlapped.logits, expected, atol=1e-5, rtol=1e-5)
+        wrapper.close()
+
+
+def _check_generate(rank: int, group: CommGroup) -> None:
+    """Cached decoding, each rank with its own prompts: the same greedy tokens."""
+    ids = prompts(rank, batch=2)
+    settings: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False, "attention_mask": torch.ones_like(ids)}
+    expected = qwen3_moe().generate(ids, **settings)
+    actual = expert_parallel(qwen3_moe(), group).generate(ids, **settings)
+    assert torch.equal(actual, expected)
+
+
+def _check_refusals(group: CommGroup) -> None:
+    model = qwen3_moe(num_experts=3)
+    with pytest.raises(ConfigError, match="3 experts do not divide by 2 ranks"):
+        expert_parallel(model, group)
+    assert not any(isinstance(m, ExpertParallelMoE) for m in model.modules()), "nothing was replaced"
+    with pytest.raises(ConfigError, match="'local' holds all experts on one rank"):
+        expert_parallel(qwen3_moe(), group, all2all_backend="local")
+
+
+# ------------------------------------------------------------------------------------------------- what is refused
+
+
+def test_unknown_families_are_refused_by_name() -> None:
+    config = OlmoeConfig(**{**SIZES, "num_experts": 4, "eos_token_id": 2})
+    with pytest.raises(UnsupportedModelError, match=r"OlmoeSparseMoeBlock.* Known families: Qwen3-MoE, Mixtral"):
+        expert_parallel(OlmoeForCausalLM(config), None, all2all_backend="local")
+
+
+def test_models_without_experts_are_refused() -> None:
+    dense = Qwen3ForCausalLM(Qwen3Config(**{k: v for k, v in SIZES.items() if k != "num_experts_per_tok"}))
+    with pytest.raises(UnsupportedModelError, match="Qwen3ForCausalLM has no MoE block"):
+        expert_parallel(dense, None, all2all_backend="local")
+
+
+def test_a_model_is_replaced_once() -> None:
+    model = expert_parallel(qwen3_moe(), None, all2all_backend="local")
+    with pytest.raises(UnsupportedModelError, match=r"layers\.1\..* is expert parallel already"):
+        expert_parallel(model, None, all2all_backend="local")
+
+
+def test_blocks_that_are_not_built_as_known_are_refused() -> None:
+    with pytest.raises(UnsupportedModelError, match="has the activation GELUActivation, not SiLU"):
+        expert_parallel(mixtral(hidden_act="gelu"), None, all2all_backend="local")
+    model = mixtral()
+    moe_blocks(model)[2].experts.down_proj = nn.Parameter(torch.zeros(4, 16, 23))
+    with pytest.raises(UnsupportedModelError, match=r"layers\.2\..* down_proj \[4, 16, 23\]\. Expected a Mixtral"):
+        expert_parallel(model, None, all2all_backend="local")
+    assert not any(isinstance(module, ExpertParallelMoE) for module in model.modules()), "nothing was replaced"
+    model = mixtral()
+    moe_blocks(model)[1].experts.down_proj.data = torch.zeros(4, 16, 24, dtype=torch.float64)
+    with pytest.raises(UnsupportedModelError, match=r"down_proj of torch\.float64"):
+        expert_parallel(model, None, all2all_backend="local")
+    model = mixtral()
+    moe_blocks(model)[1].experts = nn.ModuleList(nn.Linear(2, 2) for _ in range(4))
+    with pytest.raises(UnsupportedModelError, match="has gate MixtralTopKRouter and experts ModuleList"):
+        expert_parallel(model, None, all2all_backend="local")
+    with pytest.raises(UnsupportedModelError, match="MixtralSparseMoeBlock alone cannot be replaced"):
+        expert_parallel(moe_blocks(mixtral())[0], None, all2all_backend="local")
+
+
+def test_other_bad_input_is_refused() -> None:
+    with pytest.raises(ConfigError, match="group must be a CommGroup, not str"):
+        expert_parallel(qwen3_moe(), "world")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="unknown all2all back end 'deepep'"):
+        expert_parallel(qwen3_moe(), None, all2all_backend="deepep")
+    model = qwen3_moe()
+    with pytest.raises(ConfigError, match="unknown experts back end 'tritn'"):
+        expert_parallel(model, None, all2all_backend="local", experts_backend="tritn")
+    assert not any(isinstance(module, ExpertParallelMoE) for module in model.modules()), "nothing was replaced"
+
+
+def test_router_jitter_is_refused_in_training() -> None:
+    model = expert_parallel(mixtral(router_jitter_noise=0.1), None, all2all_backend="local")
+    with torch.no_grad():
+        model(prompts(0))
+        with pytest.raises(ConfigError, match=r"router_jitter_noise = 0\.1 in training mode"):
+            model.train()(prompts(0))
+
+
+def test_a_block_used_twice_stays_one_block() -> None:
+    model = qwen3_moe()
+    model.model.layers[2].mlp = model.model.layers[1].mlp
+    assert len(moe_blocks(model)) == 1
+    with torch.inference_mode():
+        expected = model(prompts(0)).logits
+        expert_parallel(model, None, all2all_backend="local")
+        torch.testing.assert_close(model(prompts(0)).logits, expected, atol=1e-5, rtol=1e-5)
+    assert model.model.layers[2].mlp is model.model.layers[1].mlp

@@ -1,0 +1,166 @@
+"""DP 2 + EP 2 on two gloo ranks: same tokens and logits as transformers, overlapped and not; idle ranks; failures."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import load_reference, make_qwen3_moe_checkpoint, reference_greedy
+from ranks import run_ranks
+from torch import Tensor
+
+from model_runner import Checkpoint, ModelRunner, RequestError, SamplingParams, generate
+from moe import EmulatedLink
+from ubatch import CommGroup, ConfigError, DeclineReason, PeerFailed, UBatchConfig
+
+NUM_TOKENS = 8
+EAGER = {"dbo_decode_token_threshold": 2, "dbo_prefill_token_threshold": 2}
+"""Overlap whatever can be split."""
+ARMS: dict[str, dict[str, Any]] = {
+    "off": {"dbo": UBatchConfig(enable_dbo=False)},
+    "two lanes": {"dbo": UBatchConfig(**EAGER)},
+    "gathered": {"dbo": UBatchConfig(**EAGER), "all2all_backend": "allgather_reducescatter"},
+    "five stages": {"dbo": UBatchConfig(**EAGER, schedule="two_batch_decode")},
+    "never cut": {"dbo": UBatchConfig(**EAGER, tbo_token_distribution_threshold=0)},
+    "link": {"dbo": UBatchConfig(**EAGER), "link": EmulatedLink(1e-4, 1e9)},
+}
+
+
+def prompts_of(rank: int) -> list[list[int]]:
+    """Rank 0 has five prompts, rank 1 three shorter ones; one request that dwarfs the others makes rank 0 cut it."""
+    rng = random.Random(rank)
+    lengths = [5, 40, 2, 3, 9] if rank == 0 else [4, 4, 7]
+    return [[rng.randrange(131) for _ in range(length)] for length in lengths]
+
+
+def params_of(rank: int) -> list[SamplingParams]:
+    """Rank 1 is done early."""
+    count = len(prompts_of(rank))
+    return [SamplingParams(max_tokens=NUM_TOKENS if rank == 0 else 3)] * count
+
+
+def generate_in_all_arms(rank: int, world_size: int, path: str) -> dict[str, Any]:
+    group = CommGroup.from_process_group(timeout_s=20)
+    results: dict[str, Any] = {}
+    for name, arm in ARMS.items():
+        with ModelRunner(path, group=group, num_kv_blocks=64, block_size=4, **arm) as runner:
+            logits: list[Tensor] = []
+            compute = runner.model.compute_logits
+
+            def record(
+                hidden: Tensor, compute: Any = compute, logits: list[Tensor] = logits
+            ) -> Tensor:  # bound now: the loop goes on
+                logits.append(compute(hidden))
+                return logits[-1]
+
+            runner.model.compute_logits = record  # type: ignore[method-assign]
+            outputs = generate(runner, prompts_of(rank), params_of(rank))
+            runner.allocator.check(idle=True)
+            statistics = runner.statistics()
+            results[name] = {
+                "tokens": [output.token_ids for output in outputs],
+                "logits": [step.numpy() for step in logits if len(step)],
+                "engaged": statistics.engaged,
+                "calls": statistics.calls,
+                "declined": dict(statistics.declined),
+                "held": [tuple(layer.mlp.kernel.experts.expert_range) for layer in runner.model.layers],
+            }
+    return results
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_qwen3_moe_checkpoint(tmp_path_factory.mktemp("ranks"), num_hidden_layers=2, mlp_only_layers=[])
+
+
+def test_overlapped_and_not_equal_transformers(checkpoint: Path) -> None:
+    reference = load_reference(checkpoint)
+    ranks = run_ranks(generate_in_all_arms, 2, str(checkpoint))
+    for rank, results in enumerate(ranks):
+        length = params_of(rank)[0].max_tokens
+        expected = [reference_greedy(reference, prompt, length) for prompt in prompts_of(rank)]
+        for name, arm in results.items():
+            assert [list(tokens) for tokens in arm["tokens"]] == [tokens for tokens, _ in expected], (name, rank)
+            assert len(arm["logits"]) == length, (name, rank)
+            for step, logits in enumerate(arm["logits"]):
+                wanted = torch.stack([steps[step] for _, steps in expected])
+                assert (torch.from_numpy(logits) - wanted).abs().max() < 1e-4, (name, rank, step)
+        assert results["off"]["held"] == [tuple(range(4 * rank, 4 * rank + 4))] * 2
+
+    for name in ARMS:
+        steps = NUM_TOKENS  # one prefill and seven decodes, of which rank 1 idles through the last five
+        assert [results[name]["calls"] for results in ranks] == [steps, steps], name
+        engaged = 0 if name == "off" else steps
+        assert [results[name]["engaged"] for results in ranks] == [engaged, engaged], name
+    assert ranks[0]["off"]["declined"] == {DeclineReason.DISABLED: NUM_TOKENS}
+
+
+def fail_and_recover(rank: int, world_size: int, path: str, uneven: str) -> list[str]:
+    seen = []
+    group = CommGroup.from_process_group(timeout_s=20)
+    with pytest.raises(ConfigError, match="5 experts do not divide by 2 ranks"):
+        ModelRunner(uneven, group=group)
+    with pytest.raises(ConfigError, match="different groups"):
+        ModelRunner(path, group=None, dbo=UBatchConfig(group=group))
+    with ModelRunner(path, group=group, num_kv_blocks=64, dbo=UBatchConfig(**EAGER)) as runner:
+        expected = [output.token_ids for output in generate(runner, prompts_of(rank), params_of(rank))]
+
+        # A prompt that only rank 1 finds wrong, before anything runs.
+        with pytest.raises(RequestError if rank == 1 else PeerFailed) as caught:
+            generate(runner, [[1, 2], []] if rank == 1 else [[1, 2, 3]], SamplingParams())
+        seen.append(str(caught.value))
+        group.reset()
+
+        # Rank 0 fails in the middle of a step; nothing is left allocated on either.
+        layer = runner.model.layers[1]
+        forward = layer.forward
+        if rank == 0:
+            layer.forward = _fail
+        with pytest.raises(ZeroDivisionError if rank == 0 else PeerFailed) as caught:
+            generate(runner, prompts_of(rank), params_of(rank))
+        seen.append(str(caught.value))
+        layer.forward = forward
+        runner.allocator.check(idle=True)
+        group.reset()
+        assert [output.token_ids for output in generate(runner, prompts_of(rank), params_of(rank))] == expected
+
+        # One rank without any request, then both: nothing runs.
+        outputs = generate(runner, prompts_of(0) if rank == 0 else [], SamplingParams(max_tokens=2))
+        assert [output.token_ids for output in outputs] == ([tokens[:2] for tokens in expected] if rank == 0 else [])
+        calls = runner.statistics().calls
+        assert generate(runner, [], SamplingParams()) == []
+        assert runner.statistics().calls == calls
+
+        # Each rank reads its own experts only.
+        seen.append(",".join(sorted(_experts_read(path, group))))
+    return seen
+
+
+def _fail(*_: Any) -> Tensor:
+    raise ZeroDivisionError("layer 1 of rank 0")
+
+
+def _experts_read(path: str, group: CommGroup) -> set[str]:
+    read: set[str] = set()
+    load_into = Checkpoint.load_into
+
+    def record(self: Checkpoint, name: str, out: Tensor) -> None:
+        read.add(name)
+        load_into(self, name, out)
+
+    Checkpoint.load_into = record  # type: ignore[method-assign]
+    ModelRunner(path, group=group, num_kv_blocks=1).close()
+    return {name.split(".experts.")[1].split(".")[0] for name in read if ".experts." in name}
+
+
+def test_bad_input_failures_idle_ranks_and_lazy_loading(checkpoint: Path, tmp_path: Path) -> None:
+    uneven = make_qwen3_moe_checkpoint(tmp_path, num_experts=5, num_hidden_layers=1)
+    first, second = run_ranks(fail_and_recover, 2, str(checkpoint), str(uneven))
+    assert "rank 1 failed with RequestError: prompt 1 is empty" in first[0]
+    assert "prompt 1 is empty" in second[0]
+    assert "layer 1 of rank 0" in first[1]
+    assert "rank 0 failed with ZeroDivisionError: layer 1 of rank 0" in second[1]
+    assert (first[2], second[2]) == ("0,1,2,3", "4,5,6,7")

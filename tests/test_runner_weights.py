@@ -1,0 +1,203 @@
+"""Checkpoints: lazy reading, fused loading, and every way in which one can be wrong."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import make_qwen3_moe_checkpoint
+from safetensors.torch import load_file, save_file
+
+from model_runner import (
+    Checkpoint,
+    CheckpointError,
+    CheckpointFileMissing,
+    ModelRunner,
+    TensorMissing,
+    UnknownArchitecture,
+    WrongShape,
+    known_architectures,
+    model_class,
+    register_model,
+)
+from ubatch import ConfigError, UBatchError
+
+
+@pytest.fixture(scope="module")
+def single(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_qwen3_moe_checkpoint(tmp_path_factory.mktemp("single"))
+
+
+@pytest.fixture(scope="module")
+def sharded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = make_qwen3_moe_checkpoint(tmp_path_factory.mktemp("sharded"), max_shard_size="40KB", dtype=torch.bfloat16)
+    assert len(list(path.glob("*.safetensors"))) > 3
+    return path
+
+
+def copied(path: Path, to: Path) -> Path:
+    return Path(shutil.copytree(path, to / "copy"))
+
+
+def with_config(path: Path, **changes: Any) -> Path:
+    file = path / "config.json"
+    values = json.loads(file.read_text()) | changes
+    file.write_text(json.dumps({key: value for key, value in values.items() if value is not ...}))
+    return path
+
+
+def test_single_file(single: Path) -> None:
+    checkpoint = Checkpoint(single)
+    expected = load_file(single / "model.safetensors")
+    assert checkpoint.names == frozenset(expected)
+    assert checkpoint.architecture == "Qwen3MoeForCausalLM"
+    name = "model.layers.0.self_attn.k_proj.weight"
+    assert torch.equal(checkpoint.load(name, 32, 48), expected[name])
+    fused = checkpoint.load_fused(
+        [("model.layers.1.mlp.gate_proj.weight", 40), ("model.layers.1.mlp.up_proj.weight", 40)], 48
+    )
+    parts = [expected["model.layers.1.mlp.gate_proj.weight"], expected["model.layers.1.mlp.up_proj.weight"]]
+    assert torch.equal(fused, torch.cat(parts))
+
+
+def test_shards_are_opened_when_asked_for(sharded: Path) -> None:
+    checkpoint = Checkpoint(sharded)
+    assert not checkpoint._files
+    norm = checkpoint.load("model.norm.weight", 48)
+    assert norm.dtype == torch.float32  # stored as bf16
+    assert len(checkpoint._files) == 1
+    checkpoint.close()
+    assert norm.sum() > 0
+    index = json.loads((sharded / "model.safetensors.index.json").read_text())
+    assert checkpoint.names == frozenset(index["weight_map"])
+
+
+def test_missing_tensor_names_it_and_the_nearest(single: Path, tmp_path: Path) -> None:
+    path = copied(single, tmp_path)
+    tensors = load_file(path / "model.safetensors")
+    del tensors["model.layers.2.self_attn.q_norm.weight"]
+    save_file(tensors, path / "model.safetensors")
+    with pytest.raises(TensorMissing, match=r"no tensor 'model\.layers\.2\.self_attn\.q_norm\.weight'") as caught:
+        ModelRunner(path, num_kv_blocks=4)
+    assert caught.value.name == "model.layers.2.self_attn.q_norm.weight"
+    assert "The nearest it has is 'model.layers." in str(caught.value)
+    assert isinstance(caught.value, UBatchError)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["model.layers.0.mlp.experts.7.down_proj.weight", "model.layers.0.self_attn.v_proj.weight", "model.norm.weight"],
+)
+def test_wrong_shape_says_got_and_expected(single: Path, tmp_path: Path, name: str) -> None:
+    path = copied(single, tmp_path)
+    tensors = load_file(path / "model.safetensors")
+    good = tensors[name].shape
+    tensors[name] = tensors[name][:-1].clone()
+    save_file(tensors, path / "model.safetensors")
+    with pytest.raises(WrongShape) as caught:
+        ModelRunner(path, num_kv_blocks=4)
+    assert caught.value.name == name
+    assert caught.value.expected == tuple(good)
+    assert caught.value.got == (good[0] - 1, *good[1:])
+
+
+def test_unknown_architecture_lists_the_known(single: Path, tmp_path: Path) -> None:
+    path = with_config(copied(single, tmp_path), architectures=["Qwen3MoForCausalLM"])
+    with pytest.raises(UnknownArchitecture, match="did you mean 'Qwen3MoeForCausalLM'") as caught:
+        ModelRunner(path)
+    assert caught.value.architecture == "Qwen3MoForCausalLM"
+    with pytest.raises(UnknownArchitecture, match="Known: Qwen3MoeForCausalLM"):
+        model_class("BertModel")
+
+
+def test_registering_models() -> None:
+    assert "Qwen3MoeForCausalLM" in known_architectures()
+    with pytest.raises(ConfigError, match="already"):
+        register_model("Qwen3MoeForCausalLM", "my.models:Qwen")
+    with pytest.raises(ConfigError, match="form"):
+        register_model("Mine", "my.models.Mine")
+    register_model("Qwen3MoeForCausalLM", "model_runner.models.qwen3_moe:Qwen3MoeForCausalLM")
+
+
+def remove(name: str) -> Callable[[Path], None]:
+    return lambda path: (path / name).unlink()
+
+
+def write(name: str, text: str) -> Callable[[Path], None]:
+    return lambda path: (path / name).write_text(text) and None
+
+
+@pytest.mark.parametrize(
+    ("damage", "error", "message"),
+    [
+        (remove("config.json"), CheckpointFileMissing, "config.json is missing"),
+        (write("config.json", "{"), CheckpointError, "not valid JSON"),
+        (write("config.json", "[]"), CheckpointError, "one JSON object"),
+        (remove("model.safetensors"), CheckpointFileMissing, "neither model.safetensors nor"),
+        (write("model.safetensors", "not tensors"), CheckpointError, "not a readable safetensors file"),
+        (write("model.safetensors.index.json", "{}"), CheckpointError, "weight_map"),
+        (
+            write("model.safetensors.index.json", '{"weight_map": {"a": "model-00001-of-00002.safetensors"}}'),
+            CheckpointFileMissing,
+            "model-00001-of-00002.safetensors is missing",
+        ),
+    ],
+)
+def test_damaged_files(
+    single: Path, tmp_path: Path, damage: Callable[[Path], None], error: type[Exception], message: str
+) -> None:
+    path = copied(single, tmp_path)
+    damage(path)
+    with pytest.raises(error, match=message):
+        ModelRunner(path)
+
+
+def test_no_such_folder(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointFileMissing, match="is not a folder"):
+        ModelRunner(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden_size": ...}, "has no 'hidden_size'"),
+        ({"num_local_experts": ...}, "has no 'num_experts' or 'num_local_experts'"),
+        ({"hidden_size": "48"}, "hidden_size is '48'"),
+        ({"num_hidden_layers": 0}, "at least 1"),
+        ({"rms_norm_eps": -1.0}, "a positive number"),
+        ({"tie_word_embeddings": 1}, "true or false"),
+        ({"mlp_only_layers": [0.5]}, "a list of integers"),
+        ({"use_sliding_window": True}, "sliding windows are not supported"),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "rope type is 'yarn'"),
+        ({"rope_scaling": {"type": "linear"}, "rope_parameters": None}, "rope type is 'linear'"),
+        ({"num_key_value_heads": 3}, "a divisor of its 4 attention heads"),
+        ({"num_experts_per_tok": 9}, "at most its 8 experts"),
+        ({"architectures": None}, "a list with one name"),
+    ],
+)
+def test_configs_that_cannot_be(single: Path, tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        ModelRunner(with_config(copied(single, tmp_path), **changes))
+
+
+def test_runner_settings_that_cannot_be(single: Path) -> None:
+    with pytest.raises(ConfigError, match="not both"):
+        ModelRunner(single, num_kv_blocks=4, kv_cache_memory=1 << 20)
+    with pytest.raises(ConfigError, match="hold no block"):
+        ModelRunner(single, kv_cache_memory=10)
+    with pytest.raises(ConfigError, match="num_blocks"):
+        ModelRunner(single, num_kv_blocks=0)
+    with pytest.raises(ConfigError, match="did you mean 'torch_dist'"):
+        ModelRunner(single, all2all_backend="torch-dist", num_kv_blocks=4)
+    with pytest.raises(ConfigError, match="unknown attention back end"):
+        ModelRunner(single, attention_backend="flash", num_kv_blocks=4)
+    with pytest.raises(ConfigError, match="experts back end"):
+        ModelRunner(single, experts_backend="group", num_kv_blocks=4)
+    by_memory = ModelRunner(single, kv_cache_memory=1 << 20, block_size=8)
+    assert by_memory.kv_cache.num_blocks == (1 << 20) // (2 * 3 * 8 * 2 * 16 * 4)
