@@ -16,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -87,7 +87,7 @@ class CommonAttentionMetadata:
     def query_lens_cpu(self) -> tuple[int, ...]:
         """Tokens of each request in this step, on the host."""
         starts = self.query_start_loc_cpu
-        return tuple(stop - start for start, stop in zip(starts, starts[1:], strict=False))
+        return tuple(stop - start for start, stop in pairwise(starts))
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -83,7 +84,8 @@ class Loopback(nn.Module):
     def only(self, *, computes: bool, travels: bool) -> None:
         """Leave out compute or transfers."""
         for layer in self.layers:
-            layer.computes, layer.travels = computes, travels
+            part = cast("LoopbackLayer", layer)
+            part.computes, part.travels = computes, travels
 
 
 @torch.inference_mode()

@@ -85,7 +85,7 @@ def check_request(runner: ModelRunner, token_ids: Sequence[int], params: Samplin
     """Refuse a request that could never be served.
 
     Raises:
-        RequestError: an empty prompt, a token outside the vocabulary, or prompt and output longer than the model allows.
+        RequestError: an empty prompt, a token outside the vocabulary, prompt and output longer than the model allows.
         KVCacheExhausted: it does not fit the whole KV cache.
     """
     config = runner.config

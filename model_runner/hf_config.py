@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from model_runner.errors import CheckpointError
 
 __all__ = ["HFConfig"]
 
-T = TypeVar("T")
 _REQUIRED: Any = object()
 
 
@@ -32,21 +31,21 @@ class HFConfig:
         Raises:
             CheckpointError: none is and there is no default, or it is not an integer of at least `at_least`.
         """
-        value = self._get(names, default)
+        value: Any = self._get(names, default)
         if type(value) is not int or value < at_least:
             raise self.wrong(names[0], value, f"an integer of at least {at_least}")
         return value
 
     def number(self, name: str, default: float = _REQUIRED) -> float:
         """A positive number; errors as `integer`."""
-        value = self._get((name,), default)
+        value: Any = self._get((name,), default)
         if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
             raise self.wrong(name, value, "a positive number")
         return float(value)
 
     def flag(self, name: str, default: bool) -> bool:
         """A boolean; errors as `integer`."""
-        value = self._get((name,), default)
+        value: Any = self._get((name,), default)
         if type(value) is not bool:
             raise self.wrong(name, value, "true or false")
         return value
@@ -80,11 +79,10 @@ class HFConfig:
         """The error for an entry that cannot be."""
         return CheckpointError(f"{self.path}: {name} is {value!r}; this architecture needs {wanted}.")
 
-    def _get(self, names: tuple[str, ...], default: T) -> T:
+    def _get(self, names: tuple[str, ...], default: object) -> object:
         for name in names:
             if self.values.get(name) is not None:
-                value: T = self.values[name]
-                return value
+                return self.values[name]
         if default is _REQUIRED:
             raise CheckpointError(f"{self.path} has no {' or '.join(map(repr, names))}, which this architecture needs.")
         return default

@@ -1,9 +1,10 @@
 """Keeping freed memory: on a CPU, a step's tensors should not come fresh from the kernel every time.
 
 glibc gives large blocks back when they are freed, and takes new, zeroed pages for the next tensor of the same size.
-Each page then costs a fault, and on a virtual machine a fault costs microseconds: rotary embeddings of 1,024 tokens
-took 9 ms instead of 0.25 ms on one. A step asks for the same sizes again and again, so what it freed is worth keeping.
-Lanes take turns, so they share one arena: what one lane's thread freed, the next one finds warm.
+Each page then costs a fault, and on a virtual machine a fault costs microseconds: there, rotary embeddings of 1,024
+tokens alone took 9 ms instead of 0.25 ms. A step asks for the same sizes again and again, so what it freed is worth
+keeping: a prefill of 1,024 tokens through 8 layers goes from 1,000 to 9,000 faults per step to none. Lanes take turns,
+so they share one arena: what one lane's thread freed, the next one finds warm.
 """
 
 from __future__ import annotations

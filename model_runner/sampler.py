@@ -60,6 +60,11 @@ class SamplingParams:
         """Whether the most likely token is taken."""
         return self.temperature == 0
 
+    @property
+    def truncated(self) -> bool:
+        """Whether top-k or top-p leaves out any token."""
+        return self.top_k > 0 or self.top_p < 1
+
 
 def sample(logits: Tensor, params: Sequence[SamplingParams], generators: Sequence[random.Random]) -> list[int]:
     """One token per row.
@@ -70,43 +75,54 @@ def sample(logits: Tensor, params: Sequence[SamplingParams], generators: Sequenc
         generators: one per row; rows that are sampled each draw one number.
     """
     tokens: list[int] = logits.argmax(dim=-1).tolist()
-    rows = [row for row, param in enumerate(params) if not param.greedy]
-    if rows:
-        chosen = logits if len(rows) == len(tokens) else logits[rows]
-        draws = [generators[row].random() for row in rows]
-        for row, token in zip(rows, _draw(chosen, [params[row] for row in rows], draws), strict=True):
-            tokens[row] = token
+    sampled = [row for row, param in enumerate(params) if not param.greedy]
+    for truncated in (False, True):
+        rows = [row for row in sampled if params[row].truncated is truncated]
+        if rows:
+            chosen = _Rows(
+                logits if len(rows) == len(tokens) else logits[rows],
+                [params[row] for row in rows],
+                [generators[row].random() for row in rows],
+            )
+            for row, token in zip(rows, chosen.truncated() if truncated else chosen.whole(), strict=True):
+                tokens[row] = token
     return tokens
 
 
-def _draw(logits: Tensor, params: Sequence[SamplingParams], draws: Sequence[float]) -> list[int]:
-    """Where each draw (0 to 1) falls in its row's truncated distribution, most likely tokens first."""
-    vocab = logits.shape[-1]
+@dataclass(frozen=True)
+class _Rows:
+    """Rows that are sampled: their logits, parameters and draws (0 to 1)."""
 
-    def column(values: Sequence[float]) -> Tensor:
-        return torch.tensor(values, dtype=torch.float64, device=logits.device)[:, None]
+    logits: Tensor
+    params: Sequence[SamplingParams]
+    draws: Sequence[float]
 
-    # Without truncation the order does not matter, and sorting a large vocabulary is the most expensive step.
-    limits = [param.top_k if param.top_k > 0 else vocab for param in params]
-    width = min(max(limits), vocab)
-    order: Tensor | None = None
-    if width < vocab:
-        logits, order = logits.topk(width, dim=-1)
-    elif any(param.top_p < 1 or param.top_k > 0 for param in params):
-        logits, order = logits.sort(dim=-1, descending=True)
-    scaled = logits.double() / column([param.temperature for param in params])
-    if order is not None:
-        beyond = torch.arange(width, device=logits.device) >= column(limits)
-        scaled = scaled.masked_fill(beyond, -torch.inf)
-    probabilities = scaled.softmax(dim=-1)
-    if order is not None:
+    def whole(self) -> list[int]:
+        """Where the draws fall among all tokens, in the vocabulary's order: without sorting, which costs the most."""
+        return self._fall(self._scaled(self.logits).softmax(dim=-1)).flatten().tolist()
+
+    def truncated(self) -> list[int]:
+        """Where the draws fall among the tokens that top-k and top-p leave, most likely first."""
+        vocab = self.logits.shape[-1]
+        limits = [min(param.top_k, vocab) if param.top_k > 0 else vocab for param in self.params]
+        ranked, order = self.logits.topk(max(limits), dim=-1)
+        beyond = torch.arange(max(limits), device=ranked.device) >= self._column(limits)
+        probabilities = self._scaled(ranked).masked_fill_(beyond, -torch.inf).softmax(dim=-1)
         before = probabilities.cumsum(dim=-1) - probabilities
-        probabilities = probabilities.masked_fill(before >= column([param.top_p for param in params]), 0.0)
-        probabilities[:, 0] = scaled.softmax(dim=-1)[:, 0]  # a tiny top_p keeps at least the most likely token
-    cumulative = probabilities.cumsum(dim=-1)
-    total = cumulative[:, -1:]
-    place = torch.searchsorted(cumulative, column(draws) * total, right=True).clamp_(max=width - 1)
-    if order is not None:
-        place = order.gather(1, place)
-    tokens: list[int] = place.flatten().tolist()
-    return tokens
+        before[:, 0] = 0  # exactly, so that a tiny top_p keeps the most likely token
+        probabilities.masked_fill_(before >= self._column([param.top_p for param in self.params]), 0)
+        return order.gather(1, self._fall(probabilities)).flatten().tolist()
+
+    def _fall(self, probabilities: Tensor) -> Tensor:
+        """`[rows, 1]`, where each row's draw falls in its cumulative distribution, which need not sum to 1."""
+        cumulative = probabilities.cumsum(dim=-1)
+        total = cumulative[:, -1:]
+        place = torch.searchsorted(cumulative, self._column(self.draws) * total, right=True)
+        # A draw next to 1 may round up to the total: the last token that has any probability.
+        return torch.minimum(place, (cumulative < total).sum(dim=-1, keepdim=True))
+
+    def _scaled(self, logits: Tensor) -> Tensor:
+        return logits.double() / self._column([param.temperature for param in self.params])
+
+    def _column(self, values: Sequence[float]) -> Tensor:
+        return torch.tensor(values, dtype=torch.float64, device=self.logits.device)[:, None]

@@ -135,7 +135,8 @@ def expert_parallel(
         count: _transport(all2all_backend, group, count, link) for count in {_num_experts(block) for _, block in blocks}
     }
     replaced: dict[int, ExpertParallelMoE] = {}  # a block used in two places stays one block
-    for path, block in blocks:
+    while blocks:
+        path, block = blocks.pop()  # and with it the last reference to the old block: its weights are freed here
         if id(block) not in replaced:
             replaced[id(block)] = _replacement(block, transports[_num_experts(block)], experts_backend)
         model.set_submodule(path, replaced[id(block)])

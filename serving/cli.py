@@ -49,7 +49,12 @@ def _parse(kind: type[Any], program: str, description: str, words: Sequence[str]
 
 
 def _usage(words: Sequence[str]) -> int:
-    asked = not words or words[0] in ("-h", "--help") or words == ["bench"] or words[:2] in (["bench", "-h"], ["bench", "--help"])
+    asked = (
+        not words
+        or words[0] in ("-h", "--help")
+        or words == ["bench"]
+        or words[:2] in (["bench", "-h"], ["bench", "--help"])
+    )
     out = sys.stdout if asked and words else sys.stderr
     if not asked:
         wrong = " ".join(words[:2]) if words[0] == "bench" else words[0]

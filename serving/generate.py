@@ -137,7 +137,9 @@ def generate_on_rank(rank: int, world_size: int, options: Options, config: UBatc
         ModelRunner(
             options.model, group=group, all2all_backend=options.all2all_backend, link=link, dbo=config
         ) as runner,
-        tqdm(total=len(own) * options.max_tokens, unit="token", disable=None if rank == 0 else True, leave=False) as bar,
+        tqdm(
+            total=len(own) * options.max_tokens, unit="token", disable=None if rank == 0 else True, leave=False
+        ) as bar,
     ):
         outputs = generate_tokens(runner, prompts, params, on_token=lambda _, __: bar.update())
         statistics = runner.statistics()

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe import All2All, FusedMoEModularKernel, local_experts, make_experts
+from moe import All2All, FusedMoEModularKernel, make_experts
 
 
 @dataclass(frozen=True)
@@ -89,13 +89,3 @@ def make_tokens(
     ids = ids + candidates.start
     ids[torch.rand(ids.shape, generator=generator) < unrouted] = -1
     return Routed(x, ids, weights / weights.sum(1, keepdim=True))
-
-
-def cut(routed: Routed, start: int, stop: int) -> Routed:
-    """Some of the tokens."""
-    return Routed(routed.x[start:stop], routed.ids[start:stop], routed.weights[start:stop])
-
-
-def block_of(layer: Layer, rank: int, ranks: int) -> range:
-    """The experts of a rank."""
-    return local_experts(layer.num_experts, rank, ranks)

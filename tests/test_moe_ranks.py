@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -76,26 +77,26 @@ def _traffic(rank: int, group: CommGroup) -> None:
     routed = Routed(torch.randn(4, HIDDEN), ids, torch.full((4, TOP_K), 0.5))
     row, result = HIDDEN * 4 + TOP_K * 8, HIDDEN * 4
     assert _sent(layer, "torch_dist", group, routed) == {
-        "dispatch_counts": 16,
         "dispatch": 4 * row,
         "combine": 4 * result,
     }
     nowhere = Routed(routed.x, mask_padding(ids, 0), routed.weights)
-    assert _sent(layer, "torch_dist", group, nowhere) == {"dispatch_counts": 16, "dispatch": 0, "combine": 0}
-    everywhere = {"dispatch_counts": 16, "dispatch": 8 * row, "combine": 8 * result}
+    assert _sent(layer, "torch_dist", group, nowhere) == {"dispatch": 0, "combine": 0}
+    everywhere = {"dispatch": 8 * row, "combine": 8 * result}
     assert _sent(layer, "allgather_reducescatter", group, routed) == everywhere
 
 
 def _sent(layer: Layer, name: str, group: CommGroup, routed: Routed) -> dict[str, int]:
-    """Bytes sent and received by every transfer of one layer; both ranks have equal loads."""
+    """Bytes sent and received by every payload of one layer; both ranks have equal loads."""
     kernel = layer.kernel(make_all2all(name, group=group, num_experts=EXPERTS))
     with tracing() as trace:
         kernel(routed.x, routed.weights, routed.ids)
-    return _bytes(trace)
-
-
-def _bytes(trace: Trace) -> dict[str, int]:
     return {span.name: span.bytes for span in trace.spans if span.kind is SpanKind.TRANSFER}
+
+
+def _exchanged_counts(trace: Trace) -> bool:
+    """Whether the host waited for token counts."""
+    return any(span.name == "dispatch_counts" for span in trace.spans)
 
 
 def _known_sizes(rank: int, group: CommGroup) -> None:
@@ -106,7 +107,7 @@ def _known_sizes(rank: int, group: CommGroup) -> None:
     with tracing() as trace, set_forward_context(ForwardContext(tokens_across_ranks=(3, 4))):
         actual = kernel(routed.x, routed.weights, routed.ids)
     torch.testing.assert_close(actual, layer.expected(routed))
-    assert set(_bytes(trace)) == {"dispatch", "combine"}
+    assert not _exchanged_counts(trace)
 
     padded = Routed(routed.x, mask_padding(routed.ids, 2 + rank), routed.weights)
     with set_forward_context(ForwardContext(tokens_across_ranks=(2, 3))):
@@ -116,7 +117,7 @@ def _known_sizes(rank: int, group: CommGroup) -> None:
     other_group = ForwardContext(tokens_across_ranks=(3, 4, 5))  # of a larger group: says nothing about this one
     with set_forward_context(other_group), tracing() as trace:
         torch.testing.assert_close(kernel(routed.x, routed.weights, routed.ids), layer.expected(routed))
-    assert "dispatch_counts" in _bytes(trace)
+    assert _exchanged_counts(trace)
 
 
 def _dtypes(rank: int, group: CommGroup) -> None:
@@ -200,8 +201,7 @@ def _lanes(rank: int, group: CommGroup) -> None:
             chosen = get_schedule(schedule)
             points = [p for _ in layers for p in ("select", "dispatch", "combine", "output") if chosen.active(p)]
             assert trace.order == interleave([points] * lanes, lead=chosen.lead)
-            counted = "dispatch_counts" in _bytes(trace)
-            assert counted is (name == "torch_dist"), "allgather_reducescatter knows the sizes from the vote"
+            assert _exchanged_counts(trace) is (name == "torch_dist"), "the others know the sizes from the vote"
             wrapper.close()
 
 
@@ -229,6 +229,8 @@ def _emulated_link(rank: int, group: CommGroup) -> None:
         with tracing() as trace:
             torch.testing.assert_close(wrapper(x), model.expected(x))
         assert wrapper.statistics().engaged == 1, wrapper.statistics()
+        counts = [s.end - s.start for s in trace.spans if s.name == "dispatch_counts" and s.kind is SpanKind.WAIT]
+        assert len(counts) == (2 * len(layers) if inner == "torch_dist" else 0)
         payloads = [s for s in trace.spans if s.kind is SpanKind.TRANSFER and s.name in ("dispatch", "combine")]
         carried = link.statistics()
         assert carried.transfers == len(payloads) == 2 * 2 * len(layers)
@@ -238,6 +240,15 @@ def _emulated_link(rank: int, group: CommGroup) -> None:
             assert span.end - span.start >= 2e-3
             assert any(s.end >= span.end and s.lane == span.lane and s.name == span.name for s in waits)
         wrapper.close()
+        slow = EmulatedLink(0.1, float("inf"))  # no vote here: either back end's host waits for counts
+        all2all = make_all2all("emulated_link", group=group, num_experts=EXPERTS, link=slow, inner=inner)
+        routed = make_tokens(layers[0], 2, TOP_K, seed=rank)
+        launched = time.monotonic()
+        dispatch = all2all.dispatch(routed.x, routed.ids, routed.weights)
+        assert time.monotonic() - launched >= 0.1, "counts take the latency"
+        dispatched = dispatch.wait()
+        assert time.monotonic() - launched >= 0.2, "and so does the payload, after them"
+        all2all.combine(dispatched.hidden_states.contiguous(), dispatched.handle).wait()
 
 
 CHECKS: dict[str, Callable[[int, CommGroup], None]] = {

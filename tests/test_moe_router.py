@@ -26,10 +26,10 @@ def by_hand(logits: list[float], top_k: int, renormalize: bool) -> tuple[list[fl
     tokens=st.integers(0, 4),
     renormalize=st.booleans(),
     seed=st.integers(0, 99),
-    k=st.data(),
+    data=st.data(),
 )
-def test_softmax_top_k(num_experts: int, tokens: int, renormalize: bool, seed: int, k: st.DataObject) -> None:
-    top_k = k.draw(st.integers(1, num_experts))
+def test_softmax_top_k(num_experts: int, tokens: int, renormalize: bool, seed: int, data: st.DataObject) -> None:
+    top_k = data.draw(st.integers(1, num_experts))
     logits = torch.randn(tokens, num_experts, generator=torch.Generator().manual_seed(seed))
     weights, ids = SoftmaxTopKRouter(top_k, renormalize)(logits)
     assert (weights.dtype, ids.dtype) == (torch.float32, torch.int64)

@@ -119,7 +119,7 @@ def test_lanes_change_nothing(
         assert tokens_of(runner, PROMPTS, GREEDY) == expected
         statistics = runner.statistics()
         assert (statistics.engaged, statistics.declined) == (12, {})
-        assert statistics.handoffs > 12 * 2 * 2 * (num_ubatches - 1)
+        assert statistics.handoffs >= 12 * 2 * num_ubatches
         if num_ubatches == 2:  # one prompt alone is cut; one decode alone cannot be
             assert tokens_of(runner, PROMPTS[3:4], GREEDY) == expected[3:4]
             assert runner.statistics().engaged == 13

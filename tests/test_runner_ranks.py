@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import load_reference, make_qwen3_moe_checkpoint, reference_greedy
-from ranks import run_ranks
 from torch import Tensor
 
 from model_runner import Checkpoint, ModelRunner, RequestError, SamplingParams, generate
 from moe import EmulatedLink
+from ranks import run_ranks
 from ubatch import CommGroup, ConfigError, DeclineReason, PeerFailed, UBatchConfig
 
 NUM_TOKENS = 8

@@ -1,4 +1,4 @@
-"""Sampling: truncation against a plain reference, distributions by chi-squared, seeds that do not depend on the batch."""
+"""Sampling: truncation against a plain reference, distributions by chi-squared, draws that ignore the batch."""
 
 from __future__ import annotations
 
@@ -95,6 +95,7 @@ def test_a_request_does_not_depend_on_its_batch() -> None:
         SamplingParams(temperature=0.8, top_k=7, seed=2),
         SamplingParams(temperature=1.2, top_p=0.5, seed=3),
     ]
+    # Each of them alone takes another way through the sampler than all together.
 
     def generators() -> list[random.Random]:
         return [random.Random(param.seed) for param in params]

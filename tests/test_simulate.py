@@ -9,8 +9,18 @@ import pytest
 from ubatch.errors import ConfigError
 from ubatch.ring import interleave
 from ubatch.schedule import SCHEDULES, Point, Recv, Schedule, SharedExpert, get_schedule
-from ubatch.simulate import Compute, Launch, LayerTimes, Op, Pass, Wait, layer_program, simulate
-from ubatch.trace import SpanKind
+from ubatch.simulate import (
+    Compute,
+    Launch,
+    LayerTimes,
+    Op,
+    Pass,
+    Wait,
+    layer_program,
+    programs_of,
+    simulate,
+)
+from ubatch.trace import Event, EventKind, SpanKind, Trace
 
 LAYERS = 200
 VLLM = get_schedule("mlp_shared_overlap")
@@ -89,3 +99,28 @@ def test_bound_holds_for_every_schedule() -> None:
 def test_waiting_for_what_was_not_launched_is_refused() -> None:
     with pytest.raises(ConfigError, match="not launched"):
         simulate([[Wait("t")]], get_schedule("serial"))
+
+
+def test_programs_come_from_a_traced_step() -> None:
+    """Lanes one after the other, traced: their stages, in order, are the simulator's program, times included."""
+    trace = Trace()
+    lane = [
+        (EventKind.LAUNCH, "dispatch.0", 1.0, 0.0, 0.0),
+        (EventKind.POINT, "dispatch", 0.25, 0.0, 0.0),
+        (EventKind.WAIT, "dispatch.0", 0.0, 0.5, 4.0),
+        (EventKind.END, "end", 2.0, 0.0, 0.0),
+    ]
+    for number in range(2):
+        trace.events += [Event(1, number, kind, name, cpu, wait, link) for kind, name, cpu, wait, link in lane]
+    expected: list[Op] = [
+        *(Compute(1.0), Compute(0.5), Launch("dispatch.0", 4.0)),
+        *(Compute(0.25), Pass("dispatch")),
+        *(Compute(0.0), Wait("dispatch.0")),
+        Compute(2.0),
+    ]
+    programs = programs_of(trace, 1)
+    assert programs == [expected, expected]
+    # lane 0 computes 1.75, then lane 1; the link is busy from 1.5 to 9.5; lane 1's last stage ends at 11.5
+    assert simulate(programs, VLLM).seconds == 11.5
+    with pytest.raises(ConfigError, match="no lane events of step 2"):
+        programs_of(trace, 2)

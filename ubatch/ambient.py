@@ -26,6 +26,10 @@ class _Autocast:
     enabled: bool
     dtype: torch.dtype
 
+    @classmethod
+    def current(cls, device_type: str) -> _Autocast:
+        return cls(device_type, torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type))
+
 
 @dataclass(frozen=True)
 class Ambient:
@@ -45,9 +49,7 @@ class Ambient:
         return cls(
             grad=torch.is_grad_enabled(),
             inference=torch.is_inference_mode_enabled(),
-            autocast=tuple(
-                _Autocast(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds
-            ),
+            autocast=tuple(_Autocast.current(kind) for kind in kinds),
             autocast_cache=torch.is_autocast_cache_enabled(),
             default_device=torch.get_default_device(),
             threads=torch.get_num_threads(),
@@ -63,7 +65,7 @@ class Ambient:
                 stack.enter_context(torch.inference_mode())
             stack.enter_context(torch.set_grad_enabled(self.grad))
             for autocast in self.autocast:
-                if autocast.enabled != torch.is_autocast_enabled(autocast.device_type) or autocast.enabled:
+                if autocast != _Autocast.current(autocast.device_type) or autocast.enabled:
                     stack.enter_context(
                         torch.autocast(
                             autocast.device_type,

@@ -9,14 +9,18 @@ Arguments are split by *parameter name*, never because a size happens to match:
     number, string, None, dtype, ...  the same for every lane
 
 What cannot be split is reported with a reason and a sentence, and nothing has run yet. Outputs are concatenated by
-the same walk in the other direction.
+the same walk in the other direction, along a dimension that `output_dims` names or that is the call's rows or tokens.
 """
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import itertools
+import types
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from enum import Enum
 from typing import Any
 
@@ -24,10 +28,18 @@ import torch
 from torch import Tensor
 
 from ubatch.caches import CacheSplitter, splitter_for
-from ubatch.errors import SplitError
+from ubatch.errors import ConfigError, SplitError, nearest
 from ubatch.vote import DeclineReason
 
-__all__ = ["CallPlan", "CannotSplit", "even_bounds", "merge_outputs", "parameter_names", "plan_call"]
+__all__ = [
+    "CallPlan",
+    "CannotSplit",
+    "check_split_dims",
+    "even_bounds",
+    "merge_outputs",
+    "parameter_names",
+    "plan_call",
+]
 
 _BATCH_FIRST = frozenset(
     """
@@ -38,7 +50,9 @@ _BATCH_FIRST = frozenset(
 _SAME_FOR_ALL = frozenset({"cache_position", "logits_to_keep"})
 _TOKEN_IDS = ("input_ids", "token_ids", "tokens", "input_tokens", "inputs_embeds", "input_embeds")
 _MAY_BROADCAST = frozenset({"attention_mask", "position_ids", "positions"})
+_POSITIONS = frozenset({"position_ids", "positions"})
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout, type, Enum)
+_FUNCTIONS = (types.FunctionType, types.MethodType, types.BuiltinFunctionType, functools.partial)
 
 
 class CannotSplit(SplitError):
@@ -67,7 +81,10 @@ class _Leaf:
 
     def cut(self, bounds: Sequence[slice]) -> list[Any]:
         if self.splitter is not None:
-            return self.splitter.split(self.value, bounds)
+            parts = self.splitter.split(self.value, bounds)
+            if len(parts) != len(bounds):
+                raise SplitError(f"its splitter made {len(parts)} parts for {len(bounds)} lanes.")
+            return parts
         if self.dim is None:
             return [self.value] * len(bounds)
         if isinstance(self.value, Tensor):
@@ -84,6 +101,7 @@ class CallPlan:
         rows: size of the split dimension.
         tokens_per_row: tokens that one row stands for: S for token ids `[B, S]`, else 1.
         decode: whether every row has one token of a token-ids argument of two dimensions.
+        multiples: rows of output that may stand for one row of the call: 1, or what a row of an argument holds.
         args, kwargs: the call, every positional argument with its parameter's name.
     """
 
@@ -91,6 +109,7 @@ class CallPlan:
     rows: int
     tokens_per_row: int
     decode: bool
+    multiples: frozenset[int]
     args: tuple[tuple[str, Any], ...]
     kwargs: Mapping[str, Any]
 
@@ -100,8 +119,17 @@ class CallPlan:
         return self.rows * self.tokens_per_row
 
     def cut(self, bounds: Sequence[slice]) -> tuple[list[tuple[tuple[Any, ...], dict[str, Any]]], _CacheParts]:
-        """Every lane's arguments, and the caches that must be merged afterwards."""
-        parts = {leaf.path: leaf.cut(bounds) for leaf in self.leaves}
+        """Every lane's arguments, and the caches that must be merged afterwards.
+
+        Raises:
+            CannotSplit: a cache, or a container of an unusual class, cannot be taken apart.
+        """
+        parts: dict[str, list[Any]] = {}
+        for leaf in self.leaves:
+            try:
+                parts[leaf.path] = leaf.cut(bounds)
+            except SplitError as error:
+                raise CannotSplit(DeclineReason.NO_SPLITTER, f"argument {leaf.path!r}: {error}") from error
         caches = _CacheParts(
             [(leaf.splitter, leaf.value, parts[leaf.path]) for leaf in self.leaves if leaf.splitter is not None]
         )
@@ -124,7 +152,17 @@ def _pick(path: str, value: Any, parts: Mapping[str, Any]) -> Any:
     children = _children(value)
     if not children:
         return value
-    return _rebuild(value, [_pick(f"{path}.{key}", child, parts) for key, child in children])
+    picked = [_pick(f"{path}.{key}", child, parts) for key, child in children]
+    if all(own is child for own, (_, child) in zip(picked, children, strict=True)):
+        return value  # nothing in it is split: every lane gets the caller's own object
+    try:
+        return _rebuild(value, picked)
+    except (TypeError, ValueError) as error:
+        raise CannotSplit(
+            DeclineReason.NO_SPLITTER,
+            f"argument {path!r} is a {type(value).__name__}, which cannot be made anew from its items ({error}). "
+            "Use ubatch.register_splitter.",
+        ) from error
 
 
 class _CacheParts:
@@ -156,6 +194,21 @@ def parameter_names(forward: Callable[..., Any]) -> tuple[tuple[str, ...], str |
         elif parameter.kind is parameter.VAR_POSITIONAL:
             rest = parameter.name
     return tuple(positional), rest
+
+
+def check_split_dims(forward: Callable[..., Any], split_dims: Mapping[str, int | None]) -> None:
+    """Refuse a name in `split_dims` that is no parameter of `forward`, where `forward` takes no others.
+
+    Raises:
+        ConfigError: with the nearest name.
+    """
+    parameters = inspect.signature(forward).parameters
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return
+    for path in split_dims:
+        name = path.partition(".")[0]
+        if name not in parameters:
+            raise ConfigError(f"split_dims names {name!r}, which forward() does not take{nearest(name, parameters)}")
 
 
 def plan_call(
@@ -210,8 +263,8 @@ def plan_call(
 
 def _find(path: str, value: Any, split_dims: Mapping[str, int | None]) -> Iterator[tuple[str, Any, int | None, bool]]:
     """Leaves that matter: `(path, value, dim, known)`."""
-    dim, known = _lookup(path, split_dims)
-    if isinstance(value, _PLAIN) or (callable(value) and not isinstance(value, torch.nn.Module)):
+    dim, known = _lookup(path, value, split_dims)
+    if isinstance(value, (*_PLAIN, *_FUNCTIONS)):
         return
     if isinstance(value, Tensor) or splitter_for(value) is not None:
         yield path, value, dim, known
@@ -229,7 +282,7 @@ def _find(path: str, value: Any, split_dims: Mapping[str, int | None]) -> Iterat
         yield from _find(f"{path}.{key}", child, split_dims)
 
 
-def _lookup(path: str, split_dims: Mapping[str, int | None]) -> tuple[int | None, bool]:
+def _lookup(path: str, value: Any, split_dims: Mapping[str, int | None]) -> tuple[int | None, bool]:
     """The dimension for `path`: the longest prefix that the user named, else the well-known names."""
     prefix = path
     while prefix:
@@ -237,6 +290,8 @@ def _lookup(path: str, split_dims: Mapping[str, int | None]) -> tuple[int | None
             return split_dims[prefix], True
         prefix = prefix.rpartition(".")[0]
     name = path.rpartition(".")[2]
+    if name in _POSITIONS and isinstance(value, Tensor) and value.dim() > 2:
+        return None, False  # multimodal rope has [3, B, S]
     if name in _BATCH_FIRST:
         return 0, True
     return None, name in _SAME_FOR_ALL
@@ -271,17 +326,37 @@ def _with_rows(leaves: list[_Leaf], args: tuple[tuple[str, Any], ...], kwargs: M
                 f"argument {leaf.path!r} has {size} rows where others have {rows}. Mend split_dims or the batch.",
             )
         settled.append(leaf)
-    ids = next(
-        (leaf.value for name in _TOKEN_IDS for leaf in settled if leaf.path == name and isinstance(leaf.value, Tensor)),
-        None,
+    per_row = _tokens_per_row(settled)
+    multiples = {_other_size(leaf) for leaf in settled if isinstance(leaf.value, Tensor) and leaf.value.dim() > 1}
+    return CallPlan(
+        leaves=tuple(settled),
+        rows=rows,
+        tokens_per_row=1 if per_row is None else per_row,
+        decode=per_row == 1,
+        multiples=frozenset({1, *multiples} - {None}),
+        args=args,
+        kwargs=kwargs,
     )
-    embedded = ids is not None and ids.is_floating_point()
-    per_row = ids.shape[1] if ids is not None and ids.dim() == (3 if embedded else 2) else None
-    return CallPlan(tuple(settled), rows, 1 if per_row is None else per_row, per_row == 1, args, kwargs)
+
+
+def _tokens_per_row(leaves: Sequence[_Leaf]) -> int | None:
+    """S of the call's token ids `[B, S]` or embeddings `[B, S, hidden]`; None where it has neither."""
+    for name in _TOKEN_IDS:
+        for leaf in leaves:
+            if leaf.path.rpartition(".")[2] == name and isinstance(leaf.value, Tensor) and leaf.dim is not None:
+                token_dims = leaf.value.dim() - leaf.value.is_floating_point()
+                return _other_size(leaf) if token_dims == 2 else None
+    return None
+
+
+def _other_size(leaf: _Leaf) -> int | None:
+    """Where a tensor is split along one of its first two dimensions, the size of the other one."""
+    size: int | None = leaf.value.shape[1 - leaf.dim] if leaf.dim in (0, 1) else None
+    return size
 
 
 def _size(leaf: _Leaf) -> int:
-    return leaf.value.shape[leaf.dim] if isinstance(leaf.value, Tensor) else len(leaf.value)
+    return int(leaf.value.shape[leaf.dim]) if isinstance(leaf.value, Tensor) else len(leaf.value)
 
 
 def _children(value: Any) -> list[tuple[str, Any]] | None:
@@ -293,7 +368,7 @@ def _children(value: Any) -> list[tuple[str, Any]] | None:
     if isinstance(value, list | tuple):
         return [(str(index), child) for index, child in enumerate(value)]
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return [(f.name, getattr(value, f.name)) for f in dataclasses.fields(value)]
+        return [(f.name, getattr(value, f.name)) for f in dataclasses.fields(value) if f.init]
     return None
 
 
@@ -301,10 +376,14 @@ def _rebuild(value: Any, children: list[Any]) -> Any:
     """A container like `value` with other children."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         # ModelOutput is a dataclass *and* a mapping without its unset fields: rebuild it from the fields.
-        names = list(value) if isinstance(value, Mapping) else [f.name for f in dataclasses.fields(value)]
+        names = list(value) if isinstance(value, Mapping) else [f.name for f in dataclasses.fields(value) if f.init]
         return dataclasses.replace(value, **dict(zip(names, children, strict=True)))
+    if isinstance(value, MutableMapping):
+        clone = copy.copy(value)  # keeps what else it has, such as a defaultdict's factory
+        clone.update(zip(value, children, strict=True))
+        return clone
     if isinstance(value, Mapping):
-        return type(value)(zip(value, children, strict=True))  # type: ignore[call-arg]
+        return type(value)(dict(zip(value, children, strict=True)))  # type: ignore[call-arg]
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*children)
     return type(value)(children)
@@ -317,76 +396,122 @@ def even_bounds(rows: int, lanes: int) -> list[slice]:
 
 
 def merge_outputs(
-    outputs: Sequence[Any], rows: Sequence[int], caches: _CacheParts, output_dims: Mapping[str, int]
+    outputs: Sequence[Any],
+    plan: CallPlan,
+    bounds: Sequence[slice],
+    caches: _CacheParts,
+    output_dims: Mapping[str, int | None],
 ) -> Any:
     """The lanes' outputs as the unsplit model would have returned them.
 
     Args:
         outputs: one per lane, of one structure.
-        rows: how many rows each lane had.
+        plan: how the arguments were split.
+        bounds: the rows of every lane.
         caches: the call's caches; merged in place when everything else could be.
-        output_dims: where to concatenate what is not batch-first.
+        output_dims: where to concatenate what is not batch-first; None where all lanes return the same.
 
     Raises:
         CannotSplit: an output has no batch dimension, or not one that follows the rows.
     """
-    merged = _merge("output", outputs, rows, caches, output_dims)
+    rows = [part.stop - part.start for part in bounds]
+    merged = _Merger(rows, plan.multiples, caches, output_dims).merge("output", outputs)
     caches.merge()
     return merged
 
 
-def _merge(path: str, values: Sequence[Any], rows: Sequence[int], caches: _CacheParts, dims: Mapping[str, int]) -> Any:
-    first = values[0]
-    if all(value is first for value in values):
-        return first
-    if any(type(value) is not type(first) for value in values):
-        raise _ambiguous(path, f"is of class {sorted({type(value).__name__ for value in values})} in different lanes")
-    if isinstance(first, Tensor):
-        return _concatenate(path, values, rows, dims)
-    splitter = splitter_for(first)
-    if splitter is not None:
-        whole = caches.whole_of(first)
-        return whole if whole is not None else splitter.merge(values, None)
-    children = _children(first)
-    if children is None:
-        if isinstance(first, _PLAIN) and all(value == first for value in values):
+@dataclasses.dataclass(frozen=True)
+class _Merger:
+    """Puts the lanes' values together, leaf by leaf. Attributes as the arguments of `merge_outputs`."""
+
+    rows: Sequence[int]
+    multiples: frozenset[int]
+    caches: _CacheParts
+    dims: Mapping[str, int | None]
+
+    def merge(self, path: str, values: Sequence[Any]) -> Any:
+        """One value for the lanes' `values` at `path`."""
+        first = values[0]
+        dim, named = self._named(path)
+        if all(value is first for value in values) or (named and dim is None):
             return first
-        raise _ambiguous(path, f"is a {type(first).__name__} that differs between lanes")
-    keys = [key for key, _ in children]
-    columns = [_children(value) or [] for value in values]
-    if any([key for key, _ in column] != keys for column in columns):
-        raise _ambiguous(path, "has different keys or lengths in different lanes")
-    merged = [
-        _merge(f"{path}.{key}", [column[index][1] for column in columns], rows, caches, dims)
-        for index, key in enumerate(keys)
-    ]
-    return _rebuild(first, merged)
+        if any(type(value) is not type(first) for value in values):
+            raise _ambiguous(path, f"is of class {sorted({type(value).__name__ for value in values})} in different lanes")
+        if isinstance(first, Tensor):
+            return self._concatenate(path, values)
+        splitter = splitter_for(first)
+        if splitter is not None:
+            whole = self.caches.whole_of(first)
+            return whole if whole is not None else splitter.merge(values, None)
+        columns = [_children(value) for value in values]
+        if columns[0] is None:
+            if isinstance(first, _PLAIN) and all(value == first for value in values):
+                return first
+            raise _ambiguous(path, f"is a {type(first).__name__} that differs between lanes")
+        if type(first) in (list, tuple) and all(isinstance(value, _PLAIN) for value in itertools.chain(*values)):
+            if named:
+                return type(first)(itertools.chain(*values))
+            if any(value is not None for value in first) and [len(value) for value in values] == list(self.rows):
+                raise _ambiguous(path, f"is a {type(first).__name__} of plain values, maybe one per row")
+        return self._merge_children(path, values, [column or [] for column in columns])
+
+    def _merge_children(self, path: str, values: Sequence[Any], columns: Sequence[list[tuple[str, Any]]]) -> Any:
+        keys = [key for key, _ in columns[0]]
+        if any([key for key, _ in column] != keys for column in columns):
+            raise _ambiguous(path, "has different keys or lengths in different lanes")
+        merged = [
+            self.merge(f"{path}.{key}", [column[index][1] for column in columns]) for index, key in enumerate(keys)
+        ]
+        try:
+            return _rebuild(values[0], merged)
+        except (TypeError, ValueError) as error:
+            what = f"is a {type(values[0]).__name__}, which cannot be made anew from its items ({error})"
+            raise _ambiguous(path, what) from error
+
+    def _concatenate(self, path: str, values: Sequence[Tensor]) -> Tensor:
+        first = values[0]
+        if first.dim() == 0:
+            raise CannotSplit(
+                DeclineReason.ZERO_DIM_OUTPUT,
+                f"{path} has no dimensions (a loss?), so the lanes' values cannot be concatenated. "
+                "Compute it outside the wrapped module.",
+            )
+        if all(_is_view_of_same(value, first) for value in values):
+            return first  # a parameter or buffer handed through
+        dim, named = self._named(path)
+        dim = dim or 0
+        if any(not -value.dim() <= dim < value.dim() for value in values):
+            raise _ambiguous(path, f"has {first.dim()} dimensions, so none is dimension {dim}")
+        counts = [value.shape[dim] for value in values]
+        others = {value.shape[:dim] + value.shape[dim:][1:] for value in values}
+        if len(others) > 1 or not (self._proportional(counts) if named else self._follows_rows(counts)):
+            raise _ambiguous(path, f"has shapes {[tuple(value.shape) for value in values]} for {list(self.rows)} rows")
+        return torch.cat(list(values), dim)
+
+    def _named(self, path: str) -> tuple[int | None, bool]:
+        """The dimension that the user gave for `path`, and whether they did."""
+        name = path.removeprefix("output.")
+        for known in (name, name.rpartition(".")[2]):
+            if known in self.dims:
+                return self.dims[known], True
+        return None, False
+
+    def _follows_rows(self, counts: Sequence[int]) -> bool:
+        """Whether this is the batch dimension. With equal lanes any size would be proportional, so it must be known."""
+        return any(list(counts) == [own * multiple for own in self.rows] for multiple in self.multiples)
+
+    def _proportional(self, counts: Sequence[int]) -> bool:
+        total, rows = sum(counts), sum(self.rows)
+        return all(count * rows == total * own for count, own in zip(counts, self.rows, strict=True))
 
 
-def _concatenate(path: str, values: Sequence[Tensor], rows: Sequence[int], dims: Mapping[str, int]) -> Tensor:
-    first = values[0]
-    if first.dim() == 0:
-        raise CannotSplit(
-            DeclineReason.ZERO_DIM_OUTPUT,
-            f"{path} has no dimensions (a loss?), so the lanes' values cannot be concatenated. "
-            "Compute it outside the wrapped module.",
-        )
-    if all(value.data_ptr() == first.data_ptr() and value.stride() == first.stride() for value in values) and (
-        first.numel() and all(value.shape == first.shape for value in values)
-    ):
-        return first  # a parameter or buffer handed through
-    name = path.removeprefix("output.")
-    dim = dims.get(name, dims.get(name.rpartition(".")[2], 0))
-    counts = [value.shape[dim] for value in values]
-    total, total_rows = sum(counts), sum(rows)
-    others = {value.shape[:dim] + value.shape[dim:][1:] for value in values}
-    if len(others) > 1 or any(count * total_rows != total * own for count, own in zip(counts, rows, strict=True)):
-        raise _ambiguous(path, f"has shapes {[tuple(value.shape) for value in values]} for {list(rows)} rows")
-    return torch.cat(list(values), dim)
+def _is_view_of_same(a: Tensor, b: Tensor) -> bool:
+    return a.numel() > 0 and a.shape == b.shape and a.stride() == b.stride() and a.data_ptr() == b.data_ptr()
 
 
 def _ambiguous(path: str, what: str) -> CannotSplit:
     return CannotSplit(
         DeclineReason.AMBIGUOUS_OUTPUT,
-        f"{path} {what}, so the lanes' outputs cannot be merged. Name its batch dimension in output_dims.",
+        f"{path} {what}, so the lanes' outputs cannot be merged. Name its batch dimension in output_dims, or None there "
+        "if every lane returns the same.",
     )

@@ -13,8 +13,10 @@ at once either. Only `abandon`, for a lane that hangs, takes the baton from its 
 
 from __future__ import annotations
 
+import os
 import threading
 import time
+import weakref
 from dataclasses import dataclass
 
 from ubatch.errors import LaneAborted, UBatchError
@@ -56,6 +58,7 @@ class Baton:
         self.aborted_by: int | None = None
         self.forked = False
         self.running = False
+        _batons.add(self)
 
     def prepare(self, lead: int) -> None:
         """Make ready for a step in which lane 0 leads by `lead` points."""
@@ -70,7 +73,11 @@ class Baton:
 
     def acquire(self, lane: int) -> None:
         """Park until the baton comes to `lane` for the first time."""
-        self._wake[lane].wait()
+        try:
+            self._wake[lane].wait()
+        except BaseException:
+            self._interrupted(lane)
+            raise
         self.check(lane)
 
     def pass_on(self, lane: int) -> bool:
@@ -89,17 +96,22 @@ class Baton:
                 return False
             self.handoffs += 1
         self._wake[following].set()
-        self._wake[lane].wait()
+        try:
+            self._wake[lane].wait()
+        except BaseException:
+            self._interrupted(lane)
+            raise
         if self.aborted_by is not None or ring.holder != lane:
             self.check(lane)
         return True
 
     def leave(self, lane: int) -> None:
-        """`lane` ends: take it out of the ring and hand on."""
+        """`lane` ends: take it out of the ring and hand on. A lane that the baton was taken from has none to hand on."""
+        if self.forked:  # nobody else lives in the child, and somebody may have held the lock
+            return
         with self._lock:
-            if lane in self._abandoned or self.forked:  # a forked child shares the wake-ups with its parent
-                return
-            self._hand_on_from(lane)
+            if self._ring.holder == lane:
+                self._hand_on_from(lane)
 
     def abort(self, lane: int) -> None:
         """`lane` failed: every other lane raises `LaneAborted` when the baton reaches it."""
@@ -117,6 +129,11 @@ class Baton:
     def abandoned(self, lane: int) -> bool:
         """Whether the baton was taken from `lane` for good."""
         return lane in self._abandoned
+
+    def previous(self, lane: int) -> int:
+        """The living lane before `lane` in the ring; `lane` itself when it is alone."""
+        alive, lanes = self._ring.alive, self._ring.lanes
+        return next((other % lanes for other in range(lane - 1, lane - lanes, -1) if alive[other % lanes]), lane)
 
     def check(self, lane: int) -> None:
         """Raise if `lane` may not go on.
@@ -136,6 +153,11 @@ class Baton:
         held = time.monotonic() - self.since
         return BatonStatistics(ring.holder, self.handoffs, held, tuple(ring.alive), self.aborted_by is not None)
 
+    def _interrupted(self, lane: int) -> None:
+        """Ctrl-C while the main thread was parked, as a lane: it unwinds as any failed lane, when its turn comes."""
+        self.abort(lane)
+        self._wake[lane].wait()
+
     def _hand_on_from(self, lane: int) -> None:
         following = self._ring.at_end(lane)
         self.since = time.monotonic()
@@ -144,3 +166,15 @@ class Baton:
             self._wake[following].set()
         else:
             self.running = False
+
+
+_batons: weakref.WeakSet[Baton] = weakref.WeakSet()
+
+
+def _after_fork_in_child() -> None:
+    for baton in list(_batons):
+        baton.forked = True
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -23,6 +23,20 @@ class CUDAGraphMode(StrEnum):
     FULL = "full"
 
 
+_KINDS: Mapping[str, type] = {
+    "enable_dbo": bool,
+    "num_ubatches": int,
+    "dbo_decode_token_threshold": int,
+    "dbo_prefill_token_threshold": int,
+    "schedule": str,
+    "tbo_token_distribution_threshold": float,
+    "timeout_s": float,
+    "split_dims": Mapping,
+    "output_dims": Mapping,
+    "require_overlap": bool,
+}
+
+
 @dataclass(frozen=True)
 class UBatchConfig:
     """When and how to overlap.
@@ -40,7 +54,9 @@ class UBatchConfig:
         group: the ranks whose collectives the module calls; `moe.expert_parallel` sets it.
         split_dims: parameter name (or `name.key` inside a nested argument) -> the dimension to split, None to give
             every lane the whole argument.
-        output_dims: output name (or path) -> the dimension to concatenate; 0 where not named.
+        output_dims: output name (or path; `output` where there is no name) -> the dimension to concatenate, None
+            where every lane returns the same. What is not named is concatenated along dimension 0, where that is the
+            rows or tokens of the call.
         require_overlap: raise `OverlapDeclined` instead of running unsplit.
 
     Raises:
@@ -56,10 +72,15 @@ class UBatchConfig:
     timeout_s: float = 60.0
     group: CommGroup | None = None
     split_dims: Mapping[str, int | None] = field(default_factory=dict)
-    output_dims: Mapping[str, int] = field(default_factory=dict)
+    output_dims: Mapping[str, int | None] = field(default_factory=dict)
     require_overlap: bool = False
 
     def __post_init__(self) -> None:
+        for name, kind in _KINDS.items():
+            _check_type(name, getattr(self, name), kind if name != "schedule" else (str, Schedule))
+        for option in ("split_dims", "output_dims"):
+            for name, dim in getattr(self, option).items():
+                _check_type(f"{option}[{name!r}]", dim, (int, type(None)))
         if not 2 <= self.num_ubatches <= MAX_LANES:
             raise ConfigError(
                 f"num_ubatches must be 2 to {MAX_LANES}, not {self.num_ubatches}. Set enable_dbo=False to run unsplit."
@@ -75,7 +96,7 @@ class UBatchConfig:
             raise ConfigError(
                 f"tbo_token_distribution_threshold is {self.tbo_token_distribution_threshold}; it must be 0 to 0.5."
             )
-        if self.timeout_s <= 0:
+        if not self.timeout_s > 0:
             raise ConfigError(f"timeout_s must be positive, not {self.timeout_s}.")
         if self.group is not None and not isinstance(self.group, CommGroup):
             raise ConfigError(
@@ -96,28 +117,12 @@ class UBatchConfig:
         Raises:
             ConfigError: an unknown key (with the nearest known one), or a wrong type or value.
         """
-        kinds = {
-            "enable_dbo": bool,
-            "num_ubatches": int,
-            "dbo_decode_token_threshold": int,
-            "dbo_prefill_token_threshold": int,
-            "schedule": str,
-            "tbo_token_distribution_threshold": float,
-            "timeout_s": float,
-            "split_dims": dict,
-            "output_dims": dict,
-            "require_overlap": bool,
-        }
         arguments: dict[str, Any] = {}
         for key, value in values.items():
             name = str(key).replace("-", "_")
-            if name not in kinds:
-                raise ConfigError(f"unknown key {key!r}{nearest(name, kinds)}")
-            kind = kinds[name]
-            if kind is float and type(value) is int:
-                value = float(value)
-            if type(value) is not kind:
-                raise ConfigError(f"{key} must be {kind.__name__}, not {value!r} ({type(value).__name__}).")
+            if name not in _KINDS:
+                raise ConfigError(f"unknown key {key!r}{nearest(name, _KINDS)}")
+            _check_type(str(key), value, _KINDS[name])
             arguments[name] = value
         return cls(**arguments)
 
@@ -134,6 +139,8 @@ class UBatchConfig:
             values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
         except OSError as error:
             raise ConfigError(f"cannot read {path}: {error.strerror}.") from error
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"cannot read {path}: it is not UTF-8 text ({error.reason}).") from error
         except yaml.YAMLError as error:
             raise ConfigError(f"{path} is not valid YAML: {error}") from error
         if values is None:
@@ -148,3 +155,12 @@ class UBatchConfig:
     def describe(self) -> dict[str, object]:
         """The settings as plain values, for logs."""
         return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "group"}
+
+
+def _check_type(name: str, value: object, kind: type | tuple[type, ...]) -> None:
+    """A bool is no number here, though Python has it so; an int may stand for a float."""
+    kinds = kind if isinstance(kind, tuple) else (kind,)
+    accepted = (*kinds, int) if float in kinds else kinds
+    if not isinstance(value, accepted) or (isinstance(value, bool) and bool not in kinds):
+        expected = " or ".join(each.__name__ for each in kinds)
+        raise ConfigError(f"{name} must be {expected}, not {value!r} ({type(value).__name__}).")

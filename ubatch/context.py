@@ -93,7 +93,7 @@ class UBatchContext:
         self.schedule = SERIAL
         self.voted_ranks: frozenset[int] = frozenset()
         self.trace: Trace | None = None
-        self.peers: Sequence[UBatchContext] = (self,)
+        self.peers: Sequence[UBatchContext] = ()
         self.compute_stream = compute_stream
         self.comm_stream = comm_stream
         self._ready = ready
@@ -125,7 +125,7 @@ class UBatchContext:
         self._ready.arrive()
         try:
             self.baton.acquire(self.id)
-        except LaneAborted:
+        except BaseException:
             self._leave()
             raise
         self._begin_stage()
@@ -135,19 +135,23 @@ class UBatchContext:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         try:
+            try:
+                if error is None:
+                    self._check_alive()
+                    self._run_hook(self)
+            finally:
+                self._rejoin()
+        except BaseException as late:
             if error is None:
-                self._check_alive()
-                self._run_hook(self)
-        except BaseException:
-            self.baton.abort(self.id)
-            raise
+                self.baton.abort(self.id)
+                raise
+            error.add_note(f"leaving lane {self.id} failed too: {late!r}")
         finally:
             if error is not None and not isinstance(error, LaneAborted):
                 self.baton.abort(self.id)
             if self.trace is not None and self.baton.aborted_by is None:
                 self._end_stage(EventKind.END, "end")
                 self.trace.order.append((self.id, "end"))
-            self._rejoin()
             self._leave()
 
     def _leave(self) -> None:
@@ -161,6 +165,12 @@ class UBatchContext:
         self._comm_done.record(self.comm_stream)
         self._comm_done.wait(self.compute_stream)
         self._streams.set_current(self.compute_stream)
+
+    def settle(self) -> set[Transfer[Any]]:
+        """The step is over: let go of what belonged to it. Returns the transfers that nobody waited for."""
+        self.forward_context = self.trace = self._hook = None
+        launched, self.launched = self.launched, set()
+        return launched
 
     def _check_alive(self) -> None:
         if get_ident() != self.thread:
@@ -182,7 +192,8 @@ class UBatchContext:
                 self._end_stage(EventKind.POINT, point)
                 self.trace.order.append((self.id, point))
             self.baton.pass_on(self.id)
-            self._begin_stage()
+            if self.trace is not None:
+                self._begin_stage()
         else:
             self.baton.check(self.id)
             self.baton.since = time.monotonic()
@@ -197,17 +208,15 @@ class UBatchContext:
         if self._hook is not None:
             raise UBatchError(
                 f"lane {self.id} registered a receive hook while its previous one is pending. "
-                "Pass a point, or call dbo_maybe_run_recv_hook(), between two launches."
+                "Pass a point between two launches."
             )
         self._hook = hook
 
     def maybe_run_hook(self) -> None:
         """Run the hook that is due before this lane's next launch."""
         self._check_alive()
-        if self.schedule.recv is Recv.PEER:
-            self._run_hook(self.peers[self.id - 1])
-        else:
-            self._run_hook(self)
+        owner = self.baton.previous(self.id) if self.schedule.recv is Recv.PEER else self.id
+        self._run_hook(self.peers[owner])
 
     def _run_hook(self, owner: UBatchContext) -> None:
         hook, owner._hook = owner._hook, None
@@ -218,6 +227,8 @@ class UBatchContext:
         except Exception as error:
             error.add_note(f"in the receive hook of lane {owner.id}, run by lane {self.id}")
             raise
+        if owner is not self:
+            owner.join_comm()  # the transfer was launched by the owner, so the owner's event marks it
 
     def note_launch(self, name: str) -> str:
         """The lane launches a transfer; returns its key, unique in this lane and step."""
@@ -249,8 +260,7 @@ class UBatchContext:
         self._stage_start, self._stage_cpu = now, cpu_now
 
     def _begin_stage(self) -> None:
-        if self.trace is not None:
-            self._stage_start, self._stage_cpu = time.monotonic(), time.process_time()
+        self._stage_start, self._stage_cpu = time.monotonic(), time.process_time()
 
     def _end_stage(self, kind: EventKind, name: str) -> None:
         """Record the compute since the previous event, and begin the next stage."""
@@ -284,10 +294,6 @@ class UBatchContext:
     def mark_compute(self) -> None:
         """Record the compute stream's work; done *before* a hand-off, so that the peer's work does not count."""
         self._compute_done.record(self.compute_stream)
-
-    def mark_comm(self) -> None:
-        """Record the communication stream's work before a hand-off."""
-        self._comm_done.record(self.comm_stream)
 
 
 _lane: ContextVar[UBatchContext | None] = ContextVar("ubatch_lane", default=None)

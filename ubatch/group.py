@@ -1,36 +1,31 @@
-"""A set of ranks that share collectives, and what happens when one of them fails.
+"""A set of ranks that share collectives: what they vote on, and how they start again after one of them failed.
 
-The group owns a data group, a small CPU group for the vote, and a corner of the rendezvous store:
+After a failure nothing runs on the group until every rank calls `reset()`, which waits for all and then makes a new
+`Connection`. Where they meet is one key of the rendezvous store, `epoch:ranks here`, changed only atomically:
 
-    failed     the first failure: "rank: what"       written by the rank that failed, read by all that wait
-    suspect    somebody lost a connection            starts a roll call
-    roll/R     rank R is alive                       who does not answer the roll call is dead
-
-A rank never waits blindly: every wait is cut into slices, and between two slices it looks into the store. When
-a rank fails, the others may already have launched collectives for it, and the transport would pair this step's
-tensors with the next step's. So after a failure nothing runs on the group until every rank calls `reset()`, which
-makes new data and vote groups (new connections, a new corner of the store).
+    a rank comes                 "4:0"    ->  "4:0,2"
+    the last one comes           "4:0,2"  ->  "5:"         whoever waits sees the new epoch, and connects
+    a rank gives up waiting      "4:0,2"  ->  "4:2"        so that nobody counts on it later
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from datetime import timedelta
-from typing import Any
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 
-from ubatch.errors import ConfigError, GroupBroken, PeerFailed, TransferTimeout
-from ubatch.transfer import Work
+from ubatch.connection import Connection
+from ubatch.errors import ConfigError, GroupBroken, OverlapDeclined, TransferTimeout
 from ubatch.vote import OFFER_WIDTH, Decision, Offer, decide, decode_offer, encode_offer
 
 __all__ = ["CommGroup"]
 
-_SLICE = timedelta(milliseconds=200)
-_TRANSPORT_SLACK = 4
-"""The transport's own time-out is this much longer than ours, so that ours, which names the peer, fires first."""
+_POLL_S = 0.02
 
 
 class CommGroup:
@@ -40,21 +35,19 @@ class CommGroup:
         ranks: global ranks, in group order.
         rank: this process's place among them.
         size: how many there are.
+        backend: of torch.distributed; carries the data.
         timeout_s: how long a transfer or a vote may take.
-        pg: the data group.
     """
 
     def __init__(self, ranks: Sequence[int], backend: str, timeout_s: float, name: str) -> None:
         self.ranks = tuple(ranks)
         self.rank = self.ranks.index(dist.get_rank())
         self.size = len(self.ranks)
+        self.backend = backend
         self.timeout_s = timeout_s
-        self._backend = backend
         self._name = name
-        self._epoch = 0
-        self._broken: str | None = None
-        self._retired: list[Any] = []
-        self._connect()
+        self._connection = self._connect()
+        _groups.add(self)
 
     @classmethod
     def from_process_group(cls, pg: dist.ProcessGroup | None = None, timeout_s: float = 60.0) -> CommGroup:
@@ -65,159 +58,153 @@ class CommGroup:
             timeout_s: seconds a transfer or a vote may take before `TransferTimeout`.
 
         Raises:
-            ConfigError: torch.distributed is not initialised, or the time-out is not positive.
+            ConfigError: torch.distributed is not initialised, this rank is not in `pg`, or the time-out is not positive.
+            TransferTimeout: not every rank of `pg` called this within `timeout_s`.
         """
         if not dist.is_available() or not dist.is_initialized():
             raise ConfigError("torch.distributed is not initialised. Call torch.distributed.init_process_group first.")
         if timeout_s <= 0:
             raise ConfigError(f"timeout_s must be positive, not {timeout_s}.")
-        ranks = dist.get_process_group_ranks(pg if pg is not None else dist.group.WORLD)
-        if dist.get_rank() not in ranks:
-            raise ConfigError(f"rank {dist.get_rank()} is not in the process group (ranks {ranks}).")
+        if pg is dist.GroupMember.NON_GROUP_MEMBER:
+            raise ConfigError(f"rank {dist.get_rank()} is not in the process group. Call this on its ranks only.")
+        ranks = dist.get_process_group_ranks(pg)
         key = "-".join(map(str, ranks))
-        _instances[key] = _instances.get(key, 0) + 1
-        return cls(ranks, dist.get_backend(pg), timeout_s, f"ubatch/{key}/{_instances[key]}")
+        store, count = c10d._get_default_store(), f"ubatch/{key}/made/{dist.get_rank()}"
+        number = store.add(count, 1)
+        try:
+            return cls(ranks, dist.get_backend(pg), timeout_s, f"ubatch/{key}/{number}")
+        except BaseException:
+            with suppress(dist.DistError):
+                store.add(count, -1)
+            raise
+
+    @property
+    def pg(self) -> dist.ProcessGroup:
+        """The process group that carries the data; another one after `reset()`."""
+        return self._connection.pg
 
     @property
     def broken(self) -> str | None:
         """Why nothing runs on this group any more, or None."""
-        return self._broken
+        return self._connection.broken
+
+    def usable_connection(self) -> Connection:
+        """What to launch on.
+
+        Raises:
+            GroupBroken: a rank failed since the last `reset()`.
+        """
+        self._connection.check_usable()
+        return self._connection
 
     def vote(self, offer: Offer) -> Decision:
         """Offer what this rank would do, and learn what all do: one small all-reduce on the CPU.
 
         Raises:
-            PeerFailed, TransferTimeout, GroupBroken: see `wait_for_works`.
+            GroupBroken: before it, when a rank failed since the last `reset()`.
+            PeerFailed, TransferTimeout: see `Connection.wait_for_works`.
         """
         if self.size == 1:
             return decide([offer])
-        self.check_usable()
-        ballot = torch.zeros(self.size, OFFER_WIDTH, dtype=torch.int64)
-        ballot[self.rank] = torch.tensor(encode_offer(offer), dtype=torch.int64)
-        work = dist.all_reduce(ballot, group=self._vote_pg, async_op=True)
-        self.wait_for_works((work,), "vote")
+        connection = self.usable_connection()
+        ballot = torch.zeros(self.size, OFFER_WIDTH, dtype=torch.int64, device="cpu")
+        ballot[self.rank] = torch.tensor(encode_offer(offer), dtype=torch.int64, device="cpu")
+        work = dist.all_reduce(ballot, group=connection.vote_pg, async_op=True)
+        connection.wait_for_works((work,), "vote")
         return decide([decode_offer(row) for row in ballot.tolist()], self.rank)
 
-    def check_usable(self) -> None:
-        """Refuse to launch on a group that is out of step.
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """What the ranks do together after one vote. An error in it breaks the group, and the peers are told.
 
-        Raises:
-            GroupBroken: a rank failed since the last `reset()`.
+        Other groups that the step uses break with it. `OverlapDeclined` comes before anything is launched and breaks
+        nothing.
         """
-        if self._broken is not None:
-            raise GroupBroken(f"the group of ranks {list(self.ranks)} is out of step: {self._broken} Call reset().")
-
-    def wait_for_works(self, works: Sequence[Work], name: str) -> None:
-        """Wait for a transport's works, looking out for failed peers.
-
-        On CUDA this orders streams and returns; on a CPU it blocks without using the CPU.
-
-        Raises:
-            PeerFailed: a rank reported an error, or died.
-            TransferTimeout: not over within `timeout_s`.
-        """
-        deadline = time.monotonic() + self.timeout_s
-        for work in works:
-            while True:
-                try:
-                    if self._backend == "nccl":
-                        work.wait()
-                    else:
-                        work.wait(_SLICE)
-                    break
-                except RuntimeError as error:
-                    if work.is_completed():
-                        raise self._connection_lost(name, error) from error
-                self._look_out(name)
-                if time.monotonic() > deadline:
-                    self._broken = f"transfer {name!r} took longer than {self.timeout_s} s."
-                    raise TransferTimeout(
-                        f"{self._broken} No peer of ranks {list(self.ranks)} reported a failure. If the step really is "
-                        "that slow, raise timeout_s; else a rank does not take part in it."
-                    )
-
-    def post_failure(self, error: BaseException) -> None:
-        """Tell the peers that this rank's step failed; nothing more runs here until `reset()`."""
-        if self.size == 1 or self._broken is not None:
-            return
-        what = f"{type(error).__name__}: {error}".splitlines()[0][:500]
-        self._broken = f"this rank failed with {what}."
-        try:
-            if not self._store.check(["failed"]):
-                self._store.set("failed", f"{self.rank}\n{what}")
-        except RuntimeError:
-            return  # the store died with its host; the peers learn it the same way
+        connection = self._connection
+        with connection.leading():
+            try:
+                yield
+            except OverlapDeclined:
+                raise
+            except BaseException as error:
+                if self.size > 1:
+                    what = f"{type(error).__name__}: {error}".splitlines()[0][:500]
+                    connection.fail(f"rank {connection.rank} failed with {what}.")
+                raise
 
     def reset(self) -> None:
         """Make the group usable again after a failure. Every rank must call it; waits until all have.
 
+        Where steps used further groups, each of them must be reset.
+
         Raises:
-            TransferTimeout: not every rank called it within `timeout_s`.
+            TransferTimeout: not every rank called it within `timeout_s`. Call it again, on every rank.
+            GroupBroken: the rendezvous store is gone, so the ranks cannot meet any more.
         """
-        self._retired += [self.pg, self._vote_pg]  # works may still hold them; their destructors would wait
-        self._epoch += 1
-        try:
-            self._connect()
-        except RuntimeError as error:
-            self._broken = "reset() did not meet every rank."
-            raise TransferTimeout(f"{self._broken} Call it on every one of ranks {list(self.ranks)}.") from error
-        self._broken = None
+        self._connection.retire()
+        self._connection = self._connect()
+        for group in list(_groups):  # whoever failed told its peers on every group it had used, before it came here
+            with suppress(dist.DistError):
+                group._connection.adopt_failure()
 
-    def _connect(self) -> None:
-        patience = timedelta(seconds=self.timeout_s)
-        store = dist.distributed_c10d._get_default_store()
-        self._store = dist.PrefixStore(f"{self._name}/{self._epoch}", store)
-        if self.size > 1:
-            self._store.set(f"here/{self.rank}", b"1")
-            self._store.wait([f"here/{rank}" for rank in range(self.size)], patience)
-        transport_timeout = patience * _TRANSPORT_SLACK
-        ranks = list(self.ranks)
-        self.pg = dist.new_group(ranks, transport_timeout, self._backend, use_local_synchronization=True)
-        self._vote_pg = dist.new_group(ranks, transport_timeout, "gloo", use_local_synchronization=True)
-
-    def _look_out(self, name: str) -> None:
-        """Raise if a peer reported a failure, or if a roll call finds one dead."""
+    def _connect(self) -> Connection:
+        store = c10d._get_default_store()
+        epoch = 0
         try:
-            if self._store.check(["failed"]):
-                rank, what = self._store.get("failed").decode().split("\n", 1)
-                self._broken = f"rank {rank} failed with {what}."
-                raise PeerFailed(int(rank), f"{self._broken} (while this rank waited for {name!r}) Call reset().")
-            if self._store.check(["suspect"]):
-                raise self._roll_call(name)
+            if self.size > 1:
+                epoch = self._meet(dist.PrefixStore(self._name, store))
+            return Connection(self.ranks, self.backend, self.timeout_s, f"{self._name}/{epoch}", store)
         except dist.DistNetworkError as error:
-            raise self._store_lost(name) from error
+            raise GroupBroken("the rendezvous store is gone, and with it its host. Start the job anew.") from error
 
-    def _connection_lost(self, name: str, error: RuntimeError) -> Exception:
+    def _meet(self, store: dist.Store) -> int:
+        """Wait until every rank is here; returns the number of the new epoch."""
+        me, everyone = self.ranks[self.rank], frozenset(self.ranks)
+
+        def come(epoch: int, here: frozenset[int]) -> tuple[int, frozenset[int]]:
+            return (epoch, here | {me}) if here | {me} != everyone else (epoch + 1, frozenset())
+
+        def give_up(epoch: int, here: frozenset[int]) -> tuple[int, frozenset[int]]:
+            return (epoch, here - {me}) if epoch == joined else (epoch, here)
+
+        joined, here = _update(store, come)
+        if me not in here:
+            return joined
         try:
-            self._store.set("suspect", str(self.rank))
-        except RuntimeError:
-            return self._store_lost(name)
-        try:
-            return self._roll_call(name)
-        except PeerFailed as failed:
-            return failed
-        except RuntimeError:
-            return self._store_lost(name)
-
-    def _roll_call(self, name: str) -> Exception:
-        """Who does not answer is dead. Gives live peers time for one slice of waiting, with a margin."""
-        self._store.set(f"roll/{self.rank}", b"1")
-        until = time.monotonic() + min(5.0, self.timeout_s / 2)
-        missing = list(range(self.size))
-        while missing and time.monotonic() < until:
-            if self._store.check(["failed"]):
-                self._look_out(name)
-            missing = [rank for rank in missing if not self._store.check([f"roll/{rank}"])]
-            time.sleep(0.05)
-        dead = missing[0] if missing else (self.rank + 1) % self.size
-        self._broken = f"rank {dead} " + ("died." if missing else "closed its connection.")
-        return PeerFailed(dead, f"{self._broken} (while this rank waited for {name!r})")
-
-    def _store_lost(self, name: str) -> Exception:
-        """The rendezvous store answers no more: its host, rank 0 of the job unless a launcher keeps it, died."""
-        dead = 1 - self.rank if self.size == 2 else 0
-        self._broken = f"rank {dead} died, and the rendezvous store with it."
-        return PeerFailed(dead, f"{self._broken} (while this rank waited for {name!r})")
+            deadline = time.monotonic() + self.timeout_s
+            while time.monotonic() < deadline:
+                epoch, here = _update(store, lambda *now: now)
+                if epoch > joined:
+                    return epoch
+                time.sleep(_POLL_S)
+        except BaseException:  # Ctrl-C
+            with suppress(dist.DistError):
+                _update(store, give_up)
+            raise
+        epoch, here = _update(store, give_up)
+        if epoch > joined:
+            return epoch
+        raise TransferTimeout(
+            f"ranks {sorted(everyone - here - {me})} of {list(self.ranks)} did not come within {self.timeout_s} s. "
+            "Every rank must call from_process_group(), and reset() after a failure."
+        )
 
 
-_instances: dict[str, int] = {}
+def _update(
+    store: dist.Store, change: Callable[[int, frozenset[int]], tuple[int, frozenset[int]]]
+) -> tuple[int, frozenset[int]]:
+    """Apply `change` to `(epoch, ranks here)` in one atomic step; returns the outcome."""
+    seen = store.compare_set("meeting", "", "0:").decode()
+    while True:
+        epoch, here = seen.split(":")
+        outcome = change(int(epoch), frozenset(map(int, filter(None, here.split(",")))))
+        wanted = f"{outcome[0]}:{','.join(map(str, sorted(outcome[1])))}"
+        if wanted == seen:
+            return outcome
+        now = store.compare_set("meeting", seen, wanted).decode()
+        if now == wanted:
+            return outcome
+        seen = now
+
+
+_groups: weakref.WeakSet[CommGroup] = weakref.WeakSet()

@@ -223,16 +223,14 @@ def layer_program(times: LayerTimes, layers: int, schedule: Schedule) -> list[Op
     program: list[Op] = []
     for layer in range(layers):
         dispatch, combine = f"dispatch.{layer}", f"combine.{layer}"
-        placed = {where: [Compute(times.shared)] if schedule.shared_expert is where else [] for where in SharedExpert}
-        program += [
-            *(Compute(times.attn_prepare), Pass(Point.ATTN_PREPARE)),
-            *(Compute(times.attn_core), Pass(Point.SELECT)),
-            *(Launch(dispatch, times.dispatch), *placed[SharedExpert.DISPATCH], Pass(Point.DISPATCH), Wait(dispatch)),
-            Compute(times.experts),
-            *(Launch(combine, times.combine), *placed[SharedExpert.COMBINE], Pass(Point.COMBINE)),
-            *(*placed[SharedExpert.COMBINE_RETURN], Wait(combine), Pass(Point.OUTPUT)),
-            Pass(Point.LAYER),
-        ]
+        shared: dict[SharedExpert, list[Op]] = {where: [] for where in SharedExpert}
+        shared[schedule.shared_expert].append(Compute(times.shared))
+        program += [Compute(times.attn_prepare), Pass(Point.ATTN_PREPARE)]
+        program += [Compute(times.attn_core), Pass(Point.SELECT)]
+        program += [Launch(dispatch, times.dispatch), *shared[SharedExpert.DISPATCH], Pass(Point.DISPATCH)]
+        program += [Wait(dispatch), Compute(times.experts)]
+        program += [Launch(combine, times.combine), *shared[SharedExpert.COMBINE], Pass(Point.COMBINE)]
+        program += [*shared[SharedExpert.COMBINE_RETURN], Wait(combine), Pass(Point.OUTPUT), Pass(Point.LAYER)]
     return program
 
 

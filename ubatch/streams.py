@@ -101,10 +101,17 @@ class _CudaEvent:
 
 
 class CudaStreams:
-    """Streams of one CUDA device."""
+    """Streams of one CUDA device, the calling thread's current one unless `device` says which.
+
+    Raises:
+        ConfigError: there is no CUDA device.
+    """
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        if not torch.cuda.is_available():
+            raise ConfigError(f"device {device} asked for, but this torch sees no CUDA device. Use device='cpu'.")
+        index: int | None = device.index
+        self._device = torch.device("cuda", torch.cuda.current_device() if index is None else index)
 
     def current(self) -> torch.cuda.Stream:
         return torch.cuda.current_stream(self._device)
@@ -131,7 +138,5 @@ def make_streams(device: torch.device) -> StreamBackend:
     if device.type == "cpu":
         return NullStreams()
     if device.type == "cuda":
-        if not torch.cuda.is_available():
-            raise ConfigError(f"device {device} asked for, but this torch sees no CUDA device. Use device='cpu'.")
-        return CudaStreams(torch.device("cuda", device.index or torch.cuda.current_device()))
+        return CudaStreams(device)
     raise ConfigError(f"device {device} is not supported. Use 'cpu' or 'cuda'.")

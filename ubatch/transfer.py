@@ -67,6 +67,7 @@ class Transfer(Generic[T]):
         self._launched = time.monotonic()
         self._started = self._launched
         self._deadline = 0.0
+        self._on_link = True
         self._lane: UBatchContext | None = current_lane()
         self._trace = current_trace()
         self._key = name
@@ -97,6 +98,13 @@ class Transfer(Generic[T]):
         """
         self._deadline = deadline
         self._started = self._launched if started is None else started
+
+    def off_link(self) -> Transfer[T]:
+        """Say that this is a few bytes for the host, such as counts: they do not queue behind payloads, so traces
+        draw them as waiting only and reckon no link time. Returns this transfer.
+        """
+        self._on_link = False
+        return self
 
     def done(self) -> bool:
         """Whether `wait` would return without waiting."""
@@ -139,7 +147,7 @@ class Transfer(Generic[T]):
         return cast("T", value)
 
     def _link_time(self) -> float:
-        return (self._deadline or time.monotonic()) - self._started
+        return (self._deadline or time.monotonic()) - self._started if self._on_link else 0.0
 
     def _arrive(self) -> None:
         if self._group is not None:
@@ -156,7 +164,9 @@ class Transfer(Generic[T]):
             return
         lane = self._lane.id if self._lane is not None else UNSPLIT
         end = self._started + self._link_time()
-        self._trace.add(SpanKind.TRANSFER, self.name, lane, self._started, end, self.bytes_sent + self.bytes_received)
+        if self._on_link:
+            size = self.bytes_sent + self.bytes_received
+            self._trace.add(SpanKind.TRANSFER, self.name, lane, self._started, end, size)
         if self._lane is None:
             self._trace.add(SpanKind.WAIT, self.name, UNSPLIT, start, time.monotonic())
 

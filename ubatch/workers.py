@@ -7,6 +7,9 @@ A step, in pseudo-code:
     sleep until all lanes have ended, looking up now and then whether one holds the baton for too long
     return the results, or raise the first failure with its traceback
 
+A crew (threads, contexts, baton, barriers) is kept from step to step. After a step that did not run its course (a
+lane hung or could not even start, Ctrl-C) it may hold a wake-up that nobody took: it is replaced as a whole.
+
 Threads are daemons and hold no reference to the pool, so a pool that is dropped closes itself. After a fork the
 child has no workers; its next step makes new ones.
 """
@@ -23,7 +26,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -79,9 +82,10 @@ class _Job:
             self.variables.run(self._run_in_context)
         except BaseException as error:
             self.error = error
-        finally:
-            self.ended = True
-            self.done.arrive()
+        if self.context.baton.forked:
+            _end_forked_child(self.error)
+        self.ended = True
+        self.done.arrive()
 
     def _run_in_context(self) -> None:
         with self.ambient.applied(), self.context:
@@ -96,7 +100,6 @@ class _Worker:
     wake: WakeUp = field(default_factory=make_wakeup)
     job: _Job | None = None
     thread: threading.Thread | None = None
-    abandoned: bool = False
 
     def start(self) -> None:
         self.thread = threading.Thread(target=_work, args=(self,), name=self.name, daemon=True)
@@ -109,13 +112,20 @@ class _Worker:
 
 
 def _work(worker: _Worker) -> None:
-    while not worker.abandoned:
+    while True:
         worker.wake.wait()
         job, worker.job = worker.job, None
         if job is None:
             break
         job.run()
         del job  # keep no tensors alive between steps
+
+
+def _end_forked_child(error: BaseException | None) -> NoReturn:
+    """The lane was forked and its copy ran to the end. There is no caller to return to, so the child process ends."""
+    if error is not None:
+        traceback.print_exception(error)
+    os._exit(0 if error is None else 1)
 
 
 @dataclass
@@ -133,10 +143,9 @@ class _Crew:
         if self.pid != os.getpid():
             return
         for worker in self.workers:
-            if not worker.abandoned:
-                worker.give(None)
+            worker.give(None)
         for worker in self.workers:
-            if not worker.abandoned and worker.thread is not None and worker.thread is not threading.current_thread():
+            if worker.thread is not None and worker.thread is not threading.current_thread():
                 worker.thread.join(timeout=_UNWIND_S)
 
 
@@ -163,7 +172,6 @@ class LanePool:
         self._steps = 0
         self._handoffs = 0
         self._threads_started = 0
-        _pools.add(self)
 
     def run(
         self,
@@ -195,12 +203,14 @@ class LanePool:
             jobs.append(_Job(context, body, ambient, contextvars.copy_context(), crew.done))
         handoffs = baton.handoffs
         self._steps += 1
+        ran_its_course = False
         try:
-            self._watch(crew, jobs)
+            ran_its_course = self._watch(crew, jobs)
         finally:
+            if not ran_its_course:
+                self._replace(crew, jobs)
             self._handoffs += baton.handoffs - handoffs
-            for context in crew.contexts:
-                context.forward_context = context.trace = None
+            abandon_transfers([transfer for context in crew.contexts for transfer in context.settle()])
         return self._results(jobs)
 
     def statistics(self) -> PoolStatistics:
@@ -244,43 +254,47 @@ class LanePool:
         return self._crew
 
     def _forget(self) -> None:
-        """Let go of a crew without stopping it: its threads hang, or belong to the parent process."""
+        """Let go of a crew without waiting for its threads: they hang, or belong to the parent process."""
         if self._closer is not None:
             self._closer.detach()
         self._crew = self._closer = None
 
-    def _watch(self, crew: _Crew, jobs: Sequence[_Job]) -> None:
-        """Start the lanes, give the baton to lane 0 once all are ready, and see the step through to its end."""
+    def _watch(self, crew: _Crew, jobs: Sequence[_Job]) -> bool:
+        """Start the lanes, give the baton to lane 0 once all are ready, and see the step through to its end.
+
+        Returns whether every lane could start and ended, well or badly.
+        """
         baton = crew.contexts[0].baton
-        started = False
         try:
             for worker, job in zip(crew.workers, jobs, strict=True):
                 worker.give(job)
-            self._await_ready(crew, jobs)
-            started = True
+            all_ready = self._await_ready(crew, jobs)
             baton.start()
             while not crew.done.wait_for(min(_LOOK_UP_S, self.timeout_s)):
                 self._check_hang(crew)
         except BaseException as error:  # a hang, or Ctrl-C in the caller
-            if started and isinstance(error, UBatchTimeout):
+            if baton.running and isinstance(error, UBatchTimeout):
                 baton.abandon(baton.statistics().holder)
             else:
                 baton.abort(len(crew.contexts))
-                if not started:
+                if not baton.running:
                     baton.start()
             self._unwind(crew, jobs)
             raise
+        return all_ready
 
-    def _await_ready(self, crew: _Crew, jobs: Sequence[_Job]) -> None:
+    def _await_ready(self, crew: _Crew, jobs: Sequence[_Job]) -> bool:
+        """Wait until all lanes are parked and warm; False if one could not enter, whose error is raised as any other's."""
         begun = time.monotonic()
-        while not crew.ready.wait_for(_LOOK_UP_S):
+        while not crew.ready.wait_for(min(_LOOK_UP_S, self.timeout_s)):
             stillborn = [job.context.id for job in jobs if job.ended]
-            if stillborn:  # could not even enter; its error is reported as any other's
-                for lane in stillborn:
-                    crew.contexts[0].baton.abandon(lane)
-                return
+            for lane in stillborn:
+                crew.contexts[0].baton.abandon(lane)
+            if stillborn:
+                return False
             if time.monotonic() - begun > self.timeout_s and not self._patience:
                 raise UBatchTimeout(f"lanes were not ready within {self.timeout_s} s.\n{_report(crew.contexts)}")
+        return True
 
     def _check_hang(self, crew: _Crew) -> None:
         state = crew.contexts[0].baton.statistics()
@@ -295,22 +309,19 @@ class LanePool:
         )
 
     def _unwind(self, crew: _Crew, jobs: Sequence[_Job]) -> None:
-        """Give aborted lanes a moment to end; abandon the threads of those that do not, and get a new crew."""
+        """Give aborted lanes a moment to end."""
         baton = crew.contexts[0].baton
         deadline = time.monotonic() + min(_UNWIND_S, self.timeout_s)
-        try:
-            while time.monotonic() < deadline and not all(job.ended or baton.abandoned(job.context.id) for job in jobs):
-                crew.done.wait_for(0.02)
-        finally:
-            for job in jobs:
-                abandon_transfers(list(job.context.launched))
-            if not all(job.ended for job in jobs):
-                for worker, job in zip(crew.workers, jobs, strict=True):
-                    worker.abandoned = not job.ended
-                    if not job.ended:
-                        baton.abandon(job.context.id)
-                    worker.give(None)
-                self._forget()
+        while time.monotonic() < deadline and not all(job.ended or baton.abandoned(job.context.id) for job in jobs):
+            crew.done.wait_for(0.02)
+
+    def _replace(self, crew: _Crew, jobs: Sequence[_Job]) -> None:
+        """Abandon the lanes that did not end, let the threads stop once they can, and get a new crew."""
+        self._forget()
+        for worker, job in zip(crew.workers, jobs, strict=True):
+            if not job.ended:
+                crew.contexts[0].baton.abandon(job.context.id)
+            worker.give(None)
 
     def _results(self, jobs: Sequence[_Job]) -> list[Any]:
         failed = [job for job in jobs if job.error is not None]
@@ -318,8 +329,6 @@ class LanePool:
             return [job.result for job in jobs]
         first = jobs[0].context.baton.aborted_by
         culprit = next((job for job in failed if job.context.id == first), failed[0])
-        for job in jobs:
-            abandon_transfers(list(job.context.launched))
         error = culprit.error
         if error is None or isinstance(error, LaneAborted):
             raise UBatchError("a lane was aborted, but none reported why. Please report this.")
@@ -329,7 +338,10 @@ class LanePool:
                 error.add_note(f"lane {job.context.id} also raised {job.error!r} while it unwound")
         for job in jobs:
             job.error = job.result = None  # their tracebacks hold the lanes' tensors
-        raise error
+        try:
+            raise error
+        finally:
+            del error, culprit, failed  # or the traceback would hold itself
 
 
 def _note(error: BaseException, context: UBatchContext, lanes: int) -> None:
@@ -351,16 +363,3 @@ def _report(contexts: Sequence[UBatchContext]) -> str:
             f"lane {context.id}: last point {context.last_point!r}, {context.points_passed} points passed{waiting}\n{stack}"
         )
     return "".join(parts)
-
-
-_pools: weakref.WeakSet[LanePool] = weakref.WeakSet()
-
-
-def _after_fork_in_child() -> None:
-    for pool in list(_pools):
-        if pool._crew is not None:
-            pool._crew.contexts[0].baton.forked = True
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -178,9 +178,9 @@ def _load_experts(
     checkpoint: Checkpoint, prefix: str, held: range, hidden_size: int, intermediate_size: int
 ) -> tuple[Tensor, Tensor]:
     """`w13` `[experts held, 2 * intermediate, hidden]`, gate first, and `w2` `[experts held, hidden, intermediate]`."""
-    place = {"dtype": checkpoint.dtype, "device": checkpoint.device}
-    w13 = torch.empty(len(held), 2 * intermediate_size, hidden_size, **place)
-    w2 = torch.empty(len(held), hidden_size, intermediate_size, **place)
+    dtype, device = checkpoint.dtype, checkpoint.device
+    w13 = torch.empty(len(held), 2 * intermediate_size, hidden_size, dtype=dtype, device=device)
+    w2 = torch.empty(len(held), hidden_size, intermediate_size, dtype=dtype, device=device)
     for slot, expert in enumerate(held):
         checkpoint.load_into(f"{prefix}.experts.{expert}.gate_proj.weight", w13[slot, :intermediate_size])
         checkpoint.load_into(f"{prefix}.experts.{expert}.up_proj.weight", w13[slot, intermediate_size:])

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe.all2all.base import All2AllTraits, Dispatched, check_dispatch, refuse_gradients
+from moe.all2all.base import All2AllTraits, Dispatched, OnCounts, at_once, check_dispatch, refuse_gradients
 from moe.all2all.payload import pack_rows, unpack_rows
 from moe.placement import local_experts
 from ubatch import (
@@ -62,6 +62,7 @@ class AllGatherReduceScatterAll2All:
                 "Make one: CommGroup.from_process_group(pg)."
             )
         self.group = group
+        self.on_counts: OnCounts = at_once
         self.num_experts = num_experts
         self.experts = local_experts(num_experts, group.rank, group.size)
         self.traits = All2AllTraits(
@@ -108,7 +109,8 @@ class AllGatherReduceScatterAll2All:
         if known is not None and len(known) == self.group.size:
             return list(known)
         own = torch.tensor([x.shape[0]], device=x.device)
-        sizes: list[int] = launch_all_gather(own, self.group, name="dispatch_counts").wait().tolist()
+        counts = launch_all_gather(own, self.group, name="dispatch_counts").off_link()
+        sizes: list[int] = self.on_counts(counts).wait().tolist()
         return sizes
 
     def _unpack(self, rows: Tensor, hidden_size: int, handle: Handle) -> Dispatched[Handle]:

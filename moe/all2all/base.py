@@ -10,15 +10,25 @@ Experts are placed as `moe.placement.local_experts` says.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from ubatch import ConfigError, GradientError, Transfer
 
-__all__ = ["All2All", "All2AllTraits", "Dispatched", "check_dispatch", "refuse_gradients"]
+__all__ = [
+    "All2All",
+    "All2AllTraits",
+    "Dispatched",
+    "ExchangesCounts",
+    "OnCounts",
+    "at_once",
+    "check_dispatch",
+    "refuse_gradients",
+]
 
 HandleT = TypeVar("HandleT")
 
@@ -29,7 +39,7 @@ class All2AllTraits:
 
     Attributes:
         is_async: transfers travel while the lane computes; otherwise they are complete when launched.
-        blocks_host: `dispatch` waits on the host, for a small exchange of counts, before its payload leaves.
+        blocks_host: every `dispatch` waits on the host, for a small exchange of counts, before its payload leaves.
         capturable: can be captured into a CUDA graph.
         max_lanes: how many lanes it serves at once; None for any number.
         max_chunks: how many blocks of experts a layer may be cut into.
@@ -120,6 +130,25 @@ class All2All(Protocol[HandleT]):
         Returns:
             A transfer of `[T, H]`: the sum over all ranks, zeros for tokens routed nowhere.
         """
+
+
+OnCounts = Callable[[Transfer[Tensor]], Transfer[Tensor]]
+
+
+def at_once(counts: Transfer[Tensor]) -> Transfer[Tensor]:
+    """The default of `ExchangesCounts.on_counts`: counts arrive when the transport brings them."""
+    return counts
+
+
+@runtime_checkable
+class ExchangesCounts(Protocol):
+    """A back end whose dispatch may exchange token counts first, for which the host waits.
+
+    Attributes:
+        on_counts: gets the launched exchange before it is waited for; an emulated link delays it.
+    """
+
+    on_counts: OnCounts
 
 
 def check_dispatch(x: Tensor, topk_ids: Tensor, topk_weights: Tensor, *, name: str) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from moe.all2all.base import All2AllTraits, Dispatched
+from moe.all2all.base import All2AllTraits, Dispatched, ExchangesCounts
 from moe.all2all.link import EmulatedLink
 from moe.all2all.registry import make_all2all
 from ubatch import CommGroup, ConfigError, Transfer
@@ -35,6 +35,8 @@ class EmulatedLinkAll2All:
             raise ConfigError("emulated_link cannot wrap itself; give `inner` the back end that moves the data.")
         self.link = link
         self.inner = make_all2all(inner, group=group, num_experts=num_experts)
+        if isinstance(self.inner, ExchangesCounts):
+            self.inner.on_counts = link.signal
 
     @property
     def traits(self) -> All2AllTraits:
@@ -52,17 +54,8 @@ class EmulatedLinkAll2All:
         return self.inner.experts
 
     def dispatch(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Transfer[Dispatched[Any]]:
-        """See `All2All`. Where the inner back end blocks the host for counts, those take the latency too.
-
-        Counts are a few bytes: they pay the latency, but do not queue behind a payload.
-        """
-        launched = self.link.now()
-        transfer = self.inner.dispatch(x, topk_ids, topk_weights)
-        if self.inner.traits.blocks_host:
-            counts: Transfer[None] = Transfer.ready(None, "dispatch_counts")
-            counts.delay_until(launched + self.link.latency_s)
-            counts.wait()
-        return self.link.carry(transfer)
+        """See `All2All`. Where the host waits for counts first, those take the link's latency too."""
+        return self.link.carry(self.inner.dispatch(x, topk_ids, topk_weights))
 
     def combine(self, y: Tensor, handle: Any) -> Transfer[Tensor]:
         """See `All2All`."""

@@ -90,10 +90,6 @@ class EmulatedLink:
         self._receive = _Direction()
         self._transfers = 0
 
-    def now(self) -> float:
-        """The link's clock, seconds."""
-        return self._clock()
-
     def carry(self, transfer: Transfer[T]) -> Transfer[T]:
         """Put a launched transfer on the link: it is delivered no earlier than the link allows.
 
@@ -112,6 +108,15 @@ class EmulatedLink:
             if spans:
                 self._transfers += 1
                 transfer.delay_until(max(finish for _, finish in spans), started=min(start for start, _ in spans))
+        return transfer
+
+    def signal(self, transfer: Transfer[T]) -> Transfer[T]:
+        """Put a few bytes for the host, such as counts, on the link: they pay the latency alone.
+
+        Packets of a small message slip in between those of a payload, so it neither queues nor occupies the link.
+        """
+        if transfer.bytes_sent or transfer.bytes_received:
+            transfer.delay_until(self._clock() + self.latency_s)
         return transfer
 
     def statistics(self) -> LinkStatistics:

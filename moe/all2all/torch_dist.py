@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moe.all2all.base import All2AllTraits, Dispatched, check_dispatch, refuse_gradients
+from moe.all2all.base import All2AllTraits, Dispatched, OnCounts, at_once, check_dispatch, refuse_gradients
 from moe.all2all.payload import pack_rows, unpack_rows
 from moe.placement import local_experts
 from moe.segments import segment_offsets, segment_sum
@@ -62,6 +62,7 @@ class TorchDistAll2All:
                 "Make one: CommGroup.from_process_group(pg)."
             )
         self.group = group
+        self.on_counts: OnCounts = at_once
         self.num_experts = num_experts
         self.experts = local_experts(num_experts, group.rank, group.size)
         self.traits = All2AllTraits(
@@ -79,7 +80,8 @@ class TorchDistAll2All:
         check_dispatch(x, topk_ids, topk_weights, name="torch_dist")
         hit = self._ranks_hit(topk_ids)
         sent_counts = hit.sum(1)
-        counts = launch_all_to_all_single(sent_counts, self.group, name="dispatch_counts")
+        counts = launch_all_to_all_single(sent_counts, self.group, name="dispatch_counts").off_link()
+        counts = self.on_counts(counts)
 
         token_of_row = hit.nonzero()[:, 1]
         rows = pack_rows(x, topk_ids, topk_weights).index_select(0, token_of_row)

@@ -64,7 +64,9 @@ def run(options: Options) -> int:
     ):
         with around():
             settings[name] = _measure(handoffs, options.blocks, name)
-    print(f"\n{'us per switch':10}" + "".join(f"{arm:>22}" for arm in settings["pinned"]) + f"{'dbo_yield / Event':>22}")
+    print(
+        f"\n{'us per switch':10}" + "".join(f"{arm:>22}" for arm in settings["pinned"]) + f"{'dbo_yield / Event':>22}"
+    )
     for name, arms in settings.items():
         cells = "".join(f"{bootstrap(values):.2f}".rjust(22) for values in arms.values())
         print(f"{name:13}{cells}{format(paired(arms['dbo_yield'], arms['event']), '.2f').rjust(22)}")

@@ -19,6 +19,7 @@ and reckoned by the link: communication only. A step's time is that of its slowe
 
 from __future__ import annotations
 
+import functools
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -130,8 +131,14 @@ class Setting:
             schedule = config.resolved_schedule().with_lanes(lanes)
             if not overlapped:
                 schedule = replace(schedule, lead=_ONE_AFTER_THE_OTHER)
+            lowest = max(2, lanes)  # every step is above these thresholds
             config = replace(
-                config, num_ubatches=max(2, lanes), schedule=schedule, enable_dbo=lanes > 1, **_lowest(lanes)
+                config,
+                num_ubatches=lowest,
+                schedule=schedule,
+                enable_dbo=lanes > 1,
+                dbo_decode_token_threshold=lowest,
+                dbo_prefill_token_threshold=lowest,
             )
             self.wrappers[key] = UBatchWrapper(self.runner.model, config)
         return self.wrappers[key]
@@ -151,11 +158,6 @@ class Setting:
         """Stop all lanes."""
         for wrapper in self.wrappers.values():
             wrapper.close()
-
-
-def _lowest(lanes: int) -> dict[str, int]:
-    threshold = max(2, lanes)
-    return {"dbo_decode_token_threshold": threshold, "dbo_prefill_token_threshold": threshold}
 
 
 def run(options: Options) -> int:
@@ -240,7 +242,7 @@ def measure_overlap(setting: Setting, *, lanes: Sequence[int], ratio: float, blo
             wall = timed(lambda: setting.step(n, overlapped=False))
             cpu[n].append((time.process_time() - start) * 1e3)
         carried[n].append(link.statistics().busy_s * 1e3)
-        schedule = setting.wrapper(n, overlapped=True)._ubatch_schedule
+        schedule = setting.wrapper(n, overlapped=True).ubatch_config.resolved_schedule()
         ideal[n].append(simulate(programs_of(trace, trace.step), schedule).seconds * 1e3)
         return wall
 
@@ -249,8 +251,8 @@ def measure_overlap(setting: Setting, *, lanes: Sequence[int], ratio: float, blo
         "serial_unsplit": lambda: timed(lambda: setting.step(1)),
     }
     for n in lanes:
-        arms[f"serial_{n}"] = lambda n=n: serial(n)
-        arms[f"overlapped_{n}"] = lambda n=n: timed(lambda: setting.step(n))
+        arms[f"serial_{n}"] = functools.partial(serial, n)
+        arms[f"overlapped_{n}"] = functools.partial(timed, functools.partial(setting.step, n))
     show = dist.get_rank() == 0
     walls = interleave_arms(arms, blocks, label=f"communication {ratio:g}x compute", show=show)
     for n in lanes:
@@ -262,7 +264,9 @@ def measure_overlap(setting: Setting, *, lanes: Sequence[int], ratio: float, blo
 
 
 def _lane_result(arms: Mapping[str, Sequence[float]], n: int, lanes: Sequence[int]) -> LaneResult:
-    overlapped, compute, communication = (arms[f"{arm}_{n}"] for arm in ("overlapped", "split_compute", "communication"))
+    overlapped, compute, communication = (
+        arms[f"{arm}_{n}"] for arm in ("overlapped", "split_compute", "communication")
+    )
     serial_arms = ["serial_unsplit", *(f"serial_{k}" for k in lanes)]
     best = min(serial_arms, key=lambda arm: bootstrap(arms[arm]).median)
     columns = list(zip(compute, communication, overlapped, strict=True))

@@ -55,7 +55,7 @@ def interleave_arms(
     """
     for arm in arms.values():
         arm()
-    order = [*arms, *reversed(arms)]
+    order = [*arms, *reversed(list(arms))]
     measured: dict[str, list[float]] = {name: [] for name in arms}
     for _ in tqdm(range(blocks), desc=label or "blocks", disable=None if show else True, leave=False):
         block: dict[str, list[float]] = {name: [] for name in arms}

@@ -1,0 +1,180 @@
+"""The main job, end to end: a real MoE model generates text on two expert-parallel ranks, with and without overlap.
+
+    python examples/demo.py --out demo        (or: make demo)
+
+Two processes share the experts of `examples/models/tiny-moe` over gloo. Between them lies an emulated link, as slow as
+the model computes, because loopback is too fast to be worth hiding. The same prompts are completed with overlap off and
+on; the tokens must be equal. Then the five arms of the measurement, and two pictures: `trace.html` for a browser,
+`trace.json` for Perfetto.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import inspect
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from model_runner import ModelRunner, SamplingParams, generate
+from moe import EmulatedLink
+from serving.bench.overlap import OverlapResult, Setting, measure_overlap, prefill_batch, print_result
+from serving.generate import describe_steps, load_tokenizer
+from serving.ranks import run_ranks
+from ubatch import CommGroup, Span, UBatchConfig, UBatchWrapper, tracing
+from ubatch.trace_export import summarise, write_chrome
+from ubatch.trace_html import write_html
+
+MODEL = Path(__file__).parent / "models" / "tiny-moe"
+SHOWN = ("def main(", "class Server:\n    def __init__(self, ", "    for line in ", "    raise ValueError(")
+MODULES = ("argparse", "bisect", "calendar", "configparser", "csv", "dataclasses", "difflib", "fractions", "heapq")
+MODULES += ("inspect", "json.decoder", "logging", "queue", "sched", "shlex", "statistics", "textwrap", "threading")
+PROMPT_TOKENS = 128
+PROMPTS_PER_RANK = 24
+STEP_TOKENS = 1024
+
+
+@dataclass(frozen=True)
+class DemoResult:
+    """What rank 0 brings back."""
+
+    texts: Sequence[tuple[str, str]]
+    equal: bool
+    generated: int
+    seconds: dict[str, list[float]]
+    engaged: int
+    declined: dict[str, int]
+    measured: OverlapResult
+    traces: dict[int, list[Span]]
+
+
+def main() -> int:
+    """Run, print, write."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--out", type=Path, default=Path("demo"), help="where to write trace.json and trace.html")
+    parser.add_argument("--blocks", type=int, default=15, help="A B B A blocks of the measurement (default 15)")
+    parser.add_argument("--max-tokens", type=int, default=24, help="tokens to generate per prompt (default 24)")
+    options = parser.parse_args()
+    if options.blocks < 2 or options.max_tokens < 1:
+        parser.error("--blocks must be at least 2 and --max-tokens at least 1.")
+    print("two ranks, expert parallel over gloo and an emulated link: starting ...", flush=True)
+    result: DemoResult = run_ranks(rank_main, 2, options.blocks, options.max_tokens)
+    report(result, options.out)
+    return 0 if result.equal else 1
+
+
+def rank_main(rank: int, world_size: int, blocks: int, max_tokens: int) -> DemoResult:
+    """One rank: measure, generate with overlap off and on, trace."""
+    group = CommGroup.from_process_group()
+    link = EmulatedLink(20e-6, float("inf"))
+    tokenizer = load_tokenizer(MODEL)
+    with ModelRunner(MODEL, group=group, link=link, dbo=UBatchConfig()) as runner:
+        own = make_prompts(tokenizer, rank)
+        setting = Setting(runner, prefill_batch(runner, own[-STEP_TOKENS // PROMPT_TOKENS :]), link)
+        measured = measure_overlap(setting, lanes=(2,), ratio=1.0, blocks=blocks)
+        spans = trace_steps(setting)
+        setting.close()
+        outputs, seconds, steps = generate_both_ways(runner, own, max_tokens)
+    equal = torch.tensor(outputs["off"] == outputs["on"], dtype=torch.int32)
+    dist.all_reduce(equal, dist.ReduceOp.MIN)
+    shown = [(prompt, tokenizer.decode(tokens)) for prompt, tokens in zip(SHOWN, outputs["on"], strict=False)]
+    shares: list[Any] = [None] * world_size
+    dist.all_gather_object(shares, (spans, steps, sum(map(len, outputs["on"]))))
+    declined: Counter[str] = Counter()
+    for _, (_, reasons), _ in shares:
+        declined.update(reasons)
+    return DemoResult(
+        texts=shown,
+        equal=bool(equal),
+        generated=sum(tokens for _, _, tokens in shares),
+        seconds=seconds,
+        engaged=sum(engaged for _, (engaged, _), _ in shares),
+        declined=dict(declined),
+        measured=measured,
+        traces={number: share[0] for number, share in enumerate(shares)},
+    )
+
+
+def make_prompts(tokenizer: Any, rank: int) -> list[list[int]]:
+    """A few short prompts to show, and pieces of this Python's own library, other ones on every rank."""
+    prompts: list[list[int]] = [tokenizer.encode(text).ids for text in SHOWN]
+    source = "\n".join(inspect.getsource(importlib.import_module(name)) for name in MODULES)
+    ids = tokenizer.encode(source).ids
+    wanted = PROMPTS_PER_RANK - len(prompts)
+    stride = len(ids) // (2 * wanted)
+    starts = range(rank * stride, 2 * wanted * stride, 2 * stride)
+    return prompts + [ids[start : start + PROMPT_TOKENS] for start in starts][:wanted]
+
+
+def generate_both_ways(
+    runner: ModelRunner, prompts: Sequence[Sequence[int]], max_tokens: int
+) -> tuple[dict[str, list[tuple[int, ...]]], dict[str, list[float]], tuple[int, dict[str, int]]]:
+    """Complete all prompts off, on, on, off; returns tokens, seconds and what the steps with overlap on did."""
+    params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+    outputs: dict[str, list[tuple[int, ...]]] = {}
+    seconds: dict[str, list[float]] = {"off": [], "on": []}
+    wrappers = {}
+    for name in ("off", "on"):
+        config = replace(runner.dbo, enable_dbo=name == "on")
+        wrappers[name] = (config, UBatchWrapper(runner.model, config))
+    for name in ("off", "on", "on", "off", "off", "on", "on", "off"):
+        runner.dbo, runner.wrapper = wrappers[name]
+        dist.barrier()
+        start = time.perf_counter()
+        results = generate(runner, prompts, params, max_num_batched_tokens=STEP_TOKENS)
+        seconds[name].append(time.perf_counter() - start)
+        outputs[name] = [result.token_ids for result in results]
+    statistics = wrappers["on"][1].statistics()
+    for _, wrapper in wrappers.values():
+        wrapper.close()
+    return outputs, seconds, (statistics.engaged, {str(why): count for why, count in statistics.declined.items()})
+
+
+@torch.inference_mode()
+def trace_steps(setting: Setting) -> list[Span]:
+    """One step without overlap and one with, for the picture."""
+    with tracing() as trace:
+        setting.step(1)
+        dist.barrier()
+        setting.step(2)
+    return trace.spans
+
+
+def report(result: DemoResult, out: Path) -> None:
+    """Completions, one table, two files."""
+    for prompt, text in result.texts:
+        print(f"\n--- {prompt!r}\n{prompt}{text}")
+    print(
+        f"\ntokens with overlap on and off: {'equal' if result.equal else 'DIFFERENT'} ({result.generated} generated)"
+    )
+    best = {name: min(times) for name, times in result.seconds.items()}
+    faster = f"{best['off'] / best['on']:.2f}x faster with overlap"
+    print(f"generation, best of {len(result.seconds['on'])}: {best['off']:.2f} s off, {best['on']:.2f} s on: {faster}")
+    print(f"steps with overlap on: {describe_steps(result.engaged, result.declined)}")
+    print_result(result.measured)
+    out.mkdir(parents=True, exist_ok=True)
+    write_chrome(out / "trace.json", result.traces)
+    lane = result.measured.lanes[2]
+    last = max(span.step for span in result.traces[0])
+    hidden = summarise(span for span in result.traces[0] if span.step == last).hidden_fraction
+    facts = {
+        "speed-up over best serial": f"{lane.speedup.median:.2f}x",
+        "of the bound": f"{lane.efficiency.median:.0%}",
+        "communication hidden in this step": f"{hidden:.0%}",
+    }
+    write_html(
+        out / "trace.html", result.traces, title="ubatch: one prefill step in two lanes", summary=facts, step=last
+    )
+    print(f"\nwrote {out / 'trace.html'} (open it in a browser) and {out / 'trace.json'} (ui.perfetto.dev)")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,149 @@
+"""The `ubatch` command as a user types it."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+from checkpoints import make_qwen3_moe_checkpoint
+
+from serving.bench.statistics import bootstrap, interleave_arms, paired
+from serving.cli import COMMANDS, main
+
+TINY = str(Path(__file__).resolve().parent.parent / "examples" / "models" / "tiny-moe")
+
+
+@pytest.mark.parametrize("words", [[], ["--help"], ["bench"], ["bench", "--help"]])
+def test_usage_lists_the_commands(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    status = main(words)
+    captured = capsys.readouterr()
+    assert status == (0 if words else 2)
+    for name in COMMANDS:
+        assert name in captured.out + captured.err
+
+
+def test_unknown_command_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generat"]) == 2
+    assert "did you mean 'generate'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_of_every_command(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_status:
+        main([*name.split(), "--help"])
+    assert exit_status.value.code == 0
+    assert COMMANDS[name][1].split(",")[0] in " ".join(capsys.readouterr().out.split())
+
+
+def test_generate_on_one_rank(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", TINY, "--prompt", "def main(", "import os", "--max-tokens", "5"]) == 0
+    output = capsys.readouterr().out
+    assert "def main(self" in output
+    assert "steps: 0 overlapped, 5 not (disabled 5)" in output
+
+
+def test_generate_on_two_ranks_is_the_same(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    prompts = ["--prompt", "def main(", "import os", "class Server:", "for i in", "--max-tokens", "5"]
+    assert main(["generate", TINY, *prompts]) == 0
+    plain = capfd.readouterr().out.split("steps:")[0]
+    settings = tmp_path / "dbo.yaml"
+    settings.write_text("dbo-decode-token-threshold: 2\ndbo_prefill_token_threshold: 4\n")
+    flags = ["--data-parallel-size", "2", "--enable-expert-parallel", "--enable-dbo", "--config", str(settings)]
+    assert main(["generate", TINY, *prompts, *flags, "--emulated-link", "10", "1000"]) == 0
+    overlapped = capfd.readouterr().out
+    assert overlapped.split("steps:")[0] == plain
+    assert "steps: 10 overlapped, 0 not" in overlapped
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--enable-expert-parallel"], "--data-parallel-size 2 or more"),
+        (["--all2all-backend", "torch_dist"], "--enable-expert-parallel"),
+        (["--emulated-link", "1", "1"], "--enable-expert-parallel"),
+        (["--enable-dbo", "--schedule", "mlp_shared"], "did you mean 'mlp_shared_overlap'"),
+        (["--enable-dbo", "--ubatch-size", "1"], "num_ubatches must be 2 to 8"),
+        (["--enable-dbo", "--dbo-decode-token-threshold", "1"], "below num_ubatches"),
+        (["--config", "nowhere.yaml"], "cannot read nowhere.yaml"),
+        (["--max-tokens", "5000"], "positions"),
+    ],
+)
+def test_wrong_settings_are_one_clear_line(flags: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", TINY, "--prompt", "x", *flags]) == 2
+    error = capsys.readouterr().err.strip()
+    assert message in error
+    assert "\n" not in error
+
+
+def test_unknown_key_in_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    settings = tmp_path / "dbo.yaml"
+    settings.write_text("dbo-decode-token-treshold: 8\n")
+    assert main(["generate", TINY, "--prompt", "x", "--config", str(settings)]) == 2
+    assert "did you mean 'dbo_decode_token_threshold'" in capsys.readouterr().err
+
+
+def test_a_folder_that_is_no_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", str(tmp_path), "--prompt", "x"]) == 2
+    assert "tokenizer.json does not exist" in capsys.readouterr().err
+
+
+def test_bench_handoff_writes_what_a_script_reads(tmp_path: Path) -> None:
+    file = tmp_path / "handoff.json"
+    assert main(["bench", "handoff", "--blocks", "2", "--handoffs", "100", "--json", str(file)]) == 0
+    results = json.loads(file.read_text())
+    for name in ("noop_ns", "per_switch_us", "event_ring_us", "ratio_to_event"):
+        assert results[name]["low"] <= results[name]["median"] <= results[name]["high"]
+        assert math.isfinite(results[name]["median"])
+    assert set(results["arms_us"]) == {"pinned", "unpinned", "busy"}
+    assert all(len(values) == 2 for arms in results["arms_us"].values() for values in arms.values())
+
+
+def test_bench_lanes(tmp_path: Path) -> None:
+    file = tmp_path / "lanes.json"
+    sizes = ["--tokens", "32", "--layers", "2", "--hidden-size", "32", "--experts", "4", "--intermediate-size", "16"]
+    assert main(["bench", "lanes", *sizes, "--top-k", "2", "--blocks", "2", "--json", str(file)]) == 0
+    results = json.loads(file.read_text())
+    assert results["handoffs"] == 2 * 2 * 2 + 1  # two points a layer and lane, and the end of lane 0
+    assert set(results["arms_ms"]) == {"back_to_back", "lanes"}
+
+
+def test_bench_overlap(tmp_path: Path) -> None:
+    model = make_qwen3_moe_checkpoint(tmp_path / "model")
+    file = tmp_path / "overlap.json"
+    flags = ["--model", str(model), "--sequences", "4", "--sequence-length", "16", "--lanes", "2", "3"]
+    status = main(["bench", "overlap", *flags, "--ratios", "1", "8", "--blocks", "2", "--json", str(file)])
+    assert status in (0, 1)  # 1: void, which two short blocks may well be
+    results = json.loads(file.read_text())
+    for name in ("efficiency", "schedule_efficiency", "hidden", "speedup"):
+        assert results[name]["low"] <= results[name]["median"] <= results[name]["high"]
+    arms = {"compute_unsplit", "serial_unsplit"}
+    arms |= {
+        f"{arm}_{n}" for n in (2, 3) for arm in ("serial", "overlapped", "split_compute", "ideal", "communication")
+    }
+    assert set(results["arms_ms"]) == arms
+    assert [link["ratio"] for link in results["links"]] == [1.0, 8.0]
+    slow = results["links"][1]
+    for n in ("2", "3"):  # link-bound: the step cannot be shorter than the link was busy
+        busy, wall = slow["arms_ms"][f"communication_{n}"], slow["arms_ms"][f"overlapped_{n}"]
+        assert all(b <= w for b, w in zip(busy, wall, strict=True))
+
+
+def test_bootstrap_and_pairs() -> None:
+    interval = bootstrap([1.0, 2.0, 3.0, 4.0, 100.0])
+    assert interval.median == 3.0
+    assert 1.0 <= interval.low <= 3.0 <= interval.high <= 100.0
+    assert paired([2.0, 4.0, 6.0], [1.0, 2.0, 3.0]).median == 2.0
+
+
+def test_arms_run_forwards_then_backwards() -> None:
+    calls: list[str] = []
+
+    def arm(name: str) -> float:
+        calls.append(name)
+        return float(len(calls))
+
+    arms = interleave_arms({"a": lambda: arm("a"), "b": lambda: arm("b")}, 2, show=False)
+    assert "".join(calls) == "ab" + "abba" * 2
+    assert arms == {"a": [(3 + 6) / 2, (7 + 10) / 2], "b": [(4 + 5) / 2, (8 + 9) / 2]}

@@ -1,0 +1,64 @@
+"""The examples are tests: each compares with a plain reference and exits non-zero where it differs."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def run_example(name: str, *arguments: str, timeout: float = 100.0) -> str:
+    """What an example prints; its standard error where it fails."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "error::ResourceWarning"}
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "examples" / name), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        env=environment,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_wrap_module() -> None:
+    output = run_example("wrap_module.py", "--tokens", "512")
+    assert "calls: 1 overlapped, not overlapped: {'below_prefill_threshold': 1}" in output
+
+
+def test_wrap_transformers() -> None:
+    output = run_example("wrap_transformers.py", "--max-new-tokens", "6")
+    assert output.count("generated tokens equal, 7 steps overlapped, not overlapped: {}") == 2
+
+
+@pytest.mark.timeout(170)
+def test_demo(tmp_path: Path) -> None:
+    output = run_example("demo.py", "--out", str(tmp_path), "--blocks", "2", "--max-tokens", "4", timeout=160)
+    assert "tokens with overlap on and off: equal (192 generated)" in output
+    assert "def main(self" in output  # legible, and the same on every machine
+    assert "below_decode_threshold" in output
+    for figure in ("efficiency", "schedule_efficiency", "hidden", "speedup", "serial_unsplit", "overlapped_2"):
+        assert figure in output
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert {event["pid"] for event in events} == {0, 1}
+    page = (tmp_path / "trace.html").read_text()
+    assert "dispatch" in page
+    assert "http" not in page.replace("http://www.w3.org/", "")
+
+
+def test_training_starts(tmp_path: Path) -> None:
+    run_example("train_tiny_moe.py", "--steps", "1", "--out", str(tmp_path))
+    assert (tmp_path / "model.safetensors").stat().st_size < 8_000_000
+    assert (tmp_path / "tokenizer.json").is_file()
+
+
+def test_the_committed_checkpoint_is_small() -> None:
+    folder = ROOT / "examples" / "models" / "tiny-moe"
+    assert sum(file.stat().st_size for file in folder.iterdir()) <= 8_000_000

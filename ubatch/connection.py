@@ -1,0 +1,263 @@
+"""What joins the ranks of a group between two resets, and how a rank that waits learns that another failed.
+
+A connection owns a process group for data, a small CPU one for votes, and a corner of the rendezvous store:
+
+    failed     the first failure: "rank", a line break, what happened     whoever waits reads it and gives up
+    suspect    a rank whose transport lost a peer                         starts a roll call
+    alive/R    rank R answered the roll call                              who does not answer is dead
+
+No rank waits blindly: every wait is cut into slices, and after each it looks into the store. Once `failed` is
+written nothing more is launched: the transport would pair what a peer launched for the step that failed with this
+rank's next one. `CommGroup.reset` makes a new connection; what was launched on the old one stays there.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import time
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from ubatch.errors import GroupBroken, PeerFailed, TransferTimeout
+from ubatch.transfer import Work
+
+__all__ = ["Connection"]
+
+_SLICE = timedelta(milliseconds=200)
+_GRACE_S = 0.5
+"""How long the last rank missing at a roll call may take to answer, before it is named."""
+_TRANSPORT_SLACK = 4
+"""The transport's own time-out is this much longer than ours, so that ours, which names the peer, fires first."""
+
+
+class Connection:
+    """The ranks of a group, joined. Made by `CommGroup` on every rank at the same time.
+
+    Attributes:
+        ranks: global ranks, in group order.
+        rank: this process's global rank.
+        timeout_s: how long a transfer or a vote may take.
+        pg: carries the data.
+        vote_pg: carries the votes; always gloo, on the CPU.
+        broken: why nothing may be launched any more, or None.
+    """
+
+    def __init__(self, ranks: Sequence[int], backend: str, timeout_s: float, name: str, store: dist.Store) -> None:
+        self.ranks = tuple(ranks)
+        self.rank = dist.get_rank()
+        self.timeout_s = timeout_s
+        self.broken: str | None = None
+        self._store = dist.PrefixStore(name, store)
+        self._dependents: weakref.WeakSet[Connection] = weakref.WeakSet()
+        _let_go_of_expired()
+        self.pg = self._process_group(backend, f"{name}/data")
+        self.vote_pg = self._process_group("gloo", f"{name}/vote")
+        weakref.finalize(self, _keep, (self.pg, self.vote_pg), _TRANSPORT_SLACK * timeout_s)
+
+    @contextmanager
+    def leading(self) -> Iterator[None]:
+        """Make this the connection whose ranks take the current step together.
+
+        Whoever waits on another connection in that step looks out here too, for the peer that failed may never come
+        there; and when this connection breaks, so do those that its steps used, for they are out of step as well.
+        """
+        token = _leader.set(self)
+        try:
+            yield
+        finally:
+            _leader.reset(token)
+
+    def check_usable(self) -> None:
+        """Refuse to launch on a connection that is out of step.
+
+        Raises:
+            GroupBroken: a rank failed.
+        """
+        leader = _leader.get()
+        if leader is not None and leader is not self:
+            leader._dependents.add(self)
+        if self.broken is not None:
+            raise GroupBroken(f"the group of ranks {list(self.ranks)} is out of step: {self.broken} Call reset().")
+
+    def wait_for_works(self, works: Iterable[Work], name: str, check: Callable[[], None] | None = None) -> None:
+        """Wait for a transport's works without using the CPU, looking out for failed peers.
+
+        Args:
+            works: what the transport returned.
+            name: what errors call them.
+            check: called now and then; may raise to end the wait.
+
+        Raises:
+            PeerFailed: a rank reported an error, or died.
+            GroupBroken: this rank failed while it waited, in another thread, or `reset()` was called.
+            TransferTimeout: not over within `timeout_s`.
+        """
+        deadline = time.monotonic() + self.timeout_s
+        for work in works:
+            while not self._arrived(work, name):
+                if check is not None:
+                    check()
+                (_leader.get() or self)._look_out(name)
+                self._look_out(name)
+                if time.monotonic() > deadline:
+                    self.fail(f"rank {self.rank} waited for {name!r} longer than {self.timeout_s} s.")
+                    raise TransferTimeout(
+                        f"{self.broken} No peer of ranks {list(self.ranks)} reported a failure. If the step really is "
+                        "that slow, raise timeout_s; else a rank does not take part in it. Call reset()."
+                    )
+
+    def fail(self, what: str, rank: int | None = None) -> None:
+        """Let nothing more be launched here, nor on what was used in this connection's steps, and tell the peers.
+
+        Args:
+            what: a sentence.
+            rank: the global rank to blame; this one by default.
+        """
+        if self.broken is not None:
+            return
+        self.broken = what
+        blamed = self.rank if rank is None else rank
+        with suppress(dist.DistError):  # the store may be dead; the peers learn that the same way
+            self._store.compare_set("failed", "", f"{blamed}\n{what}")
+        for dependent in list(self._dependents):
+            dependent.fail(what, blamed)
+
+    def retire(self) -> None:
+        """A new connection replaces this one; whoever still waits here gives up."""
+        if self.broken is None:
+            self.broken = "it was launched before reset() was called."
+
+    def adopt_failure(self) -> None:
+        """Break if a peer has reported a failure here that this rank did not have to wait to see."""
+        if self.broken is None and len(self.ranks) > 1 and self._store.check(["failed"]):
+            rank, what = self._failure()
+            self.fail(what, rank)
+
+    # -- waiting --------------------------------------------------------------------------------------------------
+
+    def _arrived(self, work: Work, name: str) -> bool:
+        """Wait for one slice; whether the work is over."""
+        try:
+            work.wait(_SLICE)
+        except RuntimeError as error:
+            if not work.is_completed():
+                return False
+            try:
+                work.wait()  # over at once; it may have completed just after the slice did
+            except RuntimeError:
+                raise self._connection_lost(name, error) from error
+        return True
+
+    def _look_out(self, name: str) -> None:
+        """Raise if this connection broke, or a peer reported a failure, or a roll call finds one dead."""
+        if self.broken is not None:
+            raise GroupBroken(f"gave up waiting for {name!r}: {self.broken}")
+        if len(self.ranks) == 1:
+            return
+        try:
+            if self._store.check(["failed"]):
+                raise self._peer_failed(name)
+            if self._store.check(["suspect"]):
+                raise self._roll_call(name, "a rank lost a connection")
+        except dist.DistError as error:
+            raise self._store_lost(name) from error
+
+    def _failure(self) -> tuple[int, str]:
+        rank, what = self._store.get("failed").decode().split("\n", 1)
+        return int(rank), what
+
+    def _peer_failed(self, name: str) -> Exception:
+        rank, what = self._failure()
+        self.fail(what, rank)
+        if rank == self.rank:
+            return GroupBroken(f"the other ranks gave this one up: {what} (It waited for {name!r}.) Call reset().")
+        return PeerFailed(rank, f"{what} (This rank waited for {name!r}.) Call reset() on every rank.")
+
+    def _connection_lost(self, name: str, error: RuntimeError) -> Exception:
+        """The transport failed under this rank. Its peers may be waiting for somebody else; get them to look up."""
+        cause = str(error).splitlines()[0]
+        try:
+            if self._store.check(["failed"]):
+                return self._peer_failed(name)
+            self._store.set("suspect", str(self.rank))
+            return self._roll_call(name, cause)
+        except dist.DistError:
+            return self._store_lost(name)
+
+    def _roll_call(self, name: str, cause: str) -> Exception:
+        """Who does not answer is dead. All that wait on this connection answer within a slice.
+
+        A rank that computes answers late, so while two or more are missing there is no telling which one died; when
+        one is left it must be that one, for no connection is lost without a cause.
+        """
+        self._store.set(f"alive/{self.rank}", "1")
+        begun = time.monotonic()
+        missing = set(self.ranks)
+        while missing and time.monotonic() - begun < (self.timeout_s if len(missing) > 1 else _GRACE_S):
+            if self._store.check(["failed"]):
+                return self._peer_failed(name)
+            missing = {rank for rank in missing if not self._store.check([f"alive/{rank}"])}
+            time.sleep(0.02)
+        if not missing:
+            self.fail(f"the transport failed though every rank is alive: {cause}.")
+            return GroupBroken(f"{self.broken} (This rank waited for {name!r}.) Call reset() on every rank.")
+        dead = min(missing)
+        self.fail(f"rank {dead} died, or let go of the group ({cause}).", dead)
+        return PeerFailed(dead, f"{self.broken} (This rank waited for {name!r}.)")
+
+    def _store_lost(self, name: str) -> Exception:
+        """The rendezvous store answers no more: its host died, which is rank 0 unless a launcher keeps it."""
+        if self.rank == 0:
+            self.broken = "the rendezvous store is gone. Start the job anew."
+            return GroupBroken(f"gave up waiting for {name!r}: {self.broken}")
+        self.broken = "rank 0 died, and the rendezvous store with it. Start the job anew."
+        return PeerFailed(0, f"{self.broken} (This rank waited for {name!r}.)")
+
+    # -- process groups -------------------------------------------------------------------------------------------
+
+    def _process_group(self, backend: str, name: str) -> dist.ProcessGroup:
+        """A process group of just these ranks, under a name of our own.
+
+        `new_group` would either need every rank of the job, or name the group after how many groups this process
+        has, which ranks that belong to different groups do not agree on.
+        """
+        patience = timedelta(seconds=self.timeout_s)
+        store = c10d._get_default_store()
+        made = c10d._new_process_group_helper(
+            len(self.ranks), self.ranks.index(self.rank), list(self.ranks), dist.Backend(backend), store, name,
+            timeout=patience,
+        )  # fmt: skip
+        pg: dist.ProcessGroup = made[0]
+        c10d._world.pg_group_ranks[pg] = {rank: index for index, rank in enumerate(self.ranks)}
+        c10d._set_pg_timeout(patience * _TRANSPORT_SLACK, pg)
+        return pg
+
+
+_leader: ContextVar[Connection | None] = ContextVar("ubatch_leading_connection", default=None)
+
+
+# A process group's destructor waits for what is stuck in it, up to the transport's time-out, also at exit. So nobody
+# destroys one before that has passed: it is kept by a reference that the interpreter's exit does not drop.
+_kept: list[tuple[float, dist.ProcessGroup]] = []
+
+
+def _keep(pgs: Sequence[dist.ProcessGroup], seconds: float) -> None:
+    for pg in pgs:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(pg))
+        _kept.append((time.monotonic() + seconds, pg))
+
+
+def _let_go_of_expired() -> None:
+    now = time.monotonic()
+    expired = [pg for until, pg in _kept if until <= now]
+    _kept[:] = [(until, pg) for until, pg in _kept if until > now]
+    for pg in expired:
+        with suppress(ValueError):  # the job's process groups were destroyed meanwhile
+            dist.destroy_process_group(pg)
+        ctypes.pythonapi.Py_DecRef(ctypes.py_object(pg))
