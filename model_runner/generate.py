@@ -69,7 +69,7 @@ def generate(
         RequestError, KVCacheExhausted: a prompt cannot be served; before anything runs.
         PeerFailed: another rank failed.
     """
-    with runner.failures_posted():
+    with runner.together():
         requests = _make_requests(runner, prompts, params, max_num_batched_tokens)
         job = _Job(runner, requests, max_num_batched_tokens, on_token)
         try:

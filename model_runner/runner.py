@@ -12,8 +12,8 @@ no tokens, because its experts are needed. When no rank has requests, nothing ru
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
@@ -44,7 +44,6 @@ from ubatch import (
     ConfigError,
     Decision,
     ForwardContext,
-    OverlapDeclined,
     UBatchConfig,
     UBatchStatistics,
     UBatchWrapper,
@@ -198,7 +197,7 @@ class ModelRunner:
             RequestError, KVCacheExhausted: the batch does not fit its requests; see `build_input_batch`.
             PeerFailed, TransferTimeout, GroupBroken, UBatchTimeout: the step did not end; see there.
         """
-        with self.failures_posted(), torch.inference_mode():
+        with self.together(), torch.inference_mode():
             batch = build_input_batch(scheduled, self.block_table, self.kv_cache.spec, self.device)
             agreed = coordinate_batch_across_dp(self.dbo, batch.metadata.query_lens_cpu, batch.mode, self.group)
             if agreed.all_idle:
@@ -245,20 +244,12 @@ class ModelRunner:
             decision=decision,
         )
 
-    @contextmanager
-    def failures_posted(self) -> Iterator[None]:
-        """Tell the other ranks of an error in the `with` block, so that they fail at once instead of timing out.
+    def together(self) -> AbstractContextManager[None]:
+        """What the ranks do together: an error in the `with` block makes the other ranks fail at once, naming this one.
 
-        After that the group needs `reset()` on every rank.
+        After that the group needs `reset()` on every rank. See `CommGroup.step`.
         """
-        try:
-            yield
-        except OverlapDeclined:
-            raise  # every rank declined alike: the group is still in step
-        except BaseException as error:
-            if self.group is not None:
-                self.group.post_failure(error)
-            raise
+        return nullcontext() if self.group is None else self.group.step()
 
     # -- the rest -----------------------------------------------------------------------------------------------
 

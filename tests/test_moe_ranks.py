@@ -114,10 +114,11 @@ def _known_sizes(rank: int, group: CommGroup) -> None:
         torch.testing.assert_close(kernel(padded.x, padded.weights, padded.ids), layer.expected(padded))
         with pytest.raises(ConfigError, match=f"voted on {2 + rank} tokens for rank {rank}, .* got {3 + rank}"):
             kernel(routed.x, routed.weights, routed.ids)
-    other_group = ForwardContext(tokens_across_ranks=(3, 4, 5))  # of a larger group: says nothing about this one
-    with set_forward_context(other_group), tracing() as trace:
-        torch.testing.assert_close(kernel(routed.x, routed.weights, routed.ids), layer.expected(routed))
-    assert _exchanged_counts(trace)
+    larger_group, cannot_tell = (3, 4, 5), (0, 4)  # neither says how many tokens each rank of this group has
+    for counts in (larger_group, cannot_tell):
+        with set_forward_context(ForwardContext(tokens_across_ranks=counts)), tracing() as trace:
+            torch.testing.assert_close(kernel(routed.x, routed.weights, routed.ids), layer.expected(routed))
+        assert _exchanged_counts(trace)
 
 
 def _dtypes(rank: int, group: CommGroup) -> None:

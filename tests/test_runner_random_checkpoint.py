@@ -13,9 +13,16 @@ from model_runner import ModelRunner, RandomQwen3Moe, SamplingParams, generate, 
 from ubatch import ConfigError
 
 SMALL = RandomQwen3Moe(
-    vocab_size=97, hidden_size=32, num_hidden_layers=3, num_attention_heads=4, head_dim=8, num_experts=4,
-    num_experts_per_tok=2, moe_intermediate_size=16, max_position_embeddings=64,
-)  # fmt: skip
+    vocab_size=97,
+    hidden_size=32,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    head_dim=8,
+    num_experts=4,
+    num_experts_per_tok=2,
+    moe_intermediate_size=16,
+    max_position_embeddings=64,
+)
 
 
 def test_default_size_is_about_100_million() -> None:

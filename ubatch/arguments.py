@@ -1,4 +1,4 @@
-"""Cutting a call's arguments into lanes, and putting the lanes' outputs together.
+"""Cutting a call's arguments into lanes.
 
 Arguments are split by *parameter name*, never because a size happens to match:
 
@@ -8,50 +8,37 @@ Arguments are split by *parameter name*, never because a size happens to match:
     tuple, list, dict, dataclass      leaf by leaf
     number, string, None, dtype, ...  the same for every lane
 
-What cannot be split is reported with a reason and a sentence, and nothing has run yet. Outputs are concatenated by
-the same walk in the other direction, along a dimension that `output_dims` names or that is the call's rows or tokens.
+What cannot be split is reported with a reason and a sentence, and nothing has run yet.
 """
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import functools
 import inspect
 import itertools
 import types
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from enum import Enum
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ubatch.caches import CacheSplitter, splitter_for
+from ubatch.containers import PLAIN, children_of, rebuild
 from ubatch.errors import ConfigError, SplitError, nearest
 from ubatch.vote import DeclineReason
 
-__all__ = [
-    "CallPlan",
-    "CannotSplit",
-    "check_split_dims",
-    "even_bounds",
-    "merge_outputs",
-    "parameter_names",
-    "plan_call",
-]
+__all__ = ["CacheParts", "CallPlan", "CannotSplit", "check_split_dims", "even_bounds", "parameter_names", "plan_call"]
 
 _BATCH_FIRST = frozenset(
-    """
-    attention_mask features hidden_states input input_embeds input_ids input_tokens inputs inputs_embeds labels
-    position_ids positions residual src tgt token_ids token_type_ids tokens x
-    """.split()
+    {"attention_mask", "features", "hidden_states", "input", "input_embeds", "input_ids", "input_tokens", "inputs"}
+    | {"inputs_embeds", "labels", "position_ids", "positions", "residual", "src", "tgt", "token_ids", "token_type_ids"}
+    | {"tokens", "x"}
 )
 _SAME_FOR_ALL = frozenset({"cache_position", "logits_to_keep"})
 _TOKEN_IDS = ("input_ids", "token_ids", "tokens", "input_tokens", "inputs_embeds", "input_embeds")
 _MAY_BROADCAST = frozenset({"attention_mask", "position_ids", "positions"})
 _POSITIONS = frozenset({"position_ids", "positions"})
-_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout, type, Enum)
 _FUNCTIONS = (types.FunctionType, types.MethodType, types.BuiltinFunctionType, functools.partial)
 
 
@@ -118,7 +105,7 @@ class CallPlan:
         """Tokens of the whole call."""
         return self.rows * self.tokens_per_row
 
-    def cut(self, bounds: Sequence[slice]) -> tuple[list[tuple[tuple[Any, ...], dict[str, Any]]], _CacheParts]:
+    def cut(self, bounds: Sequence[slice]) -> tuple[list[tuple[tuple[Any, ...], dict[str, Any]]], CacheParts]:
         """Every lane's arguments, and the caches that must be merged afterwards.
 
         Raises:
@@ -130,7 +117,7 @@ class CallPlan:
                 parts[leaf.path] = leaf.cut(bounds)
             except SplitError as error:
                 raise CannotSplit(DeclineReason.NO_SPLITTER, f"argument {leaf.path!r}: {error}") from error
-        caches = _CacheParts(
+        caches = CacheParts(
             [(leaf.splitter, leaf.value, parts[leaf.path]) for leaf in self.leaves if leaf.splitter is not None]
         )
         calls = []
@@ -149,14 +136,14 @@ def _pick(path: str, value: Any, parts: Mapping[str, Any]) -> Any:
     """An argument with its split leaves replaced by one lane's parts."""
     if path in parts:
         return parts[path]
-    children = _children(value)
+    children = children_of(value)
     if not children:
         return value
     picked = [_pick(f"{path}.{key}", child, parts) for key, child in children]
     if all(own is child for own, (_, child) in zip(picked, children, strict=True)):
         return value  # nothing in it is split: every lane gets the caller's own object
     try:
-        return _rebuild(value, picked)
+        return rebuild(value, picked)
     except (TypeError, ValueError) as error:
         raise CannotSplit(
             DeclineReason.NO_SPLITTER,
@@ -165,7 +152,7 @@ def _pick(path: str, value: Any, parts: Mapping[str, Any]) -> Any:
         ) from error
 
 
-class _CacheParts:
+class CacheParts:
     """The caches of a call, with the parts that the lanes changed."""
 
     def __init__(self, caches: Sequence[tuple[CacheSplitter, Any, Sequence[Any]]]) -> None:
@@ -249,8 +236,8 @@ def plan_call(
         elif isinstance(value, list | tuple):
             raise CannotSplit(
                 DeclineReason.AMBIGUOUS_ARGUMENT,
-                f"argument {path!r} is a {type(value).__name__} of {len(value)} values, one per row or the same for all? "
-                f"Say it: split_dims={{{path!r}: 0}} or {{{path!r}: None}}.",
+                f"argument {path!r} is a {type(value).__name__} of {len(value)} values: one per row, or the same for "
+                f"all? Say which: split_dims={{{path!r}: 0}} or {{{path!r}: None}}.",
             )
         else:
             raise CannotSplit(
@@ -264,17 +251,17 @@ def plan_call(
 def _find(path: str, value: Any, split_dims: Mapping[str, int | None]) -> Iterator[tuple[str, Any, int | None, bool]]:
     """Leaves that matter: `(path, value, dim, known)`."""
     dim, known = _lookup(path, value, split_dims)
-    if isinstance(value, (*_PLAIN, *_FUNCTIONS)):
+    if isinstance(value, (*PLAIN, *_FUNCTIONS)):
         return
     if isinstance(value, Tensor) or splitter_for(value) is not None:
         yield path, value, dim, known
         return
-    children = _children(value)
+    children = children_of(value)
     if children is None:
         if not known or dim is not None:
             yield path, value, dim, False
         return
-    if children and isinstance(value, list | tuple) and all(isinstance(child, _PLAIN) for _, child in children):
+    if children and isinstance(value, list | tuple) and all(isinstance(child, PLAIN) for _, child in children):
         if not all(child is None for _, child in children):
             yield path, value, dim, known
         return
@@ -327,13 +314,13 @@ def _with_rows(leaves: list[_Leaf], args: tuple[tuple[str, Any], ...], kwargs: M
             )
         settled.append(leaf)
     per_row = _tokens_per_row(settled)
-    multiples = {_other_size(leaf) for leaf in settled if isinstance(leaf.value, Tensor) and leaf.value.dim() > 1}
+    beside = {_size_beside(leaf) for leaf in settled}
     return CallPlan(
         leaves=tuple(settled),
         rows=rows,
         tokens_per_row=1 if per_row is None else per_row,
         decode=per_row == 1,
-        multiples=frozenset({1, *multiples} - {None}),
+        multiples=frozenset({1, *(size for size in beside if size is not None)}),
         args=args,
         kwargs=kwargs,
     )
@@ -345,173 +332,22 @@ def _tokens_per_row(leaves: Sequence[_Leaf]) -> int | None:
         for leaf in leaves:
             if leaf.path.rpartition(".")[2] == name and isinstance(leaf.value, Tensor) and leaf.dim is not None:
                 token_dims = leaf.value.dim() - leaf.value.is_floating_point()
-                return _other_size(leaf) if token_dims == 2 else None
+                return _size_beside(leaf) if token_dims == 2 else None
     return None
 
 
-def _other_size(leaf: _Leaf) -> int | None:
+def _size_beside(leaf: _Leaf) -> int | None:
     """Where a tensor is split along one of its first two dimensions, the size of the other one."""
-    size: int | None = leaf.value.shape[1 - leaf.dim] if leaf.dim in (0, 1) else None
-    return size
+    if not isinstance(leaf.value, Tensor) or leaf.value.dim() < 2 or leaf.dim not in (0, 1):
+        return None
+    return int(leaf.value.shape[1 - leaf.dim])
 
 
 def _size(leaf: _Leaf) -> int:
-    return int(leaf.value.shape[leaf.dim]) if isinstance(leaf.value, Tensor) else len(leaf.value)
-
-
-def _children(value: Any) -> list[tuple[str, Any]] | None:
-    """Named children of a container, None for a leaf."""
-    if isinstance(value, Mapping):
-        return [(str(key), child) for key, child in value.items()]
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return list(zip(value._fields, value, strict=True))
-    if isinstance(value, list | tuple):
-        return [(str(index), child) for index, child in enumerate(value)]
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return [(f.name, getattr(value, f.name)) for f in dataclasses.fields(value) if f.init]
-    return None
-
-
-def _rebuild(value: Any, children: list[Any]) -> Any:
-    """A container like `value` with other children."""
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        # ModelOutput is a dataclass *and* a mapping without its unset fields: rebuild it from the fields.
-        names = list(value) if isinstance(value, Mapping) else [f.name for f in dataclasses.fields(value) if f.init]
-        return dataclasses.replace(value, **dict(zip(names, children, strict=True)))
-    if isinstance(value, MutableMapping):
-        clone = copy.copy(value)  # keeps what else it has, such as a defaultdict's factory
-        clone.update(zip(value, children, strict=True))
-        return clone
-    if isinstance(value, Mapping):
-        return type(value)(dict(zip(value, children, strict=True)))  # type: ignore[call-arg]
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*children)
-    return type(value)(children)
+    return int(leaf.value.shape[leaf.dim or 0]) if isinstance(leaf.value, Tensor) else len(leaf.value)
 
 
 def even_bounds(rows: int, lanes: int) -> list[slice]:
     """Row ranges of `lanes` lanes, as equal as can be."""
     edges = [rows * lane // lanes for lane in range(lanes + 1)]
-    return [slice(a, b) for a, b in zip(edges, edges[1:], strict=False)]
-
-
-def merge_outputs(
-    outputs: Sequence[Any],
-    plan: CallPlan,
-    bounds: Sequence[slice],
-    caches: _CacheParts,
-    output_dims: Mapping[str, int | None],
-) -> Any:
-    """The lanes' outputs as the unsplit model would have returned them.
-
-    Args:
-        outputs: one per lane, of one structure.
-        plan: how the arguments were split.
-        bounds: the rows of every lane.
-        caches: the call's caches; merged in place when everything else could be.
-        output_dims: where to concatenate what is not batch-first; None where all lanes return the same.
-
-    Raises:
-        CannotSplit: an output has no batch dimension, or not one that follows the rows.
-    """
-    rows = [part.stop - part.start for part in bounds]
-    merged = _Merger(rows, plan.multiples, caches, output_dims).merge("output", outputs)
-    caches.merge()
-    return merged
-
-
-@dataclasses.dataclass(frozen=True)
-class _Merger:
-    """Puts the lanes' values together, leaf by leaf. Attributes as the arguments of `merge_outputs`."""
-
-    rows: Sequence[int]
-    multiples: frozenset[int]
-    caches: _CacheParts
-    dims: Mapping[str, int | None]
-
-    def merge(self, path: str, values: Sequence[Any]) -> Any:
-        """One value for the lanes' `values` at `path`."""
-        first = values[0]
-        dim, named = self._named(path)
-        if all(value is first for value in values) or (named and dim is None):
-            return first
-        if any(type(value) is not type(first) for value in values):
-            raise _ambiguous(path, f"is of class {sorted({type(value).__name__ for value in values})} in different lanes")
-        if isinstance(first, Tensor):
-            return self._concatenate(path, values)
-        splitter = splitter_for(first)
-        if splitter is not None:
-            whole = self.caches.whole_of(first)
-            return whole if whole is not None else splitter.merge(values, None)
-        columns = [_children(value) for value in values]
-        if columns[0] is None:
-            if isinstance(first, _PLAIN) and all(value == first for value in values):
-                return first
-            raise _ambiguous(path, f"is a {type(first).__name__} that differs between lanes")
-        if type(first) in (list, tuple) and all(isinstance(value, _PLAIN) for value in itertools.chain(*values)):
-            if named:
-                return type(first)(itertools.chain(*values))
-            if any(value is not None for value in first) and [len(value) for value in values] == list(self.rows):
-                raise _ambiguous(path, f"is a {type(first).__name__} of plain values, maybe one per row")
-        return self._merge_children(path, values, [column or [] for column in columns])
-
-    def _merge_children(self, path: str, values: Sequence[Any], columns: Sequence[list[tuple[str, Any]]]) -> Any:
-        keys = [key for key, _ in columns[0]]
-        if any([key for key, _ in column] != keys for column in columns):
-            raise _ambiguous(path, "has different keys or lengths in different lanes")
-        merged = [
-            self.merge(f"{path}.{key}", [column[index][1] for column in columns]) for index, key in enumerate(keys)
-        ]
-        try:
-            return _rebuild(values[0], merged)
-        except (TypeError, ValueError) as error:
-            what = f"is a {type(values[0]).__name__}, which cannot be made anew from its items ({error})"
-            raise _ambiguous(path, what) from error
-
-    def _concatenate(self, path: str, values: Sequence[Tensor]) -> Tensor:
-        first = values[0]
-        if first.dim() == 0:
-            raise CannotSplit(
-                DeclineReason.ZERO_DIM_OUTPUT,
-                f"{path} has no dimensions (a loss?), so the lanes' values cannot be concatenated. "
-                "Compute it outside the wrapped module.",
-            )
-        if all(_is_view_of_same(value, first) for value in values):
-            return first  # a parameter or buffer handed through
-        dim, named = self._named(path)
-        dim = dim or 0
-        if any(not -value.dim() <= dim < value.dim() for value in values):
-            raise _ambiguous(path, f"has {first.dim()} dimensions, so none is dimension {dim}")
-        counts = [value.shape[dim] for value in values]
-        others = {value.shape[:dim] + value.shape[dim:][1:] for value in values}
-        if len(others) > 1 or not (self._proportional(counts) if named else self._follows_rows(counts)):
-            raise _ambiguous(path, f"has shapes {[tuple(value.shape) for value in values]} for {list(self.rows)} rows")
-        return torch.cat(list(values), dim)
-
-    def _named(self, path: str) -> tuple[int | None, bool]:
-        """The dimension that the user gave for `path`, and whether they did."""
-        name = path.removeprefix("output.")
-        for known in (name, name.rpartition(".")[2]):
-            if known in self.dims:
-                return self.dims[known], True
-        return None, False
-
-    def _follows_rows(self, counts: Sequence[int]) -> bool:
-        """Whether this is the batch dimension. With equal lanes any size would be proportional, so it must be known."""
-        return any(list(counts) == [own * multiple for own in self.rows] for multiple in self.multiples)
-
-    def _proportional(self, counts: Sequence[int]) -> bool:
-        total, rows = sum(counts), sum(self.rows)
-        return all(count * rows == total * own for count, own in zip(counts, self.rows, strict=True))
-
-
-def _is_view_of_same(a: Tensor, b: Tensor) -> bool:
-    return a.numel() > 0 and a.shape == b.shape and a.stride() == b.stride() and a.data_ptr() == b.data_ptr()
-
-
-def _ambiguous(path: str, what: str) -> CannotSplit:
-    return CannotSplit(
-        DeclineReason.AMBIGUOUS_OUTPUT,
-        f"{path} {what}, so the lanes' outputs cannot be merged. Name its batch dimension in output_dims, or None there "
-        "if every lane returns the same.",
-    )
+    return [slice(a, b) for a, b in itertools.pairwise(edges)]

@@ -106,7 +106,7 @@ class Baton:
         return True
 
     def leave(self, lane: int) -> None:
-        """`lane` ends: take it out of the ring and hand on. A lane that the baton was taken from has none to hand on."""
+        """`lane` ends: take it out of the ring and hand on, unless the baton was taken from it."""
         if self.forked:  # nobody else lives in the child, and somebody may have held the lock
             return
         with self._lock:

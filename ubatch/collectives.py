@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ubatch.connection import Connection
 from ubatch.context import current_lane, dbo_maybe_run_recv_hook, dbo_register_recv_hook, dbo_yield, on_comm_stream
 from ubatch.errors import ConfigError, GradientError, UnvotedCollectiveError
 from ubatch.group import CommGroup
@@ -101,21 +103,25 @@ def launch_all_to_all_single(
     Returns:
         A transfer of `[sum(output_split_sizes), ...]`.
     """
+    connection = _check_launch(x, group)
     sent = _block_sizes(x, group, input_split_sizes, "input_split_sizes")
     received = sent if output_split_sizes is None else list(output_split_sizes)
-    if len(received) != group.size:
-        raise ConfigError(f"output_split_sizes needs {group.size} numbers, one per rank, not {len(received)}.")
-    _check_launch(x, group)
+    if len(received) != group.size or min(received) < 0:
+        raise ConfigError(f"output_split_sizes {received} must be {group.size} numbers of rows, one per rank.")
     source = x.contiguous()
+    row_bytes = _row_bytes(source)
     result = source.new_empty((sum(received), *source.shape[1:]))
     return _launch(
         name,
         group,
+        connection,
         source,
         result,
-        lambda: dist.all_to_all_single(_wire(result), _wire(source), received, sent, group=group.pg, async_op=True),
-        sent_rows=sum(sent) - sent[group.rank],
-        received_rows=sum(received) - received[group.rank],
+        lambda: dist.all_to_all_single(
+            _as_bytes(result), _as_bytes(source), received, sent, group=connection.pg, async_op=True
+        ),
+        bytes_sent=(sum(sent) - sent[group.rank]) * row_bytes,
+        bytes_received=(sum(received) - received[group.rank]) * row_bytes,
     )
 
 
@@ -133,39 +139,52 @@ def launch_all_gather(
     Returns:
         A transfer of `[sum(sizes), ...]`, in rank order.
     """
-    rows = x.shape[0]
+    connection = _check_launch(x, group)
+    rows = _rows(x)
     sizes = [rows] * group.size if sizes is None else list(sizes)
-    if len(sizes) != group.size or sizes[group.rank] != rows:
+    if len(sizes) != group.size or min(sizes) < 0 or sizes[group.rank] != rows:
         raise ConfigError(f"sizes {sizes} must have one number per rank ({group.size}), and this rank has {rows} rows.")
-    _check_launch(x, group)
     source = x.contiguous()
     result = source.new_empty((sum(sizes), *source.shape[1:]))
 
-    def send_to_all() -> Work | None:
-        if len(set(sizes)) == 1:
-            return dist.all_gather_into_tensor(_wire(result), _wire(source), group=group.pg, async_op=True)
-        repeated = source.expand(group.size, *source.shape).flatten(0, 1)
+    even = len(set(sizes)) == 1
+    sent = _as_bytes(source) if even else _as_bytes(source).repeat(group.size, 1)
+
+    def send_to_all() -> Any:
+        if even:
+            return _all_gather_single(_as_bytes(result), sent, group=connection.pg, async_op=True)
         return dist.all_to_all_single(
-            _wire(result), _wire(repeated.contiguous()), sizes, [rows] * group.size, group=group.pg, async_op=True
+            _as_bytes(result), sent, sizes, [rows] * group.size, group=connection.pg, async_op=True
         )
 
-    others = group.size - 1
-    return _launch(name, group, source, result, send_to_all, sent_rows=rows * others, received_rows=sum(sizes) - rows)
+    row_bytes = _row_bytes(source)
+    return _launch(
+        name,
+        group,
+        connection,
+        sent,
+        result,
+        send_to_all,
+        bytes_sent=rows * (group.size - 1) * row_bytes,
+        bytes_received=(sum(sizes) - rows) * row_bytes,
+    )
 
 
 def launch_all_reduce(x: Tensor, group: CommGroup, *, name: str = "all_reduce") -> Transfer[Tensor]:
     """Launch a sum over the ranks; a transfer of `x`'s shape. Counts a ring's bytes: 2 (R - 1) / R of `x` each way."""
-    _check_launch(x, group)
+    connection = _check_launch(x, group)
+    _check_summable(x)
     result = x.clone(memory_format=torch.contiguous_format)
-    rows = 2 * (group.size - 1) * x.shape[0] // group.size if x.dim() else 0
+    ring = 2 * (group.size - 1) * result.nbytes // group.size
     return _launch(
         name,
         group,
+        connection,
         x,
         result,
-        lambda: dist.all_reduce(result, group=group.pg, async_op=True),
-        sent_rows=rows,
-        received_rows=rows,
+        lambda: dist.all_reduce(result, group=connection.pg, async_op=True),
+        bytes_sent=ring,
+        bytes_received=ring,
     )
 
 
@@ -185,26 +204,38 @@ def launch_reduce_scatter(
     Returns:
         A transfer of `[sizes[rank], ...]`.
     """
+    _check_launch(x, group)
+    _check_summable(x)
     sent = _block_sizes(x, group, sizes, "sizes")
-    own = sent[group.rank]
+    own, shape = sent[group.rank], x.shape[1:]
     blocks = launch_all_to_all_single(x, group, [own] * group.size, sent, name=name)
-    return blocks.map(lambda received: received.view(group.size, own, *x.shape[1:]).sum(0))
+    return blocks.map(lambda received: received.view(group.size, own, *shape).sum(0, dtype=received.dtype))
 
 
 def _block_sizes(x: Tensor, group: CommGroup, sizes: Sequence[int] | None, what: str) -> list[int]:
-    if x.dim() == 0:
-        raise ConfigError("a 0-dim tensor has no rows to split over ranks.")
-    rows = x.shape[0]
+    rows = _rows(x)
     if sizes is None:
         if rows % group.size:
             raise ConfigError(f"{rows} rows do not divide by {group.size} ranks; pad them, or give {what}.")
         return [rows // group.size] * group.size
-    if len(sizes) != group.size or sum(sizes) != rows:
+    if len(sizes) != group.size or min(sizes) < 0 or sum(sizes) != rows:
         raise ConfigError(f"{what} {list(sizes)} must be {group.size} numbers, one per rank, that sum to {rows} rows.")
     return list(sizes)
 
 
-def _check_launch(x: Tensor, group: CommGroup) -> None:
+def _rows(x: Tensor) -> int:
+    if x.dim() == 0:
+        raise ConfigError("a 0-dim tensor has no rows to send to other ranks. Give it a dimension: x.view(1).")
+    return x.shape[0]
+
+
+def _check_summable(x: Tensor) -> None:
+    if x.dtype in _FP8:
+        raise ConfigError(f"{x.dtype} travels, but nobody sums it. Convert it first, for example to bfloat16.")
+
+
+def _check_launch(x: Tensor, group: CommGroup) -> Connection:
+    """What to launch on, once everything is known to be right."""
     if not isinstance(group, CommGroup):
         raise ConfigError(
             f"group must be a CommGroup, not {type(group).__name__}. Make one: CommGroup.from_process_group(pg)."
@@ -221,36 +252,44 @@ def _check_launch(x: Tensor, group: CommGroup) -> None:
                 f"a collective over ranks {list(group.ranks)} in lane {lane.id}, but they did not vote on this split, "
                 "so they could dead-lock. Set UBatchConfig.group to a CommGroup of all these ranks."
             )
-    group.check_usable()
+    return group.usable_connection()
 
 
 def _launch(
     name: str,
     group: CommGroup,
+    connection: Connection,
     source: Tensor,
     result: Tensor,
     start: Callable[[], Work | None],
     *,
-    sent_rows: int,
-    received_rows: int,
+    bytes_sent: int,
+    bytes_received: int,
 ) -> Transfer[Tensor]:
-    row_bytes = math.prod(source.shape[1:]) * source.element_size()
     with on_comm_stream():
         work = start()
     return Transfer(
         name,
         (work,) if work is not None else (),
         lambda: result,
-        group=group,
+        connection=connection,
+        stream_ordered=source.is_cuda and "nccl" in group.backend,
         keep=(source, result),
-        bytes_sent=sent_rows * row_bytes,
-        bytes_received=received_rows * row_bytes,
+        bytes_sent=bytes_sent,
+        bytes_received=bytes_received,
     )
 
 
-_UNSUPPORTED_ON_WIRE = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
+_FP8 = frozenset({torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz})
+
+# Its name since torch 2.13, and before.
+_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-def _wire(x: Tensor) -> Tensor:
-    """The tensor as the transports take it: fp8 travels as bytes."""
-    return x.view(torch.uint8) if x.dtype in _UNSUPPORTED_ON_WIRE else x
+def _as_bytes(x: Tensor) -> Tensor:
+    """`[rows, bytes]`: what only moves, moves as bytes, for no transport knows every dtype."""
+    return x.view(-1).view(torch.uint8).view(x.shape[0], _row_bytes(x))
+
+
+def _row_bytes(x: Tensor) -> int:
+    return math.prod(x.shape[1:]) * x.element_size()

@@ -100,7 +100,8 @@ class UBatchConfig:
             raise ConfigError(f"timeout_s must be positive, not {self.timeout_s}.")
         if self.group is not None and not isinstance(self.group, CommGroup):
             raise ConfigError(
-                f"group must be a CommGroup, not {type(self.group).__name__}. Make one: CommGroup.from_process_group(pg)."
+                f"group must be a CommGroup, not {type(self.group).__name__}. "
+                "Make one: CommGroup.from_process_group(pg)."
             )
         self.resolved_schedule()
 

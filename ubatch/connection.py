@@ -14,12 +14,14 @@ rank's next one. `CommGroup.reset` makes a new connection; what was launched on 
 from __future__ import annotations
 
 import ctypes
+import re
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from datetime import timedelta
+from typing import Any, cast
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
@@ -131,7 +133,7 @@ class Connection:
     def retire(self) -> None:
         """A new connection replaces this one; whoever still waits here gives up."""
         if self.broken is None:
-            self.broken = "it was launched before reset() was called."
+            self.broken = "reset() was called meanwhile."
 
     def adopt_failure(self) -> None:
         """Break if a peer has reported a failure here that this rank did not have to wait to see."""
@@ -181,7 +183,7 @@ class Connection:
 
     def _connection_lost(self, name: str, error: RuntimeError) -> Exception:
         """The transport failed under this rank. Its peers may be waiting for somebody else; get them to look up."""
-        cause = str(error).splitlines()[0]
+        cause = re.sub(r"^\[[^]]*\] *", "", str(error)).split(". ")[0]  # gloo adds its source line, and advice
         try:
             if self._store.check(["failed"]):
                 return self._peer_failed(name)
@@ -205,7 +207,7 @@ class Connection:
             missing = {rank for rank in missing if not self._store.check([f"alive/{rank}"])}
             time.sleep(0.02)
         if not missing:
-            self.fail(f"the transport failed though every rank is alive: {cause}.")
+            self.fail(f"the transport failed, though every rank is alive ({cause}).")
             return GroupBroken(f"{self.broken} (This rank waited for {name!r}.) Call reset() on every rank.")
         dead = min(missing)
         self.fail(f"rank {dead} died, or let go of the group ({cause}).", dead)
@@ -230,9 +232,14 @@ class Connection:
         patience = timedelta(seconds=self.timeout_s)
         store = c10d._get_default_store()
         made = c10d._new_process_group_helper(
-            len(self.ranks), self.ranks.index(self.rank), list(self.ranks), dist.Backend(backend), store, name,
+            len(self.ranks),
+            self.ranks.index(self.rank),
+            list(self.ranks),
+            dist.Backend(backend),
+            store,
+            cast(Any, name),
             timeout=patience,
-        )  # fmt: skip
+        )
         pg: dist.ProcessGroup = made[0]
         c10d._world.pg_group_ranks[pg] = {rank: index for index, rank in enumerate(self.ranks)}
         c10d._set_pg_timeout(patience * _TRANSPORT_SLACK, pg)

@@ -14,6 +14,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -58,14 +59,14 @@ class CommGroup:
             timeout_s: seconds a transfer or a vote may take before `TransferTimeout`.
 
         Raises:
-            ConfigError: torch.distributed is not initialised, this rank is not in `pg`, or the time-out is not positive.
+            ConfigError: torch.distributed is not initialised, this rank is not in `pg`, or `timeout_s` is not positive.
             TransferTimeout: not every rank of `pg` called this within `timeout_s`.
         """
         if not dist.is_available() or not dist.is_initialized():
             raise ConfigError("torch.distributed is not initialised. Call torch.distributed.init_process_group first.")
         if timeout_s <= 0:
             raise ConfigError(f"timeout_s must be positive, not {timeout_s}.")
-        if pg is dist.GroupMember.NON_GROUP_MEMBER:
+        if cast(object, pg) == dist.GroupMember.NON_GROUP_MEMBER:
             raise ConfigError(f"rank {dist.get_rank()} is not in the process group. Call this on its ranks only.")
         ranks = dist.get_process_group_ranks(pg)
         key = "-".join(map(str, ranks))
@@ -115,15 +116,19 @@ class CommGroup:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """What the ranks do together after one vote. An error in it breaks the group, and the peers are told.
+        """What the ranks do together, a vote included. An error in it breaks the group, and the peers are told.
 
         Other groups that the step uses break with it. `OverlapDeclined` comes before anything is launched and breaks
         nothing.
+
+        Raises:
+            GroupBroken: the group broke, and the code inside caught the error that said so; its result is worthless.
         """
         connection = self._connection
         with connection.leading():
             try:
                 yield
+                connection.check_usable()
             except OverlapDeclined:
                 raise
             except BaseException as error:
@@ -156,6 +161,8 @@ class CommGroup:
             return Connection(self.ranks, self.backend, self.timeout_s, f"{self._name}/{epoch}", store)
         except dist.DistNetworkError as error:
             raise GroupBroken("the rendezvous store is gone, and with it its host. Start the job anew.") from error
+        except RuntimeError as error:
+            raise TransferTimeout(f"the ranks {list(self.ranks)} met, but could not connect: {error}") from error
 
     def _meet(self, store: dist.Store) -> int:
         """Wait until every rank is here; returns the number of the new epoch."""
@@ -163,6 +170,9 @@ class CommGroup:
 
         def come(epoch: int, here: frozenset[int]) -> tuple[int, frozenset[int]]:
             return (epoch, here | {me}) if here | {me} != everyone else (epoch + 1, frozenset())
+
+        def look(epoch: int, here: frozenset[int]) -> tuple[int, frozenset[int]]:
+            return epoch, here
 
         def give_up(epoch: int, here: frozenset[int]) -> tuple[int, frozenset[int]]:
             return (epoch, here - {me}) if epoch == joined else (epoch, here)
@@ -173,7 +183,7 @@ class CommGroup:
         try:
             deadline = time.monotonic() + self.timeout_s
             while time.monotonic() < deadline:
-                epoch, here = _update(store, lambda *now: now)
+                epoch, here = _update(store, look)
                 if epoch > joined:
                     return epoch
                 time.sleep(_POLL_S)

@@ -10,6 +10,7 @@ Buffers stay referenced until the transport is done with them, also when the lan
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, cast
@@ -18,7 +19,7 @@ from ubatch.context import UBatchContext, current_lane
 from ubatch.trace import UNSPLIT, SpanKind, current_trace
 
 if TYPE_CHECKING:
-    from ubatch.group import CommGroup
+    from ubatch.connection import Connection
 
 __all__ = ["Transfer", "Work", "abandon_transfers"]
 
@@ -50,7 +51,8 @@ class Transfer(Generic[T]):
         works: Sequence[Work],
         finish: Callable[[], T],
         *,
-        group: CommGroup | None = None,
+        connection: Connection | None = None,
+        stream_ordered: bool = False,
         keep: Sequence[object] = (),
         bytes_sent: int = 0,
         bytes_received: int = 0,
@@ -62,7 +64,8 @@ class Transfer(Generic[T]):
         self._finish: Callable[[], object] | None = finish
         self._value: object = None
         self._error: BaseException | None = None
-        self._group = group
+        self._connection = connection
+        self._stream_ordered = stream_ordered
         self._keep = tuple(keep)
         self._launched = time.monotonic()
         self._started = self._launched
@@ -117,6 +120,7 @@ class Transfer(Generic[T]):
 
         Raises:
             PeerFailed: another rank of the group failed or died.
+            GroupBroken: the group broke in another thread, or was reset, since the launch.
             TransferTimeout: it did not arrive within the group's time-out.
         """
         if self._finish is None:
@@ -128,7 +132,7 @@ class Transfer(Generic[T]):
         if lane is not None:
             lane.begin_wait(self.name)
         try:
-            self._arrive()
+            self._arrive(lane)
         except BaseException as error:
             self._settle(error=error)
             raise
@@ -149,12 +153,13 @@ class Transfer(Generic[T]):
     def _link_time(self) -> float:
         return (self._deadline or time.monotonic()) - self._started if self._on_link else 0.0
 
-    def _arrive(self) -> None:
-        if self._group is not None:
-            self._group.wait_for_works(self._works, self.name)
-        else:
+    def _arrive(self, lane: UBatchContext | None) -> None:
+        if self._stream_ordered or self._connection is None:
             for work in self._works:
                 work.wait()
+        else:
+            check = None if lane is None else functools.partial(lane.baton.check, lane.id)
+            self._connection.wait_for_works(self._works, self.name, check)
         remaining = self._deadline - time.monotonic()
         if remaining > 0:
             time.sleep(remaining)

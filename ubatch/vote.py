@@ -19,6 +19,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum, StrEnum
 
+from ubatch.errors import ConfigError
+
 __all__ = [
     "MAX_LANES",
     "Decision",
@@ -83,6 +85,9 @@ class Offer:
         schedule: fingerprint of the schedule (`fingerprint`).
         mode: the forward mode's fingerprint; ignored for an idle rank.
         graph_mode: the graph mode's fingerprint.
+
+    Raises:
+        ConfigError: an offer that contradicts itself, or more than `MAX_LANES` lanes.
     """
 
     wish: Wish
@@ -92,6 +97,17 @@ class Offer:
     schedule: int = 0
     mode: int = 0
     graph_mode: int = 0
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.lanes <= MAX_LANES:
+            raise ConfigError(f"an offer has {self.lanes} lanes; it must have 1 to {MAX_LANES}.")
+        entries = 1 if self.wish is Wish.NO else self.lanes
+        if len(self.tokens) != entries or min(self.tokens) < 0:
+            raise ConfigError(f"tokens {self.tokens} of a {self.wish.name} for {self.lanes} lanes must be {entries}.")
+        if (self.wish is Wish.NO) != (self.reason is not None):
+            raise ConfigError(f"a {self.wish.name} with reason {self.reason}: a NO has a reason, and only a NO.")
+        if self.wish is Wish.IDLE and any(self.tokens):
+            raise ConfigError(f"an idle rank has no tokens, but this one offers {self.tokens}.")
 
 
 @dataclass(frozen=True)

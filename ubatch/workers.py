@@ -284,7 +284,7 @@ class LanePool:
         return all_ready
 
     def _await_ready(self, crew: _Crew, jobs: Sequence[_Job]) -> bool:
-        """Wait until all lanes are parked and warm; False if one could not enter, whose error is raised as any other's."""
+        """Wait until all lanes are parked and warm; False if one could not enter, and so has ended with an error."""
         begun = time.monotonic()
         while not crew.ready.wait_for(min(_LOOK_UP_S, self.timeout_s)):
             stillborn = [job.context.id for job in jobs if job.ended]
@@ -358,8 +358,7 @@ def _report(contexts: Sequence[UBatchContext]) -> str:
     for context in contexts:
         frame = frames.get(context.thread)
         stack = "".join(traceback.format_stack(frame)) if frame is not None else "  (no stack)\n"
+        where = f"last point {context.last_point!r}, {context.points_passed} points passed"
         waiting = f", waiting for {context.waiting!r}" if context.waiting else ""
-        parts.append(
-            f"lane {context.id}: last point {context.last_point!r}, {context.points_passed} points passed{waiting}\n{stack}"
-        )
+        parts.append(f"lane {context.id}: {where}{waiting}\n{stack}")
     return "".join(parts)

@@ -81,8 +81,7 @@ class _Paged:
         self.length = max(request.query_len for request in requests)
         device = metadata.slot_mapping.device
         self.tokens = _Tokens(requests, self.length, device)
-        longest = max(request.seq_len for request in requests)
-        blocks = cache.spec.blocks_for(longest)
+        blocks = cache.spec.blocks_for(max(request.seq_len for request in requests))
         self.num_keys = blocks * cache.spec.block_size
         rows = _index([request.index for request in requests], device)
         table = metadata.block_table[:, :blocks].index_select(0, rows)
@@ -90,19 +89,14 @@ class _Paged:
         owned = _index([cache.spec.blocks_for(request.seq_len) for request in requests], device)
         inside = torch.arange(blocks, device=device) < owned[:, None]
         self.blocks = torch.where(inside, table, 0).flatten()
-        self.mask = self._mask(requests, longest, cache.spec.dtype, device)
+        self.mask = self._mask(requests, cache.spec.dtype, device)
 
-    def _mask(
-        self, requests: Sequence[_Request], longest: int, dtype: torch.dtype, device: torch.device
-    ) -> Tensor | None:
+    def _mask(self, requests: Sequence[_Request], dtype: torch.dtype, device: torch.device) -> Tensor | None:
         """`[n, 1, L, keys]`: query `i` of a request sees keys up to its prefix + i; None if all see all keys."""
         if self.length == 1 and all(request.seq_len == self.num_keys for request in requests):
             return None
-        # A padding query stands in for the request's last one, so that no row is masked altogether (a nan).
-        step = torch.arange(self.length, device=device)
-        last = _index([request.query_len - 1 for request in requests], device)[:, None]
         prefix = _index([request.seq_len - request.query_len for request in requests], device)[:, None]
-        visible = prefix + torch.minimum(step, last)
+        visible = prefix + torch.arange(self.length, device=device)
         hidden = torch.arange(self.num_keys, device=device) > visible[:, :, None]
         return torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(hidden, -torch.inf).unsqueeze(1)
 

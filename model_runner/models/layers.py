@@ -61,9 +61,16 @@ class Attention(nn.Module):
     """
 
     def __init__(
-        self, checkpoint: Checkpoint, prefix: str, layer: int, hidden_size: int, shape: AttentionShape, *,
-        bias: bool, norm_eps: float | None,
-    ) -> None:  # fmt: skip
+        self,
+        checkpoint: Checkpoint,
+        prefix: str,
+        layer: int,
+        hidden_size: int,
+        shape: AttentionShape,
+        *,
+        bias: bool,
+        norm_eps: float | None,
+    ) -> None:
         """Load the weights.
 
         Args:

@@ -23,6 +23,7 @@ from ubatch import (
     CommGroup,
     ConfigError,
     Transfer,
+    dbo_enabled,
     get_forward_context,
     launch_all_gather,
     launch_reduce_scatter,
@@ -106,7 +107,8 @@ class AllGatherReduceScatterAll2All:
     def _tokens_across_ranks(self, x: Tensor) -> list[int]:
         context = get_forward_context()
         known = context.tokens_across_ranks if context is not None else None
-        if known is not None and len(known) == self.group.size:
+        # Outside lanes a zero may also come from a rank that could not tell its tokens; all ranks see the same zero.
+        if known is not None and len(known) == self.group.size and (all(known) or dbo_enabled()):
             return list(known)
         own = torch.tensor([x.shape[0]], device=x.device)
         counts = launch_all_gather(own, self.group, name="dispatch_counts").off_link()

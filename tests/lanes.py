@@ -1,0 +1,103 @@
+"""What tests of lanes share: pools that are closed again, lanes that walk a list of points, works that are not real."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from ubatch.context import dbo_yield
+from ubatch.schedule import Schedule
+from ubatch.streams import StreamBackend
+from ubatch.workers import LanePool
+
+EVERY_POINT = Schedule("every_point", points_off=frozenset())
+CPU = torch.device("cpu")
+
+
+@contextmanager
+def lane_pool(lanes: int = 2, timeout_s: float = 20.0, streams: StreamBackend | None = None) -> Iterator[LanePool]:
+    """A pool whose threads are stopped at the end."""
+    pool = LanePool(lanes, CPU, timeout_s, streams)
+    try:
+        yield pool
+    finally:
+        pool.close()
+
+
+def run(pool: LanePool, *bodies: Callable[[], Any], schedule: Schedule = EVERY_POINT) -> list[Any]:
+    """One step without forward contexts."""
+    return pool.run(bodies, schedule.with_lanes(len(bodies)), [None] * len(bodies))
+
+
+def walker(program: Sequence[str], result: Any = None) -> Callable[[], Any]:
+    """A lane that passes these points and returns `result`."""
+
+    def body() -> Any:
+        for point in program:
+            dbo_yield(point)
+        return result
+
+    return body
+
+
+def lane_threads() -> list[str]:
+    """Names of the living worker threads of all pools."""
+    return sorted(thread.name for thread in threading.enumerate() if thread.name.startswith("ubatch-lane"))
+
+
+def no_lane_threads_within(seconds: float) -> bool:
+    """Whether all worker threads end within `seconds`."""
+    return within(seconds, lambda: not lane_threads())
+
+
+def within(seconds: float, condition: Callable[[], bool]) -> bool:
+    """Whether `condition` comes true within `seconds`."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+def open_files() -> int:
+    """File descriptors of this process, after what is garbage has gone."""
+    gc.collect()
+    return len(os.listdir("/proc/self/fd"))
+
+
+class FakeWork:
+    """A transport's work that ends when the test says so."""
+
+    def __init__(self, error: BaseException | None = None) -> None:
+        self.error = error
+        self._over = threading.Event()
+
+    def finish(self) -> None:
+        self._over.set()
+
+    def is_completed(self) -> bool:
+        return self._over.is_set()
+
+    def wait(self, timeout: Any = None) -> bool:
+        if self.error is not None:
+            self._over.set()
+            raise self.error
+        if not self._over.wait(20):
+            raise RuntimeError("nobody finished this fake work")
+        return True
+
+
+class FinishedWork(FakeWork):
+    """A work that is over from the start."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.finish()

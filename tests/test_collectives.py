@@ -1,0 +1,438 @@
+"""Collectives inside and outside lanes, against references that see every rank's data; and what a transfer promises."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from torch import Tensor, nn
+
+import ubatch
+from ubatch import (
+    CommGroup,
+    ConfigError,
+    GradientError,
+    Recv,
+    Schedule,
+    SpanKind,
+    Transfer,
+    UBatchConfig,
+    UBatchWrapper,
+    UnvotedCollectiveError,
+    dbo_current_ubatch_id,
+    launch_all_gather,
+    launch_all_reduce,
+    launch_all_to_all_single,
+    launch_reduce_scatter,
+    tracing,
+)
+from ubatch.workers import LanePool
+
+FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+MOVED = (torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int16, torch.bool, torch.complex64, *FP8)
+SUMMED = (torch.float32, torch.float64, torch.bfloat16, torch.int32, torch.int64)
+
+# ------------------------------------------------------------------------------------------------ the references
+
+
+def data(seed: int, rank: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """What `rank` has: small integers, so that sums are exact in every dtype."""
+    generator = torch.Generator().manual_seed(1000 * seed + rank)
+    return torch.randint(0, 9, shape, generator=generator).to(dtype)
+
+
+def sent_to(rank: int, inputs: Sequence[Tensor], splits: Sequence[Sequence[int]]) -> Tensor:
+    """All-to-all as seen by `rank`: block `rank` of every input."""
+    return torch.cat([x.split(list(sizes))[rank] for x, sizes in zip(inputs, splits, strict=True)])
+
+
+# Every case is `(name, input, call, expected)`; all ranks make the same list.
+Case = tuple[str, Tensor, Callable[[Tensor], Tensor], Tensor]
+
+
+def cases(group: CommGroup, seed: int) -> list[Case]:
+    rank, size = group.rank, group.size
+    made: list[Case] = []
+
+    def add(name: str, inputs: list[Tensor], call: Callable[[Tensor], Tensor], expected: Tensor) -> None:
+        made.append((name, inputs[rank], call, expected))
+
+    def everybody(*shape: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+        return [data(seed + len(made), other, *shape, dtype=dtype) for other in range(size)]
+
+    def total(inputs: list[Tensor]) -> Tensor:
+        return torch.stack(inputs).sum(0, dtype=inputs[0].dtype)
+
+    for dtype in SUMMED:
+        for shape in ((3, 4), (5,), (), (0, 4), (2, 3, 2)):
+            x = everybody(*shape, dtype=dtype)
+            add(f"all_reduce {dtype} {shape}", x, lambda x: ubatch.all_reduce(x, group), total(x))
+        x = everybody(2 * size, 3, dtype=dtype)
+        expected = total(x).chunk(size)[rank]
+        add(f"reduce_scatter {dtype}", x, lambda x: ubatch.reduce_scatter(x, group), expected)
+    x = everybody(3, size * 2, 2)
+    expected = total(x).chunk(size, 1)[rank]
+    add("reduce_scatter along 1", x, lambda x: ubatch.reduce_scatter(x, group, dim=1), expected)
+    x = everybody(0, 3)
+    add("reduce_scatter of no rows", x, lambda x: ubatch.reduce_scatter(x, group), total(x))
+    x, sizes = everybody(5, 2), [5, 0, 0][:size]
+    expected = total(x).split(sizes)[rank]
+    add("reduce_scatter uneven", x, lambda x: launch_reduce_scatter(x, group, sizes=sizes).wait(), expected)
+    x = [x.t() for x in everybody(4, 3)]
+    add("all_reduce strided", x, lambda x: ubatch.all_reduce(x, group), total(x))
+
+    for dtype in MOVED:
+        for dim, shape in ((0, (2, 3)), (1, (2, 3)), (-1, (2, 1, 4)), (0, (3,)), (0, (0, 2)), (1, (0, 2))):
+            x = everybody(*shape, dtype=dtype)
+            expected = _cat(x, dim)
+            add(f"all_gather {dtype} {shape} {dim}", x, lambda x, d=dim: ubatch.all_gather(x, group, d), expected)
+        x = everybody(2 * size, 3, dtype=dtype)
+        expected = _cat([x.chunk(size)[rank] for x in x], 0)
+        add(f"all_to_all {dtype}", x, lambda x: ubatch.all_to_all_single(x, group), expected)
+    x, rows = everybody(1, 2), [1, 0, 4][:size]
+    x = [data(seed, other, rows[other], 2) for other in range(size)]
+    add("all_gather uneven", x, lambda x: launch_all_gather(x, group, sizes=rows).wait(), torch.cat(x))
+
+    uneven = [[(3 * a + b) % 4 for b in range(size)] for a in range(size)]
+    one_way = [[2 if a == 0 and b == size - 1 else 0 for b in range(size)] for a in range(size)]
+    nothing = [[0] * size] * size
+    for name, splits in (("uneven", uneven), ("one way", one_way), ("nothing", nothing)):
+        for tail in ((), (3,), (2, 2)):
+            x = [data(seed, other, sum(splits[other]), *tail) for other in range(size)]
+            back = [splits[other][rank] for other in range(size)]
+            call = lambda x, i=splits[rank], o=back: ubatch.all_to_all_single(x, group, o, i)  # noqa: E731
+            add(f"all_to_all {name} {tail}", x, call, sent_to(rank, x, splits))
+    return made
+
+
+def _cat(tensors: list[Tensor], dim: int) -> Tensor:
+    """`torch.cat`, also of dtypes that it does not know."""
+    plain = [x.view(torch.uint8) if x.dtype in FP8 else x for x in tensors]
+    return torch.cat(plain, dim).view(tensors[0].dtype)
+
+
+def check(group: CommGroup, seed: int) -> int:
+    """Run every case; returns how many there were."""
+    made = cases(group, seed)
+    for name, x, call, expected in made:
+        before = x.clone()
+        result = call(x)
+        assert result.dtype == expected.dtype, name
+        assert result.shape == expected.shape, name
+        assert _same(result, expected), name
+        assert _same(x, before), f"{name} wrote its input"
+        assert not result.numel() or result.data_ptr() != x.data_ptr(), name
+    return len(made)
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    return torch.equal(a.view(torch.uint8), b.view(torch.uint8)) if a.dtype in FP8 else torch.equal(a, b)
+
+
+# ------------------------------------------------------------------------------------------- inside and outside
+
+
+def in_lanes(group: CommGroup, schedule: Schedule, body: Callable[[], Any]) -> list[Any]:
+    pool = LanePool(schedule.lanes, torch.device("cpu"), timeout_s=20.0)
+    try:
+        return pool.run([body] * schedule.lanes, schedule, [None] * schedule.lanes, frozenset(group.ranks))
+    finally:
+        pool.close()
+
+
+def all_cases_everywhere(rank: int, world_size: int) -> None:
+    group = CommGroup.from_process_group(timeout_s=20.0)
+    assert check(group, 0) > 100
+    for number, schedule in enumerate(
+        (
+            Schedule("two lanes"),
+            Schedule("three lanes", lanes=3),
+            Schedule("peer", recv=Recv.PEER),
+            Schedule("three lanes, peer, lead 2", lanes=3, lead=2, recv=Recv.PEER),
+        )
+    ):
+        counts = in_lanes(group, schedule, lambda n=number: check(group, 10000 * (n + 1) + 500 * dbo_current_ubatch_id()))
+        assert min(counts) > 100
+    with torch.inference_mode():
+        check(group, 1)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_every_collective_equals_its_reference_inside_lanes_and_outside(world_size: int) -> None:
+    run_ranks(all_cases_everywhere, world_size)
+
+
+def bytes_and_names(rank: int, world_size: int) -> None:
+    group = CommGroup.from_process_group(timeout_s=20.0)
+    x = torch.ones(6, 5, dtype=torch.float16)  # 10 bytes a row
+
+    def crossing(transfer: Transfer[Tensor]) -> tuple[str, int, int]:
+        transfer.wait()
+        return transfer.name, transfer.bytes_sent, transfer.bytes_received
+
+    assert crossing(launch_all_to_all_single(x, group)) == ("all_to_all", 30, 30)
+    sent, received = ([1, 5], [1, 2]) if rank == 0 else ([2, 4], [5, 4])
+    transfer = launch_all_to_all_single(x, group, received, sent, name="uneven")
+    assert crossing(transfer) == ("uneven", *((50, 20) if rank == 0 else (20, 50)))
+    assert crossing(launch_all_gather(x, group)) == ("all_gather", 60, 60)
+    rows = [6, 2]
+    transfer = launch_all_gather(x[: rows[rank]], group, sizes=rows)
+    assert crossing(transfer) == ("all_gather", *((60, 20) if rank == 0 else (20, 60)))
+    assert crossing(launch_all_reduce(x, group)) == ("all_reduce", 60, 60), "2 (R - 1) / R of 60 bytes"
+    assert crossing(launch_all_reduce(torch.ones(()), group)) == ("all_reduce", 4, 4)
+    assert crossing(launch_reduce_scatter(x, group)) == ("reduce_scatter", 30, 30)
+    transfer = launch_reduce_scatter(x, group, sizes=[4, 2])
+    assert crossing(transfer) == ("reduce_scatter", *((20, 40) if rank == 0 else (40, 20)))
+
+
+def test_bytes_are_those_that_cross_the_link() -> None:
+    run_ranks(bytes_and_names, 2)
+
+
+# ---------------------------------------------------------------------------------------- a tensor-parallel module
+
+
+class Mlp(nn.Module):
+    """A dense MLP, column then row parallel: each rank has its part of the hidden units, one all-reduce per layer."""
+
+    def __init__(self, group: CommGroup | None, layers: int = 3, width: int = 16) -> None:
+        super().__init__()
+        self.group = group
+        generator = torch.Generator().manual_seed(7)
+        up = torch.randn(layers, 4 * width, width, generator=generator) / width**0.5
+        down = torch.randn(layers, width, 4 * width, generator=generator) / width
+        if group is not None:
+            up, down = up.chunk(group.size, 1)[group.rank], down.chunk(group.size, 2)[group.rank]
+        self.up, self.down = nn.Parameter(up.clone()), nn.Parameter(down.clone())
+
+    def forward(self, x: Tensor) -> Tensor:
+        for up, down in zip(self.up, self.down, strict=True):
+            y = torch.relu(x @ up.T) @ down.T
+            x = x + (y if self.group is None else ubatch.all_reduce(y, self.group))
+        return x
+
+
+def tensor_parallel(rank: int, world_size: int) -> dict[str, Any]:
+    group = CommGroup.from_process_group(timeout_s=20.0)
+    seen: dict[str, Any] = {}
+    for lanes in (2, 3):
+        config = UBatchConfig(num_ubatches=lanes, dbo_prefill_token_threshold=4, group=group, require_overlap=True)
+        model = UBatchWrapper(Mlp(group), config)
+        with torch.no_grad(), tracing() as trace:
+            seen[f"{lanes} lanes"] = model(data(0, 0, 13, 16) / 9)
+        assert model.statistics().engaged == 1
+        seen[f"{lanes} order"] = list(trace.order)
+        seen[f"{lanes} spans"] = list(trace.spans)
+        model.close()
+
+    model = UBatchWrapper(Mlp(group), UBatchConfig(dbo_prefill_token_threshold=4, group=group))
+    x = data(0, 0, 13, 16) / 9
+    with pytest.raises(GradientError, match=r"lane 0.*requires grad.*no_grad"):
+        model(x)
+    group.reset()
+    with torch.inference_mode():
+        seen["after a gradient was refused"] = model(x)
+    small = model(x[:3])  # unsplit: gradients are nobody's business here
+    assert torch.allclose(small, seen["2 lanes"][:3], atol=1e-5)
+    model.close()
+    return seen
+
+
+def test_a_dense_tensor_parallel_module_overlaps() -> None:
+    with torch.no_grad():
+        expected = Mlp(None)(data(0, 0, 13, 16) / 9)
+    for seen in run_ranks(tensor_parallel, 2):
+        for name in ("2 lanes", "3 lanes", "after a gradient was refused"):
+            torch.testing.assert_close(seen[name], expected, atol=1e-5, rtol=1e-5)
+        for lanes in (2, 3):
+            turn = [(lane, "collective") for lane in range(lanes)]
+            assert seen[f"{lanes} order"] == turn * 3 + [(lane, "end") for lane in range(lanes)]
+            spans = seen[f"{lanes} spans"]
+            moved = [span for span in spans if span.kind is SpanKind.TRANSFER]
+            assert len(moved) == 3 * lanes
+            assert {span.bytes for span in moved if span.lane == 0} == {13 // lanes * 16 * 4 * 2}
+            for transfer in moved[:-1]:  # while it travels, another lane computes
+                assert any(
+                    span.kind is SpanKind.COMPUTE
+                    and span.lane != transfer.lane
+                    and max(span.start, transfer.start) < min(span.end, transfer.end)
+                    for span in spans
+                ), transfer
+
+
+# -------------------------------------------------------------------------------------------------------- refused
+
+
+def refusals(rank: int, world_size: int) -> None:
+    group = CommGroup.from_process_group(timeout_s=20.0)
+    x = torch.ones(4, 2)
+
+    with pytest.raises(ConfigError, match="must be a CommGroup, not ProcessGroup"):
+        ubatch.all_to_all_single(x, dist.group.WORLD)  # type: ignore[arg-type]
+    for launch, pattern in (
+        (lambda: ubatch.all_to_all_single(x[:3], group), "3 rows do not divide by 2"),
+        (lambda: ubatch.all_to_all_single(x, group, [2, 2], [1, 2]), "input_split_sizes .* sum to 4"),
+        (lambda: ubatch.all_to_all_single(x, group, [2, 2], [-1, 5]), "input_split_sizes"),
+        (lambda: ubatch.all_to_all_single(x, group, [4], [2, 2]), "output_split_sizes"),
+        (lambda: ubatch.all_to_all_single(x, group, [5, -1], [2, 2]), "output_split_sizes"),
+        (lambda: launch_all_gather(x, group, sizes=[4, 4, 4]), "one number per rank"),
+        (lambda: launch_all_gather(x, group, sizes=[1, 1]), "this rank has 4 rows"),
+        (lambda: ubatch.reduce_scatter(x[:3], group), "do not divide"),
+        (lambda: launch_reduce_scatter(x, group, sizes=[1, 1]), "sum to 4"),
+        (lambda: ubatch.all_to_all_single(torch.ones(()), group), "0-dim"),
+        (lambda: ubatch.all_gather(torch.ones(()), group), "0-dim"),
+        (lambda: ubatch.all_reduce(x.to(torch.float8_e4m3fn), group), "float8_e4m3fn .* nobody sums"),
+        (lambda: ubatch.reduce_scatter(x.to(torch.float8_e5m2), group), "nobody sums"),
+    ):
+        with pytest.raises(ConfigError, match=pattern):
+            launch()
+
+    # A wrapper without a group did not vote, so nothing is launched in its lanes, on any rank.
+    unvoted = UBatchWrapper(Mlp(group), UBatchConfig(dbo_prefill_token_threshold=4))
+    with torch.no_grad(), pytest.raises(UnvotedCollectiveError, match=r"ranks \[0, 1\] in lane 0.*UBatchConfig.group"):
+        unvoted(torch.ones(8, 16))
+    unvoted.close()
+    # Nothing of the above was launched, or the ranks would be out of step here.
+    assert torch.equal(ubatch.all_reduce(torch.full((2,), float(rank)), group), torch.ones(2))
+
+
+def test_what_cannot_work_is_refused_before_it_is_launched() -> None:
+    run_ranks(refusals, 2)
+
+
+def gradients(rank: int, world_size: int) -> None:
+    group = CommGroup.from_process_group(timeout_s=20.0)
+    x = torch.ones(4, 2, requires_grad=True)
+
+    def body() -> bool:
+        for launch in (ubatch.all_reduce, ubatch.all_gather, ubatch.reduce_scatter, ubatch.all_to_all_single):
+            with pytest.raises(GradientError):
+                launch(x, group)
+            with torch.no_grad():
+                launch(x, group)
+            launch(x.detach(), group)
+        return True
+
+    assert in_lanes(group, Schedule("two lanes"), body) == [True, True]
+
+
+def test_inputs_that_require_grad_are_refused_in_a_lane() -> None:
+    run_ranks(gradients, 2)
+
+
+# ------------------------------------------------------------------------------------------------ what a transfer is
+
+
+class FakeWork:
+    """A transport's work that ends when told to."""
+
+    def __init__(self, error: RuntimeError | None = None) -> None:
+        self.completed = False
+        self.error = error
+        self.waits = 0
+
+    def is_completed(self) -> bool:
+        return self.completed
+
+    def wait(self, timeout: Any = None) -> bool:
+        self.waits += 1
+        if not self.completed and timeout is not None:
+            raise RuntimeError("Operation timed out!")
+        self.completed = True
+        if self.error is not None:
+            raise self.error
+        return True
+
+
+def test_a_ready_transfer_is_done() -> None:
+    transfer = Transfer.ready("value", name="mine")
+    assert (transfer.name, transfer.done(), transfer.wait(), transfer.wait()) == ("mine", True, "value", "value")
+    assert (transfer.bytes_sent, transfer.bytes_received) == (0, 0)
+
+
+def test_map_runs_once_and_in_order_when_waited_for() -> None:
+    ran: list[str] = []
+
+    def step(name: str) -> Callable[[int], int]:
+        def run(value: int) -> int:
+            ran.append(name)
+            return value + 1
+
+        return run
+
+    transfer = Transfer.ready(0).map(step("first")).map(step("second"))
+    assert ran == []
+    assert (transfer.wait(), transfer.wait(), ran) == (2, 2, ["first", "second"])
+    with pytest.raises(RuntimeError, match="already waited for"):
+        transfer.map(step("late"))
+
+
+def test_an_error_in_map_is_raised_by_every_wait() -> None:
+    transfer: Transfer[float] = Transfer.ready(0).map(lambda value: 1 / value)
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError):
+            transfer.wait()
+
+
+def test_done_means_that_wait_does_not_wait() -> None:
+    work = FakeWork()
+    transfer: Transfer[int] = Transfer("fake", (work,), lambda: 5)
+    assert not transfer.done()
+    work.completed = True
+    assert transfer.done()
+    assert (transfer.wait(), transfer.wait(), work.waits) == (5, 5, 1)
+
+
+def test_a_deadline_delays_arrival_and_is_slept_through() -> None:
+    transfer = Transfer.ready(1)
+    begun, cpu = time.monotonic(), time.process_time()
+    transfer.delay_until(begun + 0.2)
+    assert not transfer.done()
+    assert transfer.wait() == 1
+    assert time.monotonic() - begun >= 0.2
+    assert time.process_time() - cpu < 0.1
+    assert transfer.done()
+
+
+def races(rank: int, world_size: int) -> None:
+    connection = CommGroup.from_process_group(timeout_s=1.0).usable_connection()
+
+    class JustInTime(FakeWork):
+        """Ends between the end of the slice and the question whether it is over."""
+
+        def wait(self, timeout: Any = None) -> bool:
+            if timeout is not None:
+                self.completed = True
+                raise RuntimeError("Operation timed out!")
+            return super().wait()
+
+    connection.wait_for_works((JustInTime(),), "just in time")
+    assert connection.broken is None
+
+    slow: list[Any] = [dist.all_reduce(torch.ones(1), group=connection.pg, async_op=True) for _ in range(3)]
+    connection.wait_for_works(slow, "several")
+    for work in slow:
+        assert work.wait()
+
+    class Stuck(FakeWork):
+        def wait(self, timeout: Any = None) -> bool:
+            time.sleep(timeout.total_seconds())
+            return super().wait(timeout)
+
+    begun = time.monotonic()
+    asked = []
+    with pytest.raises(ubatch.TransferTimeout, match="'stuck' longer than 1.0 s"):
+        connection.wait_for_works((Stuck(),), "stuck", lambda: asked.append(1))
+    assert 1.0 <= time.monotonic() - begun < 1.5
+    assert len(asked) >= 4
+    with pytest.raises(ubatch.GroupBroken, match=r"out of step: .*'stuck'.* Call reset\(\)"):
+        connection.check_usable()
+
+
+def test_waiting_for_works() -> None:
+    run_ranks(races, 1)

@@ -1,0 +1,133 @@
+"""The vote as a pure function: who says what, what all do, and how an offer travels."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ubatch import ConfigError, Decision, DeclineReason, Offer, Wish, decide, fingerprint
+from ubatch.vote import MAX_LANES, OFFER_WIDTH, decode_offer, encode_offer
+
+DECODE, PREFILL = fingerprint("decode"), fingerprint("prefill")
+YES = Offer(Wish.YES, (3, 4), 2, schedule=fingerprint("a"), mode=PREFILL)
+IDLE = Offer(Wish.IDLE, (0, 0), 2, schedule=fingerprint("a"), mode=DECODE)
+NO = Offer(Wish.NO, (5,), 2, DeclineReason.BELOW_PREFILL_THRESHOLD, fingerprint("a"), PREFILL)
+BY_WISH = {Wish.YES: YES, Wish.IDLE: IDLE, Wish.NO: NO}
+
+
+@pytest.mark.parametrize("wishes", list(itertools.product(Wish, repeat=3)), ids=lambda ws: "-".join(w.name for w in ws))
+def test_truth_table(wishes: tuple[Wish, ...]) -> None:
+    decision = decide([BY_WISH[wish] for wish in wishes])
+    assert decision.engaged == (Wish.NO not in wishes and Wish.YES in wishes)
+    if Wish.NO in wishes:
+        assert decision.declined_by == wishes.index(Wish.NO)
+    elif Wish.YES not in wishes:
+        assert decision == Decision(False, DeclineReason.ALL_IDLE, None, ((0,), (0,), (0,)))
+
+
+def test_every_lane_and_rank_is_told_when_it_engages() -> None:
+    decision = decide([YES, IDLE, replace(YES, tokens=(1, 0))])
+    assert decision == Decision(True, None, None, ((3, 4), (0, 0), (1, 0)))
+    assert [decision.lane_tokens(lane) for lane in range(2)] == [(3, 0, 1), (4, 0, 0)]
+
+
+def test_one_no_is_a_no_for_all_and_each_rank_sees_its_own_reason() -> None:
+    other_no = replace(NO, reason=DeclineReason.DISABLED)
+    offers = [YES, NO, IDLE, other_no]
+    seen = [decide(offers, rank) for rank in range(4)]
+    assert [decision.reason for decision in seen] == [
+        DeclineReason.PEER_DECLINED,
+        DeclineReason.BELOW_PREFILL_THRESHOLD,
+        DeclineReason.PEER_DECLINED,
+        DeclineReason.DISABLED,
+    ]
+    for decision in seen:
+        assert not decision.engaged
+        assert decision.declined_by == 1, "the first rank that said no"
+        assert decision.tokens == ((7,), (5,), (0,), (5,)), "unsplit: every rank's whole count"
+
+
+@pytest.mark.parametrize(
+    ("other", "reason"),
+    [
+        (replace(YES, lanes=3, tokens=(1, 1, 1)), DeclineReason.LANES_DIFFER),
+        (replace(YES, schedule=fingerprint("b")), DeclineReason.SCHEDULES_DIFFER),
+        (replace(YES, graph_mode=1), DeclineReason.GRAPH_MODES_DIFFER),
+        (replace(YES, mode=DECODE), DeclineReason.MODES_DIFFER),
+        (replace(IDLE, lanes=3, tokens=(0, 0, 0)), DeclineReason.LANES_DIFFER),
+        (replace(IDLE, schedule=fingerprint("b")), DeclineReason.SCHEDULES_DIFFER),
+        (replace(IDLE, graph_mode=1), DeclineReason.GRAPH_MODES_DIFFER),
+        (replace(NO, lanes=3), DeclineReason.PEER_DECLINED),
+    ],
+)
+def test_ranks_that_would_split_differently_do_not_split(other: Offer, reason: DeclineReason) -> None:
+    for offers in ([YES, other], [other, YES]):
+        decision = decide(offers, offers.index(YES))
+        assert (decision.engaged, decision.reason) == (False, reason)
+        assert all(len(row) == 1 for row in decision.tokens)
+
+
+def test_every_reason_can_be_voted_and_read_back() -> None:
+    for reason in DeclineReason:
+        decision = decide([decode_offer(encode_offer(replace(NO, reason=reason))), YES])
+        assert (decision.reason, decision.declined_by) == (reason, 0)
+
+
+@st.composite
+def offers(draw: st.DrawFn) -> Offer:
+    wish, lanes = draw(st.sampled_from(Wish)), draw(st.integers(1, MAX_LANES))
+    entries = 1 if wish is Wish.NO else lanes
+    most = 0 if wish is Wish.IDLE else 2**40
+    print_ = st.integers(0, 2**32 - 1)
+    return Offer(
+        wish,
+        tuple(draw(st.lists(st.integers(0, most), min_size=entries, max_size=entries))),
+        lanes,
+        draw(st.sampled_from(DeclineReason)) if wish is Wish.NO else None,
+        draw(print_),
+        draw(print_),
+        draw(print_),
+    )
+
+
+@given(offers())
+def test_an_offer_survives_the_trip(offer: Offer) -> None:
+    row = encode_offer(offer)
+    assert len(row) == OFFER_WIDTH
+    assert all(-(2**63) <= value < 2**63 for value in row), "an int64 must hold it"
+    assert decode_offer(row) == offer
+
+
+@given(st.lists(offers(), min_size=1, max_size=4))
+def test_all_ranks_reach_the_same_answer(made: list[Offer]) -> None:
+    seen = [decide(made, rank) for rank in range(len(made))]
+    assert len({(decision.engaged, decision.declined_by, decision.tokens) for decision in seen}) == 1
+    assert all((decision.reason is None) == decision.engaged for decision in seen)
+    assert [sum(row) for row in seen[0].tokens] == [sum(offer.tokens) for offer in made]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"wish": Wish.YES, "tokens": (1,), "lanes": 2},
+        {"wish": Wish.NO, "tokens": (1, 2), "lanes": 2, "reason": DeclineReason.DISABLED},
+        {"wish": Wish.NO, "tokens": (1,), "lanes": 2},
+        {"wish": Wish.YES, "tokens": (1, 1), "lanes": 2, "reason": DeclineReason.DISABLED},
+        {"wish": Wish.IDLE, "tokens": (0, 1), "lanes": 2},
+        {"wish": Wish.YES, "tokens": (1, -1), "lanes": 2},
+        {"wish": Wish.YES, "tokens": (1,) * 9, "lanes": 9},
+        {"wish": Wish.NO, "tokens": (1,), "lanes": 0, "reason": DeclineReason.DISABLED},
+    ],
+)
+def test_an_offer_that_contradicts_itself_is_refused(arguments: dict[str, object]) -> None:
+    with pytest.raises(ConfigError):
+        Offer(**arguments)  # type: ignore[arg-type]
+
+
+def test_fingerprints_are_the_same_in_every_process() -> None:
+    assert fingerprint("mlp_shared_overlap") == 0xA0BE9275
+    assert fingerprint("a") != fingerprint("b")

@@ -1,0 +1,407 @@
+"""The lanes' threads: kept from step to step, gone when nobody needs them, safe across fork and exit."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from lanes import (
+    CPU,
+    EVERY_POINT,
+    lane_pool,
+    lane_threads,
+    no_lane_threads_within,
+    open_files,
+    run,
+    walker,
+    within,
+)
+
+from ubatch.context import dbo_current_ubatch_id, dbo_yield, make_ubatch_contexts
+from ubatch.errors import ForkedLaneError, UBatchError
+from ubatch.forward_context import ForwardContext, get_forward_context
+from ubatch.ring import interleave
+from ubatch.streams import NullStream, NullStreams
+from ubatch.trace import tracing
+from ubatch.wakeup import Gate
+from ubatch.workers import LanePool
+
+ROOT = Path(__file__).resolve().parent.parent
+forks = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+
+
+# -------------------------------------------------------------------------------------------------- from step to step
+
+
+def test_results_come_in_lane_order() -> None:
+    with lane_pool(3) as pool:
+        assert run(pool, walker("abc", "x"), walker("", "y"), walker("a", "z")) == ["x", "y", "z"]
+
+
+def test_workers_persist() -> None:
+    def body() -> tuple[int, int]:
+        dbo_yield()
+        return threading.get_ident(), dbo_current_ubatch_id()
+
+    with lane_pool(3) as pool:
+        first = run(pool, body, body, body)
+        assert len(set(first)) == 3
+        threads, files = threading.active_count(), open_files()
+        for _ in range(50):
+            assert run(pool, body, body, body) == first
+        assert threading.active_count() == threads
+        assert open_files() == files
+        assert pool.statistics().steps == 51
+        assert pool.statistics().threads_started == 3
+        assert threading.get_ident() not in [ident for ident, _ in first]
+
+
+def test_workers_are_daemons() -> None:
+    with lane_pool() as pool:
+        run(pool, walker("a"), walker("a"))
+        workers = [thread for thread in threading.enumerate() if thread.name.startswith("ubatch-lane")]
+        assert len(workers) == 2
+        assert all(worker.daemon for worker in workers)
+
+
+def test_no_threads_before_the_first_step() -> None:
+    with lane_pool():
+        assert not lane_threads()
+
+
+def test_close_stops_the_threads_and_the_next_step_makes_new_ones() -> None:
+    pool = LanePool(2, CPU, 20.0)
+    pool.close()
+    for _ in range(2):
+        assert run(pool, walker("a", 1), walker("a", 2)) == [1, 2]
+        pool.close()
+        pool.close()
+        assert not lane_threads()
+    assert pool.statistics().threads_started == 4
+
+
+def test_a_dropped_pool_closes_itself() -> None:
+    files = open_files()
+    pool = LanePool(2, CPU, 20.0)
+    run(pool, walker("a"), walker("a"))
+    del pool
+    assert no_lane_threads_within(5)
+    assert open_files() <= files
+
+
+def test_a_step_leaves_no_tensors_behind() -> None:
+    refs: list[weakref.ref[torch.Tensor]] = []
+
+    def body() -> torch.Tensor:
+        made = torch.ones(4)
+        refs.append(weakref.ref(made))
+        dbo_yield()
+        return made
+
+    with lane_pool() as pool:
+        results = run(pool, body, body)
+        del results
+        assert within(5, lambda: all(ref() is None for ref in refs))
+
+
+def test_every_lane_has_its_forward_context() -> None:
+    contexts = [ForwardContext(num_tokens=3), ForwardContext(num_tokens=4)]
+
+    def body() -> list[ForwardContext | None]:
+        before = get_forward_context()
+        dbo_yield()
+        return [before, get_forward_context()]
+
+    with lane_pool() as pool:
+        results = pool.run([body, body], EVERY_POINT, contexts)
+    assert results == [[contexts[0]] * 2, [contexts[1]] * 2]
+    assert get_forward_context() is None
+
+
+def test_lanes_start_only_when_all_are_warm() -> None:
+    """Graph capture begins between the ready barrier and lane 0's start, so no lane may still be warming up then."""
+    log: list[str] = []
+
+    class SlowToWarm(NullStreams):
+        def warm_up(self) -> None:
+            time.sleep(0.05)
+            log.append("warm")
+
+    with lane_pool(3, streams=SlowToWarm()) as pool:
+        run(pool, *[lambda: log.append("runs")] * 3)
+    assert log == ["warm"] * 3 + ["runs"] * 3
+
+
+def test_a_lane_that_cannot_start_fails_the_step_and_the_next_one_runs() -> None:
+    class BrokenOnce(NullStreams):
+        broken: set[str] = set()
+
+        def warm_up(self) -> None:
+            name = threading.current_thread().name
+            if name in self.broken:
+                self.broken.discard(name)
+                raise RuntimeError(f"no device for {name}")
+
+    ran: list[int] = []
+    streams = BrokenOnce()
+    with lane_pool(3, streams=streams) as pool:
+        for broken in (["ubatch-lane-0"], ["ubatch-lane-2"], ["ubatch-lane-0", "ubatch-lane-1", "ubatch-lane-2"]):
+            streams.broken |= set(broken)
+            with pytest.raises(RuntimeError, match=f"no device for {broken[0]}|no device for {broken[-1]}"):
+                run(pool, *[lambda: ran.append(1)] * 3)
+            assert not ran
+            programs = [["a", "b"], ["c"], []]
+            with tracing() as trace:
+                run(pool, *map(walker, programs))
+            assert trace.order == interleave(programs)
+    assert no_lane_threads_within(5)
+
+
+def test_a_pool_cannot_run_inside_its_own_lane() -> None:
+    with lane_pool() as pool, lane_pool() as other:
+        with pytest.raises(UBatchError, match="was entered from inside lane 0"):
+            run(pool, lambda: run(other, walker("a"), walker("a")), walker("a"))
+        assert run(pool, walker("a", 1), walker("a", 2)) == [1, 2]
+
+
+# ---------------------------------------------------------------------------------------------------------------- fork
+
+
+def in_child(body: Callable[[], object]) -> int:
+    """Fork; the child runs `body` and exits with 0, or 1 where it raises. Returns the child's id."""
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            body()
+            status = 0
+        finally:
+            os._exit(status)
+    return child
+
+
+def exit_code(child: int) -> int:
+    """Wait for a child, at most ten seconds."""
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        done, status = os.waitpid(child, os.WNOHANG)
+        if done:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.01)
+    os.kill(child, 9)
+    os.waitpid(child, 0)
+    pytest.fail("the child hangs")
+
+
+@forks
+def test_a_forked_child_has_lanes_of_its_own() -> None:
+    programs = [["a", "b", "c"], ["d"]]
+
+    def step(pool: LanePool) -> None:
+        with tracing() as trace:
+            assert run(pool, walker(programs[0], 1), walker(programs[1], 2)) == [1, 2]
+        assert trace.order == interleave(programs)
+
+    with lane_pool() as pool:
+        step(pool)
+
+        def child() -> None:
+            for _ in range(3):
+                step(pool)
+            pool.close()
+            assert not lane_threads()
+
+        children = [in_child(child) for _ in range(2)]
+        for _ in range(20):
+            step(pool)
+        assert [exit_code(each) for each in children] == [0, 0]
+        step(pool)
+        assert pool.statistics().threads_started == 2
+
+
+@forks
+def test_a_fork_inside_a_lane_gives_the_child_an_error_and_the_parent_its_result() -> None:
+    children: list[int] = []
+
+    def point() -> None:
+        with pytest.raises(ForkedLaneError, match="lane 0 was forked"):
+            dbo_yield()
+        with pytest.raises(ForkedLaneError):
+            dbo_yield()
+
+    def forking() -> str:
+        dbo_yield("a")
+        children.append(in_child(point))
+        dbo_yield("b")
+        return "parent"
+
+    with lane_pool() as pool:
+        for _ in range(3):
+            with tracing() as trace:
+                assert run(pool, forking, walker("ab", "other")) == ["parent", "other"]
+            assert trace.order == interleave(["ab", "ab"])
+        assert [exit_code(child) for child in children] == [0, 0, 0]
+
+
+@forks
+@pytest.mark.parametrize("ends", ["normally", "with an error"])
+@pytest.mark.parametrize("forking_lane", [0, 1])
+def test_a_forked_lane_that_runs_on_ends_its_process_and_leaves_the_parent_alone(
+    ends: str, forking_lane: int, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The child shares the parent's descriptors; it must not open the parent's gate or take its wake-ups."""
+    children: list[int] = []
+
+    def forking() -> str:
+        dbo_yield("a")
+        dbo_yield("b")
+        dbo_yield("c")  # by now the other lane may have ended, so the child would be the last to arrive
+        child = os.fork()
+        if child == 0:
+            if ends == "normally":
+                return "child"
+            dbo_yield("d")
+        children.append(child)
+        assert exit_code(child) == (0 if ends == "normally" else 1)
+        return "parent"
+
+    with lane_pool() as pool:
+        bodies = [walker("a", "other"), walker("a", "other")]
+        bodies[forking_lane] = forking
+        expected = ["other", "other"]
+        expected[forking_lane] = "parent"
+        for _ in range(3):
+            assert run(pool, *bodies) == expected
+        assert run(pool, walker("abc", 1), walker("abc", 2)) == [1, 2]
+    assert len(children) == 3
+    assert ("ForkedLaneError" in capfd.readouterr().err) == (ends == "with an error")
+
+
+@forks
+def test_a_fork_inside_a_lane_of_own_threads() -> None:
+    ready = Gate(2)
+    contexts = make_ubatch_contexts(2, NullStream(), NullStream(), [None, None], ready, schedule=EVERY_POINT)
+    codes: list[int] = []
+
+    def child() -> None:
+        with pytest.raises(ForkedLaneError):
+            dbo_yield()
+
+    def forking() -> None:
+        with contexts[0]:
+            dbo_yield()
+            codes.append(exit_code(in_child(child)))
+            dbo_yield()
+
+    def other() -> None:
+        with contexts[1]:
+            dbo_yield()
+            dbo_yield()
+
+    threads = [threading.Thread(target=body) for body in (forking, other)]
+    for thread in threads:
+        thread.start()
+    assert ready.wait_for(5)
+    contexts[0].baton.start()
+    for thread in threads:
+        thread.join(10)
+        assert not thread.is_alive()
+    assert codes == [0]
+
+
+# ---------------------------------------------------------------------------------------------------------------- exit
+
+PRELUDE = """
+import time, torch
+from ubatch import UBatchConfig, UBatchTimeout, UBatchWrapper, dbo_yield
+class Model(torch.nn.Module):
+    def forward(self, x):
+        dbo_yield()
+        return x + 1
+config = UBatchConfig(dbo_prefill_token_threshold=2, timeout_s=0.3)
+model = UBatchWrapper(Model(), config)
+assert model(torch.zeros(4)).tolist() == [1.0] * 4
+assert model.statistics().engaged == 1
+"""
+WAYS_TO_EXIT = {
+    "without close": "",
+    "after close": "model.close()",
+    "while garbage": "del model",
+    "collected": "import gc; del model; gc.collect()",
+    "in a cycle with itself": "model.__dict__['me'] = model",
+    "by sys.exit in a lane's caller": "import sys; sys.exit(0)",
+    "after a hang": """
+class Hangs(torch.nn.Module):
+    def forward(self, x):
+        dbo_yield()
+        time.sleep(60)
+        return x
+hanging = UBatchWrapper(Hangs(), config)
+try:
+    hanging(torch.zeros(4))
+except UBatchTimeout:
+    pass
+else:
+    raise SystemExit("it did not hang")
+""",
+    "while a daemon thread is in a call": """
+import threading
+class Slow(torch.nn.Module):
+    def forward(self, x):
+        time.sleep(0.2)
+        dbo_yield()
+        return x
+slow = UBatchWrapper(Slow(), config)
+threading.Thread(target=slow, args=(torch.zeros(4),), daemon=True).start()
+time.sleep(0.05)
+""",
+}
+
+
+def test_a_process_exits_promptly_however_it_leaves_its_lanes() -> None:
+    start = time.monotonic()
+    processes = {
+        way: subprocess.Popen(
+            [sys.executable, "-c", textwrap.dedent(PRELUDE) + code],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for way, code in WAYS_TO_EXIT.items()
+    }
+    try:
+        for way, process in processes.items():
+            output, _ = process.communicate(timeout=60)
+            assert (process.returncode, output) == (0, ""), way
+    finally:
+        for process in processes.values():
+            process.kill()
+    assert time.monotonic() - start < 45
+
+
+def test_garbage_collection_inside_a_lane_may_close_another_pool() -> None:
+    """The finalizer of a dropped pool runs wherever the collector happens to; here in a lane."""
+    other = LanePool(2, CPU, 20.0)
+    run(other, walker("a"), walker("a"))
+    held = [other]
+    held.append(held)  # type: ignore[arg-type]
+    del other, held
+
+    def body() -> None:
+        gc.collect()
+        dbo_yield()
+
+    with lane_pool() as pool:
+        run(pool, body, body)
+        assert within(5, lambda: len(lane_threads()) == 2)

@@ -1,0 +1,51 @@
+"""Containers: what a call's arguments and outputs are nested in, taken apart and made anew.
+
+    dict and other mappings, named tuple, tuple, list, dataclass, Hugging Face's `ModelOutput`
+
+Everything else is a leaf.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Mapping, MutableMapping
+from enum import Enum
+from typing import Any
+
+import torch
+
+__all__ = ["PLAIN", "children_of", "rebuild"]
+
+PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout, type, Enum)
+"""Classes of values that are the same for every row."""
+
+
+def children_of(value: Any) -> list[tuple[str, Any]] | None:
+    """Named children of a container, None for a leaf."""
+    if isinstance(value, Mapping):
+        return [(str(key), child) for key, child in value.items()]
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return list(zip(value._fields, value, strict=True))
+    if isinstance(value, list | tuple):
+        return [(str(index), child) for index, child in enumerate(value)]
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return [(f.name, getattr(value, f.name)) for f in dataclasses.fields(value) if f.init]
+    return None
+
+
+def rebuild(value: Any, children: list[Any]) -> Any:
+    """A container like `value` with other children."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        # ModelOutput is a dataclass *and* a mapping without its unset fields: rebuild it from the fields.
+        names = list(value) if isinstance(value, Mapping) else [f.name for f in dataclasses.fields(value) if f.init]
+        return dataclasses.replace(value, **dict(zip(names, children, strict=True)))
+    if isinstance(value, MutableMapping):
+        clone = copy.copy(value)  # keeps what else it has, such as a defaultdict's factory
+        clone.update(zip(value, children, strict=True))
+        return clone
+    if isinstance(value, Mapping):
+        return type(value)(dict(zip(value, children, strict=True)))  # type: ignore[call-arg]
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*children)
+    return type(value)(children)

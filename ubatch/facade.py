@@ -1,0 +1,87 @@
+"""Standing in for a module: everything but its call is the module's own.
+
+Attributes, parameters, `state_dict`, `to`, `eval` act on the module itself; what is set here is set there. Its other
+methods (`generate`, ...) run on a *twin*: an object of a subclass that shares the module's `__dict__` and whose
+`forward` is the stand-in's, so that what they call goes through it. The module is not changed.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+__all__ = ["ModuleFacade"]
+
+
+class ModuleFacade(nn.Module):
+    """A stand-in for `model`. Subclasses define `forward`; their own state has names that begin with `_ubatch_`."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._keep("_ubatch_model", model)
+        self._keep("_ubatch_twin", _twin_of(self, model))
+
+    def _keep(self, name: str, value: Any) -> None:
+        """Set an attribute of the stand-in itself."""
+        object.__setattr__(self, name, value)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """As the module's own call, through `forward`."""
+        return self.forward(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_ubatch_"):
+            raise AttributeError(f"{type(self).__name__}.__init__ did not run: no {name}")
+        return getattr(self._ubatch_twin, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._ubatch_model, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        delattr(self._ubatch_model, name)
+
+    def __dir__(self) -> list[str]:
+        return sorted({*object.__dir__(self), *dir(self._ubatch_model)})
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._ubatch_model!r})"
+
+
+def _twin_of(facade: ModuleFacade, model: nn.Module) -> nn.Module:
+    """An object that *is* the module (same `__dict__`), but whose call and forward go through the stand-in."""
+    kind = type(model)
+
+    @functools.wraps(kind.forward)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return facade.forward(*args, **kwargs)
+
+    twin_kind = type(kind.__name__, (kind,), {"__call__": forward, "forward": forward, "__module__": kind.__module__})
+    twin: nn.Module = object.__new__(twin_kind)
+    object.__setattr__(twin, "__dict__", model.__dict__)
+    return twin
+
+
+def _delegate(name: str) -> Callable[..., Any]:
+    """A method that the module runs; where it returns itself, the stand-in returns itself."""
+
+    @functools.wraps(getattr(nn.Module, name))
+    def method(self: ModuleFacade, *args: Any, **kwargs: Any) -> Any:
+        model = self._ubatch_model
+        result = getattr(model, name)(*args, **kwargs)
+        return self if result is model else result
+
+    return method
+
+
+def _delegate_module_methods() -> None:
+    """`nn.Module`'s own public methods (and those that its recursion uses) act on the wrapped module."""
+    own = set(ModuleFacade.__dict__) | {"forward"}
+    recursion = ("_apply", "_named_members", "_load_from_state_dict", "_save_to_state_dict")
+    for name, value in vars(nn.Module).items():
+        if callable(value) and name not in own and (not name.startswith("_") or name in recursion):
+            setattr(ModuleFacade, name, _delegate(name))
+
+
+_delegate_module_methods()

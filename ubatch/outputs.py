@@ -1,0 +1,150 @@
+"""Putting the lanes' outputs together: the walk of `arguments` in the other direction.
+
+    tensor    concatenated along the dimension that `output_dims` names, else along dimension 0 if that is the call's
+              rows or tokens; anything else is ambiguous, and 0 dimensions cannot be concatenated
+    cache     the caller's, where it was an argument; else a new one, through its registered splitter
+    tuple, list, dict, dataclass      item by item
+    number, string, None, ...         as it is, where all lanes have the same
+
+Only when everything could be merged do the caller's caches change.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ubatch.arguments import CacheParts, CallPlan, CannotSplit
+from ubatch.caches import splitter_for
+from ubatch.containers import PLAIN, children_of, rebuild
+from ubatch.vote import DeclineReason
+
+__all__ = ["merge_outputs"]
+
+
+def merge_outputs(
+    outputs: Sequence[Any],
+    plan: CallPlan,
+    bounds: Sequence[slice],
+    caches: CacheParts,
+    output_dims: Mapping[str, int | None],
+) -> Any:
+    """The lanes' outputs as the unsplit model would have returned them.
+
+    Args:
+        outputs: one per lane, of one structure.
+        plan: how the arguments were split.
+        bounds: the rows of every lane.
+        caches: the call's caches; merged in place when everything else could be.
+        output_dims: where to concatenate what is not batch-first; None where all lanes return the same.
+
+    Raises:
+        CannotSplit: an output has no batch dimension, or not one that follows the rows.
+    """
+    rows = [part.stop - part.start for part in bounds]
+    merged = _Merger(rows, plan.multiples, caches, output_dims).merge("output", outputs)
+    caches.merge()
+    return merged
+
+
+@dataclass(frozen=True)
+class _Merger:
+    """Puts the lanes' values together, leaf by leaf. Attributes as the arguments of `merge_outputs`."""
+
+    rows: Sequence[int]
+    multiples: frozenset[int]
+    caches: CacheParts
+    dims: Mapping[str, int | None]
+
+    def merge(self, path: str, values: Sequence[Any]) -> Any:
+        """One value for the lanes' `values` at `path`."""
+        first = values[0]
+        dim, named = self._named(path)
+        if all(value is first for value in values) or (named and dim is None):
+            return first
+        if any(type(value) is not type(first) for value in values):
+            kinds = sorted({type(value).__name__ for value in values})
+            raise _ambiguous(path, f"is a {' or a '.join(kinds)}, depending on the lane")
+        if isinstance(first, Tensor):
+            return self._concatenate(path, values)
+        splitter = splitter_for(first)
+        if splitter is not None:
+            whole = self.caches.whole_of(first)
+            return whole if whole is not None else splitter.merge(values, None)
+        columns = [children_of(value) for value in values]
+        if columns[0] is None:
+            if isinstance(first, PLAIN) and all(value == first for value in values):
+                return first
+            raise _ambiguous(path, f"is a {type(first).__name__} that differs between lanes")
+        if type(first) in (list, tuple) and all(isinstance(value, PLAIN) for value in itertools.chain(*values)):
+            if named:
+                return type(first)(itertools.chain(*values))
+            if any(value is not None for value in first) and [len(value) for value in values] == list(self.rows):
+                raise _ambiguous(path, f"is a {type(first).__name__} of plain values, maybe one per row")
+        return self._merge_children(path, values, [column or [] for column in columns])
+
+    def _merge_children(self, path: str, values: Sequence[Any], columns: Sequence[list[tuple[str, Any]]]) -> Any:
+        keys = [key for key, _ in columns[0]]
+        if any([key for key, _ in column] != keys for column in columns):
+            raise _ambiguous(path, "has different keys or lengths in different lanes")
+        merged = [
+            self.merge(f"{path}.{key}", [column[index][1] for column in columns]) for index, key in enumerate(keys)
+        ]
+        try:
+            return rebuild(values[0], merged)
+        except (TypeError, ValueError) as error:
+            what = f"is a {type(values[0]).__name__}, which cannot be made anew from its items ({error})"
+            raise _ambiguous(path, what) from error
+
+    def _concatenate(self, path: str, values: Sequence[Tensor]) -> Tensor:
+        first = values[0]
+        if first.dim() == 0:
+            raise CannotSplit(
+                DeclineReason.ZERO_DIM_OUTPUT,
+                f"{path} has no dimensions (a loss?), so the lanes' values cannot be concatenated. "
+                "Compute it outside the wrapped module.",
+            )
+        if all(_is_view_of_same(value, first) for value in values):
+            return first  # a parameter or buffer handed through
+        dim, named = self._named(path)
+        dim = dim or 0
+        if any(not -value.dim() <= dim < value.dim() for value in values):
+            raise _ambiguous(path, f"has {first.dim()} dimensions, so none is dimension {dim}")
+        counts = [value.shape[dim] for value in values]
+        others = {value.shape[:dim] + value.shape[dim:][1:] for value in values}
+        if len(others) > 1 or not (self._proportional(counts) if named else self._follows_rows(counts)):
+            raise _ambiguous(path, f"has shapes {[tuple(value.shape) for value in values]} for {list(self.rows)} rows")
+        return torch.cat(list(values), dim)
+
+    def _named(self, path: str) -> tuple[int | None, bool]:
+        """The dimension that the user gave for `path`, and whether they did."""
+        name = path.removeprefix("output.")
+        for known in (name, name.rpartition(".")[2]):
+            if known in self.dims:
+                return self.dims[known], True
+        return None, False
+
+    def _follows_rows(self, counts: Sequence[int]) -> bool:
+        """Whether this is the batch dimension. With equal lanes any size would be proportional, so it must be known."""
+        return any(list(counts) == [own * multiple for own in self.rows] for multiple in self.multiples)
+
+    def _proportional(self, counts: Sequence[int]) -> bool:
+        total, rows = sum(counts), sum(self.rows)
+        return all(count * rows == total * own for count, own in zip(counts, self.rows, strict=True))
+
+
+def _is_view_of_same(a: Tensor, b: Tensor) -> bool:
+    return a.numel() > 0 and a.shape == b.shape and a.stride() == b.stride() and a.data_ptr() == b.data_ptr()
+
+
+def _ambiguous(path: str, what: str) -> CannotSplit:
+    return CannotSplit(
+        DeclineReason.AMBIGUOUS_OUTPUT,
+        f"{path} {what}, so the lanes' outputs cannot be merged. Name its batch dimension in output_dims, or None "
+        "there if every lane returns the same.",
+    )
