@@ -34,10 +34,9 @@ def test_repeated_steps_take_no_new_pages() -> None:
     faults_of(20, x)
     assert faults_of(20, x) < 640  # tens of thousands otherwise
 
-    # A lane's thread finds the memory that another one freed.
+    # A lane's thread too, once it has taken its first steps.
     seen: list[int] = []
-    for _ in range(2):
-        thread = threading.Thread(target=lambda: seen.append(faults_of(20, x)))
-        thread.start()
-        thread.join()
+    thread = threading.Thread(target=lambda: seen.extend(faults_of(20, x) for _ in range(2)))
+    thread.start()
+    thread.join()
     assert seen[1] < 640

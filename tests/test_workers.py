@@ -6,7 +6,6 @@ import gc
 import os
 import subprocess
 import sys
-import textwrap
 import threading
 import time
 import weakref
@@ -254,10 +253,10 @@ def test_a_fork_inside_a_lane_gives_the_child_an_error_and_the_parent_its_result
 
 
 @forks
-@pytest.mark.parametrize("ends", ["normally", "with an error"])
+@pytest.mark.parametrize("how", ["returns", "passes a point"])
 @pytest.mark.parametrize("forking_lane", [0, 1])
 def test_a_forked_lane_that_runs_on_ends_its_process_and_leaves_the_parent_alone(
-    ends: str, forking_lane: int, capfd: pytest.CaptureFixture[str]
+    how: str, forking_lane: int, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """The child shares the parent's descriptors; it must not open the parent's gate or take its wake-ups."""
     children: list[int] = []
@@ -268,11 +267,11 @@ def test_a_forked_lane_that_runs_on_ends_its_process_and_leaves_the_parent_alone
         dbo_yield("c")  # by now the other lane may have ended, so the child would be the last to arrive
         child = os.fork()
         if child == 0:
-            if ends == "normally":
+            if how == "returns":
                 return "child"
             dbo_yield("d")
         children.append(child)
-        assert exit_code(child) == (0 if ends == "normally" else 1)
+        assert exit_code(child) == 1
         return "parent"
 
     with lane_pool() as pool:
@@ -284,7 +283,7 @@ def test_a_forked_lane_that_runs_on_ends_its_process_and_leaves_the_parent_alone
             assert run(pool, *bodies) == expected
         assert run(pool, walker("abc", 1), walker("abc", 2)) == [1, 2]
     assert len(children) == 3
-    assert ("ForkedLaneError" in capfd.readouterr().err) == (ends == "with an error")
+    assert capfd.readouterr().err.count("ForkedLaneError: lane") == 3
 
 
 @forks
@@ -322,31 +321,35 @@ def test_a_fork_inside_a_lane_of_own_threads() -> None:
 # ---------------------------------------------------------------------------------------------------------------- exit
 
 PRELUDE = """
-import time, torch
+import gc, sys, threading, time, torch
 from ubatch import UBatchConfig, UBatchTimeout, UBatchWrapper, dbo_yield
 class Model(torch.nn.Module):
+    def __init__(self, seconds=0.0):
+        super().__init__()
+        self.seconds = seconds
     def forward(self, x):
         dbo_yield()
+        time.sleep(self.seconds)
         return x + 1
-config = UBatchConfig(dbo_prefill_token_threshold=2, timeout_s=0.3)
-model = UBatchWrapper(Model(), config)
-assert model(torch.zeros(4)).tolist() == [1.0] * 4
-assert model.statistics().engaged == 1
+def used():
+    model = UBatchWrapper(Model(), UBatchConfig(dbo_prefill_token_threshold=2, timeout_s=0.3))
+    assert model(torch.zeros(4)).tolist() == [1.0] * 4
+    assert model.statistics().engaged == 1
+    return model
 """
 WAYS_TO_EXIT = {
-    "without close": "",
-    "after close": "model.close()",
-    "while garbage": "del model",
-    "collected": "import gc; del model; gc.collect()",
-    "in a cycle with itself": "model.__dict__['me'] = model",
-    "by sys.exit in a lane's caller": "import sys; sys.exit(0)",
+    "with every kind of leftover": """
+open, closed, dropped, collected, cyclic = [used() for _ in range(5)]
+closed.close()
+del dropped, collected
+gc.collect()
+cyclic.me = cyclic
+del cyclic
+sys.exit(0)
+""",
     "after a hang": """
-class Hangs(torch.nn.Module):
-    def forward(self, x):
-        dbo_yield()
-        time.sleep(60)
-        return x
-hanging = UBatchWrapper(Hangs(), config)
+hanging = used()
+hanging.seconds = 60
 try:
     hanging(torch.zeros(4))
 except UBatchTimeout:
@@ -355,13 +358,8 @@ else:
     raise SystemExit("it did not hang")
 """,
     "while a daemon thread is in a call": """
-import threading
-class Slow(torch.nn.Module):
-    def forward(self, x):
-        time.sleep(0.2)
-        dbo_yield()
-        return x
-slow = UBatchWrapper(Slow(), config)
+slow = used()
+slow.seconds = 0.1
 threading.Thread(target=slow, args=(torch.zeros(4),), daemon=True).start()
 time.sleep(0.05)
 """,
@@ -372,7 +370,7 @@ def test_a_process_exits_promptly_however_it_leaves_its_lanes() -> None:
     start = time.monotonic()
     processes = {
         way: subprocess.Popen(
-            [sys.executable, "-c", textwrap.dedent(PRELUDE) + code],
+            [sys.executable, "-c", PRELUDE + code],
             cwd=ROOT,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

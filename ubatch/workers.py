@@ -123,9 +123,8 @@ def _work(worker: _Worker) -> None:
 
 def _end_forked_child(error: BaseException | None) -> NoReturn:
     """The lane was forked and its copy ran to the end. There is no caller to return to, so the child process ends."""
-    if error is not None:
-        traceback.print_exception(error)
-    os._exit(0 if error is None else 1)
+    traceback.print_exception(error)
+    os._exit(1)
 
 
 @dataclass
