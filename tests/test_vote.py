@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ubatch import ConfigError, Decision, DeclineReason, Offer, Wish, decide, fingerprint
+from ubatch import ConfigError, Decision, DeclineReason, Offer, SplitError, Wish, decide, fingerprint
 from ubatch.vote import MAX_LANES, OFFER_WIDTH, decode_offer, encode_offer
 
 DECODE, PREFILL = fingerprint("decode"), fingerprint("prefill")
@@ -91,6 +91,7 @@ def offers(draw: st.DrawFn) -> Offer:
         draw(print_),
         draw(print_),
         draw(print_),
+        draw(st.booleans()),
     )
 
 
@@ -102,12 +103,21 @@ def test_an_offer_survives_the_trip(offer: Offer) -> None:
     assert decode_offer(row) == offer
 
 
-@given(st.lists(offers(), min_size=1, max_size=4))
-def test_all_ranks_reach_the_same_answer(made: list[Offer]) -> None:
+@given(st.lists(offers(), min_size=1, max_size=4), st.booleans())
+def test_all_ranks_reach_the_same_answer(made: list[Offer], again: bool) -> None:
+    made = [replace(offer, again=again) for offer in made]
     seen = [decide(made, rank) for rank in range(len(made))]
     assert len({(decision.engaged, decision.declined_by, decision.tokens) for decision in seen}) == 1
     assert all((decision.reason is None) == decision.engaged for decision in seen)
     assert [sum(row) for row in seen[0].tokens] == [sum(offer.tokens) for offer in made]
+
+
+def test_a_step_is_repeated_by_all_ranks_or_by_none() -> None:
+    repeat = replace(NO, reason=DeclineReason.AMBIGUOUS_OUTPUT, again=True)
+    assert decide([repeat, repeat], 1).reason is DeclineReason.AMBIGUOUS_OUTPUT
+    for made in ([YES, repeat], [repeat, NO], [IDLE, repeat]):
+        with pytest.raises(SplitError, match=r"ranks \[\d\] could not merge.*ambiguous_output.*output_dims"):
+            decide(made)
 
 
 @pytest.mark.parametrize(

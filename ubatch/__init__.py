@@ -71,6 +71,7 @@ from ubatch.errors import (
 )
 from ubatch.forward_context import ForwardContext, ForwardMode, get_forward_context, set_forward_context
 from ubatch.group import CommGroup
+from ubatch.registry import LazyRegistry
 from ubatch.ring import Ring, interleave
 from ubatch.schedule import SCHEDULES, Point, Recv, Schedule, SharedExpert, get_schedule
 from ubatch.split import UBatchSlice, split_balanced, split_fixed, split_requests, split_two_chunk
@@ -97,6 +98,7 @@ __all__ = [
     "GradientError",
     "GroupBroken",
     "LaneAborted",
+    "LazyRegistry",
     "NestedUBatchError",
     "Offer",
     "OverlapDeclined",

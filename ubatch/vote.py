@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum, StrEnum
 
-from ubatch.errors import ConfigError
+from ubatch.errors import ConfigError, SplitError
 
 __all__ = [
     "MAX_LANES",
@@ -70,7 +70,7 @@ _REASONS = tuple(DeclineReason)
 
 MAX_LANES = 8
 """The vote carries a fixed number of lanes, so that ranks with different settings can still read each other."""
-OFFER_WIDTH = 6 + MAX_LANES
+OFFER_WIDTH = 7 + MAX_LANES
 
 
 @dataclass(frozen=True)
@@ -85,6 +85,7 @@ class Offer:
         schedule: fingerprint of the schedule (`fingerprint`).
         mode: the forward mode's fingerprint; ignored for an idle rank.
         graph_mode: the graph mode's fingerprint.
+        again: the step has run in lanes, but this rank could not merge its outputs, and would repeat it unsplit.
 
     Raises:
         ConfigError: an offer that contradicts itself, or more than `MAX_LANES` lanes.
@@ -97,6 +98,7 @@ class Offer:
     schedule: int = 0
     mode: int = 0
     graph_mode: int = 0
+    again: bool = False
 
     def __post_init__(self) -> None:
         if not 1 <= self.lanes <= MAX_LANES:
@@ -142,7 +144,16 @@ def decide(offers: Sequence[Offer], rank: int = 0) -> Decision:
     Args:
         offers: one per rank, in rank order.
         rank: the rank that asks; it sees its own reason, the others see `PEER_DECLINED`.
+
+    Raises:
+        SplitError: some ranks would repeat a step that the others have left behind.
     """
+    again = [number for number, offer in enumerate(offers) if offer.again]
+    if again and len(again) < len(offers):
+        raise SplitError(
+            f"ranks {again} could not merge the outputs of their lanes ({offers[again[0]].reason}), but the others "
+            "could merge theirs and went on. Name the outputs in output_dims, or set enable_dbo=False."
+        )
     reason, declined_by = _objection(offers)
     if reason is None:
         return Decision(True, None, None, tuple(offer.tokens for offer in offers))
@@ -175,13 +186,13 @@ def _objection(offers: Sequence[Offer]) -> tuple[DeclineReason | None, int | Non
 def encode_offer(offer: Offer) -> list[int]:
     """The offer as `OFFER_WIDTH` integers, for one small all-reduce."""
     reason = _REASONS.index(offer.reason) + 1 if offer.reason is not None else 0
-    head = [int(offer.wish), offer.lanes, reason, offer.schedule, offer.mode, offer.graph_mode]
+    head = [int(offer.wish), offer.lanes, reason, offer.schedule, offer.mode, offer.graph_mode, int(offer.again)]
     return head + list(offer.tokens) + [0] * (OFFER_WIDTH - len(head) - len(offer.tokens))
 
 
 def decode_offer(row: Sequence[int]) -> Offer:
     """The inverse of `encode_offer`."""
-    wish, lanes, reason, schedule, mode, graph_mode = (int(value) for value in row[:6])
-    count = lanes if Wish(wish) is not Wish.NO else 1
-    tokens = tuple(int(value) for value in row[6 : 6 + count])
-    return Offer(Wish(wish), tokens, lanes, _REASONS[reason - 1] if reason else None, schedule, mode, graph_mode)
+    wish, lanes, reason, schedule, mode, graph_mode, again, *counts = (int(value) for value in row)
+    tokens = tuple(counts[: 1 if wish == Wish.NO else lanes])
+    why = _REASONS[reason - 1] if reason else None
+    return Offer(Wish(wish), tokens, lanes, why, schedule, mode, graph_mode, bool(again))

@@ -166,7 +166,7 @@ class UBatchWrapper(ModuleFacade):
                 if context is not None and context.ubatch_slices is not None:
                     raise
                 planner.remember_unmergeable(args, kwargs, cannot)
-                decision = replace(decision, engaged=False, reason=cannot.reason, tokens=_whole(decision))
+                decision = self._decide_again(intent, cannot)
                 intent = replace(intent, why=str(cannot))
         return self._run_unsplit(args, kwargs, intent, decision, context)
 
@@ -175,6 +175,12 @@ class UBatchWrapper(ModuleFacade):
         if context is not None and context.decision is not None:
             return context.decision
         return decide([intent.offer]) if group is None else group.vote(intent.offer)
+
+    def _decide_again(self, intent: Intent, cannot: CannotSplit) -> Decision:
+        """Repeat the step unsplit, if all ranks do: one that could merge its outputs is at its next step already."""
+        group: CommGroup | None = self._ubatch_config.group
+        offer = Offer(Wish.NO, (sum(intent.offer.tokens),), intent.offer.lanes, cannot.reason, again=True)
+        return decide([offer]) if group is None else group.vote(offer)
 
     def _run_unsplit(
         self,
@@ -318,10 +324,6 @@ def _checked_device(device: torch.device | str) -> torch.device:
         raise ConfigError(f"device {device!r} is no torch device. Use 'cpu' or 'cuda'.") from error
     make_streams(checked)
     return checked
-
-
-def _whole(decision: Decision) -> tuple[tuple[int, ...], ...]:
-    return tuple((sum(row),) for row in decision.tokens)
 
 
 @contextmanager

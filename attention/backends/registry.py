@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from importlib import import_module
+from typing import cast
 
 from attention.backends.base import AttentionBackend, AttentionShape
 from attention.kv_cache import PagedKVCache
-from ubatch import ConfigError, nearest
+from ubatch import ConfigError, LazyRegistry
 
 __all__ = ["attention_backends", "make_attention_backend", "register_attention_backend"]
 
-_BACKENDS: dict[str, str] = {"torch": "attention.backends.torch_sdpa:TorchAttentionBackend"}
+_BACKENDS = LazyRegistry("attention back end", {"torch": "attention.backends.torch_sdpa:TorchAttentionBackend"})
 
 
 def register_attention_backend(name: str, target: str) -> None:
@@ -23,16 +23,12 @@ def register_attention_backend(name: str, target: str) -> None:
     Raises:
         ConfigError: the name is taken by another class, or the target is not of that form.
     """
-    if target.count(":") != 1:
-        raise ConfigError(f"attention back end {name!r}: target {target!r} is not of the form 'package.module:Class'.")
-    if _BACKENDS.get(name, target) != target:
-        raise ConfigError(f"attention back end {name!r} is already {_BACKENDS[name]!r}; choose another name.")
-    _BACKENDS[name] = target
+    _BACKENDS.register(name, target)
 
 
 def attention_backends() -> tuple[str, ...]:
     """The known names, sorted."""
-    return tuple(sorted(_BACKENDS))
+    return _BACKENDS.names()
 
 
 def make_attention_backend(name: str, shape: AttentionShape, kv_cache: PagedKVCache) -> AttentionBackend:
@@ -41,13 +37,10 @@ def make_attention_backend(name: str, shape: AttentionShape, kv_cache: PagedKVCa
     Raises:
         ConfigError: the name is unknown, or shape and cache do not fit.
     """
-    if name not in _BACKENDS:
-        raise ConfigError(f"unknown attention back end {name!r}{nearest(name, _BACKENDS)}")
+    backend = cast("type[AttentionBackend]", _BACKENDS.load(name))
     if (shape.num_kv_heads, shape.head_dim) != (kv_cache.spec.num_kv_heads, kv_cache.spec.head_dim):
         raise ConfigError(
             f"attention has {shape.num_kv_heads} key/value heads of {shape.head_dim}, the KV cache "
             f"{kv_cache.spec.num_kv_heads} of {kv_cache.spec.head_dim}; make both from the same model config."
         )
-    module, _, attribute = _BACKENDS[name].partition(":")
-    backend: type[AttentionBackend] = getattr(import_module(module), attribute)
     return backend(shape, kv_cache)

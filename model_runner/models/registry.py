@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from importlib import import_module
+from typing import cast
 
 from model_runner.errors import UnknownArchitecture
 from model_runner.models.base import CausalLM
-from ubatch import ConfigError
+from ubatch import LazyRegistry
 
 __all__ = ["known_architectures", "model_class", "register_model"]
 
-_MODELS: dict[str, str] = {"Qwen3MoeForCausalLM": "model_runner.models.qwen3_moe:Qwen3MoeForCausalLM"}
+_MODELS = LazyRegistry("model", {"Qwen3MoeForCausalLM": "model_runner.models.qwen3_moe:Qwen3MoeForCausalLM"})
 
 
 def register_model(architecture: str, target: str) -> None:
@@ -23,15 +23,12 @@ def register_model(architecture: str, target: str) -> None:
     Raises:
         ConfigError: the architecture is taken by another class, or the target is not of that form.
     """
-    if target.count(":") != 1:
-        raise ConfigError(f"model {architecture!r}: target {target!r} is not of the form 'package.module:Class'.")
-    if _MODELS.setdefault(architecture, target) != target:
-        raise ConfigError(f"model {architecture!r} is already {_MODELS[architecture]!r}; choose another name.")
+    _MODELS.register(architecture, target)
 
 
 def known_architectures() -> tuple[str, ...]:
     """Every architecture that can be loaded, sorted."""
-    return tuple(sorted(_MODELS))
+    return _MODELS.names()
 
 
 def model_class(architecture: str) -> type[CausalLM]:
@@ -40,8 +37,6 @@ def model_class(architecture: str) -> type[CausalLM]:
     Raises:
         UnknownArchitecture: there is none; the message lists those there are.
     """
-    if architecture not in _MODELS:
-        raise UnknownArchitecture(architecture, _MODELS)
-    module, _, attribute = _MODELS[architecture].partition(":")
-    found: type[CausalLM] = getattr(import_module(module), attribute)
-    return found
+    if architecture not in _MODELS.names():
+        raise UnknownArchitecture(architecture, _MODELS.names())
+    return cast("type[CausalLM]", _MODELS.load(architecture))

@@ -7,8 +7,7 @@ from collections.abc import Callable
 from typing import Any, cast
 
 from moe.all2all.base import All2All
-from moe.registry import LazyRegistry
-from ubatch import CommGroup, ConfigError
+from ubatch import CommGroup, ConfigError, LazyRegistry
 
 __all__ = ["all2all_backends", "make_all2all", "register_all2all_backend"]
 

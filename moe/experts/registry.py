@@ -8,7 +8,7 @@ from typing import cast
 from torch import Tensor
 
 from moe.experts.base import FusedExperts
-from moe.registry import LazyRegistry
+from ubatch import LazyRegistry
 
 __all__ = ["experts_backends", "make_experts", "register_experts_backend"]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 
-from ubatch import ConfigError, nearest
+from ubatch.errors import ConfigError, nearest
 
 __all__ = ["LazyRegistry"]
 
@@ -44,7 +44,7 @@ class LazyRegistry:
         module, _, attribute = target.partition(":")
         if not module or not attribute:
             raise ConfigError(
-                f"the target of {self._kind} {name!r} must be 'package.module:attribute', not {target!r}."
+                f"the target of {self._kind} {name!r} must be of the form 'package.module:attribute', not {target!r}."
             )
         taken = self._targets.setdefault(name, target)
         if taken != target:
