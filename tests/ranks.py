@@ -32,7 +32,7 @@ def run_ranks(
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(["torch", "torch.distributed.distributed_c10d", "ubatch"])
     results = context.SimpleQueue()
-    port = _free_port()
+    port = free_port()
     ranks = [
         context.Process(target=_rank_main, args=(fn, rank, world_size, port, results, args), daemon=True)
         for rank in range(world_size)
@@ -78,7 +78,8 @@ def _rank_main(fn: Callable[..., Any], rank: int, world_size: int, port: int, re
         dist.destroy_process_group()
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port that nobody listens on."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return int(listener.getsockname()[1])

@@ -254,7 +254,7 @@ def test_outside_a_lane_a_point_does_nothing() -> None:
     assert dbo_current_ubatch_id() == 0
 
 
-# --------------------------------------------------------------------------------------- contexts with one's own threads
+# -------------------------------------------------------------------------------------- contexts with one's own threads
 
 
 class Threads:
@@ -350,9 +350,7 @@ def test_contexts_that_cannot_be(lanes: int, contexts: list[None], message: str)
 
 
 def test_contexts_take_a_schedule_by_name() -> None:
-    contexts = make_ubatch_contexts(
-        2, NullStream(), NullStream(), [None, None], Gate(2), schedule="two_batch_decode"
-    )
+    contexts = make_ubatch_contexts(2, NullStream(), NullStream(), [None, None], Gate(2), schedule="two_batch_decode")
     assert all(context.schedule == get_schedule("two_batch_decode") for context in contexts)
     with pytest.raises(ConfigError, match="unknown schedule 'two_batch_decoed'; did you mean 'two_batch_decode'"):
         make_ubatch_contexts(2, NullStream(), NullStream(), [None, None], Gate(2), schedule="two_batch_decoed")
@@ -388,3 +386,4 @@ def test_ctrl_c_in_a_lane_of_the_main_thread_unwinds_every_lane() -> None:
         thread.join(5)
         assert not thread.is_alive()
     assert ended == ["aborted"]
+    assert not dbo_enabled()

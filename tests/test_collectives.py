@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
 from torch import Tensor, nn
 
 import ubatch
+from ranks import run_ranks
 from ubatch import (
     CommGroup,
     ConfigError,
@@ -156,7 +156,9 @@ def all_cases_everywhere(rank: int, world_size: int) -> None:
             Schedule("three lanes, peer, lead 2", lanes=3, lead=2, recv=Recv.PEER),
         )
     ):
-        counts = in_lanes(group, schedule, lambda n=number: check(group, 10000 * (n + 1) + 500 * dbo_current_ubatch_id()))
+        counts = in_lanes(
+            group, schedule, lambda n=number: check(group, 10000 * (n + 1) + 500 * dbo_current_ubatch_id())
+        )
         assert min(counts) > 100
     with torch.inference_mode():
         check(group, 1)
@@ -280,6 +282,7 @@ def refusals(rank: int, world_size: int) -> None:
         (lambda: ubatch.all_to_all_single(x, group, [2, 2], [-1, 5]), "input_split_sizes"),
         (lambda: ubatch.all_to_all_single(x, group, [4], [2, 2]), "output_split_sizes"),
         (lambda: ubatch.all_to_all_single(x, group, [5, -1], [2, 2]), "output_split_sizes"),
+        (lambda: ubatch.all_to_all_single(x, group, [3, 3], [2, 2]), "sends itself 2 rows .* expects 3"),
         (lambda: launch_all_gather(x, group, sizes=[4, 4, 4]), "one number per rank"),
         (lambda: launch_all_gather(x, group, sizes=[1, 1]), "this rank has 4 rows"),
         (lambda: ubatch.reduce_scatter(x[:3], group), "do not divide"),
@@ -379,6 +382,27 @@ def test_an_error_in_map_is_raised_by_every_wait() -> None:
             transfer.wait()
 
 
+def test_an_interrupted_wait_can_be_taken_up_again() -> None:
+    class Interrupted(FakeWork):
+        def wait(self, timeout: Any = None) -> bool:
+            if self.waits == 0:
+                self.waits += 1
+                raise KeyboardInterrupt
+            return super().wait(timeout)
+
+    transfer: Transfer[int] = Transfer("fake", (Interrupted(),), lambda: 5)
+    with pytest.raises(KeyboardInterrupt):
+        transfer.wait()
+    assert transfer.wait() == 5
+
+
+def test_an_error_of_the_transport_is_raised_by_every_wait() -> None:
+    transfer: Transfer[int] = Transfer("fake", (FakeWork(RuntimeError("lost")),), lambda: 5)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="lost"):
+            transfer.wait()
+
+
 def test_done_means_that_wait_does_not_wait() -> None:
     work = FakeWork()
     transfer: Transfer[int] = Transfer("fake", (work,), lambda: 5)
@@ -426,7 +450,7 @@ def races(rank: int, world_size: int) -> None:
 
     begun = time.monotonic()
     asked = []
-    with pytest.raises(ubatch.TransferTimeout, match="'stuck' longer than 1.0 s"):
+    with pytest.raises(ubatch.TransferTimeout, match=r"'stuck' longer than 1\.0 s"):
         connection.wait_for_works((Stuck(),), "stuck", lambda: asked.append(1))
     assert 1.0 <= time.monotonic() - begun < 1.5
     assert len(asked) >= 4

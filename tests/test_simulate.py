@@ -113,14 +113,14 @@ def test_programs_come_from_a_traced_step() -> None:
     for number in range(2):
         trace.events += [Event(1, number, kind, name, cpu, wait, link) for kind, name, cpu, wait, link in lane]
     expected: list[Op] = [
-        *(Compute(1.0), Compute(0.5), Launch("dispatch.0", 4.0)),
+        *(Compute(1.0), Launch("dispatch.0", 4.0), Compute(0.5)),
         *(Compute(0.25), Pass("dispatch")),
         *(Compute(0.0), Wait("dispatch.0")),
         Compute(2.0),
     ]
     programs = programs_of(trace, 1)
     assert programs == [expected, expected]
-    # lane 0 computes 1.75, then lane 1; the link is busy from 1.5 to 9.5; lane 1's last stage ends at 11.5
-    assert simulate(programs, VLLM).seconds == 11.5
+    # lane 0 computes 1.75, then lane 1; the link is busy from 1.0 to 9.0; lane 1's last stage ends at 11.0
+    assert simulate(programs, VLLM).seconds == 11.0
     with pytest.raises(ConfigError, match="no lane events of step 2"):
         programs_of(trace, 2)

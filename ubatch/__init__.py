@@ -18,7 +18,7 @@ One line per file:
     ring, schedule, simulate      the rules, as data and pure functions
     wakeup, baton, workers        who runs: the primitive, the invariant, the threads
     context, streams, transfer    what a lane is, and what it launches
-    vote, group, collectives      what ranks agree on, and exchange
+    vote, connection, group, collectives   what ranks agree on and exchange, and what they see when one fails
     split, arguments, caches      what is cut, and how it is put together
     config, wrapper               what a user sees
     trace, trace_export, trace_html   what happened

@@ -28,7 +28,16 @@ from ubatch.containers import PLAIN, children_of, rebuild
 from ubatch.errors import ConfigError, SplitError, nearest
 from ubatch.vote import DeclineReason
 
-__all__ = ["CacheParts", "CallPlan", "CannotSplit", "check_split_dims", "even_bounds", "parameter_names", "plan_call"]
+__all__ = [
+    "CacheParts",
+    "CallPlan",
+    "CannotSplit",
+    "check_split_dims",
+    "even_bounds",
+    "longest_named",
+    "parameter_names",
+    "plan_call",
+]
 
 _BATCH_FIRST = frozenset(
     {"attention_mask", "features", "hidden_states", "input", "input_embeds", "input_ids", "input_tokens", "inputs"}
@@ -89,6 +98,7 @@ class CallPlan:
         tokens_per_row: tokens that one row stands for: S for token ids `[B, S]`, else 1.
         decode: whether every row has one token of a token-ids argument of two dimensions.
         multiples: rows of output that may stand for one row of the call: 1, or what a row of an argument holds.
+        batch_first: whether every tensor that is split is split along dimension 0.
         args, kwargs: the call, every positional argument with its parameter's name.
     """
 
@@ -97,6 +107,7 @@ class CallPlan:
     tokens_per_row: int
     decode: bool
     multiples: frozenset[int]
+    batch_first: bool
     args: tuple[tuple[str, Any], ...]
     kwargs: Mapping[str, Any]
 
@@ -245,7 +256,16 @@ def plan_call(
                 f"argument {path!r} is a {type(value).__name__}, which nobody registered a splitter for. "
                 f"Use ubatch.register_splitter, or split_dims={{{path!r}: None}} if every lane may share it.",
             )
-    return _with_rows(leaves, named, kwargs)
+    plan = _with_rows(leaves, named, kwargs)
+    for leaf in plan.leaves:
+        if _rows_or_columns(leaf, plan) and longest_named(leaf.path, split_dims) is None:
+            raise CannotSplit(
+                DeclineReason.AMBIGUOUS_ARGUMENT,
+                f"argument {leaf.path!r} has {plan.rows} values, but the token ids have {plan.rows} rows of "
+                f"{plan.rows} tokens: one per row, or one per token of a row? Say which: "
+                f"split_dims={{{leaf.path!r}: 0}} or {{{leaf.path!r}: None}}.",
+            )
+    return plan
 
 
 def _find(path: str, value: Any, split_dims: Mapping[str, int | None]) -> Iterator[tuple[str, Any, int | None, bool]]:
@@ -269,13 +289,18 @@ def _find(path: str, value: Any, split_dims: Mapping[str, int | None]) -> Iterat
         yield from _find(f"{path}.{key}", child, split_dims)
 
 
+def longest_named(path: str, dims: Mapping[str, int | None]) -> str | None:
+    """The longest prefix of `path` (`name.key.key`) that `dims` has, or None."""
+    while path and path not in dims:
+        path = path.rpartition(".")[0]
+    return path or None
+
+
 def _lookup(path: str, value: Any, split_dims: Mapping[str, int | None]) -> tuple[int | None, bool]:
     """The dimension for `path`: the longest prefix that the user named, else the well-known names."""
-    prefix = path
-    while prefix:
-        if prefix in split_dims:
-            return split_dims[prefix], True
-        prefix = prefix.rpartition(".")[0]
+    prefix = longest_named(path, split_dims)
+    if prefix is not None:
+        return split_dims[prefix], True
     name = path.rpartition(".")[2]
     if name in _POSITIONS and isinstance(value, Tensor) and value.dim() > 2:
         return None, False  # multimodal rope has [3, B, S]
@@ -321,9 +346,17 @@ def _with_rows(leaves: list[_Leaf], args: tuple[tuple[str, Any], ...], kwargs: M
         tokens_per_row=1 if per_row is None else per_row,
         decode=per_row == 1,
         multiples=frozenset({1, *(size for size in beside if size is not None)}),
+        batch_first=all(leaf.dim in (None, 0) for leaf in settled),
         args=args,
         kwargs=kwargs,
     )
+
+
+def _rows_or_columns(leaf: _Leaf, plan: CallPlan) -> bool:
+    """Whether positions `[n]` could belong to the rows or to the columns of token ids `[n, n]`."""
+    name = leaf.path.rpartition(".")[2]
+    square = leaf.dim is not None and plan.rows == plan.tokens_per_row > 1
+    return square and name in _POSITIONS and isinstance(leaf.value, Tensor) and leaf.value.dim() == 1
 
 
 def _tokens_per_row(leaves: Sequence[_Leaf]) -> int | None:

@@ -156,7 +156,8 @@ class Baton:
     def _interrupted(self, lane: int) -> None:
         """Ctrl-C while the main thread was parked, as a lane: it unwinds as any failed lane, when its turn comes."""
         self.abort(lane)
-        self._wake[lane].wait()
+        if self._ring.holder != lane:
+            self._wake[lane].wait()
 
     def _hand_on_from(self, lane: int) -> None:
         following = self._ring.at_end(lane)

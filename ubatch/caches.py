@@ -65,6 +65,8 @@ class _DynamicCacheSplitter:
                     f"a cache with a {type(layer).__name__} cannot be split. Use a DynamicCache with dynamic layers, "
                     "or register a splitter for your cache class (ubatch.register_splitter)."
                 )
+            if layer.is_initialized and layer.keys.numel() and layer.keys.shape[0] != bounds[-1].stop:
+                raise SplitError(f"it holds {layer.keys.shape[0]} sequences, but the call has {bounds[-1].stop} rows.")
         return [self._part(cache, rows) for rows in bounds]
 
     def _part(self, cache: Any, rows: slice) -> Any:

@@ -108,6 +108,11 @@ def launch_all_to_all_single(
     received = sent if output_split_sizes is None else list(output_split_sizes)
     if len(received) != group.size or min(received) < 0:
         raise ConfigError(f"output_split_sizes {received} must be {group.size} numbers of rows, one per rank.")
+    if received[group.rank] != sent[group.rank]:
+        raise ConfigError(
+            f"rank {group.rank} sends itself {sent[group.rank]} rows (input_split_sizes {sent}), "
+            f"but expects {received[group.rank]} (output_split_sizes {received})."
+        )
     source = x.contiguous()
     row_bytes = _row_bytes(source)
     result = source.new_empty((sum(received), *source.shape[1:]))

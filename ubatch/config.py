@@ -80,6 +80,7 @@ class UBatchConfig:
             _check_type(name, getattr(self, name), kind if name != "schedule" else (str, Schedule))
         for option in ("split_dims", "output_dims"):
             for name, dim in getattr(self, option).items():
+                _check_type(f"a key of {option}", name, str)
                 _check_type(f"{option}[{name!r}]", dim, (int, type(None)))
         if not 2 <= self.num_ubatches <= MAX_LANES:
             raise ConfigError(
@@ -123,6 +124,8 @@ class UBatchConfig:
             name = str(key).replace("-", "_")
             if name not in _KINDS:
                 raise ConfigError(f"unknown key {key!r}{nearest(name, _KINDS)}")
+            if name in arguments:
+                raise ConfigError(f"{key!r} is given twice, with hyphens and with underscores. Remove one.")
             _check_type(str(key), value, _KINDS[name])
             arguments[name] = value
         return cls(**arguments)

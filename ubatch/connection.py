@@ -3,7 +3,7 @@
 A connection owns a process group for data, a small CPU one for votes, and a corner of the rendezvous store:
 
     failed     the first failure: "rank", a line break, what happened     whoever waits reads it and gives up
-    suspect    a rank whose transport lost a peer                         starts a roll call
+    suspect    why a rank's transport gave up                             starts a roll call
     alive/R    rank R answered the roll call                              who does not answer is dead
 
 No rank waits blindly: every wait is cut into slices, and after each it looks into the store. Once `failed` is
@@ -166,7 +166,7 @@ class Connection:
             if self._store.check(["failed"]):
                 raise self._peer_failed(name)
             if self._store.check(["suspect"]):
-                raise self._roll_call(name, "a rank lost a connection")
+                raise self._roll_call(name, self._store.get("suspect").decode())
         except dist.DistError as error:
             raise self._store_lost(name) from error
 
@@ -187,7 +187,7 @@ class Connection:
         try:
             if self._store.check(["failed"]):
                 return self._peer_failed(name)
-            self._store.set("suspect", str(self.rank))
+            self._store.set("suspect", cause)
             return self._roll_call(name, cause)
         except dist.DistError:
             return self._store_lost(name)

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Mapping, MutableMapping
+from collections import UserDict
+from collections.abc import Mapping
 from enum import Enum
 from typing import Any
 
@@ -24,13 +25,17 @@ PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.d
 def children_of(value: Any) -> list[tuple[str, Any]] | None:
     """Named children of a container, None for a leaf."""
     if isinstance(value, Mapping):
-        return [(str(key), child) for key, child in value.items()]
+        named = [(str(key), child) for key, child in value.items()]
+        return named if len(dict(named)) == len(named) else None  # 0 and "0" cannot be told apart
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return list(zip(value._fields, value, strict=True))
     if isinstance(value, list | tuple):
         return [(str(index), child) for index, child in enumerate(value)]
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return [(f.name, getattr(value, f.name)) for f in dataclasses.fields(value) if f.init]
+        fields = dataclasses.fields(value)
+        if not all(f.init for f in fields) and not hasattr(value, "__post_init__"):
+            return None  # nothing would fill the other fields of a new one
+        return [(f.name, getattr(value, f.name)) for f in fields if f.init]
     return None
 
 
@@ -40,11 +45,11 @@ def rebuild(value: Any, children: list[Any]) -> Any:
         # ModelOutput is a dataclass *and* a mapping without its unset fields: rebuild it from the fields.
         names = list(value) if isinstance(value, Mapping) else [f.name for f in dataclasses.fields(value) if f.init]
         return dataclasses.replace(value, **dict(zip(names, children, strict=True)))
-    if isinstance(value, MutableMapping):
+    if isinstance(value, dict | UserDict):
         clone = copy.copy(value)  # keeps what else it has, such as a defaultdict's factory
         clone.update(zip(value, children, strict=True))
         return clone
-    if isinstance(value, Mapping):
+    if isinstance(value, Mapping):  # a copy might share its items with the original
         return type(value)(dict(zip(value, children, strict=True)))  # type: ignore[call-arg]
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*children)

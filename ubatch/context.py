@@ -110,6 +110,8 @@ class UBatchContext:
         self.waiting: str | None = None
         self.launched: set[Transfer[Any]] = set()
         self._hook: Hook | None = None
+        self._on_comm = False
+        self._unjoined = False
         self._launches = 0
         self._stage_start = self._stage_cpu = 0.0
         self._wait: tuple[float, float] | None = None
@@ -138,7 +140,8 @@ class UBatchContext:
             try:
                 if error is None:
                     self._check_alive()
-                    self._run_hook(self)
+                    while self._hook is not None:  # a hook may leave another one
+                        self._run_hook(self)
             finally:
                 self._rejoin()
         except BaseException as late:
@@ -162,9 +165,9 @@ class UBatchContext:
         self.baton.leave(self.id)
 
     def _rejoin(self) -> None:
-        self._comm_done.record(self.comm_stream)
-        self._comm_done.wait(self.compute_stream)
-        self._streams.set_current(self.compute_stream)
+        """Only what this lane launched: the other lanes' transfers may travel on while those compute."""
+        self.leave_comm()
+        self.join_comm()
 
     def settle(self) -> set[Transfer[Any]]:
         """The step is over: let go of what belonged to it. Returns the transfers that nobody waited for."""
@@ -222,13 +225,18 @@ class UBatchContext:
         hook, owner._hook = owner._hook, None
         if hook is None:
             return
+        was_on_comm = self._on_comm
+        self.leave_comm()  # a hook's own work belongs to the compute stream
+        if owner._on_comm:
+            owner.mark_comm()
+        owner.join_comm()
         try:
             hook()
         except Exception as error:
             error.add_note(f"in the receive hook of lane {owner.id}, run by lane {self.id}")
             raise
-        if owner is not self:
-            owner.join_comm()  # the transfer was launched by the owner, so the owner's event marks it
+        if was_on_comm:
+            self.enter_comm()
 
     def note_launch(self, name: str) -> str:
         """The lane launches a transfer; returns its key, unique in this lane and step."""
@@ -244,8 +252,11 @@ class UBatchContext:
         if self.trace is not None:
             self._wait = (time.monotonic(), time.process_time())
 
-    def end_wait(self, name: str, key: str, link_s: float) -> None:
-        """The wait is over; the transfer had occupied the link for `link_s` seconds."""
+    def end_wait(self, name: str, key: str, link_s: float, launcher: UBatchContext | None) -> None:
+        """The wait is over; the transfer, launched by lane `launcher`, had occupied the link for `link_s` seconds.
+
+        The event is the launcher's, also when a peer ran its receive hook: it belongs to the launcher's program.
+        """
         self.waiting = None
         self.baton.since = now = time.monotonic()
         trace = self.trace
@@ -254,10 +265,15 @@ class UBatchContext:
         (start, cpu), cpu_now = self._wait, time.process_time()
         trace.add(SpanKind.COMPUTE, name, self.id, self._stage_start, start)
         trace.add(SpanKind.WAIT, name, self.id, start, now)
-        trace.events.append(
-            Event(trace.step, self.id, EventKind.WAIT, key, cpu - self._stage_cpu, cpu_now - cpu, link_s)
-        )
-        self._stage_start, self._stage_cpu = now, cpu_now
+        stage_cpu = cpu - self._stage_cpu
+        self._stage_start = now
+        if launcher is self:
+            trace.events.append(Event(trace.step, self.id, EventKind.WAIT, key, stage_cpu, cpu_now - cpu, link_s))
+            self._stage_cpu = cpu_now
+            return
+        self._stage_cpu = cpu_now - stage_cpu  # this lane's stage goes on
+        if launcher is not None:
+            trace.events.append(Event(trace.step, launcher.id, EventKind.WAIT, key, 0.0, cpu_now - cpu, link_s))
 
     def _begin_stage(self) -> None:
         self._stage_start, self._stage_cpu = time.monotonic(), time.process_time()
@@ -271,29 +287,50 @@ class UBatchContext:
         self.trace.events.append(Event(self.trace.step, self.id, kind, name, cpu - self._stage_cpu))
         self._stage_start, self._stage_cpu = now, cpu
 
-    def enter_comm(self, *, recorded: bool = False) -> None:
+    def enter_comm(self, *, marked: bool = False) -> None:
         """Continue on the communication stream, after what the compute stream has so far.
 
         Args:
-            recorded: the compute stream's work was marked before a hand-off; what was added since does not count.
+            marked: `mark_compute` was called before a hand-off; what was added since does not count.
         """
-        if not recorded:
+        if self._on_comm:
+            return
+        if not marked:
             self._compute_done.record(self.compute_stream)
         self._compute_done.wait(self.comm_stream)
         self._streams.set_current(self.comm_stream)
+        self._on_comm = True
 
     def leave_comm(self) -> None:
         """Continue on the compute stream without waiting; `join_comm` waits later."""
-        self._comm_done.record(self.comm_stream)
-        self._streams.set_current(self.compute_stream)
+        if self._on_comm:
+            self.mark_comm()
+            self._streams.set_current(self.compute_stream)
+            self._on_comm = False
 
     def join_comm(self) -> None:
-        """Let the compute stream wait for what this lane put on the communication stream."""
-        self._comm_done.wait(self.compute_stream)
+        """Let the compute stream wait for what this lane put on the communication stream, if it has not yet."""
+        if self._unjoined:
+            self._comm_done.wait(self.compute_stream)
+            self._unjoined = False
 
-    def mark_compute(self) -> None:
-        """Record the compute stream's work; done *before* a hand-off, so that the peer's work does not count."""
+    def mark_comm(self) -> None:
+        """Record the communication stream's work, for `join_comm`."""
+        self._comm_done.record(self.comm_stream)
+        self._unjoined = True
+
+    def mark_compute(self) -> bool:
+        """Record the compute stream's work; done *before* a hand-off, so that the peer's work does not count.
+
+        Returns whether the mark will do: not if a receive hook is pending, for its own work comes after the mark.
+        """
         self._compute_done.record(self.compute_stream)
+        return self._hook is None
+
+    @property
+    def on_comm(self) -> bool:
+        """Whether the lane's current stream is the communication stream."""
+        return self._on_comm
 
 
 _lane: ContextVar[UBatchContext | None] = ContextVar("ubatch_lane", default=None)
@@ -417,9 +454,9 @@ def dbo_yield_and_switch_from_compute_to_comm(point: str = "user") -> None:
     """Hand on; when the baton is back, continue on the communication stream after *this* lane's compute work."""
     lane = _current_lane()
     if lane is not None:
-        lane.mark_compute()
+        marked = lane.mark_compute()
         lane.pass_point(point)
-        lane.enter_comm(recorded=True)
+        lane.enter_comm(marked=marked)
 
 
 def dbo_yield_and_switch_from_comm_to_compute(point: str = "user") -> None:
@@ -435,14 +472,17 @@ def dbo_yield_and_switch_from_comm_to_compute(point: str = "user") -> None:
 def on_comm_stream() -> Iterator[None]:
     """Launch a transfer: on the communication stream inside a lane, in place outside.
 
-    The compute stream does not wait here; `Transfer.wait` joins it.
+    The compute stream does not wait here; `Transfer.wait` joins it. Inside a lane that is on the communication stream
+    already, it stays there.
     """
     lane = _current_lane()
     if lane is None:
         yield
         return
+    was_on_comm = lane.on_comm
     lane.enter_comm()
     try:
         yield
     finally:
-        lane.leave_comm()
+        if not was_on_comm:
+            lane.leave_comm()

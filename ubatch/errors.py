@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from typing import Any
 
 __all__ = [
     "ConcurrentCallError",
@@ -29,7 +30,15 @@ __all__ = [
 
 
 class UBatchError(Exception):
-    """Base of all errors raised by this package."""
+    """Base of all errors raised by this package. All of them can be pickled, to cross from one process to another."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Not through __init__, which in some errors takes more than the message.
+        return _remake, (type(self), self.args), self.__dict__
+
+
+def _remake(kind: type[UBatchError], args: tuple[Any, ...]) -> UBatchError:
+    return kind.__new__(kind, *args)
 
 
 class ConfigError(UBatchError, ValueError):
@@ -77,7 +86,7 @@ class TransferTimeout(UBatchError, TimeoutError):
 
 
 class PeerFailed(UBatchError):
-    """Rank `rank` of the group failed or died. Nothing more runs on the group until `reset()`."""
+    """The global rank `rank` failed or died. Nothing more runs on the group until `reset()`."""
 
     def __init__(self, rank: int, message: str) -> None:
         super().__init__(message)

@@ -21,7 +21,7 @@ class ModuleFacade(nn.Module):
 
     def __init__(self, model: nn.Module) -> None:
         self._keep("_ubatch_model", model)
-        self._keep("_ubatch_twin", _twin_of(self, model))
+        self._keep("_ubatch_twin_kind", _twin_kind_of(type(model)))
 
     def _keep(self, name: str, value: Any) -> None:
         """Set an attribute of the stand-in itself."""
@@ -34,7 +34,17 @@ class ModuleFacade(nn.Module):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_ubatch_"):
             raise AttributeError(f"{type(self).__name__}.__init__ did not run: no {name}")
-        return getattr(self._ubatch_twin, name)
+        return getattr(self._twin(), name)
+
+    def _twin(self) -> nn.Module:
+        """An object that *is* the module (same `__dict__`), but whose call and forward go through the stand-in.
+
+        It refers to the stand-in, not the other way round, so that a stand-in that is dropped is gone at once.
+        """
+        twin: nn.Module = object.__new__(self._ubatch_twin_kind)
+        object.__setattr__(twin, "__dict__", self._ubatch_model.__dict__)
+        object.__setattr__(twin, "_ubatch_facade", self)
+        return twin
 
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(self._ubatch_model, name, value)
@@ -49,18 +59,15 @@ class ModuleFacade(nn.Module):
         return f"{type(self).__name__}({self._ubatch_model!r})"
 
 
-def _twin_of(facade: ModuleFacade, model: nn.Module) -> nn.Module:
-    """An object that *is* the module (same `__dict__`), but whose call and forward go through the stand-in."""
-    kind = type(model)
+def _twin_kind_of(kind: type[nn.Module]) -> type[nn.Module]:
+    """A subclass that goes by the same name. The slot is the twin's own, where the `__dict__` is the module's."""
 
     @functools.wraps(kind.forward)
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return facade.forward(*args, **kwargs)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return self._ubatch_facade.forward(*args, **kwargs)
 
-    twin_kind = type(kind.__name__, (kind,), {"__call__": forward, "forward": forward, "__module__": kind.__module__})
-    twin: nn.Module = object.__new__(twin_kind)
-    object.__setattr__(twin, "__dict__", model.__dict__)
-    return twin
+    body = {"__call__": forward, "forward": forward, "__module__": kind.__module__, "__slots__": ("_ubatch_facade",)}
+    return type(kind.__name__, (kind,), body)
 
 
 def _delegate(name: str) -> Callable[..., Any]:

@@ -1,10 +1,11 @@
 """Putting the lanes' outputs together: the walk of `arguments` in the other direction.
 
-    tensor    concatenated along the dimension that `output_dims` names, else along dimension 0 if that is the call's
-              rows or tokens; anything else is ambiguous, and 0 dimensions cannot be concatenated
+    tensor    concatenated along the dimension that `output_dims` names, else along dimension 0 if that, and no other,
+              is the call's rows or tokens; anything else is ambiguous, and 0 dimensions cannot be concatenated
     cache     the caller's, where it was an argument; else a new one, through its registered splitter
     tuple, list, dict, dataclass      item by item
-    number, string, None, ...         as it is, where all lanes have the same
+    number, string, None, ...         as it is, where all lanes have the same; an int might count a lane's rows, so it
+                                      must be named
 
 Only when everything could be merged do the caller's caches change.
 """
@@ -19,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ubatch.arguments import CacheParts, CallPlan, CannotSplit
+from ubatch.arguments import CacheParts, CallPlan, CannotSplit, longest_named
 from ubatch.caches import splitter_for
 from ubatch.containers import PLAIN, children_of, rebuild
 from ubatch.vote import DeclineReason
@@ -47,7 +48,7 @@ def merge_outputs(
         CannotSplit: an output has no batch dimension, or not one that follows the rows.
     """
     rows = [part.stop - part.start for part in bounds]
-    merged = _Merger(rows, plan.multiples, caches, output_dims).merge("output", outputs)
+    merged = _Merger(rows, plan.multiples, plan.batch_first, caches, output_dims).merge("output", outputs)
     caches.merge()
     return merged
 
@@ -58,6 +59,7 @@ class _Merger:
 
     rows: Sequence[int]
     multiples: frozenset[int]
+    batch_first: bool
     caches: CacheParts
     dims: Mapping[str, int | None]
 
@@ -65,7 +67,11 @@ class _Merger:
         """One value for the lanes' `values` at `path`."""
         first = values[0]
         dim, named = self._named(path)
-        if all(value is first for value in values) or (named and dim is None):
+        if named and dim is None:
+            return first
+        if any(type(value) is int for value in values):
+            raise _ambiguous(path, "is an int, which may count a lane's rows")
+        if all(value is first for value in values):
             return first
         if any(type(value) is not type(first) for value in values):
             kinds = sorted({type(value).__name__ for value in values})
@@ -109,9 +115,14 @@ class _Merger:
                 f"{path} has no dimensions (a loss?), so the lanes' values cannot be concatenated. "
                 "Compute it outside the wrapped module.",
             )
-        if all(_is_view_of_same(value, first) for value in values):
-            return first  # a parameter or buffer handed through
         dim, named = self._named(path)
+        if all(_is_view_of_same(value, first) for value in values):
+            if not self._follows_rows([value.shape[0] for value in values]):
+                return first  # a parameter or buffer handed through
+            raise CannotSplit(
+                DeclineReason.AMBIGUOUS_OUTPUT,
+                f"{path} is the same memory in all lanes, so one has overwritten the other's. Return a new tensor.",
+            )
         dim = dim or 0
         if any(not -value.dim() <= dim < value.dim() for value in values):
             raise _ambiguous(path, f"has {first.dim()} dimensions, so none is dimension {dim}")
@@ -119,19 +130,34 @@ class _Merger:
         others = {value.shape[:dim] + value.shape[dim:][1:] for value in values}
         if len(others) > 1 or not (self._proportional(counts) if named else self._follows_rows(counts)):
             raise _ambiguous(path, f"has shapes {[tuple(value.shape) for value in values]} for {list(self.rows)} rows")
+        if not named and self._has_two_readings(first):
+            raise _ambiguous(path, f"has shape {tuple(first.shape)} for {self.rows[0]} rows, which may be either")
         return torch.cat(list(values), dim)
 
     def _named(self, path: str) -> tuple[int | None, bool]:
-        """The dimension that the user gave for `path`, and whether they did."""
+        """The dimension that the user gave for `path` or for what it is in, and whether they did."""
         name = path.removeprefix("output.")
-        for known in (name, name.rpartition(".")[2]):
-            if known in self.dims:
+        nameless = name.replace(".", "").isdigit()
+        for known in (longest_named(name, self.dims), "output" if nameless else name.rpartition(".")[2]):
+            if known is not None and known in self.dims:
                 return self.dims[known], True
         return None, False
 
     def _follows_rows(self, counts: Sequence[int]) -> bool:
         """Whether this is the batch dimension. With equal lanes any size would be proportional, so it must be known."""
         return any(list(counts) == [own * multiple for own in self.rows] for multiple in self.multiples)
+
+    def _has_two_readings(self, value: Tensor) -> bool:
+        """Whether a batch-first output and another one, such as an RNN's `[layers, batch, hidden]`, look alike here.
+
+        That takes equal lanes with as many rows as there are layers. A size of the call beside the rows, such as the
+        sequence's length, tells a batch-first output, if the arguments are batch-first themselves.
+        """
+        if len(set(self.rows)) > 1 or value.dim() < (3 if self.batch_first else 2):
+            return False
+        first, second = value.shape[:2]
+        told = self.batch_first and not (self.multiples - {1}).isdisjoint(value.shape[1:])
+        return first == second == self.rows[0] and not told
 
     def _proportional(self, counts: Sequence[int]) -> bool:
         total, rows = sum(counts), sum(self.rows)

@@ -114,9 +114,9 @@ class Planner:
     ) -> Intent:
         plan = plan_call(self._names, args, kwargs, self._config.split_dims)
         bounds = _explicit_bounds(slices, plan)
-        dependence = self._batch_dependence()
-        if dependence is not None:
-            raise CannotSplit(*dependence)
+        no = self._switched_off() or self._batch_dependence()
+        if no is not None:
+            raise CannotSplit(no[0], f"the forward context has ubatch_slices, but {no[1]}")
         schedule = self.schedule.with_lanes(len(slices))
         return self._yes(plan, bounds, mode, schedule, [part.num_tokens for part in slices])
 
@@ -130,10 +130,9 @@ class Planner:
     ) -> tuple[DeclineReason, str] | None:
         """Why this rank would rather not split a call that could be split; an idle rank has no objection."""
         config, lanes = self._config, self.schedule.lanes
-        if not config.enable_dbo:
-            return DeclineReason.DISABLED, "enable_dbo is off."
-        if lanes == 1:
-            return DeclineReason.SERIAL_SCHEDULE, f"schedule {self.schedule.name!r} has one lane."
+        off = self._switched_off()
+        if off is not None:
+            return off
         if context is not None and context.attn_metadata is not None:
             return (
                 DeclineReason.NOT_REQUESTED,
@@ -150,6 +149,13 @@ class Planner:
             return DeclineReason.LAST_UBATCH_EMPTY, f"{plan.rows} rows leave a lane of {lanes} empty."
         known = self._unmergeable.get(self._call_key(args, kwargs))
         return known if known is not None else self._batch_dependence()
+
+    def _switched_off(self) -> tuple[DeclineReason, str] | None:
+        if not self._config.enable_dbo:
+            return DeclineReason.DISABLED, "enable_dbo is off."
+        if self.schedule.lanes == 1:
+            return DeclineReason.SERIAL_SCHEDULE, f"schedule {self.schedule.name!r} has one lane."
+        return None
 
     def _batch_dependence(self) -> tuple[DeclineReason, str] | None:
         """What makes a row's result depend on the other rows, or on the order of random numbers."""

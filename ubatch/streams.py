@@ -104,13 +104,19 @@ class CudaStreams:
     """Streams of one CUDA device, the calling thread's current one unless `device` says which.
 
     Raises:
-        ConfigError: there is no CUDA device.
+        ConfigError: there is no CUDA device, or not this one.
     """
 
     def __init__(self, device: torch.device) -> None:
         if not torch.cuda.is_available():
             raise ConfigError(f"device {device} asked for, but this torch sees no CUDA device. Use device='cpu'.")
         index: int | None = device.index
+        count = torch.cuda.device_count()
+        if index is not None and index >= count:
+            raise ConfigError(
+                f"device {device} asked for, but this torch sees {count} CUDA devices. Use 'cuda:0' to "
+                f"'cuda:{count - 1}', or 'cuda' for the current one."
+            )
         self._device = torch.device("cuda", torch.cuda.current_device() if index is None else index)
 
     def current(self) -> torch.cuda.Stream:

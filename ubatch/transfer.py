@@ -11,6 +11,7 @@ Buffers stay referenced until the transport is done with them, also when the lan
 from __future__ import annotations
 
 import functools
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, cast
@@ -127,21 +128,22 @@ class Transfer(Generic[T]):
             if self._error is not None:
                 raise self._error
             return cast("T", self._value)
-        lane = current_lane() if self._works else None
-        start = time.monotonic()
+        lane, launcher = (current_lane(), self._lane) if self._works else (None, None)
+        start, link_s = time.monotonic(), 0.0
         if lane is not None:
             lane.begin_wait(self.name)
         try:
             self._arrive(lane)
-        except BaseException as error:
+            link_s = self._link_time()
+        except Exception as error:  # Ctrl-C or an aborted lane end this wait, not the transfer
             self._settle(error=error)
             raise
         finally:
             if lane is not None:
-                lane.end_wait(self.name, self._key, self._link_time())
-        self._record(start)
-        if lane is not None:
-            lane.join_comm()
+                lane.end_wait(self.name, self._key, link_s, launcher)
+        self._record(start, link_s)
+        if launcher is not None:
+            launcher.join_comm()  # the launcher's event marks it, whoever waits
         try:
             value = self._finish()
         except BaseException as error:
@@ -164,14 +166,13 @@ class Transfer(Generic[T]):
         if remaining > 0:
             time.sleep(remaining)
 
-    def _record(self, start: float) -> None:
+    def _record(self, start: float, link_s: float) -> None:
         if self._trace is None or not self._works:
             return
         lane = self._lane.id if self._lane is not None else UNSPLIT
-        end = self._started + self._link_time()
         if self._on_link:
             size = self.bytes_sent + self.bytes_received
-            self._trace.add(SpanKind.TRANSFER, self.name, lane, self._started, end, size)
+            self._trace.add(SpanKind.TRANSFER, self.name, lane, self._started, self._started + link_s, size)
         if self._lane is None:
             self._trace.add(SpanKind.WAIT, self.name, UNSPLIT, start, time.monotonic())
 
@@ -193,8 +194,10 @@ class Transfer(Generic[T]):
 
 
 _abandoned: list[Transfer[Any]] = []
+_abandoned_lock = threading.Lock()
 
 
 def abandon_transfers(transfers: Sequence[Transfer[Any]]) -> None:
     """Keep transfers of a failed lane, and so their buffers, until the transport is done with them."""
-    _abandoned[:] = [transfer for transfer in (*_abandoned, *transfers) if not transfer.over]
+    with _abandoned_lock:
+        _abandoned[:] = [transfer for transfer in (*_abandoned, *transfers) if not transfer.over]

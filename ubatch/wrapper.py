@@ -38,7 +38,7 @@ from ubatch.outputs import merge_outputs
 from ubatch.planner import CutCall, Intent, Planner
 from ubatch.streams import make_streams
 from ubatch.trace import UNSPLIT, SpanKind, current_trace
-from ubatch.vote import Decision, DeclineReason, decide
+from ubatch.vote import Decision, DeclineReason, Offer, Wish, decide
 from ubatch.workers import LanePool
 
 __all__ = ["UBatchStatistics", "UBatchWrapper"]
@@ -157,9 +157,7 @@ class UBatchWrapper(ModuleFacade):
         planner: Planner = self._ubatch_planner
         intent = planner.intent(args, kwargs, context)
         decision = self._decide(intent, context)
-        if decision.engaged:
-            if intent.cut is None:
-                raise SplitError("the forward context's decision says to overlap, but it has no ubatch_slices.")
+        if decision.engaged and intent.cut is not None:
             try:
                 return self._run_lanes(intent, intent.cut, decision, context)
             except CannotSplit as cannot:  # only the outputs could tell
@@ -173,6 +171,8 @@ class UBatchWrapper(ModuleFacade):
     def _decide(self, intent: Intent, context: ForwardContext | None) -> Decision:
         group: CommGroup | None = self._ubatch_config.group
         if context is not None and context.decision is not None:
+            if context.decision.engaged and context.ubatch_slices is None:
+                raise SplitError("the forward context's decision says to overlap, but it has no ubatch_slices.")
             return context.decision
         return decide([intent.offer]) if group is None else group.vote(intent.offer)
 

@@ -22,7 +22,8 @@ from __future__ import annotations
 import functools
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -47,12 +48,11 @@ from moe import EmulatedLink
 from serving.bench.statistics import Interval, bootstrap, environment, interleave_arms, paired, write_json
 from serving.ranks import run_ranks
 from ubatch import CommGroup, UBatchConfig, UBatchError, UBatchWrapper, set_forward_context, tracing
-from ubatch.simulate import programs_of, simulate
+from ubatch.schedule import KNOWN_POINTS
+from ubatch.simulate import link_times, programs_of, simulate
 
 __all__ = ["LaneResult", "Options", "OverlapResult", "Setting", "measure_overlap", "run"]
 
-_ONE_AFTER_THE_OTHER = 1 << 30
-"""A lead beyond any lane's points: lane 0 keeps the baton to its end."""
 _DRIFT = 1.02
 
 
@@ -130,7 +130,7 @@ class Setting:
             config = self.runner.dbo
             schedule = config.resolved_schedule().with_lanes(lanes)
             if not overlapped:
-                schedule = replace(schedule, lead=_ONE_AFTER_THE_OTHER)
+                schedule = replace(schedule, points_off=KNOWN_POINTS)  # one lane after the other
             lowest = max(2, lanes)  # every step is above these thresholds
             config = replace(
                 config,
@@ -218,7 +218,10 @@ def measure_overlap(setting: Setting, *, lanes: Sequence[int], ratio: float, blo
     bandwidth = _calibrate(setting, lanes[0], ratio)
     _check_equal(setting, lanes)
 
-    cpu: dict[int, list[float]] = {n: [] for n in lanes}
+    cpu2: dict[int, list[float]] = {n: [] for n in lanes}
+    ideal2: dict[int, list[float]] = {n: [] for n in lanes}
+    schedules = {n: setting.wrapper(n, overlapped=True).ubatch_config.resolved_schedule() for n in lanes}
+    link_s: dict[int, dict[tuple[int, str], float]] = {}
     ideal: dict[int, list[float]] = {n: [] for n in lanes}
     carried: dict[int, list[float]] = {n: [] for n in lanes}
 
@@ -228,22 +231,35 @@ def measure_overlap(setting: Setting, *, lanes: Sequence[int], ratio: float, blo
         body()
         return (time.perf_counter() - start) * 1e3
 
-    def compute_unsplit() -> float:
-        link.bytes_per_s, latency, link.latency_s = float("inf"), link.latency_s, 0.0
+    @contextmanager
+    def nothing_to_wait_for() -> Iterator[None]:
+        latency, link.latency_s, link.bytes_per_s = link.latency_s, 0.0, float("inf")
         try:
-            return timed(lambda: setting.step(1))
+            yield
         finally:
-            link.bytes_per_s, link.latency_s = bandwidth, latency
+            link.latency_s, link.bytes_per_s = latency, bandwidth
+
+    def compute_unsplit() -> float:
+        with nothing_to_wait_for():
+            return timed(lambda: setting.step(1))
+
+    def compute_split(n: int) -> float:
+        with nothing_to_wait_for(), tracing() as trace:
+            start = time.process_time()
+            setting.step(n, overlapped=False)
+            cpu = (time.process_time() - start) * 1e3
+        ideal[n].append(simulate(programs_of(trace, trace.step, link_s[n]), schedules[n]).seconds * 1e3)
+        return cpu
 
     def serial(n: int) -> float:
         link.reset_statistics()
         with tracing() as trace:
             start = time.process_time()
             wall = timed(lambda: setting.step(n, overlapped=False))
-            cpu[n].append((time.process_time() - start) * 1e3)
+            cpu2[n].append((time.process_time() - start) * 1e3)
         carried[n].append(link.statistics().busy_s * 1e3)
-        schedule = setting.wrapper(n, overlapped=True).ubatch_config.resolved_schedule()
-        ideal[n].append(simulate(programs_of(trace, trace.step), schedule).seconds * 1e3)
+        link_s[n] = link_times(trace, trace.step)
+        ideal2[n].append(simulate(programs_of(trace, trace.step), schedules[n]).seconds * 1e3)
         return wall
 
     arms: dict[str, Callable[[], float]] = {
@@ -252,11 +268,17 @@ def measure_overlap(setting: Setting, *, lanes: Sequence[int], ratio: float, blo
     }
     for n in lanes:
         arms[f"serial_{n}"] = functools.partial(serial, n)
+        arms[f"split_compute_{n}"] = functools.partial(compute_split, n)
         arms[f"overlapped_{n}"] = functools.partial(timed, functools.partial(setting.step, n))
     show = dist.get_rank() == 0
     walls = interleave_arms(arms, blocks, label=f"communication {ratio:g}x compute", show=show)
     for n in lanes:
-        for name, values in (("split_compute", cpu), ("ideal", ideal), ("communication", carried)):
+        for name, values in (
+            ("split_compute2", cpu2),
+            ("ideal2", ideal2),
+            ("ideal", ideal),
+            ("communication", carried),
+        ):
             walls[f"{name}_{n}"] = _block_means(values[n], blocks)
     slowest = _slowest(walls)
     results = {n: _lane_result(slowest, n, lanes) for n in lanes}

@@ -1,0 +1,326 @@
+"""What torch and Python keep per thread is in a lane as it was at the caller, and stays where it was changed."""
+
+from __future__ import annotations
+
+import contextvars
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from lanes import lane_pool, run, walker
+from torch import Tensor, nn
+
+from ubatch import UBatchConfig, UBatchWrapper
+from ubatch.context import dbo_current_ubatch_id, dbo_enabled, dbo_yield
+from ubatch.workers import LanePool
+
+LANES = 3
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[LanePool]:
+    with lane_pool(LANES) as made:
+        yield made
+
+
+@dataclass(frozen=True)
+class State:
+    """What a thread sees, and what follows from it."""
+
+    grad: bool
+    inference: bool
+    autocast: bool
+    autocast_dtype: torch.dtype
+    autocast_cache: bool
+    default_device: torch.device
+    threads: int
+    made_on: torch.device
+    product: torch.dtype
+    requires_grad: bool
+    is_inference: bool
+
+    @classmethod
+    def now(cls) -> State:
+        weight = torch.ones(2, 2, device="cpu", requires_grad=True)
+        product = torch.ones(2, 2, device="cpu") @ weight
+        return cls(
+            grad=torch.is_grad_enabled(),
+            inference=torch.is_inference_mode_enabled(),
+            autocast=torch.is_autocast_enabled("cpu"),
+            autocast_dtype=torch.get_autocast_dtype("cpu"),
+            autocast_cache=torch.is_autocast_cache_enabled(),
+            default_device=torch.get_default_device(),
+            threads=torch.get_num_threads(),
+            made_on=torch.empty(1).device,
+            product=product.dtype,
+            requires_grad=product.requires_grad,
+            is_inference=product.is_inference(),
+        )
+
+
+def states(pool: LanePool) -> list[State]:
+    """What every lane sees, before and after a point."""
+
+    def body() -> list[State]:
+        before = State.now()
+        dbo_yield()
+        return [before, State.now()]
+
+    return [state for lane in run(pool, *[body] * LANES) for state in lane]
+
+
+@contextmanager
+def threads(number: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@contextmanager
+def default_device(device: str) -> Iterator[None]:
+    """Not the context manager, the setting."""
+    torch.set_default_device(device)
+    try:
+        yield
+    finally:
+        torch.set_default_device(None)
+
+
+@contextmanager
+def autocast_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """A dtype for autocast regions to come."""
+    before = torch.get_autocast_dtype("cpu")
+    torch.set_autocast_dtype("cpu", dtype)
+    try:
+        yield
+    finally:
+        torch.set_autocast_dtype("cpu", before)
+
+
+def autocast(dtype: torch.dtype = torch.bfloat16, **options: bool) -> AbstractContextManager[Any]:
+    return torch.autocast("cpu", dtype=dtype, **options)
+
+
+SURROUNDINGS: dict[str, list[Callable[[], AbstractContextManager[Any]]]] = {
+    "nothing": [],
+    "no_grad": [torch.no_grad],
+    "no_grad, then enable_grad": [torch.no_grad, torch.enable_grad],
+    "inference_mode": [torch.inference_mode],
+    "inference_mode, then not": [torch.inference_mode, lambda: torch.inference_mode(False)],
+    "inference_mode, then enable_grad": [torch.inference_mode, torch.enable_grad],
+    "autocast": [autocast],
+    "autocast to half": [lambda: autocast(torch.float16)],
+    "autocast without cache": [lambda: autocast(cache_enabled=False)],
+    "autocast, then not": [autocast, lambda: autocast(enabled=False)],
+    "autocast, then to half": [autocast, lambda: autocast(torch.float16)],
+    "a dtype for autocast to come": [lambda: autocast_dtype(torch.float16)],
+    "autocast in inference_mode": [torch.inference_mode, autocast],
+    "a device around": [lambda: torch.device("meta")],
+    "a device around, then another": [lambda: torch.device("meta"), lambda: torch.device("cpu")],
+    "a default device": [lambda: default_device("meta")],
+    "a default device, then a device around": [lambda: default_device("meta"), lambda: torch.device("cpu")],
+    "threads": [lambda: threads(2)],
+    "everything": [torch.no_grad, autocast, lambda: torch.device("meta"), lambda: threads(2)],
+}
+
+
+CHANGE_NOTHING = {
+    "nothing",
+    "no_grad, then enable_grad",
+    "inference_mode, then not",
+    "autocast, then not",
+    "a device around, then another",
+    "a default device, then a device around",
+}
+
+
+@pytest.mark.parametrize("name", SURROUNDINGS)
+def test_lanes_see_what_the_caller_sees(pool: LanePool, name: str) -> None:
+    outside = State.now()
+    with ExitStack() as stack:
+        for surrounding in SURROUNDINGS[name]:
+            stack.enter_context(surrounding())
+        inside = State.now()
+        assert (inside == outside) == (name in CHANGE_NOTHING)
+        assert states(pool) == [inside] * 2 * LANES
+        assert State.now() == inside
+    assert State.now() == outside
+    assert states(pool) == [outside] * 2 * LANES, "the next step is not in the surroundings of this one"
+
+
+def test_the_surroundings_are_left_when_a_lane_fails(pool: LanePool) -> None:
+    def fails() -> None:
+        dbo_yield()
+        raise ValueError("original")
+
+    with torch.inference_mode(), autocast(), torch.device("meta"), pytest.raises(ValueError, match="original"):
+        run(pool, fails, walker("abc"), walker("abc"))
+    assert states(pool) == [State.now()] * 2 * LANES
+
+
+def set_everything() -> None:
+    """The settings that are no context managers, and nobody takes back."""
+    torch.set_grad_enabled(False)
+    torch.set_autocast_enabled("cpu", True)
+    torch.set_autocast_dtype("cpu", torch.float16)
+    torch.set_autocast_cache_enabled(False)
+    torch.set_default_device("meta")
+
+
+def test_what_a_lane_sets_stays_in_that_lane_and_step(pool: LanePool) -> None:
+    caller = State.now()
+
+    def sets() -> State:
+        set_everything()
+        dbo_yield()
+        return State.now()
+
+    def sees() -> State:
+        dbo_yield()
+        return State.now()
+
+    first, *others = run(pool, sets, sees, sees)
+    assert (first.grad, first.autocast, first.default_device) == (False, True, torch.device("meta"))
+    assert others == [caller] * 2
+    assert State.now() == caller
+    assert states(pool) == [caller] * 2 * LANES
+
+
+def test_a_block_inside_a_lane_lasts_over_its_points(pool: LanePool) -> None:
+    def body() -> list[tuple[bool, bool]]:
+        seen = []
+        if dbo_current_ubatch_id() == 1:
+            with torch.no_grad(), autocast():
+                dbo_yield()
+                seen.append((torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")))
+        else:
+            dbo_yield()
+        dbo_yield()
+        return [*seen, (torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"))]
+
+    assert run(pool, *[body] * LANES) == [[(True, False)], [(False, True), (True, False)], [(True, False)]]
+
+
+# --------------------------------------------------------------------------------------------------------- contextvars
+
+variable: contextvars.ContextVar[str] = contextvars.ContextVar("variable", default="nowhere")
+
+
+def test_lanes_see_the_callers_contextvars_and_keep_their_changes(pool: LanePool) -> None:
+    def body() -> list[str]:
+        lane, seen = dbo_current_ubatch_id(), [variable.get()]
+        for layer in range(3):
+            variable.set(f"lane {lane} layer {layer}")
+            dbo_yield()
+            seen.append(variable.get())
+        return seen
+
+    for where in ("here", "there"):
+        token = variable.set(where)
+        results = run(pool, *[body] * LANES)
+        assert results == [[where, *[f"lane {lane} layer {layer}" for layer in range(3)]] for lane in range(LANES)]
+        assert variable.get() == where
+        variable.reset(token)
+    assert run(pool, *[variable.get] * LANES) == ["nowhere"] * LANES
+
+
+def test_a_context_that_is_no_threads_own_works_too(pool: LanePool) -> None:
+    """As in an event loop's task."""
+    context = contextvars.copy_context()
+    context.run(variable.set, "task")
+    assert context.run(run, pool, *[variable.get] * LANES) == ["task"] * LANES
+    assert context.run(dbo_enabled) is False
+
+
+# --------------------------------------------------------------------------------------------------------- the wrapper
+
+
+class Model(nn.Module):
+    """Two layers with points around them, in double precision."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = (nn.Linear(6, 6, dtype=torch.float64) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        dbo_yield()
+        x = torch.tanh(self.first(x))
+        dbo_yield()
+        x = x + self.second(x)
+        dbo_yield()
+        return x
+
+
+@pytest.fixture
+def wrapper() -> Iterator[UBatchWrapper]:
+    made = UBatchWrapper(
+        Model(), UBatchConfig(num_ubatches=LANES, dbo_prefill_token_threshold=LANES, require_overlap=True)
+    )
+    yield made
+    made.close()
+
+
+def gradients(module: nn.Module, model: nn.Module, x: Tensor) -> list[Tensor]:
+    """Of the parameters and the input."""
+    x = x.clone().requires_grad_()
+    model.zero_grad()
+    (module(x) ** 2).sum().backward()
+    found = [each.grad for each in (x, *model.parameters())]
+    assert all(grad is not None for grad in found)
+    return [grad.clone() for grad in found if grad is not None]
+
+
+@pytest.mark.parametrize("rows", [3, 8])
+def test_gradients_through_the_wrapper_equal_the_modules_own(wrapper: UBatchWrapper, rows: int) -> None:
+    model = wrapper.module
+    x = torch.randn(rows, 6, dtype=torch.float64)
+    for _ in range(2):
+        torch.testing.assert_close(gradients(wrapper, model, x), gradients(model, model, x), rtol=1e-12, atol=1e-12)
+    assert wrapper.statistics().engaged == 2
+
+
+def test_gradients_accumulate_over_calls(wrapper: UBatchWrapper) -> None:
+    model = wrapper.module
+    x = torch.randn(2, 6, 6, dtype=torch.float64)
+    (wrapper(x[0]).sum() + wrapper(x[1]).sum()).backward()
+    found = [parameter.grad for parameter in model.parameters()]
+    expected = torch.autograd.grad(model(x).sum(), list(model.parameters()))
+    torch.testing.assert_close(found, list(expected), rtol=1e-12, atol=1e-12)
+
+
+def test_a_frozen_parameter_gets_no_gradient(wrapper: UBatchWrapper) -> None:
+    wrapper.first.requires_grad_(False)
+    wrapper(torch.randn(6, 6, dtype=torch.float64)).sum().backward()
+    assert wrapper.module.first.weight.grad is None
+    assert wrapper.module.second.weight.grad is not None
+
+
+def test_the_output_is_what_the_module_would_give(wrapper: UBatchWrapper) -> None:
+    x, model = torch.randn(6, 6, dtype=torch.float64), wrapper.module
+    for surrounding in (torch.enable_grad, torch.no_grad, torch.inference_mode):
+        with surrounding():
+            overlapped, plain = wrapper(x), model(x)
+        assert overlapped.requires_grad == plain.requires_grad
+        assert overlapped.is_inference() == plain.is_inference()
+        torch.testing.assert_close(overlapped, plain, rtol=1e-12, atol=1e-12)
+
+
+def test_autocast_and_its_gradients() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    wrapper = UBatchWrapper(model, UBatchConfig(dbo_prefill_token_threshold=2, require_overlap=True))
+    x = torch.randn(4, 8)
+    with autocast():
+        overlapped, plain = wrapper(x), model(x)
+    assert overlapped.dtype == plain.dtype == torch.bfloat16
+    torch.testing.assert_close(overlapped, plain)
+    for output in (overlapped, plain):
+        model.zero_grad()
+        output.float().sum().backward()
+        assert [parameter.grad is not None for parameter in model.parameters()] == [True] * 4
+    wrapper.close()

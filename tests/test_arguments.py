@@ -1,0 +1,502 @@
+"""What is cut and how it is put together: every container, every name, every doubt."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, UserDict, defaultdict
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from transformers.modeling_outputs import CausalLMOutputWithPast
+from wrapping import Plain, assert_same, call_both, wrapped
+
+from ubatch import CannotSplit, ConfigError, DeclineReason, SplitError, register_splitter
+from ubatch.arguments import even_bounds, parameter_names, plan_call
+from ubatch.containers import children_of, rebuild
+
+AMBIGUOUS_ARGUMENT = DeclineReason.AMBIGUOUS_ARGUMENT
+AMBIGUOUS_OUTPUT = DeclineReason.AMBIGUOUS_OUTPUT
+NO_SPLITTER = DeclineReason.NO_SPLITTER
+
+
+class Pair(NamedTuple):
+    x: Any
+    tokens: Any = None
+
+
+@dataclass
+class Batch:
+    x: Any
+    name: str = "batch"
+
+
+@dataclass(frozen=True)
+class Frozen:
+    x: Any
+    inner: Any = None
+
+
+@dataclass
+class Derived:
+    x: Tensor
+    rows: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.rows = len(self.x)
+
+
+class OwnMapping(MutableMapping[str, Any]):
+    """A mapping that `copy.copy` copies together with its items' home."""
+
+    def __init__(self, items: Mapping[str, Any]) -> None:
+        self.items_of_mine = dict(items)
+
+    def __getitem__(self, key: str) -> Any:
+        return self.items_of_mine[key]
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self.items_of_mine[key] = value
+
+    def __delitem__(self, key: str) -> None:
+        del self.items_of_mine[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.items_of_mine)
+
+    def __len__(self) -> int:
+        return len(self.items_of_mine)
+
+
+def rows(n: int = 6, *beside: int) -> Tensor:
+    return torch.arange(n * 3.0 if not beside else n * float(torch.tensor(beside).prod())).reshape(n, *(beside or (3,)))
+
+
+def plan(
+    forward: Callable[..., Any], *args: Any, split_dims: Mapping[str, int | None] | None = None, **kwargs: Any
+) -> Any:
+    return plan_call(parameter_names(forward), args, kwargs, split_dims or {})
+
+
+def refusal(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[DeclineReason, str]:
+    with pytest.raises(CannotSplit) as refused:
+        plan(forward, *args, **kwargs)
+    return refused.value.reason, str(refused.value)
+
+
+# ------------------------------------------------------------------------------------------------------ containers
+
+CONTAINERS: dict[str, Callable[[Tensor], Any]] = {
+    "tuple": lambda x: ({"x": x}, {"tokens": x + 1}),
+    "named tuple": lambda x: Pair(x, x + 1),
+    "list": lambda x: [{"x": x}, {"tokens": x + 1}, []],
+    "dict": lambda x: {"x": x, "deep": {"tokens": x + 1}, "flag": True, "none": None},
+    "ordered dict": lambda x: OrderedDict(x=x, tokens=x + 1),
+    "default dict": lambda x: defaultdict(list, x=x, tokens=x + 1),
+    "dataclass": lambda x: Batch(Batch(x), "outer"),
+    "frozen dataclass": lambda x: Frozen(x, {"x": x + 1}),
+    "model output": lambda x: CausalLMOutputWithPast(logits={"x": x}, hidden_states=({"x": x + 1}, {"x": x + 2})),
+}
+
+
+@pytest.mark.parametrize("lanes", [2, 4])
+@pytest.mark.parametrize("kind", CONTAINERS)
+def test_pytrees_in_and_out(kind: str, lanes: int) -> None:
+    def double(batch: Any) -> Any:
+        return on_leaves(batch, lambda leaf: leaf * 2)
+
+    x = rows(7)
+    batch = CONTAINERS[kind](x)
+    _, module = call_both(double, batch, settings={"num_ubatches": lanes})
+    assert len(module.calls) == lanes
+    assert_same(batch, CONTAINERS[kind](x))  # the caller's is as it was
+    for args, _ in module.calls:
+        assert type(args[0]) is type(batch)
+
+
+def on_leaves(value: Any, change: Callable[[Any], Any]) -> Any:
+    """The obvious way to map a pytree."""
+    if isinstance(value, Tensor):
+        return change(value)
+    children = children_of(value)
+    return value if children is None else rebuild(value, [on_leaves(child, change) for _, child in children])
+
+
+def test_mappings_that_share_their_items_with_a_copy_are_made_anew() -> None:
+    for batch in (OwnMapping({"x": rows()}), UserDict(x=rows()), MappingProxyType({"x": rows()})):
+        call_both(lambda batch: batch["x"] + 1, batch)
+        assert torch.equal(batch["x"], rows()), "the caller's mapping has changed"
+
+
+def test_a_default_dict_keeps_its_factory() -> None:
+    call_both(lambda batch: batch["x"] + len(batch["absent"]), defaultdict(list, x=rows()))
+
+
+def test_what_a_dataclass_derives_is_derived_again() -> None:
+    _, module = call_both(lambda batch: batch.x * 2, Derived(rows(5)))
+    assert [args[0].rows for args, _ in module.calls] == [2, 3]
+
+
+def test_containers_that_cannot_be_made_anew_run_unsplit() -> None:
+    @dataclass
+    class Late:
+        x: Tensor
+        extra: Tensor | None = field(init=False, default=None)
+
+    class Needy(list):  # type: ignore[type-arg]
+        def __init__(self, items: Any, unit: str) -> None:
+            super().__init__(items)
+
+    late = Late(rows())
+    late.extra = rows()
+    call_both(lambda batch: batch.x + batch.extra, late, declines=NO_SPLITTER)
+    call_both(lambda batch: batch[0]["x"] * 2, Needy([{"x": rows()}], "m"), declines=NO_SPLITTER)
+    call_both(lambda batch: batch["0"] + batch[0], {0: rows(), "0": rows()}, declines=NO_SPLITTER)
+    call_both(lambda x: Needy([x * 2], "m")[0], rows())
+    call_both(lambda x: Needy([x * 2], "m"), rows(), declines=AMBIGUOUS_OUTPUT)
+
+
+def test_arguments_that_are_not_split_are_the_callers_own() -> None:
+    shared = {"scale": 2.0, "names": ["a", "b"], "many": (1, 2)}
+    _, module = call_both(
+        lambda x, options: x * options["scale"], rows(), shared, settings={"split_dims": {"options": None}}
+    )
+    assert all(args[1] is shared for args, _ in module.calls)
+
+
+def test_torch_return_types_come_back() -> None:
+    result, _ = call_both(lambda x: x.max(1), rows())
+    assert torch.equal(result.indices, rows().max(1).indices)
+
+
+# ----------------------------------------------------------------------------------------------------------- names
+
+
+def test_split_is_by_name_and_never_by_size() -> None:
+    table = rows(6)  # as many rows as the batch, and yet no batch
+    call_both(lambda x, table: x @ table.T, rows(), table, declines=AMBIGUOUS_ARGUMENT)
+    reason, message = refusal(lambda x, table: None, rows(), table)
+    assert (reason, "'table'" in message, "split_dims={'table': 0}" in message) == (AMBIGUOUS_ARGUMENT, True, True)
+    for dim in (None, 0):
+        settings = {"split_dims": {"table": dim}}
+        _, module = call_both(lambda x, table: x + table.sum() * 0, rows(), table, settings=settings)
+        assert [len(args[1]) for args, _ in module.calls] == ([6, 6] if dim is None else [3, 3])
+
+
+def test_the_only_tensor_is_the_batch_whatever_its_name() -> None:
+    call_both(lambda whatever, factor, scalar: whatever * factor * scalar, rows(), 2.0, torch.tensor(3.0))
+    call_both(lambda *many: many[0] * 2, rows())
+    call_both(lambda **named: named["odd"] * 2, odd=rows())
+
+
+def test_extra_positional_arguments_have_names() -> None:
+    def add(x: Tensor, *rest: Tensor) -> Tensor:
+        return x + rest[0] + rest[1]
+
+    assert "'rest.0'" in refusal(add, rows(), rows(), rows())[1]
+    call_both(add, rows(), rows(), rows(), settings={"split_dims": {"rest": 0}})
+    call_both(add, rows(), rows(), rows(1), settings={"split_dims": {"rest.0": 0, "rest.1": None}})
+
+
+def test_split_dims() -> None:
+    def time_major(x: Tensor, batch: dict[str, Any]) -> Tensor:
+        return x * 2 + batch["state"]["h"] + batch["state"]["bias"]
+
+    x, batch = rows(3, 6, 2), {"state": {"h": rows(6, 2), "bias": rows(2)[0, :2]}}
+    dims = {"x": 1, "batch.state.h": 0, "batch.state.bias": None}
+    _, module = call_both(time_major, x, batch, settings={"split_dims": dims, "output_dims": {"output": 1}})
+    assert [args[0].shape[1] for args, _ in module.calls] == [3, 3]
+    negative = {"x": -2, "batch": 0, "batch.state.bias": None}
+    call_both(time_major, x, batch, settings={"split_dims": negative, "output_dims": {"output": -2}})
+    assert "3 dimensions" in refusal(time_major, x, batch, split_dims={"x": 3, "batch": None})[1]
+    assert "has 3 rows where others have 6" in refusal(time_major, x, batch, split_dims={**dims, "x": 0})[1]
+
+
+def test_a_name_in_split_dims_that_forward_does_not_take_is_refused() -> None:
+    with (
+        pytest.raises(ConfigError, match=r"'hiden'.*did you mean 'hidden'"),
+        wrapped(Plain(lambda hidden: hidden), split_dims={"hiden": 0}),
+    ):
+        pass
+    with wrapped(Plain(lambda **anything: anything), split_dims={"anything_goes": 0}):
+        pass
+
+
+def test_lists_of_plain_values_must_be_known() -> None:
+    def scaled(x: Tensor, factors: Sequence[float]) -> Tensor:
+        return x * (torch.tensor(factors)[:, None] if len(factors) == len(x) else sum(factors))
+
+    reason, message = refusal(scaled, rows(), [1.0] * 6)
+    assert (reason, "list of 6 values" in message) == (AMBIGUOUS_ARGUMENT, True)
+    for factors in ([1.0, 2.0, 3.0, 4.0, 5.0, 6.0], (1.0, 2.0, 3.0, 4.0, 5.0, 6.0)):
+        _, module = call_both(scaled, rows(), factors, settings={"split_dims": {"factors": 0}})
+        assert [args[1] for args, _ in module.calls] == [factors[:3], factors[3:]]
+    _, module = call_both(scaled, rows(), [1.0, 2.0], settings={"split_dims": {"factors": None}})
+    assert [args[1] for args, _ in module.calls] == [[1.0, 2.0]] * 2
+    call_both(lambda x, many: x * 2, rows(), [None, None])
+    call_both(lambda token_ids: torch.tensor(token_ids) * 2, [1, 2, 3, 4])
+    assert "rows where others" in refusal(scaled, rows(), [1.0], split_dims={"factors": 0})[1]
+
+
+def test_positions_are_broadcast_or_split_or_refused() -> None:
+    def embed(input_ids: Tensor, position_ids: Tensor) -> Tensor:
+        return input_ids + position_ids
+
+    ids = torch.arange(24).reshape(4, 6)
+    for positions in (torch.arange(6)[None], torch.arange(24).reshape(4, 6)):
+        call_both(embed, ids, positions)
+    call_both(lambda input_ids, attention_mask: input_ids + attention_mask, ids, torch.ones(1, 6, dtype=torch.long))
+    call_both(embed, ids, torch.arange(6), declines=AMBIGUOUS_ARGUMENT)  # not per row
+    square = torch.arange(16).reshape(4, 4)
+    call_both(embed, square, torch.arange(4), declines=AMBIGUOUS_ARGUMENT)  # per row or per column?
+    call_both(embed, square, torch.arange(4), settings={"split_dims": {"position_ids": None}})
+    call_both(lambda tokens, positions: tokens + positions, torch.arange(6), torch.arange(6))
+    rope = torch.zeros(3, 4, 6, dtype=torch.long)  # multimodal: [3, B, S]
+    call_both(lambda input_ids, position_ids: input_ids + position_ids[0], ids, rope, declines=AMBIGUOUS_ARGUMENT)
+    settings = {"split_dims": {"position_ids": 1}}
+    call_both(lambda input_ids, position_ids: input_ids + position_ids[0], ids, rope, settings=settings)
+    one_row = refusal(lambda input_ids, labels: None, ids, torch.zeros(1, 6))
+    assert one_row[0] is AMBIGUOUS_ARGUMENT, "only what the field broadcasts is broadcast"
+
+
+def test_nothing_to_split() -> None:
+    call_both(lambda scale=1.0: torch.ones(3) * scale, declines=DeclineReason.NO_BATCH)
+    call_both(lambda x: x * 2, torch.tensor(2.0), declines=AMBIGUOUS_ARGUMENT)
+    call_both(lambda x: x * 2, rows(), settings={"split_dims": {"x": None}}, declines=DeclineReason.NO_BATCH)
+
+
+# ------------------------------------------------------------------------------------------------- tokens and bounds
+
+
+@pytest.mark.parametrize(
+    ("call", "tokens", "decode"),
+    [
+        ({"input_ids": torch.zeros(4, 5, dtype=torch.long)}, 20, False),
+        ({"input_ids": torch.zeros(4, 1, dtype=torch.long)}, 4, True),
+        ({"input_ids": torch.zeros(4, dtype=torch.long)}, 4, False),
+        ({"inputs_embeds": torch.zeros(4, 5, 8)}, 20, False),
+        ({"inputs_embeds": torch.zeros(4, 1, 8)}, 4, True),
+        ({"inputs_embeds": torch.zeros(4, 8)}, 4, False),
+        ({"hidden_states": torch.zeros(4, 1, 8)}, 4, False),
+        ({"x": torch.zeros(4, 1)}, 4, False),
+        ({"batch": {"input_ids": torch.zeros(4, 5, dtype=torch.long)}}, 20, False),
+    ],
+)
+def test_tokens_are_counted(call: dict[str, Any], tokens: int, decode: bool) -> None:
+    planned = plan(lambda **_: None, **call)
+    assert (planned.num_tokens, planned.decode) == (tokens, decode)
+
+
+@given(st.integers(0, 50), st.integers(1, 8))
+def test_even_bounds_cover_every_row_once(count: int, lanes: int) -> None:
+    bounds = even_bounds(count, lanes)
+    assert [row for part in bounds for row in range(count)[part]] == list(range(count))
+    sizes = [part.stop - part.start for part in bounds]
+    assert len(sizes) == lanes
+    assert max(sizes) - min(sizes) <= 1
+
+
+# ---------------------------------------------------------------------------------------------------- own splitters
+
+
+class Slots:
+    """A cache with the batch in dimension 1, changed in place by the module."""
+
+    def __init__(self, values: Tensor) -> None:
+        self.values = values
+
+
+class MoreSlots(Slots):
+    """Splits as its base does."""
+
+
+class SlotsSplitter:
+    parts_wanted = 0
+
+    def split(self, cache: Slots, bounds: Sequence[slice]) -> list[Slots]:
+        if cache.values.shape[1] == 1:
+            raise SplitError("one column cannot be cut.")
+        return [type(cache)(cache.values[:, part]) for part in bounds][: len(bounds) - self.parts_wanted]
+
+    def merge(self, parts: Sequence[Slots], whole: Slots | None) -> Slots:
+        merged = whole if whole is not None else type(parts[0])(parts[0].values)
+        merged.values = torch.cat([part.values for part in parts], 1)
+        return merged
+
+
+def append(x: Tensor, cache: Any) -> tuple[Tensor, Any]:
+    cache.values = torch.cat([cache.values, x.T])
+    return x + cache.values.sum(0)[:, None], cache
+
+
+@pytest.mark.parametrize("kind", [Slots, MoreSlots])
+def test_a_registered_splitter(kind: type[Slots], monkeypatch: pytest.MonkeyPatch) -> None:
+    with wrapped(Plain(append)) as wrapper:
+        wrapper(rows(), kind(torch.zeros(1, 6)))
+        assert wrapper.statistics().declined == {NO_SPLITTER: 1}
+        assert "Slots" in str(wrapper.statistics().last_reason)
+        assert "register_splitter" in str(wrapper.statistics().last_reason)
+    monkeypatch.setattr("ubatch.caches._splitters", {})
+    register_splitter(Slots, SlotsSplitter())
+    for nest in (lambda cache: cache, lambda cache: {"inner": [cache]}):
+        plain, overlapped = kind(torch.zeros(1, 6)), kind(torch.zeros(1, 6))
+
+        def forward(x: Tensor, past: Any, nest: Any = nest) -> tuple[Tensor, Any]:
+            return append(x, past["inner"][0] if isinstance(past, dict) else past)
+
+        expected, _ = forward(rows(), nest(plain))
+        with wrapped(Plain(forward)) as wrapper:
+            result, cache = wrapper(rows(), nest(overlapped))
+            assert wrapper.statistics().engaged == 1
+        assert cache is overlapped, "the caller's own object comes back"
+        assert torch.equal(result, expected)
+        assert torch.equal(overlapped.values, plain.values)
+
+
+def test_a_splitter_that_cannot_or_miscounts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ubatch.caches._splitters", {})
+    register_splitter(f"{__name__}.Slots", SlotsSplitter())
+    call_both(lambda x, cache: x + cache.values.sum(), rows(), Slots(torch.zeros(1, 1)), declines=NO_SPLITTER)
+    monkeypatch.setattr(SlotsSplitter, "parts_wanted", 1)
+    call_both(lambda x, cache: x + cache.values.sum(), rows(), Slots(torch.zeros(1, 6)), declines=NO_SPLITTER)
+    settings = {"split_dims": {"cache": None}}
+    call_both(lambda x, cache: x + cache.values.sum(), rows(), Slots(torch.zeros(1, 6)), settings=settings)
+
+
+def test_a_cache_stays_as_it_was_when_the_outputs_cannot_be_merged(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ubatch.caches._splitters", {})
+    register_splitter(Slots, SlotsSplitter())
+    plain, overlapped = Slots(torch.zeros(1, 6)), Slots(torch.zeros(1, 6))
+    module = Plain(lambda x, cache: append(x, cache)[0].sum())
+    expected = module(rows(), plain)
+    with wrapped(module) as wrapper:
+        assert torch.equal(wrapper(rows(), overlapped), expected)
+        assert wrapper.statistics().declined == {DeclineReason.ZERO_DIM_OUTPUT: 1}
+    assert torch.equal(overlapped.values, plain.values), "appended once, not twice"
+
+
+def test_unknown_objects_need_a_splitter_or_permission() -> None:
+    class Unknown:
+        factor = 2.0
+
+    call_both(lambda x, thing: x * thing.factor, rows(), Unknown(), declines=NO_SPLITTER)
+    call_both(lambda x, thing: x * thing.factor, rows(), Unknown(), settings={"split_dims": {"thing": None}})
+    call_both(
+        lambda x, thing: x * thing.factor,
+        rows(),
+        Unknown(),
+        settings={"split_dims": {"thing": 0}},
+        declines=NO_SPLITTER,
+    )
+    call_both(lambda x, thing: x * thing[0]["a"].factor, rows(), [{"a": Unknown()}], declines=NO_SPLITTER)
+    call_both(lambda x, fn, kind: fn(x).to(kind), rows(), torch.relu, torch.float64)
+
+
+# --------------------------------------------------------------------------------------------------------- outputs
+
+
+def test_output_dims() -> None:
+    def forward(x: Tensor) -> dict[str, Any]:
+        return {"layers": (x.T, x.T + 1), "rows": x, "names": ["a"] * len(x), "size": 7, "loss": torch.tensor(1.0)}
+
+    dims = {"layers": 1, "names": 0, "size": None, "loss": None}
+    call_both(forward, rows(), settings={"output_dims": dims})
+    call_both(forward, rows(5), settings={"output_dims": {**dims, "layers.0": -1}})
+    call_both(lambda x: {"deep": Frozen(x.T)}, rows(), settings={"output_dims": {"x": 1}})
+    call_both(lambda x: (x.T, x.T * 2), rows(), settings={"output_dims": {"output": 1}})
+    call_both(lambda x: (x.T, x), rows(), settings={"output_dims": {"0": 1}})
+    call_both(lambda x: x.T, rows(), settings={"output_dims": {"output": 2}}, declines=AMBIGUOUS_OUTPUT)
+
+
+UNCLEAR: dict[str, Callable[[Tensor], Any]] = {
+    "its size is no multiple of the rows": lambda x: x.T,
+    "it depends on the lane": lambda x: x[:, : 1 + int(x[0, 0])],
+    "a number per lane": lambda x: (x, float(x.sum())),
+    "a count of rows": lambda x: (x, len(x)),
+    "a shape": lambda x: x.shape,
+    "a value per row": lambda x: (x, ["a"] * len(x)),
+    "a class per lane": lambda x: x if x[0, 0] == 0 else (x,),
+    "keys per lane": lambda x: {"a" if x[0, 0] == 0 else "b": x},
+    "a length per lane": lambda x: [x] * (1 + int(x[0, 0] > 0)),
+    "an unknown object": lambda x: object(),
+}
+
+
+@pytest.mark.parametrize("unclear", UNCLEAR)
+def test_outputs_that_are_not_clear_run_unsplit(unclear: str) -> None:
+    module = Plain(UNCLEAR[unclear])
+    with wrapped(module) as wrapper:
+        result = wrapper(rows(8))
+        assert wrapper.statistics().declined == {AMBIGUOUS_OUTPUT: 1}
+        assert "output_dims" in str(wrapper.statistics().last_reason)
+    if unclear != "an unknown object":
+        assert_same(result, UNCLEAR[unclear](rows(8)))
+
+
+def test_an_output_whose_layers_match_the_rows_by_accident() -> None:
+    for layers in (1, 2, 3, 4):  # 4 rows a lane
+        module = nn.LSTM(3, 5, layers, batch_first=True)
+        with wrapped(module) as wrapper:
+            assert_same(wrapper(torch.ones(8, 6, 3)), module(torch.ones(8, 6, 3)))
+            assert wrapper.statistics().declined == {AMBIGUOUS_OUTPUT: 1}
+    dims = {"1": 1}
+    with wrapped(nn.LSTM(3, 5, 4, batch_first=True), output_dims=dims) as wrapper:
+        x = torch.randn(8, 6, 3)
+        assert_same(wrapper(x), wrapper.module(x))
+        assert wrapper.statistics().engaged == 1
+
+
+def test_square_outputs_are_batch_first_where_the_length_says_so() -> None:
+    embed = rows(10, 5)
+    call_both(lambda input_ids: embed[input_ids], torch.zeros(8, 4, dtype=torch.long))  # [4, 4, 5] per lane
+    settings = {"split_dims": {"x": 1}}
+    call_both(lambda x: x.sum(2), rows(4, 8, 2), settings=settings, declines=AMBIGUOUS_OUTPUT)
+    call_both(lambda x: x.sum(2), rows(4, 8, 2), settings={**settings, "output_dims": {"output": 1}})
+
+
+def test_flattened_tokens_are_merged() -> None:
+    call_both(lambda input_ids: (input_ids.flatten(), input_ids), torch.arange(35).reshape(7, 5))
+
+
+def test_parameters_handed_through() -> None:
+    weight = nn.Parameter(rows(4))
+    result, _ = call_both(lambda x: (x, weight, weight.detach()), rows(6))
+    assert result[1] is weight
+
+
+def test_a_buffer_that_both_lanes_write_is_no_output() -> None:
+    buffer = torch.zeros(8, 3)
+
+    def static(x: Tensor) -> Tensor:
+        buffer[: len(x)] = x * 2
+        return buffer[: len(x)]
+
+    module = Plain(static)
+    with wrapped(module) as wrapper:
+        assert torch.equal(wrapper(rows(8)), rows(8) * 2)
+        assert "same memory" in str(wrapper.statistics().last_reason)
+
+
+def test_a_zero_dim_output_is_found_out_once() -> None:
+    module = Plain(lambda x, labels=None: {"loss": x.mean()} if labels is not None else {"y": x})
+    with wrapped(module) as wrapper:
+        for runs in (3, 1, 1):  # two lanes and the whole, then the whole only
+            module.calls.clear()
+            assert torch.equal(wrapper(rows(), labels=rows())["loss"], rows().mean())
+            assert len(module.calls) == runs
+        assert wrapper.statistics().declined == {DeclineReason.ZERO_DIM_OUTPUT: 3}
+        module.calls.clear()
+        wrapper(rows())
+        assert len(module.calls) == 2, "without labels it has another output"
+        assert wrapper.statistics().engaged == 1
+
+
+def test_dataclasses_of_outputs_share_nothing_with_the_lanes() -> None:
+    module = Plain(lambda x: Batch(x, "same"))
+    with wrapped(module) as wrapper:
+        assert_same(wrapper(rows()), replace(Batch(rows()), name="same"))

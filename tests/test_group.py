@@ -1,0 +1,339 @@
+"""Ranks that vote: whatever batches they have, they split alike, never dead-lock, and every no has a reason."""
+
+from __future__ import annotations
+
+import os
+import random
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import ubatch
+from ranks import run_ranks
+from ubatch import (
+    CommGroup,
+    ConfigError,
+    DeclineReason,
+    ForwardContext,
+    ForwardMode,
+    Offer,
+    OverlapDeclined,
+    SplitError,
+    TransferTimeout,
+    UBatchConfig,
+    UBatchSlice,
+    UBatchWrapper,
+    Wish,
+    dbo_current_ubatch_id,
+    dbo_enabled,
+    fingerprint,
+    get_forward_context,
+    set_forward_context,
+)
+from ubatch.vote import decode_offer, encode_offer
+
+
+class Experts(nn.Module):
+    """Expert parallelism in small: row `x` belongs to rank `int(x) % ranks`, which multiplies it by its rank + 2."""
+
+    def __init__(self, group: CommGroup, layers: int = 2) -> None:
+        super().__init__()
+        self.group, self.layers = group, layers
+        self.lanes_seen: set[int] = set()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.lanes_seen.add(dbo_current_ubatch_id() if dbo_enabled() else -1)
+        self.check_context(x)
+        for _ in range(self.layers):
+            x = x + self.experts(x)
+        return x
+
+    def check_context(self, x: Tensor) -> None:
+        """The forward context tells every rank's tokens in this lane, or in the whole call."""
+        context = get_forward_context()
+        assert context is not None
+        rows = ubatch.all_gather(torch.tensor([x.shape[0]]), self.group).tolist()
+        assert context.tokens_across_ranks == tuple(rows)
+        assert context.num_tokens == x.shape[0]
+        assert context.decision is not None
+        assert context.decision.engaged == dbo_enabled()
+
+    def experts(self, x: Tensor) -> Tensor:
+        group = self.group
+        owner = x[:, 0].long() % group.size
+        order = torch.argsort(owner, stable=True)
+        sent = torch.bincount(owner, minlength=group.size)
+        received = ubatch.all_to_all_single(sent, group).tolist()
+        mine = ubatch.all_to_all_single(x[order], group, received, sent.tolist()) * (group.rank + 2)
+        returned = ubatch.all_to_all_single(mine, group, sent.tolist(), received)
+        return torch.empty_like(x).index_copy_(0, order, returned)
+
+    @staticmethod
+    def reference(x: Tensor, size: int, layers: int = 2) -> Tensor:
+        for _ in range(layers):
+            x = x + x * (x[:, :1].long() % size + 2)
+        return x
+
+
+def rows_of(rank: int, call: int) -> int:
+    """Random batch sizes, differently seeded on every rank: idle, below the threshold of 6, above it."""
+    return random.Random(f"{rank} {call}").choice([0, 0, 1, 2, 5, 6, 7, 9, 16])
+
+
+def whatever_batches(rank: int, world_size: int, calls: int, lanes: int) -> dict[str, Any]:
+    group = CommGroup.from_process_group(timeout_s=20.0)
+    module = Experts(group)
+    model = UBatchWrapper(module, UBatchConfig(num_ubatches=lanes, dbo_prefill_token_threshold=6, group=group))
+    generator = torch.Generator().manual_seed(rank)
+    expected_engaged = 0
+    with torch.inference_mode():
+        for call in range(calls):
+            rows = [rows_of(other, call) for other in range(world_size)]
+            busy = [count for count in rows if count]
+            engages = bool(busy) and min(busy) >= 6
+            expected_engaged += engages
+            x = torch.randint(0, 50, (rows[rank], 3), generator=generator).float()
+            module.lanes_seen.clear()
+            assert torch.equal(model(x), Experts.reference(x, world_size)), (call, rows)
+            assert module.lanes_seen == (set(range(lanes)) if engages else {-1}), (call, rows)
+    statistics_ = model.statistics()
+    assert statistics_.engaged == expected_engaged
+    assert statistics_.engaged + sum(statistics_.declined.values()) == calls
+    model.close()
+    return {"engaged": expected_engaged, "declined": dict(statistics_.declined)}
+
+
+@pytest.mark.parametrize(("world_size", "lanes"), [(2, 2), (2, 3), (3, 2)])
+def test_ranks_with_different_batches_split_alike_and_are_right(world_size: int, lanes: int) -> None:
+    results = run_ranks(whatever_batches, world_size, 60, lanes)
+    assert results[0]["engaged"] > 5, "an idle rank must not veto"
+    assert len({result["engaged"] for result in results}) == 1
+    seen = Counter[DeclineReason]()
+    for result in results:
+        seen.update(result["declined"])
+    assert set(seen) >= {DeclineReason.PEER_DECLINED, DeclineReason.BELOW_PREFILL_THRESHOLD}
+
+
+# ------------------------------------------------------------------------------------------------- every reason
+
+
+class Rowwise(nn.Module):
+    """One collective per call, so that ranks that split differently would dead-lock; any argument, row by row."""
+
+    def __init__(self, group: CommGroup, change: Callable[[Tensor], Any] = lambda y: y) -> None:
+        super().__init__()
+        self.group, self.change = group, change
+
+    def forward(self, input_ids: Tensor, other: object = None) -> Any:
+        ubatch.all_reduce(torch.ones(1), self.group)
+        return self.change(input_ids * 2)
+
+
+class Opaque:
+    """An argument that nobody knows how to split."""
+
+
+def ids(rows: int, length: int = 4) -> Tensor:
+    return torch.arange(rows * length).view(rows, length)
+
+
+def every_reason(rank: int, world_size: int) -> dict[str, list[str | None]]:
+    group = CommGroup.from_process_group(timeout_s=20.0)
+    config = UBatchConfig(dbo_decode_token_threshold=4, dbo_prefill_token_threshold=8, group=group)
+    module = Rowwise(group)
+    seen: dict[str, list[str | None]] = {}
+
+    def call(name: str, config: UBatchConfig, *args: Any, module: nn.Module = module, times: int = 1) -> None:
+        model = UBatchWrapper(module, config)
+        for _ in range(times):
+            result = model(*args)
+            if isinstance(result, Tensor) and result.dim() > 1:
+                assert torch.equal(result, args[0] * 2)
+        counted = model.statistics()
+        seen[name] = sorted(counted.declined) + ["engaged"] * counted.engaged
+        model.close()
+
+    def differently(name: str, *mine: Any) -> None:
+        """Rank 0 calls with what is usual, rank 1 with what is given."""
+        usual = (config, ids(8))
+        call(name, *(mine if rank == 1 else usual))
+
+    call("agreed", config, ids(8))
+    differently("prefill too small", config, ids(2, 3))
+    call("decode too small", config, ids(3 if rank == 1 else 8, 1))
+    differently("fewer rows than lanes", config, ids(1, 12))
+    differently("idle", config, ids(0))
+    call("all idle", config, ids(0))
+    differently("disabled", replace(config, enable_dbo=False), ids(8))
+    differently("serial", replace(config, schedule="serial"), ids(8))
+    differently("lanes", replace(config, num_ubatches=3), ids(8))
+    differently("schedule", replace(config, schedule="two_batch_decode"), ids(8))
+    differently("mode", config, ids(8, 1))
+    differently("idle, and another mode", config, ids(0, 1))
+    differently("idle, but other lanes", replace(config, num_ubatches=3), ids(0))
+    differently("ambiguous argument", config, ids(8), ids(8))
+    differently("no splitter", config, ids(8), Opaque())
+    with set_forward_context(ForwardContext(attn_metadata=object(), num_tokens=32) if rank == 1 else None):
+        call("not requested", config, ids(8))
+
+    # What only the outputs can tell is found out in lanes, together; then the ranks repeat the step, and remember.
+    call("zero dimensions", config, ids(8), module=Rowwise(group, lambda y: y.float().mean()), times=2)
+    call("ambiguous output", config, ids(8), module=Rowwise(group, lambda y: y.new_ones(5)), times=2)
+
+    # The wrapper has no graph modes yet; the vote knows them.
+    offer = Offer(Wish.YES, (4, 4), 2, None, 1, 2, graph_mode=rank)
+    seen["graph mode"] = [group.vote(offer).reason]
+    return seen
+
+
+def test_every_reason_that_ranks_can_have_is_seen() -> None:
+    first, second = run_ranks(every_reason, 2)
+    peer = DeclineReason.PEER_DECLINED
+    expected: dict[str, list[str]] = {
+        "agreed": ["engaged"] * 2,
+        "prefill too small": [peer, DeclineReason.BELOW_PREFILL_THRESHOLD],
+        "decode too small": [peer, DeclineReason.BELOW_DECODE_THRESHOLD],
+        "fewer rows than lanes": [peer, DeclineReason.LAST_UBATCH_EMPTY],
+        "idle": ["engaged"] * 2,
+        "all idle": [DeclineReason.ALL_IDLE] * 2,
+        "disabled": [peer, DeclineReason.DISABLED],
+        "serial": [peer, DeclineReason.SERIAL_SCHEDULE],
+        "lanes": [DeclineReason.LANES_DIFFER] * 2,
+        "schedule": [DeclineReason.SCHEDULES_DIFFER] * 2,
+        "mode": [DeclineReason.MODES_DIFFER] * 2,
+        "idle, and another mode": ["engaged"] * 2,
+        "idle, but other lanes": [DeclineReason.LANES_DIFFER] * 2,
+        "ambiguous argument": [peer, DeclineReason.AMBIGUOUS_ARGUMENT],
+        "no splitter": [peer, DeclineReason.NO_SPLITTER],
+        "not requested": [peer, DeclineReason.NOT_REQUESTED],
+        "zero dimensions": [DeclineReason.ZERO_DIM_OUTPUT] * 2,
+        "ambiguous output": [DeclineReason.AMBIGUOUS_OUTPUT] * 2,
+        "graph mode": [DeclineReason.GRAPH_MODES_DIFFER] * 2,
+    }
+    assert first == {name: [reasons[0]] for name, reasons in expected.items()}
+    assert second == {name: [reasons[1]] for name, reasons in expected.items()}
+
+
+# ---------------------------------------------------------------------------------------------- details of voting
+
+
+def voting(rank: int, world_size: int) -> None:
+    group = CommGroup.from_process_group(timeout_s=5.0)
+    config = UBatchConfig(dbo_prefill_token_threshold=8, group=group)
+    no = Offer(Wish.NO, (1,), 2, DeclineReason.DISABLED)
+
+    # Small calls vote as well: what rank 0 calls, rank 1 answers vote by vote.
+    model = UBatchWrapper(nn.Identity(), config)
+    for _ in range(3):
+        if rank == 0:
+            assert model(torch.ones(2, 2)).shape == (2, 2)
+        else:
+            decision = group.vote(no)
+            assert decision.tokens == ((2,), (1,))
+            assert (decision.reason, decision.declined_by) == (DeclineReason.DISABLED, 0)
+
+    # The result of a vote that the caller held itself is used, not held again.
+    slices = (UBatchSlice(slice(0, 4), slice(0, 4)), UBatchSlice(slice(4, 8), slice(4, 8)))
+    yes = Offer(Wish.YES, (4, 4), 2, None, fingerprint("s"), fingerprint("m"))
+    module = Experts(group, layers=1)
+    model = UBatchWrapper(module, config)
+    for offer, engages in ((yes, True), (no if rank else yes, False)):
+        decision = group.vote(offer)
+        assert decision.engaged == engages
+        context = ForwardContext(
+            num_tokens=8,
+            mode=ForwardMode.PREFILL,
+            ubatch_slices=slices if engages else None,
+            tokens_across_ranks=None if engages else (8, 8),
+            decision=decision,
+        )
+        x = torch.arange(8.0).repeat(2, 1).T.contiguous()
+        with set_forward_context(context):
+            assert torch.equal(model(x), Experts.reference(x, 2, layers=1))
+    assert model.statistics().engaged == 1
+    model.close()
+
+    # Overlap that is required and declined is an error on every rank, and leaves nothing out of step.
+    model = UBatchWrapper(nn.Identity(), replace(config, require_overlap=True))
+    for _ in range(2):
+        with pytest.raises(OverlapDeclined) as declined:
+            model(torch.ones(8 if rank else 2, 2))
+        assert declined.value.reason == (DeclineReason.PEER_DECLINED if rank else DeclineReason.BELOW_PREFILL_THRESHOLD)
+    assert torch.equal(model(torch.ones(8, 2)), torch.ones(8, 2))
+    model.close()
+
+    # Outputs that one rank can merge and another cannot: no rank repeats the step alone.
+    model = UBatchWrapper(Rowwise(group, lambda y: y if rank else y.sum()), config)
+    if rank == 0:
+        with pytest.raises(SplitError, match=r"ranks \[0\] could not merge .*zero_dim_output"):
+            model(ids(8))
+    else:
+        model(ids(8))
+        with pytest.raises(SplitError, match=r"ranks \[0\] could not merge .*output_dims"):
+            model(ids(8))
+    group.reset()
+    assert group.vote(yes).engaged
+    model.close()
+
+    # A default device, a grad mode or an autocast around it is none of the vote's business.
+    with torch.device("meta"), torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
+        assert group.vote(yes).tokens == ((4, 4), (4, 4))
+    big = replace(yes, tokens=(2**40, rank))
+    assert group.vote(big).tokens == ((2**40, 0), (2**40, 1))
+
+
+def test_voting() -> None:
+    run_ranks(voting, 2)
+
+
+def making(rank: int, world_size: int) -> None:
+    for timeout_s in (0.0, -1.0):
+        with pytest.raises(ConfigError, match="timeout_s must be positive"):
+            CommGroup.from_process_group(timeout_s=timeout_s)
+    # Not every rank comes; then every rank does, whatever happened before.
+    if rank == 0:
+        with pytest.raises(TransferTimeout, match=r"ranks \[1\] of \[0, 1\] did not come within 0.5 s"):
+            CommGroup.from_process_group(timeout_s=0.5)
+    else:
+        time.sleep(0.8)
+    groups = [CommGroup.from_process_group(timeout_s=5.0) for _ in range(2)]
+    # Two groups of the same ranks have nothing to do with each other: these launch in different orders.
+    order = (0, 1) if rank == 0 else (1, 0)
+    transfers = {n: ubatch.launch_all_gather(torch.tensor([10 * n + rank]), groups[n]) for n in order}
+    assert [transfers[n].wait().tolist() for n in (0, 1)] == [[0, 1], [10, 11]]
+
+
+def test_making_groups() -> None:
+    with pytest.raises(ConfigError, match=r"Call torch.distributed.init_process_group first"):
+        CommGroup.from_process_group()
+    with pytest.raises(ConfigError, match="group must be a CommGroup, not str"):
+        UBatchConfig(group="world")  # type: ignore[arg-type]
+    run_ranks(making, 2)
+
+
+def vote_latency(rank: int, world_size: int) -> float:
+    if hasattr(os, "sched_setaffinity"):
+        cores = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, {cores[rank % len(cores)]})
+    group = CommGroup.from_process_group(timeout_s=20.0)
+    offer = Offer(Wish.YES, (512, 512), 2)
+    taken = []
+    for _ in range(250):
+        begun = time.perf_counter()
+        group.vote(offer)
+        taken.append(time.perf_counter() - begun)
+    return statistics.median(taken[50:])
+
+
+def test_a_vote_is_cheap() -> None:
+    """A fraction of a millisecond; the bound only catches a vote that waits for a slice or asks the store."""
+    assert max(run_ranks(vote_latency, 2)) < 0.05
+    offer = Offer(Wish.YES, (512, 512), 2)
+    assert decode_offer(encode_offer(offer)) == offer

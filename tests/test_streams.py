@@ -1,0 +1,535 @@
+"""The order of record, hand-off, switch and wait, without a GPU: every conflict between streams has an edge, and no
+lane's communication waits for what another lane computes meanwhile.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from fake_streams import FakeStream, FakeStreams, Operation
+from lanes import EVERY_POINT, FinishedWork, run
+
+from ubatch.context import (
+    UBatchContext,
+    current_schedule,
+    dbo_current_ubatch_id,
+    dbo_maybe_run_recv_hook,
+    dbo_register_recv_hook,
+    dbo_switch_to_comm,
+    dbo_switch_to_compute,
+    dbo_yield,
+    dbo_yield_and_switch_from_comm_to_compute,
+    dbo_yield_and_switch_from_compute_to_comm,
+    on_comm_stream,
+)
+from ubatch.errors import ConfigError
+from ubatch.schedule import Point, Recv, Schedule, SharedExpert, get_schedule
+from ubatch.streams import CudaStreams, NullStreams, make_streams
+from ubatch.transfer import Transfer
+from ubatch.workers import LanePool
+
+OVERLAPS = {
+    "mlp_shared_overlap": {"dispatch beside attention", "combine beside experts"},
+    "two_batch_prefill": {"dispatch beside attention", "combine beside experts"},
+    "two_batch_decode": {"dispatch beside output", "combine beside attention"},
+}
+PEER = Schedule("peer", points_off=get_schedule("mlp_shared_overlap").points_off, recv=Recv.PEER)
+CPU = torch.device("cpu")
+
+
+class Streams(FakeStreams):
+    """Fake streams, and the lanes that run on them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pools: dict[int, LanePool] = {}
+
+    def run(self, *bodies: Callable[[], Any], schedule: Schedule = EVERY_POINT) -> list[Any]:
+        """One step."""
+        lanes = len(bodies)
+        if lanes not in self.pools:
+            self.pools[lanes] = LanePool(lanes, CPU, 20.0, self)
+        return run(self.pools[lanes], *bodies, schedule=schedule)
+
+    def launch(self, name: str, *, reads: str, writes: str) -> Transfer[Operation]:
+        """A transfer; whoever waits for it unpacks what arrived."""
+        with on_comm_stream():
+            self.work(name, reads=[reads], writes=[f"packed {writes}"])
+        transfer: Transfer[None] = Transfer(name, [FinishedWork()], lambda: None)
+        return transfer.map(lambda _: self.work(f"unpack {name}", reads=[f"packed {writes}"], writes=[writes]))
+
+    def waited_for_by(self, name: str) -> list[str]:
+        """What operation `name` waits for."""
+        operation = next(each for each in self.operations if each.name == name)
+        return [each.name for each in self.operations if each in operation.waits]
+
+
+@pytest.fixture
+def fake() -> Iterator[Streams]:
+    streams = Streams()
+    yield streams
+    for pool in streams.pools.values():
+        pool.close()
+
+
+# ---------------------------------------------------------------------------------------- the shape of the MoE kernel
+
+
+def model(fake: Streams, layers: int = 3) -> Callable[[], None]:
+    """A lane with the points, transfers and buffers of the MoE kernel; buffers are used again in every layer."""
+
+    def body() -> None:
+        lane, where = dbo_current_ubatch_id(), current_schedule().shared_expert
+
+        def compute(what: str, reads: Sequence[str], writes: str) -> None:
+            own = [f"{buffer}{lane}" for buffer in reads]
+            fake.work(f"{what} {lane}.{layer}", reads=own, writes=[f"{writes}{lane}"])
+
+        def launch(what: str, reads: str, writes: str) -> Transfer[Operation]:
+            dbo_maybe_run_recv_hook()
+            if what == "dispatch":
+                compute("pack", [reads], "rows")
+                reads = "rows"
+            return fake.launch(f"{what} {lane}.{layer}", reads=f"{reads}{lane}", writes=f"{writes}{lane}")
+
+        def shared_expert(place: SharedExpert) -> None:
+            if place is where:
+                compute("shared", ["x"], "shared")
+
+        for layer in range(layers):
+            compute("prepare", ["h"], "q")
+            dbo_yield(Point.ATTN_PREPARE)
+            compute("attention", ["q"], "x")
+            dbo_yield(Point.SELECT)
+            dispatch = launch("dispatch", "x", "y")
+            shared_expert(SharedExpert.DISPATCH)
+            dbo_register_recv_hook(dispatch.wait)
+            dbo_yield(Point.DISPATCH)
+            dispatch.wait()
+            compute("experts", ["y"], "z")
+            combine = launch("combine", "z", "back")
+            if where is SharedExpert.COMBINE_RETURN:
+                dbo_yield(Point.COMBINE)
+                shared_expert(SharedExpert.COMBINE_RETURN)
+            else:
+                shared_expert(SharedExpert.COMBINE)
+                dbo_register_recv_hook(combine.wait)
+                dbo_yield(Point.COMBINE)
+            combine.wait()
+            dbo_yield(Point.OUTPUT)
+            compute("output", ["back", "shared"], "h")
+            dbo_yield(Point.LAYER)
+
+    return body
+
+
+def overlapped(fake: Streams) -> set[str]:
+    """Pairs of a transfer and what another lane computes beside it, by what they are."""
+    transfers = [each for each in fake.operations if each.stream is fake.comm]
+    return {
+        f"{transfer.name.split()[0]} beside {other.name.split()[0]}"
+        for transfer in transfers
+        for other in fake.operations
+        if other.lane != transfer.lane and other not in transfer.waits and transfer not in other.waits
+    }
+
+
+@pytest.mark.parametrize("lanes", [2, 3])
+@pytest.mark.parametrize("name", OVERLAPS)
+def test_every_conflict_has_an_edge_and_nothing_waits_without_need(fake: Streams, name: str, lanes: int) -> None:
+    for _ in range(2):
+        fake.run(*[model(fake)] * lanes, schedule=get_schedule(name))
+        fake.work("merge", reads=[f"h{lane}" for lane in range(lanes)], writes=["output"])
+    assert not fake.races
+    assert not fake.excess()
+    assert OVERLAPS[name] <= overlapped(fake)
+    assert set(fake.operations[:-1]) == fake.operations[-1].waits, "the caller's stream waits for all of it"
+
+
+@pytest.mark.parametrize("lanes", [2, 3])
+def test_peers_that_receive_wait_for_the_owners_communication(fake: Streams, lanes: int) -> None:
+    """What a transfer's end unpacks in another lane must wait for the launcher's event, not for the runner's."""
+    fake.run(*[model(fake)] * lanes, schedule=PEER)
+    assert not fake.races
+    assert "dispatch beside attention" in overlapped(fake)
+
+
+def test_the_order_of_one_exchange(fake: Streams) -> None:
+    def body() -> None:
+        lane = dbo_current_ubatch_id()
+        fake.work(f"write {lane}", writes=[f"x{lane}"])
+        transfer = fake.launch(f"send {lane}", reads=f"x{lane}", writes=f"y{lane}")
+        dbo_register_recv_hook(transfer.wait)
+        dbo_yield()
+        fake.work(f"read {lane}", reads=[f"y{lane}"])
+
+    fake.run(body, body)
+
+    def until_the_hand_off(lane: int) -> list[str]:
+        return [
+            f"write {lane} on compute",
+            f"{lane} record compute",
+            f"{lane} wait comm",
+            f"{lane} switch comm",
+            f"send {lane} on comm",
+            f"{lane} record comm",  # before the hand-off: what the other lane sends does not count
+            f"{lane} switch compute",
+        ]
+
+    def after_it(lane: int) -> list[str]:
+        return [f"{lane} wait compute", f"unpack send {lane} on compute", f"read {lane} on compute"]
+
+    assert fake.log == [*until_the_hand_off(0), *until_the_hand_off(1), *after_it(0), *after_it(1)]
+    assert fake.waited_for_by("unpack send 0") == ["write 0", "send 0", "write 1"]
+
+
+# ------------------------------------------------------------------------------------------------ the switching points
+
+
+def switching(fake: Streams, layers: int = 3) -> Callable[[], None]:
+    """A lane that launches between two points which switch streams, as vLLM's high-throughput transport does."""
+
+    def body() -> None:
+        lane = dbo_current_ubatch_id()
+        for layer in range(layers):
+            fake.work(f"write {lane}.{layer}", reads=[f"z{lane}"], writes=[f"x{lane}"])
+            dbo_yield_and_switch_from_compute_to_comm()
+            fake.work(f"send {lane}.{layer}", reads=[f"x{lane}"], writes=[f"y{lane}"])
+            dbo_yield_and_switch_from_comm_to_compute()
+            fake.work(f"read {lane}.{layer}", reads=[f"y{lane}"], writes=[f"z{lane}"])
+
+    return body
+
+
+@pytest.mark.parametrize("lanes", [2, 3])
+def test_switching_points(fake: Streams, lanes: int) -> None:
+    fake.run(*[switching(fake)] * lanes)
+    assert not fake.races
+    assert not fake.excess()
+    assert fake.waited_for_by("send 0.0") == ["write 0.0"], "not for what other lanes computed since the hand-off"
+
+
+def test_the_order_of_switching_points(fake: Streams) -> None:
+    fake.run(switching(fake, 1), switching(fake, 1))
+    writes = [[f"write {lane}.0 on compute", f"{lane} record compute"] for lane in (0, 1)]
+    sends = [
+        [f"{lane} wait comm", f"{lane} switch comm", f"send {lane}.0 on comm", f"{lane} record comm"]
+        + [f"{lane} switch compute"]
+        for lane in (0, 1)
+    ]
+    reads = [[f"{lane} wait compute", f"read {lane}.0 on compute"] for lane in (0, 1)]
+    assert fake.log == [line for stage in (writes, sends, reads) for lane in stage for line in lane]
+
+
+def test_switches_without_a_point(fake: Streams) -> None:
+    def body() -> None:
+        lane = dbo_current_ubatch_id()
+        for layer in range(2):
+            fake.work(f"write {lane}.{layer}", writes=[f"x{lane}"])
+            dbo_switch_to_comm()
+            fake.work(f"send {lane}.{layer}", reads=[f"x{lane}"], writes=[f"y{lane}"])
+            dbo_yield()  # this lane is on the communication stream still, when the baton comes back
+            fake.work(f"send more {lane}.{layer}", reads=[f"x{lane}"], writes=[f"y{lane}"])
+            dbo_switch_to_compute()
+            fake.work(f"read {lane}.{layer}", reads=[f"y{lane}"], writes=[f"x{lane}"])
+
+    fake.run(body, body, body)
+    assert not fake.races
+    assert not fake.excess()
+
+
+def test_a_plain_point_before_a_launch_waits_for_what_the_others_compute(fake: Streams) -> None:
+    """There is no telling that nothing was computed after the point; a switching point says so."""
+
+    def body() -> None:
+        lane = dbo_current_ubatch_id()
+        fake.work(f"write {lane}", writes=[f"x{lane}"])
+        dbo_yield()
+        fake.launch(f"send {lane}", reads=f"x{lane}", writes=f"y{lane}")
+
+    fake.run(body, body)
+    assert not fake.races
+    assert fake.excess() == {"send 0": ["write 1"]}
+
+
+def test_switching_to_where_one_is_waits_for_nobody(fake: Streams) -> None:
+    def sends() -> None:
+        fake.launch("send 0", reads="x0", writes="y0")
+        dbo_yield()
+        dbo_yield()
+
+    def computes() -> None:
+        dbo_switch_to_compute()
+        fake.work("compute 1", writes=["z"])
+        dbo_yield_and_switch_from_comm_to_compute()
+        fake.work("compute 1 again", writes=["z"])
+        dbo_switch_to_comm()
+        dbo_switch_to_comm()
+        dbo_yield_and_switch_from_compute_to_comm()
+        fake.work("send 1", reads=["z"])
+
+    fake.run(sends, computes)
+    assert not fake.races
+    assert not fake.excess()
+    assert fake.log.count("1 record compute") <= 2
+
+
+def test_a_launch_on_the_communication_stream_stays_there(fake: Streams) -> None:
+    def body() -> None:
+        dbo_switch_to_comm()
+        transfer = fake.launch("send", reads="x", writes="y")
+        assert fake.current() is fake.comm
+        with on_comm_stream():
+            fake.work("send more", reads=["packed y"], writes=["more"])
+        assert fake.current() is fake.comm
+        dbo_switch_to_compute()
+        transfer.wait()
+        fake.work("read", reads=["y", "more"])
+
+    fake.run(body, lambda: None)
+    assert not fake.races
+
+
+def test_outside_a_lane_nothing_switches(fake: Streams) -> None:
+    dbo_switch_to_comm()
+    dbo_switch_to_compute()
+    dbo_yield_and_switch_from_compute_to_comm()
+    dbo_yield_and_switch_from_comm_to_compute("point")
+    transfer = fake.launch("send", reads="x", writes="y")
+    assert transfer.wait().stream is fake.compute
+    assert fake.log == ["send on compute", "unpack send on compute"]
+
+
+# ------------------------------------------------------------------------------------------------------ receive hooks
+
+
+@pytest.mark.parametrize("recv", list(Recv))
+def test_a_hook_runs_on_the_compute_stream_after_the_owners_communication(fake: Streams, recv: Recv) -> None:
+    """Even if owner and runner are on the communication stream, and the hook knows nothing of streams."""
+
+    def body() -> None:
+        lane = dbo_current_ubatch_id()
+        dbo_switch_to_comm()
+        fake.work(f"send {lane}", writes=[f"y{lane}"])
+        dbo_maybe_run_recv_hook()
+        dbo_register_recv_hook(lambda: fake.work(f"receive {lane}", reads=[f"y{lane}"], writes=[f"z{lane}"]))
+        dbo_yield()
+        assert fake.current() is fake.comm
+        fake.work(f"forward {lane}", reads=[f"z{lane}"], writes=[f"y{lane}"])
+        dbo_switch_to_compute()
+        fake.work(f"read {lane}", reads=[f"y{lane}", f"z{lane}"])
+
+    fake.run(body, body, body, schedule=Schedule("test", recv=recv, points_off=frozenset()))
+    assert not fake.races
+    assert {each.stream.name for each in fake.operations if each.name.startswith("receive")} == {"compute"}
+
+
+@pytest.mark.parametrize("recv", list(Recv))
+def test_a_hook_that_runs_in_a_switching_point_comes_before_what_is_launched_there(fake: Streams, recv: Recv) -> None:
+    def body() -> None:
+        lane = dbo_current_ubatch_id()
+        dbo_maybe_run_recv_hook()
+        transfer = fake.launch(f"send {lane}", reads=f"x{lane}", writes=f"y{lane}")
+        dbo_register_recv_hook(transfer.wait)
+        dbo_yield_and_switch_from_compute_to_comm()
+        fake.work(f"forward {lane}", reads=[f"y{lane}"], writes=[f"z{lane}"])
+        dbo_yield_and_switch_from_comm_to_compute()
+        fake.work(f"read {lane}", reads=[f"z{lane}"])
+
+    fake.run(body, body, schedule=Schedule("test", recv=recv, points_off=frozenset()))
+    assert not fake.races
+
+
+def test_whoever_waits_waits_for_the_launcher(fake: Streams) -> None:
+    """A transfer that is given to another lane."""
+    given: list[Transfer[Operation]] = []
+
+    def launches() -> None:
+        given.append(fake.launch("send", reads="x", writes="y"))
+        dbo_yield()
+
+    def waits() -> None:
+        given[0].wait()
+        fake.work("read", reads=["y"])
+
+    fake.run(launches, waits)
+    assert not fake.races
+
+
+def test_a_wait_does_not_wait_for_what_other_lanes_send(fake: Streams) -> None:
+    def body() -> None:
+        lane = dbo_current_ubatch_id()
+        transfer = fake.launch(f"send {lane}", reads=f"x{lane}", writes=f"y{lane}")
+        dbo_yield()
+        transfer.wait()
+
+    fake.run(body, body, body)
+    assert [each for each in fake.waited_for_by("unpack send 0") if each.startswith("send")] == ["send 0"]
+
+
+# ------------------------------------------------------------------------------------------- leaving, failing, again
+
+
+def sender(fake: Streams, how: str) -> Callable[[], None]:
+    """A lane that puts something on the communication stream, and never looks at it again."""
+
+    def body() -> None:
+        lane = dbo_current_ubatch_id()
+        if how == "launched":
+            fake.launch(f"send {lane}", reads=f"x{lane}", writes=f"y{lane}")
+        else:
+            dbo_switch_to_comm()
+            fake.work(f"send {lane}", reads=[f"x{lane}"], writes=[f"y{lane}"])
+
+    return body
+
+
+@pytest.mark.parametrize("how", ["launched", "switched"])
+def test_communication_rejoins_before_the_lanes_return(fake: Streams, how: str) -> None:
+    for _ in range(2):
+        fake.run(*[sender(fake, how)] * 3)
+        assert fake.work("next").waits == frozenset(fake.operations[:-1])
+    assert not fake.races
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+@pytest.mark.parametrize("how", ["launched", "switched"])
+def test_communication_rejoins_when_a_lane_fails(fake: Streams, how: str, failing: int) -> None:
+    def body() -> None:
+        sender(fake, how)()
+        dbo_yield()
+        if dbo_current_ubatch_id() == failing:
+            raise ValueError("original")
+        dbo_yield()
+
+    for _ in range(2):
+        with pytest.raises(ValueError, match="original"):
+            fake.run(body, body)
+        assert {"send 0", "send 1"} <= set(map(str, fake.operations[-2:]))
+        assert fake.work("next").waits == frozenset(fake.operations[:-1])
+    fake.run(model(fake), model(fake), schedule=get_schedule("two_batch_decode"))
+    assert not fake.races
+
+
+def test_communication_rejoins_when_a_launch_fails(fake: Streams) -> None:
+    def body() -> None:
+        with on_comm_stream():
+            fake.work("half a launch", writes=["y"])
+            raise ValueError("original")
+
+    with pytest.raises(ValueError, match="original"):
+        fake.run(body, lambda: None)
+    assert "half a launch" in map(str, fake.work("next", reads=["y"]).waits)
+
+
+def test_a_lane_that_ends_does_not_make_the_others_wait(fake: Streams) -> None:
+    """Lane 1's transfer is under way while lane 0 ends and lane 1 computes on."""
+
+    def ends() -> None:
+        fake.launch("send 0", reads="x0", writes="y0")
+        dbo_yield()
+
+    def goes_on() -> None:
+        transfer = fake.launch("send 1", reads="x1", writes="y1")
+        dbo_yield()
+        fake.work("compute 1", writes=["z1"])
+        transfer.wait()
+
+    fake.run(ends, goes_on)
+    assert fake.waited_for_by("compute 1") == ["send 0"], "what ended has rejoined; what travels has not"
+
+
+def test_a_step_without_communication_touches_no_event(fake: Streams) -> None:
+    """An event that was recorded before a capture began must not be waited for inside it."""
+    fake.run(*[sender(fake, "launched")] * 2)
+    fake.log.clear()
+    fake.run(dbo_yield, dbo_yield)
+    assert fake.log == []
+
+
+def test_lanes_run_on_the_callers_stream(fake: Streams) -> None:
+    threads: list[int] = []
+
+    def body() -> FakeStream:
+        threads.append(threading.get_ident())
+        dbo_yield()
+        return fake.current()
+
+    for name in ("first", "second"):
+        own = FakeStream(name)
+        fake.set_current(own)
+        assert fake.run(body, body) == [own, own]
+        assert fake.current() is own
+    assert fake.warm == set(threads), "each lane's thread is bound to the device before it starts"
+
+
+# ------------------------------------------------------------------------------ the check itself: it sees what it should
+
+
+def test_a_join_that_is_left_out_is_a_race(fake: Streams, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(UBatchContext, "join_comm", lambda self: None)
+    fake.run(*[model(fake, 1)] * 2, schedule=get_schedule("mlp_shared_overlap"))
+    assert "unpack dispatch 0.0 reads packed y0, which nothing orders after dispatch 0.0" in fake.races
+
+
+def test_a_fork_that_is_left_out_is_a_race(fake: Streams, monkeypatch: pytest.MonkeyPatch) -> None:
+    enter = UBatchContext.enter_comm
+    monkeypatch.setattr(UBatchContext, "enter_comm", lambda self, marked=False: enter(self, marked=True))
+    fake.run(*[model(fake, 1)] * 2, schedule=get_schedule("mlp_shared_overlap"))
+    assert "dispatch 0.0 reads rows0, which nothing orders after pack 0.0" in fake.races
+
+
+def test_a_mark_after_the_hand_off_costs_overlap(fake: Streams, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What once cost vLLM most of its overlap."""
+    monkeypatch.setattr(UBatchContext, "mark_compute", lambda self: False)
+    fake.run(*[switching(fake, 1)] * 2)
+    assert not fake.races
+    assert fake.excess() == {"send 0.0": ["write 1.0"]}
+
+
+def test_overwriting_what_is_being_sent_is_a_race(fake: Streams) -> None:
+    def body() -> None:
+        fake.work("write", writes=["x"])
+        fake.launch("send", reads="x", writes="y")
+        fake.work("write again", writes=["x"])
+
+    fake.run(body, lambda: None)
+    assert fake.races == ["write again writes x, which nothing orders after send"]
+
+
+# ------------------------------------------------------------------------------------------------------- back ends
+
+
+def test_a_cpu_has_null_streams() -> None:
+    streams = make_streams(CPU)
+    assert isinstance(streams, NullStreams)
+    assert streams.current() is streams.new_stream()
+    event = streams.new_event()
+    event.record(streams.current())
+    event.wait(streams.current())
+    streams.set_current(streams.current())
+    streams.warm_up()
+    assert repr(streams.current()) == "NullStream()"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_cuda_is_refused_where_there_is_none() -> None:
+    for make in (make_streams, CudaStreams):
+        with pytest.raises(ConfigError, match="device cuda:1 asked for, but this torch sees no CUDA device"):
+            make(torch.device("cuda:1"))
+
+
+def test_a_cuda_device_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(ConfigError, match="device cuda:2 asked for, but this torch sees 2 CUDA devices"):
+        make_streams(torch.device("cuda:2"))
+
+
+def test_other_devices_are_refused() -> None:
+    with pytest.raises(ConfigError, match="device meta is not supported. Use 'cpu' or 'cuda'"):
+        make_streams(torch.device("meta"))

@@ -1,0 +1,84 @@
+"""What tests of the wrapper share: modules made from functions, and a check of overlapped against plain."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from ubatch import DeclineReason, UBatchConfig, UBatchWrapper, dbo_yield
+
+Function = Callable[..., Any]
+
+
+class Plain(nn.Module):
+    """A module whose forward is `function`, with its parameter names; it yields first and notes every call."""
+
+    def __init__(self, function: Function) -> None:
+        super().__init__()
+        self.calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+
+        @functools.wraps(function)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            self.calls.append((args, kwargs))
+            dbo_yield()
+            return function(*args, **kwargs)
+
+        self.forward = forward
+
+
+@contextmanager
+def wrapped(module: nn.Module, **settings: Any) -> Iterator[UBatchWrapper]:
+    """`module` wrapped, with thresholds as low as they can be; closed at the end."""
+    lanes = settings.get("num_ubatches", 2)
+    low = {"dbo_decode_token_threshold": lanes, "dbo_prefill_token_threshold": lanes}
+    wrapper = UBatchWrapper(module, UBatchConfig(**{**low, **settings}))
+    try:
+        yield wrapper
+    finally:
+        wrapper.close()
+
+
+def call_both(
+    function: Function,
+    *args: Any,
+    settings: dict[str, Any] | None = None,
+    declines: DeclineReason | None = None,
+    **kw: Any,
+) -> tuple[Any, Plain]:
+    """Call a module made from `function` in lanes: equal to the plain call, and overlapped unless it `declines`.
+
+    Returns the overlapped result, and the module with the calls that its lanes made.
+    """
+    module = Plain(function)
+    expected = module(*args, **kw)
+    module.calls.clear()
+    with wrapped(module, **(settings or {})) as wrapper:
+        result = wrapper(*args, **kw)
+        seen = wrapper.statistics()
+    assert (seen.engaged, dict(seen.declined)) == ((1, {}) if declines is None else (0, {declines: 1})), seen
+    assert_same(result, expected)
+    return result, module
+
+
+def assert_same(result: Any, expected: Any) -> None:
+    """Equal, with the same classes all the way down."""
+    assert type(result) is type(expected)
+    if isinstance(expected, torch.Tensor):
+        torch.testing.assert_close(result, expected)
+    elif isinstance(expected, dict):
+        assert list(result) == list(expected)
+        for key in expected:
+            assert_same(result[key], expected[key])
+    elif isinstance(expected, list | tuple):
+        assert len(result) == len(expected)
+        for one, other in zip(result, expected, strict=True):
+            assert_same(one, other)
+    elif hasattr(expected, "__dataclass_fields__"):
+        assert_same(vars(result), vars(expected))
+    else:
+        assert result == expected
