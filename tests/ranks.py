@@ -5,7 +5,9 @@ Ranks are forked from a server that has imported torch once: a run starts in a t
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+import pickle
 import socket
 import time
 import traceback
@@ -16,7 +18,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 PATIENCE_AFTER_A_FAILURE_S = 10.0
 
@@ -29,7 +30,7 @@ def run_ranks(
     `fn` must be a function of a module. A rank that raises fails the call with its traceback, and so does one that
     ends without a result, unless it is one of `dying` (by `os._exit`), whose result is None.
     """
-    context = mp.get_context("forkserver")
+    context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "torch.distributed.distributed_c10d", "ubatch"])
     results = context.SimpleQueue()
     port = free_port()
@@ -47,7 +48,7 @@ def run_ranks(
         running = any(process.is_alive() for process in ranks)
         while not results.empty():  # drained while they run: a rank with a large result waits for a reader
             rank, result, error = results.get()
-            collected[rank] = result
+            collected[rank] = pickle.loads(result)
             if error:
                 errors.append(f"rank {rank}:\n{error}")
                 deadline = min(deadline, time.monotonic() + PATIENCE_AFTER_A_FAILURE_S)
@@ -69,11 +70,12 @@ def _rank_main(fn: Callable[..., Any], rank: int, world_size: int, port: int, re
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world_size))
     dist.init_process_group("gloo", rank=rank, world_size=world_size, timeout=timedelta(seconds=60))
     try:
-        results.put((rank, fn(rank, world_size, *args), ""))
+        result = pickle.dumps(fn(rank, world_size, *args))  # tensors by value: a queue would share their memory
+        results.put((rank, result, ""))
         with suppress(RuntimeError):  # nobody leaves while another still works; who died does not come
             dist.barrier()
     except BaseException:
-        results.put((rank, None, traceback.format_exc()))
+        results.put((rank, pickle.dumps(None), traceback.format_exc()))
     finally:
         dist.destroy_process_group()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextvars
 import os
 import random
+import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -356,34 +357,39 @@ def test_contexts_take_a_schedule_by_name() -> None:
         make_ubatch_contexts(2, NullStream(), NullStream(), [None, None], Gate(2), schedule="two_batch_decoed")
 
 
-def test_ctrl_c_in_a_lane_of_the_main_thread_unwinds_every_lane() -> None:
+@pytest.mark.parametrize("points", [0, 1], ids=["before its first turn", "at a point"])
+def test_ctrl_c_in_a_lane_of_the_main_thread_unwinds_every_lane(points: int) -> None:
     """The main thread may run a lane itself; an interrupt while it is parked must not leave the others waiting."""
     ready = Gate(2)
     contexts = make_ubatch_contexts(2, NullStream(), NullStream(), [None, None], ready, schedule=EVERY_POINT)
-    ended: list[str] = []
+    log: list[str] = []
 
     def other() -> None:
         try:
             with contexts[0]:
-                time.sleep(0.2)  # the interrupt arrives while lane 1, the main thread, is parked
+                for _ in range(points):
+                    dbo_yield()
+                os.kill(os.getpid(), signal.SIGINT)
+                time.sleep(0.2)  # the main thread has been interrupted by now, but this lane holds the baton
+                log.append("computed")
                 dbo_yield()
                 dbo_yield()
         except LaneAborted:
-            ended.append("aborted")
+            log.append("aborted")
 
     def start() -> None:
         assert ready.wait_for(5)
         contexts[0].baton.start()
-        time.sleep(0.05)
-        os.kill(os.getpid(), 2)
 
     threads = [threading.Thread(target=other), threading.Thread(target=start)]
     for thread in threads:
         thread.start()
     with pytest.raises(KeyboardInterrupt), contexts[1]:
-        dbo_yield()
+        walker("ab"[: points + 1])()
+    log.append("interrupted")
     for thread in threads:
         thread.join(5)
         assert not thread.is_alive()
-    assert ended == ["aborted"]
+    assert log[0] == "computed"
+    assert sorted(log[1:]) == ["aborted", "interrupted"]
     assert not dbo_enabled()

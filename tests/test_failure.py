@@ -439,7 +439,7 @@ def hanging() -> Iterator[tuple[Callable[[], None], threading.Event]]:
 @pytest.mark.parametrize("which", [0, 1, -1])
 def test_a_hang_is_reported_with_every_lanes_point_and_stack(which: int, lanes: int) -> None:
     which %= lanes
-    with lane_pool(lanes, timeout_s=0.2) as pool:
+    with lane_pool(lanes, timeout_s=0.3) as pool:
         with hanging() as (hangs, unwound):
             bodies: list[Callable[[], Any]] = [endless] * lanes
             bodies[which] = hangs
@@ -449,7 +449,7 @@ def test_a_hang_is_reported_with_every_lanes_point_and_stack(which: int, lanes: 
             assert time.monotonic() - start < 3
             message = str(caught.value)
             assert f"lane {which} held the baton for" in message
-            assert "(timeout_s = 0.2); last point 'before'. What this step wrote is invalid." in message
+            assert "(timeout_s = 0.3); last point 'before'. What this step wrote is invalid." in message
             for lane in range(lanes):
                 assert f"lane {lane}: last point {'before' if lane == which else 'on'!r}" in message
             assert "release.wait(30)" in message
@@ -457,6 +457,7 @@ def test_a_hang_is_reported_with_every_lanes_point_and_stack(which: int, lanes: 
             assert not unwound.is_set()
             assert usable(pool), "the hung thread is replaced"
             assert pool.statistics().threads_started == 2 * lanes
+            assert within(5, lambda: len(lane_threads()) == lanes + 1), "all but the hung one have unwound"
         assert unwound.wait(5), "the hung thread unwinds at its next point"
         assert usable(pool)
         assert within(5, lambda: len(lane_threads()) == lanes)
@@ -501,16 +502,17 @@ def test_a_lane_that_ends_while_the_others_unwind_from_its_hang(monkeypatch: pyt
     assert no_lane_threads_within(5)
 
 
-def test_the_time_out_counts_from_the_last_point_even_one_that_is_switched_off() -> None:
+@pytest.mark.parametrize("point", ["user", "layer"])
+def test_the_time_out_counts_from_the_last_point_even_one_that_is_switched_off(point: str) -> None:
     def slow() -> str:
-        for _ in range(5):
-            time.sleep(0.12)
-            dbo_yield("layer")
+        for _ in range(4):
+            time.sleep(0.15)
+            dbo_yield(point)
         return "done"
 
     schedule = Schedule("test", points_off=frozenset({"layer"}))
-    with lane_pool(timeout_s=0.3) as pool:
-        assert run(pool, slow, walker("a", "x"), schedule=schedule) == ["done", "x"]
+    with lane_pool(timeout_s=0.5) as pool:
+        assert run(pool, slow, slow, schedule=schedule) == ["done", "done"]
 
 
 def test_the_time_out_can_be_suspended() -> None:

@@ -37,7 +37,6 @@ from ubatch import (
     get_forward_context,
     set_forward_context,
 )
-from ubatch.vote import decode_offer, encode_offer
 
 
 class Experts(nn.Module):
@@ -335,5 +334,3 @@ def vote_latency(rank: int, world_size: int) -> float:
 def test_a_vote_is_cheap() -> None:
     """A fraction of a millisecond; the bound only catches a vote that waits for a slice or asks the store."""
     assert max(run_ranks(vote_latency, 2)) < 0.05
-    offer = Offer(Wish.YES, (512, 512), 2)
-    assert decode_offer(encode_offer(offer)) == offer

@@ -83,48 +83,51 @@ def model(fake: Streams, layers: int = 3) -> Callable[[], None]:
     """A lane with the points, transfers and buffers of the MoE kernel; buffers are used again in every layer."""
 
     def body() -> None:
-        lane, where = dbo_current_ubatch_id(), current_schedule().shared_expert
-
-        def compute(what: str, reads: Sequence[str], writes: str) -> None:
-            own = [f"{buffer}{lane}" for buffer in reads]
-            fake.work(f"{what} {lane}.{layer}", reads=own, writes=[f"{writes}{lane}"])
-
-        def launch(what: str, reads: str, writes: str) -> Transfer[Operation]:
-            dbo_maybe_run_recv_hook()
-            if what == "dispatch":
-                compute("pack", [reads], "rows")
-                reads = "rows"
-            return fake.launch(f"{what} {lane}.{layer}", reads=f"{reads}{lane}", writes=f"{writes}{lane}")
-
-        def shared_expert(place: SharedExpert) -> None:
-            if place is where:
-                compute("shared", ["x"], "shared")
-
         for layer in range(layers):
-            compute("prepare", ["h"], "q")
-            dbo_yield(Point.ATTN_PREPARE)
-            compute("attention", ["q"], "x")
-            dbo_yield(Point.SELECT)
-            dispatch = launch("dispatch", "x", "y")
-            shared_expert(SharedExpert.DISPATCH)
-            dbo_register_recv_hook(dispatch.wait)
-            dbo_yield(Point.DISPATCH)
-            dispatch.wait()
-            compute("experts", ["y"], "z")
-            combine = launch("combine", "z", "back")
-            if where is SharedExpert.COMBINE_RETURN:
-                dbo_yield(Point.COMBINE)
-                shared_expert(SharedExpert.COMBINE_RETURN)
-            else:
-                shared_expert(SharedExpert.COMBINE)
-                dbo_register_recv_hook(combine.wait)
-                dbo_yield(Point.COMBINE)
-            combine.wait()
-            dbo_yield(Point.OUTPUT)
-            compute("output", ["back", "shared"], "h")
-            dbo_yield(Point.LAYER)
+            run_layer(fake, dbo_current_ubatch_id(), layer, current_schedule().shared_expert)
 
     return body
+
+
+def run_layer(fake: Streams, lane: int, layer: int, shared_expert_at: SharedExpert) -> None:
+    """One layer of one lane."""
+
+    def compute(what: str, reads: Sequence[str], writes: str) -> None:
+        own = [f"{buffer}{lane}" for buffer in reads]
+        fake.work(f"{what} {lane}.{layer}", reads=own, writes=[f"{writes}{lane}"])
+
+    def launch(what: str, reads: str, writes: str) -> Transfer[Operation]:
+        return fake.launch(f"{what} {lane}.{layer}", reads=f"{reads}{lane}", writes=f"{writes}{lane}")
+
+    def shared_expert(place: SharedExpert) -> None:
+        if place is shared_expert_at:
+            compute("shared", ["x"], "shared")
+
+    compute("prepare", ["h"], "q")
+    dbo_yield(Point.ATTN_PREPARE)
+    compute("attention", ["q"], "x")
+    dbo_yield(Point.SELECT)
+    dbo_maybe_run_recv_hook()
+    compute("pack", ["x"], "rows")
+    dispatch = launch("dispatch", "rows", "y")
+    shared_expert(SharedExpert.DISPATCH)
+    dbo_register_recv_hook(dispatch.wait)
+    dbo_yield(Point.DISPATCH)
+    dispatch.wait()
+    compute("experts", ["y"], "z")
+    dbo_maybe_run_recv_hook()
+    combine = launch("combine", "z", "back")
+    if shared_expert_at is SharedExpert.COMBINE_RETURN:
+        dbo_yield(Point.COMBINE)
+        shared_expert(SharedExpert.COMBINE_RETURN)
+    else:
+        shared_expert(SharedExpert.COMBINE)
+        dbo_register_recv_hook(combine.wait)
+        dbo_yield(Point.COMBINE)
+    combine.wait()
+    dbo_yield(Point.OUTPUT)
+    compute("output", ["back", "shared"], "h")
+    dbo_yield(Point.LAYER)
 
 
 def overlapped(fake: Streams) -> set[str]:
@@ -215,14 +218,12 @@ def test_switching_points(fake: Streams, lanes: int) -> None:
 
 def test_the_order_of_switching_points(fake: Streams) -> None:
     fake.run(switching(fake, 1), switching(fake, 1))
-    writes = [[f"write {lane}.0 on compute", f"{lane} record compute"] for lane in (0, 1)]
-    sends = [
-        [f"{lane} wait comm", f"{lane} switch comm", f"send {lane}.0 on comm", f"{lane} record comm"]
-        + [f"{lane} switch compute"]
-        for lane in (0, 1)
+    stages = [
+        ["write {0}.0 on compute", "{0} record compute"],
+        ["{0} wait comm", "{0} switch comm", "send {0}.0 on comm", "{0} record comm", "{0} switch compute"],
+        ["{0} wait compute", "read {0}.0 on compute"],
     ]
-    reads = [[f"{lane} wait compute", f"read {lane}.0 on compute"] for lane in (0, 1)]
-    assert fake.log == [line for stage in (writes, sends, reads) for lane in stage for line in lane]
+    assert fake.log == [line.format(lane) for stage in stages for lane in (0, 1) for line in stage]
 
 
 def test_switches_without_a_point(fake: Streams) -> None:
@@ -467,7 +468,7 @@ def test_lanes_run_on_the_callers_stream(fake: Streams) -> None:
     assert fake.warm == set(threads), "each lane's thread is bound to the device before it starts"
 
 
-# ------------------------------------------------------------------------------ the check itself: it sees what it should
+# ----------------------------------------------------------------------------- the check itself: it sees what it should
 
 
 def test_a_join_that_is_left_out_is_a_race(fake: Streams, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -531,5 +532,5 @@ def test_a_cuda_device_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPa
 
 
 def test_other_devices_are_refused() -> None:
-    with pytest.raises(ConfigError, match="device meta is not supported. Use 'cpu' or 'cuda'"):
+    with pytest.raises(ConfigError, match=r"device meta is not supported\. Use 'cpu' or 'cuda'"):
         make_streams(torch.device("meta"))

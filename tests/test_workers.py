@@ -285,10 +285,34 @@ def test_a_forked_lane_that_runs_on_ends_its_process_and_leaves_the_parent_alone
     assert capfd.readouterr().err.count("ForkedLaneError: lane") == 3
 
 
+class OwnLanes:
+    """Two lanes in threads of one's own, with contexts that are kept."""
+
+    def __init__(self) -> None:
+        self.ready = Gate(2)
+        self.contexts = make_ubatch_contexts(
+            2, NullStream(), NullStream(), [None, None], self.ready, schedule=EVERY_POINT
+        )
+
+    def run(self, *bodies: Callable[[], object]) -> None:
+        def lane(index: int) -> None:
+            with self.contexts[index]:
+                bodies[index]()
+
+        self.contexts[0].baton.prepare(0)
+        self.ready.close_again()
+        threads = [threading.Thread(target=lane, args=(index,)) for index in range(2)]
+        for thread in threads:
+            thread.start()
+        assert self.ready.wait_for(5)
+        self.contexts[0].baton.start()
+        for thread in threads:
+            thread.join(10)
+            assert not thread.is_alive()
+
+
 @forks
 def test_a_fork_inside_a_lane_of_own_threads() -> None:
-    ready = Gate(2)
-    contexts = make_ubatch_contexts(2, NullStream(), NullStream(), [None, None], ready, schedule=EVERY_POINT)
     codes: list[int] = []
 
     def child() -> None:
@@ -296,25 +320,35 @@ def test_a_fork_inside_a_lane_of_own_threads() -> None:
             dbo_yield()
 
     def forking() -> None:
-        with contexts[0]:
-            dbo_yield()
-            codes.append(exit_code(in_child(child)))
-            dbo_yield()
+        dbo_yield()
+        codes.append(exit_code(in_child(child)))
+        dbo_yield()
 
-    def other() -> None:
-        with contexts[1]:
-            dbo_yield()
-            dbo_yield()
-
-    threads = [threading.Thread(target=body) for body in (forking, other)]
-    for thread in threads:
-        thread.start()
-    assert ready.wait_for(5)
-    contexts[0].baton.start()
-    for thread in threads:
-        thread.join(10)
-        assert not thread.is_alive()
+    OwnLanes().run(forking, walker("ab"))
     assert codes == [0]
+
+
+@forks
+def test_contexts_that_were_idle_at_a_fork_work_on_both_sides() -> None:
+    """Parent and child must not wake each other's lanes through a descriptor that they share."""
+    lanes = OwnLanes()
+    lanes.run(walker("a"), walker("a"))
+    log: list[int] = []
+
+    def note() -> None:
+        for _ in range(100):
+            log.append(dbo_current_ubatch_id())
+            dbo_yield()
+
+    def steps() -> None:
+        for _ in range(5):
+            log.clear()
+            lanes.run(note, note)
+            assert log == [0, 1] * 100
+
+    children = [in_child(steps) for _ in range(2)]
+    steps()
+    assert [exit_code(child) for child in children] == [0, 0]
 
 
 # ---------------------------------------------------------------------------------------------------------------- exit

@@ -174,7 +174,7 @@ _batons: weakref.WeakSet[Baton] = weakref.WeakSet()
 
 def _after_fork_in_child() -> None:
     for baton in list(_batons):
-        baton.forked = True
+        baton.forked = baton.running
 
 
 if hasattr(os, "register_at_fork"):

@@ -278,7 +278,7 @@ def _launch(
         (work,) if work is not None else (),
         lambda: result,
         connection=connection,
-        stream_ordered=source.is_cuda and "nccl" in group.backend,
+        stream_ordered=connection.is_stream_ordered(source.device),
         keep=(source, result),
         bytes_sent=bytes_sent,
         bytes_received=bytes_received,

@@ -166,5 +166,5 @@ def _check_type(name: str, value: object, kind: type | tuple[type, ...]) -> None
     kinds = kind if isinstance(kind, tuple) else (kind,)
     accepted = (*kinds, int) if float in kinds else kinds
     if not isinstance(value, accepted) or (isinstance(value, bool) and bool not in kinds):
-        expected = " or ".join(each.__name__ for each in kinds)
+        expected = " or ".join("None" if each is type(None) else each.__name__ for each in kinds)
         raise ConfigError(f"{name} must be {expected}, not {value!r} ({type(value).__name__}).")

@@ -23,6 +23,7 @@ from contextvars import ContextVar
 from datetime import timedelta
 from typing import Any, cast
 
+import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
@@ -113,6 +114,10 @@ class Connection:
                         f"{self.broken} No peer of ranks {list(self.ranks)} reported a failure. If the step really is "
                         "that slow, raise timeout_s; else a rank does not take part in it. Call reset()."
                     )
+
+    def is_stream_ordered(self, device: torch.device) -> bool:
+        """Whether waiting for a work only orders the device's streams and returns, as NCCL's does (gloo's blocks)."""
+        return device.type != "cpu" and self.pg._get_backend(device).name() != "gloo"
 
     def fail(self, what: str, rank: int | None = None) -> None:
         """Let nothing more be launched here, nor on what was used in this connection's steps, and tell the peers.

@@ -11,7 +11,7 @@ waits keeps the baton. All ranks are alike, so one rank stands for all.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ubatch.errors import ConfigError
@@ -28,7 +28,6 @@ __all__ = [
     "Timeline",
     "Wait",
     "layer_program",
-    "link_times",
     "programs_of",
     "simulate",
 ]
@@ -235,16 +234,11 @@ def layer_program(times: LayerTimes, layers: int, schedule: Schedule) -> list[Op
     return program
 
 
-def programs_of(trace: Trace, step: int, link_s: Mapping[tuple[int, str], float] | None = None) -> list[list[Op]]:
+def programs_of(trace: Trace, step: int) -> list[list[Op]]:
     """Every lane's program, with the times measured in one traced step.
 
     Measure a step whose lanes ran one after the other (a schedule with all points off), so that each stage's CPU time
     is its own. CPU time that the transport spent during a wait counts as compute right after the launch.
-
-    Args:
-        trace: of at least that step.
-        step: which.
-        link_s: seconds on the link by (lane, key), where they were measured elsewhere; the trace's own by default.
 
     Raises:
         ConfigError: the trace has no events of that step.
@@ -253,17 +247,10 @@ def programs_of(trace: Trace, step: int, link_s: Mapping[tuple[int, str], float]
     if not events:
         raise ConfigError(f"the trace has no lane events of step {step}; run an overlapped step under tracing().")
     lanes = 1 + max(event.lane for event in events)
-    times = link_s if link_s is not None else link_times(trace, step)
-    return [_program_of([event for event in events if event.lane == lane], times) for lane in range(lanes)]
+    return [_program_of([event for event in events if event.lane == lane]) for lane in range(lanes)]
 
 
-def link_times(trace: Trace, step: int) -> dict[tuple[int, str], float]:
-    """Seconds that each transfer of a step occupied the link, by (lane, key)."""
-    waits = (event for event in trace.events if event.step == step and event.kind is EventKind.WAIT)
-    return {(event.lane, event.name): event.link_s for event in waits}
-
-
-def _program_of(events: Sequence[Event], link_s: Mapping[tuple[int, str], float]) -> list[Op]:
+def _program_of(events: Sequence[Event]) -> list[Op]:
     waits = {event.name: event for event in events if event.kind is EventKind.WAIT}
     program: list[Op] = []
     for event in events:
@@ -274,5 +261,5 @@ def _program_of(events: Sequence[Event], link_s: Mapping[tuple[int, str], float]
             program.append(Wait(event.name))
         elif event.kind is EventKind.LAUNCH and event.name in waits:
             wait = waits[event.name]
-            program += [Launch(event.name, link_s[event.lane, event.name]), Compute(wait.wait_cpu_s)]
+            program += [Launch(event.name, wait.link_s), Compute(wait.wait_cpu_s)]
     return program

@@ -22,8 +22,7 @@ from __future__ import annotations
 import functools
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -49,7 +48,7 @@ from serving.bench.statistics import Interval, bootstrap, environment, interleav
 from serving.ranks import run_ranks
 from ubatch import CommGroup, UBatchConfig, UBatchError, UBatchWrapper, set_forward_context, tracing
 from ubatch.schedule import KNOWN_POINTS
-from ubatch.simulate import link_times, programs_of, simulate
+from ubatch.simulate import programs_of, simulate
 
 __all__ = ["LaneResult", "Options", "OverlapResult", "Setting", "measure_overlap", "run"]
 
@@ -218,10 +217,8 @@ def measure_overlap(setting: Setting, *, lanes: Sequence[int], ratio: float, blo
     bandwidth = _calibrate(setting, lanes[0], ratio)
     _check_equal(setting, lanes)
 
-    cpu2: dict[int, list[float]] = {n: [] for n in lanes}
-    ideal2: dict[int, list[float]] = {n: [] for n in lanes}
+    cpu: dict[int, list[float]] = {n: [] for n in lanes}
     schedules = {n: setting.wrapper(n, overlapped=True).ubatch_config.resolved_schedule() for n in lanes}
-    link_s: dict[int, dict[tuple[int, str], float]] = {}
     ideal: dict[int, list[float]] = {n: [] for n in lanes}
     carried: dict[int, list[float]] = {n: [] for n in lanes}
 
@@ -231,35 +228,21 @@ def measure_overlap(setting: Setting, *, lanes: Sequence[int], ratio: float, blo
         body()
         return (time.perf_counter() - start) * 1e3
 
-    @contextmanager
-    def nothing_to_wait_for() -> Iterator[None]:
+    def compute_unsplit() -> float:
         latency, link.latency_s, link.bytes_per_s = link.latency_s, 0.0, float("inf")
         try:
-            yield
+            return timed(lambda: setting.step(1))
         finally:
             link.latency_s, link.bytes_per_s = latency, bandwidth
-
-    def compute_unsplit() -> float:
-        with nothing_to_wait_for():
-            return timed(lambda: setting.step(1))
-
-    def compute_split(n: int) -> float:
-        with nothing_to_wait_for(), tracing() as trace:
-            start = time.process_time()
-            setting.step(n, overlapped=False)
-            cpu = (time.process_time() - start) * 1e3
-        ideal[n].append(simulate(programs_of(trace, trace.step, link_s[n]), schedules[n]).seconds * 1e3)
-        return cpu
 
     def serial(n: int) -> float:
         link.reset_statistics()
         with tracing() as trace:
             start = time.process_time()
             wall = timed(lambda: setting.step(n, overlapped=False))
-            cpu2[n].append((time.process_time() - start) * 1e3)
+            cpu[n].append((time.process_time() - start) * 1e3)
         carried[n].append(link.statistics().busy_s * 1e3)
-        link_s[n] = link_times(trace, trace.step)
-        ideal2[n].append(simulate(programs_of(trace, trace.step), schedules[n]).seconds * 1e3)
+        ideal[n].append(simulate(programs_of(trace, trace.step), schedules[n]).seconds * 1e3)
         return wall
 
     arms: dict[str, Callable[[], float]] = {
@@ -268,14 +251,12 @@ def measure_overlap(setting: Setting, *, lanes: Sequence[int], ratio: float, blo
     }
     for n in lanes:
         arms[f"serial_{n}"] = functools.partial(serial, n)
-        arms[f"split_compute_{n}"] = functools.partial(compute_split, n)
         arms[f"overlapped_{n}"] = functools.partial(timed, functools.partial(setting.step, n))
     show = dist.get_rank() == 0
     walls = interleave_arms(arms, blocks, label=f"communication {ratio:g}x compute", show=show)
     for n in lanes:
         for name, values in (
-            ("split_compute2", cpu2),
-            ("ideal2", ideal2),
+            ("split_compute", cpu),
             ("ideal", ideal),
             ("communication", carried),
         ):
