@@ -133,7 +133,13 @@ def test_mappings_that_share_their_items_with_a_copy_are_made_anew() -> None:
         assert torch.equal(batch["x"], rows()), "the caller's mapping has changed"
 
 
-def test_a_default_dict_keeps_its_factory() -> None:
+def test_what_else_a_mapping_has_is_kept() -> None:
+    class Encoding(UserDict):  # type: ignore[type-arg]
+        factor = 1.0
+
+    encoding = Encoding(x=rows())
+    encoding.factor = 2.0
+    call_both(lambda batch: batch["x"] * batch.factor, encoding)
     call_both(lambda batch: batch["x"] + len(batch["absent"]), defaultdict(list, x=rows()))
 
 
@@ -290,6 +296,10 @@ def test_nothing_to_split() -> None:
 def test_tokens_are_counted(call: dict[str, Any], tokens: int, decode: bool) -> None:
     planned = plan(lambda **_: None, **call)
     assert (planned.num_tokens, planned.decode) == (tokens, decode)
+    if "batch" not in call:
+        assert (
+            plan(lambda **_: None, **call, split_dims=dict.fromkeys(call, -next(iter(call.values())).dim())) == planned
+        )
 
 
 @given(st.integers(0, 50), st.integers(1, 8))
