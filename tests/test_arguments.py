@@ -506,6 +506,15 @@ def test_a_zero_dim_output_is_found_out_once() -> None:
         assert wrapper.statistics().engaged == 1
 
 
+def test_a_loss_in_training_says_nothing_about_evaluation() -> None:
+    module = Plain(lambda x: x.mean() if module.training else x)
+    with wrapped(module) as wrapper:
+        wrapper.train()(rows())
+        assert torch.equal(wrapper.eval()(rows()), rows())
+        seen = wrapper.statistics()
+        assert (seen.engaged, dict(seen.declined)) == (1, {DeclineReason.ZERO_DIM_OUTPUT: 1})
+
+
 def test_dataclasses_of_outputs_share_nothing_with_the_lanes() -> None:
     module = Plain(lambda x: Batch(x, "same"))
     with wrapped(module) as wrapper:

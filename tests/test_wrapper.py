@@ -571,10 +571,13 @@ def test_hooks_of_the_module_run_once_per_lane(model: Model, wrapper: UBatchWrap
     x = x_of(5)
     torch.testing.assert_close(wrapper(x), model(x))
     assert seen == [2, 3, 5]
+    wrapper.twice(x)
+    assert seen[3:] == [2, 3, 2, 3], "not once more for the method's own call"
+    seen.clear()
     handle.remove()
     before.remove()
     wrapper(x)
-    assert len(seen) == 3
+    assert not seen
 
 
 def test_a_wrapper_inside_another_module(wrapper: UBatchWrapper) -> None:
