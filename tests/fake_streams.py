@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from ubatch.context import dbo_current_ubatch_id, dbo_enabled
+from ubatch.dbo import dbo_current_ubatch_id, dbo_enabled
 
 
 @dataclass(eq=False)

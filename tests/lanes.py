@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ubatch.context import dbo_yield
+from ubatch.dbo import dbo_yield
 from ubatch.schedule import Schedule
 from ubatch.streams import StreamBackend
 from ubatch.workers import LanePool

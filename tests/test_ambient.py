@@ -14,7 +14,7 @@ from lanes import lane_pool, run, walker
 from torch import Tensor, nn
 
 from ubatch import UBatchConfig, UBatchWrapper
-from ubatch.context import dbo_current_ubatch_id, dbo_enabled, dbo_yield
+from ubatch.dbo import dbo_current_ubatch_id, dbo_enabled, dbo_yield
 from ubatch.workers import LanePool
 
 LANES = 3

@@ -15,14 +15,8 @@ import pytest
 from lanes import EVERY_POINT, lane_pool, run, walker
 
 from ubatch.baton import Baton
-from ubatch.context import (
-    dbo_current_ubatch_id,
-    dbo_enabled,
-    dbo_maybe_run_recv_hook,
-    dbo_register_recv_hook,
-    dbo_yield,
-    make_ubatch_contexts,
-)
+from ubatch.context import make_ubatch_contexts
+from ubatch.dbo import dbo_current_ubatch_id, dbo_enabled, dbo_maybe_run_recv_hook, dbo_register_recv_hook, dbo_yield
 from ubatch.errors import ConfigError, LaneAborted, UBatchError
 from ubatch.forward_context import ForwardContext, get_forward_context
 from ubatch.ring import interleave

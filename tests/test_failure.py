@@ -20,7 +20,7 @@ from lanes import FakeWork, lane_pool, lane_threads, no_lane_threads_within, ope
 from torch import nn
 
 from ubatch import UBatchConfig, UBatchWrapper, workers
-from ubatch.context import dbo_current_ubatch_id, dbo_register_recv_hook, dbo_switch_to_comm, dbo_yield
+from ubatch.dbo import dbo_current_ubatch_id, dbo_register_recv_hook, dbo_switch_to_comm, dbo_yield
 from ubatch.errors import LaneAborted, UBatchTimeout
 from ubatch.ring import interleave
 from ubatch.schedule import Schedule

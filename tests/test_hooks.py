@@ -10,12 +10,7 @@ from dataclasses import replace
 import pytest
 from lanes import EVERY_POINT, FinishedWork, lane_pool, run, walker
 
-from ubatch.context import (
-    dbo_current_ubatch_id,
-    dbo_maybe_run_recv_hook,
-    dbo_register_recv_hook,
-    dbo_yield,
-)
+from ubatch.dbo import dbo_current_ubatch_id, dbo_maybe_run_recv_hook, dbo_register_recv_hook, dbo_yield
 from ubatch.errors import UBatchError
 from ubatch.schedule import Recv, Schedule
 from ubatch.transfer import Transfer

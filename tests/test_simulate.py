@@ -17,6 +17,7 @@ from ubatch.simulate import (
     Pass,
     Wait,
     layer_program,
+    median_programs,
     programs_of,
     simulate,
 )
@@ -124,3 +125,17 @@ def test_programs_come_from_a_traced_step() -> None:
     assert simulate(programs, VLLM).seconds == 11.0
     with pytest.raises(ConfigError, match="no lane events of step 2"):
         programs_of(trace, 2)
+
+
+def test_medians_of_measured_programs() -> None:
+    def sample(compute: float, link: float) -> list[list[Op]]:
+        return [[Compute(compute), Launch("t", link), Pass("dispatch"), Wait("t")]]
+
+    samples = [sample(1.0, 5.0), sample(9.0, 4.0), sample(2.0, 6.0)]
+    assert median_programs(samples) == sample(2.0, 5.0)
+    with pytest.raises(ConfigError, match="differ"):
+        median_programs([sample(1.0, 1.0), [[Compute(1.0), Launch("u", 1.0), Pass("dispatch"), Wait("t")]]])
+    with pytest.raises(ConfigError, match="differ"):
+        median_programs([[[Pass("dispatch")]], [[Pass("combine")]]])
+    with pytest.raises(ConfigError, match="number"):
+        median_programs([[[Pass("dispatch")]], [[]]])

@@ -13,9 +13,8 @@ import torch
 from fake_streams import FakeStream, FakeStreams, Operation
 from lanes import EVERY_POINT, FinishedWork, run
 
-from ubatch.context import (
-    UBatchContext,
-    current_schedule,
+from ubatch.context import UBatchContext, current_schedule
+from ubatch.dbo import (
     dbo_current_ubatch_id,
     dbo_maybe_run_recv_hook,
     dbo_register_recv_hook,

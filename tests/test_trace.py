@@ -14,7 +14,7 @@ from lanes import FakeWork, FinishedWork, lane_pool, run, walker
 from torch import Tensor, nn
 
 from ubatch import UBatchConfig, UBatchWrapper
-from ubatch.context import dbo_current_ubatch_id, dbo_maybe_run_recv_hook, dbo_register_recv_hook, dbo_yield
+from ubatch.dbo import dbo_current_ubatch_id, dbo_maybe_run_recv_hook, dbo_register_recv_hook, dbo_yield
 from ubatch.ring import interleave
 from ubatch.schedule import Recv, Schedule
 from ubatch.simulate import Compute, Launch, Pass, Wait, programs_of, simulate

@@ -26,7 +26,8 @@ from lanes import (
     within,
 )
 
-from ubatch.context import dbo_current_ubatch_id, dbo_yield, make_ubatch_contexts
+from ubatch.context import make_ubatch_contexts
+from ubatch.dbo import dbo_current_ubatch_id, dbo_yield
 from ubatch.errors import ForkedLaneError, UBatchError
 from ubatch.forward_context import ForwardContext, get_forward_context
 from ubatch.ring import interleave

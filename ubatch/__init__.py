@@ -17,7 +17,8 @@ One line per file:
 
     ring, schedule, simulate      the rules, as data and pure functions
     wakeup, baton, workers        who runs: the primitive, the invariant, the threads
-    context, streams, transfer    what a lane is, and what it launches
+    context, dbo                  what a lane is, and what model code calls in it
+    streams, transfer             what it launches, and where
     vote, connection, group, collectives   what ranks agree on and exchange, and what they see when one fails
     split, arguments, caches      what is cut, and how it is put together
     config, wrapper               what a user sees
@@ -37,10 +38,8 @@ from ubatch.collectives import (
     reduce_scatter,
 )
 from ubatch.config import CUDAGraphMode, UBatchConfig
-from ubatch.context import (
-    UBatchContext,
-    current_lane,
-    current_schedule,
+from ubatch.context import UBatchContext, current_lane, current_schedule, make_ubatch_contexts
+from ubatch.dbo import (
     dbo_current_ubatch_id,
     dbo_enabled,
     dbo_maybe_run_recv_hook,
@@ -50,7 +49,6 @@ from ubatch.context import (
     dbo_yield,
     dbo_yield_and_switch_from_comm_to_compute,
     dbo_yield_and_switch_from_compute_to_comm,
-    make_ubatch_contexts,
 )
 from ubatch.errors import (
     ConcurrentCallError,

@@ -17,12 +17,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ubatch.connection import Connection
-from ubatch.context import current_lane, dbo_maybe_run_recv_hook, dbo_register_recv_hook, dbo_yield, on_comm_stream
+from ubatch.connection import Connection, Work
+from ubatch.context import current_lane
+from ubatch.dbo import dbo_maybe_run_recv_hook, dbo_register_recv_hook, dbo_yield, on_comm_stream
 from ubatch.errors import ConfigError, GradientError, UnvotedCollectiveError
 from ubatch.group import CommGroup
 from ubatch.schedule import Point
-from ubatch.transfer import Transfer, Work
+from ubatch.transfer import Transfer
 
 __all__ = [
     "all_gather",

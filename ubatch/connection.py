@@ -21,22 +21,31 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from datetime import timedelta
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from ubatch.errors import GroupBroken, PeerFailed, TransferTimeout
-from ubatch.transfer import Work
 
-__all__ = ["Connection"]
+__all__ = ["Connection", "Work"]
 
 _SLICE = timedelta(milliseconds=200)
 _GRACE_S = 0.5
 """How long the last rank missing at a roll call may take to answer, before it is named."""
 _TRANSPORT_SLACK = 4
 """The transport's own time-out is this much longer than ours, so that ours, which names the peer, fires first."""
+
+
+class Work(Protocol):
+    """What a transport returns for an asynchronous operation (`torch.distributed.Work` is one)."""
+
+    def is_completed(self) -> bool:
+        """Whether it is over, well or badly."""
+
+    def wait(self, timeout: Any = ...) -> object:
+        """Block until it is over."""
 
 
 class Connection:

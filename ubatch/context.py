@@ -1,4 +1,4 @@
-"""A lane's context, and the functions that model code calls inside a lane.
+"""A lane's context: what it is, how it is entered and left, and what happens at a point.
 
 Contract:
     with context:            parks at the ready barrier, then until the baton comes for the first time
@@ -12,18 +12,17 @@ A point, in pseudo-code:
     if the schedule hands on here and another lane lives: hand on, park, come back
     if this lane's receive hook is still pending: run it
 
-Outside a lane every function here returns at once: a `ContextVar` that is unset costs tens of nanoseconds.
+Model code calls the functions of `ubatch.dbo`, which find the context of the lane they run in.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar, Token
 from threading import get_ident
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from ubatch.baton import Baton
 from ubatch.errors import ConfigError, ForkedLaneError, LaneAborted, UBatchError
@@ -32,25 +31,13 @@ from ubatch.schedule import SERIAL, Recv, Schedule, get_schedule
 from ubatch.streams import NullStreams, StreamBackend
 from ubatch.trace import Event, EventKind, SpanKind, Trace
 
-if TYPE_CHECKING:
-    from ubatch.transfer import Transfer
-
 __all__ = [
+    "Launched",
     "ReadyBarrier",
     "UBatchContext",
     "current_lane",
     "current_schedule",
-    "dbo_current_ubatch_id",
-    "dbo_enabled",
-    "dbo_maybe_run_recv_hook",
-    "dbo_register_recv_hook",
-    "dbo_switch_to_comm",
-    "dbo_switch_to_compute",
-    "dbo_yield",
-    "dbo_yield_and_switch_from_comm_to_compute",
-    "dbo_yield_and_switch_from_compute_to_comm",
     "make_ubatch_contexts",
-    "on_comm_stream",
 ]
 
 Hook = Callable[[], object]
@@ -61,6 +48,14 @@ class ReadyBarrier(Protocol):
 
     def arrive(self) -> None:
         """One lane is ready."""
+
+
+class Launched(Protocol):
+    """What a lane remembers of its transfers (`ubatch.transfer.Transfer`)."""
+
+    @property
+    def over(self) -> bool:
+        """Whether the transport no longer touches the buffers."""
 
 
 class UBatchContext:
@@ -108,7 +103,7 @@ class UBatchContext:
         self.last_point = "start"
         self.points_passed = 0
         self.waiting: str | None = None
-        self.launched: set[Transfer[Any]] = set()
+        self.launched: set[Launched] = set()
         self._hook: Hook | None = None
         self._on_comm = False
         self._unjoined = False
@@ -117,8 +112,9 @@ class UBatchContext:
         self._wait: tuple[float, float] | None = None
 
     def __enter__(self) -> UBatchContext:
-        if _lane.get() is not None:
-            raise UBatchError(f"lane {self.id} was entered from inside lane {dbo_current_ubatch_id()}.")
+        outer = _lane.get()
+        if outer is not None:
+            raise UBatchError(f"lane {self.id} was entered from inside lane {outer.id}.")
         self._reset()
         self.thread = get_ident()
         self._streams.warm_up()
@@ -169,7 +165,7 @@ class UBatchContext:
         self.leave_comm()
         self.join_comm()
 
-    def settle(self) -> set[Transfer[Any]]:
+    def settle(self) -> set[Launched]:
         """The step is over: let go of what belonged to it. Returns the transfers that nobody waited for."""
         self.forward_context = self.trace = self._hook = None
         launched, self.launched = self.launched, set()
@@ -334,7 +330,6 @@ class UBatchContext:
 
 
 _lane: ContextVar[UBatchContext | None] = ContextVar("ubatch_lane", default=None)
-_current_lane = _lane.get
 
 
 def make_ubatch_contexts(
@@ -379,110 +374,12 @@ def make_ubatch_contexts(
     return contexts
 
 
-def dbo_yield(point: str = "user") -> None:
-    """Pass a point: hand the baton to the next lane if the schedule says so. Does nothing outside a lane.
-
-    Args:
-        point: a `Point` of this project, or any name of your own (always active).
-
-    Raises:
-        LaneAborted: another lane failed; let it pass.
-    """
-    lane = _current_lane()
-    if lane is not None:
-        lane.pass_point(point)
-
-
-def dbo_register_recv_hook(hook: Hook) -> None:
-    """Leave `hook` (usually a transfer's `wait`) to be run exactly once, when its result is due.
-
-    By default the lane that registered it runs it when the baton comes back; with `recv="peer"` the next lane runs
-    it before its own next launch. Outside a lane it runs at once.
-    """
-    lane = _current_lane()
-    if lane is None:
-        hook()
-    else:
-        lane.register_hook(hook)
-
-
-def dbo_maybe_run_recv_hook() -> None:
-    """Run the pending receive hook that is due before a launch, if there is one."""
-    lane = _current_lane()
-    if lane is not None:
-        lane.maybe_run_hook()
-
-
-def dbo_current_ubatch_id() -> int:
-    """The number of the lane this code runs in; 0 outside a lane."""
-    lane = _current_lane()
-    return 0 if lane is None else lane.id
-
-
-def dbo_enabled() -> bool:
-    """Whether this code runs inside a lane."""
-    return _current_lane() is not None
-
-
 def current_lane() -> UBatchContext | None:
     """The context of the lane this code runs in, or None."""
-    return _current_lane()
+    return _lane.get()
 
 
 def current_schedule() -> Schedule:
     """The lane's schedule; `serial` outside a lane."""
-    lane = _current_lane()
+    lane = _lane.get()
     return SERIAL if lane is None else lane.schedule
-
-
-def dbo_switch_to_comm() -> None:
-    """Continue on the communication stream, ordered after the compute stream's work so far."""
-    lane = _current_lane()
-    if lane is not None:
-        lane.enter_comm()
-
-
-def dbo_switch_to_compute() -> None:
-    """Continue on the compute stream, ordered after what this lane put on the communication stream."""
-    lane = _current_lane()
-    if lane is not None:
-        lane.leave_comm()
-        lane.join_comm()
-
-
-def dbo_yield_and_switch_from_compute_to_comm(point: str = "user") -> None:
-    """Hand on; when the baton is back, continue on the communication stream after *this* lane's compute work."""
-    lane = _current_lane()
-    if lane is not None:
-        marked = lane.mark_compute()
-        lane.pass_point(point)
-        lane.enter_comm(marked=marked)
-
-
-def dbo_yield_and_switch_from_comm_to_compute(point: str = "user") -> None:
-    """Hand on; when the baton is back, continue on the compute stream after this lane's communication."""
-    lane = _current_lane()
-    if lane is not None:
-        lane.leave_comm()
-        lane.pass_point(point)
-        lane.join_comm()
-
-
-@contextmanager
-def on_comm_stream() -> Iterator[None]:
-    """Launch a transfer: on the communication stream inside a lane, in place outside.
-
-    The compute stream does not wait here; `Transfer.wait` joins it. Inside a lane that is on the communication stream
-    already, it stays there.
-    """
-    lane = _current_lane()
-    if lane is None:
-        yield
-        return
-    was_on_comm = lane.on_comm
-    lane.enter_comm()
-    try:
-        yield
-    finally:
-        if not was_on_comm:
-            lane.leave_comm()

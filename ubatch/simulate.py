@@ -12,7 +12,8 @@ waits keeps the baton. All ranks are alike, so one rank stands for all.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from statistics import median
 
 from ubatch.errors import ConfigError
 from ubatch.ring import Ring
@@ -28,6 +29,7 @@ __all__ = [
     "Timeline",
     "Wait",
     "layer_program",
+    "median_programs",
     "programs_of",
     "simulate",
 ]
@@ -248,6 +250,37 @@ def programs_of(trace: Trace, step: int) -> list[list[Op]]:
         raise ConfigError(f"the trace has no lane events of step {step}; run an overlapped step under tracing().")
     lanes = 1 + max(event.lane for event in events)
     return [_program_of([event for event in events if event.lane == lane]) for lane in range(lanes)]
+
+
+def median_programs(samples: Sequence[Sequence[Sequence[Op]]]) -> list[list[Op]]:
+    """One program per lane with every time the median over several measurements of the same step.
+
+    A single measurement is no good for `simulate`: where compute and communication are balanced, any stage that was
+    slow by chance makes the ideal machine wait, and chance never makes up for it elsewhere.
+
+    Raises:
+        ConfigError: the samples are not of the same step: they differ in more than times.
+    """
+    if len({tuple(map(len, programs)) for programs in samples}) != 1:
+        raise ConfigError("the measured steps differ in their number of lanes or stages. Measure one and the same step.")
+    lanes = [list(zip(*programs, strict=True)) for programs in zip(*samples, strict=True)]
+    return [[_median_op(ops) for ops in lane] for lane in lanes]
+
+
+def _median_op(ops: Sequence[Op]) -> Op:
+    first = ops[0]
+    if isinstance(first, Compute | Launch):
+        times = [op.seconds for op in ops if isinstance(op, type(first))]
+        ops = [replace(op, seconds=0.0) if isinstance(op, Compute | Launch) else op for op in ops]
+        first = replace(first, seconds=median(times))
+        same = all(op == replace(first, seconds=0.0) for op in ops)
+    else:
+        same = all(op == first for op in ops)
+    if not same:
+        raise ConfigError(
+            f"the measured steps differ: {sorted(set(map(str, ops)))[:2]}. Measure one and the same step."
+        )
+    return first
 
 
 def _program_of(events: Sequence[Event]) -> list[Op]:

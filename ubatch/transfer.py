@@ -14,28 +14,16 @@ import functools
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, cast
+from typing import Generic, TypeVar, cast
 
-from ubatch.context import UBatchContext, current_lane
+from ubatch.connection import Connection, Work
+from ubatch.context import Launched, UBatchContext, current_lane
 from ubatch.trace import UNSPLIT, SpanKind, current_trace
 
-if TYPE_CHECKING:
-    from ubatch.connection import Connection
-
-__all__ = ["Transfer", "Work", "abandon_transfers"]
+__all__ = ["Transfer", "abandon_transfers"]
 
 T = TypeVar("T")
 U = TypeVar("U")
-
-
-class Work(Protocol):
-    """What a transport returns for an asynchronous operation (`torch.distributed.Work` is one)."""
-
-    def is_completed(self) -> bool:
-        """Whether it is over, well or badly."""
-
-    def wait(self, timeout: Any = ...) -> object:
-        """Block until it is over."""
 
 
 class Transfer(Generic[T]):
@@ -193,11 +181,11 @@ class Transfer(Generic[T]):
         return all(work.is_completed() for work in self._works)
 
 
-_abandoned: list[Transfer[Any]] = []
+_abandoned: list[Launched] = []
 _abandoned_lock = threading.Lock()
 
 
-def abandon_transfers(transfers: Sequence[Transfer[Any]]) -> None:
+def abandon_transfers(transfers: Sequence[Launched]) -> None:
     """Keep transfers of a failed lane, and so their buffers, until the transport is done with them."""
     with _abandoned_lock:
         _abandoned[:] = [transfer for transfer in (*_abandoned, *transfers) if not transfer.over]

@@ -12,7 +12,7 @@ whose bandwidth is set so that communication takes a chosen share of compute. Ar
 and reckoned by the link: communication only. A step's time is that of its slowest rank.
 
     efficiency           max(split compute, communication) / T
-    schedule_efficiency  time of this schedule on an ideal machine, from the measured stage times / T
+    schedule_efficiency  time of this schedule on an ideal machine, from the medians of the measured stage times / T
     hidden               (split compute + communication - T) / min(split compute, communication)
     speedup              best serial arm / T
 """
@@ -48,7 +48,7 @@ from serving.bench.statistics import Interval, bootstrap, environment, interleav
 from serving.ranks import run_ranks
 from ubatch import CommGroup, UBatchConfig, UBatchError, UBatchWrapper, set_forward_context, tracing
 from ubatch.schedule import KNOWN_POINTS
-from ubatch.simulate import programs_of, simulate
+from ubatch.simulate import Op, median_programs, programs_of, simulate
 
 __all__ = ["LaneResult", "Options", "OverlapResult", "Setting", "measure_overlap", "run"]
 
@@ -218,8 +218,7 @@ def measure_overlap(setting: Setting, *, lanes: Sequence[int], ratio: float, blo
     _check_equal(setting, lanes)
 
     cpu: dict[int, list[float]] = {n: [] for n in lanes}
-    schedules = {n: setting.wrapper(n, overlapped=True).ubatch_config.resolved_schedule() for n in lanes}
-    ideal: dict[int, list[float]] = {n: [] for n in lanes}
+    programs: dict[int, list[list[list[Op]]]] = {n: [] for n in lanes}
     carried: dict[int, list[float]] = {n: [] for n in lanes}
 
     def timed(body: Callable[[], object]) -> float:
@@ -242,7 +241,7 @@ def measure_overlap(setting: Setting, *, lanes: Sequence[int], ratio: float, blo
             wall = timed(lambda: setting.step(n, overlapped=False))
             cpu[n].append((time.process_time() - start) * 1e3)
         carried[n].append(link.statistics().busy_s * 1e3)
-        ideal[n].append(simulate(programs_of(trace, trace.step), schedules[n]).seconds * 1e3)
+        programs[n].append(programs_of(trace, trace.step))
         return wall
 
     arms: dict[str, Callable[[], float]] = {
@@ -255,12 +254,10 @@ def measure_overlap(setting: Setting, *, lanes: Sequence[int], ratio: float, blo
     show = dist.get_rank() == 0
     walls = interleave_arms(arms, blocks, label=f"communication {ratio:g}x compute", show=show)
     for n in lanes:
-        for name, values in (
-            ("split_compute", cpu),
-            ("ideal", ideal),
-            ("communication", carried),
-        ):
-            walls[f"{name}_{n}"] = _block_means(values[n], blocks)
+        walls[f"split_compute_{n}"] = _block_means(cpu[n], blocks)
+        walls[f"communication_{n}"] = _block_means(carried[n], blocks)
+        schedule = setting.wrapper(n, overlapped=True).ubatch_config.resolved_schedule()
+        walls[f"ideal_{n}"] = [simulate(median_programs(programs[n]), schedule).seconds * 1e3] * blocks
     slowest = _slowest(walls)
     results = {n: _lane_result(slowest, n, lanes) for n in lanes}
     return OverlapResult(ratio, bandwidth, link.latency_s, slowest, results)
