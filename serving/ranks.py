@@ -7,12 +7,15 @@ them. Otherwise the ranks are spawned here, and the first that fails ends the ot
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import sys
-import time
+import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
+from multiprocessing.connection import wait
 from typing import Any
 
 import torch
@@ -46,37 +49,59 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any) -> Any:
             raise ConfigError(f"{world_size} ranks asked for, but the launcher started {launched}. Make them agree.")
         return _run_rank(fn, int(os.environ["RANK"]), world_size, args)
     context = mp.get_context("spawn")
-    results: Any = context.SimpleQueue()
     port = _free_port()
-    ranks = [
-        context.Process(target=_spawned, args=(fn, rank, world_size, port, results, args), daemon=True)
-        for rank in range(world_size)
-    ]
-    for process in ranks:
-        process.start()
-    result: Any = None
-    ended: set[int] = set()
-    try:
-        while len(ended) < world_size:
-            while not results.empty():
-                rank, value, error = results.get()
-                ended.add(rank)
-                if error is not None:
-                    raise RankFailed(f"rank {rank} failed:\n{error}")
-                if rank == 0:
-                    result = value
-            for rank, process in enumerate(ranks):
-                if rank not in ended and not process.is_alive() and results.empty():
-                    raise RankFailed(f"rank {rank} died with exit status {process.exitcode}.")
-            time.sleep(0.02)
-        for process in ranks:
-            process.join()
-    finally:
-        for process in ranks:
-            if process.is_alive():
-                process.kill()
+    readers, ranks = [], []
+    with _terminated_as_exit():
+        try:
+            for rank in range(world_size):
+                reader, writer = context.Pipe(duplex=False)
+                process = context.Process(target=_spawned, args=(fn, rank, world_size, port, writer, args), daemon=True)
+                process.start()
+                writer.close()  # the rank holds the other copy; when it dies, the reader ends
+                readers.append(reader)
+                ranks.append(process)
+            result = _collect(readers, ranks)
+            for process in ranks:
                 process.join()
+            return result
+        finally:
+            for process in ranks:
+                if process.is_alive():
+                    process.kill()
+                    process.join()
+
+
+def _collect(readers: Sequence[Any], ranks: Sequence[Any]) -> Any:
+    """Rank 0's result, once every rank has reported. Sleeps meanwhile: the ranks need the cores."""
+    result: Any = None
+    waiting = dict(zip(readers, range(len(readers)), strict=True))
+    while waiting:
+        ready: list[Any] = wait(list(waiting))
+        for reader in ready:
+            rank = waiting.pop(reader)
+            try:
+                value, error = reader.recv()
+            except EOFError:
+                ranks[rank].join()
+                raise RankFailed(f"rank {rank} died with exit status {ranks[rank].exitcode}.") from None
+            if error is not None:
+                raise RankFailed(f"rank {rank} failed:\n{error}")
+            if rank == 0:
+                result = value
     return result
+
+
+@contextmanager
+def _terminated_as_exit() -> Iterator[None]:
+    """Let SIGTERM unwind like an exit does, so that the ranks are ended too."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    previous = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
 
 
 def pin_rank(local_rank: int, local_size: int) -> int | None:
@@ -92,14 +117,14 @@ def pin_rank(local_rank: int, local_size: int) -> int | None:
     return core
 
 
-def _spawned(fn: Callable[..., Any], rank: int, world_size: int, port: int, results: Any, args: Any) -> None:
+def _spawned(fn: Callable[..., Any], rank: int, world_size: int, port: int, writer: Any, args: Any) -> None:
     os.environ.update(
         MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size)
     )
     try:
-        results.put((rank, _run_rank(fn, rank, world_size, args), None))
+        writer.send((_run_rank(fn, rank, world_size, args), None))
     except BaseException:
-        results.put((rank, None, traceback.format_exc()))
+        writer.send((None, traceback.format_exc()))
         sys.exit(1)
 
 

@@ -609,8 +609,9 @@ def test_ctrl_c_while_a_lane_hangs(which: int, monkeypatch: pytest.MonkeyPatch) 
             timer.join()
             assert time.monotonic() - start < 3
             assert usable(pool)
+            assert within(5, lambda: len(lane_threads()) == 3 + 1), "those parked behind the hung lane have ended"
+            assert not unwound.is_set()
         assert unwound.wait(5)
-        # Those that were parked behind the hung lane end as well.
         assert within(5, lambda: len(lane_threads()) == 3)
 
 

@@ -262,7 +262,9 @@ def median_programs(samples: Sequence[Sequence[Sequence[Op]]]) -> list[list[Op]]
         ConfigError: the samples are not of the same step: they differ in more than times.
     """
     if len({tuple(map(len, programs)) for programs in samples}) != 1:
-        raise ConfigError("the measured steps differ in their number of lanes or stages. Measure one and the same step.")
+        raise ConfigError(
+            "the measured steps differ in their number of lanes or stages. Measure one and the same step."
+        )
     lanes = [list(zip(*programs, strict=True)) for programs in zip(*samples, strict=True)]
     return [[_median_op(ops) for ops in lane] for lane in lanes]
 
