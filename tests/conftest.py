@@ -10,6 +10,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import random
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -20,6 +21,7 @@ import torch
 from hypothesis import settings
 from tqdm import tqdm
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where a shell started us in the background
 torch.set_num_threads(1)
 tqdm.monitor_interval = 0  # no thread of its own
 

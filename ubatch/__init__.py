@@ -13,16 +13,18 @@ Wrapping a module needs nothing but torch:
 
     model = UBatchWrapper(model, UBatchConfig(group=CommGroup.from_process_group()))
 
-One line per file:
+One line per group of files:
 
-    ring, schedule, simulate      the rules, as data and pure functions
-    wakeup, baton, workers        who runs: the primitive, the invariant, the threads
-    context, dbo                  what a lane is, and what model code calls in it
-    streams, transfer             what it launches, and where
-    vote, connection, group, collectives   what ranks agree on and exchange, and what they see when one fails
-    split, arguments, caches      what is cut, and how it is put together
-    config, wrapper               what a user sees
+    ring, schedule, simulate          the rules, as data and pure functions
+    wakeup, baton, workers            who runs: the primitive, the invariant, the threads
+    context, dbo, ambient             what a lane is, what model code calls in it, what it takes from the caller
+    streams, transfer, collectives    where and what it launches
+    vote, connection, group           what ranks agree on, and what they see when one fails
+    split, arguments, caches          what is cut
+    outputs, containers               how it is put together again
+    config, planner, wrapper, facade  what a user sees, and whether a call overlaps
     trace, trace_export, trace_html   what happened
+    forward_context, registry, errors what the rest shares
 """
 
 from ubatch.arguments import CannotSplit
