@@ -95,10 +95,14 @@ class Baton:
             if following == lane:
                 return False
             self.handoffs += 1
-        self._wake[following].set()
+        woken = False
         try:
+            self._wake[following].set()
+            woken = True
             self._wake[lane].wait()
-        except BaseException:
+        except BaseException:  # Ctrl-C, where the main thread runs a lane
+            if not woken:
+                self._wake[following].set()
             self._interrupted(lane)
             raise
         if self.aborted_by is not None or ring.holder != lane:
