@@ -253,7 +253,7 @@ def programs_of(trace: Trace, step: int) -> list[list[Op]]:
 
 
 def median_programs(samples: Sequence[Sequence[Sequence[Op]]]) -> list[list[Op]]:
-    """One program per lane with every time the median over several measurements of the same step.
+    """One program per lane with every time the median over several measurements of the same step, and so is their sum.
 
     A single measurement is no good for `simulate`: where compute and communication are balanced, any stage that was
     slow by chance makes the ideal machine wait, and chance never makes up for it elsewhere.
@@ -266,7 +266,16 @@ def median_programs(samples: Sequence[Sequence[Sequence[Op]]]) -> list[list[Op]]
             "the measured steps differ in their number of lanes or stages. Measure one and the same step."
         )
     lanes = [list(zip(*programs, strict=True)) for programs in zip(*samples, strict=True)]
-    return [[_median_op(ops) for ops in lane] for lane in lanes]
+    programs = [[_median_op(ops) for ops in lane] for lane in lanes]
+    total = median(map(_compute_s, samples))  # medians of skewed times add up to less than the median of their sum
+    scale = total / _compute_s(programs) if total else 1.0
+    return [
+        [replace(op, seconds=op.seconds * scale) if isinstance(op, Compute) else op for op in lane] for lane in programs
+    ]
+
+
+def _compute_s(programs: Sequence[Sequence[Op]]) -> float:
+    return sum(op.seconds for program in programs for op in program if isinstance(op, Compute))
 
 
 def _median_op(ops: Sequence[Op]) -> Op:

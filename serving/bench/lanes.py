@@ -17,6 +17,7 @@ import tyro
 from pydantic import BaseModel, Field
 from torch import Tensor, nn
 
+from model_runner import keep_freed_memory
 from moe import FusedMoEModularKernel, SoftmaxTopKRouter, make_all2all, make_experts
 from serving.bench.statistics import bootstrap, environment, interleave_arms, paired, write_json
 from serving.ranks import pin_rank
@@ -68,6 +69,7 @@ def run(options: Options) -> int:
     device = torch.device(options.device)
     if device.type == "cpu":
         pin_rank(0, 1)
+        keep_freed_memory()  # as the model runner does; else every tensor is faulted in anew
     torch.manual_seed(0)
     model = nn.Sequential(*(_MoELayer(options) for _ in range(options.layers))).to(device)
     wrapper = UBatchWrapper(model, UBatchConfig(dbo_prefill_token_threshold=2, require_overlap=True))
