@@ -76,6 +76,8 @@ from ubatch.ring import Ring, interleave
 from ubatch.schedule import SCHEDULES, Point, Recv, Schedule, SharedExpert, get_schedule
 from ubatch.split import UBatchSlice, split_balanced, split_fixed, split_requests, split_two_chunk
 from ubatch.trace import Span, SpanKind, Trace, current_trace, tracing
+from ubatch.trace_export import TraceSummary, summarise, write_chrome
+from ubatch.trace_html import write_html
 from ubatch.transfer import Transfer
 from ubatch.vote import Decision, DeclineReason, Offer, Wish, decide, fingerprint
 from ubatch.wakeup import Gate
@@ -112,6 +114,7 @@ __all__ = [
     "SpanKind",
     "SplitError",
     "Trace",
+    "TraceSummary",
     "Transfer",
     "TransferTimeout",
     "UBatchConfig",
@@ -156,5 +159,8 @@ __all__ = [
     "split_fixed",
     "split_requests",
     "split_two_chunk",
+    "summarise",
     "tracing",
+    "write_chrome",
+    "write_html",
 ]
