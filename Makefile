@@ -26,7 +26,7 @@ export TRITON_CACHE_DIR := $(CURDIR)/.cache/triton
 export TORCHINDUCTOR_CACHE_DIR := $(CURDIR)/.cache/inductor
 export FLASHINFER_WORKSPACE_BASE := $(CURDIR)/.cache
 
-.PHONY: help setup setup-gpu demo test lint bench test-gpu bench-gpu clean
+.PHONY: help setup setup-test setup-gpu demo test lint bench test-gpu bench-gpu clean
 
 help: ## this list
 	@grep --extended-regexp '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -42,6 +42,14 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --constraint constraints.txt --no-build-isolation --editable '.[test,dev]'
 	@touch $@
 
+setup-test: $(VENV)/.installed-test
+
+# GPU kernels that the tests interpret (Triton) or only look at (flashinfer's signatures). Without their dependencies,
+# which are gigabytes of CUDA; and not where a CUDA build of torch has brought its own.
+$(VENV)/.installed-test: $(VENV)/.installed constraints-test.txt
+	$(BIN)/python -c "import triton" 2>/dev/null || $(BIN)/python -m pip install --no-deps --requirement constraints-test.txt
+	@touch $@
+
 setup-gpu: $(VENV)/.installed-gpu
 
 $(VENV)/.installed-gpu: $(VENV)/.installed
@@ -51,7 +59,7 @@ $(VENV)/.installed-gpu: $(VENV)/.installed
 demo: setup ## two expert-parallel ranks generate text, with and without overlap; writes demo/trace.html
 	$(BIN)/python examples/demo.py --out demo
 
-test: setup ## the tests
+test: setup-test ## the tests
 	$(BIN)/python -m pytest
 
 lint: setup ## ruff, mypy, and the floors (import-linter)
@@ -63,7 +71,9 @@ lint: setup ## ruff, mypy, and the floors (import-linter)
 bench: setup ## the CPU benchmarks; writes benchmarks/results/*.json
 	$(BIN)/ubatch bench handoff --json $(RESULTS)/handoff.json
 	$(BIN)/ubatch bench lanes --json $(RESULTS)/lanes.json
-	$(BIN)/ubatch bench overlap --json $(RESULTS)/overlap.json
+	$(BIN)/ubatch bench overlap --ratios 1 --json $(RESULTS)/overlap.json
+	$(BIN)/ubatch bench overlap --ratios 0.25 0.5 2 4 --lanes 2 --json $(RESULTS)/overlap-ratios.json
+	$(BIN)/ubatch bench attention --json $(RESULTS)/attention.json
 
 test-gpu: ## the tests that need a GPU, with this machine's own torch if it is a CUDA build
 	@test -n "$(GPU_TESTS)" || { echo "No test is marked gpu." >&2; exit 1; }

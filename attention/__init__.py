@@ -1,37 +1,84 @@
 """Floor 2: attention over a paged KV cache, and what a step must say about its batch.
 
-metadata    one description of a batch for all back ends, and its split into lanes
-kv_cache    the blocks: memory, allocation, and which request has which
-backends    one interface, one plan per step and lane
-reference   the slow, obvious oracle
+modes        the forward modes, as one table
+metadata     one description of a batch for all back ends, and its split into lanes
+spec_verify  what a batch of drafts knows beside, and its split
+kv_cache     the pools: keys and values, or latents
+kv_tables    which blocks are free, and which request has which
+kv_order     which requests read what others of the same batch write, and so must not run before them
+backends     one interface, one plan per step and lane
+kernels      Triton kernels of the `triton` back end
+graph_buffers  a batch's tensors at fixed addresses, for captured CUDA graphs
+lanes        back ends and plans of a whole batch and of its lanes
+reference    the slow, obvious oracle
 """
 
 from attention.backends import (
     AttentionBackend,
     AttentionPlan,
     AttentionShape,
+    BackendTraits,
+    GraphLimits,
+    MLAInputs,
+    MLAPlan,
+    MLAShape,
+    RopeTable,
     attention_backends,
     make_attention_backend,
     register_attention_backend,
+    resolve_attention_backend,
 )
-from attention.kv_cache import BlockAllocator, BlockTable, KVCacheError, KVCacheExhausted, KVCacheSpec, PagedKVCache
+from attention.kv_cache import (
+    CacheSpec,
+    KVCacheError,
+    KVCacheExhausted,
+    KVCacheSpec,
+    MLACacheSpec,
+    MLAKVCache,
+    PagedKVCache,
+    make_kv_cache,
+)
+from attention.kv_order import reads_of_later_writes
+from attention.kv_tables import BlockAllocator, RequestToTokenTable
+from attention.lanes import UBatchAttention
 from attention.metadata import CommonAttentionMetadata, split_attn_metadata
-from attention.reference import reference_attention
+from attention.modes import MODES, Kernel, ModeTraits, SplitKind
+from attention.reference import reference_attention, reference_mla
+from attention.spec_verify import SpecVerifyInput
 
 __all__ = [
+    "MODES",
     "AttentionBackend",
     "AttentionPlan",
     "AttentionShape",
+    "BackendTraits",
     "BlockAllocator",
-    "BlockTable",
+    "CacheSpec",
     "CommonAttentionMetadata",
+    "GraphLimits",
     "KVCacheError",
     "KVCacheExhausted",
     "KVCacheSpec",
+    "Kernel",
+    "MLACacheSpec",
+    "MLAInputs",
+    "MLAKVCache",
+    "MLAPlan",
+    "MLAShape",
+    "ModeTraits",
     "PagedKVCache",
+    "RequestToTokenTable",
+    "RopeTable",
+    "SpecVerifyInput",
+    "SplitKind",
+    "UBatchAttention",
     "attention_backends",
     "make_attention_backend",
+    "make_kv_cache",
+    "reads_of_later_writes",
     "reference_attention",
+    "reference_mla",
     "register_attention_backend",
+    "resolve_attention_backend",
     "split_attn_metadata",
 ]

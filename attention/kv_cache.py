@@ -1,25 +1,37 @@
-"""Paged keys and values for multi-head and grouped-query attention.
+"""The memory of attention: pools of blocks (pages), written by slot and read by block.
 
-Three things that know little of each other:
+    PagedKVCache   keys and values of multi-head and grouped-query attention
+    MLAKVCache     what multi-head latent attention keeps of a token: its latent and its rotated key part
 
-    PagedKVCache     the memory: per layer a pool of blocks, written by slot (`block * block_size + offset`)
-    BlockAllocator   which blocks are free
-    BlockTable       which blocks a request has, in order: the request-to-token table
-
-A prefix cache sits between the last two: it keeps blocks allocated after a request has left its row.
+A slot is `block * block_size + offset`. Both pools may store fp8: numbers are divided by a static scale per layer and
+kept as bytes, so that every torch operation that moves data works on them.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from ubatch import ConfigError, UBatchError
 
-__all__ = ["BlockAllocator", "BlockTable", "KVCacheError", "KVCacheExhausted", "KVCacheSpec", "PagedKVCache"]
+__all__ = [
+    "CacheSpec",
+    "KVCacheError",
+    "KVCacheExhausted",
+    "KVCacheSpec",
+    "MLACacheSpec",
+    "MLAKVCache",
+    "PagedKVCache",
+    "TokenPool",
+    "make_kv_cache",
+]
+
+FP8 = torch.float8_e4m3fn
+_FP8_MAX = torch.finfo(FP8).max
 
 
 class KVCacheExhausted(UBatchError):
@@ -31,33 +43,40 @@ class KVCacheError(UBatchError):
 
 
 @dataclass(frozen=True)
-class KVCacheSpec:
-    """The shape of a KV cache.
+class CacheSpec(ABC):
+    """What every KV cache has.
 
     Attributes:
         num_layers: layers with attention.
-        num_kv_heads: key/value heads per layer on this rank.
-        head_dim: numbers per head.
-        block_size: tokens per block.
-        dtype: of the stored keys and values.
+        block_size: tokens per block (page).
+        dtype: what attention computes in, and what is stored unless
+        fp8: store one byte a number (float8_e4m3fn), scaled.
     """
 
     num_layers: int
-    num_kv_heads: int
-    head_dim: int
-    block_size: int = 16
-    dtype: torch.dtype = torch.float32
+    block_size: int = field(default=16, kw_only=True)
+    dtype: torch.dtype = field(default=torch.float32, kw_only=True)
+    fp8: bool = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
-        for name in ("num_layers", "num_kv_heads", "head_dim", "block_size"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"KV cache: {name} must be at least 1, not {getattr(self, name)}.")
+        for name, value in (("num_layers", self.num_layers), ("block_size", self.block_size)):
+            if value < 1:
+                raise ConfigError(f"KV cache: {name} must be at least 1, not {value}.")
+
+    @property
+    @abstractmethod
+    def numbers_per_token(self) -> int:
+        """Numbers that one layer keeps of one token."""
+
+    @property
+    def storage_dtype(self) -> torch.dtype:
+        """Of the pools: bytes for fp8."""
+        return torch.uint8 if self.fp8 else self.dtype
 
     @property
     def bytes_per_block(self) -> int:
-        """Bytes of one block over all layers, keys and values."""
-        numbers = 2 * self.num_layers * self.block_size * self.num_kv_heads * self.head_dim
-        return numbers * torch.empty((), dtype=self.dtype).element_size()
+        """Bytes of one block over all layers."""
+        return self.num_layers * self.block_size * self.numbers_per_token * self.storage_dtype.itemsize
 
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that `num_tokens` tokens of one request take."""
@@ -77,50 +96,163 @@ class KVCacheSpec:
         return blocks
 
 
-class PagedKVCache:
-    """The memory: one pool of keys and one of values per layer, `[num_blocks, block_size, num_kv_heads, head_dim]`.
+@dataclass(frozen=True)
+class KVCacheSpec(CacheSpec):
+    """The shape of a cache of keys and values.
+
+    Attributes:
+        num_kv_heads: key/value heads per layer on this rank.
+        head_dim: numbers per head.
+    """
+
+    num_kv_heads: int
+    head_dim: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name, value in (("num_kv_heads", self.num_kv_heads), ("head_dim", self.head_dim)):
+            if value < 1:
+                raise ConfigError(f"KV cache: {name} must be at least 1, not {value}.")
+
+    @property
+    def numbers_per_token(self) -> int:
+        """Keys and values of all heads."""
+        return 2 * self.num_kv_heads * self.head_dim
+
+
+@dataclass(frozen=True)
+class MLACacheSpec(CacheSpec):
+    """The shape of a cache of latents. It has no heads: one row serves all of them.
+
+    Attributes:
+        kv_lora_rank: numbers of the compressed key and value.
+        qk_rope_head_dim: numbers of the key part that carries the position.
+    """
+
+    kv_lora_rank: int
+    qk_rope_head_dim: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name, value in (("kv_lora_rank", self.kv_lora_rank), ("qk_rope_head_dim", self.qk_rope_head_dim)):
+            if value < 1:
+                raise ConfigError(f"KV cache: {name} must be at least 1, not {value}.")
+
+    @property
+    def numbers_per_token(self) -> int:
+        """Latent and rotated part, one row for all heads."""
+        return self.kv_lora_rank + self.qk_rope_head_dim
+
+
+class TokenPool:
+    """One pool of rows per layer: `[num_blocks, block_size, *row]`.
 
     One more block than asked for is allocated and hidden: padding is written there. So a write has a fixed shape and
     never asks the device which tokens are padding. All blocks start at zero and stay finite, because attention reads
     masked positions too and 0 * nan is nan.
+
+    Args:
+        spec: layers, block size, dtype, fp8 or not.
+        num_blocks: blocks to give out.
+        row: shape of what is kept of a token.
+        device: where.
     """
 
-    def __init__(self, spec: KVCacheSpec, num_blocks: int, device: torch.device | str = "cpu") -> None:
+    def __init__(self, spec: CacheSpec, num_blocks: int, row: Sequence[int], device: torch.device | str) -> None:
         if num_blocks < 1:
             raise ConfigError(f"KV cache: num_blocks must be at least 1, not {num_blocks}.")
-        self.spec = spec
+        shape = (spec.num_layers, num_blocks + 1, spec.block_size, *row)
+        self.memory = torch.zeros(shape, dtype=spec.storage_dtype, device=device)
+        self.fp8 = spec.fp8
+        self.dtype = spec.dtype
+        self.scales = [1.0] * spec.num_layers
+        self._slots = tuple(self.memory.view(spec.num_layers, -1, *row).unbind())
+        self._blocks = tuple(self.memory[:, :num_blocks].unbind())
+
+    def blocks(self, layer: int) -> Tensor:
+        """The layer's pool without the hidden block, as it is stored (fp8 as bytes), a view."""
+        return self._blocks[layer]
+
+    def write(self, layer: int, rows: Tensor, slots: Tensor) -> None:
+        """Store `rows` `[T, *row]` at `slots` `[T]`, quantised if the pool is fp8."""
+        if self.fp8:
+            rows = quantize_fp8(rows, self.scales[layer])
+        self._slots[layer].index_copy_(0, slots, rows)
+
+    def decode(self, stored: Tensor, layer: int) -> Tensor:
+        """What was read from `blocks(layer)`, as numbers of the compute dtype; itself if the pool is not fp8."""
+        if not self.fp8:
+            return stored
+        return stored.view(FP8).to(self.dtype).mul_(self.scales[layer])
+
+
+def quantize_fp8(x: Tensor, scale: float) -> Tensor:
+    """`x / scale` as float8_e4m3fn, saturated at its largest number, as bytes of the same shape."""
+    return (x / scale).clamp(-_FP8_MAX, _FP8_MAX).to(FP8).view(torch.uint8)
+
+
+class _Cache:
+    """What both caches share. A subclass lists its pools."""
+
+    spec: CacheSpec
+    num_blocks: int
+
+    def __init__(self, num_blocks: int, pools: Sequence[TokenPool]) -> None:
         self.num_blocks = num_blocks
-        shape = (spec.num_layers, num_blocks + 1, spec.block_size, spec.num_kv_heads, spec.head_dim)
-        self._k = torch.zeros(shape, dtype=spec.dtype, device=device)
-        self._v = torch.zeros(shape, dtype=spec.dtype, device=device)
-        slots = (spec.num_layers, -1, spec.num_kv_heads, spec.head_dim)
-        self._k_slots = tuple(self._k.view(slots).unbind())
-        self._v_slots = tuple(self._v.view(slots).unbind())
-        self._k_blocks = tuple(self._k[:, :num_blocks].unbind())
-        self._v_blocks = tuple(self._v[:, :num_blocks].unbind())
+        self._pools = tuple(pools)
 
     @property
     def device(self) -> torch.device:
         """Where the pools are."""
-        return self._k.device
+        return self._pools[0].memory.device
 
     @property
     def nbytes(self) -> int:
-        """Bytes of both pools, the hidden block included."""
-        return self._k.nbytes + self._v.nbytes
-
-    def keys(self, layer: int) -> Tensor:
-        """The layer's keys, `[num_blocks, block_size, num_kv_heads, head_dim]`, a view."""
-        return self._k_blocks[layer]
-
-    def values(self, layer: int) -> Tensor:
-        """The layer's values, `[num_blocks, block_size, num_kv_heads, head_dim]`, a view."""
-        return self._v_blocks[layer]
+        """Bytes of all pools, the hidden block included."""
+        return sum(pool.memory.nbytes for pool in self._pools)
 
     def write_slots(self, slot_mapping: Tensor) -> Tensor:
         """The slots to give to `write`, `[T]` int64: padding (-1) is sent to the hidden block. Once per step."""
-        hidden = self.num_blocks * self.spec.block_size
-        return torch.where(slot_mapping < 0, hidden, slot_mapping)
+        return torch.where(slot_mapping < 0, self.hidden_slot, slot_mapping)
+
+    @property
+    def hidden_slot(self) -> int:
+        """Where padding is written: the first slot of the hidden block."""
+        return self.num_blocks * self.spec.block_size
+
+
+class PagedKVCache(_Cache):
+    """Keys and values, each `[num_blocks, block_size, num_kv_heads, head_dim]` per layer."""
+
+    spec: KVCacheSpec
+
+    def __init__(self, spec: KVCacheSpec, num_blocks: int, device: torch.device | str = "cpu") -> None:
+        self.spec = spec
+        row = (spec.num_kv_heads, spec.head_dim)
+        self.key_pool = TokenPool(spec, num_blocks, row, device)
+        self.value_pool = TokenPool(spec, num_blocks, row, device)
+        super().__init__(num_blocks, (self.key_pool, self.value_pool))
+
+    def set_scales(self, layer: int, k_scale: float, v_scale: float) -> None:
+        """The static scales of an fp8 cache's layer, as a checkpoint gives them: stored = number / scale.
+
+        Raises:
+            ConfigError: the cache is not fp8, or a scale is not positive.
+        """
+        _check_scales(self.spec, k_scale, v_scale)
+        self.key_pool.scales[layer], self.value_pool.scales[layer] = k_scale, v_scale
+
+    def scales(self, layer: int) -> tuple[float, float]:
+        """The scales of the layer's keys and values; 1 unless it is fp8."""
+        return self.key_pool.scales[layer], self.value_pool.scales[layer]
+
+    def keys(self, layer: int) -> Tensor:
+        """The layer's keys, `[num_blocks, block_size, num_kv_heads, head_dim]`, a view; fp8 as bytes."""
+        return self.key_pool.blocks(layer)
+
+    def values(self, layer: int) -> Tensor:
+        """The layer's values, `[num_blocks, block_size, num_kv_heads, head_dim]`, a view; fp8 as bytes."""
+        return self.value_pool.blocks(layer)
 
     def write(self, layer: int, k: Tensor, v: Tensor, slots: Tensor) -> None:
         """Store new keys and values.
@@ -131,148 +263,60 @@ class PagedKVCache:
             v: the same shape.
             slots: `[T]` int64 from `write_slots`; each real slot at most once.
         """
-        self._k_slots[layer].index_copy_(0, slots, k)
-        self._v_slots[layer].index_copy_(0, slots, v)
+        self.key_pool.write(layer, k, slots)
+        self.value_pool.write(layer, v, slots)
 
 
-class BlockAllocator:
-    """Which of `num_blocks` blocks are free. Blocks come back in any order; the last freed is given out first."""
+class MLAKVCache(_Cache):
+    """Latent and rotated key part side by side, `[num_blocks, block_size, kv_lora_rank + qk_rope_head_dim]` per layer.
 
-    def __init__(self, num_blocks: int) -> None:
-        if num_blocks < 1:
-            raise ConfigError(f"KV cache: num_blocks must be at least 1, not {num_blocks}.")
-        self.num_blocks = num_blocks
-        self._free = list(range(num_blocks - 1, -1, -1))
-        self._used: set[int] = set()
-
-    @property
-    def num_free(self) -> int:
-        """Blocks that can be allocated now."""
-        return len(self._free)
-
-    @property
-    def num_used(self) -> int:
-        """Blocks that somebody holds."""
-        return len(self._used)
-
-    def allocate(self, count: int) -> list[int]:
-        """Take `count` blocks.
-
-        Raises:
-            KVCacheExhausted: fewer are free; none is taken then.
-        """
-        if count > len(self._free):
-            raise KVCacheExhausted(
-                f"{count} KV blocks needed, {len(self._free)} of {self.num_blocks} free; give the cache more blocks "
-                f"(num_kv_blocks or kv_cache_memory), or run fewer or shorter requests at once."
-            )
-        if count <= 0:
-            return []
-        taken = self._free[-count:][::-1]
-        del self._free[-count:]
-        self._used.update(taken)
-        return taken
-
-    def free(self, blocks: Sequence[int]) -> None:
-        """Give blocks back.
-
-        Raises:
-            KVCacheError: one of them is not in use, or is named twice; none is freed then.
-        """
-        given = set(blocks)
-        stray = sorted(given - self._used)
-        if stray or len(given) != len(blocks):
-            what = f"block {stray[0]} is not in use" if stray else f"a block is named twice in {list(blocks)}"
-            raise KVCacheError(f"cannot free KV blocks: {what}.")
-        self._used -= given
-        self._free.extend(reversed(blocks))
-
-    def check(self, *, idle: bool = False) -> None:
-        """The conservation law: free + used == total, and no block is both.
-
-        Args:
-            idle: also require that nothing is in use.
-
-        Raises:
-            KVCacheError: it does not hold.
-        """
-        free = set(self._free)
-        if len(free) != len(self._free) or free & self._used or len(free) + len(self._used) != self.num_blocks:
-            raise KVCacheError(
-                f"KV blocks are not conserved: {len(self._free)} free ({len(free)} distinct) + {len(self._used)} used, "
-                f"{len(free & self._used)} both, != {self.num_blocks}."
-            )
-        if idle and self._used:
-            raise KVCacheError(f"{len(self._used)} KV blocks are still in use although nothing runs.")
-
-
-class BlockTable:
-    """Which blocks each running request has: rows of a `[max_num_reqs, max_blocks]` int32 table on the host.
-
-    A row is a request's for as long as it runs. Entries past its blocks are 0, a block that exists.
+    Source: DeepSeek-V2 (2024), section 2.1.
     """
 
-    def __init__(self, max_num_reqs: int, max_blocks: int) -> None:
-        if max_num_reqs < 1 or max_blocks < 1:
-            raise ConfigError(f"block table: {max_num_reqs} rows of {max_blocks} blocks; both must be at least 1.")
-        self.max_blocks = max_blocks
-        self._table = torch.zeros(max_num_reqs, max_blocks, dtype=torch.int32)
-        self._blocks: dict[int, list[int]] = {}
-        self._free_rows = list(range(max_num_reqs - 1, -1, -1))
+    spec: MLACacheSpec
 
-    @property
-    def num_free_rows(self) -> int:
-        """Requests that can still be added."""
-        return len(self._free_rows)
+    def __init__(self, spec: MLACacheSpec, num_blocks: int, device: torch.device | str = "cpu") -> None:
+        self.spec = spec
+        self.pool = TokenPool(spec, num_blocks, (spec.numbers_per_token,), device)
+        super().__init__(num_blocks, (self.pool,))
 
-    def add_row(self) -> int:
-        """A row for a new request.
+    def set_scale(self, layer: int, scale: float) -> None:
+        """The static scale of an fp8 cache's layer; errors as `PagedKVCache.set_scales`."""
+        _check_scales(self.spec, scale)
+        self.pool.scales[layer] = scale
 
-        Raises:
-            KVCacheExhausted: every row is in use.
+    def scale(self, layer: int) -> float:
+        """The layer's scale; 1 unless it is fp8."""
+        return self.pool.scales[layer]
+
+    def rows(self, layer: int) -> Tensor:
+        """The layer's pool, `[num_blocks, block_size, kv_lora_rank + qk_rope_head_dim]`, a view; fp8 as bytes."""
+        return self.pool.blocks(layer)
+
+    def write(self, layer: int, latent: Tensor, k_rope: Tensor, slots: Tensor) -> None:
+        """Store new tokens.
+
+        Args:
+            layer: which layer.
+            latent: `[T, kv_lora_rank]`, normalised.
+            k_rope: `[T, qk_rope_head_dim]`, rotated.
+            slots: `[T]` int64 from `write_slots`; each real slot at most once.
         """
-        if not self._free_rows:
-            raise KVCacheExhausted(
-                f"all {self._table.shape[0]} rows of the block table are in use; run fewer requests at once."
-            )
-        row = self._free_rows.pop()
-        self._blocks[row] = []
-        return row
+        self.pool.write(layer, torch.cat((latent, k_rope), dim=-1), slots)
 
-    def append(self, row: int, blocks: Sequence[int]) -> None:
-        """Give a request more blocks.
 
-        Raises:
-            KVCacheError: the row is not in use.
-            KVCacheExhausted: the row is too short for them.
-        """
-        held = self._held(row)
-        if len(held) + len(blocks) > self.max_blocks:
-            raise KVCacheExhausted(
-                f"a request needs {len(held) + len(blocks)} KV blocks, its row holds at most {self.max_blocks}."
-            )
-        if blocks:
-            self._table[row, len(held) : len(held) + len(blocks)] = torch.tensor(blocks, dtype=torch.int32)
-            held.extend(blocks)
+def make_kv_cache(spec: CacheSpec, num_blocks: int, device: torch.device | str = "cpu") -> PagedKVCache | MLAKVCache:
+    """The cache of a spec."""
+    if isinstance(spec, MLACacheSpec):
+        return MLAKVCache(spec, num_blocks, device)
+    if isinstance(spec, KVCacheSpec):
+        return PagedKVCache(spec, num_blocks, device)
+    raise ConfigError(f"no KV cache is known for a {type(spec).__name__}.")
 
-    def blocks(self, row: int) -> tuple[int, ...]:
-        """The row's blocks, in token order."""
-        return tuple(self._held(row))
 
-    def remove_row(self, row: int) -> list[int]:
-        """Release a row; its blocks are the caller's to free or to keep."""
-        held = self._held(row)
-        del self._blocks[row]
-        self._table[row, : len(held)] = 0
-        self._free_rows.append(row)
-        return held
-
-    def gather(self, rows: Sequence[int]) -> Tensor:
-        """The table of a batch, `[len(rows), widest]` int32, a copy: rows may change while the step runs."""
-        widest = max((len(self._held(row)) for row in rows), default=0)
-        return self._table[:, :widest].index_select(0, torch.tensor(rows, dtype=torch.int64))
-
-    def _held(self, row: int) -> list[int]:
-        if row not in self._blocks:
-            raise KVCacheError(f"row {row} of the block table is not in use.")
-        return self._blocks[row]
+def _check_scales(spec: CacheSpec, *scales: float) -> None:
+    if not spec.fp8:
+        raise ConfigError(f"a KV cache of {spec.dtype} has no scales; only an fp8 cache has.")
+    for scale in scales:
+        if not 0 < scale < float("inf"):
+            raise ConfigError(f"a KV scale must be positive, not {scale}.")

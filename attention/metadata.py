@@ -22,7 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ubatch import SplitError, UBatchSlice
+from attention.spec_verify import SpecVerifyInput
+from ubatch import ConfigError, ForwardMode, SplitError, UBatchSlice
 
 __all__ = ["CommonAttentionMetadata", "split_attn_metadata"]
 
@@ -43,6 +44,8 @@ class CommonAttentionMetadata:
         num_actual_tokens: tokens without padding.
         max_query_len: most tokens of one request in this step; 0 for an empty batch.
         max_seq_len: longest of `seq_lens`; 0 for an empty batch.
+        mode: what the batch is; see `attention.modes`.
+        spec_verify: drafts and their tree, in a target-verify batch only.
     """
 
     query_start_loc: Tensor
@@ -55,10 +58,18 @@ class CommonAttentionMetadata:
     num_actual_tokens: int
     max_query_len: int
     max_seq_len: int
+    mode: ForwardMode = ForwardMode.PREFILL
+    spec_verify: SpecVerifyInput | None = None
 
     @classmethod
     def build(
-        cls, query_lens: Sequence[int], seq_lens: Sequence[int], block_table: Tensor, slot_mapping: Tensor
+        cls,
+        query_lens: Sequence[int],
+        seq_lens: Sequence[int],
+        block_table: Tensor,
+        slot_mapping: Tensor,
+        mode: ForwardMode = ForwardMode.PREFILL,
+        spec_verify: SpecVerifyInput | None = None,
     ) -> CommonAttentionMetadata:
         """Metadata from the lengths on the host; tensors land on `slot_mapping`'s device.
 
@@ -67,7 +78,22 @@ class CommonAttentionMetadata:
             seq_lens: each request's tokens in total, these included.
             block_table: `[R, max_blocks]` int32.
             slot_mapping: `[T]` int64.
+            mode: what the batch is.
+            spec_verify: of a target-verify batch.
+
+        Raises:
+            ConfigError: lengths, table and slots are not of one batch.
+            SplitError: `spec_verify` describes another batch.
         """
+        _check_sizes(query_lens, seq_lens, block_table, slot_mapping)
+        if spec_verify is not None:
+            drafts = spec_verify.num_draft_tokens
+            rows = [(drafts, prefix + drafts) for prefix in spec_verify.prefix_lens]
+            if list(zip(query_lens, seq_lens, strict=True))[: len(rows)] != rows or any(query_lens[len(rows) :]):
+                raise SplitError(
+                    f"spec_verify has {len(rows)} requests of {drafts} drafts behind prefixes of "
+                    f"{spec_verify.prefix_lens}; the batch has queries {list(query_lens)} of {list(seq_lens)} tokens."
+                )
         starts = (0, *accumulate(query_lens))
         device = slot_mapping.device
         return cls(
@@ -81,13 +107,35 @@ class CommonAttentionMetadata:
             num_actual_tokens=starts[-1],
             max_query_len=max(query_lens, default=0),
             max_seq_len=max(seq_lens, default=0),
+            mode=mode,
+            spec_verify=spec_verify,
         )
+
+    @property
+    def has_tree(self) -> bool:
+        """Whether the step verifies drafts that bring their own mask; a chain of drafts is causal."""
+        return self.spec_verify is not None and self.spec_verify.custom_mask is not None
 
     @property
     def query_lens_cpu(self) -> tuple[int, ...]:
         """Tokens of each request in this step, on the host."""
         starts = self.query_start_loc_cpu
         return tuple(stop - start for start, stop in pairwise(starts))
+
+
+def _check_sizes(query_lens: Sequence[int], seq_lens: Sequence[int], block_table: Tensor, slot_mapping: Tensor) -> None:
+    num_reqs, num_tokens = len(query_lens), sum(query_lens)
+    if len(seq_lens) != num_reqs or block_table.shape[0] != num_reqs or slot_mapping.shape[0] < num_tokens:
+        raise ConfigError(
+            f"{num_reqs} query lengths of {num_tokens} tokens need as many sequence lengths and rows of the block "
+            f"table, and a slot per token; there are {len(seq_lens)}, {block_table.shape[0]} and "
+            f"{slot_mapping.shape[0]}."
+        )
+    for request, (query, seq) in enumerate(zip(query_lens, seq_lens, strict=True)):
+        if not 0 <= query <= seq:
+            raise ConfigError(
+                f"request {request} has {query} new tokens of {seq} in all; seq_lens count those of this step, too."
+            )
 
 
 @dataclass(frozen=True)
@@ -100,6 +148,8 @@ class _Lane:
     seq_lens: tuple[int, ...]
     cut: int
     """tokens of the lane's last request that belong to later lanes"""
+    straddles: bool = False
+    """whether its first or last request is cut"""
 
     @property
     def num_tokens(self) -> int:
@@ -118,6 +168,8 @@ _RULES: dict[str, Callable[[CommonAttentionMetadata, _Lane], Any]] = {
     "num_actual_tokens": lambda whole, lane: lane.num_tokens,
     "max_query_len": lambda whole, lane: max(map(int.__sub__, lane.starts[1:], lane.starts), default=0),
     "max_seq_len": lambda whole, lane: max(lane.seq_lens, default=0),
+    "mode": lambda whole, lane: whole.mode if lane.num_tokens else ForwardMode.IDLE,
+    "spec_verify": lambda whole, lane: _lane_spec_verify(whole, lane),
 }
 
 
@@ -187,7 +239,7 @@ def _lane(index: int, piece: UBatchSlice, whole: CommonAttentionMetadata) -> _La
     cut = edges[-1] - stop
     if cut:
         seq_lens = (*seq_lens[:-1], seq_lens[-1] - cut)
-    return _Lane(requests, tokens, starts, seq_lens, cut)
+    return _Lane(requests, tokens, starts, seq_lens, cut, straddles=bool(cut) or start > edges[0])
 
 
 def _lane_starts(whole: CommonAttentionMetadata, lane: _Lane) -> Tensor:
@@ -205,3 +257,12 @@ def _lane_seq_lens(whole: CommonAttentionMetadata, lane: _Lane) -> Tensor:
         seq_lens = seq_lens.clone()
         seq_lens[-1] -= lane.cut
     return seq_lens
+
+
+def _lane_spec_verify(whole: CommonAttentionMetadata, lane: _Lane) -> SpecVerifyInput | None:
+    if whole.spec_verify is None or not lane.num_tokens:
+        return None
+    if lane.straddles:
+        raise SplitError("a verify batch cannot be cut inside a request: its tree would be torn. Cut between requests.")
+    last = min(lane.requests.stop, whole.spec_verify.num_reqs)  # requests behind it are padding
+    return whole.spec_verify.split(slice(lane.requests.start, last))

@@ -2,6 +2,7 @@
 
 weights, hf_config    a checkpoint's tensors and config, read lazily and checked
 models                families, one file each
+step_cost             what a token and an attended pair cost, for splits by cost
 input_batch           requests, flattened into one step's batch
 dp                    the vote with the other ranks, and this rank's lanes
 sampler               from logits to tokens
@@ -10,7 +11,7 @@ generate              offline generation, batched and over several ranks
 random_checkpoint     a large model with random weights, for measuring
 """
 
-from model_runner.dp import Coordination, coordinate_batch_across_dp, make_offer
+from model_runner.dp import BatchShape, Coordination, coordinate_batch_across_dp, make_offer
 from model_runner.errors import (
     CheckpointError,
     CheckpointFileMissing,
@@ -33,9 +34,11 @@ from model_runner.models import (
 from model_runner.random_checkpoint import RandomQwen3Moe, make_random_qwen3_moe
 from model_runner.runner import ModelRunner, StepOutput
 from model_runner.sampler import SamplingParams, sample
+from model_runner.step_cost import split_cost
 from model_runner.weights import Checkpoint
 
 __all__ = [
+    "BatchShape",
     "CausalLM",
     "Checkpoint",
     "CheckpointError",
@@ -67,4 +70,5 @@ __all__ = [
     "model_class",
     "register_model",
     "sample",
+    "split_cost",
 ]

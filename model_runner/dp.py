@@ -2,6 +2,7 @@
 
 Every rank votes at every step, idle ones too: one small all-reduce that also tells each rank everybody's token counts.
     too few tokens, dbo off, a lane would be empty      votes no, says why
+    requests whose keys and values others of the batch need leave no place to cut    votes no (`attention.kv_order`)
     no tokens                                           votes idle: goes along, with empty lanes
     otherwise                                           votes yes, with its tokens per lane
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from attention import MODES, Kernel, SplitKind
 from ubatch import (
     CommGroup,
     Decision,
@@ -18,15 +20,41 @@ from ubatch import (
     ForwardMode,
     Offer,
     Schedule,
+    SplitBy,
+    SplitCost,
     UBatchConfig,
     UBatchSlice,
     Wish,
     decide,
     fingerprint,
+    keep_together,
+    split_by_cost,
     split_requests,
 )
 
-__all__ = ["Coordination", "coordinate_batch_across_dp", "make_offer"]
+__all__ = ["BatchShape", "Coordination", "coordinate_batch_across_dp", "make_offer"]
+
+
+_TOKENS_ALONE = SplitCost(per_token=1.0, per_pair=0.0)
+
+
+@dataclass(frozen=True)
+class BatchShape:
+    """What the vote must know of this rank's batch, all of it on the host. `build_input_batch` fills it.
+
+    Attributes:
+        query_lens: tokens of each request in this step; empty on an idle rank.
+        mode: what the batch is.
+        prefix_lens: tokens of each request that are in the cache already; needed to split by cost.
+        late_reads: (reader, writer) pairs of requests that must be in one lane; see `attention.reads_of_later_writes`.
+        cost: what a token and an attended pair cost in this model; needed to split by cost.
+    """
+
+    query_lens: Sequence[int]
+    mode: ForwardMode
+    prefix_lens: Sequence[int] = ()
+    late_reads: Sequence[tuple[int, int]] = ()
+    cost: SplitCost = _TOKENS_ALONE
 
 
 @dataclass(frozen=True)
@@ -47,40 +75,37 @@ class Coordination:
         return not any(any(row) for row in self.decision.tokens)
 
 
-def coordinate_batch_across_dp(
-    config: UBatchConfig, query_lens: Sequence[int], mode: ForwardMode, group: CommGroup | None
-) -> Coordination:
+def coordinate_batch_across_dp(config: UBatchConfig, batch: BatchShape, group: CommGroup | None) -> Coordination:
     """Vote on this step. With a group, every rank of it must call this, equally often.
 
     Args:
         config: thresholds, lanes, schedule.
-        query_lens: tokens of each of this rank's requests; empty on an idle rank.
-        mode: what this rank's batch is.
+        batch: this rank's.
         group: the ranks; None for one rank alone.
 
     Raises:
         PeerFailed, TransferTimeout, GroupBroken: see `CommGroup.vote`.
     """
-    offer, slices = make_offer(config, query_lens, mode)
+    offer, slices = make_offer(config, batch)
     decision = decide([offer]) if group is None else group.vote(offer)
     return Coordination(decision, slices if decision.engaged else None)
 
 
-def make_offer(
-    config: UBatchConfig, query_lens: Sequence[int], mode: ForwardMode
-) -> tuple[Offer, tuple[UBatchSlice, ...] | None]:
+def make_offer(config: UBatchConfig, batch: BatchShape) -> tuple[Offer, tuple[UBatchSlice, ...] | None]:
     """This rank's vote, and its lanes if it would overlap."""
     schedule = config.resolved_schedule()
-    decode = mode is ForwardMode.DECODE
-    kind = ForwardMode.DECODE if decode else ForwardMode.PREFILL  # a mixed batch counts as prefill
-    total = sum(query_lens)
+    total = sum(batch.query_lens)
     slices = None
-    reason = _objection(config, schedule, total, decode=decode)
+    reason = _objection(config, schedule, total, batch.mode)
     if reason is None:
-        slices = _split(config, schedule.lanes, query_lens, decode=decode)
+        wanted = _split(config, schedule.lanes, batch)
+        slices = keep_together(wanted, batch.query_lens, batch.late_reads)
         if total and any(piece.is_empty() for piece in slices):
-            reason, slices = DeclineReason.LAST_UBATCH_EMPTY, None
+            whole = any(piece.is_empty() for piece in wanted)
+            reason, slices = DeclineReason.LAST_UBATCH_EMPTY if whole else DeclineReason.KV_ORDER, None
     wish = Wish.NO if slices is None else Wish.YES if total else Wish.IDLE
+    # A mixed batch counts as prefill: beside a prefill on another rank both can overlap.
+    kind = ForwardMode.PREFILL if batch.mode is ForwardMode.MIXED else batch.mode
     offer = Offer(
         wish=wish,
         tokens=(total,) if slices is None else tuple(piece.num_tokens for piece in slices),
@@ -92,13 +117,16 @@ def make_offer(
     return offer, slices
 
 
-def _objection(config: UBatchConfig, schedule: Schedule, total: int, *, decode: bool) -> DeclineReason | None:
+def _objection(config: UBatchConfig, schedule: Schedule, total: int, mode: ForwardMode) -> DeclineReason | None:
     if not config.enable_dbo:
         return DeclineReason.DISABLED
     if schedule.lanes == 1:
         return DeclineReason.SERIAL_SCHEDULE
     if not total:
         return None
+    if MODES[mode].split is SplitKind.NEVER:
+        return DeclineReason.MODE_NOT_SPLIT
+    decode = MODES[mode].kernel is Kernel.DECODE
     if decode and total < config.dbo_decode_token_threshold:
         return DeclineReason.BELOW_DECODE_THRESHOLD
     if not decode and total < config.dbo_prefill_token_threshold:
@@ -106,11 +134,14 @@ def _objection(config: UBatchConfig, schedule: Schedule, total: int, *, decode: 
     return None
 
 
-def _split(config: UBatchConfig, lanes: int, query_lens: Sequence[int], *, decode: bool) -> tuple[UBatchSlice, ...]:
-    """Decode by request count, prefill balanced; with two lanes a long request may be cut (see `ubatch.split`).
+def _split(config: UBatchConfig, lanes: int, batch: BatchShape) -> tuple[UBatchSlice, ...]:
+    """Decode and verify by request count, prefill balanced; with two lanes a long request may be cut.
 
     A cut through a request is safe here: all lanes pass the same points in ring order, so in every layer the lane
     with the earlier tokens has written their keys and values before the next lane attends to them.
     """
-    threshold = config.tbo_token_distribution_threshold if lanes == 2 and not decode else 0.0
-    return split_requests(query_lens, decode=decode, num_ubatches=lanes, two_chunk_threshold=threshold)
+    fixed = MODES[batch.mode].split is SplitKind.FIXED
+    threshold = config.tbo_token_distribution_threshold if lanes == 2 and not fixed else 0.0
+    if config.split_by == SplitBy.COST and not fixed:
+        return split_by_cost(batch.query_lens, batch.prefix_lens, batch.cost, lanes, threshold)
+    return split_requests(batch.query_lens, decode=fixed, num_ubatches=lanes, two_chunk_threshold=threshold)

@@ -36,12 +36,17 @@ class HFConfig:
             raise self.wrong(names[0], value, f"an integer of at least {at_least}")
         return value
 
-    def number(self, name: str, default: float = _REQUIRED) -> float:
-        """A positive number; errors as `integer`."""
+    def number(self, name: str, default: float = _REQUIRED, *, or_zero: bool = False) -> float:
+        """A positive number, or zero where that is allowed; errors as `integer`."""
         value: Any = self._get((name,), default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
-            raise self.wrong(name, value, "a positive number")
+        wrong = isinstance(value, bool) or not isinstance(value, int | float)
+        if wrong or value < 0 or (value == 0 and not or_zero):
+            raise self.wrong(name, value, "a number of at least 0" if or_zero else "a positive number")
         return float(value)
+
+    def optional_integer(self, name: str) -> int | None:
+        """As `integer`, or None where the entry is null or absent."""
+        return None if self.values.get(name) is None else self.integer(name)
 
     def flag(self, name: str, default: bool) -> bool:
         """A boolean; errors as `integer`."""
@@ -60,20 +65,6 @@ class HFConfig:
         if not isinstance(value, list) or any(type(item) is not int for item in value):
             raise self.wrong(name, value, "a list of integers")
         return tuple(value)
-
-    def rope_theta(self) -> float:
-        """The base of rotary embeddings, as `rope_parameters` (transformers 5) or `rope_theta` (before) gives it.
-
-        Raises:
-            CheckpointError: the checkpoint scales its rotary embeddings in a way that is not supported.
-        """
-        parameters = self.values.get("rope_parameters") or self.values.get("rope_scaling") or {}
-        kind = parameters.get("rope_type", parameters.get("type", "default"))
-        if kind != "default":
-            raise self.wrong("rope type", kind, "'default'")
-        if "rope_theta" in parameters:
-            return HFConfig(parameters, self.path).number("rope_theta")
-        return self.number("rope_theta", 10_000.0)
 
     def wrong(self, name: str, value: object, wanted: str) -> CheckpointError:
         """The error for an entry that cannot be."""

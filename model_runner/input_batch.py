@@ -15,7 +15,14 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from attention import BlockTable, CommonAttentionMetadata, KVCacheExhausted, KVCacheSpec
+from attention import (
+    CacheSpec,
+    CommonAttentionMetadata,
+    KVCacheExhausted,
+    RequestToTokenTable,
+    reads_of_later_writes,
+)
+from model_runner.dp import BatchShape
 from model_runner.errors import RequestError
 from model_runner.sampler import SamplingParams
 from ubatch import ForwardMode
@@ -94,7 +101,7 @@ class InputBatch:
         input_ids: `[T]` int64.
         positions: `[T]` int64, each token's place in its request.
         metadata: for attention.
-        mode: decode, prefill, mixed or idle.
+        shape: for the vote.
         logits_rows: `[S]` int64, the last token of every share that samples.
     """
 
@@ -102,8 +109,13 @@ class InputBatch:
     input_ids: Tensor
     positions: Tensor
     metadata: CommonAttentionMetadata
-    mode: ForwardMode
+    shape: BatchShape
     logits_rows: Tensor
+
+    @property
+    def mode(self) -> ForwardMode:
+        """Decode, prefill, mixed or idle."""
+        return self.shape.mode
 
     @property
     def num_tokens(self) -> int:
@@ -117,7 +129,10 @@ class InputBatch:
 
 
 def build_input_batch(
-    scheduled: Sequence[ScheduledRequest], table: BlockTable, spec: KVCacheSpec, device: torch.device | str = "cpu"
+    scheduled: Sequence[ScheduledRequest],
+    table: RequestToTokenTable,
+    spec: CacheSpec,
+    device: torch.device | str = "cpu",
 ) -> InputBatch:
     """Flatten the requests' next tokens.
 
@@ -141,29 +156,27 @@ def build_input_batch(
     for share, start in zip(shares, computed, strict=True):
         input_ids += share.request.token_ids[start : start + share.num_tokens]
 
-    blocks = table.gather([share.request.row for share in shares if share.request.row is not None])
+    rows = [share.request.row for share in shares if share.request.row is not None]
     request_of_token = torch.repeat_interleave(torch.tensor(query_lens, dtype=torch.int64))
     shift = torch.tensor([done - start for done, start in zip(computed, starts, strict=False)], dtype=torch.int64)
     positions = torch.arange(starts[-1]) + shift[request_of_token]
-    block_of_token = blocks[request_of_token, positions // spec.block_size].long()
-    slots = block_of_token * spec.block_size + positions % spec.block_size
-    rows = [stop - 1 for share, stop in zip(shares, starts[1:], strict=True) if share.samples]
+    slots = table.slots(torch.tensor(rows, dtype=torch.int64)[request_of_token], positions)
+    pages = table.page_table(rows)
+    seq_lens = [done + length for done, length in zip(computed, query_lens, strict=True)]
+    mode = _mode(shares)
+    late_reads = reads_of_later_writes(query_lens, seq_lens, pages, spec.block_size)
+    sampled_rows = [stop - 1 for share, stop in zip(shares, starts[1:], strict=True) if share.samples]
     return InputBatch(
         scheduled=shares,
         input_ids=torch.tensor(input_ids, dtype=torch.int64, device=device),
         positions=positions.to(device),
-        metadata=CommonAttentionMetadata.build(
-            query_lens,
-            [done + length for done, length in zip(computed, query_lens, strict=True)],
-            blocks.to(device),
-            slots.to(device),
-        ),
-        mode=_mode(shares),
-        logits_rows=torch.tensor(rows, dtype=torch.int64, device=device),
+        metadata=CommonAttentionMetadata.build(query_lens, seq_lens, pages.to(device), slots.to(device), mode),
+        shape=BatchShape(query_lens, mode, computed, late_reads),
+        logits_rows=torch.tensor(sampled_rows, dtype=torch.int64, device=device),
     )
 
 
-def _check(share: ScheduledRequest, table: BlockTable, spec: KVCacheSpec) -> None:
+def _check(share: ScheduledRequest, table: RequestToTokenTable, spec: CacheSpec) -> None:
     request = share.request
     if not 1 <= share.num_tokens <= request.num_uncomputed_tokens:
         raise RequestError(

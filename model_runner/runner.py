@@ -22,23 +22,24 @@ import torch
 from torch import Tensor
 
 from attention import (
-    AttentionBackend,
     BlockAllocator,
-    BlockTable,
+    CacheSpec,
     KVCacheExhausted,
-    KVCacheSpec,
-    PagedKVCache,
-    make_attention_backend,
+    RequestToTokenTable,
+    UBatchAttention,
+    make_kv_cache,
     split_attn_metadata,
 )
 from model_runner.dp import Coordination, coordinate_batch_across_dp
 from model_runner.host_memory import keep_freed_memory
 from model_runner.input_batch import InputBatch, Request, ScheduledRequest, build_input_batch
+from model_runner.kv_scales import load_kv_scales
 from model_runner.models.base import CausalLM, ExpertParallel, ModelConfig
 from model_runner.models.registry import model_class
 from model_runner.sampler import sample
+from model_runner.step_cost import split_cost
 from model_runner.weights import Checkpoint
-from moe import All2All, EmulatedLink, make_all2all
+from moe import All2All, EmulatedLink, make_all2all, packing_pays
 from ubatch import (
     CommGroup,
     ConfigError,
@@ -47,6 +48,7 @@ from ubatch import (
     UBatchConfig,
     UBatchStatistics,
     UBatchWrapper,
+    nearest,
     set_forward_context,
 )
 
@@ -79,9 +81,13 @@ class ModelRunner:
         all2all_backend: how tokens reach their experts; by default `local` for one rank, `torch_dist` for several.
         link: deliver what the back end sends over this emulated link.
         dbo: when and how to overlap; its `group` is set to `group`.
-        attention_backend: by name.
-        experts_backend: by name.
-        block_size: tokens per KV block.
+        attention_backend: by name; `auto` picks one for the device.
+        prefill_attention_backend: another one for batches with a prefill.
+        decode_attention_backend: another one for decode batches.
+        experts_backend: by name; `auto` is `packed` on a CPU where that is faster, else `grouped`.
+        block_size: tokens per KV block (page).
+        kv_cache_dtype: `auto` stores what the model computes in; `fp8` one byte a number, with the checkpoint's static
+            scales where it has some.
         num_kv_blocks: size of the KV cache in blocks; or
         kv_cache_memory: in bytes, 256 MiB by default.
         max_num_seqs: most requests that run at once.
@@ -101,9 +107,12 @@ class ModelRunner:
         all2all_backend: str | None = None,
         link: EmulatedLink | None = None,
         dbo: UBatchConfig | None = None,
-        attention_backend: str = "torch",
-        experts_backend: str = "grouped",
+        attention_backend: str = "auto",
+        prefill_attention_backend: str | None = None,
+        decode_attention_backend: str | None = None,
+        experts_backend: str = "auto",
         block_size: int = 16,
+        kv_cache_dtype: str = "auto",
         num_kv_blocks: int | None = None,
         kv_cache_memory: int | None = None,
         max_num_seqs: int = 256,
@@ -117,24 +126,28 @@ class ModelRunner:
             keep_freed_memory()
 
         checkpoint = Checkpoint(model_path, dtype=dtype, device=self.device)
-        kind = model_class(checkpoint.architecture)
+        kind = model_class(checkpoint.architecture, checkpoint.config)
         self.config: ModelConfig = kind.read_config(checkpoint.config, checkpoint.generation_config())
-        spec = KVCacheSpec(
-            self.config.num_layers,
-            self.config.attention.num_kv_heads,
-            self.config.attention.head_dim,
-            block_size,
-            dtype,
-        )
-        self.kv_cache = PagedKVCache(spec, _num_blocks(spec, num_kv_blocks, kv_cache_memory), self.device)
+        fp8 = _is_fp8(kv_cache_dtype)
+        spec = self.config.attention.cache_spec(self.config.num_layers, block_size, dtype, fp8=fp8)
+        self.kv_cache = make_kv_cache(spec, _num_blocks(spec, num_kv_blocks, kv_cache_memory), self.device)
+        if fp8:
+            load_kv_scales(checkpoint, self.kv_cache)
         self.allocator = BlockAllocator(self.kv_cache.num_blocks)
-        self.block_table = BlockTable(max_num_seqs, spec.blocks_for(self.config.max_position_embeddings))
-        self.attention: AttentionBackend = make_attention_backend(
-            attention_backend, self.config.attention, self.kv_cache
+        self.request_table = RequestToTokenTable(
+            max_num_seqs, spec.blocks_for(self.config.max_position_embeddings), block_size
+        )
+        self.attention = UBatchAttention(
+            self.config.attention,
+            self.kv_cache,
+            prefill=prefill_attention_backend or attention_backend,
+            decode=decode_attention_backend or attention_backend,
         )
         self.all2all: All2All = _make_all2all(all2all_backend, group, link, self.config.num_experts)
-        self.model: CausalLM = kind.load(self.config, checkpoint, ExpertParallel(self.all2all, experts_backend)).eval()
+        experts = _resolve_experts(experts_backend, dtype, self.device)
+        self.model: CausalLM = kind.load(self.config, checkpoint, ExpertParallel(self.all2all, experts)).eval()
         checkpoint.close()
+        self.split_cost = split_cost(self.model)
         self.wrapper = UBatchWrapper(self.model, self.dbo, device=self.device)
 
     # -- requests and their KV ----------------------------------------------------------------------------------
@@ -145,24 +158,24 @@ class ModelRunner:
         return self.allocator.num_free * self.kv_cache.spec.block_size
 
     def admit(self, request: Request, num_tokens: int) -> None:
-        """Give a request a row of the block table, and blocks for its first `num_tokens` tokens.
+        """Give a request a row of the request table, and blocks for its first `num_tokens` tokens.
 
         Raises:
             KVCacheExhausted: there is no row, or there are not enough blocks; nothing is taken then.
         """
         needed = self.kv_cache.spec.blocks_for(num_tokens)
-        if needed > self.block_table.max_blocks:
+        if needed > self.request_table.max_blocks:
             raise KVCacheExhausted(
-                f"request {request.request_id!r} needs {needed} KV blocks; {self.block_table.max_blocks} hold the "
+                f"request {request.request_id!r} needs {needed} KV blocks; {self.request_table.max_blocks} hold the "
                 f"longest sequence of this model ({self.config.max_position_embeddings} tokens)."
             )
         blocks = self.allocator.allocate(needed)
         try:
-            request.row = self.block_table.add_row()
+            request.row = self.request_table.add_row()
         except KVCacheExhausted:
             self.allocator.free(blocks)
             raise
-        self.block_table.append(request.row, blocks)
+        self.request_table.append(request.row, blocks)
 
     def reserve(self, request: Request, num_tokens: int) -> None:
         """Give an admitted request blocks for its first `num_tokens` tokens in all; what it has stays.
@@ -173,15 +186,15 @@ class ModelRunner:
         if request.row is None:
             self.admit(request, num_tokens)
             return
-        held = len(self.block_table.blocks(request.row))
+        held = len(self.request_table.blocks(request.row))
         more = self.kv_cache.spec.blocks_for(num_tokens) - held
         if more > 0:
-            self.block_table.append(request.row, self.allocator.allocate(more))
+            self.request_table.append(request.row, self.allocator.allocate(more))
 
     def release(self, request: Request) -> None:
         """Take a request's row and blocks back; its tokens must be computed anew if it ever runs again."""
         if request.row is not None:
-            self.allocator.free(self.block_table.remove_row(request.row))
+            self.allocator.free(self.request_table.remove_row(request.row))
             request.row = None
             request.num_computed_tokens = 0
 
@@ -198,8 +211,8 @@ class ModelRunner:
             PeerFailed, TransferTimeout, GroupBroken, UBatchTimeout: the step did not end; see there.
         """
         with self.together(), torch.inference_mode():
-            batch = build_input_batch(scheduled, self.block_table, self.kv_cache.spec, self.device)
-            agreed = coordinate_batch_across_dp(self.dbo, batch.metadata.query_lens_cpu, batch.mode, self.group)
+            batch = build_input_batch(scheduled, self.request_table, self.kv_cache.spec, self.device)
+            agreed = self.coordinate(batch)
             if agreed.all_idle:
                 return StepOutput((), agreed.decision, all_idle=True)
             logits = self.forward(batch, agreed)
@@ -207,6 +220,11 @@ class ModelRunner:
             tokens = iter(sample(logits, [r.params for r in sampled], [r.generator for r in sampled]))
             per_request = tuple(next(tokens) if share.samples else None for share in batch.scheduled)
             return StepOutput(per_request, agreed.decision, all_idle=False)
+
+    def coordinate(self, batch: InputBatch, dbo: UBatchConfig | None = None) -> Coordination:
+        """Vote with the other ranks on a step, under `dbo` in place of the runner's own settings if given."""
+        shape = replace(batch.shape, cost=self.split_cost)
+        return coordinate_batch_across_dp(self.dbo if dbo is None else dbo, shape, self.group)
 
     def forward(self, batch: InputBatch, agreed: Coordination) -> Tensor:
         """The logits of the rows that are sampled, `[S, vocab_size]`, overlapped if that was agreed."""
@@ -225,15 +243,16 @@ class ModelRunner:
                 tokens_across_ranks=decision.lane_tokens(0),
                 decision=decision,
             )
+        parts = split_attn_metadata(agreed.slices, batch.metadata)
         lanes = tuple(
             ForwardContext(
-                attn_metadata=self.attention.plan(metadata),
+                attn_metadata=plan,
                 num_tokens=metadata.num_actual_tokens,
                 mode=batch.mode,
                 tokens_across_ranks=decision.lane_tokens(lane),
                 decision=decision,
             )
-            for lane, metadata in enumerate(split_attn_metadata(agreed.slices, batch.metadata))
+            for lane, (metadata, plan) in enumerate(zip(parts, self.attention.plan_lanes(parts), strict=True))
         )
         return ForwardContext(
             num_tokens=batch.num_tokens,
@@ -276,7 +295,19 @@ def _with_group(config: UBatchConfig, group: CommGroup | None) -> UBatchConfig:
     return replace(config, group=group)
 
 
-def _num_blocks(spec: KVCacheSpec, num_blocks: int | None, memory: int | None) -> int:
+def _resolve_experts(name: str, dtype: torch.dtype, device: torch.device) -> str:
+    if name != "auto":
+        return name
+    return "packed" if packing_pays(dtype, device) else "grouped"
+
+
+def _is_fp8(kv_cache_dtype: str) -> bool:
+    if kv_cache_dtype not in ("auto", "fp8"):
+        raise ConfigError(f"unknown kv_cache_dtype {kv_cache_dtype!r}{nearest(kv_cache_dtype, ('auto', 'fp8'))}")
+    return kv_cache_dtype == "fp8"
+
+
+def _num_blocks(spec: CacheSpec, num_blocks: int | None, memory: int | None) -> int:
     if num_blocks is not None and memory is not None:
         raise ConfigError("give num_kv_blocks or kv_cache_memory, not both.")
     if num_blocks is not None:
@@ -285,6 +316,10 @@ def _num_blocks(spec: KVCacheSpec, num_blocks: int | None, memory: int | None) -
 
 
 def _make_all2all(name: str | None, group: CommGroup | None, link: EmulatedLink | None, num_experts: int) -> All2All:
+    if num_experts == 0:
+        if name is not None or link is not None:
+            raise ConfigError("a dense model has no experts to reach: leave all2all_backend and link out.")
+        return make_all2all("local", group=None, num_experts=1)  # never asked for anything
     if name is None:
         name = "local" if group is None or group.size == 1 else "torch_dist"
     if link is None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -83,6 +84,15 @@ class Checkpoint:
         self.load_into(name, out)
         return out
 
+    def load_scalar(self, name: str) -> float:
+        """A tensor of one element, whatever its shape, not rounded to the compute dtype; errors as `load`."""
+        shape = self._handle(name).get_slice(name).get_shape()
+        if math.prod(shape) != 1:
+            raise WrongShape(name, shape, ())
+        out = torch.empty(shape, dtype=torch.float32)
+        self.load_into(name, out)
+        return float(out)
+
     def load_fused(self, parts: Sequence[tuple[str, int]], *rest: int) -> Tensor:
         """Several tensors stacked along dimension 0, so that one product computes them all.
 
@@ -97,21 +107,15 @@ class Checkpoint:
 
     def load_into(self, name: str, out: Tensor) -> None:
         """Copy a tensor to `out`, which may be a part of a larger one; errors as `load`."""
-        file = self._file_of.get(name)
-        if file is None:
-            near = difflib.get_close_matches(name, self._file_of, n=1)
-            hint = f" The nearest it has is {near[0]!r}." if near else ""
-            raise TensorMissing(
-                name, f"{self.path} has no tensor {name!r}, which {self.architecture} needs: it is incomplete.{hint}"
-            )
-        handle = self._open(file)
+        handle = self._handle(name)
         try:
             shape = handle.get_slice(name).get_shape()
             if tuple(shape) != tuple(out.shape):
                 raise WrongShape(name, shape, out.shape)
             out.copy_(handle.get_tensor(name))
         except SafetensorError as error:
-            raise CheckpointError(f"{self.path / file}: cannot read tensor {name!r}: {error}") from error
+            file = self.path / self._file_of[name]
+            raise CheckpointError(f"{file}: cannot read tensor {name!r}: {error}") from error
 
     def close(self) -> None:
         """Unmap the files. Tensors that were loaded stay."""
@@ -132,6 +136,17 @@ class Checkpoint:
                 f"{self.path} has neither {_SINGLE} nor {_INDEX}; only safetensors checkpoints can be loaded."
             )
         return dict.fromkeys(self._open(_SINGLE).keys(), _SINGLE)
+
+    def _handle(self, name: str) -> Any:
+        """The open file that holds a tensor."""
+        file = self._file_of.get(name)
+        if file is None:
+            near = difflib.get_close_matches(name, self._file_of, n=1)
+            hint = f" The nearest it has is {near[0]!r}." if near else ""
+            raise TensorMissing(
+                name, f"{self.path} has no tensor {name!r}, which {self.architecture} needs: it is incomplete.{hint}"
+            )
+        return self._open(file)
 
     def _open(self, file: str) -> Any:
         if file not in self._files:

@@ -4,6 +4,7 @@
     modular_kernel    dispatch -> experts -> combine, and every point where a lane may hand on
     all2all/          how tokens travel between ranks
     experts/          how a rank computes its experts
+    cpu_linear        a linear layer by whichever CPU library is faster
     expert_parallel   replaces the MoE blocks of a Hugging Face model
 
 Stands on `ubatch` alone.
@@ -21,11 +22,19 @@ from moe.all2all import (
     make_all2all,
     register_all2all_backend,
 )
+from moe.cpu_linear import PackedLinear, linear, packing_pays
 from moe.expert_parallel import ExpertParallelMoE, UnsupportedModelError, expert_parallel
 from moe.experts import Experts, FusedExperts, experts_backends, make_experts, register_experts_backend
 from moe.modular_kernel import FusedMoEModularKernel
 from moe.placement import local_experts
-from moe.router import NO_EXPERT, Router, SoftmaxTopKRouter, mask_padding
+from moe.router import (
+    NO_EXPERT,
+    GroupLimitedRouter,
+    Router,
+    SigmoidTopKRouter,
+    SoftmaxTopKRouter,
+    mask_padding,
+)
 
 __all__ = [
     "NO_EXPERT",
@@ -37,17 +46,22 @@ __all__ = [
     "Experts",
     "FusedExperts",
     "FusedMoEModularKernel",
+    "GroupLimitedRouter",
     "LinkStatistics",
+    "PackedLinear",
     "Router",
+    "SigmoidTopKRouter",
     "SoftmaxTopKRouter",
     "UnsupportedModelError",
     "all2all_backends",
     "expert_parallel",
     "experts_backends",
+    "linear",
     "local_experts",
     "make_all2all",
     "make_experts",
     "mask_padding",
+    "packing_pays",
     "register_all2all_backend",
     "register_experts_backend",
 ]

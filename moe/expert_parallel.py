@@ -6,7 +6,8 @@
 
 Blocks are found by structure, without importing transformers. A known block keeps its router module as it is (so
 `output_router_logits=True` still works, for this rank's tokens); its fused expert weights are cut to this rank's
-experts and run behind `FusedMoEModularKernel`. Everything is checked before the first block is touched.
+experts and run behind `FusedMoEModularKernel`, and so do its shared experts, which every rank keeps whole. Everything
+is checked before the first block is touched.
 """
 
 from __future__ import annotations
@@ -42,17 +43,22 @@ class _Family:
         block: the block's class; it has `.gate` and `.experts`.
         gate: the router's class; returns (logits, weights `[T, k]`, ids `[T, k]`).
         experts: the experts' class; has `.gate_up_proj [E, 2I, H]`, `.down_proj [E, H, I]` and `.act_fn`.
+        shared: whether the block has `.shared_experts`, `[T, H] -> [T, H]`, which every token visits.
     """
 
     name: str
     block: str
     gate: str
     experts: str
+    shared: bool = False
 
 
 _FAMILIES = (
     _Family("Qwen3-MoE", "Qwen3MoeSparseMoeBlock", "Qwen3MoeTopKRouter", "Qwen3MoeExperts"),
     _Family("Mixtral", "MixtralSparseMoeBlock", "MixtralTopKRouter", "MixtralExperts"),
+    _Family("OLMoE", "OlmoeSparseMoeBlock", "OlmoeTopKRouter", "OlmoeExperts"),
+    _Family("DeepSeek-V2", "DeepseekV2Moe", "DeepseekV2TopkRouter", "DeepseekV2Experts", shared=True),
+    _Family("DeepSeek-V3", "DeepseekV3MoE", "DeepseekV3TopkRouter", "DeepseekV3Experts", shared=True),
 )
 _KNOWN = ", ".join(family.name for family in _FAMILIES)
 
@@ -62,7 +68,7 @@ class ExpertParallelMoE(nn.Module):
 
     Args:
         gate: the block's own router, all experts' logits on every rank.
-        kernel: this rank's experts and the transport.
+        kernel: this rank's experts, the shared ones and the transport.
         jitter_noise: the block's, which only training uses; refused there.
     """
 
@@ -110,7 +116,8 @@ def expert_parallel(
     than one rank; run under `torch.no_grad()` or `torch.inference_mode()`.
 
     Args:
-        model: with Qwen3-MoE or Mixtral blocks of transformers 5.x, the same weights on every rank.
+        model: with Qwen3-MoE, Mixtral, OLMoE, DeepSeek-V2 or DeepSeek-V3 blocks of transformers 5.x; the same weights
+            on every rank.
         group: the expert-parallel ranks, over which a `UBatchWrapper` around the model votes; None for one rank, with
             `all2all_backend="local"`.
         all2all_backend: see `moe.all2all`.
@@ -188,6 +195,10 @@ def _check_block(path: str, block: nn.Module, family: _Family) -> None:
         wrong = f"has gate_up_proj of {w13.dtype} on {w13.device} and down_proj of {w2.dtype} on {w2.device}"
     elif not _is_silu(cast(Any, experts).act_fn):
         wrong = f"has the activation {type(cast(Any, experts).act_fn).__name__}, not SiLU"
+    elif family.shared and not isinstance(getattr(block, "shared_experts", None), nn.Module):
+        wrong = "has no shared_experts"
+    elif not _routes(cast(Any, gate), w13.shape[2]):
+        wrong = f"has a {family.gate} that does not return logits, weights and ids"
     if wrong is not None:
         raise UnsupportedModelError(
             f"{path}: {type(block).__name__} {wrong}. Expected a {family.name} block of transformers 5.x: "
@@ -198,6 +209,13 @@ def _check_block(path: str, block: nn.Module, family: _Family) -> None:
 def _is_silu(activation: Any) -> bool:
     probe = torch.linspace(-4.0, 4.0, 17)
     return callable(activation) and torch.allclose(activation(probe), F.silu(probe))
+
+
+def _routes(gate: Any, hidden_size: int) -> bool:
+    """Whether the router itself chooses, which in some releases of transformers is left to the block."""
+    with torch.no_grad():
+        routed = gate(gate.weight.new_zeros(1, hidden_size))
+    return isinstance(routed, tuple) and len(routed) == 3 and not routed[2].is_floating_point()
 
 
 def _num_experts(block: nn.Module) -> int:
@@ -211,6 +229,6 @@ def _replacement(block: Any, all2all: All2All[Any], experts_backend: str) -> Exp
         for weight in (block.experts.gate_up_proj, block.experts.down_proj)
     )
     experts = make_experts(experts_backend, w13, w2, held.start)
-    kernel = FusedMoEModularKernel(all2all, experts)
+    kernel = FusedMoEModularKernel(all2all, experts, getattr(block, "shared_experts", None))
     replacement = ExpertParallelMoE(block.gate, kernel, float(getattr(block, "jitter_noise", 0.0)))
     return replacement.train(block.training)

@@ -1,11 +1,17 @@
 """Routers: from a token's logits to the experts it visits and their weights.
 
-logits [T, E] -> softmax -> top-k -> (renormalise) -> topk_weights [T, k], topk_ids [T, k]
+    SoftmaxTopKRouter   softmax -> top-k -> (renormalise)                                Mixtral, Qwen3-MoE, OLMoE
+    GroupLimitedRouter  softmax -> best groups -> top-k -> (renormalise) -> scale        DeepSeek-V2
+    SigmoidTopKRouter   sigmoid + bias -> best groups -> top-k; weights without the bias -> (renormalise) -> scale
+                                                                                         DeepSeek-V3
+
+All take logits `[T, E]` and give `topk_weights [T, k]` and `topk_ids [T, k]`. Groups are blocks of `E / num_groups`
+neighbouring experts: a token may visit those of its `top_groups` best groups only, and so few ranks.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -13,10 +19,13 @@ from torch import Tensor
 
 from ubatch import ConfigError
 
-__all__ = ["NO_EXPERT", "Router", "SoftmaxTopKRouter", "mask_padding"]
+__all__ = ["NO_EXPERT", "GroupLimitedRouter", "Router", "SigmoidTopKRouter", "SoftmaxTopKRouter", "mask_padding"]
 
 NO_EXPERT = -1
 """In `topk_ids`: this choice goes to no expert, travels nowhere and adds nothing."""
+
+_TINY = 1e-20
+"""Added to a sum of weights before dividing by it, as DeepSeek does: all of them may underflow."""
 
 
 class Router(Protocol):
@@ -39,17 +48,16 @@ class SoftmaxTopKRouter:
 
     Attributes:
         top_k: experts per token.
-        renormalize: scale the k weights to sum to 1 (Mixtral always; Qwen3-MoE where `norm_topk_prob` is set).
+        renormalize: scale the k weights to sum to 1 (Mixtral always, Qwen3-MoE and OLMoE if `norm_topk_prob` is set).
 
-    Source: Mixtral of Experts (Jiang et al., 2024), section 2.1; the Qwen3-MoE and Mixtral models of transformers.
+    Source: Mixtral of Experts (Jiang et al., 2024), section 2.1; transformers' Mixtral, Qwen3-MoE and OLMoE.
     """
 
     top_k: int
     renormalize: bool = True
 
     def __post_init__(self) -> None:
-        if self.top_k < 1:
-            raise ConfigError(f"top_k must be at least 1, not {self.top_k}.")
+        _check_settings(self.top_k)
 
     def __call__(self, router_logits: Tensor) -> tuple[Tensor, Tensor]:
         """See `Router`.
@@ -57,18 +65,145 @@ class SoftmaxTopKRouter:
         Raises:
             ConfigError: the logits are not `[T, E]`, or there are fewer experts than `top_k`.
         """
-        if router_logits.dim() != 2 or not router_logits.is_floating_point():
-            raise ConfigError(
-                f"router_logits must be floating [tokens, experts], not {router_logits.dtype} "
-                f"{list(router_logits.shape)}."
-            )
-        if self.top_k > router_logits.shape[1]:
-            raise ConfigError(f"top_k = {self.top_k} is more than the {router_logits.shape[1]} experts there are.")
+        _check_logits(router_logits, self.top_k)
         probabilities = torch.softmax(router_logits, dim=-1, dtype=torch.float32)
         topk_weights, topk_ids = torch.topk(probabilities, self.top_k, dim=-1)
         if self.renormalize:
             topk_weights = topk_weights / topk_weights.sum(dim=-1, keepdim=True)
         return topk_weights, topk_ids
+
+
+@dataclass(frozen=True)
+class GroupLimitedRouter:
+    """Softmax over all experts in float32, then the k largest in the groups with the best expert.
+
+    Attributes:
+        top_k: experts per token.
+        num_groups: blocks that the experts are cut into; 1 does not limit.
+        top_groups: groups that a token may visit.
+        renormalize: scale the k weights to sum to 1, before `scale`.
+        scale: factor on the weights (`routed_scaling_factor`).
+
+    Source: DeepSeek-V2 (2024), section 2.2.2 (device-limited routing); `DeepseekV2TopkRouter` of transformers, whose
+    `greedy` method is `num_groups = 1`.
+    """
+
+    top_k: int
+    num_groups: int = 1
+    top_groups: int = 1
+    renormalize: bool = False
+    scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        _check_settings(self.top_k, self.num_groups, self.top_groups, self.scale)
+
+    def __call__(self, router_logits: Tensor) -> tuple[Tensor, Tensor]:
+        """See `Router`.
+
+        Raises:
+            ConfigError: the logits are not `[T, E]`, or `E` experts do not fit `top_k` and the groups.
+        """
+        _check_logits(router_logits, self.top_k, self.num_groups, self.top_groups)
+        scores = torch.softmax(router_logits, dim=-1, dtype=torch.float32)
+        candidates = scores
+        if self.num_groups > self.top_groups:
+            group_scores = scores.unflatten(-1, (self.num_groups, -1)).amax(dim=-1)
+            candidates = _keep_best_groups(scores, group_scores, self.top_groups)
+        topk_ids = torch.topk(candidates, self.top_k, dim=-1).indices
+        return _weights(scores, topk_ids, self.renormalize, self.scale), topk_ids
+
+
+@dataclass(frozen=True)
+class SigmoidTopKRouter:
+    """Sigmoid of every logit in float32; a bias that balances the experts' load decides with, but does not weigh.
+
+    The k experts with the largest `score + bias` in the best groups are chosen; a group is as good as its two best
+    experts together. Their weights are the scores without the bias.
+
+    Attributes:
+        top_k: experts per token.
+        num_groups: blocks that the experts are cut into; 1 does not limit.
+        top_groups: groups that a token may visit.
+        renormalize: scale the k weights to sum to 1, before `scale`.
+        scale: factor on the weights (`routed_scaling_factor`).
+        correction_bias: `[E]` float32 (`e_score_correction_bias`); None is zeros. Two routers are equal if the rest is.
+
+    Source: DeepSeek-V3 (2024), section 2.1.2; `DeepseekV3TopkRouter` of transformers.
+    """
+
+    top_k: int
+    num_groups: int = 1
+    top_groups: int = 1
+    renormalize: bool = True
+    scale: float = 1.0
+    correction_bias: Tensor | None = field(default=None, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        _check_settings(self.top_k, self.num_groups, self.top_groups, self.scale)
+
+    def __call__(self, router_logits: Tensor) -> tuple[Tensor, Tensor]:
+        """See `Router`.
+
+        Raises:
+            ConfigError: the logits are not `[T, E]`, or `E` experts do not fit `top_k`, the groups or the bias.
+        """
+        _check_logits(router_logits, self.top_k, self.num_groups, self.top_groups)
+        scores = torch.sigmoid(router_logits.float())
+        candidates = scores
+        if self.correction_bias is not None:
+            if self.correction_bias.shape != scores.shape[1:]:
+                raise ConfigError(
+                    f"correction_bias is {list(self.correction_bias.shape)}, but there are {scores.shape[1]} experts."
+                )
+            candidates = scores + self.correction_bias
+        if self.num_groups > self.top_groups:
+            groups = candidates.unflatten(-1, (self.num_groups, -1))
+            best_two = torch.topk(groups, min(2, groups.shape[-1]), dim=-1).values
+            candidates = _keep_best_groups(candidates, best_two.sum(dim=-1), self.top_groups)
+        topk_ids = torch.topk(candidates, self.top_k, dim=-1).indices
+        return _weights(scores, topk_ids, self.renormalize, self.scale), topk_ids
+
+
+def _keep_best_groups(scores: Tensor, group_scores: Tensor, top_groups: int) -> Tensor:
+    """`scores` `[T, E]` with -inf outside the `top_groups` best groups, given `group_scores` `[T, num_groups]`."""
+    best = torch.topk(group_scores, top_groups, dim=-1).indices
+    outside = torch.ones_like(group_scores, dtype=torch.bool).scatter_(1, best, False)
+    group_size = scores.shape[1] // group_scores.shape[1]
+    return scores.masked_fill(outside.repeat_interleave(group_size, dim=1), float("-inf"))
+
+
+def _weights(scores: Tensor, topk_ids: Tensor, renormalize: bool, scale: float) -> Tensor:
+    weights = scores.gather(1, topk_ids)
+    if renormalize:
+        weights = weights / (weights.sum(dim=-1, keepdim=True) + _TINY)
+    return weights * scale
+
+
+def _check_settings(top_k: int, num_groups: int = 1, top_groups: int = 1, scale: float = 1.0) -> None:
+    if top_k < 1:
+        raise ConfigError(f"top_k must be at least 1, not {top_k}.")
+    if not 1 <= top_groups <= num_groups:
+        raise ConfigError(f"top_groups = {top_groups} must be between 1 and the {num_groups} groups there are.")
+    if not scale > 0:
+        raise ConfigError(f"scale must be positive, not {scale}.")
+
+
+def _check_logits(router_logits: Tensor, top_k: int, num_groups: int = 1, top_groups: int = 1) -> None:
+    if router_logits.dim() != 2 or not router_logits.is_floating_point():
+        raise ConfigError(
+            f"router_logits must be floating [tokens, experts], not {router_logits.dtype} {list(router_logits.shape)}."
+        )
+    num_experts = router_logits.shape[1]
+    if top_k > num_experts:
+        raise ConfigError(f"top_k = {top_k} is more than the {num_experts} experts there are.")
+    if num_experts % num_groups:
+        raise ConfigError(f"{num_experts} experts cannot be cut into {num_groups} groups of equal size.")
+    allowed = num_experts // num_groups * top_groups
+    if top_k > allowed:
+        raise ConfigError(
+            f"top_k = {top_k} is more than the {allowed} experts in the {top_groups} of {num_groups} groups that a "
+            "token may visit."
+        )
 
 
 def mask_padding(topk_ids: Tensor, num_tokens: int) -> Tensor:

@@ -20,6 +20,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "generate": ("serving.generate", "generate text from a checkpoint, on one or several expert-parallel ranks"),
     "bench handoff": ("serving.bench.handoff", "what a hand-off costs, against a threading.Event ring"),
     "bench lanes": ("serving.bench.lanes", "what the lanes cost where there is nothing to overlap"),
+    "bench attention": ("serving.bench.attention", "attention against plainer ways, and a model against transformers"),
     "bench overlap": ("serving.bench.overlap", "how much communication is hidden, and how close to the bound"),
 }
 
@@ -61,7 +62,7 @@ def _usage(words: Sequence[str]) -> int:
         print(f"ubatch: unknown command {wrong!r}{nearest(wrong, COMMANDS)}\n", file=out)
     print("usage: ubatch COMMAND [--help] [flags]\n", file=out)
     for name, (_, description) in COMMANDS.items():
-        print(f"  {name:15} {description}", file=out)
+        print(f"  {name:16} {description}", file=out)
     return 0 if asked and words else 2
 
 

@@ -13,6 +13,7 @@ import tyro
 from pydantic import BaseModel, Field
 from tqdm import tqdm
 
+from attention import attention_backends
 from model_runner import ModelRunner, SamplingParams
 from model_runner import generate as generate_tokens
 from moe import EmulatedLink
@@ -32,6 +33,9 @@ class Options(BaseModel):
     top_k: Annotated[int, Field(ge=0, description="sample from the k likeliest tokens; 0 for all")] = 0
     top_p: Annotated[float, Field(gt=0, le=1, description="sample from the likeliest tokens of this mass")] = 1.0
     seed: Annotated[int | None, Field(description="seed of the first prompt; prompt i gets seed + i")] = None
+    max_num_batched_tokens: Annotated[
+        int | None, Field(ge=1, description="most prompt tokens per step; longer prompts run in chunks")
+    ] = None
     data_parallel_size: Annotated[int, Field(ge=1, description="ranks; prompts are dealt out in turn")] = 1
     enable_expert_parallel: Annotated[bool, Field(description="the ranks share the experts")] = False
     enable_dbo: Annotated[bool, Field(description="overlap two or more microbatches")] = False
@@ -40,6 +44,11 @@ class Options(BaseModel):
     dbo_prefill_token_threshold: Annotated[int | None, Field(description="fewest tokens with a prefill (512)")] = None
     schedule: Annotated[str | None, Field(description="a named schedule (mlp_shared_overlap)")] = None
     all2all_backend: Annotated[str | None, Field(description="how tokens reach their experts")] = None
+    attention_backend: Annotated[str, Field(description=f"one of {', '.join(attention_backends())}")] = "auto"
+    prefill_attention_backend: Annotated[str | None, Field(description="another one for prefills")] = None
+    decode_attention_backend: Annotated[str | None, Field(description="another one for decodes")] = None
+    block_size: Annotated[int, Field(ge=1, description="tokens per KV page")] = 16
+    kv_cache_dtype: Annotated[str, Field(description="auto, or fp8 to store one byte a number")] = "auto"
     emulated_link: Annotated[
         tuple[float, float] | None,
         tyro.conf.arg(metavar="US MB/S"),
@@ -65,6 +74,7 @@ class Generated:
     completions: tuple[Completion, ...]
     engaged: int
     declined: Mapping[str, int]
+    memory: str
 
 
 def run(options: Options) -> int:
@@ -135,25 +145,40 @@ def generate_on_rank(rank: int, world_size: int, options: Options, config: UBatc
     prompts = [tokenizer.encode(options.prompt[index]).ids for index in own]
     with (
         ModelRunner(
-            options.model, group=group, all2all_backend=options.all2all_backend, link=link, dbo=config
+            options.model,
+            group=group,
+            all2all_backend=options.all2all_backend,
+            link=link,
+            dbo=config,
+            attention_backend=options.attention_backend,
+            prefill_attention_backend=options.prefill_attention_backend,
+            decode_attention_backend=options.decode_attention_backend,
+            block_size=options.block_size,
+            kv_cache_dtype=options.kv_cache_dtype,
         ) as runner,
         tqdm(
             total=len(own) * options.max_tokens, unit="token", disable=None if rank == 0 else True, leave=False
         ) as bar,
     ):
-        outputs = generate_tokens(runner, prompts, params, on_token=lambda _, __: bar.update())
-        statistics = runner.statistics()
+        outputs = generate_tokens(
+            runner,
+            prompts,
+            params,
+            max_num_batched_tokens=options.max_num_batched_tokens,
+            on_token=lambda _, __: bar.update(),
+        )
+        statistics, memory = runner.statistics(), describe_memory(runner)
     completions = {
         index: Completion(
             options.prompt[index], tokenizer.decode(list(out.token_ids)), out.token_ids, str(out.finish_reason)
         )
         for index, out in zip(own, outputs, strict=True)
     }
-    return _gather(completions, statistics, rank, world_size)
+    return _gather(completions, statistics, memory, rank, world_size)
 
 
 def _gather(
-    completions: Mapping[int, Completion], statistics: UBatchStatistics, rank: int, world_size: int
+    completions: Mapping[int, Completion], statistics: UBatchStatistics, memory: str, rank: int, world_size: int
 ) -> Generated | None:
     shares: list[Any] = [None] * world_size
     share = (completions, statistics.engaged, {str(reason): count for reason, count in statistics.declined.items()})
@@ -167,7 +192,9 @@ def _gather(
     declined: Counter[str] = Counter()
     for _, _, counts in shares:
         declined.update(counts)
-    return Generated(tuple(merged[index] for index in sorted(merged)), sum(s[1] for s in shares), dict(declined))
+    return Generated(
+        tuple(merged[index] for index in sorted(merged)), sum(s[1] for s in shares), dict(declined), memory
+    )
 
 
 def print_generated(generated: Generated) -> None:
@@ -176,6 +203,15 @@ def print_generated(generated: Generated) -> None:
         print(f"--- {completion.prompt!r} ({len(completion.token_ids)} tokens, {completion.finish_reason})")
         print(f"{completion.prompt}{completion.text}")
     print(f"steps: {describe_steps(generated.engaged, generated.declined)}")
+    print(f"memory of a rank: {generated.memory}")
+
+
+def describe_memory(runner: ModelRunner) -> str:
+    """`KV cache 256.0 MiB (8192 pages of 16 tokens); attention whole/torch 0.0 MiB`."""
+    cache = runner.kv_cache
+    parts = [f"{name} {size / 2**20:.2f} MiB" for name, size in runner.attention.memory().items()]
+    pages = f"{cache.num_blocks} pages of {cache.spec.block_size} tokens"
+    return f"KV cache {cache.nbytes / 2**20:.1f} MiB ({pages}); attention back ends: {', '.join(parts)}"
 
 
 def describe_steps(engaged: int, declined: Mapping[str, int]) -> str:

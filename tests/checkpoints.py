@@ -1,7 +1,8 @@
-"""Small Qwen3-MoE checkpoints, written by transformers itself, and its answers."""
+"""Small checkpoints of every model family, written by transformers itself, and its answers."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -9,63 +10,126 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:  # else imported where it is used: ranks that only run checkpoints start seconds earlier
-    from transformers import Qwen3MoeForCausalLM
+    from transformers import PreTrainedModel
 
-
-def make_qwen3_moe_checkpoint(path: Path | str, *, max_shard_size: str = "5GB", **config_overrides: Any) -> Path:
-    """A random checkpoint at `path`; `config_overrides` are fields of `Qwen3MoeConfig`, `seed` and `dtype` besides.
-
-    Two sparse layers around a dense one, grouped heads, a head dimension that is not hidden / heads.
-    """
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
-    seed = config_overrides.pop("seed", 0)
-    dtype = config_overrides.pop("dtype", torch.float32)
-    values: dict[str, Any] = {
-        "vocab_size": 131,
-        "hidden_size": 48,
-        "intermediate_size": 40,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
+COMMON: Mapping[str, Any] = {
+    "vocab_size": 131,
+    "hidden_size": 48,
+    "intermediate_size": 40,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.15,  # far from uniform logits, so that a wrong layer shows
+    "pad_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+GROUPED: Mapping[str, Any] = {
+    "num_key_value_heads": 2,
+    "head_dim": 16,  # not hidden / heads
+    "rope_parameters": {"rope_type": "default", "rope_theta": 50_000.0},
+}
+LATENT: Mapping[str, Any] = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 20,
+    "kv_lora_rank": 24,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "n_group": 4,
+    "topk_group": 2,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "routed_scaling_factor": 1.7,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 10_000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 64,
+        "mscale": 0.707,
+        "mscale_all_dim": 1.2,
+    },
+}
+FAMILIES: Mapping[str, Mapping[str, Any]] = {
+    "Llama": {
+        **COMMON,
+        **GROUPED,
+        "rope_parameters": {
+            "rope_type": "llama3",
+            "rope_theta": 50_000.0,
+            "factor": 4.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64,
+        },
+    },
+    "Qwen3": {**COMMON, **GROUPED},
+    "Mixtral": {**COMMON, **GROUPED, "num_local_experts": 8, "num_experts_per_tok": 3},
+    "Qwen3Moe": {
+        **COMMON,
+        **GROUPED,
         "num_experts": 8,
         "num_experts_per_tok": 3,
         "moe_intermediate_size": 24,
-        "max_position_embeddings": 256,
-        "mlp_only_layers": [1],
+        "mlp_only_layers": [1],  # two sparse layers around a dense one
         "norm_topk_prob": True,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 50_000.0},
-        "initializer_range": 0.15,  # far from uniform logits, so that a wrong layer shows
-        "eos_token_id": None,
-        **config_overrides,
-    }
-    torch.manual_seed(seed)
-    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**values))
+    },
+    "DeepseekV2": {**COMMON, **LATENT, "topk_method": "group_limited_greedy"},
+    "DeepseekV3": {**COMMON, **LATENT},
+}
+"""Family (`{family}Config` and `{family}ForCausalLM` of transformers) -> the fields of its config."""
+
+
+def make_checkpoint(path: Path | str, family: str, *, max_shard_size: str = "5GB", **overrides: Any) -> Path:
+    """A random checkpoint at `path`.
+
+    Args:
+        path: the folder.
+        family: one of `FAMILIES`, or any other of transformers if `overrides` say enough.
+        max_shard_size: of its files.
+        overrides: fields of the config; and `seed` and `dtype`.
+    """
+    import transformers
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    torch.manual_seed(overrides.pop("seed", 0))
+    dtype = overrides.pop("dtype", torch.float32)
+    config = getattr(transformers, f"{family}Config")(**{**FAMILIES.get(family, {}), **overrides})
+    model = getattr(transformers, f"{family}ForCausalLM")(config)
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "norm" in name:  # ones would hide a forgotten norm weight
-                parameter.uniform_(0.5, 1.5)
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            # As transformers makes them, norms are ones and biases zeros: forgetting one would not show.
+            if "norm" in name:
+                tensor.uniform_(0.5, 1.5)
+            elif "bias" in name:
+                tensor.uniform_(-0.3, 0.3)
     model.to(dtype).save_pretrained(path, max_shard_size=max_shard_size)
     return Path(path)
 
 
-def load_reference(path: Path | str) -> Qwen3MoeForCausalLM:
-    """transformers' own model of a checkpoint, fp32, evaluation mode."""
-    from transformers import Qwen3MoeForCausalLM
+def make_qwen3_moe_checkpoint(path: Path | str, *, max_shard_size: str = "5GB", **overrides: Any) -> Path:
+    """A random Qwen3-MoE checkpoint at `path`; see `make_checkpoint`."""
+    return make_checkpoint(path, "Qwen3Moe", max_shard_size=max_shard_size, **overrides)
 
-    return Qwen3MoeForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+
+def load_reference(path: Path | str) -> PreTrainedModel:
+    """transformers' own model of a checkpoint, fp32, evaluation mode."""
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
 
 
 @torch.no_grad()
-def reference_logits(model: Qwen3MoeForCausalLM, token_ids: list[int]) -> Tensor:
+def reference_logits(model: PreTrainedModel, token_ids: list[int]) -> Tensor:
     """Logits of every position, `[tokens, vocab]`."""
     return model(torch.tensor([token_ids])).logits[0]
 
 
-def reference_greedy(model: Qwen3MoeForCausalLM, prompt: list[int], num_tokens: int) -> tuple[list[int], list[Tensor]]:
+def reference_greedy(model: PreTrainedModel, prompt: list[int], num_tokens: int) -> tuple[list[int], list[Tensor]]:
     """Greedy tokens with transformers' own KV cache, and the logits `[vocab]` that each came from."""
     with torch.no_grad():
         out = model(torch.tensor([prompt]), use_cache=True)

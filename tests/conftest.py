@@ -8,6 +8,8 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+if not os.path.exists("/dev/nvidia0"):  # before anything imports Triton, which other tests' libraries do
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import random
 import signal
@@ -29,6 +31,8 @@ tqdm.monitor_interval = 0  # no thread of its own
 settings.register_profile("ubatch", deadline=None, derandomize=True, database=None)
 settings.register_profile("explore", deadline=None, max_examples=2000)
 settings.load_profile("ubatch")
+
+pytest.register_assert_rewrite("model_checks", "peer_failure_cases", "trtllm_cases")  # they assert for the tests
 
 SECONDS_FOR_THREADS_TO_END = 5.0
 

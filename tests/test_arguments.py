@@ -1,80 +1,22 @@
-"""What is cut and how it is put together: every container, every name, every doubt."""
+"""What is cut, by name and never by size: every argument, every count of tokens, every splitter of one's own."""
 
 from __future__ import annotations
 
-from collections import OrderedDict, UserDict, defaultdict
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, field, replace
-from types import MappingProxyType
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor, nn
-from transformers.modeling_outputs import CausalLMOutputWithPast
-from wrapping import Plain, assert_same, call_both, wrapped
+from torch import Tensor
+from wrapping import Plain, call_both, rows, wrapped
 
 from ubatch import CannotSplit, ConfigError, DeclineReason, SplitError, register_splitter
 from ubatch.arguments import even_bounds, parameter_names, plan_call
-from ubatch.containers import children_of, rebuild
 
 AMBIGUOUS_ARGUMENT = DeclineReason.AMBIGUOUS_ARGUMENT
-AMBIGUOUS_OUTPUT = DeclineReason.AMBIGUOUS_OUTPUT
 NO_SPLITTER = DeclineReason.NO_SPLITTER
-
-
-class Pair(NamedTuple):
-    x: Any
-    tokens: Any = None
-
-
-@dataclass
-class Batch:
-    x: Any
-    name: str = "batch"
-
-
-@dataclass(frozen=True)
-class Frozen:
-    x: Any
-    inner: Any = None
-
-
-@dataclass
-class Derived:
-    x: Tensor
-    rows: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.rows = len(self.x)
-
-
-class OwnMapping(MutableMapping[str, Any]):
-    """A mapping that `copy.copy` copies together with its items' home."""
-
-    def __init__(self, items: Mapping[str, Any]) -> None:
-        self.items_of_mine = dict(items)
-
-    def __getitem__(self, key: str) -> Any:
-        return self.items_of_mine[key]
-
-    def __setitem__(self, key: str, value: Any) -> None:
-        self.items_of_mine[key] = value
-
-    def __delitem__(self, key: str) -> None:
-        del self.items_of_mine[key]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.items_of_mine)
-
-    def __len__(self) -> int:
-        return len(self.items_of_mine)
-
-
-def rows(n: int = 6, *beside: int) -> Tensor:
-    return torch.arange(n * 3.0 if not beside else n * float(torch.tensor(beside).prod())).reshape(n, *(beside or (3,)))
 
 
 def plan(
@@ -87,97 +29,6 @@ def refusal(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Dec
     with pytest.raises(CannotSplit) as refused:
         plan(forward, *args, **kwargs)
     return refused.value.reason, str(refused.value)
-
-
-# ------------------------------------------------------------------------------------------------------ containers
-
-CONTAINERS: dict[str, Callable[[Tensor], Any]] = {
-    "tuple": lambda x: ({"x": x}, {"tokens": x + 1}),
-    "named tuple": lambda x: Pair(x, x + 1),
-    "list": lambda x: [{"x": x}, {"tokens": x + 1}, []],
-    "dict": lambda x: {"x": x, "deep": {"tokens": x + 1}, "flag": True, "none": None},
-    "ordered dict": lambda x: OrderedDict(x=x, tokens=x + 1),
-    "default dict": lambda x: defaultdict(list, x=x, tokens=x + 1),
-    "dataclass": lambda x: Batch(Batch(x), "outer"),
-    "frozen dataclass": lambda x: Frozen(x, {"x": x + 1}),
-    "model output": lambda x: CausalLMOutputWithPast(logits={"x": x}, hidden_states=({"x": x + 1}, {"x": x + 2})),
-}
-
-
-@pytest.mark.parametrize("lanes", [2, 4])
-@pytest.mark.parametrize("kind", CONTAINERS)
-def test_pytrees_in_and_out(kind: str, lanes: int) -> None:
-    def double(batch: Any) -> Any:
-        return on_leaves(batch, lambda leaf: leaf * 2)
-
-    x = rows(7)
-    batch = CONTAINERS[kind](x)
-    _, module = call_both(double, batch, settings={"num_ubatches": lanes})
-    assert len(module.calls) == lanes
-    assert_same(batch, CONTAINERS[kind](x))  # the caller's is as it was
-    for args, _ in module.calls:
-        assert type(args[0]) is type(batch)
-
-
-def on_leaves(value: Any, change: Callable[[Any], Any]) -> Any:
-    """The obvious way to map a pytree."""
-    if isinstance(value, Tensor):
-        return change(value)
-    children = children_of(value)
-    return value if children is None else rebuild(value, [on_leaves(child, change) for _, child in children])
-
-
-def test_mappings_that_share_their_items_with_a_copy_are_made_anew() -> None:
-    for batch in (OwnMapping({"x": rows()}), UserDict(x=rows()), MappingProxyType({"x": rows()})):
-        call_both(lambda batch: batch["x"] + 1, batch)
-        assert torch.equal(batch["x"], rows()), "the caller's mapping has changed"
-
-
-def test_what_else_a_mapping_has_is_kept() -> None:
-    class Encoding(UserDict):  # type: ignore[type-arg]
-        factor = 1.0
-
-    encoding = Encoding(x=rows())
-    encoding.factor = 2.0
-    call_both(lambda batch: batch["x"] * batch.factor, encoding)
-    call_both(lambda batch: batch["x"] + len(batch["absent"]), defaultdict(list, x=rows()))
-
-
-def test_what_a_dataclass_derives_is_derived_again() -> None:
-    _, module = call_both(lambda batch: batch.x * 2, Derived(rows(5)))
-    assert [args[0].rows for args, _ in module.calls] == [2, 3]
-
-
-def test_containers_that_cannot_be_made_anew_run_unsplit() -> None:
-    @dataclass
-    class Late:
-        x: Tensor
-        extra: Tensor | None = field(init=False, default=None)
-
-    class Needy(list):  # type: ignore[type-arg]
-        def __init__(self, items: Any, unit: str) -> None:
-            super().__init__(items)
-
-    late = Late(rows())
-    late.extra = rows()
-    call_both(lambda batch: batch.x + batch.extra, late, declines=NO_SPLITTER)
-    call_both(lambda batch: batch[0]["x"] * 2, Needy([{"x": rows()}], "m"), declines=NO_SPLITTER)
-    call_both(lambda batch: batch["0"] + batch[0], {0: rows(), "0": rows()}, declines=NO_SPLITTER)
-    call_both(lambda x: Needy([x * 2], "m")[0], rows())
-    call_both(lambda x: Needy([x * 2], "m"), rows(), declines=AMBIGUOUS_OUTPUT)
-
-
-def test_arguments_that_are_not_split_are_the_callers_own() -> None:
-    shared = {"scale": 2.0, "names": ["a", "b"], "many": (1, 2)}
-    _, module = call_both(
-        lambda x, options: x * options["scale"], rows(), shared, settings={"split_dims": {"options": None}}
-    )
-    assert all(args[1] is shared for args, _ in module.calls)
-
-
-def test_torch_return_types_come_back() -> None:
-    result, _ = call_both(lambda x: x.max(1), rows())
-    assert torch.equal(result.indices, rows().max(1).indices)
 
 
 # ----------------------------------------------------------------------------------------------------------- names
@@ -405,117 +256,3 @@ def test_unknown_objects_need_a_splitter_or_permission() -> None:
     )
     call_both(lambda x, thing: x * thing[0]["a"].factor, rows(), [{"a": Unknown()}], declines=NO_SPLITTER)
     call_both(lambda x, fn, kind: fn(x).to(kind), rows(), torch.relu, torch.float64)
-
-
-# --------------------------------------------------------------------------------------------------------- outputs
-
-
-def test_output_dims() -> None:
-    def forward(x: Tensor) -> dict[str, Any]:
-        return {"layers": (x.T, x.T + 1), "rows": x, "names": ["a"] * len(x), "size": 7, "loss": torch.tensor(1.0)}
-
-    dims = {"layers": 1, "names": 0, "size": None, "loss": None}
-    call_both(forward, rows(), settings={"output_dims": dims})
-    call_both(forward, rows(5), settings={"output_dims": {**dims, "layers.0": -1}})
-    call_both(lambda x: {"deep": Frozen(x.T)}, rows(), settings={"output_dims": {"x": 1}})
-    call_both(lambda x: (x.T, x.T * 2), rows(), settings={"output_dims": {"output": 1}})
-    call_both(lambda x: (x.T, x), rows(), settings={"output_dims": {"0": 1}})
-    call_both(lambda x: x.T, rows(), settings={"output_dims": {"output": 2}}, declines=AMBIGUOUS_OUTPUT)
-
-
-UNCLEAR: dict[str, Callable[[Tensor], Any]] = {
-    "its size is no multiple of the rows": lambda x: x.T,
-    "it depends on the lane": lambda x: x[:, : 1 + int(x[0, 0])],
-    "a number per lane": lambda x: (x, float(x.sum())),
-    "a count of rows": lambda x: (x, len(x)),
-    "a shape": lambda x: x.shape,
-    "a value per row": lambda x: (x, ["a"] * len(x)),
-    "a class per lane": lambda x: x if x[0, 0] == 0 else (x,),
-    "keys per lane": lambda x: {"a" if x[0, 0] == 0 else "b": x},
-    "a length per lane": lambda x: [x] * (1 + int(x[0, 0] > 0)),
-    "an unknown object": lambda x: object(),
-}
-
-
-@pytest.mark.parametrize("unclear", UNCLEAR)
-def test_outputs_that_are_not_clear_run_unsplit(unclear: str) -> None:
-    module = Plain(UNCLEAR[unclear])
-    with wrapped(module) as wrapper:
-        result = wrapper(rows(8))
-        assert wrapper.statistics().declined == {AMBIGUOUS_OUTPUT: 1}
-        assert "output_dims" in str(wrapper.statistics().last_reason)
-    if unclear != "an unknown object":
-        assert_same(result, UNCLEAR[unclear](rows(8)))
-
-
-def test_an_output_whose_layers_match_the_rows_by_accident() -> None:
-    for layers in (1, 2, 3, 4):  # 4 rows a lane
-        module = nn.LSTM(3, 5, layers, batch_first=True)
-        with wrapped(module) as wrapper:
-            assert_same(wrapper(torch.ones(8, 6, 3)), module(torch.ones(8, 6, 3)))
-            assert wrapper.statistics().declined == {AMBIGUOUS_OUTPUT: 1}
-    dims = {"1": 1}
-    with wrapped(nn.LSTM(3, 5, 4, batch_first=True), output_dims=dims) as wrapper:
-        x = torch.randn(8, 6, 3)
-        assert_same(wrapper(x), wrapper.module(x))
-        assert wrapper.statistics().engaged == 1
-
-
-def test_square_outputs_are_batch_first_where_the_length_says_so() -> None:
-    embed = rows(10, 5)
-    call_both(lambda input_ids: embed[input_ids], torch.zeros(8, 4, dtype=torch.long))  # [4, 4, 5] per lane
-    settings = {"split_dims": {"x": 1}}
-    call_both(lambda x: x.sum(2), rows(4, 8, 2), settings=settings, declines=AMBIGUOUS_OUTPUT)
-    call_both(lambda x: x.sum(2), rows(4, 8, 2), settings={**settings, "output_dims": {"output": 1}})
-
-
-def test_flattened_tokens_are_merged() -> None:
-    call_both(lambda input_ids: (input_ids.flatten(), input_ids), torch.arange(35).reshape(7, 5))
-
-
-def test_parameters_handed_through() -> None:
-    weight = nn.Parameter(rows(4))
-    result, _ = call_both(lambda x: (x, weight, weight.detach()), rows(6))
-    assert result[1] is weight
-
-
-def test_a_buffer_that_both_lanes_write_is_no_output() -> None:
-    buffer = torch.zeros(8, 3)
-
-    def static(x: Tensor) -> Tensor:
-        buffer[: len(x)] = x * 2
-        return buffer[: len(x)]
-
-    module = Plain(static)
-    with wrapped(module) as wrapper:
-        assert torch.equal(wrapper(rows(8)), rows(8) * 2)
-        assert "same memory" in str(wrapper.statistics().last_reason)
-
-
-def test_a_zero_dim_output_is_found_out_once() -> None:
-    module = Plain(lambda x, labels=None: {"loss": x.mean()} if labels is not None else {"y": x})
-    with wrapped(module) as wrapper:
-        for runs in (3, 1, 1):  # two lanes and the whole, then the whole only
-            module.calls.clear()
-            assert torch.equal(wrapper(rows(), labels=rows())["loss"], rows().mean())
-            assert len(module.calls) == runs
-        assert wrapper.statistics().declined == {DeclineReason.ZERO_DIM_OUTPUT: 3}
-        module.calls.clear()
-        wrapper(rows())
-        assert len(module.calls) == 2, "without labels it has another output"
-        assert wrapper.statistics().engaged == 1
-
-
-def test_a_loss_in_training_says_nothing_about_evaluation() -> None:
-    module = Plain(lambda x: x.mean() if module.training else x)
-    with wrapped(module) as wrapper:
-        wrapper.train()(rows())
-        assert torch.equal(wrapper.eval()(rows()), rows())
-        seen = wrapper.statistics()
-        assert (seen.engaged, dict(seen.declined)) == (1, {DeclineReason.ZERO_DIM_OUTPUT: 1})
-
-
-def test_dataclasses_of_outputs_share_nothing_with_the_lanes() -> None:
-    module = Plain(lambda x: Batch(x, "same"))
-    with wrapped(module) as wrapper:
-        assert_same(wrapper(rows()), replace(Batch(rows()), name="same"))

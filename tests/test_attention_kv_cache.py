@@ -7,7 +7,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attention import BlockAllocator, BlockTable, KVCacheError, KVCacheExhausted, KVCacheSpec, PagedKVCache
+from attention import (
+    BlockAllocator,
+    KVCacheError,
+    KVCacheExhausted,
+    KVCacheSpec,
+    MLACacheSpec,
+    MLAKVCache,
+    PagedKVCache,
+    RequestToTokenTable,
+    make_kv_cache,
+)
 from ubatch import ConfigError, UBatchError
 
 
@@ -96,8 +106,9 @@ def test_allocator_against_a_set(steps: list[tuple[bool, int]]) -> None:
         assert allocator.num_used == sum(map(len, held))
 
 
-def test_block_table_rows() -> None:
-    table = BlockTable(max_num_reqs=2, max_blocks=4)
+@pytest.mark.parametrize("block_size", [1, 16, 64, 128])
+def test_request_table_rows(block_size: int) -> None:
+    table = RequestToTokenTable(max_num_reqs=2, max_blocks=4, block_size=block_size)
     first, second = table.add_row(), table.add_row()
     with pytest.raises(KVCacheExhausted, match="all 2 rows"):
         table.add_row()
@@ -105,17 +116,59 @@ def test_block_table_rows() -> None:
     table.append(second, [5])
     table.append(first, [1])
     assert table.blocks(first) == (7, 3, 1)
-    gathered = table.gather([second, first])
-    assert gathered.tolist() == [[5, 0, 0], [7, 3, 1]]
+    pages = table.page_table([second, first])
+    assert pages.tolist() == [[5, 0, 0], [7, 3, 1]]
+    assert pages.dtype == torch.int32
+    rows = torch.tensor([first, second, first])
+    positions = torch.tensor([2 * block_size, block_size - 1, block_size + block_size // 2])
+    expected = [block_size, 5 * block_size + block_size - 1, 3 * block_size + block_size // 2]
+    assert table.slots(rows, positions).tolist() == expected
     with pytest.raises(KVCacheExhausted, match="at most 4"):
         table.append(first, [0, 2])
     assert table.remove_row(first) == [7, 3, 1]
-    assert gathered.tolist() == [[5, 0, 0], [7, 3, 1]]  # a running step keeps its own copy
+    assert pages.tolist() == [[5, 0, 0], [7, 3, 1]]  # a running step keeps its own copy
     assert table.num_free_rows == 1
-    assert table.gather([table.add_row()]).shape == (1, 0)
+    assert table.page_table([table.add_row()]).shape == (1, 0)
     with pytest.raises(KVCacheError, match="not in use"):
         table.remove_row(99)
-    assert table.gather([]).shape == (0, 0)
+    assert table.page_table([]).shape == (0, 0)
+
+
+def test_latents_are_one_row_for_all_heads() -> None:
+    spec = MLACacheSpec(2, 6, 2, block_size=4)
+    cache = make_kv_cache(spec, 3)
+    assert isinstance(cache, MLAKVCache)
+    latent, k_rope = torch.randn(3, 6), torch.randn(3, 2)
+    cache.write(1, latent, k_rope, cache.write_slots(torch.tensor([9, -1, 0])))
+    expected = torch.zeros(12, 8)
+    expected[9], expected[0] = torch.cat((latent[0], k_rope[0])), torch.cat((latent[2], k_rope[2]))
+    assert torch.equal(cache.rows(1).flatten(0, 1), expected)
+    assert not cache.rows(0).any()
+    assert spec.bytes_per_block == 2 * 4 * 8 * 4
+    assert cache.nbytes == (3 + 1) * spec.bytes_per_block
+    # DeepSeek-V2's sizes: 576 numbers a token, where 128 heads of 192 and 128 would be 71 times as many
+    assert MLACacheSpec(1, 512, 64).numbers_per_token == 576
+
+
+def test_fp8_is_stored_as_scaled_bytes() -> None:
+    spec = KVCacheSpec(2, 2, 4, block_size=4, fp8=True)
+    cache = PagedKVCache(spec, num_blocks=2)
+    assert spec.bytes_per_block * 4 == KVCacheSpec(2, 2, 4, block_size=4).bytes_per_block
+    cache.set_scales(1, 0.5, 4.0)
+    k, v = torch.randn(2, 3, 2, 4)
+    v[0, 0, 0] = 1e6  # saturates, does not become nan
+    cache.write(1, k, v, cache.write_slots(torch.tensor([5, 2, -1])))
+    assert cache.keys(1).dtype == torch.uint8
+    keys = cache.key_pool.decode(cache.keys(1), 1).flatten(0, 1)
+    values = cache.value_pool.decode(cache.values(1), 1).flatten(0, 1)
+    torch.testing.assert_close(keys[[5, 2]], k[:2], rtol=0.07, atol=0.01)
+    assert values[5, 0, 0] == 448 * 4
+    torch.testing.assert_close(values[2], v[1], rtol=0.07, atol=0.02)
+    assert not keys[[0, 1, 3, 4, 6, 7]].any()
+    with pytest.raises(ConfigError, match="must be positive, not 0"):
+        cache.set_scales(0, 1.0, 0.0)
+    with pytest.raises(ConfigError, match="only an fp8 cache has"):
+        PagedKVCache(KVCacheSpec(1, 1, 4), 1).set_scales(0, 1.0, 1.0)
 
 
 def test_nonsense_sizes() -> None:
@@ -125,4 +178,6 @@ def test_nonsense_sizes() -> None:
     with pytest.raises(ConfigError):
         BlockAllocator(0)
     with pytest.raises(ConfigError):
-        BlockTable(0, 4)
+        RequestToTokenTable(0, 4, 4)
+    with pytest.raises(ConfigError, match="kv_lora_rank"):
+        MLACacheSpec(1, 0, 4)

@@ -19,7 +19,7 @@ from attention import (
     reference_attention,
     split_attn_metadata,
 )
-from ubatch import SplitError, UBatchSlice, split_balanced, split_fixed, split_two_chunk
+from ubatch import ConfigError, SplitError, UBatchSlice, split_balanced, split_fixed, split_two_chunk
 
 BATCHES = st.lists(st.tuples(st.integers(0, 9), st.integers(1, 6)), min_size=1, max_size=7)
 """(prefix, new tokens) of each request."""
@@ -131,7 +131,7 @@ def lane_by_lane(
         start = rows.stop
         q, k, v = batch.q[rows], batch.k[rows], batch.v[rows]
         if slow:
-            parts.append(reference_attention(q, k, v, 0, lane, cache, batch.shape.softmax_scale))
+            parts.append(reference_attention(q, k, v, 0, lane, cache, batch.shape))
         else:
             parts.append(backend.plan(lane).forward(q, k, v, 0))
     return torch.cat(parts)
@@ -145,9 +145,7 @@ def test_lane_by_lane_equals_whole(requests: list[tuple[int, int]], data: st.Dat
     total = batch.metadata.num_actual_tokens
     edges = sorted(data.draw(st.lists(st.integers(0, total), min_size=1, max_size=3)))
     lanes = split_attn_metadata(cut(batch.metadata, edges), batch.metadata)
-    whole = reference_attention(
-        batch.q, batch.k, batch.v, 0, batch.metadata, batch.new_cache(), batch.shape.softmax_scale
-    )
+    whole = reference_attention(batch.q, batch.k, batch.v, 0, batch.metadata, batch.new_cache(), batch.shape)
     torch.testing.assert_close(lane_by_lane(batch, lanes, batch.new_cache(), slow=slow), whole, atol=2e-6, rtol=1e-5)
 
 
@@ -176,10 +174,25 @@ def test_wrong_order_would_be_noticed() -> None:
     cache = batch.new_cache()
     backend = make_attention_backend("torch", batch.shape, cache)
     late_first = backend.plan(lanes[1]).forward(batch.q[4:], batch.k[4:], batch.v[4:], 0)
-    whole = reference_attention(
-        batch.q, batch.k, batch.v, 0, batch.metadata, batch.new_cache(), batch.shape.softmax_scale
-    )
+    whole = reference_attention(batch.q, batch.k, batch.v, 0, batch.metadata, batch.new_cache(), batch.shape)
     assert (late_first - whole[4:]).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize(
+    ("query_lens", "seq_lens", "rows", "slots", "message"),
+    [
+        ([2, 1], [2], 2, 3, "2 query lengths of 3 tokens need .* there are 1, 2 and 3"),
+        ([2, 1], [2, 1], 1, 3, "there are 2, 1 and 3"),
+        ([2, 1], [2, 1], 2, 2, "there are 2, 2 and 2"),
+        ([2, 3], [2, 1], 2, 5, "request 1 has 3 new tokens of 1 in all"),
+        ([-1], [4], 1, 0, "request 0 has -1 new tokens"),
+    ],
+)
+def test_sizes_of_different_batches(
+    query_lens: list[int], seq_lens: list[int], rows: int, slots: int, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        CommonAttentionMetadata.build(query_lens, seq_lens, torch.zeros(rows, 4).int(), torch.arange(slots))
 
 
 def test_metadata_is_frozen_and_replaceable() -> None:

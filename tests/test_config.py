@@ -33,6 +33,7 @@ def test_defaults_are_vllms() -> None:
         ({"schedule": "zzz"}, r"unknown schedule 'zzz'\. Known: mlp_shared_overlap, serial, single_batch"),
         ({"schedule": "single_batch"}, r"splits experts into 2 chunks.*Choose one with chunks = 1"),
         ({"schedule": Schedule("mine", chunks=4)}, r"schedule 'mine' splits experts into 4 chunks"),
+        ({"split_by": "costs"}, r"unknown split_by 'costs'; did you mean 'cost'\?"),
         ({"schedule": 3}, r"schedule must be str( or Schedule)?, not 3 \(int\)"),
         ({"num_ubatches": 1}, r"num_ubatches must be 2 to 8, not 1\. Set enable_dbo=False to run unsplit"),
         ({"num_ubatches": 9}, r"num_ubatches must be 2 to 8, not 9"),
@@ -105,6 +106,7 @@ def test_what_was_written_as_yaml_is_read_back(tmp_path: Path) -> None:
         dbo_decode_token_threshold=7,
         dbo_prefill_token_threshold=70,
         schedule="two_batch_decode",
+        split_by="cost",
         tbo_token_distribution_threshold=0.25,
         timeout_s=1.5,
         split_dims={"x": 1, "batch.table": None},
@@ -113,7 +115,7 @@ def test_what_was_written_as_yaml_is_read_back(tmp_path: Path) -> None:
     )
     described = config.describe()
     assert set(described) == {field.name for field in dataclasses.fields(UBatchConfig)} - {"group"}
-    assert all(described[field.name] != getattr(UBatchConfig(), field.name) for field in dataclasses.fields(config)[:7])
+    assert all(described[field.name] != getattr(UBatchConfig(), field.name) for field in dataclasses.fields(config)[:8])
     file = tmp_path / "dbo.yaml"
     file.write_text(yaml.safe_dump(described), encoding="utf-8")
     assert UBatchConfig.from_yaml(file) == UBatchConfig.from_yaml(str(file)) == config

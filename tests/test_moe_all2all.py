@@ -14,7 +14,7 @@ from moe_layers import make_layer, make_tokens
 
 from moe import All2AllTraits, EmulatedLink, LinkStatistics, all2all_backends, make_all2all
 from moe.all2all.payload import pack_rows, unpack_rows
-from ubatch import CommGroup, ConfigError, Transfer
+from ubatch import CommGroup, ConfigError, LinkTime, Transfer
 
 TWO_RANKS = cast(CommGroup, SimpleNamespace(rank=0, size=2))
 
@@ -100,9 +100,10 @@ class FakeTransfer:
         self.bytes_sent, self.bytes_received = sent, received
         self.started: float | None = None
         self.deadline = 0.0
+        self.link: LinkTime | None = None
 
-    def delay_until(self, deadline: float, *, started: float | None = None) -> None:
-        self.deadline, self.started = deadline, started
+    def delay_until(self, deadline: float, *, started: float | None = None, link: LinkTime | None = None) -> None:
+        self.deadline, self.started, self.link = deadline, started, link
 
 
 def carry(link: EmulatedLink, sent: int, received: int) -> FakeTransfer:
@@ -121,7 +122,7 @@ def test_deadlines() -> None:
     assert (second.started, second.deadline) == (101.5, 104.0)
     clock.now = 110.0
     third = carry(link, 0, 5)  # idle since: starts now; nothing is sent, so only the receive counts
-    assert (third.started, third.deadline) == (110.0, 111.0)
+    assert (third.started, third.deadline, third.link) == (110.0, 111.0, LinkTime(0.0, 1.0))
     counts = FakeTransfer(8, 8)
     link.signal(cast("Transfer[None]", counts))  # the latency alone, past what is queued
     assert counts.deadline == 110.5

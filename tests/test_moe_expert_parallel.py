@@ -9,10 +9,16 @@ import pytest
 import torch
 from torch import nn
 from transformers import (
+    DeepseekV2Config,
+    DeepseekV2ForCausalLM,
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
     OlmoeConfig,
     OlmoeForCausalLM,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
@@ -21,7 +27,7 @@ from transformers import (
 
 from moe import EmulatedLink, ExpertParallelMoE, UnsupportedModelError, expert_parallel
 from ranks import run_ranks
-from ubatch import CommGroup, ConfigError, UBatchConfig, UBatchWrapper
+from ubatch import CommGroup, ConfigError, UBatchConfig, UBatchWrapper, dbo_current_ubatch_id, tracing
 
 SIZES: dict[str, Any] = {
     "vocab_size": 64,
@@ -51,7 +57,44 @@ def mixtral(**changes: Any) -> nn.Module:
     return MixtralForCausalLM(MixtralConfig(**{**SIZES, "num_local_experts": 4, **changes})).eval()
 
 
-MODELS = [qwen3_moe, mixtral]
+def olmoe(**changes: Any) -> nn.Module:
+    torch.manual_seed(0)
+    return OlmoeForCausalLM(OlmoeConfig(**{**SIZES, "num_experts": 4, "norm_topk_prob": True, **changes})).eval()
+
+
+LATENT: dict[str, Any] = {
+    **{name: value for name, value in SIZES.items() if name != "head_dim"},
+    "num_key_value_heads": 2,
+    "q_lora_rank": None,
+    "kv_lora_rank": 8,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 6,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "n_group": 2,
+    "topk_group": 1,
+    "moe_intermediate_size": 12,
+}
+
+
+def deepseek_v2(**changes: Any) -> nn.Module:
+    torch.manual_seed(0)
+    method = {"topk_method": "group_limited_greedy", "routed_scaling_factor": 1.5}
+    config = DeepseekV2Config(**{**LATENT, **method, **changes})
+    return DeepseekV2ForCausalLM(config).eval()
+
+
+def deepseek_v3(**changes: Any) -> nn.Module:
+    torch.manual_seed(0)
+    model = DeepseekV3ForCausalLM(DeepseekV3Config(**{**LATENT, **changes})).eval()
+    for block in moe_blocks(model):
+        nn.init.normal_(block.gate.e_score_correction_bias, std=0.3)
+    return model
+
+
+MODELS = [qwen3_moe, mixtral, olmoe, deepseek_v2, deepseek_v3]
 
 
 def moe_blocks(model: nn.Module) -> list[Any]:
@@ -86,6 +129,24 @@ def test_qwen3_without_renormalised_weights() -> None:
     expected = model(prompts(0)).logits
     expert_parallel(model, None, all2all_backend="local", experts_backend="reference")
     torch.testing.assert_close(model(prompts(0)).logits, expected, atol=1e-5, rtol=1e-5)
+
+
+@torch.inference_mode()
+def test_shared_experts_run_inside_the_kernel() -> None:
+    """Where a lane waits for combine, so that they hide it; and their weights are the block's own."""
+    model = deepseek_v3()
+    shared = [block.shared_experts for block in moe_blocks(model)]
+    expert_parallel(model, None, all2all_backend="local")
+    replaced = [module for module in model.modules() if isinstance(module, ExpertParallelMoE)]
+    assert [module.kernel.shared_experts for module in replaced] == shared
+    lanes: list[int] = []
+    shared[0].register_forward_pre_hook(lambda module, args: lanes.append(dbo_current_ubatch_id()))
+    with tracing() as trace:
+        wrapper = UBatchWrapper(model, UBatchConfig(dbo_prefill_token_threshold=2))
+        wrapper(prompts(0), use_cache=False)
+        wrapper.close()
+    assert lanes == [0, 1]
+    assert [point for lane, point in trace.order if lane == 0] == ["dispatch", "combine"] * len(replaced) + ["end"]
 
 
 def test_two_ranks_equal_the_untouched_model() -> None:
@@ -142,9 +203,23 @@ def _check_refusals(group: CommGroup) -> None:
 
 
 def test_unknown_families_are_refused_by_name() -> None:
-    config = OlmoeConfig(**{**SIZES, "num_experts": 4, "eos_token_id": 2})
-    with pytest.raises(UnsupportedModelError, match=r"OlmoeSparseMoeBlock.* Known families: Qwen3-MoE, Mixtral"):
-        expert_parallel(OlmoeForCausalLM(config), None, all2all_backend="local")
+    config = Qwen2MoeConfig(**{**SIZES, "num_experts": 4, "moe_intermediate_size": 12, "eos_token_id": 2})
+    known = "Qwen3-MoE, Mixtral, OLMoE, DeepSeek-V2, DeepSeek-V3"
+    with pytest.raises(UnsupportedModelError, match=rf"Qwen2MoeSparseMoeBlock.* Known families: {known}"):
+        expert_parallel(Qwen2MoeForCausalLM(config), None, all2all_backend="local")
+
+
+def test_deepseek_blocks_that_are_not_built_as_known_are_refused() -> None:
+    model = deepseek_v2()
+    del moe_blocks(model)[1].shared_experts
+    with pytest.raises(UnsupportedModelError, match=r"layers\.2\..*DeepseekV2Moe has no shared_experts"):
+        expert_parallel(model, None, all2all_backend="local")
+    model = deepseek_v3()
+    gate = moe_blocks(model)[0].gate
+    gate.forward = lambda x: nn.functional.linear(x, gate.weight)  # as some releases have it: the block chooses
+    with pytest.raises(UnsupportedModelError, match="TopkRouter that does not return logits, weights and ids"):
+        expert_parallel(model, None, all2all_backend="local")
+    assert not any(isinstance(module, ExpertParallelMoE) for module in model.modules()), "nothing was replaced"
 
 
 def test_models_without_experts_are_refused() -> None:

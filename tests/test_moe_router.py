@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
-from moe import NO_EXPERT, SoftmaxTopKRouter, local_experts, mask_padding
+from moe import (
+    NO_EXPERT,
+    GroupLimitedRouter,
+    SigmoidTopKRouter,
+    SoftmaxTopKRouter,
+    local_experts,
+    mask_padding,
+)
 from ubatch import ConfigError
 
 
@@ -77,6 +87,150 @@ def test_bad_input_is_refused() -> None:
         SoftmaxTopKRouter(1)(torch.randn(2, 3, 4))
     with pytest.raises(ConfigError, match="int64"):
         SoftmaxTopKRouter(1)(torch.zeros(2, 4, dtype=torch.int64))
+
+
+# ----------------------------------------------------------------------------------- groups, sigmoid, bias, scale
+
+
+def in_groups(
+    scores: list[float], choice: list[float], router: GroupLimitedRouter | SigmoidTopKRouter, best: int
+) -> dict[int, float]:
+    """Expert -> weight of one token, in plain Python: the k best in the groups with the largest sum of `best` best."""
+    size = len(scores) // router.num_groups
+    groups = [range(first, first + size) for first in range(0, len(scores), size)]
+    groups.sort(key=lambda group: -sum(sorted((choice[expert] for expert in group), reverse=True)[:best]))
+    allowed = [expert for group in groups[: router.top_groups] for expert in group]
+    chosen = sorted(allowed, key=lambda expert: -choice[expert])[: router.top_k]
+    total = sum(scores[expert] for expert in chosen) if router.renormalize else 1.0
+    return {expert: scores[expert] / total * router.scale for expert in chosen}
+
+
+@st.composite
+def grouped(draw: st.DrawFn) -> dict[str, Any]:
+    """Experts in groups, and choices that fit them."""
+    num_groups, group_size = draw(st.integers(1, 4)), draw(st.integers(1, 4))
+    top_groups = draw(st.integers(1, num_groups))
+    return {
+        "num_experts": num_groups * group_size,
+        "num_groups": num_groups,
+        "top_groups": top_groups,
+        "top_k": draw(st.integers(1, top_groups * group_size)),
+        "renormalize": draw(st.booleans()),
+        "scale": draw(st.sampled_from([1.0, 2.5, 16.0])),
+    }
+
+
+def assert_routed(weights: Tensor, ids: Tensor, expected: list[dict[int, float]]) -> None:
+    assert (weights.dtype, ids.dtype) == (torch.float32, torch.int64)
+    assert weights.shape == ids.shape
+    for row, token in enumerate(expected):
+        got = dict(zip(ids[row].tolist(), weights[row].tolist(), strict=True))
+        assert got == pytest.approx(token, rel=1e-5)
+
+
+@given(settings=grouped(), tokens=st.integers(0, 4), seed=st.integers(0, 99))
+def test_group_limited(settings: dict[str, Any], tokens: int, seed: int) -> None:
+    logits = 3 * torch.randn(tokens, settings.pop("num_experts"), generator=torch.Generator().manual_seed(seed))
+    router = GroupLimitedRouter(**settings)
+    scores = torch.softmax(logits.double(), -1).tolist()
+    assert_routed(*router(logits), [in_groups(token, token, router, best=1) for token in scores])
+
+
+@given(settings=grouped(), tokens=st.integers(0, 4), seed=st.integers(0, 99))
+def test_sigmoid_with_a_correction_bias(settings: dict[str, Any], tokens: int, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    num_experts = settings.pop("num_experts")
+    logits, bias = torch.randn(tokens, num_experts, generator=generator), torch.randn(num_experts, generator=generator)
+    router = SigmoidTopKRouter(**settings, correction_bias=bias)
+    scores = torch.sigmoid(logits.double())
+    choices = (scores + bias).tolist()
+    expected = [in_groups(*token, router, best=2) for token in zip(scores.tolist(), choices, strict=True)]
+    assert_routed(*router(logits), expected)
+
+
+def test_the_bias_decides_but_does_not_weigh() -> None:
+    logits = torch.tensor([[2.0, 1.0, -3.0]])
+    router = SigmoidTopKRouter(1, renormalize=False, correction_bias=torch.tensor([0.0, 0.0, 5.0]))
+    weights, ids = router(logits)
+    assert ids.tolist() == [[2]]
+    assert weights.item() == pytest.approx(torch.sigmoid(torch.tensor(-3.0)).item())
+    assert SigmoidTopKRouter(1)(logits)[1].tolist() == [[0]]
+    assert router == SigmoidTopKRouter(1, renormalize=False), "the bias is a weight, not a setting"
+
+
+def test_weights_that_underflow_stay_finite() -> None:
+    weights, _ = SigmoidTopKRouter(2)(torch.full((1, 4), -300.0))
+    assert weights.tolist() == [[0.0, 0.0]]
+
+
+def same_choice(ours: tuple[Tensor, Tensor], theirs: tuple[Tensor, Tensor]) -> None:
+    """The same experts with the same weights; transformers does not order them."""
+    (our_weights, our_ids), (weights, ids) = ours, theirs
+    order, our_order = ids.argsort(-1), our_ids.argsort(-1)
+    assert torch.equal(our_ids.gather(1, our_order), ids.gather(1, order))
+    torch.testing.assert_close(our_weights.gather(1, our_order), weights.gather(1, order))
+
+
+@pytest.mark.parametrize("method", ["greedy", "group_limited_greedy"])
+def test_equals_deepseek_v2_of_transformers(method: str) -> None:
+    from transformers import DeepseekV2Config
+    from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2TopkRouter
+
+    sizes = {"hidden_size": 16, "num_attention_heads": 4, "n_routed_experts": 12, "num_experts_per_tok": 3}
+    config = DeepseekV2Config(**sizes, n_group=4, topk_group=2, topk_method=method, routed_scaling_factor=16.0)
+    gate = DeepseekV2TopkRouter(config)
+    torch.nn.init.normal_(gate.weight)
+    with torch.no_grad():
+        logits, weights, ids = gate(torch.randn(50, 16))
+        groups = (1, 1) if method == "greedy" else (4, 2)
+        same_choice(GroupLimitedRouter(3, *groups, scale=16.0)(logits), (weights, ids))
+
+
+@pytest.mark.parametrize("norm_topk_prob", [True, False])
+def test_equals_deepseek_v3_of_transformers(norm_topk_prob: bool) -> None:
+    from transformers import DeepseekV3Config
+    from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
+
+    sizes = {"hidden_size": 16, "num_attention_heads": 4, "n_routed_experts": 12, "num_experts_per_tok": 5}
+    gate = DeepseekV3TopkRouter(
+        DeepseekV3Config(**sizes, n_group=4, topk_group=2, norm_topk_prob=norm_topk_prob, routed_scaling_factor=2.5)
+    )
+    torch.nn.init.normal_(gate.weight)
+    torch.nn.init.normal_(gate.e_score_correction_bias, std=0.3)
+    with torch.no_grad():
+        logits, weights, ids = gate(torch.randn(50, 16))
+        router = SigmoidTopKRouter(5, 4, 2, norm_topk_prob, 2.5, gate.e_score_correction_bias)
+        same_choice(router(logits), (weights, ids))
+
+
+@pytest.mark.parametrize("norm_topk_prob", [True, False])
+def test_equals_olmoe_of_transformers(norm_topk_prob: bool) -> None:
+    from transformers import OlmoeConfig
+    from transformers.models.olmoe.modeling_olmoe import OlmoeTopKRouter
+
+    gate = OlmoeTopKRouter(
+        OlmoeConfig(hidden_size=16, num_experts=6, num_experts_per_tok=3, norm_topk_prob=norm_topk_prob)
+    )
+    torch.nn.init.normal_(gate.weight)
+    with torch.no_grad():
+        logits, weights, ids = gate(torch.randn(7, 16))
+        same_choice(SoftmaxTopKRouter(3, norm_topk_prob)(logits), (weights, ids))
+
+
+def test_groups_that_cannot_be_are_refused() -> None:
+    for kind in (GroupLimitedRouter, SigmoidTopKRouter):
+        with pytest.raises(ConfigError, match="top_groups = 3 must be between 1 and the 2 groups"):
+            kind(1, num_groups=2, top_groups=3)
+        with pytest.raises(ConfigError, match=r"scale must be positive, not 0\.0"):
+            kind(1, scale=0.0)
+        with pytest.raises(ConfigError, match="top_k must be at least 1, not 0"):
+            kind(0)
+        with pytest.raises(ConfigError, match="7 experts cannot be cut into 2 groups"):
+            kind(1, num_groups=2)(torch.randn(2, 7))
+        with pytest.raises(ConfigError, match="top_k = 4 is more than the 3 experts in the 1 of 2 groups"):
+            kind(4, num_groups=2, top_groups=1)(torch.randn(2, 6))
+    with pytest.raises(ConfigError, match=r"correction_bias is \[3\], but there are 4 experts"):
+        SigmoidTopKRouter(1, correction_bias=torch.zeros(3))(torch.randn(2, 4))
 
 
 def test_padding_is_routed_nowhere() -> None:

@@ -9,40 +9,19 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import load_reference, make_qwen3_moe_checkpoint, reference_greedy, reference_logits
+from checkpoints import load_reference, make_checkpoint, reference_greedy, reference_logits
+from model_checks import PROMPTS, admitted, all_logits, check_prefill, close
 from torch import Tensor
 
-from model_runner import ModelRunner, Request, SamplingParams, ScheduledRequest, build_input_batch, generate
-from model_runner.dp import coordinate_batch_across_dp
+from model_runner import ModelRunner, SamplingParams, ScheduledRequest, build_input_batch, generate
 from ubatch import ConfigError
 
-PROMPTS = [[5, 17, 99, 3, 42, 42, 8], [1], list(range(20, 61)), [130, 0, 64]]
 TINY_MOE = Path(__file__).parents[1] / "examples" / "models" / "tiny-moe"
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_qwen3_moe_checkpoint(tmp_path_factory.mktemp("qwen3_moe"))
-
-
-def all_logits(runner: ModelRunner, scheduled: list[ScheduledRequest]) -> Tensor:
-    """The logits of every token of one step, `[T, vocab]`."""
-    with torch.inference_mode():
-        batch = build_input_batch(scheduled, runner.block_table, runner.kv_cache.spec)
-        agreed = coordinate_batch_across_dp(runner.dbo, batch.metadata.query_lens_cpu, batch.mode, runner.group)
-        return runner.forward(replace(batch, logits_rows=torch.arange(batch.num_tokens)), agreed)
-
-
-def admitted(runner: ModelRunner, prompts: list[list[int]], num_tokens: int = 64) -> list[Request]:
-    requests = [Request(index, prompt, SamplingParams()) for index, prompt in enumerate(prompts)]
-    for request in requests:
-        runner.admit(request, num_tokens)
-    return requests
-
-
-def close(got: Tensor, expected: Tensor) -> None:
-    assert (got - expected).abs().max() < 1e-4
-    assert expected.abs().max() > 0.5  # large enough for 1e-4 to mean something
+    return make_checkpoint(tmp_path_factory.mktemp("qwen3_moe"), "Qwen3Moe")
 
 
 @pytest.mark.parametrize(
@@ -53,32 +32,12 @@ def close(got: Tensor, expected: Tensor) -> None:
         {"norm_topk_prob": False, "num_experts_per_tok": 1, "num_key_value_heads": 4},
         {"attention_bias": True, "num_key_value_heads": 1, "rms_norm_eps": 1e-3},
         {"max_shard_size": "30KB", "dtype": torch.bfloat16, "num_experts": 6, "num_experts_per_tok": 6},
+        {"use_sliding_window": True, "sliding_window": 6},
     ],
-    ids=["default", "sparse_step-tied", "no_renorm-top1-mha", "bias-mqa-eps", "sharded-bf16-dense_routing"],
+    ids=["default", "sparse_step-tied", "no_renorm-top1-mha", "bias-mqa-eps", "sharded-bf16-dense_routing", "window"],
 )
 def test_prefill_logits(tmp_path: Path, overrides: dict[str, Any]) -> None:
-    path = make_qwen3_moe_checkpoint(tmp_path, **overrides)
-    reference = load_reference(path)
-    with ModelRunner(path, num_kv_blocks=64, block_size=4) as runner:
-        requests = admitted(runner, PROMPTS)
-        got = all_logits(runner, [ScheduledRequest(request, request.num_tokens) for request in requests])
-    close(got, torch.cat([reference_logits(reference, prompt) for prompt in PROMPTS]))
-
-
-def test_32_decode_steps(checkpoint: Path) -> None:
-    """Prefill and 32 decode steps: every step's logits, and the tokens."""
-    reference = load_reference(checkpoint)
-    expected = [reference_greedy(reference, prompt, 33) for prompt in PROMPTS]
-    with ModelRunner(checkpoint, num_kv_blocks=64) as runner:
-        requests = admitted(runner, PROMPTS, 80)
-        for step in range(33):
-            shares = [ScheduledRequest(request, request.num_uncomputed_tokens) for request in requests]
-            logits = all_logits(runner, shares)
-            ends = torch.tensor([share.num_tokens for share in shares]).cumsum(0) - 1
-            close(logits[ends], torch.stack([logits_of_step[step] for _, logits_of_step in expected]))
-            for request, token, share in zip(requests, logits[ends].argmax(-1).tolist(), shares, strict=True):
-                request.advance(share.num_tokens, token)
-        assert [request.output_token_ids for request in requests] == [tokens for tokens, _ in expected]
+    check_prefill(make_checkpoint(tmp_path, "Qwen3Moe", **overrides))
 
 
 def test_chunks_and_mixed_steps_change_nothing(checkpoint: Path) -> None:
@@ -143,8 +102,8 @@ def test_padding_rows_reach_no_expert_and_no_cache(checkpoint: Path) -> None:
     with ModelRunner(checkpoint, num_kv_blocks=8) as runner:
         (request,) = admitted(runner, [PROMPTS[0]])
         with torch.inference_mode():
-            batch = build_input_batch([ScheduledRequest(request, 7)], runner.block_table, runner.kv_cache.spec)
-            agreed = coordinate_batch_across_dp(runner.dbo, [7], batch.mode, None)
+            batch = build_input_batch([ScheduledRequest(request, 7)], runner.request_table, runner.kv_cache.spec)
+            agreed = runner.coordinate(batch)
             plain = runner.forward(batch, agreed)
             before = runner.kv_cache.keys(0).clone()
             pad = torch.nn.functional.pad

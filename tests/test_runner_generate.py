@@ -36,7 +36,7 @@ def runner(checkpoint: Path) -> Iterator[ModelRunner]:
 def tokens_of(runner: ModelRunner, *args: Any, **kwargs: Any) -> list[tuple[int, ...]]:
     outputs = [output.token_ids for output in generate(runner, *args, **kwargs)]
     runner.allocator.check(idle=True)
-    assert runner.block_table.num_free_rows == 8
+    assert runner.request_table.num_free_rows == 8
     return outputs
 
 

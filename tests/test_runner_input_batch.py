@@ -6,16 +6,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attention import BlockAllocator, BlockTable, KVCacheExhausted, KVCacheSpec
+from attention import BlockAllocator, KVCacheExhausted, KVCacheSpec, RequestToTokenTable
 from model_runner import Request, RequestError, SamplingParams, ScheduledRequest, build_input_batch
 from ubatch import ForwardMode
 
 SPEC = KVCacheSpec(num_layers=1, num_kv_heads=1, head_dim=8, block_size=4)
 
 
-def make_shares(lengths: list[tuple[int, int, int]]) -> tuple[list[ScheduledRequest], BlockTable]:
+def make_shares(lengths: list[tuple[int, int, int]]) -> tuple[list[ScheduledRequest], RequestToTokenTable]:
     """Shares of requests given as (tokens computed, tokens to run now, tokens left after)."""
-    allocator, table = BlockAllocator(200), BlockTable(16, 32)
+    allocator, table = BlockAllocator(200), RequestToTokenTable(16, 32, SPEC.block_size)
     shares = []
     for index, (computed, now, later) in enumerate(lengths):
         request = Request(index, [100 * index + i for i in range(computed + now + later)], SamplingParams())

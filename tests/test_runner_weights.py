@@ -111,7 +111,7 @@ def test_unknown_architecture_lists_the_known(single: Path, tmp_path: Path) -> N
     with pytest.raises(UnknownArchitecture, match="did you mean 'Qwen3MoeForCausalLM'") as caught:
         ModelRunner(path)
     assert caught.value.architecture == "Qwen3MoForCausalLM"
-    with pytest.raises(UnknownArchitecture, match="Known: Qwen3MoeForCausalLM"):
+    with pytest.raises(UnknownArchitecture, match=r"Known: .*Qwen3MoeForCausalLM"):
         model_class("BertModel")
 
 
@@ -172,10 +172,7 @@ def test_no_such_folder(tmp_path: Path) -> None:
         ({"rms_norm_eps": -1.0}, "a positive number"),
         ({"tie_word_embeddings": 1}, "true or false"),
         ({"mlp_only_layers": [0.5]}, "a list of integers"),
-        ({"use_sliding_window": True}, "sliding windows are not supported"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
-        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "rope type is 'yarn'"),
-        ({"rope_scaling": {"type": "linear"}, "rope_parameters": None}, "rope type is 'linear'"),
         ({"num_key_value_heads": 3}, "a divisor of its 4 attention heads"),
         ({"num_experts_per_tok": 9}, "at most its 8 experts"),
         ({"architectures": None}, "a list with one name"),

@@ -21,7 +21,7 @@ from ubatch.simulate import (
     programs_of,
     simulate,
 )
-from ubatch.trace import Event, EventKind, SpanKind, Trace
+from ubatch.trace import Event, EventKind, LinkTime, SpanKind, Trace
 
 LAYERS = 200
 VLLM = get_schedule("mlp_shared_overlap")
@@ -90,6 +90,19 @@ def test_who_keeps_the_baton_waits_for_itself() -> None:
     assert inactive.exposed_s == 1.0
 
 
+def test_the_link_is_full_duplex() -> None:
+    sends = [Launch("a", 4.0, 1.0), Launch("b", 1.0, 4.0)]
+    program: list[Op] = [*sends, Wait("a"), Compute(0.5), Wait("b")]
+    line = simulate([program], Schedule("one", lanes=1))
+    # a sends until 4 and receives until 1; b sends from 4 to 5 and receives from 1 to 5.
+    assert line.seconds == 5.0
+    assert line.communication_s == 5.0  # not the 8 of a link that does one thing at a time
+    assert [(span.name, span.start, span.end) for span in line.spans if span.kind is SpanKind.TRANSFER] == [
+        ("a", 0.0, 4.0),
+        ("b", 1.0, 5.0),
+    ]
+
+
 def test_bound_holds_for_every_schedule() -> None:
     for schedule in SCHEDULES.values():
         for shared in SharedExpert:
@@ -106,15 +119,15 @@ def test_programs_come_from_a_traced_step() -> None:
     """Lanes one after the other, traced: their stages, in order, are the simulator's program, times included."""
     trace = Trace()
     lane = [
-        (EventKind.LAUNCH, "dispatch.0", 1.0, 0.0, 0.0),
-        (EventKind.POINT, "dispatch", 0.25, 0.0, 0.0),
-        (EventKind.WAIT, "dispatch.0", 0.0, 0.5, 4.0),
-        (EventKind.END, "end", 2.0, 0.0, 0.0),
+        (EventKind.LAUNCH, "dispatch.0", 1.0, 0.0, LinkTime()),
+        (EventKind.POINT, "dispatch", 0.25, 0.0, LinkTime()),
+        (EventKind.WAIT, "dispatch.0", 0.0, 0.5, LinkTime(4.0, 3.0)),
+        (EventKind.END, "end", 2.0, 0.0, LinkTime()),
     ]
     for number in range(2):
         trace.events += [Event(1, number, kind, name, cpu, wait, link) for kind, name, cpu, wait, link in lane]
     expected: list[Op] = [
-        *(Compute(1.0), Launch("dispatch.0", 4.0), Compute(0.5)),
+        *(Compute(1.0), Launch("dispatch.0", 4.0, 3.0), Compute(0.5)),
         *(Compute(0.25), Pass("dispatch")),
         *(Compute(0.0), Wait("dispatch.0")),
         Compute(2.0),

@@ -4,16 +4,13 @@ lane's communication waits for what another lane computes meanwhile.
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator
 
 import pytest
-import torch
-from fake_streams import FakeStream, FakeStreams, Operation
-from lanes import EVERY_POINT, FinishedWork, run
+from fake_streams import Operation
+from streams_cases import Streams, model, opened_streams, switching
 
-from ubatch.context import UBatchContext, current_schedule
+from ubatch.context import UBatchContext
 from ubatch.dbo import (
     dbo_current_ubatch_id,
     dbo_maybe_run_recv_hook,
@@ -25,11 +22,8 @@ from ubatch.dbo import (
     dbo_yield_and_switch_from_compute_to_comm,
     on_comm_stream,
 )
-from ubatch.errors import ConfigError
-from ubatch.schedule import Point, Recv, Schedule, SharedExpert, get_schedule
-from ubatch.streams import CudaStreams, NullStreams, make_streams
+from ubatch.schedule import Recv, Schedule, get_schedule
 from ubatch.transfer import Transfer
-from ubatch.workers import LanePool
 
 OVERLAPS = {
     "mlp_shared_overlap": {"dispatch beside attention", "combine beside experts"},
@@ -37,96 +31,14 @@ OVERLAPS = {
     "two_batch_decode": {"dispatch beside output", "combine beside attention"},
 }
 PEER = Schedule("peer", points_off=get_schedule("mlp_shared_overlap").points_off, recv=Recv.PEER)
-CPU = torch.device("cpu")
-
-
-class Streams(FakeStreams):
-    """Fake streams, and the lanes that run on them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.pools: dict[int, LanePool] = {}
-
-    def run(self, *bodies: Callable[[], Any], schedule: Schedule = EVERY_POINT) -> list[Any]:
-        """One step."""
-        lanes = len(bodies)
-        if lanes not in self.pools:
-            self.pools[lanes] = LanePool(lanes, CPU, 20.0, self)
-        return run(self.pools[lanes], *bodies, schedule=schedule)
-
-    def launch(self, name: str, *, reads: str, writes: str) -> Transfer[Operation]:
-        """A transfer; whoever waits for it unpacks what arrived."""
-        with on_comm_stream():
-            self.work(name, reads=[reads], writes=[f"packed {writes}"])
-        transfer: Transfer[None] = Transfer(name, [FinishedWork()], lambda: None)
-        return transfer.map(lambda _: self.work(f"unpack {name}", reads=[f"packed {writes}"], writes=[writes]))
-
-    def waited_for_by(self, name: str) -> list[str]:
-        """What operation `name` waits for."""
-        operation = next(each for each in self.operations if each.name == name)
-        return [each.name for each in self.operations if each in operation.waits]
 
 
 @pytest.fixture
 def fake() -> Iterator[Streams]:
-    streams = Streams()
-    yield streams
-    for pool in streams.pools.values():
-        pool.close()
+    yield from opened_streams()
 
 
 # ---------------------------------------------------------------------------------------- the shape of the MoE kernel
-
-
-def model(fake: Streams, layers: int = 3) -> Callable[[], None]:
-    """A lane with the points, transfers and buffers of the MoE kernel; buffers are used again in every layer."""
-
-    def body() -> None:
-        for layer in range(layers):
-            run_layer(fake, dbo_current_ubatch_id(), layer, current_schedule().shared_expert)
-
-    return body
-
-
-def run_layer(fake: Streams, lane: int, layer: int, shared_expert_at: SharedExpert) -> None:
-    """One layer of one lane."""
-
-    def compute(what: str, reads: Sequence[str], writes: str) -> None:
-        own = [f"{buffer}{lane}" for buffer in reads]
-        fake.work(f"{what} {lane}.{layer}", reads=own, writes=[f"{writes}{lane}"])
-
-    def launch(what: str, reads: str, writes: str) -> Transfer[Operation]:
-        return fake.launch(f"{what} {lane}.{layer}", reads=f"{reads}{lane}", writes=f"{writes}{lane}")
-
-    def shared_expert(place: SharedExpert) -> None:
-        if place is shared_expert_at:
-            compute("shared", ["x"], "shared")
-
-    compute("prepare", ["h"], "q")
-    dbo_yield(Point.ATTN_PREPARE)
-    compute("attention", ["q"], "x")
-    dbo_yield(Point.SELECT)
-    dbo_maybe_run_recv_hook()
-    compute("pack", ["x"], "rows")
-    dispatch = launch("dispatch", "rows", "y")
-    shared_expert(SharedExpert.DISPATCH)
-    dbo_register_recv_hook(dispatch.wait)
-    dbo_yield(Point.DISPATCH)
-    dispatch.wait()
-    compute("experts", ["y"], "z")
-    dbo_maybe_run_recv_hook()
-    combine = launch("combine", "z", "back")
-    if shared_expert_at is SharedExpert.COMBINE_RETURN:
-        dbo_yield(Point.COMBINE)
-        shared_expert(SharedExpert.COMBINE_RETURN)
-    else:
-        shared_expert(SharedExpert.COMBINE)
-        dbo_register_recv_hook(combine.wait)
-        dbo_yield(Point.COMBINE)
-    combine.wait()
-    dbo_yield(Point.OUTPUT)
-    compute("output", ["back", "shared"], "h")
-    dbo_yield(Point.LAYER)
 
 
 def overlapped(fake: Streams) -> set[str]:
@@ -190,21 +102,6 @@ def test_the_order_of_one_exchange(fake: Streams) -> None:
 
 
 # ------------------------------------------------------------------------------------------------ the switching points
-
-
-def switching(fake: Streams, layers: int = 3) -> Callable[[], None]:
-    """A lane that launches between two points which switch streams, as vLLM's high-throughput transport does."""
-
-    def body() -> None:
-        lane = dbo_current_ubatch_id()
-        for layer in range(layers):
-            fake.work(f"write {lane}.{layer}", reads=[f"z{lane}"], writes=[f"x{lane}"])
-            dbo_yield_and_switch_from_compute_to_comm()
-            fake.work(f"send {lane}.{layer}", reads=[f"x{lane}"], writes=[f"y{lane}"])
-            dbo_yield_and_switch_from_comm_to_compute()
-            fake.work(f"read {lane}.{layer}", reads=[f"y{lane}"], writes=[f"z{lane}"])
-
-    return body
 
 
 @pytest.mark.parametrize("lanes", [2, 3])
@@ -371,102 +268,6 @@ def test_a_wait_does_not_wait_for_what_other_lanes_send(fake: Streams) -> None:
     assert [each for each in fake.waited_for_by("unpack send 0") if each.startswith("send")] == ["send 0"]
 
 
-# ------------------------------------------------------------------------------------------- leaving, failing, again
-
-
-def sender(fake: Streams, how: str) -> Callable[[], None]:
-    """A lane that puts something on the communication stream, and never looks at it again."""
-
-    def body() -> None:
-        lane = dbo_current_ubatch_id()
-        if how == "launched":
-            fake.launch(f"send {lane}", reads=f"x{lane}", writes=f"y{lane}")
-        else:
-            dbo_switch_to_comm()
-            fake.work(f"send {lane}", reads=[f"x{lane}"], writes=[f"y{lane}"])
-
-    return body
-
-
-@pytest.mark.parametrize("how", ["launched", "switched"])
-def test_communication_rejoins_before_the_lanes_return(fake: Streams, how: str) -> None:
-    for _ in range(2):
-        fake.run(*[sender(fake, how)] * 3)
-        assert fake.work("next").waits == frozenset(fake.operations[:-1])
-    assert not fake.races
-
-
-@pytest.mark.parametrize("failing", [0, 1])
-@pytest.mark.parametrize("how", ["launched", "switched"])
-def test_communication_rejoins_when_a_lane_fails(fake: Streams, how: str, failing: int) -> None:
-    def body() -> None:
-        sender(fake, how)()
-        dbo_yield()
-        if dbo_current_ubatch_id() == failing:
-            raise ValueError("original")
-        dbo_yield()
-
-    for _ in range(2):
-        with pytest.raises(ValueError, match="original"):
-            fake.run(body, body)
-        assert {"send 0", "send 1"} <= set(map(str, fake.operations[-2:]))
-        assert fake.work("next").waits == frozenset(fake.operations[:-1])
-    fake.run(model(fake), model(fake), schedule=get_schedule("two_batch_decode"))
-    assert not fake.races
-
-
-def test_communication_rejoins_when_a_launch_fails(fake: Streams) -> None:
-    def body() -> None:
-        with on_comm_stream():
-            fake.work("half a launch", writes=["y"])
-            raise ValueError("original")
-
-    with pytest.raises(ValueError, match="original"):
-        fake.run(body, lambda: None)
-    assert "half a launch" in map(str, fake.work("next", reads=["y"]).waits)
-
-
-def test_a_lane_that_ends_does_not_make_the_others_wait(fake: Streams) -> None:
-    """Lane 1's transfer is under way while lane 0 ends and lane 1 computes on."""
-
-    def ends() -> None:
-        fake.launch("send 0", reads="x0", writes="y0")
-        dbo_yield()
-
-    def goes_on() -> None:
-        transfer = fake.launch("send 1", reads="x1", writes="y1")
-        dbo_yield()
-        fake.work("compute 1", writes=["z1"])
-        transfer.wait()
-
-    fake.run(ends, goes_on)
-    assert fake.waited_for_by("compute 1") == ["send 0"], "what ended has rejoined; what travels has not"
-
-
-def test_a_step_without_communication_touches_no_event(fake: Streams) -> None:
-    """An event that was recorded before a capture began must not be waited for inside it."""
-    fake.run(*[sender(fake, "launched")] * 2)
-    fake.log.clear()
-    fake.run(dbo_yield, dbo_yield)
-    assert fake.log == []
-
-
-def test_lanes_run_on_the_callers_stream(fake: Streams) -> None:
-    threads: list[int] = []
-
-    def body() -> FakeStream:
-        threads.append(threading.get_ident())
-        dbo_yield()
-        return fake.current()
-
-    for name in ("first", "second"):
-        own = FakeStream(name)
-        fake.set_current(own)
-        assert fake.run(body, body) == [own, own]
-        assert fake.current() is own
-    assert fake.warm == set(threads), "each lane's thread is bound to the device before it starts"
-
-
 # ----------------------------------------------------------------------------- the check itself: it sees what it should
 
 
@@ -499,37 +300,3 @@ def test_overwriting_what_is_being_sent_is_a_race(fake: Streams) -> None:
 
     fake.run(body, lambda: None)
     assert fake.races == ["write again writes x, which nothing orders after send"]
-
-
-# ------------------------------------------------------------------------------------------------------- back ends
-
-
-def test_a_cpu_has_null_streams() -> None:
-    streams = make_streams(CPU)
-    assert isinstance(streams, NullStreams)
-    assert streams.current() is streams.new_stream()
-    event = streams.new_event()
-    event.record(streams.current())
-    event.wait(streams.current())
-    streams.set_current(streams.current())
-    streams.warm_up()
-    assert repr(streams.current()) == "NullStream()"
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_cuda_is_refused_where_there_is_none() -> None:
-    for make in (make_streams, CudaStreams):
-        with pytest.raises(ConfigError, match="device cuda:1 asked for, but this torch sees no CUDA device"):
-            make(torch.device("cuda:1"))
-
-
-def test_a_cuda_device_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    with pytest.raises(ConfigError, match="device cuda:2 asked for, but this torch sees 2 CUDA devices"):
-        make_streams(torch.device("cuda:2"))
-
-
-def test_other_devices_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"device meta is not supported\. Use 'cpu' or 'cuda'"):
-        make_streams(torch.device("meta"))

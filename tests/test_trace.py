@@ -18,7 +18,7 @@ from ubatch.dbo import dbo_current_ubatch_id, dbo_maybe_run_recv_hook, dbo_regis
 from ubatch.ring import interleave
 from ubatch.schedule import Recv, Schedule
 from ubatch.simulate import Compute, Launch, Pass, Wait, programs_of, simulate
-from ubatch.trace import UNSPLIT, EventKind, Span, SpanKind, Trace, current_trace, tracing
+from ubatch.trace import UNSPLIT, EventKind, LinkTime, Span, SpanKind, Trace, current_trace, tracing
 from ubatch.transfer import Transfer
 from ubatch.workers import LanePool
 
@@ -229,7 +229,7 @@ def test_without_a_deadline_a_transfer_arrives_when_the_transport_ends() -> None
     (span,) = of(trace.spans, SpanKind.TRANSFER)
     (event,) = [event for event in trace.events if event.kind is EventKind.WAIT]
     assert span.end - span.start >= 0.01
-    assert event.link_s == pytest.approx(span.end - span.start, abs=1e-9)
+    assert event.link.send_s == event.link.receive_s == pytest.approx(span.end - span.start, abs=1e-9)
 
 
 def test_what_is_not_on_the_link_is_waited_for_but_not_drawn() -> None:
@@ -243,7 +243,7 @@ def test_what_is_not_on_the_link_is_waited_for_but_not_drawn() -> None:
     assert not of(trace.spans, SpanKind.TRANSFER)
     assert [span.name for span in of(trace.spans, SpanKind.WAIT)] == ["counts"] * 2
     waits = [event for event in trace.events if event.kind is EventKind.WAIT]
-    assert [(event.name, event.link_s) for event in waits] == [("counts.0", 0.0)] * 2
+    assert [(event.name, event.link) for event in waits] == [("counts.0", LinkTime())] * 2
 
 
 def test_a_transfer_without_a_transport_leaves_no_trace() -> None:

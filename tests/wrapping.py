@@ -1,4 +1,4 @@
-"""What tests of the wrapper share: modules made from functions, and a check of overlapped against plain."""
+"""What tests of the wrapper share: modules made from functions, a check of overlapped against plain, rows to cut."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ubatch import DeclineReason, UBatchConfig, UBatchWrapper, dbo_yield
 
@@ -82,3 +82,7 @@ def assert_same(result: Any, expected: Any) -> None:
         assert_same(vars(result), vars(expected))
     else:
         assert result == expected
+
+
+def rows(n: int = 6, *beside: int) -> Tensor:
+    return torch.arange(n * 3.0 if not beside else n * float(torch.tensor(beside).prod())).reshape(n, *(beside or (3,)))

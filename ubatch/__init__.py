@@ -74,8 +74,9 @@ from ubatch.group import CommGroup
 from ubatch.registry import LazyRegistry
 from ubatch.ring import Ring, interleave
 from ubatch.schedule import SCHEDULES, Point, Recv, Schedule, SharedExpert, get_schedule
-from ubatch.split import UBatchSlice, split_balanced, split_fixed, split_requests, split_two_chunk
-from ubatch.trace import Span, SpanKind, Trace, current_trace, tracing
+from ubatch.split import UBatchSlice, keep_together, split_balanced, split_fixed, split_requests, split_two_chunk
+from ubatch.split_cost import SplitBy, SplitCost, split_by_cost
+from ubatch.trace import LinkTime, Span, SpanKind, Trace, current_trace, tracing
 from ubatch.trace_export import TraceSummary, summarise, write_chrome
 from ubatch.trace_html import write_html
 from ubatch.transfer import Transfer
@@ -101,6 +102,7 @@ __all__ = [
     "GroupBroken",
     "LaneAborted",
     "LazyRegistry",
+    "LinkTime",
     "NestedUBatchError",
     "Offer",
     "OverlapDeclined",
@@ -112,6 +114,8 @@ __all__ = [
     "SharedExpert",
     "Span",
     "SpanKind",
+    "SplitBy",
+    "SplitCost",
     "SplitError",
     "Trace",
     "TraceSummary",
@@ -146,6 +150,7 @@ __all__ = [
     "get_forward_context",
     "get_schedule",
     "interleave",
+    "keep_together",
     "launch_all_gather",
     "launch_all_reduce",
     "launch_all_to_all_single",
@@ -156,6 +161,7 @@ __all__ = [
     "register_splitter",
     "set_forward_context",
     "split_balanced",
+    "split_by_cost",
     "split_fixed",
     "split_requests",
     "split_two_chunk",

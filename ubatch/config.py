@@ -11,6 +11,7 @@ from typing import Any
 from ubatch.errors import ConfigError, nearest
 from ubatch.group import CommGroup
 from ubatch.schedule import Schedule, check_runnable, get_schedule
+from ubatch.split_cost import SplitBy
 from ubatch.vote import MAX_LANES
 
 __all__ = ["CUDAGraphMode", "UBatchConfig"]
@@ -29,6 +30,7 @@ _KINDS: Mapping[str, type] = {
     "dbo_decode_token_threshold": int,
     "dbo_prefill_token_threshold": int,
     "schedule": str,
+    "split_by": str,
     "tbo_token_distribution_threshold": float,
     "timeout_s": float,
     "split_dims": Mapping,
@@ -49,7 +51,9 @@ class UBatchConfig:
         schedule: a name of `ubatch.schedule.SCHEDULES`, or a `Schedule`.
         tbo_token_distribution_threshold: a prefill batch so lopsided that the best split by requests leaves one lane
             less than this share of the tokens is cut inside a request; 0 never does, 0.5 always. Read by the model
-            runner, which knows the requests.
+            runner, which knows the requests; so is
+        split_by: `tokens`, or `cost` (attention pairs and expert rows): what lanes of a batch with prefills have
+            equal shares of. The threshold above is then a share of the cost.
         timeout_s: a lane that holds the baton longer counts as hung.
         group: the ranks whose collectives the module calls; `moe.expert_parallel` sets it.
         split_dims: parameter name (or `name.key` inside a nested argument) -> the dimension to split, None to give
@@ -68,6 +72,7 @@ class UBatchConfig:
     dbo_decode_token_threshold: int = 32
     dbo_prefill_token_threshold: int = 512
     schedule: Schedule | str = "mlp_shared_overlap"
+    split_by: str = SplitBy.TOKENS.value
     tbo_token_distribution_threshold: float = 0.48
     timeout_s: float = 60.0
     group: CommGroup | None = None
@@ -97,6 +102,8 @@ class UBatchConfig:
             raise ConfigError(
                 f"tbo_token_distribution_threshold is {self.tbo_token_distribution_threshold}; it must be 0 to 0.5."
             )
+        if self.split_by not in tuple(SplitBy):
+            raise ConfigError(f"unknown split_by {self.split_by!r}{nearest(self.split_by, tuple(SplitBy))}")
         if not self.timeout_s > 0:
             raise ConfigError(f"timeout_s must be positive, not {self.timeout_s}.")
         if self.group is not None and not isinstance(self.group, CommGroup):

@@ -29,7 +29,7 @@ from ubatch.errors import ConfigError, ForkedLaneError, LaneAborted, UBatchError
 from ubatch.forward_context import ForwardContext, _forward_context
 from ubatch.schedule import SERIAL, Recv, Schedule, get_schedule
 from ubatch.streams import NullStreams, StreamBackend
-from ubatch.trace import Event, EventKind, SpanKind, Trace
+from ubatch.trace import Event, EventKind, LinkTime, SpanKind, Trace
 
 __all__ = [
     "Launched",
@@ -248,8 +248,8 @@ class UBatchContext:
         if self.trace is not None:
             self._wait = (time.monotonic(), time.process_time())
 
-    def end_wait(self, name: str, key: str, link_s: float, launcher: UBatchContext | None) -> None:
-        """The wait is over; the transfer, launched by lane `launcher`, had occupied the link for `link_s` seconds.
+    def end_wait(self, name: str, key: str, link: LinkTime, launcher: UBatchContext | None) -> None:
+        """The wait is over; the transfer, launched by lane `launcher`, had occupied the link for so long.
 
         The event is the launcher's, also when a peer ran its receive hook: it belongs to the launcher's program.
         """
@@ -264,12 +264,12 @@ class UBatchContext:
         stage_cpu = cpu - self._stage_cpu
         self._stage_start = now
         if launcher is self:
-            trace.events.append(Event(trace.step, self.id, EventKind.WAIT, key, stage_cpu, cpu_now - cpu, link_s))
+            trace.events.append(Event(trace.step, self.id, EventKind.WAIT, key, stage_cpu, cpu_now - cpu, link))
             self._stage_cpu = cpu_now
             return
         self._stage_cpu = cpu_now - stage_cpu  # this lane's stage goes on
         if launcher is not None:
-            trace.events.append(Event(trace.step, launcher.id, EventKind.WAIT, key, 0.0, cpu_now - cpu, link_s))
+            trace.events.append(Event(trace.step, launcher.id, EventKind.WAIT, key, 0.0, cpu_now - cpu, link))
 
     def _begin_stage(self) -> None:
         self._stage_start, self._stage_cpu = time.monotonic(), time.process_time()

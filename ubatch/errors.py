@@ -108,7 +108,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
         name: what the user wrote.
         known: every name that would have been accepted.
     """
-    names = sorted(known)
+    names = sorted(map(str, known))
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
     hint = f"; did you mean {close[0]!r}?" if close else "."
     return f"{hint} Known: {', '.join(names)}"

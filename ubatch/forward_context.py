@@ -27,6 +27,10 @@ class ForwardMode(StrEnum):
     """at least one prefill beside decodes; counts as prefill for the thresholds"""
     IDLE = "idle"
     """no tokens on this rank; it only takes part in the others' collectives"""
+    TARGET_VERIFY = "target_verify"
+    """every request brings the same number of drafted tokens to be checked; counts as decode for the thresholds"""
+    DRAFT_EXTEND = "draft_extend"
+    """the draft model takes in the tokens that were accepted; never overlapped"""
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,8 @@ wait), this computes when everything happens. It drives the same `Ring` and read
 runtime does, so that a difference between its time line and a measured one is the runtime's cost, not the
 schedule's.
 
-The machine: one core per rank, run by the lane that holds the baton; one link, first come first served; a lane that
-waits keeps the baton. All ranks are alike, so one rank stands for all.
+The machine: one core per rank, run by the lane that holds the baton; one full-duplex link, first come first served in
+each direction; a lane that waits keeps the baton. All ranks are alike, so one rank stands for all.
 """
 
 from __future__ import annotations
@@ -44,10 +44,14 @@ class Compute:
 
 @dataclass(frozen=True)
 class Launch:
-    """The lane launches transfer `key`, which occupies the link for `seconds`."""
+    """The lane launches transfer `key`, which occupies the sending direction of the link for `seconds`.
+
+    The receiving direction is occupied for `receive_s`, as long as the other where that is None.
+    """
 
     key: str
     seconds: float
+    receive_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -74,7 +78,7 @@ class Timeline:
     Attributes:
         seconds: from the first op to the last.
         compute_s: all lanes' compute.
-        communication_s: time the link was busy.
+        communication_s: time the busier direction of the link was busy.
         exposed_s: time a lane held the baton and waited.
         order: `(lane, point)` per active point passed and per lane that ended, as `Trace.order`.
         spans: for `trace_export`.
@@ -109,9 +113,9 @@ class _Machine:
         self.pending: list[list[str]] = [[] for _ in programs]
         self.arrival: dict[tuple[int, str], float] = {}
         self.now = 0.0
-        self.link_free = 0.0
+        self.link_free = [0.0, 0.0]  # send, receive
+        self.link_busy = [0.0, 0.0]
         self.compute_s = 0.0
-        self.communication_s = 0.0
         self.exposed_s = 0.0
         self.order: list[tuple[int, str]] = []
         self.spans: list[Span] = []
@@ -130,10 +134,10 @@ class _Machine:
             match op:
                 case Compute(seconds):
                     self.compute(lane, seconds)
-                case Launch(key, seconds):
+                case Launch(key, seconds, receive_s):
                     if self.schedule.recv is Recv.PEER:
                         self.wait_for_all((lane - 1) % len(self.programs), lane)
-                    self.launch(lane, key, seconds)
+                    self.launch(lane, key, seconds, seconds if receive_s is None else receive_s)
                 case Wait(key):
                     self.wait(lane, lane, key)
                 case Pass(point) if self.schedule.active(point):
@@ -154,13 +158,19 @@ class _Machine:
         self.now += seconds
         self.compute_s += seconds
 
-    def launch(self, lane: int, key: str, seconds: float) -> None:
-        start = max(self.now, self.link_free)
-        self.link_free = start + seconds
-        self.communication_s += seconds
-        self.arrival[lane, key] = self.link_free
+    def launch(self, lane: int, key: str, *seconds: float) -> None:
+        """`seconds` per direction; a direction in which nothing crosses is not occupied."""
+        start = finish = self.now
+        busy = [direction for direction, needed in enumerate(seconds) if needed > 0]
+        for direction in busy:
+            begin = max(self.now, self.link_free[direction])
+            self.link_free[direction] = begin + seconds[direction]
+            self.link_busy[direction] += seconds[direction]
+            start = begin if direction == busy[0] else min(start, begin)
+            finish = max(finish, self.link_free[direction])
+        self.arrival[lane, key] = finish
         self.pending[lane].append(key)
-        self.spans.append(Span(SpanKind.TRANSFER, key, lane, start, self.link_free, 1))
+        self.spans.append(Span(SpanKind.TRANSFER, key, lane, start, finish, 1))
 
     def wait(self, owner: int, runner: int, key: str) -> None:
         if (owner, key) not in self.arrival:
@@ -189,7 +199,7 @@ def simulate(programs: Sequence[Sequence[Op]], schedule: Schedule) -> Timeline:
     return Timeline(
         seconds=machine.now,
         compute_s=machine.compute_s,
-        communication_s=machine.communication_s,
+        communication_s=max(machine.link_busy),
         exposed_s=machine.exposed_s,
         order=tuple(machine.order),
         spans=tuple(machine.spans),
@@ -280,18 +290,21 @@ def _compute_s(programs: Sequence[Sequence[Op]]) -> float:
 
 def _median_op(ops: Sequence[Op]) -> Op:
     first = ops[0]
-    if isinstance(first, Compute | Launch):
-        times = [op.seconds for op in ops if isinstance(op, type(first))]
-        ops = [replace(op, seconds=0.0) if isinstance(op, Compute | Launch) else op for op in ops]
-        first = replace(first, seconds=median(times))
-        same = all(op == replace(first, seconds=0.0) for op in ops)
-    else:
-        same = all(op == first for op in ops)
-    if not same:
+    if any(_untimed(op) != _untimed(first) for op in ops):
         raise ConfigError(
             f"the measured steps differ: {sorted(set(map(str, ops)))[:2]}. Measure one and the same step."
         )
+    if isinstance(first, Compute | Launch):
+        first = replace(first, seconds=median(op.seconds for op in ops if isinstance(op, Compute | Launch)))
+    if isinstance(first, Launch) and first.receive_s is not None:
+        first = replace(first, receive_s=median(op.receive_s or 0.0 for op in ops if isinstance(op, Launch)))
     return first
+
+
+def _untimed(op: Op) -> Op:
+    if isinstance(op, Launch):
+        return Launch(op.key, 0.0)
+    return Compute(0.0) if isinstance(op, Compute) else op
 
 
 def _program_of(events: Sequence[Event]) -> list[Op]:
@@ -305,5 +318,5 @@ def _program_of(events: Sequence[Event]) -> list[Op]:
             program.append(Wait(event.name))
         elif event.kind is EventKind.LAUNCH and event.name in waits:
             wait = waits[event.name]
-            program += [Launch(event.name, wait.link_s), Compute(wait.wait_cpu_s)]
+            program += [Launch(event.name, wait.link.send_s, wait.link.receive_s), Compute(wait.wait_cpu_s)]
     return program

@@ -3,6 +3,7 @@
     fixed        every request has the same number of tokens (decode, verify): cut at equal request counts
     balanced     requests of different length (prefill): cut between requests, the largest lane as small as possible
     two-chunk    one long request spoils the balance: cut at the token midpoint, through that request
+    by cost      the same two with what requests cost in place of their tokens (`ubatch.split_cost`)
 
 Lanes are contiguous and in order, so outputs merge by concatenation and every token belongs to exactly one lane.
 Where a cut goes through a request, both lanes' request slices contain it; their token slices say which part each
@@ -20,7 +21,16 @@ from itertools import accumulate, pairwise
 
 from ubatch.errors import ConfigError, SplitError
 
-__all__ = ["UBatchSlice", "split_balanced", "split_fixed", "split_requests", "split_two_chunk"]
+__all__ = [
+    "UBatchSlice",
+    "cuts_by_weight",
+    "keep_together",
+    "slices_at",
+    "split_balanced",
+    "split_fixed",
+    "split_requests",
+    "split_two_chunk",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,14 +146,23 @@ def split_balanced(query_lens: Sequence[int], num_ubatches: int = 2) -> tuple[UB
         ConfigError: fewer than 2 lanes.
         SplitError: a negative length.
     """
-    _check_lanes(num_ubatches)
     offsets = _offsets(query_lens)
-    if len(query_lens) < num_ubatches:
-        return _slices(_even_cuts(len(query_lens), num_ubatches), offsets)
+    return _slices(cuts_by_weight(query_lens, num_ubatches), offsets)
 
+
+def cuts_by_weight(weights: Sequence[int], num_ubatches: int) -> list[int]:
+    """The `num_ubatches - 1` request indices at which `split_balanced` cuts requests of these weights.
+
+    Raises:
+        ConfigError: fewer than 2 lanes.
+    """
+    _check_lanes(num_ubatches)
+    if len(weights) < num_ubatches:
+        return _even_cuts(len(weights), num_ubatches)
+    offsets = list(accumulate(weights, initial=0))
     limit = _smallest_largest_lane(offsets, num_ubatches)
-    # earliest[j]: the first request from which on the rest fits into j lanes of at most `limit` tokens.
-    earliest = [len(query_lens)]
+    # earliest[j]: the first request from which on the rest fits into j lanes of at most `limit`.
+    earliest = [len(weights)]
     for _ in range(1, num_ubatches):
         earliest.append(bisect_left(offsets, offsets[earliest[-1]] - limit))
 
@@ -151,11 +170,58 @@ def split_balanced(query_lens: Sequence[int], num_ubatches: int = 2) -> tuple[UB
     start = 0
     for lanes_left in range(num_ubatches, 1, -1):
         first = max(start + 1, earliest[lanes_left - 1])
-        last = min(bisect_right(offsets, offsets[start] + limit) - 1, len(query_lens) - lanes_left + 1)
+        last = min(bisect_right(offsets, offsets[start] + limit) - 1, len(weights) - lanes_left + 1)
         share = offsets[start] + (offsets[-1] - offsets[start]) / lanes_left
         start = _nearest(offsets, share, first, last)
         cuts.append(start)
-    return _slices(cuts, offsets)
+    return cuts
+
+
+def slices_at(cuts: Iterable[int], query_lens: Sequence[int]) -> tuple[UBatchSlice, ...]:
+    """The lanes between cuts at request boundaries.
+
+    Raises:
+        SplitError: a negative length.
+    """
+    return _slices(cuts, _offsets(query_lens))
+
+
+def keep_together(
+    slices: Sequence[UBatchSlice], query_lens: Sequence[int], spans: Iterable[tuple[int, int]]
+) -> tuple[UBatchSlice, ...]:
+    """Move cuts so that none goes through a span of requests: each to the nearest place outside, ties to the later.
+
+    Args:
+        slices: how the batch would be cut; a cut through a request counts as a cut behind its first part.
+        query_lens: tokens of every request.
+        spans: (first, last) request of every run that must be in one lane, both inclusive.
+
+    Returns:
+        `slices` itself where no span is cut. Lanes may come out empty: whether to overlap then is the caller's
+        decision.
+
+    Raises:
+        SplitError: a span is outside of the batch.
+    """
+    count = len(query_lens)
+    allowed = [True] * (count + 1)
+    inside = [False] * count
+    for first, last in spans:
+        if not 0 <= first <= last < count:
+            raise SplitError(f"the span {first} to {last} is not within the batch's {count} requests.")
+        allowed[first + 1 : last + 1] = [False] * (last - first)
+        inside[first : last + 1] = [True] * (last + 1 - first)
+    cuts = [piece.request_slice.start for piece in slices[1:]]
+    torn = any(
+        after.request_slice.start < before.request_slice.stop and inside[after.request_slice.start]
+        for before, after in pairwise(slices)
+    )
+    if not torn and all(allowed[cut] for cut in cuts):
+        return tuple(slices)
+    offsets = _offsets(query_lens)
+    places = [cut for cut in range(count + 1) if allowed[cut]]
+    token_cuts = [piece.token_slice.start for piece in slices[1:]]
+    return _slices([min(places, key=lambda cut: (abs(offsets[cut] - at), -cut)) for at in token_cuts], offsets)
 
 
 def split_two_chunk(query_lens: Sequence[int], threshold: float, num_ubatches: int = 2) -> tuple[UBatchSlice, ...]:

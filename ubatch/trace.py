@@ -62,6 +62,14 @@ class EventKind(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class LinkTime:
+    """How long a transfer occupied each direction of this rank's full-duplex link."""
+
+    send_s: float = 0.0
+    receive_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class Event:
     """One step of a lane's program; `simulate.programs_of` turns them into what the simulator runs.
 
@@ -71,7 +79,7 @@ class Event:
         name: the point, or the transfer's key (`name.number`, counted per lane and step).
         cpu_s: CPU seconds of the process (all threads) since the lane's previous event.
         wait_cpu_s: for a wait, CPU seconds during it: the transport's own copies.
-        link_s: for a wait, how long the transfer occupied the link.
+        link: for a wait, how long the transfer occupied the link.
     """
 
     step: int
@@ -80,7 +88,7 @@ class Event:
     name: str
     cpu_s: float
     wait_cpu_s: float = 0.0
-    link_s: float = 0.0
+    link: LinkTime = LinkTime()
 
 
 @dataclass

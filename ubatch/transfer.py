@@ -18,7 +18,7 @@ from typing import Generic, TypeVar, cast
 
 from ubatch.connection import Connection, Work
 from ubatch.context import Launched, UBatchContext, current_lane
-from ubatch.trace import UNSPLIT, SpanKind, current_trace
+from ubatch.trace import UNSPLIT, LinkTime, SpanKind, current_trace
 
 __all__ = ["Transfer", "abandon_transfers"]
 
@@ -59,6 +59,7 @@ class Transfer(Generic[T]):
         self._launched = time.monotonic()
         self._started = self._launched
         self._deadline = 0.0
+        self._link: LinkTime | None = None
         self._on_link = True
         self._lane: UBatchContext | None = current_lane()
         self._trace = current_trace()
@@ -81,15 +82,17 @@ class Transfer(Generic[T]):
         self._finish = lambda: then(finish())
         return cast("Transfer[U]", self)
 
-    def delay_until(self, deadline: float, *, started: float | None = None) -> None:
+    def delay_until(self, deadline: float, *, started: float | None = None, link: LinkTime | None = None) -> None:
         """Deliver no earlier than `deadline` (seconds of `time.monotonic`): an emulated link's arrival time.
 
         Args:
             deadline: when the last byte arrives.
             started: when the first byte left, for the trace; the launch by default.
+            link: how long each direction of the link was occupied; by default both from `started` to `deadline`.
         """
         self._deadline = deadline
         self._started = self._launched if started is None else started
+        self._link = link
 
     def off_link(self) -> Transfer[T]:
         """Say that this is a few bytes for the host, such as counts: they do not queue behind payloads, so traces
@@ -117,19 +120,20 @@ class Transfer(Generic[T]):
                 raise self._error
             return cast("T", self._value)
         lane, launcher = (current_lane(), self._lane) if self._works else (None, None)
-        start, link_s = time.monotonic(), 0.0
+        start, arrived, link = time.monotonic(), 0.0, LinkTime()
         if lane is not None:
             lane.begin_wait(self.name)
         try:
             self._arrive(lane)
-            link_s = self._link_time()
+            arrived = self._deadline or time.monotonic()
+            link = self._link_time(arrived)
         except Exception as error:  # Ctrl-C or an aborted lane end this wait, not the transfer
             self._settle(error=error)
             raise
         finally:
             if lane is not None:
-                lane.end_wait(self.name, self._key, link_s, launcher)
-        self._record(start, link_s)
+                lane.end_wait(self.name, self._key, link, launcher)
+        self._record(start, arrived)
         if launcher is not None:
             launcher.join_comm()  # the launcher's event marks it, whoever waits
         try:
@@ -140,8 +144,10 @@ class Transfer(Generic[T]):
         self._settle(value=value)
         return cast("T", value)
 
-    def _link_time(self) -> float:
-        return (self._deadline or time.monotonic()) - self._started if self._on_link else 0.0
+    def _link_time(self, arrived: float) -> LinkTime:
+        if not self._on_link:
+            return LinkTime()
+        return self._link or LinkTime(arrived - self._started, arrived - self._started)
 
     def _arrive(self, lane: UBatchContext | None) -> None:
         if self._stream_ordered or self._connection is None:
@@ -154,13 +160,13 @@ class Transfer(Generic[T]):
         if remaining > 0:
             time.sleep(remaining)
 
-    def _record(self, start: float, link_s: float) -> None:
+    def _record(self, start: float, arrived: float) -> None:
         if self._trace is None or not self._works:
             return
         lane = self._lane.id if self._lane is not None else UNSPLIT
         if self._on_link:
             size = self.bytes_sent + self.bytes_received
-            self._trace.add(SpanKind.TRANSFER, self.name, lane, self._started, self._started + link_s, size)
+            self._trace.add(SpanKind.TRANSFER, self.name, lane, self._started, arrived, size)
         if self._lane is None:
             self._trace.add(SpanKind.WAIT, self.name, UNSPLIT, start, time.monotonic())
 

@@ -64,6 +64,8 @@ class DeclineReason(StrEnum):
     SCHEDULES_DIFFER = "schedules_differ"
     MODES_DIFFER = "modes_differ"
     GRAPH_MODES_DIFFER = "graph_modes_differ"
+    KV_ORDER = "kv_order"
+    MODE_NOT_SPLIT = "mode_not_split"
 
 
 _REASONS = tuple(DeclineReason)

@@ -1,13 +1,37 @@
-"""Attention back ends behind one interface, chosen by name."""
+"""Attention back ends: one interface, chosen by name, imported only when chosen."""
 
-from attention.backends.base import AttentionBackend, AttentionPlan, AttentionShape
-from attention.backends.registry import attention_backends, make_attention_backend, register_attention_backend
+from attention.backends.base import (
+    AttentionBackend,
+    AttentionPlan,
+    AttentionShape,
+    BackendTraits,
+    EagerOnly,
+    GraphLimits,
+    MLAInputs,
+    MLAPlan,
+    MLAShape,
+    RopeTable,
+)
+from attention.backends.registry import (
+    attention_backends,
+    make_attention_backend,
+    register_attention_backend,
+    resolve_attention_backend,
+)
 
 __all__ = [
     "AttentionBackend",
     "AttentionPlan",
     "AttentionShape",
+    "BackendTraits",
+    "EagerOnly",
+    "GraphLimits",
+    "MLAInputs",
+    "MLAPlan",
+    "MLAShape",
+    "RopeTable",
     "attention_backends",
     "make_attention_backend",
     "register_attention_backend",
+    "resolve_attention_backend",
 ]

@@ -1,25 +1,52 @@
 """The one interface of all attention back ends.
 
-    backend = make_attention_backend("torch", shape, kv_cache)      once
-    plan = backend.plan(metadata)                                   once per step and lane
+    backend = make_attention_backend("torch", shape, kv_cache)      once (and once per lane; see `attention.lanes`)
+    plan = backend.plan(metadata)                                   once per step
     out = plan.forward(q, k, v, layer)                              once per layer
 
-Everything that belongs to one step of one lane lives in its plan, which travels in that lane's forward context. The
-back end itself keeps nothing that two lanes could overwrite for each other.
+For CUDA graphs, whose kernels read fixed addresses:
+
+    backend.init_graph_buffers(limits)                              once, before the first capture
+    plan = backend.plan_for_graph(metadata)                         once per captured size; scalars at their worst case
+    backend.replan(plan, metadata)                                  before each replay, in place
+
+A back end object serves one lane: its workspace and its graph buffers are its own, because the kernels of two lanes may
+run at once and count in them. Everything that belongs to one step lives in the plan, which travels in the lane's
+forward context.
+
+Multi-head (and grouped-query) attention and multi-head latent attention (MLA) have different inputs, so a plan for an
+`AttentionShape` has the `forward` of `AttentionPlan`, one for an `MLAShape` that of `MLAPlan`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from functools import cached_property
+from typing import Any, ClassVar, Protocol
 
+import torch
 from torch import Tensor
 
-from attention.kv_cache import PagedKVCache
+from attention.kv_cache import KVCacheSpec, MLACacheSpec, MLAKVCache, PagedKVCache
 from attention.metadata import CommonAttentionMetadata
 from ubatch import ConfigError
 
-__all__ = ["AttentionBackend", "AttentionPlan", "AttentionShape"]
+__all__ = [
+    "AttentionBackend",
+    "AttentionPlan",
+    "AttentionShape",
+    "BackendTraits",
+    "EagerOnly",
+    "GraphLimits",
+    "KVCache",
+    "MLAInputs",
+    "MLAPlan",
+    "MLAShape",
+    "RopeTable",
+    "Shape",
+]
+
+KVCache = PagedKVCache | MLAKVCache
 
 
 @dataclass(frozen=True)
@@ -31,37 +58,172 @@ class AttentionShape:
         num_kv_heads: key/value heads.
         head_dim: numbers per head.
         scale: factor on the scores; None is `head_dim ** -0.5`.
+        sliding_window: how many tokens a query sees, itself included; None is all of them.
+        soft_cap: scores become `soft_cap * tanh(score / soft_cap)`, after scaling; None leaves them.
+        sinks: each head has one more term in its softmax's denominator, given to `forward`.
     """
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
     scale: float | None = None
+    sliding_window: int | None = None
+    soft_cap: float | None = None
+    sinks: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("num_heads", "num_kv_heads", "head_dim"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"attention: {name} must be at least 1, not {getattr(self, name)}.")
+        _check_positive(self, "num_heads", "num_kv_heads", "head_dim")
         if self.num_heads % self.num_kv_heads:
             raise ConfigError(
                 f"attention: {self.num_heads} query heads cannot share {self.num_kv_heads} key/value heads evenly."
             )
+        if self.sliding_window is not None and self.sliding_window < 1:
+            raise ConfigError(f"attention: sliding_window must be at least 1 or None, not {self.sliding_window}.")
+        if self.soft_cap is not None and not self.soft_cap > 0:
+            raise ConfigError(f"attention: soft_cap must be positive or None, not {self.soft_cap}.")
 
     @property
     def softmax_scale(self) -> float:
         """The factor on the scores that is in force."""
         return self.head_dim**-0.5 if self.scale is None else self.scale
 
+    def check_sinks(self, sinks: Tensor | None) -> None:
+        """Whether a layer passes sinks where the shape has them, and only there.
+
+        Raises:
+            ConfigError: it does not.
+        """
+        if (sinks is not None) != self.sinks:
+            raise ConfigError(
+                f"AttentionShape.sinks is {self.sinks}, but sinks were {'not ' if sinks is None else ''}given."
+            )
+
     @property
     def group_size(self) -> int:
         """Query heads per key/value head."""
         return self.num_heads // self.num_kv_heads
 
+    def cache_spec(self, num_layers: int, block_size: int, dtype: torch.dtype, *, fp8: bool = False) -> KVCacheSpec:
+        """The cache that layers of this shape need."""
+        return KVCacheSpec(num_layers, self.num_kv_heads, self.head_dim, block_size=block_size, dtype=dtype, fp8=fp8)
+
+
+@dataclass(frozen=True)
+class MLAShape:
+    """What a layer of multi-head latent attention looks like on this rank.
+
+    Attributes:
+        num_heads: query heads.
+        kv_lora_rank: numbers of the latent.
+        qk_nope_head_dim: numbers of a query or key head without position.
+        qk_rope_head_dim: numbers of a query or key head with position; keys share one for all heads.
+        v_head_dim: numbers of a value head.
+        scale: factor on the scores; None is `(qk_nope_head_dim + qk_rope_head_dim) ** -0.5`.
+
+    Source: DeepSeek-V2 (2024), section 2.1.
+    """
+
+    num_heads: int
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+    scale: float | None = None
+
+    def __post_init__(self) -> None:
+        _check_positive(self, "num_heads", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+
+    @property
+    def qk_head_dim(self) -> int:
+        """Numbers of an expanded query or key head."""
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+    @property
+    def softmax_scale(self) -> float:
+        """The factor on the scores that is in force."""
+        return self.qk_head_dim**-0.5 if self.scale is None else self.scale
+
+    def cache_spec(self, num_layers: int, block_size: int, dtype: torch.dtype, *, fp8: bool = False) -> MLACacheSpec:
+        """The cache that layers of this shape need."""
+        return MLACacheSpec(
+            num_layers, self.kv_lora_rank, self.qk_rope_head_dim, block_size=block_size, dtype=dtype, fp8=fp8
+        )
+
+
+Shape = AttentionShape | MLAShape
+
+
+def _check_positive(shape: object, *names: str) -> None:
+    for name in names:
+        if getattr(shape, name) < 1:
+            raise ConfigError(f"attention: {name} must be at least 1, not {getattr(shape, name)}.")
+
+
+@dataclass(frozen=True)
+class RopeTable:
+    """Rotary embedding of a step's tokens, as a table: fused kernels rotate and quantise in one go.
+
+    Attributes:
+        cos_sin: `[max_position, rope_dim]` float32; the cosines of a position in the first half, its sines in the
+            second.
+        positions: `[T]` int64.
+        interleaved: pairs are neighbours (2i, 2i + 1), as in DeepSeek; False pairs i with i + rope_dim / 2.
+    """
+
+    cos_sin: Tensor
+    positions: Tensor
+    interleaved: bool = True
+
+    @cached_property
+    def _cos_and_sin(self) -> tuple[Tensor, Tensor]:
+        """Each `[T, rope_dim / 2]`; looked up once per step, not per layer."""
+        cos, sin = self.cos_sin[self.positions].to(torch.float32).chunk(2, dim=-1)
+        return cos, sin
+
+    def rotate(self, x: Tensor) -> Tensor:
+        """`x` `[T, ..., rope_dim]` rotated to its tokens' positions, in the same layout and dtype."""
+        cos, sin = self._cos_and_sin
+        shape = (x.shape[0], *(1,) * (x.dim() - 2), cos.shape[-1])
+        cos, sin = cos.view(shape), sin.view(shape)
+        wide = x.float()
+        if self.interleaved:
+            a, b = wide[..., 0::2], wide[..., 1::2]
+            return torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(-2).to(x.dtype)
+        a, b = wide.chunk(2, dim=-1)
+        return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
+
+
+@dataclass(frozen=True)
+class MLAInputs:
+    """One layer's inputs of multi-head latent attention. The model fills it.
+
+    Neither queries nor keys are rotated yet: a fused kernel does it, everybody else calls `rope.rotate`.
+
+    Attributes:
+        q_nope: `[T, num_heads, qk_nope_head_dim]`.
+        q_rope: `[T, num_heads, qk_rope_head_dim]`.
+        latent: `[T, kv_lora_rank]`, normalised.
+        k_rope: `[T, qk_rope_head_dim]`.
+        w_uk: `[num_heads, qk_nope_head_dim, kv_lora_rank]`: `k_nope = latent @ w_uk^T`, and absorbed into the query
+            `q_latent = q_nope @ w_uk`.
+        w_uv: `[num_heads, kv_lora_rank, v_head_dim]`: `v = latent @ w_uv`; absorbed, the output is
+            `attended latent @ w_uv`.
+        rope: of these tokens.
+    """
+
+    q_nope: Tensor
+    q_rope: Tensor
+    latent: Tensor
+    k_rope: Tensor
+    w_uk: Tensor
+    w_uv: Tensor
+    rope: RopeTable
+
 
 class AttentionPlan(Protocol):
     """What a back end worked out for one metadata. Valid for that step, and for all of its layers."""
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, layer: int, sinks: Tensor | None = None) -> Tensor:
         """Store the new keys and values, then attend causally over everything each request has in the cache.
 
         Args:
@@ -69,6 +231,7 @@ class AttentionPlan(Protocol):
             k: `[T, num_kv_heads, head_dim]`, already rotated.
             v: `[T, num_kv_heads, head_dim]`.
             layer: which layer's cache.
+            sinks: `[num_heads]`, the layer's terms for the softmax's denominator (logits), where the shape has sinks.
 
         Returns:
             `[T, num_heads, head_dim]`; rows of padding are 0.
@@ -76,13 +239,136 @@ class AttentionPlan(Protocol):
         ...
 
 
+class MLAPlan(Protocol):
+    """The same for multi-head latent attention."""
+
+    def forward(self, inputs: MLAInputs, layer: int) -> Tensor:
+        """Store the new latents, then attend: decode absorbed, over latents; prefill expanded, over keys and values.
+
+        Args:
+            inputs: of this layer.
+            layer: which layer's cache.
+
+        Returns:
+            `[T, num_heads, v_head_dim]`; rows of padding are 0.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class BackendTraits:
+    """What a back end can do. What a model needs and its back end lacks is refused by name when it is made.
+
+    Attributes:
+        mha: multi-head and grouped-query attention (`AttentionShape`).
+        mla: multi-head latent attention (`MLAShape`).
+        devices: device types it runs on.
+        sliding_window, soft_cap, sinks: see `AttentionShape`.
+        tree_mask: a verify batch with a custom mask; a chain of drafts needs none.
+        fp8: reads an fp8 cache.
+        graphs: has `plan_for_graph` and `replan`.
+        block_sizes: tokens per page that its kernels take; None is any.
+        seq_len_fill: the `seq_lens` entry of a padding request in a captured graph.
+    """
+
+    mha: bool = True
+    mla: bool = False
+    devices: tuple[str, ...] = ("cuda",)
+    sliding_window: bool = False
+    soft_cap: bool = False
+    sinks: bool = False
+    tree_mask: bool = False
+    fp8: bool = False
+    graphs: bool = False
+    block_sizes: tuple[int, ...] | None = None
+    seq_len_fill: int = 1
+
+
+@dataclass(frozen=True)
+class GraphLimits:
+    """The largest step that is ever captured; buffers are made for it once.
+
+    Attributes:
+        max_reqs: requests, padding requests included.
+        max_tokens: tokens, padding included.
+        max_seq_len: tokens of a request in the cache: the worst case of every scalar that a kernel keeps.
+    """
+
+    max_reqs: int
+    max_tokens: int
+    max_seq_len: int
+
+
 class AttentionBackend(Protocol):
-    """Makes plans for one model's attention over one KV cache."""
+    """Makes plans for one lane of one model's attention over one KV cache.
+
+    Making one allocates nothing large; its workspace is made, zeroed, with the first plan.
+    """
+
+    name: ClassVar[str]
+    traits: ClassVar[BackendTraits]
+
+    def __init__(self, shape: Any, kv_cache: Any) -> None: ...
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that this object holds now: its workspace and its graph buffers. The KV cache is not counted."""
+        ...
+
+    def plan(self, metadata: CommonAttentionMetadata) -> Any:
+        """Everything that can be worked out once per step, for one metadata.
+
+        Raises:
+            ConfigError: the batch needs what this back end has not (a tree mask).
+        """
+        ...
+
+    def init_graph_buffers(self, limits: GraphLimits) -> None:
+        """Make the buffers that all captured plans share.
+
+        Raises:
+            ConfigError: this back end cannot be captured.
+        """
+        ...
+
+    def plan_for_graph(self, metadata: CommonAttentionMetadata) -> Any:
+        """As `plan`, but every tensor a kernel reads lives in the graph buffers, and every scalar is worst-case.
+
+        Raises:
+            ConfigError: there are no graph buffers, or the batch is larger than they are.
+        """
+        ...
+
+    def replan(self, plan: Any, metadata: CommonAttentionMetadata) -> None:
+        """Make a plan of `plan_for_graph` describe another batch with as many requests and tokens.
+
+        A smaller batch is padded where the back end can do that, else refused. Allocates no device memory and moves no
+        pointer. Plans of one back end object share its graph buffers, so a plan holds until the next `replan` of any.
+
+        Raises:
+            ConfigError: the batch has another size than the plan, or exceeds the limits.
+        """
+        ...
+
+
+class EagerOnly:
+    """Mixed into back ends that cannot be captured."""
 
     name: ClassVar[str]
 
-    def __init__(self, shape: AttentionShape, kv_cache: PagedKVCache) -> None: ...
+    def init_graph_buffers(self, limits: GraphLimits) -> None:
+        """See `AttentionBackend`; always refuses."""
+        raise self._refusal()
 
-    def plan(self, metadata: CommonAttentionMetadata) -> AttentionPlan:
-        """Everything that can be worked out once per step, for one metadata."""
-        ...
+    def plan_for_graph(self, metadata: CommonAttentionMetadata) -> Any:
+        """See `AttentionBackend`; always refuses."""
+        raise self._refusal()
+
+    def replan(self, plan: Any, metadata: CommonAttentionMetadata) -> None:
+        """See `AttentionBackend`; always refuses."""
+        raise self._refusal()
+
+    def _refusal(self) -> ConfigError:
+        return ConfigError(
+            f"attention back end {self.name!r} cannot run in a CUDA graph. Choose another one, or cudagraph_mode none."
+        )

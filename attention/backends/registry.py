@@ -2,15 +2,38 @@
 
 from __future__ import annotations
 
+import importlib.util
 from typing import cast
 
-from attention.backends.base import AttentionBackend, AttentionShape
-from attention.kv_cache import PagedKVCache
+import torch
+
+from attention.backends.base import AttentionBackend, AttentionShape, BackendTraits, KVCache, Shape
+from attention.kv_cache import MLAKVCache
 from ubatch import ConfigError, LazyRegistry
 
-__all__ = ["attention_backends", "make_attention_backend", "register_attention_backend"]
+__all__ = [
+    "attention_backends",
+    "make_attention_backend",
+    "register_attention_backend",
+    "resolve_attention_backend",
+]
 
-_BACKENDS = LazyRegistry("attention back end", {"torch": "attention.backends.torch_sdpa:TorchAttentionBackend"})
+_BACKENDS = LazyRegistry(
+    "attention back end",
+    {
+        "torch": "attention.backends.torch_sdpa:TorchAttentionBackend",
+        "torch_mla": "attention.backends.torch_mla:TorchMLABackend",
+        "triton": "attention.backends.triton:TritonAttentionBackend",
+        "flashinfer": "attention.backends.flashinfer:FlashInferBackend",
+        "flashinfer_mla": "attention.backends.flashinfer_mla:FlashInferMLABackend",
+        "trtllm_mha": "attention.backends.trtllm_mha:TRTLLMMHABackend",
+        "trtllm_mla": "attention.backends.trtllm_mla:TRTLLMMLABackend",
+    },
+)
+_MLA_NAMES = {"torch": "torch_mla", "flashinfer": "flashinfer_mla"}
+"""Where one name serves both kinds of attention, the class for MLA."""
+_TRTLLM_GEN = ((10, 0), (10, 3))
+"""GPU architectures that TensorRT-LLM's generated kernels, the fastest, are for."""
 
 
 def register_attention_backend(name: str, target: str) -> None:
@@ -27,20 +50,82 @@ def register_attention_backend(name: str, target: str) -> None:
 
 
 def attention_backends() -> tuple[str, ...]:
-    """The known names, sorted."""
-    return _BACKENDS.names()
+    """The names to choose from, sorted; `auto` picks one."""
+    return ("auto", *(name for name in _BACKENDS.names() if name not in _MLA_NAMES.values()))
 
 
-def make_attention_backend(name: str, shape: AttentionShape, kv_cache: PagedKVCache) -> AttentionBackend:
-    """The named back end for one model and one cache.
+def resolve_attention_backend(name: str, shape: Shape, kv_cache: KVCache) -> str:
+    """What `auto` stands for here: the first of the device's back ends that this model and this cache can use.
+
+    Any other name is itself, whether it can be used or not.
+    """
+    if name != "auto":
+        return name
+    for candidate in _candidates(shape, kv_cache.device):
+        try:
+            make_attention_backend(candidate, shape, kv_cache)
+        except ConfigError:
+            continue
+        return candidate
+    return "torch"
+
+
+def _candidates(shape: Shape, device: torch.device) -> list[str]:
+    """Back ends for a device, fastest first, of those whose packages are installed; `torch` runs everything."""
+    names = []
+    if device.type == "cuda":
+        is_mha = isinstance(shape, AttentionShape)
+        if importlib.util.find_spec("flashinfer") is not None:
+            if torch.cuda.get_device_capability(device) in _TRTLLM_GEN:
+                names.append("trtllm_mha" if is_mha else "trtllm_mla")
+            names.append("flashinfer")
+        if is_mha and importlib.util.find_spec("triton") is not None:
+            names.append("triton")
+    return [*names, "torch"]
+
+
+def make_attention_backend(name: str, shape: Shape, kv_cache: KVCache) -> AttentionBackend:
+    """The named back end for one lane of one model over one cache.
 
     Raises:
-        ConfigError: the name is unknown, or shape and cache do not fit.
+        ConfigError: the name is unknown, shape and cache do not fit, or the model needs what this back end has not.
     """
+    name = resolve_attention_backend(name, shape, kv_cache)
+    if not isinstance(shape, AttentionShape):
+        name = _MLA_NAMES.get(name, name)
     backend = cast("type[AttentionBackend]", _BACKENDS.load(name))
-    if (shape.num_kv_heads, shape.head_dim) != (kv_cache.spec.num_kv_heads, kv_cache.spec.head_dim):
-        raise ConfigError(
-            f"attention has {shape.num_kv_heads} key/value heads of {shape.head_dim}, the KV cache "
-            f"{kv_cache.spec.num_kv_heads} of {kv_cache.spec.head_dim}; make both from the same model config."
-        )
+    _check_cache(shape, kv_cache)
+    _check_traits(name, backend.traits, shape, kv_cache)
     return backend(shape, kv_cache)
+
+
+def _check_cache(shape: Shape, kv_cache: KVCache) -> None:
+    spec = kv_cache.spec
+    wanted = shape.cache_spec(spec.num_layers, spec.block_size, spec.dtype, fp8=spec.fp8)
+    if wanted != spec:
+        raise ConfigError(f"{shape} needs a cache of {wanted}, not of {spec}; make both from the same model config.")
+
+
+def _check_traits(name: str, traits: BackendTraits, shape: Shape, kv_cache: KVCache) -> None:
+    lacks = None
+    device, block_size = kv_cache.device.type, kv_cache.spec.block_size
+    if device not in traits.devices:
+        lacks = f"runs on {' and '.join(traits.devices)}, not on {device}"
+    elif isinstance(kv_cache, MLAKVCache) and not traits.mla:
+        lacks = "has no multi-head latent attention"
+    elif isinstance(shape, AttentionShape) and not traits.mha:
+        lacks = "has only multi-head latent attention"
+    elif kv_cache.spec.fp8 and not traits.fp8:
+        lacks = "cannot read an fp8 cache"
+    elif traits.block_sizes is not None and block_size not in traits.block_sizes:
+        lacks = f"takes pages of {', '.join(map(str, traits.block_sizes))} tokens, not {block_size}"
+    elif isinstance(shape, AttentionShape):
+        for option, wanted in (
+            ("sliding_window", shape.sliding_window is not None),
+            ("soft_cap", shape.soft_cap is not None),
+            ("sinks", shape.sinks),
+        ):
+            if wanted and not getattr(traits, option):
+                lacks = f"has no {option}"
+    if lacks is not None:
+        raise ConfigError(f"attention back end {name!r} {lacks}. Choose another one with --attention-backend.")

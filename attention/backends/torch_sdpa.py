@@ -7,264 +7,205 @@ A step's requests are sorted into groups that are each one call:
     decode   one new token: gather the request's blocks, fold the query heads of a group into rows (so that grouped
              heads never need their keys repeated), one mask for the different lengths.
     extend   several new tokens behind a prefix: gather, and a causal mask shifted by the prefix.
+    verify   drafts as a tree: as extend, with the tree's own mask, whatever the prefix.
 
 Groups are formed so that padding costs little, and gathering groups so that their keys and values still lie in the
 processor's cache when attention reads them: gathering 64 x 512 tokens in one go is a third slower than in groups.
+Behind a sliding window only the blocks that it touches are gathered.
+
+What `scaled_dot_product_attention` cannot express is computed by `softmax_attention`: soft caps, sinks, and trees, in
+which a row may see nothing (no kernel promises 0 for that). An fp8 cache is read as it was stored by every group, the
+new tokens too.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from attention.backends.base import AttentionShape
+from attention.backends.base import AttentionShape, BackendTraits, EagerOnly
+from attention.backends.torch_groups import (
+    KeyPages,
+    Request,
+    TokenRows,
+    Workspace,
+    as_stored,
+    bundle,
+    gathered_tokens,
+    list_requests,
+    visible_mask,
+)
 from attention.kv_cache import PagedKVCache
+from attention.lse import softmax_attention
 from attention.metadata import CommonAttentionMetadata
 
 __all__ = ["TorchAttentionBackend", "TorchAttentionPlan"]
 
-_MAX_PADDING = 0.25  # of a group's work; more starts a new group
-_FREE_PADDING = 64  # rows of padding that cost less than another call does
-_GATHER_BYTES = 4 << 20  # of keys; a group's gathered keys and values stay within a core's share of the cache
 
-
-class TorchAttentionBackend:
+class TorchAttentionBackend(EagerOnly):
     """Plans batched scaled-dot-product attention over a paged cache."""
 
     name: ClassVar[str] = "torch"
+    traits: ClassVar[BackendTraits] = BackendTraits(
+        devices=("cpu", "cuda"), sliding_window=True, soft_cap=True, sinks=True, tree_mask=True, fp8=True
+    )
 
     def __init__(self, shape: AttentionShape, kv_cache: PagedKVCache) -> None:
         self.shape = shape
         self.kv_cache = kv_cache
+        self._workspace = Workspace(kv_cache.spec.storage_dtype, kv_cache.device)
+
+    @property
+    def nbytes(self) -> int:
+        """See `AttentionBackend`."""
+        return self._workspace.nbytes
 
     def plan(self, metadata: CommonAttentionMetadata) -> TorchAttentionPlan:
         """Sort the requests into groups and prepare indices and masks for all layers."""
-        return TorchAttentionPlan(self.shape, self.kv_cache, metadata)
+        return TorchAttentionPlan(_Step(self.shape, self.kv_cache, metadata, self._workspace))
 
 
 @dataclass(frozen=True)
-class _Request:
-    """One request of the step, on the host."""
+class _Step:
+    """What all groups of a step share."""
 
-    index: int
-    start: int
-    query_len: int
-    seq_len: int
+    shape: AttentionShape
+    kv_cache: PagedKVCache
+    metadata: CommonAttentionMetadata
+    workspace: Workspace
+
+    @cached_property
+    def by_scores(self) -> bool:
+        """Whether `scaled_dot_product_attention` cannot express it."""
+        return self.metadata.has_tree or self.shape.soft_cap is not None or self.shape.sinks
+
+    def visible(self, requests: Sequence[Request], positions: Tensor) -> Tensor:
+        """The mask of a group over keys at `positions` `[n, K]`, `[n, 1, L, K]`."""
+        window = self.shape.sliding_window
+        return visible_mask(requests, positions, self.metadata, self.kv_cache.spec.dtype, window)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None) -> Tensor:
+        """`[n, heads, L, d]` over `[n, kv_heads, K, d]`, where `mask` does not hide them."""
+        shape = self.shape
+        if self.by_scores:
+            scale, soft_cap = shape.softmax_scale, shape.soft_cap
+            return softmax_attention(q, k, v, scale=scale, mask=mask, soft_cap=soft_cap, sinks=sinks)[0]
+        if q.shape[2] > 1:
+            gqa = shape.group_size > 1
+            return F.scaled_dot_product_attention(q, k, v, mask, scale=shape.softmax_scale, enable_gqa=gqa)
+        # [n, heads, 1, d] -> [n, kv heads, heads per kv head, d]: a group's heads are the rows of one product.
+        rows = q.reshape(q.shape[0], shape.num_kv_heads, shape.group_size, shape.head_dim)
+        return F.scaled_dot_product_attention(rows, k, v, mask, scale=shape.softmax_scale).reshape(q.shape)
+
+    def attend_causally(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """`[n, heads, L, d]` over as many keys, without a mask."""
+        shape = self.shape
+        return F.scaled_dot_product_attention(
+            q, k, v, is_causal=True, scale=shape.softmax_scale, enable_gqa=shape.group_size > 1
+        )
 
 
 class _Fresh:
     """Requests without anything in the cache: `[n, L]` causal attention over the new tokens."""
 
-    def __init__(self, requests: Sequence[_Request], device: torch.device) -> None:
-        self.count = len(requests)
-        self.length = max(request.query_len for request in requests)
-        self.tokens = _Tokens(requests, self.length, device)
+    def __init__(self, step: _Step, requests: Sequence[Request]) -> None:
+        device = step.metadata.slot_mapping.device
+        self.tokens = TokenRows(requests, device)
+        length, window = self.tokens.length, step.shape.sliding_window
+        self.mask: Tensor | None = None
+        self.causal = not step.by_scores and (window is None or window >= length)
+        if not self.causal:
+            # All start at token 0: what the longest may see, the others may.
+            longest = max(requests, key=lambda request: request.query_len)
+            self.mask = step.visible([longest], torch.arange(length, device=device)[None])
 
-    def attend(self, plan: TorchAttentionPlan, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
+    def attend(self, step: _Step, q: Tensor, k: Tensor, v: Tensor, layer: int, sinks: Tensor | None) -> Tensor:
+        cache = step.kv_cache
         q, k, v = (self.tokens.pick(x).transpose(1, 2) for x in (q, k, v))
-        out = F.scaled_dot_product_attention(
-            q, k, v, is_causal=True, scale=plan.shape.softmax_scale, enable_gqa=plan.shape.group_size > 1
-        )
+        k, v = as_stored(cache.key_pool, k, layer), as_stored(cache.value_pool, v, layer)
+        out = step.attend_causally(q, k, v) if self.causal else step.attend(q, k, v, self.mask, sinks)
         return self.tokens.flatten(out.transpose(1, 2))
 
 
 class _Paged:
     """Requests with a prefix in the cache: gather their blocks, attend with a mask."""
 
-    def __init__(self, requests: Sequence[_Request], metadata: CommonAttentionMetadata, cache: PagedKVCache) -> None:
-        self.count = len(requests)
-        self.length = max(request.query_len for request in requests)
-        device = metadata.slot_mapping.device
-        self.tokens = _Tokens(requests, self.length, device)
-        blocks = cache.spec.blocks_for(max(request.seq_len for request in requests))
-        self.num_keys = blocks * cache.spec.block_size
-        rows = _index([request.index for request in requests], device)
-        table = metadata.block_table[:, :blocks].index_select(0, rows)
-        # Past a request's own blocks a table may say anything, -1 too, which torch would take for "the last block".
-        owned = _index([cache.spec.blocks_for(request.seq_len) for request in requests], device)
-        inside = torch.arange(blocks, device=device) < owned[:, None]
-        self.blocks = torch.where(inside, table, 0).flatten()
-        self.mask = self._mask(requests, cache.spec.dtype, device)
+    def __init__(self, step: _Step, requests: Sequence[Request]) -> None:
+        metadata, spec = step.metadata, step.kv_cache.spec
+        self.tokens = TokenRows(requests, metadata.slot_mapping.device)
+        ranges = [(request.first_key, request.seq_len) for request in requests]
+        self.pages = KeyPages(requests, ranges, metadata, spec.block_size)
+        self.buffers = (2, *self.pages.buffer_shape(spec.num_kv_heads, spec.head_dim))
+        step.workspace.reserve(math.prod(self.buffers))
+        self.mask: Tensor | None = None
+        if step.metadata.has_tree or not self._all_see_all(requests):
+            self.mask = step.visible(requests, self.pages.positions)
 
-    def _mask(self, requests: Sequence[_Request], dtype: torch.dtype, device: torch.device) -> Tensor | None:
-        """`[n, 1, L, keys]`: query `i` of a request sees keys up to its prefix + i; None if all see all keys."""
-        if self.length == 1 and all(request.seq_len == self.num_keys for request in requests):
-            return None
-        prefix = _index([request.seq_len - request.query_len for request in requests], device)[:, None]
-        visible = prefix + torch.arange(self.length, device=device)
-        hidden = torch.arange(self.num_keys, device=device) > visible[:, :, None]
-        return torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(hidden, -torch.inf).unsqueeze(1)
+    def _all_see_all(self, requests: Sequence[Request]) -> bool:
+        """Whether the gathered blocks hold exactly what is visible, as in a decode that fills its blocks."""
+        return self.tokens.length == 1 and all(
+            request.num_keys == self.pages.num_keys and request.first_key == request.first_visible
+            for request in requests
+        )
 
-    def attend(self, plan: TorchAttentionPlan, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
-        shape, cache = plan.shape, plan.kv_cache
-        keys, values = (
-            self._gather(pool, buffer)
-            for pool, buffer in zip((cache.keys(layer), cache.values(layer)), plan.workspace(), strict=True)
-        )
-        q = self.tokens.pick(q)
-        if self.length == 1:
-            # [n, 1, heads, d] -> [n, kv heads, heads per kv head, d]: a group's heads are the rows of one product.
-            rows = q.reshape(self.count, shape.num_kv_heads, shape.group_size, shape.head_dim)
-            out = F.scaled_dot_product_attention(rows, keys, values, attn_mask=self.mask, scale=shape.softmax_scale)
-            return out.reshape(self.count, shape.num_heads, shape.head_dim)
-        out = F.scaled_dot_product_attention(
-            q.transpose(1, 2),
-            keys,
-            values,
-            attn_mask=self.mask,
-            scale=shape.softmax_scale,
-            enable_gqa=shape.group_size > 1,
-        )
+    def attend(self, step: _Step, q: Tensor, k: Tensor, v: Tensor, layer: int, sinks: Tensor | None) -> Tensor:
+        cache = step.kv_cache
+        buffers = step.workspace.take(*self.buffers)
+        keys = self.pages.gather(cache.key_pool, layer, buffers[0]).transpose(1, 2)
+        values = self.pages.gather(cache.value_pool, layer, buffers[1]).transpose(1, 2)
+        out = step.attend(self.tokens.pick(q).transpose(1, 2), keys, values, self.mask, sinks)
         return self.tokens.flatten(out.transpose(1, 2))
-
-    def _gather(self, pool: Tensor, buffer: Tensor) -> Tensor:
-        """This group's keys or values, `[n, kv heads, keys, d]`, in the plan's buffer."""
-        _, block_size, heads, dim = pool.shape
-        gathered = buffer[: self.blocks.numel() * block_size * heads * dim].view(-1, block_size, heads, dim)
-        torch.index_select(pool, 0, self.blocks, out=gathered)
-        return gathered.view(self.count, self.num_keys, heads, dim).transpose(1, 2)
-
-
-class _Tokens:
-    """Where a group's tokens lie among the step's: a view where they lie side by side, else an index."""
-
-    def __init__(self, requests: Sequence[_Request], length: int, device: torch.device) -> None:
-        self.count = len(requests)
-        self.length = length
-        first = requests[0].start
-        uniform = all(request.query_len == length for request in requests)
-        adjacent = all(request.start == first + place * length for place, request in enumerate(requests))
-        self.rows: slice | Tensor
-        self._index: Tensor | None = None
-        self._kept: Tensor | None = None
-        if uniform and adjacent:
-            self.rows = slice(first, first + self.count * length)
-            return
-        starts = _index([request.start for request in requests], device)[:, None]
-        lens = _index([request.query_len for request in requests], device)[:, None]
-        step = torch.arange(length, device=device)
-        # Padding repeats the request's last token: causal attention lets no earlier one see it.
-        index = (starts + torch.minimum(step, lens - 1)).flatten()
-        self._index = index
-        if uniform:
-            self.rows = index
-        else:
-            real = torch.arange(length) < torch.tensor([request.query_len for request in requests])[:, None]
-            self._kept = real.flatten().nonzero().flatten().to(device)
-            self.rows = index.index_select(0, self._kept)
-
-    def pick(self, x: Tensor) -> Tensor:
-        """This group's part of `x` `[T, heads, d]`, as `[n, L, heads, d]`."""
-        part = x[self.rows] if self._index is None else x.index_select(0, self._index)
-        return part.view(self.count, self.length, *x.shape[1:])
-
-    def flatten(self, out: Tensor) -> Tensor:
-        """The group's results `[n, L, heads, d]` as one row per token, in the order of `rows`."""
-        flat = out.reshape(self.count * self.length, *out.shape[2:])
-        return flat if self._kept is None else flat.index_select(0, self._kept)
 
 
 class TorchAttentionPlan:
-    """The groups of one step of one lane, with their indices, masks and the buffer they gather into."""
+    """The groups of one step of one lane, with their indices and masks."""
 
-    def __init__(self, shape: AttentionShape, kv_cache: PagedKVCache, metadata: CommonAttentionMetadata) -> None:
-        self.shape = shape
-        self.kv_cache = kv_cache
-        self.num_rows = metadata.slot_mapping.shape[0]
-        self._slots = kv_cache.write_slots(metadata.slot_mapping)
-        self._groups = _make_groups(metadata, kv_cache)
-        self._workspace: tuple[Tensor, Tensor] | None = None
+    def __init__(self, step: _Step) -> None:
+        self._step = step
+        self._num_rows = step.metadata.slot_mapping.shape[0]
+        self._slots = step.kv_cache.write_slots(step.metadata.slot_mapping)
+        self._groups = _make_groups(step)
 
     @property
     def num_calls(self) -> int:
         """Attention calls per layer."""
         return len(self._groups)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
-        """See `AttentionPlan.forward`."""
-        self.kv_cache.write(layer, k, v, self._slots)
-        if len(self._groups) == 1 and self._groups[0].tokens.rows == slice(0, self.num_rows):
-            return self._groups[0].attend(self, q, k, v, layer)
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, layer: int, sinks: Tensor | None = None) -> Tensor:
+        """See `AttentionPlan.forward`.
+
+        Raises:
+            ConfigError: sinks are given to a shape that has none, or are missing.
+        """
+        step = self._step
+        step.shape.check_sinks(sinks)
+        step.kv_cache.write(layer, k, v, self._slots)
+        if len(self._groups) == 1 and self._groups[0].tokens.covers(self._num_rows):
+            return self._groups[0].attend(step, q, k, v, layer, sinks)
         out = torch.zeros_like(q, memory_format=torch.contiguous_format)
         for group in self._groups:
-            out[group.tokens.rows] = group.attend(self, q, k, v, layer)
+            out[group.tokens.rows] = group.attend(step, q, k, v, layer, sinks)
         return out
 
-    def workspace(self) -> tuple[Tensor, Tensor]:
-        """Buffers for gathered keys and values: made once per step, for the largest group, used by all layers."""
-        if self._workspace is None:
-            spec = self.kv_cache.spec
-            keys = max(group.count * group.num_keys for group in self._groups if isinstance(group, _Paged))
-            size = keys * spec.num_kv_heads * spec.head_dim
-            pool = self.kv_cache.keys(0)
-            self._workspace = (pool.new_empty(size), pool.new_empty(size))
-        return self._workspace
 
-
-def _make_groups(metadata: CommonAttentionMetadata, cache: PagedKVCache) -> list[_Fresh | _Paged]:
-    """Few groups with little padding; a group's requests keep the batch's order."""
-    spec = cache.spec
-    starts = metadata.query_start_loc_cpu
-    fresh: list[_Request] = []
-    decode: list[_Request] = []
-    extend: list[_Request] = []
-    for index, (query_len, seq_len) in enumerate(zip(metadata.query_lens_cpu, metadata.seq_lens_cpu, strict=True)):
-        if query_len:
-            kind = fresh if query_len == seq_len else decode if query_len == 1 else extend
-            kind.append(_Request(index, starts[index], query_len, seq_len))
-    gathered = max(1, _GATHER_BYTES // (spec.num_kv_heads * spec.head_dim * spec.dtype.itemsize))
-    groups: list[_Fresh | _Paged] = []
-    groups += [_Fresh(requests, metadata.slot_mapping.device) for requests in _bundle(fresh, None)]
-    groups += [_Paged(requests, metadata, cache) for kind in (decode, extend) for requests in _bundle(kind, gathered)]
+def _make_groups(step: _Step) -> list[_Fresh | _Paged]:
+    spec = step.kv_cache.spec
+    fresh: list[Request] = []
+    decode: list[Request] = []
+    extend: list[Request] = []
+    for request in list_requests(step.metadata, spec, step.shape.sliding_window):
+        if not request.prefix and not step.metadata.has_tree:
+            fresh.append(request)
+        else:
+            (decode if request.query_len == 1 else extend).append(request)
+    limit = gathered_tokens(spec.num_kv_heads * spec.head_dim, spec.dtype)
+    groups: list[_Fresh | _Paged] = [_Fresh(step, requests) for requests in bundle(fresh)]
+    groups += [_Paged(step, requests) for kind in (decode, extend) for requests in bundle(kind, limit)]
     return groups
-
-
-@dataclass
-class _Bundle:
-    """A group while it is formed. Requests come longest first, so the first one sets the query length."""
-
-    requests: list[_Request]
-    queries: int = 0
-    keys: int = 0
-    most_keys: int = 0
-
-    def accepts(self, request: _Request, limit: int | None) -> bool:
-        """Whether padding costs little with `request` in it, and its keys, where gathered, stay below `limit`."""
-        count = len(self.requests) + 1
-        padded_queries = count * self.requests[0].query_len
-        padded_keys = count * max(self.most_keys, request.seq_len)
-        if limit is not None and padded_keys > limit:
-            return False
-        return _cheap(padded_queries, self.queries + request.query_len) and _cheap(
-            padded_keys, self.keys + request.seq_len
-        )
-
-    def add(self, request: _Request) -> None:
-        """Take `request` in."""
-        self.requests.append(request)
-        self.queries += request.query_len
-        self.keys += request.seq_len
-        self.most_keys = max(self.most_keys, request.seq_len)
-
-
-def _cheap(padded: int, useful: int) -> bool:
-    return padded - useful <= max(_FREE_PADDING, _MAX_PADDING * padded)
-
-
-def _bundle(requests: list[_Request], gathered: int | None) -> list[list[_Request]]:
-    """Requests of one kind, cut into groups; `gathered` limits a group's padded keys where they are gathered."""
-    bundles: list[_Bundle] = []
-    for request in sorted(requests, key=lambda request: (request.query_len, request.seq_len), reverse=True):
-        if not bundles or not bundles[-1].accepts(request, gathered):
-            bundles.append(_Bundle([]))
-        bundles[-1].add(request)
-    return [sorted(bundle.requests, key=lambda request: request.index) for bundle in bundles]
-
-
-def _index(values: Sequence[int], device: torch.device) -> Tensor:
-    return torch.tensor(values, dtype=torch.int64, device=device)

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from attention import AttentionPlan, AttentionShape
+from attention import AttentionPlan, AttentionShape, MLAPlan, MLAShape
 from model_runner.hf_config import HFConfig
 from model_runner.weights import Checkpoint
 from moe import All2All
@@ -25,18 +25,20 @@ class ModelConfig:
         vocab_size: rows of the logits.
         hidden_size: numbers per token between layers.
         num_layers: decoder layers, each with attention.
-        attention: heads of each of them.
+        attention: heads of each of them; it says what the KV cache is like, too.
         max_position_embeddings: longest sequence, prompt and output together.
         num_experts: routed experts per MoE layer; 0 for a dense model.
+        num_experts_per_tok: how many of them a token visits; 0 for a dense model.
         eos_token_ids: tokens that end a sequence.
     """
 
     vocab_size: int
     hidden_size: int
     num_layers: int
-    attention: AttentionShape
+    attention: AttentionShape | MLAShape
     max_position_embeddings: int
     num_experts: int
+    num_experts_per_tok: int
     eos_token_ids: tuple[int, ...]
 
 
@@ -95,7 +97,7 @@ class CausalLM(nn.Module, ABC):
         """Logits `[rows, vocab_size]` of the rows `[rows, hidden_size]` that are sampled from."""
 
 
-def current_plan() -> tuple[AttentionPlan, int]:
+def current_plan() -> tuple[AttentionPlan | MLAPlan, int]:
     """The attention plan of the current forward context, and its number of tokens without padding.
 
     Raises:

@@ -7,10 +7,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from attention import AttentionPlan, AttentionShape
+from model_runner.models.rope import Rotation
 from model_runner.weights import Checkpoint
+from moe import linear
 from ubatch import Point, dbo_yield
 
-__all__ = ["Attention", "GatedMLP", "RotaryEmbedding", "frozen", "rms_norm"]
+__all__ = ["Attention", "GatedMLP", "frozen", "rms_norm"]
 
 
 def frozen(weight: Tensor) -> nn.Parameter:
@@ -21,37 +23,6 @@ def frozen(weight: Tensor) -> nn.Parameter:
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Root-mean-square normalisation over the last dimension, computed in fp32; shape and dtype of `x`."""
     return F.rms_norm(x, (x.shape[-1],), weight, eps)
-
-
-class RotaryEmbedding(nn.Module):
-    """Rotary position embedding in the "rotate half" order of Hugging Face checkpoints.
-
-    Source: Su et al., RoFormer, 2021.
-    """
-
-    inv_freq: Tensor
-
-    def __init__(self, head_dim: int, theta: float, device: torch.device) -> None:
-        super().__init__()
-        exponent = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim
-        self.register_buffer("inv_freq", theta**-exponent, persistent=False)
-
-    def forward(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """What `rotate` needs for tokens at `positions` `[T]`: twice `[T, 1, head_dim]`. Once per step, not per layer.
-
-        The sines of the first half are negated, so that rotating is one multiplication and one multiply-add.
-        """
-        angles = positions[:, None].float() * self.inv_freq
-        cos, sin = angles.cos(), angles.sin()
-        return (
-            torch.cat((cos, cos), dim=-1).unsqueeze(1).to(dtype),
-            torch.cat((-sin, sin), dim=-1).unsqueeze(1).to(dtype),
-        )
-
-    @staticmethod
-    def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """`x` `[T, heads, head_dim]` rotated to its tokens' positions."""
-        return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, dims=-1), sin)
 
 
 class Attention(nn.Module):
@@ -102,30 +73,36 @@ class Attention(nn.Module):
             ]
             self.qk_norm = frozen(torch.cat(weights))
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, plan: AttentionPlan) -> Tensor:
+    def forward(self, x: Tensor, rotation: Rotation, plan: AttentionPlan) -> Tensor:
         """`x` `[T, hidden_size]`, normalised; the result is to be added to the residual."""
         shape = self.shape
         num_qk = shape.num_heads + shape.num_kv_heads
-        heads = F.linear(x, self.qkv, self.qkv_bias).view(x.shape[0], num_qk + shape.num_kv_heads, shape.head_dim)
+        heads = linear(x, self.qkv, self.qkv_bias).view(x.shape[0], num_qk + shape.num_kv_heads, shape.head_dim)
         qk, v = heads[:, :num_qk], heads[:, num_qk:]
         if self.qk_norm is not None:
             qk = F.rms_norm(qk, (shape.head_dim,), None, self.norm_eps) * self.qk_norm
-        qk = RotaryEmbedding.rotate(qk, cos, sin)
+        qk = rotation.rotate(qk)
         dbo_yield(Point.ATTN_PREPARE)
         out = plan.forward(qk[:, : shape.num_heads], qk[:, shape.num_heads :], v, self.layer)
-        return F.linear(out.flatten(1), self.out, self.out_bias)
+        return linear(out.flatten(1), self.out, self.out_bias)
 
 
 class GatedMLP(nn.Module):
     """A dense feed-forward layer, `down(silu(gate(x)) * up(x))`."""
 
-    def __init__(self, checkpoint: Checkpoint, prefix: str, hidden_size: int, intermediate_size: int) -> None:
+    def __init__(
+        self, checkpoint: Checkpoint, prefix: str, hidden_size: int, intermediate_size: int, *, bias: bool = False
+    ) -> None:
         super().__init__()
-        halves = [(f"{prefix}.{part}_proj.weight", intermediate_size) for part in ("gate", "up")]
-        self.gate_up = frozen(checkpoint.load_fused(halves, hidden_size))
+        halves = [(f"{prefix}.{part}_proj", intermediate_size) for part in ("gate", "up")]
+        self.gate_up = frozen(checkpoint.load_fused([(f"{name}.weight", n) for name, n in halves], hidden_size))
         self.down = frozen(checkpoint.load(f"{prefix}.down_proj.weight", hidden_size, intermediate_size))
+        self.gate_up_bias = self.down_bias = None
+        if bias:
+            self.gate_up_bias = frozen(checkpoint.load_fused([(f"{name}.bias", n) for name, n in halves]))
+            self.down_bias = frozen(checkpoint.load(f"{prefix}.down_proj.bias", hidden_size))
 
     def forward(self, x: Tensor) -> Tensor:
         """`[T, hidden_size]` to the same."""
-        gate, up = F.linear(x, self.gate_up).chunk(2, dim=-1)
-        return F.linear(F.silu(gate) * up, self.down)
+        gate, up = linear(x, self.gate_up, self.gate_up_bias).chunk(2, dim=-1)
+        return linear(F.silu(gate) * up, self.down, self.down_bias)

@@ -4,13 +4,25 @@ from __future__ import annotations
 
 from typing import cast
 
+from attention.modes import refuse_unsupported_model
 from model_runner.errors import UnknownArchitecture
+from model_runner.hf_config import HFConfig
 from model_runner.models.base import CausalLM
 from ubatch import LazyRegistry
 
 __all__ = ["known_architectures", "model_class", "register_model"]
 
-_MODELS = LazyRegistry("model", {"Qwen3MoeForCausalLM": "model_runner.models.qwen3_moe:Qwen3MoeForCausalLM"})
+_MODELS = LazyRegistry(
+    "model",
+    {
+        "DeepseekV2ForCausalLM": "model_runner.models.deepseek_v2:DeepseekV2ForCausalLM",
+        "DeepseekV3ForCausalLM": "model_runner.models.deepseek_v3:DeepseekV3ForCausalLM",
+        "LlamaForCausalLM": "model_runner.models.llama:LlamaForCausalLM",
+        "MixtralForCausalLM": "model_runner.models.mixtral:MixtralForCausalLM",
+        "Qwen3ForCausalLM": "model_runner.models.qwen3:Qwen3ForCausalLM",
+        "Qwen3MoeForCausalLM": "model_runner.models.qwen3_moe:Qwen3MoeForCausalLM",
+    },
+)
 
 
 def register_model(architecture: str, target: str) -> None:
@@ -31,12 +43,33 @@ def known_architectures() -> tuple[str, ...]:
     return _MODELS.names()
 
 
-def model_class(architecture: str) -> type[CausalLM]:
+def model_class(architecture: str, config: HFConfig | None = None) -> type[CausalLM]:
     """The class for an architecture.
 
+    Args:
+        architecture: what the checkpoint calls it.
+        config: the checkpoint's; with it a kind of model that cannot be run is refused by what it is.
+
     Raises:
+        ConfigError: an encoder-decoder model, or one with linear attention; the message says which.
         UnknownArchitecture: there is none; the message lists those there are.
     """
+    if config is not None:
+        _refuse_unsupported(architecture, config)
     if architecture not in _MODELS.names():
         raise UnknownArchitecture(architecture, _MODELS.names())
     return cast("type[CausalLM]", _MODELS.load(architecture))
+
+
+def _refuse_unsupported(architecture: str, config: HFConfig) -> None:
+    text = config.values.get("text_config")  # where a model also sees or hears
+    layer_types = [
+        kind
+        for values in (config.values, text if isinstance(text, dict) else {})
+        for kind in values.get("layer_types") or ()
+    ]
+    refuse_unsupported_model(
+        architecture,
+        encoder_decoder=config.values.get("is_encoder_decoder") is True,
+        layer_types=tuple(map(str, layer_types)),
+    )

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from ubatch import ConfigError, Transfer
+from ubatch import ConfigError, LinkTime, Transfer
 
 __all__ = ["EmulatedLink", "LinkStatistics"]
 
@@ -97,17 +97,17 @@ class EmulatedLink:
         """
         with self._lock:
             now = self._clock()
+            directions, sizes = (self._send, self._receive), (transfer.bytes_sent, transfer.bytes_received)
+            durations = [self.latency_s + size / self.bytes_per_s if size else 0.0 for size in sizes]
             spans = [
-                direction.occupy(now, num_bytes, self.latency_s + num_bytes / self.bytes_per_s)
-                for direction, num_bytes in (
-                    (self._send, transfer.bytes_sent),
-                    (self._receive, transfer.bytes_received),
-                )
-                if num_bytes
+                direction.occupy(now, size, duration)
+                for direction, size, duration in zip(directions, sizes, durations, strict=True)
+                if size
             ]
             if spans:
                 self._transfers += 1
-                transfer.delay_until(max(finish for _, finish in spans), started=min(start for start, _ in spans))
+                start, finish = min(start for start, _ in spans), max(finish for _, finish in spans)
+                transfer.delay_until(finish, started=start, link=LinkTime(*durations))
         return transfer
 
     def signal(self, transfer: Transfer[T]) -> Transfer[T]:

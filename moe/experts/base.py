@@ -65,6 +65,7 @@ class FusedExperts(nn.Module):
         self.w13 = w13 if isinstance(w13, nn.Parameter) else nn.Parameter(w13, requires_grad=False)
         self.w2 = w2 if isinstance(w2, nn.Parameter) else nn.Parameter(w2, requires_grad=False)
         self.expert_range = range(first_expert, first_expert + num_experts)
+        self.dtype = w13.dtype
         self.hidden_size = hidden_size
         self.intermediate_size = twice_intermediate // 2
 
@@ -79,8 +80,8 @@ class FusedExperts(nn.Module):
                 f"hidden_states must be [tokens, {self.hidden_size}] for these experts, not "
                 f"{list(hidden_states.shape)}."
             )
-        if hidden_states.dtype != self.w13.dtype:
-            raise ConfigError(f"hidden_states are {hidden_states.dtype}, the experts {self.w13.dtype}. Convert one.")
+        if hidden_states.dtype != self.dtype:
+            raise ConfigError(f"hidden_states are {hidden_states.dtype}, the experts {self.dtype}. Convert one.")
         if topk_ids.dtype not in (torch.int32, torch.int64) or topk_ids.is_floating_point():
             raise ConfigError(f"topk_ids must be int32 or int64, not {topk_ids.dtype}.")
         if topk_ids.shape != topk_weights.shape or topk_ids.dim() != 2 or topk_ids.shape[0] != hidden_states.shape[0]:

@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from moe.cpu_linear import linear
 from moe.experts.base import FusedExperts
 from moe.segments import segment_offsets, segment_sum
 
@@ -32,19 +33,20 @@ class GroupedExperts(FusedExperts):
         self.check_input(hidden_states, topk_ids, topk_weights)
         plan = _plan(topk_ids, self.expert_range)
         outputs = [
-            _swiglu(hidden_states.index_select(0, tokens), w13, w2)
-            for tokens, w13, w2 in zip(plan.token_of_row.split(plan.rows_per_expert), self.w13, self.w2, strict=True)
+            self.run_expert(slot, hidden_states.index_select(0, tokens))
+            for slot, tokens in enumerate(plan.token_of_row.split(plan.rows_per_expert))
             if tokens.shape[0]
         ]
         if not outputs:
             return hidden_states.new_zeros(hidden_states.shape)
-        weights = topk_weights[plan.pair_is_local].to(hidden_states.dtype)
+        weights = topk_weights.flatten() if plan.pair_is_local is None else topk_weights[plan.pair_is_local]
+        weights = weights.to(hidden_states.dtype)
         return segment_sum(torch.cat(outputs), plan.row_of_pair, plan.pair_offsets, weights)
 
-
-def _swiglu(x: Tensor, w13: Tensor, w2: Tensor) -> Tensor:
-    gate, up = F.linear(x, w13).chunk(2, dim=-1)
-    return F.linear(F.silu(gate) * up, w2)
+    def run_expert(self, slot: int, x: Tensor) -> Tensor:
+        """The expert at `slot` of those held here, for its rows `[rows, H]`."""
+        gate, up = linear(x, self.w13[slot]).chunk(2, dim=-1)
+        return linear(F.silu(gate) * up, self.w2[slot])
 
 
 @dataclass(frozen=True)
@@ -54,14 +56,14 @@ class _Plan:
     Attributes:
         rows_per_expert: rows of each local expert; they sum to M.
         token_of_row: `[M]`, the token that a row is a copy of; rows are sorted by expert, stably.
-        pair_is_local: `[N, k]` bool.
+        pair_is_local: `[N, k]` bool; None where all of them are.
         row_of_pair: `[M]`, the row of each local pair, pairs in token order.
         pair_offsets: `[N + 1]`, where each token's local pairs begin.
     """
 
     rows_per_expert: list[int]
     token_of_row: Tensor
-    pair_is_local: Tensor
+    pair_is_local: Tensor | None
     row_of_pair: Tensor
     pair_offsets: Tensor
 
@@ -75,9 +77,14 @@ def _plan(topk_ids: Tensor, held: range) -> _Plan:
     pair_of_row = torch.argsort(expert_of_pair, stable=True)
     row_of_pair = torch.empty_like(pair_of_row)
     row_of_pair[pair_of_row] = torch.arange(pair_of_row.shape[0], device=pair_of_row.device)
+    tokens, top_k = topk_ids.shape
+    num_rows = sum(rows_per_expert)
+    if num_rows == tokens * top_k:
+        offsets = torch.arange(0, num_rows + 1, top_k, device=topk_ids.device)
+        return _Plan(rows_per_expert, pair_of_row // top_k, None, row_of_pair, offsets)
     return _Plan(
         rows_per_expert,
-        pair_of_row[: sum(rows_per_expert)] // topk_ids.shape[1],
+        pair_of_row[:num_rows] // top_k,
         pair_is_local,
         row_of_pair[pair_is_local.flatten()],
         segment_offsets(pair_is_local.sum(1)),

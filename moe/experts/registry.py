@@ -16,6 +16,7 @@ _BACKENDS = LazyRegistry(
     "experts back end",
     {
         "grouped": "moe.experts.grouped:GroupedExperts",
+        "packed": "moe.experts.packed:PackedExperts",
         "reference": "moe.experts.reference:ReferenceExperts",
     },
 )

@@ -65,11 +65,11 @@ def run(options: Options) -> int:
         with around():
             settings[name] = _measure(handoffs, options.blocks, name)
     print(
-        f"\n{'us per switch':10}" + "".join(f"{arm:>22}" for arm in settings["pinned"]) + f"{'dbo_yield / Event':>22}"
+        f"\n{'us per switch':10}" + "".join(f"{arm:>26}" for arm in settings["pinned"]) + f"{'dbo_yield / Event':>26}"
     )
     for name, arms in settings.items():
-        cells = "".join(f"{bootstrap(values):.2f}".rjust(22) for values in arms.values())
-        print(f"{name:13}{cells}{format(paired(arms['dbo_yield'], arms['event']), '.2f').rjust(22)}")
+        cells = "".join(f"{bootstrap(values):.2f}".rjust(26) for values in arms.values())
+        print(f"{name:13}{cells}{format(paired(arms['dbo_yield'], arms['event']), '.2f').rjust(26)}")
     if options.json_file is not None:
         pinned = settings["pinned"]
         write_json(

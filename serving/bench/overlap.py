@@ -40,7 +40,6 @@ from model_runner import (
     SamplingParams,
     ScheduledRequest,
     build_input_batch,
-    coordinate_batch_across_dp,
     make_random_qwen3_moe,
 )
 from moe import EmulatedLink
@@ -145,8 +144,7 @@ class Setting:
     def step(self, lanes: int, *, overlapped: bool = True) -> Tensor:
         """Vote, plan and run one step; hidden states `[tokens, hidden]`."""
         wrapper = self.wrapper(lanes, overlapped=overlapped)
-        lens = self.batch.metadata.query_lens_cpu
-        agreed = coordinate_batch_across_dp(wrapper.ubatch_config, lens, self.batch.mode, self.runner.group)
+        agreed = self.runner.coordinate(self.batch, wrapper.ubatch_config)
         if agreed.decision.engaged != (lanes > 1):
             raise UBatchError(f"{lanes} lanes asked for, but the ranks decided otherwise: {agreed.decision.reason}.")
         with set_forward_context(self.runner.forward_context(self.batch, agreed)):
@@ -160,15 +158,13 @@ class Setting:
 
 
 def run(options: Options) -> int:
-    """Measure, print, write."""
+    """Measure, print each link as it is done, write."""
     with tempfile.TemporaryDirectory() as folder:
         model = options.model
         if model is None:
             model = Path(folder) / "random-qwen3-moe"
             make_random_qwen3_moe(model, seed=0)
         results: list[OverlapResult] = run_ranks(_measure_on_rank, options.ranks, options, model)
-    for result in results:
-        print_result(result)
     if options.json_file is not None:
         write_json(options.json_file, as_json(options, results))
         print(f"wrote {options.json_file}")
@@ -184,10 +180,11 @@ def _measure_on_rank(rank: int, world_size: int, options: Options, model: Path) 
         size = (options.sequences, options.sequence_length)
         prompts = torch.randint(0, runner.config.vocab_size, size, generator=generator).tolist()
         setting = Setting(runner, prefill_batch(runner, prompts), link)
-        results = [
-            measure_overlap(setting, lanes=options.lanes, ratio=ratio, blocks=options.blocks)
-            for ratio in options.ratios
-        ]
+        results = []
+        for ratio in options.ratios:
+            results.append(measure_overlap(setting, lanes=options.lanes, ratio=ratio, blocks=options.blocks))
+            if rank == 0:
+                print_result(results[-1])
         setting.close()
     return results
 
@@ -199,7 +196,7 @@ def prefill_batch(runner: ModelRunner, prompts: Sequence[Sequence[int]]) -> Inpu
         request = Request(index, list(prompt), SamplingParams(max_tokens=1))
         runner.admit(request, len(prompt))
         shares.append(ScheduledRequest(request, len(prompt)))
-    return build_input_batch(shares, runner.block_table, runner.kv_cache.spec, runner.device)
+    return build_input_batch(shares, runner.request_table, runner.kv_cache.spec, runner.device)
 
 
 @torch.inference_mode()
@@ -333,17 +330,18 @@ def print_result(result: OverlapResult) -> None:
     for lane in result.lanes.values():
         cells = (lane.efficiency, lane.schedule_efficiency, lane.hidden, lane.speedup)
         note = "   void: better than the bound, the machine drifted" if lane.void else ""
-        print(f"  {lane.lanes:5} " + " ".join(f"{cell:.3f}".rjust(22) for cell in cells) + note)
+        print(f"  {lane.lanes:5} " + " ".join(f"{cell:.3f}".rjust(22) for cell in cells) + note, flush=True)
 
 
 def as_json(options: BaseModel, results: Sequence[OverlapResult]) -> dict[str, Any]:
-    """What `--json` writes; top-level figures are those of two lanes (or the fewest) where communication = compute."""
+    """What `--json` writes; top-level figures are those of the fewest lanes at the `ratio` nearest to 1."""
     head = min(results, key=lambda result: abs(result.ratio - 1.0))
     lane = head.lanes[min(head.lanes)]
     figures = ("efficiency", "schedule_efficiency", "hidden", "speedup")
     return {
         "environment": environment(),
         "options": options.model_dump(mode="json"),
+        "ratio": head.ratio,
         **{name: getattr(lane, name) for name in figures},
         "arms_ms": head.arms_ms,
         "links": [

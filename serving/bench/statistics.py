@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -14,7 +15,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-__all__ = ["Interval", "bootstrap", "environment", "interleave_arms", "paired", "write_json"]
+__all__ = ["Interval", "bootstrap", "environment", "interleave_arms", "paired", "timed", "write_json"]
 
 _RESAMPLES = 2000
 
@@ -64,6 +65,17 @@ def interleave_arms(
         for name, values in block.items():
             measured[name].append(sum(values) / len(values))
     return measured
+
+
+def timed(arm: Callable[[], object]) -> Callable[[], float]:
+    """`arm`, returning the milliseconds that it took."""
+
+    def run() -> float:
+        start = time.perf_counter()
+        arm()
+        return (time.perf_counter() - start) * 1e3
+
+    return run
 
 
 def environment() -> dict[str, Any]:

@@ -1,0 +1,251 @@
+"""Batches with few queries per request, all with as many rows: what decode kernels take, and what graphs capture.
+
+A decode kernel wants `[R, Q]` queries. Decode and verify batches have them. In a draft-extend batch some requests have
+fewer, so their queries are padded:
+
+    request a      q0 q1 q2      ->    q0 q1 q2      sees prefix + 1, prefix + 2, prefix + 3 tokens
+    request b      q0            ->    q0  .  .      the same, if its length is taken to be prefix + 3
+
+A causal kernel aligns the last query with the last token. So a padded request must count `prefix + Q` tokens; then its
+real queries see what they should, and what the others see is thrown away. Its table must reach that far.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from attention.backends.base import GraphLimits
+from attention.backends.trtllm_common import RequestBatch
+from attention.graph_buffers import GraphBuffers
+from attention.kv_cache import MLAKVCache, PagedKVCache
+from attention.metadata import CommonAttentionMetadata
+from attention.modes import MODES
+from ubatch import ConfigError, ForwardMode
+
+__all__ = ["FewQueries", "FewQueryBuffers", "GraphState", "queries_per_request"]
+
+
+def queries_per_request(name: str, metadata: CommonAttentionMetadata) -> int:
+    """Rows that each request has in a captured graph of this batch; all requests have as many.
+
+    Raises:
+        ConfigError: graphs do not know the mode, or the rows do not divide evenly among the requests.
+    """
+    if not MODES[metadata.mode].graph:
+        raise ConfigError(
+            f"attention back end {name!r} captures decode, verify and draft-extend batches, not {metadata.mode.value}."
+        )
+    rows, expected = metadata.slot_mapping.shape[0], None
+    if metadata.mode is ForwardMode.DECODE:
+        expected = 1
+    elif metadata.spec_verify is not None:
+        expected = metadata.spec_verify.num_draft_tokens
+    per_request, rest = divmod(rows, max(1, metadata.num_reqs))
+    if rest or per_request < 1 or per_request != (expected or per_request) or metadata.max_query_len > per_request:
+        raise ConfigError(
+            f"a {metadata.mode.value} batch of {metadata.num_reqs} requests and {rows} rows cannot be captured: it "
+            f"must be padded to {expected or max(1, metadata.max_query_len)} rows for every request."
+        )
+    return per_request
+
+
+class FewQueryBuffers:
+    """Tensors of a batch with few queries per request: shared by the graphs of all sizes, or made for one step.
+
+    Args:
+        max_reqs: requests.
+        max_tokens: rows of queries, padded or not.
+        device: where.
+    """
+
+    @torch.inference_mode(False)
+    def __init__(self, max_reqs: int, max_tokens: int, device: torch.device) -> None:
+        self.seq_lens = torch.zeros(max_reqs, dtype=torch.int32, device=device)
+        self.query_lens = torch.zeros(max_reqs, dtype=torch.int32, device=device)
+        self.rows = torch.arange(max_tokens, dtype=torch.int32, device=device)
+        self.pad_index = torch.zeros(max_tokens, dtype=torch.int64, device=device)
+        self.unpad_index = torch.zeros(max_tokens, dtype=torch.int64, device=device)
+        self.owner = torch.zeros(max_tokens, dtype=torch.int64, device=device)
+        self.start_of_owner = torch.zeros(max_tokens, dtype=torch.int32, device=device)
+        self.is_padding = torch.zeros(max_tokens, dtype=torch.bool, device=device)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all of them."""
+        return sum(value.nbytes for value in vars(self).values() if isinstance(value, Tensor))
+
+
+class FewQueries:
+    """The queries of one batch, or of one captured size.
+
+    Nothing here allocates after the constructor, and no pointer moves: kernels of a captured graph read the buffers.
+
+    Args:
+        buffers: for at least this many requests and rows.
+        num_reqs: `R`.
+        num_queries: `Q`.
+        num_rows: rows of the step, `T`.
+        ragged: whether requests may have fewer than `Q` queries; without, row `i` belongs to request `i // Q`.
+
+    Attributes:
+        seq_lens: `[R]` int32, as the kernel is told.
+        is_padding: `[T]` bool, rows that are nobody's; set in a graph only.
+    """
+
+    def __init__(
+        self, buffers: FewQueryBuffers, num_reqs: int, num_queries: int, num_rows: int, *, ragged: bool
+    ) -> None:
+        self.num_reqs = num_reqs
+        self.num_queries = num_queries
+        self.num_rows = num_rows
+        self.ragged = ragged
+        self.seq_lens = buffers.seq_lens[:num_reqs]
+        self.is_padding = buffers.is_padding[:num_rows]
+        self._query_lens = buffers.query_lens[:num_reqs]
+        self._query = buffers.rows[:num_queries]
+        self._row = buffers.rows[:num_rows]
+        self._pad_index = buffers.pad_index[: num_reqs * num_queries]
+        self._unpad_index = buffers.unpad_index[:num_rows]
+        self._owner = buffers.owner[:num_rows]
+        self._start_of_owner = buffers.start_of_owner[:num_rows]
+
+    @classmethod
+    def for_step(cls, batch: RequestBatch) -> FewQueries:
+        """The queries of a batch that is not captured."""
+        num_queries, num_rows = max(batch.query_lens), batch.num_tokens
+        padded = batch.num_reqs * num_queries
+        buffers = FewQueryBuffers(batch.num_reqs, padded, batch.seq_lens.device)
+        queries = cls(buffers, batch.num_reqs, num_queries, num_rows, ragged=padded != num_rows)
+        queries.update(batch.query_start_loc(), batch.seq_lens)
+        return queries
+
+    def check(self, metadata: CommonAttentionMetadata) -> None:
+        """Whether a captured size can run this batch.
+
+        Raises:
+            ConfigError: a request has more queries, or fewer where that is not known how to be padded.
+        """
+        lens = metadata.query_lens_cpu
+        if max(lens, default=0) > self.num_queries:
+            raise ConfigError(
+                f"a graph of {self.num_queries} queries per request cannot run a batch with {max(lens)}; capture a "
+                "larger one."
+            )
+        real = -(-metadata.num_actual_tokens // self.num_queries)
+        if not self.ragged and any(length != self.num_queries for length in lens[:real]):
+            raise ConfigError(
+                f"a graph of {self.num_queries} queries for every request cannot run queries of {list(lens)}: requests "
+                "without any must come last."
+            )
+
+    def update(self, query_start_loc: Tensor, seq_lens: Tensor) -> None:
+        """Describe a batch.
+
+        Args:
+            query_start_loc: `[R + 1]` int32.
+            seq_lens: `[R]` int32. Padding requests count as `Q` tokens at least: none of their rows must see nothing.
+        """
+        if not self.ragged:
+            torch.clamp(seq_lens, min=self.num_queries, out=self.seq_lens)
+            return
+        starts, ends = query_start_loc[:-1], query_start_loc[1:]
+        torch.sub(ends, starts, out=self._query_lens)
+        torch.sub(seq_lens, self._query_lens, out=self.seq_lens).add_(self.num_queries)
+        padded = self._pad_index.view(self.num_reqs, self.num_queries)
+        torch.add(starts[:, None], self._query, out=padded).clamp_(max=self.num_rows - 1)
+        # A row's owner is the first request that ends behind it; rows behind the last request have none.
+        torch.searchsorted(ends, self._row, right=True, out=self._owner).clamp_(max=self.num_reqs - 1)
+        torch.index_select(starts, 0, self._owner, out=self._start_of_owner)
+        torch.mul(self._owner, self.num_queries, out=self._unpad_index)
+        self._unpad_index.add_(self._row).sub_(self._start_of_owner)
+        self._unpad_index.clamp_(max=self.num_reqs * self.num_queries - 1)
+
+    def pad(self, x: Tensor) -> Tensor:
+        """`[T, ...]` as `[R * Q, ...]`; rows that stand for nothing repeat others."""
+        if not self.ragged:
+            return x[: self.num_reqs * self.num_queries]
+        # As bytes, if it is fp8: torch has no indexing of those.
+        return _as_bytes(x).index_select(0, self._pad_index).view(x.dtype)
+
+    def unpad(self, x: Tensor) -> Tensor:
+        """`[R * Q, ...]` as rows of the step, `[T, ...]`; rows that are nobody's hold anything."""
+        return x.index_select(0, self._unpad_index) if self.ragged else x
+
+    def zero_padding(self, out: Tensor) -> Tensor:
+        """`out` `[T, heads, d]` with zeros, in place, in the rows that are nobody's; in a graph only."""
+        return out.masked_fill_(self.is_padding[:, None, None], 0)
+
+    def finish(self, out: Tensor) -> Tensor:
+        """`[R * Q, heads, d]` as the step's `[T, heads, d]`, in a graph."""
+        return self.zero_padding(self.unpad(out))
+
+
+class GraphState:
+    """The buffers of one lane's graphs: a batch, and its queries.
+
+    Args:
+        limits: the largest captured step.
+        kv_cache: that the batch refers to.
+        seq_len_fill: see `BackendTraits`.
+
+    Attributes:
+        longest: tokens of a request, those of padded queries included; its row of the table has their pages.
+    """
+
+    def __init__(self, limits: GraphLimits, kv_cache: PagedKVCache | MLAKVCache, seq_len_fill: int) -> None:
+        self.limits = limits
+        self.longest = limits.max_seq_len + limits.max_tokens
+        self.batch = GraphBuffers(
+            replace(limits, max_seq_len=self.longest),
+            kv_cache.spec.block_size,
+            kv_cache.device,
+            hidden_slot=kv_cache.hidden_slot,
+            seq_len_fill=seq_len_fill,
+        )
+        self._queries = FewQueryBuffers(limits.max_reqs, limits.max_tokens, kv_cache.device)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all of them."""
+        return self.batch.nbytes + self._queries.nbytes
+
+    def few_queries(self, name: str, metadata: CommonAttentionMetadata) -> FewQueries:
+        """The queries of the size that such a batch has.
+
+        Raises:
+            ConfigError: it is not padded to as many rows for every request; see `queries_per_request`.
+        """
+        num_reqs, num_queries = metadata.num_reqs, queries_per_request(name, metadata)
+        ragged = metadata.mode is ForwardMode.DRAFT_EXTEND
+        if num_reqs > self.limits.max_reqs or num_reqs * num_queries > self.limits.max_tokens:
+            raise ConfigError(
+                f"a graph of {num_reqs} requests and {num_reqs * num_queries} tokens exceeds the graph buffers, made "
+                f"for {self.limits.max_reqs} and {self.limits.max_tokens}; raise the limits given to "
+                "init_graph_buffers."
+            )
+        return FewQueries(self._queries, num_reqs, num_queries, num_reqs * num_queries, ragged=ragged)
+
+    def fill(self, queries: FewQueries, metadata: CommonAttentionMetadata) -> None:
+        """Copy a batch in, padded to the captured size; allocates nothing on the device.
+
+        Raises:
+            ConfigError: it does not fit the captured size.
+        """
+        queries.check(metadata)
+        if metadata.max_seq_len > self.limits.max_seq_len:
+            raise ConfigError(
+                f"a request of {metadata.max_seq_len} tokens exceeds the graph buffers, made for "
+                f"{self.limits.max_seq_len}; raise the limits given to init_graph_buffers, or run this batch without a "
+                "graph."
+            )
+        batch, num_reqs = self.batch, queries.num_reqs
+        batch.fill(metadata, num_reqs, queries.num_rows)
+        torch.eq(batch.slot_mapping[: queries.num_rows], batch.hidden_slot, out=queries.is_padding)
+        queries.update(batch.query_start_loc[: num_reqs + 1], batch.seq_lens[:num_reqs])
+
+
+def _as_bytes(x: Tensor) -> Tensor:
+    return x.view(torch.uint8) if x.dtype.itemsize == 1 else x

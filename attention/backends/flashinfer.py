@@ -1,0 +1,251 @@
+"""The `flashinfer` back end: flashinfer's own kernels over a paged cache, by its wrappers.
+
+    decode wrapper     one query per request
+    prefill wrapper    everything else: prefill, mixed, draft extend, and target verify with its tree of drafts
+
+A wrapper is planned once per step and holds one plan: planning the next step makes the last one stale, and a stale plan
+refuses to run. Both wrappers use one workspace, as they never run at once.
+
+In a CUDA graph every request has as many queries; where it has fewer (draft extend) they are padded, see `FewQueries`.
+Each captured size has a wrapper of its own, as a wrapper's batch size is fixed, over buffers that all sizes share. The
+mask of a tree is completed for requests of padding, and packed, in temporary tensors.
+
+A tree mask says all there is to say about who sees whom, so a sliding window is cut out of it here.
+
+Source: flashinfer's documentation of `BatchPrefillWithPagedKVCacheWrapper` and `BatchDecodeWithPagedKVCacheWrapper`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from attention.backends.base import AttentionShape, BackendTraits
+from attention.backends.few_queries import FewQueries
+from attention.backends.flashinfer_pages import (
+    PageLists,
+    PlannedWrapper,
+    WrapperBackend,
+    WrapperPlan,
+)
+from attention.backends.trtllm_common import (
+    FlashInferKernel,
+    RequestBatch,
+    find_kernel,
+    pad_rows,
+    without_graph_buffers,
+)
+from attention.kv_cache import FP8, PagedKVCache
+from attention.metadata import CommonAttentionMetadata
+from attention.spec_verify import SpecVerifyInput
+from ubatch import ConfigError
+
+__all__ = ["FlashInferBackend", "FlashInferPlan", "tree_mask"]
+
+WORKSPACE_BYTES = 384 << 20
+"""Of scratch per back end object, for the partial results of keys that are split over thread blocks."""
+_TENSOR_CORE_GROUP = 4  # query heads per key head from which decoding on tensor cores pays
+
+
+class FlashInferBackend(WrapperBackend):
+    """Plans flashinfer's wrappers over a paged cache of keys and values."""
+
+    name: ClassVar[str] = "flashinfer"
+    traits: ClassVar[BackendTraits] = BackendTraits(
+        sliding_window=True, soft_cap=True, tree_mask=True, fp8=True, graphs=True
+    )
+    shape: AttentionShape
+    kv_cache: PagedKVCache
+
+    def __init__(self, shape: AttentionShape, kv_cache: PagedKVCache) -> None:
+        super().__init__(shape, kv_cache, WORKSPACE_BYTES)
+        self._decode_wrapper = find_kernel(FlashInferKernel.DECODE_WRAPPER)
+        self._prefill_wrapper = find_kernel(FlashInferKernel.PREFILL_WRAPPER)
+        self._decode: PlannedWrapper | None = None
+        self._prefill: PlannedWrapper | None = None
+
+    def plan(self, metadata: CommonAttentionMetadata) -> FlashInferPlan:
+        """See `AttentionBackend`; makes this object's earlier plans of the same kind stale."""
+        batch = RequestBatch.of(metadata, self.kv_cache.spec.block_size)
+        slots = self.kv_cache.write_slots(metadata.slot_mapping)
+        if not batch.num_reqs:
+            return FlashInferPlan(self, PlannedWrapper(None), 0, slots, 0)
+        pages = PageLists.of(batch, self.kv_cache.spec.block_size)
+        mask = tree_mask(metadata.spec_verify, self.shape.sliding_window)
+        if batch.is_decode and mask is None:
+            if self._decode is None:
+                self._decode = self._new_decode_wrapper()
+            version = self._plan_decode(self._decode, pages)
+            return FlashInferPlan(self, self._decode, version, slots, batch.num_tokens)
+        if self._prefill is None:
+            self._prefill = self._new_prefill_wrapper()
+        version = self._plan_prefill(self._prefill, batch.query_lens, pages, mask)
+        return FlashInferPlan(self, self._prefill, version, slots, batch.num_tokens)
+
+    @torch.inference_mode(False)
+    def plan_for_graph(self, metadata: CommonAttentionMetadata) -> FlashInferPlan:
+        """See `AttentionBackend`. Smaller batches than the captured one are padded to its size.
+
+        Raises:
+            ConfigError: no graph buffers, or a batch that is not padded to as many rows for every request.
+        """
+        graphs = self._graphs
+        if graphs is None:
+            raise without_graph_buffers(self.name)
+        queries = graphs.few_queries(self.name, metadata)
+        has_tree = metadata.has_tree
+        # Where a request's queries and pages start, how full its last page is, and where its mask starts.
+        starts, page_starts, last_page_len, mask_starts = (
+            torch.zeros(queries.num_reqs + 1, dtype=torch.int32, device=self.kv_cache.device) for _ in range(4)
+        )
+        if queries.num_queries == 1 and not has_tree:
+            wrapper = self._new_decode_wrapper(
+                use_cuda_graph=True,
+                paged_kv_indptr_buffer=page_starts,
+                paged_kv_indices_buffer=graphs.indices,
+                paged_kv_last_page_len_buffer=last_page_len[:-1],
+            )
+        else:
+            wrapper = self._new_prefill_wrapper(
+                use_cuda_graph=True,
+                qo_indptr_buf=starts,
+                paged_kv_indptr_buf=page_starts,
+                paged_kv_indices_buf=graphs.indices,
+                paged_kv_last_page_len_buf=last_page_len[:-1],
+                custom_mask_buf=graphs.masks() if has_tree else None,
+                mask_indptr_buf=mask_starts if has_tree else None,
+            )
+        slots = graphs.batch.slot_mapping[: queries.num_rows]
+        plan = FlashInferPlan(self, wrapper, 0, slots, queries.num_rows, queries)
+        plan.has_tree = has_tree
+        self.replan(plan, metadata)
+        return plan
+
+    def replan(self, plan: FlashInferPlan, metadata: CommonAttentionMetadata) -> None:
+        """See `AttentionBackend`."""
+        queries = plan.queries
+        if self._graphs is None or queries is None:
+            raise without_graph_buffers(self.name)
+        if metadata.num_actual_tokens and metadata.has_tree is not plan.has_tree:
+            raise ConfigError(
+                f"a graph captured {'with' if plan.has_tree else 'without'} a tree mask cannot run a batch "
+                f"{'without' if plan.has_tree else 'with'} one; capture both."
+            )
+        pages = self._graphs.fill_pages(queries, metadata)
+        if queries.num_queries == 1 and not plan.has_tree:
+            plan.version = self._plan_decode(plan.wrapper, pages)
+            return
+        mask = self._captured_mask(metadata.spec_verify, queries) if plan.has_tree else None
+        query_lens = (queries.num_queries,) * queries.num_reqs
+        plan.version = self._plan_prefill(plan.wrapper, query_lens, pages, mask)
+
+    def _captured_mask(self, verify: SpecVerifyInput | None, queries: FewQueries) -> Tensor:
+        """The mask of a captured size: requests of padding see all of the few tokens that they count as."""
+        mask = tree_mask(verify, self.shape.sliding_window)
+        missing = queries.num_reqs - (0 if verify is None else verify.num_reqs)
+        padding = torch.ones(missing * queries.num_queries**2, dtype=torch.bool, device=self.kv_cache.device)
+        return padding if mask is None else torch.cat((mask, padding))
+
+    def _new_decode_wrapper(self, **buffers: Any) -> PlannedWrapper:
+        # fp8 keys are widened on the way to the tensor cores; the other kernel does that one by one.
+        tensor_cores = self.kv_cache.spec.fp8 or self.shape.group_size >= _TENSOR_CORE_GROUP
+        return self.new_wrapper(self._decode_wrapper, "NHD", use_tensor_cores=tensor_cores, **buffers)
+
+    def _new_prefill_wrapper(self, **buffers: Any) -> PlannedWrapper:
+        return self.new_wrapper(self._prefill_wrapper, "NHD", **buffers)
+
+    def _plan_decode(self, wrapper: PlannedWrapper, pages: PageLists) -> int:
+        return wrapper.plan(
+            pages.indptr,
+            pages.indices,
+            pages.last_page_len,
+            self.shape.num_heads,
+            self.shape.num_kv_heads,
+            self.shape.head_dim,
+            self.kv_cache.spec.block_size,
+            **self._options(windowed=True),
+        )
+
+    def _plan_prefill(
+        self, wrapper: PlannedWrapper, query_lens: Sequence[int], pages: PageLists, mask: Tensor | None
+    ) -> int:
+        starts = torch.tensor((0, *accumulate(query_lens)), dtype=torch.int32)
+        indptr, last_page_len = pages.indptr, pages.last_page_len
+        if mask is not None:
+            # A mask is packed on the device, by these.
+            starts, indptr, last_page_len = (x.to(mask.device) for x in (starts, indptr, last_page_len))
+        return wrapper.plan(
+            starts,
+            indptr,
+            pages.indices,
+            last_page_len,
+            self.shape.num_heads,
+            self.shape.num_kv_heads,
+            self.shape.head_dim,
+            self.kv_cache.spec.block_size,
+            custom_mask=mask,
+            causal=mask is None,
+            **self._options(windowed=mask is None),
+        )
+
+    def _options(self, *, windowed: bool) -> dict[str, Any]:
+        shape, spec = self.shape, self.kv_cache.spec
+        return {
+            "sm_scale": shape.softmax_scale,
+            "window_left": shape.sliding_window - 1 if windowed and shape.sliding_window is not None else -1,
+            "logits_soft_cap": shape.soft_cap,
+            "q_data_type": spec.dtype,
+            "kv_data_type": FP8 if spec.fp8 else spec.dtype,
+        }
+
+
+class FlashInferPlan(WrapperPlan):
+    """A step over keys and values."""
+
+    _backend: FlashInferBackend
+    has_tree = False
+    """Whether a graph was captured with a tree mask."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, layer: int, sinks: Tensor | None = None) -> Tensor:
+        """See `AttentionPlan.forward`; sinks are refused, as this back end has none."""
+        self._backend.shape.check_sinks(sinks)
+        cache = self._backend.kv_cache
+        cache.write(layer, k, v, self._slots)
+        if not self._num_rows:
+            return q.new_zeros(q.shape)
+        pools = (cache.keys(layer), cache.values(layer))
+        scales: dict[str, float] = {}
+        if cache.spec.fp8:
+            pools = (pools[0].view(FP8), pools[1].view(FP8))
+            scales["k_scale"], scales["v_scale"] = cache.scales(layer)
+        query = q[: self._num_rows].contiguous()
+        if self.queries is None:
+            return pad_rows(self.wrapper.run(self.version, query, pools, **scales), q.shape[0])
+        out = self.wrapper.run(self.version, self.queries.pad(query), pools, **scales)
+        return self.queries.finish(out)
+
+
+def tree_mask(verify: SpecVerifyInput | None, window: int | None) -> Tensor | None:
+    """A verify batch's mask, flat bool as in `SpecVerifyInput`, without what lies outside of a sliding window.
+
+    Args:
+        verify: of the batch.
+        window: how many positions a query sees, its own included. Siblings in the tree share a position.
+
+    Returns:
+        None for a chain, where causal attention and the kernel's own window say the same.
+    """
+    if verify is None or verify.custom_mask is None or window is None:
+        return None if verify is None else verify.custom_mask
+    drafts, parts = verify.num_draft_tokens, []
+    for request, prefix in enumerate(verify.prefix_lens):
+        mask = verify.mask_of(request)
+        mine = verify.positions[request * drafts : (request + 1) * drafts]
+        positions = torch.cat((torch.arange(prefix, device=mine.device), mine))
+        near = positions > (mine - window)[:, None]
+        parts.append((near if mask is None else mask & near).flatten())
+    return torch.cat(parts)

@@ -1,0 +1,165 @@
+"""The `flashinfer` back end for latent attention: every query absorbed, over the latents in the cache.
+
+flashinfer's wrapper takes ragged queries behind any prefix, causally, so one call serves decode, verify (a chain),
+draft extend, and prefill. Prefill costs more arithmetic absorbed than expanded (512 numbers per value instead of 128):
+this is the back end for GPUs that `trtllm_mla` does not know.
+
+Planning, and CUDA graphs, are as in `attention.backends.flashinfer`. The wrapper is called as flashinfer 0.6 knows it,
+with lists of pages as separate arguments; 0.7 takes that, too, and says once that it prefers them in one object.
+
+Source: flashinfer's documentation of `BatchMLAPagedAttentionWrapper`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from attention.backends.base import BackendTraits, MLAInputs, MLAShape
+from attention.backends.flashinfer_pages import (
+    PageLists,
+    PlannedWrapper,
+    WrapperBackend,
+    WrapperPlan,
+)
+from attention.backends.trtllm_common import (
+    FlashInferKernel,
+    RequestBatch,
+    absorb,
+    compute_capability,
+    find_kernel,
+    pad_rows,
+    project_latents,
+    refuse_mla_shape,
+    refuse_tree_mask,
+    without_graph_buffers,
+)
+from attention.kv_cache import MLAKVCache
+from attention.metadata import CommonAttentionMetadata
+
+__all__ = ["FlashInferMLABackend", "FlashInferMLAPlan"]
+
+WORKSPACE_BYTES = 128 << 20
+"""Of scratch per back end object, for the partial results of keys that are split over thread blocks."""
+
+
+class FlashInferMLABackend(WrapperBackend):
+    """Plans flashinfer's wrapper over a paged cache of latents."""
+
+    name: ClassVar[str] = "flashinfer_mla"
+    traits: ClassVar[BackendTraits] = BackendTraits(mha=False, mla=True, graphs=True)
+    shape: MLAShape
+    kv_cache: MLAKVCache
+
+    def __init__(self, shape: MLAShape, kv_cache: MLAKVCache) -> None:
+        super().__init__(shape, kv_cache, WORKSPACE_BYTES)
+        refuse_mla_shape(self.name, shape)
+        self._wrapper_class = find_kernel(FlashInferKernel.MLA_WRAPPER)
+        self._eager: PlannedWrapper | None = None
+
+    def plan(self, metadata: CommonAttentionMetadata) -> FlashInferMLAPlan:
+        """See `AttentionBackend`; makes this object's earlier plans stale.
+
+        Raises:
+            ConfigError: a tree mask.
+        """
+        refuse_tree_mask(self.name, metadata)
+        batch = RequestBatch.of(metadata, self.kv_cache.spec.block_size)
+        slots = self.kv_cache.write_slots(metadata.slot_mapping)
+        if not batch.num_reqs:
+            return FlashInferMLAPlan(self, PlannedWrapper(None), 0, slots, 0)
+        pages = PageLists.of(batch, self.kv_cache.spec.block_size)
+        if self._eager is None:
+            self._eager = self._make_wrapper()
+        version = self._plan(self._eager, batch.query_lens, pages)
+        return FlashInferMLAPlan(self, self._eager, version, slots, batch.num_tokens)
+
+    @torch.inference_mode(False)
+    def plan_for_graph(self, metadata: CommonAttentionMetadata) -> FlashInferMLAPlan:
+        """See `AttentionBackend`. Smaller batches than the captured one are padded to its size.
+
+        Raises:
+            ConfigError: no graph buffers; a tree mask; a batch that is not padded to as many rows for every request.
+        """
+        graphs = self._graphs
+        if graphs is None:
+            raise without_graph_buffers(self.name)
+        queries = graphs.few_queries(self.name, metadata)
+        starts, page_starts, lens = (
+            torch.zeros(queries.num_reqs + 1, dtype=torch.int32, device=self.kv_cache.device) for _ in range(3)
+        )
+        wrapper = self._make_wrapper(
+            use_cuda_graph=True,
+            qo_indptr=starts,
+            kv_indptr=page_starts,
+            kv_indices=graphs.indices,
+            kv_len_arr=lens[:-1],
+        )
+        slots = graphs.batch.slot_mapping[: queries.num_rows]
+        plan = FlashInferMLAPlan(self, wrapper, 0, slots, queries.num_rows, queries)
+        self.replan(plan, metadata)
+        return plan
+
+    def replan(self, plan: FlashInferMLAPlan, metadata: CommonAttentionMetadata) -> None:
+        """See `AttentionBackend`."""
+        queries = plan.queries
+        if self._graphs is None or queries is None:
+            raise without_graph_buffers(self.name)
+        refuse_tree_mask(self.name, metadata)
+        pages = self._graphs.fill_pages(queries, metadata)
+        plan.version = self._plan(plan.wrapper, (queries.num_queries,) * queries.num_reqs, pages)
+
+    def _make_wrapper(self, **buffers: Any) -> PlannedWrapper:
+        # Left to itself, flashinfer may choose kernels that cannot be planned a second time in a graph.
+        kernels = "fa3" if compute_capability(self.kv_cache.device) == (9, 0) else "fa2"
+        return self.new_wrapper(self._wrapper_class, backend=kernels, **buffers)
+
+    def _plan(self, wrapper: PlannedWrapper, query_lens: Sequence[int], pages: PageLists) -> int:
+        shape, spec = self.shape, self.kv_cache.spec
+        return wrapper.plan(
+            qo_indptr=torch.tensor((0, *accumulate(query_lens)), dtype=torch.int32),
+            kv_indptr=pages.indptr,
+            kv_indices=pages.indices,
+            kv_len_arr=pages.lens,
+            num_heads=shape.num_heads,
+            head_dim_ckv=shape.kv_lora_rank,
+            head_dim_kpe=shape.qk_rope_head_dim,
+            page_size=spec.block_size,
+            causal=True,
+            sm_scale=shape.softmax_scale,
+            q_data_type=spec.dtype,
+            kv_data_type=spec.dtype,
+        )
+
+
+class FlashInferMLAPlan(WrapperPlan):
+    """A step over latents."""
+
+    _backend: FlashInferMLABackend
+
+    def forward(self, inputs: MLAInputs, layer: int) -> Tensor:
+        """See `MLAPlan.forward`."""
+        backend, queries = self._backend, self.queries
+        cache, rank = backend.kv_cache, backend.shape.kv_lora_rank
+        cache.write(layer, inputs.latent, inputs.rope.rotate(inputs.k_rope), self._slots)
+        if not self._num_rows:
+            return inputs.q_nope.new_zeros(*inputs.q_nope.shape[:2], backend.shape.v_head_dim)
+        pages = cache.rows(layer)
+        q_latent = absorb(inputs.q_nope[: self._num_rows], inputs.w_uk)
+        q_rope = inputs.rope.rotate(inputs.q_rope)[: self._num_rows]
+        if queries is not None:
+            q_latent, q_rope = queries.pad(q_latent), queries.pad(q_rope)
+        attended = self.wrapper.run(
+            self.version,
+            q_nope=q_latent.contiguous(),
+            q_pe=q_rope.contiguous(),
+            ckv_cache=pages[..., :rank],
+            kpe_cache=pages[..., rank:],
+        )
+        if queries is None:
+            return pad_rows(project_latents(attended, inputs.w_uv), inputs.q_nope.shape[0])
+        return queries.zero_padding(project_latents(queries.unpad(attended), inputs.w_uv))

@@ -1,0 +1,334 @@
+"""How the torch back ends batch a step: requests sorted into groups, each of which is one call per layer.
+
+Request       one request of the step, on the host
+bundle        requests of one kind, cut into groups in which padding costs little
+TokenRows     where a group's new tokens lie among the step's
+KeyPages      which blocks of the cache a group gathers, and which token each gathered key is
+visible_mask  which of them each query sees: causal, sliding window, tree of drafts
+Workspace     what is gathered into: a lane's own, kept over all its steps
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from attention.kv_cache import CacheSpec, TokenPool, quantize_fp8
+from attention.metadata import CommonAttentionMetadata
+from attention.spec_verify import SpecVerifyInput
+
+__all__ = [
+    "KeyPages",
+    "Request",
+    "TokenRows",
+    "Workspace",
+    "additive_mask",
+    "as_stored",
+    "bundle",
+    "gathered_tokens",
+    "list_requests",
+    "visible_mask",
+]
+
+_MAX_PADDING = 0.25  # of a group's work; more starts a new group
+_FREE_PADDING = 64  # rows of padding that cost less than another call does
+_GATHER_BYTES = 4 << 20  # of one pool; what a group gathers stays within a core's share of the cache
+
+
+@dataclass(frozen=True)
+class Request:
+    """One request of the step, on the host.
+
+    Attributes:
+        index: its place in the batch.
+        start: its first row in the batch.
+        query_len: its new tokens.
+        seq_len: its tokens in all.
+        first_visible: the first token that any of its queries sees; 0 without a sliding window.
+        first_key: the first token of that token's block: gathering starts there.
+    """
+
+    index: int
+    start: int
+    query_len: int
+    seq_len: int
+    first_visible: int = 0
+    first_key: int = 0
+
+    @property
+    def prefix(self) -> int:
+        """Tokens that were in the cache before this step."""
+        return self.seq_len - self.query_len
+
+    @property
+    def num_keys(self) -> int:
+        """Tokens to gather, from `first_key` on."""
+        return self.seq_len - self.first_key
+
+
+def list_requests(metadata: CommonAttentionMetadata, spec: CacheSpec, window: int | None = None) -> list[Request]:
+    """The requests that have tokens in this step, in the batch's order."""
+    requests = []
+    starts = metadata.query_start_loc_cpu
+    for index, (query_len, seq_len) in enumerate(zip(metadata.query_lens_cpu, metadata.seq_lens_cpu, strict=True)):
+        if query_len:
+            visible = 0 if window is None else max(0, seq_len - query_len + 1 - window)
+            first_key = visible // spec.block_size * spec.block_size
+            requests.append(Request(index, starts[index], query_len, seq_len, visible, first_key))
+    return requests
+
+
+# -- groups ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Bundle:
+    """A group while it is formed. Requests come longest first, so the first one sets the query length."""
+
+    requests: list[Request]
+    queries: int = 0
+    keys: int = 0
+    most_keys: int = 0
+
+    def accepts(self, request: Request, max_keys: float, max_requests: float) -> bool:
+        """Whether padding costs little with `request` in it, and the group stays within its limits."""
+        count = len(self.requests) + 1
+        padded_queries = count * self.requests[0].query_len
+        padded_keys = count * max(self.most_keys, request.num_keys)
+        if padded_keys > max_keys or count > max_requests:
+            return False
+        return _cheap(padded_queries, self.queries + request.query_len) and _cheap(
+            padded_keys, self.keys + request.num_keys
+        )
+
+    def add(self, request: Request) -> None:
+        """Take `request` in."""
+        self.requests.append(request)
+        self.queries += request.query_len
+        self.keys += request.num_keys
+        self.most_keys = max(self.most_keys, request.num_keys)
+
+
+def _cheap(padded: int, useful: int) -> bool:
+    return padded - useful <= max(_FREE_PADDING, _MAX_PADDING * padded)
+
+
+def bundle(
+    requests: Sequence[Request], max_keys: float = math.inf, max_requests: float = math.inf
+) -> list[list[Request]]:
+    """Requests of one kind, cut into few groups with little padding; a group keeps the batch's order.
+
+    Args:
+        requests: to cut.
+        max_keys: a group's keys with padding; a single request may have more.
+        max_requests: a group's requests.
+    """
+    bundles: list[_Bundle] = []
+    for request in sorted(requests, key=lambda request: (request.query_len, request.num_keys), reverse=True):
+        if not bundles or not bundles[-1].accepts(request, max_keys, max_requests):
+            bundles.append(_Bundle([]))
+        bundles[-1].add(request)
+    return [sorted(found.requests, key=lambda request: request.index) for found in bundles]
+
+
+def gathered_tokens(numbers_per_token: int, dtype: torch.dtype) -> int:
+    """How many keys a group may gather so that they still lie in the processor's cache when attention reads them."""
+    return max(1, _GATHER_BYTES // (numbers_per_token * dtype.itemsize))
+
+
+# -- rows and keys of a group -----------------------------------------------------------------------------------------
+
+
+class TokenRows:
+    """Where a group's tokens lie among the step's: a view where they lie side by side, else an index.
+
+    Args:
+        requests: the group; their longest query sets the length `L` to which all are padded.
+        device: of the step.
+    """
+
+    def __init__(self, requests: Sequence[Request], device: torch.device) -> None:
+        self.count = len(requests)
+        self.length = length = max(request.query_len for request in requests)
+        first = requests[0].start
+        uniform = all(request.query_len == length for request in requests)
+        adjacent = all(request.start == first + place * length for place, request in enumerate(requests))
+        self.rows: slice | Tensor
+        self._index: Tensor | None = None
+        self._kept: Tensor | None = None
+        if uniform and adjacent:
+            self.rows = slice(first, first + self.count * length)
+            return
+        starts = _index([request.start for request in requests], device)[:, None]
+        lens = _index([request.query_len for request in requests], device)[:, None]
+        step = torch.arange(length, device=device)
+        # Padding repeats the request's last token: causal attention lets no earlier one see it.
+        index = (starts + torch.minimum(step, lens - 1)).flatten()
+        self._index = index
+        if uniform:
+            self.rows = index
+        else:
+            real = torch.arange(length) < torch.tensor([request.query_len for request in requests])[:, None]
+            self._kept = real.flatten().nonzero().flatten().to(device)
+            self.rows = index.index_select(0, self._kept)
+
+    def covers(self, num_rows: int) -> bool:
+        """Whether these are all rows of the step, in order."""
+        return isinstance(self.rows, slice) and self.rows == slice(0, num_rows)
+
+    def pick(self, x: Tensor) -> Tensor:
+        """This group's part of `x` `[T, ...]`, as `[n, L, ...]`."""
+        part = x[self.rows] if self._index is None else x.index_select(0, self._index)
+        return part.view(self.count, self.length, *x.shape[1:])
+
+    def flatten(self, out: Tensor) -> Tensor:
+        """The group's results `[n, L, heads, d]` as one row per token, in the order of `rows`."""
+        flat = out.reshape(self.count * self.length, *out.shape[2:])
+        return flat.contiguous() if self._kept is None else flat.index_select(0, self._kept)
+
+
+class KeyPages:
+    """A range of tokens of each request of a group, as blocks to gather.
+
+    Args:
+        requests: the group.
+        ranges: the first token (a block's first) and the end of the range, one pair per request.
+        metadata: the step's.
+        block_size: tokens per block.
+
+    Attributes:
+        num_keys: `K`, gathered keys per request, whole blocks.
+        blocks: `[n * K / block_size]`, what to gather.
+        positions: `[n, K]` int64, which token of its request each gathered key is, also past the range's end.
+    """
+
+    def __init__(
+        self,
+        requests: Sequence[Request],
+        ranges: Sequence[tuple[int, int]],
+        metadata: CommonAttentionMetadata,
+        block_size: int,
+    ) -> None:
+        device = metadata.slot_mapping.device
+        count = max(1, *(-(-(stop - first) // block_size) for first, stop in ranges))
+        self.count = len(requests)
+        self.num_keys = count * block_size
+        first_key = _index([first for first, _ in ranges], device)[:, None]
+        self.positions = first_key + torch.arange(self.num_keys, device=device)
+        # Past a request's own blocks a table may say anything, -1 too, and it may end there.
+        columns = first_key // block_size + torch.arange(count, device=device)
+        owned = _index([-(-stop // block_size) for _, stop in ranges], device)[:, None]
+        table = metadata.block_table.index_select(0, _index([request.index for request in requests], device))
+        named = table.gather(1, columns.clamp_max(table.shape[1] - 1))
+        self.blocks = torch.where(columns < owned, named, 0).flatten()
+
+    def gather(self, pool: TokenPool, layer: int, buffer: Tensor) -> Tensor:
+        """The layer's keys (or values, or latents), `[n, K, *row]`, as numbers; `buffer` holds what is gathered.
+
+        Args:
+            pool: read.
+            layer: of it.
+            buffer: `buffer_shape(row)`, of the pool's storage dtype.
+        """
+        torch.index_select(pool.blocks(layer), 0, self.blocks, out=buffer)
+        return pool.decode(buffer, layer).view(self.count, self.num_keys, *buffer.shape[2:])
+
+    def buffer_shape(self, *row: int) -> tuple[int, ...]:
+        """`[blocks, block_size, *row]`."""
+        blocks = self.blocks.shape[0]
+        return (blocks, self.count * self.num_keys // blocks, *row)
+
+
+def visible_mask(
+    requests: Sequence[Request],
+    positions: Tensor,
+    metadata: CommonAttentionMetadata,
+    dtype: torch.dtype,
+    window: int | None = None,
+) -> Tensor:
+    """Which keys each query of a group sees, as an additive mask `[n, 1, L, K]`.
+
+    What a padded query sees is anything: nobody reads its result.
+
+    Args:
+        requests: the group.
+        positions: `[n, K]`, which token of its request each key is.
+        metadata: the step's; a custom mask replaces the causal one.
+        dtype: of the mask.
+        window: how many positions back a query sees, itself included; drafts have the positions that they bring.
+    """
+    device = positions.device
+    length = max(request.query_len for request in requests)
+    prefix = _index([request.prefix for request in requests], device)[:, None]
+    verify = metadata.spec_verify
+    if verify is None or verify.custom_mask is None:
+        keys, queries = positions, prefix + torch.arange(length, device=device)
+        visible = keys[:, None, :] <= queries[:, :, None]
+    else:
+        visible = _shown(requests, positions, verify, verify.custom_mask)
+        queries = verify.positions.view(-1, length)[_index([request.index for request in requests], device)]
+        keys = torch.where(positions < prefix, positions, queries.gather(1, (positions - prefix).clamp(0, length - 1)))
+    if window is not None:
+        visible &= keys[:, None, :] > queries[:, :, None] - window
+    return additive_mask(visible, dtype)
+
+
+def _shown(requests: Sequence[Request], positions: Tensor, verify: SpecVerifyInput, custom_mask: Tensor) -> Tensor:
+    """`[n, D, K]` bool: request r's D rows of (prefix + D) entries start at its offset in the flat mask."""
+    device = positions.device
+    offsets = verify.mask_offsets
+    offset = _index([offsets[request.index] for request in requests], device)[:, None, None]
+    total = _index([request.seq_len for request in requests], device)[:, None, None]
+    keys = positions[:, None, :]
+    row = torch.arange(verify.num_draft_tokens, device=device)[:, None]
+    inside = (keys < total).expand(-1, verify.num_draft_tokens, -1)
+    return inside & custom_mask[torch.where(inside, offset + row * total + keys, 0)]
+
+
+def additive_mask(visible: Tensor, dtype: torch.dtype) -> Tensor:
+    """`[n, L, K]` bool as `[n, 1, L, K]`: 0 where visible, -inf elsewhere."""
+    return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(~visible, -math.inf).unsqueeze(1)
+
+
+# -- memory ------------------------------------------------------------------------------------------------------------
+
+
+class Workspace:
+    """A lane's scratch memory: made zeroed, grown when a step needs more, used by all steps and layers of the lane."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        self._memory = torch.empty(0, dtype=dtype, device=device)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held now."""
+        return self._memory.nbytes
+
+    def reserve(self, numbers: int) -> None:
+        """Hold at least so many numbers; a power of two, so that growing sequences do not grow it at every step."""
+        if numbers > self._memory.numel():
+            # Made in inference mode it could never be written outside of it, and it outlives the step that makes it.
+            with torch.inference_mode(False):
+                self._memory = self._memory.new_zeros(1 << (numbers - 1).bit_length())
+
+    def take(self, *shape: int) -> Tensor:
+        """The first numbers of it in that shape; the next `take` gives the same ones."""
+        numbers = math.prod(shape)
+        self.reserve(numbers)
+        return self._memory[:numbers].view(shape)
+
+
+def as_stored(pool: TokenPool, x: Tensor, layer: int) -> Tensor:
+    """`x` as the pool gives it back: rounded to fp8 and again a number; itself if the pool is not fp8.
+
+    New tokens are attended like this, not as they come, so that a result does not depend on where a batch is cut.
+    """
+    return pool.decode(quantize_fp8(x, pool.scales[layer]), layer) if pool.fp8 else x
+
+
+def _index(values: Sequence[int], device: torch.device) -> Tensor:
+    return torch.tensor(values, dtype=torch.int64, device=device)

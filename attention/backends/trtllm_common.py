@@ -1,0 +1,278 @@
+"""What the back ends on flashinfer's kernels share: finding a kernel, workspaces, and a batch as the kernels take it.
+
+flashinfer is imported when a back end is made, and only here. What it offers differs between its versions and between
+GPU architectures; a back end asks for each kernel by name and refuses to be made where one is missing.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attention.backends.base import MLAShape
+from attention.metadata import CommonAttentionMetadata
+from ubatch import ConfigError
+
+__all__ = [
+    "FlashInferKernel",
+    "RequestBatch",
+    "Workspace",
+    "absorb",
+    "compute_capability",
+    "find_kernel",
+    "pad_rows",
+    "project_latents",
+    "ragged_positions",
+    "refuse_dtype",
+    "refuse_mla_shape",
+    "refuse_tree_mask",
+    "rows_of",
+    "without_graph_buffers",
+]
+
+
+class FlashInferKernel(StrEnum):
+    """The parts of flashinfer that are used, each as `"module:attribute"`."""
+
+    TRTLLM_DECODE = "flashinfer.decode:trtllm_batch_decode_with_kv_cache"
+    TRTLLM_CONTEXT = "flashinfer.prefill:trtllm_batch_context_with_kv_cache"
+    TRTLLM_MLA_DECODE = "flashinfer.mla:trtllm_batch_decode_with_kv_cache_mla"
+    TRTLLM_RAGGED = "flashinfer.prefill:trtllm_ragged_attention_deepseek"
+    MLA_ROPE_QUANTIZE = "flashinfer.rope:mla_rope_quantize_fp8"
+    PREFILL_WRAPPER = "flashinfer.prefill:BatchPrefillWithPagedKVCacheWrapper"
+    DECODE_WRAPPER = "flashinfer.decode:BatchDecodeWithPagedKVCacheWrapper"
+    MLA_WRAPPER = "flashinfer.mla:BatchMLAPagedAttentionWrapper"
+
+
+def find_kernel(kernel: FlashInferKernel) -> Callable[..., Any]:
+    """Import a function or class of flashinfer. Tests put their stand-ins in this function's place.
+
+    Raises:
+        ConfigError: flashinfer is not installed, or this version has no such thing.
+    """
+    module, _, attribute = kernel.value.partition(":")
+    try:
+        found: Callable[..., Any] = getattr(importlib.import_module(module), attribute)
+    except ImportError as error:
+        raise ConfigError(
+            f"{module} cannot be imported ({error}). Install flashinfer-python, or choose another attention back end."
+        ) from error
+    except AttributeError as error:
+        raise ConfigError(
+            f"the installed flashinfer has no {module}.{attribute}. Install flashinfer-python 0.6 or later, or choose "
+            "another attention back end."
+        ) from error
+    return found
+
+
+def compute_capability(device: torch.device) -> tuple[int, int] | None:
+    """The GPU's architecture, such as (10, 0); None where there is no GPU and stand-ins compute."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+
+
+def refuse_dtype(name: str, device: torch.device, dtype: torch.dtype, known: Sequence[torch.dtype]) -> None:
+    """Refuse to compute in what the GPU kernels do not; stand-ins on a CPU compute in anything.
+
+    Raises:
+        ConfigError: `dtype` is not among the `known`.
+    """
+    if device.type == "cuda" and dtype not in known:
+        raise ConfigError(
+            f"attention back end {name!r} computes in {' or '.join(map(str, known))}, not in {dtype}. Choose another "
+            "dtype, or another back end."
+        )
+
+
+def refuse_tree_mask(name: str, metadata: CommonAttentionMetadata) -> None:
+    """Refuse a tree of drafts where the kernel takes no mask; a chain needs none.
+
+    Raises:
+        ConfigError: the batch has a custom mask.
+    """
+    if metadata.has_tree:
+        raise ConfigError(
+            f"attention back end {name!r} takes no tree mask. Draft a chain (one candidate per position), or choose "
+            "'flashinfer', 'triton' or 'torch' where they have one."
+        )
+
+
+def without_graph_buffers(name: str) -> ConfigError:
+    """The error of `plan_for_graph` before `init_graph_buffers`."""
+    return ConfigError(f"attention back end {name!r} has no graph buffers; call init_graph_buffers before a capture.")
+
+
+class Workspace:
+    """Scratch memory of one back end object.
+
+    Kernels count in it: they want it zeroed before their first run and leave their counters at zero. So it must never
+    be shared by two lanes, whose kernels may run at once.
+
+    Args:
+        num_bytes: its size.
+        device: where.
+    """
+
+    def __init__(self, num_bytes: int, device: torch.device) -> None:
+        self._num_bytes = num_bytes
+        self._device = device
+        self._memory: Tensor | None = None
+
+    @torch.inference_mode(False)
+    def get(self) -> Tensor:
+        """`[num_bytes]` uint8; made, zeroed, on the first call, and the same ever after."""
+        if self._memory is None:
+            self._memory = torch.zeros(self._num_bytes, dtype=torch.uint8, device=self._device)
+        return self._memory
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes it holds now."""
+        return 0 if self._memory is None else self._memory.nbytes
+
+
+@dataclass(frozen=True)
+class RequestBatch:
+    """The requests of a batch that bring queries, as kernels take them. Their tokens are the batch's first rows.
+
+    Attributes:
+        query_lens: tokens of each in this step, on the host, all at least 1.
+        lens: tokens of each in total, on the host.
+        seq_lens: the same on the device, `[n]` int32.
+        block_table: `[n, blocks]` int32, contiguous; entries past a request's length are 0, a block that exists.
+    """
+
+    query_lens: tuple[int, ...]
+    lens: tuple[int, ...]
+    seq_lens: Tensor
+    block_table: Tensor
+
+    @classmethod
+    def of(cls, metadata: CommonAttentionMetadata, block_size: int) -> RequestBatch:
+        """The requests of `metadata`, padding requests left out.
+
+        Kernels load whole tiles of a table, so none of its entries may be poison, not even one that is masked later.
+        """
+        queries = metadata.query_lens_cpu
+        active = [row for row, length in enumerate(queries) if length]
+        seq_lens, table = metadata.seq_lens, metadata.block_table
+        if len(active) < metadata.num_reqs:
+            rows = torch.tensor(active, dtype=torch.int64, device=seq_lens.device)
+            seq_lens, table = seq_lens.index_select(0, rows), table.index_select(0, rows)
+        num_blocks = (seq_lens + (block_size - 1)).floor_divide(block_size)
+        inside = torch.arange(table.shape[1], device=table.device) < num_blocks[:, None]
+        return cls(
+            query_lens=tuple(queries[row] for row in active),
+            lens=tuple(metadata.seq_lens_cpu[row] for row in active),
+            seq_lens=seq_lens.contiguous(),
+            block_table=torch.where(inside, table, 0),
+        )
+
+    def select(self, members: Sequence[int]) -> RequestBatch:
+        """Some of the requests, in order."""
+        if len(members) == self.num_reqs:
+            return self
+        rows = torch.tensor(tuple(members), dtype=torch.int64, device=self.seq_lens.device)
+        return RequestBatch(
+            query_lens=tuple(self.query_lens[member] for member in members),
+            lens=tuple(self.lens[member] for member in members),
+            seq_lens=self.seq_lens.index_select(0, rows),
+            block_table=self.block_table.index_select(0, rows),
+        )
+
+    @property
+    def num_reqs(self) -> int:
+        """How many they are."""
+        return len(self.query_lens)
+
+    @property
+    def prefixes(self) -> tuple[int, ...]:
+        """Tokens of each that were in the cache before this step."""
+        return tuple(length - new for length, new in zip(self.lens, self.query_lens, strict=True))
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all of them in this step."""
+        return sum(self.query_lens)
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether each brings one token."""
+        return self.num_tokens == self.num_reqs
+
+    def query_start_loc(self) -> Tensor:
+        """`[n + 1]` int32 on the device, where each one's tokens start."""
+        starts = (0, *accumulate(self.query_lens))
+        return torch.tensor(starts, dtype=torch.int32, device=self.seq_lens.device)
+
+
+def ragged_positions(lens: Sequence[int], device: torch.device) -> tuple[Tensor, Tensor]:
+    """For every item of concatenated sequences: which sequence it is in, and its place there.
+
+    Args:
+        lens: of the sequences.
+        device: where the results are wanted.
+
+    Returns:
+        Two tensors `[sum(lens)]` int64. The host knows all sizes, so nothing waits for the device.
+    """
+    counts = torch.tensor(tuple(lens), dtype=torch.int64, device=device)
+    owner = torch.repeat_interleave(counts, output_size=sum(lens))
+    starts = counts.cumsum(0).sub_(counts)
+    place = torch.arange(sum(lens), device=device).sub_(starts.index_select(0, owner))
+    return owner, place
+
+
+def rows_of(lens: Sequence[int], members: Sequence[int], device: torch.device) -> slice | Tensor:
+    """Where the items of some of several concatenated sequences are: a slice where they lie side by side.
+
+    Args:
+        lens: of all the sequences.
+        members: which of them, in order, at least one.
+        device: where an index is wanted.
+    """
+    starts = (0, *accumulate(lens))
+    first, last = members[0], members[-1]
+    if last - first + 1 == len(members):
+        return slice(starts[first], starts[last + 1])
+    owner, place = ragged_positions([lens[member] for member in members], device)
+    first_items = torch.tensor([starts[member] for member in members], dtype=torch.int64, device=device)
+    return place.add_(first_items.index_select(0, owner))
+
+
+def pad_rows(out: Tensor, num_rows: int) -> Tensor:
+    """`out` `[n, ...]` with rows of zeros behind it, `[num_rows, ...]`; itself where there are none to add."""
+    if out.shape[0] == num_rows:
+        return out
+    padded = out.new_zeros(num_rows, *out.shape[1:])
+    padded[: out.shape[0]] = out
+    return padded
+
+
+def absorb(q_nope: Tensor, w_uk: Tensor) -> Tensor:
+    """Queries `[n, heads, nope]` in the space of the latents: `[n, heads, kv_lora_rank]`."""
+    return torch.bmm(q_nope.transpose(0, 1), w_uk).transpose(0, 1)
+
+
+def project_latents(attended: Tensor, w_uv: Tensor) -> Tensor:
+    """What absorbed attention gave, `[n, heads, kv_lora_rank]`, as values: `[n, heads, v_head_dim]`, contiguous."""
+    return torch.bmm(attended.to(w_uv.dtype).transpose(0, 1), w_uv).transpose(0, 1).contiguous()
+
+
+def refuse_mla_shape(name: str, shape: MLAShape) -> None:
+    """Refuse latents that the kernels are not compiled for.
+
+    Raises:
+        ConfigError: not 512 numbers of latent and 64 of position.
+    """
+    if (shape.kv_lora_rank, shape.qk_rope_head_dim) != (512, 64):
+        raise ConfigError(
+            f"attention back end {name!r} takes latents of 512 numbers and 64 of position, not "
+            f"{shape.kv_lora_rank} and {shape.qk_rope_head_dim}. Choose 'torch'."
+        )

@@ -1,0 +1,284 @@
+"""The `trtllm_mha` back end: TensorRT-LLM's multi-head attention kernels, by way of flashinfer.
+
+A batch is one kernel call, either of
+
+    decode     as many queries for every request: one (decode), or one per draft of a chain (target verify). A draft
+               model's decode steps are decode steps, of sequences longer by what was drafted
+    context    ragged queries, causal behind each request's prefix: prefill, mixed, draft extend
+
+In a graph draft extend is a decode call, too, of padded queries (see `FewQueries`): the context kernel does not say
+what it does for a request without queries, which padding requests are.
+
+A tree of drafts is refused: trtllm-gen takes no mask. The decode function's `mask` argument is for XQA only.
+
+Both read the paged cache in place. What they are told, and what is easy to get wrong:
+
+    layout       pools are [pages, page, kv heads, dim], kernels want [pages, kv heads, page, dim]: a permuted view
+    scales       scores are multiplied by `q_scale * k_scale * softmax_scale`, the output by `v_scale`: an fp8 cache
+                 holds numbers divided by them, so a 1.0 in the place of `v_scale` scales the output wrongly
+    window       `window_left` is how many tokens are seen *besides* the query's own: one less than `sliding_window`
+    sinks        one logit per head in the softmax's denominator, float32
+    tables       every entry of the page table exists, also behind a request's end: kernels load them in tiles
+
+With an fp8 cache, trtllm-gen gets fp8 queries, too, at scale 1.0, as its context kernels take both or neither; the
+output is in the compute dtype. On XQA queries stay as they are.
+
+On SM100 and SM103 flashinfer runs trtllm-gen. On SM90 and SM120 it runs decode on XQA; its kernel for ragged queries
+there wants keys and values in one tensor, which these pools are not. So there this back end decodes, one token per
+request, and prefill is left to another one (`--prefill-attention-backend`).
+
+Source: flashinfer's documentation of `trtllm_batch_decode_with_kv_cache` and `trtllm_batch_context_with_kv_cache`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from attention.backends.base import AttentionShape, BackendTraits, GraphLimits
+from attention.backends.few_queries import FewQueries, GraphState
+from attention.backends.trtllm_common import (
+    FlashInferKernel,
+    RequestBatch,
+    Workspace,
+    compute_capability,
+    find_kernel,
+    pad_rows,
+    refuse_dtype,
+    refuse_tree_mask,
+    without_graph_buffers,
+)
+from attention.kv_cache import FP8, PagedKVCache, quantize_fp8
+from attention.metadata import CommonAttentionMetadata
+from ubatch import ConfigError, ForwardMode
+
+__all__ = ["TRTLLMMHABackend", "TRTLLMMHAPlan"]
+
+WORKSPACE_BYTES = 512 << 20
+"""Of scratch per back end object; its first bytes are the kernels' counters."""
+
+
+class _Kernels(StrEnum):
+    """Which kernels flashinfer runs on this GPU."""
+
+    TRTLLM_GEN = "trtllm-gen"
+    XQA = "xqa"
+
+
+_KERNELS_BY_MAJOR = {9: _Kernels.XQA, 10: _Kernels.TRTLLM_GEN, 12: _Kernels.XQA}
+
+
+class TRTLLMMHABackend:
+    """Plans calls of TensorRT-LLM's kernels over a paged cache of keys and values."""
+
+    name: ClassVar[str] = "trtllm_mha"
+    traits: ClassVar[BackendTraits] = BackendTraits(
+        sliding_window=True, sinks=True, fp8=True, graphs=True, block_sizes=(16, 32, 64)
+    )
+
+    def __init__(self, shape: AttentionShape, kv_cache: PagedKVCache) -> None:
+        device = kv_cache.device
+        refuse_dtype(self.name, device, kv_cache.spec.dtype, (torch.bfloat16, torch.float16))
+        self.kernels = _kernels_on(device)
+        self.decode = find_kernel(FlashInferKernel.TRTLLM_DECODE)
+        self.context = find_kernel(FlashInferKernel.TRTLLM_CONTEXT)
+        self.shape = shape
+        self.kv_cache = kv_cache
+        self.workspace = Workspace(WORKSPACE_BYTES, device)
+        self._graphs: GraphState | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """See `AttentionBackend`."""
+        return self.workspace.nbytes + (0 if self._graphs is None else self._graphs.nbytes)
+
+    def plan(self, metadata: CommonAttentionMetadata) -> TRTLLMMHAPlan:
+        """See `AttentionBackend`; one call of the decode or of the context kernel.
+
+        Raises:
+            ConfigError: a tree mask, or queries that the kernels of this GPU do not take.
+        """
+        refuse_tree_mask(self.name, metadata)
+        batch = RequestBatch.of(metadata, self.kv_cache.spec.block_size)
+        most = max(batch.query_lens, default=1)
+        uniform = min(batch.query_lens, default=1) == most
+        ragged = most > 1 and not (uniform and metadata.mode is ForwardMode.TARGET_VERIFY)
+        self._refuse_queries(most)
+        return TRTLLMMHAPlan(
+            self,
+            _Call(
+                slots=self.kv_cache.write_slots(metadata.slot_mapping),
+                num_rows=batch.num_tokens,
+                seq_lens=batch.seq_lens,
+                block_table=batch.block_table,
+                max_query_len=most,
+                max_seq_len=max(batch.lens, default=0),
+                query_start_loc=batch.query_start_loc() if ragged else None,
+                kv_start_loc=F.pad(batch.seq_lens.cumsum(0, dtype=torch.int32), (1, 0)) if ragged else None,
+            ),
+        )
+
+    def init_graph_buffers(self, limits: GraphLimits) -> None:
+        """See `AttentionBackend`."""
+        self._graphs = GraphState(limits, self.kv_cache, self.traits.seq_len_fill)
+
+    def plan_for_graph(self, metadata: CommonAttentionMetadata) -> TRTLLMMHAPlan:
+        """See `AttentionBackend`. Smaller batches than the captured one are padded to its size.
+
+        Raises:
+            ConfigError: no graph buffers; a tree mask; a batch that is not padded to as many rows for every request.
+        """
+        if self._graphs is None:
+            raise without_graph_buffers(self.name)
+        queries = self._graphs.few_queries(self.name, metadata)
+        self._refuse_queries(queries.num_queries)
+        batch = self._graphs.batch
+        plan = TRTLLMMHAPlan(
+            self,
+            _Call(
+                slots=batch.slot_mapping[: queries.num_rows],
+                num_rows=queries.num_rows,
+                seq_lens=queries.seq_lens,
+                block_table=batch.block_table[: queries.num_reqs],
+                max_query_len=queries.num_queries,
+                max_seq_len=self._graphs.longest,
+                queries=queries,
+            ),
+        )
+        self.replan(plan, metadata)
+        return plan
+
+    def replan(self, plan: TRTLLMMHAPlan, metadata: CommonAttentionMetadata) -> None:
+        """See `AttentionBackend`."""
+        if self._graphs is None or plan.call.queries is None:
+            raise without_graph_buffers(self.name)
+        refuse_tree_mask(self.name, metadata)
+        self._graphs.fill(plan.call.queries, metadata)
+
+    def _refuse_queries(self, most: int) -> None:
+        if self.kernels is _Kernels.XQA and most > 1:
+            raise ConfigError(
+                f"attention back end {self.name!r} decodes one token per request on this GPU; prefill, verify and "
+                "draft extend need SM100 or SM103. Keep it for decode and choose another one for the rest with "
+                "--prefill-attention-backend, or choose 'flashinfer' for both."
+            )
+
+
+def _kernels_on(device: torch.device) -> _Kernels:
+    capability = compute_capability(device)
+    if capability is None:
+        return _Kernels.TRTLLM_GEN
+    kernels = _KERNELS_BY_MAJOR.get(capability[0])
+    if kernels is None:
+        raise ConfigError(
+            f"attention back end {TRTLLMMHABackend.name!r} needs a GPU of SM90, SM100, SM103 or SM120, this is "
+            f"SM{capability[0]}{capability[1]}. Choose 'flashinfer' or 'triton'."
+        )
+    return kernels
+
+
+@dataclass(frozen=True)
+class _Call:
+    """What a kernel is called with, beside a layer's tensors.
+
+    Attributes:
+        slots: `[T]` int64, where the new keys and values go.
+        num_rows: rows of queries that the kernel takes; the step's first ones.
+        seq_lens: `[R]` int32.
+        block_table: `[R, blocks]` int32.
+        max_query_len: most queries of a request; in a decode call, of every request.
+        max_seq_len: longest of `seq_lens`; in a graph, the longest that ever comes.
+        query_start_loc: `[R + 1]` int32, and
+        kv_start_loc: `[R + 1]` int32, the sums of `seq_lens`: of a context call; None makes it a decode call.
+        queries: how they are padded, in a graph.
+    """
+
+    slots: Tensor
+    num_rows: int
+    seq_lens: Tensor
+    block_table: Tensor
+    max_query_len: int
+    max_seq_len: int
+    query_start_loc: Tensor | None = None
+    kv_start_loc: Tensor | None = None
+    queries: FewQueries | None = None
+
+
+class TRTLLMMHAPlan:
+    """One call, for every layer of a step.
+
+    Args:
+        backend: whose kernels run.
+        call: what they are told.
+    """
+
+    def __init__(self, backend: TRTLLMMHABackend, call: _Call) -> None:
+        self.call = call
+        self._backend = backend
+        self._workspace = backend.workspace.get()
+        window = backend.shape.sliding_window
+        self._window_left = -1 if window is None else window - 1
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, layer: int, sinks: Tensor | None = None) -> Tensor:
+        """See `AttentionPlan.forward`.
+
+        Raises:
+            ConfigError: sinks where the shape has none, or none where it has.
+        """
+        call, backend = self.call, self._backend
+        backend.shape.check_sinks(sinks)
+        cache = backend.kv_cache
+        cache.write(layer, k, v, call.slots)
+        if not call.num_rows:
+            return q.new_zeros(q.shape)
+        query = self._query(q[: call.num_rows])
+        if call.queries is None:
+            return pad_rows(self._attend(query, layer, sinks), q.shape[0])
+        return call.queries.finish(self._attend(call.queries.pad(query), layer, sinks))
+
+    def _attend(self, query: Tensor, layer: int, sinks: Tensor | None) -> Tensor:
+        """The call, for queries `[n, heads, head_dim]`."""
+        call, backend = self.call, self._backend
+        cache = backend.kv_cache
+        k_scale, v_scale = cache.scales(layer)
+        arguments = {
+            "query": query,
+            "kv_cache": (_by_head(cache.keys(layer)), _by_head(cache.values(layer))),
+            "workspace_buffer": self._workspace,
+            "block_tables": call.block_table,
+            "seq_lens": call.seq_lens,
+            "bmm1_scale": k_scale * backend.shape.softmax_scale,  # the queries' own scale is 1
+            "bmm2_scale": v_scale,
+            "window_left": self._window_left,
+            "out_dtype": cache.spec.dtype,
+            "sinks": None if sinks is None else sinks.float(),
+        }
+        if call.query_start_loc is None:
+            out: Tensor = backend.decode(**arguments, max_seq_len=call.max_seq_len, q_len_per_req=call.max_query_len)
+            return out
+        out = backend.context(
+            **arguments,
+            max_q_len=call.max_query_len,
+            max_kv_len=call.max_seq_len,
+            batch_size=call.seq_lens.shape[0],
+            cum_seq_lens_q=call.query_start_loc,
+            cum_seq_lens_kv=call.kv_start_loc,
+        )
+        return out
+
+    def _query(self, q: Tensor) -> Tensor:
+        if self._backend.kv_cache.spec.fp8 and self._backend.kernels is _Kernels.TRTLLM_GEN:
+            return quantize_fp8(q.contiguous(), 1.0).view(FP8)
+        return q.contiguous()
+
+
+def _by_head(pool: Tensor) -> Tensor:
+    """A layer's keys or values as `[pages, kv heads, page, dim]`, a view; bytes of an fp8 cache as numbers."""
+    if pool.dtype == torch.uint8:
+        pool = pool.view(FP8)
+    return pool.permute(0, 2, 1, 3)

@@ -1,0 +1,151 @@
+"""A batch's description at fixed addresses: what the kernels of a captured CUDA graph read.
+
+A graph records addresses and scalars, not contents. So the tensors of a batch live here, made once for the largest
+step, and every step is copied into them before its graph is replayed:
+
+    query_start_loc  [max_reqs + 1]           a padding request starts where the last real one ended: it has no tokens
+    seq_lens         [max_reqs]               `seq_len_fill` for a padding request
+    block_table      [max_reqs, max_blocks]   0, a block that exists, past a request's length and for padding requests
+    slot_mapping     [max_tokens]             the cache's hidden slot for padding
+
+Graphs of all sizes share one set of buffers: a graph of `n` requests reads the first `n` rows.
+
+What outlives a step, here and in the back ends, is made outside of inference mode, whoever calls: what is made in it
+can never be written outside of it.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from attention.backends.base import GraphLimits
+from attention.metadata import CommonAttentionMetadata
+from ubatch import ConfigError
+
+__all__ = ["GraphBuffers"]
+
+
+class GraphBuffers:
+    """The static tensors of one lane's captured plans.
+
+    Args:
+        limits: the largest step.
+        block_size: tokens per block of the KV cache.
+        device: where.
+        hidden_slot: where padding is written, `kv_cache.hidden_slot`.
+        seq_len_fill: length of a padding request; see `BackendTraits`.
+
+    Attributes:
+        query_start_loc: `[max_reqs + 1]` int32.
+        seq_lens: `[max_reqs]` int32.
+        block_table: `[max_reqs, max_blocks]` int32.
+        slot_mapping: `[max_tokens]` int64.
+
+    Raises:
+        ConfigError: a limit below 1.
+    """
+
+    @torch.inference_mode(False)
+    def __init__(
+        self,
+        limits: GraphLimits,
+        block_size: int,
+        device: torch.device | str,
+        *,
+        hidden_slot: int,
+        seq_len_fill: int = 1,
+    ) -> None:
+        for name in ("max_reqs", "max_tokens", "max_seq_len"):
+            if getattr(limits, name) < 1:
+                raise ConfigError(f"graph buffers: {name} must be at least 1, not {getattr(limits, name)}.")
+        self.limits = limits
+        self.block_size = block_size
+        self.hidden_slot = hidden_slot
+        self.seq_len_fill = seq_len_fill
+        max_blocks = -(-limits.max_seq_len // block_size)
+        int32 = torch.int32
+        self.query_start_loc = torch.zeros(limits.max_reqs + 1, dtype=int32, device=device)
+        self.seq_lens = torch.full((limits.max_reqs,), seq_len_fill, dtype=int32, device=device)
+        self.block_table = torch.zeros(limits.max_reqs, max_blocks, dtype=int32, device=device)
+        self.slot_mapping = torch.full((limits.max_tokens,), hidden_slot, dtype=torch.int64, device=device)
+        # Room for what `fill` works out on the way, so that it allocates nothing.
+        self._columns = torch.arange(max_blocks, dtype=int32, device=device)
+        self._num_blocks = torch.zeros(limits.max_reqs, dtype=int32, device=device)
+        self._past_end = torch.zeros(limits.max_reqs, max_blocks, dtype=torch.bool, device=device)
+        self._is_padding = torch.zeros(limits.max_tokens, dtype=torch.bool, device=device)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all of it."""
+        return sum(value.nbytes for value in vars(self).values() if isinstance(value, Tensor))
+
+    def fill(self, metadata: CommonAttentionMetadata, num_reqs: int, num_tokens: int) -> None:
+        """Copy a batch in, padded to `num_reqs` requests and `num_tokens` tokens.
+
+        Trailing requests without tokens are padding, too, whatever their length and table say. Allocates no memory on
+        the buffers' device and moves no pointer; waits for the device only if the metadata's tensors are elsewhere.
+
+        Raises:
+            ConfigError: the batch is larger than `num_reqs` or `num_tokens`, or those exceed the limits; nothing is
+                copied then.
+        """
+        self.check(metadata, num_reqs, num_tokens)
+        real = _num_real_requests(metadata)
+        self._fill_requests(metadata, real, num_reqs)
+        self._fill_block_table(metadata, real, num_reqs)
+        self._fill_slots(metadata.slot_mapping, num_tokens)
+
+    def _fill_requests(self, metadata: CommonAttentionMetadata, real: int, num_reqs: int) -> None:
+        self.query_start_loc[: real + 1].copy_(metadata.query_start_loc[: real + 1])
+        self.query_start_loc[real + 1 : num_reqs + 1].fill_(metadata.num_actual_tokens)
+        self.seq_lens[:real].copy_(metadata.seq_lens[:real])
+        self.seq_lens[real:num_reqs].fill_(self.seq_len_fill)
+
+    def _fill_block_table(self, metadata: CommonAttentionMetadata, real: int, num_reqs: int) -> None:
+        table = self.block_table[:real]
+        columns = min(table.shape[1], metadata.block_table.shape[1])
+        table[:, :columns].copy_(metadata.block_table[:real, :columns])
+        # The metadata's entries past a request's length may be anything, and ours are left from an earlier batch.
+        num_blocks, past_end = self._num_blocks[:real], self._past_end[:real]
+        torch.add(self.seq_lens[:real], self.block_size - 1, out=num_blocks)
+        num_blocks.floor_divide_(self.block_size)
+        torch.ge(self._columns, num_blocks[:, None], out=past_end)
+        table.masked_fill_(past_end, 0)
+        self.block_table[real:num_reqs].zero_()
+
+    def _fill_slots(self, slots: Tensor, num_tokens: int) -> None:
+        mine, is_padding = self.slot_mapping[:num_tokens], self._is_padding[:num_tokens]
+        mine[: slots.shape[0]].copy_(slots)
+        mine[slots.shape[0] :].fill_(self.hidden_slot)
+        torch.lt(mine, 0, out=is_padding)
+        mine.masked_fill_(is_padding, self.hidden_slot)
+
+    def check(self, metadata: CommonAttentionMetadata, num_reqs: int, num_tokens: int) -> None:
+        """Whether `fill` would take this batch.
+
+        Raises:
+            ConfigError: it would not.
+        """
+        limits = self.limits
+        for what, batch, padded, most in (
+            ("requests", metadata.num_reqs, num_reqs, limits.max_reqs),
+            ("tokens", metadata.slot_mapping.shape[0], num_tokens, limits.max_tokens),
+            ("tokens in a request", metadata.max_seq_len, metadata.max_seq_len, limits.max_seq_len),
+        ):
+            if batch > padded:
+                raise ConfigError(f"a graph of {padded} {what} cannot run a batch of {batch}; choose a larger one.")
+            if padded > most:
+                raise ConfigError(
+                    f"a graph of {padded} {what} exceeds the graph buffers, made for {most}; raise the limits given to "
+                    "init_graph_buffers, or run this batch without a graph."
+                )
+
+
+def _num_real_requests(metadata: CommonAttentionMetadata) -> int:
+    """Requests up to the last that has tokens."""
+    starts = metadata.query_start_loc_cpu
+    real = metadata.num_reqs
+    while real and starts[real] == starts[real - 1]:
+        real -= 1
+    return real

@@ -1,0 +1,288 @@
+"""Few queries per request against a long cache: the keys of a request are split over programs, then reduced.
+
+    split     program (request, key/value head, split): a part of the request's keys -> a normalised output and its LSE
+    reduce    program (request's query, head): the parts' outputs, weighted by their LSE -> the output
+
+The number of splits is a scalar, fixed when a graph is captured; how many keys a split has is worked out on the device
+from the request's length, so one graph serves all lengths. A split without keys has LSE -inf and weighs nothing.
+
+Source: Flash-Decoding (Dao et al., 2023).
+"""
+
+from dataclasses import dataclass
+
+import triton.language as tl
+from torch import Tensor
+
+from attention.backends.base import AttentionShape
+from attention.kernels.jit import cdiv, jit, power_of_2, rows_contiguous
+from attention.kernels.tile import (
+    BATCH_ARGUMENTS,
+    LOG2_E,
+    PagedBatch,
+    TileSize,
+    attend_keys,
+    cache_arguments,
+    score_constants,
+)
+from attention.kv_cache import PagedKVCache
+
+__all__ = ["DecodeSplits", "decode_attention"]
+
+MAX_SPLITS = 32
+MIN_KEYS_PER_SPLIT = 128  # fewer, and reducing costs more than splitting gains
+
+
+@dataclass(frozen=True)
+class DecodeSplits:
+    """How a batch of short requests is cut: what a graph freezes.
+
+    Attributes:
+        max_queries: queries of a request at most; requests with more are left to `prefill_attention`.
+        num_splits: parts of a request's keys.
+    """
+
+    max_queries: int
+    num_splits: int
+
+    @classmethod
+    def choose(
+        cls, shape: AttentionShape, num_reqs: int, max_queries: int, max_seq_len: int, num_programs: int
+    ) -> "DecodeSplits":
+        """As many splits as keep `num_programs` programs busy, and no shorter ones than pay.
+
+        Args:
+            shape: of the attention.
+            num_reqs: requests.
+            max_queries: queries of a request at most.
+            max_seq_len: of the longest request; for a graph, of the longest it will ever see.
+            num_programs: that the device runs at once.
+        """
+        seen = max_seq_len
+        if shape.sliding_window is not None:
+            seen = min(seen, shape.sliding_window + max_queries - 1)
+        wanted = cdiv(num_programs, max(1, num_reqs) * shape.num_kv_heads)
+        return cls(max_queries, max(1, min(wanted, cdiv(seen, MIN_KEYS_PER_SPLIT), MAX_SPLITS)))
+
+    def workspace_numbers(self, shape: AttentionShape, num_reqs: int) -> int:
+        """Float32 numbers of workspace that `decode_attention` needs."""
+        return num_reqs * self.max_queries * shape.num_heads * self.num_splits * (shape.head_dim + 1)
+
+
+@jit(*BATCH_ARGUMENTS, "num_splits")
+def _split_kernel(
+    partial_out: tl.tensor,
+    partial_lse: tl.tensor,
+    q: tl.tensor,
+    q_stride_token: tl.tensor,
+    q_stride_head: tl.tensor,
+    keys: tl.tensor,
+    values: tl.tensor,
+    query_start_loc: tl.tensor,
+    seq_lens: tl.tensor,
+    block_table: tl.tensor,
+    table_stride: tl.tensor,
+    mask: tl.tensor,
+    mask_offsets: tl.tensor,
+    draft_positions: tl.tensor,
+    score_scale: tl.tensor,
+    value_scale: tl.tensor,
+    stride_block: tl.tensor,
+    stride_slot: tl.tensor,
+    stride_head: tl.tensor,
+    num_splits: tl.tensor,
+    MAX_QUERIES: tl.constexpr,
+    NUM_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PAGE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
+    HAS_MASK: tl.constexpr,
+    FP8: tl.constexpr,
+    UPCAST: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+) -> None:
+    request, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    start = tl.load(query_start_loc + request)
+    num_queries = tl.load(query_start_loc + request + 1) - start
+    if (num_queries == 0) | (num_queries > MAX_QUERIES):
+        return
+    seq_len = tl.load(seq_lens + request)
+    prefix = seq_len - num_queries
+
+    rows = tl.arange(0, BLOCK_M)
+    query, head = rows // GROUP, kv_head * GROUP + rows % GROUP
+    is_row = query < num_queries
+    query = tl.where(is_row, query, 0)
+    dims = tl.arange(0, BLOCK_D)
+    inside = is_row[:, None] & (dims < HEAD_DIM)[None, :]
+    q_rows = (start + query).to(tl.int64) * q_stride_token + head * q_stride_head
+    tile = tl.load(q + q_rows[:, None] + dims[None, :], mask=inside, other=0)
+    if UPCAST:
+        tile = tile.to(tl.float32)
+
+    query_positions = prefix + query
+    mask_rows = query
+    drafts = start
+    if HAS_MASK:
+        drafts = draft_positions + start
+        mask_rows = mask + tl.load(mask_offsets + request) + query.to(tl.int64) * seq_len
+        if WINDOW > 0:
+            query_positions = tl.load(drafts + query).to(tl.int32)
+
+    # The keys that any of the queries sees, in equal parts of whole tiles.
+    lowest = 0
+    if WINDOW > 0:
+        lowest = tl.maximum(prefix + 1 - WINDOW, 0)
+    keys_per_split = tl.cdiv(tl.cdiv(seq_len - lowest, num_splits), BLOCK_N) * BLOCK_N
+    first = lowest + split * keys_per_split
+    last = tl.minimum(first + keys_per_split, seq_len)
+    total, highest, weight_sum = attend_keys(
+        tile,
+        keys + kv_head * stride_head,
+        values + kv_head * stride_head,
+        block_table + request.to(tl.int64) * table_stride,
+        first,
+        last,
+        query_positions,
+        mask_rows,
+        drafts,
+        prefix,
+        score_scale,
+        stride_block,
+        stride_slot,
+        HEAD_DIM,
+        PAGE,
+        WINDOW,
+        SOFT_CAP,
+        HAS_MASK,
+        FP8,
+        BLOCK_M,
+        BLOCK_N,
+        BLOCK_D,
+    )
+
+    saw_any = weight_sum > 0
+    divisor = tl.where(saw_any, weight_sum, 1.0)
+    part = ((request * MAX_QUERIES + query).to(tl.int64) * NUM_HEADS + head) * num_splits + split
+    out = total * (value_scale / divisor)[:, None]
+    tl.store(partial_out + part[:, None] * HEAD_DIM + dims[None, :], out, mask=inside)
+    tl.store(partial_lse + part, tl.where(saw_any, highest + tl.log2(divisor), float("-inf")), mask=is_row)
+
+
+@jit("query_start_loc", "num_splits")
+def _reduce_kernel(
+    out: tl.tensor,
+    lse: tl.tensor,
+    partial_out: tl.tensor,
+    partial_lse: tl.tensor,
+    query_start_loc: tl.tensor,
+    sinks: tl.tensor,
+    num_splits: tl.tensor,
+    MAX_QUERIES: tl.constexpr,
+    NUM_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    WRITE_LSE: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+) -> None:
+    row, head = tl.program_id(0), tl.program_id(1)
+    request, query = row // MAX_QUERIES, row % MAX_QUERIES
+    start = tl.load(query_start_loc + request)
+    num_queries = tl.load(query_start_loc + request + 1) - start
+    if (query >= num_queries) | (num_queries > MAX_QUERIES):
+        return
+    splits, dims = tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_D)
+    is_split = splits < num_splits
+    part = (row.to(tl.int64) * NUM_HEADS + head) * num_splits + splits
+    part_lse = tl.load(partial_lse + part, mask=is_split, other=float("-inf"))
+    inside = is_split[:, None] & (dims < HEAD_DIM)[None, :]
+    parts = tl.load(partial_out + part[:, None] * HEAD_DIM + dims[None, :], mask=inside, other=0)
+
+    highest = tl.max(part_lse, 0)
+    sink = float("-inf")
+    if HAS_SINKS:
+        sink = tl.load(sinks + head).to(tl.float32) * LOG2_E
+        highest = tl.maximum(highest, sink)
+    shift = tl.where(highest == float("-inf"), 0.0, highest)
+    weights = tl.exp2(part_lse - shift)
+    weight_sum = tl.sum(weights, 0)
+    if HAS_SINKS:
+        weight_sum += tl.exp2(sink - shift)
+    saw_any = weight_sum > 0
+    divisor = tl.where(saw_any, weight_sum, 1.0)
+    result = tl.sum(parts * weights[:, None], 0) / divisor
+    token = (start + query).to(tl.int64) * NUM_HEADS + head
+    tl.store(out + token * HEAD_DIM + dims, result, mask=dims < HEAD_DIM)
+    if WRITE_LSE:
+        tl.store(lse + token, tl.where(saw_any, (shift + tl.log2(divisor)) / LOG2_E, float("-inf")))
+
+
+def decode_attention(
+    q: Tensor,
+    out: Tensor,
+    shape: AttentionShape,
+    cache: PagedKVCache,
+    layer: int,
+    batch: PagedBatch,
+    splits: DecodeSplits,
+    workspace: Tensor,
+    sinks: Tensor | None = None,
+    lse: Tensor | None = None,
+) -> None:
+    """Attend for every request that has 1 to `splits.max_queries` queries; rows of others stay as they are.
+
+    Args:
+        q: `[T, num_heads, head_dim]`.
+        out: `[T, num_heads, head_dim]`, contiguous; written.
+        shape: of the attention.
+        cache: read; the step's keys and values are in it.
+        layer: which layer's cache.
+        batch: of the step.
+        splits: how to cut it.
+        workspace: float32, at least `splits.workspace_numbers(...)`; overwritten.
+        sinks: `[num_heads]` logits, one more term in each head's denominator.
+        lse: `[T, num_heads]` float32, contiguous; written: the natural logarithm of the denominator, its sink included.
+    """
+    if not batch.num_reqs:
+        return
+    q = rows_contiguous(q)
+    num_rows = batch.num_reqs * splits.max_queries
+    num_parts = num_rows * shape.num_heads * splits.num_splits
+    partial_out, partial_lse = workspace[: num_parts * (shape.head_dim + 1)].split(
+        [num_parts * shape.head_dim, num_parts]
+    )
+    size = TileSize.decode(shape, splits.max_queries, q.dtype)
+    _split_kernel[batch.num_reqs, shape.num_kv_heads, splits.num_splits](
+        partial_out=partial_out,
+        partial_lse=partial_lse,
+        q=q,
+        q_stride_token=q.stride(0),
+        q_stride_head=q.stride(1),
+        num_splits=splits.num_splits,
+        MAX_QUERIES=splits.max_queries,
+        **cache_arguments(shape, cache, layer),
+        **batch.arguments(),
+        **score_constants(shape),
+        **size.arguments(),
+    )
+    _reduce_kernel[num_rows, shape.num_heads](
+        out,
+        lse,
+        partial_out,
+        partial_lse,
+        batch.query_start_loc,
+        sinks,
+        splits.num_splits,
+        MAX_QUERIES=splits.max_queries,
+        NUM_HEADS=shape.num_heads,
+        HEAD_DIM=shape.head_dim,
+        HAS_SINKS=sinks is not None,
+        WRITE_LSE=lse is not None,
+        BLOCK_S=power_of_2(splits.num_splits),
+        BLOCK_D=size.dims,
+    )

@@ -1,0 +1,281 @@
+"""The loop at the heart of every attention kernel: a tile of queries against a range of one request's keys.
+
+A tile's rows are the query heads that share a key/value head, of one query or of several:
+
+    row m    query m // GROUP of the tile, head m % GROUP of the group
+
+so keys and values are read once for the whole group, and a decode step still has a matrix to multiply. Keys are found
+through the block table, one block number per key. Scores are kept to the base 2, because that is the exponential
+that the hardware has.
+
+Source: FlashAttention-2 (Dao, 2023); paged keys: PagedAttention (Kwon et al., 2023).
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from attention.backends.base import AttentionShape
+from attention.kernels.jit import INTERPRETED, constant, jit, power_of_2
+from attention.kv_cache import PagedKVCache
+from ubatch import ConfigError
+
+__all__ = [
+    "BATCH_ARGUMENTS",
+    "LOG2_E",
+    "PagedBatch",
+    "TileSize",
+    "TreeMask",
+    "attend_keys",
+    "cache_arguments",
+    "score_constants",
+]
+
+LOG2_E = constant(1.4426950408889634)
+BATCH_ARGUMENTS = (
+    "query_start_loc",
+    "seq_lens",
+    "block_table",
+    "table_stride",
+    "mask",
+    "mask_offsets",
+    "draft_positions",
+)
+"""What a `PagedBatch` gives to a kernel: views of the whole batch in a lane, and different ones in every step."""
+
+
+@dataclass(frozen=True)
+class TreeMask:
+    """Who of a verify batch sees whom; the layout is that of `attention.spec_verify`.
+
+    Attributes:
+        mask: flat uint8, not 0 where a draft sees a token.
+        offsets: `[R]` int64, where each request's part starts.
+        positions: `[T]` int64, each draft's place in its request, which a sliding window goes by.
+    """
+
+    mask: Tensor
+    offsets: Tensor
+    positions: Tensor
+
+
+@dataclass(frozen=True)
+class PagedBatch:
+    """A step's batch as kernels read it.
+
+    Attributes:
+        num_reqs: `R`.
+        query_start_loc: `[R + 1]` int32 or longer.
+        seq_lens: `[R]` int32 or longer.
+        block_table: `[R, blocks]` int32 or longer.
+        tree: of a verify batch with a custom mask; None is causal.
+    """
+
+    num_reqs: int
+    query_start_loc: Tensor
+    seq_lens: Tensor
+    block_table: Tensor
+    tree: TreeMask | None = None
+
+    def arguments(self) -> dict[str, Any]:
+        """The kernels' arguments that come from here."""
+        tree = self.tree
+        return {
+            "query_start_loc": self.query_start_loc,
+            "seq_lens": self.seq_lens,
+            "block_table": self.block_table,
+            "table_stride": self.block_table.stride(0),
+            "mask": None if tree is None else tree.mask,
+            "mask_offsets": None if tree is None else tree.offsets,
+            "draft_positions": None if tree is None else tree.positions,
+            "HAS_MASK": tree is not None,
+        }
+
+
+_PLAIN_KEYS = 16
+"""Keys of a tile that no tensor core takes: in float32, where larger ones do not fit the registers, and in the
+interpreter, where small tiles let small tests have several."""
+
+
+@dataclass(frozen=True)
+class TileSize:
+    """How much of the problem one program holds at once: what fits the registers and shared memory of an H200.
+
+    Attributes:
+        rows: queries times heads of a group, a power of two.
+        keys: keys per turn of the loop.
+        dims: numbers of a head, padded to a power of two.
+        num_warps: of the program.
+        num_stages: turns of the loop whose loads are in flight.
+    """
+
+    rows: int
+    keys: int
+    dims: int
+    num_warps: int
+    num_stages: int
+
+    @classmethod
+    def decode(cls, shape: AttentionShape, max_queries: int, dtype: torch.dtype) -> "TileSize":
+        """For one request's `max_queries` queries: all of its rows in one tile."""
+        rows, dims = power_of_2(max_queries * shape.group_size, 16), power_of_2(shape.head_dim, 16)
+        if INTERPRETED or dtype == torch.float32:
+            return cls(rows, _PLAIN_KEYS, dims, 4, 1)
+        return cls(rows, 32 if dims > 128 else 64, dims, 4 if rows <= 64 else 8, 2)
+
+    @classmethod
+    def prefill(cls, shape: AttentionShape, dtype: torch.dtype) -> "TileSize":
+        """For as many queries as a tile holds."""
+        group, dims = power_of_2(shape.group_size, 16), power_of_2(shape.head_dim, 16)
+        if INTERPRETED or dtype == torch.float32:
+            return cls(group, _PLAIN_KEYS, dims, 4, 1)
+        if dims > 128:
+            return cls(max(group, 64), 32, dims, 4, 2)
+        return cls(max(group, 128), 64, dims, 8, 2)
+
+    def queries(self, shape: AttentionShape) -> int:
+        """Queries that it holds; rows beyond the last whole one are idle."""
+        return self.rows // shape.group_size
+
+    def arguments(self) -> dict[str, int]:
+        """The kernels' arguments that come from here."""
+        return {
+            "BLOCK_M": self.rows,
+            "BLOCK_N": self.keys,
+            "BLOCK_D": self.dims,
+            "num_warps": self.num_warps,
+            "num_stages": self.num_stages,
+        }
+
+
+def score_constants(shape: AttentionShape) -> dict[str, Any]:
+    """The kernels' constants that the model's attention fixes."""
+    return {
+        "GROUP": shape.group_size,
+        "NUM_HEADS": shape.num_heads,
+        "HEAD_DIM": shape.head_dim,
+        "WINDOW": shape.sliding_window or 0,
+        "SOFT_CAP": shape.soft_cap or 0.0,
+        "UPCAST": INTERPRETED,
+    }
+
+
+def cache_arguments(shape: AttentionShape, cache: PagedKVCache, layer: int) -> dict[str, Any]:
+    """The kernels' arguments that say how to read a layer's cache."""
+    keys, values = cache.keys(layer), cache.values(layer)
+    if keys.stride() != values.stride() or keys.stride(-1) != 1:
+        raise ConfigError(
+            f"the triton back end reads keys and values of one layout, dense in the last dimension; the cache has "
+            f"strides {keys.stride()} and {values.stride()}."
+        )
+    k_scale, v_scale = cache.scales(layer)
+    return {
+        "keys": keys,
+        "values": values,
+        "score_scale": shape.softmax_scale * k_scale,
+        "value_scale": v_scale,
+        "stride_block": keys.stride(0),
+        "stride_slot": keys.stride(1),
+        "stride_head": keys.stride(2),
+        "PAGE": cache.spec.block_size,
+        "FP8": cache.spec.fp8,
+    }
+
+
+@jit()
+def load_fp8(bits: tl.tensor) -> tl.tensor:
+    """Stored bytes as float32 numbers, without their scale."""
+    return bits.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+
+
+@jit()
+def attend_keys(
+    q: tl.tensor,
+    keys: tl.tensor,
+    values: tl.tensor,
+    table: tl.tensor,
+    first: tl.tensor,
+    last: tl.tensor,
+    query_positions: tl.tensor,
+    mask_rows: tl.tensor,
+    draft_positions: tl.tensor,
+    prefix: tl.tensor,
+    score_scale: tl.tensor,
+    stride_block: tl.tensor,
+    stride_slot: tl.tensor,
+    HEAD_DIM: tl.constexpr,
+    PAGE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
+    HAS_MASK: tl.constexpr,
+    FP8: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+) -> Any:
+    """Online softmax of a tile over the keys `first` to `last` of its request.
+
+    Args:
+        q: `[BLOCK_M, BLOCK_D]`, in the type to multiply in; idle rows are 0.
+        keys: the layer's keys of the tile's head.
+        values: the layer's values of the tile's head, not yet scaled.
+        table: the request's row of the block table.
+        first: a key's place in the request.
+        last: one more than a key's place.
+        query_positions: `[BLOCK_M]`, where the queries stand.
+        mask_rows: `[BLOCK_M]`, with a mask: pointers to the queries' rows of it.
+        draft_positions: with a mask: pointer to where the request's drafts stand.
+        prefix: tokens of the request before its queries.
+        score_scale: factor on the scores, the keys' scale included.
+
+    Returns:
+        The sum of values weighted with 2 ** (score - highest), `[BLOCK_M, BLOCK_D]`; the highest score to the base 2,
+        -inf where no key is seen; the sum of the weights.
+    """
+    dims = tl.arange(0, BLOCK_D)
+    is_dim = dims < HEAD_DIM
+    highest = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    weight_sum = tl.zeros([BLOCK_M], tl.float32)
+    total = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    for start in range(first, last, BLOCK_N):
+        places = start + tl.arange(0, BLOCK_N)
+        is_key = places < last
+        block = tl.load(table + places // PAGE, mask=is_key, other=0).to(tl.int64)
+        row = block * stride_block + (places % PAGE) * stride_slot
+
+        k = tl.load(keys + row[None, :] + dims[:, None], mask=is_key[None, :] & is_dim[:, None], other=0)
+        if FP8:
+            k = load_fp8(k)
+        scores = tl.dot(q, k.to(q.dtype), input_precision="ieee") * score_scale
+        if SOFT_CAP > 0:
+            # tanh by way of exp, which neither overflows nor needs a library: exp may be inf, and 1 / inf is 0.
+            scores = SOFT_CAP * (1.0 - 2.0 / (tl.exp(scores * (2.0 / SOFT_CAP)) + 1.0))
+        scores *= LOG2_E
+
+        if HAS_MASK:
+            seen = tl.load(mask_rows[:, None] + places[None, :], mask=is_key[None, :], other=0) != 0
+            if WINDOW > 0:
+                is_draft = is_key & (places >= prefix)
+                drafted = tl.load(draft_positions + places - prefix, mask=is_draft, other=0).to(tl.int32)
+                stands = tl.where(is_draft, drafted, places)
+                seen = seen & (stands[None, :] > query_positions[:, None] - WINDOW)
+        else:
+            seen = is_key[None, :] & (places[None, :] <= query_positions[:, None])
+            if WINDOW > 0:
+                seen = seen & (places[None, :] > query_positions[:, None] - WINDOW)
+        scores = tl.where(seen, scores, float("-inf"))
+
+        higher = tl.maximum(highest, tl.max(scores, 1))
+        shift = tl.where(higher == float("-inf"), 0.0, higher)  # -inf - -inf is nan
+        weights = tl.exp2(scores - shift[:, None])
+        fade = tl.exp2(highest - shift)
+        weight_sum = weight_sum * fade + tl.sum(weights, 1)
+        v = tl.load(values + row[:, None] + dims[None, :], mask=is_key[:, None] & is_dim[None, :], other=0)
+        if FP8:
+            v = load_fp8(v)
+        total = total * fade[:, None] + tl.dot(weights.to(q.dtype), v.to(q.dtype), input_precision="ieee")
+        highest = higher
+    return total, highest, weight_sum

@@ -1,0 +1,181 @@
+"""Who has which KV memory: the free blocks, and the slots of every running request.
+
+    BlockAllocator        which blocks (pages) are free
+    RequestToTokenTable   which slot holds each token of each request; read with a stride, it is the page table
+
+A prefix cache sits between the two: it keeps blocks allocated after a request has left its row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from attention.kv_cache import KVCacheError, KVCacheExhausted
+from ubatch import ConfigError
+
+__all__ = ["BlockAllocator", "RequestToTokenTable"]
+
+
+class BlockAllocator:
+    """Which of `num_blocks` blocks are free. Blocks come back in any order; the last freed is given out first."""
+
+    def __init__(self, num_blocks: int) -> None:
+        if num_blocks < 1:
+            raise ConfigError(f"KV cache: num_blocks must be at least 1, not {num_blocks}.")
+        self.num_blocks = num_blocks
+        self._free = list(range(num_blocks - 1, -1, -1))
+        self._used: set[int] = set()
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that can be allocated now."""
+        return len(self._free)
+
+    @property
+    def num_used(self) -> int:
+        """Blocks that somebody holds."""
+        return len(self._used)
+
+    def allocate(self, count: int) -> list[int]:
+        """Take `count` blocks.
+
+        Raises:
+            KVCacheExhausted: fewer are free; none is taken then.
+        """
+        if count > len(self._free):
+            raise KVCacheExhausted(
+                f"{count} KV blocks needed, {len(self._free)} of {self.num_blocks} free; give the cache more blocks "
+                f"(num_kv_blocks or kv_cache_memory), or run fewer or shorter requests at once."
+            )
+        if count <= 0:
+            return []
+        taken = self._free[-count:][::-1]
+        del self._free[-count:]
+        self._used.update(taken)
+        return taken
+
+    def free(self, blocks: Sequence[int]) -> None:
+        """Give blocks back.
+
+        Raises:
+            KVCacheError: one of them is not in use, or is named twice; none is freed then.
+        """
+        given = set(blocks)
+        stray = sorted(given - self._used)
+        if stray or len(given) != len(blocks):
+            what = f"block {stray[0]} is not in use" if stray else f"a block is named twice in {list(blocks)}"
+            raise KVCacheError(f"cannot free KV blocks: {what}.")
+        self._used -= given
+        self._free.extend(reversed(blocks))
+
+    def check(self, *, idle: bool = False) -> None:
+        """The conservation law: free + used == total, and no block is both.
+
+        Args:
+            idle: also require that nothing is in use.
+
+        Raises:
+            KVCacheError: it does not hold.
+        """
+        free = set(self._free)
+        if len(free) != len(self._free) or free & self._used or len(free) + len(self._used) != self.num_blocks:
+            raise KVCacheError(
+                f"KV blocks are not conserved: {len(self._free)} free ({len(free)} distinct) + {len(self._used)} used, "
+                f"{len(free & self._used)} both, != {self.num_blocks}."
+            )
+        if idle and self._used:
+            raise KVCacheError(f"{len(self._used)} KV blocks are still in use although nothing runs.")
+
+
+class RequestToTokenTable:
+    """The slot of every token of every running request: `[max_num_reqs, max_blocks * block_size]` int32 on the host.
+
+    A row is a request's for as long as it runs. A request's tokens fill its blocks in order, so every `block_size`-th
+    entry of a row, divided by `block_size`, is a block: the page table that kernels take is this table read with a
+    stride. Entries past a request's blocks are 0, a slot that exists.
+    """
+
+    def __init__(self, max_num_reqs: int, max_blocks: int, block_size: int) -> None:
+        if max_num_reqs < 1 or max_blocks < 1 or block_size < 1:
+            raise ConfigError(
+                f"request-to-token table: {max_num_reqs} rows of {max_blocks} blocks of {block_size} tokens; all three "
+                "must be at least 1."
+            )
+        self.max_blocks = max_blocks
+        self.block_size = block_size
+        self._slots = torch.zeros(max_num_reqs, max_blocks * block_size, dtype=torch.int32)
+        self._offsets = torch.arange(block_size, dtype=torch.int32)
+        self._blocks: dict[int, list[int]] = {}
+        self._free_rows = list(range(max_num_reqs - 1, -1, -1))
+
+    @property
+    def num_free_rows(self) -> int:
+        """Requests that can still be added."""
+        return len(self._free_rows)
+
+    def add_row(self) -> int:
+        """A row for a new request.
+
+        Raises:
+            KVCacheExhausted: every row is in use.
+        """
+        if not self._free_rows:
+            raise KVCacheExhausted(
+                f"all {self._slots.shape[0]} rows of the request-to-token table are in use; run fewer requests at once."
+            )
+        row = self._free_rows.pop()
+        self._blocks[row] = []
+        return row
+
+    def append(self, row: int, blocks: Sequence[int]) -> None:
+        """Give a request more blocks.
+
+        Raises:
+            KVCacheError: the row is not in use.
+            KVCacheExhausted: the row is too short for them.
+        """
+        held = self._held(row)
+        if len(held) + len(blocks) > self.max_blocks:
+            raise KVCacheExhausted(
+                f"a request needs {len(held) + len(blocks)} KV blocks, its row holds at most {self.max_blocks}."
+            )
+        if blocks:
+            slots = torch.tensor(blocks, dtype=torch.int32)[:, None] * self.block_size + self._offsets
+            start = len(held) * self.block_size
+            self._slots[row, start : start + slots.numel()] = slots.flatten()
+            held.extend(blocks)
+
+    def blocks(self, row: int) -> tuple[int, ...]:
+        """The row's blocks, in token order."""
+        return tuple(self._held(row))
+
+    def remove_row(self, row: int) -> list[int]:
+        """Release a row; its blocks are the caller's to free or to keep."""
+        held = self._held(row)
+        del self._blocks[row]
+        self._slots[row, : len(held) * self.block_size] = 0
+        self._free_rows.append(row)
+        return held
+
+    def slots(self, rows: Tensor, positions: Tensor) -> Tensor:
+        """The slots of tokens, `[T]` int64.
+
+        Args:
+            rows: `[T]` int64, the row of each token's request.
+            positions: `[T]` int64, each token's place in its request.
+        """
+        return self._slots[rows, positions].long()
+
+    def page_table(self, rows: Sequence[int]) -> Tensor:
+        """The blocks of a batch, `[len(rows), widest]` int32, a copy: rows may change while the step runs."""
+        widest = max((len(self._held(row)) for row in rows), default=0)
+        first_slots = self._slots[:, : widest * self.block_size : self.block_size]
+        return first_slots.index_select(0, torch.tensor(rows, dtype=torch.int64)) // self.block_size
+
+    def _held(self, row: int) -> list[int]:
+        if row not in self._blocks:
+            raise KVCacheError(f"row {row} of the request-to-token table is not in use.")
+        return self._blocks[row]

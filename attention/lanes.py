@@ -1,0 +1,147 @@
+"""One model's attention in lanes: a back end for the whole batch, and one of its own for every lane.
+
+    whole batch     one back end, one plan
+    N lanes         N back ends with N plans: lanes run at once, and kernels count in their workspace
+    empty lane      no plan at all: nothing is attended, and nothing is written
+
+The lanes' back ends are made on the first step that overlaps. Prefill and decode may run on different back ends over
+the same cache; a mixed batch counts as prefill.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from attention.backends.base import (
+    AttentionBackend,
+    AttentionPlan,
+    GraphLimits,
+    KVCache,
+    MLAInputs,
+    MLAPlan,
+    Shape,
+)
+from attention.backends.registry import make_attention_backend, resolve_attention_backend
+from attention.metadata import CommonAttentionMetadata
+from attention.modes import MODES, Kernel
+from ubatch import ConfigError
+
+__all__ = ["EmptyPlan", "UBatchAttention"]
+
+Plan = AttentionPlan | MLAPlan
+
+
+class EmptyPlan:
+    """The plan of a lane without tokens, or of an idle rank."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """The empty result of empty inputs; see `AttentionPlan.forward` and `MLAPlan.forward`."""
+        first = args[0]
+        if isinstance(first, MLAInputs):
+            return first.q_nope.new_zeros(first.q_nope.shape[0], first.w_uv.shape[0], first.w_uv.shape[2])
+        return first.new_zeros(first.shape)
+
+
+class _Pair:
+    """The back ends of one lane, or of the whole batch: one for prefill and one for decode, often the same."""
+
+    def __init__(self, prefill: str, decode: str, shape: Shape, kv_cache: KVCache) -> None:
+        self.prefill = make_attention_backend(prefill, shape, kv_cache)
+        self.decode = self.prefill if decode == prefill else make_attention_backend(decode, shape, kv_cache)
+        fills = {backend.name: backend.traits.seq_len_fill for backend in self.distinct}
+        if len(set(fills.values())) > 1:
+            raise ConfigError(
+                f"attention back ends disagree about the length of a padding request: {fills}. "
+                "Choose the same one for prefill and decode."
+            )
+
+    @property
+    def distinct(self) -> tuple[AttentionBackend, ...]:
+        return (self.prefill,) if self.decode is self.prefill else (self.prefill, self.decode)
+
+    def for_batch(self, metadata: CommonAttentionMetadata) -> AttentionBackend:
+        # An idle batch runs nothing, but where it is replayed it is a graph's, and those are decode's.
+        return self.prefill if MODES[metadata.mode].kernel is Kernel.PREFILL else self.decode
+
+
+def _lane_limits(limits: GraphLimits, num_lanes: int) -> GraphLimits:
+    """Of the largest of so many lanes, which hold whole requests: a verify batch's tokens do not divide as its do."""
+    max_reqs = -(-limits.max_reqs // num_lanes)
+    tokens_per_request = -(-limits.max_tokens // limits.max_reqs)
+    return replace(limits, max_reqs=max_reqs, max_tokens=min(limits.max_tokens, max_reqs * tokens_per_request))
+
+
+class UBatchAttention:
+    """Plans attention for whole batches and for lanes.
+
+    Args:
+        shape: of the model's attention.
+        kv_cache: of the model.
+        prefill: back end of batches with a prefill.
+        decode: back end of decode, verify and draft-extend batches.
+
+    Raises:
+        ConfigError: an unknown back end, one that lacks what the model needs, or two that do not fit together.
+    """
+
+    def __init__(self, shape: Shape, kv_cache: KVCache, prefill: str = "auto", decode: str | None = None) -> None:
+        self.shape = shape
+        self.kv_cache = kv_cache
+        self.prefill_name = resolve_attention_backend(prefill, shape, kv_cache)
+        self.decode_name = resolve_attention_backend(prefill if decode is None else decode, shape, kv_cache)
+        self._whole = self._make()
+        self._lanes: list[_Pair] = []
+
+    def plan(self, metadata: CommonAttentionMetadata) -> Plan:
+        """The plan of a batch that runs unsplit."""
+        return self._plan(self._whole, metadata)
+
+    def plan_lanes(self, lanes: Sequence[CommonAttentionMetadata]) -> list[Plan]:
+        """One plan per lane; see `split_attn_metadata`."""
+        self._grow(len(lanes))
+        return [self._plan(pair, metadata) for pair, metadata in zip(self._lanes, lanes, strict=False)]
+
+    def init_graph_buffers(self, limits: GraphLimits, num_lanes: int = 0) -> None:
+        """Make the buffers of captured plans: for the whole batch, and smaller ones for `num_lanes` lanes.
+
+        Only the decode back end gets them: prefills are not captured (`attention.modes`).
+
+        Args:
+            limits: the largest captured step of the whole batch.
+            num_lanes: lanes that are captured, too, cut between requests.
+
+        Raises:
+            ConfigError: the decode back end cannot be captured.
+        """
+        self._grow(num_lanes)
+        self._whole.decode.init_graph_buffers(limits)
+        for pair in self._lanes[:num_lanes]:
+            pair.decode.init_graph_buffers(_lane_limits(limits, num_lanes))
+
+    def backend(self, metadata: CommonAttentionMetadata, lane: int | None = None) -> AttentionBackend:
+        """The back end that plans such a batch: for a captured step, which calls its `plan_for_graph` and `replan`."""
+        if lane is not None:
+            self._grow(lane + 1)
+        return (self._whole if lane is None else self._lanes[lane]).for_batch(metadata)
+
+    def memory(self) -> Mapping[str, int]:
+        """Bytes that every back end holds now, by name: `whole/torch`, `lane 0/torch`, ..."""
+        pairs = [("whole", self._whole), *((f"lane {lane}", pair) for lane, pair in enumerate(self._lanes))]
+        return {f"{where}/{backend.name}": backend.nbytes for where, pair in pairs for backend in pair.distinct}
+
+    def _plan(self, pair: _Pair, metadata: CommonAttentionMetadata) -> Plan:
+        if not metadata.num_actual_tokens:
+            return EmptyPlan()
+        plan: Plan = pair.for_batch(metadata).plan(metadata)
+        return plan
+
+    def _make(self) -> _Pair:
+        return _Pair(self.prefill_name, self.decode_name, self.shape, self.kv_cache)
+
+    def _grow(self, count: int) -> None:
+        while len(self._lanes) < count:
+            self._lanes.append(self._make())

@@ -1,0 +1,36 @@
+"""The static scales that quantised checkpoints bring for an fp8 KV cache."""
+
+from __future__ import annotations
+
+from attention import MLAKVCache, PagedKVCache
+from model_runner.errors import CheckpointError
+from model_runner.weights import Checkpoint
+
+__all__ = ["load_kv_scales"]
+
+_ENDINGS = ("k_scale", "v_scale", "kv_scale")
+
+
+def load_kv_scales(checkpoint: Checkpoint, cache: PagedKVCache | MLAKVCache) -> None:
+    """Give every layer of an fp8 cache `self_attn.k_scale` and `self_attn.v_scale`; 1 where there are none.
+
+    Raises:
+        CheckpointError: a layer has one of the two, or a scale of another name: results would silently be wrong.
+    """
+    known = set()
+    if isinstance(cache, PagedKVCache):
+        for layer in range(cache.spec.num_layers):
+            names = [f"model.layers.{layer}.self_attn.{part}_scale" for part in ("k", "v")]
+            present = [name for name in names if name in checkpoint.names]
+            if len(present) == 1:
+                raise CheckpointError(f"{checkpoint.path} has {present[0]!r}, but not the other of {names}.")
+            if present:
+                k_scale, v_scale = map(checkpoint.load_scalar, names)
+                cache.set_scales(layer, k_scale, v_scale)
+            known.update(present)
+    strange = sorted(name for name in checkpoint.names - known if name.endswith(_ENDINGS))
+    if strange:
+        raise CheckpointError(
+            f"{checkpoint.path} has the KV scale {strange[0]!r}, which is not understood here. Run it with "
+            "kv_cache_dtype='auto'."
+        )

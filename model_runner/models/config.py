@@ -1,0 +1,178 @@
+"""What a decoder is made of, and the parts of `config.json` that families share.
+
+A family's `read_config` starts from `read_decoder` and replaces what is its own; `DecoderLM` builds the layers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from attention import AttentionShape, MLAShape
+from model_runner.hf_config import HFConfig
+from model_runner.models.base import ModelConfig
+from model_runner.models.rope import Rope, read_rope
+from moe import Router
+
+__all__ = [
+    "DecoderConfig",
+    "MoEConfig",
+    "TensorNames",
+    "read_decoder",
+    "read_grouped_query",
+    "read_num_experts",
+    "read_top_k",
+]
+
+
+@dataclass(frozen=True)
+class TensorNames:
+    """What a checkpoint calls a MoE's tensors: `{block}.experts.3.{gate}.weight`, and so on.
+
+    Attributes:
+        block: the MoE, within its layer.
+        gate, up, down: the projections of an expert, `down(silu(gate(x)) * up(x))`.
+    """
+
+    block: str = "mlp"
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+
+
+@dataclass(frozen=True)
+class MoEConfig:
+    """The MoE layers of a model.
+
+    Attributes:
+        layers: which layers have one; the others have a dense MLP.
+        intermediate_size: of a routed expert.
+        router: chooses experts; `SigmoidTopKRouter` gets every layer's own bias.
+        shared_intermediate_size: of the shared experts together, which every token visits; 0 for none.
+        float32_gate: the router's logits are computed in float32 whatever the model computes in.
+        names: of the tensors.
+    """
+
+    layers: frozenset[int]
+    intermediate_size: int
+    router: Router
+    shared_intermediate_size: int = 0
+    float32_gate: bool = False
+    names: TensorNames = TensorNames()
+
+
+@dataclass(frozen=True)
+class DecoderConfig(ModelConfig):
+    """Everything that the families of `DecoderLM` differ in.
+
+    Attributes:
+        intermediate_size: of a dense MLP.
+        rms_norm_eps: of all norms but those inside latent attention.
+        rope: rotary embeddings.
+        tie_word_embeddings: logits come from the embedding's weights.
+        attention_bias: attention's projections have biases; in latent attention those into and out of the layer.
+        mlp_bias: the dense MLPs' projections have biases.
+        qk_norm: queries and keys are normalised per head.
+        q_lora_rank: of the compressed query; None is uncompressed. Latent attention only.
+        rope_interleaved: rotated pairs are neighbours. Latent attention only.
+        moe: None for a dense model.
+    """
+
+    intermediate_size: int
+    rms_norm_eps: float
+    rope: Rope
+    tie_word_embeddings: bool
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    q_lora_rank: int | None = None
+    rope_interleaved: bool = True
+    moe: MoEConfig | None = None
+
+
+def read_decoder(
+    config: HFConfig,
+    generation: HFConfig,
+    attention: AttentionShape | MLAShape,
+    *,
+    rope: Rope | None = None,
+    default_eps: float = 1e-6,
+) -> DecoderConfig:
+    """What every family has; a dense model without biases and query and key norms.
+
+    Args:
+        config: `config.json`.
+        generation: `generation_config.json`.
+        attention: as the family has it; see `read_grouped_query`.
+        rope: as `read_rope` gave it, where the family's defaults are its own.
+        default_eps: the family's `rms_norm_eps`, where the config has none.
+
+    Raises:
+        CheckpointError: an entry is missing or cannot be, the activation is not SiLU, or the weights are quantised.
+    """
+    _refuse_quantised_weights(config)
+    activation = config.values.get("hidden_act", "silu")
+    if activation != "silu":
+        raise config.wrong("hidden_act", activation, "'silu'")
+    return DecoderConfig(
+        vocab_size=config.integer("vocab_size"),
+        hidden_size=config.integer("hidden_size"),
+        num_layers=config.integer("num_hidden_layers"),
+        attention=attention,
+        max_position_embeddings=config.integer("max_position_embeddings"),
+        num_experts=0,
+        num_experts_per_tok=0,
+        eos_token_ids=generation.integers("eos_token_id") or config.integers("eos_token_id"),
+        intermediate_size=config.integer("intermediate_size"),
+        rms_norm_eps=config.number("rms_norm_eps", default_eps),
+        rope=read_rope(config) if rope is None else rope,
+        tie_word_embeddings=config.flag("tie_word_embeddings", False),
+    )
+
+
+def read_grouped_query(config: HFConfig, *, sliding_window: int | None = None) -> AttentionShape:
+    """The heads of multi-head and grouped-query attention.
+
+    Args:
+        config: `config.json`.
+        sliding_window: the window in force in all layers, None for none.
+
+    Raises:
+        CheckpointError: an entry is missing, or the heads do not fit together.
+    """
+    num_heads = config.integer("num_attention_heads")
+    num_kv_heads = config.integer("num_key_value_heads", default=num_heads)
+    if num_heads % num_kv_heads:
+        raise config.wrong("num_key_value_heads", num_kv_heads, f"a divisor of its {num_heads} attention heads")
+    head_dim = config.integer("head_dim", default=config.integer("hidden_size") // num_heads)
+    if head_dim % 2:
+        raise config.wrong("head_dim", head_dim, "an even number, for rotary embeddings")
+    return AttentionShape(num_heads, num_kv_heads, head_dim, sliding_window=sliding_window)
+
+
+def read_num_experts(config: HFConfig) -> int:
+    """Routed experts of a MoE layer, by any of the names they go by."""
+    return config.integer("num_experts", "num_local_experts", "n_routed_experts")
+
+
+def read_top_k(config: HFConfig) -> int:
+    """Experts that a token visits.
+
+    Raises:
+        CheckpointError: missing, or more than there are.
+    """
+    top_k, num_experts = config.integer("num_experts_per_tok"), read_num_experts(config)
+    if top_k > num_experts:
+        raise config.wrong("num_experts_per_tok", top_k, f"at most its {num_experts} experts")
+    return top_k
+
+
+def _refuse_quantised_weights(config: HFConfig) -> None:
+    """Copied as they are, quantised weights would be numbers without their scales. Scales of the KV cache are fine."""
+    quantization = config.values.get("quantization_config")
+    if quantization is None:
+        return
+    if isinstance(quantization, dict):
+        if quantization.get("kv_cache_scheme") and not quantization.get("config_groups"):
+            return
+        quantization = quantization.get("quant_method")
+    raise config.wrong("quantization_config", quantization, "weights that are not quantised")

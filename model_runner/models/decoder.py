@@ -1,0 +1,120 @@
+"""The decoder that the families of this package share; a family is what its `read_config` makes of `config.json`.
+
+One layer, and the points it passes (those inside the MoE are in `moe.modular_kernel`):
+
+    norm | projections, rope  ATTN_PREPARE  core attention, out | + residual
+    norm | router  SELECT  dispatch DISPATCH  experts  combine COMBINE  OUTPUT | + residual  LAYER
+
+A dense layer has an MLP in place of the second line, and passes no point in it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from attention import MLAShape
+from model_runner.models.base import CausalLM, ExpertParallel, current_plan
+from model_runner.models.config import DecoderConfig
+from model_runner.models.latent_attention import LatentAttention
+from model_runner.models.layers import Attention, GatedMLP, frozen, rms_norm
+from model_runner.models.rope import RotaryEmbedding, RotaryTable
+from model_runner.models.sparse_mlp import SparseMLP
+from model_runner.weights import Checkpoint
+from moe import linear
+from ubatch import Point, dbo_yield
+
+__all__ = ["DecoderLM"]
+
+
+class DecoderLM(CausalLM):
+    """A decoder-only model of layers with attention and a dense or sparse MLP. A family adds `read_config`."""
+
+    config: DecoderConfig
+
+    @classmethod
+    def load(cls, config: DecoderConfig, checkpoint: Checkpoint, parallel: ExpertParallel) -> DecoderLM:
+        """See `CausalLM.load`."""
+        return cls(config, checkpoint, parallel)
+
+    def __init__(self, config: DecoderConfig, checkpoint: Checkpoint, parallel: ExpertParallel) -> None:
+        super().__init__()
+        self.config = config
+        vocabulary = (config.vocab_size, config.hidden_size)
+        self.embed_tokens = frozen(checkpoint.load("model.embed_tokens.weight", *vocabulary))
+        self.rope = _rotary(config, checkpoint)
+        self.layers = nn.ModuleList(
+            DecoderLayer(config, checkpoint, parallel, layer) for layer in range(config.num_layers)
+        )
+        self.norm = frozen(checkpoint.load("model.norm.weight", config.hidden_size))
+        tied = config.tie_word_embeddings
+        self.lm_head = self.embed_tokens if tied else frozen(checkpoint.load("lm_head.weight", *vocabulary))
+
+    def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
+        """See `CausalLM.forward`."""
+        plan, num_tokens = current_plan()
+        hidden = F.embedding(input_ids, self.embed_tokens)
+        rotary = self.rope(positions)
+        for layer in self.layers:
+            hidden = layer(hidden, rotary, plan, num_tokens)
+            dbo_yield(Point.LAYER)
+        return rms_norm(hidden, self.norm, self.config.rms_norm_eps)
+
+    def compute_logits(self, hidden_states: Tensor) -> Tensor:
+        """See `CausalLM.compute_logits`."""
+        return linear(hidden_states, self.lm_head)
+
+
+class DecoderLayer(nn.Module):
+    """Attention and a (dense or sparse) MLP, each behind a norm and added to the residual."""
+
+    def __init__(self, config: DecoderConfig, checkpoint: Checkpoint, parallel: ExpertParallel, layer: int) -> None:
+        super().__init__()
+        prefix, hidden_size = f"model.layers.{layer}", config.hidden_size
+        self.eps = config.rms_norm_eps
+        self.input_norm = frozen(checkpoint.load(f"{prefix}.input_layernorm.weight", hidden_size))
+        self.attention = _attention(config, checkpoint, f"{prefix}.self_attn", layer)
+        self.post_attention_norm = frozen(checkpoint.load(f"{prefix}.post_attention_layernorm.weight", hidden_size))
+        self.mlp: GatedMLP | SparseMLP
+        if config.moe is not None and layer in config.moe.layers:
+            block = f"{prefix}.{config.moe.names.block}"
+            self.mlp = SparseMLP(checkpoint, block, hidden_size, config.num_experts, config.moe, parallel)
+        else:
+            dense = f"{prefix}.mlp"
+            self.mlp = GatedMLP(checkpoint, dense, hidden_size, config.intermediate_size, bias=config.mlp_bias)
+
+    def forward(self, hidden: Tensor, rotary: Any, plan: Any, num_tokens: int) -> Tensor:
+        """`[T, hidden_size]` to the same.
+
+        Args:
+            hidden: the residual; its first `num_tokens` rows are tokens, the rest is padding.
+            rotary: a `Rotation` for multi-head attention, a `RopeTable` for latent attention.
+            plan: an `AttentionPlan`, or an `MLAPlan`.
+            num_tokens: rows that are tokens.
+        """
+        hidden = hidden + self.attention(rms_norm(hidden, self.input_norm, self.eps), rotary, plan)
+        x = rms_norm(hidden, self.post_attention_norm, self.eps)
+        return hidden + (self.mlp(x, num_tokens) if isinstance(self.mlp, SparseMLP) else self.mlp(x))
+
+
+def _rotary(config: DecoderConfig, checkpoint: Checkpoint) -> RotaryEmbedding | RotaryTable:
+    shape, device = config.attention, checkpoint.device
+    if isinstance(shape, MLAShape):
+        return RotaryTable(
+            config.rope,
+            shape.qk_rope_head_dim,
+            config.max_position_embeddings,
+            interleaved=config.rope_interleaved,
+            device=device,
+        )
+    return RotaryEmbedding(config.rope, shape.head_dim, checkpoint.dtype, device)
+
+
+def _attention(config: DecoderConfig, checkpoint: Checkpoint, prefix: str, layer: int) -> Attention | LatentAttention:
+    shape, hidden_size, bias = config.attention, config.hidden_size, config.attention_bias
+    if isinstance(shape, MLAShape):
+        return LatentAttention(checkpoint, prefix, layer, hidden_size, shape, q_lora_rank=config.q_lora_rank, bias=bias)
+    eps = config.rms_norm_eps if config.qk_norm else None
+    return Attention(checkpoint, prefix, layer, hidden_size, shape, bias=bias, norm_eps=eps)

@@ -1,0 +1,101 @@
+"""DeepSeek-V2: latent attention, and a MoE with shared experts whose router prefers groups of experts.
+
+The first `first_k_dense_replace` layers are dense. V2-Lite does not compress its queries and does not limit groups.
+
+Source: DeepSeek-V2 (2024) and the `DeepseekV2ForCausalLM` checkpoints on the Hugging Face hub.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from attention import MLAShape
+from model_runner.hf_config import HFConfig
+from model_runner.models.config import DecoderConfig, MoEConfig, read_decoder, read_num_experts, read_top_k
+from model_runner.models.decoder import DecoderLM
+from model_runner.models.rope import Rope, read_rope
+from moe import GroupLimitedRouter, Router
+
+__all__ = ["DeepseekV2ForCausalLM", "read_deepseek", "read_groups"]
+
+
+class DeepseekV2ForCausalLM(DecoderLM):
+    """The model. See `CausalLM`."""
+
+    @classmethod
+    def read_config(cls, config: HFConfig, generation: HFConfig) -> DecoderConfig:
+        """See `CausalLM.read_config`."""
+        method = config.values.get("topk_method") or "greedy"
+        scoring = config.values.get("scoring_func", "softmax")
+        if scoring != "softmax":
+            raise config.wrong("scoring_func", scoring, "'softmax'")
+        if method not in ("greedy", "group_limited_greedy"):
+            raise config.wrong("topk_method", method, "'greedy' or 'group_limited_greedy'")
+        if config.flag("norm_topk_prob", False):  # the published code drops the scaling factor then, others keep it
+            raise config.wrong("norm_topk_prob", True, "false, as in all published checkpoints")
+        num_groups, top_groups = (1, 1) if method == "greedy" else read_groups(config)
+        scale = config.number("routed_scaling_factor")
+        router = GroupLimitedRouter(read_top_k(config), num_groups, top_groups, scale=scale)
+        return read_deepseek(config, generation, router)
+
+
+def read_deepseek(config: HFConfig, generation: HFConfig, router: Router) -> DecoderConfig:
+    """What DeepSeek-V2 and V3 share: all but the router."""
+    rope = read_rope(config)
+    common = read_decoder(config, generation, _read_latent(config, rope), rope=rope)
+    intermediate_size = config.integer("moe_intermediate_size")
+    moe = MoEConfig(
+        layers=_sparse_layers(config),
+        intermediate_size=intermediate_size,
+        router=router,
+        shared_intermediate_size=config.integer("n_shared_experts", at_least=0) * intermediate_size,
+        float32_gate=True,
+    )
+    return replace(
+        common,
+        num_experts=read_num_experts(config),
+        num_experts_per_tok=read_top_k(config),
+        attention_bias=config.flag("attention_bias", False),
+        q_lora_rank=config.optional_integer("q_lora_rank"),
+        rope_interleaved=config.flag("rope_interleave", True),
+        moe=moe,
+    )
+
+
+def read_groups(config: HFConfig) -> tuple[int, int]:
+    """How many groups the experts form, and how many of them a token may visit.
+
+    Raises:
+        CheckpointError: missing, or they do not fit the experts.
+    """
+    num_experts, top_k = read_num_experts(config), read_top_k(config)
+    num_groups, top_groups = config.integer("n_group"), config.integer("topk_group")
+    if num_experts % num_groups:
+        raise config.wrong("n_group", num_groups, f"a divisor of its {num_experts} experts")
+    if top_groups > num_groups or top_k > num_experts // num_groups * top_groups:
+        raise config.wrong(
+            "topk_group", top_groups, f"at most its {num_groups} groups, and enough for {top_k} experts per token"
+        )
+    return num_groups, top_groups
+
+
+def _read_latent(config: HFConfig, rope: Rope) -> MLAShape:
+    """Heads and latent. The softmax scale grows with the context that YaRN extends."""
+    nope, rotated = config.integer("qk_nope_head_dim"), config.integer("qk_rope_head_dim")
+    if rotated % 2:
+        raise config.wrong("qk_rope_head_dim", rotated, "an even number, for rotary embeddings")
+    return MLAShape(
+        num_heads=config.integer("num_attention_heads"),
+        kv_lora_rank=config.integer("kv_lora_rank"),
+        qk_nope_head_dim=nope,
+        qk_rope_head_dim=rotated,
+        v_head_dim=config.integer("v_head_dim"),
+        scale=(nope + rotated) ** -0.5 * rope.softmax_factor,
+    )
+
+
+def _sparse_layers(config: HFConfig) -> frozenset[int]:
+    first = config.integer("first_k_dense_replace", at_least=0)
+    every = config.integer("moe_layer_freq", default=1)
+    layers = range(config.integer("num_hidden_layers"))
+    return frozenset(layer for layer in layers if layer >= first and layer % every == 0)

@@ -1,0 +1,36 @@
+"""DeepSeek-V3 (and R1): DeepSeek-V2 with a sigmoid router whose bias balances the experts' load.
+
+The layer for multi-token prediction behind the last one is not loaded.
+
+Source: DeepSeek-V3 (2024) and the `DeepseekV3ForCausalLM` checkpoints on the Hugging Face hub.
+"""
+
+from __future__ import annotations
+
+from model_runner.hf_config import HFConfig
+from model_runner.models.config import DecoderConfig, read_top_k
+from model_runner.models.decoder import DecoderLM
+from model_runner.models.deepseek_v2 import read_deepseek, read_groups
+from moe import SigmoidTopKRouter
+
+__all__ = ["DeepseekV3ForCausalLM"]
+
+
+class DeepseekV3ForCausalLM(DecoderLM):
+    """The model. See `CausalLM`."""
+
+    @classmethod
+    def read_config(cls, config: HFConfig, generation: HFConfig) -> DecoderConfig:
+        """See `CausalLM.read_config`."""
+        for name, known in (("topk_method", "noaux_tc"), ("scoring_func", "sigmoid")):
+            if config.values.get(name, known) != known:
+                raise config.wrong(name, config.values[name], repr(known))
+        num_groups, top_groups = read_groups(config)
+        router = SigmoidTopKRouter(
+            read_top_k(config),
+            num_groups,
+            top_groups,
+            renormalize=config.flag("norm_topk_prob", True),
+            scale=config.number("routed_scaling_factor"),
+        )
+        return read_deepseek(config, generation, router)

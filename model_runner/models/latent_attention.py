@@ -1,0 +1,95 @@
+"""Multi-head latent attention (MLA): keys and values live in the cache as one small latent per token.
+
+    x -> q [-> norm -> q]        -> q_nope, q_rope     per head
+    x -> latent -> norm, k_rope                        one for all heads; this is what the cache keeps
+    k_nope = latent @ w_uk^T, v = latent @ w_uv        the back end expands, or absorbs w_uk and w_uv instead
+
+Source: DeepSeek-V2 (2024), section 2.1.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from attention import MLAInputs, MLAPlan, MLAShape, RopeTable
+from model_runner.models.layers import frozen, rms_norm
+from model_runner.weights import Checkpoint
+from moe import linear
+from ubatch import Point, dbo_yield
+
+__all__ = ["LatentAttention"]
+
+_LATENT_NORM_EPS = 1e-6
+"""Of the norms of both latents: the published models do not take it from their config."""
+
+
+class LatentAttention(nn.Module):
+    """Latent attention with the projections of DeepSeek-V2 and V3.
+
+    The two projections that read the hidden state are one product; `kv_b_proj` is kept as its halves.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        prefix: str,
+        layer: int,
+        hidden_size: int,
+        shape: MLAShape,
+        *,
+        q_lora_rank: int | None,
+        bias: bool,
+    ) -> None:
+        """Load the weights.
+
+        Args:
+            checkpoint: where from.
+            prefix: of the tensors' names, without the last dot.
+            layer: whose KV cache.
+            hidden_size: of the model.
+            shape: heads and latent.
+            q_lora_rank: numbers of the compressed query; None for a model that does not compress it.
+            bias: whether the compressing projections and the last one have one.
+        """
+        super().__init__()
+        self.layer = layer
+        self.shape = shape
+        heads, rank = shape.num_heads, shape.kv_lora_rank
+        q_size = heads * shape.qk_head_dim
+        first = "q_proj" if q_lora_rank is None else "q_a_proj"
+        self.sizes = (q_size if q_lora_rank is None else q_lora_rank, rank, shape.qk_rope_head_dim)
+        parts = [(f"{prefix}.{first}", self.sizes[0]), (f"{prefix}.kv_a_proj_with_mqa", sum(self.sizes[1:]))]
+        self.down = frozen(checkpoint.load_fused([(f"{name}.weight", rows) for name, rows in parts], hidden_size))
+        self.out = frozen(checkpoint.load(f"{prefix}.o_proj.weight", hidden_size, heads * shape.v_head_dim))
+        self.latent_norm = frozen(checkpoint.load(f"{prefix}.kv_a_layernorm.weight", rank))
+        self.q_norm = self.q_up = None
+        if q_lora_rank is not None:
+            self.q_norm = frozen(checkpoint.load(f"{prefix}.q_a_layernorm.weight", q_lora_rank))
+            self.q_up = frozen(checkpoint.load(f"{prefix}.q_b_proj.weight", q_size, q_lora_rank))
+        self.down_bias = self.out_bias = None
+        if bias:
+            self.down_bias = frozen(torch.zeros_like(self.down[:, 0]))
+            of_q, of_kv = self.down_bias.data.split([rows for _, rows in parts])
+            checkpoint.load_into(f"{prefix}.kv_a_proj_with_mqa.bias", of_kv)
+            if q_lora_rank is not None:  # an uncompressed query has none
+                checkpoint.load_into(f"{prefix}.q_a_proj.bias", of_q)
+            self.out_bias = frozen(checkpoint.load(f"{prefix}.o_proj.bias", hidden_size))
+
+        up = checkpoint.load(f"{prefix}.kv_b_proj.weight", heads * (shape.qk_nope_head_dim + shape.v_head_dim), rank)
+        keys, values = up.view(heads, -1, rank).split((shape.qk_nope_head_dim, shape.v_head_dim), dim=1)
+        self.w_uk = frozen(keys.contiguous())
+        self.w_uv = frozen(values.transpose(1, 2).contiguous())
+
+    def forward(self, x: Tensor, rope: RopeTable, plan: MLAPlan) -> Tensor:
+        """`x` `[T, hidden_size]`, normalised; the result is to be added to the residual."""
+        shape = self.shape
+        q, latent, k_rope = linear(x, self.down, self.down_bias).split(self.sizes, dim=-1)
+        if self.q_norm is not None and self.q_up is not None:
+            q = linear(rms_norm(q, self.q_norm, _LATENT_NORM_EPS), self.q_up)
+        heads = q.view(x.shape[0], shape.num_heads, shape.qk_head_dim)
+        q_nope, q_rope = heads.split((shape.qk_nope_head_dim, shape.qk_rope_head_dim), dim=-1)
+        latent = rms_norm(latent, self.latent_norm, _LATENT_NORM_EPS)
+        dbo_yield(Point.ATTN_PREPARE)
+        inputs = MLAInputs(q_nope, q_rope, latent, k_rope, self.w_uk, self.w_uv, rope)
+        return linear(plan.forward(inputs, self.layer).flatten(1), self.out, self.out_bias)

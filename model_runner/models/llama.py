@@ -1,0 +1,27 @@
+"""Llama: grouped-query attention, dense MLPs.
+
+Source: The Llama 3 Herd of Models (2024) and the `LlamaForCausalLM` checkpoints on the Hugging Face hub.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from model_runner.hf_config import HFConfig
+from model_runner.models.config import DecoderConfig, read_decoder, read_grouped_query
+from model_runner.models.decoder import DecoderLM
+
+__all__ = ["LlamaForCausalLM"]
+
+
+class LlamaForCausalLM(DecoderLM):
+    """The model. See `CausalLM`."""
+
+    @classmethod
+    def read_config(cls, config: HFConfig, generation: HFConfig) -> DecoderConfig:
+        """See `CausalLM.read_config`."""
+        return replace(
+            read_decoder(config, generation, read_grouped_query(config)),
+            attention_bias=config.flag("attention_bias", False),
+            mlp_bias=config.flag("mlp_bias", False),
+        )

@@ -1,0 +1,51 @@
+"""Qwen3: grouped-query attention with normalised queries and keys, dense MLPs.
+
+Source: Qwen3 Technical Report (2025) and the `Qwen3ForCausalLM` checkpoints on the Hugging Face hub.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from model_runner.hf_config import HFConfig
+from model_runner.models.config import DecoderConfig, read_decoder, read_grouped_query
+from model_runner.models.decoder import DecoderLM
+
+__all__ = ["Qwen3ForCausalLM", "read_sliding_window"]
+
+
+class Qwen3ForCausalLM(DecoderLM):
+    """The model. See `CausalLM`."""
+
+    @classmethod
+    def read_config(cls, config: HFConfig, generation: HFConfig) -> DecoderConfig:
+        """See `CausalLM.read_config`."""
+        window = read_sliding_window(config) if _all_layers_slide(config) else None
+        return replace(
+            read_decoder(config, generation, read_grouped_query(config, sliding_window=window)),
+            attention_bias=config.flag("attention_bias", False),
+            qk_norm=True,
+        )
+
+
+def read_sliding_window(config: HFConfig) -> int | None:
+    """The window, where `use_sliding_window` puts it in force."""
+    return config.optional_integer("sliding_window") if config.flag("use_sliding_window", False) else None
+
+
+def _all_layers_slide(config: HFConfig) -> bool:
+    """Whether the window is that of every layer, or of none.
+
+    Raises:
+        CheckpointError: it is that of some: one plan per step serves all layers.
+    """
+    num_layers = config.integer("num_hidden_layers")
+    if read_sliding_window(config) is None:
+        return False
+    kinds = config.values.get("layer_types")
+    if kinds is None:
+        full = min(num_layers, config.integer("max_window_layers", default=28, at_least=0))
+        kinds = ["full_attention"] * full + ["sliding_attention"] * (num_layers - full)
+    if len(set(kinds)) > 1:
+        raise config.wrong("layer_types", kinds, "the same attention in all layers")
+    return "sliding_attention" in kinds

@@ -1,0 +1,87 @@
+"""A mixture of experts between two residuals: gate, router, the experts of this rank, and shared ones.
+
+Shared experts belong to the kernel, which runs them while tokens travel.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from model_runner.models.base import ExpertParallel
+from model_runner.models.config import MoEConfig, TensorNames
+from model_runner.models.layers import GatedMLP, frozen
+from model_runner.weights import Checkpoint
+from moe import FusedMoEModularKernel, SigmoidTopKRouter, linear, make_experts, mask_padding
+
+__all__ = ["SparseMLP"]
+
+
+class SparseMLP(nn.Module):
+    """Router and experts; this rank holds the experts that the transport says."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        prefix: str,
+        hidden_size: int,
+        num_experts: int,
+        config: MoEConfig,
+        parallel: ExpertParallel,
+    ) -> None:
+        """Load the weights.
+
+        Args:
+            checkpoint: where from.
+            prefix: of the tensors' names, without the last dot.
+            hidden_size: of the model.
+            num_experts: routed experts over all ranks.
+            config: the rest.
+            parallel: which of them this rank holds.
+
+        Raises:
+            ConfigError: an unknown back end of the experts.
+        """
+        super().__init__()
+        # The gate decides between experts whose scores may be close: its precision may be the checkpoint's own.
+        dtype = torch.float32 if config.float32_gate else checkpoint.dtype
+        gate = torch.empty(num_experts, hidden_size, dtype=dtype, device=checkpoint.device)
+        checkpoint.load_into(f"{prefix}.gate.weight", gate)
+        self.gate = frozen(gate)
+        self.router = config.router
+        if isinstance(config.router, SigmoidTopKRouter):
+            bias = torch.empty(num_experts, dtype=torch.float32, device=checkpoint.device)
+            checkpoint.load_into(f"{prefix}.gate.e_score_correction_bias", bias)
+            self.correction_bias = frozen(bias)
+            self.router = replace(config.router, correction_bias=self.correction_bias)
+
+        shared = None
+        if config.shared_intermediate_size:
+            shared = GatedMLP(checkpoint, f"{prefix}.shared_experts", hidden_size, config.shared_intermediate_size)
+        held = parallel.all2all.experts
+        w13, w2 = _load_experts(checkpoint, prefix, held, hidden_size, config.intermediate_size, config.names)
+        experts = make_experts(parallel.experts, w13, w2, held.start)
+        self.kernel = FusedMoEModularKernel(parallel.all2all, experts, shared)
+
+    def forward(self, x: Tensor, num_tokens: int) -> Tensor:
+        """`[T, hidden_size]` to the same; padding behind `num_tokens` visits no routed expert."""
+        topk_weights, topk_ids = self.router(linear(x.to(self.gate.dtype), self.gate))
+        out: Tensor = self.kernel(x, topk_weights, mask_padding(topk_ids, num_tokens))
+        return out
+
+
+def _load_experts(
+    checkpoint: Checkpoint, prefix: str, held: range, hidden_size: int, intermediate_size: int, names: TensorNames
+) -> tuple[Tensor, Tensor]:
+    """`w13` `[experts held, 2 * intermediate, hidden]`, gate first, and `w2` `[experts held, hidden, intermediate]`."""
+    dtype, device = checkpoint.dtype, checkpoint.device
+    w13 = torch.empty(len(held), 2 * intermediate_size, hidden_size, dtype=dtype, device=device)
+    w2 = torch.empty(len(held), hidden_size, intermediate_size, dtype=dtype, device=device)
+    for slot, expert in enumerate(held):
+        name = f"{prefix}.experts.{expert}"
+        checkpoint.load_into(f"{name}.{names.gate}.weight", w13[slot, :intermediate_size])
+        checkpoint.load_into(f"{name}.{names.up}.weight", w13[slot, intermediate_size:])
+        checkpoint.load_into(f"{name}.{names.down}.weight", w2[slot])
+    return w13, w2

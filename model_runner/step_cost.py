@@ -1,0 +1,38 @@
+"""What a step costs on this model, in floating-point operations: the weights of a split by cost."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from attention import AttentionShape
+from moe import FusedExperts
+from ubatch import SplitCost
+
+if TYPE_CHECKING:
+    from model_runner.models.base import CausalLM
+
+__all__ = ["split_cost"]
+
+
+def split_cost(model: CausalLM) -> SplitCost:
+    """Operations of one token in all layers, and of one pair of a query token and a token it attends to.
+
+    A token passes every matrix of the model, but of the routed experts only as many as the router chooses; embedding
+    and logits are left out (a lookup, and not computed for every token).
+    """
+    shape = model.config.attention
+    if isinstance(shape, AttentionShape):
+        per_pair, window = 4 * shape.num_heads * shape.head_dim, shape.sliding_window
+    else:
+        per_pair, window = 2 * shape.num_heads * (shape.qk_head_dim + shape.v_head_dim), None
+    experts = [module for module in model.modules() if isinstance(module, FusedExperts)]
+    left_out = {id(weight) for weight in model.parameters(recurse=False)}  # embedding, final norm, logits
+    left_out |= {id(weight) for module in experts for weight in module.parameters()}  # counted below
+    dense = sum(w.numel() for w in model.parameters() if w.dim() > 1 and id(w) not in left_out)
+    chosen = sum(_chosen_numbers(module, model.config.num_experts_per_tok) for module in experts)
+    return SplitCost(2.0 * (dense + chosen), float(per_pair * model.config.num_layers), window)
+
+
+def _chosen_numbers(experts: FusedExperts, top_k: int) -> int:
+    """Weights that one token visits in a MoE layer, on whichever ranks they are."""
+    return 3 * experts.hidden_size * experts.intermediate_size * top_k

@@ -1,0 +1,48 @@
+"""Experts for serving on a CPU: as `grouped`, but the weights are kept only as oneDNN reads them fastest.
+
+The plain weights are gone after that: there is nothing to save, to train or to move to another device. A model runner
+picks this where it pays; who needs the weights again takes `grouped`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from moe.cpu_linear import PackedLinear
+from moe.experts.grouped import GroupedExperts
+from ubatch import ConfigError
+
+__all__ = ["PackedExperts"]
+
+
+class PackedExperts(GroupedExperts):
+    """Experts with packed weights. CPU and float32; errors as `FusedExperts` and `PackedLinear`."""
+
+    def __init__(self, w13: Tensor, w2: Tensor, first_expert: int = 0) -> None:
+        super().__init__(w13, w2, first_expert)
+        self._packed = [(PackedLinear(up), PackedLinear(down)) for up, down in zip(self.w13, self.w2, strict=True)]
+        del self.w13, self.w2
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """What `to`, `cuda`, `half` and their like end in."""
+        moved = fn(torch.empty(0))
+        if moved.dtype is not self.dtype or moved.device.type != "cpu":
+            raise ConfigError(
+                f"packed experts are float32 on the CPU for good and cannot become {moved.dtype} on {moved.device}. "
+                "Use experts_backend='grouped'."
+            )
+        return super()._apply(fn, recurse)
+
+    def __deepcopy__(self, memo: dict[int, object]) -> PackedExperts:
+        raise ConfigError("packed experts cannot be copied. Use experts_backend='grouped'.")
+
+    def run_expert(self, slot: int, x: Tensor) -> Tensor:
+        """See `GroupedExperts`."""
+        first, second = self._packed[slot]
+        gate, up = first(x).chunk(2, dim=-1)
+        return second(F.silu(gate) * up)

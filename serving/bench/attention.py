@@ -1,0 +1,241 @@
+"""`ubatch bench attention`: the `torch` back end against plainer ways, a model against transformers.
+
+    decode      one layer step of 64 sequences with 512 tokens each, against loops over the sequences, on one core
+    prefill     64 prompts of 128 tokens, against one dense scaled_dot_product_attention call of the same work
+    split       `split_attn_metadata` of 256 requests into two lanes
+    generate    a Qwen3-MoE of 100 M parameters: 64 prompts of 128 tokens, 64 new ones, against transformers, all cores
+
+Attention is measured as the model runs it: one plan a step, shared by all layers; its cost is in the figure.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import tyro
+from pydantic import BaseModel, Field
+from torch import Tensor
+from torch.nn import functional as F
+
+from attention import (
+    AttentionShape,
+    CommonAttentionMetadata,
+    PagedKVCache,
+    UBatchAttention,
+    split_attn_metadata,
+)
+from model_runner import keep_freed_memory
+from serving.bench.generate import GenerateResult, measure_generate
+from serving.bench.statistics import Interval, bootstrap, environment, interleave_arms, paired, timed, write_json
+from serving.ranks import pin_rank
+from ubatch import ForwardMode, split_fixed
+
+__all__ = ["Options", "run"]
+
+_HEADS, _KV_HEADS, _HEAD_DIM, _LAYERS, _PAGE = 8, 2, 64, 8, 16  # of the 100 M model
+
+
+class Options(BaseModel):
+    """What to measure."""
+
+    sequences: Annotated[int, Field(ge=2, description="of the decode and prefill steps")] = 64
+    context: Annotated[int, Field(ge=2, description="tokens of a sequence in the decode step")] = 512
+    prompt: Annotated[int, Field(ge=2, description="tokens of a prompt in the prefill step")] = 128
+    requests: Annotated[int, Field(ge=2, description="of the metadata that is split")] = 256
+    generate: Annotated[bool, Field(description="also compare a whole model with transformers")] = True
+    blocks: Annotated[int, Field(ge=2, description="A B B A blocks; 15 or more for figures to quote")] = 15
+    generate_blocks: Annotated[int, Field(ge=1, description="A B B A blocks of whole generations")] = 3
+    json_file: Annotated[
+        Path | None, tyro.conf.arg(name="json", metavar="FILE"), Field(description="write raw arms and results here")
+    ] = None
+
+
+@dataclass(frozen=True)
+class _Step:
+    """One attention step of all layers, ready to run."""
+
+    attention: UBatchAttention
+    metadata: CommonAttentionMetadata
+    q: Tensor
+    k: Tensor
+    v: Tensor
+
+    def run(self) -> Tensor:
+        """Plan, then all layers."""
+        plan: Any = self.attention.plan(self.metadata)
+        out = self.q
+        for layer in range(_LAYERS):
+            out = plan.forward(self.q, self.k, self.v, layer)
+        return out
+
+
+def run(options: Options) -> int:
+    """Measure, print, write."""
+    results: dict[str, Any] = {"environment": environment(), "options": options.model_dump(mode="json")}
+    generated = None
+    if options.generate:  # before this process is pinned to one core
+        with tempfile.TemporaryDirectory() as folder:
+            generated = measure_generate(Path(folder), options.generate_blocks)
+    pin_rank(0, 1)
+    keep_freed_memory()
+    torch.set_num_threads(1)
+    with torch.inference_mode():
+        results["decode"] = _decode(options)
+        results["prefill"] = _prefill(options)
+        results["split_us"] = _split(options)
+    _print(options, results, generated)
+    if generated is not None:
+        results["generate"] = generated.as_json()
+    if options.json_file is not None:
+        write_json(options.json_file, results)
+        print(f"wrote {options.json_file}")
+    return 0
+
+
+def _make_step(query_len: int, seq_len: int, sequences: int) -> _Step:
+    """Sequences of equal length, their pages scattered over the cache."""
+    shape = AttentionShape(_HEADS, _KV_HEADS, _HEAD_DIM)
+    generator = torch.Generator().manual_seed(0)
+    pages = -(-seq_len // _PAGE)
+    cache = PagedKVCache(shape.cache_spec(_LAYERS, _PAGE, torch.float32), sequences * pages)
+    for pool in (cache.key_pool, cache.value_pool):
+        pool.memory.normal_(generator=generator)
+    table = torch.randperm(sequences * pages, generator=generator).view(sequences, pages).int()
+    places = torch.arange(seq_len - query_len, seq_len)
+    slots = (table.long()[:, places // _PAGE] * _PAGE + places % _PAGE).flatten()
+    mode = ForwardMode.DECODE if query_len == 1 else ForwardMode.PREFILL
+    metadata = CommonAttentionMetadata.build([query_len] * sequences, [seq_len] * sequences, table, slots, mode)
+    tokens = query_len * sequences
+    q = torch.randn(tokens, _HEADS, _HEAD_DIM, generator=generator)
+    k, v = torch.randn(2, tokens, _KV_HEADS, _HEAD_DIM, generator=generator)
+    return _Step(UBatchAttention(shape, cache, "torch"), metadata, q, k, v)
+
+
+def _decode(options: Options) -> dict[str, Any]:
+    step = _make_step(1, options.context, options.sequences)
+    arms: dict[str, Callable[[], Tensor]] = {
+        "torch": step.run,
+        "loop_sdpa": lambda: _loop(step, _attend_repeated),
+        "loop_folded": lambda: _loop(step, _attend_folded),
+        "loop_matmul": lambda: _loop(step, _attend_matmul),
+    }
+    for arm in arms.values():
+        torch.testing.assert_close(arm(), step.run(), atol=1e-4, rtol=1e-4)
+    measured = interleave_arms({name: timed(arm) for name, arm in arms.items()}, options.blocks, label="decode")
+    loops = [name for name in arms if name.startswith("loop")]
+    best = min(loops, key=lambda name: bootstrap(measured[name]).median)
+    num_bytes = _LAYERS * options.sequences * options.context * 2 * _KV_HEADS * _HEAD_DIM * 4
+    bandwidth = _read_bandwidth()
+    limit_ms = num_bytes / bandwidth * 1e3
+    return {
+        "arms_ms": measured,
+        "best_loop": best,
+        "speedup": paired(measured[best], measured["torch"]),
+        "bandwidth_gb_s": bandwidth / 1e9,
+        "bandwidth_share": bootstrap([limit_ms / value for value in measured["torch"]]),
+    }
+
+
+def _loop(step: _Step, attend: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Tensor:
+    """One sequence at a time: gather its pages, attend."""
+    cache: Any = step.attention.kv_cache
+    slots = cache.write_slots(step.metadata.slot_mapping)
+    tables = [row.long() for row in step.metadata.block_table]
+    length = step.metadata.max_seq_len
+    out = torch.empty_like(step.q)
+    for layer in range(_LAYERS):
+        cache.write(layer, step.k, step.v, slots)
+        keys, values = cache.keys(layer), cache.values(layer)
+        for index, table in enumerate(tables):
+            own_keys, own_values = (pool[table].flatten(0, 1)[:length] for pool in (keys, values))
+            out[index] = attend(step.q[index], own_keys, own_values)
+    return out
+
+
+def _attend_repeated(q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    heads = F.scaled_dot_product_attention(
+        q[None, :, None], keys.transpose(0, 1)[None], values.transpose(0, 1)[None], enable_gqa=True
+    )
+    return heads[0, :, 0]
+
+
+def _attend_folded(q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    rows = q.view(1, _KV_HEADS, _HEADS // _KV_HEADS, _HEAD_DIM)
+    out = F.scaled_dot_product_attention(rows, keys.transpose(0, 1)[None], values.transpose(0, 1)[None])
+    return out.reshape(_HEADS, _HEAD_DIM)
+
+
+def _attend_matmul(q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    rows = q.view(_KV_HEADS, _HEADS // _KV_HEADS, _HEAD_DIM)
+    weights = torch.softmax(rows @ keys.permute(1, 2, 0) * _HEAD_DIM**-0.5, dim=-1)
+    return (weights @ values.transpose(0, 1)).view(_HEADS, _HEAD_DIM)
+
+
+def _prefill(options: Options) -> dict[str, Any]:
+    step = _make_step(options.prompt, options.prompt, options.sequences)
+    q, k, v = (
+        x.view(options.sequences, options.prompt, -1, _HEAD_DIM).transpose(1, 2) for x in (step.q, step.k, step.v)
+    )
+
+    def dense() -> Tensor:
+        out = q
+        for _ in range(_LAYERS):
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return out
+
+    torch.testing.assert_close(step.run(), dense().transpose(1, 2).flatten(0, 1), atol=1e-4, rtol=1e-4)
+    measured = interleave_arms({"torch": timed(step.run), "dense": timed(dense)}, options.blocks, label="prefill")
+    return {"arms_ms": measured, "over_dense": paired(measured["torch"], measured["dense"])}
+
+
+def _split(options: Options) -> Interval:
+    """Microseconds of one split of a decode batch."""
+    step = _make_step(1, _PAGE * 4, options.requests)
+    slices = split_fixed(options.requests)
+    for _ in range(100):
+        split_attn_metadata(slices, step.metadata)
+    samples = []
+    for _ in range(options.blocks):
+        start = time.perf_counter()
+        for _ in range(50):
+            split_attn_metadata(slices, step.metadata)
+        samples.append((time.perf_counter() - start) / 50 * 1e6)
+    return bootstrap(samples)
+
+
+def _read_bandwidth() -> float:
+    """Bytes per second that one core reads, the best of several passes over 256 MiB."""
+    data = torch.ones(64 << 20)
+    times = []
+    for _ in range(5):
+        start = time.perf_counter()
+        data.sum()
+        times.append(time.perf_counter() - start)
+    return data.nbytes / min(times)
+
+
+def _print(options: Options, results: Mapping[str, Any], generated: GenerateResult | None) -> None:
+    decode, prefill = results["decode"], results["prefill"]
+    print(f"decode: {options.sequences} sequences x {options.context} tokens, {_LAYERS} layers, one core")
+    _print_arms(decode["arms_ms"])
+    print(f"  speed-up over {decode['best_loop']}   {decode['speedup']:.3f}")
+    print(
+        f"  share of the memory-bandwidth limit ({decode['bandwidth_gb_s']:.1f} GB/s)   {decode['bandwidth_share']:.3f}"
+    )
+    print(f"prefill: {options.sequences} prompts x {options.prompt} tokens, {_LAYERS} layers, one core")
+    _print_arms(prefill["arms_ms"])
+    print(f"  torch / dense   {prefill['over_dense']:.3f}")
+    print(f"split_attn_metadata of {options.requests} requests into two lanes   {results['split_us']:.1f} us")
+    if generated is not None:
+        generated.print()
+
+
+def _print_arms(arms: Mapping[str, Sequence[float]]) -> None:
+    for name, values in arms.items():
+        print(f"  {name:14} {bootstrap(values):.2f} ms")

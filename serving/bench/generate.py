@@ -1,0 +1,151 @@
+"""The part of `ubatch bench attention` that runs whole models: our runner against transformers' `generate`.
+
+One process, all cores, the same checkpoint, prompts and number of new tokens, greedy; the tokens are compared first.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from model_runner import ModelRunner, SamplingParams, generate, make_random_qwen3_moe, split_cost
+from moe import linear
+from serving.bench.statistics import Interval, bootstrap, interleave_arms, paired, timed
+from ubatch import UBatchConfig, UBatchError
+
+__all__ = ["GenerateResult", "measure_generate"]
+
+_PROMPTS, _PROMPT_LEN, _NEW = 64, 128, 64
+_BUDGET = 2048  # prompt tokens per step, so that a step's tensors are kept by the C library when they are freed
+
+
+@dataclass(frozen=True)
+class GenerateResult:
+    """Figures of whole generations.
+
+    Attributes:
+        arms_ms: raw block means.
+        tokens_per_s: new tokens per second, ours.
+        speedup: transformers' time over ours.
+        gflops_limit: what one large matrix product reaches on these cores.
+        arithmetic_share: the model's operations over that limit, as a share of our time.
+        where: share of our CPU time by kind of operation.
+        same_tokens: share of the new tokens that are transformers' own (near-ties of a random model may differ).
+    """
+
+    arms_ms: Mapping[str, Sequence[float]]
+    tokens_per_s: Interval
+    speedup: Interval
+    gflops_limit: float
+    arithmetic_share: Interval
+    where: Mapping[str, float]
+    same_tokens: float
+
+    def as_json(self) -> dict[str, Any]:
+        """For `--json`."""
+        return dict(vars(self))
+
+    def print(self) -> None:
+        """As text."""
+        print(f"generate: {_PROMPTS} prompts x {_PROMPT_LEN} tokens, {_NEW} new, 100 M Qwen3-MoE, all cores")
+        for name, values in self.arms_ms.items():
+            print(f"  {name:14} {bootstrap(values):.0f} ms")
+        print(f"  new tokens per second   {self.tokens_per_s:.0f}")
+        print(f"  speed-up over transformers   {self.speedup:.3f}   (same tokens: {self.same_tokens:.1%})")
+        print(f"  share of the arithmetic limit ({self.gflops_limit:.0f} GFLOP/s)   {self.arithmetic_share:.3f}")
+        parts = ", ".join(f"{name} {share:.0%}" for name, share in self.where.items())
+        print(f"  where the CPU time goes: {parts}")
+
+
+def measure_generate(folder: Path, blocks: int) -> GenerateResult:
+    """Make the checkpoint in `folder`, run both, compare."""
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    torch.set_num_threads(cores)
+    path = folder / "random-qwen3-moe"
+    make_random_qwen3_moe(path, seed=0)
+    reference = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    with ModelRunner(path, dbo=UBatchConfig(enable_dbo=False), max_num_seqs=_PROMPTS) as runner:
+        generator = torch.Generator().manual_seed(0)
+        prompts = torch.randint(0, runner.config.vocab_size, (_PROMPTS, _PROMPT_LEN), generator=generator)
+
+        def ours() -> Tensor:
+            params = SamplingParams(max_tokens=_NEW, ignore_eos=True)
+            outputs = generate(runner, prompts.tolist(), params, max_num_batched_tokens=_BUDGET)
+            return torch.tensor([output.token_ids for output in outputs])
+
+        def theirs() -> Tensor:
+            with torch.inference_mode():
+                out = reference.generate(
+                    prompts,
+                    attention_mask=torch.ones_like(prompts),
+                    max_new_tokens=_NEW,
+                    min_new_tokens=_NEW,
+                    do_sample=False,
+                    pad_token_id=0,
+                )
+            return torch.as_tensor(out)[:, _PROMPT_LEN:]
+
+        same = (ours() == theirs()).float().mean().item()
+        if same < 0.5:
+            raise UBatchError(f"only {same:.1%} of the tokens equal transformers': not the same model.")
+        arms = {"ubatch": timed(ours), "transformers": timed(theirs)}
+        measured = interleave_arms(arms, blocks, label="generate")
+        where = _breakdown(ours)
+        limit = _gemm_flops()
+        cost = split_cost(runner.model)
+        logits = 2.0 * runner.config.hidden_size * runner.config.vocab_size * _NEW
+        operations = _PROMPTS * (cost.of(_PROMPT_LEN + _NEW - 1, 0) + logits)
+    ours_ms = measured["ubatch"]
+    return GenerateResult(
+        arms_ms=measured,
+        tokens_per_s=bootstrap([_PROMPTS * _NEW / value * 1e3 for value in ours_ms]),
+        speedup=paired(measured["transformers"], ours_ms),
+        gflops_limit=limit / 1e9,
+        arithmetic_share=bootstrap([operations / limit / value * 1e3 for value in ours_ms]),
+        where=where,
+        same_tokens=same,
+    )
+
+
+def _gemm_flops() -> float:
+    """Floating-point operations per second of one large matrix product, by the fastest library there is."""
+    a, b = torch.randn(2, 2048, 2048)
+    times = []
+    with torch.inference_mode():
+        for multiply in (linear, torch.nn.functional.linear):
+            for _ in range(7):
+                start = time.perf_counter()
+                multiply(a, b)
+                times.append(time.perf_counter() - start)
+    return 2 * 2048**3 / min(times)
+
+
+_KINDS = {
+    "matrix products": ("mm", "addmm", "bmm", "linear", "mkldnn", "onednn"),
+    "attention": ("scaled_dot_product", "flash_attention"),
+    "gather and scatter": ("index", "gather", "scatter", "cat", "copy", "sort", "embedding", "segment"),
+}
+
+
+def _breakdown(arm: Callable[[], object]) -> dict[str, float]:
+    """Share of the operators' own CPU time by kind, from one profiled run."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        arm()
+    shares = dict.fromkeys([*_KINDS, "everything else"], 0.0)
+    for event in profile.key_averages():
+        name = event.key.removeprefix("aten::")
+        kind = next((kind for kind, words in _KINDS.items() if any(word in name for word in words)), "everything else")
+        shares[kind] += event.self_cpu_time_total
+    total = sum(shares.values())
+    return {kind: share / total for kind, share in shares.items()}

@@ -1,0 +1,314 @@
+"""Stand-ins for flashinfer's wrappers, and the arithmetic of all stand-ins; see `flashinfer_standin`.
+
+A wrapper runs what it was planned for. In a graph it reads the buffers that it was given when it was made, and nothing
+else; planning copies into them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+__all__ = [
+    "DECODE_PLAN_OPTIONS",
+    "BatchDecodeWithPagedKVCacheWrapper",
+    "BatchMLAPagedAttentionWrapper",
+    "BatchPrefillWithPagedKVCacheWrapper",
+    "attend",
+    "causal",
+    "check_ints",
+    "check_table",
+]
+
+DECODE_PLAN_OPTIONS = {"sm_scale", "window_left", "logits_soft_cap", "q_data_type", "kv_data_type"}
+"""Keywords of the decode wrapper's plan, whose signature does not tell them."""
+
+
+def check_ints(*tensors: Tensor, size: int) -> None:
+    for tensor in tensors:
+        assert tensor.dtype == torch.int32
+        assert tensor.shape == (size,)
+        assert tensor.is_contiguous()
+
+
+def check_table(tables: Tensor, seq_lens: Tensor, pages: int, page: int, max_seq_len: int) -> None:
+    check_ints(seq_lens, size=tables.shape[0])
+    assert tables.dtype == torch.int32
+    assert tables.stride(-1) == 1
+    assert int(tables.min()) >= 0, "the table names a page before the first"
+    assert int(tables.max()) < pages, "the table names a page behind the last"
+    assert int(seq_lens.min()) >= 1
+    assert int(seq_lens.max()) <= max_seq_len, "a sequence is longer than max_seq_len"
+    assert int(seq_lens.max()) <= tables.shape[1] * page, "a sequence is longer than its row of the table"
+
+
+def causal(queries: int, keys: int, window_left: int) -> Tensor:
+    """`[queries, keys]`, the last query aligned with the last key."""
+    assert queries <= keys, "a query before the first key"
+    query = torch.arange(queries)[:, None] + (keys - queries)
+    key = torch.arange(keys)
+    seen = key <= query
+    return seen if window_left < 0 else seen & (key >= query - window_left)
+
+
+def attend(
+    query: Tensor, keys: Tensor, values: Tensor, visible: Tensor, scale: float, *, sinks: Tensor | None = None,
+    soft_cap: float | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Output `[n, heads, dv]` float32, and natural LSE `[n, heads]`; rows that see nothing are nan."""
+    group = query.shape[1] // keys.shape[1]
+    keys, values = (x.float().repeat_interleave(group, dim=1) for x in (keys, values))
+    scores = torch.einsum("nhd,khd->nhk", query.float(), keys) * scale
+    if soft_cap:
+        scores = soft_cap * torch.tanh(scores / soft_cap)
+    scores = scores.masked_fill(~visible[:, None], -torch.inf)
+    lse = scores.logsumexp(dim=-1)
+    total = lse if sinks is None else torch.logaddexp(lse, sinks)
+    out = torch.einsum("nhk,khd->nhd", (scores - total[..., None]).exp(), values)
+    nothing = ~visible.any(dim=-1)
+    return out.masked_fill(nothing[:, None, None], torch.nan), lse.masked_fill(nothing[:, None], torch.nan)
+
+
+class _Wrapper:
+    """What flashinfer's wrappers share: buffers that are copied into in a graph, replaced otherwise."""
+
+    standins: Any
+    """who counts calls and checks workspaces"""
+
+    def _keep(self, name: str, value: Tensor, used: int | None = None) -> None:
+        with _disable_current_modes():  # what flashinfer allocates is not ours to count
+            if not self._use_cuda_graph:
+                setattr(self, name, value.clone())
+                return
+            buffer = getattr(self, name)
+            assert buffer is not None, f"{name} is needed in a graph"
+            if used is None:
+                assert buffer.shape == value.shape
+                buffer.copy_(value)
+            else:
+                assert used <= buffer.shape[0]
+                buffer[:used].copy_(value)
+
+    def buffers(self) -> dict[str, int]:
+        """Where its tensors are."""
+        return {name: x.data_ptr() for name, x in vars(self).items() if isinstance(x, Tensor)}
+
+    def _run(self, query, kv, starts, lens, indptr, indices, options, mask=None):
+        """Attention of ragged queries over lists of pages."""
+        keys, values = kv
+        page = keys.shape[1]
+        out = torch.full((*query.shape[:2], values.shape[-1]), torch.nan, dtype=query.dtype)
+        for request, length in enumerate(lens):
+            rows = slice(starts[request], starts[request + 1])
+            own = indices[indptr[request] : indptr[request + 1]].long()
+            assert len(own) == -(-length // page)
+            assert 0 <= int(own.min()) <= int(own.max()) < keys.shape[0]
+            k, v = (pool[own].flatten(0, 1)[:length] for pool in (keys, values))
+            visible = causal(rows.stop - rows.start, length, options.get("window_left", -1))
+            if mask is not None:
+                visible = mask[request].view(-1, length)
+            elif not options.get("causal", True):
+                visible = torch.ones_like(visible)
+            out[rows] = attend(
+                query[rows], k, v, visible, options["sm_scale"], soft_cap=options.get("logits_soft_cap")
+            )[0].to(out.dtype)
+        return out
+
+
+def _lens_of(indptr: Tensor, last_page_len: Tensor, page: int) -> list[int]:
+    assert int(last_page_len.min()) >= 1
+    assert int(last_page_len.max()) <= page
+    return ((indptr[1:] - indptr[:-1] - 1) * page + last_page_len).tolist()
+
+
+class BatchPrefillWithPagedKVCacheWrapper(_Wrapper):
+    """flashinfer's wrapper for ragged queries."""
+
+    def __init__(
+        self, float_workspace_buffer, kv_layout="NHD", use_cuda_graph=False, qo_indptr_buf=None,
+        paged_kv_indptr_buf=None, paged_kv_indices_buf=None, paged_kv_last_page_len_buf=None, custom_mask_buf=None,
+        mask_indptr_buf=None, backend="auto", jit_args=None, jit_kwargs=None, variant_owns_mask=False,
+    ):  # fmt: skip
+        assert kv_layout == "NHD"
+        self._workspace = float_workspace_buffer
+        self._use_cuda_graph = use_cuda_graph
+        self._starts = qo_indptr_buf
+        self._indptr = paged_kv_indptr_buf
+        self._indices = paged_kv_indices_buf
+        self._last = paged_kv_last_page_len_buf
+        self._mask = custom_mask_buf
+        self._mask_indptr = mask_indptr_buf
+        self._max_rows = None
+
+    def plan(
+        self, qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, num_qo_heads, num_kv_heads,
+        head_dim_qk, page_size, head_dim_vo=None, custom_mask=None, packed_custom_mask=None, causal=False,
+        pos_encoding_mode="NONE", use_fp16_qk_reduction=False, sm_scale=None, window_left=-1, logits_soft_cap=None,
+        rope_scale=None, rope_theta=None, q_data_type="float16", kv_data_type=None, o_data_type=None, non_blocking=True,
+        prefix_len_ptr=None, token_pos_in_items_ptr=None, token_pos_in_items_len=0, max_item_len_ptr=None,
+        seq_lens=None, seq_lens_q=None, block_tables=None, max_token_per_sequence=None, max_sequence_kv=None,
+        fixed_split_size=None, disable_split_kv=False, uniform_q_len=None,
+    ):  # fmt: skip
+        arguments = locals()
+        check_ints(qo_indptr, paged_kv_indptr, size=len(qo_indptr))
+        check_ints(paged_kv_last_page_len, size=len(qo_indptr) - 1)
+        check_ints(paged_kv_indices, size=int(paged_kv_indptr[-1]))
+        rows = int(qo_indptr[-1])
+        if self._use_cuda_graph:
+            self._max_rows = rows if self._max_rows is None else self._max_rows
+            assert rows <= self._max_rows
+        self._rows, self._page = rows, page_size
+        with _disable_current_modes():
+            packed = self._pack(custom_mask, qo_indptr, paged_kv_indptr, paged_kv_last_page_len)
+        self._keep("_starts", qo_indptr)
+        self._keep("_indptr", paged_kv_indptr)
+        self._keep("_last", paged_kv_last_page_len)
+        self._keep("_indices", paged_kv_indices, len(paged_kv_indices))
+        self._has_mask = packed is not None
+        if packed is not None:
+            self._keep("_mask", packed[0], len(packed[0]))
+            self._keep("_mask_indptr", packed[1])
+        self._dtypes = (q_data_type, kv_data_type or q_data_type)
+        self._options = {key: arguments[key] for key in ("sm_scale", "window_left", "logits_soft_cap", "causal")}
+        self._heads = (num_qo_heads, num_kv_heads, head_dim_qk)
+        self.standins.note("prefill_plan", self._options)
+
+    def _pack(self, mask, starts, indptr, last):
+        """The mask's bits, every request's from a byte of its own on, and where each starts."""
+        if mask is None:
+            return None
+        assert mask.dtype == torch.bool
+        lens = _lens_of(indptr, last, self._page)
+        sizes = [int(starts[i + 1] - starts[i]) * length for i, length in enumerate(lens)]
+        assert mask.shape == (sum(sizes),)
+        parts = [np.packbits(part.numpy(), bitorder="little") for part in mask.split(sizes)]
+        edges = np.cumsum([0, *map(len, parts)]).astype(np.int32)
+        return torch.from_numpy(np.concatenate(parts)), torch.from_numpy(edges)
+
+    def _unpack(self, lens):
+        if not self._has_mask:
+            return None
+        masks = []
+        for request, length in enumerate(lens):
+            packed = self._mask[self._mask_indptr[request] : self._mask_indptr[request + 1]].numpy()
+            size = int(self._starts[request + 1] - self._starts[request]) * length
+            masks.append(torch.from_numpy(np.unpackbits(packed, bitorder="little")[:size].astype(bool)))
+        return masks
+
+    def run(
+        self, q, paged_kv_cache, *args, q_scale=None, k_scale=None, v_scale=None, out=None, lse=None, return_lse=False,
+        lse_base="log2", lse_layout="NH", enable_pdl=None, window_left=None, sinks=None, kv_cache_sf=None,
+        skip_softmax_threshold_scale_factor=None, use_fp16_softmax=None, uses_spcompress=None,
+    ):  # fmt: skip
+        self.standins.enter("prefill_run", locals(), self._workspace)
+        assert q.shape[0] == self._rows
+        assert (q.dtype, paged_kv_cache[0].dtype) == self._dtypes
+        assert (*q.shape[1:], paged_kv_cache[0].shape[2]) == (self._heads[0], self._heads[2], self._heads[1])
+        lens = _lens_of(self._indptr, self._last, self._page)
+        options = {**self._options, "sm_scale": self._options["sm_scale"] * (k_scale or 1.0)}
+        starts = self._starts.tolist()
+        indptr = self._indptr.tolist()
+        result = self._run(q, paged_kv_cache, starts, lens, indptr, self._indices, options, self._unpack(lens))
+        return result * (v_scale or 1.0)
+
+
+class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
+    """flashinfer's wrapper for one query per request."""
+
+    def __init__(
+        self, float_workspace_buffer, kv_layout="NHD", use_cuda_graph=False, use_tensor_cores=False,
+        paged_kv_indptr_buffer=None, paged_kv_indices_buffer=None, paged_kv_last_page_len_buffer=None, backend="auto",
+        jit_args=None,
+    ):  # fmt: skip
+        assert kv_layout == "NHD"
+        self.standins.tensor_cores.append(use_tensor_cores)
+        self._workspace = float_workspace_buffer
+        self._use_cuda_graph = use_cuda_graph
+        self._indptr = paged_kv_indptr_buffer
+        self._indices = paged_kv_indices_buffer
+        self._last = paged_kv_last_page_len_buffer
+
+    def plan(
+        self, indptr, indices, last_page_len, num_qo_heads, num_kv_heads, head_dim, page_size,
+        *deprecated_positional_args, **kwargs,
+    ):  # fmt: skip
+        assert not deprecated_positional_args
+        assert set(kwargs) <= DECODE_PLAN_OPTIONS
+        check_ints(indptr, size=len(last_page_len) + 1)
+        check_ints(last_page_len, size=len(last_page_len))
+        check_ints(indices, size=int(indptr[-1]))
+        self._page = page_size
+        self._keep("_indptr", indptr)
+        self._keep("_last", last_page_len)
+        self._keep("_indices", indices, len(indices))
+        self._dtypes = (kwargs["q_data_type"], kwargs["kv_data_type"])
+        self._options = {key: kwargs[key] for key in ("sm_scale", "window_left", "logits_soft_cap")}
+        self.standins.note("decode_plan", self._options)
+
+    def run(
+        self, q, paged_kv_cache, *args, q_scale=None, k_scale=None, v_scale=None, out=None, lse=None, return_lse=False,
+        enable_pdl=None, window_left=None, sinks=None, q_len_per_req=None, skip_softmax_threshold_scale_factor=None,
+        kv_cache_sf=None,
+    ):  # fmt: skip
+        self.standins.enter("decode_run", locals(), self._workspace)
+        lens = _lens_of(self._indptr, self._last, self._page)
+        assert q.shape[0] == len(lens)
+        assert (q.dtype, paged_kv_cache[0].dtype) == self._dtypes
+        options = {**self._options, "sm_scale": self._options["sm_scale"] * (k_scale or 1.0)}
+        starts = list(range(len(lens) + 1))
+        result = self._run(q, paged_kv_cache, starts, lens, self._indptr.tolist(), self._indices, options)
+        return result * (v_scale or 1.0)
+
+
+class BatchMLAPagedAttentionWrapper(_Wrapper):
+    """flashinfer's wrapper for absorbed latent attention."""
+
+    def __init__(
+        self, float_workspace_buffer, use_cuda_graph=False, qo_indptr=None, kv_indptr=None, kv_indices=None,
+        kv_len_arr=None, backend="auto",
+    ):  # fmt: skip
+        self._workspace = float_workspace_buffer
+        self._use_cuda_graph = use_cuda_graph
+        self._starts = qo_indptr
+        self._indptr = kv_indptr
+        self._indices = kv_indices
+        self._lens = kv_len_arr
+
+    def plan(
+        self, qo_indptr=None, kv_indptr=None, kv_indices=None, kv_len_arr=None, num_heads=None, head_dim_ckv=None,
+        head_dim_kpe=None, page_size=None, causal=None, sm_scale=None, q_data_type=None, kv_data_type=None,
+        use_profiler=False, *, metadata=None, cum_seq_lens_q=None, block_tables=None, seq_lens=None, max_q_len=None,
+        query_layout=None, kv_cache_layout=None, lse_mode="none", output_dtype=None, output_scale="none",
+        scale_mode="default", skip_softmax=False, enable_pdl=None, use_sinks=False,
+    ):  # fmt: skip
+        check_ints(qo_indptr, kv_indptr, size=len(kv_len_arr) + 1)
+        check_ints(kv_len_arr, size=len(kv_len_arr))
+        assert (head_dim_ckv, head_dim_kpe) == (512, 64)
+        self._keep("_starts", qo_indptr)
+        self._keep("_indptr", kv_indptr)
+        self._keep("_indices", kv_indices, len(kv_indices))
+        self._keep("_lens", kv_len_arr)
+        self._options = {"sm_scale": sm_scale, "causal": causal}
+        self._page = page_size
+        self.standins.note("mla_plan", self._options)
+
+    def run(
+        self, q_nope=None, q_pe=None, ckv_cache=None, kpe_cache=None, out=None, lse=None, return_lse=False,
+        profiler_buffer=None, kv_len=None, page_table=None, return_lse_base_on_e=False, o_scale=None, *, query=None,
+        kv_cache=None, ckv_scale=None, ckv_scale_arr=None, kpe_scale=None, sinks=None,
+        skip_softmax_threshold_scale_factor=None, bmm1_scale=None, bmm2_scale=None,
+    ):  # fmt: skip
+        self.standins.enter("mla_run", locals(), self._workspace)
+        assert q_nope.is_contiguous()
+        assert q_pe.is_contiguous()
+        assert ckv_cache.shape[1:] == (self._page, 512)
+        assert kpe_cache.shape[1:] == (self._page, 64)
+        query = torch.cat((q_nope, q_pe), dim=-1)
+        rows = torch.cat((ckv_cache, kpe_cache), dim=-1)[:, :, None]
+        starts, lens = self._starts.tolist(), self._lens.tolist()
+        return self._run(query, (rows, ckv_cache[:, :, None]), starts, lens, self._indptr.tolist(), self._indices,
+                         self._options)  # fmt: skip

@@ -1,0 +1,136 @@
+"""Choosing an attention back end: by name, by `auto`, and what is refused by name."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from attention import (
+    AttentionShape,
+    MLAShape,
+    UBatchAttention,
+    attention_backends,
+    make_attention_backend,
+    make_kv_cache,
+    register_attention_backend,
+    resolve_attention_backend,
+)
+from attention.backends import registry
+from attention.backends.base import BackendTraits
+from attention.backends.torch_sdpa import TorchAttentionBackend
+from ubatch import ConfigError
+
+MHA = AttentionShape(4, 2, 16)
+MLA = MLAShape(4, 8, 16, 8, 16)
+
+
+def cache_of(shape: AttentionShape | MLAShape, *, fp8: bool = False, block_size: int = 16):
+    return make_kv_cache(shape.cache_spec(1, block_size, torch.float32, fp8=fp8), 4)
+
+
+class Plain(TorchAttentionBackend):
+    """Can do nothing beside plain attention over pages of 32."""
+
+    name = "plain"
+    traits = BackendTraits(devices=("cpu",), block_sizes=(32, 64))
+
+
+class Elsewhere(Plain):
+    name = "elsewhere"
+    traits = replace(Plain.traits, devices=("cuda",))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def known() -> None:
+    register_attention_backend("test_plain", f"{__name__}:Plain")
+    register_attention_backend("test_elsewhere", f"{__name__}:Elsewhere")
+
+
+def test_names_are_those_of_the_flag() -> None:
+    assert {"auto", "torch", "triton", "flashinfer", "trtllm_mha", "trtllm_mla"} <= set(attention_backends())
+    assert not {"torch_mla", "flashinfer_mla"} & set(attention_backends())
+
+
+@pytest.mark.parametrize(("shape", "name"), [(MHA, "torch"), (MLA, "torch_mla")])
+def test_one_name_serves_both_kinds_of_attention(shape: AttentionShape | MLAShape, name: str) -> None:
+    cache = cache_of(shape)
+    assert resolve_attention_backend("auto", shape, cache) == "torch"
+    assert make_attention_backend("auto", shape, cache).name == name
+    assert list(UBatchAttention(shape, cache).memory()) == [f"whole/{name}"]
+
+
+def test_auto_passes_over_what_this_model_cannot_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ["test_elsewhere", "test_plain", "torch"]
+    monkeypatch.setattr(registry, "_candidates", lambda shape, device: names)
+    assert resolve_attention_backend("auto", MHA, cache_of(MHA, block_size=32)) == "test_plain"
+    assert resolve_attention_backend("auto", MHA, cache_of(MHA, block_size=16)) == "torch"
+    windowed = replace(MHA, sliding_window=4)
+    assert resolve_attention_backend("auto", windowed, cache_of(windowed, block_size=32)) == "torch"
+    assert resolve_attention_backend("test_elsewhere", MHA, cache_of(MHA)) == "test_elsewhere"
+
+
+@pytest.mark.parametrize(
+    ("capability", "mha", "mla"),
+    [
+        ((8, 0), ["flashinfer", "triton", "torch"], ["flashinfer", "torch"]),
+        ((9, 0), ["flashinfer", "triton", "torch"], ["flashinfer", "torch"]),
+        ((10, 0), ["trtllm_mha", "flashinfer", "triton", "torch"], ["trtllm_mla", "flashinfer", "torch"]),
+        ((10, 3), ["trtllm_mha", "flashinfer", "triton", "torch"], ["trtllm_mla", "flashinfer", "torch"]),
+        ((12, 0), ["flashinfer", "triton", "torch"], ["flashinfer", "torch"]),
+    ],
+)
+def test_auto_prefers_the_fastest_kernels_that_the_gpu_has(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], mha: list[str], mla: list[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(registry.importlib.util, "find_spec", lambda name: object())
+    gpu = torch.device("cuda")
+    assert (registry._candidates(MHA, gpu), registry._candidates(MLA, gpu)) == (mha, mla)
+    monkeypatch.setattr(registry.importlib.util, "find_spec", lambda name: None)
+    assert registry._candidates(MHA, gpu) == registry._candidates(MLA, gpu) == ["torch"]
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "cache", "message"),
+    [
+        ("torhc", MHA, {}, r"unknown attention back end 'torhc'; did you mean 'torch'\?"),
+        ("test_elsewhere", MHA, {"block_size": 32}, "'test_elsewhere' runs on cuda, not on cpu"),
+        ("test_plain", MHA, {"block_size": 16}, "'test_plain' takes pages of 32, 64 tokens, not 16"),
+        ("test_plain", MHA, {"block_size": 32, "fp8": True}, "'test_plain' cannot read an fp8 cache"),
+        ("test_plain", MLA, {"block_size": 32}, "'test_plain' has no multi-head latent attention"),
+        ("torch_mla", MHA, {}, "'torch_mla' has only multi-head latent attention"),
+        ("test_plain", replace(MHA, sinks=True), {"block_size": 32}, "'test_plain' has no sinks"),
+        ("test_plain", replace(MHA, soft_cap=3.0), {"block_size": 32}, "'test_plain' has no soft_cap"),
+        ("test_plain", replace(MHA, sliding_window=3), {"block_size": 32}, "'test_plain' has no sliding_window"),
+    ],
+)
+def test_what_a_back_end_lacks_is_refused_by_name(
+    name: str, shape: AttentionShape | MLAShape, cache: dict[str, int], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make_attention_backend(name, shape, cache_of(shape, **cache))  # type: ignore[arg-type]
+
+
+def test_shape_and_cache_must_fit() -> None:
+    with pytest.raises(ConfigError, match="make both from the same model config"):
+        make_attention_backend("torch", MHA, cache_of(AttentionShape(4, 4, 16)))
+    with pytest.raises(ConfigError, match="cannot run in a CUDA graph"):
+        make_attention_backend("torch", MHA, cache_of(MHA)).replan(None, None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_heads": 0}, "num_heads must be at least 1, not 0"),
+        ({"num_kv_heads": 3}, "4 query heads cannot share 3"),
+        ({"sliding_window": 0}, "sliding_window must be at least 1 or None, not 0"),
+        ({"soft_cap": 0.0}, "soft_cap must be positive or None, not 0.0"),
+    ],
+)
+def test_shapes_that_cannot_be(options: dict[str, float], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        replace(MHA, **options)
+    with pytest.raises(ConfigError, match="kv_lora_rank must be at least 1"):
+        replace(MLA, kv_lora_rank=0)

@@ -1,0 +1,43 @@
+"""Every Triton kernel of attention compiles for a Hopper GPU, on a machine that has none."""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton", reason="Triton is not installed; `make test` installs it")
+
+TESTS = Path(__file__).resolve().parent
+KERNELS = TESTS.parent / "attention" / "kernels"
+HOPPER, SHARED_MEMORY = "90", 227 << 10
+
+
+def launched_kernels() -> set[str]:
+    """Functions named `_..._kernel` in the package's sources."""
+    functions = (
+        node.name
+        for path in KERNELS.glob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef)
+    )
+    return {name for name in functions if name.endswith("_kernel")}
+
+
+def test_every_kernel_compiles_for_a_gpu_and_fits_its_shared_memory(tmp_path: Path) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", str(TESTS / "compile_triton.py"), HOPPER],
+        env=environment | {"TRITON_CACHE_DIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    shared = [line.split() for line in done.stdout.splitlines()]
+    assert {name for name, _ in shared} == launched_kernels()
+    assert all(int(size) <= SHARED_MEMORY for _, size in shared)

@@ -1,0 +1,201 @@
+"""Each Triton kernel of attention beside the slow way to say the same."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from attention_batches import Batch, make_batch
+from torch import Tensor
+from triton_batches import DEVICE, moved, moved_cache, numbers
+
+from attention import AttentionShape, CommonAttentionMetadata, KVCacheSpec, PagedKVCache, RequestToTokenTable
+from attention import lse as torch_lse
+from attention.kernels.cache import read_page_table, write_kv
+from attention.kernels.decode import DecodeSplits, decode_attention
+from attention.kernels.merge import merge_states
+from attention.kernels.planning import num_tiles, plan_mask_offsets, plan_tiles
+from attention.kernels.prefill import prefill_attention
+from attention.kernels.ragged import pad_ragged, unpad_ragged
+from attention.kernels.tile import PagedBatch, TileSize
+from ubatch import ForwardMode
+
+
+def paged(metadata: CommonAttentionMetadata) -> PagedBatch:
+    there = moved(metadata)
+    return PagedBatch(there.num_reqs, there.query_start_loc, there.seq_lens, there.block_table)
+
+
+def dense_state(batch: Batch, request: int) -> tuple[Tensor, Tensor]:
+    """Output `[L, heads, d]` and LSE `[L, heads]` of one request, from its keys laid out one after the other."""
+    cache, metadata = batch.new_cache(), batch.metadata
+    cache.write(0, batch.k, batch.v, cache.write_slots(metadata.slot_mapping))
+    rows = slice(*metadata.query_start_loc_cpu[request : request + 2])
+    length, queries = metadata.seq_lens_cpu[request], metadata.query_lens_cpu[request]
+    blocks = metadata.block_table[request, : batch.spec.blocks_for(length)].long()
+    keys, values = (pool[blocks].flatten(0, 1)[:length] for pool in (cache.keys(0), cache.values(0)))
+    hidden = torch.arange(length) > torch.arange(length - queries, length)[:, None]
+    out, lse = torch_lse.softmax_attention(
+        batch.q[rows].transpose(0, 1)[None],
+        keys.transpose(0, 1)[None],
+        values.transpose(0, 1)[None],
+        scale=batch.shape.softmax_scale,
+        mask=torch.zeros(hidden.shape).masked_fill(hidden, -torch.inf)[None, None],
+        sinks=batch.sinks,
+    )
+    return out[0].transpose(0, 1), lse[0].transpose(0, 1)
+
+
+@pytest.mark.parametrize("fp8", [False, True], ids=["fp32", "fp8"])
+@pytest.mark.parametrize("heads", [(4, 2, 8), (3, 3, 24)], ids=["pow2", "odd"])
+def test_keys_and_values_are_written_and_padding_is_not(fp8: bool, heads: tuple[int, int, int]) -> None:
+    batch = make_batch([(3, 2), (0, 4)], heads=heads, num_layers=2, padding=2, fp8=fp8)
+    cache, expected = moved_cache(batch), batch.new_cache()
+    real = batch.metadata.slot_mapping >= 0
+    slots = batch.metadata.slot_mapping.to(DEVICE)
+    write_kv(cache, 1, 3 * batch.k.to(DEVICE), 3 * batch.v.to(DEVICE), slots)
+    expected.write(1, 3 * batch.k[real], 3 * batch.v[real], batch.metadata.slot_mapping[real])
+    for pool, expected_pool in ((cache.key_pool, expected.key_pool), (cache.value_pool, expected.value_pool)):
+        # The hidden block and the other layer, too. As numbers, because fp8 has a zero with a sign.
+        assert torch.equal(numbers(pool.memory), numbers(expected_pool.memory))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_fp8_numbers_are_rounded_and_saturated_as_in_torch(dtype: torch.dtype) -> None:
+    edges = torch.tensor([0.0, 1e-4, 447.0, -1e4, 1e4, 2.0**-9, 2.0**-10, 1.9375])
+    k = torch.cat((torch.randn(1024) * 10, torch.randn(512) / 100, edges)).to(dtype).view(-1, 1, 8)
+    slots = torch.arange(len(k))
+    spec = KVCacheSpec(1, 1, 8, block_size=1, fp8=True)
+    cache, expected = (PagedKVCache(spec, len(k), device) for device in (DEVICE, "cpu"))
+    for each in (cache, expected):
+        each.set_scales(0, 1.0, 0.25)  # powers of two: dividing by them rounds nothing in any dtype
+    write_kv(cache, 0, k.to(DEVICE), k.to(DEVICE), slots.to(DEVICE))
+    expected.write(0, k, k, slots)
+    assert torch.equal(numbers(cache.key_pool.memory), numbers(expected.key_pool.memory))
+    assert torch.equal(numbers(cache.value_pool.memory), numbers(expected.value_pool.memory))
+
+
+@pytest.mark.parametrize("block_size", [1, 4, 16])
+def test_the_page_table_is_the_slots_read_with_a_stride(block_size: int) -> None:
+    table = RequestToTokenTable(4, 20, block_size)
+    rows = [table.add_row() for _ in range(4)]
+    for row, blocks in zip(rows, ([3, 1, 17], [0], [9, 8, 7, 6, 5], []), strict=True):
+        table.append(row, blocks)
+    order = [rows[2], rows[0], rows[3], rows[1]]
+    expected = table.page_table(order)
+    found = torch.full((4, 7), -1, dtype=torch.int32, device=DEVICE)
+    read_page_table(
+        found,
+        table._slots.to(DEVICE),
+        torch.tensor(order, device=DEVICE),
+        torch.tensor([4 * block_size + 1, 3 * block_size, 0, 1], dtype=torch.int32, device=DEVICE),
+        block_size,
+    )
+    assert torch.equal(found[:, :5].cpu(), expected)
+    assert not found[:, 5:].any()
+
+
+@pytest.mark.parametrize("row", [(2, 8), (3, 5), (1200,)], ids=["pow2", "odd", "several blocks"])
+def test_ragged_requests_are_padded_and_unpadded(row: tuple[int, ...]) -> None:
+    lens = [3, 0, 1, 4]
+    starts = torch.tensor([0, 3, 3, 4, 8], dtype=torch.int32, device=DEVICE)
+    x = torch.randn(10, row[0] + 1, *row[1:], device=DEVICE)[:, 1:]  # strided; two rows are nobody's
+    expected = torch.zeros(4, 5, *row, device=DEVICE)
+    for request, (start, length) in enumerate(zip(starts.tolist(), lens, strict=False)):
+        expected[request, :length] = x[start : start + length]
+    padded = pad_ragged(x, starts, 5)
+    assert torch.equal(padded, expected)
+    ragged = unpad_ragged(padded, starts, 10)
+    assert torch.equal(ragged[:8], x[:8])
+    assert not ragged[8:].any()
+    kept = torch.full((10, *row), 7.0, device=DEVICE)
+    assert unpad_ragged(padded, starts, 10, kept) is kept
+    assert torch.equal(kept[:8], x[:8])
+    assert (kept[8:] == 7).all()
+
+
+@pytest.mark.parametrize("lens", [[1], [4, 8, 3], [0, 13, 1, 0, 5], [200, 1, 7]])
+@pytest.mark.parametrize(("queries_per_tile", "min_queries"), [(4, 1), (5, 2), (16, 1)])
+def test_tiles_cover_every_query_once(lens: list[int], queries_per_tile: int, min_queries: int) -> None:
+    starts = torch.tensor([0, *torch.tensor(lens).cumsum(0)], dtype=torch.int32, device=DEVICE)
+    tiles = torch.full((num_tiles(len(lens), sum(lens), queries_per_tile), 2), 99, dtype=torch.int32, device=DEVICE)
+    plan_tiles(tiles, starts, len(lens), queries_per_tile, min_queries)
+    found = sorted((request, first) for request, first in tiles.tolist() if request >= 0)
+    wanted = [(r, first) for r, n in enumerate(lens) if n >= min_queries for first in range(0, n, queries_per_tile)]
+    assert found == wanted
+
+
+def test_tree_masks_are_found_behind_those_of_earlier_requests() -> None:
+    batch = make_batch([(7, 3), (2, 3), (11, 3), (0, 0)], drafts="tree")
+    verify = batch.metadata.spec_verify
+    assert verify is not None
+    offsets = torch.full((4,), -1, dtype=torch.int64, device=DEVICE)
+    plan_mask_offsets(offsets, batch.metadata.seq_lens.to(DEVICE), 4, verify.num_draft_tokens)
+    assert tuple(offsets.tolist()) == verify.mask_offsets
+
+
+@pytest.mark.parametrize("sinks", [False, True], ids=["plain", "sinks"])
+@pytest.mark.parametrize("num_splits", [1, 2, 5])
+def test_split_decode_gives_output_and_lse(num_splits: int, sinks: bool) -> None:
+    """Also with more splits than keys; a request with more queries is left alone."""
+    requests = [(50, 1), (3, 1), (8, 3), (20, 2)]
+    batch = make_batch(requests, shape=AttentionShape(4, 2, 8, sinks=sinks), mode=ForwardMode.MIXED)
+    cache = moved_cache(batch)
+    write_kv(cache, 0, batch.k.to(DEVICE), batch.v.to(DEVICE), batch.metadata.slot_mapping.to(DEVICE))
+    out, lse = torch.full((7, 4, 8), 7.0, device=DEVICE), torch.full((7, 4), 7.0, device=DEVICE)
+    splits = DecodeSplits(2, num_splits)
+    workspace = torch.full((splits.workspace_numbers(batch.shape, 4),), torch.nan, device=DEVICE)
+    given = None if batch.sinks is None else batch.sinks.to(DEVICE)
+    decode_attention(
+        batch.q.to(DEVICE), out, batch.shape, cache, 0, paged(batch.metadata), splits, workspace, given, lse
+    )
+    for request, rows in ((0, slice(0, 1)), (1, slice(1, 2)), (3, slice(5, 7))):
+        expected_out, expected_lse = dense_state(batch, request)
+        torch.testing.assert_close(out[rows].cpu(), expected_out, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(lse[rows].cpu(), expected_lse, atol=1e-5, rtol=1e-5)
+    assert (out[2:5] == 7).all()
+    assert (lse[2:5] == 7).all()
+
+
+@pytest.mark.parametrize("sinks", [False, True], ids=["plain", "sinks"])
+def test_paged_prefill_gives_output_and_lse(sinks: bool) -> None:
+    """Behind prefixes, over several tiles of queries and keys; requests without a tile are left alone."""
+    batch = make_batch([(37, 9), (5, 1), (0, 18)], shape=AttentionShape(4, 2, 8, sinks=sinks))
+    cache, size = moved_cache(batch), TileSize.prefill(batch.shape, torch.float32)
+    write_kv(cache, 0, batch.k.to(DEVICE), batch.v.to(DEVICE), batch.metadata.slot_mapping.to(DEVICE))
+    out, lse = torch.full((28, 4, 8), 7.0, device=DEVICE), torch.full((28, 4), 7.0, device=DEVICE)
+    there, queries = paged(batch.metadata), size.queries(batch.shape)
+    tiles = torch.zeros(num_tiles(3, 28, queries), 2, dtype=torch.int32, device=DEVICE)
+    plan_tiles(tiles, there.query_start_loc, 3, queries, min_queries=2)
+    given = None if batch.sinks is None else batch.sinks.to(DEVICE)
+    prefill_attention(batch.q.to(DEVICE), out, batch.shape, cache, 0, there, tiles, size, given, lse)
+    for request, rows in ((0, slice(0, 9)), (2, slice(10, 28))):
+        expected_out, expected_lse = dense_state(batch, request)
+        torch.testing.assert_close(out[rows].cpu(), expected_out, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(lse[rows].cpu(), expected_lse, atol=1e-5, rtol=1e-5)
+    assert (out[9] == 7).all()
+    assert (lse[9] == 7).all()
+
+
+def test_merged_states_are_the_attention_over_all_keys() -> None:
+    q, k, v = torch.randn(1, 3, 7, 24), torch.randn(1, 3, 11, 24), torch.randn(1, 3, 11, 24)
+    whole, left, right = (
+        torch_lse.softmax_attention(q, k[:, :, keys], v[:, :, keys], scale=0.3)
+        for keys in (slice(0, 11), slice(0, 4), slice(4, 11))
+    )
+    out, lse, other, other_lse = (x.contiguous().to(DEVICE) for x in (*left, *right))
+    merge_states(out, lse, other, other_lse)
+    torch.testing.assert_close(out.cpu(), whole[0], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(lse.cpu(), whole[1], atol=1e-5, rtol=1e-5)
+
+
+def test_a_state_that_saw_nothing_weighs_nothing_whatever_it_holds() -> None:
+    out, other = torch.randn(2, 4, 8)
+    lse, other_lse = torch.tensor([1.0, -torch.inf, 2.0, -torch.inf]), torch.tensor([-torch.inf, 3.0, 1.0, -torch.inf])
+    out[1], other[0] = torch.nan, torch.inf
+    expected_out, expected_lse = torch_lse.merge_states(out, lse, other, other_lse)
+    there = [x.to(DEVICE) for x in (out.clone(), lse.clone(), other, other_lse)]
+    merge_states(*there)
+    torch.testing.assert_close(there[0].cpu(), expected_out)
+    torch.testing.assert_close(there[1].cpu(), expected_lse)
+    assert torch.equal(there[0][0].cpu(), out[0])
+    assert not there[0][3].any()

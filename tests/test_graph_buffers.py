@@ -1,0 +1,158 @@
+"""Graph buffers: right values at addresses that never move, without a single allocation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from attention_batches import make_batch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from attention import CommonAttentionMetadata, GraphLimits
+from attention.graph_buffers import GraphBuffers
+from ubatch import ConfigError
+
+BLOCK_SIZE = 4
+HIDDEN_SLOT = 4000
+LIMITS = GraphLimits(max_reqs=6, max_tokens=20, max_seq_len=40)
+STATIC = ("query_start_loc", "seq_lens", "block_table", "slot_mapping")
+
+
+class CountAllocations(TorchDispatchMode):
+    """Names the operations that return a tensor whose memory no argument of theirs has: the ones that allocate.
+
+    That counts what an operation returns on the arguments' device. Room that a kernel takes for itself and gives back
+    before it returns is not seen; none of the operations used here needs any.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.allocating: list[str] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        given = memory_of((args, kwargs))
+        result = func(*args, **(kwargs or {}))
+        if memory_of(result) - given:
+            self.allocating.append(str(func))
+        return result
+
+
+def memory_of(arguments: Any) -> set[int]:
+    """Addresses of the memory that the tensors and storages in there have."""
+    leaves = torch.utils._pytree.tree_leaves(arguments)
+    storages = [x.untyped_storage() if isinstance(x, torch.Tensor) else x for x in leaves]
+    return {x.data_ptr() for x in storages if isinstance(x, torch.UntypedStorage) and x.nbytes()}
+
+
+def new_buffers(limits: GraphLimits = LIMITS, seq_len_fill: int = 1) -> GraphBuffers:
+    return GraphBuffers(limits, BLOCK_SIZE, "cpu", hidden_slot=HIDDEN_SLOT, seq_len_fill=seq_len_fill)
+
+
+def batch_of(*requests: tuple[int, int], padding: int = 0, seed: int = 0) -> CommonAttentionMetadata:
+    return make_batch(requests, block_size=BLOCK_SIZE, padding=padding, seed=seed).metadata
+
+
+def check_filled(buffers: GraphBuffers, metadata: CommonAttentionMetadata, num_reqs: int, num_tokens: int) -> None:
+    """What a kernel reads is the batch, and everything else is harmless."""
+    starts = buffers.query_start_loc[: num_reqs + 1].tolist()
+    lengths = buffers.seq_lens[:num_reqs].tolist()
+    for request in range(num_reqs):
+        row = buffers.block_table[request].tolist()
+        queries = metadata.query_lens_cpu[request] if request < metadata.num_reqs else 0
+        assert starts[request + 1] - starts[request] == queries
+        if not queries:
+            assert lengths[request] == buffers.seq_len_fill
+            assert not any(row)
+            continue
+        blocks = -(-lengths[request] // BLOCK_SIZE)
+        assert lengths[request] == metadata.seq_lens_cpu[request]
+        assert row[:blocks] == metadata.block_table[request, :blocks].tolist()
+        assert not any(row[blocks:])
+    wanted = [slot if slot >= 0 else HIDDEN_SLOT for slot in metadata.slot_mapping.tolist()]
+    assert buffers.slot_mapping[:num_tokens].tolist() == wanted + [HIDDEN_SLOT] * (num_tokens - len(wanted))
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    [
+        batch_of((5, 1), (9, 1), (2, 1)),
+        batch_of((30, 3), (0, 7), padding=4),
+        batch_of((8, 2), (0, 0), (0, 0), padding=2),
+        batch_of((39, 1)),
+        batch_of((0, 0)),
+        batch_of(),
+    ],
+    ids=["decode", "ragged", "padding requests", "as long as allowed", "only padding", "nothing"],
+)
+def test_a_padded_batch_is_what_kernels_read(metadata: CommonAttentionMetadata) -> None:
+    buffers = new_buffers(seq_len_fill=3)
+    buffers.block_table.fill_(77)  # as if left from an earlier batch
+    buffers.fill(metadata, 5, 18)
+    check_filled(buffers, metadata, 5, 18)
+
+
+def test_nothing_of_an_earlier_batch_remains() -> None:
+    buffers = new_buffers()
+    for seed, requests in enumerate([[(39, 1)] * 6, [(3, 1)], [(20, 4), (1, 1)], [(39, 1)] * 2]):
+        metadata = batch_of(*requests, seed=seed)
+        buffers.fill(metadata, 6, 12)
+        check_filled(buffers, metadata, 6, 12)
+
+
+def test_filling_moves_no_pointer_and_allocates_nothing() -> None:
+    buffers = new_buffers()
+    batches = [batch_of((5, 1), (9, 1), (2, 1)), batch_of((30, 3), (0, 7), (0, 0), padding=4), batch_of((39, 1))]
+    before = {name: getattr(buffers, name).data_ptr() for name in STATIC}
+    size = buffers.nbytes
+    with CountAllocations() as counted:
+        for metadata in batches:
+            buffers.fill(metadata, 6, 20)
+    assert counted.allocating == []
+    assert {name: getattr(buffers, name).data_ptr() for name in STATIC} == before
+    assert buffers.nbytes == size
+
+
+def test_the_counter_sees_an_allocation() -> None:
+    x = torch.zeros(3)
+    with CountAllocations() as counted:
+        x.add_(1)
+        torch.add(x, 1, out=x)
+        x[:2].fill_(0)
+        assert counted.allocating == []
+        _ = x + 1
+    assert len(counted.allocating) == 1
+
+
+@pytest.mark.parametrize(
+    ("metadata", "num_reqs", "num_tokens", "complaint"),
+    [
+        (batch_of((5, 1), (9, 1)), 1, 4, "1 requests cannot run a batch of 2"),
+        (batch_of((5, 3)), 2, 2, "2 tokens cannot run a batch of 3"),
+        (batch_of((5, 1)), 7, 7, "7 requests exceeds"),
+        (batch_of((5, 1)), 6, 21, "21 tokens exceeds"),
+        (batch_of((40, 1)), 2, 2, "41 tokens in a request exceeds"),
+    ],
+)
+def test_what_does_not_fit_is_refused(
+    metadata: CommonAttentionMetadata, num_reqs: int, num_tokens: int, complaint: str
+) -> None:
+    buffers = new_buffers()
+    before = buffers.slot_mapping.clone()
+    with pytest.raises(ConfigError, match=complaint):
+        buffers.fill(metadata, num_reqs, num_tokens)
+    assert torch.equal(buffers.slot_mapping, before)
+
+
+def test_limits_below_one_are_refused() -> None:
+    with pytest.raises(ConfigError, match="max_seq_len must be at least 1, not 0"):
+        new_buffers(GraphLimits(1, 1, 0))
+
+
+def test_bytes_are_counted() -> None:
+    limits = GraphLimits(max_reqs=3, max_tokens=5, max_seq_len=17)  # 5 blocks
+    tables = 3 * 5 * (4 + 1) + 5 * 4
+    assert new_buffers(limits).nbytes == tables + (3 + 1) * 4 + 2 * 3 * 4 + 5 * (8 + 1)

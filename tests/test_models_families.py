@@ -1,0 +1,73 @@
+"""What the families' configs can say: logits of a prefill against transformers, for every branch a config opens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import LATENT, load_reference, make_checkpoint, reference_logits
+from model_checks import PROMPTS, admitted, all_logits, check_prefill
+from safetensors import safe_open
+
+from model_runner import ModelRunner, ScheduledRequest
+
+LINEAR = {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 4.0}
+YARN = {"rope_type": "yarn", "rope_theta": 50_000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+PLAIN = {"rope_type": "default", "rope_theta": 10_000.0}
+BF16 = {"max_shard_size": "30KB", "dtype": torch.bfloat16}
+
+
+@pytest.mark.parametrize(
+    ("family", "overrides"),
+    [
+        ("Llama", {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 4, "head_dim": None}),
+        ("Llama", {"rope_parameters": LINEAR, "tie_word_embeddings": True, "rms_norm_eps": 1e-3}),
+        ("Llama", {"rope_parameters": {**YARN, "attention_factor": 0.7}, "num_key_value_heads": 1, **BF16}),
+        ("Qwen3", {"attention_bias": True, "rope_parameters": YARN, "rms_norm_eps": 1e-3}),
+        ("Qwen3", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 0, **BF16}),
+        ("Mixtral", {"sliding_window": 5, "num_experts_per_tok": 1, "head_dim": None}),
+        ("Mixtral", {"rope_parameters": None, "tie_word_embeddings": True, **BF16}),
+        ("DeepseekV2", {"topk_method": "greedy", "n_group": None, "topk_group": None, "q_lora_rank": None}),
+        ("DeepseekV2", {"attention_bias": True, "rope_parameters": PLAIN, "n_shared_experts": 1, **BF16}),
+        ("DeepseekV2", {"q_lora_rank": None, "attention_bias": True, "first_k_dense_replace": 0, "rms_norm_eps": 1e-2}),
+        ("DeepseekV3", {"norm_topk_prob": False, "rope_interleave": False, "attention_bias": True}),
+        ("DeepseekV3", {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 3, "rope_parameters": PLAIN}),
+        ("DeepseekV3", {"n_routed_experts": 16, "topk_group": 1, "q_lora_rank": None, **BF16}),
+        ("DeepseekV3", {"rope_parameters": {**LATENT["rope_parameters"], "mscale_all_dim": 0.0}}),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else value,
+)
+def test_prefill_logits(tmp_path: Path, family: str, overrides: dict[str, Any]) -> None:
+    check_prefill(make_checkpoint(tmp_path, family, **overrides))
+
+
+def test_a_model_in_bf16_stays_near_its_reference(tmp_path: Path) -> None:
+    """Compute in bf16, of a checkpoint in bf16: near the fp32 model, and the gate is not rounded."""
+    path = make_checkpoint(tmp_path, "DeepseekV3", dtype=torch.bfloat16)
+    with ModelRunner(path, num_kv_blocks=64, dtype=torch.bfloat16) as runner:
+        mlp: Any = runner.model.get_submodule("layers.1.mlp")
+        assert (mlp.gate.dtype, mlp.correction_bias.dtype) == (torch.float32, torch.float32)
+        assert mlp.kernel.experts.w13.dtype == torch.bfloat16
+        assert runner.kv_cache.spec.dtype == torch.bfloat16
+        requests = admitted(runner, PROMPTS)
+        got = all_logits(runner, [ScheduledRequest(request, request.num_tokens) for request in requests])
+    reference = load_reference(path)
+    wanted = torch.cat([reference_logits(reference, prompt) for prompt in PROMPTS])
+    assert got.dtype == torch.bfloat16
+    error = (got.float() - wanted).abs()
+    assert error.median() < 0.02 * wanted.abs().max()  # a token that bf16 sends to another expert may be far off
+
+
+def test_deepseek_keeps_one_latent_per_token(tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path, "DeepseekV2")
+    with ModelRunner(path, num_kv_blocks=8) as runner:
+        assert runner.kv_cache.spec.numbers_per_token == LATENT["kv_lora_rank"] + LATENT["qk_rope_head_dim"]
+
+
+def test_mixtral_checkpoints_have_the_published_names(tmp_path: Path) -> None:
+    """What the oracle wrote is what the hub has: otherwise this package would read its own dialect only."""
+    path = make_checkpoint(tmp_path, "Mixtral")
+    with safe_open(path / "model.safetensors", framework="pt") as file:
+        assert "model.layers.0.block_sparse_moe.experts.7.w3.weight" in set(file.keys())

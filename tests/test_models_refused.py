@@ -1,0 +1,172 @@
+"""Checkpoints that no family can run: refused by name, before any weight is read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoints import FAMILIES
+
+from attention import MLAShape
+from model_runner import CheckpointError, UnknownArchitecture, known_architectures, model_class
+from model_runner.hf_config import HFConfig
+from model_runner.models import DecoderConfig, Rope
+from model_runner.models.rope import YarnRope
+from moe import SigmoidTopKRouter
+from ubatch import ConfigError
+
+
+def read(family: str, **changes: Any) -> Any:
+    """The config of a family's small checkpoint, with changes; `...` removes an entry."""
+    values = {"n_group": 1, "topk_group": 1, **FAMILIES[family], **changes}
+    config = HFConfig({key: value for key, value in values.items() if value is not ...}, Path("config.json"))
+    kind = model_class(f"{family}ForCausalLM", config)
+    return kind.read_config(config, HFConfig({}, Path("generation_config.json")))
+
+
+def test_every_family_is_known_and_reads_its_config() -> None:
+    assert {f"{family}ForCausalLM" for family in FAMILIES} <= set(known_architectures())
+    for family in FAMILIES:
+        config = read(family)
+        assert isinstance(config, DecoderConfig)
+        assert (config.moe is None) == (config.num_experts == 0) == (config.num_experts_per_tok == 0)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "message"),
+    [
+        ("Llama", {"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+        ("Llama", {"mlp_bias": "yes"}, "mlp_bias is 'yes'"),
+        ("Llama", {"head_dim": 15}, "head_dim is 15.*even"),
+        ("Llama", {"num_key_value_heads": 3}, "a divisor of its 4 attention heads"),
+        ("Llama", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config is 'fp8'.*not quantised"),
+        (
+            "Qwen3",
+            {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2},
+            "the same attention in all",
+        ),
+        (
+            "Qwen3",
+            {
+                "use_sliding_window": True,
+                "sliding_window": 8,
+                "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+            },
+            "layer_types is .*the same attention in all layers",
+        ),
+        ("Mixtral", {"num_experts_per_tok": 9}, "num_experts_per_tok is 9.*at most its 8 experts"),
+        ("Mixtral", {"num_local_experts": ...}, "has no 'num_experts' or 'num_local_experts'"),
+        ("Mixtral", {"sliding_window": 0}, "sliding_window is 0"),
+        ("DeepseekV2", {"topk_method": "noaux_tc"}, "topk_method is 'noaux_tc'.*'group_limited_greedy'"),
+        ("DeepseekV2", {"scoring_func": "sigmoid"}, "scoring_func is 'sigmoid'"),
+        ("DeepseekV2", {"norm_topk_prob": True}, "norm_topk_prob is True"),
+        ("DeepseekV2", {"n_group": 3}, "n_group is 3.*a divisor of its 8 experts"),
+        ("DeepseekV2", {"topk_group": 1}, "topk_group is 1.*enough for 3 experts per token"),
+        ("DeepseekV2", {"topk_group": 5}, "topk_group is 5.*at most its 4 groups"),
+        ("DeepseekV2", {"qk_rope_head_dim": 7}, "qk_rope_head_dim is 7.*even"),
+        ("DeepseekV2", {"n_shared_experts": ...}, "has no 'n_shared_experts'"),
+        ("DeepseekV3", {"topk_method": "greedy"}, "topk_method is 'greedy'"),
+        ("DeepseekV3", {"scoring_func": "softmax"}, "scoring_func is 'softmax'"),
+        ("DeepseekV3", {"first_k_dense_replace": ...}, "has no 'first_k_dense_replace'"),
+        ("DeepseekV3", {"routed_scaling_factor": 0.0}, r"routed_scaling_factor is 0\.0"),
+        ("DeepseekV3", {"quantization_config": {"quant_method": "fp8", "fmt": "e4m3"}}, "not quantised"),
+    ],
+)
+def test_configs_that_cannot_be(family: str, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        read(family, **changes)
+
+
+def test_what_configs_of_the_hub_say_beside() -> None:
+    """Entries of published configs that transformers does not write."""
+    published = {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1}
+    assert read("DeepseekV3", **published) == read("DeepseekV3")
+    every_second = read("DeepseekV3", num_hidden_layers=6, moe_layer_freq=2)
+    assert every_second.moe.layers == {2, 4}
+    kv_only = {"quant_method": "compressed-tensors", "config_groups": {}, "kv_cache_scheme": {"num_bits": 8}}
+    assert read("Llama", quantization_config=kv_only) == read("Llama")
+    assert read("Qwen3", sliding_window=8) == read("Qwen3"), "a window that is switched off"
+    assert read("Mixtral", num_key_value_heads=...).attention.num_kv_heads == 4
+
+
+def test_what_families_assume_where_a_config_is_silent() -> None:
+    silent = {"rope_parameters": ..., "rms_norm_eps": ...}
+    assert read("Mixtral", **silent).rope == Rope(1_000_000.0)
+    assert read("Mixtral", **silent).rms_norm_eps == 1e-5
+    for family in ("Llama", "Qwen3", "Qwen3Moe", "DeepseekV2", "DeepseekV3"):
+        assert read(family, **silent).rope == Rope(10_000.0)
+        assert read(family, **silent).rms_norm_eps == 1e-6
+
+
+def test_the_published_config_of_deepseek_v3() -> None:
+    """Its names are older than transformers 5, and some are its own."""
+    published = {
+        "first_k_dense_replace": 3,
+        "hidden_act": "silu",
+        "hidden_size": 7168,
+        "intermediate_size": 18432,
+        "kv_lora_rank": 512,
+        "max_position_embeddings": 163840,
+        "moe_intermediate_size": 2048,
+        "moe_layer_freq": 1,
+        "n_group": 8,
+        "n_routed_experts": 256,
+        "n_shared_experts": 1,
+        "norm_topk_prob": True,
+        "num_attention_heads": 128,
+        "num_experts_per_tok": 8,
+        "num_hidden_layers": 61,
+        "num_nextn_predict_layers": 1,
+        "q_lora_rank": 1536,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "rms_norm_eps": 1e-06,
+        "rope_scaling": {
+            "beta_fast": 32,
+            "beta_slow": 1,
+            "factor": 40,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "original_max_position_embeddings": 4096,
+            "type": "yarn",
+        },
+        "rope_theta": 10000,
+        "routed_scaling_factor": 2.5,
+        "scoring_func": "sigmoid",
+        "topk_group": 4,
+        "topk_method": "noaux_tc",
+        "v_head_dim": 128,
+        "vocab_size": 129280,
+    }
+    values = HFConfig(published, Path("config.json"))
+    config = model_class("DeepseekV3ForCausalLM", values).read_config(values, HFConfig({}, Path()))
+    assert isinstance(config, DecoderConfig)
+    assert isinstance(config.rope, YarnRope)
+    assert isinstance(config.attention, MLAShape)
+    assert config.attention.softmax_scale == pytest.approx(192**-0.5 * 1.3688879454113936**2)  # 0.1 ln 40 + 1
+    assert config.moe is not None
+    assert config.moe.layers == frozenset(range(3, 61))
+    assert config.moe.router == SigmoidTopKRouter(8, num_groups=8, top_groups=4, scale=2.5)
+    assert (config.num_experts, config.q_lora_rank, config.rope_interleaved) == (256, 1536, True)
+
+
+def test_kinds_of_models_that_cannot_run() -> None:
+    def kind_of(architecture: str, **values: Any) -> object:
+        return model_class(architecture, HFConfig(values, Path("config.json")))
+
+    with pytest.raises(ConfigError, match="T5ForConditionalGeneration is an encoder-decoder model"):
+        kind_of("T5ForConditionalGeneration", is_encoder_decoder=True)
+    hybrid = ["linear_attention", "full_attention"]
+    with pytest.raises(ConfigError, match="Qwen3NextForCausalLM mixes 'linear_attention' layers"):
+        kind_of("Qwen3NextForCausalLM", layer_types=hybrid)
+    with pytest.raises(ConfigError, match="mixes 'linear_attention' layers"):
+        kind_of("Qwen3_5MoeForConditionalGeneration", text_config={"layer_types": hybrid})
+    for architecture in known_architectures():
+        kind_of(architecture, layer_types=["full_attention", "sliding_attention"], is_encoder_decoder=False)
+
+
+def test_unknown_architectures_get_the_list_of_known_ones() -> None:
+    with pytest.raises(UnknownArchitecture) as caught:
+        model_class("GptOssForCausalLM")
+    assert all(architecture in str(caught.value) for architecture in known_architectures())

@@ -1,0 +1,84 @@
+"""The linear layer of inference: the same numbers, whichever library computes them."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from moe import FusedExperts, PackedLinear, cpu_linear, linear, make_experts, packing_pays
+from ubatch import ConfigError
+
+
+@pytest.fixture(params=[True, False])
+def onednn(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Either outcome of the measurement."""
+    chosen: bool = request.param
+    if chosen and not torch.backends.mkldnn.is_available():
+        pytest.skip("this torch was built without oneDNN")
+    monkeypatch.setattr(cpu_linear, "_onednn_is_faster", lambda: chosen)
+    return chosen
+
+
+@pytest.mark.parametrize("shape", [(0, 48), (1, 48), (7, 48), (130, 48), (2, 5, 48)])
+@pytest.mark.parametrize("bias", [False, True])
+def test_it_is_a_linear_layer(onednn: bool, shape: tuple[int, ...], bias: bool) -> None:
+    x, weight, b = torch.randn(shape), torch.randn(3, 40, 48)[1], torch.randn(40) if bias else None
+    for inputs in (x, torch.randn(*shape[:-1], 96)[..., 48:], torch.randn(*shape[:-1], 96)[..., ::2]):
+        with torch.inference_mode():
+            torch.testing.assert_close(linear(inputs, weight, b), F.linear(inputs, weight, b), atol=1e-4, rtol=1e-4)
+
+
+def test_gradients_autocast_and_other_dtypes_are_torchs_own(onednn: bool) -> None:
+    x, weight = torch.randn(4, 8), torch.randn(6, 8, requires_grad=True)
+    linear(x, weight).sum().backward()
+    torch.testing.assert_close(weight.grad, x.sum(0).expand(6, -1))
+    with torch.inference_mode():
+        assert linear(x.double(), weight.double()).dtype is torch.float64
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            assert linear(x, weight).dtype is torch.bfloat16
+
+
+def test_the_faster_library_is_found_by_measuring(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = iter([2.0, 1.0, 1.0, 1.0])  # torch's own, oneDNN; twice
+    monkeypatch.setattr(cpu_linear, "_best_time", lambda _: next(measured))
+    measure = cpu_linear._onednn_is_faster.__wrapped__
+    available = torch.backends.mkldnn.is_available()
+    assert measure() is available
+    assert measure() is False
+
+
+def packed_experts() -> FusedExperts:
+    w13, w2 = torch.randn(4, 12, 8), torch.randn(4, 8, 6)
+    return make_experts("packed", w13, w2)
+
+
+def test_a_packed_linear_layer(onednn: bool) -> None:
+    weight = torch.randn(3, 40, 48)[1]
+    packed = PackedLinear(weight)
+    for rows in (0, 1, 7, 64, 130):
+        x = torch.randn(rows, 48)
+        torch.testing.assert_close(packed(x), F.linear(x, weight), atol=1e-4, rtol=1e-4)
+    assert packing_pays(torch.float32, torch.device("cpu")) is onednn
+    assert not packing_pays(torch.bfloat16, torch.device("cpu"))
+    assert not packing_pays(torch.float32, torch.device("cuda"))
+    with pytest.raises(ConfigError, match=r"takes float32 \[\.\.\., 48\], not torch.float32 \[2, 47\]"):
+        packed(torch.randn(2, 47))
+    with pytest.raises(ConfigError, match=r"not torch\.float64"):
+        packed(torch.randn(2, 48).double())
+    with pytest.raises(ConfigError, match="no gradients"):
+        packed(torch.randn(2, 48, requires_grad=True))
+    with pytest.raises(ConfigError, match="only float32 weights on a CPU can be packed"):
+        PackedLinear(weight.bfloat16())
+
+
+def test_packed_experts_stay_what_they_are() -> None:
+    experts = packed_experts()
+    assert not list(experts.parameters())
+    assert experts.eval().to("cpu").float() is experts
+    with pytest.raises(ConfigError, match=r"cannot become torch.bfloat16 on cpu"):
+        experts.to(torch.bfloat16)
+    with pytest.raises(ConfigError, match="cannot be copied"):
+        copy.deepcopy(experts)

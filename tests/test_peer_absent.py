@@ -1,0 +1,281 @@
+"""Ranks that come late, never, or are interrupted: the others wait no longer than they must, and learn who it was."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+import torch
+from peer_failure_cases import PROMPT_S, healthy_step, lasting, promptly, wrap
+from torch.distributed import distributed_c10d as c10d
+
+import ubatch
+from ranks import free_port, run_ranks
+from ubatch import (
+    CommGroup,
+    GroupBroken,
+    PeerFailed,
+    TransferTimeout,
+    dbo_current_ubatch_id,
+    launch_all_gather,
+)
+from ubatch.connection import _kept
+
+# --------------------------------------------------------------------------------------------------- late or absent
+
+
+def slow_and_absent(rank: int, world_size: int) -> None:
+    timeout_s = 1.5
+    group = CommGroup.from_process_group(timeout_s=timeout_s)
+    model, probe = wrap(group)
+    store = c10d._get_default_store()
+
+    # Merely slow: several slices of waiting, then it completes, in the vote and in a transfer.
+    for rows in (8, 3):
+        if rank == 1:
+            time.sleep(0.9)
+        healthy_step(model, probe, 1, rows)
+    if rank == 1:
+        time.sleep(0.9)
+    assert launch_all_gather(torch.tensor([rank]), group).wait().tolist() == [0, 1]
+
+    # Absent: the one that waits times out, and the other learns that as soon as it comes.
+    if rank == 0:
+        with lasting(timeout_s), pytest.raises(TransferTimeout, match=r"rank 0 waited for 'vote' longer than 1\.5 s"):
+            model(torch.ones(8, 2))
+        store.set("gave up", "")
+    else:
+        store.wait(["gave up"])
+        with promptly(1.0), pytest.raises(PeerFailed, match=r"rank 0 waited for 'vote' longer than 1\.5 s"):
+            model(torch.ones(8, 2))
+
+    # Only one calls reset(): it times out, twice. The other comes between two attempts, and must not count on one
+    # that is over.
+    if rank == 0:
+        for _ in range(2):
+            with lasting(timeout_s), pytest.raises(TransferTimeout, match=r"ranks \[1\] of \[0, 1\] did not come"):
+                group.reset()
+            with pytest.raises(GroupBroken):
+                model(torch.ones(8, 2))
+        store.set("tried twice", "")
+        time.sleep(0.7)
+    else:
+        store.wait(["tried twice"])
+    with promptly():
+        group.reset()
+    healthy_step(model, probe, 2)
+    group.reset()  # no failure: harmless
+    healthy_step(model, probe, 3)
+    model.close()
+
+
+def test_slow_ranks_are_waited_for_and_absent_ones_not_for_ever() -> None:
+    run_ranks(slow_and_absent, 2)
+
+
+def reset_waits(rank: int, world_size: int) -> None:
+    """A transfer launched before a reset is never mixed up with what comes after it."""
+    group = CommGroup.from_process_group(timeout_s=5.0)
+    stale = launch_all_gather(torch.tensor([-1.0]), group) if rank == 0 else None
+    group.reset()
+    assert ubatch.all_gather(torch.tensor([float(rank)]), group).tolist() == [0.0, 1.0]
+    if stale is not None:
+        with promptly(), pytest.raises(GroupBroken, match=r"reset\(\) was called"):
+            stale.wait()
+    assert group.broken is None
+    assert ubatch.all_gather(torch.tensor([float(rank)]), group).tolist() == [0.0, 1.0]
+
+
+def test_a_transfer_from_before_a_reset_stays_there() -> None:
+    run_ranks(reset_waits, 2)
+
+
+def taken_for_dead(rank: int, world_size: int) -> None:
+    group = CommGroup.from_process_group(timeout_s=5.0)
+    if rank == 0:
+        group.usable_connection().fail("rank 1 died.", rank=1)
+    else:
+        with promptly(), pytest.raises(GroupBroken, match=r"the other ranks gave this one up: rank 1 died"):
+            ubatch.all_reduce(torch.ones(1), group)
+    group.reset()
+    assert ubatch.all_reduce(torch.ones(1), group).item() == 2.0
+
+
+def test_a_rank_that_was_taken_for_dead_is_told() -> None:
+    run_ranks(taken_for_dead, 2)
+
+
+def disagree(rank: int, world_size: int) -> None:
+    """Ranks that call different collectives wait for each other; both are told, and both can go on."""
+    group = CommGroup.from_process_group(timeout_s=1.0)
+    with pytest.raises((TransferTimeout, PeerFailed), match=r"longer than 1\.0 s"):
+        (ubatch.all_reduce if rank else ubatch.all_gather)(torch.ones(4), group)
+    group.reset()
+    assert ubatch.all_reduce(torch.ones(1), group).item() == 2.0
+
+
+def test_ranks_that_disagree_do_not_hang() -> None:
+    run_ranks(disagree, 2)
+
+
+# --------------------------------------------------------------------------------------------------------- death
+
+
+def death(rank: int, world_size: int, dead: int, rows: int) -> tuple[int, str, float]:
+    group = CommGroup.from_process_group(timeout_s=10.0)
+    model, probe = wrap(group)
+    healthy_step(model, probe, 1, rows)
+    if rank == dead:
+        threading.Timer(0.5, os._exit, (9,)).start()
+        time.sleep(60)
+    begun = time.monotonic()
+    with promptly(), pytest.raises(PeerFailed) as caught:
+        model(torch.ones(rows, 2))
+    noticed = time.monotonic() - begun
+    with promptly(), pytest.raises(GroupBroken):
+        model(torch.ones(rows, 2))
+    return caught.value.rank, str(caught.value), noticed
+
+
+@pytest.mark.parametrize(("world_size", "dead"), [(2, 0), (2, 1), (3, 0), (3, 1)])
+def test_a_rank_that_dies_is_named(world_size: int, dead: int) -> None:
+    """Rank 0 hosts the rendezvous store, which dies with it."""
+    results = run_ranks(death, world_size, dead, 8 if dead else 3, dying=[dead])
+    ended = time.monotonic()
+    for rank, result in enumerate(results):
+        if rank == dead:
+            assert result is None
+        else:
+            assert result[0] == dead
+            assert f"rank {dead} died" in result[1]
+            assert 0.3 < result[2] < PROMPT_S
+    assert time.monotonic() - ended < 1.0
+
+
+def death_in_mid_step(rank: int, world_size: int) -> str:
+    group = CommGroup.from_process_group(timeout_s=10.0)
+    model, probe = wrap(group)
+
+    def die(*_: object) -> None:
+        if rank == 1 and dbo_current_ubatch_id() == 1:
+            os._exit(9)
+
+    probe.exchange = die  # type: ignore[method-assign]
+    with promptly(), pytest.raises(PeerFailed, match="rank 1 died, or let go of the group") as caught:
+        model(torch.ones(8, 2))
+    assert caught.value.rank == 1
+    group.timeout_s = 1.0
+    with pytest.raises(TransferTimeout, match=r"ranks \[1\]"):
+        group.reset()
+    return str(caught.value.__notes__)
+
+
+def test_a_rank_that_dies_in_mid_step_is_named() -> None:
+    notes = run_ranks(death_in_mid_step, 2, dying=[1])[0]
+    assert "raised in lane" in notes
+
+
+# ------------------------------------------------------------------------------------------------------- Ctrl-C
+
+
+def interrupted(rank: int, world_size: int) -> None:
+    group = CommGroup.from_process_group(timeout_s=10.0)
+    model, probe = wrap(group)
+    main = threading.main_thread().ident
+    assert main is not None
+    for where in ("lane", "vote", "unsplit"):
+        rows = 3 if where == "unsplit" else 8
+        if rank == 0:
+            # It waits for rank 1, which is not in a hurry, and the user is.
+            timer = threading.Timer(0.5, signal.pthread_kill, (main, signal.SIGINT))
+            timer.start()
+            probe.step, probe.failures = 1, ()
+            with promptly(), pytest.raises(KeyboardInterrupt):
+                model(torch.ones(rows, 2))
+            timer.join()
+        else:
+            if where == "vote":
+                time.sleep(1.0)
+            else:
+                probe.step, probe.failures = 1, ()
+                probe.exchange = lambda *_: time.sleep(1.0)  # type: ignore[method-assign]
+            with promptly(), pytest.raises(PeerFailed, match="rank 0 failed with KeyboardInterrupt") as caught:
+                model(torch.ones(rows, 2))
+            assert caught.value.rank == 0
+            probe.__dict__.pop("exchange", None)
+        group.reset()
+        healthy_step(model, probe, 2)
+    model.close()
+
+
+def test_ctrl_c_on_one_rank_ends_its_wait_and_the_others() -> None:
+    run_ranks(interrupted, 2)
+
+
+# ----------------------------------------------------------------------------------------------------------- exit
+
+
+LEAVE = """
+import sys, time
+from contextlib import suppress
+import torch, torch.distributed as dist
+import ubatch
+
+rank, port = int(sys.argv[1]), sys.argv[2]
+dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+failed, reset, dropped, ignored = (ubatch.CommGroup.from_process_group(timeout_s=10.0) for _ in range(4))
+if rank == 0:
+    for group in (failed, reset, dropped, ignored):
+        ubatch.launch_all_reduce(torch.ones(4), group)
+        ubatch.launch_all_gather(torch.ones(4), group)
+    with suppress(ZeroDivisionError), failed.step():
+        1 / 0
+reset.reset()
+del dropped
+print(time.monotonic(), flush=True)
+if rank == 0:
+    dist.destroy_process_group()
+else:
+    sys.stdin.read()
+    print(time.monotonic(), flush=True)
+"""
+
+
+def test_the_interpreter_ends_promptly() -> None:
+    """It ends with transfers that will never complete. The transport would wait 4 x 10 s for each of them."""
+    command = [sys.executable, "-c", LEAVE]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    port = str(free_port())
+    pipe = subprocess.PIPE
+    ranks = [
+        subprocess.Popen([*command, str(rank), port], env=environment, text=True, stdin=pipe, stdout=pipe)
+        for rank in range(2)
+    ]
+    try:
+        for rank in ranks:  # the second one lives until the first has ended
+            output, _ = rank.communicate(timeout=60)
+            assert time.monotonic() - float(output.split()[-1]) < 15.0
+            assert rank.returncode == 0
+    finally:
+        for rank in ranks:
+            rank.kill()
+
+
+def keeps_nothing(rank: int, world_size: int) -> None:
+    """Old process groups go once nothing can be stuck in them any more, and threads with them."""
+    group = CommGroup.from_process_group(timeout_s=0.2)
+    for _ in range(3):
+        group.reset()
+    assert len(_kept) == 6
+    time.sleep(1.0)
+    group.reset()
+    assert len(_kept) <= 2
+
+
+def test_old_process_groups_are_let_go_of() -> None:
+    run_ranks(keeps_nothing, 2)

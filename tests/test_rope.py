@@ -1,0 +1,170 @@
+"""Rotary embeddings: frequencies and factors as transformers computes them, both layouts, and what is refused."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import DeepseekV3Config, LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import apply_rotary_pos_emb_interleave, yarn_apply_mscale
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
+
+from model_runner import CheckpointError
+from model_runner.hf_config import HFConfig
+from model_runner.models import Rope, read_rope
+from model_runner.models.rope import RotaryEmbedding, RotaryTable
+
+CPU = torch.device("cpu")
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500_000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 512,
+}
+YARN = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 40.0, "original_max_position_embeddings": 256}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "plain": {"rope_type": "default", "rope_theta": 12_345.0},
+    "linear": {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 2.5},
+    "llama3": LLAMA3,
+    "llama3, another ramp": {**LLAMA3, "low_freq_factor": 2.0, "high_freq_factor": 32.0, "factor": 32.0},
+    "yarn": YARN,
+    "yarn, the ramp a step": {**YARN, "beta_fast": 1.0, "beta_slow": 1.0, "truncate": False},
+    "yarn, not truncated": {**YARN, "truncate": False, "beta_fast": 16, "beta_slow": 2},
+    "yarn, a factor of its own": {**YARN, "attention_factor": 1.3},
+    "yarn, DeepSeek-V3": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
+    "yarn, DeepSeek-V2": {**YARN, "mscale": 0.707, "mscale_all_dim": 0.8},
+    "yarn, one mscale": {**YARN, "mscale_all_dim": 0.8},
+    "yarn, nothing to extend": {**YARN, "factor": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0},
+}
+HEAD_DIM, MAX_POSITION = 64, 1024
+
+
+def config_of(**values: Any) -> HFConfig:
+    return HFConfig({"max_position_embeddings": MAX_POSITION, **values}, Path("config.json"))
+
+
+def llama(parameters: dict[str, Any]) -> LlamaConfig:
+    return LlamaConfig(
+        hidden_size=4 * HEAD_DIM,
+        num_attention_heads=4,
+        max_position_embeddings=MAX_POSITION,
+        rope_parameters=dict(parameters),
+    )
+
+
+@pytest.mark.parametrize("parameters", VARIANTS.values(), ids=VARIANTS)
+def test_frequencies_and_factors_equal_transformers(parameters: dict[str, Any]) -> None:
+    rope = read_rope(config_of(rope_parameters=parameters))
+    theirs = llama(parameters)
+    if parameters["rope_type"] == "default":
+        frequencies, factor = LlamaRotaryEmbedding.compute_default_rope_parameters(theirs)
+    else:
+        frequencies, factor = ROPE_INIT_FUNCTIONS[parameters["rope_type"]](theirs, CPU)
+    torch.testing.assert_close(rope.inverse_frequencies(HEAD_DIM), frequencies, rtol=1e-6, atol=0)
+    assert rope.attention_factor == pytest.approx(factor, rel=1e-12)
+    assert rope.softmax_factor == pytest.approx(yarn_apply_mscale(theirs.rope_parameters, 1.0), rel=1e-12)
+
+
+def test_the_variants_differ() -> None:
+    """Else the test above could not tell them apart."""
+    seen = {
+        (tuple(rope.inverse_frequencies(HEAD_DIM).tolist()), rope.attention_factor, rope.softmax_factor)
+        for rope in (read_rope(config_of(rope_parameters=parameters)) for parameters in VARIANTS.values())
+    }
+    assert len(seen) == len(VARIANTS)
+
+
+@pytest.mark.parametrize("name", ["plain", "llama3", "yarn"])
+def test_rotation_of_halves(name: str) -> None:
+    parameters = VARIANTS[name]
+    positions = torch.tensor([0, 1, 2, 500, MAX_POSITION - 1])
+    q, k = torch.randn(2, 5, 3, HEAD_DIM)
+    cos, sin = LlamaRotaryEmbedding(llama(parameters))(q, positions[None])
+    expected = apply_rotary_pos_emb(q[None], k[None], cos, sin, unsqueeze_dim=2)
+    rotation = RotaryEmbedding(read_rope(config_of(rope_parameters=parameters)), HEAD_DIM, torch.float32, CPU)(
+        positions
+    )
+    for ours, theirs in zip((q, k), expected, strict=True):
+        # A rounding of a frequency is a thousand times larger at the last position.
+        torch.testing.assert_close(rotation.rotate(ours), theirs[0], rtol=1e-4, atol=5e-4)
+
+
+def test_rotation_of_neighbours() -> None:
+    """DeepSeek's order: scores of rotated queries and keys, which no order of the results can change."""
+    parameters = VARIANTS["yarn, DeepSeek-V2"]
+    positions = torch.tensor([0, 3, 700, 700, 1023])
+    q, k = torch.randn(2, 5, 3, HEAD_DIM)
+    cos, sin = LlamaRotaryEmbedding(llama(parameters))(q, positions[None])
+    q_theirs, k_theirs = apply_rotary_pos_emb_interleave(q[None], k[None], cos, sin, unsqueeze_dim=2)
+    rope = read_rope(config_of(rope_parameters=parameters))
+    table = RotaryTable(rope, HEAD_DIM, MAX_POSITION, interleaved=True, device=CPU)(positions)
+    assert table.cos_sin.shape == (MAX_POSITION, HEAD_DIM)
+    assert table.cos_sin.dtype == torch.float32
+    scores = torch.einsum("thd,shd->hts", table.rotate(q), table.rotate(k))
+    torch.testing.assert_close(scores, torch.einsum("thd,shd->hts", q_theirs[0], k_theirs[0]), rtol=1e-4, atol=1e-3)
+
+
+def test_softmax_scale_of_deepseek() -> None:
+    """0.1 ln(40) + 1 squared, as the model card's config gives it."""
+    config = DeepseekV3Config(rope_parameters=dict(VARIANTS["yarn, DeepSeek-V3"]))
+    rope = read_rope(config_of(rope_parameters=config.rope_parameters))
+    assert rope.softmax_factor == pytest.approx((0.1 * math.log(40.0) + 1.0) ** 2)
+    assert rope.attention_factor == 1.0
+
+
+# ------------------------------------------------------------------------------------------- how configs say it
+
+
+def test_older_names() -> None:
+    """`rope_scaling` with `type`, and `rope_theta` beside it."""
+    old = config_of(rope_theta=7_000.0, rope_scaling={"type": "linear", "factor": 3.0})
+    assert read_rope(old) == read_rope(
+        config_of(rope_parameters={"rope_type": "linear", "rope_theta": 7_000.0, "factor": 3.0})
+    )
+    assert read_rope(config_of(rope_theta=7_000.0, rope_scaling=None)) == Rope(7_000.0)
+    assert read_rope(config_of(), default_theta=1e6) == Rope(1e6)
+
+
+def test_what_a_config_may_leave_out() -> None:
+    """YaRN without a factor extends from the original context to the longest one; without that, from nothing."""
+    yarn = {"rope_type": "yarn", "original_max_position_embeddings": 256}
+    assert read_rope(config_of(rope_parameters=yarn)) == read_rope(config_of(rope_parameters={**yarn, "factor": 4.0}))
+    outside = config_of(
+        rope_parameters={**YARN, "original_max_position_embeddings": 9}, original_max_position_embeddings=256
+    )
+    assert read_rope(outside) == read_rope(config_of(rope_parameters=YARN))
+    del yarn["original_max_position_embeddings"]
+    assert read_rope(config_of(rope_parameters={**yarn, "factor": 2.0})) == read_rope(
+        config_of(rope_parameters={**yarn, "factor": 2.0, "original_max_position_embeddings": MAX_POSITION})
+    )
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (
+            {"rope_parameters": {"rope_type": "longrope"}},
+            "rope type is 'longrope'.*one of 'default', 'linear'",
+        ),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope type is 'dynamic'"),
+        ({"rope_parameters": {"rope_type": "linear"}}, "has no 'factor'"),
+        ({"rope_parameters": {"rope_type": "linear", "factor": 0}}, "factor is 0"),
+        ({"rope_parameters": {**LLAMA3, "low_freq_factor": None}}, "has no 'low_freq_factor'"),
+        ({"rope_parameters": {**YARN, "truncate": "no"}}, "truncate is 'no'"),
+        ({"rope_parameters": {**YARN, "mscale": -1.0}}, r"mscale is -1\.0"),
+        ({"rope_theta": "big"}, "rope_theta is 'big'"),
+        ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, r"partial_rotary_factor is 0\.5"),
+        ({"partial_rotary_factor": 0.25}, r"partial_rotary_factor is 0\.25"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "the same rotary embeddings in all layers"),
+        ({"rope_parameters": "default"}, "the same rotary embeddings in all layers"),
+    ],
+)
+def test_ropes_that_cannot_be(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        read_rope(config_of(**values))

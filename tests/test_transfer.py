@@ -1,0 +1,146 @@
+"""What a transfer promises: its value once, its errors at every wait, and no wait longer than it needs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import ubatch
+from ranks import run_ranks
+from ubatch import CommGroup, Transfer
+
+
+class FakeWork:
+    """A transport's work that ends when told to."""
+
+    def __init__(self, error: RuntimeError | None = None) -> None:
+        self.completed = False
+        self.error = error
+        self.waits = 0
+
+    def is_completed(self) -> bool:
+        return self.completed
+
+    def wait(self, timeout: Any = None) -> bool:
+        self.waits += 1
+        if not self.completed and timeout is not None:
+            raise RuntimeError("Operation timed out!")
+        self.completed = True
+        if self.error is not None:
+            raise self.error
+        return True
+
+
+def test_a_ready_transfer_is_done() -> None:
+    transfer = Transfer.ready("value", name="mine")
+    assert (transfer.name, transfer.done(), transfer.wait(), transfer.wait()) == ("mine", True, "value", "value")
+    assert (transfer.bytes_sent, transfer.bytes_received) == (0, 0)
+
+
+def test_map_runs_once_and_in_order_when_waited_for() -> None:
+    ran: list[str] = []
+
+    def step(name: str) -> Callable[[int], int]:
+        def run(value: int) -> int:
+            ran.append(name)
+            return value + 1
+
+        return run
+
+    transfer = Transfer.ready(0).map(step("first")).map(step("second"))
+    assert ran == []
+    assert (transfer.wait(), transfer.wait(), ran) == (2, 2, ["first", "second"])
+    with pytest.raises(RuntimeError, match="already waited for"):
+        transfer.map(step("late"))
+
+
+def test_an_error_in_map_is_raised_by_every_wait() -> None:
+    transfer: Transfer[float] = Transfer.ready(0).map(lambda value: 1 / value)
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError):
+            transfer.wait()
+
+
+def test_an_interrupted_wait_can_be_taken_up_again() -> None:
+    class Interrupted(FakeWork):
+        def wait(self, timeout: Any = None) -> bool:
+            if self.waits == 0:
+                self.waits += 1
+                raise KeyboardInterrupt
+            return super().wait(timeout)
+
+    transfer: Transfer[int] = Transfer("fake", (Interrupted(),), lambda: 5)
+    with pytest.raises(KeyboardInterrupt):
+        transfer.wait()
+    assert transfer.wait() == 5
+
+
+def test_an_error_of_the_transport_is_raised_by_every_wait() -> None:
+    transfer: Transfer[int] = Transfer("fake", (FakeWork(RuntimeError("lost")),), lambda: 5)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="lost"):
+            transfer.wait()
+
+
+def test_done_means_that_wait_does_not_wait() -> None:
+    work = FakeWork()
+    transfer: Transfer[int] = Transfer("fake", (work,), lambda: 5)
+    assert not transfer.done()
+    work.completed = True
+    assert transfer.done()
+    assert (transfer.wait(), transfer.wait(), work.waits) == (5, 5, 1)
+
+
+def test_a_deadline_delays_arrival_and_is_slept_through() -> None:
+    transfer = Transfer.ready(1)
+    begun, cpu = time.monotonic(), time.process_time()
+    transfer.delay_until(begun + 0.2)
+    assert not transfer.done()
+    assert transfer.wait() == 1
+    assert time.monotonic() - begun >= 0.2
+    assert time.process_time() - cpu < 0.1
+    assert transfer.done()
+
+
+def races(rank: int, world_size: int) -> None:
+    connection = CommGroup.from_process_group(timeout_s=1.0).usable_connection()
+
+    class JustInTime(FakeWork):
+        """Ends between the end of the slice and the question whether it is over."""
+
+        def wait(self, timeout: Any = None) -> bool:
+            if timeout is not None:
+                self.completed = True
+                raise RuntimeError("Operation timed out!")
+            return super().wait()
+
+    connection.wait_for_works((JustInTime(),), "just in time")
+    assert connection.broken is None
+
+    slow: list[Any] = [dist.all_reduce(torch.ones(1), group=connection.pg, async_op=True) for _ in range(3)]
+    connection.wait_for_works(slow, "several")
+    for work in slow:
+        assert work.wait()
+
+    class Stuck(FakeWork):
+        def wait(self, timeout: Any = None) -> bool:
+            time.sleep(timeout.total_seconds())
+            return super().wait(timeout)
+
+    begun = time.monotonic()
+    asked = []
+    with pytest.raises(ubatch.TransferTimeout, match=r"'stuck' longer than 1\.0 s"):
+        connection.wait_for_works((Stuck(),), "stuck", lambda: asked.append(1))
+    assert 1.0 <= time.monotonic() - begun < 1.5
+    assert len(asked) >= 4
+    with pytest.raises(ubatch.GroupBroken, match=r"out of step: .*'stuck'.* Call reset\(\)"):
+        connection.check_usable()
+
+
+def test_waiting_for_works() -> None:
+    run_ranks(races, 1)

@@ -1,0 +1,291 @@
+"""The wrapper says why it did not overlap, and does as it is told when asked for slices explicitly."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from wrapper_cases import Model, identity, x_of
+from wrapping import Plain, wrapped
+
+from ubatch import (
+    ConfigError,
+    Decision,
+    DeclineReason,
+    ForwardContext,
+    ForwardMode,
+    OverlapDeclined,
+    SplitError,
+    UBatchSlice,
+    dbo_current_ubatch_id,
+    dbo_enabled,
+    get_forward_context,
+    set_forward_context,
+    split_fixed,
+    split_two_chunk,
+)
+
+# ------------------------------------------------------------------------------------------------ every way to decline
+
+
+@pytest.mark.parametrize(
+    ("shape", "engages", "reason"),
+    [
+        ((8, 1), True, None),
+        ((7, 1), False, DeclineReason.BELOW_DECODE_THRESHOLD),
+        ((4, 5), True, None),
+        ((4, 4), False, DeclineReason.BELOW_PREFILL_THRESHOLD),
+        ((20,), True, None),
+        ((19,), False, DeclineReason.BELOW_PREFILL_THRESHOLD),
+        ((2, 10), True, None),
+        ((1, 20), False, DeclineReason.LAST_UBATCH_EMPTY),
+        ((0, 4), False, DeclineReason.BELOW_PREFILL_THRESHOLD),
+    ],
+)
+def test_thresholds_count_tokens(shape: tuple[int, ...], engages: bool, reason: DeclineReason | None) -> None:
+    settings = {"dbo_decode_token_threshold": 8, "dbo_prefill_token_threshold": 20}
+    with wrapped(Plain(lambda input_ids: input_ids + 1), **settings) as wrapper:
+        ids = torch.zeros(shape, dtype=torch.long)
+        assert torch.equal(wrapper(ids), ids + 1)
+        assert wrapper.statistics().engaged == engages
+        assert dict(wrapper.statistics().declined) == ({} if reason is None else {reason: 1})
+
+
+@pytest.mark.parametrize(("mode", "engages"), [(ForwardMode.DECODE, True), (ForwardMode.MIXED, False)])
+def test_a_forward_context_says_the_mode(mode: ForwardMode, engages: bool) -> None:
+    settings = {"dbo_decode_token_threshold": 4, "dbo_prefill_token_threshold": 100}
+    with (
+        wrapped(Plain(lambda x: x + 1), **settings) as wrapper,
+        set_forward_context(ForwardContext(num_tokens=6, mode=mode)),
+    ):
+        wrapper(x_of())
+        assert wrapper.statistics().engaged == engages
+
+
+class Noisy(nn.Module):
+    """Draws random numbers in training, by an attribute and not by a module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention_dropout = 0.1
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.dropout(x, self.attention_dropout, self.training)
+
+
+Case = tuple[Callable[[], nn.Module], dict[str, Any], tuple[Any, ...], ForwardContext | None]
+DECLINES: dict[DeclineReason, list[Case]] = {
+    DeclineReason.DISABLED: [(Model, {"enable_dbo": False}, (x_of(),), None)],
+    DeclineReason.SERIAL_SCHEDULE: [(Model, {"schedule": "serial"}, (x_of(),), None)],
+    DeclineReason.NOT_REQUESTED: [(Model, {}, (x_of(),), ForwardContext(attn_metadata="plan", num_tokens=6))],
+    DeclineReason.BELOW_DECODE_THRESHOLD: [
+        (lambda: Plain(lambda input_ids: input_ids * 1), {}, (torch.zeros(1, 1, dtype=torch.long),), None)
+    ],
+    DeclineReason.BELOW_PREFILL_THRESHOLD: [(Model, {"dbo_prefill_token_threshold": 7}, (x_of(),), None)],
+    DeclineReason.LAST_UBATCH_EMPTY: [
+        (lambda: Plain(lambda tokens: tokens * 1), {"num_ubatches": 4}, (torch.zeros(3, 9, dtype=torch.long),), None)
+    ],
+    DeclineReason.NO_BATCH: [(lambda: Plain(lambda n=3: torch.ones(n)), {}, (), None)],
+    DeclineReason.AMBIGUOUS_ARGUMENT: [(lambda: Plain(lambda x, table: x + table), {}, (x_of(), x_of(1)), None)],
+    DeclineReason.NO_SPLITTER: [(lambda: Plain(lambda x, cache: x * 1), {}, (x_of(), object()), None)],
+    DeclineReason.ZERO_DIM_OUTPUT: [(lambda: Plain(lambda x: x.sum()), {}, (x_of(),), None)],
+    DeclineReason.AMBIGUOUS_OUTPUT: [(lambda: Plain(lambda x: x.sum(0)), {}, (x_of(),), None)],
+    DeclineReason.DROPOUT_IN_TRAINING: [
+        (lambda: nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)), {}, (x_of(),), None),
+        (Noisy, {}, (x_of(),), None),
+        (lambda: nn.LSTM(4, 4, 2, dropout=0.5, batch_first=True), {}, (x_of(6, 3, 4),), None),
+    ],
+    DeclineReason.BATCH_NORM_IN_TRAINING: [
+        (lambda: nn.BatchNorm1d(4), {}, (x_of(),), None),
+        (lambda: nn.BatchNorm1d(4, track_running_stats=False).eval(), {}, (x_of(),), None),
+        (lambda: nn.Sequential(nn.BatchNorm1d(4)).eval().append(nn.BatchNorm1d(4)), {}, (x_of(),), None),
+    ],
+}
+BETWEEN_RANKS = {
+    DeclineReason.ALL_IDLE,
+    DeclineReason.PEER_DECLINED,
+    DeclineReason.LANES_DIFFER,
+    DeclineReason.SCHEDULES_DIFFER,
+    DeclineReason.MODES_DIFFER,
+    DeclineReason.GRAPH_MODES_DIFFER,
+}
+"""Seen in test_group.py."""
+OF_THE_RUNNER = {DeclineReason.KV_ORDER, DeclineReason.MODE_NOT_SPLIT}
+"""Seen in test_runner_kv_order.py and test_runner_dp.py."""
+
+
+def test_every_reason_is_seen_here_or_between_ranks() -> None:
+    assert set(DECLINES) | BETWEEN_RANKS | OF_THE_RUNNER == set(DeclineReason)
+    assert not set(DECLINES) & (BETWEEN_RANKS | OF_THE_RUNNER)
+
+
+@pytest.mark.parametrize(
+    ("reason", "case"),
+    [pytest.param(why, case, id=f"{why}-{n}") for why, cases in DECLINES.items() for n, case in enumerate(cases)],
+)
+def test_a_call_that_declines_is_right_and_counted(reason: DeclineReason, case: Case) -> None:
+    make, settings, args, context = case
+    module = make()
+    with wrapped(module, **settings) as wrapper, set_forward_context(context):
+        for count in (1, 2):
+            torch.manual_seed(count)
+            result = wrapper(*args)
+            torch.manual_seed(count)
+            torch.testing.assert_close(result, module(*args))
+            seen = wrapper.statistics()
+            assert (seen.calls, seen.engaged, dict(seen.declined)) == (count, 0, {reason: count})
+            assert str(seen.last_reason).startswith(f"{reason}: ")
+    with wrapped(module, **settings, require_overlap=True) as strict, set_forward_context(context):
+        with pytest.raises(
+            OverlapDeclined, match=f"require_overlap is set, but the call declined: {reason}"
+        ) as refused:
+            strict(*args)
+        assert refused.value.reason is reason
+        assert strict.statistics().declined == {reason: 1}
+
+
+@pytest.mark.parametrize(
+    "module", [nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)), nn.Dropout(0.0).train(), nn.BatchNorm1d(4), Noisy()]
+)
+def test_in_evaluation_they_overlap(module: nn.Module) -> None:
+    if not isinstance(module, nn.Dropout):
+        module.eval()
+    with wrapped(module, require_overlap=True) as wrapper:
+        x = x_of()
+        torch.testing.assert_close(wrapper(x), module(x))
+
+
+# ------------------------------------------------------------------------------------------------ asked for explicitly
+
+
+def noting(notes: list[ForwardContext | None]) -> Plain:
+    def forward(x: Tensor, **named: Tensor) -> Tensor:
+        assert dbo_enabled()
+        notes.append(get_forward_context())
+        return x + dbo_current_ubatch_id()
+
+    return Plain(forward)
+
+
+def test_token_slices_cut_flat_arguments_where_they_say() -> None:
+    notes: list[ForwardContext | None] = []
+    slices = split_two_chunk([7, 1], 0.48)
+    assert [part.num_tokens for part in slices] == [4, 4]
+    lanes = tuple(ForwardContext(attn_metadata=f"plan {lane}", num_tokens=4) for lane in range(2))
+    context = ForwardContext(attn_metadata="whole", num_tokens=8, ubatch_slices=slices, lane_contexts=lanes)
+    with wrapped(noting(notes), dbo_prefill_token_threshold=1000) as wrapper:
+        with set_forward_context(context):
+            result = wrapper(torch.zeros(8, 2), positions=torch.arange(8))
+            assert get_forward_context() is context
+        assert result[:, 0].tolist() == [0.0] * 4 + [1.0] * 4
+        assert notes == [*lanes]
+        assert wrapper.statistics().engaged == 1
+
+
+def test_request_slices_cut_batched_arguments_where_they_say() -> None:
+    notes: list[ForwardContext | None] = []
+
+    def forward(input_ids: Tensor) -> Tensor:
+        notes.append(get_forward_context())
+        return input_ids + dbo_current_ubatch_id()
+
+    for length, mode in ((1, ForwardMode.DECODE), (4, ForwardMode.PREFILL)):
+        notes.clear()
+        slices = tuple(
+            UBatchSlice(slice(a, b), slice(a * length, b * length)) for a, b in ((0, 1), (1, 4), (4, 4), (4, 6))
+        )
+        with (
+            wrapped(Plain(forward)) as wrapper,
+            set_forward_context(ForwardContext(ubatch_slices=slices, mode=mode)),
+        ):
+            result = wrapper(torch.zeros(6, length, dtype=torch.long))
+            assert result[:, 0].tolist() == [0, 1, 1, 1, 3, 3], "lane 2 is empty"
+            assert wrapper.statistics().engaged == 1
+        assert [(note.num_tokens, note.mode) for note in notes if note] == [(n * length, mode) for n in (1, 3, 0, 2)]
+        assert [note.tokens_across_ranks for note in notes if note] == [(n * length,) for n in (1, 3, 0, 2)]
+
+
+def slices_of(*bounds: tuple[int, int]) -> tuple[UBatchSlice, ...]:
+    return tuple(UBatchSlice(slice(a, b), slice(a, b)) for a, b in bounds)
+
+
+HALVES = slices_of((0, 3), (3, 6))
+
+
+@pytest.mark.parametrize(
+    ("context", "error", "message"),
+    [
+        (ForwardContext(ubatch_slices=slices_of((0, 6))), SplitError, "needs 2 to 8 slices, not 1"),
+        (
+            ForwardContext(ubatch_slices=slices_of((0, 2), (3, 6))),
+            SplitError,
+            "slice 1 .* starts at token 3.* ends at 2",
+        ),
+        (ForwardContext(ubatch_slices=slices_of((1, 3), (3, 6))), SplitError, "slice 0 .* starts at token 1"),
+        (ForwardContext(ubatch_slices=slices_of((0, 4), (3, 6))), SplitError, "every token must be in exactly one"),
+        (ForwardContext(ubatch_slices=slices_of((0, 3), (3, 7))), SplitError, "cover 7 tokens.* have 6 rows"),
+        (
+            ForwardContext(ubatch_slices=HALVES, lane_contexts=(ForwardContext(),)),
+            ConfigError,
+            "2 ubatch_slices need as many lane_contexts, not 1",
+        ),
+        (ForwardContext(ubatch_slices=HALVES, attn_metadata="plan"), ConfigError, "needs lane_contexts, one per slice"),
+        (
+            ForwardContext(decision=Decision(True, None, None, ((3, 3),))),
+            SplitError,
+            "decision says to overlap, but it has no ubatch_slices",
+        ),
+    ],
+)
+def test_slices_that_cannot_be_are_refused(context: ForwardContext, error: type[Exception], message: str) -> None:
+    module = Plain(identity)
+    with wrapped(module) as wrapper:
+        with set_forward_context(context), pytest.raises(error, match=message):
+            wrapper(x_of())
+        assert not module.calls, "nothing has run"
+        wrapper(x_of())
+        assert wrapper.statistics().engaged == 1
+
+
+def test_a_request_in_two_slices_is_refused_for_batched_arguments() -> None:
+    slices = (UBatchSlice(slice(0, 2), slice(0, 6)), UBatchSlice(slice(1, 3), slice(6, 12)))
+    with (
+        wrapped(Plain(lambda input_ids: input_ids * 1)) as wrapper,
+        set_forward_context(ForwardContext(ubatch_slices=slices)),
+        pytest.raises(SplitError, match="slice 1 of ubatch_slices starts at request 1, but the one before ends at 2"),
+    ):
+        wrapper(torch.zeros(3, 4, dtype=torch.long))
+
+
+@pytest.mark.parametrize(
+    "reason", [reason for reason in DECLINES if reason not in (DeclineReason.NOT_REQUESTED, DeclineReason.NO_BATCH)]
+)
+def test_what_would_decline_is_refused_by_name_when_asked_for(reason: DeclineReason) -> None:
+    """But for the thresholds, which the caller has overruled."""
+    for make, settings, args, _ in DECLINES[reason]:
+        slices = split_fixed(len(args[0]), 1) if len(args[0]) > 1 else slices_of((0, 1), (1, 1))
+        by_size = reason.startswith("below") or reason is DeclineReason.LAST_UBATCH_EMPTY
+        with wrapped(make(), **settings) as wrapper, set_forward_context(ForwardContext(ubatch_slices=slices)):
+            if by_size:
+                wrapper(*args)
+                assert wrapper.statistics().engaged == 1
+            else:
+                with pytest.raises(SplitError) as refused:
+                    wrapper(*args)
+                assert getattr(refused.value, "reason", None) is reason
+                assert not wrapper.statistics().declined
+
+
+def test_a_vote_that_said_no_is_obeyed() -> None:
+    no = Decision(False, DeclineReason.PEER_DECLINED, 1, ((6,), (3,)))
+    module = Plain(identity)
+    with (
+        wrapped(module) as wrapper,
+        set_forward_context(ForwardContext(ubatch_slices=HALVES, decision=no)),
+    ):
+        wrapper(x_of())
+        assert len(module.calls) == 1
+        assert wrapper.statistics().declined == {DeclineReason.PEER_DECLINED: 1}
