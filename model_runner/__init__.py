@@ -33,7 +33,7 @@ from model_runner.models import (
 )
 from model_runner.random_checkpoint import RandomQwen3Moe, make_random_qwen3_moe
 from model_runner.runner import ModelRunner, StepOutput
-from model_runner.sampler import SamplingParams, sample
+from model_runner.sampler import SamplingParams, TokenLogprobs, sample
 from model_runner.step_cost import split_cost
 from model_runner.weights import Checkpoint
 
@@ -57,6 +57,7 @@ __all__ = [
     "ScheduledRequest",
     "StepOutput",
     "TensorMissing",
+    "TokenLogprobs",
     "UnknownArchitecture",
     "WrongShape",
     "build_input_batch",

@@ -28,6 +28,8 @@ class FinishReason(StrEnum):
     """a stop or end-of-sequence token, which is the output's last"""
     LENGTH = "length"
     """`max_tokens` were generated"""
+    ABORT = "abort"
+    """it was taken back before its end"""
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,24 @@ from torch import Tensor
 
 from model_runner.errors import RequestError
 
-__all__ = ["SamplingParams", "sample"]
+__all__ = ["SamplingParams", "TokenLogprobs", "sample"]
+
+
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """How likely a token was, and which others were.
+
+    Attributes:
+        token: its id.
+        logprob: its natural log-probability under the model's own distribution (temperature 1, no penalties).
+        rank: 1 is the most likely token.
+        top: the most likely tokens and their log-probabilities, most likely first; as many as were asked for.
+    """
+
+    token: int
+    logprob: float
+    rank: int
+    top: tuple[tuple[int, float], ...]
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,1 @@
+"""An engine: one data-parallel rank that schedules and runs steps; and the client that feeds all of them."""

@@ -1,0 +1,74 @@
+"""Settings of the scheduler. Names are vLLM's or SGLang's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from ubatch import ConfigError
+
+__all__ = ["SchedulerConfig", "SchedulingPolicy"]
+
+
+class SchedulingPolicy(StrEnum):
+    """The order in which waiting requests are admitted."""
+
+    FCFS = "fcfs"
+    """first come, first served"""
+    LPM = "lpm"
+    """longest prefix match: those first of whom most is in the prefix cache"""
+    PRIORITY = "priority"
+    """lowest `priority` first, then first come"""
+
+
+@dataclass(frozen=True)
+class SchedulerConfig:
+    """How steps are filled.
+
+    Attributes:
+        max_num_seqs: most requests that run at once.
+        max_num_batched_tokens: most tokens of a step.
+        max_model_len: most tokens of a request, prompt and output.
+        enable_chunked_prefill: a prompt longer than what is left of a step runs in chunks.
+        enable_prefix_caching: keep keys and values of prompts and outputs for requests that begin alike.
+        prefill_first: steps are either prefills or decodes, prefills first (SGLang); by default they mix.
+        policy: who is admitted next.
+        num_speculative_tokens: drafts per request and verify step; 0 does not speculate.
+        prompt_lookup_max: longest run of last tokens that is looked up (n-gram speculation).
+        prompt_lookup_min: shortest one.
+
+    Raises:
+        ConfigError: at construction, for values that cannot work.
+    """
+
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 2048
+    max_model_len: int = 2048
+    enable_chunked_prefill: bool = True
+    enable_prefix_caching: bool = True
+    prefill_first: bool = False
+    policy: SchedulingPolicy = SchedulingPolicy.FCFS
+    num_speculative_tokens: int = 0
+    prompt_lookup_max: int = 4
+    prompt_lookup_min: int = 2
+
+    def __post_init__(self) -> None:
+        for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "prompt_lookup_min"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}.")
+        if self.num_speculative_tokens < 0:
+            raise ConfigError(f"num_speculative_tokens must be at least 0, not {self.num_speculative_tokens}.")
+        if self.prompt_lookup_max < self.prompt_lookup_min:
+            raise ConfigError(
+                f"prompt_lookup_max is {self.prompt_lookup_max}, below prompt_lookup_min ({self.prompt_lookup_min})."
+            )
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ConfigError(
+                f"max_num_batched_tokens is {self.max_num_batched_tokens}, below max_num_seqs ({self.max_num_seqs}): "
+                f"not every running request could decode in a step. Raise the one or lower the other."
+            )
+        if not self.enable_chunked_prefill and self.max_num_batched_tokens < self.max_model_len:
+            raise ConfigError(
+                f"without chunked prefill a prompt runs in one step: max_num_batched_tokens "
+                f"({self.max_num_batched_tokens}) must be at least max_model_len ({self.max_model_len})."
+            )
