@@ -12,7 +12,9 @@ into a CUDA graph.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -21,8 +23,11 @@ from torch import Tensor
 from moe.cpu_linear import linear
 from moe.experts.base import FusedExperts
 from moe.segments import segment_offsets, segment_sum
+from ubatch import num_cores, run_pieces
 
 __all__ = ["GroupedExperts"]
+
+_ROWS_OF_WEIGHTS = 24  # reading an expert's weights takes as long as computing so many rows
 
 
 class GroupedExperts(FusedExperts):
@@ -32,21 +37,43 @@ class GroupedExperts(FusedExperts):
         """See `Experts`."""
         self.check_input(hidden_states, topk_ids, topk_weights)
         plan = _plan(topk_ids, self.expert_range)
-        outputs = [
-            self.run_expert(slot, hidden_states.index_select(0, tokens))
-            for slot, tokens in enumerate(plan.token_of_row.split(plan.rows_per_expert))
-            if tokens.shape[0]
-        ]
-        if not outputs:
+        if not plan.token_of_row.shape[0]:
             return hidden_states.new_zeros(hidden_states.shape)
+        tokens = plan.token_of_row.split(plan.rows_per_expert)
+        outputs = [hidden_states] * len(tokens)  # each is replaced, or has no rows
+
+        def run(slots: Sequence[int]) -> None:
+            for slot in slots:
+                outputs[slot] = self.run_expert(slot, hidden_states.index_select(0, tokens[slot]))
+
+        run_pieces([partial(run, slots) for slots in _shares(plan.rows_per_expert, num_cores())])
         weights = topk_weights.flatten() if plan.pair_is_local is None else topk_weights[plan.pair_is_local]
         weights = weights.to(hidden_states.dtype)
-        return segment_sum(torch.cat(outputs), plan.row_of_pair, plan.pair_offsets, weights)
+        return segment_sum(
+            torch.cat([outputs[slot] for slot, rows in enumerate(plan.rows_per_expert) if rows]),
+            plan.row_of_pair,
+            plan.pair_offsets,
+            weights,
+        )
 
     def run_expert(self, slot: int, x: Tensor) -> Tensor:
         """The expert at `slot` of those held here, for its rows `[rows, H]`."""
         gate, up = linear(x, self.w13[slot]).chunk(2, dim=-1)
         return linear(F.silu(gate) * up, self.w2[slot])
+
+
+def _shares(rows_per_expert: Sequence[int], cores: int) -> list[list[int]]:
+    """The experts that have rows, dealt out to the cores: most rows first, always to the core that has least to do."""
+    slots = [slot for slot, rows in enumerate(rows_per_expert) if rows]
+    if cores == 1:
+        return [slots]
+    shares: list[list[int]] = [[] for _ in range(cores)]
+    work = [0] * cores
+    for slot in sorted(slots, key=lambda slot: -rows_per_expert[slot]):
+        core = work.index(min(work))
+        shares[core].append(slot)
+        work[core] += rows_per_expert[slot] + _ROWS_OF_WEIGHTS
+    return shares
 
 
 @dataclass(frozen=True)
