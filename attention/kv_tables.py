@@ -148,6 +148,38 @@ class RequestToTokenTable:
             self._slots[row, start : start + slots.numel()] = slots.flatten()
             held.extend(blocks)
 
+    def append_each(self, rows: Sequence[int], blocks: Sequence[int]) -> None:
+        """Give each of several requests one more block: `append` for a whole batch, in one write.
+
+        Raises:
+            KVCacheError: a row is not in use.
+            KVCacheExhausted: a row is too short for it; none gets one then.
+        """
+        held = [self._held(row) for row in rows]
+        if any(len(own) >= self.max_blocks for own in held):
+            raise KVCacheExhausted(f"a request needs {self.max_blocks + 1} KV blocks, its row holds {self.max_blocks}.")
+        if rows:
+            starts = torch.tensor([len(own) * self.block_size for own in held])[:, None]
+            slots = torch.tensor(blocks, dtype=torch.int32)[:, None] * self.block_size + self._offsets
+            self._slots[torch.tensor(rows)[:, None], starts + self._offsets] = slots
+            for own, block in zip(held, blocks, strict=True):
+                own.append(block)
+
+    def replace(self, row: int, start: int, blocks: Sequence[int]) -> None:
+        """Let other blocks, with the same contents, stand in for a row's blocks `start` and following.
+
+        Raises:
+            KVCacheError: the row is not in use, or does not have so many blocks.
+        """
+        held = self._held(row)
+        stop = start + len(blocks)
+        if start < 0 or stop > len(held):
+            raise KVCacheError(f"cannot replace blocks {start} to {stop} of row {row}: it has {len(held)}.")
+        if blocks:
+            slots = torch.tensor(blocks, dtype=torch.int32)[:, None] * self.block_size + self._offsets
+            self._slots[row, start * self.block_size : stop * self.block_size] = slots.flatten()
+            held[start:stop] = blocks
+
     def blocks(self, row: int) -> tuple[int, ...]:
         """The row's blocks, in token order."""
         return tuple(self._held(row))

@@ -3,9 +3,15 @@
 weights, hf_config    a checkpoint's tensors and config, read lazily and checked
 models                families, one file each
 step_cost             what a token and an attended pair cost, for splits by cost
+request               a sequence while it is generated, and its share of one step
 input_batch           requests, flattened into one step's batch
 dp                    the vote with the other ranks, and this rank's lanes
-sampler               from logits to tokens
+sampling_params       how to generate for one request
+penalties, sampler    from logits to tokens
+logprobs              how likely tokens were
+future_map            tokens that the host does not know yet
+verify                drafts, and which of them were right
+pending_step          a step between its launch and its result
 runner                all of it: `ModelRunner.execute` runs one step
 generate              offline generation, batched and over several ranks
 random_checkpoint     a large model with random weights, for measuring
@@ -16,13 +22,16 @@ from model_runner.errors import (
     CheckpointError,
     CheckpointFileMissing,
     RequestError,
+    StepOrderError,
     TensorMissing,
     UnknownArchitecture,
     WrongShape,
 )
+from model_runner.future_map import FutureMap
 from model_runner.generate import FinishReason, GenerationOutput, check_request, generate
 from model_runner.host_memory import keep_freed_memory
-from model_runner.input_batch import InputBatch, Request, ScheduledRequest, build_input_batch
+from model_runner.input_batch import InputBatch, build_input_batch
+from model_runner.logprobs import TokenLogprobs
 from model_runner.models import (
     CausalLM,
     ExpertParallel,
@@ -31,13 +40,18 @@ from model_runner.models import (
     model_class,
     register_model,
 )
+from model_runner.penalties import SamplingRow
+from model_runner.pending_step import PendingStep, StepOutput
 from model_runner.random_checkpoint import RandomQwen3Moe, make_random_qwen3_moe
-from model_runner.runner import ModelRunner, StepOutput
-from model_runner.sampler import SamplingParams, TokenLogprobs, sample
+from model_runner.request import PENDING_TOKEN, Request, ScheduledRequest
+from model_runner.runner import ModelRunner
+from model_runner.sampler import sample
+from model_runner.sampling_params import SamplingParams
 from model_runner.step_cost import split_cost
 from model_runner.weights import Checkpoint
 
 __all__ = [
+    "PENDING_TOKEN",
     "BatchShape",
     "CausalLM",
     "Checkpoint",
@@ -46,15 +60,19 @@ __all__ = [
     "Coordination",
     "ExpertParallel",
     "FinishReason",
+    "FutureMap",
     "GenerationOutput",
     "InputBatch",
     "ModelConfig",
     "ModelRunner",
+    "PendingStep",
     "RandomQwen3Moe",
     "Request",
     "RequestError",
     "SamplingParams",
+    "SamplingRow",
     "ScheduledRequest",
+    "StepOrderError",
     "StepOutput",
     "TensorMissing",
     "TokenLogprobs",

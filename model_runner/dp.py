@@ -9,7 +9,7 @@ Every rank votes at every step, idle ones too: one small all-reduce that also te
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from attention import MODES, Kernel, SplitKind
@@ -38,6 +38,10 @@ __all__ = ["BatchShape", "Coordination", "coordinate_batch_across_dp", "make_off
 _TOKENS_ALONE = SplitCost(per_token=1.0, per_pair=0.0)
 
 
+def _no_pairs() -> Sequence[tuple[int, int]]:
+    return ()
+
+
 @dataclass(frozen=True)
 class BatchShape:
     """What the vote must know of this rank's batch, all of it on the host. `build_input_batch` fills it.
@@ -46,14 +50,15 @@ class BatchShape:
         query_lens: tokens of each request in this step; empty on an idle rank.
         mode: what the batch is.
         prefix_lens: tokens of each request that are in the cache already; needed to split by cost.
-        late_reads: (reader, writer) pairs of requests that must be in one lane; see `attention.reads_of_later_writes`.
+        late_reads: gives (reader, writer) pairs of requests that must be in one lane, see
+            `attention.reads_of_later_writes`. It is called where the batch would be split, only then: it costs time.
         cost: what a token and an attended pair cost in this model; needed to split by cost.
     """
 
     query_lens: Sequence[int]
     mode: ForwardMode
     prefix_lens: Sequence[int] = ()
-    late_reads: Sequence[tuple[int, int]] = ()
+    late_reads: Callable[[], Sequence[tuple[int, int]]] = _no_pairs
     cost: SplitCost = _TOKENS_ALONE
 
 
@@ -99,7 +104,7 @@ def make_offer(config: UBatchConfig, batch: BatchShape) -> tuple[Offer, tuple[UB
     reason = _objection(config, schedule, total, batch.mode)
     if reason is None:
         wanted = _split(config, schedule.lanes, batch)
-        slices = keep_together(wanted, batch.query_lens, batch.late_reads)
+        slices = keep_together(wanted, batch.query_lens, batch.late_reads())
         if total and any(piece.is_empty() for piece in slices):
             whole = any(piece.is_empty() for piece in wanted)
             reason, slices = DeclineReason.LAST_UBATCH_EMPTY if whole else DeclineReason.KV_ORDER, None

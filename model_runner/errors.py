@@ -1,4 +1,4 @@
-"""What can be wrong with a checkpoint or a request. All are `UBatchError`s and come before anything is launched."""
+"""What can be wrong with a checkpoint, a request, or the order of steps. All are `UBatchError`s."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ __all__ = [
     "CheckpointError",
     "CheckpointFileMissing",
     "RequestError",
+    "StepOrderError",
     "TensorMissing",
     "UnknownArchitecture",
     "WrongShape",
@@ -53,3 +54,7 @@ class UnknownArchitecture(CheckpointError):
 
 class RequestError(UBatchError, ValueError):
     """A prompt or its sampling parameters cannot be served; the message says which and why."""
+
+
+class StepOrderError(UBatchError):
+    """The parts of steps were called in an order that cannot work; the message says which."""

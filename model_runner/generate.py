@@ -7,16 +7,17 @@ run first, together; then everything that runs decodes one token per step. With 
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
 from attention import KVCacheExhausted
 from model_runner.errors import RequestError
-from model_runner.input_batch import Request, ScheduledRequest
+from model_runner.logprobs import TokenLogprobs
+from model_runner.request import Request, ScheduledRequest
 from model_runner.runner import ModelRunner
-from model_runner.sampler import SamplingParams
+from model_runner.sampling_params import SamplingParams
 
 __all__ = ["FinishReason", "GenerationOutput", "check_request", "generate"]
 
@@ -40,11 +41,16 @@ class GenerationOutput:
         prompt_token_ids: the prompt.
         token_ids: the output, a stop token included.
         finish_reason: why it ended.
+        logprobs: one per output token, where `params.logprobs` asks for them; else empty.
+        prompt_logprobs: one per prompt token (None for the first), where `params.prompt_logprobs` asks for them; else
+            None.
     """
 
     prompt_token_ids: tuple[int, ...]
     token_ids: tuple[int, ...]
     finish_reason: FinishReason
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
 
 
 def generate(
@@ -87,7 +93,7 @@ def check_request(runner: ModelRunner, token_ids: Sequence[int], params: Samplin
     """Refuse a request that could never be served.
 
     Raises:
-        RequestError: an empty prompt, a token outside the vocabulary, prompt and output longer than the model allows.
+        RequestError: an empty prompt, a token outside the vocabulary, prompt and output longer than `max_model_len`.
         KVCacheExhausted: it does not fit the whole KV cache.
     """
     config = runner.config
@@ -96,11 +102,13 @@ def check_request(runner: ModelRunner, token_ids: Sequence[int], params: Samplin
     wrong = [token for token in token_ids if not 0 <= token < config.vocab_size]
     if wrong:
         raise RequestError(f"prompt {name} has token {wrong[0]}; the vocabulary is 0 to {config.vocab_size - 1}.")
-    total = len(token_ids) + params.max_tokens
-    if total > config.max_position_embeddings:
+    params.check_vocabulary(config.vocab_size)
+    total, limit = len(token_ids) + params.max_tokens, runner.max_model_len
+    if total > limit:
+        whose = "the model's" if limit == config.max_position_embeddings else "max_model_len's"
         raise RequestError(
             f"prompt {name} has {len(token_ids)} tokens, and max_tokens is {params.max_tokens}: {total} in all, more "
-            f"than the model's {config.max_position_embeddings} positions."
+            f"than {whose} {limit} positions."
         )
     needed, blocks = runner.kv_cache.spec.blocks_for(total), runner.kv_cache.num_blocks
     if needed > blocks:
@@ -142,6 +150,8 @@ class _Job:
         self.waiting = deque(enumerate(requests))
         self.running: dict[int, Request] = {}
         self.outputs: dict[int, GenerationOutput] = {}
+        self._logprobs: defaultdict[int, tuple[TokenLogprobs, ...]] = defaultdict(tuple)
+        self._prompt_logprobs: defaultdict[int, tuple[TokenLogprobs | None, ...]] = defaultdict(tuple)
         self._budget = max_num_batched_tokens
         self._on_token = on_token
 
@@ -150,7 +160,10 @@ class _Job:
         self._admit()
         shares = self._prefills() or {index: ScheduledRequest(r, 1) for index, r in self.running.items()}
         output = self.runner.execute(tuple(shares.values()))
-        for (index, share), token in zip(shares.items(), output.tokens, strict=True):
+        for place, (index, share) in enumerate(shares.items()):
+            self._logprobs[index] += output.logprobs[place]
+            self._prompt_logprobs[index] += output.prompt_logprobs[place]
+            token = output.tokens[place][0] if output.tokens[place] else None
             share.request.advance(share.num_tokens, token)
             if token is not None:
                 self._take(index, share.request, token)
@@ -188,16 +201,16 @@ class _Job:
         if self._on_token is not None:
             self._on_token(index, token)
         params = request.params
-        ends = (
-            params.stop_token_ids if params.ignore_eos else (*params.stop_token_ids, *self.runner.config.eos_token_ids)
-        )
-        if token in ends:
+        if token in params.ending_tokens(self.runner.config.eos_token_ids):
             reason = FinishReason.STOP
         elif len(request.output_token_ids) >= params.max_tokens:
             reason = FinishReason.LENGTH
         else:
             return
         prompt, output = request.token_ids[: request.num_prompt_tokens], request.output_token_ids
-        self.outputs[index] = GenerationOutput(tuple(prompt), tuple(output), reason)
+        prompt_logprobs = None if params.prompt_logprobs is None else self._prompt_logprobs[index]
+        self.outputs[index] = GenerationOutput(
+            tuple(prompt), tuple(output), reason, self._logprobs[index], prompt_logprobs
+        )
         del self.running[index]
         self.runner.release(request)

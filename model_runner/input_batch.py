@@ -1,95 +1,28 @@
-"""Requests, and the flattened batch that one step runs.
+"""The flattened batch that one step runs, built from the requests as they are at that moment.
 
-A request's tokens are prompt and output in one list. `num_computed_tokens` of them are in the KV cache; a step takes
-the next ones: a whole prompt, a chunk of it, or the one token that was generated last. Where a step reaches the end of
-the list, the next token is sampled.
+Everything that is needed after the launch is written down here: the requests go on while the step runs.
 """
 
 from __future__ import annotations
 
-import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate
 
 import torch
 from torch import Tensor
 
-from attention import (
-    CacheSpec,
-    CommonAttentionMetadata,
-    KVCacheExhausted,
-    RequestToTokenTable,
-    reads_of_later_writes,
-)
+from attention import CacheSpec, CommonAttentionMetadata, KVCacheExhausted, RequestToTokenTable, reads_of_later_writes
 from model_runner.dp import BatchShape
 from model_runner.errors import RequestError
-from model_runner.sampler import SamplingParams
+from model_runner.host_copy import to_device
+from model_runner.logprobs import PromptSpan
+from model_runner.request import PENDING_TOKEN, Request, ScheduledRequest
+from model_runner.verify import chain_of_drafts, drafts_per_request
 from ubatch import ForwardMode
 
-__all__ = ["InputBatch", "Request", "ScheduledRequest", "build_input_batch"]
-
-
-@dataclass(eq=False)
-class Request:
-    """One sequence while it is generated. The scheduler owns it; the runner only reads it.
-
-    Attributes:
-        request_id: what errors call it.
-        token_ids: prompt, then output so far.
-        params: how to generate.
-        num_prompt_tokens: how many of `token_ids` are the prompt.
-        num_computed_tokens: how many of them are in the KV cache.
-        row: its row of the block table; None while it waits.
-        generator: its own random numbers.
-    """
-
-    request_id: int | str
-    token_ids: list[int]
-    params: SamplingParams
-    num_prompt_tokens: int = field(init=False)
-    num_computed_tokens: int = 0
-    row: int | None = None
-    generator: random.Random = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.token_ids = list(self.token_ids)
-        self.num_prompt_tokens = len(self.token_ids)
-        self.generator = random.Random(self.params.seed)
-
-    @property
-    def num_tokens(self) -> int:
-        """Prompt and output so far."""
-        return len(self.token_ids)
-
-    @property
-    def num_uncomputed_tokens(self) -> int:
-        """Tokens that the next steps must run; 1 while decoding."""
-        return len(self.token_ids) - self.num_computed_tokens
-
-    @property
-    def output_token_ids(self) -> list[int]:
-        """What was generated so far."""
-        return self.token_ids[self.num_prompt_tokens :]
-
-    def advance(self, num_tokens: int, token: int | None) -> None:
-        """A step ran `num_tokens` of it and, at the end of the list, sampled `token`."""
-        self.num_computed_tokens += num_tokens
-        if token is not None:
-            self.token_ids.append(token)
-
-
-@dataclass(frozen=True)
-class ScheduledRequest:
-    """A request's share of one step: its next `num_tokens` tokens."""
-
-    request: Request
-    num_tokens: int
-
-    @property
-    def samples(self) -> bool:
-        """Whether this step reaches the end of the request's tokens, so that one is sampled."""
-        return self.num_tokens == self.request.num_uncomputed_tokens
+__all__ = ["InputBatch", "build_input_batch"]
 
 
 @dataclass(frozen=True)
@@ -98,11 +31,19 @@ class InputBatch:
 
     Attributes:
         scheduled: the requests' shares, in order.
-        input_ids: `[T]` int64.
+        input_ids: `[T]` int64; `-(row + 1)` where the token is pending, see `FutureMap`.
         positions: `[T]` int64, each token's place in its request.
         metadata: for attention.
         shape: for the vote.
-        logits_rows: `[S]` int64, the last token of every share that samples.
+        logits_rows: `[S]` int64, the rows that are sampled: the last token of every share that reaches its end, and in
+            a verify batch all rows.
+        future_places: `[S]` int64, row + 1 of the requests that are sampled; empty in a verify batch, whose tokens the
+            host must see before it goes on.
+        lengths: tokens of every request when the batch was built.
+        rows_per_share: how many of `logits_rows` are each share's.
+        future_owners: (request, place of the new token in it, row) of `future_places`.
+        pending: (request, place of the token in it, row) of every pending token.
+        prompt_spans: the prompts of this step whose log-probabilities are asked for.
     """
 
     scheduled: tuple[ScheduledRequest, ...]
@@ -111,10 +52,16 @@ class InputBatch:
     metadata: CommonAttentionMetadata
     shape: BatchShape
     logits_rows: Tensor
+    future_places: Tensor
+    lengths: tuple[int, ...]
+    rows_per_share: tuple[int, ...]
+    future_owners: tuple[tuple[Request, int, int], ...] = ()
+    pending: tuple[tuple[Request, int, int], ...] = ()
+    prompt_spans: tuple[PromptSpan, ...] = ()
 
     @property
     def mode(self) -> ForwardMode:
-        """Decode, prefill, mixed or idle."""
+        """Decode, prefill, mixed, target-verify or idle."""
         return self.shape.mode
 
     @property
@@ -124,8 +71,8 @@ class InputBatch:
 
     @property
     def sampled(self) -> tuple[Request, ...]:
-        """The requests of `logits_rows`."""
-        return tuple(share.request for share in self.scheduled if share.samples)
+        """The requests that get a token."""
+        return tuple(share.request for share, rows in zip(self.scheduled, self.rows_per_share, strict=True) if rows)
 
 
 def build_input_batch(
@@ -134,7 +81,7 @@ def build_input_batch(
     spec: CacheSpec,
     device: torch.device | str = "cpu",
 ) -> InputBatch:
-    """Flatten the requests' next tokens.
+    """Flatten the requests' next tokens, and their drafts.
 
     Args:
         scheduled: the shares of this step; none at all is an idle step.
@@ -143,40 +90,118 @@ def build_input_batch(
         device: where the tensors go.
 
     Raises:
-        RequestError: a share is empty, or longer than what is left of its request, or the request has no row.
+        RequestError: a share is empty, or longer than what is left of its request, or the request has no row; drafts
+            that are not alike, or behind a token that is pending.
         KVCacheExhausted: a request has not enough blocks for its share.
     """
-    for share in scheduled:
-        _check(share, table, spec)
-    shares = tuple(scheduled)
-    query_lens = [share.num_tokens for share in shares]
+    shares, device = tuple(scheduled), torch.device(device)
+    num_drafts = drafts_per_request(shares)
+    rows = [_checked_row(share, table, spec) for share in shares]
     computed = [share.request.num_computed_tokens for share in shares]
+    query_lens = [share.num_tokens + num_drafts for share in shares]
+    seq_lens = list(map(int.__add__, computed, query_lens))
     starts = [0, *accumulate(query_lens)]
-    input_ids: list[int] = []
-    for share, start in zip(shares, computed, strict=True):
-        input_ids += share.request.token_ids[start : start + share.num_tokens]
+    mode = ForwardMode.TARGET_VERIFY if num_drafts else _mode(query_lens, computed)
 
-    rows = [share.request.row for share in shares if share.request.row is not None]
-    request_of_token = torch.repeat_interleave(torch.tensor(query_lens, dtype=torch.int64))
-    shift = torch.tensor([done - start for done, start in zip(computed, starts, strict=False)], dtype=torch.int64)
-    positions = torch.arange(starts[-1]) + shift[request_of_token]
-    slots = table.slots(torch.tensor(rows, dtype=torch.int64)[request_of_token], positions)
+    positions, slots = _places(table, rows, query_lens, computed)
     pages = table.page_table(rows)
-    seq_lens = [done + length for done, length in zip(computed, query_lens, strict=True)]
-    mode = _mode(shares)
-    late_reads = reads_of_later_writes(query_lens, seq_lens, pages, spec.block_size)
-    sampled_rows = [stop - 1 for share, stop in zip(shares, starts[1:], strict=True) if share.samples]
+    metadata = CommonAttentionMetadata.build(query_lens, seq_lens, pages, slots, mode)
+    ids, pending = _input_ids(shares, computed)
+    lengths = [share.request.num_tokens for share in shares]
+    owners: list[tuple[Request, int, int]] = []
+    if num_drafts:
+        rows_per_share = [num_drafts + 1] * len(shares)
+        sampled_rows = list(range(starts[-1]))
+    else:
+        rows_per_share = [int(end == length) for end, length in zip(seq_lens, lengths, strict=True)]
+        sampled_rows = [stop - 1 for stop, samples in zip(starts[1:], rows_per_share, strict=True) if samples]
+        everyone = zip(shares, lengths, rows, rows_per_share, strict=True)
+        owners = [(share.request, length, row) for share, length, row, samples in everyone if samples]
+
+    future_places = [row + 1 for _, _, row in owners]
+    host = [torch.tensor(values, dtype=torch.int64) for values in (ids, sampled_rows, future_places)]
+    input_ids, logits_rows, places, positions, metadata = _on_device((*host, positions), metadata, device)
+    if num_drafts:
+        metadata = replace(metadata, spec_verify=chain_of_drafts(num_drafts, computed, input_ids, positions))
+    late_reads = partial(reads_of_later_writes, query_lens, seq_lens, pages, spec.block_size)
     return InputBatch(
         scheduled=shares,
-        input_ids=torch.tensor(input_ids, dtype=torch.int64, device=device),
-        positions=positions.to(device),
-        metadata=CommonAttentionMetadata.build(query_lens, seq_lens, pages.to(device), slots.to(device), mode),
+        input_ids=input_ids,
+        positions=positions,
+        metadata=metadata,
         shape=BatchShape(query_lens, mode, computed, late_reads),
-        logits_rows=torch.tensor(sampled_rows, dtype=torch.int64, device=device),
+        logits_rows=logits_rows,
+        future_places=places,
+        lengths=tuple(lengths),
+        rows_per_share=tuple(rows_per_share),
+        future_owners=tuple(owners),
+        pending=pending,
+        prompt_spans=_prompt_spans(shares, starts),
     )
 
 
-def _check(share: ScheduledRequest, table: RequestToTokenTable, spec: CacheSpec) -> None:
+def _places(
+    table: RequestToTokenTable, rows: Sequence[int], query_lens: Sequence[int], computed: Sequence[int]
+) -> tuple[Tensor, Tensor]:
+    """Every token's place in its request, and its slot, `[T]` each."""
+    row_of_request = torch.tensor(rows, dtype=torch.int64)
+    done = torch.tensor(computed, dtype=torch.int64)
+    num_tokens = sum(query_lens)
+    if num_tokens == len(rows):  # one each
+        return done, table.slots(row_of_request, done)
+    lengths = torch.tensor(query_lens, dtype=torch.int64)
+    owner = torch.repeat_interleave(lengths)
+    positions = torch.arange(num_tokens) + (done - lengths.cumsum(0) + lengths)[owner]
+    return positions, table.slots(row_of_request[owner], positions)
+
+
+def _on_device(
+    host: tuple[Tensor, ...], metadata: CommonAttentionMetadata, device: torch.device
+) -> tuple[Tensor, Tensor, Tensor, Tensor, CommonAttentionMetadata]:
+    """Everything on the device, in one go."""
+    whole = (metadata.query_start_loc, metadata.seq_lens, metadata.block_table, metadata.slot_mapping)
+    ids, logits_rows, places, positions, starts, seq_lens, table, slots = to_device((*host, *whole), device)
+    if device.type != "cpu":
+        metadata = replace(metadata, query_start_loc=starts, seq_lens=seq_lens, block_table=table, slot_mapping=slots)
+    return ids, logits_rows, places, positions, metadata
+
+
+def _input_ids(
+    shares: Sequence[ScheduledRequest], computed: Sequence[int]
+) -> tuple[list[int], tuple[tuple[Request, int, int], ...]]:
+    """The tokens of all shares, with `-(row + 1)` for pending ones; and which these are."""
+    ids: list[int] = []
+    pending = []
+    for share, start in zip(shares, computed, strict=True):
+        request = share.request
+        if share.num_tokens == 1:
+            ids.append(request.token_ids[start])
+        else:
+            ids += request.token_ids[start : start + share.num_tokens]
+        if ids[-1] == PENDING_TOKEN and request.row is not None:
+            if share.drafts:
+                raise RequestError(f"request {request.request_id!r} has drafts behind a token that is not known yet.")
+            ids[-1] = -(request.row + 1)
+            pending.append((request, start + share.num_tokens - 1, request.row))
+        ids += share.drafts
+    return ids, tuple(pending)
+
+
+def _prompt_spans(shares: Sequence[ScheduledRequest], starts: Sequence[int]) -> tuple[PromptSpan, ...]:
+    spans = []
+    for index, share in enumerate(shares):
+        request = share.request
+        if request.params.prompt_logprobs is None or request.num_computed_tokens >= request.num_prompt_tokens:
+            continue
+        start, end = request.num_computed_tokens, request.num_prompt_tokens
+        stop = min(start + share.num_tokens, end)
+        # One past the part, where the prompt goes on: the next chunk's first token is scored by this chunk's last row.
+        targets = tuple(request.token_ids[start + 1 : min(stop + 1, end)])
+        spans.append(PromptSpan(index, request, start, stop, starts[index], targets))
+    return tuple(spans)
+
+
+def _checked_row(share: ScheduledRequest, table: RequestToTokenTable, spec: CacheSpec) -> int:
     request = share.request
     if not 1 <= share.num_tokens <= request.num_uncomputed_tokens:
         raise RequestError(
@@ -185,16 +210,18 @@ def _check(share: ScheduledRequest, table: RequestToTokenTable, spec: CacheSpec)
         )
     if request.row is None:
         raise RequestError(f"request {request.request_id!r} has no row in the block table; admit it first.")
-    needed, held = request.num_computed_tokens + share.num_tokens, len(table.blocks(request.row)) * spec.block_size
+    needed = request.num_computed_tokens + share.num_tokens + len(share.drafts)
+    held = len(table.blocks(request.row)) * spec.block_size
     if needed > held:
         raise KVCacheExhausted(
             f"request {request.request_id!r} has KV blocks for {held} tokens and needs {needed}; reserve them first."
         )
+    return request.row
 
 
-def _mode(shares: Sequence[ScheduledRequest]) -> ForwardMode:
+def _mode(query_lens: Sequence[int], computed: Sequence[int]) -> ForwardMode:
     """Decode: every request adds one token to what it has cached. Such a batch splits by request count."""
-    decodes = [share.num_tokens == 1 and share.request.num_computed_tokens > 0 for share in shares]
+    decodes = [length == 1 and done > 0 for length, done in zip(query_lens, computed, strict=True)]
     if not decodes:
         return ForwardMode.IDLE
     if all(decodes):

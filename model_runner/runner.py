@@ -1,20 +1,21 @@
 """The model runner: a checkpoint on this rank, and one step of it at a time.
 
-    build      the requests' next tokens, flattened (`input_batch`)
-    coordinate vote with the other ranks whether to overlap (`dp`)
-    plan       attention for the whole batch, or one plan per lane
-    forward    the wrapped model, in lanes or not; hidden states come back merged
-    sample     logits of the last token of each request only, then its next token
+    launch     build        the requests' next tokens, flattened (`input_batch`)
+               coordinate   vote with the other ranks whether to overlap (`dp`)
+               plan         attention for the whole batch, or one plan per lane
+               forward      the wrapped model, in lanes or not; hidden states come back merged
+    sample     logits of the last token of each request only, then its next token (`pending_step`)
+    result     the tokens on the host
 
-With several ranks each step is collective: a rank without requests calls `execute([])` and runs the same layers with
-no tokens, because its experts are needed. When no rank has requests, nothing runs and `StepOutput.all_idle` says so.
+With several ranks each step is collective: a rank without requests launches `()` and runs the same layers with no
+tokens, because its experts are needed. When no rank has requests, nothing runs and `StepOutput.all_idle` says so.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 
@@ -23,7 +24,6 @@ from torch import Tensor
 
 from attention import (
     BlockAllocator,
-    CacheSpec,
     KVCacheExhausted,
     RequestToTokenTable,
     UBatchAttention,
@@ -31,45 +31,33 @@ from attention import (
     split_attn_metadata,
 )
 from model_runner.dp import Coordination, coordinate_batch_across_dp
+from model_runner.future_map import FutureMap
+from model_runner.host_copy import to_device
 from model_runner.host_memory import keep_freed_memory
-from model_runner.input_batch import InputBatch, Request, ScheduledRequest, build_input_batch
+from model_runner.input_batch import InputBatch, build_input_batch
+from model_runner.kv_memory import KVMemory
 from model_runner.kv_scales import load_kv_scales
+from model_runner.logprobs import PromptCarry
 from model_runner.models.base import CausalLM, ExpertParallel, ModelConfig
 from model_runner.models.registry import model_class
-from model_runner.sampler import sample
+from model_runner.pending_step import PendingStep, SamplingContext, StepOutput
+from model_runner.request import Request, ScheduledRequest
 from model_runner.step_cost import split_cost
 from model_runner.weights import Checkpoint
 from moe import All2All, EmulatedLink, make_all2all, packing_pays
 from ubatch import (
     CommGroup,
     ConfigError,
-    Decision,
     ForwardContext,
     UBatchConfig,
     UBatchStatistics,
     UBatchWrapper,
     nearest,
     set_forward_context,
+    several_cores,
 )
 
-__all__ = ["ModelRunner", "StepOutput"]
-
-_DEFAULT_KV_MEMORY = 256 << 20
-
-
-@dataclass(frozen=True)
-class StepOutput:
-    """What a step gave.
-
-    Attributes:
-        tokens: per scheduled request its next token, or None where the step did not reach the end of its tokens.
-        decision: whether the step overlapped, or why not; with every rank's tokens.
-        all_idle: no rank had a token; nothing ran.
-    """
-
-    tokens: tuple[int | None, ...]
-    decision: Decision
-    all_idle: bool
+__all__ = ["ModelRunner"]
 
 
 class ModelRunner:
@@ -89,8 +77,10 @@ class ModelRunner:
         kv_cache_dtype: `auto` stores what the model computes in; `fp8` one byte a number, with the checkpoint's static
             scales where it has some.
         num_kv_blocks: size of the KV cache in blocks; or
-        kv_cache_memory: in bytes, 256 MiB by default.
+        kv_cache_memory: in bytes, 256 MiB by default; or
+        gpu_memory_utilization: by what the model leaves of this share of a GPU's memory; see `KVMemory`.
         max_num_seqs: most requests that run at once.
+        max_model_len: longest sequence, prompt and output together; the model's own limit by default.
         dtype: what the model computes in, and the KV cache stores.
         device: where it runs.
 
@@ -115,40 +105,51 @@ class ModelRunner:
         kv_cache_dtype: str = "auto",
         num_kv_blocks: int | None = None,
         kv_cache_memory: int | None = None,
+        gpu_memory_utilization: float | None = None,
         max_num_seqs: int = 256,
+        max_model_len: int | None = None,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> None:
         self.group = group
         self.device = torch.device(device)
         self.dbo = _with_group(dbo if dbo is not None else UBatchConfig(), group)
+        fp8 = _is_fp8(kv_cache_dtype)
+        memory = KVMemory(self.device, num_kv_blocks, kv_cache_memory, gpu_memory_utilization)
         if self.device.type == "cpu":
             keep_freed_memory()
 
         checkpoint = Checkpoint(model_path, dtype=dtype, device=self.device)
         kind = model_class(checkpoint.architecture, checkpoint.config)
         self.config: ModelConfig = kind.read_config(checkpoint.config, checkpoint.generation_config())
-        fp8 = _is_fp8(kv_cache_dtype)
+        self.max_model_len = _max_model_len(max_model_len, self.config.max_position_embeddings)
+        self.all2all: All2All = _make_all2all(all2all_backend, group, link, self.config.num_experts)
+        experts = _resolve_experts(experts_backend, dtype, self.device)
+        self.model: CausalLM = kind.load(self.config, checkpoint, ExpertParallel(self.all2all, experts)).eval()
+
         spec = self.config.attention.cache_spec(self.config.num_layers, block_size, dtype, fp8=fp8)
-        self.kv_cache = make_kv_cache(spec, _num_blocks(spec, num_kv_blocks, kv_cache_memory), self.device)
+        self.kv_cache = make_kv_cache(spec, memory.num_blocks(spec), self.device)
         if fp8:
             load_kv_scales(checkpoint, self.kv_cache)
+        checkpoint.close()
         self.allocator = BlockAllocator(self.kv_cache.num_blocks)
-        self.request_table = RequestToTokenTable(
-            max_num_seqs, spec.blocks_for(self.config.max_position_embeddings), block_size
-        )
+        self.request_table = RequestToTokenTable(max_num_seqs, spec.blocks_for(self.max_model_len), block_size)
         self.attention = UBatchAttention(
             self.config.attention,
             self.kv_cache,
             prefill=prefill_attention_backend or attention_backend,
             decode=decode_attention_backend or attention_backend,
         )
-        self.all2all: All2All = _make_all2all(all2all_backend, group, link, self.config.num_experts)
-        experts = _resolve_experts(experts_backend, dtype, self.device)
-        self.model: CausalLM = kind.load(self.config, checkpoint, ExpertParallel(self.all2all, experts)).eval()
-        checkpoint.close()
         self.split_cost = split_cost(self.model)
         self.wrapper = UBatchWrapper(self.model, self.dbo, device=self.device)
+        self._sampling = SamplingContext(
+            compute_logits=lambda hidden: self.model.compute_logits(hidden),
+            vocab_size=self.config.vocab_size,
+            eos_token_ids=self.config.eos_token_ids,
+            future_map=FutureMap(max_num_seqs, self.device),
+            prompt_carry=PromptCarry(),
+            together=self.together,
+        )
 
     # -- requests and their KV ----------------------------------------------------------------------------------
 
@@ -167,7 +168,7 @@ class ModelRunner:
         if needed > self.request_table.max_blocks:
             raise KVCacheExhausted(
                 f"request {request.request_id!r} needs {needed} KV blocks; {self.request_table.max_blocks} hold the "
-                f"longest sequence of this model ({self.config.max_position_embeddings} tokens)."
+                f"longest sequence ({self.max_model_len} tokens)."
             )
         blocks = self.allocator.allocate(needed)
         try:
@@ -201,25 +202,48 @@ class ModelRunner:
     # -- a step -------------------------------------------------------------------------------------------------
 
     def execute(self, scheduled: Sequence[ScheduledRequest]) -> StepOutput:
-        """Run one step: the next tokens of some requests. The requests themselves are not changed.
+        """Run one step to its end: `launch`, `sample`, `result`. The requests themselves are not changed.
 
         Args:
-            scheduled: prefills, chunks of prefills and decodes in any mixture; empty on an idle rank.
+            scheduled: prefills, chunks of prefills and decodes in any mixture, or decodes with drafts; empty on an idle
+                rank.
 
         Raises:
             RequestError, KVCacheExhausted: the batch does not fit its requests; see `build_input_batch`.
             PeerFailed, TransferTimeout, GroupBroken, UBatchTimeout: the step did not end; see there.
         """
-        with self.together(), torch.inference_mode():
+        with self.together():
+            step = self.launch(scheduled)
+            step.sample()
+            return step.result()
+
+    @torch.inference_mode()
+    def launch(self, scheduled: Sequence[ScheduledRequest]) -> PendingStep:
+        """Start a step with the requests as they are now. On a CPU its forward has run when this returns.
+
+        Args:
+            scheduled: see `execute`. The last token of a request may be `PENDING_TOKEN`, if the step that gives it was
+                sampled.
+
+        Raises:
+            StepOrderError: a token is pending that nobody has sampled.
+            Others: see `execute`.
+        """
+        with self.together(), several_cores(self._cores()):
             batch = build_input_batch(scheduled, self.request_table, self.kv_cache.spec, self.device)
+            batch = replace(batch, input_ids=self._sampling.future_map.resolve(batch.input_ids, batch.pending))
+            for span in batch.prompt_spans:
+                self._sampling.prompt_carry.launch(span)
             agreed = self.coordinate(batch)
             if agreed.all_idle:
-                return StepOutput((), agreed.decision, all_idle=True)
-            logits = self.forward(batch, agreed)
-            sampled = batch.sampled
-            tokens = iter(sample(logits, [r.params for r in sampled], [r.generator for r in sampled]))
-            per_request = tuple(next(tokens) if share.samples else None for share in batch.scheduled)
-            return StepOutput(per_request, agreed.decision, all_idle=False)
+                return PendingStep(self._sampling, batch, agreed.decision, None, all_idle=True)
+            hidden = self._hidden_states(batch, agreed)
+            logits = prompt_hidden = None
+            if batch.logits_rows.shape[0]:
+                logits = self.model.compute_logits(hidden.index_select(0, batch.logits_rows))
+            if batch.prompt_spans:
+                prompt_hidden = hidden.index_select(0, self._prompt_rows(batch))
+            return PendingStep(self._sampling, batch, agreed.decision, logits, prompt_hidden)
 
     def coordinate(self, batch: InputBatch, dbo: UBatchConfig | None = None) -> Coordination:
         """Vote with the other ranks on a step, under `dbo` in place of the runner's own settings if given."""
@@ -228,9 +252,21 @@ class ModelRunner:
 
     def forward(self, batch: InputBatch, agreed: Coordination) -> Tensor:
         """The logits of the rows that are sampled, `[S, vocab_size]`, overlapped if that was agreed."""
+        return self.model.compute_logits(self._hidden_states(batch, agreed).index_select(0, batch.logits_rows))
+
+    def _cores(self) -> int:
+        """As many as torch may use, on a CPU."""
+        return torch.get_num_threads() if self.device.type == "cpu" else 1
+
+    def _hidden_states(self, batch: InputBatch, agreed: Coordination) -> Tensor:
         with set_forward_context(self.forward_context(batch, agreed)):
-            hidden = self.wrapper(batch.input_ids, batch.positions)
-        return self.model.compute_logits(hidden.index_select(0, batch.logits_rows))
+            hidden: Tensor = self.wrapper(batch.input_ids, batch.positions)
+        return hidden
+
+    def _prompt_rows(self, batch: InputBatch) -> Tensor:
+        rows = [torch.arange(span.first_row, span.first_row + len(span.targets)) for span in batch.prompt_spans]
+        (placed,) = to_device([torch.cat(rows)], self.device)
+        return placed
 
     def forward_context(self, batch: InputBatch, agreed: Coordination) -> ForwardContext:
         """The step's context: one attention plan, or where it overlaps one context and plan per lane."""
@@ -307,12 +343,12 @@ def _is_fp8(kv_cache_dtype: str) -> bool:
     return kv_cache_dtype == "fp8"
 
 
-def _num_blocks(spec: CacheSpec, num_blocks: int | None, memory: int | None) -> int:
-    if num_blocks is not None and memory is not None:
-        raise ConfigError("give num_kv_blocks or kv_cache_memory, not both.")
-    if num_blocks is not None:
-        return num_blocks
-    return spec.blocks_in(_DEFAULT_KV_MEMORY if memory is None else memory)
+def _max_model_len(asked: int | None, limit: int) -> int:
+    if asked is None:
+        return limit
+    if not 1 <= asked <= limit:
+        raise ConfigError(f"max_model_len must be from 1 to the model's {limit} positions, not {asked}.")
+    return asked
 
 
 def _make_all2all(name: str | None, group: CommGroup | None, link: EmulatedLink | None, num_experts: int) -> All2All:

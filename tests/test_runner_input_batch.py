@@ -87,4 +87,3 @@ def test_a_request_advances() -> None:
     request.advance(2, None)
     request.advance(1, 9)
     assert (request.num_uncomputed_tokens, request.output_token_ids, request.num_prompt_tokens) == (1, [9], 3)
-    assert request.generator.random() == Request("s", [1], SamplingParams(seed=4)).generator.random()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -69,7 +70,7 @@ def unsplit(batch: InputBatch) -> Coordination:
 def test_the_split_moves_until_no_lane_reads_what_a_later_one_writes(checkpoint: Path, late_writer: int) -> None:
     with make_runner(checkpoint) as runner:
         batch = make_step(runner, late_writer)
-        assert batch.shape.late_reads == ((0, late_writer),)
+        assert batch.shape.late_reads() == ((0, late_writer),)
         expected = logits_of(runner, batch, unsplit(batch))
 
         # As if nobody had looked: lane 0 is request 0 alone, and attends to keys that lane 1 has not written yet.
@@ -94,8 +95,8 @@ def test_the_split_moves_until_no_lane_reads_what_a_later_one_writes(checkpoint:
 
 
 def test_a_long_request_with_a_late_reader_is_not_torn() -> None:
-    shape = BatchShape([8, 1000, 8], ForwardMode.PREFILL, late_reads=((1, 2),))
-    free, _ = make_offer(UBatchConfig(), replace(shape, late_reads=()))
+    shape = BatchShape([8, 1000, 8], ForwardMode.PREFILL, late_reads=lambda: ((1, 2),))
+    free, _ = make_offer(UBatchConfig(), replace(shape, late_reads=tuple))
     assert free.tokens == (508, 508)
     bound, slices = make_offer(UBatchConfig(), shape)
     assert slices is not None
@@ -160,13 +161,13 @@ def test_whatever_is_shared_lanes_equal_the_whole_batch() -> None:
             split_by=rng.choice(["tokens", "cost"]),
             tbo_token_distribution_threshold=rng.choice([0.0, 0.3, 0.5]) if lanes == 2 else 0.0,
         )
-        batch = BatchShape(query_lens, ForwardMode.PREFILL, prefixes, late, SplitCost(1.0, 0.1))
+        batch = BatchShape(query_lens, ForwardMode.PREFILL, prefixes, partial(tuple, late), SplitCost(1.0, 0.1))
         offer, slices = make_offer(config, batch)
         refused += offer.reason is DeclineReason.KV_ORDER
         if slices is None:
             continue
         engaged += 1
-        moved += slices != make_offer(config, replace(batch, late_reads=()))[1]
+        moved += slices != make_offer(config, replace(batch, late_reads=tuple))[1]
         torch.manual_seed(seed)
         q, k, v = torch.randn(sum(query_lens), 4, 8).split([2, 1, 1], dim=1)
         cached = torch.randn(2, (num_blocks + 1) * block, 1, 8)

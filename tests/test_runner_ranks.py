@@ -11,7 +11,16 @@ import torch
 from checkpoints import load_reference, make_qwen3_moe_checkpoint, reference_greedy
 from torch import Tensor
 
-from model_runner import Checkpoint, ModelRunner, RequestError, SamplingParams, generate
+from model_runner import (
+    PENDING_TOKEN,
+    Checkpoint,
+    ModelRunner,
+    Request,
+    RequestError,
+    SamplingParams,
+    ScheduledRequest,
+    generate,
+)
 from moe import EmulatedLink
 from ranks import run_ranks
 from ubatch import CommGroup, ConfigError, DeclineReason, PeerFailed, UBatchConfig
@@ -127,6 +136,21 @@ def fail_and_recover(rank: int, world_size: int, path: str, uneven: str) -> list
         group.reset()
         assert [output.token_ids for output in generate(runner, prompts_of(rank), params_of(rank))] == expected
 
+        # Rank 1 fails after the step's last collective, when it samples: rank 0 learns of it in its next step.
+        request = Request("late", [1, 2, 3], SamplingParams(min_tokens=1))
+        runner.admit(request, 8)
+        step = runner.launch([ScheduledRequest(request, 3)])
+        request.advance(3, PENDING_TOKEN)
+        step.sample()
+        if rank == 0:
+            request.token_ids[-1] = step.result().tokens[0][0]
+        step = runner.launch([ScheduledRequest(request, 1)])
+        with pytest.raises(RequestError if rank == 1 else PeerFailed) as caught:
+            step.sample() if rank == 1 else runner.launch(())
+        seen.append(str(caught.value))
+        runner.release(request)
+        group.reset()
+
         # One rank without any request, then both: nothing runs.
         outputs = generate(runner, prompts_of(0) if rank == 0 else [], SamplingParams(max_tokens=2))
         assert [output.token_ids for output in outputs] == ([tokens[:2] for tokens in expected] if rank == 0 else [])
@@ -163,4 +187,6 @@ def test_bad_input_failures_idle_ranks_and_lazy_loading(checkpoint: Path, tmp_pa
     assert "prompt 1 is empty" in second[0]
     assert "layer 1 of rank 0" in first[1]
     assert "rank 0 failed with ZeroDivisionError: layer 1 of rank 0" in second[1]
-    assert (first[2], second[2]) == ("0,1,2,3", "4,5,6,7")
+    assert "rank 1 failed with RequestError: request 'late' has penalties or min_tokens" in first[2]
+    assert "its token 3 is not known yet" in second[2]
+    assert (first[3], second[3]) == ("0,1,2,3", "4,5,6,7")

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from model_runner import RequestError, SamplingParams, sample
+import model_runner.sampler
+from model_runner import RequestError, SamplingParams, SamplingRow, sample
 
 
 def reference_distribution(logits: torch.Tensor, params: SamplingParams) -> dict[int, float]:
@@ -26,22 +29,31 @@ def reference_distribution(logits: torch.Tensor, params: SamplingParams) -> dict
             break
         kept.append(token)
         reached += probabilities[token] / mass
+    kept = [token for token in kept if probabilities[token] >= params.min_p * probabilities[kept[0]]]
     total = sum(probabilities[token] for token in kept)
     return {token: probabilities[token] / total for token in kept}
 
 
+def tokens_of(logits: torch.Tensor, params: Sequence[SamplingParams], draws: Sequence[float]) -> list[int]:
+    """Every row sampled with its parameters and draw."""
+    rows = {index: SamplingRow(param, draw) for index, (param, draw) in enumerate(zip(params, draws, strict=True))}
+    tokens: list[int] = sample(logits, rows).tolist()
+    return tokens
+
+
+def draws_of(seed: int, count: int) -> list[float]:
+    generator = random.Random(seed)
+    return [generator.random() for _ in range(count)]
+
+
 def draw(logits: torch.Tensor, params: SamplingParams, count: int) -> Counter[int]:
-    rows = logits.expand(count, -1)
-    generator = random.Random(0)
-    return Counter(sample(rows, [params] * count, [generator] * count))
+    return Counter(tokens_of(logits.expand(count, -1), [params] * count, draws_of(0, count)))
 
 
-def test_greedy_is_argmax_and_draws_nothing() -> None:
+def test_greedy_is_argmax() -> None:
     logits = torch.randn(5, 30)
-    generators = [random.Random(row) for row in range(5)]
-    states = [generator.getstate() for generator in generators]
-    assert sample(logits, [SamplingParams()] * 5, generators) == logits.argmax(-1).tolist()
-    assert [generator.getstate() for generator in generators] == states
+    assert sample(logits, {}).tolist() == logits.argmax(-1).tolist()
+    assert tokens_of(logits, [SamplingParams()] * 5, draws_of(0, 5)) == logits.argmax(-1).tolist()
 
 
 @pytest.mark.parametrize(
@@ -53,6 +65,8 @@ def test_greedy_is_argmax_and_draws_nothing() -> None:
         SamplingParams(temperature=1.0, top_p=0.6),
         SamplingParams(temperature=1.3, top_k=5, top_p=0.7),
         SamplingParams(temperature=1.0, top_k=-1, top_p=0.9),
+        SamplingParams(temperature=1.0, min_p=0.1),
+        SamplingParams(temperature=1.5, top_k=7, top_p=0.95, min_p=0.2),
     ],
     ids=str,
 )
@@ -72,13 +86,13 @@ def test_distribution(params: SamplingParams) -> None:
     seed=st.integers(0, 10_000),
     top_k=st.integers(0, 12),
     top_p=st.floats(1e-6, 1.0, exclude_min=True),
+    min_p=st.sampled_from([0.0, 0.05, 0.3, 1.0]),
     temperature=st.floats(0.05, 5.0),
 )
-def test_never_outside_the_truncated_set(seed: int, top_k: int, top_p: float, temperature: float) -> None:
-    params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p)
+def test_never_outside_the_truncated_set(seed: int, top_k: int, top_p: float, min_p: float, temperature: float) -> None:
+    params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     logits = torch.randn(10, generator=torch.Generator().manual_seed(seed))
-    generator = random.Random(seed)
-    tokens = sample(logits.expand(20, -1), [params] * 20, [generator] * 20)
+    tokens = tokens_of(logits.expand(20, -1), [params] * 20, draws_of(seed, 20))
     probabilities = torch.softmax(logits.double() / temperature, -1)
     allowed = reference_distribution(logits, params)
     # A token at the very edge of top_p may fall on either side of it by rounding.
@@ -95,27 +109,45 @@ def test_a_request_does_not_depend_on_its_batch() -> None:
         SamplingParams(temperature=0.8, top_k=7, seed=2),
         SamplingParams(temperature=1.2, top_p=0.5, seed=3),
     ]
+    draws = draws_of(5, 4)
     # Each of them alone takes another way through the sampler than all together.
-
-    def generators() -> list[random.Random]:
-        return [random.Random(param.seed) for param in params]
-
-    together = sample(logits, params, generators())
-    alone = [sample(logits[i : i + 1], [params[i]], [generators()[i]])[0] for i in range(4)]
+    together = tokens_of(logits, params, draws)
+    alone = [tokens_of(logits[i : i + 1], params[i : i + 1], draws[i : i + 1])[0] for i in range(4)]
     assert together == alone
-    reverse = sample(logits.flip(0), params[::-1], generators()[::-1])
-    assert together == reverse[::-1]
+    assert together == tokens_of(logits.flip(0), params[::-1], draws[::-1])[::-1]
 
 
-def test_tiny_top_p_and_top_k_1_are_greedy() -> None:
+def test_tiny_top_p_and_top_k_1_and_min_p_1_are_greedy() -> None:
     logits = torch.randn(6, 40)
     greedy = logits.argmax(-1).tolist()
-    for params in (SamplingParams(temperature=5.0, top_p=1e-9), SamplingParams(temperature=5.0, top_k=1)):
-        assert sample(logits, [params] * 6, [random.Random(row) for row in range(6)]) == greedy
+    for params in (
+        SamplingParams(temperature=5.0, top_p=1e-9),
+        SamplingParams(temperature=5.0, top_k=1),
+        SamplingParams(temperature=5.0, min_p=1.0),
+    ):
+        assert tokens_of(logits, [params] * 6, draws_of(1, 6)) == greedy
+
+
+@pytest.mark.parametrize("scale", [0.3, 3.0, 9.0])
+def test_few_candidates_are_as_good_as_all(monkeypatch: pytest.MonkeyPatch, scale: float) -> None:
+    """Flat logits, where few are not enough, and peaked ones, where they are; beside rows with a top-k."""
+    logits = scale * torch.randn(12, 3000, generator=torch.Generator().manual_seed(1))
+    params = [
+        SamplingParams(temperature=1.0, top_p=0.8),
+        SamplingParams(temperature=1.3, top_k=300, top_p=0.99),
+        SamplingParams(temperature=0.9, top_k=20),
+        SamplingParams(temperature=1.0, top_p=0.5, min_p=0.01),
+    ] * 3
+    for seed in range(20):
+        draws = draws_of(seed, 12)
+        few = tokens_of(logits, params, draws)
+        monkeypatch.setattr(model_runner.sampler, "_FEW", 3000)
+        assert few == tokens_of(logits, params, draws)
+        monkeypatch.undo()
 
 
 def test_no_rows() -> None:
-    assert sample(torch.empty(0, 10), [], []) == []
+    assert sample(torch.empty(0, 10), {}).shape == (0,)
 
 
 @pytest.mark.parametrize(
@@ -127,8 +159,22 @@ def test_no_rows() -> None:
         ({"top_p": 0.0}, "top_p"),
         ({"top_p": 1.1}, "top_p"),
         ({"max_tokens": 0}, "max_tokens"),
+        ({"min_p": -0.1}, "min_p must be from 0 to 1, not -0.1"),
+        ({"min_p": float("nan")}, "min_p"),
+        ({"presence_penalty": 2.1}, "presence_penalty must be from -2 to 2, not 2.1"),
+        ({"frequency_penalty": -2.1}, "frequency_penalty"),
+        ({"frequency_penalty": float("nan")}, "frequency_penalty"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty must be positive"),
+        ({"repetition_penalty": float("inf")}, "repetition_penalty"),
+        ({"logit_bias": ((-1, 1.0),)}, "token -1"),
+        ({"logit_bias": ((3, 101.0),)}, "logit_bias of token 3 must be from -100 to 100, not 101.0"),
+        ({"min_tokens": -1}, "min_tokens"),
+        ({"min_tokens": 17}, r"min_tokens must be from 0 to max_tokens \(16\), not 17"),
+        ({"logprobs": 21}, "logprobs must be from 0 to 20, not 21"),
+        ({"logprobs": -1}, "logprobs"),
+        ({"prompt_logprobs": 21}, "prompt_logprobs"),
     ],
 )
-def test_values_that_cannot_be(values: dict[str, float], message: str) -> None:
+def test_values_that_cannot_be(values: dict[str, Any], message: str) -> None:
     with pytest.raises(RequestError, match=message):
-        SamplingParams(**values)  # type: ignore[arg-type]
+        SamplingParams(**values)

@@ -1,0 +1,69 @@
+"""Tokens that were sampled on the device and are not known on the host yet.
+
+The overlap loop launches step N + 1 before it has read what step N sampled. A request's last token is then
+`PENDING_TOKEN`, and the real one is taken from here, on the device, in stream order:
+
+    step N, sample        store: tokens[row + 1] = what was sampled
+    step N + 1, build     input id -(row + 1) for a pending token
+    step N + 1, launch    resolve: ids below 0 are looked up
+
+A request keeps its place for as long as it has its row of the request table. Place 0 is for padding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from model_runner.errors import StepOrderError
+from model_runner.request import Request
+
+__all__ = ["FutureMap"]
+
+
+class FutureMap:
+    """The last sampled token of every row of the request table.
+
+    Args:
+        max_num_seqs: rows.
+        device: where the tokens are.
+    """
+
+    def __init__(self, max_num_seqs: int, device: torch.device | str = "cpu") -> None:
+        self._tokens = torch.zeros(max_num_seqs + 1, dtype=torch.int64, device=device)
+        # Whose token it is, and its place in the request: a stale one must never be taken for a new one.
+        self._owners: list[tuple[Request, int] | None] = [None] * max_num_seqs
+
+    def store(self, places: Tensor, tokens: Tensor, owners: Sequence[tuple[Request, int, int]]) -> None:
+        """Keep what a step sampled.
+
+        Args:
+            places: `[S]` int64 on the device, row + 1 of each.
+            tokens: `[S]` int64 on the device.
+            owners: (request, place of the token in it, row) of each.
+        """
+        self._tokens.index_copy_(0, places, tokens)
+        for request, index, row in owners:
+            self._owners[row] = (request, index)
+
+    def resolve(self, input_ids: Tensor, pending: Sequence[tuple[Request, int, int]]) -> Tensor:
+        """`input_ids` with every id below 0 replaced by the token at its place.
+
+        Args:
+            input_ids: `[T]` int64, `-(row + 1)` where a token is pending.
+            pending: (request, place of the token in it, row) of each of them.
+
+        Raises:
+            StepOrderError: the step that samples one of them has not sampled yet.
+        """
+        if not pending:
+            return input_ids
+        for request, index, row in pending:
+            if self._owners[row] != (request, index):
+                raise StepOrderError(
+                    f"request {request.request_id!r}: its token {index} is pending, but no step has sampled it. Call "
+                    f"sample() of a step before the launch of the next one that needs its tokens."
+                )
+        return torch.where(input_ids < 0, self._tokens[input_ids.clamp(max=0).neg()], input_ids)

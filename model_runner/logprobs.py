@@ -1,0 +1,176 @@
+"""Log-probabilities of tokens under the model's own distribution: raw logits, temperature 1, no penalties.
+
+    sampled tokens   the row that each was sampled from; only rows that ask
+    prompt tokens    row `i` of a prompt says how likely token `i + 1` was
+
+A prompt may run in chunks. The last row of a chunk says how likely the first token of the next chunk was; so a chunk
+scores that token too, and `PromptCarry` keeps the result until the next chunk is read.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from model_runner.errors import RequestError
+from model_runner.host_copy import HostCopy
+from model_runner.request import Request
+
+__all__ = [
+    "PromptCarry",
+    "PromptScores",
+    "PromptSpan",
+    "TokenLogprobs",
+    "read_logprobs",
+    "score_prompt_rows",
+    "score_tokens",
+]
+
+_SLICE_NUMBERS = 1 << 24
+"""Logits of all rows of a long prompt would fill the memory: so many numbers at a time."""
+
+
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """How likely a token was, and which others were.
+
+    Attributes:
+        token: its id.
+        logprob: its natural log-probability under the model's own distribution (temperature 1, no penalties).
+        rank: 1 is the most likely token.
+        top: the most likely tokens and their log-probabilities, most likely first; as many as were asked for.
+    """
+
+    token: int
+    logprob: float
+    rank: int
+    top: tuple[tuple[int, float], ...]
+
+
+def score_tokens(logits: Tensor, tokens: Tensor, num_top: int) -> Tensor:
+    """Log-probabilities of one token per row, packed for one copy to the host; `read_logprobs` unpacks them.
+
+    Args:
+        logits: `[R, vocab]`.
+        tokens: `[R]` int64, on the same device.
+        num_top: how many most likely tokens are listed.
+
+    Returns:
+        `[R, 2 + 2 * num_top]` float64: log-probability, rank, the top log-probabilities, the top tokens.
+    """
+    logprobs = logits.float().log_softmax(dim=-1)
+    chosen = logprobs.gather(1, tokens[:, None])
+    rank = (logprobs > chosen).sum(dim=-1, keepdim=True) + 1
+    top = logprobs.topk(min(num_top, logprobs.shape[-1]), dim=-1)
+    return torch.cat((chosen.double(), rank.double(), top.values.double(), top.indices.double()), dim=-1)
+
+
+def score_prompt_rows(
+    hidden: Tensor, tokens: Tensor, num_top: int, compute_logits: Callable[[Tensor], Tensor], vocab_size: int
+) -> Tensor:
+    """`score_tokens` of many rows, a slice at a time.
+
+    Args:
+        hidden: `[R, hidden_size]`, what `compute_logits` takes.
+        tokens: `[R]` int64, the token after each row.
+        num_top: how many most likely tokens are listed.
+        compute_logits: from hidden states to logits.
+        vocab_size: numbers of a row of logits.
+    """
+    size = max(1, _SLICE_NUMBERS // vocab_size)
+    parts = [
+        score_tokens(compute_logits(rows), wanted, num_top)
+        for rows, wanted in zip(hidden.split(size), tokens.split(size), strict=True)
+    ]
+    return torch.cat(parts)
+
+
+def read_logprobs(tokens: Sequence[int], scores: Sequence[Sequence[float]], num_top: int) -> tuple[TokenLogprobs, ...]:
+    """What `score_tokens` packed, as a list, for so many top tokens or more."""
+    read = []
+    for token, (logprob, rank, *rest) in zip(tokens, scores, strict=True):
+        listed = len(rest) // 2
+        top = tuple((int(other), value) for value, other in zip(rest[:num_top], rest[listed:], strict=False))
+        read.append(TokenLogprobs(token, logprob, int(rank), top))
+    return tuple(read)
+
+
+@dataclass(frozen=True)
+class PromptSpan:
+    """The part of a prompt that one step runs, of a request that asks for prompt log-probabilities.
+
+    Attributes:
+        share: number of the request's share in the step.
+        request: whose.
+        start, stop: its places in the prompt.
+        first_row: the row of `start` in the batch.
+        targets: tokens `start + 1` and on, which the rows score; the last of them may be the next chunk's first.
+    """
+
+    share: int
+    request: Request
+    start: int
+    stop: int
+    first_row: int
+    targets: tuple[int, ...]
+
+
+class PromptCarry:
+    """Of every prompt that runs in chunks, how likely the first token of its next chunk was."""
+
+    def __init__(self) -> None:
+        self._launched: weakref.WeakKeyDictionary[Request, int] = weakref.WeakKeyDictionary()
+        self._scores: weakref.WeakKeyDictionary[Request, TokenLogprobs] = weakref.WeakKeyDictionary()
+
+    def launch(self, span: PromptSpan) -> None:
+        """A step with this part is launched.
+
+        Raises:
+            RequestError: the part before it did not run in this runner, so nobody knows how likely its first token was.
+        """
+        if span.start and self._launched.get(span.request) != span.start:
+            raise RequestError(
+                f"request {span.request.request_id!r} asks for prompt_logprobs, but its prompt starts at token "
+                f"{span.start}: every prompt token must run. Do not take its prefix from a cache."
+            )
+        self._launched[span.request] = span.stop
+
+    def read(self, span: PromptSpan, scored: tuple[TokenLogprobs, ...]) -> tuple[TokenLogprobs | None, ...]:
+        """One entry per token of the part, None for a prompt's first.
+
+        Args:
+            span: the part; parts of a request are read in their order.
+            scored: of its `targets`.
+        """
+        first = self._scores.pop(span.request, None) if span.start else None
+        own = span.stop - span.start - 1
+        if len(scored) > own:
+            self._scores[span.request] = scored[own]
+        return (first, *scored[:own])
+
+
+class PromptScores:
+    """The scores of a step's prompt rows, on their way to the host.
+
+    Args:
+        spans: whose; one behind the other.
+        scores: `[rows of all spans, 2 + 2 * most top tokens]` from `score_prompt_rows`.
+    """
+
+    def __init__(self, spans: Sequence[PromptSpan], scores: Tensor) -> None:
+        self._spans = spans
+        self._copy = HostCopy(scores)
+
+    def read(self, carry: PromptCarry) -> dict[int, tuple[TokenLogprobs | None, ...]]:
+        """By number of the share, one entry per prompt token of the step."""
+        rows = iter(self._copy.wait().tolist())
+        read = {}
+        for span in self._spans:
+            scores = [next(rows) for _ in span.targets]
+            num_top = span.request.params.prompt_logprobs or 0
+            read[span.share] = carry.read(span, read_logprobs(span.targets, scores, num_top))
+        return read

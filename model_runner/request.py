@@ -1,0 +1,101 @@
+"""A sequence while it is generated, and its share of one step.
+
+A request's tokens are prompt and output in one list. `num_computed_tokens` of them are in the KV cache; a step takes
+the next ones: a whole prompt, a chunk of it, or the one token that was generated last. Where a step reaches the end of
+the list, the next token is sampled. The last token may be `PENDING_TOKEN`: an earlier step sampled it on the device,
+and the host does not know it yet.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from model_runner.draws import fresh_seed, uniform
+from model_runner.sampling_params import SamplingParams
+
+__all__ = ["PENDING_TOKEN", "Request", "ScheduledRequest"]
+
+PENDING_TOKEN = -1
+"""A token that was sampled on the device and is not known on the host yet; see `FutureMap`."""
+
+
+@dataclass(eq=False)
+class Request:
+    """One sequence while it is generated. The scheduler owns it; the runner only reads it.
+
+    Attributes:
+        request_id: what errors call it.
+        token_ids: prompt, then output so far; the last may be `PENDING_TOKEN`.
+        params: how to generate.
+        num_prompt_tokens: how many of `token_ids` are the prompt.
+        num_computed_tokens: how many of them are in the KV cache.
+        row: its row of the block table; None while it waits.
+    """
+
+    request_id: int | str
+    token_ids: list[int]
+    params: SamplingParams
+    num_prompt_tokens: int = field(init=False)
+    num_computed_tokens: int = 0
+    row: int | None = None
+    _seed: int = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self.token_ids = list(self.token_ids)
+        self.num_prompt_tokens = len(self.token_ids)
+        self._seed = fresh_seed() if self.params.seed is None else self.params.seed
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and output so far."""
+        return len(self.token_ids)
+
+    @property
+    def num_uncomputed_tokens(self) -> int:
+        """Tokens that the next steps must run; 1 while decoding."""
+        return len(self.token_ids) - self.num_computed_tokens
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        """What was generated so far."""
+        return self.token_ids[self.num_prompt_tokens :]
+
+    @cached_property
+    def prompt_vocabulary(self) -> Tensor:
+        """The different tokens of the prompt, sorted, int64 on the host. The prompt never changes."""
+        return torch.tensor(sorted(set(self.token_ids[: self.num_prompt_tokens])), dtype=torch.int64)
+
+    def draw(self, index: int) -> float:
+        """The uniform number (0 to 1) for output token `index`: depends on the seed and the index only."""
+        return uniform(self._seed, index)
+
+    def advance(self, num_tokens: int, token: int | None) -> None:
+        """A step ran `num_tokens` of it and, at the end of the list, sampled `token`."""
+        self.num_computed_tokens += num_tokens
+        if token is not None:
+            self.token_ids.append(token)
+
+
+@dataclass(frozen=True)
+class ScheduledRequest:
+    """A request's share of one step: its next `num_tokens` tokens, and drafts behind them that are to be verified.
+
+    Attributes:
+        request: whose.
+        num_tokens: how many of its tokens.
+        drafts: guesses of the tokens after its last one. Where any share of a step has drafts all have equally many,
+            and `num_tokens` is 1.
+    """
+
+    request: Request
+    num_tokens: int
+    drafts: tuple[int, ...] = ()
+
+    @property
+    def samples(self) -> bool:
+        """Whether this step reaches the end of the request's tokens, so that one is sampled."""
+        return self.num_tokens == self.request.num_uncomputed_tokens

@@ -1,0 +1,326 @@
+"""Steps in parts: launched before the last one was read, sampled late, in a wrong order; and the sizes of a runner."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoints import make_checkpoint, make_qwen3_moe_checkpoint
+
+from attention import KVCacheSpec
+from model_runner import (
+    PENDING_TOKEN,
+    FutureMap,
+    ModelRunner,
+    PendingStep,
+    Request,
+    RequestError,
+    SamplingParams,
+    ScheduledRequest,
+    StepOrderError,
+    build_input_batch,
+    generate,
+)
+from model_runner.host_copy import HostCopy, to_device
+from model_runner.kv_memory import KVMemory, blocks_beside
+from ubatch import ConfigError, UBatchConfig
+
+PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6], [53], [58, 97, 93, 23, 84], [62, 64, 33] * 7]
+NEW = 10
+PARAMS = [
+    SamplingParams(max_tokens=NEW),
+    SamplingParams(max_tokens=NEW, temperature=1.4, seed=4, top_k=60),
+    SamplingParams(max_tokens=NEW, logprobs=2),
+    SamplingParams(max_tokens=NEW, temperature=0.9, seed=5),
+]
+HISTORIES = [
+    SamplingParams(max_tokens=NEW, frequency_penalty=1.5, presence_penalty=1.0),
+    SamplingParams(max_tokens=NEW, temperature=1.1, seed=6, repetition_penalty=1.5),
+    SamplingParams(max_tokens=NEW, min_tokens=4, stop_token_ids=(9,)),
+    SamplingParams(max_tokens=NEW),
+]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_qwen3_moe_checkpoint(tmp_path_factory.mktemp("launch"), num_hidden_layers=2)
+
+
+def make_runner(checkpoint: Path, *, lanes: bool = False) -> ModelRunner:
+    dbo = UBatchConfig(enable_dbo=lanes, dbo_decode_token_threshold=2, dbo_prefill_token_threshold=2)
+    return ModelRunner(checkpoint, num_kv_blocks=100, block_size=4, max_num_seqs=6, dbo=dbo)
+
+
+@pytest.fixture(scope="module")
+def runner(checkpoint: Path) -> Iterator[ModelRunner]:
+    with make_runner(checkpoint) as runner:
+        yield runner
+
+
+def launch_ahead(
+    runner: ModelRunner, params: Sequence[SamplingParams], *, late: bool = False
+) -> tuple[list[list[int]], list[int]]:
+    """Tokens of all prompts, every step launched before the one before it is read; and logprobs entries per request.
+
+    With `late` a step is sampled after the one before is read, as for requests that need their history.
+    """
+    requests = [
+        Request(index, prompt, param) for index, (prompt, param) in enumerate(zip(PROMPTS, params, strict=True))
+    ]
+    for request in requests:
+        runner.admit(request, request.num_tokens + NEW)
+    scored = [0] * len(requests)
+    before: PendingStep | None = None
+
+    def read(step: PendingStep) -> None:
+        output = step.result()
+        for index, (request, tokens, logprobs) in enumerate(zip(requests, output.tokens, output.logprobs, strict=True)):
+            (token,) = tokens
+            request.token_ids[request.token_ids.index(PENDING_TOKEN)] = token
+            scored[index] += len(logprobs)
+            assert all(entry.token == token for entry in logprobs)
+
+    for _ in range(NEW):
+        shares = [ScheduledRequest(request, request.num_uncomputed_tokens) for request in requests]
+        step = runner.launch(shares)
+        for share in shares:
+            share.request.advance(share.num_tokens, PENDING_TOKEN)
+        if not late:
+            step.sample()
+        if before is not None:
+            read(before)
+        if late:
+            step.sample()
+        before = step
+    assert before is not None
+    read(before)
+    for request in requests:
+        runner.release(request)
+    runner.allocator.check(idle=True)
+    return [request.output_token_ids for request in requests], scored
+
+
+def expected_tokens(runner: ModelRunner, params: Sequence[SamplingParams]) -> list[list[int]]:
+    return [list(output.token_ids) for output in generate(runner, PROMPTS, params)]
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_tokens_that_are_not_known_yet(runner: ModelRunner, late: bool) -> None:
+    tokens, scored = launch_ahead(runner, PARAMS, late=late)
+    assert tokens == expected_tokens(runner, PARAMS)
+    assert scored == [0, 0, NEW, 0]
+
+
+def test_in_lanes(checkpoint: Path, runner: ModelRunner) -> None:
+    with make_runner(checkpoint, lanes=True) as split:
+        assert launch_ahead(split, PARAMS)[0] == expected_tokens(runner, PARAMS)
+        assert split.statistics().engaged == NEW
+
+
+def test_sampling_that_needs_the_tokens_before_is_done_late(runner: ModelRunner) -> None:
+    tokens, _ = launch_ahead(runner, HISTORIES, late=True)
+    for got, expected in zip(tokens, expected_tokens(runner, HISTORIES), strict=True):
+        assert got[: len(expected)] == expected  # a stop token ends `generate`
+
+
+@pytest.mark.parametrize("params", HISTORIES[:3])
+def test_and_refused_when_it_is_not(runner: ModelRunner, params: SamplingParams) -> None:
+    request = Request("early", PROMPTS[0], params)
+    runner.admit(request, 20)
+    first = runner.launch([ScheduledRequest(request, 8)])
+    request.advance(8, PENDING_TOKEN)
+    first.sample()
+    second = runner.launch([ScheduledRequest(request, 1)])
+    with pytest.raises(RequestError, match="'early' has penalties or min_tokens, but its token 8 is not known yet"):
+        second.sample()
+    request.token_ids[-1] = first.result().tokens[0][0]
+    second.sample()
+    assert len(second.result().tokens[0]) == 1
+    runner.release(request)
+
+
+def test_a_step_is_what_it_was_at_its_launch(runner: ModelRunner) -> None:
+    """The requests go on, one ends and loses its row, before the step is sampled."""
+    (expected,) = expected_tokens(runner, PARAMS)[1:2]
+    requests = [Request("a", PROMPTS[1], PARAMS[1]), Request("b", PROMPTS[3], PARAMS[2])]
+    for request in requests:
+        runner.admit(request, 30)
+    step = runner.launch([ScheduledRequest(requests[0], 1), ScheduledRequest(requests[1], 9)])
+    runner.release(requests[0])
+    requests[0].advance(1, PENDING_TOKEN)
+    requests[1].advance(9, None)
+    step.sample()
+    output = step.result()
+    assert output.tokens == ((expected[0],), ())
+    assert step.result() is output
+    runner.release(requests[1])
+
+
+def test_wrong_orders(runner: ModelRunner) -> None:
+    request = Request("r", PROMPTS[0], SamplingParams())
+    runner.admit(request, 20)
+    step = runner.launch([ScheduledRequest(request, 8)])
+    request.advance(8, PENDING_TOKEN)
+    with pytest.raises(StepOrderError, match=r"result\(\) was called before sample\(\)"):
+        step.result()
+    with pytest.raises(StepOrderError, match="'r': its token 8 is pending, but no step has sampled it"):
+        runner.launch([ScheduledRequest(request, 1)])
+    step.sample()
+    with pytest.raises(StepOrderError, match="twice"):
+        step.sample()
+    runner.launch([ScheduledRequest(request, 1)])
+
+    # Another request in the same row: what was sampled before is not its token.
+    row = request.row
+    runner.release(request)
+    other = Request("other", PROMPTS[0], SamplingParams())
+    runner.admit(other, 20)
+    assert other.row == row
+    other.advance(8, PENDING_TOKEN)
+    with pytest.raises(StepOrderError, match="'other'"):
+        runner.launch([ScheduledRequest(other, 1)])
+    runner.release(other)
+
+
+def test_idle(runner: ModelRunner) -> None:
+    calls = runner.statistics().calls
+    step = runner.launch(())
+    step.sample()
+    output = step.result()
+    assert (output.tokens, output.logprobs, output.prompt_logprobs, output.all_idle) == ((), (), (), True)
+    assert runner.statistics().calls == calls
+
+
+def test_pending_tokens_in_a_batch(runner: ModelRunner) -> None:
+    requests = [Request(index, [10 + index, 20], SamplingParams()) for index in range(3)]
+    for request in requests:
+        runner.admit(request, 4)
+        request.num_computed_tokens = 1
+    requests[1].token_ids[1] = PENDING_TOKEN
+    requests[2].token_ids[1] = PENDING_TOKEN
+    requests[2].num_computed_tokens = 0
+    shares = [ScheduledRequest(request, request.num_uncomputed_tokens) for request in requests]
+    batch = build_input_batch(shares, runner.request_table, runner.kv_cache.spec)
+    first, second = (request.row for request in requests[1:])
+    assert first is not None
+    assert second is not None
+    assert batch.input_ids.tolist() == [20, -(first + 1), 12, -(second + 1)]
+    assert batch.pending == ((requests[1], 1, first), (requests[2], 1, second))
+    tokens = FutureMap(6)
+    owners = tuple((request, 1, row) for request, row in ((requests[1], first), (requests[2], second)))
+    tokens.store(torch.tensor([first + 1, second + 1]), torch.tensor([71, 72]), owners)
+    assert tokens.resolve(batch.input_ids, batch.pending).tolist() == [20, 71, 12, 72]
+    for request in requests:
+        runner.release(request)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_small_tensors_travel(device: str) -> None:
+    parts = [
+        torch.arange(5),
+        torch.arange(6, dtype=torch.int32).view(2, 3),
+        torch.empty(0, dtype=torch.int64),
+        torch.tensor([7]),
+        torch.tensor([0.5, 2.0], dtype=torch.float64),
+    ]
+    moved = to_device(parts, torch.device(device))
+    for part, arrived in zip(parts, moved, strict=True):
+        assert arrived.device.type == device
+        assert torch.equal(HostCopy(arrived).wait(), part)
+
+
+# -- sizes --------------------------------------------------------------------------------------------------------
+
+
+def test_max_model_len(checkpoint: Path) -> None:
+    with ModelRunner(checkpoint, num_kv_blocks=64, block_size=4, max_model_len=30) as runner:
+        assert (runner.max_model_len, runner.request_table.max_blocks) == (30, 8)
+        (output,) = generate(runner, [[7] * 24], SamplingParams(max_tokens=6))
+        assert len(output.token_ids) == 6
+        with pytest.raises(RequestError, match="31 in all, more than max_model_len's 30 positions"):
+            generate(runner, [[7] * 24], SamplingParams(max_tokens=7))
+    for wrong in (0, 257):
+        with pytest.raises(
+            ConfigError, match=f"max_model_len must be from 1 to the model's 256 positions, not {wrong}"
+        ):
+            ModelRunner(checkpoint, num_kv_blocks=4, max_model_len=wrong)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"gpu_memory_utilization": 0.9}, "runs on 'cpu'; give kv_cache_memory"),
+        ({"gpu_memory_utilization": 1.2}, "above 0 and at most 1, not 1.2"),
+        (
+            {"gpu_memory_utilization": 0.9, "kv_cache_memory": 1 << 20},
+            "kv_cache_memory and gpu_memory_utilization contra",
+        ),
+        ({"gpu_memory_utilization": 0.9, "num_kv_blocks": 4}, "num_kv_blocks and gpu_memory_utilization contradict"),
+    ],
+)
+def test_sizes_that_cannot_be(checkpoint: Path, sizes: dict[str, float], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        ModelRunner(checkpoint, **sizes)  # type: ignore[arg-type]
+
+
+def test_blocks_beside_the_model() -> None:
+    spec = KVCacheSpec(2, 1, 8, block_size=4)
+    assert spec.bytes_per_block == 512
+    assert blocks_beside(spec, 512 * 10 + 100, 512 * 3, 0.5) == 6
+    with pytest.raises(ConfigError, match="allows 1500 bytes; the model takes 1000, and two KV blocks 1024"):
+        blocks_beside(spec, 1500, 1000, 0.5)
+
+
+@pytest.mark.gpu
+def test_gpu_memory_utilization(checkpoint: Path) -> None:
+    torch.cuda.empty_cache()
+    free, _ = torch.cuda.mem_get_info()
+    available = free + torch.cuda.memory_reserved()
+    with ModelRunner(checkpoint, device="cuda", gpu_memory_utilization=0.25, dtype=torch.bfloat16) as runner:
+        assert 0.2 * available < torch.cuda.memory_reserved() < 0.26 * available
+        assert KVMemory(runner.device, gpu_memory_utilization=0.25).num_kv_blocks is None
+        assert len(generate(runner, PROMPTS[:1], SamplingParams(max_tokens=3))[0].token_ids) == 3
+
+
+@pytest.mark.gpu
+def test_on_a_device_that_runs_by_itself(checkpoint: Path) -> None:
+    dbo = UBatchConfig(enable_dbo=False)
+    with ModelRunner(checkpoint, device="cuda", num_kv_blocks=100, block_size=16, max_num_seqs=6, dbo=dbo) as runner:
+        assert launch_ahead(runner, PARAMS)[0] == expected_tokens(runner, PARAMS)
+        for got, expected in zip(
+            launch_ahead(runner, HISTORIES, late=True)[0], expected_tokens(runner, HISTORIES), strict=True
+        ):
+            assert got[: len(expected)] == expected
+
+
+@pytest.mark.gpu
+def test_nobody_waits_for_what_is_queued(tmp_path: Path) -> None:
+    """Behind a device that sleeps, the next step is launched and sampled, and the step before it is read.
+
+    A dense model: the grouped experts ask the device how many rows each expert has.
+    """
+    dense, dbo = make_checkpoint(tmp_path, "Qwen3", num_hidden_layers=2), UBatchConfig(enable_dbo=False)
+    with ModelRunner(dense, device="cuda", num_kv_blocks=100, block_size=16, max_num_seqs=6, dbo=dbo) as runner:
+        launch_ahead(runner, PARAMS)  # kernels are compiled now
+        requests = [
+            Request(index, prompt, param) for index, (prompt, param) in enumerate(zip(PROMPTS, PARAMS, strict=True))
+        ]
+        for request in requests:
+            runner.admit(request, 40)
+        steps = []
+        asleep = torch.cuda.Event()
+        for number in range(3):
+            shares = [ScheduledRequest(request, request.num_uncomputed_tokens) for request in requests]
+            steps.append(runner.launch(shares))
+            for share in shares:
+                share.request.advance(share.num_tokens, PENDING_TOKEN)
+            steps[-1].sample()
+            if number == 1:
+                torch.cuda._sleep(4_000_000_000)  # cycles: about two seconds
+                asleep.record()
+        assert [len(tokens) for tokens in steps[1].result().tokens] == [1] * 4
+        assert not asleep.query()
+        assert [len(tokens) for tokens in steps[2].result().tokens] == [1] * 4
+        assert asleep.query()

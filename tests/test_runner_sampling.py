@@ -1,0 +1,258 @@
+"""What changes logits before they are sampled, against plain loops; and the numbers that requests draw."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from checkpoints import make_qwen3_moe_checkpoint
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from model_runner import (
+    FinishReason,
+    ModelRunner,
+    Request,
+    RequestError,
+    SamplingParams,
+    SamplingRow,
+    ScheduledRequest,
+    generate,
+    sample,
+)
+from model_runner.draws import uniform
+from model_runner.penalties import adjust_logits
+from ubatch import UBatchConfig
+
+VOCAB = 13
+
+
+def plainly_adjusted(logits: list[float], prompt: list[int], output: list[int], params: SamplingParams) -> list[float]:
+    """One row, as the definitions say it."""
+    counts = Counter(output)
+    changed = []
+    for token, logit in enumerate(logits):
+        if token in counts or token in prompt:
+            logit = logit / params.repetition_penalty if logit > 0 else logit * params.repetition_penalty
+        logit -= params.frequency_penalty * counts[token]
+        logit -= params.presence_penalty * (token in counts)
+        logit += sum(bias for biased, bias in params.logit_bias if biased == token)
+        changed.append(logit)
+    return changed
+
+
+penalties = st.floats(-2, 2, width=32)
+tokens_of_vocab = st.integers(0, VOCAB - 1)
+some_params = st.builds(
+    SamplingParams,
+    presence_penalty=penalties,
+    frequency_penalty=penalties,
+    repetition_penalty=st.floats(0.25, 4, width=32),
+    logit_bias=st.dictionaries(tokens_of_vocab, st.floats(-100, 100, width=32), max_size=3).map(
+        lambda biases: tuple(biases.items())
+    ),
+)
+
+
+@given(
+    rows=st.lists(
+        st.tuples(st.lists(tokens_of_vocab, max_size=9), st.lists(tokens_of_vocab, max_size=9), some_params),
+        min_size=1,
+        max_size=5,
+    ),
+    seed=st.integers(0, 1000),
+)
+def test_adjusted_logits_against_a_plain_loop(
+    rows: list[tuple[list[int], list[int], SamplingParams]], seed: int
+) -> None:
+    logits = 3 * torch.randn(len(rows), VOCAB, generator=torch.Generator().manual_seed(seed))
+    members = [
+        SamplingRow(params, 0.0, torch.tensor(sorted(set(prompt)), dtype=torch.int64), output)
+        for prompt, output, params in rows
+    ]
+    got = adjust_logits(logits.clone(), members)
+    expected = [plainly_adjusted(row.tolist(), *member) for row, member in zip(logits, rows, strict=True)]
+    torch.testing.assert_close(got, torch.tensor(expected), atol=1e-4, rtol=1e-5)
+
+
+def test_logits_are_not_changed_and_only_rows_that_ask_are_adjusted() -> None:
+    logits = torch.randn(3, VOCAB)
+    before = logits.clone()
+    best = logits.argmax(-1).tolist()
+    rows = {1: SamplingRow(SamplingParams(logit_bias=((best[1], -100.0),)))}
+    tokens = sample(logits, rows).tolist()
+    assert torch.equal(logits, before)
+    assert tokens == [best[0], logits[1].topk(2).indices[1], best[2]]
+
+
+def test_forbidden_tokens_never_come_though_biased() -> None:
+    logits = torch.zeros(1, VOCAB)
+    params = SamplingParams(temperature=1.0, logit_bias=((4, 100.0), (5, 50.0)))
+    for draw in (1e-9, 0.3, 1 - 2**-53):
+        assert sample(logits, {0: SamplingRow(params, draw, forbidden=(4,))}).item() == 5
+    assert adjust_logits(logits - 9, [SamplingRow(params, forbidden=(4,))])[0, 4] == -torch.inf
+
+
+def test_tokens_that_cannot_be_stay_out() -> None:
+    """Logits of -inf, as a model's own mask gives them, with every kind of change."""
+    logits = torch.full((1, VOCAB), -torch.inf)
+    logits[0, [2, 7]] = torch.tensor([1.0, -1.0])
+    changes: list[dict[str, Any]] = [
+        {},
+        {"repetition_penalty": 2.0, "presence_penalty": 1.0, "logit_bias": ((3, 100.0),)},
+        {"min_p": 0.01},
+        {"top_k": 5},
+        {"top_p": 0.99, "min_p": 0.01},
+    ]
+    for change in changes:
+        params = SamplingParams(temperature=1.0, **change)
+        seen = {
+            sample(logits, {0: SamplingRow(params, step / 50, torch.tensor([1, 2]), [3, 7])}).item()
+            for step in range(50)
+        }
+        assert seen == {2, 7}, change
+
+
+def test_tokens_outside_the_vocabulary() -> None:
+    params = SamplingParams(logit_bias=((VOCAB, 1.0),))
+    with pytest.raises(RequestError, match="logit_bias has token 13; the vocabulary is 0 to 12"):
+        params.check_vocabulary(VOCAB)
+    params.check_vocabulary(VOCAB + 1)
+    with pytest.raises(RequestError, match="token 13 of a logit bias"):
+        sample(torch.zeros(2, VOCAB), {0: SamplingRow(params)})
+
+
+def test_half_precision_logits() -> None:
+    logits = torch.randn(4, VOCAB).to(torch.bfloat16)
+    rows = {
+        1: SamplingRow(SamplingParams(repetition_penalty=1.5), 0.0, torch.tensor([3])),
+        2: SamplingRow(SamplingParams(temperature=1.0, min_p=0.2), 0.5),
+    }
+    assert sample(logits, rows)[[0, 3]].tolist() == logits.argmax(-1)[[0, 3]].tolist()
+
+
+# -- draws --------------------------------------------------------------------------------------------------------
+
+
+def test_draws_are_uniform_within_a_seed_and_over_seeds() -> None:
+    """Chi-squared over 64 bins within 5 standard deviations; neighbours, in both directions, are not correlated."""
+    count, bins = 40_000, 64
+    within = [uniform(7, index) for index in range(count)]
+    over = [uniform(seed, 0) for seed in range(count)]
+    for numbers in (within, over):
+        assert 0 <= min(numbers) < max(numbers) < 1
+        assert len(set(numbers)) == count
+        seen = Counter(int(number * bins) for number in numbers)
+        chi_squared = sum((seen[place] - count / bins) ** 2 / (count / bins) for place in range(bins))
+        assert chi_squared < bins - 1 + 5 * (2 * (bins - 1)) ** 0.5
+        x = torch.tensor(numbers)
+        assert abs(torch.corrcoef(torch.stack((x[:-1], x[1:])))[0, 1]) < 5 / count**0.5
+
+
+def test_draws_depend_on_seed_and_index_only() -> None:
+    first, again = (Request(name, [1, 2], SamplingParams(seed=5)) for name in "ab")
+    order = random.Random(0).sample(range(100), 100)
+    assert [first.draw(index) for index in order] == [uniform(5, index) for index in order]
+    again.advance(2, 9)
+    assert again.draw(3) == first.draw(3)
+    assert len({uniform(seed, index) for seed in range(50) for index in range(50)}) == 2500  # seeds do not overlap
+    assert uniform(-1, 0) == uniform(2**64 - 1, 0) != uniform(1, 0)
+    unseeded = {Request(name, [1], SamplingParams()).draw(0) for name in range(100)}
+    assert len(unseeded) == 100
+    assert Request("a", [1], SamplingParams(seed=0)).draw(0) == uniform(0, 0)
+
+
+# -- through the runner -------------------------------------------------------------------------------------------
+
+PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6], [53], [58, 97, 93, 23, 84], [62, 64, 33] * 7]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_qwen3_moe_checkpoint(tmp_path_factory.mktemp("sampling"), num_hidden_layers=2)
+
+
+def logits_after(runner: ModelRunner, tokens: list[int]) -> Tensor:
+    """The model's logits of the token after these."""
+    request = Request("again", tokens, SamplingParams())
+    runner.admit(request, len(tokens))
+    step = runner.launch([ScheduledRequest(request, len(tokens))])
+    assert step._logits is not None
+    logits = step._logits[0].clone()
+    runner.release(request)
+    return logits
+
+
+def test_penalties_bias_and_min_tokens_through_the_runner(checkpoint: Path) -> None:
+    """Every token is the argmax of the logits, recomputed from scratch and changed by the plain loop."""
+    with ModelRunner(checkpoint, num_kv_blocks=200, block_size=4, dbo=UBatchConfig(enable_dbo=False)) as runner:
+        params = [
+            SamplingParams(max_tokens=8, presence_penalty=1.5, frequency_penalty=0.5),
+            SamplingParams(max_tokens=8, repetition_penalty=1.8),
+            SamplingParams(max_tokens=8, logit_bias=((17, 3.0), (40, -2.0)), frequency_penalty=2.0),
+            SamplingParams(max_tokens=8),
+        ]
+        outputs = generate(runner, PROMPTS, params)
+        changed = 0
+        for prompt, param, output in zip(PROMPTS, params, outputs, strict=True):
+            for place, token in enumerate(output.token_ids):
+                before = list(output.token_ids[:place])
+                logits = logits_after(runner, prompt + before)
+                expected = torch.tensor(plainly_adjusted(logits.tolist(), prompt, before, param))
+                assert token == expected.argmax() or expected.max() - expected[token] < 1e-4
+                changed += token != logits.argmax()
+        assert changed > 5
+        runner.allocator.check(idle=True)
+
+
+def test_min_tokens_keeps_stop_tokens_away(checkpoint: Path) -> None:
+    with ModelRunner(checkpoint, num_kv_blocks=200, block_size=4, dbo=UBatchConfig(enable_dbo=False)) as runner:
+        (free,) = generate(runner, PROMPTS[:1], SamplingParams(max_tokens=8))
+        stop = free.token_ids[0]
+        (stopped,) = generate(runner, PROMPTS[:1], SamplingParams(max_tokens=8, stop_token_ids=(stop,)))
+        assert stopped.token_ids == (stop,)
+        for min_tokens in (1, 4, 8):
+            params = SamplingParams(
+                max_tokens=8, stop_token_ids=(stop,), min_tokens=min_tokens, logit_bias=((stop, 100.0),)
+            )
+            (output,) = generate(runner, PROMPTS[:1], params)
+            assert stop not in output.token_ids[:min_tokens]
+            reached = min_tokens < 8
+            assert output.token_ids[min_tokens:] == ((stop,) if reached else ())
+            assert output.finish_reason is (FinishReason.STOP if reached else FinishReason.LENGTH)
+
+        # The model's own end-of-sequence tokens as well, unless they do not end the output.
+        context = runner._sampling
+        object.__setattr__(context, "eos_token_ids", (stop,))
+        (output,) = generate(runner, PROMPTS[:1], SamplingParams(max_tokens=3, min_tokens=3))
+        assert stop not in output.token_ids
+        (output,) = generate(runner, PROMPTS[:1], SamplingParams(max_tokens=3, min_tokens=3, ignore_eos=True))
+        assert output.token_ids == free.token_ids[:3]
+
+
+def test_what_a_request_gets_does_not_depend_on_its_batch(checkpoint: Path) -> None:
+    params = [
+        SamplingParams(max_tokens=6, temperature=1.3, seed=1, repetition_penalty=1.2),
+        SamplingParams(max_tokens=6, temperature=0.7, seed=2, top_p=0.9, min_p=0.02),
+        SamplingParams(max_tokens=6),
+        SamplingParams(max_tokens=6, temperature=2.0, seed=3, logit_bias=((5, 4.0),), logprobs=1),
+    ]
+    with ModelRunner(checkpoint, num_kv_blocks=200, block_size=4, dbo=UBatchConfig(enable_dbo=False)) as runner:
+        together = [output.token_ids for output in generate(runner, PROMPTS, params)]
+        alone = [generate(runner, [PROMPTS[i]], params[i])[0].token_ids for i in range(4)]
+        chunked = generate(runner, PROMPTS[::-1], params[::-1], max_num_batched_tokens=5)
+    assert together == alone == [output.token_ids for output in chunked][::-1]
+
+
+def test_parameters_travel() -> None:
+    """Between processes, also after properties were looked at."""
+    params = SamplingParams(temperature=0.5, logit_bias=((3, 1.5),), stop_token_ids=(7,), logprobs=2, seed=9)
+    assert not params.plain
+    assert params.adjusts
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(params), type=SamplingParams) == params
