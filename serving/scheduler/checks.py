@@ -1,0 +1,47 @@
+"""What can never be served is refused when it comes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from attention import KVCacheExhausted
+from model_runner import RequestError
+from serving.requests import RequestInput
+
+__all__ = ["check_input"]
+
+
+def check_input(given: RequestInput, *, vocab_size: int, max_model_len: int, max_kv_tokens: int) -> None:
+    """Refuse a request that could never get a token.
+
+    Args:
+        given: the request.
+        vocab_size: tokens are below it.
+        max_model_len: most tokens of a request, prompt and output.
+        max_kv_tokens: tokens of one request that the whole KV cache holds.
+
+    Raises:
+        RequestError: no token, or one outside the vocabulary, or a prompt that leaves no room for an output.
+        KVCacheExhausted: the prompt alone does not fit the KV cache.
+    """
+    name, tokens = given.request_id, given.token_ids
+    if not tokens:
+        raise RequestError(f"the prompt of request {name!r} is empty; give at least one token.")
+    _check_vocabulary(name, "the prompt", tokens, vocab_size)
+    _check_vocabulary(name, "logit_bias", [token for token, _ in given.params.logit_bias], vocab_size)
+    if len(tokens) + 1 > max_model_len:
+        raise RequestError(
+            f"the prompt of request {name!r} has {len(tokens)} tokens; with one of output that is more than "
+            f"max_model_len ({max_model_len})."
+        )
+    if len(tokens) > max_kv_tokens:
+        raise KVCacheExhausted(
+            f"the prompt of request {name!r} has {len(tokens)} tokens, the whole KV cache holds {max_kv_tokens} of one "
+            f"request; raise num_kv_blocks or kv_cache_memory."
+        )
+
+
+def _check_vocabulary(name: str, what: str, tokens: Sequence[int], vocab_size: int) -> None:
+    if tokens and not (min(tokens) >= 0 and max(tokens) < vocab_size):
+        wrong = next(token for token in tokens if not 0 <= token < vocab_size)
+        raise RequestError(f"{what} of request {name!r} has token {wrong}; the vocabulary is 0 to {vocab_size - 1}.")

@@ -1,0 +1,320 @@
+"""The prefix cache: which KV blocks hold which beginnings of sequences, as a radix tree of whole pages.
+
+    root ── [A B] ── [C]          an edge is one node: several pages of tokens and the blocks that hold them
+                └─── [D E F]      the children of a node differ in their first page
+
+A *match* is the longest path of whole pages that a sequence begins with; a node that only begins like it is split.
+A *lock* on a node keeps its whole path: what a running request reads is never evicted. Everything else may be, the
+least recently used leaf first, page by page from its end; a parent follows when its last child has gone.
+
+The tree neither allocates nor frees blocks. It owns those that were inserted until `evict` gives them back.
+Time is a counter of calls, so that what is evicted does not depend on the machine.
+
+Source: SGLang's RadixAttention (2024).
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from attention import KVCacheError
+from ubatch import ConfigError
+
+__all__ = ["Insertion", "PrefixMatch", "RadixCache", "RadixNode"]
+
+
+class RadixNode:
+    """Some pages of a sequence and their blocks. Only `RadixCache` changes it.
+
+    Attributes:
+        parent: None for the root, and for a node that was evicted.
+        tokens: of its pages, one after the other.
+        blocks: one per page.
+        children: by their first page.
+        locks: how many requests need this node, or one below it.
+        last_used: when it was last matched or inserted, by the tree's clock.
+    """
+
+    __slots__ = ("blocks", "children", "last_used", "locks", "parent", "tokens")
+
+    def __init__(self, parent: RadixNode | None, tokens: list[int], blocks: list[int], last_used: int) -> None:
+        self.parent = parent
+        self.tokens = tokens
+        self.blocks = blocks
+        self.children: dict[tuple[int, ...], RadixNode] = {}
+        self.locks = 0
+        self.last_used = last_used
+
+
+@dataclass(frozen=True)
+class PrefixMatch:
+    """What of a sequence is in the tree. It holds until something is evicted: lock `node` before that.
+
+    Attributes:
+        node: the end of the path; the root where nothing matches.
+        blocks: of the path's pages, in order.
+    """
+
+    node: RadixNode
+    blocks: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Insertion:
+    """What became of inserted blocks.
+
+    Attributes:
+        node: the end of the path.
+        blocks: of the path's pages: what the sequence should use from now on.
+        duplicates: the given blocks that the tree did not take, because it has others with the same contents.
+    """
+
+    node: RadixNode
+    blocks: tuple[int, ...]
+    duplicates: tuple[int, ...]
+
+
+class RadixCache:
+    """See the module.
+
+    Args:
+        block_size: tokens per page.
+    """
+
+    def __init__(self, block_size: int) -> None:
+        if block_size < 1:
+            raise ConfigError(f"radix cache: block_size must be at least 1, not {block_size}.")
+        self.block_size = block_size
+        self._clock = 0
+        self._serial = 0
+        self._root = RadixNode(None, [], [], 0)
+        self._num_nodes = 0
+        self._num_cached = 0
+        self._num_locked = 0
+        # Has every unlocked leaf under its present `last_used`, and entries that time has passed by.
+        self._heap: list[tuple[int, int, RadixNode]] = []
+
+    @property
+    def root(self) -> RadixNode:
+        """The empty prefix."""
+        return self._root
+
+    @property
+    def num_cached(self) -> int:
+        """Blocks that the tree owns."""
+        return self._num_cached
+
+    @property
+    def num_locked(self) -> int:
+        """Those of them that somebody needs."""
+        return self._num_locked
+
+    @property
+    def num_evictable(self) -> int:
+        """Those of them that `evict` could give back."""
+        return self._num_cached - self._num_locked
+
+    def match(self, tokens: Sequence[int], stop: int | None = None) -> PrefixMatch:
+        """The longest cached beginning of `tokens[:stop]`, in whole pages. Nothing is locked."""
+        self._clock += 1
+        node, blocks = self._walk(tokens, len(tokens) if stop is None else stop)
+        self._note_evictable(node)
+        return PrefixMatch(node, tuple(blocks))
+
+    def insert(self, tokens: Sequence[int], blocks: Sequence[int]) -> Insertion:
+        """Take over the blocks of a sequence, except those of pages that are in the tree already.
+
+        Args:
+            tokens: of whole pages whose keys and values are written.
+            blocks: one per page; for pages that were matched, the tree's own.
+
+        Raises:
+            KVCacheError: the numbers of tokens and blocks do not fit.
+        """
+        if len(tokens) != len(blocks) * self.block_size:
+            raise KVCacheError(
+                f"{len(tokens)} tokens do not fill {len(blocks)} blocks of {self.block_size}; insert whole pages only."
+            )
+        self._clock += 1
+        node, path = self._walk(tokens, len(tokens))
+        known = len(path)
+        if known < len(blocks):
+            node = self._add_leaf(node, list(tokens[known * self.block_size :]), list(blocks[known:]))
+            path += node.blocks
+        self._note_evictable(node)
+        duplicates = tuple(given for given, own in zip(blocks[:known], path, strict=False) if given != own)
+        return Insertion(node, tuple(path), duplicates)
+
+    def lock(self, node: RadixNode) -> None:
+        """Keep a node and the path to it."""
+        step: RadixNode | None = node
+        while step is not None and step is not self._root:
+            if step.locks == 0:
+                self._num_locked += len(step.blocks)
+            step.locks += 1
+            step = step.parent
+
+    def unlock(self, node: RadixNode) -> None:
+        """Take one lock back.
+
+        Raises:
+            KVCacheError: there is none.
+        """
+        step: RadixNode | None = node
+        while step is not None and step is not self._root:
+            if step.locks == 0:
+                raise KVCacheError("a node of the prefix cache was unlocked more often than locked.")
+            step.locks -= 1
+            if step.locks == 0:
+                self._num_locked -= len(step.blocks)
+                self._note_evictable(step)
+            step = step.parent
+
+    def num_unlocked(self, node: RadixNode) -> int:
+        """Blocks on the path to a node that `lock` would take from the evictable ones."""
+        count, step = 0, node
+        while step.locks == 0 and step.parent is not None:  # above a locked node everything is locked
+            count += len(step.blocks)
+            step = step.parent
+        return count
+
+    def evict(self, num_blocks: int) -> list[int]:
+        """Give up to `num_blocks` blocks back, the least recently used first; fewer where the rest is locked."""
+        evicted: list[int] = []
+        while self._heap and len(evicted) < num_blocks:
+            last_used, _, node = heapq.heappop(self._heap)
+            if not self._is_evictable(node, last_used):
+                continue
+            keep = max(0, len(node.blocks) - (num_blocks - len(evicted)))
+            evicted += reversed(node.blocks[keep:])
+            self._num_cached -= len(node.blocks) - keep
+            if keep:
+                del node.blocks[keep:], node.tokens[keep * self.block_size :]
+                self._note_evictable(node)
+            else:
+                self._remove(node)
+        return evicted
+
+    def blocks(self) -> Iterator[int]:
+        """Every block that the tree owns."""
+        return (block for node in self._nodes() for block in node.blocks)
+
+    def check(self) -> None:
+        """The tree's own laws: pages and keys fit, locks add up, counts are true, every unlocked leaf can be evicted.
+
+        Raises:
+            KVCacheError: one does not hold.
+        """
+        waiting = {id(node) for last_used, _, node in self._heap if self._is_evictable(node, last_used)}
+        nodes = list(self._nodes())
+        for node in nodes:
+            size = self.block_size
+            if not node.blocks or len(node.tokens) != len(node.blocks) * size:
+                raise KVCacheError(f"prefix cache: a node has {len(node.tokens)} tokens in {len(node.blocks)} pages.")
+            for key, child in node.children.items():
+                if child.parent is not node or key != tuple(child.tokens[:size]):
+                    raise KVCacheError(f"prefix cache: a child is not where its first page {key} says.")
+            if node.locks < sum(child.locks for child in node.children.values()):
+                raise KVCacheError(f"prefix cache: a node with {node.locks} locks has children with more.")
+            if not node.children and node.locks == 0 and id(node) not in waiting:
+                raise KVCacheError("prefix cache: an unlocked leaf could never be evicted.")
+        blocks = list(self.blocks())
+        if len(set(blocks)) != len(blocks):
+            raise KVCacheError("prefix cache: a block stands in it twice.")
+        locked = sum(len(node.blocks) for node in nodes if node.locks)
+        if (len(nodes), len(blocks), locked) != (self._num_nodes, self._num_cached, self._num_locked):
+            raise KVCacheError(
+                f"prefix cache: {len(nodes)} nodes, {len(blocks)} blocks, {locked} locked, but it counted "
+                f"{self._num_nodes}, {self._num_cached}, {self._num_locked}."
+            )
+
+    # -- the tree -----------------------------------------------------------------------------------------------
+
+    def _walk(self, tokens: Sequence[int], stop: int) -> tuple[RadixNode, list[int]]:
+        """Follow `tokens[:stop]` as far as whole pages go, splitting the node where it leaves; what is met is used."""
+        size, node, start = self.block_size, self._root, 0
+        blocks: list[int] = []
+        while start + size <= stop:
+            child = node.children.get(tuple(tokens[start : start + size]))
+            if child is None:
+                break
+            shared = self._shared_pages(child, list(tokens[start : min(stop, start + len(child.tokens))]))
+            left = shared < len(child.blocks)
+            node = self._split(child, shared) if left else child
+            node.last_used = self._clock
+            blocks += node.blocks
+            start += shared * size
+            if left:
+                break
+        return node, blocks
+
+    def _shared_pages(self, node: RadixNode, tokens: list[int]) -> int:
+        """How many of the node's pages, at least one, `tokens` begins with."""
+        if tokens == node.tokens:
+            return len(node.blocks)
+        low, high = 1, len(tokens) // self.block_size  # the first `low` pages are equal, those after `high` are not
+        while low < high:
+            middle = (low + high + 1) // 2
+            part = slice(low * self.block_size, middle * self.block_size)
+            if tokens[part] == node.tokens[part]:
+                low = middle
+            else:
+                high = middle - 1
+        return low
+
+    def _split(self, node: RadixNode, pages: int) -> RadixNode:
+        """Give the node's first pages a node of their own, above it. Who locked the node has both locked then."""
+        parent, cut = node.parent, pages * self.block_size
+        if parent is None:
+            raise KVCacheError("the root of the prefix cache has no pages to split.")
+        upper = RadixNode(parent, node.tokens[:cut], node.blocks[:pages], node.last_used)
+        upper.locks = node.locks
+        parent.children[self._key(upper)] = upper
+        node.parent, node.tokens, node.blocks = upper, node.tokens[cut:], node.blocks[pages:]
+        upper.children[self._key(node)] = node
+        self._num_nodes += 1
+        return upper
+
+    def _add_leaf(self, parent: RadixNode, tokens: list[int], blocks: list[int]) -> RadixNode:
+        leaf = RadixNode(parent, tokens, blocks, self._clock)
+        parent.children[self._key(leaf)] = leaf
+        self._num_nodes += 1
+        self._num_cached += len(blocks)
+        return leaf
+
+    def _remove(self, leaf: RadixNode) -> None:
+        parent = leaf.parent
+        if parent is None:
+            raise KVCacheError("the root of the prefix cache cannot be evicted.")
+        del parent.children[self._key(leaf)]
+        leaf.parent = None
+        self._num_nodes -= 1
+        self._note_evictable(parent)
+
+    def _key(self, node: RadixNode) -> tuple[int, ...]:
+        return tuple(node.tokens[: self.block_size])
+
+    def _nodes(self) -> Iterator[RadixNode]:
+        stack = list(self._root.children.values())
+        while stack:
+            node = stack.pop()
+            stack += node.children.values()
+            yield node
+
+    # -- least recently used ------------------------------------------------------------------------------------
+
+    def _is_evictable(self, node: RadixNode, last_used: int) -> bool:
+        return node.last_used == last_used and node.locks == 0 and not node.children and node.parent is not None
+
+    def _note_evictable(self, node: RadixNode) -> None:
+        """The node may have become an unlocked leaf, or was used again as one."""
+        if node.locks or node.children or node.parent is None:
+            return
+        self._serial += 1
+        heapq.heappush(self._heap, (node.last_used, self._serial, node))
+        if len(self._heap) > 64 + 4 * self._num_nodes:
+            kept = {id(entry[2]): entry for entry in self._heap if self._is_evictable(entry[2], entry[0])}
+            self._heap = list(kept.values())
+            heapq.heapify(self._heap)

@@ -1,0 +1,399 @@
+"""The scheduler: which tokens of which requests each step runs, who is admitted, who is retracted, who is done.
+
+    add        a request waits
+    schedule   decodes that run, the prompt that is cut, new prompts: what of it one step can take
+    advance    the step was launched: what it will have computed counts as computed
+    process    its tokens have come: outputs, ends, and pages that others may share
+
+In the plain loop these follow each other. In the overlap loop `schedule` and `advance` of step N + 1 come before
+`process` of step N, so that a token may be known to the device only, a request may turn out to have ended in the step
+before, and a result may be of a request that was aborted or retracted meanwhile.
+
+KV is reserved for a whole prompt at its admission, and for one token at a time after that. Where that token has no
+block, requests are retracted: those with the fewest outputs first, of these the longest prompts (the lowest priority
+before all, where the policy is `priority`). One always stays, and it always fits: a request ends with `LENGTH` when its
+tokens fill its row or the whole cache, however many others run. So what a request gets does not depend on the load.
+
+Source: SGLang's scheduler; vLLM's names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from attention import BlockAllocator, KVCacheError, RequestToTokenTable
+from model_runner import PENDING_TOKEN, FinishReason, RequestError, StepOutput
+from serving.requests import EngineStatistics, RequestInput, RequestOutput
+from serving.scheduler.budget import NewTokenRatio, choose_victim
+from serving.scheduler.checks import check_input
+from serving.scheduler.config import SchedulerConfig, SchedulingPolicy
+from serving.scheduler.endings import ending
+from serving.scheduler.kv_manager import KVManager
+from serving.scheduler.radix_cache import PrefixMatch
+from serving.scheduler.request import ScheduledStep, TrackedRequest
+from serving.scheduler.sharing import PrefixWaits
+from serving.scheduler.speculation import Speculation
+from serving.scheduler.waiting import WaitingQueue
+from ubatch import ConfigError, UBatchError
+
+__all__ = ["Scheduler"]
+
+
+class Scheduler:
+    """See the module. Not thread-safe.
+
+    Args:
+        config: how steps are filled.
+        allocator: of the runner's KV cache. The scheduler alone takes from it.
+        table: the runner's request-to-token table.
+        eos_token_ids: tokens that end an output, unless its request ignores them.
+        vocab_size: tokens are below it.
+
+    Raises:
+        ConfigError: the config does not fit the KV cache.
+    """
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        allocator: BlockAllocator,
+        table: RequestToTokenTable,
+        *,
+        eos_token_ids: Sequence[int],
+        vocab_size: int,
+    ) -> None:
+        if config.enable_chunked_prefill and config.max_num_batched_tokens < table.block_size:
+            raise ConfigError(
+                f"max_num_batched_tokens is {config.max_num_batched_tokens}, below the block size "
+                f"({table.block_size}): prompts are cut between blocks. Raise the one or lower the other."
+            )
+        self._config = config
+        self._eos_token_ids = tuple(eos_token_ids)
+        self._vocab_size = vocab_size
+        self._kv = KVManager(allocator, table, prefix_caching=config.enable_prefix_caching)
+        self._requests: dict[str, TrackedRequest] = {}  # all that are alive
+        self._running: dict[str, TrackedRequest] = {}  # those with a row, in the order of their admission
+        self._waiting = WaitingQueue(config.policy, lambda request: len(self._kv.lookup(request).blocks))
+        self._chunked: TrackedRequest | None = None  # the one whose prompt is cut
+        self._sharing = PrefixWaits(table.block_size)
+        self._ratio = NewTokenRatio()
+        self._speculation = Speculation(config, self._kv, min(config.max_model_len, self._kv.max_tokens))
+        self._num_arrived = 0
+        self._counts = _Counts()
+
+    # -- requests -----------------------------------------------------------------------------------------------
+
+    @property
+    def kv(self) -> KVManager:
+        """The requests' KV memory."""
+        return self._kv
+
+    @property
+    def num_running(self) -> int:
+        """Requests with KV, the one whose prompt is cut too."""
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests without."""
+        return len(self._waiting)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any request is alive."""
+        return bool(self._requests)
+
+    def add(self, given: RequestInput) -> None:
+        """Let a request wait.
+
+        Raises:
+            RequestError: it can never be served: no token, or one outside the vocabulary, a prompt that leaves no room
+                for an output, an id that is in use.
+            KVCacheExhausted: its prompt alone does not fit the KV cache.
+        """
+        if given.request_id in self._requests:
+            raise RequestError(f"request {given.request_id!r} is alive already; give every request an id of its own.")
+        check_input(
+            given,
+            vocab_size=self._vocab_size,
+            max_model_len=self._config.max_model_len,
+            max_kv_tokens=self._kv.max_tokens,
+        )
+        asked = len(given.token_ids) + given.params.max_tokens
+        # The last token of an output is never computed, so it needs no KV.
+        limit = min(asked, self._config.max_model_len, self._kv.max_tokens + 1)
+        request = TrackedRequest.of(given, arrival=self._num_arrived, limit=limit, eos_token_ids=self._eos_token_ids)
+        self._num_arrived += 1
+        self._requests[request.name] = request
+        self._waiting.push(request)
+
+    def abort(self, request_id: str) -> bool:
+        """End a request now; what it holds is free at once, and nothing more comes out. False if there is none."""
+        request = self._requests.get(request_id)
+        if request is None:
+            return False
+        self._end(request)
+        return True
+
+    # -- a step -------------------------------------------------------------------------------------------------
+
+    def schedule(self) -> ScheduledStep:
+        """Plan a step; one without shares if nothing can run now."""
+        if not self._requests:
+            self._ratio.reset()
+            return ScheduledStep()
+        budget = self._config.max_num_batched_tokens
+        prefills: list[tuple[TrackedRequest, int]] = []
+        decodes: list[TrackedRequest] = []
+        if self._config.prefill_first:
+            prefills = self._plan_prefills(budget)
+            if not prefills:
+                decodes, _ = self._reserve_decodes()
+        else:
+            decodes, pressed = self._reserve_decodes()
+            if not pressed:
+                prefills = self._plan_prefills(budget - len(decodes))
+        if decodes:
+            self._ratio.decay()
+        if decodes and not prefills and (drafts := self._speculation.draft(decodes)) is not None:
+            return ScheduledStep.verifying(decodes, *drafts)
+        return ScheduledStep.plain(decodes, prefills)
+
+    def advance(self, step: ScheduledStep) -> None:
+        """The step was launched: later ones build on what it computes."""
+        if step.verify:
+            for request in step.requests:
+                request.verifying = True
+            return
+        for request, share, samples in zip(step.requests, step.shares, step.samples, strict=True):
+            request.num_computed_tokens += share.num_tokens
+            if samples:
+                request.token_ids.append(PENDING_TOKEN)
+                request.prefilling = False
+
+    def process(self, step: ScheduledStep, output: StepOutput) -> list[RequestOutput]:
+        """Take a step's result, in the order of the steps.
+
+        Returns:
+            For every request that got a token, what it got.
+
+        Raises:
+            UBatchError: the result is of another step.
+        """
+        if len(output.tokens) != len(step.shares):
+            raise UBatchError(f"a step of {len(step.shares)} shares gave tokens for {len(output.tokens)}.")
+        outputs = []
+        for index, request in enumerate(step.requests):
+            if request.finished:
+                continue
+            if step.prefills[index]:
+                self._take_prefill(step, index, output)
+            if step.samples[index]:
+                outputs.append(self._take_tokens(step, index, output))
+        return outputs
+
+    def statistics(self) -> EngineStatistics:
+        """State and totals, as far as the scheduler knows them."""
+        return EngineStatistics(
+            num_running=len(self._running),
+            num_waiting=len(self._waiting),
+            kv_usage=self._kv.usage,
+            **vars(self._counts),
+        )
+
+    def check(self, *, idle: bool = False) -> None:
+        """The conservation law of KV blocks: free + cached + held by running requests == total.
+
+        Args:
+            idle: also require that no request is alive and nothing is locked.
+
+        Raises:
+            KVCacheError: it does not hold.
+        """
+        self._kv.check(self._running.values(), idle=idle)
+        if idle and self._requests:
+            raise KVCacheError(f"{len(self._requests)} requests are alive: {', '.join(list(self._requests)[:3])}, ...")
+
+    # -- decodes ------------------------------------------------------------------------------------------------
+
+    def _reserve_decodes(self) -> tuple[list[TrackedRequest], bool]:
+        """The requests that decode, each with a block for its last token; and whether blocks were too few for all."""
+        ready = [request for request in self._running.values() if request.decodes]
+        size = self._kv.block_size
+        # Of each of these exactly the last token has no block.
+        short = [request for request in ready if len(request.token_ids) > request.num_kv_blocks * size]
+        pressed = False
+        while len(short) > self._kv.num_available:
+            pressed = True
+            candidates = [r for r in self._running.values() if r.decodes or r.prefilling or r.verifying]
+            if len(candidates) == 1:  # it fits as soon as those are processed whose last token is on its way
+                return [], pressed
+            victim = choose_victim(candidates, by_priority=self._config.policy is SchedulingPolicy.PRIORITY)
+            self._retract(victim)
+            ready = [request for request in ready if request is not victim]
+            short = [request for request in short if request is not victim]
+        self._kv.reserve_block_each(short)
+        return ready, pressed
+
+    def _retract(self, request: TrackedRequest) -> None:
+        """Take a request's KV away, and let it wait for its next turn. What it has written stays as long as it can."""
+        self._kv.release(request)
+        self._leave(request)
+        request.incarnation += 1
+        request.prefilling = False
+        request.retracted = True
+        self._waiting.push(request)
+        self._counts.preemptions += 1
+        self._ratio.estimate(self._running.values())
+
+    # -- prefills -----------------------------------------------------------------------------------------------
+
+    def _plan_prefills(self, budget: int) -> list[tuple[TrackedRequest, int]]:
+        """The prompt that is cut, then new ones, with the tokens that each runs."""
+        chunk: list[tuple[TrackedRequest, int]] = []
+        request = self._chunked
+        if request is not None:
+            num_tokens = self._cut(request.num_computed_tokens, request.num_uncomputed_tokens, budget)
+            if num_tokens:
+                chunk.append((request, num_tokens))
+            if num_tokens < request.num_uncomputed_tokens:
+                return chunk  # one at a time
+            self._chunked = None
+            budget -= num_tokens
+        return chunk + self._admit_waiting(budget)
+
+    def _admit_waiting(self, budget: int) -> list[tuple[TrackedRequest, int]]:
+        """Admit in the policy's order until one does not fit; nobody overtakes that one."""
+        admitted: list[tuple[TrackedRequest, int]] = []
+        rows = min(self._config.max_num_seqs - len(self._running), self._kv.num_free_rows)
+        if budget < 1 or rows < 1 or not self._waiting:
+            return admitted
+        kept = self._ratio.tokens(self._running.values())
+        for request in self._waiting.in_order():
+            if budget < 1 or len(admitted) == rows or not request.tokens_known:
+                break
+            if self._sharing.still_waits(request):
+                continue
+            match = self._kv.lookup(request)
+            start = len(match.blocks) * self._kv.block_size
+            if self._kv.prefix_caching and self._sharing.should_wait(request, start):
+                continue
+            missing = len(request.token_ids) - start
+            num_tokens = self._cut(start, missing, budget)
+            own = self._ratio.tokens((request,))
+            if num_tokens == 0 or not self._fits(request, match, kept + own):
+                break
+            self._admit(request, match)
+            admitted.append((request, num_tokens))
+            kept += own
+            budget -= num_tokens
+            if num_tokens < missing:
+                self._chunked = request
+                break
+        return admitted
+
+    def _cut(self, start: int, wanted: int, budget: int) -> int:
+        """How many of `wanted` tokens, the first at place `start`, a step takes: all, or up to the end of a page."""
+        if wanted <= budget:
+            return wanted
+        if not self._config.enable_chunked_prefill:
+            return 0
+        return max(0, (start + budget) // self._kv.block_size * self._kv.block_size - start)
+
+    def _fits(self, request: TrackedRequest, match: PrefixMatch, kept_tokens: int) -> bool:
+        """Whether there are blocks for the whole prompt, and for what those that run will still need."""
+        needed = self._kv.blocks_for(len(request.token_ids)) - len(match.blocks)
+        if self._running:  # else nobody is there to be retracted
+            needed += self._kv.blocks_for(kept_tokens)
+        return needed <= self._kv.num_available_beside(match)
+
+    def _admit(self, request: TrackedRequest, match: PrefixMatch) -> None:
+        self._kv.admit(request, match, len(request.token_ids))
+        self._waiting.admit(request)
+        self._running[request.name] = request
+        self._sharing.start(request)
+        request.prefilling, request.retracted = True, False
+        if request.num_cached_tokens is None:
+            request.num_cached_tokens = request.num_computed_tokens
+            if self._kv.prefix_caching and request.params.prompt_logprobs is None:
+                self._counts.prefix_queries += request.num_prompt_tokens
+                self._counts.prefix_hits += request.num_computed_tokens
+        if request.params.prompt_logprobs is not None and request.num_output_tokens == 0:
+            request.prompt_logprobs = []
+
+    # -- results ------------------------------------------------------------------------------------------------
+
+    def _take_prefill(self, step: ScheduledStep, index: int, output: StepOutput) -> None:
+        """Part of a prompt was computed: count it, and share what is written."""
+        request, start = step.requests[index], step.starts[index]
+        stop = start + step.shares[index].num_tokens
+        self._counts.prompt_tokens += max(0, min(stop, request.num_prompt_tokens) - start)
+        if request.prompt_logprobs is not None:
+            request.prompt_logprobs += output.prompt_logprobs[index]
+        if step.incarnations[index] == request.incarnation:
+            request.num_written_tokens = stop
+            self._kv.cache_written(request)
+            self._sharing.wrote(request)
+
+    def _take_tokens(self, step: ScheduledStep, index: int, output: StepOutput) -> RequestOutput:
+        """Tokens came: they replace the pending one, or follow the last in a verify step; the request may end."""
+        request, tokens = step.requests[index], output.tokens[index]
+        place = step.starts[index] + step.shares[index].num_tokens
+        count, reason = ending(request, tokens, place)
+        if step.verify:
+            request.verifying = False
+            request.token_ids += tokens[:count]
+            self._counts.drafted_tokens += step.num_drafted[index]
+            self._counts.accepted_tokens += min(len(tokens) - 1, step.num_drafted[index])
+        else:
+            request.token_ids[place] = tokens[0]
+        if step.incarnations[index] == request.incarnation:
+            request.num_written_tokens = place + count - 1
+            if step.verify:
+                request.num_computed_tokens = request.num_written_tokens
+        self._counts.generation_tokens += count
+        prompt_logprobs, request.prompt_logprobs = request.prompt_logprobs, None
+        if reason is not None:
+            del request.token_ids[place + count :]  # what a step in flight will add
+            self._end(request)
+        return RequestOutput(
+            request.name,
+            tokens[:count],
+            logprobs=output.logprobs[index][:count] if request.params.logprobs is not None else (),
+            prompt_logprobs=prompt_logprobs,
+            finish_reason=reason,
+            stop_token=tokens[count - 1] if reason is FinishReason.STOP else None,
+            num_cached_tokens=request.num_cached_tokens or 0,
+        )
+
+    # -- the rest -----------------------------------------------------------------------------------------------
+
+    def _end(self, request: TrackedRequest) -> None:
+        request.finished, request.ngrams = True, None
+        del self._requests[request.name]
+        if request.row is None:
+            self._waiting.remove(request)
+        else:
+            self._kv.release(request)
+        self._leave(request)
+
+    def _leave(self, request: TrackedRequest) -> None:
+        """It does not run any more."""
+        self._running.pop(request.name, None)
+        self._sharing.drop(request)
+        if self._chunked is request:
+            self._chunked = None
+
+
+@dataclass
+class _Counts:
+    """Totals since the scheduler was made; see `EngineStatistics`."""
+
+    prefix_queries: int = 0
+    prefix_hits: int = 0
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    preemptions: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0

@@ -1,0 +1,85 @@
+"""Requests that begin alike are computed once: the others wait until the first has written what they share.
+
+The prefix cache only has what was written. Without this, prompts that come together, and the outputs of one prompt with
+`n` > 1, would all be computed in the same step. A request waits only for one that runs, so nothing waits for ever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from serving.scheduler.request import TrackedRequest
+
+__all__ = ["PrefixWaits", "common_prefix"]
+
+_WORTH_WAITING = 32  # tokens, or a page where that is more: below, the step's delay costs more than it saves
+
+
+def common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
+    """How many tokens two sequences begin with alike."""
+    low, high = 0, min(len(first), len(second))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if first[low:middle] == second[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+class PrefixWaits:
+    """Who computes a prompt now, and who had better wait for it.
+
+    Args:
+        block_size: tokens per page; only whole pages are shared.
+    """
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self._worth = max(_WORTH_WAITING, block_size)
+        self._writers: dict[str, tuple[TrackedRequest, int]] = {}
+        # Who waits for whom, to write how much: so that a long queue of them costs a step next to nothing.
+        self._waits: dict[str, tuple[TrackedRequest, int, int]] = {}
+
+    def start(self, request: TrackedRequest) -> None:
+        """A request was admitted and computes its tokens."""
+        self._waits.pop(request.name, None)
+        self._writers[request.name] = (request, len(request.token_ids))
+
+    def drop(self, request: TrackedRequest) -> None:
+        """A request ended or was retracted."""
+        self._waits.pop(request.name, None)
+        self._writers.pop(request.name, None)
+
+    def wrote(self, request: TrackedRequest) -> None:
+        """A request's step was processed."""
+        entry = self._writers.get(request.name)
+        if entry is not None and request.num_written_tokens >= entry[1]:
+            del self._writers[request.name]
+
+    def still_waits(self, request: TrackedRequest) -> bool:
+        """Whether what `should_wait` found lately still holds; cheap."""
+        entry = self._waits.get(request.name)
+        if entry is None:
+            return False
+        writer, incarnation, shared = entry
+        if writer.name in self._writers and writer.incarnation == incarnation and writer.num_written_tokens < shared:
+            return True
+        del self._waits[request.name]
+        return False
+
+    def should_wait(self, request: TrackedRequest, num_cached: int) -> bool:
+        """Whether somebody is computing enough of what the prefix cache, with `num_cached` tokens, has not got yet."""
+        tokens = request.token_ids
+        stop = num_cached + self._worth
+        if len(tokens) <= stop or request.params.prompt_logprobs is not None:
+            return False
+        for writer, _ in self._writers.values():
+            if writer.token_ids[num_cached:stop] != tokens[num_cached:stop]:
+                continue
+            shared = min(common_prefix(writer.token_ids, tokens), len(tokens) - 1)
+            shared -= shared % self._block_size
+            if shared - num_cached >= self._worth and writer.num_written_tokens < shared:
+                self._waits[request.name] = (writer, writer.incarnation, shared)
+                return True
+        return False

@@ -1,0 +1,56 @@
+"""Prompt lookup against a plain search from the end."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from serving.scheduler import NgramIndex
+
+
+def searched(tokens: list[int], shortest: int, longest: int, count: int) -> list[int]:
+    """The longest run first, the most recent place first."""
+    for length in range(min(longest, len(tokens) - 1), shortest - 1, -1):
+        for start in range(len(tokens) - length - 1, -1, -1):
+            if tokens[start : start + length] == tokens[-length:]:
+                draft = list(tokens)
+                for place in range(count):
+                    draft.append(draft[start + length + place])
+                return draft[len(tokens) :]
+    return []
+
+
+@given(
+    tokens=st.lists(st.integers(0, 3), min_size=1, max_size=60),
+    steps=st.lists(st.integers(0, 5), min_size=1, max_size=12),
+    shortest=st.integers(1, 3),
+    more=st.integers(0, 3),
+    count=st.integers(1, 6),
+)
+def test_the_index_finds_what_a_search_finds(
+    tokens: list[int], steps: list[int], shortest: int, more: int, count: int
+) -> None:
+    index = NgramIndex(shortest, shortest + more)
+    length = 0
+    for step in steps:  # the sequence grows by so many tokens between look-ups
+        length += step
+        seen = tokens[:length]
+        assert index.draft(seen, count) == searched(seen, shortest, shortest + more, count)
+    assert index.draft(tokens, count) == searched(tokens, shortest, shortest + more, count)
+
+
+def test_the_longest_run_wins_over_the_most_recent() -> None:
+    tokens = [1, 2, 3, 7, 9, 3, 8, 1, 2, 3]
+    assert NgramIndex(1, 3).draft(tokens, 1) == [7]
+    assert NgramIndex(1, 1).draft(tokens, 1) == [8]
+
+
+def test_a_repetition_is_drafted_as_far_as_asked() -> None:
+    assert NgramIndex(2, 4).draft([5, 6, 5, 6, 5, 6], 5) == [5, 6, 5, 6, 5]
+
+
+def test_nothing_is_drafted_without_an_earlier_occurrence() -> None:
+    index = NgramIndex(2, 4)
+    assert index.draft([1, 2, 3, 4], 3) == []
+    assert index.draft([1, 2, 3, 4, 1, 2], 0) == []
+    assert index.draft([1, 2, 3, 4, 1, 2], 3) == [3, 4, 1]
