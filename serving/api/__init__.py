@@ -1,1 +1,18 @@
-"""The OpenAI-compatible HTTP API."""
+"""The OpenAI-compatible HTTP API over an engine.
+
+request_models, response_models    what comes in and goes out, for FastAPI and its `/openapi.json`
+errors, sse                        OpenAI's error bodies; server-sent events; clients that leave
+prompts, sampling                  from a request's fields to token ids and sampling parameters
+generation                         the outputs of a request, side by side
+logprobs, answer                   from what they give to what clients read, whole or streamed
+completions, chat                  the two kinds of answers
+service, routes, app               put together by `create_app`
+observer                           what metrics are told
+"""
+
+from serving.api.app import create_app
+from serving.api.observer import RequestObserver
+from serving.api.sampling import SamplingDefaults
+from serving.api.service import Engine
+
+__all__ = ["Engine", "RequestObserver", "SamplingDefaults", "create_app"]

@@ -1,0 +1,96 @@
+"""What completions and chat completions have in common: one answer, whole or streamed, made from the same deltas."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from typing import Any
+
+from pydantic import BaseModel
+
+from serving.api.errors import ApiError
+from serving.api.generation import Delta, Output, run_outputs
+from serving.api.request_models import GenerationRequest
+from serving.api.service import Service
+from serving.api.sse import event
+
+__all__ = ["Answer", "check_common"]
+
+
+def check_common(body: GenerationRequest) -> None:
+    """Refuse fields that contradict each other.
+
+    Raises:
+        ApiError: 400.
+    """
+    if body.stream_options is not None and not body.stream:
+        message = "stream_options is only for streams; set stream to true or leave it out."
+        raise ApiError(400, message, param="stream_options")
+
+
+class Answer(ABC):
+    """An answer in the making.
+
+    Args:
+        service: what answers.
+        body: the request.
+        answer_id: of the answer.
+        outputs: its choices.
+    """
+
+    chunk_kind: str
+
+    def __init__(self, service: Service, body: GenerationRequest, answer_id: str, outputs: Sequence[Output]) -> None:
+        options = body.stream_options
+        self._service = service
+        self._outputs = outputs
+        self._include_usage = options is not None and options.include_usage
+        self._continuous_usage = options is not None and options.include_usage and options.continuous_usage_stats
+        self._about: dict[str, Any] = {
+            "id": answer_id,
+            "created": int(time.time()),
+            "model": service.model_name(body.model),
+        }
+
+    @abstractmethod
+    def _chunk_choices(self, delta: Delta) -> list[dict[str, Any]]:
+        """The choices that tell a delta in a stream, each in an event of its own; none if there is nothing to tell."""
+
+    @abstractmethod
+    def _whole(self, deltas: Sequence[Sequence[Delta]]) -> BaseModel:
+        """The answer from the deltas of every output."""
+
+    async def collect(self) -> BaseModel:
+        """The whole answer."""
+        deltas: list[list[Delta]] = [[] for _ in self._outputs]
+        async with aclosing(run_outputs(self._service, self._outputs)) as arriving:
+            async for delta in arriving:
+                deltas[delta.output.index].append(delta)
+        return self._whole(deltas)
+
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        """The answer's events, without `[DONE]`."""
+        about = {**self._about, "object": self.chunk_kind}
+        async with aclosing(run_outputs(self._service, self._outputs)) as arriving:
+            async for delta in arriving:
+                for choice in self._chunk_choices(delta):
+                    chunk = {**about, "choices": [choice]}
+                    if self._include_usage:
+                        chunk["usage"] = self._usage() if self._continuous_usage else None
+                    yield event(chunk)
+        if self._include_usage:
+            yield event({**about, "choices": [], "usage": self._usage()})
+
+    def _usage(self) -> dict[str, Any]:
+        """Tokens up to now. A prompt counts once, whatever its first output found in the prefix cache too."""
+        firsts = {output.prompt: output for output in reversed(self._outputs)}.values()
+        prompt_tokens = sum(len(output.request.token_ids) for output in firsts)
+        completion_tokens = sum(output.num_tokens for output in self._outputs)
+        return {
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": completion_tokens,
+            "total_tokens": prompt_tokens + completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": sum(output.num_cached_tokens for output in firsts)},
+        }

@@ -1,0 +1,117 @@
+"""The FastAPI application."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from secrets import compare_digest
+from typing import TYPE_CHECKING, Any
+
+from fastapi import FastAPI, Security
+from fastapi.security import HTTPBearer
+from pydantic.json_schema import models_json_schema
+from starlette.datastructures import Headers
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from serving.api.errors import ApiError, add_error_handlers, error_response
+from serving.api.observer import NoObserver, RequestObserver
+from serving.api.routes import STREAMED, router
+from serving.api.sampling import SamplingDefaults
+from serving.api.service import Engine, Service
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+__all__ = ["create_app"]
+
+# Seen without the key: what watches a server, and what describes it.
+OPEN_PATHS = frozenset({"/health", "/metrics", "/version", "/openapi.json", "/docs", "/redoc"})
+
+
+def create_app(
+    engine: Engine,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    served_model_name: str | Sequence[str],
+    api_key: str | None = None,
+    max_waiting_requests: int | None = None,
+    defaults: SamplingDefaults | None = None,
+    observer: RequestObserver | None = None,
+    metrics_app: ASGIApp | None = None,
+) -> FastAPI:
+    """The API over an engine. Set `app.state.draining` to take no new requests.
+
+    Args:
+        engine: what generates.
+        tokenizer: of its model.
+        served_model_name: what clients call the model; of several, the first stands in answers.
+        api_key: what clients must send as `Authorization: Bearer`, except to paths that only watch or describe.
+        max_waiting_requests: more are answered with 503 and `Retry-After`; None for no limit.
+        defaults: sampling parameters where a request gives none.
+        observer: told about every output.
+        metrics_app: answers `/metrics`.
+    """
+    app = FastAPI(title="ubatch", description="An OpenAI-compatible server.")
+    app.state.service = Service(
+        engine=engine,
+        tokenizer=tokenizer,
+        names=(served_model_name,) if isinstance(served_model_name, str) else tuple(served_model_name),
+        defaults=SamplingDefaults() if defaults is None else defaults,
+        observer=NoObserver() if observer is None else observer,
+        max_waiting_requests=max_waiting_requests,
+    )
+    app.state.draining = False
+    add_error_handlers(app)
+    if api_key is not None:
+        app.add_middleware(_ApiKey, key=api_key)
+    # The middleware checks the key, before anything of a body is read; this one says so in the description.
+    told = [] if api_key is None else [Security(HTTPBearer(auto_error=False))]
+    app.include_router(router, dependencies=told)
+    if metrics_app is not None:
+        app.router.routes.append(Route("/metrics", _Forwarded(metrics_app), include_in_schema=False))
+    _describe_chunks(app)
+    return app
+
+
+def _describe_chunks(app: FastAPI) -> None:
+    """FastAPI describes the models of whole answers by itself; those of a stream's events are added."""
+    described = app.openapi
+
+    def openapi() -> dict[str, Any]:
+        schema = described()
+        models = [(chunk, "serialization") for chunk in STREAMED]
+        _, chunks = models_json_schema(models, ref_template="#/components/schemas/{model}")  # type: ignore[arg-type]
+        for name, definition in chunks["$defs"].items():
+            schema["components"]["schemas"].setdefault(name, definition)
+        return schema
+
+    app.openapi = openapi  # type: ignore[method-assign]
+
+
+class _Forwarded:
+    """An ASGI application as a route's end point: an instance, for Starlette takes a function for something else."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._app(scope, receive, send)
+
+
+class _ApiKey:
+    """Answers 401 where the key is missing or wrong."""
+
+    def __init__(self, app: ASGIApp, key: str) -> None:
+        self._app = app
+        self._key = key.encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] in OPEN_PATHS or self._opens(Headers(scope=scope)):
+            await self._app(scope, receive, send)
+            return
+        message = "The API key is missing or wrong; send it as `Authorization: Bearer KEY`."
+        await error_response(ApiError(401, message, code="invalid_api_key"))(scope, receive, send)
+
+    def _opens(self, headers: Headers) -> bool:
+        scheme, _, key = headers.get("authorization", "").partition(" ")
+        return scheme.lower() == "bearer" and compare_digest(key.strip().encode(), self._key)

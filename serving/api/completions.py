@@ -1,0 +1,135 @@
+"""`/v1/completions`: prompts, continued."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from serving.api.answer import Answer, check_common
+from serving.api.errors import ApiError
+from serving.api.generation import Delta, Output, make_outputs
+from serving.api.logprobs import CompletionLogprobsWriter
+from serving.api.prompts import check_length, decode, prompts_of
+from serving.api.request_models import CompletionRequest
+from serving.api.response_models import Completion
+from serving.api.sampling import sampling_params
+from serving.api.service import Service
+from serving.text import Vocabulary
+
+__all__ = ["CompletionAnswer"]
+
+DEFAULT_MAX_TOKENS = 16  # OpenAI's
+
+
+class CompletionAnswer(Answer):
+    """A completion in the making; see `make`."""
+
+    chunk_kind = "text_completion"
+
+    def __init__(
+        self,
+        service: Service,
+        body: CompletionRequest,
+        answer_id: str,
+        outputs: Sequence[Output],
+        echoes: Sequence[str | None],
+    ) -> None:
+        super().__init__(service, body, answer_id, outputs)
+        self._echoes = echoes  # the text of each prompt, where it is wanted
+        self._told: set[int] = set()  # outputs whose echo was told
+        self._writers: Mapping[int, CompletionLogprobsWriter] = {}
+        if body.logprobs is not None:
+            vocabulary, skip = Vocabulary.of(service.tokenizer), body.skip_special_tokens is not False
+            self._writers = {
+                output.index: CompletionLogprobsWriter(vocabulary, skip_special_tokens=skip) for output in outputs
+            }
+
+    @classmethod
+    async def make(cls, service: Service, body: CompletionRequest) -> CompletionAnswer:
+        """From a request.
+
+        Raises:
+            RequestError, ApiError: it cannot be served.
+        """
+        _refuse(body)
+        prompts = await prompts_of(service, body.prompt, add_special_tokens=body.add_special_tokens is not False)
+        requested: list[tuple[Sequence[int], Any]] = []
+        for _, token_ids in prompts:
+            left = check_length(service, len(token_ids), body.max_tokens, "prompt")
+            wanted = min(DEFAULT_MAX_TOKENS, left) if body.max_tokens is None else body.max_tokens
+            params = sampling_params(
+                body,
+                service.defaults,
+                max_tokens=max(1, wanted),  # an engine generates at least one
+                logprobs=body.logprobs,
+                prompt_logprobs=body.logprobs if body.echo else None,
+                vocab_size=service.engine.info.vocab_size,
+            )
+            requested.append((token_ids, params))
+        answer_id = f"cmpl-{uuid.uuid4().hex}"
+        outputs = make_outputs(service, body, answer_id, requested)
+        for output in outputs:
+            output.nothing = body.max_tokens == 0
+        skip = body.skip_special_tokens is not False
+        echoes: list[str | None] = [None] * len(prompts)
+        if body.echo:
+            echoes = [decode(service, ids, skip_special_tokens=skip) if text is None else text for text, ids in prompts]
+        return cls(service, body, answer_id, outputs, echoes)
+
+    def _chunk_choices(self, delta: Delta) -> list[dict[str, Any]]:
+        index = delta.output.index
+        echo, logprobs = self._echo(delta)
+        text = echo + delta.text
+        writer = self._writers.get(index)
+        if writer is not None and delta.logprobs:
+            logprobs.append(writer.output(delta.logprobs))
+        if not (text or logprobs or delta.finish_reason):
+            return []
+        return [
+            {
+                "index": index,
+                "text": text,
+                "logprobs": _joined(logprobs) if writer is not None else None,
+                "finish_reason": delta.finish_reason,
+            }
+        ]
+
+    def _whole(self, deltas: Sequence[Sequence[Delta]]) -> Completion:
+        choices: list[dict[str, Any]] = []
+        for of_output in deltas:
+            parts = [part for delta in of_output for part in self._chunk_choices(delta)]
+            logprobs = [part["logprobs"] for part in parts if part["logprobs"] is not None]
+            choice = {**parts[-1], "text": "".join(part["text"] for part in parts)}
+            choices.append({**choice, "logprobs": _joined(logprobs) if logprobs else None})
+        return Completion.model_validate({**self._about, "choices": choices, "usage": self._usage()})
+
+    def _echo(self, delta: Delta) -> tuple[str, list[dict[str, Any]]]:
+        """The prompt's text and log-probabilities, with the output's first delta only."""
+        output = delta.output
+        echo = self._echoes[output.prompt]
+        if echo is None or output.index in self._told:
+            return "", []
+        self._told.add(output.index)
+        writer = self._writers.get(output.index)
+        if writer is None:
+            return echo, []
+        return echo, [writer.prompt(output.request.token_ids, delta.prompt_logprobs or [], len(echo))]
+
+
+def _joined(logprobs: Sequence[Mapping[str, list[Any]]]) -> dict[str, list[Any]]:
+    names = ("text_offset", "token_logprobs", "tokens", "top_logprobs")
+    return {name: [entry for part in logprobs for entry in part[name]] for name in names}
+
+
+def _refuse(body: CompletionRequest) -> None:
+    """Refuse what is not supported, and what contradicts itself."""
+    check_common(body)
+    outputs = body.n or 1
+    if body.best_of not in (None, 1, outputs):
+        message = f"best_of must be 1 or n ({outputs}), not {body.best_of}: all outputs are returned, none is left out."
+        raise ApiError(400, message, param="best_of")
+    if body.suffix:
+        raise ApiError(400, "suffix is not supported; the model only continues text.", param="suffix")
+    if body.max_tokens == 0 and not body.echo:
+        raise ApiError(400, "max_tokens may be 0 only with echo, to look at the prompt.", param="max_tokens")

@@ -1,0 +1,112 @@
+"""Errors as OpenAI's clients expect them: a status and `{"error": {"message", "type", "param", "code"}}`."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from http import HTTPStatus
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+
+from attention import KVCacheExhausted
+from model_runner import RequestError
+from serving.requests import EngineDead, QueueFull
+from ubatch import UBatchError
+
+__all__ = ["ApiError", "add_error_handlers", "as_api_error", "error_response"]
+
+logger = logging.getLogger(__name__)
+
+RETRY_AFTER_S = 1
+SHOWN_CHARACTERS = 80  # of a wrong value
+
+
+class ApiError(UBatchError):
+    """A request is answered with an error.
+
+    Args:
+        status: of the HTTP response.
+        message: what is wrong and what to do.
+        param: the request's field that is wrong.
+        code: what a program can tell the error by.
+    """
+
+    def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.status, self.message, self.param, self.code = status, message, param, code
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """The JSON object that says it."""
+        kind = "server_error" if self.status >= 500 else "invalid_request_error"
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+
+def as_api_error(error: Exception) -> ApiError:
+    """What the client is told of any error; one that nobody expected is logged here and not told."""
+    match error:
+        case ApiError():
+            return error
+        case KVCacheExhausted():
+            return ApiError(400, str(error), code="context_length_exceeded")
+        case RequestError():
+            return ApiError(400, str(error))
+        case QueueFull():
+            return ApiError(503, str(error), code="queue_full")
+        case EngineDead():
+            return ApiError(500, str(error), code="engine_dead")
+        case _:
+            logger.error("a request failed", exc_info=error)
+            return ApiError(500, "The server failed at this request; its log says why.")
+
+
+def error_response(error: ApiError) -> Response:
+    """The response that says it; 503 with `Retry-After`."""
+    headers = {"Retry-After": str(RETRY_AFTER_S)} if error.status == HTTPStatus.SERVICE_UNAVAILABLE else {}
+    if error.status == HTTPStatus.UNAUTHORIZED:
+        headers["WWW-Authenticate"] = "Bearer"
+    content = msgspec.json.encode(error.body)
+    return Response(content, status_code=error.status, headers=headers, media_type="application/json")
+
+
+def add_error_handlers(app: FastAPI) -> None:
+    """Every error of the application, FastAPI's own too, gets OpenAI's body."""
+
+    async def any_error(_: Request, error: Exception) -> Response:
+        return error_response(as_api_error(error))
+
+    async def wrong_value(_: Request, error: Exception) -> Response:
+        assert isinstance(error, RequestValidationError)
+        return error_response(_validation_error(error.errors()))
+
+    async def wrong_route(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        message = f"{error.detail}: {request.method} {request.url.path}"
+        response = error_response(ApiError(error.status_code, message))
+        response.headers.update(error.headers or {})
+        return response
+
+    app.add_exception_handler(UBatchError, any_error)
+    app.add_exception_handler(Exception, any_error)
+    app.add_exception_handler(RequestValidationError, wrong_value)
+    app.add_exception_handler(HTTPException, wrong_route)
+
+
+def _validation_error(errors: Sequence[Mapping[str, Any]]) -> ApiError:
+    """The first of pydantic's errors; the others are often the same one, seen by another branch."""
+    first = errors[0]
+    if first["type"] == "json_invalid":
+        reason = first.get("ctx", {}).get("error", first["msg"])
+        return ApiError(400, f"The body is not valid JSON: {reason}.")
+    place = [str(part) for part in first["loc"] if part != "body"]
+    param = ".".join(place) or None
+    if first["type"] == "missing":
+        return ApiError(400, f"{param or 'the body'} is missing.", param=param)
+    shown = repr(first.get("input"))
+    if len(shown) > SHOWN_CHARACTERS:
+        shown = shown[:SHOWN_CHARACTERS] + "..."
+    return ApiError(400, f"{param or 'the body'}: {first['msg']}, not {shown}.", param=param)

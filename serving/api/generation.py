@@ -1,0 +1,159 @@
+"""Running a request's outputs side by side, and what is new of each as it comes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+
+from model_runner import FinishReason, SamplingParams, TokenLogprobs
+from serving.api.errors import ApiError
+from serving.api.observer import RequestObserver
+from serving.api.request_models import GenerationRequest
+from serving.api.service import Engine, Service
+from serving.requests import RequestInput, RequestOutput
+from serving.text import TextStream
+
+__all__ = ["Delta", "Output", "make_outputs", "run_outputs"]
+
+
+@dataclass
+class Output:
+    """One output that is asked for, and where it stands.
+
+    Attributes:
+        index: of the choice.
+        prompt: place of its prompt among the request's.
+        request: what the engine gets.
+        text: what its tokens become.
+        nothing: only its prompt is wanted, and the one token that an engine has to generate is dropped.
+        num_tokens: tokens generated.
+        num_cached_tokens: tokens of its prompt that were found in the prefix cache.
+    """
+
+    index: int
+    prompt: int
+    request: RequestInput
+    text: TextStream
+    nothing: bool = False
+    num_tokens: int = 0
+    num_cached_tokens: int = 0
+
+
+@dataclass(frozen=True)
+class Delta:
+    """What is new of an output.
+
+    Attributes:
+        output: whose.
+        text: its new text.
+        logprobs: of the new tokens, if asked for; some may have no text yet.
+        prompt_logprobs: of the prompt, with the first delta, if asked for.
+        finish_reason: with the last one.
+    """
+
+    output: Output
+    text: str
+    logprobs: Sequence[TokenLogprobs] = field(default=())
+    prompt_logprobs: Sequence[TokenLogprobs | None] | None = None
+    finish_reason: str | None = None
+
+
+async def run_outputs(service: Service, outputs: Sequence[Output]) -> AsyncGenerator[Delta, None]:
+    """Generate all of them; deltas of one output come in order. Closing the generator takes back what still runs.
+
+    Raises:
+        UBatchError: the first error of any output; the others are taken back.
+    """
+    if len(outputs) == 1:
+        async with aclosing(_run(service.engine, service.observer, outputs[0])) as deltas:
+            async for delta in deltas:
+                yield delta
+        return
+    arrived: asyncio.Queue[Delta | Exception | None] = asyncio.Queue()
+
+    async def forward(output: Output) -> None:
+        try:
+            async with aclosing(_run(service.engine, service.observer, output)) as deltas:
+                async for delta in deltas:
+                    arrived.put_nowait(delta)
+            arrived.put_nowait(None)
+        except Exception as error:
+            arrived.put_nowait(error)
+
+    tasks = [asyncio.create_task(forward(output)) for output in outputs]
+    try:
+        running = len(tasks)
+        while running:
+            item = await arrived.get()
+            if isinstance(item, Exception):
+                raise item
+            if item is None:
+                running -= 1
+            else:
+                yield item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _run(engine: Engine, observer: RequestObserver, output: Output) -> AsyncGenerator[Delta, None]:
+    request = output.request
+    observer.started(request.request_id, len(request.token_ids))
+    reason = "abort"  # where the client leaves
+    try:
+        async with aclosing(engine.generate(request)) as steps:
+            async for step in steps:
+                delta = _take(output, step)
+                observer.tokens(request.request_id, len(step.token_ids))
+                if delta.finish_reason is not None:
+                    reason = delta.finish_reason
+                yield delta
+                if delta.finish_reason is not None:
+                    return
+        raise ApiError(500, f"The engine gave up request {request.request_id} without an end.")
+    except Exception:
+        reason = "error"
+        raise
+    finally:
+        observer.finished(request.request_id, reason)
+
+
+def _take(output: Output, step: RequestOutput) -> Delta:
+    """Bring an output on by what one step added."""
+    if step.finish_reason is FinishReason.ABORT:
+        raise ApiError(500, f"Request {step.request_id} was aborted by the server.", code="aborted")
+    output.num_cached_tokens = max(output.num_cached_tokens, step.num_cached_tokens)
+    if output.nothing:
+        return Delta(output, "", (), step.prompt_logprobs, step.finish_reason and FinishReason.LENGTH.value)
+    text = output.text.take(step)
+    before, output.num_tokens = output.num_tokens, output.text.num_tokens
+    finish = FinishReason.STOP if output.text.stopped is not None else step.finish_reason
+    logprobs = step.logprobs[: output.num_tokens - before]
+    return Delta(output, text, logprobs, step.prompt_logprobs, None if finish is None else finish.value)
+
+
+def make_outputs(
+    service: Service,
+    body: GenerationRequest,
+    request_id: str,
+    prompts: Sequence[tuple[Sequence[int], Sequence[SamplingParams]]],
+) -> list[Output]:
+    """The outputs of a request: for every prompt (token ids) one per sampling parameters."""
+    stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
+    outputs: list[Output] = []
+    for place, (token_ids, several) in enumerate(prompts):
+        for params in several:
+            text = TextStream(
+                service.tokenizer,
+                stop=stop,
+                include_stop_str_in_output=bool(body.include_stop_str_in_output),
+                skip_special_tokens=body.skip_special_tokens is not False,
+                min_tokens=params.min_tokens,
+            )
+            index = len(outputs)
+            request = RequestInput(f"{request_id}-{index}", token_ids, params, body.priority or 0)
+            outputs.append(Output(index, place, request, text))
+    return outputs

@@ -1,0 +1,134 @@
+"""From what a client sends to token ids: text, ids, conversations."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from jinja2.exceptions import TemplateError
+
+from serving.api.errors import ApiError
+from serving.api.request_models import ChatMessage
+
+if TYPE_CHECKING:
+    from serving.api.service import Service
+
+__all__ = ["check_length", "check_token_ids", "conversation_text", "decode", "encode", "prompts_of"]
+
+LONG_TEXT = 20_000  # characters; tokenizing more takes milliseconds, and happens beside the event loop
+
+
+async def encode(service: Service, text: str, *, add_special_tokens: bool) -> list[int]:
+    """A text's token ids."""
+
+    def work() -> list[int]:
+        ids: list[int] = service.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        return ids
+
+    return work() if len(text) < LONG_TEXT else await asyncio.to_thread(work)
+
+
+def decode(service: Service, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+    """The text of token ids, exactly: without the spaces before punctuation that `decode` may take away."""
+    text: str = service.tokenizer.decode(
+        token_ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
+    )
+    return text
+
+
+def check_token_ids(service: Service, token_ids: Sequence[int], param: str) -> None:
+    """Refuse ids that the model has no row for.
+
+    Raises:
+        ApiError: 400.
+    """
+    last = service.engine.info.vocab_size - 1
+    for token in (min(token_ids, default=0), max(token_ids, default=0)):
+        if not 0 <= token <= last:
+            raise ApiError(400, f"{param}: {token} is not a token id from 0 to {last}.", param=param)
+
+
+async def prompts_of(
+    service: Service, prompt: str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]], *, add_special_tokens: bool
+) -> list[tuple[str | None, list[int]]]:
+    """(text, token ids) of each prompt; the text is None where ids were sent.
+
+    Raises:
+        ApiError: 400, a token id that the model does not know, or a prompt of no tokens.
+    """
+    if isinstance(prompt, str):
+        several: list[Any] = [prompt]
+    else:
+        several = [prompt] if isinstance(prompt[0], int) else list(prompt)
+    prompts: list[tuple[str | None, list[int]]] = []
+    for one in several:
+        if isinstance(one, str):
+            prompts.append((one, await encode(service, one, add_special_tokens=add_special_tokens)))
+        else:
+            check_token_ids(service, one, "prompt")
+            prompts.append((None, one))
+    if not all(ids for _, ids in prompts):
+        raise ApiError(400, "A prompt has no tokens; nothing can be generated after it.", param="prompt")
+    return prompts
+
+
+def check_length(service: Service, num_tokens: int, max_tokens: int | None, param: str) -> int:
+    """What is left of the context for the output.
+
+    Args:
+        service: whose context.
+        num_tokens: of the prompt.
+        max_tokens: what the request asks for by itself; None where it leaves that to the server.
+        param: the field with the prompt.
+
+    Raises:
+        ApiError: 400 `context_length_exceeded`.
+    """
+    limit = service.engine.info.max_model_len
+    left = limit - num_tokens
+    problem = None
+    if left < 1:
+        problem = f"the prompt has {num_tokens}, which leaves none for the output. Shorten the prompt."
+    elif max_tokens is not None and max_tokens > left:
+        problem = f"{num_tokens} of the prompt and {max_tokens} of the output were asked for. Reduce either."
+    if problem is not None:
+        message = f"This model's context is at most {limit} tokens, but {problem}"
+        raise ApiError(400, message, param=param, code="context_length_exceeded")
+    return left
+
+
+def conversation_text(
+    service: Service,
+    messages: Sequence[ChatMessage],
+    *,
+    add_generation_prompt: bool,
+    template_options: dict[str, Any],
+) -> str:
+    """The conversation as the checkpoint's chat template writes it.
+
+    Raises:
+        ApiError: 400, there is no template, or it refuses the messages.
+    """
+    conversation = [_plain(message) for message in messages]
+    if not service.tokenizer.chat_template:
+        message = "This model has no chat template; use /v1/completions, or add one to its tokenizer_config.json."
+        raise ApiError(400, message, param="messages")
+    write = service.tokenizer.apply_chat_template
+    if reserved := sorted(set(template_options) & set(inspect.signature(write).parameters)):
+        message = f"chat_template_kwargs may only have what the template itself asks for, not {', '.join(reserved)}."
+        raise ApiError(400, message, param="chat_template_kwargs")
+    try:
+        text: str = write(conversation, tokenize=False, add_generation_prompt=add_generation_prompt, **template_options)
+    except (TemplateError, TypeError, ValueError, KeyError) as error:
+        raise ApiError(400, f"The chat template refuses the messages: {error}", param="messages") from error
+    return text
+
+
+def _plain(message: ChatMessage) -> dict[str, Any]:
+    """As templates expect it: the content is one string."""
+    fields = message.model_dump(exclude_unset=True)
+    content = message.content
+    fields["content"] = "\n".join(part.text for part in content) if isinstance(content, list) else content or ""
+    return fields

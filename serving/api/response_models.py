@@ -1,0 +1,242 @@
+"""Bodies of responses, and of the chunks of a stream."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, Field
+
+__all__ = [
+    "AssistantMessage",
+    "ChatChoice",
+    "ChatChunkChoice",
+    "ChatCompletion",
+    "ChatCompletionChunk",
+    "ChatDelta",
+    "ChatLogprobs",
+    "ChatTokenLogprob",
+    "Completion",
+    "CompletionChoice",
+    "CompletionChunk",
+    "CompletionChunkChoice",
+    "CompletionLogprobs",
+    "Detokenized",
+    "ErrorBody",
+    "ErrorDetail",
+    "ModelCard",
+    "ModelList",
+    "ProfileFiles",
+    "PromptTokensDetails",
+    "Status",
+    "Tokenized",
+    "TopLogprob",
+    "Usage",
+    "Version",
+]
+
+FinishReasonName = Literal["stop", "length"]
+
+
+class ErrorDetail(BaseModel):
+    """What is wrong."""
+
+    message: str
+    type: Literal["invalid_request_error", "server_error"]
+    param: Annotated[str | None, Field(description="the field that is wrong")]
+    code: Annotated[str | None, Field(description="what a program can tell the error by")]
+
+
+class ErrorBody(BaseModel):
+    """Every error's body."""
+
+    error: ErrorDetail
+
+
+class PromptTokensDetails(BaseModel):
+    """Where prompt tokens came from."""
+
+    cached_tokens: Annotated[int, Field(description="found in the prefix cache")]
+
+
+class Usage(BaseModel):
+    """Tokens. A prompt counts once, however many outputs it has."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class CompletionLogprobs(BaseModel):
+    """Log-probabilities, one entry per token. A token that is only a part of a character reads `bytes:\\xe4\\xb8`."""
+
+    text_offset: Annotated[list[int], Field(description="where each token's text begins in the choice's text")]
+    token_logprobs: Annotated[list[float | None], Field(description="null for a prompt's first token")]
+    tokens: list[str]
+    top_logprobs: list[dict[str, float] | None]
+
+
+class CompletionChoice(BaseModel):
+    """One output."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: FinishReasonName
+
+
+class Completion(BaseModel):
+    """Continued prompts."""
+
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage
+
+
+class CompletionChunkChoice(BaseModel):
+    """What is new of one output."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: FinishReasonName | None
+
+
+class CompletionChunk(BaseModel):
+    """One event of a streamed completion."""
+
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int
+    model: str
+    choices: Annotated[list[CompletionChunkChoice], Field(description="empty where only the usage is told")]
+    usage: Annotated[Usage | None, Field(description="with stream_options.include_usage only")] = None
+
+
+class TopLogprob(BaseModel):
+    """A token that might have been."""
+
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+
+class ChatTokenLogprob(TopLogprob):
+    """A token of the output. One that is only a part of a character reads `bytes:\\xe4\\xb8`."""
+
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(BaseModel):
+    """Log-probabilities, one entry per token."""
+
+    content: list[ChatTokenLogprob]
+    refusal: None = None
+
+
+class AssistantMessage(BaseModel):
+    """The answer."""
+
+    role: Literal["assistant"] = "assistant"
+    content: str
+    refusal: None = None
+
+
+class ChatChoice(BaseModel):
+    """One answer."""
+
+    index: int
+    message: AssistantMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishReasonName
+
+
+class ChatCompletion(BaseModel):
+    """An answered conversation."""
+
+    id: str
+    object: Literal["chat.completion"] = "chat.completion"
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+
+
+class ChatDelta(BaseModel):
+    """What is new of a message."""
+
+    role: Literal["assistant"] | None = None
+    content: str | None = None
+
+
+class ChatChunkChoice(BaseModel):
+    """What is new of one answer."""
+
+    index: int
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishReasonName | None
+
+
+class ChatCompletionChunk(BaseModel):
+    """One event of a streamed answer."""
+
+    id: str
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+    created: int
+    model: str
+    choices: Annotated[list[ChatChunkChoice], Field(description="empty where only the usage is told")]
+    usage: Annotated[Usage | None, Field(description="with stream_options.include_usage only")] = None
+
+
+class ModelCard(BaseModel):
+    """A model that is served."""
+
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str = "ubatch"
+    max_model_len: Annotated[int, Field(description="most tokens of prompt and output together")]
+
+
+class ModelList(BaseModel):
+    """The models that are served."""
+
+    object: Literal["list"] = "list"
+    data: list[ModelCard]
+
+
+class Tokenized(BaseModel):
+    """A prompt's token ids."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class Detokenized(BaseModel):
+    """The text of token ids."""
+
+    prompt: str
+
+
+class ProfileFiles(BaseModel):
+    """The traces that were written, one per rank."""
+
+    files: list[str]
+
+
+class Status(BaseModel):
+    """How the server is."""
+
+    status: str
+
+
+class Version(BaseModel):
+    """This package's version."""
+
+    version: str

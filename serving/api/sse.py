@@ -1,0 +1,99 @@
+"""Server-sent events, and work that ends when its client leaves."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Coroutine
+from contextlib import aclosing, suppress
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from serving.api.errors import as_api_error, error_response
+
+__all__ = ["ClientLeft", "EventStream", "event", "until_client_leaves"]
+
+DONE = b"data: [DONE]\n\n"
+Result = TypeVar("Result")
+
+
+class ClientLeft(Exception):
+    """The client closed its connection before it had the answer; nobody reads one."""
+
+
+def event(data: Any) -> bytes:
+    """One event, its data as JSON. A number that is not finite becomes null."""
+    return b"data: " + msgspec.json.encode(data) + b"\n\n"
+
+
+async def until_client_leaves(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
+    """Run `work`, and cancel it the moment the client closes its connection.
+
+    Args:
+        receive: of the ASGI call, whose body was read already.
+
+    Raises:
+        ClientLeft: the client was faster; the work has been cancelled, and has unwound.
+    """
+    working = asyncio.create_task(work)
+    leaving = asyncio.create_task(_disconnected(receive))
+    try:
+        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientLeft
+        return working.result()
+    finally:
+        working.cancel()
+        leaving.cancel()
+        await asyncio.gather(working, leaving, return_exceptions=True)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class EventStream(Response):
+    """Sends events as they come, then `[DONE]`.
+
+    Nothing is sent before the first event: an error until then is an ordinary response with its status. A later one is
+    an event in the stream. When the client leaves, the generator is closed at once.
+
+    Args:
+        events: encoded events (see `event`).
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncGenerator[bytes, None]) -> None:
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        del self.headers["content-length"]
+        self._events = events
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        with suppress(ClientLeft):
+            await until_client_leaves(receive, self._answer(scope, receive, send))
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with aclosing(self._events) as events:
+            try:
+                first = await anext(events)
+            except Exception as error:
+                await error_response(as_api_error(error))(scope, receive, send)
+                return
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            await send(_body(first))
+            try:
+                async for data in events:
+                    await send(_body(data))
+            except Exception as error:
+                await send(_body(event(as_api_error(error).body)))
+            await send(_body(DONE))
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def _body(data: bytes) -> dict[str, Any]:
+    return {"type": "http.response.body", "body": data, "more_body": True}

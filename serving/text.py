@@ -1,0 +1,273 @@
+"""From token ids to text as they come, and the stop strings in it.
+
+Text that was given out is never taken back. So a character whose last bytes are still to come is held back, and so is
+whatever may be the begin of a stop string. All of it together is `tokenizer.decode(token_ids)`, cut at the stop string,
+with one exception: where a tokenizer spells rare characters with byte tokens (`<0xE4>`), `decode` replaces *every* byte
+of a run in which one is invalid; here only the invalid ones are replaced, for the others have been given out already.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+from weakref import WeakKeyDictionary
+
+from model_runner import RequestError
+from serving.requests import RequestOutput
+from ubatch import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+__all__ = ["Detokenizer", "TextStream", "Vocabulary", "load_tokenizer"]
+
+CONTEXT = 4  # tokens before one that its text may depend on: whether it is the first, what it is joined to
+BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
+# What decodes one token after the other, given those before. Others work on the whole text (CTC drops repetitions).
+STREAMABLE = {"BPEDecoder", "ByteFallback", "Fuse", "Metaspace", "Replace", "Strip", "WordPiece"}
+
+
+def load_tokenizer(model: Path) -> PreTrainedTokenizerBase:
+    """The checkpoint's tokenizer, with its chat template.
+
+    Raises:
+        ConfigError: the folder has none, or one whose text cannot be streamed.
+    """
+    from transformers import AutoTokenizer  # two seconds
+
+    if not model.is_dir():
+        raise ConfigError(f"{model} is not a folder. `model` must be the folder of a checkpoint with its tokenizer.")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(model), local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # whatever the files make it raise
+        raise ConfigError(
+            f"{model} has no tokenizer that transformers can load ({error}). Put the model's tokenizer.json and "
+            f"tokenizer_config.json there."
+        ) from error
+    Vocabulary.of(tokenizer)
+    tokenizer.model_max_length = 1 << 40  # the engine checks lengths; the tokenizer would only warn
+    return tokenizer
+
+
+class Vocabulary:
+    """What single tokens stand for. One per tokenizer: `Vocabulary.of(tokenizer)`.
+
+    Attributes:
+        all_bytes: every token is bytes, and what it gives does not depend on the tokens before.
+
+    Raises:
+        ConfigError: the tokenizer is not a `tokenizers` one, or decodes in a way that cannot be streamed.
+    """
+
+    _known: ClassVar[WeakKeyDictionary[Any, Vocabulary]] = WeakKeyDictionary()
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        if backend is None:
+            raise ConfigError(f"{type(tokenizer).__name__} has no tokenizer.json behind it, which text is made with.")
+        spec = json.loads(backend.to_str())["decoder"]
+        kinds = [part["type"] for part in spec.get("decoders", [spec])] if spec else []
+        self.all_bytes = kinds == ["ByteLevel"]
+        self._byte_tokens = "ByteFallback" in kinds
+        if not self.all_bytes and (unknown := set(kinds) - STREAMABLE):
+            raise ConfigError(f"the tokenizer's decoder {', '.join(sorted(unknown))} cannot decode token by token.")
+        self._backend = backend
+        self._special = {token for token, added in backend.get_added_tokens_decoder().items() if added.special}
+        self._byte_of = {character: byte for byte, character in _byte_level_characters().items()}
+        self._bytes: dict[int, bytes | None] = {}
+        self._pieces: dict[int, bytes] = {}
+
+    @classmethod
+    def of(cls, tokenizer: PreTrainedTokenizerBase) -> Vocabulary:
+        """The tokenizer's, made once."""
+        known = cls._known.get(tokenizer)
+        if known is None:
+            known = cls._known[tokenizer] = cls(tokenizer)
+        return known
+
+    def is_special(self, token: int) -> bool:
+        """Whether the tokenizer marks it as special (end of text, begin of a turn)."""
+        return token in self._special
+
+    def raw(self, token: int) -> bytes | None:
+        """The token's bytes where it is bytes, maybe only a part of a character; None where it is text.
+
+        A token that the tokenizer does not know (models have spare rows) is no bytes.
+        """
+        try:
+            return self._bytes[token]
+        except KeyError:
+            return self._bytes.setdefault(token, self._find_bytes(self._backend.id_to_token(token)))
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of known tokens, special ones too."""
+        text: str = self._backend.decode(tokens, skip_special_tokens=False)
+        return text
+
+    def piece(self, token: int) -> bytes:
+        """What the token adds to a text in UTF-8, a leading space too; part of a character where it is only that."""
+        known = self._pieces.get(token)
+        if known is None:
+            known = self.raw(token)
+            if known is None:
+                known = self.decode([token, token])[len(self.decode([token])) :].encode()
+            self._pieces[token] = known
+        return known
+
+    def _find_bytes(self, text: str | None) -> bytes | None:
+        if text is None:
+            return b""
+        if self.all_bytes:
+            if all(character in self._byte_of for character in text):
+                return bytes(self._byte_of[character] for character in text)
+            return text.encode()
+        if self._byte_tokens and (match := BYTE_TOKEN.fullmatch(text)):
+            return bytes([int(match[1], 16)])
+        return None
+
+
+def _byte_level_characters() -> dict[int, str]:
+    """Byte -> the printable character that stands for it in a byte-level vocabulary (GPT-2's table)."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {byte: chr(byte) for byte in printable} | {byte: chr(256 + place) for place, byte in enumerate(others)}
+
+
+class Detokenizer:
+    """Text of one sequence, token by token; constant work per token.
+
+    Args:
+        vocabulary: of its tokenizer.
+        skip_special_tokens: special tokens give no text.
+    """
+
+    def __init__(self, vocabulary: Vocabulary, *, skip_special_tokens: bool = True) -> None:
+        self._vocabulary = vocabulary
+        self._skip_special = skip_special_tokens
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._context: list[int] = []
+
+    def decode(self, token: int) -> str:
+        """The characters that the token completes."""
+        vocabulary = self._vocabulary
+        if self._skip_special and vocabulary.is_special(token):
+            return ""
+        raw = vocabulary.raw(token)
+        if raw == b"":
+            return ""
+        if raw is not None:
+            text = self._utf8.decode(raw)
+        else:
+            before = vocabulary.decode(self._context)
+            text = self.flush() + vocabulary.decode([*self._context, token])[len(before) :]
+        if not vocabulary.all_bytes:
+            self._context = [*self._context[1 - CONTEXT :], token]
+        return text
+
+    def flush(self) -> str:
+        """What an incomplete character at the end decodes to."""
+        return self._utf8.decode(b"", final=True)
+
+
+class TextStream:
+    """Text of one output, piece by piece, up to its stop string.
+
+    The stop string that is complete first counts, whichever tokens it lies across; of two that are complete at the
+    same character, the longer one.
+
+    Args:
+        tokenizer: the model's.
+        stop: strings that end the text.
+        include_stop_str_in_output: the stop string, or the text of the stop token, is part of the text.
+        skip_special_tokens: special tokens give no text.
+        min_tokens: stop strings that are complete within so many tokens do not count.
+
+    Attributes:
+        text: all that was given out.
+        stopped: the stop string that was found; None while none was.
+        num_tokens: tokens taken, up to and with the one that completed the stop string.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        stop: Sequence[str] = (),
+        include_stop_str_in_output: bool = False,
+        skip_special_tokens: bool = True,
+        min_tokens: int = 0,
+    ) -> None:
+        if "" in stop:
+            raise RequestError("a stop string is empty; it would stop before anything.")
+        self.text = ""
+        self.stopped: str | None = None
+        self.num_tokens = 0
+        self._detokenizer = Detokenizer(Vocabulary.of(tokenizer), skip_special_tokens=skip_special_tokens)
+        self._stop = tuple(dict.fromkeys(stop))
+        self._begins = {text[:length] for text in self._stop for length in range(1, len(text))}
+        self._reach = max(map(len, self._stop), default=1) - 1  # characters of a stop string before its last one
+        self._include_stop = include_stop_str_in_output
+        self._min_tokens = min_tokens
+        self._seen = ""  # the end of the text that was searched: what is held back, and `_reach` characters before
+        self._held = 0  # characters at its end that were not given out
+
+    def push(self, token_ids: Sequence[int], *, finished: bool = False) -> str:
+        """Take the next tokens; returns the text that has become certain. With `finished` that is all of it."""
+        parts: list[str] = []
+        for token in token_ids:
+            if self.stopped is not None:
+                break
+            self.num_tokens += 1
+            parts.append(self._search(self._detokenizer.decode(token)))
+        if finished and self.stopped is None:
+            parts.append(self._search(self._detokenizer.flush()))
+            parts.append(self._release())
+        text = "".join(parts)
+        self.text += text
+        return text
+
+    def take(self, output: RequestOutput) -> str:
+        """Take what an engine put out. The text of a stop token does not count, unless stop strings are included."""
+        tokens, finished = output.token_ids, output.finish_reason is not None
+        if output.stop_token is None or self._include_stop:
+            return self.push(tokens, finished=finished)
+        text = self.push(tokens[:-1], finished=finished)
+        self.num_tokens += self.stopped is None
+        return text
+
+    def _search(self, new: str) -> str:
+        """Look for stop strings that end in `new`; returns what of the text up to there is certain."""
+        if not self._stop or not new:
+            return new
+        text = self._seen + new
+        begin = len(self._seen) - self._held  # of what was not given out yet
+        if self.num_tokens > self._min_tokens and (match := self._first_match(text, len(self._seen))):
+            end, self.stopped = match
+            return text[begin : end if self._include_stop else end - len(self.stopped)]
+        sizes = range(min(self._reach, len(text)), 0, -1)
+        self._held = next((size for size in sizes if text[-size:] in self._begins), 0)
+        self._seen = text[-self._reach :] if self._reach else ""
+        return text[begin : len(text) - self._held]
+
+    def _release(self) -> str:
+        """What is held back, where nothing more comes; nothing behind a stop string."""
+        if self.stopped is not None or not self._held:
+            return ""
+        held, self._held = self._seen[-self._held :], 0
+        return held
+
+    def _first_match(self, text: str, searched: int) -> tuple[int, str] | None:
+        """(end, stop string) of the first stop string that ends after the first `searched` characters."""
+        found: list[tuple[int, int, str]] = []
+        for stop in self._stop:
+            start = text.find(stop, max(0, searched - len(stop) + 1))
+            if start >= 0:
+                found.append((start + len(stop), start, stop))
+        if not found:
+            return None
+        end, _, stop = min(found)
+        return end, stop

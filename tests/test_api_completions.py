@@ -1,0 +1,297 @@
+"""`/v1/completions` over a fake engine: what goes in, what comes out, whole and streamed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from api_clients import MODEL, app_of, complete, post, says, stream, token_ids, tokenizer
+from fake_engine import FakeEngine
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from attention import KVCacheExhausted
+from model_runner import FinishReason, RequestError
+from serving.api import SamplingDefaults
+from serving.requests import EngineDead
+from ubatch import ConfigError
+
+PATH = "/v1/completions"
+
+
+def joined(events: list[dict[str, Any]], index: int = 0) -> str:
+    return "".join(choice["text"] for event in events for choice in event["choices"] if choice["index"] == index)
+
+
+def test_a_completion() -> None:
+    engine = FakeEngine(reply=says("a reply"), num_cached_tokens=2)
+    answer = complete(engine, {})
+    [choice] = answer["choices"]
+    assert choice == {"index": 0, "text": "a reply", "logprobs": None, "finish_reason": "stop"}
+    prompt, output = len(tokenizer().encode("Hello")), len(tokenizer().encode("a reply")) + 1
+    assert answer["usage"] == {
+        "prompt_tokens": prompt,
+        "completion_tokens": output,
+        "total_tokens": prompt + output,
+        "prompt_tokens_details": {"cached_tokens": 2},
+    }
+    assert answer["object"] == "text_completion"
+    assert answer["model"] == MODEL
+    assert answer["id"].startswith("cmpl-")
+    assert not engine.aborted
+
+
+@pytest.mark.parametrize(
+    ("prompt", "expected"),
+    [
+        ("a", [[65]]),
+        (["a", "b"], [[65], [66]]),
+        ([5, 6, 7], [[5, 6, 7]]),
+        ([[5, 6], [7]], [[5, 6], [7]]),
+    ],
+)
+def test_prompts(prompt: Any, expected: list[list[int]]) -> None:
+    engine = FakeEngine()
+    answer = complete(engine, {"prompt": prompt, "n": 2, "max_tokens": 3})
+    prompts = sorted(engine.requests, key=lambda request: int(request.request_id.rpartition("-")[2]))
+    assert [token_ids(request) for request in prompts] == [ids for ids in expected for _ in range(2)]
+    assert [choice["index"] for choice in answer["choices"]] == list(range(2 * len(expected)))
+    assert answer["usage"]["prompt_tokens"] == sum(map(len, expected))
+    assert answer["usage"]["completion_tokens"] == 3 * 2 * len(expected)
+    assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == sum(map(len, expected[1:]))
+    assert not engine.alive
+
+
+def test_every_field_reaches_the_engine() -> None:
+    engine = FakeEngine()
+    fields = {
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "top_k": 7,
+        "min_p": 0.1,
+        "presence_penalty": -1,
+        "frequency_penalty": 1.5,
+        "repetition_penalty": 1.2,
+        "max_tokens": 9,
+        "min_tokens": 3,
+        "ignore_eos": True,
+        "logprobs": 4,
+    }
+    body = {**fields, "logit_bias": {"5": -2, "6": 3.5}, "stop_token_ids": [8], "seed": 40, "n": 2, "priority": -3}
+    complete(engine, body)
+    first, second = engine.requests
+    assert {name: getattr(first.params, name) for name in fields} == fields
+    assert first.params.logit_bias == ((5, -2), (6, 3.5))
+    assert first.params.stop_token_ids == (8,)
+    assert (first.params.seed, second.params.seed, first.priority) == (40, 41, -3)
+
+
+def test_defaults_are_openais_or_the_checkpoints() -> None:
+    engine = FakeEngine()
+    complete(engine, {})
+    complete(app_of(engine, defaults=SamplingDefaults(temperature=0.6, top_k=20)), {"top_k": None, "unknown": {"a": 1}})
+    complete(app_of(engine, defaults=SamplingDefaults(temperature=0.6, top_k=20)), {"temperature": 0.0, "top_k": 0})
+    params = [
+        (request.params.temperature, request.params.top_k, request.params.max_tokens) for request in engine.requests
+    ]
+    assert params == [(1.0, 0, 16), (0.6, 20, 16), (0.0, 0, 16)]
+
+
+def test_defaults_of_a_checkpoint(tmp_path: Any) -> None:
+    assert SamplingDefaults.from_checkpoint(tmp_path) == SamplingDefaults()
+    file = tmp_path / "generation_config.json"
+    file.write_text('{"temperature": 0.7, "top_p": null, "do_sample": true, "eos_token_id": 0}')
+    assert SamplingDefaults.from_checkpoint(tmp_path) == SamplingDefaults(temperature=0.7)
+    for wrong in ('{"top_p": 3}', "{", "[]", '{"top_k": "many"}'):
+        file.write_text(wrong)
+        with pytest.raises(ConfigError, match=r"generation_config\.json"):
+            SamplingDefaults.from_checkpoint(tmp_path)
+
+
+def test_the_default_length_shrinks_to_the_context() -> None:
+    engine = FakeEngine()
+    assert len(complete(engine, {"prompt": [5] * 1020})["choices"]) == 1
+    assert engine.requests[0].params.max_tokens == 4
+
+
+@pytest.mark.parametrize(("include", "text"), [(False, "one "), (True, "one two")])
+@pytest.mark.parametrize("per_step", [2, 8])
+def test_stop_strings_take_the_request_back(include: bool, text: str, per_step: int) -> None:
+    engine = FakeEngine(reply=says("one two three and four and five and six"), tokens_per_step=per_step)
+    body = {"stop": ["three", "two"], "include_stop_str_in_output": include, "logprobs": 0}
+    answer = complete(engine, body)
+    [choice] = answer["choices"]
+    assert (choice["text"], choice["finish_reason"]) == (text, "stop")
+    assert "".join(choice["logprobs"]["tokens"]) == "one two"
+    assert len(choice["logprobs"]["tokens"]) == answer["usage"]["completion_tokens"]
+    assert engine.aborted
+    assert not engine.alive
+    events = stream(engine, PATH, body)
+    assert joined(events) == text
+
+
+@given(
+    text=st.text(alphabet="ab é🎉", max_size=12),
+    stop=st.lists(st.text(alphabet="ab é", min_size=1, max_size=4), max_size=2),
+    per_step=st.integers(1, 3),
+    logprobs=st.sampled_from([None, 1]),
+    echo=st.booleans(),
+)
+@settings(max_examples=40)
+def test_streamed_is_what_is_not_streamed(
+    text: str, stop: list[str], per_step: int, logprobs: int | None, echo: bool
+) -> None:
+    engine = FakeEngine(reply=says(text), tokens_per_step=per_step)
+    body = {"stop": stop, "max_tokens": 100, "logprobs": logprobs, "n": 2, "echo": echo}
+    whole = complete(engine, body)
+    engine.requests.clear()
+    events = stream(engine, PATH, {**body, "stream_options": {"include_usage": True}})
+    for index, choice in enumerate(whole["choices"]):
+        assert joined(events, index) == choice["text"]
+        parts = [part for event in events for part in event["choices"] if part["index"] == index]
+        assert [part["finish_reason"] for part in parts] == [None] * (len(parts) - 1) + [choice["finish_reason"]]
+        if logprobs is not None:
+            for name, values in choice["logprobs"].items():
+                assert [entry for part in parts if part["logprobs"] for entry in part["logprobs"][name]] == values
+    assert events[-1]["usage"] == whole["usage"]
+
+
+def test_log_probabilities() -> None:
+    [choice] = complete(FakeEngine(reply=says("a🎉b")), {"logprobs": 2})["choices"]
+    assert choice["logprobs"] == {
+        "text_offset": [0, 1, 1, 1, 1, 2, 3],
+        "token_logprobs": [-1.5] * 7,
+        "tokens": ["a", r"bytes:\xf0", r"bytes:\x9f", r"bytes:\x8e", r"bytes:\x89", "b", "<|endoftext|>"],
+        "top_logprobs": [
+            {"b": -1.0, "a": -1.5},
+            *({rf"bytes:\x{byte + 1:02x}": -1.0, rf"bytes:\x{byte:02x}": -1.5} for byte in "🎉".encode()),
+            {"c": -1.0, "b": -1.5},
+            {"!": -1.0, "<|endoftext|>": -1.5},
+        ],
+    }
+
+
+def test_the_chosen_token_is_among_the_top() -> None:
+    [choice] = complete(FakeEngine(reply=says("a")), {"logprobs": 1, "max_tokens": 1})["choices"]
+    assert choice["logprobs"]["top_logprobs"] == [{"b": -1.0, "a": -1.5}]
+    [choice] = complete(FakeEngine(reply=says("a")), {"logprobs": 0, "max_tokens": 1})["choices"]
+    assert choice["logprobs"]["top_logprobs"] == [{"a": -1.5}]
+
+
+def test_echo() -> None:
+    body = {"prompt": "é!", "echo": True, "max_tokens": 1}
+    assert complete(FakeEngine(reply=says("a")), body)["choices"][0]["text"] == "é!a"
+    assert complete(FakeEngine(reply=says("a")), {**body, "prompt": [65, 66]})["choices"][0]["text"] == "aba"
+    [choice] = complete(FakeEngine(reply=says("a")), {**body, "logprobs": 1})["choices"]
+    assert choice["text"] == "é!a"
+    assert choice["logprobs"]["tokens"] == [r"bytes:\xc3", r"bytes:\xa9", "!", "a"]
+    assert choice["logprobs"]["text_offset"] == [0, 0, 1, 2]
+    assert choice["logprobs"]["token_logprobs"] == [None, -1.5, -1.5, -1.5]
+    assert choice["logprobs"]["top_logprobs"][0] is None
+    incomplete = tokenizer().encode("é")[:1]
+    [choice] = complete(FakeEngine(reply=says("ab")), {"prompt": incomplete, "echo": True, "logprobs": 0})["choices"]
+    assert choice["text"] == "\ufffdab"
+    assert choice["logprobs"]["text_offset"] == [0, 1, 3]
+
+
+def test_echo_alone_scores_the_prompt() -> None:
+    answer = complete(FakeEngine(reply=says("a")), {"prompt": "bc", "echo": True, "max_tokens": 0, "logprobs": 0})
+    [choice] = answer["choices"]
+    assert (choice["text"], choice["finish_reason"]) == ("bc", "length")
+    assert choice["logprobs"]["token_logprobs"] == [None, -1.5]
+    assert answer["usage"]["completion_tokens"] == 0
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"prompt": None}, "prompt"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": ["a", 5]}, "prompt"),
+        ({"prompt": [[]]}, "prompt"),
+        ({"prompt": ""}, "prompt"),
+        ({"prompt": [-1]}, "prompt"),
+        ({"prompt": [2048]}, "prompt"),
+        ({"temperature": 2.1}, "temperature"),
+        ({"temperature": "1"}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+        ({"top_k": -2}, "top_k"),
+        ({"min_p": 1.1}, "min_p"),
+        ({"n": 0}, "n"),
+        ({"n": True}, "n"),
+        ({"best_of": 3, "n": 2}, "best_of"),
+        ({"logprobs": 21}, "logprobs"),
+        ({"logit_bias": {"x": 1}}, "logit_bias"),
+        ({"logit_bias": {"9999": 1}}, "logit_bias"),
+        ({"stop_token_ids": [9999]}, "stop_token_ids"),
+        ({"stop": [""]}, "stop"),
+        ({"stop": 5}, "stop"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": -1}, "max_tokens"),
+        ({"suffix": "end"}, "suffix"),
+        ({"stream": "yes"}, "stream"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"presence_penalty": 3}, "presence_penalty"),
+        ({"logit_bias": {"5": 200}}, None),
+        ({"min_tokens": 17}, None),
+    ],
+)
+def test_wrong_values_are_400(body: dict[str, Any], param: str | None) -> None:
+    engine = FakeEngine()
+    response = post(engine, PATH, {"prompt": "a", **body})
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert sorted(error) == ["code", "message", "param", "type"]
+    assert (error["type"], error["param"], error["code"]) == ("invalid_request_error", param, None)
+    assert error["message"]
+    assert not engine.requests
+
+
+@pytest.mark.parametrize("body", [{"prompt": [5] * 1024}, {"prompt": [5] * 1000, "max_tokens": 25}])
+def test_a_prompt_that_does_not_fit(body: dict[str, Any]) -> None:
+    response = post(FakeEngine(), PATH, body)
+    assert response.status_code == 400
+    assert response.json()["error"]["code"] == "context_length_exceeded"
+    assert "1024" in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("failure", "status", "code"),
+    [
+        (KVCacheExhausted("more blocks than there are"), 400, "context_length_exceeded"),
+        (RequestError("no"), 400, None),
+        (EngineDead("rank 1: killed"), 500, "engine_dead"),
+        (FinishReason.ABORT, 500, "aborted"),
+        (ZeroDivisionError("a secret"), 500, None),
+    ],
+)
+@pytest.mark.parametrize("n", [1, 2])
+def test_failures(failure: Exception | FinishReason, status: int, code: str | None, n: int) -> None:
+    """Before anything was sent an ordinary response, streamed or not; later an event in the stream."""
+    for body in ({"n": n}, {"n": n, "stream": True}):
+        engine = FakeEngine(fail_after=0, failure=failure)
+        response = post(engine, PATH, {"prompt": "a", **body})
+        assert (response.status_code, response.json()["error"]["code"]) == (status, code)
+        assert "secret" not in response.text
+        assert not engine.alive
+    engine = FakeEngine(fail_after=2, failure=failure)
+    *events, last = stream(engine, PATH, {"n": n})
+    assert [event["choices"][0]["finish_reason"] for event in events] == [None] * len(events)
+    assert len(events) >= 2
+    assert last["error"]["code"] == code
+    assert not engine.alive
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_an_engine_that_gives_nothing(stream: bool) -> None:
+    response = post(FakeEngine(reply=lambda request: []), PATH, {"prompt": "a", "stream": stream})
+    assert response.status_code == 500
+    assert "without an end" in response.json()["error"]["message"]
+
+
+def test_usage_in_every_chunk() -> None:
+    body = {"max_tokens": 3, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+    events = stream(FakeEngine(), PATH, body)
+    assert [event["usage"]["completion_tokens"] for event in events] == [1, 2, 3, 3]
+    assert events[-1]["choices"] == []
+    assert "usage" not in stream(FakeEngine(), PATH, {"max_tokens": 1})[0]

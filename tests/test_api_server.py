@@ -1,0 +1,213 @@
+"""The other routes, who may come in, what watches, and whether `/openapi.json` is true."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import httpx
+import pytest
+from api_clients import MODEL, Recorder, app_of, call, chat, complete, events_of, post, says, stream, tokenizer
+from fake_engine import FakeEngine
+from prometheus_client import CollectorRegistry, Counter, make_asgi_app
+from pydantic import BaseModel
+
+from serving.api.response_models import ChatCompletion, ChatCompletionChunk, Completion, CompletionChunk, ErrorBody
+from serving.requests import EngineDead
+
+GENERATING = ("/v1/completions", "/v1/chat/completions")
+BODY = {"prompt": "a", "messages": [{"role": "user", "content": "a"}], "max_tokens": 2}
+
+
+def test_models() -> None:
+    app = app_of(FakeEngine(), served_model_name=["big/one", "alias"])
+    listed = call(app, "GET", "/v1/models").json()
+    assert listed["object"] == "list"
+    assert [(card["id"], card["object"], card["max_model_len"]) for card in listed["data"]] == [
+        ("big/one", "model", 1024),
+        ("alias", "model", 1024),
+    ]
+    assert call(app, "GET", "/v1/models/big/one").json() == listed["data"][0]
+    assert call(app, "GET", "/v1/models/other").status_code == 404
+    for name, answered in (("alias", "alias"), (None, "big/one")):
+        assert complete(app, {"model": name})["model"] == answered
+
+
+@pytest.mark.parametrize("path", [*GENERATING, "/tokenize", "/detokenize"])
+def test_an_unknown_model_is_404(path: str) -> None:
+    body: dict[str, Any] = {**BODY, "tokens": [5], "model": "other"}
+    response = post(FakeEngine(), path, body)
+    assert response.status_code == 404
+    error = response.json()["error"]
+    assert (error["code"], error["param"]) == ("model_not_found", "model")
+    assert MODEL in error["message"]
+
+
+def test_tokenize_and_detokenize() -> None:
+    ids = tokenizer().encode("Zoë says")
+    answer = post(FakeEngine(), "/tokenize", {"prompt": "Zoë says", "return_token_strs": True}).json()
+    strings = tokenizer().convert_ids_to_tokens(ids)
+    assert answer == {"count": len(ids), "max_model_len": 1024, "tokens": ids, "token_strs": strings}
+    answer = post(FakeEngine(), "/tokenize", {"messages": [{"role": "user", "content": "Zoë"}]}).json()
+    assert answer["token_strs"] is None
+    assert post(FakeEngine(), "/detokenize", {"tokens": answer["tokens"]}).json() == {"prompt": "Zoë\n"}
+    assert post(FakeEngine(), "/detokenize", {"tokens": []}).json() == {"prompt": ""}
+    long = post(FakeEngine(), "/tokenize", {"prompt": "word " * 10_000}).json()
+    assert long["count"] == len(tokenizer().encode("word " * 10_000))
+    for path, body in (("tokenize", {}), ("tokenize", BODY), ("detokenize", {"tokens": [9999]})):
+        assert post(FakeEngine(), f"/{path}", body).status_code == 400
+
+
+def test_health_and_version() -> None:
+    engine = FakeEngine()
+    app = app_of(engine)
+    assert call(app, "GET", "/health").json() == {"status": "ok"}
+    assert call(app, "GET", "/version").json()["version"]
+    engine.dead = EngineDead("rank 1: killed by signal 9")
+    response = call(app, "GET", "/health")
+    assert response.status_code == 503
+    assert "rank 1: killed by signal 9" in response.json()["error"]["message"]
+    for path in GENERATING:
+        assert post(app, path, BODY).status_code == 503
+
+
+def test_profile() -> None:
+    engine = FakeEngine()
+    app = app_of(engine)
+    assert call(app, "POST", "/start_profile").status_code == 200
+    assert engine.profiling
+    assert call(app, "POST", "/stop_profile").json() == {"files": ["traces/rank0.json"]}
+    assert not engine.profiling
+
+
+def test_the_key_opens_what_works() -> None:
+    app = app_of(FakeEngine(), api_key="secret")
+    for path in ("/health", "/version", "/openapi.json"):
+        assert call(app, "GET", path).status_code == 200
+    body = {"prompt": "a", "max_tokens": 2}
+    closed = [("GET", "/v1/models"), ("POST", "/tokenize"), ("POST", "/start_profile"), ("POST", GENERATING[0])]
+    for method, path in closed:
+        for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "secret"}):
+            response = call(app, method, path, headers=headers, json=body)
+            assert response.status_code == 401
+            assert response.json()["error"]["code"] == "invalid_api_key"
+            assert response.headers["www-authenticate"] == "Bearer"
+        assert call(app, method, path, headers={"Authorization": "Bearer secret"}, json=body).status_code == 200
+
+
+def test_a_full_queue_says_when_to_come_back() -> None:
+    engine = FakeEngine()
+    app = app_of(engine, max_waiting_requests=2)
+    for waiting, status in ((1, 200), (2, 503), (3, 503)):
+        engine.num_waiting = waiting
+        for path in GENERATING:
+            response = post(app, path, BODY)
+            assert response.status_code == status
+            assert ("retry-after" in response.headers) == (status == 503)
+    assert response.json()["error"]["code"] == "queue_full"
+
+
+def test_a_draining_server_takes_nothing_new() -> None:
+    app = app_of(FakeEngine())
+    app.state.draining = True
+    for path in GENERATING:
+        assert post(app, path, BODY).status_code == 503
+    assert call(app, "GET", "/health").json() == {"status": "draining"}
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "content", "status"),
+    [
+        ("GET", "/nowhere", None, 404),
+        ("GET", "/v1/completions", None, 405),
+        ("POST", "/v1/completions", b"{", 400),
+        ("POST", "/v1/completions", b"[]", 400),
+        ("POST", "/v1/completions", b"", 400),
+        ("POST", "/v1/completions", b"{}", 400),
+        ("POST", "/v1/completions", b'{"prompt": "a", "temperature": NaN}', 400),
+        ("POST", "/v1/completions", b"\xff\xfe", 400),
+    ],
+)
+def test_every_error_has_openais_body(method: str, path: str, content: bytes | None, status: int) -> None:
+    headers = {"Content-Type": "application/json"}
+    response = call(app_of(FakeEngine()), method, path, content=content, headers=headers)
+    assert response.status_code == status
+    assert ErrorBody.model_validate_json(response.content).error.type == "invalid_request_error"
+
+
+def test_the_observer_is_told() -> None:
+    recorder = Recorder()
+    complete(app_of(FakeEngine(reply=says("a")), observer=recorder), {"n": 2})
+    stream(app_of(FakeEngine(), observer=recorder), GENERATING[1], {"max_tokens": 3})
+    complete(app_of(FakeEngine(reply=lambda request: [65, 66, 67]), observer=recorder), {"stop": "b"})
+    stream(app_of(FakeEngine(fail_after=1, failure=EngineDead("gone")), observer=recorder), GENERATING[0], {})
+    assert recorder.reasons == ["stop", "stop", "length", "stop", "error"]
+    assert list(recorder.counts.values()) == [2, 2, 3, 2, 1]
+    assert next(iter(recorder.prompts.values())) == len(tokenizer().encode("Hello"))
+
+
+def test_metrics_are_where_prometheus_looks() -> None:
+    registry = CollectorRegistry()
+    Counter("seen", "...", registry=registry).inc()
+    app = app_of(FakeEngine(), metrics_app=make_asgi_app(registry), api_key="secret")
+    response = call(app, "GET", "/metrics")
+    assert response.status_code == 200
+    assert "seen_total 1.0" in response.text
+
+
+def test_the_description_is_true() -> None:
+    """Answers and events have the fields that `/openapi.json` lists, and no others; every reference resolves."""
+    description = call(app_of(FakeEngine(), api_key="k"), "GET", "/openapi.json").json()
+    schemas = description["components"]["schemas"]
+    for reference in references(description):
+        assert reference.removeprefix("#/components/schemas/") in schemas
+    assert "HTTPValidationError" not in schemas
+    assert list(description["components"]["securitySchemes"]) == ["HTTPBearer"]
+    for path in GENERATING:
+        operation = description["paths"][path]["post"]
+        assert {"200", "400", "401", "404", "500", "503"} <= set(operation["responses"])
+        assert "422" not in operation["responses"]
+        assert sorted(operation["responses"]["200"]["content"]) == ["application/json", "text/event-stream"]
+    logprobs = {"logprobs": True, "top_logprobs": 1}
+    usage = {"stream_options": {"include_usage": True}, "max_tokens": 2}
+    answers: list[tuple[type[BaseModel], Any]] = [
+        (Completion, complete(FakeEngine(), {"logprobs": 1, "echo": True})),
+        (ChatCompletion, chat(FakeEngine(), {"max_tokens": 2, **logprobs})),
+        *((CompletionChunk, event) for event in stream(FakeEngine(), GENERATING[0], {"logprobs": 1, **usage})),
+        *((ChatCompletionChunk, event) for event in stream(FakeEngine(), GENERATING[1], {**logprobs, **usage})),
+        (ErrorBody, post(FakeEngine(), GENERATING[0], {}).json()),
+    ]
+    for model, answer in answers:
+        assert model.__name__ in schemas
+        assert model.model_validate(answer, strict=True).model_dump(exclude_unset=True) == answer
+        assert set(schemas[model.__name__].get("required", [])) <= set(answer)
+
+
+def references(node: Any) -> list[str]:
+    """All `$ref`s of a JSON document."""
+    if isinstance(node, list):
+        return [found for item in node for found in references(item)]
+    if isinstance(node, dict):
+        own = [node["$ref"]] if isinstance(node.get("$ref"), str) else []
+        return own + [found for value in node.values() for found in references(value)]
+    return []
+
+
+def test_many_requests_at_once_are_not_mixed_up() -> None:
+    engine = FakeEngine(pause_s=0.0005)
+
+    async def run() -> list[httpx.Response]:
+        transport = httpx.ASGITransport(app=app_of(engine))
+        async with httpx.AsyncClient(transport=transport, base_url="http://test", timeout=60) as client:
+            bodies = [
+                {"prompt": [7] * (seed + 1), "seed": 2 * seed, "max_tokens": 5 + seed % 7, "stream": seed % 2 == 0}
+                for seed in range(100)
+            ]
+            return await asyncio.gather(*(client.post(GENERATING[0], json=body) for body in bodies))
+
+    for seed, response in enumerate(asyncio.run(run())):
+        expected = tokenizer().decode(list(range(300 + 2 * seed, 305 + 2 * seed + seed % 7)))
+        choices = [event["choices"][0] for event in (events_of(response) if seed % 2 == 0 else [response.json()])]
+        assert "".join(choice["text"] for choice in choices) == expected
+    assert not engine.alive
+    assert not engine.aborted
