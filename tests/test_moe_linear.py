@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from moe import FusedExperts, PackedLinear, cpu_linear, linear, make_experts, packing_pays
+from moe.cpu_linear import kernel_rows
 from ubatch import ConfigError
 
 
@@ -42,8 +43,8 @@ def test_gradients_autocast_and_other_dtypes_are_torchs_own(onednn: bool) -> Non
 
 
 def test_the_faster_library_is_found_by_measuring(monkeypatch: pytest.MonkeyPatch) -> None:
-    measured = iter([2.0, 1.0, 1.0, 1.0])  # torch's own, oneDNN; twice
-    monkeypatch.setattr(cpu_linear, "_best_time", lambda _: next(measured))
+    measured = iter([[2.0, 1.0], [1.0, 1.0]])  # torch's own, oneDNN
+    monkeypatch.setattr(cpu_linear, "_best_times", lambda _: next(measured))
     measure = cpu_linear._onednn_is_faster.__wrapped__
     available = torch.backends.mkldnn.is_available()
     assert measure() is available
@@ -82,3 +83,25 @@ def test_packed_experts_stay_what_they_are() -> None:
         experts.to(torch.bfloat16)
     with pytest.raises(ConfigError, match="cannot be copied"):
         copy.deepcopy(experts)
+
+
+def test_few_numbers_of_rows_reach_onednn() -> None:
+    """It keeps a kernel for each of them."""
+    given = [kernel_rows(rows) for rows in range(2049)]
+    assert all(rows <= padded <= max(rows + 3, rows * 1.3) for rows, padded in enumerate(given))
+    assert given[:17] == list(range(17))
+    assert len(set(given)) < 80
+
+
+@torch.inference_mode()
+def test_padding_changes_no_number_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+    if not torch.backends.mkldnn.is_available():
+        pytest.skip("this torch was built without oneDNN")
+    monkeypatch.setattr(cpu_linear, "kernel_rows", lambda rows: seen.append(rows) or kernel_rows(rows))
+    weight = torch.randn(24, 16)
+    packed = PackedLinear(weight)
+    for rows in (0, 1, 17, 65, 257):
+        x = torch.randn(rows, 16)
+        torch.testing.assert_close(packed(x), F.linear(x, weight), atol=1e-4, rtol=1e-4)
+    assert seen == [0, 1, 17, 65, 257]

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 
 import torch
 import torch.nn.functional as F
@@ -39,12 +40,15 @@ class GroupedExperts(FusedExperts):
         plan = _plan(topk_ids, self.expert_range)
         if not plan.token_of_row.shape[0]:
             return hidden_states.new_zeros(hidden_states.shape)
-        tokens = plan.token_of_row.split(plan.rows_per_expert)
-        outputs = [hidden_states] * len(tokens)  # each is replaced, or has no rows
+        starts = [0, *accumulate(plan.rows_per_expert)]
+        outputs = [hidden_states] * len(plan.rows_per_expert)  # each is replaced, or has no rows
 
         def run(slots: Sequence[int]) -> None:
             for slot in slots:
-                outputs[slot] = self.run_expert(slot, hidden_states.index_select(0, tokens[slot]))
+                start, rows = starts[slot], plan.rows_per_expert[slot]
+                # Where an expert takes more rows than it has, the rows behind them, which are others', fill them up.
+                tokens = plan.token_of_row[start : start + self.rows_of_call(rows)]
+                outputs[slot] = self.run_expert(slot, hidden_states.index_select(0, tokens))[:rows]
 
         run_pieces([partial(run, slots) for slots in _shares(plan.rows_per_expert, num_cores())])
         weights = topk_weights.flatten() if plan.pair_is_local is None else topk_weights[plan.pair_is_local]
@@ -55,6 +59,10 @@ class GroupedExperts(FusedExperts):
             plan.pair_offsets,
             weights,
         )
+
+    def rows_of_call(self, rows: int) -> int:
+        """How many rows `run_expert` is best given for so many; it is given fewer at the end of the batch."""
+        return rows
 
     def run_expert(self, slot: int, x: Tensor) -> Tensor:
         """The expert at `slot` of those held here, for its rows `[rows, H]`."""

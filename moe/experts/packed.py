@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moe.cpu_linear import PackedLinear
+from moe.cpu_linear import PackedLinear, kernel_rows
 from moe.experts.grouped import GroupedExperts
 from ubatch import ConfigError
 
@@ -40,6 +40,10 @@ class PackedExperts(GroupedExperts):
 
     def __deepcopy__(self, memo: dict[int, object]) -> PackedExperts:
         raise ConfigError("packed experts cannot be copied. Use experts_backend='grouped'.")
+
+    def rows_of_call(self, rows: int) -> int:
+        """See `GroupedExperts`."""
+        return kernel_rows(rows)
 
     def run_expert(self, slot: int, x: Tensor) -> Tensor:
         """See `GroupedExperts`."""
