@@ -1,5 +1,27 @@
-"""Floor 4: what runs the engine. Commands (`cli`), launching ranks on one machine (`ranks`), benchmarks (`bench`)."""
+"""Floor 4: what runs the engine. Commands (`cli`), the scheduler, engines and their client, the HTTP API, offline use.
+
+from serving import LLM
+
+with LLM("examples/models/tiny-moe") as llm:
+    print(llm.generate("Once upon a time")[0].outputs[0].text)
+"""
+
+from __future__ import annotations
+
+import typing
 
 from serving.cli import main
 
-__all__ = ["main"]
+if typing.TYPE_CHECKING:
+    from serving.llm import LLM as LLM
+
+__all__ = ["LLM", "main"]
+
+
+def __getattr__(name: str) -> typing.Any:
+    """`LLM`, imported when it is asked for: it brings torch, which a command may not need."""
+    if name == "LLM":
+        from serving.llm import LLM
+
+        return LLM
+    raise AttributeError(f"module 'serving' has no attribute {name!r}")

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from serving.scheduler import SchedulerConfig
-from ubatch import UBatchConfig
+from ubatch import ConfigError, UBatchConfig
 
 __all__ = ["EngineOptions"]
 
@@ -37,10 +37,15 @@ class EngineOptions:
         dtype: `float32`, `bfloat16` or `float16`: what the model computes in.
         device: `cpu` or `cuda`.
         overlap_schedule: schedule the next step beside the running one; None where the device runs by itself.
+        profile_folder: where profiles are written; None for a new folder among the temporary files.
+        log_level: of the rank's own log, as in `serving.logs`; None leaves logging as it is.
         nnodes: machines.
         node_rank: this one.
         master_addr: where node 0 is reached by the others.
         master_port: the port of the rendezvous; 0 picks one (one node only).
+
+    Raises:
+        ConfigError: at construction, for ranks and nodes that do not fit together.
     """
 
     model: Path
@@ -60,7 +65,51 @@ class EngineOptions:
     dtype: str = "float32"
     device: str = "cpu"
     overlap_schedule: bool | None = None
+    profile_folder: Path | None = None
+    log_level: str | None = None
     nnodes: int = 1
     node_rank: int = 0
     master_addr: str = "127.0.0.1"
     master_port: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("data_parallel_size", "nnodes"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}.")
+        if self.data_parallel_size % self.nnodes:
+            raise ConfigError(
+                f"data_parallel_size ({self.data_parallel_size}) must be a multiple of nnodes ({self.nnodes}): every "
+                f"node starts equally many ranks."
+            )
+        if not 0 <= self.node_rank < self.nnodes:
+            raise ConfigError(f"node_rank is {self.node_rank}; with {self.nnodes} nodes it is 0 to {self.nnodes - 1}.")
+        if self.nnodes > 1 and self.master_port == 0:
+            raise ConfigError("several nodes need a master_port that all of them know; 0 picks one on one node only.")
+        if self.enable_expert_parallel and self.data_parallel_size == 1:
+            raise ConfigError("enable_expert_parallel needs data_parallel_size 2 or more; one rank has all experts.")
+        if not self.enable_expert_parallel and (self.all2all_backend is not None or self.emulated_link is not None):
+            raise ConfigError("all2all_backend and emulated_link need enable_expert_parallel: else nothing travels.")
+
+    @property
+    def local_size(self) -> int:
+        """Ranks on each node."""
+        return self.data_parallel_size // self.nnodes
+
+    @property
+    def local_ranks(self) -> range:
+        """The ranks of this node."""
+        return range(self.node_rank * self.local_size, (self.node_rank + 1) * self.local_size)
+
+    @property
+    def speculates(self) -> bool:
+        """Whether the scheduler drafts tokens."""
+        return self.scheduler.num_speculative_tokens > 0
+
+    @property
+    def overlaps_schedule(self) -> bool:
+        """Whether the overlapped loop runs: where it is asked for, by default on a GPU; never with speculation.
+
+        A verify step's tokens decide what the next step drafts, so there is nothing to schedule ahead.
+        """
+        wanted = self.device != "cpu" if self.overlap_schedule is None else self.overlap_schedule
+        return wanted and not self.speculates

@@ -1,0 +1,385 @@
+"""The API's side of the engines: starts them, sends requests, hands out what comes back.
+
+    generate  ->  router picks a rank  ->  Add to it, Wake to the others that step with it
+    receive loop  ->  Outputs          ->  router  ->  the request's stream  ->  generate yields
+    sentinels, Failed, NodeAlive       ->  first cause  ->  every stream fails, the other engines are ended
+
+Everything runs on one asyncio loop and nothing in it blocks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import shutil
+import tempfile
+import time
+from collections.abc import AsyncGenerator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from model_runner import FinishReason, RequestError
+from serving.engine.failures import FirstCause, dead_error, start_error
+from serving.engine.launch import EngineMain, LocalEngines
+from serving.engine.messages import (
+    Abort,
+    Add,
+    Failed,
+    FromEngine,
+    NodeAlive,
+    Outputs,
+    ProfileWritten,
+    Ready,
+    Refused,
+    Shutdown,
+    StartProfile,
+    StopProfile,
+    ToEngine,
+    Wake,
+    decode_from_engine,
+    encode,
+    make_error,
+)
+from serving.engine.options import EngineOptions
+from serving.engine.process import run_engine
+from serving.engine.rendezvous import host_store, post_client_address
+from serving.engine.routing import RequestStream, Router
+from serving.logs import log_event
+from serving.requests import EngineDead, EngineStatistics, RequestInput, RequestOutput
+from ubatch import UBatchError
+
+__all__ = ["EngineClient", "EngineInfo"]
+
+_logger = logging.getLogger(__name__)
+
+_NODE_JOINS_S = 300.0
+_NODE_SILENT_S = 15.0
+_PROFILE_S = 120.0
+_CLOSE_S = 10.0
+
+
+@dataclass(frozen=True)
+class EngineInfo:
+    """What the engines serve.
+
+    Attributes:
+        max_model_len: most tokens of a request, prompt and output.
+        vocab_size: token ids are below it.
+        num_ranks: data-parallel ranks.
+        memory: what each rank holds, as text, one line per rank.
+    """
+
+    max_model_len: int
+    vocab_size: int
+    num_ranks: int
+    memory: str
+
+
+class EngineClient:
+    """The engines, as the API sees them. Made by `start`.
+
+    Attributes:
+        options: what the engines were made from.
+        info: what they serve.
+        dead: why nothing runs any more, or None.
+    """
+
+    info: EngineInfo
+
+    def __init__(self, options: EngineOptions) -> None:
+        self.options = options
+        self.dead: EngineDead | None = None
+        self._loop = asyncio.get_running_loop()
+        self._router = Router(options.data_parallel_size, options.scheduler.max_num_seqs)
+        self._epoch = 0
+        self._ready: dict[int, Ready] = {}
+        self._all_ready: asyncio.Future[None] = self._loop.create_future()
+        self._died: asyncio.Future[EngineDead] = self._loop.create_future()
+        self._cause = FirstCause(self._failed)
+        self._profiles: dict[int, asyncio.Future[ProfileWritten]] = {}
+        self._nodes = dict.fromkeys(range(1, options.nnodes), time.monotonic() + _NODE_JOINS_S)
+        self._tasks: list[asyncio.Task[None]] = []
+        self._closing = False
+        self._context = zmq.asyncio.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._folder: Path | None = None
+        self._engines: LocalEngines | None = None
+
+    # -- start and end ------------------------------------------------------------------------------------------
+
+    @classmethod
+    async def start(cls, options: EngineOptions, *, engine_main: EngineMain = run_engine) -> EngineClient:
+        """Start the engines of this node, and wait until those of all nodes are ready.
+
+        Args:
+            options: of all engines; `node_rank` must be 0.
+            engine_main: what their processes run.
+
+        Raises:
+            ConfigError, CheckpointError: a rank cannot be made from the options.
+            EngineDead: a rank did not start for another reason, or a node did not come.
+        """
+        client = cls(options)
+        try:
+            client._launch(engine_main)
+            await client._all_ready
+        except BaseException:
+            await client._end(timeout_s=0.0)
+            raise
+        return client
+
+    def _launch(self, engine_main: EngineMain) -> None:
+        options = self.options
+        self._store = host_store(options)
+        self._socket.setsockopt(zmq.SNDHWM, 0)
+        self._socket.setsockopt(zmq.RCVHWM, 0)
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        post_client_address(self._store, self._bind())
+        self._tasks.append(asyncio.create_task(self._receive()))
+        if self._nodes:
+            self._tasks.append(asyncio.create_task(self._watch_nodes()))
+        self._engines = LocalEngines(options, options.master_addr, self._store.port, engine_main)
+        for rank, sentinel in self._engines.sentinels.items():
+            self._loop.add_reader(sentinel, self._exited, rank, sentinel)
+
+    def _bind(self) -> str:
+        if self.options.nnodes == 1:
+            self._folder = Path(tempfile.mkdtemp(prefix="ubatch-"))  # readable by this user only
+            address = f"ipc://{self._folder}/client"
+            self._socket.bind(address)
+            return address
+        port = self._socket.bind_to_random_port(f"tcp://{self.options.master_addr}")
+        return f"tcp://{self.options.master_addr}:{port}"
+
+    async def close(self) -> None:
+        """End the engines, whatever still runs; requests in flight raise `EngineDead`."""
+        if not self._closing:
+            await self._end(timeout_s=_CLOSE_S)
+
+    async def _end(self, timeout_s: float) -> None:
+        self._closing = True
+        self._cause.close()
+        self._router.fail_all(lambda: EngineDead("the engines were closed."))
+        self._send_all(Shutdown())
+        if self._engines is not None:
+            for sentinel in self._engines.sentinels.values():
+                self._loop.remove_reader(sentinel)
+            if timeout_s:
+                await asyncio.to_thread(self._engines.join, timeout_s)
+            self._engines.kill()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._all_ready.cancel()
+        self._died.cancel()
+        for waiting in self._profiles.values():
+            waiting.cancel()
+        self._socket.close(linger=1000)
+        self._context.term()
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    # -- requests -----------------------------------------------------------------------------------------------
+
+    async def generate(self, request: RequestInput) -> AsyncGenerator[RequestOutput, None]:
+        """Serve a request; yields what comes, the last with a `finish_reason`. Closing the generator aborts it.
+
+        Raises:
+            RequestError, KVCacheExhausted: it cannot be served.
+            EngineDead: an engine died; nothing runs any more.
+        """
+        if self.dead is not None:
+            raise self._dead_again()
+        if self._closing:
+            raise EngineDead("the engines were closed.")
+        request_id = request.request_id
+        if request_id in self._router:
+            raise RequestError(f"request {request_id!r} is being served already; give each its own request_id.")
+        try:
+            add = encode(Add(request, self._epoch + 1))
+        except OverflowError as error:
+            raise RequestError(f"request {request_id!r} has a number of more than 64 bits ({error}).") from error
+        self._epoch += 1
+        stream = self._router.add(request)
+        self._send(stream.rank, add)
+        if self.options.enable_expert_parallel:
+            self._send_all(Wake(self._epoch), but=stream.rank)
+        finished = False
+        try:
+            while not finished:
+                output = await stream.get()
+                finished = output.finish_reason is not None
+                yield output
+        except UBatchError:
+            finished = True
+            raise
+        finally:
+            if not finished:
+                self._abort(request_id)
+
+    async def abort(self, request_id: str) -> None:
+        """End a request, if it runs; its `generate` yields a last output with `FinishReason.ABORT`."""
+        stream = self._abort(request_id)
+        if stream is not None:
+            stream.put(RequestOutput(request_id, (), finish_reason=FinishReason.ABORT))
+
+    def _abort(self, request_id: str) -> RequestStream | None:
+        stream = self._router.drop(request_id)
+        if stream is not None and self.dead is None and not self._closing:
+            self._router.aborted(stream.rank)
+            self._send(stream.rank, encode(Abort(request_id)))
+        return stream
+
+    # -- what is seen -------------------------------------------------------------------------------------------
+
+    @property
+    def statistics(self) -> Mapping[int, EngineStatistics]:
+        """The last statistics of every rank, from zeros on."""
+        return self._router.statistics
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that do not run yet, on all ranks, those under way to them included."""
+        return self._router.num_waiting
+
+    @property
+    def num_outstanding(self) -> int:
+        """Requests that have not ended."""
+        return self._router.num_outstanding
+
+    @property
+    def pids(self) -> Mapping[int, int | None]:
+        """Rank -> process id, of this node's ranks."""
+        return {} if self._engines is None else self._engines.pids
+
+    async def wait_dead(self) -> EngineDead:
+        """Wait until an engine dies; returns why. Cancelled when the client is closed."""
+        return await asyncio.shield(self._died)
+
+    async def start_profile(self) -> None:
+        """Let every rank record its steps."""
+        self._send_all(StartProfile())
+
+    async def stop_profile(self, folder: Path | None = None) -> list[Path]:
+        """Stop recording; every rank writes a Chrome trace.
+
+        Args:
+            folder: where to, on the rank's own node; by default `options.profile_folder`, or else a new one.
+
+        Returns:
+            The files, in the order of the ranks.
+
+        Raises:
+            UBatchError: no profile was started, or a file could not be written.
+            EngineDead: an engine died meanwhile.
+        """
+        if self._profiles:
+            raise UBatchError("a profile is being written already.")
+        folder = folder or self.options.profile_folder or Path(tempfile.mkdtemp(prefix="ubatch-profile-"))
+        ranks = range(self.options.data_parallel_size)
+        self._profiles = {rank: self._loop.create_future() for rank in ranks}
+        try:
+            for rank in ranks:
+                self._send(rank, encode(StopProfile(str(folder / f"rank-{rank}.json"))))
+            answers = await asyncio.wait_for(asyncio.gather(*self._profiles.values()), _PROFILE_S)
+        finally:
+            self._profiles = {}
+        for answer in answers:
+            if answer.error is not None:
+                raise UBatchError(f"rank {answer.rank}: {answer.error}")
+        return [Path(answer.path) for answer in answers]
+
+    # -- the wire -----------------------------------------------------------------------------------------------
+
+    def _send(self, rank: int, message: bytes) -> None:
+        """Send at once, in order; where the engine is gone, its death is about to be noticed."""
+        frames = [f"rank-{rank}".encode(), message]
+        sent = asyncio.ensure_future(self._socket.send_multipart(frames))
+        sent.add_done_callback(lambda future: future.cancelled() or future.exception())
+
+    def _send_all(self, message: ToEngine, but: int | None = None) -> None:
+        for rank in self._ready:
+            if rank != but:
+                self._send(rank, encode(message))
+
+    async def _receive(self) -> None:
+        while True:
+            _, data = await self._socket.recv_multipart()
+            try:
+                self._handle(decode_from_engine(data))
+            except msgspec.DecodeError as error:
+                log_event(_logger, "not a message", level=logging.WARNING, error=error)
+
+    def _handle(self, message: FromEngine) -> None:
+        match message:
+            case Outputs():
+                self._router.deliver(message)
+            case Refused(_, request_id, kind, text):
+                self._router.refuse(request_id, lambda: make_error(kind, text) or UBatchError(text))
+            case Ready(rank):
+                self._ready[rank] = message
+                if len(self._ready) == self.options.data_parallel_size and not self._all_ready.done():
+                    self.info = self._make_info()
+                    self._all_ready.set_result(None)
+            case ProfileWritten(rank):
+                waiting = self._profiles.get(rank)
+                if waiting is not None and not waiting.done():
+                    waiting.set_result(message)
+            case NodeAlive(node_rank):
+                self._nodes[node_rank] = time.monotonic() + _NODE_SILENT_S
+            case Failed():
+                self._cause.report(message)
+
+    def _make_info(self) -> EngineInfo:
+        ready = [self._ready[rank] for rank in sorted(self._ready)]
+        memory = "\n".join(f"rank {each.rank}: {each.memory}" for each in ready)
+        return EngineInfo(min(each.max_model_len for each in ready), ready[0].vocab_size, len(ready), memory)
+
+    # -- failures -----------------------------------------------------------------------------------------------
+
+    def _exited(self, rank: int, sentinel: int) -> None:
+        """The process of a rank ended."""
+        assert self._engines is not None
+        self._loop.remove_reader(sentinel)
+        self._cause.report(Failed(rank, "", "", self._engines.describe_exit(rank), "", echo=False))
+
+    async def _watch_nodes(self) -> None:
+        while True:
+            await asyncio.sleep(1.0)
+            for node, until in self._nodes.items():
+                if time.monotonic() > until:
+                    rank = node * self.options.local_size
+                    self._cause.report(Failed(rank, "", "", f"is lost: node {node} does not answer", "", echo=False))
+
+    def _failed(self, failed: Failed) -> None:
+        """The cause is known: nothing runs any more. Fails everything that waits, and ends the other engines."""
+        if not self._all_ready.done():
+            self._all_ready.set_exception(start_error(failed))
+            return
+        self.dead = dead_error(failed)
+        log_event(_logger, "engine dead", level=logging.ERROR, rank=failed.rank, error=self.dead)
+        self._router.fail_all(self._dead_again)
+        for waiting in self._profiles.values():
+            if not waiting.done():
+                waiting.set_exception(self._dead_again())
+        self._died.set_result(self.dead)
+        self._send_all(Shutdown())
+        self._tasks.append(asyncio.create_task(self._end_engines()))
+
+    async def _end_engines(self) -> None:
+        assert self._engines is not None
+        await asyncio.to_thread(self._engines.join, 3.0)
+        self._engines.kill()
+
+    def _dead_again(self) -> EngineDead:
+        """The same error anew, for each that waits: one raised twice would carry both tracebacks."""
+        assert self.dead is not None
+        error = EngineDead(str(self.dead))
+        for note in getattr(self.dead, "__notes__", ()):
+            error.add_note(note)
+        return error

@@ -1,0 +1,221 @@
+"""An engine's loop: schedule, launch, sample, process; plain, or with the next step scheduled beside the running one.
+
+    plain        schedule N | launch N | sample N | wait, process N | schedule N+1 | ...
+
+    overlapped   host     schedule N+1 | process N | schedule N+2 | process N+1 | ...
+                 device   ---- step N ----- | ---- step N+1 ----- | ---- step N+2 ...
+
+In the overlapped loop step N+1 is launched before the host knows the tokens of step N: the device takes them from its
+own memory (the runner's FutureMap). Sampling that depends on those tokens on the host (penalties, `min_tokens`) waits
+until step N is processed; the forward of step N+1 runs meanwhile. A request that turns out to have ended at step N is
+in step N+1 once too often, and what that gives is dropped.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from model_runner import ScheduledRequest, StepOutput
+from serving.engine.tracing import StepTracer
+from serving.requests import EngineStatistics, RequestInput, RequestOutput
+from serving.scheduler import ScheduledStep
+from ubatch import ForwardMode, Trace, UBatchError
+
+__all__ = ["EngineCore", "Executor", "LaunchedStep", "StepScheduler", "forward_mode"]
+
+_EMPTY_STEPS = 1000
+"""So many steps with nothing to run, though requests wait and nothing is in flight, are a fault and not a pause."""
+
+
+class LaunchedStep(Protocol):
+    """A step that the device works on (`model_runner.PendingStep` is one)."""
+
+    def sample(self) -> None:
+        """Sample its tokens; called once."""
+
+    def result(self) -> StepOutput:
+        """Wait for them."""
+
+
+class Executor(Protocol):
+    """What runs steps (`model_runner.ModelRunner` is one)."""
+
+    def launch(self, scheduled: Sequence[ScheduledRequest], /) -> LaunchedStep:
+        """Start the forward of a step."""
+
+
+class StepScheduler(Protocol):
+    """What fills steps (`serving.scheduler.Scheduler` is one)."""
+
+    def add(self, request: RequestInput) -> None: ...
+    def abort(self, request_id: str) -> bool: ...
+    def schedule(self) -> ScheduledStep: ...
+    def advance(self, step: ScheduledStep) -> None: ...
+    def process(self, step: ScheduledStep, output: StepOutput) -> list[RequestOutput]: ...
+    def statistics(self) -> EngineStatistics: ...
+    def check(self, *, idle: bool = False) -> None: ...
+    @property
+    def has_work(self) -> bool: ...
+
+
+@dataclass(frozen=True)
+class _InFlight:
+    """A step between its launch and its processing."""
+
+    step: ScheduledStep
+    launched: LaunchedStep
+    mode: ForwardMode
+    trace: Trace | None
+
+
+class EngineCore:
+    """A scheduler and an executor, and the loop that joins them.
+
+    Args:
+        executor: runs the steps.
+        scheduler: fills them.
+        overlap_schedule: which of the two loops.
+        collective: other ranks take part in every step, so that an empty one is launched, too.
+    """
+
+    def __init__(
+        self, executor: Executor, scheduler: StepScheduler, *, overlap_schedule: bool, collective: bool
+    ) -> None:
+        self.executor = executor
+        self.scheduler = scheduler
+        self.overlap_schedule = overlap_schedule
+        self.collective = collective
+        self.tracer = StepTracer()
+        self._in_flight: _InFlight | None = None
+        self._steps: Counter[str] = Counter()
+        self._all_idle = False
+        self._empty_steps = 0
+
+    # -- requests -----------------------------------------------------------------------------------------------
+
+    def add(self, request: RequestInput) -> None:
+        """Take a request in.
+
+        Raises:
+            RequestError, KVCacheExhausted: it can never be served.
+        """
+        self.scheduler.add(request)
+
+    def abort(self, request_id: str) -> bool:
+        """Drop a request, and free what it holds; False if there is none. No output follows."""
+        return self.scheduler.abort(request_id)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether this rank has requests, or a step whose outputs are still to come."""
+        return self._in_flight is not None or self.scheduler.has_work
+
+    @property
+    def idle(self) -> bool:
+        """Whether the last turn's step had no token on any rank: the same on all. This one may have work since."""
+        return self._all_idle
+
+    # -- the loops ----------------------------------------------------------------------------------------------
+
+    def step(self) -> list[RequestOutput]:
+        """One turn of the loop; returns the outputs that came in it. With several ranks all must call it.
+
+        Raises:
+            PeerFailed, TransferTimeout, GroupBroken, UBatchTimeout: the step did not end; see `ModelRunner.launch`.
+            KVCacheError: the scheduler's books do not balance.
+            UBatchError: nothing can be scheduled, though requests wait.
+        """
+        return self._overlapped() if self.overlap_schedule else self._plain()
+
+    def _plain(self) -> list[RequestOutput]:
+        current = self._launch()
+        current.launched.sample()
+        return self._process(current)
+
+    def _overlapped(self) -> list[RequestOutput]:
+        previous, self._in_flight = self._in_flight, None
+
+        # Step N+1: launch.
+        current = self._launch()
+        if not current.step.delay_sampling:
+            current.launched.sample()
+
+        # Step N: its tokens, while the device works on step N+1.
+        outputs = self._process(previous) if previous is not None else []
+
+        # Step N+1: what had to wait for those tokens.
+        if current.step.delay_sampling:
+            current.launched.sample()
+
+        # An empty step has nothing to overlap with. So all ranks know at once that all are idle.
+        if current.step.shares:
+            self._in_flight = current
+        else:
+            outputs += self._process(current)
+        return outputs
+
+    def drain(self) -> list[RequestOutput]:
+        """Finish the step in flight, and start none. With several ranks all must call it."""
+        previous, self._in_flight = self._in_flight, None
+        return self._process(previous) if previous is not None else []
+
+    def _launch(self) -> _InFlight:
+        self._all_idle = False  # until this turn has processed an empty step
+        step = self.scheduler.schedule()
+        mode = forward_mode(step)
+        with self.tracer.step() as trace:
+            launched = self.executor.launch(step.shares)
+        self.scheduler.advance(step)
+        return _InFlight(step, launched, mode, trace)
+
+    def _process(self, flight: _InFlight) -> list[RequestOutput]:
+        output = flight.launched.result()
+        outputs = self.scheduler.process(flight.step, output)
+        self._count(flight, output)
+        return outputs
+
+    def _count(self, flight: _InFlight, output: StepOutput) -> None:
+        self._all_idle = output.all_idle
+        if not output.all_idle:
+            decision = output.decision
+            outcome = "engaged" if decision.engaged else str(decision.reason)
+            self._steps[f"{flight.mode}/{outcome}"] += 1
+            if decision.engaged:
+                self.tracer.engaged(flight.trace)
+        stuck = not flight.step.shares and self._in_flight is None and self.scheduler.has_work
+        self._empty_steps = self._empty_steps + 1 if stuck else 0
+        if self._empty_steps >= _EMPTY_STEPS:
+            raise UBatchError(
+                f"requests wait, but {_EMPTY_STEPS} steps in a row had nothing to run: {self.statistics()}. "
+                f"This is a fault in the scheduler."
+            )
+
+    # -- what is seen -------------------------------------------------------------------------------------------
+
+    def statistics(self) -> EngineStatistics:
+        """The state, and the totals so far."""
+        traced = self.tracer.total
+        return replace(
+            self.scheduler.statistics(),
+            steps=dict(self._steps),
+            traced_steps=traced.traced_steps,
+            hidden_s=traced.hidden_s,
+            exposed_s=traced.exposed_s,
+            handoff_wait_s=traced.handoff_wait_s,
+            communication_s=traced.communication_s,
+        )
+
+
+def forward_mode(step: ScheduledStep) -> ForwardMode:
+    """What a step is, before it is launched: decode, prefill, mixed, verify or idle."""
+    if step.verify:
+        return ForwardMode.TARGET_VERIFY
+    decodes = [share.num_tokens == 1 and share.request.num_computed_tokens > 0 for share in step.shares]
+    if not decodes:
+        return ForwardMode.IDLE
+    if all(decodes):
+        return ForwardMode.DECODE
+    return ForwardMode.MIXED if any(decodes) else ForwardMode.PREFILL

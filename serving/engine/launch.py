@@ -1,0 +1,88 @@
+"""The engine processes of one node: started, watched, ended."""
+
+from __future__ import annotations
+
+import atexit
+import multiprocessing
+import signal
+import time
+from collections.abc import Callable
+from multiprocessing.connection import wait
+from typing import TypeAlias
+
+from serving.engine.options import EngineOptions
+
+__all__ = ["EngineMain", "LocalEngines"]
+
+EngineMain: TypeAlias = Callable[[EngineOptions, int, str, int], None]
+"""What a rank's process runs: `run_engine(options, rank, store host, store port)`. A function of a module."""
+
+
+class LocalEngines:
+    """One process for every rank of this node. Starts them; they end with this process at the latest.
+
+    Args:
+        options: of all of them.
+        host, port: of the rendezvous store.
+        main: what they run.
+
+    Attributes:
+        ranks: theirs.
+    """
+
+    def __init__(self, options: EngineOptions, host: str, port: int, main: EngineMain) -> None:
+        self.ranks = options.local_ranks
+        context = multiprocessing.get_context("spawn")
+        atexit.register(self.kill)
+        self._processes = {
+            rank: context.Process(target=main, args=(options, rank, host, port), name=f"rank {rank}", daemon=True)
+            for rank in self.ranks
+        }
+        try:
+            for process in self._processes.values():
+                process.start()
+        except BaseException:
+            self.kill()
+            raise
+
+    @property
+    def sentinels(self) -> dict[int, int]:
+        """Rank -> a file descriptor that becomes readable when its process ends."""
+        return {rank: process.sentinel for rank, process in self._processes.items()}
+
+    @property
+    def pids(self) -> dict[int, int | None]:
+        """Rank -> its process id."""
+        return {rank: process.pid for rank, process in self._processes.items()}
+
+    def exit_status(self, rank: int) -> int | None:
+        """The exit status of a rank's process, negative for a signal; None while it lives."""
+        return self._processes[rank].exitcode
+
+    def describe_exit(self, rank: int) -> str:
+        """`died with exit status 1` or `was killed by SIGKILL`."""
+        self._processes[rank].join(1.0)
+        status = self.exit_status(rank)
+        if status is not None and status < 0:
+            known = {int(each): each.name for each in signal.Signals}
+            return f"was killed by {known.get(-status, f'signal {-status}')}"
+        return f"died with exit status {status}"
+
+    def join(self, timeout_s: float) -> bool:
+        """Wait until all have ended; False if some have not within the time."""
+        deadline = time.monotonic() + timeout_s
+        alive = [process.sentinel for process in self._processes.values() if process.is_alive()]
+        while alive and (left := deadline - time.monotonic()) > 0:
+            ended = wait(alive, left)
+            alive = [sentinel for sentinel in alive if sentinel not in ended]
+        return not alive
+
+    def kill(self) -> None:
+        """End those that still run, and wait for them."""
+        atexit.unregister(self.kill)
+        for process in self._processes.values():
+            if process.pid is not None and process.is_alive():
+                process.kill()
+        for process in self._processes.values():
+            if process.pid is not None:
+                process.join()

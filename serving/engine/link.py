@@ -1,0 +1,62 @@
+"""An engine's, or a node's, end of the wire: one DEALER socket, connected to the client's ROUTER."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import zmq
+
+from serving.engine.messages import FromEngine, Shutdown, ToEngine, decode_to_engine, encode
+
+__all__ = ["EngineLink"]
+
+_LINGER_MS = 2000
+_PATIENCE_S = 0.3
+"""How long an engine whose step failed looks for the `Shutdown` that would explain it."""
+
+
+class EngineLink:
+    """A connection to the client.
+
+    Args:
+        address: where the client listens (`ipc://` or `tcp://`).
+        identity: what the client sends to.
+    """
+
+    def __init__(self, address: str, identity: str) -> None:
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.IDENTITY, identity.encode())
+        self._socket.setsockopt(zmq.SNDHWM, 0)  # what is queued is bounded by the requests that the client sent
+        self._socket.setsockopt(zmq.RCVHWM, 0)
+        self._socket.setsockopt(zmq.LINGER, _LINGER_MS)
+        self._socket.connect(address)
+
+    def send(self, message: FromEngine) -> None:
+        """Send a message; does not wait."""
+        self._socket.send(encode(message))
+
+    def receive(self, wait_s: float = 0.0) -> Iterator[ToEngine]:
+        """The messages that have come; waits up to `wait_s` for the first."""
+        if wait_s and not self._socket.poll(int(wait_s * 1000)):
+            return
+        while True:
+            try:
+                data = self._socket.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            yield decode_to_engine(data)
+
+    def shutdown_comes(self) -> bool:
+        """Whether `Shutdown` is among what has come, or comes in a moment. Everything else is dropped."""
+        deadline = time.monotonic() + _PATIENCE_S
+        while (left := deadline - time.monotonic()) > 0:
+            if any(isinstance(message, Shutdown) for message in self.receive(left)):
+                return True
+        return False
+
+    def close(self) -> None:
+        """Send what is queued, and disconnect."""
+        self._socket.close()
+        self._context.term()

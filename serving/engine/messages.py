@@ -1,0 +1,202 @@
+"""What the API process and the engines say to each other: tagged msgspec structs, in MessagePack.
+
+    to an engine      Add, Abort, Wake, StartProfile, StopProfile, Shutdown
+    from an engine    Ready, Outputs, Refused, Failed, ProfileWritten
+    from a node       NodeAlive, and Failed for an engine of it that died
+
+Every engine reads one socket, in order. An engine counts the `Add`s and `Abort`s that it has handled and says so in
+each `Outputs`, so that the client knows what the engine knew. `Add` and `Wake` carry an `epoch`, the client's count
+of all requests: engines that step together pause only when all of them have seen the same one (see `process`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeAlias
+
+import msgspec
+
+from attention import KVCacheExhausted
+from model_runner import CheckpointError, CheckpointFileMissing, RequestError
+from serving.requests import EngineStatistics, RequestInput, RequestOutput
+from ubatch import ConfigError, UBatchError
+
+__all__ = [
+    "Abort",
+    "Add",
+    "Failed",
+    "FromEngine",
+    "NodeAlive",
+    "Outputs",
+    "ProfileWritten",
+    "Ready",
+    "Refused",
+    "Shutdown",
+    "StartProfile",
+    "StopProfile",
+    "ToEngine",
+    "Wake",
+    "decode_from_engine",
+    "decode_to_engine",
+    "encode",
+    "error_kind",
+    "make_error",
+]
+
+
+class Add(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """Serve a request."""
+
+    request: RequestInput
+    epoch: int
+
+
+class Abort(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """Forget a request, which may have ended already."""
+
+    request_id: str
+
+
+class Wake(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """Another rank got request number `epoch`: step along."""
+
+    epoch: int
+
+
+class StartProfile(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """Record the following steps."""
+
+
+class StopProfile(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """Write what was recorded to this file."""
+
+    path: str
+
+
+class Shutdown(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """End, whatever still runs."""
+
+
+class Ready(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """The model is loaded.
+
+    Attributes:
+        rank: whose.
+        max_model_len: most tokens of a request.
+        vocab_size: token ids are below it.
+        memory: what the rank's KV cache and attention back ends hold, as text.
+    """
+
+    rank: int
+    max_model_len: int
+    vocab_size: int
+    memory: str
+
+
+class Outputs(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """What a step gave.
+
+    Attributes:
+        rank: whose.
+        received: `Add`s and `Abort`s that this rank has handled since it started.
+        outputs: of any of its requests.
+        statistics: after the step.
+    """
+
+    rank: int
+    received: int
+    outputs: Sequence[RequestOutput]
+    statistics: EngineStatistics
+
+
+class Refused(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """A request that cannot be served; `kind` as for `make_error`."""
+
+    rank: int
+    request_id: str
+    kind: str
+    text: str
+
+
+class Failed(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """A rank ends on an error.
+
+    Attributes:
+        rank: which.
+        kind: of the error, as for `make_error`.
+        name: of its class.
+        text: what it says.
+        traceback: where it came from; empty where the process died without a word.
+        echo: it only felt another rank fail.
+    """
+
+    rank: int
+    kind: str
+    name: str
+    text: str
+    traceback: str
+    echo: bool
+
+
+class ProfileWritten(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """The answer to `StopProfile`; `error` says why there is no file."""
+
+    rank: int
+    path: str
+    error: str | None
+
+
+class NodeAlive(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """A node other than the client's is there, with all its engines."""
+
+    node_rank: int
+
+
+ToEngine: TypeAlias = Add | Abort | Wake | StartProfile | StopProfile | Shutdown
+FromEngine: TypeAlias = Ready | Outputs | Refused | Failed | ProfileWritten | NodeAlive
+
+_encoder = msgspec.msgpack.Encoder()
+_to_engine: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
+_from_engine: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
+
+
+def encode(message: ToEngine | FromEngine) -> bytes:
+    """A message as bytes."""
+    return _encoder.encode(message)
+
+
+def decode_to_engine(data: bytes) -> ToEngine:
+    """A message to an engine.
+
+    Raises:
+        msgspec.ValidationError: it is none.
+    """
+    return _to_engine.decode(data)
+
+
+def decode_from_engine(data: bytes) -> FromEngine:
+    """A message from an engine or a node; errors as `decode_to_engine`."""
+    return _from_engine.decode(data)
+
+
+_ERRORS: dict[str, type[UBatchError]] = {
+    kind.__name__: kind
+    for kind in (
+        CheckpointError,
+        CheckpointFileMissing,
+        ConfigError,
+        KVCacheExhausted,
+        RequestError,
+        UBatchError,
+    )
+}
+
+
+def error_kind(error: BaseException) -> str:
+    """The name of the nearest class of `error` that can be made again from its text; its own if there is none."""
+    return next((kind.__name__ for kind in type(error).__mro__ if kind.__name__ in _ERRORS), type(error).__name__)
+
+
+def make_error(kind: str, text: str) -> UBatchError | None:
+    """The error of a kind that another process named; None for one that is not this project's."""
+    return _ERRORS[kind](text) if kind in _ERRORS else None

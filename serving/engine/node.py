@@ -1,0 +1,91 @@
+"""A machine without the client: it starts its ranks, and supervises them until they end."""
+
+from __future__ import annotations
+
+import logging
+import time
+from multiprocessing.connection import wait
+
+import torch.distributed as dist
+
+from serving.engine.launch import EngineMain, LocalEngines
+from serving.engine.link import EngineLink
+from serving.engine.messages import Failed, NodeAlive
+from serving.engine.options import EngineOptions
+from serving.engine.process import run_engine
+from serving.engine.rendezvous import client_address, connect_store
+from serving.logs import log_event
+from ubatch import ConfigError
+
+__all__ = ["run_node"]
+
+_logger = logging.getLogger(__name__)
+
+_ALIVE_EVERY_S = 2.0
+_GRACE_S = 10.0
+"""How long after the first rank has ended the others may take."""
+
+
+def run_node(options: EngineOptions, *, engine_main: EngineMain = run_engine) -> int:
+    """Run this node's ranks, where `options.node_rank` is above 0. Returns when they have ended.
+
+    Node 0 tells the ranks when to end. Here the deaths are noticed that node 0 cannot see, and node 0's own.
+
+    Returns:
+        The exit status: 0 if all ranks ended well.
+
+    Raises:
+        ConfigError: this is node 0, which has the client.
+        UBatchError: node 0 does not answer.
+    """
+    if options.node_rank == 0:
+        raise ConfigError("node 0 has the client: start it with EngineClient.start.")
+    store = connect_store(options.master_addr, options.master_port)
+    link = EngineLink(client_address(store), f"node-{options.node_rank}")
+    engines = LocalEngines(options, options.master_addr, options.master_port, engine_main)
+    try:
+        return _Supervisor(options.node_rank, engines, store, link).run()
+    finally:
+        engines.kill()
+        link.close()
+
+
+class _Supervisor:
+    """Watches one node's engines until none is left."""
+
+    def __init__(self, node_rank: int, engines: LocalEngines, store: dist.Store, link: EngineLink) -> None:
+        self._node_rank = node_rank
+        self._engines = engines
+        self._store = store
+        self._link = link
+        self._failed = False
+
+    def run(self) -> int:
+        alive = dict(self._engines.sentinels)
+        deadline: float | None = None
+        while alive and (deadline is None or time.monotonic() < deadline):
+            ended = wait(list(alive.values()), _ALIVE_EVERY_S)
+            for rank in [rank for rank, sentinel in alive.items() if sentinel in ended]:
+                del alive[rank]
+                self._ended(rank)
+                deadline = deadline or time.monotonic() + _GRACE_S
+            if alive and not self._node_0_answers():
+                log_event(_logger, "node 0 is gone", level=logging.ERROR, node_rank=self._node_rank)
+                return 1
+        return 1 if alive or self._failed else 0
+
+    def _ended(self, rank: int) -> None:
+        what = self._engines.describe_exit(rank)
+        if self._engines.exit_status(rank) == 0:
+            return
+        self._failed = True
+        log_event(_logger, "engine ended", level=logging.ERROR, rank=rank, how=what)
+        self._link.send(Failed(rank, "", "", what, "", echo=False))
+
+    def _node_0_answers(self) -> bool:
+        self._link.send(NodeAlive(self._node_rank))
+        try:
+            self._store.check(["client"])
+        except RuntimeError:  # of whichever kind: the connection is lost
+            return False
+        return True

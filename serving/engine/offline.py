@@ -1,0 +1,166 @@
+"""Requests in, outputs back, without a server: on one rank in this process, or on several in processes of their own."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import Future, wait
+from contextlib import aclosing
+from typing import Any, Protocol, TypeAlias, TypeVar
+
+from serving.engine.build import make_core, make_runner, warm_up
+from serving.engine.client import EngineClient
+from serving.engine.options import EngineOptions
+from serving.requests import EngineStatistics, RequestInput, RequestOutput
+
+__all__ = ["InProcessEngine", "OfflineEngine", "OnOutput", "RankEngines", "make_offline_engine"]
+
+T = TypeVar("T")
+
+OnOutput: TypeAlias = Callable[[RequestOutput], bool]
+"""Called with every output; False ends its request."""
+
+
+class OfflineEngine(Protocol):
+    """Runs batches of requests."""
+
+    def run(self, requests: Sequence[RequestInput], on_output: OnOutput) -> None:
+        """Serve all of them; returns when the last has ended. What still runs when an error comes is aborted.
+
+        Raises:
+            RequestError, KVCacheExhausted: one of them cannot be served.
+            EngineDead: a rank died.
+        """
+
+    def statistics(self) -> Mapping[int, EngineStatistics]:
+        """The last of every rank."""
+
+    def close(self) -> None:
+        """Let go of the model."""
+
+
+def make_offline_engine(options: EngineOptions) -> OfflineEngine:
+    """One rank runs here, on all cores; several run in processes of their own.
+
+    Raises:
+        CheckpointError, ConfigError: the model cannot be loaded so.
+        EngineDead: a rank did not start.
+    """
+    return InProcessEngine(options) if options.data_parallel_size == 1 else RankEngines(options)
+
+
+class InProcessEngine:
+    """The model in this process."""
+
+    def __init__(self, options: EngineOptions) -> None:
+        self._runner = make_runner(options)
+        try:
+            warm_up(options, self._runner)
+            self._core = make_core(options, self._runner)
+        except BaseException:
+            self._runner.close()
+            raise
+
+    def run(self, requests: Sequence[RequestInput], on_output: OnOutput) -> None:
+        """See `OfflineEngine`."""
+        core = self._core
+        running: set[str] = set()
+        try:
+            for request in requests:
+                core.add(request)
+                running.add(request.request_id)
+            while running:
+                for output in core.step():
+                    goes_on = on_output(output)
+                    if output.finish_reason is None and not goes_on:
+                        core.abort(output.request_id)
+                    if output.finish_reason is not None or not goes_on:
+                        running.discard(output.request_id)
+        finally:
+            for request_id in running:
+                core.abort(request_id)
+            core.drain()
+
+    def statistics(self) -> Mapping[int, EngineStatistics]:
+        """See `OfflineEngine`."""
+        return {0: self._core.statistics()}
+
+    def close(self) -> None:
+        """See `OfflineEngine`."""
+        self._runner.close()
+
+
+class RankEngines:
+    """Ranks in processes of their own, and a thread that talks to them."""
+
+    def __init__(self, options: EngineOptions) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="engine client", daemon=True)
+        self._thread.start()
+        try:
+            self._client = self._call(EngineClient.start(options))
+        except BaseException:
+            self._stop_loop()
+            raise
+
+    def run(self, requests: Sequence[RequestInput], on_output: OnOutput) -> None:
+        """See `OfflineEngine`. `on_output` is called in another thread, one call at a time."""
+        self._call(self._run(requests, on_output))
+
+    def statistics(self) -> Mapping[int, EngineStatistics]:
+        """See `OfflineEngine`."""
+        return dict(self._client.statistics)
+
+    def close(self) -> None:
+        """See `OfflineEngine`."""
+        if not self._loop.is_closed():
+            self._call(self._client.close())
+            self._stop_loop()
+
+    async def _run(self, requests: Sequence[RequestInput], on_output: OnOutput) -> None:
+        async def one(request: RequestInput) -> None:
+            async with aclosing(self._client.generate(request)) as outputs:
+                async for output in outputs:
+                    if not on_output(output):
+                        return
+
+        tasks = [asyncio.create_task(one(request)) for request in requests]
+        try:
+            await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _call(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run something on the loop. An interrupt here cancels it, and waits until it has cleaned up."""
+        result: Future[T] = Future()
+        tasks: list[asyncio.Task[T]] = []
+
+        def begin() -> None:
+            tasks.append(self._loop.create_task(work))
+            tasks[0].add_done_callback(end)
+
+        def end(task: asyncio.Task[T]) -> None:
+            if task.cancelled():
+                result.cancel()
+            elif (error := task.exception()) is not None:
+                result.set_exception(error)
+            else:
+                result.set_result(task.result())
+
+        self._loop.call_soon_threadsafe(begin)
+        try:
+            return result.result()
+        except BaseException:
+            if not result.done():
+                self._loop.call_soon_threadsafe(lambda: tasks[0].cancel())
+                wait([result])
+            raise
+
+    def _stop_loop(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.run_until_complete(self._loop.shutdown_default_executor())
+        self._loop.close()

@@ -1,0 +1,256 @@
+"""A rank's process: it reads one socket, steps, and sends what came out.
+
+    loop      take in what has come | step | send outputs and statistics
+    pause     block on the socket until there is work
+
+A rank alone pauses when it has no work. Ranks that share experts step together as long as any of them has work, the
+others with no tokens, and pause together. The vote of a step tells all of them at the same step that all are idle; but
+a request may be on its way to one of them, and one rank must not step while the others sleep. So every request has a
+number, its *epoch*, which comes to its rank with the request and to the others as `Wake`. On an all-idle step the ranks
+compare the epochs that they have seen, in one more small all-reduce. Only if all have seen the same, and none has work,
+they pause. Whoever sent them the next epoch sends it to all of them, so all come back.
+
+What ends it: `Shutdown`, an error, or the end of the process that started it. Ctrl-C and SIGTERM do not: they often
+reach every process of a group, while the one that started the engines still drains them.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from tqdm import tqdm
+
+from attention import KVCacheExhausted
+from model_runner import ModelRunner, RequestError
+from serving.engine.build import make_core, make_runner, warm_up
+from serving.engine.core import EngineCore
+from serving.engine.link import EngineLink
+from serving.engine.messages import (
+    Abort,
+    Add,
+    Failed,
+    FromEngine,
+    Outputs,
+    ProfileWritten,
+    Ready,
+    Refused,
+    Shutdown,
+    StartProfile,
+    StopProfile,
+    ToEngine,
+    Wake,
+    error_kind,
+)
+from serving.engine.options import EngineOptions
+from serving.engine.rendezvous import client_address, connect_store, init_ranks
+from serving.generate import describe_memory
+from serving.logs import configure_logging, log_event
+from serving.ranks import pin_rank
+from serving.requests import RequestOutput
+from ubatch import CommGroup, ConfigError, GroupBroken, PeerFailed, UBatchError
+
+__all__ = ["Engine", "Link", "Orphaned", "run_engine"]
+
+_logger = logging.getLogger(__name__)
+
+_LOOK_OUT_S = 2.0
+"""How often a rank that pauses looks whether its parent lives."""
+_REPORT_S = 0.2
+"""How often a rank whose steps give no output reports its statistics."""
+
+
+def run_engine(options: EngineOptions, rank: int, store_host: str, store_port: int) -> None:
+    """What the process of a rank runs. It exits with status 0 after `Shutdown`, with 1 after an error."""
+    parent = os.getppid()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    if options.log_level is not None:
+        configure_logging(options.log_level, f"rank {rank}")
+    store = connect_store(store_host, store_port)
+    link = EngineLink(client_address(store), f"rank-{rank}")
+    try:
+        with _loaded(options, rank, store) as runner:
+            memory = describe_memory(runner)
+            log_event(_logger, "engine ready", memory=memory, overlap_schedule=options.overlaps_schedule)
+            ready = Ready(rank, options.scheduler.max_model_len, runner.config.vocab_size, memory)
+            Engine(ready, make_core(options, runner), runner.group, link, parent).serve()
+    except BaseException as error:
+        ending = link.shutdown_comes()  # the others may have left before this rank had read it
+        if not ending:
+            _report_failure(link, rank, error)
+        link.close()
+        sys.stderr.flush()
+        os._exit(0 if ending else 1)  # not through the destructors of process groups, which wait for what is stuck
+    link.close()
+
+
+class Orphaned(UBatchError):
+    """The process that started this rank is gone."""
+
+
+@contextmanager
+def _loaded(options: EngineOptions, rank: int, store: dist.Store) -> Iterator[ModelRunner]:
+    """Join the other ranks, load the model and warm it up; undone at the end."""
+    local_rank = rank - options.local_ranks.start
+    if options.device == "cuda":
+        _choose_gpu(local_rank, options.local_size)
+    if options.local_size > 1:
+        pin_rank(local_rank, options.local_size)
+    collective = options.enable_expert_parallel
+    tqdm.set_lock(threading.RLock())  # its own one is a semaphore of the system, which a killed process leaves behind
+    with tqdm(total=3, desc="engine", unit="stage", disable=None if rank == 0 else True, leave=False) as bar:
+        bar.set_postfix_str("meet the other ranks")
+        group = None
+        if collective:
+            init_ranks(store, rank, options)
+            group = CommGroup.from_process_group(timeout_s=options.dbo.timeout_s)
+        bar.update()
+        bar.set_postfix_str("load the model")
+        with make_runner(options, group, device_index=local_rank) as runner:
+            bar.update()
+            bar.set_postfix_str("warm up")
+            warm_up(options, runner)
+            bar.update()
+            bar.close()
+            gc.collect()
+            gc.freeze()  # the collector need not walk through the model again
+            yield runner
+    if collective:
+        dist.destroy_process_group()
+
+
+def _choose_gpu(local_rank: int, local_size: int) -> None:
+    if torch.cuda.device_count() < local_size:
+        raise ConfigError(f"{local_size} ranks on this node need as many GPUs; it has {torch.cuda.device_count()}.")
+    torch.cuda.set_device(local_rank)
+
+
+def _report_failure(link: EngineLink, rank: int, error: BaseException) -> None:
+    text = "".join(traceback.format_exception(error))
+    echo = isinstance(error, PeerFailed | GroupBroken)
+    if _logger.hasHandlers():
+        _logger.error("engine failed\n%s", text)
+    link.send(Failed(rank, error_kind(error), type(error).__name__, str(error), text, echo))
+
+
+class Link(Protocol):
+    """What carries messages (`EngineLink` is one)."""
+
+    def send(self, message: FromEngine) -> None:
+        """Send a message; does not wait."""
+
+    def receive(self, wait_s: float = 0.0) -> Iterator[ToEngine]:
+        """The messages that have come; waits up to `wait_s` for the first."""
+
+
+class Engine:
+    """One rank at work.
+
+    Args:
+        ready: what it tells the client first.
+        core: its loop; steps are collective where there is a group.
+        group: the ranks that step together; None for one alone.
+        link: to the client.
+        parent: the process that started it, which it outlives by a step at most, or by the look-out interval.
+    """
+
+    def __init__(self, ready: Ready, core: EngineCore, group: CommGroup | None, link: Link, parent: int) -> None:
+        self.rank = ready.rank
+        self.core = core
+        self._ready = ready
+        self._group = group
+        self._link = link
+        self._parent = parent
+        self._epoch = 0
+        self._received = 0
+        self._reported = (0, 0.0)
+        self._shutdown = False
+
+    def serve(self) -> None:
+        """Serve requests until `Shutdown` comes."""
+        self._link.send(self._ready)
+        while self._take_in(wait_s=0):
+            if self._group is not None:
+                with self._group.step():
+                    self._report(self.core.step())
+                    pause = self.core.idle and self._all_may_pause(self._group)
+            else:
+                pause = not self.core.has_work
+                if not pause:
+                    self._report(self.core.step())
+            if pause:
+                self._pause()
+
+    def _all_may_pause(self, group: CommGroup) -> bool:
+        """After a step in which all ranks were idle: whether nothing is on its way to any of them."""
+        connection = group.usable_connection()
+        facts = torch.tensor([self._epoch, -self._epoch, int(self.core.has_work)])
+        work = dist.all_reduce(facts, dist.ReduceOp.MAX, group=connection.vote_pg, async_op=True)
+        connection.wait_for_works((work,), "pause")
+        highest, lowest, busy = facts.tolist()
+        return highest == -lowest and not busy
+
+    def _pause(self) -> None:
+        """Wait, without using the CPU, for the next request of this rank or of another one that it steps with."""
+        self.core.scheduler.check(idle=True)
+        self._report((), at_once=True)
+        epoch = self._epoch
+        while self._epoch == epoch and self._take_in(wait_s=_LOOK_OUT_S):
+            pass
+
+    # -- messages -----------------------------------------------------------------------------------------------
+
+    def _take_in(self, wait_s: float) -> bool:
+        """Handle what has come; wait so long for the first message. False after `Shutdown`."""
+        if os.getppid() != self._parent:
+            raise Orphaned(f"the process that started it ({self._parent}) is gone.")
+        received = self._received
+        for message in self._link.receive(wait_s):
+            self._handle(message)
+        if received != self._received and not self.core.has_work:
+            self._report((), at_once=True)
+        return not self._shutdown
+
+    def _handle(self, message: ToEngine) -> None:
+        match message:
+            case Add(request, epoch):
+                self._epoch = epoch
+                self._received += 1
+                try:
+                    self.core.add(request)
+                except (RequestError, KVCacheExhausted) as error:
+                    self._link.send(Refused(self.rank, request.request_id, error_kind(error), str(error)))
+            case Abort(request_id):
+                self._received += 1
+                self.core.abort(request_id)
+            case Wake(epoch):
+                self._epoch = epoch
+            case StartProfile():
+                self.core.tracer.start_profile()
+            case StopProfile(path):
+                wrong = self.core.tracer.stop_profile(Path(path), self.rank)
+                self._link.send(ProfileWritten(self.rank, path, wrong))
+            case Shutdown():
+                self._shutdown = True
+
+    def _report(self, outputs: Sequence[RequestOutput], *, at_once: bool = False) -> None:
+        """Send outputs, with statistics; without outputs only when asked to, or now and then."""
+        received, at = self._reported
+        now = time.monotonic()
+        if not (outputs or at_once or received != self._received or now - at > _REPORT_S):
+            return
+        self._reported = (self._received, now)
+        self._link.send(Outputs(self.rank, self._received, outputs, self.core.statistics()))

@@ -1,0 +1,175 @@
+"""Which rank gets a request, and how its outputs find their way back. No sockets, no processes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
+
+from serving.engine.messages import Outputs
+from serving.requests import EngineStatistics, RequestInput, RequestOutput
+from ubatch import UBatchError
+
+__all__ = ["RequestStream", "Router"]
+
+
+class RequestStream:
+    """One request's outputs, on their way to whoever waits for them.
+
+    Attributes:
+        request_id: whose.
+        rank: who serves it.
+        number: it was the rank's message of that number; outputs from before belong to an older one of the same name.
+        outstanding: tokens that the rank has still to compute for it at most.
+    """
+
+    __slots__ = ("_error", "_outputs", "_prompt_left", "_waiter", "number", "outstanding", "rank", "request_id")
+
+    def __init__(self, request: RequestInput, rank: int, number: int) -> None:
+        self.request_id = request.request_id
+        self.rank = rank
+        self.number = number
+        self._prompt_left = len(request.token_ids)
+        self.outstanding = self._prompt_left + request.params.max_tokens
+        self._outputs: deque[RequestOutput] = deque()
+        self._error: Callable[[], UBatchError] | None = None
+        self._waiter: asyncio.Future[None] | None = None
+
+    def put(self, output: RequestOutput) -> None:
+        """An output came."""
+        if output.token_ids:
+            self.outstanding -= self._prompt_left + len(output.token_ids)
+            self._prompt_left = 0
+        self._outputs.append(output)
+        self._wake()
+
+    def fail(self, error: Callable[[], UBatchError]) -> None:
+        """None will come any more; `get` raises what `error` makes."""
+        self._error = error
+        self._wake()
+
+    async def get(self) -> RequestOutput:
+        """What has come since the last call, as one output; waits for the first.
+
+        Raises:
+            UBatchError: as `fail` said, once everything before it was taken.
+        """
+        while not self._outputs:
+            if self._error is not None:
+                raise self._error()
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        output = self._outputs.popleft()
+        return output if not self._outputs else self._merged(output)
+
+    def _merged(self, first: RequestOutput) -> RequestOutput:
+        parts = (first, *self._outputs)
+        self._outputs.clear()
+        return replace(
+            parts[-1],
+            token_ids=[token for part in parts for token in part.token_ids],
+            logprobs=[logprob for part in parts for logprob in part.logprobs],
+            prompt_logprobs=first.prompt_logprobs,
+            num_cached_tokens=max(part.num_cached_tokens for part in parts),
+        )
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+class Router:
+    """The requests of all ranks.
+
+    Args:
+        num_ranks: ranks to choose from.
+        max_num_seqs: requests that a rank runs at once.
+
+    Attributes:
+        statistics: the last of every rank.
+    """
+
+    def __init__(self, num_ranks: int, max_num_seqs: int) -> None:
+        self.statistics = {rank: EngineStatistics() for rank in range(num_ranks)}
+        self._max_num_seqs = max_num_seqs
+        self._streams: dict[str, RequestStream] = {}
+        self._outstanding = [0] * num_ranks
+        self._sent = [0] * num_ranks
+        self._received = [0] * num_ranks
+
+    @property
+    def num_outstanding(self) -> int:
+        """Requests that have not ended."""
+        return len(self._streams)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that do not run yet, on all ranks: those that wait there, and those that a rank has not seen.
+
+        What a rank has not seen counts only as far as it would have to wait.
+        """
+        unseen = [0] * len(self._sent)
+        for stream in self._streams.values():
+            unseen[stream.rank] += stream.number > self._received[stream.rank]
+        total = 0
+        for rank, new in enumerate(unseen):
+            known = self.statistics[rank]
+            free = self._max_num_seqs - known.num_running - known.num_waiting
+            total += known.num_waiting + max(0, new - max(0, free))
+        return total
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._streams
+
+    def outstanding_tokens(self, rank: int) -> int:
+        """Tokens that a rank has still to compute at most."""
+        return self._outstanding[rank]
+
+    def add(self, request: RequestInput) -> RequestStream:
+        """Give a request to the rank with the least outstanding tokens; of several, to the one that had the fewest."""
+        rank = min(range(len(self._sent)), key=lambda each: (self._outstanding[each], self._sent[each]))
+        self._sent[rank] += 1
+        stream = RequestStream(request, rank, self._sent[rank])
+        self._streams[request.request_id] = stream
+        self._outstanding[rank] += stream.outstanding
+        return stream
+
+    def drop(self, request_id: str) -> RequestStream | None:
+        """Forget a request that ended here or there; None if there is none."""
+        stream = self._streams.pop(request_id, None)
+        if stream is not None:
+            self._outstanding[stream.rank] -= stream.outstanding
+        return stream
+
+    def aborted(self, rank: int) -> None:
+        """An abort was sent to a rank."""
+        self._sent[rank] += 1
+
+    def deliver(self, message: Outputs) -> None:
+        """Outputs came from a rank: pass them on. Requests that have ended are forgotten."""
+        self.statistics[message.rank] = message.statistics
+        self._received[message.rank] = message.received
+        for output in message.outputs:
+            stream = self._streams.get(output.request_id)
+            if stream is None or stream.rank != message.rank or message.received < stream.number:
+                continue  # of a request that was aborted
+            before = stream.outstanding
+            stream.put(output)
+            self._outstanding[message.rank] += stream.outstanding - before
+            if output.finish_reason is not None:
+                self.drop(output.request_id)
+
+    def refuse(self, request_id: str, error: Callable[[], UBatchError]) -> None:
+        """A rank cannot serve a request."""
+        stream = self.drop(request_id)
+        if stream is not None:
+            stream.fail(error)
+
+    def fail_all(self, error: Callable[[], UBatchError]) -> None:
+        """Nothing comes any more, for any request."""
+        for request_id in list(self._streams):
+            self.refuse(request_id, error)

@@ -1,0 +1,269 @@
+"""Offline use: `LLM(model).generate(prompts, params)`."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeAlias, cast
+
+from tqdm import tqdm
+
+from model_runner import FinishReason, RequestError, SamplingParams, TokenLogprobs
+from serving.engine.offline import OfflineEngine, make_offline_engine
+from serving.options import resolve_keywords, to_engine_options
+from serving.requests import EngineStatistics, RequestInput, RequestOutput
+from serving.text import TextStream, load_tokenizer
+from ubatch import ConfigError, UBatchError
+
+__all__ = ["LLM", "CompletionResult", "LLMOutput"]
+
+Prompt: TypeAlias = str | Sequence[int]
+
+
+@dataclass(frozen=True)
+class CompletionResult:
+    """What was generated for a prompt.
+
+    Attributes:
+        text: detokenised, without the stop string or stop token; empty where there is no tokenizer.
+        token_ids: up to and with the token that ended it.
+        finish_reason: `stop` or `length`.
+        stop_reason: the stop string or token that ended it, if one did.
+        logprobs: one per token, where `SamplingParams.logprobs` asks for them; else empty.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason
+    stop_reason: str | int | None = None
+    logprobs: tuple[TokenLogprobs, ...] = ()
+
+
+@dataclass(frozen=True)
+class LLMOutput:
+    """A prompt and its output.
+
+    Attributes:
+        prompt: as text; None where it was given as tokens.
+        prompt_token_ids: as tokens.
+        outputs: one.
+        prompt_logprobs: one per prompt token (None for the first), where `SamplingParams.prompt_logprobs` asks for
+            them; else None.
+        num_cached_tokens: prompt tokens whose keys and values were in the prefix cache.
+    """
+
+    prompt: str | None
+    prompt_token_ids: tuple[int, ...]
+    outputs: tuple[CompletionResult, ...]
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+    num_cached_tokens: int = 0
+
+
+class LLM:
+    """A model, ready to generate. Close it, or use it in a `with` statement.
+
+    One rank runs in this process; several run in processes of their own, started by re-importing the main module: keep
+    what a script does behind `if __name__ == "__main__":` then.
+
+    Args:
+        model: folder of a Hugging Face checkpoint.
+        data_parallel_size: ranks.
+        enable_expert_parallel: the ranks share the experts, and step together.
+        enable_dbo: overlap microbatches.
+        skip_tokenizer_init: prompts are given as tokens, and no text comes back.
+        options: everything else that `ubatch serve` takes, in snake case: `max_num_seqs`, `kv_cache_memory`, ...
+
+    Raises:
+        ConfigError: an unknown option, a wrong value, a contradiction, or no tokenizer.
+        CheckpointError: the checkpoint cannot be loaded.
+        EngineDead: a rank did not start.
+    """
+
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        data_parallel_size: int = 1,
+        enable_expert_parallel: bool = False,
+        enable_dbo: bool = False,
+        skip_tokenizer_init: bool = False,
+        **options: Any,
+    ) -> None:
+        keywords = {
+            "log_level": "warning",
+            "data_parallel_size": data_parallel_size,
+            "enable_expert_parallel": enable_expert_parallel,
+            "enable_dbo": enable_dbo,
+            **options,
+        }
+        self.options = to_engine_options(resolve_keywords(model, keywords))
+        if self.options.nnodes > 1:
+            raise ConfigError("LLM runs on one machine; use `ubatch serve` for several.")
+        self.tokenizer: Any = None if skip_tokenizer_init else load_tokenizer(self.options.model)
+        self._numbers = itertools.count()
+        self._engine: OfflineEngine | None = make_offline_engine(self.options)
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        stop: str | Sequence[str] = (),
+        include_stop_str_in_output: bool = False,
+        skip_special_tokens: bool = True,
+        use_tqdm: bool = True,
+    ) -> list[LLMOutput]:
+        """Generate for every prompt.
+
+        Args:
+            prompts: a text or a list of tokens, or several of them.
+            sampling_params: for all prompts, or one per prompt; greedy with 16 tokens by default.
+            stop: strings that end a text.
+            include_stop_str_in_output: the stop string, or the text of the stop token, is part of the text.
+            skip_special_tokens: special tokens give no text.
+            use_tqdm: show progress, where standard error is a terminal.
+
+        Returns:
+            One output per prompt, in their order.
+
+        Raises:
+            RequestError, KVCacheExhausted: a prompt cannot be served. Nothing of the others is kept.
+            EngineDead: a rank died.
+        """
+        if self._engine is None:
+            raise UBatchError("this LLM was closed.")
+        given = _prompts(prompts)
+        each = _one_each(sampling_params if sampling_params is not None else SamplingParams(), len(given))
+        stops = (stop,) if isinstance(stop, str) else tuple(stop)
+        if stops and self.tokenizer is None:
+            raise ConfigError("stop strings need the tokenizer, which skip_tokenizer_init left out.")
+        jobs: dict[str, _Job] = {}
+        for prompt, params in zip(given, each, strict=True):
+            text = None
+            if self.tokenizer is not None:
+                text = TextStream(
+                    self.tokenizer,
+                    stop=stops,
+                    include_stop_str_in_output=include_stop_str_in_output,
+                    skip_special_tokens=skip_special_tokens,
+                    min_tokens=params.min_tokens,
+                )
+            request = RequestInput(f"llm-{next(self._numbers)}", self._encode(prompt), params)
+            jobs[request.request_id] = _Job(prompt, request, text, bool(stops))
+        with tqdm(total=len(jobs), unit="prompt", disable=None if use_tqdm else True, leave=False) as bar:
+
+            def on_output(output: RequestOutput) -> bool:
+                goes_on = jobs[output.request_id].take(output)
+                bar.update(not goes_on)
+                return goes_on
+
+            self._engine.run([job.request for job in jobs.values()], on_output)
+        return [job.result() for job in jobs.values()]
+
+    @property
+    def statistics(self) -> Mapping[int, EngineStatistics]:
+        """Every rank's state and totals, as far as known here."""
+        return {} if self._engine is None else self._engine.statistics()
+
+    def close(self) -> None:
+        """Let go of the model, and end the ranks' processes."""
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            engine.close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _encode(self, prompt: Prompt) -> list[int]:
+        if not isinstance(prompt, str):
+            return [int(token) for token in prompt]
+        if self.tokenizer is None:
+            raise ConfigError("give prompts as tokens: skip_tokenizer_init left the tokenizer out.")
+        tokens: list[int] = self.tokenizer.encode(prompt)
+        return tokens
+
+
+@dataclass
+class _Job:
+    """A prompt while it is generated for: what came so far."""
+
+    prompt: Prompt
+    request: RequestInput
+    text: TextStream | None
+    stops: bool
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+    num_cached_tokens: int = 0
+    last: RequestOutput | None = None
+
+    def take(self, output: RequestOutput) -> bool:
+        """Something came; False when nothing more is wanted."""
+        self.token_ids += output.token_ids
+        self.logprobs += output.logprobs
+        self.num_cached_tokens = max(self.num_cached_tokens, output.num_cached_tokens)
+        if output.prompt_logprobs is not None:
+            self.prompt_logprobs = tuple(output.prompt_logprobs)
+        if output.finish_reason is not None:
+            self.last = output
+        if self.stops and self.text is not None:
+            self.text.take(output)
+            return self.last is None and self.text.stopped is None
+        return self.last is None
+
+    def result(self) -> LLMOutput:
+        """All of it."""
+        stopped, last = self._finish_text(), self.last
+        reason: FinishReason = FinishReason.STOP
+        if stopped is None and last is not None and last.finish_reason is not None:
+            reason = last.finish_reason
+        count = len(self.token_ids) if stopped is None or self.text is None else self.text.num_tokens
+        completion = CompletionResult(
+            text="" if self.text is None else self.text.text,
+            token_ids=tuple(self.token_ids[:count]),
+            finish_reason=reason,
+            stop_reason=stopped if stopped is not None else last.stop_token if last is not None else None,
+            logprobs=tuple(self.logprobs[:count]),
+        )
+        return LLMOutput(
+            self.prompt if isinstance(self.prompt, str) else None,
+            tuple(self.request.token_ids),
+            (completion,),
+            self.prompt_logprobs,
+            self.num_cached_tokens,
+        )
+
+    def _finish_text(self) -> str | None:
+        """Without stop strings the text is made at the end, at once. Returns the stop string that was found."""
+        if self.text is None:
+            return None
+        if not self.stops and self.last is not None:
+            whole = RequestOutput(
+                self.request.request_id,
+                self.token_ids,
+                finish_reason=self.last.finish_reason,
+                stop_token=self.last.stop_token,
+            )
+            self.text.take(whole)
+        return self.text.stopped
+
+
+def _prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
+        return [cast(Prompt, prompts)]
+    return list(cast(Sequence[Prompt], prompts))
+
+
+def _one_each(params: SamplingParams | Iterable[SamplingParams], count: int) -> list[SamplingParams]:
+    each = [params] * count if isinstance(params, SamplingParams) else list(params)
+    if len(each) != count:
+        raise RequestError(f"{len(each)} sampling parameters for {count} prompts; give one for all or one each.")
+    return each

@@ -1,0 +1,95 @@
+"""Engines that fail in a step, at the start, or lose their parent: who is blamed, and that nothing is left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engine_mains import POISON, exit_at_once, is_alive, run_poisonable_engine, tiny, tokens_of, wait_for, wait_until
+
+from model_runner import CheckpointError, SamplingParams
+from serving.engine import EngineClient, EngineOptions
+from serving.engine.launch import EngineMain
+from serving.engine.process import run_engine
+from serving.requests import EngineDead
+from ubatch import ConfigError
+
+ROOT = Path(__file__).resolve().parent.parent
+LONG = SamplingParams(max_tokens=400, ignore_eos=True)
+
+PARENT = """
+import asyncio, sys, time
+from engine_mains import tiny
+from serving.engine import EngineClient
+
+async def main():
+    client = await EngineClient.start(tiny())
+    print(client.pids[0], flush=True)
+    await asyncio.sleep(60)
+
+if __name__ == "__main__":
+    asyncio.run(main())
+"""
+
+
+def test_the_rank_that_raised_is_blamed_with_its_own_error() -> None:
+    """The other one felt it, too, and says so; it shares every step."""
+
+    async def scenario() -> None:
+        client = await EngineClient.start(tiny(2, expert_parallel=True), engine_main=run_poisonable_engine)
+        try:
+            pids = [pid for pid in client.pids.values() if pid is not None]
+            names = ["even", "odd"]  # one for each rank
+            streams = [asyncio.create_task(tokens_of(client, name, [1, 2, 3], LONG)) for name in names]
+            assert await wait_for(lambda: all(s.generation_tokens > 0 for s in client.statistics.values()))
+            poison = asyncio.create_task(tokens_of(client, "poison", [POISON] * 300, LONG))
+            outcomes = await asyncio.gather(poison, *streams, return_exceptions=True)
+            for outcome in outcomes:
+                assert isinstance(outcome, EngineDead), outcome
+                assert str(outcome) in {f"rank {rank} failed: ZeroDivisionError: poisoned" for rank in (0, 1)}
+                assert "in poisoned" in "".join(outcome.__notes__)
+            assert await wait_for(lambda: not any(map(is_alive, pids)))
+        finally:
+            await client.close()
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("options", "main", "error", "message"),
+    [
+        (EngineOptions(Path("/nowhere")), run_engine, CheckpointError, "/nowhere is not a folder"),
+        (tiny(), exit_at_once, EngineDead, "rank 0 died with exit status 7"),
+        (tiny(master_addr="203.0.113.1"), run_engine, ConfigError, "master_addr"),
+    ],
+)
+def test_a_start_that_fails_says_why_and_leaves_nothing(
+    options: EngineOptions, main: EngineMain, error: type[Exception], message: str
+) -> None:
+    async def scenario() -> Any:
+        with pytest.raises(error, match=message):
+            await EngineClient.start(options, engine_main=main)
+
+    asyncio.run(scenario())
+
+
+def test_an_engine_does_not_outlive_its_parent() -> None:
+    code = PARENT
+    parent = subprocess.Popen(
+        [sys.executable, "-c", code],
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=ROOT / "tests",
+        env={"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "OMP_NUM_THREADS": "1", "PATH": "/usr/bin:/bin"},
+    )
+    assert parent.stdout is not None
+    with parent, parent.stdout as out:
+        engine = int(out.readline())
+        assert is_alive(engine)
+        parent.kill()
+        parent.wait(20)
+        assert wait_until(lambda: not is_alive(engine))

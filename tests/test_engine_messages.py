@@ -1,0 +1,166 @@
+"""What goes over the wire comes back equal; errors come back as what they were."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from attention import KVCacheExhausted
+from model_runner import CheckpointError, FinishReason, RequestError, SamplingParams, TensorMissing, TokenLogprobs
+from serving.engine import EngineOptions, messages
+from serving.engine.failures import dead_error, start_error
+from serving.engine.messages import (
+    Abort,
+    Add,
+    Failed,
+    NodeAlive,
+    Outputs,
+    ProfileWritten,
+    Ready,
+    Refused,
+    Shutdown,
+    StartProfile,
+    StopProfile,
+    Wake,
+    decode_from_engine,
+    decode_to_engine,
+    encode,
+    error_kind,
+    make_error,
+)
+from serving.requests import EngineDead, EngineStatistics, RequestInput, RequestOutput
+from serving.scheduler import SchedulerConfig
+from ubatch import ConfigError, PeerFailed
+
+PARAMS = SamplingParams(
+    temperature=0.5,
+    top_k=3,
+    seed=2**62,
+    stop_token_ids=(1, 2),
+    logit_bias=((5, -1.5),),
+    logprobs=2,
+    frequency_penalty=0.1,
+    max_tokens=9,
+    min_tokens=3,
+)
+LOGPROBS = TokenLogprobs(3, -0.5, 1, ((3, -0.5), (4, -1.0)))
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        Add(RequestInput("a", [1, 2, 3], PARAMS, priority=-1), 7),
+        Abort("a"),
+        Wake(3),
+        StartProfile(),
+        StopProfile("/somewhere"),
+        Shutdown(),
+    ],
+)
+def test_messages_to_an_engine_come_back(message: messages.ToEngine) -> None:
+    assert decode_to_engine(encode(message)) == message
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        Ready(1, 2048, 100, "KV cache"),
+        Outputs(
+            0,
+            12,
+            [
+                RequestOutput("a", [1, 2], logprobs=[LOGPROBS, LOGPROBS], num_cached_tokens=16),
+                RequestOutput("b", [], [], [None, LOGPROBS], finish_reason=FinishReason.STOP, stop_token=2),
+            ],
+            EngineStatistics(num_running=1, kv_usage=0.25, steps={"decode/engaged": 3}),
+        ),
+        Refused(0, "a", "RequestError", "no"),
+        Failed(1, "UBatchError", "PeerFailed", "rank 0 died", "Traceback", echo=True),
+        ProfileWritten(0, "/somewhere", None),
+        NodeAlive(1),
+    ],
+)
+def test_messages_from_an_engine_come_back(message: messages.FromEngine) -> None:
+    assert decode_from_engine(encode(message)) == message
+
+
+def test_what_is_no_message_is_refused() -> None:
+    with pytest.raises(msgspec.DecodeError):
+        decode_to_engine(b"\x00hello")
+    with pytest.raises(msgspec.ValidationError):
+        decode_to_engine(encode(NodeAlive(1)))
+    fields = msgspec.msgpack.decode(encode(Add(RequestInput("a", [1], SamplingParams()), 1)))
+    fields[1]["params"]["top_p"] = 7.0
+    with pytest.raises(msgspec.ValidationError, match="top_p"):
+        decode_to_engine(msgspec.msgpack.encode(fields))
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (RequestError("no"), RequestError),
+        (KVCacheExhausted("no"), KVCacheExhausted),
+        (ConfigError("no"), ConfigError),
+        (TensorMissing("w", "no"), CheckpointError),
+    ],
+)
+def test_errors_keep_their_kind(error: Exception, kind: type[Exception]) -> None:
+    made = make_error(error_kind(error), str(error))
+    assert type(made) is kind
+    assert str(made) == "no"
+
+
+def test_errors_of_others_do_not_become_ours() -> None:
+    assert make_error(error_kind(ZeroDivisionError("x")), "x") is None
+
+
+def failed(error: Exception, rank: int = 1) -> Failed:
+    return Failed(rank, error_kind(error), type(error).__name__, str(error), "Traceback ...", echo=False)
+
+
+def test_a_failed_start_raises_the_ranks_own_error_where_the_user_can_mend_it() -> None:
+    assert type(start_error(failed(ConfigError("bad")))) is ConfigError
+    assert isinstance(start_error(failed(TensorMissing("w", "no w"))), CheckpointError)
+    other = start_error(failed(ZeroDivisionError("oops")))
+    assert type(other) is EngineDead
+    assert str(other) == "rank 1 did not start: ZeroDivisionError: oops"
+
+
+def test_a_dead_engine_is_one_line_with_the_traceback_as_a_note() -> None:
+    error = dead_error(failed(PeerFailed(0, "rank 0 died\nand more")))
+    assert str(error) == "rank 1 failed: PeerFailed: rank 0 died"
+    assert error.__notes__ == ["on rank 1:\nTraceback ..."]
+    silent = Failed(2, "", "", "was killed by SIGKILL", "", echo=False)
+    assert str(dead_error(silent)) == "rank 2 was killed by SIGKILL."
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"data_parallel_size": 0}, "at least 1"),
+        ({"data_parallel_size": 3, "nnodes": 2, "master_port": 1}, "multiple of nnodes"),
+        ({"data_parallel_size": 2, "nnodes": 2, "node_rank": 2, "master_port": 1}, "0 to 1"),
+        ({"data_parallel_size": 2, "nnodes": 2}, "master_port"),
+        ({"enable_expert_parallel": True}, "data_parallel_size 2"),
+        ({"all2all_backend": "torch_dist"}, "enable_expert_parallel"),
+        ({"emulated_link": (1.0, 1.0)}, "enable_expert_parallel"),
+    ],
+)
+def test_ranks_and_nodes_that_do_not_fit_are_refused(wrong: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        EngineOptions(Path("model"), **wrong)  # type: ignore[arg-type]
+
+
+def test_each_node_starts_its_share_of_the_ranks() -> None:
+    options = EngineOptions(Path("model"), data_parallel_size=6, nnodes=3, node_rank=1, master_port=1)
+    assert options.local_ranks == range(2, 4)
+
+
+def test_speculation_runs_in_the_plain_loop() -> None:
+    speculating = SchedulerConfig(num_speculative_tokens=3)
+    assert EngineOptions(Path("model"), overlap_schedule=True).overlaps_schedule
+    assert EngineOptions(Path("model"), device="cuda").overlaps_schedule
+    assert not EngineOptions(Path("model")).overlaps_schedule
+    assert not EngineOptions(Path("model"), scheduler=speculating, overlap_schedule=True).overlaps_schedule

@@ -1,0 +1,107 @@
+"""Ranks that pause together, without a rank that sleeps while another steps: late wake-ups, on two real gloo ranks."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Sequence
+
+import pytest
+import torch
+import torch.distributed as dist
+from fake_device import FakeDevice, FakeStep, expected_output, make_core
+
+from model_runner import SamplingParams, ScheduledRequest
+from ranks import run_ranks
+from serving.engine.messages import Add, FromEngine, Outputs, Ready, Shutdown, ToEngine, Wake
+from serving.engine.process import Engine
+from serving.requests import RequestInput
+from ubatch import CommGroup
+
+Script = Sequence[tuple[float, ToEngine]]
+
+LONG = RequestInput("long", [1, 2, 3], SamplingParams(max_tokens=20, ignore_eos=True))
+SHORT = RequestInput("short", [4, 5], SamplingParams(max_tokens=1, ignore_eos=True))
+
+
+class ScriptedLink:
+    """Messages that come at set times, in seconds from the first look; `Shutdown` only to one that sleeps."""
+
+    def __init__(self, script: Script) -> None:
+        self.sent: list[FromEngine] = []
+        self.slept = 0
+        self._script = list(script)
+        self._begun: float | None = None
+
+    def send(self, message: FromEngine) -> None:
+        self.sent.append(message)
+
+    def receive(self, wait_s: float = 0.0) -> Iterator[ToEngine]:
+        self._begun = self._begun or time.monotonic()
+        self.slept += wait_s > 0
+        until = time.monotonic() + wait_s
+        while self._script and self._due() > time.monotonic() and time.monotonic() < until:
+            time.sleep(0.005)
+        while self._script and self._due() <= time.monotonic():
+            if isinstance(self._script[0][1], Shutdown) and not wait_s:
+                return
+            yield self._script.pop(0)[1]
+
+    def _due(self) -> float:
+        assert self._begun is not None
+        return self._begun + self._script[0][0]
+
+
+class SharedDevice(FakeDevice):
+    """A step is an all-reduce: it ends only when every rank takes it."""
+
+    def launch(self, scheduled: Sequence[ScheduledRequest], /) -> FakeStep:
+        total = torch.tensor(len(scheduled))
+        dist.all_reduce(total)
+        self.peers_busy = int(total) > len(scheduled)
+        return super().launch(scheduled)
+
+
+def serve(rank: int, world_size: int, overlap: bool, scripts: Sequence[Script]) -> tuple[dict[str, list[int]], int]:
+    """Run a rank's script; returns what came out, and how often it slept."""
+    core, _, clock = make_core(overlap=overlap, collective=True)
+    core.executor = SharedDevice(clock)
+    group = CommGroup.from_process_group(timeout_s=20)
+    link = ScriptedLink(scripts[rank])
+    dist.barrier()
+    Engine(Ready(rank, 1, 1, ""), core, group, link, os.getppid()).serve()
+    tokens: dict[str, list[int]] = {}
+    for message in link.sent:
+        if isinstance(message, Outputs):
+            for output in message.outputs:
+                tokens.setdefault(output.request_id, []).extend(output.token_ids)
+    return tokens, link.slept
+
+
+def tokens_of(request: RequestInput) -> list[int]:
+    return expected_output(request.token_ids, request.params)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_wake_up_that_comes_late_finds_nobody_asleep(overlap: bool) -> None:
+    """Rank 0 has served the second request long before rank 1 hears that there is one. Had both paused by then, rank 1
+    would wake, and wait for a step of rank 0 that never comes."""
+    scripts: list[Script] = [
+        [(0.0, Add(LONG, 1)), (0.0, Add(SHORT, 2)), (1.0, Shutdown())],
+        [(0.0, Wake(1)), (0.5, Wake(2)), (1.0, Shutdown())],
+    ]
+    (first, slept), (second, also_slept) = run_ranks(serve, 2, overlap, scripts)
+    assert first == {"long": tokens_of(LONG), "short": tokens_of(SHORT)}
+    assert second == {}
+    assert slept == also_slept == 1
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_paused_ranks_wake_for_a_request_of_either(overlap: bool) -> None:
+    scripts: list[Script] = [
+        [(0.3, Wake(1)), (0.6, Add(SHORT, 2)), (1.0, Shutdown())],
+        [(0.3, Add(LONG, 1)), (0.6, Wake(2)), (1.0, Shutdown())],
+    ]
+    (first, slept), (second, also_slept) = run_ranks(serve, 2, overlap, scripts)
+    assert (first, second) == ({"short": tokens_of(SHORT)}, {"long": tokens_of(LONG)})
+    assert slept == also_slept > 0

@@ -1,0 +1,168 @@
+"""Which rank serves a request, how outputs find their way back, and which failure report counts."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import pytest
+
+from model_runner import FinishReason, RequestError, SamplingParams
+from serving.engine.failures import FirstCause
+from serving.engine.messages import Failed, Outputs
+from serving.engine.routing import RequestStream, Router
+from serving.requests import EngineDead, EngineStatistics, RequestInput, RequestOutput
+
+
+def request(name: str, prompt: int = 10, max_tokens: int = 10) -> RequestInput:
+    return RequestInput(name, [1] * prompt, SamplingParams(max_tokens=max_tokens))
+
+
+def outputs(rank: int, received: int, *items: RequestOutput, running: int = 0, waiting: int = 0) -> Outputs:
+    return Outputs(rank, received, items, EngineStatistics(num_running=running, num_waiting=waiting))
+
+
+def end(name: str, tokens: Sequence[int] = (1,)) -> RequestOutput:
+    return RequestOutput(name, tokens, finish_reason=FinishReason.LENGTH)
+
+
+def test_the_rank_with_the_least_outstanding_tokens_is_chosen() -> None:
+    router = Router(2, max_num_seqs=8)
+    assert router.add(request("long", prompt=100)).rank == 0
+    assert [router.add(request(f"short {index}")).rank for index in range(5)] == [1] * 5
+    assert router.outstanding_tokens(0) == 110
+    assert router.outstanding_tokens(1) == 100
+    assert router.add(request("next", prompt=20)).rank == 1
+    assert router.add(request("last")).rank == 0
+
+
+def test_equal_ranks_take_turns() -> None:
+    router = Router(3, max_num_seqs=8)
+    for turn in range(6):
+        stream = router.add(request(f"r{turn}"))
+        assert stream.rank == turn % 3
+        router.deliver(outputs(stream.rank, turn // 3 + 1, end(f"r{turn}")))
+
+
+def test_outstanding_tokens_go_down_as_outputs_come_and_vanish_with_the_request() -> None:
+    router = Router(1, max_num_seqs=8)
+    router.add(request("a"))
+    router.add(request("b"))
+    router.deliver(outputs(0, 2, RequestOutput("a", [1, 2])))
+    assert router.outstanding_tokens(0) == 8 + 20
+    router.deliver(outputs(0, 2, end("a")))
+    assert router.outstanding_tokens(0) == 20
+    assert router.drop("b") is not None
+    assert router.drop("b") is None
+    assert router.outstanding_tokens(0) == 0
+    assert router.num_outstanding == 0
+
+
+def test_waiting_counts_what_a_rank_has_not_seen_only_beyond_its_free_places() -> None:
+    router = Router(1, max_num_seqs=4)
+    for index in range(6):
+        router.add(request(f"r{index}"))
+    assert router.num_waiting == 2
+    router.deliver(outputs(0, 5, running=4, waiting=1))
+    assert router.num_waiting == 2
+    router.deliver(outputs(0, 6, running=4, waiting=2))
+    assert router.num_waiting == 2
+    router.deliver(outputs(0, 6, running=2, waiting=0))
+    assert router.num_waiting == 0
+
+
+def test_outputs_of_an_aborted_request_do_not_reach_a_new_one_of_the_same_name() -> None:
+    async def scenario() -> None:
+        router = Router(1, max_num_seqs=4)
+        router.add(request("a"))
+        router.drop("a")
+        router.aborted(0)
+        stream = router.add(request("a"))
+        assert stream.number == 3
+        router.deliver(outputs(0, 1, RequestOutput("a", [66])))  # sent before the rank knew of the abort
+        router.deliver(outputs(0, 3, RequestOutput("a", [7])))
+        assert (await stream.get()).token_ids == [7]
+
+    asyncio.run(scenario())
+
+
+def test_outputs_that_piled_up_come_as_one() -> None:
+    async def scenario() -> None:
+        stream = RequestStream(request("a"), 0, 1)
+        stream.put(RequestOutput("a", [1], prompt_logprobs=[None], num_cached_tokens=4))
+        stream.put(RequestOutput("a", [2, 3]))
+        stream.put(RequestOutput("a", [4], finish_reason=FinishReason.STOP, stop_token=4))
+        assert await stream.get() == RequestOutput(
+            "a", [1, 2, 3, 4], [], [None], finish_reason=FinishReason.STOP, stop_token=4, num_cached_tokens=4
+        )
+
+    asyncio.run(scenario())
+
+
+def test_a_failure_comes_after_what_was_there_before() -> None:
+    async def scenario() -> None:
+        stream = RequestStream(request("a"), 0, 1)
+        waiting = asyncio.create_task(stream.get())
+        await asyncio.sleep(0)
+        stream.put(RequestOutput("a", [1]))
+        stream.put(RequestOutput("a", [2]))
+        stream.fail(lambda: EngineDead("gone"))
+        assert (await waiting).token_ids == [1, 2]
+        with pytest.raises(EngineDead, match="gone"):
+            await stream.get()
+
+    asyncio.run(scenario())
+
+
+def test_a_refusal_concerns_one_request() -> None:
+    async def scenario() -> None:
+        router = Router(1, max_num_seqs=4)
+        refused, served = router.add(request("a")), router.add(request("b"))
+        router.refuse("a", lambda: RequestError("too long"))
+        router.refuse("unknown", lambda: RequestError("too long"))
+        router.deliver(outputs(0, 2, end("b")))
+        with pytest.raises(RequestError, match="too long"):
+            await refused.get()
+        assert (await served.get()).finish_reason is FinishReason.LENGTH
+        assert router.num_outstanding == 0
+
+    asyncio.run(scenario())
+
+
+OWN = Failed(1, "", "ValueError", "boom", "Traceback", echo=False)
+OWN_EXIT = Failed(1, "", "", "died with exit status 1", "", echo=False)
+ECHO = Failed(0, "UBatchError", "PeerFailed", "rank 1 failed", "Traceback", echo=True)
+ECHO_EXIT = Failed(0, "", "", "died with exit status 1", "", echo=False)
+KILLED = Failed(1, "", "", "was killed by SIGKILL", "", echo=False)
+
+
+@pytest.mark.parametrize(
+    ("reports", "cause"),
+    [
+        ([OWN], OWN),
+        ([ECHO, OWN], OWN),
+        ([OWN_EXIT, OWN], OWN),
+        ([ECHO, ECHO_EXIT, OWN_EXIT, OWN], OWN),
+        ([ECHO, ECHO_EXIT, KILLED], KILLED),
+        ([KILLED, ECHO, ECHO_EXIT], KILLED),
+        ([ECHO_EXIT, ECHO, KILLED], KILLED),
+        ([ECHO, ECHO_EXIT], ECHO),
+    ],
+)
+def test_the_first_cause_counts_whatever_order_the_reports_come_in(
+    reports: Sequence[Failed], cause: Failed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("serving.engine.failures._GRACE_S", 0.05)
+    monkeypatch.setattr("serving.engine.failures._ECHO_GRACE_S", 0.1)
+
+    async def scenario() -> None:
+        decided: asyncio.Queue[Failed] = asyncio.Queue()
+        first = FirstCause(decided.put_nowait)
+        for report in reports:
+            first.report(report)
+        assert await asyncio.wait_for(decided.get(), 20) == cause
+        first.report(OWN)
+        await asyncio.sleep(0.01)
+        assert decided.empty()
+
+    asyncio.run(scenario())

@@ -1,0 +1,107 @@
+"""Which steps are traced, and what hand-offs cost according to a trace."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from fake_device import DECLINED, ENGAGED, make_core
+
+from model_runner import SamplingParams
+from serving.engine.tracing import StepTracer, handoff_wait
+from serving.requests import RequestInput
+from ubatch import Span, SpanKind, current_trace
+
+
+def spans_of_a_step(step: int = 1) -> list[Span]:
+    """Lane 0 computes, hands on; lane 1 waits for a transfer; lane 0 again. Gaps of 2 and 3 ms between lanes."""
+    compute, wait, transfer = SpanKind.COMPUTE, SpanKind.WAIT, SpanKind.TRANSFER
+    ms = 1e-3
+    return [
+        Span(compute, "attention", 0, 0 * ms, 10 * ms, step),
+        Span(transfer, "dispatch", 0, 8 * ms, 20 * ms, step),
+        Span(compute, "attention", 1, 12 * ms, 15 * ms, step),
+        Span(wait, "dispatch", 1, 15 * ms, 20 * ms, step),
+        Span(compute, "experts", 1, 20 * ms, 22 * ms, step),
+        Span(compute, "experts", 0, 25 * ms, 30 * ms, step),
+    ]
+
+
+def test_the_wait_at_hand_offs_is_the_gap_between_two_lanes() -> None:
+    assert handoff_wait(spans_of_a_step()) == pytest.approx(5e-3)
+
+
+def test_neither_the_gap_between_steps_nor_what_runs_outside_lanes_is_a_hand_off() -> None:
+    between = [Span(SpanKind.COMPUTE, "end", lane, lane * 1.0, lane + 0.5, 1 + lane) for lane in (0, 1)]
+    outside = [Span(SpanKind.WAIT, "vote", -1, 0.6, 0.9, 1)]
+    assert handoff_wait(between + outside) == 0.0
+
+
+def test_every_32nd_overlapped_step_is_measured() -> None:
+    core, device, _ = make_core(overlap=False)
+    steps = 100
+    decisions = iter([ENGAGED, DECLINED] * steps)
+    device.decide = lambda: next(decisions)
+    traced: list[int] = []
+
+    def on_launch() -> None:
+        trace = current_trace()
+        if trace is not None:
+            traced.append(len(traced))
+            trace.spans += spans_of_a_step()
+
+    device.on_launch = on_launch
+    core.add(RequestInput("r", [1, 2, 3], SamplingParams(max_tokens=2 * steps, ignore_eos=True)))
+    while core.has_work:
+        core.step()
+    statistics = core.statistics()
+    assert statistics.steps["decode/engaged"] == steps - 1  # the first engaged step is the prefill
+    assert statistics.traced_steps == steps // 32
+    assert statistics.communication_s == pytest.approx(statistics.traced_steps * 12e-3)
+    assert statistics.exposed_s == pytest.approx(statistics.traced_steps * 5e-3)
+    assert statistics.hidden_s == pytest.approx(statistics.traced_steps * 5e-3)
+    assert statistics.handoff_wait_s == pytest.approx(statistics.traced_steps * 5e-3)
+    assert len(traced) <= 2 * statistics.traced_steps  # a step that was traced in vain, as it did not overlap
+
+
+def test_a_profile_has_every_step(tmp_path: Path) -> None:
+    tracer = StepTracer()
+    path = tmp_path / "new" / "rank-1.json"
+    assert tracer.stop_profile(path, 1) == "no profile was started."
+    tracer.start_profile()
+    for step in (1, 2):
+        with tracer.step() as trace:
+            assert current_trace() is trace is not None
+            trace.spans += spans_of_a_step(step)
+        tracer.engaged(trace)
+    assert tracer.stop_profile(path, 1) is None
+    events = json.loads(path.read_text())["traceEvents"]
+    names = {event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    assert {"lane 0", "lane 1", "link"} <= names
+    assert {event["args"].get("step") for event in events if event["ph"] == "X"} == {1, 2}
+    assert tracer.total.traced_steps == 0
+    with tracer.step() as trace:
+        assert trace is None
+
+
+def test_a_forgotten_profile_ends_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("serving.engine.tracing.MOST_SPANS", 10)
+    tracer = StepTracer()
+    tracer.start_profile()
+    recorded = 0
+    for step in range(1, 6):
+        with tracer.step() as trace:
+            if trace is not None:
+                trace.spans += spans_of_a_step(step)
+                recorded += 1
+    assert recorded == 2
+
+
+def test_a_profile_that_cannot_be_written_says_why(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    tracer = StepTracer()
+    tracer.start_profile()
+    error = tracer.stop_profile(tmp_path / "file" / "rank-0.json", 0)
+    assert error is not None
+    assert "cannot write" in error

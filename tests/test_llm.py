@@ -1,0 +1,197 @@
+"""Offline use: the reference's tokens, from one rank here or two elsewhere, and text with its stop strings."""
+
+from __future__ import annotations
+
+import _thread
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from model_runner import FinishReason, ModelRunner, RequestError, SamplingParams, generate
+from serving import LLM
+from serving.requests import RequestInput, RequestOutput
+from ubatch import ConfigError, UBatchError
+
+MODEL = Path(__file__).resolve().parent.parent / "examples" / "models" / "tiny-moe"
+TEXTS = ["Once upon a time", "The cat", "def main():", "In a hole in the ground there lived", "0 1 2 3"]
+PARAMS = [
+    SamplingParams(max_tokens=24),
+    SamplingParams(max_tokens=20, temperature=0.9, seed=3),
+    SamplingParams(max_tokens=30, temperature=0.7, top_p=0.9, seed=4),
+    SamplingParams(max_tokens=9, repetition_penalty=1.3),
+    SamplingParams(max_tokens=12, logprobs=2, prompt_logprobs=1),
+]
+SMALL = {"max_num_seqs": 8, "kv_cache_memory": "16M", "max_model_len": 512}
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with LLM(MODEL, **SMALL) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def reference(llm: LLM) -> list[tuple[int, ...]]:
+    """The plain loop's tokens, which admits everything at once and knows no scheduler."""
+    with ModelRunner(MODEL, max_num_seqs=8, kv_cache_memory=16 << 20) as runner:
+        prompts = [llm.tokenizer.encode(text) for text in TEXTS]
+        return [output.token_ids for output in generate(runner, prompts, PARAMS)]
+
+
+def tokens(outputs: list) -> list[tuple[int, ...]]:  # type: ignore[type-arg]
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+def test_the_tokens_are_those_of_the_reference(llm: LLM, reference: list[tuple[int, ...]]) -> None:
+    outputs = llm.generate(TEXTS, PARAMS)
+    assert tokens(outputs) == reference
+    for text, output in zip(TEXTS, outputs, strict=True):
+        assert output.prompt == text
+        assert list(output.prompt_token_ids) == llm.tokenizer.encode(text)
+        only = output.outputs[0]
+        if only.finish_reason is FinishReason.LENGTH:
+            assert only.stop_reason is None
+            assert only.text == llm.tokenizer.decode(only.token_ids, skip_special_tokens=True)
+    scored = outputs[4]
+    assert [each.token for each in scored.outputs[0].logprobs] == list(scored.outputs[0].token_ids)
+    assert scored.prompt_logprobs is not None
+    assert len(scored.prompt_logprobs) == len(scored.prompt_token_ids)
+    assert scored.prompt_logprobs[0] is None
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"overlap_schedule": True},
+        {"enable_chunked_prefill": True, "max_num_batched_tokens": 16, "prefill_first": True, "block_size": 4},
+        {"speculative_algorithm": "ngram"},
+        {"enable_dbo": True, "dbo_decode_token_threshold": 2, "dbo_prefill_token_threshold": 2},
+    ],
+)
+def test_settings_do_not_change_tokens(options: dict[str, object], reference: list[tuple[int, ...]]) -> None:
+    with LLM(MODEL, **{**SMALL, **options}) as llm:
+        assert tokens(llm.generate(TEXTS, PARAMS)) == reference
+        statistics = llm.statistics[0]
+        assert (statistics.num_running, statistics.kv_usage) == (0, 0)
+        if "enable_dbo" in options:
+            assert statistics.steps["decode/engaged"] > 0
+        if "speculative_algorithm" in options:
+            assert any(key.startswith("target_verify/") for key in statistics.steps)
+
+
+def test_a_stop_string_ends_the_text_before_it(llm: LLM, reference: list[tuple[int, ...]]) -> None:
+    whole = llm.tokenizer.decode(reference[0], skip_special_tokens=True)
+    stop = whole[len(whole) // 2 :][:3]
+    (output,) = llm.generate(TEXTS[0], PARAMS[0], stop=["never there", stop])
+    only = output.outputs[0]
+    assert only.text == whole[: whole.index(stop)]
+    assert (only.finish_reason, only.stop_reason) == (FinishReason.STOP, stop)
+    assert reference[0][: len(only.token_ids)] == only.token_ids
+    assert stop in llm.tokenizer.decode(only.token_ids)
+    assert stop not in llm.tokenizer.decode(only.token_ids[:-1])
+    (kept,) = llm.generate(TEXTS[0], PARAMS[0], stop=stop, include_stop_str_in_output=True)
+    assert kept.outputs[0].text == only.text + stop
+    assert llm.statistics[0].num_running == 0
+
+
+def test_a_stop_token_is_the_last_token_and_no_text(llm: LLM, reference: list[tuple[int, ...]]) -> None:
+    token = reference[0][5]
+    first = reference[0].index(token)
+    params = SamplingParams(max_tokens=24, stop_token_ids=(token,))
+    only = llm.generate(list(llm.tokenizer.encode(TEXTS[0])), params)[0].outputs[0]
+    assert only.token_ids == reference[0][: first + 1]
+    assert (only.finish_reason, only.stop_reason) == (FinishReason.STOP, token)
+    assert only.text == llm.tokenizer.decode(only.token_ids[:-1])
+
+
+def test_prompts_come_as_text_as_tokens_or_many(llm: LLM) -> None:
+    one = SamplingParams(max_tokens=1)
+    assert len(llm.generate("a", one)) == 1
+    assert len(llm.generate([1, 2, 3], one)) == 1
+    assert [output.prompt for output in llm.generate([[1, 2], [3]], one)] == [None, None]
+    assert llm.generate([]) == []
+
+
+def test_shared_prompts_come_from_the_cache(llm: LLM) -> None:
+    prompt = list(range(100, 164))
+    first = llm.generate(prompt, SamplingParams(max_tokens=4))[0]
+    second = llm.generate(prompt, SamplingParams(max_tokens=4))[0]
+    assert (first.num_cached_tokens, second.num_cached_tokens) == (0, 48)
+    assert first.outputs == second.outputs
+
+
+def test_what_cannot_be_served_leaves_nothing_behind(llm: LLM) -> None:
+    with pytest.raises(RequestError, match="vocabulary"):
+        llm.generate([[1, 2], [9999]])
+    with pytest.raises(RequestError, match="3 sampling parameters for 2 prompts"):
+        llm.generate([[1, 2], [3]], [SamplingParams()] * 3)
+    statistics = llm.statistics[0]
+    assert (statistics.num_running, statistics.num_waiting, statistics.kv_usage) == (0, 0, 0)
+    assert len(llm.generate([[1, 2], [3]])) == 2
+
+
+def test_an_interrupt_leaves_nothing_behind(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = llm._engine
+    assert engine is not None
+    run = engine.run
+
+    def interrupted(requests: list[RequestInput], on_output: object) -> None:
+        def interrupt(output: RequestOutput) -> bool:
+            raise KeyboardInterrupt
+
+        run(requests, interrupt)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "run", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate(TEXTS)
+    assert llm.statistics[0].num_running == 0
+    assert len(llm.generate(TEXTS, SamplingParams(max_tokens=1))) == len(TEXTS)
+
+
+def test_wrong_options_are_refused_before_anything_is_loaded() -> None:
+    with pytest.raises(ConfigError, match="max_num_seqs"):
+        LLM(MODEL, max_num_seq=3)
+    with pytest.raises(ConfigError, match="nowhere"):
+        LLM("/nowhere")
+    with pytest.raises(ConfigError, match="expert"):
+        LLM(MODEL, enable_expert_parallel=True)
+
+
+def test_without_a_tokenizer_tokens_go_in_and_out() -> None:
+    with LLM(MODEL, skip_tokenizer_init=True, **SMALL) as llm:
+        only = llm.generate([1, 2, 3])[0].outputs[0]
+        assert len(only.token_ids) == 16
+        assert only.text == ""
+        with pytest.raises(ConfigError, match="skip_tokenizer_init"):
+            llm.generate("text")
+        with pytest.raises(ConfigError, match="skip_tokenizer_init"):
+            llm.generate([1], stop="x")
+    with pytest.raises(UBatchError, match="closed"):
+        llm.generate([1])
+
+
+def go_on(llm: LLM) -> None:
+    for _ in range(100):
+        llm.generate([[1, 2]] * 16, SamplingParams(max_tokens=400, ignore_eos=True))
+
+
+def test_two_ranks_give_the_same_and_can_be_interrupted(
+    reference: list[tuple[int, ...]], no_thread_leaks: None
+) -> None:
+    threads = torch.get_num_threads()
+    with LLM(MODEL, data_parallel_size=2, enable_expert_parallel=True, **SMALL) as llm:
+        assert tokens(llm.generate(TEXTS, PARAMS)) == reference
+        timer = threading.Timer(1.0, _thread.interrupt_main)
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            go_on(llm)
+        timer.join()
+        assert tokens(llm.generate(TEXTS, PARAMS)) == reference
+        stopped = llm.generate(TEXTS[0], PARAMS[0], stop=llm.tokenizer.decode(reference[0][3:4]))
+        assert stopped[0].outputs[0].finish_reason is FinishReason.STOP
+        assert set(llm.statistics) == {0, 1}
+    assert torch.get_num_threads() == threads
