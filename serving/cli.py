@@ -1,7 +1,8 @@
 """The `ubatch` command. Sub-commands are imported only when they are called.
 
 Each command is a module with a pydantic model `Options` (its flags, their help and their checks) and a function
-`run(options) -> int`. tyro turns the model into flags.
+`run(options) -> int`. tyro turns the model into flags. A module that reads more than the command line has a function
+`read(program, description, words)` in place of the model.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import importlib
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from ubatch.errors import UBatchError, nearest
@@ -17,11 +19,17 @@ from ubatch.errors import UBatchError, nearest
 __all__ = ["main"]
 
 COMMANDS: Mapping[str, tuple[str, str]] = {
+    "serve": ("serving.serve", "an OpenAI-compatible server over one or several ranks"),
     "generate": ("serving.generate", "generate text from a checkpoint, on one or several expert-parallel ranks"),
     "bench handoff": ("serving.bench.handoff", "what a hand-off costs, against a threading.Event ring"),
     "bench lanes": ("serving.bench.lanes", "what the lanes cost where there is nothing to overlap"),
     "bench attention": ("serving.bench.attention", "attention against plainer ways, and a model against transformers"),
     "bench overlap": ("serving.bench.overlap", "how much communication is hidden, and how close to the bound"),
+    "bench serve": ("serving.bench.serve", "a load on an OpenAI-compatible server, and what its clients see"),
+    "bench engine": (
+        "serving.bench.serve_compare",
+        "whole engines: offline and served, with overlap, and the scheduler",
+    ),
 }
 
 
@@ -33,7 +41,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _usage(words)
     module: Any = importlib.import_module(COMMANDS[name][0])
     try:
-        options = _parse(module.Options, f"ubatch {name}", COMMANDS[name][1], words[len(name.split()) :])
+        read = module.read if hasattr(module, "read") else partial(_parse, module.Options)
+        options = read(f"ubatch {name}", COMMANDS[name][1], words[len(name.split()) :])
         return int(module.run(options))
     except UBatchError as error:
         print(f"ubatch {name}: {error}", file=sys.stderr)

@@ -1,0 +1,73 @@
+"""Logs: one line per decision that matters, as `key=value`, with the process it comes from.
+
+2026-01-31 12:00:00.123 INFO  rank 1 engine ready kv_blocks=8192 memory="KV cache 256.0 MiB"
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import time
+from collections.abc import Mapping
+from typing import Any, TextIO
+
+__all__ = ["LOG_LEVELS", "configure_logging", "log_event"]
+
+LOG_LEVELS: Mapping[str, int] = {
+    "debug": logging.DEBUG,
+    "info": logging.INFO,
+    "warning": logging.WARNING,
+    "error": logging.ERROR,
+}
+_OURS = ("ubatch", "moe", "attention", "model_runner", "serving")
+
+
+def configure_logging(level: str, process: str, stream: TextIO | None = None) -> None:
+    """Send this process's logs to one stream, line by line; called once, first thing, in every process.
+
+    Libraries are heard from WARNING on, whatever the level.
+
+    Args:
+        level: one of `LOG_LEVELS`, for this project's own loggers.
+        process: who is talking, for example `api` or `rank 1`.
+        stream: standard error by default.
+    """
+    handler = logging.StreamHandler(sys.stderr if stream is None else stream)
+    handler.setFormatter(_Lines(process))
+    root = logging.getLogger()
+    for old in list(root.handlers):
+        if isinstance(old.formatter, _Lines):  # of an earlier call
+            root.removeHandler(old)
+    root.addHandler(handler)
+    root.setLevel(max(logging.WARNING, LOG_LEVELS[level]))
+    for name in _OURS:
+        logging.getLogger(name).setLevel(LOG_LEVELS[level])
+
+
+def log_event(logger: logging.Logger, event: str, *, level: int = logging.INFO, **fields: Any) -> None:
+    """Log what happened, in a few words, and what is known about it.
+
+    Args:
+        logger: of the module that decided.
+        event: for example `request aborted`.
+        level: of `logging`.
+        fields: written as `key=value`; a value with spaces or quotes is quoted, None is left out.
+    """
+    if logger.isEnabledFor(level):
+        known = [f"{name}={_text(value)}" for name, value in fields.items() if value is not None]
+        logger.log(level, "%s", " ".join([event, *known]), stacklevel=2)
+
+
+def _text(value: object) -> str:
+    text = f"{value:.6g}" if isinstance(value, float) else str(value)
+    plain = text and not any(char.isspace() or char in '"=' for char in text)
+    return text if plain else json.dumps(text, ensure_ascii=False)
+
+
+class _Lines(logging.Formatter):
+    """The time in UTC, the level, the process, the message; a traceback follows on lines of its own."""
+
+    def __init__(self, process: str) -> None:
+        super().__init__(f"%(asctime)s.%(msecs)03d %(levelname)-7s {process} %(message)s", "%Y-%m-%d %H:%M:%S")
+        self.converter = time.gmtime

@@ -1,0 +1,179 @@
+"""Prometheus metrics, under vLLM's names where it has one, so that its dashboards work; what is ours is `ubatch:`.
+
+Engines count by themselves and send their totals with every step's outputs; a scrape reads the last ones. What only
+the API process can see, the times of requests as their clients wait, is recorded as it happens.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from serving.requests import EngineStatistics
+
+__all__ = ["RequestMetrics", "make_registry"]
+
+Statistics = Callable[[], Mapping[int, EngineStatistics]]
+Family = CounterMetricFamily | GaugeMetricFamily
+
+
+def _one_two_five(smallest: float, largest: float) -> tuple[float, ...]:
+    """1, 2, 5, 10, 20, 50, ... times `smallest`, up to `largest`."""
+    bounds, decade = [], smallest
+    while decade <= largest:
+        bounds += [decade * step for step in (1, 2, 5)]
+        decade *= 10
+    return tuple(round(bound, 6) for bound in bounds if bound <= largest)
+
+
+_SECONDS = _one_two_five(0.001, 2000)
+_TOKENS = _one_two_five(1, 1_000_000)
+
+_GAUGES: Mapping[str, tuple[str, str]] = {
+    "vllm:num_requests_running": ("num_running", "Requests that have KV blocks."),
+    "vllm:num_requests_waiting": (
+        "num_waiting",
+        "Requests that wait for their first step, or for their next after a preemption.",
+    ),
+    "vllm:kv_cache_usage_perc": ("kv_usage", "Share of the KV blocks that requests hold, 0 to 1."),
+}
+_COUNTERS: Mapping[str, tuple[str, str]] = {
+    "vllm:prefix_cache_queries": ("prefix_queries", "Prompt tokens looked up in the prefix cache."),
+    "vllm:prefix_cache_hits": ("prefix_hits", "Prompt tokens found there."),
+    "vllm:prompt_tokens": ("prompt_tokens", "Prompt tokens computed."),
+    "vllm:generation_tokens": ("generation_tokens", "Tokens generated."),
+    "vllm:num_preemptions": ("preemptions", "Requests retracted for want of KV blocks."),
+    "vllm:spec_decode_num_draft_tokens": ("drafted_tokens", "Tokens guessed ahead."),
+    "vllm:spec_decode_num_accepted_tokens": ("accepted_tokens", "Guessed tokens that were right."),
+    "ubatch:traced_steps": ("traced_steps", "Overlapped steps that were traced for the following times."),
+    "ubatch:communication_seconds": ("communication_s", "Communication in traced steps."),
+    "ubatch:communication_hidden_seconds": ("hidden_s", "Communication in traced steps while a lane computed."),
+    "ubatch:communication_exposed_seconds": ("exposed_s", "Communication in traced steps that a lane waited for."),
+    "ubatch:handoff_wait_seconds": ("handoff_wait_s", "Time in traced steps from a hand-off until the next lane ran."),
+}
+"""Metric -> the field of `EngineStatistics`, and its help; counters get their `_total` when they are written."""
+
+
+def make_registry(model_name: str, statistics: Statistics) -> tuple[CollectorRegistry, RequestMetrics]:
+    """A server's metrics; nothing is shared with other registries of the process.
+
+    Args:
+        model_name: the label that every metric has.
+        statistics: the engines' last totals, by rank.
+    """
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(_Engines(model_name, statistics))
+    return registry, RequestMetrics(model_name, registry)
+
+
+class _Engines(Collector):
+    def __init__(self, model_name: str, statistics: Statistics) -> None:
+        self._model_name = model_name
+        self._statistics = statistics
+
+    def collect(self) -> Iterator[Family]:
+        ranks = sorted(self._statistics().items())
+        families: list[tuple[type[Family], Mapping[str, tuple[str, str]]]] = [
+            (GaugeMetricFamily, _GAUGES),
+            (CounterMetricFamily, _COUNTERS),
+        ]
+        for kind, metrics in families:
+            for name, (field, text) in metrics.items():
+                family = kind(name, text, labels=["model_name", "engine"])
+                for rank, values in ranks:
+                    family.add_metric([self._model_name, str(rank)], getattr(values, field))
+                yield family
+        steps = CounterMetricFamily(
+            "ubatch:steps",
+            "Steps by what they ran, and whether they overlapped (engaged) or why not.",
+            labels=["model_name", "engine", "mode", "outcome"],
+        )
+        for rank, values in ranks:
+            for step, count in values.steps.items():
+                mode, _, outcome = step.partition("/")
+                steps.add_metric([self._model_name, str(rank), mode, outcome], count)
+        yield steps
+
+
+@dataclass
+class _Life:
+    """A request that has not ended.
+
+    Attributes:
+        prompt_tokens: of its prompt.
+        start: when it came, in seconds of `time.monotonic`, as the next.
+        last: when its last tokens came, or it.
+        tokens: how many came.
+    """
+
+    prompt_tokens: int
+    start: float
+    last: float
+    tokens: int = 0
+
+
+class RequestMetrics:
+    """Requests as their clients see them: it is told when one comes, gets tokens, and ends.
+
+    Args:
+        model_name: the label that every metric has.
+        registry: where they are registered.
+        clock: seconds, for tests.
+    """
+
+    def __init__(
+        self, model_name: str, registry: CollectorRegistry, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._clock = clock
+        self._alive: dict[str, _Life] = {}
+
+        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+            return Histogram(name, text, ["model_name"], registry=registry, buckets=buckets).labels(model_name)
+
+        self._first_token = histogram("vllm:time_to_first_token_seconds", "From arrival to the first token.", _SECONDS)
+        self._between = histogram("vllm:inter_token_latency_seconds", "From one token to the next.", _SECONDS)
+        self._whole = histogram("vllm:e2e_request_latency_seconds", "From arrival to the last token.", _SECONDS)
+        self._prompt = histogram("vllm:request_prompt_tokens", "Tokens of a finished request's prompt.", _TOKENS)
+        self._generated = histogram("vllm:request_generation_tokens", "Tokens a finished request generated.", _TOKENS)
+        ended = Counter(
+            "vllm:request_success",
+            "Requests that ended, by why.",
+            ["model_name", "finished_reason"],
+            registry=registry,
+        )
+        self._ended = {reason: ended.labels(model_name, reason) for reason in ("stop", "length", "abort", "error")}
+
+    @property
+    def num_alive(self) -> int:
+        """Requests that have come and not ended."""
+        return len(self._alive)
+
+    def started(self, request_id: str, num_prompt_tokens: int) -> None:
+        """A request came."""
+        now = self._clock()
+        self._alive[request_id] = _Life(num_prompt_tokens, now, now)
+
+    def tokens(self, request_id: str, count: int) -> None:
+        """It got tokens, at least one; several at once came evenly since the last ones."""
+        life, now = self._alive[request_id], self._clock()
+        if life.tokens == 0:
+            self._first_token.observe(now - life.start)
+        else:
+            for _ in range(count):
+                self._between.observe((now - life.last) / count)
+        life.tokens += count
+        life.last = now
+
+    def finished(self, request_id: str, reason: str) -> None:
+        """It ended: `stop`, `length`, `abort` or `error`. Only those that ran to their end count in the histograms."""
+        life = self._alive.pop(request_id)
+        self._ended[reason].inc()
+        if reason in ("stop", "length"):
+            self._whole.observe(self._clock() - life.start)
+            self._prompt.observe(life.prompt_tokens)
+            self._generated.observe(life.tokens)

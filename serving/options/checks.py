@@ -1,0 +1,185 @@
+"""Settings that contradict each other: each is one sentence that names both, and nothing has started yet."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from model_runner import ModelConfig
+from serving.options.flags import SETTINGS
+from serving.options.sources import Settings
+from ubatch import ConfigError
+
+__all__ = ["Machine", "check_alone", "check_with_model", "notes"]
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What this machine has.
+
+    Attributes:
+        gpus: CUDA devices.
+    """
+
+    gpus: int = 0
+
+
+def check_alone(settings: Settings) -> None:
+    """What is wrong whatever the checkpoint and the machine are.
+
+    Raises:
+        ConfigError: two settings contradict each other, or one needs another.
+    """
+    for check in (_model, _overlap, _parallelism, _nodes, _memory, _speculation):
+        for message in check(settings):
+            raise ConfigError(message)
+
+
+def check_with_model(settings: Settings, model: ModelConfig, machine: Machine) -> None:
+    """What is wrong with this checkpoint, or on this machine, once everything is known.
+
+    Raises:
+        ConfigError: a setting is more than the checkpoint or the machine has, or contradicts another.
+    """
+    for check in (_checkpoint(settings, model), _device(settings, machine), _steps(settings)):
+        for message in check:
+            raise ConfigError(message)
+
+
+def notes(settings: Settings) -> Iterator[str]:
+    """What is allowed but may not be what was meant."""
+    if settings["enable_dbo"] and not settings["enable_expert_parallel"]:
+        yield "--enable-dbo has no communication to hide: the ranks share no experts (--enable-expert-parallel)"
+    if settings["enable_dbo"] and settings["schedule"] == "serial":
+        yield f"{settings.spell('schedule')} serial overlaps nothing"
+    if not settings["enable_dbo"]:
+        idle = [
+            name
+            for name in ("ubatch_size", "dbo_decode_token_threshold", "dbo_prefill_token_threshold", "schedule")
+            if settings.given(name)
+        ]
+        if idle:
+            yield f"{', '.join(map(settings.spell, idle))} without --enable-dbo: no step overlaps"
+
+
+def _model(s: Settings) -> Iterator[str]:
+    if s["model"] is None:
+        yield "MODEL is missing: give the folder of a checkpoint."
+    if s["enable_single_batch_overlap"]:
+        yield (
+            f"{s.spell('enable_single_batch_overlap')} is not available yet: the MoE kernel does not run its schedule, "
+            "one lane with chunks of experts. Use --enable-dbo."
+        )
+
+
+def _overlap(s: Settings) -> Iterator[str]:
+    for name in ("dbo_decode_token_threshold", "dbo_prefill_token_threshold"):
+        if s[name] < s["ubatch_size"]:
+            yield (
+                f"{s.spell(name)} is {s[name]}, below {s.spell('ubatch_size')} ({s['ubatch_size']}): "
+                f"a microbatch would be empty. Set it to at least {s['ubatch_size']}."
+            )
+
+
+def _parallelism(s: Settings) -> Iterator[str]:
+    if s["enable_expert_parallel"]:
+        if s["data_parallel_size"] == 1:
+            yield (
+                f"{s.spell('enable_expert_parallel')} needs --data-parallel-size 2 or more; one rank has all experts."
+            )
+        if s["all2all_backend"] == "local":
+            yield f"{s.spell('all2all_backend')} local exchanges nothing, but the ranks share experts. Use torch_dist."
+        if s["all2all_backend"] == "emulated_link":
+            yield (
+                f"{s.spell('all2all_backend')} emulated_link is chosen by --emulated-link US MB/S, which also says "
+                "how fast it is."
+            )
+        return
+    for name in ("all2all_backend", "emulated_link"):
+        if s[name] is not None:
+            yield f"{s.spell(name)} needs --enable-expert-parallel; without it nothing is exchanged."
+
+
+def _nodes(s: Settings) -> Iterator[str]:
+    nnodes, ranks = s["nnodes"], s["data_parallel_size"]
+    if s["node_rank"] >= nnodes:
+        yield f"{s.spell('node_rank')} is {s['node_rank']}, but --nnodes is {nnodes}: machines are 0 to {nnodes - 1}."
+    if ranks % nnodes:
+        yield f"{s.spell('data_parallel_size')} ({ranks}) does not divide by {s.spell('nnodes')} ({nnodes})."
+    if nnodes == 1:
+        if s["master_addr"] != SETTINGS["master_addr"].default:
+            yield f"{s.spell('master_addr')} needs --nnodes 2 or more; one machine has nobody else to meet."
+        return
+    if not s.given("master_addr"):
+        yield f"{s.spell('nnodes')} {nnodes} needs --master-addr: where the others reach machine 0."
+    if s["master_port"] == 0:
+        yield f"{s.spell('nnodes')} {nnodes} needs --master-port: the others cannot know one that was picked."
+
+
+def _memory(s: Settings) -> Iterator[str]:
+    if s["kv_cache_memory"] is not None and s["gpu_memory_utilization"] is not None:
+        yield (
+            f"{s.spell('kv_cache_memory')} and {s.spell('gpu_memory_utilization')} both size the KV cache. Remove one."
+        )
+
+
+def _speculation(s: Settings) -> Iterator[str]:
+    names = ("speculative_num_draft_tokens", "speculative_ngram_max", "speculative_ngram_min")
+    if s["speculative_algorithm"] is None:
+        for name in names:
+            if s[name] is not None:
+                yield f"{s.spell(name)} needs --speculative-algorithm ngram; without it nothing is guessed."
+    longest, shortest = s["speculative_ngram_max"], s["speculative_ngram_min"]
+    if longest is not None and shortest is not None and longest < shortest:
+        yield (
+            f"{s.spell('speculative_ngram_max')} is {longest}, below {s.spell('speculative_ngram_min')} ({shortest})."
+        )
+
+
+def _checkpoint(s: Settings, model: ModelConfig) -> Iterator[str]:
+    if s["max_model_len"] > model.max_position_embeddings:
+        yield (
+            f"{s.spell('max_model_len')} is {s['max_model_len']}, but the checkpoint has "
+            f"{model.max_position_embeddings} positions."
+        )
+    if not s["enable_expert_parallel"]:
+        return
+    ranks = s["data_parallel_size"]
+    if model.num_experts == 0:
+        yield f"{s.spell('enable_expert_parallel')}: the checkpoint is a dense model, without experts to share."
+    elif model.num_experts % ranks:
+        yield (
+            f"{s.spell('data_parallel_size')} is {ranks}, but {model.num_experts} experts do not divide by that. "
+            "Use a number of ranks that divides them."
+        )
+
+
+def _device(s: Settings, machine: Machine) -> Iterator[str]:
+    local = s["data_parallel_size"] // s["nnodes"]
+    if s["device"] == "cpu":
+        if s["gpu_memory_utilization"] is not None:
+            yield (
+                f"{s.spell('gpu_memory_utilization')} is for GPUs, and the ranks run on a CPU. Use --kv-cache-memory."
+            )
+    elif machine.gpus == 0:
+        yield f"{s.spell('device')} cuda: there is no GPU here that torch can use. Use --device cpu."
+    elif local > machine.gpus:
+        yield (
+            f"{s.spell('data_parallel_size')}: {local} ranks on this machine, which has {machine.gpus} GPUs. Use fewer "
+            "ranks, or --device cpu."
+        )
+
+
+def _steps(s: Settings) -> Iterator[str]:
+    tokens = s["max_num_batched_tokens"]
+    if tokens < s["max_num_seqs"]:
+        yield (
+            f"{s.spell('max_num_batched_tokens')} is {tokens}, below {s.spell('max_num_seqs')} ({s['max_num_seqs']}): "
+            "not every running request could decode in a step. Raise the one or lower the other."
+        )
+    if not s["enable_chunked_prefill"] and tokens < s["max_model_len"]:
+        yield (
+            f"{s.spell('enable_chunked_prefill')}: a prompt then runs in one step, so "
+            f"{s.spell('max_num_batched_tokens')} ({tokens}) must be at least "
+            f"{s.spell('max_model_len')} ({s['max_model_len']})."
+        )

@@ -1,0 +1,325 @@
+"""The table of settings: every flag with its type, its default and its help, in the groups that `--help` shows.
+
+Names are vLLM's, or SGLang's where vLLM has none. A setting's name in the YAML file is its flag without the dashes.
+A default of None is found once the rest is known (`derived`), or means that there is none.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tyro
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ModelWrapValidatorHandler,
+    ValidationError,
+    model_validator,
+)
+from pydantic.fields import FieldInfo
+
+from attention import attention_backends
+from moe import all2all_backends
+from ubatch import SCHEDULES, SplitBy, nearest
+from ubatch.vote import MAX_LANES
+
+__all__ = ["ALIASES", "GROUPS", "SETTINGS", "Options", "WrongValue", "parse_bytes"]
+
+ALIASES: Mapping[str, str] = {"enable_two_batch_overlap": "enable_dbo", "num_ubatches": "ubatch_size"}
+"""Other names of settings: SGLang's, and what `UBatchConfig` calls it."""
+
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+
+
+def parse_bytes(value: int | str | None) -> int | None:
+    """`512M` and `512MiB` are 512 * 2**20 bytes, `512m` is 512 * 10**6, as in vLLM; a number is bytes.
+
+    Raises:
+        ValueError: something else, or nothing left.
+    """
+    if isinstance(value, str):
+        match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([kmgtKMGT]?)(?:i?B)?", value.strip())
+        if match is None:
+            raise ValueError("expected bytes, like 1073741824, 512M or 1.5GiB")
+        value = int(float(match[1]) * _UNITS[match[2]])
+    if value is not None and value < 1:
+        raise ValueError("expected at least one byte")
+    return value
+
+
+def _one_of(names: Iterable[str]) -> AfterValidator:
+    known = tuple(map(str, names))
+
+    def check(value: str | None) -> str | None:
+        if value is not None and value not in known:
+            raise ValueError(f"unknown name{nearest(value, known)}")
+        return value
+
+    return AfterValidator(check)
+
+
+class WrongValue(Exception):
+    """A value that its setting does not take. Not a ValueError: those tyro and pydantic would wrap.
+
+    Attributes:
+        name: of the setting.
+        value: the wrong one.
+        why: what it should be.
+    """
+
+    def __init__(self, name: str, value: object, why: str) -> None:
+        super().__init__(f"{name}: {value!r}: {why}")
+        self.name, self.value, self.why = name, value, why
+
+
+class _Group(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _name_what_is_wrong(cls, values: Any, validate: ModelWrapValidatorHandler[_Group]) -> _Group:
+        try:
+            return validate(values)
+        except ValidationError as error:
+            wrong = error.errors(include_url=False, include_context=False)[0]
+            name = str(wrong["loc"][0])
+            value = values[name] if isinstance(values, dict) else wrong["input"]
+            raise WrongValue(name, value, _plain(wrong["msg"])) from None
+
+
+def _plain(message: str) -> str:
+    """pydantic's message, as the end of a sentence that began with the setting's name."""
+    message = message.removeprefix("Value error, ").replace("Input should", "it should")
+    return message.replace("greater than or equal to", "at least").replace("less than or equal to", "at most")
+
+
+def derived(metavar: str, how: str) -> Any:
+    """For a flag whose default depends on the rest: what `--help` shows for its value, and as its default."""
+    return tyro.conf.arg(metavar=metavar, help_behavior_hint=f"(default: {how})")
+
+
+Positive = Annotated[int, Field(ge=1)]
+AttentionName = Annotated[str | None, derived("STR", "the same"), _one_of(attention_backends())]
+TRANSPORTS = tuple(name for name in all2all_backends() if name != "emulated_link")  # that one is --emulated-link
+
+
+class Model(_Group):
+    """The checkpoint, and what it computes in."""
+
+    model: Annotated[
+        Path | None,
+        tyro.conf.Positional,
+        tyro.conf.arg(metavar="MODEL", help_behavior_hint="(here or in the file)"),
+        Field(description="folder of a Hugging Face checkpoint"),
+    ] = None
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16", "float16"],
+        Field(description="what it computes in; auto is float32 on a CPU, else the checkpoint's"),
+    ] = "auto"
+    device: Annotated[Literal["auto", "cpu", "cuda"], Field(description="auto is a GPU where there is one")] = "auto"
+    max_model_len: Annotated[
+        Positive | None,
+        derived("INT", "the checkpoint's"),
+        Field(description="longest sequence, prompt and output together"),
+    ] = None
+
+
+class Parallelism(_Group):
+    """Ranks, each an engine process with a whole copy of what they do not share, over one or more machines."""
+
+    data_parallel_size: Annotated[Positive, Field(description="ranks in all")] = 1
+    enable_expert_parallel: Annotated[bool, Field(description="the ranks share the experts, and step together")] = False
+    all2all_backend: Annotated[
+        str | None,
+        derived("STR", "torch_dist"),
+        _one_of(all2all_backends()),
+        Field(description=f"how tokens reach their experts: {', '.join(TRANSPORTS)}"),
+    ] = None
+    emulated_link: Annotated[
+        tuple[Annotated[float, Field(ge=0)], Annotated[float, Field(gt=0)]] | None,
+        BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value),  # YAML has no tuples
+        tyro.conf.arg(metavar="US MB/S"),
+        Field(description="deliver over a link of this latency and bandwidth"),
+    ] = None
+    nnodes: Annotated[Positive, Field(description="machines; they have equally many ranks")] = 1
+    node_rank: Annotated[int, Field(ge=0, description="this machine; 0 serves, the others only compute")] = 0
+    master_addr: Annotated[str, Field(description="where the others reach machine 0")] = "127.0.0.1"
+    master_port: Annotated[
+        int,
+        tyro.conf.arg(help_behavior_hint="(default: a free one; with more machines choose one)"),
+        Field(ge=0, le=65535, description="its port for their rendezvous"),
+    ] = 0
+
+
+class Overlap(_Group):
+    """When and how a step runs as two or more microbatches, one computing while the other's tokens travel."""
+
+    enable_dbo: Annotated[bool, Field(description="overlap microbatches")] = False
+    enable_two_batch_overlap: Annotated[bool, Field(description="SGLang's name of --enable-dbo")] = False
+    ubatch_size: Annotated[int, Field(ge=2, le=MAX_LANES, description=f"microbatches, 2 to {MAX_LANES}")] = 2
+    dbo_decode_token_threshold: Annotated[int, Field(description="fewest tokens of a decode step that overlaps")] = 32
+    dbo_prefill_token_threshold: Annotated[int, Field(description="fewest tokens of a step with a prefill")] = 512
+    schedule: Annotated[str, _one_of(SCHEDULES), Field(description=f"of the lanes: {', '.join(SCHEDULES)}")] = (
+        "mlp_shared_overlap"
+    )
+    split_by: Annotated[
+        str, _one_of(SplitBy), Field(description="what lanes with prefills share equally: tokens, or cost")
+    ] = SplitBy.TOKENS.value
+    tbo_token_distribution_threshold: Annotated[
+        float,
+        Field(
+            ge=0,
+            le=0.5,
+            description="cut inside a request if a lane would get a smaller share than this; 0 never, 0.5 always",
+        ),
+    ] = 0.48
+    timeout_s: Annotated[float, Field(gt=0, description="seconds after which a lane or a rank counts as hung")] = 60.0
+    enable_single_batch_overlap: Annotated[bool, Field(description="not available yet: its schedule is missing")] = (
+        False
+    )
+
+
+class Cache(_Group):
+    """Keys and values of the requests, in pages."""
+
+    block_size: Annotated[Positive, Field(description="tokens per page")] = 16
+    kv_cache_memory: Annotated[
+        int | str | None,
+        AfterValidator(parse_bytes),
+        tyro.conf.arg(metavar="BYTES", help_behavior_hint="(default: 256M on a CPU)"),
+        Field(description="memory of a rank's cache, like 512M or 4G"),
+    ] = None
+    gpu_memory_utilization: Annotated[
+        float | None,
+        derived("FLOAT", "0.9 on a GPU"),
+        Field(gt=0, le=1, description="share of the GPU's memory that a rank may use, weights included"),
+    ] = None
+    kv_cache_dtype: Annotated[Literal["auto", "fp8"], Field(description="fp8 stores one byte a number")] = "auto"
+    enable_prefix_caching: Annotated[bool, Field(description="keep pages for requests that begin alike")] = True
+
+
+class Scheduling(_Group):
+    """Which requests run in a step."""
+
+    max_num_seqs: Annotated[
+        Positive | None, derived("INT", "256"), Field(description="most requests of a rank that run at once")
+    ] = None
+    max_num_batched_tokens: Annotated[
+        Positive | None, derived("INT", "2048"), Field(description="most tokens of a rank's step")
+    ] = None
+    enable_chunked_prefill: Annotated[bool, Field(description="prompts may run in chunks, beside decodes")] = True
+    scheduling_policy: Annotated[
+        Literal["fcfs", "lpm", "priority"],
+        Field(description="who is next: first come, longest prefix in the cache, or the request's priority"),
+    ] = "fcfs"
+    prefill_first: Annotated[bool, Field(description="a step is prefills or decodes, prefills first; else mixed")] = (
+        False
+    )
+    overlap_schedule: Annotated[
+        bool,
+        tyro.conf.arg(help_behavior_hint="(default: on a GPU, without speculation)"),
+        Field(description="schedule the next step while this one runs"),
+    ] = False
+
+
+class Attention(_Group):
+    """Who computes attention."""
+
+    attention_backend: Annotated[
+        str, _one_of(attention_backends()), Field(description=f"one of {', '.join(attention_backends())}")
+    ] = "auto"
+    prefill_attention_backend: Annotated[AttentionName, Field(description="another one for prefills")] = None
+    decode_attention_backend: Annotated[AttentionName, Field(description="another one for decodes")] = None
+
+
+class Server(_Group):
+    """The HTTP server."""
+
+    host: Annotated[str, Field(min_length=1, description="address to listen on; 0.0.0.0 is every one")] = "127.0.0.1"
+    port: Annotated[int, Field(ge=0, le=65535, description="0 picks a free one, and prints it")] = 8000
+    api_key: Annotated[
+        str | None,
+        derived("STR", "none"),
+        Field(min_length=1, description="clients must send it; better set in UBATCH_API_KEY"),
+    ] = None
+    served_model_name: Annotated[
+        str | None, derived("STR", "MODEL"), Field(min_length=1, description="what clients call the model")
+    ] = None
+    max_waiting_requests: Annotated[
+        int | None,
+        derived("INT", "no limit"),
+        Field(ge=0, description="requests beyond this many waiting ones get 503 and Retry-After"),
+    ] = None
+    drain_timeout_s: Annotated[
+        float, Field(ge=0, description="after SIGTERM, seconds until requests that still run are cut off")
+    ] = 120.0
+    profile_dir: Annotated[
+        Path | None, derived("PATH", "a temporary one"), Field(description="folder for what /start_profile records")
+    ] = None
+    log_level: Annotated[Literal["debug", "info", "warning", "error"], Field(description="least that is logged")] = (
+        "info"
+    )
+    access_log: Annotated[bool, Field(description="log every HTTP request")] = False
+
+
+class Speculation(_Group):
+    """Guess tokens ahead, and verify them in one step."""
+
+    speculative_algorithm: Annotated[
+        Literal["ngram"] | None, Field(description="ngram: what followed the last tokens earlier in the text")
+    ] = None
+    speculative_num_draft_tokens: Annotated[
+        Positive | None, derived("INT", "4"), Field(description="tokens guessed per request and step")
+    ] = None
+    speculative_ngram_max: Annotated[
+        Positive | None, derived("INT", "4"), Field(description="longest run of tokens looked up")
+    ] = None
+    speculative_ngram_min: Annotated[
+        Positive | None, derived("INT", "2"), Field(description="shortest run of tokens looked up")
+    ] = None
+
+
+class Options(BaseModel):
+    """What tyro parses. The values in force are those of `resolve`, which knows the file and the environment too."""
+
+    model: Model = Field(default_factory=Model)
+    parallelism: Parallelism = Field(default_factory=Parallelism)
+    overlap: Overlap = Field(default_factory=Overlap)
+    cache: Cache = Field(default_factory=Cache)
+    scheduling: Scheduling = Field(default_factory=Scheduling)
+    attention: Attention = Field(default_factory=Attention)
+    server: Server = Field(default_factory=Server)
+    speculation: Speculation = Field(default_factory=Speculation)
+    config: Annotated[
+        Path | None,
+        tyro.conf.arg(metavar="FILE"),
+        Field(description="YAML file of settings, named as the flags without dashes in front; flags beat it"),
+    ] = None
+    print_config: Annotated[
+        bool,
+        tyro.conf.FlagCreatePairsOff,
+        Field(description="print the settings in force and where each came from, and exit"),
+    ] = False
+
+
+GROUPS: Mapping[str, type[_Group]] = {
+    "model": Model,
+    "parallelism": Parallelism,
+    "overlap": Overlap,
+    "cache": Cache,
+    "scheduling": Scheduling,
+    "attention": Attention,
+    "server": Server,
+    "speculation": Speculation,
+}
+
+SETTINGS: Mapping[str, FieldInfo] = {
+    name: field for group in GROUPS.values() for name, field in group.model_fields.items()
+}
+"""Every setting by name, in the order of `--help`."""

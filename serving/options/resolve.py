@@ -1,0 +1,249 @@
+"""From words to an engine's options: read, merge, check, derive, check again."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from model_runner import Checkpoint, CheckpointError, ModelConfig, model_class
+from serving.engine.options import EngineOptions
+from serving.options.checks import Machine, check_alone, check_with_model
+from serving.options.sources import (
+    Layer,
+    Setting,
+    Settings,
+    Source,
+    merge,
+    read_command_line,
+    read_environment,
+    read_file,
+    read_keywords,
+)
+from serving.scheduler import SchedulerConfig, SchedulingPolicy
+from ubatch import ConfigError, UBatchConfig
+
+__all__ = [
+    "ServeCommand",
+    "describe_settings",
+    "read_serve_command",
+    "resolve_keywords",
+    "resolve_settings",
+    "to_engine_options",
+]
+
+_DRAFT_TOKENS, _NGRAM_MAX, _NGRAM_MIN = 4, 4, 2
+_MAX_NUM_SEQS, _MAX_NUM_BATCHED_TOKENS = 256, 2048
+_GPU_MEMORY_UTILIZATION = 0.9
+_SECRETS = ("api_key",)
+
+
+@dataclass(frozen=True)
+class ServeCommand:
+    """What `ubatch serve` was asked to do.
+
+    Attributes:
+        settings: all of them, in force and without contradictions.
+        engine: what the engines are made from.
+        print_config: print the settings and exit.
+    """
+
+    settings: Settings
+    engine: EngineOptions
+    print_config: bool
+
+
+def read_serve_command(program: str, description: str, words: Sequence[str]) -> ServeCommand:
+    """The command line, with the file it names and the environment.
+
+    Raises:
+        ConfigError: anything that cannot work, in one line.
+        SystemExit: after `--help`.
+    """
+    line = read_command_line(program, description, words)
+    file = {} if line.config is None else read_file(line.config)
+    settings = resolve_settings(file, read_environment(), line.settings)
+    return ServeCommand(settings, to_engine_options(settings), line.print_config)
+
+
+def resolve_keywords(model: str | Path, keywords: Mapping[str, Any]) -> Settings:
+    """Settings from Python: the flags' names in snake case, without `config`.
+
+    Raises:
+        ConfigError: anything that cannot work, in one line.
+    """
+    return resolve_settings(read_keywords({"model": model, **keywords}))
+
+
+def resolve_settings(*layers: Layer, machine: Machine | None = None) -> Settings:
+    """The settings in force.
+
+    Args:
+        layers: from the weakest to the strongest.
+        machine: this one by default.
+
+    Raises:
+        ConfigError: settings contradict each other, the checkpoint or the machine, or there is no checkpoint.
+    """
+    settings = merge(*layers)
+    check_alone(settings)
+    try:
+        checkpoint = Checkpoint(settings["model"])
+        model = model_class(checkpoint.architecture, checkpoint.config).read_config(
+            checkpoint.config, checkpoint.generation_config()
+        )
+        checkpoint.close()
+    except CheckpointError as error:
+        raise ConfigError(str(error)) from error
+    machine = _this_machine() if machine is None else machine
+    settings = _derive(settings, model, str(checkpoint.config.values.get("dtype", "")), machine)
+    check_with_model(settings, model, machine)
+    return settings
+
+
+def _this_machine() -> Machine:
+    import torch
+
+    return Machine(gpus=torch.cuda.device_count() if torch.cuda.is_available() else 0)
+
+
+def _derive(s: Settings, model: ModelConfig, stored_dtype: str, machine: Machine) -> Settings:
+    """What follows from the rest, in the order in which one follows from another."""
+    if s["device"] == "auto":
+        s = s.derive("device", "cuda" if machine.gpus else "cpu", f"{machine.gpus or 'no'} GPU here")
+    on_gpu = s["device"] == "cuda"
+    if s["dtype"] == "auto" and not on_gpu:
+        s = s.derive("dtype", "float32", "fastest and exact on a CPU")
+    elif s["dtype"] == "auto":
+        known = stored_dtype in ("float32", "float16", "bfloat16")
+        s = s.derive("dtype", stored_dtype if known else "bfloat16", "the checkpoint's" if known else "usual on a GPU")
+    if on_gpu and s["kv_cache_memory"] is None and s["gpu_memory_utilization"] is None:
+        s = s.derive("gpu_memory_utilization", _GPU_MEMORY_UTILIZATION, "on a GPU")
+    if s["max_model_len"] is None:
+        s = s.derive("max_model_len", model.max_position_embeddings, "the checkpoint's")
+    if s["served_model_name"] is None:
+        s = s.derive("served_model_name", str(s["model"]), "MODEL")
+    s = _derive_steps(s)
+    if s["speculative_algorithm"] is not None:
+        s = _derive_speculation(s)
+    if s["overlap_schedule"] is None:
+        speculates = s["speculative_algorithm"] is not None
+        why = "speculation needs the step before" if speculates else f"on a {'GPU' if on_gpu else 'CPU'}"
+        s = s.derive("overlap_schedule", on_gpu and not speculates, why)
+    return s
+
+
+def _derive_steps(s: Settings) -> Settings:
+    if s["max_num_batched_tokens"] is None:
+        tokens, why = _MAX_NUM_BATCHED_TOKENS, ""
+        if (s["max_num_seqs"] or 0) > tokens:
+            tokens, why = s["max_num_seqs"], "one token for each of --max-num-seqs"
+        if not s["enable_chunked_prefill"] and s["max_model_len"] > tokens:
+            tokens, why = s["max_model_len"], "a whole prompt, as prompts are not chunked"
+        s = s.derive("max_num_batched_tokens", tokens, why)
+    if s["max_num_seqs"] is None:
+        limited = s["max_num_batched_tokens"] < _MAX_NUM_SEQS
+        most = s["max_num_batched_tokens"] if limited else _MAX_NUM_SEQS
+        s = s.derive("max_num_seqs", most, "as many as a step has tokens" if limited else "")
+    return s
+
+
+def _derive_speculation(s: Settings) -> Settings:
+    if s["speculative_num_draft_tokens"] is None:
+        s = s.derive("speculative_num_draft_tokens", _DRAFT_TOKENS)
+    longest, shortest = s["speculative_ngram_max"], s["speculative_ngram_min"]
+    if longest is None:
+        s = s.derive("speculative_ngram_max", max(_NGRAM_MAX, shortest or 0))
+    if shortest is None:
+        s = s.derive("speculative_ngram_min", min(_NGRAM_MIN, longest or _NGRAM_MIN))
+    return s
+
+
+def to_engine_options(s: Settings) -> EngineOptions:
+    """What the engines need of the settings.
+
+    Raises:
+        ConfigError: a value that the runtime, the scheduler or the engine refuses.
+    """
+    dbo = UBatchConfig(
+        enable_dbo=s["enable_dbo"],
+        num_ubatches=s["ubatch_size"],
+        **{
+            name: s[name]
+            for name in (
+                "dbo_decode_token_threshold",
+                "dbo_prefill_token_threshold",
+                "schedule",
+                "split_by",
+                "tbo_token_distribution_threshold",
+                "timeout_s",
+            )
+        },
+    )
+    scheduler = SchedulerConfig(
+        **{
+            name: s[name]
+            for name in (
+                "max_num_seqs",
+                "max_num_batched_tokens",
+                "max_model_len",
+                "enable_chunked_prefill",
+                "enable_prefix_caching",
+                "prefill_first",
+            )
+        },
+        policy=SchedulingPolicy(s["scheduling_policy"]),
+        num_speculative_tokens=s["speculative_num_draft_tokens"] or 0,
+        prompt_lookup_max=s["speculative_ngram_max"] or _NGRAM_MAX,
+        prompt_lookup_min=s["speculative_ngram_min"] or _NGRAM_MIN,
+    )
+    return EngineOptions(
+        dbo=dbo, scheduler=scheduler, profile_folder=s["profile_dir"], **{name: s[name] for name in _SAME_NAME}
+    )
+
+
+_SAME_NAME = (
+    "model",
+    "data_parallel_size",
+    "enable_expert_parallel",
+    "all2all_backend",
+    "emulated_link",
+    "attention_backend",
+    "prefill_attention_backend",
+    "decode_attention_backend",
+    "kv_cache_dtype",
+    "block_size",
+    "kv_cache_memory",
+    "gpu_memory_utilization",
+    "dtype",
+    "device",
+    "overlap_schedule",
+    "log_level",
+    "nnodes",
+    "node_rank",
+    "master_addr",
+    "master_port",
+)
+"""Settings that `EngineOptions` calls as the flags do."""
+
+
+def describe_settings(settings: Settings) -> str:
+    """The settings in force as a YAML file, with where each came from behind it; secrets are not shown."""
+    rows = []
+    for name, setting in settings.all.items():
+        if name == "enable_single_batch_overlap":  # refused wherever it is on
+            continue
+        key, value = name.replace("_", "-"), json.dumps(setting.value, default=str)
+        if name in _SECRETS and setting.value is not None:
+            key, value = f"# {key}", "(not shown)"
+        rows.append((f"{key}: {value}", _came_from(setting)))
+    width = max(len(text) for text, _ in rows)
+    return "\n".join(f"{text:{width}}  # {came_from}" for text, came_from in rows)
+
+
+def _came_from(setting: Setting) -> str:
+    if setting.source in (Source.FILE, Source.ENVIRONMENT):
+        return setting.detail
+    return f"derived: {setting.detail}" if setting.source is Source.DERIVED else setting.source.value

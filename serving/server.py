@@ -1,0 +1,248 @@
+"""The API process of a server, and the life of all of it.
+
+start     take the port, load the tokenizer, start the engines
+serve     until a signal comes or an engine dies
+drain     new requests get 503 while those that run end; a second signal does not wait for them
+end       the engines end, whatever happened before
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import socket
+from collections.abc import Awaitable, Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+import uvicorn
+from fastapi import FastAPI
+from prometheus_client import make_asgi_app
+
+from serving.api import SamplingDefaults, create_app
+from serving.engine.client import EngineClient
+from serving.logs import log_event
+from serving.metrics import make_registry
+from serving.options import ServeCommand, Settings
+from serving.requests import EngineDead
+from serving.text import load_tokenizer
+from ubatch import UBatchError
+
+__all__ = ["CannotListen", "run_server"]
+
+_logger = logging.getLogger(__name__)
+_T = TypeVar("_T")
+
+_LAST_RESPONSES_S = 5
+"""After draining, how long clients may take to read the rest of their responses."""
+_LAST_ERRORS_S = 2
+"""The same where an engine died."""
+_SICK_S = 2.0
+"""How long `/health` says why before a server whose engine died ends."""
+
+
+class CannotListen(UBatchError):
+    """The server's address or port cannot be had."""
+
+
+def run_server(command: ServeCommand) -> int:
+    """Serve until told to end; the exit status is 0 after a drain.
+
+    Raises:
+        ConfigError, CheckpointError: the model cannot be served like this.
+        CannotListen: the port is in use, or is not ours to use.
+        EngineDead: an engine died; the message names its rank.
+    """
+    with _listening(command.settings["host"], command.settings["port"]) as listener:
+        return asyncio.run(_Serve(command, listener).run())
+
+
+@contextmanager
+def _listening(host: str, port: int) -> Iterator[socket.socket]:
+    """The server's socket, bound before anything starts. It is listened on only when the engines are ready."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise CannotListen(f"cannot listen on {host}: {error.strerror}. Choose another --host.") from error
+    with listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind(address)
+        except OSError as error:
+            raise CannotListen(
+                f"cannot listen on {host}:{port}: {error.strerror}. Choose another --port, or --port 0 for a free one."
+            ) from error
+        yield listener
+
+
+class _Stop:
+    """SIGINT and SIGTERM, while the loop runs: the first asks to drain, another one not to wait for that.
+
+    Attributes:
+        first: set by the first.
+        second: set by the second.
+        number: of the last.
+    """
+
+    def __init__(self) -> None:
+        self.first = asyncio.Event()
+        self.second = asyncio.Event()
+        self.number = 0
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._came, number)
+
+    def _came(self, number: int) -> None:
+        self.number = number
+        (self.second if self.first.is_set() else self.first).set()
+
+
+class _Server(uvicorn.Server):
+    """uvicorn without its signal handlers: we drain first, and own the engines."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leave signals alone."""
+        yield
+
+
+class _Serve:
+    """One server's life.
+
+    Args:
+        command: what to serve, and how.
+        listener: where, bound already.
+    """
+
+    def __init__(self, command: ServeCommand, listener: socket.socket) -> None:
+        self.settings: Settings = command.settings
+        self.options = command.engine
+        self.listener = listener
+
+    async def run(self) -> int:
+        stop = _Stop()
+        tokenizer = load_tokenizer(self.options.model)
+        log_event(
+            _logger,
+            "starting",
+            model=self.options.model,
+            ranks=self.options.data_parallel_size,
+            device=self.options.device,
+            dtype=self.options.dtype,
+        )
+        client = await _unless(stop.first, EngineClient.start(self.options))
+        if client is None:
+            log_event(_logger, "interrupted while starting", signal=signal.Signals(stop.number).name)
+            return 128 + stop.number
+        try:
+            model_name = self.settings["served_model_name"]
+            registry, observer = make_registry(model_name, lambda: client.statistics)
+            app = create_app(
+                client,
+                tokenizer,
+                served_model_name=model_name,
+                api_key=self.settings["api_key"],
+                max_waiting_requests=self.settings["max_waiting_requests"],
+                defaults=SamplingDefaults.from_checkpoint(self.options.model),
+                observer=observer,
+                metrics_app=make_asgi_app(registry),
+            )
+            return await self._serve(client, app, stop)
+        finally:
+            await client.close()
+
+    async def _serve(self, client: EngineClient, app: FastAPI, stop: _Stop) -> int:
+        server = _Server(
+            uvicorn.Config(
+                app,
+                log_config=None,
+                access_log=self.settings["access_log"],
+                timeout_graceful_shutdown=_LAST_RESPONSES_S,
+            )
+        )
+        serving = asyncio.create_task(server.serve(sockets=[self.listener]))
+        died = asyncio.create_task(client.wait_dead())
+        stopped = asyncio.create_task(stop.first.wait())
+        try:
+            await self._say_ready(client, server, serving)
+            await asyncio.wait({serving, died, stopped}, return_when=asyncio.FIRST_COMPLETED)
+            if stopped.done() and not died.done():
+                await self._drain(client, app, stop, died)
+            elif died.done():
+                await _unless(stop.first, asyncio.sleep(_SICK_S))
+            if died.done():
+                server.config.timeout_graceful_shutdown = _LAST_ERRORS_S
+            server.should_exit = True
+            server.force_exit = stop.second.is_set()
+            await serving
+        finally:
+            for task in (serving, died, stopped):
+                task.cancel()
+            await asyncio.gather(serving, died, stopped, return_exceptions=True)
+        if client.dead is not None:
+            raise EngineDead(str(client.dead).splitlines()[0])  # the rest has been logged
+        return 128 + stop.number if stop.second.is_set() else 0
+
+    async def _say_ready(self, client: EngineClient, server: _Server, serving: asyncio.Task[None]) -> None:
+        while not server.started and not serving.done():
+            await asyncio.sleep(0.01)
+        if serving.done():
+            error = serving.exception()
+            if isinstance(error, OSError):  # somebody else was bound to the port too, and listened first
+                raise CannotListen(f"cannot listen on {self.settings['host']}: {error.strerror}.") from error
+            return
+        for rank, pid in client.pids.items():
+            log_event(_logger, "engine", rank=rank, pid=pid)
+        for line in client.info.memory.splitlines():
+            log_event(_logger, f"memory of {line}")
+        self._log_overlap()
+        log_event(_logger, f"ready on {_url(self.listener)}", model=self.settings["served_model_name"])
+
+    def _log_overlap(self) -> None:
+        dbo = self.options.dbo
+        if not dbo.enable_dbo:
+            log_event(_logger, "no overlap", reason="--enable-dbo is not given")
+            return
+        log_event(
+            _logger,
+            "overlap",
+            ubatch_size=dbo.num_ubatches,
+            decode_from_tokens=dbo.dbo_decode_token_threshold,
+            prefill_from_tokens=dbo.dbo_prefill_token_threshold,
+            schedule=dbo.resolved_schedule().name,
+        )
+
+    async def _drain(self, client: EngineClient, app: FastAPI, stop: _Stop, died: asyncio.Task[EngineDead]) -> None:
+        """Wait for what runs: to its end, to the time-out, to a second signal, or to an engine's death."""
+        app.state.draining = True
+        patience = self.settings["drain_timeout_s"]
+        log_event(_logger, "draining", signal=signal.Signals(stop.number).name, requests=client.num_outstanding)
+        deadline = asyncio.get_running_loop().time() + patience
+        while client.num_outstanding and not stop.second.is_set() and not died.done():
+            if asyncio.get_running_loop().time() > deadline:
+                log_event(
+                    _logger, "cut off", level=logging.WARNING, requests=client.num_outstanding, drain_timeout_s=patience
+                )
+                return
+            await asyncio.sleep(0.05)
+        if not client.num_outstanding:
+            log_event(_logger, "drained")
+
+
+async def _unless(event: asyncio.Event, work: Awaitable[_T]) -> _T | None:
+    """What `work` gives; it is cancelled, and waited for, where the event comes first."""
+    task, called_off = asyncio.ensure_future(work), asyncio.create_task(event.wait())
+    try:
+        await asyncio.wait({task, called_off}, return_when=asyncio.FIRST_COMPLETED)
+        return await task if task.done() else None
+    finally:
+        for each in (task, called_off):
+            each.cancel()
+        await asyncio.gather(task, called_off, return_exceptions=True)
+
+
+def _url(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

@@ -1,0 +1,237 @@
+"""`ubatch serve` as a user runs it: one command, its clients, its signals, and engines that die."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+MODEL = "examples/models/tiny-moe"
+EP = ("--data-parallel-size", "2", "--enable-expert-parallel")
+PATIENCE_S = 90.0
+PROMPTS = ["def main(", "import os", "class Server:", "for i in", "if __name__", "return self.", "while True:", "try:"]
+
+
+class Server:
+    """A server in a process of its own, and what it has printed."""
+
+    def __init__(self, *words: str) -> None:
+        command = [sys.executable, "-c", "import sys; from serving.cli import main; sys.exit(main())", "serve", *words]
+        self.process = subprocess.Popen(
+            command, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+        )
+        self.lines: list[str] = []
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.lines.append(line.rstrip("\n"))
+        self.process.stdout.close()
+
+    @property
+    def text(self) -> str:
+        return "\n".join(self.lines)
+
+    def wait_for(self, pattern: str) -> str:
+        """The first group of a line that is printed, now or later."""
+        deadline = time.monotonic() + PATIENCE_S
+        while time.monotonic() < deadline:
+            if found := re.search(pattern, self.text):
+                return found[1] if found.groups() else found[0]
+            if self.process.poll() is not None:
+                break
+            time.sleep(0.05)
+        pytest.fail(f"{pattern!r} does not come (exit status {self.process.poll()}):\n{self.text}")
+
+    @property
+    def url(self) -> str:
+        return self.wait_for(r"ready on (http://\S+)")
+
+    def end(self, timeout_s: float = PATIENCE_S) -> int:
+        """Wait for its exit status; everything that it started must be gone too."""
+        try:
+            status = self.process.wait(timeout_s)
+            self._reader.join(timeout_s)  # until nobody has the pipe any more
+            assert not self._reader.is_alive(), f"somebody lives on:\n{self.text}"
+            return status
+        finally:
+            if self.process.poll() is None or self._reader.is_alive():
+                os.killpg(self.process.pid, signal.SIGKILL)
+                self.process.wait()
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    words = ["--enable-dbo", "--config", "examples/dbo.yaml", "--dbo-decode-token-threshold", "2", "--port", "0"]
+    server = Server(MODEL, *EP, *words, "--profile-dir", str(tmp_path_factory.mktemp("profile")))
+    try:
+        yield server
+    finally:
+        if server.process.poll() is None:
+            server.process.kill()
+            server.end()
+
+
+def metric(server: Server, name: str, **labels: str) -> float:
+    text = httpx.get(f"{server.url}/metrics", timeout=PATIENCE_S).text
+    samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+    return sum(s.value for s in samples if s.name == name and labels.items() <= s.labels.items())
+
+
+def stream_lines(url: str, max_tokens: int, lines: list[str], began: threading.Event) -> None:
+    """Stream a completion of exactly so many tokens; collects the lines until the connection ends."""
+    body = {"model": MODEL, "prompt": "def main(", "max_tokens": max_tokens, "ignore_eos": True, "stream": True}
+    try:
+        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=PATIENCE_S) as response:
+            for line in response.iter_lines():
+                lines.append(line)
+                began.set()
+    except httpx.HTTPError as error:
+        lines.append(f"cut: {error!r}")
+    finally:
+        began.set()
+
+
+def test_it_says_what_it_has_when_it_is_ready(server: Server) -> None:
+    assert server.url.startswith("http://127.0.0.1:")
+    for rank in (0, 1):
+        assert f"memory of rank {rank}: KV cache" in server.text
+    overlap = server.wait_for(r"overlap ubatch_size.*")
+    assert "decode_from_tokens=2 prefill_from_tokens=64 schedule=mlp_shared_overlap" in overlap
+    assert "Traceback" not in server.text
+
+
+def test_openai_client_and_overlapped_steps(server: Server) -> None:
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=PATIENCE_S)
+    assert [model.id for model in client.models.list().data] == [MODEL]
+    one = client.completions.create(model=MODEL, prompt="def main(", max_tokens=5, temperature=0)
+    assert one.choices[0].text.startswith("self")
+    many = client.completions.create(model=MODEL, prompt=PROMPTS, max_tokens=8, temperature=0)
+    assert len(many.choices) == len(PROMPTS)
+    assert many.choices[0].text.startswith(one.choices[0].text)
+    assert metric(server, "ubatch:steps_total", mode="decode", outcome="engaged") > 0
+    for engine in ("0", "1"):
+        assert metric(server, "vllm:generation_tokens_total", engine=engine) > 0
+    assert metric(server, "vllm:request_success_total") == 1 + len(PROMPTS)
+    assert metric(server, "vllm:e2e_request_latency_seconds_count") == 1 + len(PROMPTS)
+    assert metric(server, "vllm:num_requests_running") == 0
+
+
+def test_a_profile_has_both_lanes(server: Server) -> None:
+    with httpx.Client(base_url=server.url, timeout=PATIENCE_S) as client:
+        assert client.post("/start_profile").status_code == 200
+        body = {"model": MODEL, "prompt": PROMPTS, "max_tokens": 4, "ignore_eos": True}
+        assert client.post("/v1/completions", json=body).status_code == 200
+        files = client.post("/stop_profile").json()["files"]
+    assert len(files) == 2
+    for file in files:
+        text = Path(file).read_text()
+        assert '"lane 0"' in text
+        assert '"lane 1"' in text
+
+
+def test_sigterm_drains_and_exits_with_zero(server: Server) -> None:
+    lines: list[str] = []
+    began = threading.Event()
+    stream = threading.Thread(target=stream_lines, args=(server.url, 200, lines, began))
+    stream.start()
+    assert began.wait(PATIENCE_S)
+    server.process.send_signal(signal.SIGTERM)
+    assert "requests=1" in server.wait_for(r"draining signal=SIGTERM requests=\d+")
+    if "drained" not in server.text:  # else it was quicker than we
+        body = {"model": MODEL, "prompt": "def main(", "max_tokens": 1}
+        refused = httpx.post(f"{server.url}/v1/completions", json=body, timeout=PATIENCE_S)
+        assert refused.status_code == 503
+        assert httpx.get(f"{server.url}/health", timeout=PATIENCE_S).status_code == 200
+    stream.join(PATIENCE_S)
+    assert lines[-2:] == ["data: [DONE]", ""] or lines[-1] == "data: [DONE]"
+    chunks = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
+    assert chunks[-1]["choices"][0]["finish_reason"] == "length"
+    assert server.end() == 0
+    assert "Traceback" not in server.text
+    assert server.lines[-1].endswith("drained")
+
+
+def test_an_engine_that_dies_ends_the_server() -> None:
+    server = Server(MODEL, "--data-parallel-size", "2", "--port", "0")
+    try:
+        url = server.url
+        pids = [int(server.wait_for(rf"engine rank={rank} pid=(\d+)")) for rank in (0, 1)]
+        streams, all_lines = [], []
+        for _ in range(2):  # one on each rank
+            lines: list[str] = []
+            began = threading.Event()
+            stream = threading.Thread(target=stream_lines, args=(url, 1000, lines, began))
+            stream.start()
+            assert began.wait(PATIENCE_S)
+            streams.append(stream)
+            all_lines.append(lines)
+        os.kill(pids[1], signal.SIGKILL)
+        killed = time.monotonic()
+        health = httpx.get(f"{url}/health", timeout=PATIENCE_S)
+        while health.status_code == 200 and time.monotonic() - killed < 10:
+            time.sleep(0.05)
+            health = httpx.get(f"{url}/health", timeout=PATIENCE_S)
+        assert health.status_code == 503
+        assert "rank 1" in health.text
+        status = server.end()
+        assert time.monotonic() - killed < 10
+        assert status == 1
+        assert server.lines[-1] == "ubatch serve: rank 1 was killed by SIGKILL."
+        for stream, lines in zip(streams, all_lines, strict=True):
+            stream.join(PATIENCE_S)
+            assert any('"error"' in line and "rank 1" in line for line in lines), lines[-3:]
+    finally:
+        if server.process.poll() is None:
+            server.process.kill()
+            server.end()
+
+
+def test_a_second_signal_does_not_wait() -> None:
+    server = Server(MODEL, "--port", "0")
+    lines: list[str] = []
+    began = threading.Event()
+    stream = threading.Thread(target=stream_lines, args=(server.url, 1000, lines, began))
+    stream.start()
+    assert began.wait(PATIENCE_S)
+    server.process.send_signal(signal.SIGINT)
+    server.wait_for("draining signal=SIGINT requests=1")
+    server.process.send_signal(signal.SIGINT)
+    assert server.end() == 128 + signal.SIGINT
+    stream.join(PATIENCE_S)
+    assert '"finish_reason":"length"' not in "".join(lines)  # an error in the stream, or the connection cut
+
+
+def test_ctrl_c_while_starting_ends_the_ranks() -> None:
+    server = Server(MODEL, *EP, "--port", "0")
+    server.wait_for("starting model=")
+    os.killpg(server.process.pid, signal.SIGINT)  # as a terminal does: to all of them
+    assert server.end() == 128 + signal.SIGINT
+    assert server.lines[-1].endswith("interrupted while starting signal=SIGINT")
+
+
+def test_a_port_in_use_is_one_clear_line() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        server = Server(MODEL, "--port", str(port))
+        assert server.end() == 1
+    assert server.text.startswith(f"ubatch serve: cannot listen on 127.0.0.1:{port}: Address already in use.")
+    assert len(server.lines) == 1
