@@ -7,14 +7,17 @@ import subprocess
 import sys
 import threading
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 import torch
 from attention_batches import make_batch
 
 from attention.backends.torch_sdpa import TorchAttentionBackend
+from model_runner import ModelRunner, SamplingParams, generate
 from moe import make_experts
-from ubatch import ConfigError, num_cores, run_pieces, several_cores
+from moe.segments import segment_offsets, segment_sum
+from ubatch import ConfigError, UBatchConfig, num_cores, row_pieces, run_pieces, several_cores
 
 
 def threads_of(pieces: int) -> list[str]:
@@ -133,3 +136,50 @@ def test_experts_are_the_same_on_several_cores(name: str, tokens: int) -> None:
     for cores in (2, 3):
         with several_cores(cores):
             torch.testing.assert_close(experts(x, ids, weights), alone, atol=0, rtol=0)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("rows", [0, 1, 127, 128, 300])
+def test_rows_are_computed_in_pieces_if_there_are_enough(rows: int) -> None:
+    x = torch.randn(rows, 3)
+    pieces: list[slice] = []
+
+    def compute(part: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        pieces.append(part)
+        return x[part] * 2, x[part].sum(1)
+
+    with several_cores(2):
+        doubled, sums = row_pieces(compute, rows)
+    torch.testing.assert_close((doubled, sums), (x * 2, x.sum(1)), atol=0, rtol=0)
+    assert len(pieces) == (2 if rows >= 128 else 1)
+
+
+@torch.inference_mode()
+def test_segments_are_summed_in_pieces() -> None:
+    torch.manual_seed(0)
+    lengths = torch.randint(0, 4, (200,))
+    offsets, rows = segment_offsets(lengths), torch.randn(50, 8)
+    index, weights = torch.randint(0, 50, (int(offsets[-1]),)), torch.rand(int(offsets[-1]))
+    for weighted in (weights, None):
+        alone = segment_sum(rows, index, offsets, weighted)
+        with several_cores(2):
+            torch.testing.assert_close(segment_sum(rows, index, offsets, weighted), alone, atol=0, rtol=0)
+
+
+def test_a_runner_gives_the_same_tokens_on_several_cores() -> None:
+    """As many cores as torch may use threads; the pieces did run on a thread of their own."""
+    model = Path(__file__).parents[1] / "examples" / "models" / "tiny-moe"
+    prompts = [[token + 1 for token in range(length)] for length in (90, 3, 41, 60, 12)]
+    params = SamplingParams(max_tokens=8, ignore_eos=True)
+    threads = torch.get_num_threads()
+    outputs = []
+    try:
+        for cores in (1, 2):
+            torch.set_num_threads(cores)
+            with ModelRunner(model, dbo=UBatchConfig(enable_dbo=False), kv_cache_memory=8 << 20) as runner:
+                outputs.append([each.token_ids for each in generate(runner, prompts, params)])
+            assert torch.get_num_threads() == cores
+    finally:
+        torch.set_num_threads(threads)
+    assert outputs[0] == outputs[1]
+    assert any(thread.name == "ubatch-core" for thread in threading.enumerate())

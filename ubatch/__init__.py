@@ -41,7 +41,7 @@ from ubatch.collectives import (
 )
 from ubatch.config import CUDAGraphMode, UBatchConfig
 from ubatch.context import UBatchContext, current_lane, current_schedule, make_ubatch_contexts
-from ubatch.cores import num_cores, run_pieces, several_cores
+from ubatch.cores import num_cores, row_pieces, run_pieces, several_cores
 from ubatch.dbo import (
     dbo_current_ubatch_id,
     dbo_enabled,
@@ -161,6 +161,7 @@ __all__ = [
     "num_cores",
     "reduce_scatter",
     "register_splitter",
+    "row_pieces",
     "run_pieces",
     "set_forward_context",
     "several_cores",

@@ -18,13 +18,16 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 
 import torch
 
 from ubatch.errors import ConfigError
 from ubatch.wakeup import make_wakeup
 
-__all__ = ["num_cores", "run_pieces", "several_cores"]
+__all__ = ["num_cores", "row_pieces", "run_pieces", "several_cores"]
+
+_FEWEST_ROWS = 64  # of a piece: fewer are not worth waking a thread for
 
 _cores: ContextVar[int] = ContextVar("ubatch_cores", default=1)
 
@@ -81,6 +84,25 @@ def run_pieces(pieces: Sequence[Callable[[], None]]) -> None:
     for error in errors:
         if error is not None:
             raise error
+
+
+def row_pieces(compute: Callable[[slice], Sequence[torch.Tensor]], rows: int) -> Sequence[torch.Tensor]:
+    """What `compute` gives for all rows, computed in as many pieces as there are cores if there are rows enough.
+
+    Args:
+        compute: takes some of the rows and returns tensors whose first dimension they are.
+        rows: how many there are.
+    """
+    cores = min(num_cores(), rows // _FEWEST_ROWS)
+    if cores < 2:
+        return compute(slice(0, rows))
+    parts: list[Sequence[torch.Tensor]] = [()] * cores
+
+    def piece(index: int) -> None:
+        parts[index] = compute(slice(rows * index // cores, rows * (index + 1) // cores))
+
+    run_pieces([partial(piece, index) for index in range(cores)])
+    return [torch.cat(each) for each in zip(*parts, strict=True)]
 
 
 class _Helper:

@@ -40,25 +40,33 @@ class GroupedExperts(FusedExperts):
         plan = _plan(topk_ids, self.expert_range)
         if not plan.token_of_row.shape[0]:
             return hidden_states.new_zeros(hidden_states.shape)
-        starts = [0, *accumulate(plan.rows_per_expert)]
-        outputs = [hidden_states] * len(plan.rows_per_expert)  # each is replaced, or has no rows
-
-        def run(slots: Sequence[int]) -> None:
-            for slot in slots:
-                start, rows = starts[slot], plan.rows_per_expert[slot]
-                # Where an expert takes more rows than it has, the rows behind them, which are others', fill them up.
-                tokens = plan.token_of_row[start : start + self.rows_of_call(rows)]
-                outputs[slot] = self.run_expert(slot, hidden_states.index_select(0, tokens))[:rows]
-
-        run_pieces([partial(run, slots) for slots in _shares(plan.rows_per_expert, num_cores())])
+        rows = self._run_experts(hidden_states, plan)
         weights = topk_weights.flatten() if plan.pair_is_local is None else topk_weights[plan.pair_is_local]
         weights = weights.to(hidden_states.dtype)
-        return segment_sum(
-            torch.cat([outputs[slot] for slot, rows in enumerate(plan.rows_per_expert) if rows]),
-            plan.row_of_pair,
-            plan.pair_offsets,
-            weights,
-        )
+        return segment_sum(rows, plan.row_of_pair, plan.pair_offsets, weights)
+
+    def _run_experts(self, hidden_states: Tensor, plan: _Plan) -> Tensor:
+        """All rows' results, `[M, H]`; the experts are dealt out to the cores."""
+        ends = list(accumulate(plan.rows_per_expert))
+
+        def run(slot: int) -> Tensor:
+            rows = plan.rows_per_expert[slot]
+            start = ends[slot] - rows
+            # Where an expert takes more rows than it has, the rows behind them, which are others', fill them up.
+            tokens = plan.token_of_row[start : start + self.rows_of_call(rows)]
+            return self.run_expert(slot, hidden_states.index_select(0, tokens))[:rows]
+
+        shares = _shares(plan.rows_per_expert, num_cores())
+        if len(shares) == 1:
+            return torch.cat([run(slot) for slot in shares[0]])
+        out = hidden_states.new_empty(plan.token_of_row.shape[0], self.hidden_size)
+
+        def run_share(slots: Sequence[int]) -> None:
+            for slot in slots:
+                out[ends[slot] - plan.rows_per_expert[slot] : ends[slot]] = run(slot)
+
+        run_pieces([partial(run_share, slots) for slots in shares])
+        return out
 
     def rows_of_call(self, rows: int) -> int:
         """How many rows `run_expert` is best given for so many; it is given fewer at the end of the batch."""
