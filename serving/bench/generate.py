@@ -20,7 +20,7 @@ from moe import linear
 from serving.bench.statistics import Interval, bootstrap, interleave_arms, paired, timed
 from ubatch import UBatchConfig, UBatchError
 
-__all__ = ["GenerateResult", "measure_generate"]
+__all__ = ["GenerateResult", "measure_generate", "transformers_arm"]
 
 _PROMPTS, _PROMPT_LEN, _NEW = 64, 128, 64
 _BUDGET = 2048  # prompt tokens per step, so that a step's tensors are kept by the C library when they are freed
@@ -66,15 +66,10 @@ class GenerateResult:
 
 def measure_generate(folder: Path, blocks: int) -> GenerateResult:
     """Make the checkpoint in `folder`, run both, compare."""
-    from transformers import AutoModelForCausalLM
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     torch.set_num_threads(cores)
     path = folder / "random-qwen3-moe"
     make_random_qwen3_moe(path, seed=0)
-    reference = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     with ModelRunner(path, dbo=UBatchConfig(enable_dbo=False), max_num_seqs=_PROMPTS) as runner:
         generator = torch.Generator().manual_seed(0)
         prompts = torch.randint(0, runner.config.vocab_size, (_PROMPTS, _PROMPT_LEN), generator=generator)
@@ -84,18 +79,7 @@ def measure_generate(folder: Path, blocks: int) -> GenerateResult:
             outputs = generate(runner, prompts.tolist(), params, max_num_batched_tokens=_BUDGET)
             return torch.tensor([output.token_ids for output in outputs])
 
-        def theirs() -> Tensor:
-            with torch.inference_mode():
-                out = reference.generate(
-                    prompts,
-                    attention_mask=torch.ones_like(prompts),
-                    max_new_tokens=_NEW,
-                    min_new_tokens=_NEW,
-                    do_sample=False,
-                    pad_token_id=0,
-                )
-            return torch.as_tensor(out)[:, _PROMPT_LEN:]
-
+        theirs = transformers_arm(path, prompts, _NEW)
         same = (ours() == theirs()).float().mean().item()
         if same < 0.5:
             raise UBatchError(f"only {same:.1%} of the tokens equal transformers': not the same model.")
@@ -116,6 +100,35 @@ def measure_generate(folder: Path, blocks: int) -> GenerateResult:
         where=where,
         same_tokens=same,
     )
+
+
+def transformers_arm(model: Path, prompts: Tensor, new_tokens: int) -> Callable[[], Tensor]:
+    """A call of transformers' greedy `generate`; it returns the new tokens `[prompts, new_tokens]`.
+
+    Args:
+        model: a checkpoint.
+        prompts: `[prompts, tokens]`, all of one length.
+        new_tokens: exactly so many are generated for each.
+    """
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+
+    def generate() -> Tensor:
+        with torch.inference_mode():
+            out = reference.generate(
+                prompts,
+                attention_mask=torch.ones_like(prompts),
+                max_new_tokens=new_tokens,
+                min_new_tokens=new_tokens,
+                do_sample=False,
+                pad_token_id=0,
+            )
+        return torch.as_tensor(out)[:, prompts.shape[1] :]
+
+    return generate
 
 
 def _gemm_flops() -> float:

@@ -1,0 +1,95 @@
+"""`ubatch bench engine`: whole engines, offline and served.
+
+    offline     `LLM.generate` against transformers' `generate`
+    served      `ubatch serve`, streamed and not, against `LLM.generate` with the same options
+    overlap     `enable_dbo` against none, two expert-parallel ranks over an emulated link
+    scheduler   what scheduling costs a step, and what the overlapped loop hides of it
+
+The model is a random 100 M Qwen3-MoE. Arms are interleaved A B B A; figures are medians of paired ratios.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+from pydantic import BaseModel, Field
+
+from serving.bench.serve_offline import Workload, make_served_model, measure_offline
+from serving.bench.serve_overlap import measure_served_overlap
+from serving.bench.serve_scheduler import measure_scheduler
+from serving.bench.statistics import environment, write_json
+
+__all__ = ["Options", "Part", "run"]
+
+
+class Part(StrEnum):
+    """What can be measured."""
+
+    OFFLINE = "offline"
+    SERVED = "served"
+    OVERLAP = "overlap"
+    SCHEDULER = "scheduler"
+
+
+class Options(BaseModel):
+    """What to measure."""
+
+    only: Annotated[tuple[Part, ...], tyro.conf.EnumChoicesFromValues, Field(description="the parts to measure")] = (
+        *Part,
+    )
+    blocks: Annotated[int, Field(ge=2, description="A B B A blocks; 15 or more for figures to quote")] = 15
+    ranks: Annotated[tuple[int, ...], Field(description="offline, served: numbers of data-parallel ranks")] = (1, 2)
+    prompts: Annotated[int, Field(ge=1, description="offline, served: prompts")] = 64
+    input_len: Annotated[int, Field(ge=1, description="their tokens")] = 128
+    output_len: Annotated[int, Field(ge=1, description="tokens of their answers")] = 64
+    step_tokens: Annotated[int, Field(ge=1024, description="overlap: most tokens of a rank's step")] = 2048
+    running: Annotated[int, Field(ge=1, description="scheduler: running requests")] = 64
+    json_file: Annotated[
+        Path | None, tyro.conf.arg(name="json", metavar="FILE"), Field(description="write raw arms and results here")
+    ] = None
+
+
+PREFILL_HEAVY = Workload(prompts=32, input_len=512, output_len=16)
+DECODE_HEAVY = Workload(prompts=64, input_len=32, output_len=64)
+
+
+def run(options: Options) -> int:
+    """Measure, print each part as it is done, write."""
+    parts: dict[str, Any] = {}
+    if set(options.only) - {Part.SCHEDULER}:
+        with tempfile.TemporaryDirectory() as folder:
+            parts |= _measure_model(options, make_served_model(Path(folder)))
+    if Part.SCHEDULER in options.only:
+        scheduler = measure_scheduler(options.blocks, options.running)
+        scheduler.print()
+        parts["scheduler"] = scheduler.as_json()
+    if options.json_file is not None:
+        settings = options.model_dump(mode="json")
+        write_json(options.json_file, {"environment": environment(), "options": settings, **parts})
+        print(f"wrote {options.json_file}")
+    return 0
+
+
+def _measure_model(options: Options, model: Path) -> dict[str, Any]:
+    parts: dict[str, Any] = {}
+    if Part.OFFLINE in options.only or Part.SERVED in options.only:
+        offline = measure_offline(
+            model,
+            options.blocks,
+            Workload(options.prompts, options.input_len, options.output_len),
+            ranks=options.ranks,
+            transformers=Part.OFFLINE in options.only,
+            served=Part.SERVED in options.only,
+        )
+        offline.print()
+        parts["generate"] = offline.as_json()
+    if Part.OVERLAP in options.only:
+        workloads = {"prefill": PREFILL_HEAVY, "decode": DECODE_HEAVY}
+        overlap = measure_served_overlap(model, options.blocks, step_tokens=options.step_tokens, workloads=workloads)
+        overlap.print()
+        parts["overlap"] = overlap.as_json()
+    return parts

@@ -1,0 +1,115 @@
+"""What a load's outcomes add up to: throughput, and percentiles of the latencies."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from serving.bench.serve_requests import Outcome, Status
+
+__all__ = ["Figures", "Spread", "figures_of"]
+
+
+@dataclass(frozen=True)
+class Spread:
+    """How a latency is distributed, in milliseconds."""
+
+    mean: float
+    median: float
+    p90: float
+    p99: float
+
+    @classmethod
+    def of(cls, seconds: Iterable[float]) -> Spread | None:
+        """None for no values."""
+        values = np.fromiter(seconds, dtype=float) * 1e3
+        if not len(values):
+            return None
+        median, p90, p99 = np.percentile(values, [50, 90, 99])
+        return cls(float(values.mean()), float(median), float(p90), float(p99))
+
+
+@dataclass(frozen=True)
+class Figures:
+    """A load's result.
+
+    Attributes:
+        ok, failed, cancelled: requests by their end.
+        first_error: of the failed request that was sent first.
+        duration_s: from the load's start to the end of its last request.
+        requests_per_s: completed ones.
+        output_tokens_per_s: tokens of completed and cancelled requests.
+        total_tokens_per_s: with their prompts.
+        uncounted: completed requests of whose tokens the server gave no number; their events are counted instead.
+        ttft: time to first token.
+        itl: between one event with text and the next.
+        tpot: per output token after the first.
+        e2e: end-to-end latency. Latencies are those of completed requests; None where there are none.
+    """
+
+    ok: int
+    failed: int
+    cancelled: int
+    first_error: str | None
+    duration_s: float
+    requests_per_s: float
+    output_tokens_per_s: float
+    total_tokens_per_s: float
+    uncounted: int
+    ttft: Spread | None
+    itl: Spread | None
+    tpot: Spread | None
+    e2e: Spread | None
+
+    def print(self) -> None:
+        """As text."""
+        print(f"requests   {self.ok} ok, {self.failed} failed, {self.cancelled} cancelled in {self.duration_s:.2f} s")
+        if self.first_error is not None:
+            print(f"  first error: {self.first_error}")
+        print(f"  requests/s        {self.requests_per_s:10.2f}")
+        print(f"  output tokens/s   {self.output_tokens_per_s:10.1f}")
+        print(f"  total tokens/s    {self.total_tokens_per_s:10.1f}")
+        if self.uncounted:
+            print(f"  {self.uncounted} answers without `usage`: their events are counted as tokens, their prompts not")
+        print(f"  {'ms':24} {'mean':>10} {'median':>10} {'p90':>10} {'p99':>10}")
+        rows = {
+            "time to first token": self.ttft,
+            "inter-token latency": self.itl,
+            "time per output token": self.tpot,
+            "end to end": self.e2e,
+        }
+        for name, spread in rows.items():
+            cells = [f"{value:10.2f}" for value in vars(spread).values()] if spread is not None else [f"{'-':>10}"] * 4
+            print(f"  {name:24} " + " ".join(cells))
+
+
+def figures_of(outcomes: Sequence[Outcome]) -> Figures:
+    """Reckon a load's figures."""
+    by_status = {status: [each for each in outcomes if each.status is status] for status in Status}
+    ok, failed, cancelled = by_status[Status.OK], by_status[Status.FAILED], by_status[Status.CANCELLED]
+    duration = max((each.sent_s + each.latency_s for each in outcomes), default=0.0)
+    served = ok + cancelled
+    output = sum(each.output_tokens for each in served)
+    total = output + sum(each.prompt_tokens for each in served)
+
+    def per_second(count: int) -> float:
+        return count / duration if duration else 0.0
+
+    first = min(failed, key=lambda each: each.sent_s, default=None)
+    return Figures(
+        ok=len(ok),
+        failed=len(failed),
+        cancelled=len(cancelled),
+        first_error=first.error if first is not None else None,
+        duration_s=duration,
+        requests_per_s=per_second(len(ok)),
+        output_tokens_per_s=per_second(output),
+        total_tokens_per_s=per_second(total),
+        uncounted=sum(not each.counted for each in ok),
+        ttft=Spread.of(each.ttft_s for each in ok if each.ttft_s is not None),
+        itl=Spread.of(gap for each in ok for gap in each.gaps_s),
+        tpot=Spread.of(each.tpot_s for each in ok if each.tpot_s is not None),
+        e2e=Spread.of(each.latency_s for each in ok),
+    )

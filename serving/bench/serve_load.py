@@ -1,0 +1,154 @@
+"""What the load generator asks: lengths, prompts, arrival times, and whom it drops midway."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+import httpx
+
+from serving.bench.serve_requests import Endpoint, RequestFailed, Server, Task, refused
+from ubatch import ConfigError
+
+__all__ = ["Dataset", "Load", "ServedModel", "make_tasks", "served_model", "token_pool"]
+
+_TEXT = (
+    "time year people way day man thing woman life child world school state family student group country problem hand "
+    "part place case week company system program question work government number night point home water room mother "
+    "area money story fact month lot right study book eye job word business issue side kind head house service friend "
+    "father power hour game line end member law car city community name president team minute idea body information "
+    "back parent face others level office door health person art war history party result change morning reason"
+)
+
+
+class Dataset(StrEnum):
+    """Where prompts come from."""
+
+    RANDOM = "random"
+    """tokens that the server's `/tokenize` knows, in random order: prompts have exactly the length asked for"""
+    WORDS = "words"
+    """random English words, about a token each: for servers without `/tokenize`"""
+
+
+@dataclass(frozen=True)
+class Load:
+    """How much to ask, and when.
+
+    Attributes:
+        num_prompts: requests.
+        request_rate: requests per second on average, with Poisson arrivals; infinity sends all at once.
+        input_len: mean tokens of a prompt.
+        output_len: mean tokens of an answer.
+        range_ratio: lengths are uniform within this share below and above their mean.
+        cancel_ratio: share of the requests that are dropped midway.
+        dataset: where prompts come from.
+        seed: of everything random here.
+        fields: more fields of every request's body.
+    """
+
+    num_prompts: int = 100
+    request_rate: float = float("inf")
+    input_len: int = 128
+    output_len: int = 64
+    range_ratio: float = 0.0
+    cancel_ratio: float = 0.0
+    dataset: Dataset = Dataset.RANDOM
+    seed: int = 0
+    fields: Mapping[str, Any] | None = None
+
+    @property
+    def longest(self) -> int:
+        """Most tokens of a request, prompt and answer."""
+        return self._range(self.input_len)[1] + self._range(self.output_len)[1]
+
+    def lengths(self, rng: random.Random) -> tuple[int, int]:
+        """Draw the tokens of a prompt and of its answer."""
+        return rng.randint(*self._range(self.input_len)), rng.randint(*self._range(self.output_len))
+
+    def _range(self, mean: int) -> tuple[int, int]:
+        spread = int(mean * self.range_ratio)
+        return max(1, mean - spread), mean + spread
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """What `/v1/models` says: the name, and the most tokens of a request where the server gives them."""
+
+    name: str
+    max_model_len: int | None
+
+
+async def served_model(server: Server, name: str | None) -> ServedModel:
+    """The model called `name`, or the first one.
+
+    Raises:
+        RequestFailed: the server cannot be reached or refuses.
+        ConfigError: it does not serve that model.
+    """
+    listing = await _ask(server, "GET", "/v1/models")
+    models = {str(each["id"]): each.get("max_model_len") for each in listing["data"]}
+    chosen = name if name is not None else next(iter(models), None)
+    if chosen not in models or chosen is None:
+        raise ConfigError(f"{server.base_url} does not serve {name!r}, but {', '.join(models) or 'nothing'}.")
+    return ServedModel(chosen, models[chosen])
+
+
+async def token_pool(server: Server) -> list[int]:
+    """Token ids that are plain text for the served model, by its `/tokenize`.
+
+    Raises:
+        RequestFailed: the server has no `/tokenize`.
+    """
+    body = {"model": server.model, "prompt": _TEXT, "add_special_tokens": False}
+    try:
+        answer = await _ask(server, "POST", "/tokenize", body)
+    except RequestFailed as error:
+        raise RequestFailed(f"{error} Random token prompts need it; use --dataset words.") from error
+    return sorted(set(answer["tokens"]))
+
+
+async def _detokenize(server: Server, tokens: Sequence[int]) -> str:
+    answer = await _ask(server, "POST", "/detokenize", {"model": server.model, "tokens": list(tokens)})
+    return str(answer["prompt"])
+
+
+async def _ask(server: Server, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
+    async with server.client() as client:
+        try:
+            response = await client.request(method, path, json=body)
+        except httpx.HTTPError as error:
+            raise RequestFailed(f"cannot reach {server.base_url}: {type(error).__name__} {error}") from error
+    if response.status_code != httpx.codes.OK:
+        raise refused(response, response.content)
+    return response.json()
+
+
+async def make_tasks(server: Server, load: Load) -> list[Task]:
+    """Draw the requests. The same load and tokenizer give the same tasks.
+
+    Raises:
+        RequestFailed: the dataset needs `/tokenize` and the server has none.
+    """
+    rng = random.Random(load.seed)
+    pool = await token_pool(server) if load.dataset is Dataset.RANDOM else []
+    cancelled = set(rng.sample(range(load.num_prompts), round(load.cancel_ratio * load.num_prompts)))
+    start_s = 0.0
+    tasks = []
+    for index in range(load.num_prompts):
+        prompt_len, output_len = load.lengths(rng)
+        prompt: Sequence[int] | str
+        if load.dataset is Dataset.WORDS:
+            prompt = " ".join(rng.choices(_TEXT.split(), k=prompt_len))
+        else:
+            prompt = rng.choices(pool, k=prompt_len)
+            if server.endpoint is Endpoint.CHAT:
+                prompt = await _detokenize(server, prompt)
+        midway = rng.randint(1, max(1, output_len - 1))
+        tasks.append(
+            Task(index, prompt, output_len, start_s, midway if index in cancelled else None, load.fields or {})
+        )
+        start_s += rng.expovariate(load.request_rate) if load.request_rate != float("inf") else 0.0
+    return tasks

@@ -1,0 +1,234 @@
+"""The part of `ubatch bench engine` that generates: offline and served, against transformers' `generate`.
+
+The same checkpoint, prompts and number of new tokens, greedy, on all cores; everything is alive at once and one thing
+works at a time. What is compared first: the tokens.
+
+    transformers   `generate` on one padded batch
+    offline_N      `LLM(...).generate` with N ranks, which share the experts where there are several
+    served_N       the same prompts as requests to `ubatch serve` with the same options, all at once, not streamed
+    streamed_N     streamed
+
+Prefix caching is off, as every visit sends the same prompts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from model_runner import RandomQwen3Moe, SamplingParams, make_random_qwen3_moe
+from serving.bench.generate import transformers_arm
+from serving.bench.serve_process import running_server
+from serving.bench.serve_requests import Server, Status, Task, send_all
+from serving.bench.statistics import Interval, bootstrap, interleave_arms, paired, timed
+from serving.llm import LLM
+from ubatch import UBatchError
+
+__all__ = ["OfflineResult", "Workload", "make_served_model", "measure_offline", "random_prompts"]
+
+_SHARE_OF_EQUAL_TOKENS = 0.5  # a random model has near-ties, and one of them changes all that follows
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Prompts and answers, all of the same lengths."""
+
+    prompts: int
+    input_len: int
+    output_len: int
+
+    def __str__(self) -> str:
+        return f"{self.prompts} x {self.input_len} in, {self.output_len} out"
+
+
+@dataclass(frozen=True)
+class OfflineResult:
+    """Figures of whole generations.
+
+    Attributes:
+        workload: what was generated.
+        arms_ms: raw block means.
+        tokens_per_s: new tokens per second, per arm.
+        over_transformers: transformers' time over the arm's.
+        over_offline: `offline_N`'s time over the same served.
+        same: share of the tokens (offline) or texts (served) that are those of transformers or of `offline_N`.
+    """
+
+    workload: Workload
+    arms_ms: Mapping[str, Sequence[float]]
+    tokens_per_s: Mapping[str, Interval]
+    over_transformers: Mapping[str, Interval]
+    over_offline: Mapping[str, Interval]
+    same: Mapping[str, float]
+
+    def as_json(self) -> dict[str, Any]:
+        """For `--json`."""
+        return vars(self) | {"workload": vars(self.workload)}
+
+    def print(self) -> None:
+        """As text."""
+        print(f"\ngenerate: {self.workload}, all cores")
+        print(f"  {'':14} {'ms':>20} {'tokens/s':>20} {'over transformers':>20} {'over offline':>20} {'same':>7}")
+        for name, values in self.arms_ms.items():
+            cells = [f"{bootstrap(values):.0f}", f"{self.tokens_per_s[name]:.0f}"]
+            for column in (self.over_transformers, self.over_offline):
+                cells.append(f"{column[name]:.2f}" if name in column else "-")
+            same = f"{self.same[name]:.1%}" if name in self.same else "-"
+            print(f"  {name:14} " + " ".join(f"{cell:>20}" for cell in cells) + f" {same:>7}", flush=True)
+
+
+def make_served_model(folder: Path, size: RandomQwen3Moe | None = None) -> Path:
+    """A random Qwen3-MoE with a tokenizer of as many made-up words, so that it can be served.
+
+    Token 7 is the word `w7`; a text is its words with blanks between.
+
+    Args:
+        folder: where a folder for it is made.
+        size: of the model; 100 M parameters by default.
+    """
+    path = make_random_qwen3_moe(folder / "random-qwen3-moe", seed=0, size=size)
+    words = {"type": "Metaspace", "replacement": "\u2581", "prepend_scheme": "always"}
+    vocabulary = {f"\u2581w{index}": index for index in range(_vocab_size(path))}
+    tokenizer = {
+        "version": "1.0",
+        "added_tokens": [],
+        "pre_tokenizer": words | {"split": True},
+        "decoder": words | {"split": True},
+        "model": {"type": "WordLevel", "vocab": vocabulary, "unk_token": "\u2581w0"},
+    }
+    (path / "tokenizer.json").write_text(json.dumps(tokenizer), encoding="utf-8")
+    (path / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}\n', encoding="utf-8")
+    return path
+
+
+def random_prompts(model: Path, workload: Workload) -> list[list[int]]:
+    """Token ids, the same every time."""
+    size = (workload.prompts, workload.input_len)
+    return torch.randint(0, _vocab_size(model), size, generator=torch.Generator().manual_seed(0)).tolist()
+
+
+def _vocab_size(model: Path) -> int:
+    return int(json.loads((model / "config.json").read_text(encoding="utf-8"))["vocab_size"])
+
+
+def measure_offline(
+    model: Path, blocks: int, workload: Workload, *, ranks: Sequence[int], transformers: bool, served: bool
+) -> OfflineResult:
+    """Run all arms, and reckon the figures.
+
+    Args:
+        model: a checkpoint with a tokenizer.
+        blocks: A B B A blocks.
+        workload: what to generate.
+        ranks: numbers of data-parallel ranks to compare.
+        transformers: measure it too.
+        served: measure servers too.
+
+    Raises:
+        UBatchError: two arms do not generate the same.
+    """
+    torch.set_num_threads(_num_cores())
+    prompts = random_prompts(model, workload)
+    arms: dict[str, Callable[[], object]] = {}
+    same: dict[str, float] = {}
+    with ExitStack() as stack:
+        expected: list[list[int]] | None = None
+        if transformers:
+            theirs = transformers_arm(model, torch.tensor(prompts), workload.output_len)
+            arms["transformers"] = theirs
+            expected = theirs().tolist()
+        for count in ranks:
+            llm = stack.enter_context(LLM(model, **_options(count, workload)))
+            generate = _offline(llm, prompts, workload.output_len)
+            arms[f"offline_{count}"] = generate
+            tokens, texts = generate()
+            if expected is not None:
+                same[f"offline_{count}"] = _equal(f"offline_{count}", expected, tokens)
+            if served:
+                flags = _flags(_options(count, workload))
+                cores = {"OMP_NUM_THREADS": str(_num_cores())}  # as in this process
+                url = stack.enter_context(running_server(model, flags, environment=cores)).base_url
+                for name, stream in (("served", False), ("streamed", True)):
+                    arm = _served(Server(url, str(model), stream=stream), prompts, workload.output_len)
+                    arms[f"{name}_{count}"] = arm
+                    same[f"{name}_{count}"] = _equal(f"{name}_{count}", [texts], [arm()])
+        measured = interleave_arms({name: timed(arm) for name, arm in arms.items()}, blocks, label="generate")
+    new_tokens = workload.prompts * workload.output_len
+    base = {name: f"offline_{name.rsplit('_', 1)[-1]}" for name in arms if name.startswith(("served", "streamed"))}
+    return OfflineResult(
+        workload=workload,
+        arms_ms=measured,
+        tokens_per_s={name: bootstrap([new_tokens / ms * 1e3 for ms in values]) for name, values in measured.items()},
+        over_transformers={
+            name: paired(measured["transformers"], values)
+            for name, values in measured.items()
+            if transformers and name != "transformers"
+        },
+        over_offline={name: paired(measured[other], measured[name]) for name, other in base.items()},
+        same=same,
+    )
+
+
+def _options(ranks: int, workload: Workload) -> dict[str, Any]:
+    """The same for `LLM` and, as flags, for the server."""
+    options: dict[str, Any] = {"enable_prefix_caching": False, "max_num_seqs": workload.prompts}
+    if ranks > 1:
+        options |= {"data_parallel_size": ranks, "enable_expert_parallel": True}
+    return options
+
+
+def _flags(options: Mapping[str, Any]) -> list[str]:
+    flags = []
+    for name, value in options.items():
+        flag = name.replace("_", "-")
+        flags += [f"--{flag}" if value else f"--no-{flag}"] if isinstance(value, bool) else [f"--{flag}", str(value)]
+    return flags
+
+
+def _offline(llm: LLM, prompts: list[list[int]], output_len: int) -> Callable[[], tuple[list[list[int]], list[str]]]:
+    params = SamplingParams(max_tokens=output_len, ignore_eos=True)
+
+    def generate() -> tuple[list[list[int]], list[str]]:
+        results = [each.outputs[0] for each in llm.generate(prompts, params, use_tqdm=False)]
+        return [list(result.token_ids) for result in results], [result.text for result in results]
+
+    return generate
+
+
+def _served(server: Server, prompts: list[list[int]], output_len: int) -> Callable[[], list[str]]:
+    fields = {"temperature": 0, "ignore_eos": True}
+    tasks = [Task(index, prompt, output_len, fields=fields) for index, prompt in enumerate(prompts)]
+
+    def ask() -> list[str]:
+        outcomes = asyncio.run(send_all(server, tasks))
+        failed = [outcome for outcome in outcomes if outcome.status is not Status.OK]
+        if failed:
+            raise UBatchError(f"{len(failed)} of {len(outcomes)} requests failed: {failed[0].error}")
+        return [outcome.text for outcome in outcomes]
+
+    return ask
+
+
+def _equal(name: str, expected: Sequence[Sequence[Any]], got: Sequence[Sequence[Any]]) -> float:
+    """Share of equal elements.
+
+    Raises:
+        UBatchError: less than half of them.
+    """
+    pairs = [pair for a, b in zip(expected, got, strict=True) for pair in zip(a, b, strict=True)]
+    same = sum(a == b for a, b in pairs) / len(pairs)
+    if same < _SHARE_OF_EQUAL_TOKENS:
+        raise UBatchError(f"{name} generates something else: only {same:.1%} is the same.")
+    return same
+
+
+def _num_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

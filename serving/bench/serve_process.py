@@ -1,0 +1,116 @@
+"""A server as a process of its own: started, waited for, asked to end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+import httpx
+
+from ubatch import UBatchError
+
+__all__ = ["UBATCH", "ServerFailed", "ServerProcess", "free_port", "running_server"]
+
+UBATCH = (sys.executable, "-c", "import sys; from serving.cli import main; sys.exit(main())")
+"""The `ubatch` command of this interpreter, wherever its script may be."""
+
+_START_S = 300.0
+_STOP_S = 60.0
+_TAIL = 4000
+
+
+class ServerFailed(UBatchError):
+    """The server did not start, or not in time; the message ends with what it printed last."""
+
+
+@dataclass
+class ServerProcess:
+    """`ubatch serve`, running.
+
+    Attributes:
+        process: the API process; the engines are its children.
+        base_url: without `/v1`.
+        log: what it prints, both streams.
+    """
+
+    process: subprocess.Popen[bytes]
+    base_url: str
+    log: IO[bytes]
+
+    def output(self) -> str:
+        """The last of what it has printed so far."""
+        self.log.flush()
+        return Path(self.log.name).read_bytes()[-_TAIL:].decode(errors="replace")
+
+    def wait_until_healthy(self, timeout_s: float = _START_S) -> None:
+        """Return once `/health` answers 200.
+
+        Raises:
+            ServerFailed: the process ended, or `timeout_s` passed.
+        """
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            if (status := self.process.poll()) is not None:
+                raise ServerFailed(f"the server ended with status {status} before it was ready:\n{self.output()}")
+            try:
+                if httpx.get(f"{self.base_url}/health", timeout=5.0, trust_env=False).status_code == httpx.codes.OK:
+                    return
+            except httpx.HTTPError:
+                pass  # not yet
+            time.sleep(0.2)
+        raise ServerFailed(f"the server was not ready after {timeout_s:g} s:\n{self.output()}")
+
+    def stop(self) -> int:
+        """Ask it to end (SIGTERM), and kill it if it does not; returns its exit status."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+        try:
+            return self.process.wait(_STOP_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            return self.process.wait()
+
+
+@contextmanager
+def running_server(
+    model: Path, flags: Sequence[str] = (), *, environment: Mapping[str, str] | None = None
+) -> Iterator[ServerProcess]:
+    """`ubatch serve MODEL FLAGS` on a free port, from when it is healthy until the block ends.
+
+    Args:
+        model: folder of the checkpoint.
+        flags: more flags.
+        environment: variables on top of this process's.
+
+    Raises:
+        ServerFailed: see `ServerProcess.wait_until_healthy`.
+    """
+    port, variables = free_port(), os.environ | (environment or {})
+    command = [*UBATCH, "serve", str(model), "--port", str(port), *flags]
+    with tempfile.NamedTemporaryFile(prefix="ubatch-serve-", suffix=".log") as log:
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=variables
+        )
+        server = ServerProcess(process, f"http://127.0.0.1:{port}", log)
+        try:
+            server.wait_until_healthy()
+            yield server
+        finally:
+            server.stop()
+
+
+def free_port() -> int:
+    """A TCP port that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,310 @@
+"""The requests of the load generator: sent when due, read as they stream, timed, dropped midway where asked for."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from enum import StrEnum
+from itertools import pairwise
+from typing import Any, cast
+
+import httpx
+import msgspec
+
+from ubatch import UBatchError
+
+__all__ = ["Endpoint", "Outcome", "RequestFailed", "Server", "Status", "Task", "refused", "send_all"]
+
+
+class RequestFailed(UBatchError):
+    """The server refused a request, or its answer is not what the API promises; the message says what came."""
+
+
+class Endpoint(StrEnum):
+    """Which of the two APIs is called."""
+
+    COMPLETIONS = "completions"
+    CHAT = "chat"
+
+    @property
+    def path(self) -> str:
+        """Under the base URL."""
+        return "/v1/completions" if self is Endpoint.COMPLETIONS else "/v1/chat/completions"
+
+
+class Status(StrEnum):
+    """How a request ended."""
+
+    OK = "ok"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+
+@dataclass(frozen=True)
+class Server:
+    """Whom to ask, and how.
+
+    Attributes:
+        base_url: without `/v1`.
+        model: its served name.
+        endpoint: completions or chat.
+        stream: read tokens as they come.
+        api_key: sent as a bearer token, where given.
+        timeout_s: most seconds without a byte from the server.
+    """
+
+    base_url: str
+    model: str = ""
+    endpoint: Endpoint = Endpoint.COMPLETIONS
+    stream: bool = True
+    api_key: str | None = None
+    timeout_s: float = 600.0
+
+    def client(self) -> httpx.AsyncClient:
+        """A client without a limit on connections: how many are open is what the load decides.
+
+        Proxies of the environment are not asked: they would be measured too.
+        """
+        headers = {"Authorization": f"Bearer {self.api_key}"} if self.api_key is not None else {}
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+        return httpx.AsyncClient(
+            base_url=self.base_url, headers=headers, limits=limits, timeout=self.timeout_s, trust_env=False
+        )
+
+
+@dataclass(frozen=True)
+class Task:
+    """One request to make.
+
+    Attributes:
+        index: its place in the load.
+        prompt: token ids, or text (the one user message, for chat).
+        max_tokens: most tokens of the answer.
+        start_s: when it is due, seconds after the load's start.
+        cancel_after: drop the connection after so many events with text; None reads to the end.
+        fields: more fields of the request's body.
+    """
+
+    index: int
+    prompt: Sequence[int] | str
+    max_tokens: int
+    start_s: float = 0.0
+    cancel_after: int | None = None
+    fields: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a request. Times are seconds.
+
+    Attributes:
+        index: its place in the load.
+        status: how it ended.
+        sent_s: when it was sent, after the load's start.
+        latency_s: from sending to its end.
+        ttft_s: from sending to the first text; None without streaming, or where no text came.
+        gaps_s: between one event with text and the next.
+        prompt_tokens: as the server counts them; 0 where it did not say.
+        output_tokens: as the server counts them; where it did not say, the events with text.
+        counted: the server said how many tokens there were.
+        text: all that came.
+        finish_reason: the server's.
+        error: what went wrong, for a failed one.
+    """
+
+    index: int
+    status: Status
+    sent_s: float
+    latency_s: float
+    ttft_s: float | None = None
+    gaps_s: tuple[float, ...] = ()
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    counted: bool = False
+    text: str = ""
+    finish_reason: str | None = None
+    error: str | None = None
+
+    @property
+    def tpot_s(self) -> float | None:
+        """Seconds per output token after the first; None where there is no second one."""
+        if self.ttft_s is None or self.output_tokens < 2:
+            return None
+        return sum(self.gaps_s) / (self.output_tokens - 1)
+
+
+# -- what is read of the server's JSON; everything else in it is skipped
+
+
+class _Text(msgspec.Struct):
+    content: str | None = None
+
+
+class _Choice(msgspec.Struct):
+    text: str | None = None
+    delta: _Text | None = None
+    message: _Text | None = None
+    finish_reason: str | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+
+
+class _Answer(msgspec.Struct):
+    choices: list[_Choice] = msgspec.field(default_factory=list)
+    usage: _Usage | None = None
+    error: Any = None
+
+
+_decode = msgspec.json.Decoder(_Answer).decode
+
+
+@dataclass
+class _Reading:
+    """What has been read of one answer so far."""
+
+    sent: float
+    times: list[float] = field(default_factory=list)
+    parts: list[str] = field(default_factory=list)
+    finish_reason: str | None = None
+    usage: _Usage | None = None
+
+    def take(self, payload: bytes, now: float) -> None:
+        """Add one JSON object: a whole answer, or one event of a stream."""
+        try:
+            answer = _decode(payload)
+        except msgspec.MsgspecError as error:
+            raise RequestFailed(f"not an answer of the API ({error}): {payload[:200]!r}") from error
+        if answer.error is not None:
+            raise RequestFailed(_message_of(answer.error))
+        self.usage = answer.usage or self.usage
+        for choice in answer.choices:
+            holder = choice.delta or choice.message
+            text = choice.text or (holder.content if holder is not None else None)
+            self.finish_reason = choice.finish_reason or self.finish_reason
+            if text:
+                self.parts.append(text)
+                self.times.append(now)
+
+    def outcome(
+        self, task: Task, status: Status, started: float, *, streamed: bool, error: str | None = None
+    ) -> Outcome:
+        usage = self.usage or _Usage()
+        return Outcome(
+            index=task.index,
+            status=status,
+            sent_s=self.sent - started,
+            latency_s=time.perf_counter() - self.sent,
+            ttft_s=self.times[0] - self.sent if streamed and self.times else None,
+            gaps_s=tuple(b - a for a, b in pairwise(self.times)) if streamed else (),
+            prompt_tokens=usage.prompt_tokens,
+            output_tokens=usage.completion_tokens if self.usage is not None else len(self.times),
+            counted=self.usage is not None,
+            text="".join(self.parts),
+            finish_reason=self.finish_reason,
+            error=error,
+        )
+
+
+async def send_all(
+    server: Server,
+    tasks: Sequence[Task],
+    *,
+    max_concurrency: int | None = None,
+    on_done: Callable[[Outcome], object] = lambda _: None,
+) -> list[Outcome]:
+    """Make every request when it is due; a failure of one is its outcome, and the others go on.
+
+    Args:
+        server: whom to ask.
+        tasks: what to ask.
+        max_concurrency: most requests at once. One that waits for its turn has not been sent yet: its latency starts
+            when it is.
+        on_done: called with each outcome as it comes.
+
+    Returns:
+        One outcome per task, in their order.
+    """
+    turn = asyncio.Semaphore(max_concurrency if max_concurrency is not None else max(1, len(tasks)))
+    started = time.perf_counter()
+
+    async def run(client: httpx.AsyncClient, task: Task) -> Outcome:
+        await asyncio.sleep(started + task.start_s - time.perf_counter())
+        async with turn:
+            outcome = await _send(server, client, task, started)
+        on_done(outcome)
+        return outcome
+
+    async with server.client() as client, asyncio.TaskGroup() as group:
+        running = [group.create_task(run(client, task)) for task in tasks]
+    return [each.result() for each in running]
+
+
+async def _send(server: Server, client: httpx.AsyncClient, task: Task, started: float) -> Outcome:
+    """One request, from sending to its end."""
+    reading = _Reading(time.perf_counter())
+    status, error = Status.OK, None
+    try:
+        async with client.stream("POST", server.endpoint.path, json=_body(server, task)) as response:
+            if response.status_code != httpx.codes.OK:
+                raise refused(response, await response.aread())
+            if server.stream:
+                status = await _read_stream(response, reading, task.cancel_after)
+            else:
+                reading.take(await response.aread(), time.perf_counter())
+    except (httpx.HTTPError, RequestFailed) as failure:
+        status, error = Status.FAILED, f"{type(failure).__name__}: {failure}"
+    return reading.outcome(task, status, started, streamed=server.stream, error=error)
+
+
+async def _read_stream(response: httpx.Response, reading: _Reading, cancel_after: int | None) -> Status:
+    """Read to `[DONE]`, or until enough events came; leaving then closes the connection."""
+    async with aclosing(_events(response)) as events:
+        async for payload, now in events:
+            if payload == b"[DONE]":
+                return Status.OK
+            reading.take(payload, now)
+            if cancel_after is not None and len(reading.times) >= cancel_after:
+                return Status.CANCELLED
+    raise RequestFailed("the stream ended without [DONE].")
+
+
+async def _events(response: httpx.Response) -> AsyncGenerator[tuple[bytes, float], None]:
+    """The `data:` lines of server-sent events, and when each was read."""
+    rest = b""
+    chunks = cast("AsyncGenerator[bytes, None]", response.aiter_bytes())  # httpx says less than it gives
+    async with aclosing(chunks):
+        async for chunk in chunks:
+            now = time.perf_counter()
+            *lines, rest = (rest + chunk).split(b"\n")
+            for line in lines:
+                if line.startswith(b"data:"):
+                    yield line.removeprefix(b"data:").strip(), now
+
+
+def _body(server: Server, task: Task) -> dict[str, Any]:
+    prompt: dict[str, Any] = {"prompt": task.prompt}
+    if server.endpoint is Endpoint.CHAT:
+        prompt = {"messages": [{"role": "user", "content": task.prompt}]}
+    body = {"model": server.model, **prompt, "max_tokens": task.max_tokens, "stream": server.stream, **task.fields}
+    if server.stream:
+        body["stream_options"] = {"include_usage": True}
+    return body
+
+
+def refused(response: httpx.Response, body: bytes) -> RequestFailed:
+    """The error for an answer that is not 200, with OpenAI's message where it has one."""
+    try:
+        message = _message_of(_decode(body).error)
+    except msgspec.MsgspecError:
+        message = body[:200].decode(errors="replace")
+    return RequestFailed(f"{response.request.url} answers {response.status_code}: {message}")
+
+
+def _message_of(error: Any) -> str:
+    return str(error.get("message", error)) if isinstance(error, dict) else str(error)

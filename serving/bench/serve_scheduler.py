@@ -1,0 +1,142 @@
+"""The part of `ubatch bench engine` that needs no model: the scheduler's cost per step, and what the loop hides of it.
+
+A stand-in for the device takes a step and has it done a fixed time after the step before it, whatever the host does
+meanwhile. All requests run and none ends, so that every step decodes all of them. Two arms, interleaved:
+
+    plain        schedule, launch, wait, process; then the next one
+    overlapped   the next step is scheduled and launched, and the last one processed, while the device works
+    host         the plain loop without a device: schedule, advance and process alone
+
+In the plain loop the host costs more than alone: it comes out of a sleep, and finds its caches cold.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from attention import BlockAllocator, RequestToTokenTable
+from model_runner import SamplingParams, ScheduledRequest, StepOutput
+from serving.bench.statistics import Interval, bootstrap, interleave_arms, paired
+from serving.engine.core import EngineCore
+from serving.requests import RequestInput
+from serving.scheduler import Scheduler, SchedulerConfig
+from ubatch import Decision, DeclineReason
+
+__all__ = ["SchedulerResult", "measure_scheduler"]
+
+_PROMPT_LEN = 32
+_BLOCK = 16
+_STEPS = 100  # per arm and visit
+_DEVICE_S = 4e-3
+_VOCABULARY = 1000
+
+
+@dataclass(frozen=True)
+class SchedulerResult:
+    """Figures of the loops.
+
+    Attributes:
+        running: requests that decode in every step.
+        device_ms: what the device takes for a step.
+        arms_ms: raw block means of a step, per arm.
+        exposed: milliseconds of a step of the plain loop during which the device waits for the host.
+        hidden: share of them that the overlapped loop does away with.
+    """
+
+    running: int
+    device_ms: float
+    arms_ms: Mapping[str, Sequence[float]]
+    exposed: Interval
+    hidden: Interval
+
+    def as_json(self) -> dict[str, Any]:
+        """For `--json`."""
+        return dict(vars(self))
+
+    def print(self) -> None:
+        """As text."""
+        print(f"\nscheduler: {self.running} running requests; a device that takes {self.device_ms:g} ms a step")
+        for name, values in self.arms_ms.items():
+            print(f"  {name:22} {bootstrap(values):.3f} ms a step")
+        print(f"  the device waits in the plain loop   {self.exposed:.3f} ms a step")
+        print(f"  of which the overlapped loop hides   {self.hidden:.2f}", flush=True)
+
+
+class _Device:
+    """Takes steps in order; one is done `seconds` after it was taken, or after the one before it was done."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self._free_at = 0.0
+
+    def launch(self, scheduled: Sequence[ScheduledRequest], /) -> _Step:
+        """Start a step."""
+        self._free_at = max(time.perf_counter(), self._free_at) + self.seconds
+        return _Step(len(scheduled), self._free_at)
+
+
+@dataclass(frozen=True)
+class _Step:
+    shares: int
+    done_at: float
+
+    def sample(self) -> None:
+        """The tokens need no choosing."""
+
+    def result(self) -> StepOutput:
+        """Sleep until the device is done."""
+        if (left := self.done_at - time.perf_counter()) > 0:
+            time.sleep(left)
+        decision = Decision(False, DeclineReason.DISABLED, None, ((self.shares,),))
+        nothing = ((),) * self.shares
+        return StepOutput(((7,),) * self.shares, nothing, nothing, decision, all_idle=not self.shares)
+
+
+def measure_scheduler(blocks: int, running: int = 64) -> SchedulerResult:
+    """Run all arms, and reckon the figures."""
+    steps = (blocks + 1) * 2 * _STEPS + 10  # of every core; none of its requests may end before
+    cores = {
+        "host": _core(0.0, running, steps, overlapped=False),
+        "plain": _core(_DEVICE_S, running, steps, overlapped=False),
+        "overlapped": _core(_DEVICE_S, running, steps, overlapped=True),
+    }
+
+    def per_step(core: EngineCore) -> float:
+        start = time.perf_counter()
+        for _ in range(_STEPS):
+            core.step()
+        core.drain()
+        return (time.perf_counter() - start) * 1e3 / _STEPS
+
+    arms = {name: functools.partial(per_step, core) for name, core in cores.items()}
+    arms_ms = interleave_arms(arms, blocks, label="scheduler")
+    exposed = [plain - _DEVICE_S * 1e3 for plain in arms_ms["plain"]]
+    saved = [plain - overlapped for plain, overlapped in zip(arms_ms["plain"], arms_ms["overlapped"], strict=True)]
+    return SchedulerResult(running, _DEVICE_S * 1e3, arms_ms, bootstrap(exposed), paired(saved, exposed))
+
+
+def _core(device_s: float, running: int, steps: int, *, overlapped: bool) -> EngineCore:
+    """A loop whose `running` requests all decode for `steps` steps."""
+    length = _PROMPT_LEN + steps
+    blocks = -(-length // _BLOCK)
+    config = SchedulerConfig(
+        max_num_seqs=running, max_num_batched_tokens=max(2048, running * _PROMPT_LEN), max_model_len=length
+    )
+    scheduler = Scheduler(
+        config,
+        BlockAllocator(2 * running * blocks),
+        RequestToTokenTable(running, blocks, _BLOCK),
+        eos_token_ids=(0,),
+        vocab_size=_VOCABULARY,
+    )
+    core = EngineCore(_Device(device_s), scheduler, overlap_schedule=overlapped)
+    for index in range(running):
+        prompt = [index + 1] * _PROMPT_LEN  # none begins like another
+        core.add(RequestInput(str(index), prompt, SamplingParams(max_tokens=steps)))
+    while scheduler.num_waiting:
+        core.step()
+    return core
