@@ -67,7 +67,7 @@ class SamplingContext:
     Attributes:
         compute_logits: from hidden states to logits.
         vocab_size: numbers of a row of logits.
-        eos_token_ids: of the model.
+        eos_token_ids: of the model, those in its vocabulary.
         future_map: tokens that the host does not know yet.
         prompt_carry: of prompts that run in chunks.
         together: errors inside reach the other ranks.

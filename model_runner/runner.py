@@ -145,7 +145,8 @@ class ModelRunner:
         self._sampling = SamplingContext(
             compute_logits=lambda hidden: self.model.compute_logits(hidden),
             vocab_size=self.config.vocab_size,
-            eos_token_ids=self.config.eos_token_ids,
+            # Some checkpoints name tokens that only their tokenizer has: they never come, so nothing must forbid them.
+            eos_token_ids=tuple(token for token in self.config.eos_token_ids if token < self.config.vocab_size),
             future_map=FutureMap(max_num_seqs, self.device),
             prompt_carry=PromptCarry(),
             together=self.together,

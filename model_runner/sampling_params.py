@@ -92,14 +92,16 @@ class SamplingParams:
                 raise RequestError(f"logit_bias of token {token} must be from -100 to 100, not {bias}.")
 
     def check_vocabulary(self, vocab_size: int) -> None:
-        """Refuse a bias for tokens that the model does not have.
+        """Refuse a bias for tokens, or stop tokens, that the model does not have.
 
         Raises:
             RequestError: there is one.
         """
-        for token, _ in self.logit_bias:
-            if token >= vocab_size:
-                raise RequestError(f"logit_bias has token {token}; the vocabulary is 0 to {vocab_size - 1}.")
+        biased = (token for token, _ in self.logit_bias)
+        for name, tokens in (("logit_bias", biased), ("stop_token_ids", self.stop_token_ids)):
+            wrong = next((token for token in tokens if not 0 <= token < vocab_size), None)
+            if wrong is not None:
+                raise RequestError(f"{name} has token {wrong}; the vocabulary is 0 to {vocab_size - 1}.")
 
     def ending_tokens(self, eos_token_ids: Sequence[int]) -> tuple[int, ...]:
         """The tokens that end the output, given the model's end-of-sequence tokens."""

@@ -10,16 +10,19 @@ from __future__ import annotations
 
 import typing
 
-from serving.cli import main
-
 if typing.TYPE_CHECKING:
+    from serving.cli import main as main
     from serving.llm import LLM as LLM
 
 __all__ = ["LLM", "main"]
 
 
 def __getattr__(name: str) -> typing.Any:
-    """`LLM`, imported when it is asked for: it brings torch, which a command may not need."""
+    """Imported when asked for: `LLM` brings torch, which a command may not need; `python -m serving.cli` is `main`."""
+    if name == "main":
+        from serving.cli import main
+
+        return main
     if name == "LLM":
         from serving.llm import LLM
 

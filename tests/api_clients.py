@@ -124,7 +124,7 @@ def serving(app: FastAPI) -> Iterator[str]:
     """A real server on a free port; yields its address."""
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))
-    server = uvicorn.Server(uvicorn.Config(app, log_level="error", lifespan="off", timeout_graceful_shutdown=5))
+    server = uvicorn.Server(uvicorn.Config(app, log_config=None, lifespan="off", timeout_graceful_shutdown=5))
     thread = threading.Thread(target=server.run, args=([listener],), name="api server")
     thread.start()
     try:

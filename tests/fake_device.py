@@ -159,7 +159,6 @@ def make_core(
     overlap: bool,
     device_s: float = 0.0,
     host_s: float = 0.0,
-    collective: bool = False,
     blocks: int = 256,
     block_size: int = 4,
     config: SchedulerConfig | None = None,
@@ -177,7 +176,7 @@ def make_core(
         vocab_size=VOCAB,
     )
     timed = TimedScheduler(scheduler, clock, host_s)
-    return EngineCore(device, timed, overlap_schedule=overlap, collective=collective), device, clock
+    return EngineCore(device, timed, overlap_schedule=overlap), device, clock
 
 
 def run(core: EngineCore, requests: Iterable[RequestInput]) -> dict[str, list[int]]:

@@ -46,6 +46,7 @@ class FakeEngine:
         hold: steps wait until this is set, if there is one.
         alive: requests that run.
         aborted: requests that were taken back.
+        profile_failure: what `stop_profile` raises, if anything.
     """
 
     reply: Callable[[RequestInput], Sequence[int]] = count_up
@@ -63,6 +64,7 @@ class FakeEngine:
     aborted: list[str] = field(default_factory=list)
     requests: list[RequestInput] = field(default_factory=list)
     profiling: bool = False
+    profile_failure: Exception | None = None
 
     async def generate(self, request: RequestInput) -> AsyncGenerator[RequestOutput, None]:
         """Steps of the reply."""
@@ -88,6 +90,8 @@ class FakeEngine:
 
     async def stop_profile(self) -> list[Path]:
         """One file, that is not there."""
+        if self.profile_failure is not None:
+            raise self.profile_failure
         self.profiling = False
         return [Path("traces/rank0.json")]
 

@@ -147,7 +147,7 @@ def _event(value: dict[str, Any]) -> bytes:
 def running_stub() -> Iterator[Stub]:
     """The stub on a free port, in a thread of its own."""
     stub = Stub()
-    server = uvicorn.Server(uvicorn.Config(_app(stub), port=0, log_level="warning", ws="none", lifespan="off"))
+    server = uvicorn.Server(uvicorn.Config(_app(stub), port=0, log_config=None, ws="none", lifespan="off"))
     thread = threading.Thread(target=server.run)
     thread.start()
     try:

@@ -219,6 +219,8 @@ def test_echo_alone_scores_the_prompt() -> None:
         ({"min_p": 1.1}, "min_p"),
         ({"n": 0}, "n"),
         ({"n": True}, "n"),
+        ({"seed": 2**63}, "seed"),
+        ({"priority": -(2**63) - 1}, "priority"),
         ({"best_of": 3, "n": 2}, "best_of"),
         ({"logprobs": 21}, "logprobs"),
         ({"logit_bias": {"x": 1}}, "logit_bias"),

@@ -14,6 +14,7 @@ from pydantic import BaseModel
 
 from serving.api.response_models import ChatCompletion, ChatCompletionChunk, Completion, CompletionChunk, ErrorBody
 from serving.requests import EngineDead
+from ubatch import UBatchError
 
 GENERATING = ("/v1/completions", "/v1/chat/completions")
 BODY = {"prompt": "a", "messages": [{"role": "user", "content": "a"}], "max_tokens": 2}
@@ -80,6 +81,22 @@ def test_profile() -> None:
     assert not engine.profiling
 
 
+def test_a_profile_that_is_not_there() -> None:
+    engine = FakeEngine(profile_failure=UBatchError("rank 0: no profile was started."))
+    response = call(app_of(engine), "POST", "/stop_profile")
+    assert response.status_code == 409
+    assert "rank 0: no profile was started." in response.json()["error"]["message"]
+    assert response.json()["error"]["code"] == "no_profile"
+    engine.profile_failure = EngineDead("rank 1 was killed")
+    assert call(app_of(engine), "POST", "/stop_profile").status_code == 500
+
+
+def test_a_body_that_does_not_say_it_is_json() -> None:
+    response = call(app_of(FakeEngine()), "POST", GENERATING[0], content=b'{"prompt": "a"}')
+    assert response.status_code == 400
+    assert "Content-Type: application/json" in response.json()["error"]["message"]
+
+
 def test_the_key_opens_what_works() -> None:
     app = app_of(FakeEngine(), api_key="secret")
     for path in ("/health", "/version", "/openapi.json"):
@@ -105,6 +122,38 @@ def test_a_full_queue_says_when_to_come_back() -> None:
             assert response.status_code == status
             assert ("retry-after" in response.headers) == (status == 503)
     assert response.json()["error"]["code"] == "queue_full"
+
+
+class _Crowded(FakeEngine):
+    """Everything waits."""
+
+    @property
+    def num_waiting(self) -> int:  # type: ignore[override]
+        """As many as there are."""
+        return len(self.alive)
+
+    @num_waiting.setter
+    def num_waiting(self, _: int) -> None: ...
+
+
+@pytest.mark.parametrize(("outputs", "taken"), [(1, 3), (2, 2)])
+@pytest.mark.parametrize("streamed", [False, True])
+def test_requests_that_come_together_do_not_pass_the_full_queue(outputs: int, taken: int, streamed: bool) -> None:
+    engine = _Crowded()
+    app, several = app_of(engine, max_waiting_requests=3), 8
+
+    async def burst() -> list[int]:
+        engine.hold = asyncio.Event()
+        transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
+        body = {**BODY, "n": outputs, "stream": streamed}
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client, asyncio.timeout(30):
+            posts = [asyncio.create_task(client.post(GENERATING[0], json=body)) for _ in range(several)]
+            while sum(sent.done() for sent in posts) < several - taken:
+                await asyncio.sleep(0.01)
+            engine.hold.set()
+            return sorted([(await sent).status_code for sent in posts])
+
+    assert asyncio.run(burst()) == [200] * taken + [503] * (several - taken)
 
 
 def test_a_draining_server_takes_nothing_new() -> None:
@@ -163,6 +212,9 @@ def test_the_description_is_true() -> None:
         assert reference.removeprefix("#/components/schemas/") in schemas
     assert "HTTPValidationError" not in schemas
     assert list(description["components"]["securitySchemes"]) == ["HTTPBearer"]
+    for path, operations in description["paths"].items():
+        keyless = path in ("/health", "/version")
+        assert all(("security" in operation) is not keyless for operation in operations.values())
     for path in GENERATING:
         operation = description["paths"][path]["post"]
         assert {"200", "400", "401", "404", "500", "503"} <= set(operation["responses"])

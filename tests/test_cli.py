@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from checkpoints import make_qwen3_moe_checkpoint
 
+import serving
 from serving.bench.statistics import bootstrap, interleave_arms, paired
 from serving.cli import COMMANDS, main
 
@@ -22,6 +25,13 @@ def test_usage_lists_the_commands(words: list[str], capsys: pytest.CaptureFixtur
     assert status == (0 if words else 2)
     for name in COMMANDS:
         assert name in captured.out + captured.err
+
+
+def test_as_a_module_it_is_imported_once() -> None:
+    words = [sys.executable, "-W", "error::RuntimeWarning", "-m", "serving.cli", "--help"]
+    ran = subprocess.run(words, capture_output=True, text=True, timeout=100)
+    assert (ran.returncode, ran.stderr) == (0, "")
+    assert serving.main is main
 
 
 def test_unknown_command_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:

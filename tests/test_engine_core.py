@@ -136,7 +136,7 @@ def test_drain_finishes_the_step_in_flight_and_starts_none() -> None:
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_an_empty_step_tells_at_once_whether_all_ranks_are_idle(overlap: bool) -> None:
-    core, device, _ = make_core(overlap=overlap, collective=True)
+    core, device, _ = make_core(overlap=overlap)
     device.peers_busy = True
     core.step()
     assert not core.idle
@@ -151,7 +151,7 @@ def test_an_empty_step_tells_at_once_whether_all_ranks_are_idle(overlap: bool) -
 
 
 def test_statistics_count_steps_by_mode_and_outcome() -> None:
-    core, device, _ = make_core(overlap=True, collective=True)
+    core, device, _ = make_core(overlap=True)
     core.step()  # all idle: not counted
     device.peers_busy = True
     core.step()
@@ -212,6 +212,6 @@ class Stuck:
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_scheduler_that_never_runs_anything_is_found_out(overlap: bool) -> None:
     _, device, _ = make_core(overlap=False)
-    core = EngineCore(device, Stuck(), overlap_schedule=overlap, collective=False)
+    core = EngineCore(device, Stuck(), overlap_schedule=overlap)
     with pytest.raises(UBatchError, match="num_waiting=1"):
         any(core.step() for _ in range(2000))

@@ -22,17 +22,24 @@ ROOT = Path(__file__).resolve().parent.parent
 LONG = SamplingParams(max_tokens=400, ignore_eos=True)
 
 PARENT = """
-import asyncio, sys, time
+import asyncio, multiprocessing, sys
 from engine_mains import tiny
 from serving.engine import EngineClient
 
-async def main():
+async def serving():
     client = await EngineClient.start(tiny())
     print(client.pids[0], flush=True)
     await asyncio.sleep(60)
 
+async def starting():
+    start = asyncio.create_task(EngineClient.start(tiny()))
+    while not multiprocessing.active_children():
+        await asyncio.sleep(0.01)
+    print(multiprocessing.active_children()[0].pid, flush=True)
+    await start
+
 if __name__ == "__main__":
-    asyncio.run(main())
+    asyncio.run({"serving": serving, "starting": starting}[sys.argv[1]]())
 """
 
 
@@ -77,10 +84,10 @@ def test_a_start_that_fails_says_why_and_leaves_nothing(
     asyncio.run(scenario())
 
 
-def test_an_engine_does_not_outlive_its_parent() -> None:
-    code = PARENT
+@pytest.mark.parametrize("when", ["serving", "starting"])
+def test_an_engine_does_not_outlive_its_parent(when: str) -> None:
     parent = subprocess.Popen(
-        [sys.executable, "-c", code],
+        [sys.executable, "-c", PARENT, when],
         stdout=subprocess.PIPE,
         text=True,
         cwd=ROOT / "tests",

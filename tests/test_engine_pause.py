@@ -64,7 +64,7 @@ class SharedDevice(FakeDevice):
 
 def serve(rank: int, world_size: int, overlap: bool, scripts: Sequence[Script]) -> tuple[dict[str, list[int]], int]:
     """Run a rank's script; returns what came out, and how often it slept."""
-    core, _, clock = make_core(overlap=overlap, collective=True)
+    core, _, clock = make_core(overlap=overlap)
     core.executor = SharedDevice(clock)
     group = CommGroup.from_process_group(timeout_s=20)
     link = ScriptedLink(scripts[rank])

@@ -215,6 +215,10 @@ def test_the_death_of_a_rank_reaches_every_stream(served: Served) -> None:
         assert str(outcome) == "rank 1 was killed by SIGKILL."
     with pytest.raises(EngineDead, match="rank 1"):
         served.run(tokens_of(served.client, "late", [1], LONG))
+    with pytest.raises(EngineDead, match="rank 1"):
+        served.run(served.client.start_profile())
+    with pytest.raises(EngineDead, match="rank 1"):
+        served.run(served.client.stop_profile())
     assert pids[0] is not None
     assert served.run(wait_for(lambda: not is_alive(pids[0] or 0)))
 

@@ -85,6 +85,24 @@ def test_a_profile_has_every_step(tmp_path: Path) -> None:
         assert trace is None
 
 
+@pytest.mark.parametrize("end", ["stop", "start"])
+def test_a_profile_that_ends_while_its_step_is_in_flight_is_no_statistic(tmp_path: Path, end: str) -> None:
+    tracer = StepTracer()
+    tracer.start_profile()
+    for step in range(1, 41):
+        with tracer.step() as trace:
+            assert trace is not None
+            trace.spans += spans_of_a_step(step)
+        if step < 40:
+            tracer.engaged(trace)
+    if end == "stop":
+        assert tracer.stop_profile(tmp_path / "rank-0.json", 0) is None
+    else:
+        tracer.start_profile()
+    tracer.engaged(trace)
+    assert tracer.total.traced_steps == 0
+
+
 def test_a_forgotten_profile_ends_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("serving.engine.tracing.MOST_SPANS", 10)
     tracer = StepTracer()

@@ -257,9 +257,11 @@ LINE_IS_WRONG: Mapping[str, tuple[tuple[str, ...], str]] = {
     "wrong type": (("--port", "http"), "--port: expected an integer, not 'http'."),
     "wrong number": (("--timeout-s", "soon"), "--timeout-s: expected a number, not 'soon'."),
     "wrong type or nothing": (("--max-model-len", "all"), "--max-model-len: expected INT, not 'all'."),
-    "one of two numbers": (("--emulated-link", "3"), "--emulated-link: expected {FLOAT FLOAT}, not '3'."),
+    "one of two numbers": (("--emulated-link", "3"), "--emulated-link: expected two numbers, not '3'."),
     "wrong choice": (("--dtype", "int8"), "'int8'"),
-    "no value": (("--port",), "'--port'"),
+    "no value": (("--port",), "--port needs a value."),
+    "a word too many": (("--served-model-name", "a", "b"), "unexpected argument b; see --help."),
+    "nothing may wait": (("--max-waiting-requests", "0"), "--max-waiting-requests 0: it should be at least 1"),
     "too small": (("--max-num-seqs", "0"), "--max-num-seqs 0: it should be at least 1"),
     "unknown name": (("--attention-backend", "flash"), "did you mean 'flashinfer'"),
     "unknown schedule": (("--schedule", "two_batch"), "did you mean 'two_batch_"),
@@ -313,6 +315,7 @@ def test_wrong_flags_are_one_clear_line(name: str, capsys: pytest.CaptureFixture
     [
         ("dbo-decode-token-treshold: 8", "unknown key 'dbo-decode-token-treshold'; did you mean 'dbo-decode-token-thr"),
         ("config: other.yaml", "unknown key 'config'"),
+        ("zzzz: 1", "unknown key 'zzzz'; keys are the flags that --help shows, without dashes in front."),
         ("port: http", "port: it should be a valid integer, not 'http'"),
         ("port: '8000'", "port: it should be a valid integer, not '8000'"),
         ("port: true", "port: it should be a valid integer, not True"),
@@ -328,7 +331,8 @@ def test_wrong_flags_are_one_clear_line(name: str, capsys: pytest.CaptureFixture
         ),
         ("split-dims: {x: 0}", "split-dims has no meaning for a server"),
         ("- port", "must hold one mapping of settings, not list"),
-        ("port: [", "is not valid YAML"),
+        ("port: [", "serve.yaml, line 1, column 8 is not valid YAML: expected the node content, but found"),
+        ("\x07", "serve.yaml is not valid YAML"),
         ("enable-single-batch-overlap: true", "enable-single-batch-overlap in serve.yaml is not available yet"),
     ],
 )
@@ -372,7 +376,7 @@ def test_an_empty_key_in_the_environment_is_no_key(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("UBATCH_API_KEY", "")
-    assert "UBATCH_API_KEY: String should have at least 1 character" in refused(capsys, TINY)
+    assert "UBATCH_API_KEY: it should have at least 1 character" in refused(capsys, TINY)
 
 
 @pytest.mark.parametrize("words", [("--enable-dbo", "--enable-two-batch-overlap"), ("--enable-two-batch-overlap",)])

@@ -125,6 +125,14 @@ def test_sampling_that_needs_the_tokens_before_is_done_late(runner: ModelRunner)
         assert got[: len(expected)] == expected  # a stop token ends `generate`
 
 
+def test_an_end_of_sequence_token_that_only_the_tokenizer_has(tmp_path: Path) -> None:
+    checkpoint = make_qwen3_moe_checkpoint(tmp_path, num_hidden_layers=1, eos_token_id=10**6)
+    with make_runner(checkpoint) as runner:
+        assert runner.config.eos_token_ids == (10**6,)
+        output = generate(runner, PROMPTS[:1], SamplingParams(max_tokens=3, min_tokens=2))[0]
+    assert len(output.token_ids) == 3
+
+
 @pytest.mark.parametrize("params", HISTORIES[:3])
 def test_and_refused_when_it_is_not(runner: ModelRunner, params: SamplingParams) -> None:
     request = Request("early", PROMPTS[0], params)

@@ -69,12 +69,12 @@ def create_app(
     app.include_router(router, dependencies=told)
     if metrics_app is not None:
         app.router.routes.append(Route("/metrics", _Forwarded(metrics_app), include_in_schema=False))
-    _describe_chunks(app)
+    _complete_description(app)
     return app
 
 
-def _describe_chunks(app: FastAPI) -> None:
-    """FastAPI describes the models of whole answers by itself; those of a stream's events are added."""
+def _complete_description(app: FastAPI) -> None:
+    """What FastAPI does not know: the models of a stream's events, and which paths need no key."""
     described = app.openapi
 
     def openapi() -> dict[str, Any]:
@@ -83,6 +83,9 @@ def _describe_chunks(app: FastAPI) -> None:
         _, chunks = models_json_schema(models, ref_template="#/components/schemas/{model}")  # type: ignore[arg-type]
         for name, definition in chunks["$defs"].items():
             schema["components"]["schemas"].setdefault(name, definition)
+        for path in OPEN_PATHS & schema["paths"].keys():
+            for operation in schema["paths"][path].values():
+                operation.pop("security", None)
         return schema
 
     app.openapi = openapi  # type: ignore[method-assign]

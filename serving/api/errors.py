@@ -106,6 +106,10 @@ def _validation_error(errors: Sequence[Mapping[str, Any]]) -> ApiError:
     param = ".".join(place) or None
     if first["type"] == "missing":
         return ApiError(400, f"{param or 'the body'} is missing.", param=param)
+    if isinstance(first.get("input"), bytes):  # FastAPI hands on what it was not told to read as JSON
+        return ApiError(400, "The body is read only if it is JSON and says so: Content-Type: application/json.")
+    if first["type"] == "too_short":
+        return ApiError(400, f"{param}: Input should not be empty.", param=param)
     shown = repr(first.get("input"))
     if len(shown) > SHOWN_CHARACTERS:
         shown = shown[:SHOWN_CHARACTERS] + "..."

@@ -64,9 +64,12 @@ async def run_outputs(service: Service, outputs: Sequence[Output]) -> AsyncGener
     """Generate all of them; deltas of one output come in order. Closing the generator takes back what still runs.
 
     Raises:
+        QueueFull: too many requests wait already.
         UBatchError: the first error of any output; the others are taken back.
     """
     if len(outputs) == 1:
+        async with service.entrance:
+            service.check_queue()  # from here to the engine nothing is awaited
         async with aclosing(_run(service.engine, service.observer, outputs[0])) as deltas:
             async for delta in deltas:
                 yield delta
@@ -82,8 +85,12 @@ async def run_outputs(service: Service, outputs: Sequence[Output]) -> AsyncGener
         except Exception as error:
             arrived.put_nowait(error)
 
-    tasks = [asyncio.create_task(forward(output)) for output in outputs]
+    tasks: list[asyncio.Task[None]] = []
     try:
+        async with service.entrance:
+            service.check_queue()
+            tasks += [asyncio.create_task(forward(output)) for output in outputs]
+            await asyncio.sleep(0)  # every one reaches the engine
         running = len(tasks)
         while running:
             item = await arrived.get()

@@ -20,6 +20,7 @@ __all__ = [
 ]
 
 MAX_OUTPUTS = 128
+Int64 = Field(ge=-(2**63), le=2**63 - 1)  # what goes to an engine
 
 
 def _or_else(expected: str) -> WrapValidator:
@@ -64,7 +65,7 @@ class GenerationRequest(_Body):
     n: Annotated[int | None, Field(ge=1, le=MAX_OUTPUTS, description="outputs per prompt (1)")] = None
     stop: Annotated[Stop, Field(description="texts that end the output, which they are not part of")] = None
     stop_token_ids: Annotated[list[int] | None, Field(description="tokens that end the output")] = None
-    seed: Annotated[int | None, Field(description="makes the outputs repeatable; output i has seed + i")] = None
+    seed: Annotated[int | None, Int64, Field(description="makes the outputs repeatable; output i has seed + i")] = None
     temperature: Annotated[float | None, Field(ge=0, le=2, description="0 is greedy (1)")] = None
     top_p: Annotated[float | None, Field(gt=0, le=1, description="from the likeliest of this mass (1)")] = None
     top_k: Annotated[int | None, Field(ge=-1, description="from the k likeliest; 0 or -1 from all (0)")] = None
@@ -80,7 +81,9 @@ class GenerationRequest(_Body):
     stream: Annotated[bool | None, Field(description="answer with server-sent events")] = None
     stream_options: Annotated[StreamOptions | None, Field(description="only with stream")] = None
     user: Annotated[str | None, Field(description="not used")] = None
-    priority: Annotated[int | None, Field(description="lower runs earlier, with --scheduling-policy priority")] = None
+    priority: Annotated[
+        int | None, Int64, Field(description="lower runs earlier, with --scheduling-policy priority")
+    ] = None
     add_special_tokens: Annotated[bool | None, Field(description="the tokenizer adds its special tokens")] = None
 
 

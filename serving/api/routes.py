@@ -29,6 +29,8 @@ from serving.api.response_models import (
 )
 from serving.api.service import Service
 from serving.api.sse import ClientLeft, EventStream, until_client_leaves
+from serving.requests import EngineDead
+from ubatch import UBatchError
 
 __all__ = ["STREAMED", "router"]
 
@@ -49,6 +51,7 @@ def _errors(**said: str) -> dict[int | str, dict[str, Any]]:
 
 WRONG_VALUE = "a value is wrong, or the prompt does not fit (`context_length_exceeded`)"
 UNKNOWN_MODEL = "no model has this name (`model_not_found`)"
+NO_PROFILE = "no profile was started, or it could not be written (`no_profile`)"
 GENERATION_ERRORS = {
     "400": WRONG_VALUE,
     "404": UNKNOWN_MODEL,
@@ -174,10 +177,16 @@ async def start_profile(request: Request) -> Status:
     return Status(status="profiling")
 
 
-@router.post("/stop_profile", responses=_errors(**{"500": "the engine failed"}))
+@router.post("/stop_profile", responses=_errors(**{"409": NO_PROFILE, "500": "the engine failed"}))
 async def stop_profile(request: Request) -> ProfileFiles:
     """End it, and write the traces: Chrome's format, which Perfetto shows."""
-    return ProfileFiles(files=[str(path) for path in await _service(request).engine.stop_profile()])
+    try:
+        files = await _service(request).engine.stop_profile()
+    except EngineDead:
+        raise
+    except UBatchError as error:
+        raise ApiError(409, f"There is no profile: {error}", code="no_profile") from error
+    return ProfileFiles(files=[str(path) for path in files])
 
 
 def _card(service: Service, name: str) -> ModelCard:

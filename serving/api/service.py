@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
@@ -68,6 +69,7 @@ class Service:
         observer: told about every output.
         max_waiting_requests: how many requests may wait for a rank; None for no limit.
         created: when the server was started, in seconds since 1970.
+        entrance: held from the check of the queue until the engine counts what was let in.
     """
 
     engine: Engine
@@ -77,6 +79,7 @@ class Service:
     observer: RequestObserver = field(default_factory=NoObserver)
     max_waiting_requests: int | None = None
     created: int = field(default_factory=lambda: int(time.time()))
+    entrance: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def model_name(self, name: str | None) -> str:
         """The name that a request means.
@@ -106,6 +109,14 @@ class Service:
             raise ApiError(503, f"The engine is dead: {self.engine.dead}", code="engine_dead")
         if draining:
             raise ApiError(503, "The server is shutting down and takes no new requests.", code="shutting_down")
+        self.check_queue()
+
+    def check_queue(self) -> None:
+        """Whether one more request may wait. Many may be let in before the first of them is the engine's: `entrance`.
+
+        Raises:
+            QueueFull: too many wait already.
+        """
         waiting, limit = self.engine.num_waiting, self.max_waiting_requests
         if limit is not None and waiting >= limit:
             raise QueueFull(f"{waiting} requests wait already, and at most {limit} may. Try again later.")

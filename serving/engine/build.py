@@ -66,9 +66,7 @@ def make_core(options: EngineOptions, runner: ModelRunner) -> EngineCore:
         eos_token_ids=runner.config.eos_token_ids,
         vocab_size=runner.config.vocab_size,
     )
-    return EngineCore(
-        runner, scheduler, overlap_schedule=options.overlaps_schedule, collective=runner.group is not None
-    )
+    return EngineCore(runner, scheduler, overlap_schedule=options.overlaps_schedule)
 
 
 def warm_up(options: EngineOptions, runner: ModelRunner) -> None:

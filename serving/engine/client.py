@@ -193,10 +193,7 @@ class EngineClient:
             RequestError, KVCacheExhausted: it cannot be served.
             EngineDead: an engine died; nothing runs any more.
         """
-        if self.dead is not None:
-            raise self._dead_again()
-        if self._closing:
-            raise EngineDead("the engines were closed.")
+        self._check_alive()
         request_id = request.request_id
         if request_id in self._router:
             raise RequestError(f"request {request_id!r} is being served already; give each its own request_id.")
@@ -262,7 +259,12 @@ class EngineClient:
         return await asyncio.shield(self._died)
 
     async def start_profile(self) -> None:
-        """Let every rank record its steps."""
+        """Let every rank record its steps.
+
+        Raises:
+            EngineDead: an engine died; nothing runs any more.
+        """
+        self._check_alive()
         self._send_all(StartProfile())
 
     async def stop_profile(self, folder: Path | None = None) -> list[Path]:
@@ -275,9 +277,10 @@ class EngineClient:
             The files, in the order of the ranks.
 
         Raises:
-            UBatchError: no profile was started, or a file could not be written.
+            UBatchError: no profile was started, or a file could not be written, or not in time.
             EngineDead: an engine died meanwhile.
         """
+        self._check_alive()
         if self._profiles:
             raise UBatchError("a profile is being written already.")
         folder = folder or self.options.profile_folder or Path(tempfile.mkdtemp(prefix="ubatch-profile-"))
@@ -287,6 +290,8 @@ class EngineClient:
             for rank in ranks:
                 self._send(rank, encode(StopProfile(str(folder / f"rank-{rank}.json"))))
             answers = await asyncio.wait_for(asyncio.gather(*self._profiles.values()), _PROFILE_S)
+        except TimeoutError as error:
+            raise UBatchError(f"not every rank has written its profile within {_PROFILE_S:.0f} s.") from error
         finally:
             self._profiles = {}
         for answer in answers:
@@ -375,6 +380,12 @@ class EngineClient:
         assert self._engines is not None
         await asyncio.to_thread(self._engines.join, 3.0)
         self._engines.kill()
+
+    def _check_alive(self) -> None:
+        if self.dead is not None:
+            raise self._dead_again()
+        if self._closing:
+            raise EngineDead("the engines were closed.")
 
     def _dead_again(self) -> EngineDead:
         """The same error anew, for each that waits: one raised twice would carry both tracebacks."""

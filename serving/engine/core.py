@@ -78,16 +78,12 @@ class EngineCore:
         executor: runs the steps.
         scheduler: fills them.
         overlap_schedule: which of the two loops.
-        collective: other ranks take part in every step, so that an empty one is launched, too.
     """
 
-    def __init__(
-        self, executor: Executor, scheduler: StepScheduler, *, overlap_schedule: bool, collective: bool
-    ) -> None:
+    def __init__(self, executor: Executor, scheduler: StepScheduler, *, overlap_schedule: bool) -> None:
         self.executor = executor
         self.scheduler = scheduler
         self.overlap_schedule = overlap_schedule
-        self.collective = collective
         self.tracer = StepTracer()
         self._in_flight: _InFlight | None = None
         self._steps: Counter[str] = Counter()
@@ -122,6 +118,8 @@ class EngineCore:
 
     def step(self) -> list[RequestOutput]:
         """One turn of the loop; returns the outputs that came in it. With several ranks all must call it.
+
+        A step without tokens is launched, too: the other ranks may have some.
 
         Raises:
             PeerFailed, TransferTimeout, GroupBroken, UBatchTimeout: the step did not end; see `ModelRunner.launch`.

@@ -145,6 +145,7 @@ class RankEngines:
         def end(task: asyncio.Task[T]) -> None:
             if task.cancelled():
                 result.cancel()
+                result.set_running_or_notify_cancel()  # `cancel` alone does not wake `wait`
             elif (error := task.exception()) is not None:
                 result.set_exception(error)
             else:

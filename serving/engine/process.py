@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import multiprocessing
 import os
 import signal
 import sys
@@ -74,11 +75,13 @@ _REPORT_S = 0.2
 
 def run_engine(options: EngineOptions, rank: int, store_host: str, store_port: int) -> None:
     """What the process of a rank runs. It exits with status 0 after `Shutdown`, with 1 after an error."""
-    parent = os.getppid()
+    started_by = multiprocessing.parent_process()
+    parent = os.getppid() if started_by is None else started_by.pid
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     if options.log_level is not None:
         configure_logging(options.log_level, f"rank {rank}")
+    _check_parent(parent)  # without it the store does not answer, and connecting to it would be tried for minutes
     store = connect_store(store_host, store_port)
     link = EngineLink(client_address(store), f"rank-{rank}")
     try:
@@ -99,6 +102,11 @@ def run_engine(options: EngineOptions, rank: int, store_host: str, store_port: i
 
 class Orphaned(UBatchError):
     """The process that started this rank is gone."""
+
+
+def _check_parent(parent: int | None) -> None:
+    if os.getppid() != parent:
+        raise Orphaned(f"the process that started it ({parent}) is gone.")
 
 
 @contextmanager
@@ -167,7 +175,7 @@ class Engine:
         parent: the process that started it, which it outlives by a step at most, or by the look-out interval.
     """
 
-    def __init__(self, ready: Ready, core: EngineCore, group: CommGroup | None, link: Link, parent: int) -> None:
+    def __init__(self, ready: Ready, core: EngineCore, group: CommGroup | None, link: Link, parent: int | None) -> None:
         self.rank = ready.rank
         self.core = core
         self._ready = ready
@@ -215,8 +223,7 @@ class Engine:
 
     def _take_in(self, wait_s: float) -> bool:
         """Handle what has come; wait so long for the first message. False after `Shutdown`."""
-        if os.getppid() != self._parent:
-            raise Orphaned(f"the process that started it ({self._parent}) is gone.")
+        _check_parent(self._parent)
         received = self._received
         for message in self._link.receive(wait_s):
             self._handle(message)

@@ -82,12 +82,14 @@ class StepTracer:
         """A step that overlapped is over."""
         if trace is None or trace is self._profile:
             self._untraced += 1
-        elif self._untraced >= TRACE_EVERY - 1:
+        elif trace.spans and self._untraced >= TRACE_EVERY - 1:  # without any it was of a profile that is over
             self.total = self.total.add(trace.spans)
             self._untraced = 0
 
     def start_profile(self) -> None:
         """Record every step from now on; what an earlier profile recorded is dropped."""
+        if self._profile is not None:
+            self._profile.clear()
         self._profile, self._full = Trace(), False
 
     def stop_profile(self, path: Path, rank: int) -> str | None:
@@ -100,8 +102,11 @@ class StepTracer:
             write_chrome(path, {rank: trace.spans})
         except OSError as error:
             return f"cannot write {path}: {error.strerror}."
-        log_event(_logger, "profile written", path=path, steps=trace.step, spans=len(trace.spans))
-        return None
+        else:
+            log_event(_logger, "profile written", path=path, steps=trace.step, spans=len(trace.spans))
+            return None
+        finally:
+            trace.clear()  # the overlapped loop may still have to process a step that was recorded in it
 
     def _trim(self, trace: Trace) -> None:
         trace.events.clear()  # for the simulator; a profile shows spans only

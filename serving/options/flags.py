@@ -95,7 +95,9 @@ class _Group(BaseModel):
 
 def _plain(message: str) -> str:
     """pydantic's message, as the end of a sentence that began with the setting's name."""
-    message = message.removeprefix("Value error, ").replace("Input should", "it should")
+    message = (
+        message.removeprefix("Value error, ").replace("Input should", "it should").replace("String should", "it should")
+    )
     return message.replace("greater than or equal to", "at least").replace("less than or equal to", "at most")
 
 
@@ -254,7 +256,7 @@ class Server(_Group):
     max_waiting_requests: Annotated[
         int | None,
         derived("INT", "no limit"),
-        Field(ge=0, description="requests beyond this many waiting ones get 503 and Retry-After"),
+        Field(ge=1, description="requests beyond this many waiting ones get 503 and Retry-After"),
     ] = None
     drain_timeout_s: Annotated[
         float, Field(ge=0, description="after SIGTERM, seconds until requests that still run are cut off")

@@ -179,9 +179,14 @@ def _flags_given(words: Sequence[str]) -> dict[str, str]:
 
 
 def _nearest_flag(name: str, known: Iterable[str]) -> str:
-    """The hint alone: the whole list is what `--help` is for."""
+    hint = _nearest_alone(name, known)
+    return hint.replace(" '", " --").replace("'?", "?").replace("_", "-") or "; see --help."
+
+
+def _nearest_alone(name: str, known: Iterable[str]) -> str:
+    """The hint, if there is one: the whole list is what `--help` is for."""
     hint = nearest(name, known).partition(" Known: ")[0]
-    return hint.replace(" '", " --").replace("'?", "?").replace("_", "-") if "?" in hint else "; see --help."
+    return hint if "?" in hint else ""
 
 
 def _parse(program: str, description: str, words: Sequence[str]) -> Options:
@@ -218,6 +223,9 @@ def _one_line(box: str) -> str:
 _PLAINER = (
     ("^Error parsing ", ""),
     (r" Got errors: .*", ""),
+    (r"^Unrecognized options: (.+)", r"unexpected argument \1; see --help."),
+    (r"^Missing value for argument '(.+)'\. Expected 1 values\.$", r"\1 needs a value."),
+    (r"\{FLOAT FLOAT\}", "two numbers"),
     (r"no type matching (?:\{None\}\|)?(.+) could be instantiated from \[(.*)\]\.", r"expected \1, not \2."),
     (r"invalid literal for int\(\) with base 10: ('.*')$", r"expected an integer, not \1."),
     (r"could not convert string to float: ('.*')$", r"expected a number, not \1."),
@@ -240,8 +248,9 @@ def read_file(path: Path) -> Layer:
         if name in _NO_SERVER:
             raise ConfigError(f"{path}: {key} has no meaning for a server: {_NO_SERVER[name]}. Remove it.")
         if setting not in SETTINGS:
-            known = [*SETTINGS, *ALIASES]
-            raise ConfigError(f"{path}: unknown key {key!r}{nearest(name, [k.replace('_', '-') for k in known])}")
+            known = {each.replace("_", "-") for each in (*SETTINGS, *ALIASES)}
+            hint = _nearest_alone(name, known) or "; keys are the flags that --help shows, without dashes in front."
+            raise ConfigError(f"{path}: unknown key {key!r}{hint}")
         items.append((name, _checked(setting, value, f"{path}: {key}"), f"{key} in {path}"))
     return _layer(items, Source.FILE, str(path))
 
@@ -269,7 +278,7 @@ def read_keywords(keywords: Mapping[str, Any]) -> Layer:
     for name, value in keywords.items():
         setting = ALIASES.get(name, name)
         if setting not in SETTINGS:
-            raise ConfigError(f"unknown option {name!r}{nearest(name, [*SETTINGS, *ALIASES])}")
+            raise ConfigError(f"unknown option {name!r}{nearest(name, {*SETTINGS, *ALIASES})}")
         items.append((name, _checked(setting, value, name), name))
     return _layer(items, Source.KEYWORD)
 
@@ -281,6 +290,10 @@ def _read_yaml(path: Path) -> Mapping[Any, Any]:
         raise ConfigError(f"cannot read {path}: {error.strerror}.") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"cannot read {path}: it is not UTF-8 text ({error.reason}).") from error
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark
+        where = f", line {mark.line + 1}, column {mark.column + 1}" if mark is not None else ""
+        raise ConfigError(f"{path}{where} is not valid YAML: {error.problem}.") from error
     except yaml.YAMLError as error:
         raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
     if values is None:

@@ -29,6 +29,7 @@ def check_input(given: RequestInput, *, vocab_size: int, max_model_len: int, max
         raise RequestError(f"the prompt of request {name!r} is empty; give at least one token.")
     _check_vocabulary(name, "the prompt", tokens, vocab_size)
     _check_vocabulary(name, "logit_bias", [token for token, _ in given.params.logit_bias], vocab_size)
+    _check_vocabulary(name, "stop_token_ids", given.params.stop_token_ids, vocab_size)
     if len(tokens) + 1 > max_model_len:
         raise RequestError(
             f"the prompt of request {name!r} has {len(tokens)} tokens; with one of output that is more than "
