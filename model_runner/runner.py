@@ -54,7 +54,6 @@ from ubatch import (
     UBatchWrapper,
     nearest,
     set_forward_context,
-    several_cores,
 )
 
 __all__ = ["ModelRunner"]
@@ -230,7 +229,7 @@ class ModelRunner:
             StepOrderError: a token is pending that nobody has sampled.
             Others: see `execute`.
         """
-        with self.together(), several_cores(self._cores()):
+        with self.together():
             batch = build_input_batch(scheduled, self.request_table, self.kv_cache.spec, self.device)
             batch = replace(batch, input_ids=self._sampling.future_map.resolve(batch.input_ids, batch.pending))
             for span in batch.prompt_spans:
@@ -254,10 +253,6 @@ class ModelRunner:
     def forward(self, batch: InputBatch, agreed: Coordination) -> Tensor:
         """The logits of the rows that are sampled, `[S, vocab_size]`, overlapped if that was agreed."""
         return self.model.compute_logits(self._hidden_states(batch, agreed).index_select(0, batch.logits_rows))
-
-    def _cores(self) -> int:
-        """As many as torch may use, on a CPU."""
-        return torch.get_num_threads() if self.device.type == "cpu" else 1
 
     def _hidden_states(self, batch: InputBatch, agreed: Coordination) -> Tensor:
         with set_forward_context(self.forward_context(batch, agreed)):

@@ -22,6 +22,7 @@ from ubatch import ConfigError
 __all__ = ["PackedLinear", "kernel_rows", "linear", "packing_pays"]
 
 _PROBE = (256, 512, 512)  # tokens, inputs, outputs
+_FEW_ROWS_PROBE = (8, 512, 512)
 _ROUNDS = 12
 _PACKED_FOR_ROWS = 64  # the layout depends on it; this one is good from 1 row to 1024
 _MARGIN = 1.1  # a library that is hardly faster is not worth leaving torch's own choice for
@@ -90,8 +91,12 @@ def kernel_rows(rows: int) -> int:
 
 
 def packing_pays(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether `PackedLinear` is the fastest here: float32, on a CPU where oneDNN is faster than torch's own choice."""
-    return dtype is torch.float32 and device.type == "cpu" and _onednn_is_faster()
+    """Whether `PackedLinear` is the fastest here for the few rows that an expert has in a decode step; float32, CPU.
+
+    That is another question than whether oneDNN multiplies large matrices faster: with few rows, how the weights lie in
+    memory counts for more.
+    """
+    return dtype is torch.float32 and device.type == "cpu" and _packed_is_faster()
 
 
 def _onednn_may_run(x: Tensor, weight: Tensor) -> bool:
@@ -119,13 +124,30 @@ def _onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 @functools.cache
 def _onednn_is_faster() -> bool:
     """Measured once per process."""
-    if not torch.backends.mkldnn.is_available() or not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
+    if not _has_onednn():
         return False
     with torch.inference_mode():
         tokens, inputs, outputs = _PROBE
         x, weight = torch.ones(tokens, inputs, device="cpu"), torch.ones(outputs, inputs, device="cpu")
         own, onednn = _best_times((lambda: F.linear(x, weight), lambda: _onednn(x, weight, None)))
         return own > _MARGIN * onednn
+
+
+@functools.cache
+def _packed_is_faster() -> bool:
+    """Measured once per process."""
+    if not _has_onednn():
+        return False
+    with torch.inference_mode():
+        tokens, inputs, outputs = _FEW_ROWS_PROBE
+        x, weight = torch.ones(tokens, inputs, device="cpu"), torch.ones(outputs, inputs, device="cpu")
+        packed = PackedLinear(weight)
+        own, onednn = _best_times((lambda: linear(x, weight), lambda: packed(x)))
+        return own > _MARGIN * onednn
+
+
+def _has_onednn() -> bool:
+    return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 
 def _best_times(ways: Sequence[Callable[[], Tensor]]) -> list[float]:

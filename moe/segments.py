@@ -11,8 +11,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ubatch import num_cores, row_pieces
-
 __all__ = ["segment_offsets", "segment_sum"]
 
 
@@ -44,17 +42,4 @@ def segment_sum(rows: Tensor, index: Tensor, offsets: Tensor, weights: Tensor | 
     """
     if rows.shape[0] == 0:
         return rows.new_zeros(offsets.shape[0] - 1, rows.shape[1])
-    segments = offsets.shape[0] - 1
-    if num_cores() == 1:
-        return _bag(rows, index, offsets, weights)
-
-    def some(part: slice) -> tuple[Tensor]:
-        here = offsets[part.start : part.stop + 1]
-        first, last = here[[0, -1]].tolist()
-        return (_bag(rows, index[first:last], here - first, None if weights is None else weights[first:last]),)
-
-    return row_pieces(some, segments)[0]
-
-
-def _bag(rows: Tensor, index: Tensor, offsets: Tensor, weights: Tensor | None) -> Tensor:
     return F.embedding_bag(index, rows, offsets, mode="sum", per_sample_weights=weights, include_last_offset=True)

@@ -230,10 +230,10 @@ def test_the_workspace_is_the_back_ends_and_grows_only_when_needed() -> None:
         assert backend.nbytes > held
         plan.forward(large.q, large.k, large.v, 0)
     held = backend.nbytes
-    workspace = backend._workspaces[0].take(1).data_ptr()
+    workspace = backend._workspace.take(1).data_ptr()
     out = backend.plan(large.metadata).forward(large.q, large.k, large.v, 0)  # outside of inference mode, too
     torch.testing.assert_close(out, large.expected(), atol=2e-6, rtol=1e-5)
-    assert (backend.nbytes, backend._workspaces[0].take(1).data_ptr()) == (held, workspace)
+    assert (backend.nbytes, backend._workspace.take(1).data_ptr()) == (held, workspace)
     assert first.num_calls == 1
 
 
@@ -241,7 +241,7 @@ def test_the_workspace_is_zeroed_when_made() -> None:
     batch = make_batch([(70, 1), (64, 1)])
     backend = TorchAttentionBackend(batch.shape, batch.new_cache())
     backend.plan(batch.metadata)
-    assert not backend._workspaces[0].take(backend.nbytes // 4).any()
+    assert not backend._workspace.take(backend.nbytes // 4).any()
 
 
 def test_two_plans_do_not_share_state() -> None:

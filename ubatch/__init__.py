@@ -41,7 +41,6 @@ from ubatch.collectives import (
 )
 from ubatch.config import CUDAGraphMode, UBatchConfig
 from ubatch.context import UBatchContext, current_lane, current_schedule, make_ubatch_contexts
-from ubatch.cores import num_cores, row_pieces, run_pieces, several_cores
 from ubatch.dbo import (
     dbo_current_ubatch_id,
     dbo_enabled,
@@ -158,13 +157,9 @@ __all__ = [
     "launch_reduce_scatter",
     "make_ubatch_contexts",
     "nearest",
-    "num_cores",
     "reduce_scatter",
     "register_splitter",
-    "row_pieces",
-    "run_pieces",
     "set_forward_context",
-    "several_cores",
     "split_balanced",
     "split_by_cost",
     "split_fixed",

@@ -23,7 +23,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from typing import ClassVar
 
 import torch
@@ -45,7 +45,6 @@ from attention.backends.torch_groups import (
 from attention.kv_cache import PagedKVCache
 from attention.lse import softmax_attention
 from attention.metadata import CommonAttentionMetadata
-from ubatch import num_cores, run_pieces
 
 __all__ = ["TorchAttentionBackend", "TorchAttentionPlan"]
 
@@ -61,24 +60,21 @@ class TorchAttentionBackend(EagerOnly):
     def __init__(self, shape: AttentionShape, kv_cache: PagedKVCache) -> None:
         self.shape = shape
         self.kv_cache = kv_cache
-        self._workspaces: list[Workspace] = []  # one per core
+        self._workspace = Workspace(kv_cache.spec.storage_dtype, kv_cache.device)
 
     @property
     def nbytes(self) -> int:
         """See `AttentionBackend`."""
-        return sum(workspace.nbytes for workspace in self._workspaces)
+        return self._workspace.nbytes
 
     def plan(self, metadata: CommonAttentionMetadata) -> TorchAttentionPlan:
         """Sort the requests into groups and prepare indices and masks for all layers."""
-        cache, cores = self.kv_cache, num_cores()
-        while len(self._workspaces) < cores:
-            self._workspaces.append(Workspace(cache.spec.storage_dtype, cache.device))
-        return TorchAttentionPlan([_Step(self.shape, cache, metadata, each) for each in self._workspaces[:cores]])
+        return TorchAttentionPlan(_Step(self.shape, self.kv_cache, metadata, self._workspace))
 
 
 @dataclass(frozen=True)
 class _Step:
-    """What all groups of a step share that one core computes."""
+    """What all groups of a step share."""
 
     shape: AttentionShape
     kv_cache: PagedKVCache
@@ -171,17 +167,16 @@ class _Paged:
 class TorchAttentionPlan:
     """The groups of one step of one lane, with their indices and masks."""
 
-    def __init__(self, cores: Sequence[_Step]) -> None:
-        self._step = step = cores[0]
+    def __init__(self, step: _Step) -> None:
+        self._step = step
         self._num_rows = step.metadata.slot_mapping.shape[0]
         self._slots = step.kv_cache.write_slots(step.metadata.slot_mapping)
-        self._cores = cores
-        self._groups = _make_groups(cores)
+        self._groups = _make_groups(step)
 
     @property
     def num_calls(self) -> int:
         """Attention calls per layer."""
-        return sum(map(len, self._groups))
+        return len(self._groups)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, layer: int, sinks: Tensor | None = None) -> Tensor:
         """See `AttentionPlan.forward`.
@@ -192,21 +187,15 @@ class TorchAttentionPlan:
         step = self._step
         step.shape.check_sinks(sinks)
         step.kv_cache.write(layer, k, v, self._slots)
-        if self.num_calls == 1 and (only := self._groups[0][0]).tokens.covers(self._num_rows):
-            return only.attend(step, q, k, v, layer, sinks)
+        if len(self._groups) == 1 and self._groups[0].tokens.covers(self._num_rows):
+            return self._groups[0].attend(step, q, k, v, layer, sinks)
         out = torch.zeros_like(q, memory_format=torch.contiguous_format)
-
-        def attend(core: _Step, groups: Sequence[_Fresh | _Paged]) -> None:
-            for group in groups:
-                out[group.tokens.rows] = group.attend(core, q, k, v, layer, sinks)
-
-        run_pieces([partial(attend, *share) for share in zip(self._cores, self._groups, strict=True)])
+        for group in self._groups:
+            out[group.tokens.rows] = group.attend(step, q, k, v, layer, sinks)
         return out
 
 
-def _make_groups(cores: Sequence[_Step]) -> list[list[_Fresh | _Paged]]:
-    """Each core's groups, of which no one has much more to do than another."""
-    step = cores[0]
+def _make_groups(step: _Step) -> list[_Fresh | _Paged]:
     spec = step.kv_cache.spec
     fresh: list[Request] = []
     decode: list[Request] = []
@@ -217,23 +206,6 @@ def _make_groups(cores: Sequence[_Step]) -> list[list[_Fresh | _Paged]]:
         else:
             (decode if request.query_len == 1 else extend).append(request)
     limit = gathered_tokens(spec.num_kv_heads * spec.head_dim, spec.dtype)
-    bundles: list[tuple[type[_Fresh | _Paged], list[Request]]] = [
-        (_Fresh, requests) for requests in bundle(fresh, _share(fresh, len(cores)))
-    ]
-    for kind in (decode, extend):
-        bundles += [(_Paged, requests) for requests in bundle(kind, min(limit, _share(kind, len(cores))))]
-    groups: list[list[_Fresh | _Paged]] = [[] for _ in cores]
-    work = [0] * len(cores)
-    for make, requests in bundles:
-        core = work.index(min(work))
-        groups[core].append(make(cores[core], requests))
-        work[core] += sum(request.query_len * request.num_keys for request in requests)
+    groups: list[_Fresh | _Paged] = [_Fresh(step, requests) for requests in bundle(fresh)]
+    groups += [_Paged(step, requests) for kind in (decode, extend) for requests in bundle(kind, limit)]
     return groups
-
-
-def _share(requests: Sequence[Request], cores: int) -> float:
-    """How many keys of these requests are one core's share; with room for one more, lest a few be left over."""
-    if cores == 1 or not requests:
-        return math.inf
-    keys = [request.num_keys for request in requests]
-    return sum(keys) / cores + max(keys)

@@ -10,7 +10,7 @@ from attention import AttentionPlan, AttentionShape
 from model_runner.models.rope import Rotation
 from model_runner.weights import Checkpoint
 from moe import linear
-from ubatch import Point, dbo_yield, row_pieces
+from ubatch import Point, dbo_yield
 
 __all__ = ["Attention", "GatedMLP", "frozen", "rms_norm"]
 
@@ -75,22 +75,16 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, rotation: Rotation, plan: AttentionPlan) -> Tensor:
         """`x` `[T, hidden_size]`, normalised; the result is to be added to the residual."""
-        num_heads = self.shape.num_heads
-        qk, v = row_pieces(lambda rows: self._project(x[rows], rotation[rows]), x.shape[0])
-        dbo_yield(Point.ATTN_PREPARE)
-        out = plan.forward(qk[:, :num_heads], qk[:, num_heads:], v, self.layer).flatten(1)
-        (out,) = row_pieces(lambda rows: (linear(out[rows], self.out, self.out_bias),), x.shape[0])
-        return out
-
-    def _project(self, x: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
-        """Queries and keys `[T, heads, head_dim]`, rotated, in one tensor; and values."""
         shape = self.shape
         num_qk = shape.num_heads + shape.num_kv_heads
         heads = linear(x, self.qkv, self.qkv_bias).view(x.shape[0], num_qk + shape.num_kv_heads, shape.head_dim)
         qk, v = heads[:, :num_qk], heads[:, num_qk:]
         if self.qk_norm is not None:
             qk = F.rms_norm(qk, (shape.head_dim,), None, self.norm_eps) * self.qk_norm
-        return rotation.rotate(qk), v
+        qk = rotation.rotate(qk)
+        dbo_yield(Point.ATTN_PREPARE)
+        out = plan.forward(qk[:, : shape.num_heads], qk[:, shape.num_heads :], v, self.layer)
+        return linear(out.flatten(1), self.out, self.out_bias)
 
 
 class GatedMLP(nn.Module):
@@ -110,9 +104,5 @@ class GatedMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """`[T, hidden_size]` to the same."""
-        (out,) = row_pieces(lambda rows: (self._compute(x[rows]),), x.shape[0])
-        return out
-
-    def _compute(self, x: Tensor) -> Tensor:
         gate, up = linear(x, self.gate_up, self.gate_up_bias).chunk(2, dim=-1)
         return linear(F.silu(gate) * up, self.down, self.down_bias)

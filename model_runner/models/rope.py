@@ -208,10 +208,6 @@ class Rotation:
     cos: Tensor
     sin: Tensor
 
-    def __getitem__(self, rows: slice) -> Rotation:
-        """Of some of the tokens."""
-        return Rotation(self.cos[rows], self.sin[rows])
-
     def rotate(self, x: Tensor) -> Tensor:
         """`x` `[T, heads, head_dim]` rotated to its tokens' positions."""
         return torch.addcmul(x * self.cos, x.roll(x.shape[-1] // 2, dims=-1), self.sin)

@@ -12,9 +12,7 @@ into a CUDA graph.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import accumulate
 
 import torch
@@ -24,11 +22,8 @@ from torch import Tensor
 from moe.cpu_linear import linear
 from moe.experts.base import FusedExperts
 from moe.segments import segment_offsets, segment_sum
-from ubatch import num_cores, run_pieces
 
 __all__ = ["GroupedExperts"]
-
-_ROWS_OF_WEIGHTS = 24  # reading an expert's weights takes as long as computing so many rows
 
 
 class GroupedExperts(FusedExperts):
@@ -46,7 +41,7 @@ class GroupedExperts(FusedExperts):
         return segment_sum(rows, plan.row_of_pair, plan.pair_offsets, weights)
 
     def _run_experts(self, hidden_states: Tensor, plan: _Plan) -> Tensor:
-        """All rows' results, `[M, H]`; the experts are dealt out to the cores."""
+        """All rows' results, `[M, H]`."""
         ends = list(accumulate(plan.rows_per_expert))
 
         def run(slot: int) -> Tensor:
@@ -56,17 +51,7 @@ class GroupedExperts(FusedExperts):
             tokens = plan.token_of_row[start : start + self.rows_of_call(rows)]
             return self.run_expert(slot, hidden_states.index_select(0, tokens))[:rows]
 
-        shares = _shares(plan.rows_per_expert, num_cores())
-        if len(shares) == 1:
-            return torch.cat([run(slot) for slot in shares[0]])
-        out = hidden_states.new_empty(plan.token_of_row.shape[0], self.hidden_size)
-
-        def run_share(slots: Sequence[int]) -> None:
-            for slot in slots:
-                out[ends[slot] - plan.rows_per_expert[slot] : ends[slot]] = run(slot)
-
-        run_pieces([partial(run_share, slots) for slots in shares])
-        return out
+        return torch.cat([run(slot) for slot, rows in enumerate(plan.rows_per_expert) if rows])
 
     def rows_of_call(self, rows: int) -> int:
         """How many rows `run_expert` is best given for so many; it is given fewer at the end of the batch."""
@@ -76,20 +61,6 @@ class GroupedExperts(FusedExperts):
         """The expert at `slot` of those held here, for its rows `[rows, H]`."""
         gate, up = linear(x, self.w13[slot]).chunk(2, dim=-1)
         return linear(F.silu(gate) * up, self.w2[slot])
-
-
-def _shares(rows_per_expert: Sequence[int], cores: int) -> list[list[int]]:
-    """The experts that have rows, dealt out to the cores: most rows first, always to the core that has least to do."""
-    slots = [slot for slot, rows in enumerate(rows_per_expert) if rows]
-    if cores == 1:
-        return [slots]
-    shares: list[list[int]] = [[] for _ in range(cores)]
-    work = [0] * cores
-    for slot in sorted(slots, key=lambda slot: -rows_per_expert[slot]):
-        core = work.index(min(work))
-        shares[core].append(slot)
-        work[core] += rows_per_expert[slot] + _ROWS_OF_WEIGHTS
-    return shares
 
 
 @dataclass(frozen=True)
