@@ -31,6 +31,7 @@ from model_runner.future_map import FutureMap
 from model_runner.generate import FinishReason, GenerationOutput, check_request, generate
 from model_runner.host_memory import keep_freed_memory
 from model_runner.input_batch import InputBatch, build_input_batch
+from model_runner.kv_memory import DEFAULT_KV_CACHE_MEMORY
 from model_runner.logprobs import TokenLogprobs
 from model_runner.models import (
     CausalLM,
@@ -51,6 +52,7 @@ from model_runner.step_cost import split_cost
 from model_runner.weights import Checkpoint
 
 __all__ = [
+    "DEFAULT_KV_CACHE_MEMORY",
     "PENDING_TOKEN",
     "BatchShape",
     "CausalLM",

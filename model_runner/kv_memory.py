@@ -9,9 +9,10 @@ import torch
 from attention import CacheSpec
 from ubatch import ConfigError
 
-__all__ = ["KVMemory", "blocks_beside"]
+__all__ = ["DEFAULT_KV_CACHE_MEMORY", "KVMemory", "blocks_beside"]
 
-_DEFAULT_BYTES = 256 << 20
+DEFAULT_KV_CACHE_MEMORY = 256 << 20
+"""Bytes of a KV cache whose size nobody gives."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ class KVMemory:
             held = torch.cuda.memory_reserved(self.device)
             allowed = int((free + held) * self.gpu_memory_utilization)
             return blocks_beside(spec, allowed, held, self.gpu_memory_utilization)
-        return spec.blocks_in(_DEFAULT_BYTES if self.kv_cache_memory is None else self.kv_cache_memory)
+        return spec.blocks_in(DEFAULT_KV_CACHE_MEMORY if self.kv_cache_memory is None else self.kv_cache_memory)
 
 
 def blocks_beside(spec: CacheSpec, allowed: int, held: int, share: float) -> int:

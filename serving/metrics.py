@@ -45,7 +45,7 @@ _GAUGES: Mapping[str, tuple[str, str]] = {
 _COUNTERS: Mapping[str, tuple[str, str]] = {
     "vllm:prefix_cache_queries": ("prefix_queries", "Prompt tokens looked up in the prefix cache."),
     "vllm:prefix_cache_hits": ("prefix_hits", "Prompt tokens found there."),
-    "vllm:prompt_tokens": ("prompt_tokens", "Prompt tokens computed."),
+    "vllm:prompt_tokens": ("prompt_tokens", "Prompt tokens of requests that began to answer, cached ones included."),
     "vllm:generation_tokens": ("generation_tokens", "Tokens generated."),
     "vllm:num_preemptions": ("preemptions", "Requests retracted for want of KV blocks."),
     "vllm:spec_decode_num_draft_tokens": ("drafted_tokens", "Tokens guessed ahead."),

@@ -70,7 +70,7 @@ class EngineStatistics:
         kv_usage: share of the KV blocks that requests hold, 0 to 1; blocks only the prefix cache holds count as free.
         prefix_queries: prompt tokens looked up in the prefix cache.
         prefix_hits: those of them that were found.
-        prompt_tokens: prompt tokens computed.
+        prompt_tokens: prompt tokens of the requests whose first token came, cached ones included.
         generation_tokens: tokens generated.
         preemptions: requests that were retracted for want of KV.
         drafted_tokens: drafts proposed by speculation.

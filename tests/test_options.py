@@ -71,7 +71,7 @@ def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
         ("ubatch_size", "num-ubatches: 3", ["--ubatch-size", "4"], 2, 3, 4),
         ("overlap_schedule", "overlap-schedule: true", ["--no-overlap-schedule"], False, True, False),
         ("kv_cache_memory", "kv-cache-memory: 1M", ["--kv-cache-memory", "2M"], None, 2**20, 2**21),
-        ("kv_cache_memory", "kv-cache-memory: 1000", ["--kv-cache-memory", "None"], None, 1000, None),
+        ("max_waiting_requests", "max-waiting-requests: 5", ["--max-waiting-requests", "None"], None, 5, None),
         ("scheduling_policy", "scheduling-policy: lpm", ["--scheduling-policy", "priority"], "fcfs", "lpm", "priority"),
         ("timeout_s", "timeout-s: 5", ["--timeout-s", "6.5"], 60.0, 5.0, 6.5),
         ("profile_dir", "profile-dir: a/b", ["--profile-dir", "c"], None, Path("a/b"), Path("c")),
@@ -198,7 +198,7 @@ def test_every_value_has_a_distinct_derivation() -> None:
     """What differs between machines is said; what does not is a default."""
     settings = resolve_settings(read_keywords({"model": TINY}), machine=Machine())
     derived = {name for name, setting in settings.all.items() if setting.source is Source.DERIVED}
-    assert derived == {"device", "dtype", "max_model_len", "served_model_name", "overlap_schedule"}
+    assert derived == {"device", "dtype", "kv_cache_memory", "max_model_len", "served_model_name", "overlap_schedule"}
 
 
 # -- what is shown -----------------------------------------------------------------------------------------------

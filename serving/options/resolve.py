@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from model_runner import Checkpoint, CheckpointError, ModelConfig, model_class
+from model_runner import DEFAULT_KV_CACHE_MEMORY, Checkpoint, CheckpointError, ModelConfig, model_class
 from serving.engine.options import EngineOptions
 from serving.options.checks import Machine, check_alone, check_with_model
 from serving.options.sources import (
@@ -121,6 +121,10 @@ def _derive(s: Settings, model: ModelConfig, stored_dtype: str, machine: Machine
         s = s.derive("dtype", stored_dtype if known else "bfloat16", "the checkpoint's" if known else "usual on a GPU")
     if on_gpu and s["kv_cache_memory"] is None and s["gpu_memory_utilization"] is None:
         s = s.derive("gpu_memory_utilization", _GPU_MEMORY_UTILIZATION, "on a GPU")
+    elif s["kv_cache_memory"] is None and not on_gpu:
+        s = s.derive("kv_cache_memory", DEFAULT_KV_CACHE_MEMORY, "on a CPU")
+    if s["all2all_backend"] is None and s["enable_expert_parallel"]:
+        s = s.derive("all2all_backend", "torch_dist", "the ranks share experts")
     if s["max_model_len"] is None:
         s = s.derive("max_model_len", model.max_position_embeddings, "the checkpoint's")
     if s["served_model_name"] is None:

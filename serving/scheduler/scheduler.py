@@ -325,14 +325,12 @@ class Scheduler:
     # -- results ------------------------------------------------------------------------------------------------
 
     def _take_prefill(self, step: ScheduledStep, index: int, output: StepOutput) -> None:
-        """Part of a prompt was computed: count it, and share what is written."""
-        request, start = step.requests[index], step.starts[index]
-        stop = start + step.shares[index].num_tokens
-        self._counts.prompt_tokens += max(0, min(stop, request.num_prompt_tokens) - start)
+        """Part of a prompt was computed: share what is written."""
+        request = step.requests[index]
         if request.prompt_logprobs is not None:
             request.prompt_logprobs += output.prompt_logprobs[index]
         if step.incarnations[index] == request.incarnation:
-            request.num_written_tokens = stop
+            request.num_written_tokens = step.starts[index] + step.shares[index].num_tokens
             self._kv.cache_written(request)
             self._sharing.wrote(request)
 
@@ -353,6 +351,8 @@ class Scheduler:
             if step.verify:
                 request.num_computed_tokens = request.num_written_tokens
         self._counts.generation_tokens += count
+        if place == request.num_prompt_tokens:
+            self._counts.prompt_tokens += place
         prompt_logprobs, request.prompt_logprobs = request.prompt_logprobs, None
         if reason is not None:
             del request.token_ids[place + count :]  # what a step in flight will add
