@@ -285,10 +285,11 @@ class EngineClient:
             raise UBatchError("a profile is being written already.")
         folder = folder or self.options.profile_folder or Path(tempfile.mkdtemp(prefix="ubatch-profile-"))
         ranks = range(self.options.data_parallel_size)
+        stamp = time.strftime("%Y%m%d-%H%M%S")  # an earlier profile in the same folder stays
         self._profiles = {rank: self._loop.create_future() for rank in ranks}
         try:
             for rank in ranks:
-                self._send(rank, encode(StopProfile(str(folder / f"rank-{rank}.json"))))
+                self._send(rank, encode(StopProfile(str(folder / f"{stamp}-rank-{rank}.json"))))
             answers = await asyncio.wait_for(asyncio.gather(*self._profiles.values()), _PROFILE_S)
         except TimeoutError as error:
             raise UBatchError(f"not every rank has written its profile within {_PROFILE_S:.0f} s.") from error
