@@ -74,7 +74,9 @@ bench: setup ## the CPU benchmarks; writes benchmarks/results/*.json
 	$(BIN)/ubatch bench overlap --ratios 1 --json $(RESULTS)/overlap.json
 	$(BIN)/ubatch bench overlap --ratios 0.25 0.5 2 4 --lanes 2 --json $(RESULTS)/overlap-ratios.json
 	$(BIN)/ubatch bench attention --json $(RESULTS)/attention.json
-	$(BIN)/ubatch bench engine --json $(RESULTS)/engine.json
+	$(BIN)/ubatch bench engine --only scheduler --json $(RESULTS)/engine-scheduler.json
+	$(BIN)/ubatch bench engine --only overlap --json $(RESULTS)/engine-overlap.json
+	$(BIN)/ubatch bench engine --only offline served --json $(RESULTS)/engine-offline.json
 
 test-gpu: ## the tests that need a GPU, with this machine's own torch if it is a CUDA build
 	@test -n "$(GPU_TESTS)" || { echo "No test is marked gpu." >&2; exit 1; }

@@ -68,7 +68,7 @@ def run(options: Options) -> int:
         scheduler.print()
         parts["scheduler"] = scheduler.as_json()
     if options.json_file is not None:
-        settings = options.model_dump(mode="json")
+        settings = options.model_dump(mode="json", exclude={"json_file"})
         write_json(options.json_file, {"environment": environment(), "options": settings, **parts})
         print(f"wrote {options.json_file}")
     return 0
