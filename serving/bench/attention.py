@@ -77,7 +77,10 @@ class _Step:
 
 def run(options: Options) -> int:
     """Measure, print, write."""
-    results: dict[str, Any] = {"environment": environment(), "options": options.model_dump(mode="json")}
+    results: dict[str, Any] = {
+        "environment": environment(),
+        "options": options.model_dump(mode="json", exclude={"json_file"}),
+    }
     generated = None
     if options.generate:  # before this process is pinned to one core
         with tempfile.TemporaryDirectory() as folder:

@@ -95,7 +95,7 @@ def run(options: Options) -> int:
             options.json_file,
             {
                 "environment": environment(),
-                "options": options.model_dump(mode="json"),
+                "options": options.model_dump(mode="json", exclude={"json_file"}),
                 "handoffs": handoffs,
                 "overhead": overhead,
                 "arms_ms": measured,

@@ -340,7 +340,7 @@ def as_json(options: BaseModel, results: Sequence[OverlapResult]) -> dict[str, A
     figures = ("efficiency", "schedule_efficiency", "hidden", "speedup")
     return {
         "environment": environment(),
-        "options": options.model_dump(mode="json"),
+        "options": options.model_dump(mode="json", exclude={"json_file"}),
         "ratio": head.ratio,
         **{name: getattr(lane, name) for name in figures},
         "arms_ms": head.arms_ms,
