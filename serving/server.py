@@ -227,7 +227,7 @@ class _Serve:
                 )
                 return
             await asyncio.sleep(0.05)
-        if not client.num_outstanding:
+        if not client.num_outstanding and not died.done():
             log_event(_logger, "drained")
 
 

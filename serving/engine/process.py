@@ -35,7 +35,7 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 from attention import KVCacheExhausted
-from model_runner import ModelRunner, RequestError
+from model_runner import CheckpointError, ModelRunner, RequestError
 from serving.engine.build import make_core, make_runner, warm_up
 from serving.engine.core import EngineCore
 from serving.engine.link import EngineLink
@@ -150,7 +150,8 @@ def _report_failure(link: EngineLink, rank: int, error: BaseException) -> None:
     text = "".join(traceback.format_exception(error))
     echo = isinstance(error, PeerFailed | GroupBroken)
     if _logger.hasHandlers():
-        _logger.error("engine failed\n%s", text)
+        told = isinstance(error, ConfigError | CheckpointError)  # what to do is in the message; the place is of no use
+        _logger.error("engine failed\n%s" if not told else "engine failed: %s", error if told else text)
     link.send(Failed(rank, error_kind(error), type(error).__name__, str(error), text, echo))
 
 
