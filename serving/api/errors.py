@@ -76,24 +76,20 @@ def error_response(error: ApiError) -> Response:
 def add_error_handlers(app: FastAPI) -> None:
     """Every error of the application, FastAPI's own too, gets OpenAI's body."""
 
-    async def any_error(_: Request, error: Exception) -> Response:
-        return error_response(as_api_error(error))
+    async def handle(request: Request, error: Exception) -> Response:
+        match error:
+            case RequestValidationError():
+                return error_response(_validation_error(error.errors()))
+            case HTTPException():
+                message = f"{error.detail}: {request.method} {request.url.path}"
+                response = error_response(ApiError(error.status_code, message))
+                response.headers.update(error.headers or {})
+                return response
+            case _:
+                return error_response(as_api_error(error))
 
-    async def wrong_value(_: Request, error: Exception) -> Response:
-        assert isinstance(error, RequestValidationError)
-        return error_response(_validation_error(error.errors()))
-
-    async def wrong_route(request: Request, error: Exception) -> Response:
-        assert isinstance(error, HTTPException)
-        message = f"{error.detail}: {request.method} {request.url.path}"
-        response = error_response(ApiError(error.status_code, message))
-        response.headers.update(error.headers or {})
-        return response
-
-    app.add_exception_handler(UBatchError, any_error)
-    app.add_exception_handler(Exception, any_error)
-    app.add_exception_handler(RequestValidationError, wrong_value)
-    app.add_exception_handler(HTTPException, wrong_route)
+    for kind in (UBatchError, Exception, RequestValidationError, HTTPException):
+        app.add_exception_handler(kind, handle)
 
 
 def _validation_error(errors: Sequence[Mapping[str, Any]]) -> ApiError:

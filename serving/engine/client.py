@@ -16,6 +16,7 @@ import tempfile
 import time
 from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -143,9 +144,9 @@ class EngineClient:
         self._tasks.append(asyncio.create_task(self._receive()))
         if self._nodes:
             self._tasks.append(asyncio.create_task(self._watch_nodes()))
-        self._engines = LocalEngines(options, options.master_addr, self._store.port, engine_main)
-        for rank, sentinel in self._engines.sentinels.items():
-            self._loop.add_reader(sentinel, self._exited, rank, sentinel)
+        self._engines = engines = LocalEngines(options, options.master_addr, self._store.port, engine_main)
+        for rank, sentinel in engines.sentinels.items():
+            self._loop.add_reader(sentinel, self._exited, engines, rank, sentinel)
 
     def _bind(self) -> str:
         if self.options.nnodes == 1:
@@ -348,11 +349,10 @@ class EngineClient:
 
     # -- failures -----------------------------------------------------------------------------------------------
 
-    def _exited(self, rank: int, sentinel: int) -> None:
+    def _exited(self, engines: LocalEngines, rank: int, sentinel: int) -> None:
         """The process of a rank ended."""
-        assert self._engines is not None
         self._loop.remove_reader(sentinel)
-        self._cause.report(Failed(rank, "", "", self._engines.describe_exit(rank), "", echo=False))
+        self._cause.report(Failed(rank, "", "", engines.describe_exit(rank), "", echo=False))
 
     async def _watch_nodes(self) -> None:
         while True:
@@ -369,29 +369,31 @@ class EngineClient:
             return
         self.dead = dead_error(failed)
         log_event(_logger, "engine dead", level=logging.ERROR, rank=failed.rank, error=self.dead)
-        self._router.fail_all(self._dead_again)
+        again = partial(_again, self.dead)
+        self._router.fail_all(again)
         for waiting in self._profiles.values():
             if not waiting.done():
-                waiting.set_exception(self._dead_again())
+                waiting.set_exception(again())
         self._died.set_result(self.dead)
         self._send_all(Shutdown())
-        self._tasks.append(asyncio.create_task(self._end_engines()))
-
-    async def _end_engines(self) -> None:
-        assert self._engines is not None
-        await asyncio.to_thread(self._engines.join, 3.0)
-        self._engines.kill()
+        if self._engines is not None:
+            self._tasks.append(asyncio.create_task(_end(self._engines)))
 
     def _check_alive(self) -> None:
         if self.dead is not None:
-            raise self._dead_again()
+            raise _again(self.dead)
         if self._closing:
             raise EngineDead("the engines were closed.")
 
-    def _dead_again(self) -> EngineDead:
-        """The same error anew, for each that waits: one raised twice would carry both tracebacks."""
-        assert self.dead is not None
-        error = EngineDead(str(self.dead))
-        for note in getattr(self.dead, "__notes__", ()):
-            error.add_note(note)
-        return error
+
+def _again(dead: EngineDead) -> EngineDead:
+    """The same error anew, for each that waits: one raised twice would carry both tracebacks."""
+    error = EngineDead(str(dead))
+    for note in getattr(dead, "__notes__", ()):
+        error.add_note(note)
+    return error
+
+
+async def _end(engines: LocalEngines) -> None:
+    await asyncio.to_thread(engines.join, 3.0)
+    engines.kill()
