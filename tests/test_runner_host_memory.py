@@ -33,10 +33,10 @@ def faults_of(x: torch.Tensor) -> int:
     return resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only glibc can be told")
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only glibc, on Linux, keeps freed memory on request")
 def test_repeated_steps_take_no_new_pages() -> None:
     if not keep_freed_memory():
-        pytest.skip("this C library cannot be told")
+        pytest.skip("only glibc keeps freed memory on request; this is another C library")
     assert keep_freed_memory()  # again is fine
     x = torch.randn(PAGES, 1024)  # 4 KiB a row
     faults_of(x)

@@ -23,7 +23,7 @@ def test_a_cpu_has_null_streams() -> None:
     assert repr(streams.current()) == "NullStream()"
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="tests the refusal where there is no CUDA device; here is one")
 def test_cuda_is_refused_where_there_is_none() -> None:
     for make in (make_streams, CudaStreams):
         with pytest.raises(ConfigError, match="device cuda:1 asked for, but this torch sees no CUDA device"):

@@ -24,7 +24,7 @@ FLAGS = [
     *("--kv-cache-memory", "12M"),  # of a rank: too little for a hundred requests at once
 ]
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads memory from /proc, which only Linux has")
 
 
 @pytest.fixture(scope="module")
