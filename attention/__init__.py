@@ -42,7 +42,7 @@ from attention.kv_order import reads_of_later_writes
 from attention.kv_tables import BlockAllocator, RequestToTokenTable
 from attention.lanes import UBatchAttention
 from attention.metadata import CommonAttentionMetadata, split_attn_metadata
-from attention.modes import MODES, Kernel, ModeTraits, SplitKind
+from attention.modes import MODES, Kernel, ModeTraits, SplitKind, refuse_unsupported_model
 from attention.reference import reference_attention, reference_mla
 from attention.spec_verify import SpecVerifyInput
 
@@ -78,6 +78,7 @@ __all__ = [
     "reads_of_later_writes",
     "reference_attention",
     "reference_mla",
+    "refuse_unsupported_model",
     "register_attention_backend",
     "resolve_attention_backend",
     "split_attn_metadata",

@@ -150,8 +150,8 @@ class _Job:
         self.waiting = deque(enumerate(requests))
         self.running: dict[int, Request] = {}
         self.outputs: dict[int, GenerationOutput] = {}
-        self._logprobs: defaultdict[int, tuple[TokenLogprobs, ...]] = defaultdict(tuple)
-        self._prompt_logprobs: defaultdict[int, tuple[TokenLogprobs | None, ...]] = defaultdict(tuple)
+        self._logprobs: defaultdict[int, list[TokenLogprobs]] = defaultdict(list)
+        self._prompt_logprobs: defaultdict[int, list[TokenLogprobs | None]] = defaultdict(list)
         self._budget = max_num_batched_tokens
         self._on_token = on_token
 
@@ -203,14 +203,14 @@ class _Job:
         params = request.params
         if token in params.ending_tokens(self.runner.config.eos_token_ids):
             reason = FinishReason.STOP
-        elif len(request.output_token_ids) >= params.max_tokens:
+        elif request.num_output_tokens >= params.max_tokens:
             reason = FinishReason.LENGTH
         else:
             return
         prompt, output = request.token_ids[: request.num_prompt_tokens], request.output_token_ids
-        prompt_logprobs = None if params.prompt_logprobs is None else self._prompt_logprobs[index]
+        prompt_logprobs = None if params.prompt_logprobs is None else tuple(self._prompt_logprobs[index])
         self.outputs[index] = GenerationOutput(
-            tuple(prompt), tuple(output), reason, self._logprobs[index], prompt_logprobs
+            tuple(prompt), tuple(output), reason, tuple(self._logprobs[index]), prompt_logprobs
         )
         del self.running[index]
         self.runner.release(request)

@@ -60,6 +60,11 @@ class Request:
         return len(self.token_ids) - self.num_computed_tokens
 
     @property
+    def num_output_tokens(self) -> int:
+        """Tokens generated so far, a pending one too."""
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
     def output_token_ids(self) -> list[int]:
         """What was generated so far."""
         return self.token_ids[self.num_prompt_tokens :]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -123,7 +124,11 @@ class _Drawn:
         return torch.minimum(place, (cumulative < total).sum(dim=-1, keepdim=True))
 
     def _scaled(self, logits: Tensor) -> Tensor:
-        return logits.double() / self._column(row.params.temperature for row in self.rows)
+        return logits.double() / self._temperatures
+
+    @cached_property
+    def _temperatures(self) -> Tensor:
+        return self._column(row.params.temperature for row in self.rows)
 
     def _column(self, values: Iterable[float]) -> Tensor:
         (column,) = to_device([torch.tensor(list(values), dtype=torch.float64)], self.logits.device)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -103,7 +103,7 @@ class SamplingParams:
             if wrong is not None:
                 raise RequestError(f"{name} has token {wrong}; the vocabulary is 0 to {vocab_size - 1}.")
 
-    def ending_tokens(self, eos_token_ids: Sequence[int]) -> tuple[int, ...]:
+    def ending_tokens(self, eos_token_ids: Iterable[int]) -> tuple[int, ...]:
         """The tokens that end the output, given the model's end-of-sequence tokens."""
         return self.stop_token_ids if self.ignore_eos else (*self.stop_token_ids, *eos_token_ids)
 

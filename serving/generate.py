@@ -16,8 +16,8 @@ from tqdm import tqdm
 from attention import attention_backends
 from model_runner import ModelRunner, SamplingParams
 from model_runner import generate as generate_tokens
-from moe import EmulatedLink
 from serving.ranks import pin_rank, run_ranks
+from serving.runner_setup import describe_memory, make_link
 from ubatch import CommGroup, ConfigError, UBatchConfig, UBatchStatistics
 
 __all__ = ["Completion", "Generated", "Options", "generate_on_rank", "load_tokenizer", "print_generated", "run"]
@@ -128,9 +128,6 @@ def generate_on_rank(rank: int, world_size: int, options: Options, config: UBatc
     """This rank's share of the prompts; rank 0 returns everything, the others None."""
     tokenizer = load_tokenizer(options.model)
     group = CommGroup.from_process_group() if options.enable_expert_parallel else None
-    link = None
-    if options.emulated_link is not None:
-        link = EmulatedLink(options.emulated_link[0] * 1e-6, options.emulated_link[1] * 1e6)
     own = list(range(rank, len(options.prompt), world_size))
     params = [
         SamplingParams(
@@ -148,7 +145,7 @@ def generate_on_rank(rank: int, world_size: int, options: Options, config: UBatc
             options.model,
             group=group,
             all2all_backend=options.all2all_backend,
-            link=link,
+            link=make_link(options.emulated_link),
             dbo=config,
             attention_backend=options.attention_backend,
             prefill_attention_backend=options.prefill_attention_backend,
@@ -204,14 +201,6 @@ def print_generated(generated: Generated) -> None:
         print(f"{completion.prompt}{completion.text}")
     print(f"steps: {describe_steps(generated.engaged, generated.declined)}")
     print(f"memory of a rank: {generated.memory}")
-
-
-def describe_memory(runner: ModelRunner) -> str:
-    """`KV cache 256.0 MiB (8192 pages of 16 tokens); attention whole/torch 0.0 MiB`."""
-    cache = runner.kv_cache
-    parts = [f"{name} {size / 2**20:.2f} MiB" for name, size in runner.attention.memory().items()]
-    pages = f"{cache.num_blocks} pages of {cache.spec.block_size} tokens"
-    return f"KV cache {cache.nbytes / 2**20:.1f} MiB ({pages}); attention back ends: {', '.join(parts)}"
 
 
 def describe_steps(engaged: int, declined: Mapping[str, int]) -> str:

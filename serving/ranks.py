@@ -24,7 +24,7 @@ import torch.multiprocessing as mp
 
 from ubatch import ConfigError, UBatchError
 
-__all__ = ["RankFailed", "pin_rank", "run_ranks"]
+__all__ = ["RankFailed", "free_port", "pin_rank", "run_ranks"]
 
 _START_TIMEOUT = timedelta(minutes=5)
 
@@ -49,7 +49,7 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any) -> Any:
             raise ConfigError(f"{world_size} ranks asked for, but the launcher started {launched}. Make them agree.")
         return _run_rank(fn, int(os.environ["RANK"]), world_size, args)
     context = mp.get_context("spawn")
-    port = _free_port()
+    port = free_port()
     readers, ranks = [], []
     with _terminated_as_exit():
         try:
@@ -140,7 +140,8 @@ def _run_rank(fn: Callable[..., Any], rank: int, world_size: int, args: Any) -> 
         dist.destroy_process_group()
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A TCP port that nobody listens on now."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return int(listener.getsockname()[1])

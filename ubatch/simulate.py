@@ -160,14 +160,12 @@ class _Machine:
 
     def launch(self, lane: int, key: str, *seconds: float) -> None:
         """`seconds` per direction; a direction in which nothing crosses is not occupied."""
-        start = finish = self.now
-        busy = [direction for direction, needed in enumerate(seconds) if needed > 0]
-        for direction in busy:
-            begin = max(self.now, self.link_free[direction])
-            self.link_free[direction] = begin + seconds[direction]
-            self.link_busy[direction] += seconds[direction]
-            start = begin if direction == busy[0] else min(start, begin)
-            finish = max(finish, self.link_free[direction])
+        begins = {way: max(self.now, self.link_free[way]) for way, needed in enumerate(seconds) if needed > 0}
+        for way, begin in begins.items():
+            self.link_free[way] = begin + seconds[way]
+            self.link_busy[way] += seconds[way]
+        start = min(begins.values(), default=self.now)
+        finish = max((self.link_free[way] for way in begins), default=self.now)
         self.arrival[lane, key] = finish
         self.pending[lane].append(key)
         self.spans.append(Span(SpanKind.TRANSFER, key, lane, start, finish, 1))

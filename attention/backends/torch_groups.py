@@ -6,6 +6,7 @@ TokenRows     where a group's new tokens lie among the step's
 KeyPages      which blocks of the cache a group gathers, and which token each gathered key is
 visible_mask  which of them each query sees: causal, sliding window, tree of drafts
 Workspace     what is gathered into: a lane's own, kept over all its steps
+TorchBackend  what both back ends are: a shape, a cache, a workspace
 """
 
 from __future__ import annotations
@@ -13,10 +14,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from attention.backends.base import EagerOnly
 from attention.kv_cache import CacheSpec, TokenPool, quantize_fp8
 from attention.metadata import CommonAttentionMetadata
 from attention.spec_verify import SpecVerifyInput
@@ -25,6 +28,7 @@ __all__ = [
     "KeyPages",
     "Request",
     "TokenRows",
+    "TorchBackend",
     "Workspace",
     "additive_mask",
     "as_stored",
@@ -320,6 +324,25 @@ class Workspace:
         numbers = math.prod(shape)
         self.reserve(numbers)
         return self._memory[:numbers].view(shape)
+
+
+class TorchBackend(EagerOnly):
+    """What the torch back ends share; a subclass plans.
+
+    Args:
+        shape: of the attention.
+        kv_cache: that is read and written.
+    """
+
+    def __init__(self, shape: Any, kv_cache: Any) -> None:
+        self.shape = shape
+        self.kv_cache = kv_cache
+        self._workspace = Workspace(kv_cache.spec.storage_dtype, kv_cache.device)
+
+    @property
+    def nbytes(self) -> int:
+        """See `AttentionBackend`."""
+        return self._workspace.nbytes
 
 
 def as_stored(pool: TokenPool, x: Tensor, layer: int) -> Tensor:

@@ -26,11 +26,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from attention.backends.base import BackendTraits, EagerOnly, MLAInputs, MLAShape
+from attention.backends.base import BackendTraits, MLAInputs, MLAShape
 from attention.backends.torch_groups import (
     KeyPages,
     Request,
     TokenRows,
+    TorchBackend,
     Workspace,
     additive_mask,
     as_stored,
@@ -48,23 +49,15 @@ __all__ = ["TorchMLABackend", "TorchMLAPlan"]
 _CHUNK_TOKENS = 4096  # of the cached prefixes of a group, expanded at once; at least a block of each request
 
 
-class TorchMLABackend(EagerOnly):
+class TorchMLABackend(TorchBackend):
     """Plans latent attention over a paged cache of latents."""
 
     name: ClassVar[str] = "torch_mla"
     traits: ClassVar[BackendTraits] = BackendTraits(
         mha=False, mla=True, devices=("cpu", "cuda"), tree_mask=True, fp8=True
     )
-
-    def __init__(self, shape: MLAShape, kv_cache: MLAKVCache) -> None:
-        self.shape = shape
-        self.kv_cache = kv_cache
-        self._workspace = Workspace(kv_cache.spec.storage_dtype, kv_cache.device)
-
-    @property
-    def nbytes(self) -> int:
-        """See `AttentionBackend`."""
-        return self._workspace.nbytes
+    shape: MLAShape
+    kv_cache: MLAKVCache
 
     def plan(self, metadata: CommonAttentionMetadata) -> TorchMLAPlan:
         """Sort the requests into groups and prepare indices and masks for all layers."""

@@ -30,11 +30,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from attention.backends.base import AttentionShape, BackendTraits, EagerOnly
+from attention.backends.base import AttentionShape, BackendTraits
 from attention.backends.torch_groups import (
     KeyPages,
     Request,
     TokenRows,
+    TorchBackend,
     Workspace,
     as_stored,
     bundle,
@@ -49,23 +50,15 @@ from attention.metadata import CommonAttentionMetadata
 __all__ = ["TorchAttentionBackend", "TorchAttentionPlan"]
 
 
-class TorchAttentionBackend(EagerOnly):
+class TorchAttentionBackend(TorchBackend):
     """Plans batched scaled-dot-product attention over a paged cache."""
 
     name: ClassVar[str] = "torch"
     traits: ClassVar[BackendTraits] = BackendTraits(
         devices=("cpu", "cuda"), sliding_window=True, soft_cap=True, sinks=True, tree_mask=True, fp8=True
     )
-
-    def __init__(self, shape: AttentionShape, kv_cache: PagedKVCache) -> None:
-        self.shape = shape
-        self.kv_cache = kv_cache
-        self._workspace = Workspace(kv_cache.spec.storage_dtype, kv_cache.device)
-
-    @property
-    def nbytes(self) -> int:
-        """See `AttentionBackend`."""
-        return self._workspace.nbytes
+    shape: AttentionShape
+    kv_cache: PagedKVCache
 
     def plan(self, metadata: CommonAttentionMetadata) -> TorchAttentionPlan:
         """Sort the requests into groups and prepare indices and masks for all layers."""

@@ -326,7 +326,9 @@ def _attend_absorbed(metadata: CommonAttentionMetadata, batch: RequestBatch) -> 
 
 
 def _rows(inputs: MLAInputs, rows: slice | Tensor) -> MLAInputs:
-    """A part's tokens of a layer's inputs."""
+    """A part's tokens of a layer's inputs; themselves if that is all, so that `rope` looks its angles up only once."""
+    if rows == slice(0, inputs.q_nope.shape[0]):
+        return inputs
     return replace(
         inputs,
         q_nope=inputs.q_nope[rows],

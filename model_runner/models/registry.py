@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import cast
 
-from attention.modes import refuse_unsupported_model
+from attention import refuse_unsupported_model
 from model_runner.errors import UnknownArchitecture
 from model_runner.hf_config import HFConfig
 from model_runner.models.base import CausalLM

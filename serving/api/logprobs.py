@@ -31,13 +31,10 @@ class CompletionLogprobsWriter:
         """Of a prompt whose text, that begins the choice's, has `length` characters."""
         written = self._write([(token, entry) for token, entry in zip(token_ids, entries, strict=True)])
         written["text_offset"] = [min(offset, length) for offset in written["text_offset"]]
-        self.begin(length)
-        return written
-
-    def begin(self, length: int) -> None:
-        """The output begins after so many characters of the choice's text."""
+        # The output's text begins anew, behind the prompt's.
         self._text = Detokenizer(self._vocabulary, skip_special_tokens=self._skip_special_tokens)
         self._offset = length
+        return written
 
     def output(self, entries: Sequence[TokenLogprobs]) -> dict[str, Any]:
         """Of the next tokens of the output."""

@@ -38,16 +38,20 @@ def decode(service: Service, token_ids: Sequence[int], *, skip_special_tokens: b
     return text
 
 
-def check_token_ids(service: Service, token_ids: Sequence[int], param: str) -> None:
+def check_token_ids(token_ids: Sequence[int], vocab_size: int, param: str) -> None:
     """Refuse ids that the model has no row for.
+
+    Args:
+        token_ids: as they were sent.
+        vocab_size: ids are below it.
+        param: the field that they stand in.
 
     Raises:
         ApiError: 400.
     """
-    last = service.engine.info.vocab_size - 1
     for token in (min(token_ids, default=0), max(token_ids, default=0)):
-        if not 0 <= token <= last:
-            raise ApiError(400, f"{param}: {token} is not a token id from 0 to {last}.", param=param)
+        if not 0 <= token < vocab_size:
+            raise ApiError(400, f"{param}: {token} is not a token id from 0 to {vocab_size - 1}.", param=param)
 
 
 async def prompts_of(
@@ -67,7 +71,7 @@ async def prompts_of(
         if isinstance(one, str):
             prompts.append((one, await encode(service, one, add_special_tokens=add_special_tokens)))
         else:
-            check_token_ids(service, one, "prompt")
+            check_token_ids(one, service.engine.info.vocab_size, "prompt")
             prompts.append((None, one))
     if not all(ids for _, ids in prompts):
         raise ApiError(400, "A prompt has no tokens; nothing can be generated after it.", param="prompt")

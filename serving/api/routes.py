@@ -151,7 +151,7 @@ async def detokenize(body: DetokenizeRequest, request: Request) -> Detokenized:
     """The text of token ids, special tokens too."""
     service = _service(request)
     service.model_name(body.model)
-    check_token_ids(service, body.tokens, "tokens")
+    check_token_ids(body.tokens, service.engine.info.vocab_size, "tokens")
     return Detokenized(prompt=decode(service, body.tokens, skip_special_tokens=False))
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from model_runner import SamplingParams
 from serving.api.errors import ApiError
+from serving.api.prompts import check_token_ids
 from serving.api.request_models import GenerationRequest
 from ubatch import ConfigError
 
@@ -68,6 +69,8 @@ def sampling_params(
     """
     own = {item.name: getattr(request, item.name) for item in fields(defaults)}
     merged = replace(defaults, **{name: value for name, value in own.items() if value is not None})
+    stop_token_ids = tuple(request.stop_token_ids or ())
+    check_token_ids(stop_token_ids, vocab_size, "stop_token_ids")
     params = SamplingParams(
         temperature=merged.temperature,
         top_k=merged.top_k,
@@ -79,7 +82,7 @@ def sampling_params(
         logit_bias=_logit_bias(request.logit_bias or {}, vocab_size),
         max_tokens=max_tokens,
         min_tokens=request.min_tokens or 0,
-        stop_token_ids=_stop_tokens(request.stop_token_ids or [], vocab_size),
+        stop_token_ids=stop_token_ids,
         ignore_eos=bool(request.ignore_eos),
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
@@ -96,11 +99,3 @@ def _logit_bias(given: dict[str, float], vocab_size: int) -> tuple[tuple[int, fl
             raise ApiError(400, message, param="logit_bias")
         bias.append((int(key), value))
     return tuple(bias)
-
-
-def _stop_tokens(given: list[int], vocab_size: int) -> tuple[int, ...]:
-    for token in given:
-        if not 0 <= token < vocab_size:
-            message = f"stop_token_ids: {token} is not a token id from 0 to {vocab_size - 1}."
-            raise ApiError(400, message, param="stop_token_ids")
-    return tuple(given)

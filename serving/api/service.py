@@ -117,6 +117,9 @@ class Service:
         Raises:
             QueueFull: too many wait already.
         """
-        waiting, limit = self.engine.num_waiting, self.max_waiting_requests
-        if limit is not None and waiting >= limit:
+        limit = self.max_waiting_requests
+        if limit is None:
+            return
+        waiting = self.engine.num_waiting  # counted anew from all requests
+        if waiting >= limit:
             raise QueueFull(f"{waiting} requests wait already, and at most {limit} may. Try again later.")

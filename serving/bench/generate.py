@@ -5,7 +5,6 @@ One process, all cores, the same checkpoint, prompts and number of new tokens, g
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from torch import Tensor
 
 from model_runner import ModelRunner, SamplingParams, generate, make_random_qwen3_moe, split_cost
 from moe import linear
-from serving.bench.statistics import Interval, bootstrap, interleave_arms, paired, timed
+from serving.bench.statistics import Interval, bootstrap, interleave_arms, num_cores, paired, timed
 from ubatch import UBatchConfig, UBatchError
 
 __all__ = ["GenerateResult", "measure_generate", "transformers_arm"]
@@ -66,8 +65,7 @@ class GenerateResult:
 
 def measure_generate(folder: Path, blocks: int) -> GenerateResult:
     """Make the checkpoint in `folder`, run both, compare."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    torch.set_num_threads(cores)
+    torch.set_num_threads(num_cores())
     path = folder / "random-qwen3-moe"
     make_random_qwen3_moe(path, seed=0)
     with ModelRunner(path, dbo=UBatchConfig(enable_dbo=False), max_num_seqs=_PROMPTS) as runner:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -28,7 +27,7 @@ from model_runner import RandomQwen3Moe, SamplingParams, make_random_qwen3_moe
 from serving.bench.generate import transformers_arm
 from serving.bench.serve_process import running_server
 from serving.bench.serve_requests import Server, Status, Task, send_all
-from serving.bench.statistics import Interval, bootstrap, interleave_arms, paired, timed
+from serving.bench.statistics import Interval, bootstrap, interleave_arms, num_cores, paired, timed
 from serving.llm import LLM
 from ubatch import UBatchError
 
@@ -135,7 +134,7 @@ def measure_offline(
     Raises:
         UBatchError: two arms do not generate the same.
     """
-    torch.set_num_threads(_num_cores())
+    torch.set_num_threads(num_cores())
     prompts = random_prompts(model, workload)
     arms: dict[str, Callable[[], object]] = {}
     same: dict[str, float] = {}
@@ -154,7 +153,7 @@ def measure_offline(
                 same[f"offline_{count}"] = _equal(f"offline_{count}", expected, tokens)
             if served:
                 flags = _flags(_options(count, workload))
-                cores = {"OMP_NUM_THREADS": str(_num_cores())}  # as in this process
+                cores = {"OMP_NUM_THREADS": str(num_cores())}  # as in this process
                 url = stack.enter_context(running_server(model, flags, environment=cores)).base_url
                 for name, stream in (("served", False), ("streamed", True)):
                     arm = _served(Server(url, str(model), stream=stream), prompts, workload.output_len)
@@ -228,7 +227,3 @@ def _equal(name: str, expected: Sequence[Sequence[Any]], got: Sequence[Sequence[
     if same < _SHARE_OF_EQUAL_TOKENS:
         raise UBatchError(f"{name} generates something else: only {same:.1%} is the same.")
     return same
-
-
-def _num_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -17,9 +16,10 @@ from typing import IO
 
 import httpx
 
+from serving.ranks import free_port
 from ubatch import UBatchError
 
-__all__ = ["UBATCH", "ServerFailed", "ServerProcess", "free_port", "running_server"]
+__all__ = ["UBATCH", "ServerFailed", "ServerProcess", "running_server"]
 
 UBATCH = (sys.executable, "-c", "import sys; from serving.cli import main; sys.exit(main())")
 """The `ubatch` command of this interpreter, wherever its script may be."""
@@ -107,10 +107,3 @@ def running_server(
             yield server
         finally:
             server.stop()
-
-
-def free_port() -> int:
-    """A TCP port that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-__all__ = ["Interval", "bootstrap", "environment", "interleave_arms", "paired", "timed", "write_json"]
+__all__ = ["Interval", "bootstrap", "environment", "interleave_arms", "num_cores", "paired", "timed", "write_json"]
 
 _RESAMPLES = 2000
 
@@ -78,6 +78,11 @@ def timed(arm: Callable[[], object]) -> Callable[[], float]:
     return run
 
 
+def num_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def environment() -> dict[str, Any]:
     """What the figures were measured on."""
     return {
@@ -85,7 +90,7 @@ def environment() -> dict[str, Any]:
         "torch": torch.__version__,
         "machine": platform.machine(),
         "system": f"{platform.system()} {platform.release()}",
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cores": num_cores(),
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
     }
 

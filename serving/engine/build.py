@@ -7,10 +7,10 @@ import logging
 import torch
 
 from model_runner import ModelRunner, SamplingParams, generate
-from moe import EmulatedLink
 from serving.engine.core import EngineCore
 from serving.engine.options import EngineOptions
 from serving.logs import log_event
+from serving.runner_setup import make_link
 from serving.scheduler import Scheduler
 from ubatch import CommGroup, ConfigError
 
@@ -32,14 +32,11 @@ def make_runner(options: EngineOptions, group: CommGroup | None = None, *, devic
     Raises:
         CheckpointError, ConfigError: see `ModelRunner`.
     """
-    link = None
-    if options.emulated_link is not None:
-        link = EmulatedLink(options.emulated_link[0] * 1e-6, options.emulated_link[1] * 1e6)
     return ModelRunner(
         options.model,
         group=group,
         all2all_backend=options.all2all_backend,
-        link=link,
+        link=make_link(options.emulated_link),
         dbo=options.dbo,
         attention_backend=options.attention_backend,
         prefill_attention_backend=options.prefill_attention_backend,

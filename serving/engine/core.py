@@ -195,16 +195,7 @@ class EngineCore:
 
     def statistics(self) -> EngineStatistics:
         """The state, and the totals so far."""
-        traced = self.tracer.total
-        return replace(
-            self.scheduler.statistics(),
-            steps=dict(self._steps),
-            traced_steps=traced.traced_steps,
-            hidden_s=traced.hidden_s,
-            exposed_s=traced.exposed_s,
-            handoff_wait_s=traced.handoff_wait_s,
-            communication_s=traced.communication_s,
-        )
+        return replace(self.scheduler.statistics(), steps=dict(self._steps), **vars(self.tracer.total))
 
 
 def forward_mode(step: ScheduledStep) -> ForwardMode:

@@ -57,10 +57,10 @@ from serving.engine.messages import (
 )
 from serving.engine.options import EngineOptions
 from serving.engine.rendezvous import client_address, connect_store, init_ranks
-from serving.generate import describe_memory
 from serving.logs import configure_logging, log_event
 from serving.ranks import pin_rank
 from serving.requests import RequestOutput
+from serving.runner_setup import describe_memory
 from ubatch import CommGroup, ConfigError, GroupBroken, PeerFailed, UBatchError
 
 __all__ = ["Engine", "Link", "Orphaned", "run_engine"]

@@ -22,7 +22,19 @@ from dataclasses import dataclass
 from attention import KVCacheError
 from ubatch import ConfigError
 
-__all__ = ["Insertion", "PrefixMatch", "RadixCache", "RadixNode"]
+__all__ = ["Insertion", "PrefixMatch", "RadixCache", "RadixNode", "common_prefix"]
+
+
+def common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
+    """How many tokens two sequences begin with alike."""
+    low, high = 0, min(len(first), len(second))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if first[low:middle] == second[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
 
 
 class RadixNode:
@@ -254,15 +266,7 @@ class RadixCache:
         """How many of the node's pages, at least one, `tokens` begins with."""
         if tokens == node.tokens:
             return len(node.blocks)
-        low, high = 1, len(tokens) // self.block_size  # the first `low` pages are equal, those after `high` are not
-        while low < high:
-            middle = (low + high + 1) // 2
-            part = slice(low * self.block_size, middle * self.block_size)
-            if tokens[part] == node.tokens[part]:
-                low = middle
-            else:
-                high = middle - 1
-        return low
+        return common_prefix(tokens, node.tokens) // self.block_size
 
     def _split(self, node: RadixNode, pages: int) -> RadixNode:
         """Give the node's first pages a node of their own, above it. Who locked the node has both locked then."""

@@ -68,18 +68,13 @@ class TrackedRequest(Request):
             priority=given.priority,
             arrival=arrival,
             limit=limit,
-            ends=frozenset(params.stop_token_ids if params.ignore_eos else (*params.stop_token_ids, *eos_token_ids)),
+            ends=frozenset(params.ending_tokens(eos_token_ids)),
         )
 
     @property
     def name(self) -> str:
         """Its id, which is a string here."""
         return str(self.request_id)
-
-    @property
-    def num_output_tokens(self) -> int:
-        """Tokens generated, pending ones too."""
-        return len(self.token_ids) - self.num_prompt_tokens
 
     @property
     def tokens_known(self) -> bool:

@@ -6,25 +6,12 @@ The prefix cache only has what was written. Without this, prompts that come toge
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
+from serving.scheduler.radix_cache import common_prefix
 from serving.scheduler.request import TrackedRequest
 
-__all__ = ["PrefixWaits", "common_prefix"]
+__all__ = ["PrefixWaits"]
 
 _WORTH_WAITING = 32  # tokens, or a page where that is more: below, the step's delay costs more than it saves
-
-
-def common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
-    """How many tokens two sequences begin with alike."""
-    low, high = 0, min(len(first), len(second))
-    while low < high:
-        middle = (low + high + 1) // 2
-        if first[low:middle] == second[low:middle]:
-            low = middle
-        else:
-            high = middle - 1
-    return low
 
 
 class PrefixWaits:

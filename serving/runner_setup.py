@@ -1,0 +1,24 @@
+"""What `ubatch generate` and the engines have in common about a `ModelRunner`: its link, and what it holds in words."""
+
+from __future__ import annotations
+
+from model_runner import ModelRunner
+from moe import EmulatedLink
+
+__all__ = ["describe_memory", "make_link"]
+
+
+def make_link(emulated_link: tuple[float, float] | None) -> EmulatedLink | None:
+    """The link of `--emulated-link`: latency in microseconds and bandwidth in MB/s; None for none."""
+    if emulated_link is None:
+        return None
+    latency_us, megabytes_per_s = emulated_link
+    return EmulatedLink(latency_us * 1e-6, megabytes_per_s * 1e6)
+
+
+def describe_memory(runner: ModelRunner) -> str:
+    """`KV cache 256.0 MiB (8192 pages of 16 tokens); attention back ends: whole/torch 0.00 MiB`."""
+    cache = runner.kv_cache
+    parts = [f"{name} {size / 2**20:.2f} MiB" for name, size in runner.attention.memory().items()]
+    pages = f"{cache.num_blocks} pages of {cache.spec.block_size} tokens"
+    return f"KV cache {cache.nbytes / 2**20:.1f} MiB ({pages}); attention back ends: {', '.join(parts)}"
