@@ -30,8 +30,8 @@ from attention import (
 from attention.backends.triton import TritonAttentionBackend, TritonAttentionPlan, TritonGraphPlan
 from attention.kernels import decode as decode_kernels
 from attention.kernels.decode import DecodeSplits
-from attention.kernels.jit import INTERPRETED
 from ubatch import ConfigError, ForwardMode, UBatchSlice
+from ubatch.triton_jit import INTERPRETED
 
 CLOSE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 

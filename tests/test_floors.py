@@ -21,6 +21,8 @@ PACKAGES: list[str] = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool
 FLOORS = ["ubatch", "moe", "attention", "model_runner", "serving"]
 # Read only where a configuration file is given.
 LAZY = {("ubatch/config.py", "yaml")}
+# What the kernels of the floors above share.
+TRITON = ROOT / "ubatch" / "triton_jit.py"
 
 
 def imported(path: Path) -> Iterator[tuple[str, bool]]:
@@ -47,6 +49,9 @@ def test_the_runtime_imports_torch_and_nothing_else() -> None:
     files = sorted((ROOT / "ubatch").rglob("*.py"))
     assert files
     for path in files:
+        if path == TRITON:
+            continue
+        assert "triton_jit" not in path.read_text(), f"{path.name} imports Triton's helpers, which only kernels may"
         relative = path.relative_to(ROOT).as_posix()
         for name, at_import in imported(path):
             if name not in allowed:

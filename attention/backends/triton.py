@@ -25,7 +25,6 @@ from attention.backends.base import AttentionShape, BackendTraits, GraphLimits
 from attention.graph_buffers import GraphBuffers
 from attention.kernels.cache import write_kv
 from attention.kernels.decode import DecodeSplits, decode_attention
-from attention.kernels.jit import INTERPRETED
 from attention.kernels.planning import num_tiles, plan_mask_offsets, plan_tiles
 from attention.kernels.prefill import prefill_attention
 from attention.kernels.tile import PagedBatch, TileSize, TreeMask
@@ -34,6 +33,7 @@ from attention.metadata import CommonAttentionMetadata
 from attention.modes import MODES, Kernel, SplitKind
 from attention.spec_verify import SpecVerifyInput
 from ubatch import ConfigError
+from ubatch.triton_jit import INTERPRETED
 
 __all__ = ["TritonAttentionBackend", "TritonAttentionPlan", "TritonGraphPlan"]
 

@@ -1,6 +1,5 @@
 """Triton kernels of attention over a paged KV cache. Importing a module of this package imports Triton; this does not.
 
-jit       Triton's `jit`, typed
 tile      the loop that all attention kernels share: a tile of queries against a range of keys
 decode    few queries per request, a long cache: the keys are split, and the parts reduced
 prefill   many queries per request: tiles of queries, each against all its keys

@@ -4,8 +4,8 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from attention.kernels.jit import INTERPRETED, cdiv, constant, jit, power_of_2, rows_contiguous
 from attention.kv_cache import PagedKVCache
+from ubatch.triton_jit import INTERPRETED, cdiv, constant, jit, power_of_2, rows_contiguous
 
 __all__ = ["read_page_table", "write_kv"]
 

@@ -15,7 +15,6 @@ import triton.language as tl
 from torch import Tensor
 
 from attention.backends.base import AttentionShape
-from attention.kernels.jit import cdiv, jit, power_of_2, rows_contiguous
 from attention.kernels.tile import (
     BATCH_ARGUMENTS,
     LOG2_E,
@@ -26,6 +25,7 @@ from attention.kernels.tile import (
     score_constants,
 )
 from attention.kv_cache import PagedKVCache
+from ubatch.triton_jit import cdiv, jit, power_of_2, rows_contiguous
 
 __all__ = ["DecodeSplits", "decode_attention"]
 

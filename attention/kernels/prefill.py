@@ -10,7 +10,6 @@ import triton.language as tl
 from torch import Tensor
 
 from attention.backends.base import AttentionShape
-from attention.kernels.jit import jit, rows_contiguous
 from attention.kernels.tile import (
     BATCH_ARGUMENTS,
     LOG2_E,
@@ -21,6 +20,7 @@ from attention.kernels.tile import (
     score_constants,
 )
 from attention.kv_cache import PagedKVCache
+from ubatch.triton_jit import jit, rows_contiguous
 
 __all__ = ["prefill_attention"]
 

@@ -9,7 +9,7 @@ A row is anything; heads and their dimension are what attention pads.
 import triton.language as tl
 from torch import Tensor
 
-from attention.kernels.jit import cdiv, jit, power_of_2
+from ubatch.triton_jit import cdiv, jit, power_of_2
 
 __all__ = ["pad_ragged", "unpad_ragged"]
 

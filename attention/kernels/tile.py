@@ -19,9 +19,9 @@ import triton.language as tl
 from torch import Tensor
 
 from attention.backends.base import AttentionShape
-from attention.kernels.jit import INTERPRETED, constant, jit, power_of_2
 from attention.kv_cache import PagedKVCache
 from ubatch import ConfigError
+from ubatch.triton_jit import INTERPRETED, constant, jit, power_of_2
 
 __all__ = [
     "BATCH_ARGUMENTS",

@@ -1,4 +1,7 @@
-"""Triton's `jit`, with a type, and what differs in its interpreter."""
+"""Triton's `jit`, with a type, and what differs in its interpreter.
+
+For the kernels of the floors above. Nothing of the runtime imports it: whoever wraps a module needs no Triton.
+"""
 
 from collections.abc import Callable
 from typing import Any, Protocol, cast
@@ -8,7 +11,7 @@ import triton
 import triton.language as tl
 from triton.runtime.jit import JITFunction
 
-from ubatch import ConfigError
+from ubatch.errors import ConfigError
 
 __all__ = ["INTERPRETED", "Kernel", "cdiv", "constant", "jit", "power_of_2", "rows_contiguous"]
 

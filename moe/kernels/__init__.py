@@ -1,0 +1,1 @@
+"""Triton kernels of the MoE layer. Importing a module of this package imports Triton; this does not."""
