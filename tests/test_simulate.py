@@ -7,16 +7,15 @@ from dataclasses import replace
 import pytest
 
 from ubatch.errors import ConfigError
+from ubatch.layer_program import LayerTimes, layer_program
 from ubatch.ring import interleave
 from ubatch.schedule import SCHEDULES, Point, Recv, Schedule, SharedExpert, get_schedule
 from ubatch.simulate import (
     Compute,
     Launch,
-    LayerTimes,
     Op,
     Pass,
     Wait,
-    layer_program,
     median_programs,
     programs_of,
     simulate,
@@ -43,6 +42,9 @@ def efficiency(attention: float, experts: float, shared: float, schedule: Schedu
         (0.7, 0.3, 0.0, VLLM.with_lanes(3), 0.96),
         (0.4, 0.4, 0.2, VLLM, 0.95),
         (0.4, 0.4, 0.2, replace(VLLM, recv=Recv.PEER), 0.91),
+        (0.3, 0.7, 0.0, replace(VLLM, chunks=2), 0.99),
+        (0.3, 0.7, 0.0, replace(VLLM, chunks=2, chunk_dispatch=False), 0.90),
+        (0.4, 0.4, 0.2, replace(VLLM, chunks=2), 0.99),
     ],
 )
 def test_golden_efficiencies(

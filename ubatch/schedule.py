@@ -72,7 +72,8 @@ class Schedule:
     Attributes:
         name: what `--schedule` and the YAML file call it.
         lanes: microbatches; 1 runs unsplit.
-        chunks: blocks of experts with their own dispatch and combine; only 1 so far.
+        chunks: blocks of experts with their own combine, and
+        chunk_dispatch: their own dispatch too; one dispatch for all of them where this is False.
         lead: lane 0 keeps the baton through its first `lead` points.
         points_off: known points at which the baton is *not* handed on.
         shared_expert: where the shared expert runs.
@@ -82,6 +83,7 @@ class Schedule:
     name: str
     lanes: int = 2
     chunks: int = 1
+    chunk_dispatch: bool = True
     lead: int = 0
     points_off: frozenset[str] = _INSIDE_A_LAYER
     shared_expert: SharedExpert = SharedExpert.COMBINE
@@ -111,8 +113,9 @@ class Schedule:
     def describe(self) -> str:
         """All of it in one line that is the same in every process (a set's own order is not); ranks compare it."""
         off = ",".join(sorted(self.points_off))
+        chunks = "chunks" if self.chunk_dispatch else "chunks of combine"
         return (
-            f"{self.name}: {self.lanes} lanes x {self.chunks} chunks, lead {self.lead}, off: {off}, "
+            f"{self.name}: {self.lanes} lanes x {self.chunks} {chunks}, lead {self.lead}, off: {off}, "
             f"shared expert at {self.shared_expert}, received by {self.recv}"
         )
 

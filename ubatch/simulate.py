@@ -17,18 +17,16 @@ from statistics import median
 
 from ubatch.errors import ConfigError
 from ubatch.ring import Ring
-from ubatch.schedule import Point, Recv, Schedule, SharedExpert
+from ubatch.schedule import Recv, Schedule
 from ubatch.trace import Event, EventKind, Span, SpanKind, Trace
 
 __all__ = [
     "Compute",
     "Launch",
-    "LayerTimes",
     "Op",
     "Pass",
     "Timeline",
     "Wait",
-    "layer_program",
     "median_programs",
     "programs_of",
     "simulate",
@@ -46,12 +44,14 @@ class Compute:
 class Launch:
     """The lane launches transfer `key`, which occupies the sending direction of the link for `seconds`.
 
-    The receiving direction is occupied for `receive_s`, as long as the other where that is None.
+    The receiving direction is occupied for `receive_s`, as long as the other where that is None. Who keeps the baton at
+    its next point waits there for what is `hooked`; for the rest where it says so.
     """
 
     key: str
     seconds: float
     receive_s: float | None = None
+    hooked: bool = True
 
 
 @dataclass(frozen=True)
@@ -105,9 +105,10 @@ class Timeline:
 class _Machine:
     """The state of one simulated step; every field changes as lanes run."""
 
-    def __init__(self, programs: Sequence[Sequence[Op]], schedule: Schedule) -> None:
+    def __init__(self, programs: Sequence[Sequence[Op]], schedule: Schedule, handoff_s: float) -> None:
         self.programs = programs
         self.schedule = schedule
+        self.handoff_s = handoff_s
         self.ring = Ring(len(programs), schedule.lead)
         self.next_op = [0] * len(programs)
         self.pending: list[list[str]] = [[] for _ in programs]
@@ -134,16 +135,17 @@ class _Machine:
             match op:
                 case Compute(seconds):
                     self.compute(lane, seconds)
-                case Launch(key, seconds, receive_s):
+                case Launch():
                     if self.schedule.recv is Recv.PEER:
                         self.wait_for_all((lane - 1) % len(self.programs), lane)
-                    self.launch(lane, key, seconds, seconds if receive_s is None else receive_s)
+                    self.launch(lane, op)
                 case Wait(key):
                     self.wait(lane, lane, key)
                 case Pass(point) if self.schedule.active(point):
                     self.order.append((lane, str(point)))
                     following = self.ring.at_point(lane)
                     if following != lane:
+                        self.now += self.handoff_s
                         return following
                     self.wait_for_all(lane, lane)  # who keeps the baton runs its own receive hook
                 case Pass():
@@ -158,17 +160,19 @@ class _Machine:
         self.now += seconds
         self.compute_s += seconds
 
-    def launch(self, lane: int, key: str, *seconds: float) -> None:
-        """`seconds` per direction; a direction in which nothing crosses is not occupied."""
+    def launch(self, lane: int, op: Launch) -> None:
+        """A direction in which nothing crosses is not occupied."""
+        seconds = op.seconds, op.seconds if op.receive_s is None else op.receive_s
         begins = {way: max(self.now, self.link_free[way]) for way, needed in enumerate(seconds) if needed > 0}
         for way, begin in begins.items():
             self.link_free[way] = begin + seconds[way]
             self.link_busy[way] += seconds[way]
         start = min(begins.values(), default=self.now)
         finish = max((self.link_free[way] for way in begins), default=self.now)
-        self.arrival[lane, key] = finish
-        self.pending[lane].append(key)
-        self.spans.append(Span(SpanKind.TRANSFER, key, lane, start, finish, 1))
+        self.arrival[lane, op.key] = finish
+        if op.hooked:
+            self.pending[lane].append(op.key)
+        self.spans.append(Span(SpanKind.TRANSFER, op.key, lane, start, finish, 1))
 
     def wait(self, owner: int, runner: int, key: str) -> None:
         if (owner, key) not in self.arrival:
@@ -186,13 +190,18 @@ class _Machine:
             self.wait(owner, runner, key)
 
 
-def simulate(programs: Sequence[Sequence[Op]], schedule: Schedule) -> Timeline:
+def simulate(programs: Sequence[Sequence[Op]], schedule: Schedule, handoff_s: float = 0.0) -> Timeline:
     """Run one program per lane under `schedule`.
+
+    Args:
+        programs: of the lanes.
+        schedule: who runs when.
+        handoff_s: what a hand-off of the baton costs; nothing on an ideal machine.
 
     Raises:
         ConfigError: a program waits for a transfer that it did not launch.
     """
-    machine = _Machine(programs, schedule)
+    machine = _Machine(programs, schedule, handoff_s)
     machine.run()
     return Timeline(
         seconds=machine.now,
@@ -202,46 +211,6 @@ def simulate(programs: Sequence[Sequence[Op]], schedule: Schedule) -> Timeline:
         order=tuple(machine.order),
         spans=tuple(machine.spans),
     )
-
-
-@dataclass(frozen=True)
-class LayerTimes:
-    """Seconds that one lane spends in one MoE layer.
-
-    Attributes:
-        attn_prepare: norm and qkv projection.
-        attn_core: attention, output projection and router.
-        dispatch, combine: on the link.
-        experts: the routed experts.
-        shared: the shared expert.
-    """
-
-    attn_core: float
-    experts: float
-    dispatch: float
-    combine: float
-    attn_prepare: float = 0.0
-    shared: float = 0.0
-
-    def scaled(self, factor: float) -> LayerTimes:
-        """All times multiplied by `factor`, as for a smaller share of the batch."""
-        return LayerTimes(**{name: value * factor for name, value in vars(self).items()})
-
-
-def layer_program(times: LayerTimes, layers: int, schedule: Schedule) -> list[Op]:
-    """What one lane does in `layers` MoE layers: the points of the modular kernel, in its order."""
-    program: list[Op] = []
-    for layer in range(layers):
-        dispatch, combine = f"dispatch.{layer}", f"combine.{layer}"
-        shared: dict[SharedExpert, list[Op]] = {where: [] for where in SharedExpert}
-        shared[schedule.shared_expert].append(Compute(times.shared))
-        program += [Compute(times.attn_prepare), Pass(Point.ATTN_PREPARE)]
-        program += [Compute(times.attn_core), Pass(Point.SELECT)]
-        program += [Launch(dispatch, times.dispatch), *shared[SharedExpert.DISPATCH], Pass(Point.DISPATCH)]
-        program += [Wait(dispatch), Compute(times.experts)]
-        program += [Launch(combine, times.combine), *shared[SharedExpert.COMBINE], Pass(Point.COMBINE)]
-        program += [*shared[SharedExpert.COMBINE_RETURN], Wait(combine), Pass(Point.OUTPUT), Pass(Point.LAYER)]
-    return program
 
 
 def programs_of(trace: Trace, step: int) -> list[list[Op]]:
@@ -301,7 +270,7 @@ def _median_op(ops: Sequence[Op]) -> Op:
 
 def _untimed(op: Op) -> Op:
     if isinstance(op, Launch):
-        return Launch(op.key, 0.0)
+        return replace(op, seconds=0.0, receive_s=None)
     return Compute(0.0) if isinstance(op, Compute) else op
 
 

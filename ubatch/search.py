@@ -1,0 +1,185 @@
+"""The best schedule for given stage times: every one there is, tried on the simulator.
+
+    lanes x chunks (of combine, or of dispatch too) x lead x place of the shared expert x points that are active
+
+The space has some thousands of schedules. Those of equal lanes and chunks have the same work, so none of them can be
+faster than its bound; groups are tried in the order of their bounds, and what cannot come among the best any more is
+not tried at all. A long model repeats itself: a few layers are simulated, the rest is reckoned from the last two of
+them, and only the best are simulated whole.
+
+This module imports neither torch nor threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations
+
+from ubatch.errors import ConfigError
+from ubatch.layer_program import LayerTimes, layer_program
+from ubatch.schedule import SERIAL, Point, Schedule, SharedExpert
+from ubatch.simulate import simulate
+
+__all__ = ["Candidate", "TimesOf", "search_schedules"]
+
+TimesOf = Callable[[int, int, bool], LayerTimes]
+"""Seconds that one lane spends in one layer: of so many lanes, chunks, and with the dispatch in chunks or not."""
+
+_OPTIONAL_POINTS = (Point.ATTN_PREPARE, Point.SELECT, Point.OUTPUT, Point.LAYER)
+_MAX_LEAD = 4
+_WARM_UP = 6
+"""Layers until the lanes have found their rhythm; their pattern repeats after at most two."""
+_TIE = 1e-3
+"""Of two schedules that differ by less than this share, the simpler one is preferred."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A schedule, and what the simulator says of it.
+
+    Attributes:
+        schedule: may be run, once it has a name.
+        seconds: of all layers.
+        bound_s: no schedule with as many lanes and chunks can be faster: the greater of compute and communication.
+        serial_s: one lane, one chunk, for comparison.
+    """
+
+    schedule: Schedule
+    seconds: float
+    bound_s: float
+    serial_s: float
+
+    @property
+    def speedup(self) -> float:
+        """Over the serial schedule."""
+        return self.serial_s / self.seconds if self.seconds else 1.0
+
+    @property
+    def efficiency(self) -> float:
+        """`bound_s / seconds`, 1.0 at best."""
+        return self.bound_s / self.seconds if self.seconds else 1.0
+
+
+def search_schedules(
+    times: TimesOf,
+    layers: int,
+    *,
+    max_lanes: int = 4,
+    max_chunks: int = 4,
+    handoff_s: float = 0.0,
+    keep: int = 10,
+) -> list[Candidate]:
+    """The best schedules, best first; of those that are equally good, the simplest first.
+
+    Args:
+        times: stage and transfer times, measured or from a table.
+        layers: MoE layers of the model.
+        max_lanes, max_chunks: how far to look.
+        handoff_s: what a hand-off of the baton costs.
+        keep: how many to return.
+
+    Raises:
+        ConfigError: nothing to look for.
+    """
+    for name, value in (("layers", layers), ("max_lanes", max_lanes), ("max_chunks", max_chunks), ("keep", keep)):
+        if value < 1:
+            raise ConfigError(f"schedule search: {name} must be at least 1, not {value}.")
+    serial_s = _seconds(SERIAL, times(1, 1, True), layers, handoff_s)
+    groups = sorted(_groups(times, max_lanes, max_chunks), key=lambda group: group.bound_s)
+    best: list[Candidate] = []
+    for group in groups:
+        bound_s = group.bound_s * layers
+        if len(best) == keep and bound_s >= best[-1].seconds:
+            break
+        for schedule in group.schedules:
+            seconds = _estimate(schedule, group.times, layers, handoff_s)
+            best.append(Candidate(schedule, seconds, bound_s, serial_s))
+        best = _sorted(best)[:keep]
+    exact = [
+        replace(found, seconds=_seconds(found.schedule, _times_of(times, found.schedule), layers, handoff_s))
+        for found in best
+    ]
+    return _sorted(exact)
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Schedules of the same work.
+
+    Attributes:
+        times: of one lane and layer.
+        bound_s: of one layer, all lanes.
+        schedules: all of them.
+    """
+
+    times: LayerTimes
+    bound_s: float
+    schedules: Sequence[Schedule]
+
+
+def _groups(times: TimesOf, max_lanes: int, max_chunks: int) -> Iterator[_Group]:
+    for lanes in range(1, max_lanes + 1):
+        for chunks in range(1, max_chunks + 1):
+            for chunk_dispatch in (True, False) if chunks > 1 else (True,):
+                own = times(lanes, chunks, chunk_dispatch)
+                base = Schedule(f"{lanes}x{chunks}", lanes=lanes, chunks=chunks, chunk_dispatch=chunk_dispatch)
+                bound = lanes * max(own.compute_s, own.communication_s)
+                yield _Group(own, bound, list(_variants(base, own)))
+
+
+def _variants(base: Schedule, times: LayerTimes) -> Iterator[Schedule]:
+    """Those that differ in what matters: with one lane no point does, without a shared expert its place does not."""
+    places = tuple(SharedExpert) if times.shared else (base.shared_expert,)
+    active: list[tuple[Point, ...]] = [()]
+    leads = range(1)
+    if base.lanes > 1:
+        leads = range(_MAX_LEAD + 1)
+        active = [some for count in range(len(_OPTIONAL_POINTS) + 1) for some in combinations(_OPTIONAL_POINTS, count)]
+    for points in active:
+        off = frozenset(_OPTIONAL_POINTS) - frozenset(points)
+        for lead in leads:
+            for place in places:
+                yield replace(base, points_off=frozenset(map(str, off)), lead=lead, shared_expert=place)
+
+
+def _times_of(times: TimesOf, schedule: Schedule) -> LayerTimes:
+    return times(schedule.lanes, schedule.chunks, schedule.chunk_dispatch)
+
+
+def _seconds(schedule: Schedule, times: LayerTimes, layers: int, handoff_s: float) -> float:
+    program = layer_program(times, layers, schedule)
+    return simulate([program] * schedule.lanes, schedule, handoff_s).seconds
+
+
+def _estimate(schedule: Schedule, times: LayerTimes, layers: int, handoff_s: float) -> float:
+    """From a few layers; exact where the model has no more."""
+    few = min(layers, _WARM_UP)
+    seconds = _seconds(schedule, times, few, handoff_s)
+    if layers > few:
+        seconds += (layers - few) * (seconds - _seconds(schedule, times, few - 2, handoff_s)) / 2
+    return seconds
+
+
+def _sorted(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """Fastest first; those within a tie of the fastest of them by simplicity."""
+    waiting = sorted(candidates, key=lambda each: each.seconds)
+    ordered: list[Candidate] = []
+    while waiting:
+        limit = waiting[0].seconds * (1 + _TIE)
+        tied = [each for each in waiting if each.seconds <= limit]
+        ordered += sorted(tied, key=lambda each: _complexity(each.schedule))
+        waiting = waiting[len(tied) :]
+    return ordered
+
+
+def _complexity(schedule: Schedule) -> tuple[int, ...]:
+    """What costs something on a real machine, the dearest first."""
+    return (
+        schedule.lanes * schedule.chunks,
+        schedule.lanes,
+        -len(schedule.points_off),
+        schedule.lead,
+        int(schedule.chunk_dispatch),
+        list(SharedExpert).index(schedule.shared_expert),
+    )
