@@ -1,0 +1,200 @@
+"""Waits inside torch become points: for modules whose collectives this project does not see.
+
+torch's own tensor and expert parallelism (`parallelize_module`, DTensor, functional collectives) launches a collective
+and waits for it where its result is first used. While `intercepting()` is in force, a lane that comes to such a wait
+hands the baton on first:
+
+    y = down(x)            all_reduce is launched                    <- noted as a transfer of the lane
+    h = h + y              the result is needed: point "collective"  -> the other lanes compute
+                           wait for it                               <- the baton is back
+
+Outside of lanes nothing changes. `torch.distributed._functional_collectives` is the one place through which all of it
+goes; its functions are replaced while somebody intercepts, and put back after the last one.
+
+What it cannot do: torch waits without looking out for peers. A peer that fails is noticed when the lane has held the
+baton for `timeout_s` (`UBatchTimeout`), not by its error.
+
+Under `torch.inference_mode()` torch 2.13 multiplies by a sharded linear layer after gathering its *weight*. That is its
+own doing, and slow; `torch.no_grad()` sends activations.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from ubatch.context import UBatchContext, current_lane
+from ubatch.dbo import dbo_maybe_run_recv_hook, dbo_register_recv_hook, dbo_yield
+from ubatch.errors import GradientError, UnvotedCollectiveError
+from ubatch.schedule import Point
+from ubatch.transfer import Transfer
+
+__all__ = ["intercepting"]
+
+_torch_waits: Callable[[Tensor], Tensor] = functional.wait_tensor
+
+
+class _TorchWork:
+    """A collective of torch's, under way. Only waiting for it tells that it is over; whoever waits again returns."""
+
+    def __init__(self, result: Tensor) -> None:
+        self._result: Tensor | None = result
+
+    def is_completed(self) -> bool:
+        """Whether somebody has waited for it."""
+        return self._result is None
+
+    def wait(self, timeout: Any = None) -> object:
+        """Wait in torch, which has no look-out: the baton's time-out counts meanwhile."""
+        result, self._result = self._result, None
+        lane = current_lane()
+        if lane is not None:
+            lane.waiting = None
+        return None if result is None else _torch_waits(result)
+
+
+_under_way: WeakIdKeyDictionary = WeakIdKeyDictionary()
+"""The work and transfer of every result that nobody has needed yet."""
+_launching: ContextVar[bool] = ContextVar("ubatch_launching_in_torch", default=False)
+
+
+@contextmanager
+def intercepting() -> Iterator[None]:
+    """Make torch's waits points of the lanes, in the `with` block; may be nested, also from several threads."""
+    _patches.enter()
+    try:
+        yield
+    finally:
+        _patches.leave()
+
+
+class _Patches:
+    """torch's functions, replaced for as long as anybody intercepts."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._users = 0
+        self._replaced: dict[str, Callable[..., Any]] = {}
+
+    def enter(self) -> None:
+        with self._lock:
+            self._users += 1
+            if self._users > 1:
+                return
+            self._replaced = {"wait_tensor": _torch_waits} | {name: getattr(functional, name) for name in _launchers()}
+            for name, function in self._replaced.items():
+                replacement = _wait_tensor if name == "wait_tensor" else _noted(name, function)
+                setattr(functional, name, replacement)
+
+    def leave(self) -> None:
+        with self._lock:
+            self._users -= 1
+            if not self._users:
+                for name, function in self._replaced.items():
+                    setattr(functional, name, function)
+
+
+_patches = _Patches()
+
+
+@functools.cache
+def _launchers() -> tuple[str, ...]:
+    """Public functions that launch: those that take a group and return what is to be waited for."""
+    return tuple(
+        name
+        for name, function in inspect.getmembers(functional, inspect.isfunction)
+        if function.__module__ == functional.__name__
+        and not name.startswith("_")
+        and not name.endswith("_inplace")
+        and "group" in inspect.signature(function).parameters
+    )
+
+
+def _noted(name: str, launch: Callable[..., Any]) -> Callable[..., Any]:
+    """`launch`, whose results are transfers of the lane that calls it."""
+    signature = inspect.signature(launch)
+
+    @functools.wraps(launch)
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        lane = current_lane()
+        if lane is None or _launching.get():
+            return launch(*args, **kwargs)
+        arguments = signature.bind(*args, **kwargs).arguments
+        inputs = _tensors(next(iter(arguments.values())))
+        _check(lane, name, inputs, arguments["group"])
+        dbo_maybe_run_recv_hook()
+        token = _launching.set(True)
+        try:
+            results = launch(*args, **kwargs)
+        finally:
+            _launching.reset(token)
+        for result, sent in zip(_tensors(results), inputs, strict=True):
+            _note(name, result, sent)
+        return results
+
+    return noted
+
+
+def _tensors(value: Any) -> Sequence[Tensor]:
+    return value if isinstance(value, list | tuple) else [value]
+
+
+def _note(name: str, result: Tensor, sent: Tensor) -> None:
+    """A result that torch has waited for already is an ordinary tensor, and none of our business."""
+    if isinstance(result, functional.AsyncCollectiveTensor):
+        _under_way[result.elem] = _transfer(name, result.elem, sent.nbytes)
+
+
+def _transfer(name: str, arriving: Tensor, bytes_sent: int) -> tuple[_TorchWork, Transfer[None]]:
+    work = _TorchWork(arriving)
+    return work, Transfer(name, [work], lambda: None, bytes_sent=bytes_sent, bytes_received=arriving.nbytes)
+
+
+def _wait_tensor(tensor: Tensor) -> Tensor:
+    work, transfer = _under_way.pop(tensor, (None, None))
+    if current_lane() is None:
+        result = _torch_waits(tensor)
+        if work is not None:
+            work.wait()
+        return result
+    if transfer is None:  # a function of torch's that launches and waits by itself
+        _, transfer = _transfer("collective", tensor, tensor.nbytes)
+    dbo_register_recv_hook(transfer.wait)
+    dbo_yield(Point.COLLECTIVE)
+    transfer.wait()
+    return tensor
+
+
+def _check(lane: UBatchContext, name: str, inputs: Sequence[Tensor], group: Any) -> None:
+    """Refuse what could dead-lock or lose gradients, before it is launched.
+
+    Raises:
+        GradientError, UnvotedCollectiveError: see there.
+    """
+    if any(tensor.requires_grad for tensor in inputs):
+        raise GradientError(
+            f"torch's {name} in lane {lane.id} got a tensor that requires grad. Run under torch.no_grad() or "
+            "torch.inference_mode(); training with collectives runs unsplit."
+        )
+    ranks = _ranks(group)
+    if len(ranks) > 1 and not lane.voted_ranks.issuperset(ranks):
+        raise UnvotedCollectiveError(
+            f"torch's {name} over ranks {list(ranks)} in lane {lane.id}, but they did not vote on this split, so they "
+            "could dead-lock. Set UBatchConfig.group to a CommGroup of all these ranks."
+        )
+
+
+def _ranks(group: Any) -> Sequence[int]:
+    resolved = functional._resolve_group_name(group)
+    process_group = dist.distributed_c10d._resolve_process_group(resolved)
+    return dist.get_process_group_ranks(process_group)
