@@ -23,6 +23,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_NO_CACHE_DIR := 1
 export HF_HOME := $(CURDIR)/.cache/huggingface
 export TRITON_CACHE_DIR := $(CURDIR)/.cache/triton
+export UBATCH_AUTOTUNE_CACHE := $(CURDIR)/.cache/autotune.json
 export TORCHINDUCTOR_CACHE_DIR := $(CURDIR)/.cache/inductor
 export FLASHINFER_WORKSPACE_BASE := $(CURDIR)/.cache
 
@@ -81,11 +82,12 @@ bench: setup ## the CPU benchmarks; writes benchmarks/results/*.json
 test-gpu: ## the tests that need a GPU, with this machine's own torch if it is a CUDA build
 	@test -n "$(GPU_TESTS)" || { echo "No test is marked gpu." >&2; exit 1; }
 	python="$$(.ci/gpu-python)"; \
+	"$$python" -c "import pytest" || { echo "$$python has torch for this GPU, but no pytest: install it there." >&2; exit 1; }; \
 	PYTHONPATH=. "$$python" -m pytest -m gpu -W ignore::pytest.PytestConfigWarning $(GPU_TESTS)
 
-bench-gpu: ## the GPU benchmarks; writes benchmarks/results/*-gpu.json
+bench-gpu: ## the GPU benchmarks, made for 8 minutes at most; writes benchmarks/results/gpu.json and gpu.md
 	python="$$(.ci/gpu-python)"; \
-	PYTHONPATH=. "$$python" -m benchmarks.gpu_loopback --json $(RESULTS)/loopback-gpu.json
+	PYTHONPATH=. "$$python" -m benchmarks.gpu --json $(RESULTS)/gpu.json --markdown $(RESULTS)/gpu.md
 
 clean: ## remove the virtual environment, caches and what `make demo` wrote
 	rm -rf $(VENV) .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis build demo *.egg-info

@@ -16,6 +16,8 @@ can never be written outside of it.
 
 from __future__ import annotations
 
+import importlib.util
+
 import torch
 from torch import Tensor
 
@@ -69,6 +71,7 @@ class GraphBuffers:
         self.seq_lens = torch.full((limits.max_reqs,), seq_len_fill, dtype=int32, device=device)
         self.block_table = torch.zeros(limits.max_reqs, max_blocks, dtype=int32, device=device)
         self.slot_mapping = torch.full((limits.max_tokens,), hidden_slot, dtype=torch.int64, device=device)
+        self._fused = self.slot_mapping.device.type == "cuda" and importlib.util.find_spec("triton") is not None
         # Room for what `fill` works out on the way, so that it allocates nothing.
         self._columns = torch.arange(max_blocks, dtype=int32, device=device)
         self._num_blocks = torch.zeros(limits.max_reqs, dtype=int32, device=device)
@@ -92,9 +95,34 @@ class GraphBuffers:
         """
         self.check(metadata, num_reqs, num_tokens)
         real = _num_real_requests(metadata)
+        if self._fused and metadata.slot_mapping.device == self.slot_mapping.device:
+            self._fill_fused(metadata, real, num_reqs, num_tokens)
+            return
         self._fill_requests(metadata, real, num_reqs)
         self._fill_block_table(metadata, real, num_reqs)
         self._fill_slots(metadata.slot_mapping, num_tokens)
+
+    def _fill_fused(self, metadata: CommonAttentionMetadata, real: int, num_reqs: int, num_tokens: int) -> None:
+        """All of it in one launch: some twenty small ones would cost the host more than a graph's replay."""
+        from attention.kernels.fill import fill_batch  # imports Triton
+
+        table = metadata.block_table
+        fill_batch(
+            (self.query_start_loc, self.seq_lens, self.block_table, self.slot_mapping),
+            (
+                metadata.query_start_loc,
+                metadata.seq_lens,
+                table if table.stride(-1) == 1 else table.contiguous(),
+                metadata.slot_mapping,
+            ),
+            num_real=real,
+            num_actual_tokens=metadata.num_actual_tokens,
+            num_reqs=num_reqs,
+            num_tokens=num_tokens,
+            block_size=self.block_size,
+            seq_len_fill=self.seq_len_fill,
+            hidden_slot=self.hidden_slot,
+        )
 
     def _fill_requests(self, metadata: CommonAttentionMetadata, real: int, num_reqs: int) -> None:
         self.query_start_loc[: real + 1].copy_(metadata.query_start_loc[: real + 1])

@@ -122,6 +122,37 @@ class UBatchAttention:
         for pair in self._lanes[:num_lanes]:
             pair.decode.init_graph_buffers(_lane_limits(limits, num_lanes))
 
+    @property
+    def capturable(self) -> bool:
+        """Whether decode and verify batches can be captured: the decode back end plans for graphs."""
+        return self._whole.decode.traits.graphs
+
+    def plan_for_graph(self, metadata: CommonAttentionMetadata) -> Plan:
+        """The plan that a graph of the unsplit batch is captured with; see `AttentionBackend.plan_for_graph`.
+
+        Raises:
+            ConfigError: batches of this mode are not captured, or there are no graph buffers for one this large.
+        """
+        return self._plan_for_graph(self._whole, metadata)
+
+    def plan_lanes_for_graph(self, lanes: Sequence[CommonAttentionMetadata]) -> list[Plan]:
+        """One plan per lane that a graph in lanes is captured with; errors as `plan_for_graph`."""
+        self._grow(len(lanes))
+        return [self._plan_for_graph(pair, metadata) for pair, metadata in zip(self._lanes, lanes, strict=False)]
+
+    def replan(self, plan: Plan, metadata: CommonAttentionMetadata) -> None:
+        """Before a replay: make a plan of `plan_for_graph` describe this batch, padded; see `AttentionBackend.replan`.
+
+        Raises:
+            ConfigError: the batch does not fit the plan.
+        """
+        self._whole.decode.replan(plan, metadata)
+
+    def replan_lanes(self, plans: Sequence[Plan], lanes: Sequence[CommonAttentionMetadata]) -> None:
+        """The same for the plans of `plan_lanes_for_graph`; every lane is padded by itself, an empty one whole."""
+        for pair, plan, metadata in zip(self._lanes, plans, lanes, strict=False):
+            pair.decode.replan(plan, metadata)
+
     def backend(self, metadata: CommonAttentionMetadata, lane: int | None = None) -> AttentionBackend:
         """The back end that plans such a batch: for a captured step, which calls its `plan_for_graph` and `replan`."""
         if lane is not None:
@@ -137,6 +168,14 @@ class UBatchAttention:
         if not metadata.num_actual_tokens:
             return EmptyPlan()
         plan: Plan = pair.for_batch(metadata).plan(metadata)
+        return plan
+
+    def _plan_for_graph(self, pair: _Pair, metadata: CommonAttentionMetadata) -> Plan:
+        if not MODES[metadata.mode].graph:
+            raise ConfigError(
+                f"{metadata.mode} batches are not captured: their shapes are not fixed. Run them eagerly."
+            )
+        plan: Plan = pair.for_batch(metadata).plan_for_graph(metadata)
         return plan
 
     def _make(self) -> _Pair:

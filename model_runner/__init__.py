@@ -5,6 +5,8 @@ models                families, one file each
 step_cost             what a token and an attended pair cost, for splits by cost
 request               a sequence while it is generated, and its share of one step
 input_batch           requests, flattened into one step's batch
+graph_sizes           which steps are captured as CUDA graphs, and which graph a step is padded to
+graph_steps           captured, padded and replayed; `graph_mode`: whether at all
 dp                    the vote with the other ranks, and this rank's lanes
 sampling_params       how to generate for one request
 penalties, sampler    from logits to tokens
@@ -17,6 +19,7 @@ generate              offline generation, batched and over several ranks
 random_checkpoint     a large model with random weights, for measuring
 """
 
+from model_runner.dbo_auto import DboAuto
 from model_runner.dp import BatchShape, Coordination, coordinate_batch_across_dp, make_offer
 from model_runner.errors import (
     CheckpointError,
@@ -29,6 +32,7 @@ from model_runner.errors import (
 )
 from model_runner.future_map import FutureMap
 from model_runner.generate import FinishReason, GenerationOutput, check_request, generate
+from model_runner.graph_sizes import GraphShape, capture_sizes
 from model_runner.host_memory import keep_freed_memory
 from model_runner.input_batch import InputBatch, build_input_batch
 from model_runner.kv_memory import DEFAULT_KV_CACHE_MEMORY
@@ -60,10 +64,12 @@ __all__ = [
     "CheckpointError",
     "CheckpointFileMissing",
     "Coordination",
+    "DboAuto",
     "ExpertParallel",
     "FinishReason",
     "FutureMap",
     "GenerationOutput",
+    "GraphShape",
     "InputBatch",
     "ModelConfig",
     "ModelRunner",
@@ -81,6 +87,7 @@ __all__ = [
     "UnknownArchitecture",
     "WrongShape",
     "build_input_batch",
+    "capture_sizes",
     "check_request",
     "coordinate_batch_across_dp",
     "generate",

@@ -2,6 +2,7 @@
 
 Every rank votes at every step, idle ones too: one small all-reduce that also tells each rank everybody's token counts.
     too few tokens, dbo off, a lane would be empty      votes no, says why
+    one lane with chunks (single-batch overlap)         votes yes, as it is
     requests whose keys and values others of the batch need leave no place to cut    votes no (`attention.kv_order`)
     no tokens                                           votes idle: goes along, with empty lanes
     otherwise                                           votes yes, with its tokens per lane
@@ -13,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from attention import MODES, Kernel, SplitKind
+from model_runner.graph_sizes import GraphShape
 from ubatch import (
     CommGroup,
     Decision,
@@ -31,6 +33,8 @@ from ubatch import (
     split_by_cost,
     split_requests,
 )
+from ubatch.modes import Resolved
+from ubatch.split_mixed import split_mixed
 
 __all__ = ["BatchShape", "Coordination", "coordinate_batch_across_dp", "make_offer"]
 
@@ -53,6 +57,7 @@ class BatchShape:
         late_reads: gives (reader, writer) pairs of requests that must be in one lane, see
             `attention.reads_of_later_writes`. It is called where the batch would be split, only then: it costs time.
         cost: what a token and an attended pair cost in this model; needed to split by cost.
+        graph_mode: the CUDA graphs this rank could replay for it, `Offer.graph_mode`; 0 for none.
     """
 
     query_lens: Sequence[int]
@@ -60,6 +65,7 @@ class BatchShape:
     prefix_lens: Sequence[int] = ()
     late_reads: Callable[[], Sequence[tuple[int, int]]] = _no_pairs
     cost: SplitCost = _TOKENS_ALONE
+    graph_mode: int = 0
 
 
 @dataclass(frozen=True)
@@ -68,11 +74,15 @@ class Coordination:
 
     Attributes:
         decision: the vote's result, with every rank's tokens.
-        slices: this rank's lanes when the step overlaps, else None.
+        slices: this rank's lanes when the step overlaps in lanes, else None.
+        schedule: what it overlaps with, else None.
+        graph: what the step replays, the same on every rank; None where it runs eagerly. `GraphSteps.agree` fills it.
     """
 
     decision: Decision
     slices: tuple[UBatchSlice, ...] | None
+    graph: GraphShape | None = None
+    schedule: Schedule | None = None
 
     @property
     def all_idle(self) -> bool:
@@ -84,31 +94,38 @@ def coordinate_batch_across_dp(config: UBatchConfig, batch: BatchShape, group: C
     """Vote on this step. With a group, every rank of it must call this, equally often.
 
     Args:
-        config: thresholds, lanes, schedule.
+        config: thresholds, lanes, schedules.
         batch: this rank's.
         group: the ranks; None for one rank alone.
 
     Raises:
+        ConfigError: this rank has no tokens, and the others run a schedule that it does not have.
         PeerFailed, TransferTimeout, GroupBroken: see `CommGroup.vote`.
     """
     offer, slices = make_offer(config, batch)
     decision = decide([offer]) if group is None else group.vote(offer)
-    return Coordination(decision, slices if decision.engaged else None)
+    if not decision.engaged:
+        return Coordination(decision, None)
+    schedule = config.agreed_schedule(decision, batch.mode)
+    if offer.wish is Wish.IDLE:  # it has voted without knowing how many lanes the others have
+        slices = (UBatchSlice(slice(0, 0), slice(0, 0)),) * schedule.lanes
+    return Coordination(decision, slices if schedule.lanes > 1 else None, schedule=schedule)
 
 
 def make_offer(config: UBatchConfig, batch: BatchShape) -> tuple[Offer, tuple[UBatchSlice, ...] | None]:
     """This rank's vote, and its lanes if it would overlap."""
-    schedule = config.resolved_schedule()
+    settings = config.for_mode(batch.mode)
+    schedule = settings.schedule
     total = sum(batch.query_lens)
     slices = None
-    reason = _objection(config, schedule, total, batch.mode)
-    if reason is None:
-        wanted = _split(config, schedule.lanes, batch)
+    reason = _objection(config.enable_dbo, settings, total, batch.mode)
+    if reason is None and schedule.lanes > 1:
+        wanted = _split(config, schedule, batch)
         slices = keep_together(wanted, batch.query_lens, batch.late_reads())
         if total and any(piece.is_empty() for piece in slices):
             whole = any(piece.is_empty() for piece in wanted)
             reason, slices = DeclineReason.LAST_UBATCH_EMPTY if whole else DeclineReason.KV_ORDER, None
-    wish = Wish.NO if slices is None else Wish.YES if total else Wish.IDLE
+    wish = Wish.NO if reason is not None else Wish.YES if total else Wish.IDLE
     # A mixed batch counts as prefill: beside a prefill on another rank both can overlap.
     kind = ForwardMode.PREFILL if batch.mode is ForwardMode.MIXED else batch.mode
     offer = Offer(
@@ -118,35 +135,38 @@ def make_offer(config: UBatchConfig, batch: BatchShape) -> tuple[Offer, tuple[UB
         reason=reason,
         schedule=fingerprint(schedule.describe()),
         mode=fingerprint(kind),
+        graph_mode=batch.graph_mode,
     )
     return offer, slices
 
 
-def _objection(config: UBatchConfig, schedule: Schedule, total: int, mode: ForwardMode) -> DeclineReason | None:
-    if not config.enable_dbo:
+def _objection(enabled: bool, settings: Resolved, total: int, mode: ForwardMode) -> DeclineReason | None:
+    if not enabled:
         return DeclineReason.DISABLED
-    if schedule.lanes == 1:
+    if total and not settings.overlaps:
         return DeclineReason.SERIAL_SCHEDULE
     if not total:
         return None
     if MODES[mode].split is SplitKind.NEVER:
         return DeclineReason.MODE_NOT_SPLIT
-    decode = MODES[mode].kernel is Kernel.DECODE
-    if decode and total < config.dbo_decode_token_threshold:
-        return DeclineReason.BELOW_DECODE_THRESHOLD
-    if not decode and total < config.dbo_prefill_token_threshold:
-        return DeclineReason.BELOW_PREFILL_THRESHOLD
+    if total < settings.token_threshold:
+        decode = MODES[mode].kernel is Kernel.DECODE
+        return DeclineReason.BELOW_DECODE_THRESHOLD if decode else DeclineReason.BELOW_PREFILL_THRESHOLD
     return None
 
 
-def _split(config: UBatchConfig, lanes: int, batch: BatchShape) -> tuple[UBatchSlice, ...]:
-    """Decode and verify by request count, prefill balanced; with two lanes a long request may be cut.
+def _split(config: UBatchConfig, schedule: Schedule, batch: BatchShape) -> tuple[UBatchSlice, ...]:
+    """Decode and verify by request count, prefill balanced; with two lanes a long request may be cut. By cost, a mixed
+    batch may have its decodes in a lane of their own.
 
     A cut through a request is safe here: all lanes pass the same points in ring order, so in every layer the lane
     with the earlier tokens has written their keys and values before the next lane attends to them.
     """
     fixed = MODES[batch.mode].split is SplitKind.FIXED
+    lanes = schedule.lanes
     threshold = config.tbo_token_distribution_threshold if lanes == 2 and not fixed else 0.0
+    if config.split_by == SplitBy.COST and batch.mode is ForwardMode.MIXED:
+        return split_mixed(batch.query_lens, batch.prefix_lens, batch.cost, schedule, threshold)
     if config.split_by == SplitBy.COST and not fixed:
         return split_by_cost(batch.query_lens, batch.prefix_lens, batch.cost, lanes, threshold)
     return split_requests(batch.query_lens, decode=fixed, num_ubatches=lanes, two_chunk_threshold=threshold)

@@ -12,6 +12,7 @@ A request keeps its place for as long as it has its row of the request table. Pl
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Sequence
 
 import torch
@@ -20,11 +21,13 @@ from torch import Tensor
 from model_runner.errors import StepOrderError
 from model_runner.request import Request
 
-__all__ = ["FutureMap"]
+__all__ = ["FutureMap", "resolve_reference", "store_reference"]
 
 
 class FutureMap:
     """The last sampled token of every row of the request table.
+
+    On a GPU with Triton a store and a resolve are one launch each; elsewhere the references below run.
 
     Args:
         max_num_seqs: rows.
@@ -35,6 +38,13 @@ class FutureMap:
         self._tokens = torch.zeros(max_num_seqs + 1, dtype=torch.int64, device=device)
         # Whose token it is, and its place in the request: a stale one must never be taken for a new one.
         self._owners: list[tuple[Request, int] | None] = [None] * max_num_seqs
+        self._resolve, self._store = resolve_reference, store_reference
+        if self._tokens.device.type == "cuda" and importlib.util.find_spec("triton") is not None:
+            from model_runner.kernels.resolve import resolve_tokens, store_tokens
+
+            self._resolve, self._store = resolve_tokens, store_tokens
+            padding = self._tokens[:1]  # compiled now, not in the first steps
+            self._store(self._tokens, padding, self._resolve(padding, self._tokens))
 
     def store(self, places: Tensor, tokens: Tensor, owners: Sequence[tuple[Request, int, int]]) -> None:
         """Keep what a step sampled.
@@ -44,7 +54,7 @@ class FutureMap:
             tokens: `[S]` int64 on the device.
             owners: (request, place of the token in it, row) of each.
         """
-        self._tokens.index_copy_(0, places, tokens)
+        self._store(self._tokens, places, tokens)
         for request, index, row in owners:
             self._owners[row] = (request, index)
 
@@ -66,4 +76,14 @@ class FutureMap:
                     f"request {request.request_id!r}: its token {index} is pending, but no step has sampled it. Call "
                     f"sample() of a step before the launch of the next one that needs its tokens."
                 )
-        return torch.where(input_ids < 0, self._tokens[input_ids.clamp(max=0).neg()], input_ids)
+        return self._resolve(input_ids, self._tokens)
+
+
+def resolve_reference(input_ids: Tensor, future: Tensor) -> Tensor:
+    """`input_ids` (`[T]` int64) with every id `-place` replaced by the token of `future` (`[places]` int64) there."""
+    return torch.where(input_ids < 0, future[input_ids.clamp(max=0).neg()], input_ids)
+
+
+def store_reference(future: Tensor, places: Tensor, tokens: Tensor) -> None:
+    """Write every token (`[S]`) to its place (`[S]` int64) of `future` (`[places]` int64)."""
+    future.index_copy_(0, places, tokens)

@@ -2,62 +2,161 @@
 
 A plain `.to(device)` of pageable memory, and a plain `.tolist()`, wait for everything that is queued before them. With
 the overlap loop that is a whole step. So copies go through pinned memory and are fenced by an event.
+
+Inside a step its `StepStreams` carries them, on streams of their own; elsewhere they take the current stream.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-__all__ = ["HostCopy", "to_device"]
+from ubatch.streams import CudaStreams, Event
+
+__all__ = ["Carrier", "HostCopy", "Packing", "carried_by", "to_device", "to_host"]
 
 _ALIGNMENT = 128
 """Bytes. Kernels are compiled anew for pointers that are aligned otherwise."""
 
 
+class Carrier(Protocol):
+    """What takes tensors between host and device (`model_runner.step_streams.StepStreams` is one)."""
+
+    def upload(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Host tensors on the device, complete for what the current stream gets from now on."""
+
+    def download(self, tensor: Tensor) -> HostCopy:
+        """A tensor that the current stream has made, on its way to the host."""
+
+
 def to_device(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """Host tensors on the device, in order; one copy for all of one dtype. On a CPU they are returned as they are."""
+    """Host tensors on the device, in order, in one copy. On a CPU they are returned as they are."""
+    carrier = _carrier.get()
+    if carrier is not None:
+        return carrier.upload(tensors)
     if device.type == "cpu":
         return list(tensors)
-    moved: list[Tensor] = list(tensors)
-    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
-        members = [index for index, tensor in enumerate(tensors) if tensor.dtype == dtype]
-        step = _ALIGNMENT // dtype.itemsize
-        starts = [0]
-        for index in members:
-            starts.append(starts[-1] + -(-tensors[index].numel() // step) * step)
-        staged = torch.empty(starts[-1], dtype=dtype, pin_memory=True)
-        places = [
-            (index, slice(start, start + tensors[index].numel())) for index, start in zip(members, starts, strict=False)
-        ]
-        for index, place in places:
-            staged[place] = tensors[index].reshape(-1)
-        arrived = staged.to(device, non_blocking=True)
-        for index, place in places:
-            moved[index] = arrived[place].view(tensors[index].shape)
-    return moved
+    packing = Packing.of(tensors)
+    staged = torch.empty(packing.nbytes, dtype=torch.uint8, pin_memory=True)  # torch keeps it until the copy is done
+    packing.write(staged, tensors)
+    return packing.read(staged.to(device, non_blocking=True))
+
+
+def to_host(tensor: Tensor) -> HostCopy:
+    """A tensor that is complete in the current stream's order, on its way to the host; nobody changes it afterwards."""
+    carrier = _carrier.get()
+    if carrier is not None:
+        return carrier.download(tensor)
+    if tensor.device.type == "cpu":
+        return HostCopy(tensor)
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    host.copy_(tensor, non_blocking=True)
+    streams = CudaStreams(tensor.device)
+    arrived = streams.new_event()
+    arrived.record(streams.current())
+    return HostCopy(host, arrived)
 
 
 class HostCopy:
-    """A device tensor on its way to the host. Made when the tensor is complete in stream order; read later.
+    """A device tensor on its way to the host.
 
     Args:
-        tensor: what to copy; nobody changes it afterwards.
+        host: where it arrives.
+        arrived: marks the copy; None if it is there already.
+        source: what is copied, kept until the copy is done.
+        wait_for: how the host waits for `arrived`.
+        over: called once the host has read `host`, which is free then.
     """
 
-    def __init__(self, tensor: Tensor) -> None:
-        self._event: torch.cuda.Event | None = None
-        self._host = tensor
-        if tensor.device.type != "cpu":
-            self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-            self._host.copy_(tensor, non_blocking=True)
-            self._event = torch.cuda.Event()
-            self._event.record()
+    def __init__(
+        self,
+        host: Tensor,
+        arrived: Event | None = None,
+        source: Tensor | None = None,
+        wait_for: Callable[[Event], None] = lambda event: event.synchronize(),
+        over: Callable[[Tensor, Event], None] | None = None,
+    ) -> None:
+        self._host = host
+        self._arrived = arrived
+        self._source = source
+        self._wait_for = wait_for
+        self._over = over
 
     def wait(self) -> Tensor:
-        """The tensor on the host; waits for the copy, and for nothing that was queued after it."""
-        if self._event is not None:
-            self._event.synchronize()
+        """The tensor on the host; waits for the copy, and for nothing that was queued after it.
+
+        Raises:
+            PeerFailed, GroupBroken, TransferTimeout: it waits for other ranks, see `Transfer.wait`.
+        """
+        arrived, over = self._arrived, self._over
+        if arrived is not None:
+            self._wait_for(arrived)
+            if over is not None:
+                buffer, self._host = self._host, self._host.clone()
+                over(buffer, arrived)
+            self._arrived = self._source = self._over = None
         return self._host
+
+    def done(self) -> bool:
+        """Whether `wait` would return at once."""
+        return self._arrived is None or self._arrived.query()
+
+
+@dataclass(frozen=True)
+class Packing:
+    """How tensors lie in one buffer of bytes, each densely at its own aligned place.
+
+    Attributes:
+        places: of each tensor its dtype, shape, strides and offset, the last two in numbers.
+        nbytes: of the buffer, at least.
+    """
+
+    places: tuple[tuple[torch.dtype, torch.Size, tuple[int, ...], int], ...]
+    nbytes: int
+
+    @classmethod
+    def of(cls, tensors: Sequence[Tensor]) -> Packing:
+        """Room for these."""
+        places, start = [], 0
+        for tensor in tensors:
+            dtype, shape = tensor.dtype, tensor.shape
+            places.append((dtype, shape, (1,) if len(shape) == 1 else _dense(shape), start // dtype.itemsize))
+            start += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
+        return cls(tuple(places), start)
+
+    def write(self, buffer: Tensor, tensors: Sequence[Tensor]) -> None:
+        """Copy them into the buffer (`[nbytes]` uint8)."""
+        for place, tensor in zip(self.read(buffer), tensors, strict=True):
+            place.copy_(tensor)
+
+    def read(self, buffer: Tensor) -> list[Tensor]:
+        """Views of the buffer, with the tensors' shapes and dtypes."""
+        whole = {dtype: buffer[: self.nbytes].view(dtype) for dtype in {place[0] for place in self.places}}
+        return [whole[dtype].as_strided(shape, strides, first) for dtype, shape, strides, first in self.places]
+
+
+def _dense(shape: Sequence[int]) -> tuple[int, ...]:
+    """Strides without gaps."""
+    strides = [1]
+    for size in reversed(shape[1:]):
+        strides.append(strides[-1] * max(1, size))
+    return tuple(reversed(strides)) if shape else ()
+
+
+@contextmanager
+def carried_by(carrier: Carrier) -> Iterator[None]:
+    """`to_device` and `to_host` in the `with` block go by `carrier`."""
+    token = _carrier.set(carrier)
+    try:
+        yield
+    finally:
+        _carrier.reset(token)
+
+
+_carrier: ContextVar[Carrier | None] = ContextVar("ubatch_carrier", default=None)

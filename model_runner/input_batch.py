@@ -161,8 +161,7 @@ def _on_device(
     """Everything on the device, in one go."""
     whole = (metadata.query_start_loc, metadata.seq_lens, metadata.block_table, metadata.slot_mapping)
     ids, logits_rows, places, positions, starts, seq_lens, table, slots = to_device((*host, *whole), device)
-    if device.type != "cpu":
-        metadata = replace(metadata, query_start_loc=starts, seq_lens=seq_lens, block_table=table, slot_mapping=slots)
+    metadata = replace(metadata, query_start_loc=starts, seq_lens=seq_lens, block_table=table, slot_mapping=slots)
     return ids, logits_rows, places, positions, metadata
 
 

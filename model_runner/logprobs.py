@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from model_runner.errors import RequestError
-from model_runner.host_copy import HostCopy
+from model_runner.host_copy import to_host
 from model_runner.request import Request
 
 __all__ = [
@@ -163,7 +163,7 @@ class PromptScores:
 
     def __init__(self, spans: Sequence[PromptSpan], scores: Tensor) -> None:
         self._spans = spans
-        self._copy = HostCopy(scores)
+        self._copy = to_host(scores)
 
     def read(self, carry: PromptCarry) -> dict[int, tuple[TokenLogprobs | None, ...]]:
         """By number of the share, one entry per prompt token of the step."""

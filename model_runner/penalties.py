@@ -57,23 +57,30 @@ def adjust_logits(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     """
     logits = logits.float().contiguous()
     vocab, flat = logits.shape[-1], logits.view(-1)
-    if any(row.params.penalised for row in rows):
-        _penalise(flat, vocab, rows)
+    penalties = _penalties(rows, vocab) if any(row.params.penalised for row in rows) else ()
     biased = [(index, token, bias) for index, row in enumerate(rows) for token, bias in row.params.logit_bias]
+    biases = _keyed(biased, vocab)
+    forbidden = [(index, token, 0.0) for index, row in enumerate(rows) for token in row.forbidden]
+    never, _ = _keyed(forbidden, vocab)
+
+    if not (penalties or biased or forbidden):
+        return logits
+    # All that is known on the host goes to the device in one copy; there it is gathered and scattered.
+    *moved, keys, added, never = to_device((*penalties, *biases, never), logits.device)
+    if penalties:
+        seen, said, repetition, taken = moved
+        values = flat[seen]
+        flat[seen] = torch.where(values > 0, values / repetition, values * repetition)
+        flat[said] -= taken
     if biased:
-        owners, tokens, biases = zip(*biased, strict=True)
-        keys, added = to_device([_keys(owners, tokens, vocab), torch.tensor(biases)], logits.device)
         flat.index_add_(0, keys, added)
-    forbidden = [(index, token) for index, row in enumerate(rows) for token in row.forbidden]
     if forbidden:
-        owners, tokens = zip(*forbidden, strict=True)
-        (keys,) = to_device([_keys(owners, tokens, vocab)], logits.device)
-        flat.index_fill_(0, keys, -torch.inf)
+        flat.index_fill_(0, never, -torch.inf)
     return logits
 
 
-def _penalise(flat: Tensor, vocab: int, rows: Sequence[SamplingRow]) -> None:
-    """Penalties, in place. What is known on the host is worked out there; the device gathers and scatters."""
+def _penalties(rows: Sequence[SamplingRow], vocab: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Flat indices of what was seen, and of what was said; divisors of the former, what the latter are lowered by."""
     owners = torch.repeat_interleave(torch.tensor([len(row.output) for row in rows]))
     written = torch.tensor([token for row in rows for token in row.output], dtype=torch.int64)
     said, counts = (owners * vocab + written).unique(return_counts=True)
@@ -83,15 +90,13 @@ def _penalise(flat: Tensor, vocab: int, rows: Sequence[SamplingRow]) -> None:
     repetition = torch.tensor([row.params.repetition_penalty for row in rows])[seen // vocab]
     frequency = torch.tensor([row.params.frequency_penalty for row in rows])[said // vocab]
     presence = torch.tensor([row.params.presence_penalty for row in rows])[said // vocab]
-    taken = frequency * counts + presence
-
-    seen, said, repetition, taken = to_device((seen, said, repetition, taken), flat.device)
-    values = flat[seen]
-    flat[seen] = torch.where(values > 0, values / repetition, values * repetition)
-    flat[said] -= taken
+    return seen, said, repetition, frequency * counts + presence
 
 
-def _keys(owners: Sequence[int], tokens: Sequence[int], vocab: int) -> Tensor:
-    if max(tokens) >= vocab:
-        raise RequestError(f"token {max(tokens)} of a logit bias or stop list; the vocabulary is 0 to {vocab - 1}.")
-    return torch.tensor(owners) * vocab + torch.tensor(tokens)
+def _keyed(entries: Sequence[tuple[int, int, float]], vocab: int) -> tuple[Tensor, Tensor]:
+    """From (row, token, value): the flat indices, int64, and the values, float32."""
+    highest = max((token for _, token, _ in entries), default=0)
+    if highest >= vocab:
+        raise RequestError(f"token {highest} of a logit bias or stop list; the vocabulary is 0 to {vocab - 1}.")
+    keys = torch.tensor([row * vocab + token for row, token, _ in entries], dtype=torch.int64)
+    return keys, torch.tensor([value for _, _, value in entries], dtype=torch.float32)

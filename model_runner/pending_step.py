@@ -20,7 +20,7 @@ from torch import Tensor
 
 from model_runner.errors import RequestError, StepOrderError
 from model_runner.future_map import FutureMap
-from model_runner.host_copy import HostCopy, to_device
+from model_runner.host_copy import HostCopy, to_device, to_host
 from model_runner.input_batch import InputBatch
 from model_runner.logprobs import (
     PromptCarry,
@@ -33,6 +33,7 @@ from model_runner.logprobs import (
 from model_runner.penalties import SamplingRow
 from model_runner.request import PENDING_TOKEN, ScheduledRequest
 from model_runner.sampler import sample
+from model_runner.step_streams import StepStreams
 from model_runner.verify import accepted_tokens
 from ubatch import Decision, ForwardMode
 
@@ -71,6 +72,7 @@ class SamplingContext:
         future_map: tokens that the host does not know yet.
         prompt_carry: of prompts that run in chunks.
         together: errors inside reach the other ranks.
+        streams: what steps run on.
     """
 
     compute_logits: Callable[[Tensor], Tensor]
@@ -79,6 +81,7 @@ class SamplingContext:
     future_map: FutureMap
     prompt_carry: PromptCarry
     together: Callable[[], AbstractContextManager[None]]
+    streams: StepStreams
 
 
 @dataclass(frozen=True)
@@ -126,16 +129,18 @@ class PendingStep:
 
     @torch.inference_mode()
     def sample(self) -> None:
-        """Choose the tokens, on the device; to be called once, in the order of the steps.
+        """Choose the tokens, on the device, and queue their copy to the host; once, in the order of the steps.
 
         Raises:
             StepOrderError: it was called before.
             RequestError: a request's sampling needs tokens before its own that are not known yet, or its bias is for
                 tokens that the model does not have.
         """
-        with self._context.together():
+        streams = self._context.streams
+        with self._context.together(), streams.forward():
             if self._sampled is not None:
                 raise StepOrderError("sample() was called twice on a step; its tokens are drawn once.")
+            streams.keep(self._batch.future_places)  # uploaded for the block of the launch
             self._sampled = self._sample()
             self._logits = self._prompt_hidden = None
 
@@ -149,11 +154,11 @@ class PendingStep:
         if batch.future_owners:
             self._context.future_map.store(batch.future_places, tokens, batch.future_owners)
         if not scored:
-            return _Sampled(HostCopy(tokens), prompt=prompt)
+            return _Sampled(to_host(tokens), prompt=prompt)
         (where,) = to_device([torch.tensor(list(scored))], logits.device)
         most = max(scored.values())
         scores = score_tokens(logits.index_select(0, where), tokens.index_select(0, where), most)
-        return _Sampled(HostCopy(tokens), HostCopy(scores), tuple(scored), prompt)
+        return _Sampled(to_host(tokens), to_host(scores), tuple(scored), prompt)
 
     def _special_rows(self) -> tuple[dict[int, SamplingRow], dict[int, int]]:
         """Rows that ask for more than the argmax: how to sample them, and how many top log-probabilities to list."""
@@ -209,6 +214,7 @@ class PendingStep:
 
         Raises:
             StepOrderError: `sample` was not called yet.
+            PeerFailed, GroupBroken, TransferTimeout: on a GPU, another rank did not take part in the step.
         """
         if self._output is None:
             with self._context.together():

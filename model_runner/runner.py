@@ -4,6 +4,7 @@
                coordinate   vote with the other ranks whether to overlap (`dp`)
                plan         attention for the whole batch, or one plan per lane
                forward      the wrapped model, in lanes or not; hidden states come back merged
+                            (or both as a graph that was captured before: `graph_steps`)
     sample     logits of the last token of each request only, then its next token (`pending_step`)
     result     the tokens on the host
 
@@ -13,11 +14,10 @@ tokens, because its experts are needed. When no rank has requests, nothing runs 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
 
 import torch
 from torch import Tensor
@@ -30,8 +30,12 @@ from attention import (
     make_kv_cache,
     split_attn_metadata,
 )
+from model_runner.dbo_auto import make_step_settings
 from model_runner.dp import Coordination, coordinate_batch_across_dp
 from model_runner.future_map import FutureMap
+from model_runner.graph_mode import resolve_graph_mode
+from model_runner.graph_sizes import GraphShape, capture_sizes, graph_families
+from model_runner.graph_steps import GraphSteps
 from model_runner.host_copy import to_device
 from model_runner.host_memory import keep_freed_memory
 from model_runner.input_batch import InputBatch, build_input_batch
@@ -42,19 +46,23 @@ from model_runner.models.base import CausalLM, ExpertParallel, ModelConfig
 from model_runner.models.registry import model_class
 from model_runner.pending_step import PendingStep, SamplingContext, StepOutput
 from model_runner.request import Request, ScheduledRequest
+from model_runner.runner_options import check_max_model_len, is_fp8, make_transport, resolve_experts, with_group
 from model_runner.step_cost import split_cost
+from model_runner.step_streams import StepStreams
 from model_runner.weights import Checkpoint
-from moe import All2All, EmulatedLink, make_all2all, packing_pays
+from moe import All2All, EmulatedLink
 from ubatch import (
+    CapturedGraph,
     CommGroup,
-    ConfigError,
+    CUDAGraphMode,
     ForwardContext,
+    GraphBackend,
     UBatchConfig,
     UBatchStatistics,
     UBatchWrapper,
-    nearest,
     set_forward_context,
 )
+from ubatch.streams import StreamBackend
 
 __all__ = ["ModelRunner"]
 
@@ -68,10 +76,11 @@ class ModelRunner:
         all2all_backend: how tokens reach their experts; by default `local` for one rank, `torch_dist` for several.
         link: deliver what the back end sends over this emulated link.
         dbo: when and how to overlap; its `group` is set to `group`.
+        dbo_auto: find out while steps run when they overlap, see `DboAuto`; `step_settings.statistics()` says what.
         attention_backend: by name; `auto` picks one for the device.
         prefill_attention_backend: another one for batches with a prefill.
         decode_attention_backend: another one for decode batches.
-        experts_backend: by name; `auto` is `packed` on a CPU where that is faster, else `grouped`.
+        experts_backend: by name; `auto` is `triton` on a GPU, `packed` on a CPU where that is faster, else `grouped`.
         block_size: tokens per KV block (page).
         kv_cache_dtype: `auto` stores what the model computes in; `fp8` one byte a number, with the checkpoint's static
             scales where it has some.
@@ -80,8 +89,17 @@ class ModelRunner:
         gpu_memory_utilization: by what the model leaves of this share of a GPU's memory; see `KVMemory`.
         max_num_seqs: most requests that run at once.
         max_model_len: longest sequence, prompt and output together; the model's own limit by default.
+        cudagraph_mode: `none`; `full` replays decode and verify steps as CUDA graphs, once `capture_graphs` was called;
+            `auto` is `full` on a GPU, where attention, experts and transport can be captured. Prefills run eagerly.
+        cudagraph_capture_sizes: requests of the steps that are captured; those of `dbo`, or the usual ones by default.
+        num_speculative_tokens: drafts of the verify steps that are captured; 0 for none.
         dtype: what the model computes in, and the KV cache stores.
         device: where it runs.
+        streams: what the device offers for its steps to run on; its own streams by default.
+        graphs: what captures and replays; CUDA by default.
+
+    Attributes:
+        graphs: the captured steps; None where all run eagerly.
 
     Raises:
         CheckpointError: the checkpoint cannot be loaded; see `model_runner.errors`.
@@ -96,6 +114,7 @@ class ModelRunner:
         all2all_backend: str | None = None,
         link: EmulatedLink | None = None,
         dbo: UBatchConfig | None = None,
+        dbo_auto: bool = False,
         attention_backend: str = "auto",
         prefill_attention_backend: str | None = None,
         decode_attention_backend: str | None = None,
@@ -107,13 +126,18 @@ class ModelRunner:
         gpu_memory_utilization: float | None = None,
         max_num_seqs: int = 256,
         max_model_len: int | None = None,
+        cudagraph_mode: str = "none",
+        cudagraph_capture_sizes: Sequence[int] | None = None,
+        num_speculative_tokens: int = 0,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
+        streams: StreamBackend | None = None,
+        graphs: GraphBackend | None = None,
     ) -> None:
         self.group = group
         self.device = torch.device(device)
-        self.dbo = _with_group(dbo if dbo is not None else UBatchConfig(), group)
-        fp8 = _is_fp8(kv_cache_dtype)
+        self.dbo = with_group(dbo if dbo is not None else UBatchConfig(), group)
+        fp8 = is_fp8(kv_cache_dtype)
         memory = KVMemory(self.device, num_kv_blocks, kv_cache_memory, gpu_memory_utilization)
         if self.device.type == "cpu":
             keep_freed_memory()
@@ -121,9 +145,9 @@ class ModelRunner:
         checkpoint = Checkpoint(model_path, dtype=dtype, device=self.device)
         kind = model_class(checkpoint.architecture, checkpoint.config)
         self.config: ModelConfig = kind.read_config(checkpoint.config, checkpoint.generation_config())
-        self.max_model_len = _max_model_len(max_model_len, self.config.max_position_embeddings)
-        self.all2all: All2All = _make_all2all(all2all_backend, group, link, self.config.num_experts)
-        experts = _resolve_experts(experts_backend, dtype, self.device)
+        self.max_model_len = check_max_model_len(max_model_len, self.config.max_position_embeddings)
+        self.all2all: All2All = make_transport(all2all_backend, group, link, self.config.num_experts)
+        experts = resolve_experts(experts_backend, dtype, self.device)
         self.model: CausalLM = kind.load(self.config, checkpoint, ExpertParallel(self.all2all, experts)).eval()
 
         spec = self.config.attention.cache_spec(self.config.num_layers, block_size, dtype, fp8=fp8)
@@ -139,8 +163,27 @@ class ModelRunner:
             prefill=prefill_attention_backend or attention_backend,
             decode=decode_attention_backend or attention_backend,
         )
-        self.split_cost = split_cost(self.model)
-        self.wrapper = UBatchWrapper(self.model, self.dbo, device=self.device)
+        self.split_cost = split_cost(self.model, several_ranks=group is not None and group.size > 1)
+        self.step_settings = make_step_settings(self.dbo, group, self.device, self.all2all, auto=dbo_auto)
+        self.streams = StepStreams(self.device, streams, group)
+        simulated = graphs is not None
+        mode = resolve_graph_mode(cudagraph_mode, self.device, self.model, self.attention, simulated=simulated)
+        self.wrapper = UBatchWrapper(
+            self.model, self.dbo, mode, self.device, graphs if mode is CUDAGraphMode.FULL else None
+        )
+        self.graphs: GraphSteps | None = None
+        if mode is CUDAGraphMode.FULL:
+            if cudagraph_capture_sizes is None:
+                cudagraph_capture_sizes = self.dbo.cudagraph_capture_sizes or None
+            sizes = capture_sizes(max_num_seqs, cudagraph_capture_sizes)
+            self.graphs = GraphSteps(
+                graph_families(sizes, self.dbo, num_speculative_tokens),
+                self.attention,
+                self.wrapper,
+                max_seq_len=self.request_table.max_blocks * block_size,
+                num_ranks=1 if group is None else group.size,
+                planning=self.streams.planning,
+            )
         self._sampling = SamplingContext(
             compute_logits=lambda hidden: self.model.compute_logits(hidden),
             vocab_size=self.config.vocab_size,
@@ -149,6 +192,7 @@ class ModelRunner:
             future_map=FutureMap(max_num_seqs, self.device),
             prompt_carry=PromptCarry(),
             together=self.together,
+            streams=self.streams,
         )
 
     # -- requests and their KV ----------------------------------------------------------------------------------
@@ -199,6 +243,28 @@ class ModelRunner:
             request.row = None
             request.num_computed_tokens = 0
 
+    # -- graphs -------------------------------------------------------------------------------------------------
+
+    @property
+    def graph_shapes(self) -> tuple[GraphShape, ...]:
+        """What `capture_graphs` captures, in its order; empty where all steps run eagerly."""
+        return () if self.graphs is None else self.graphs.shapes
+
+    def capture_graphs(self, progress: Callable[[CapturedGraph], None] | None = None) -> list[CapturedGraph]:
+        """Capture decode (and verify) steps, plain and in lanes; once, before the first step. Collective.
+
+        Args:
+            progress: called after each graph.
+
+        Raises:
+            CaptureFailed: see there. The runner then runs its steps eagerly.
+            ConfigError: it was called before.
+        """
+        if self.graphs is None:
+            return []
+        with self.together(), self.streams.forward():
+            return self.graphs.capture(progress)
+
     # -- a step -------------------------------------------------------------------------------------------------
 
     def execute(self, scheduled: Sequence[ScheduledRequest]) -> StepOutput:
@@ -219,7 +285,8 @@ class ModelRunner:
 
     @torch.inference_mode()
     def launch(self, scheduled: Sequence[ScheduledRequest]) -> PendingStep:
-        """Start a step with the requests as they are now. On a CPU its forward has run when this returns.
+        """Start a step with the requests as they are now. On a CPU its forward has run when this returns; on a GPU it
+        is queued on the forward stream.
 
         Args:
             scheduled: see `execute`. The last token of a request may be `PENDING_TOKEN`, if the step that gives it was
@@ -229,15 +296,16 @@ class ModelRunner:
             StepOrderError: a token is pending that nobody has sampled.
             Others: see `execute`.
         """
-        with self.together():
+        with self.together(), self.streams.forward():
             batch = build_input_batch(scheduled, self.request_table, self.kv_cache.spec, self.device)
             batch = replace(batch, input_ids=self._sampling.future_map.resolve(batch.input_ids, batch.pending))
             for span in batch.prompt_spans:
                 self._sampling.prompt_carry.launch(span)
-            agreed = self.coordinate(batch)
+            agreed = self.coordinate(batch, self.step_settings.settings(batch.shape))
             if agreed.all_idle:
                 return PendingStep(self._sampling, batch, agreed.decision, None, all_idle=True)
-            hidden = self._hidden_states(batch, agreed)
+            with self.step_settings.timed(agreed.decision):
+                hidden = self._hidden_states(batch, agreed)
             logits = prompt_hidden = None
             if batch.logits_rows.shape[0]:
                 logits = self.model.compute_logits(hidden.index_select(0, batch.logits_rows))
@@ -247,15 +315,25 @@ class ModelRunner:
 
     def coordinate(self, batch: InputBatch, dbo: UBatchConfig | None = None) -> Coordination:
         """Vote with the other ranks on a step, under `dbo` in place of the runner's own settings if given."""
-        shape = replace(batch.shape, cost=self.split_cost)
-        return coordinate_batch_across_dp(self.dbo if dbo is None else dbo, shape, self.group)
+        could_replay = 0 if self.graphs is None else self.graphs.offer(batch.shape, batch.metadata.max_seq_len)
+        shape = replace(batch.shape, cost=self.split_cost, graph_mode=could_replay)
+        agreed = coordinate_batch_across_dp(self.dbo if dbo is None else dbo, shape, self.group)
+        return agreed if self.graphs is None else self.graphs.agree(agreed)
 
     def forward(self, batch: InputBatch, agreed: Coordination) -> Tensor:
-        """The logits of the rows that are sampled, `[S, vocab_size]`, overlapped if that was agreed."""
-        return self.model.compute_logits(self._hidden_states(batch, agreed).index_select(0, batch.logits_rows))
+        """The logits of the rows that are sampled, `[S, vocab_size]`, overlapped if that was agreed.
+
+        The caller's stream waits for them.
+        """
+        with self.streams.forward(join=True):
+            return self.model.compute_logits(self._hidden_states(batch, agreed).index_select(0, batch.logits_rows))
 
     def _hidden_states(self, batch: InputBatch, agreed: Coordination) -> Tensor:
-        with set_forward_context(self.forward_context(batch, agreed)):
+        if self.graphs is not None and agreed.graph is not None:
+            return self.graphs.replay(batch, agreed, agreed.graph)
+        with self.streams.planning():
+            context = self.forward_context(batch, agreed)
+        with set_forward_context(context):
             hidden: Tensor = self.wrapper(batch.input_ids, batch.positions)
         return hidden
 
@@ -274,6 +352,7 @@ class ModelRunner:
                 mode=batch.mode,
                 tokens_across_ranks=decision.lane_tokens(0),
                 decision=decision,
+                schedule=agreed.schedule,
             )
         parts = split_attn_metadata(agreed.slices, batch.metadata)
         lanes = tuple(
@@ -293,6 +372,7 @@ class ModelRunner:
             ubatch_slices=agreed.slices,
             lane_contexts=lanes,
             decision=decision,
+            schedule=agreed.schedule,
         )
 
     def together(self) -> AbstractContextManager[None]:
@@ -309,51 +389,12 @@ class ModelRunner:
         return self.wrapper.statistics()
 
     def close(self) -> None:
-        """Stop the lanes' threads."""
+        """Stop the lanes' threads, and wait for what is queued on the device."""
         self.wrapper.close()
+        self.streams.close()
 
     def __enter__(self) -> ModelRunner:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
-
-
-def _with_group(config: UBatchConfig, group: CommGroup | None) -> UBatchConfig:
-    if config.group is not None and config.group is not group:
-        raise ConfigError("dbo.group and group are different groups; give the runner `group` alone.")
-    return replace(config, group=group)
-
-
-def _resolve_experts(name: str, dtype: torch.dtype, device: torch.device) -> str:
-    if name != "auto":
-        return name
-    return "packed" if packing_pays(dtype, device) else "grouped"
-
-
-def _is_fp8(kv_cache_dtype: str) -> bool:
-    if kv_cache_dtype not in ("auto", "fp8"):
-        raise ConfigError(f"unknown kv_cache_dtype {kv_cache_dtype!r}{nearest(kv_cache_dtype, ('auto', 'fp8'))}")
-    return kv_cache_dtype == "fp8"
-
-
-def _max_model_len(asked: int | None, limit: int) -> int:
-    if asked is None:
-        return limit
-    if not 1 <= asked <= limit:
-        raise ConfigError(f"max_model_len must be from 1 to the model's {limit} positions, not {asked}.")
-    return asked
-
-
-def _make_all2all(name: str | None, group: CommGroup | None, link: EmulatedLink | None, num_experts: int) -> All2All:
-    if num_experts == 0:
-        if name is not None or link is not None:
-            raise ConfigError("a dense model has no experts to reach: leave all2all_backend and link out.")
-        return make_all2all("local", group=None, num_experts=1)  # never asked for anything
-    if name is None:
-        name = "local" if group is None or group.size == 1 else "torch_dist"
-    if link is None:
-        return make_all2all(name, group=group, num_experts=num_experts)
-    return make_all2all("emulated_link", group=group, num_experts=num_experts, link=link, inner=name)

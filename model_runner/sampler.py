@@ -2,18 +2,18 @@
 
 A sampled row brings one uniform number, and the token is where that number falls in the cumulative distribution. So
 what a request gets depends on its seed, its place and its logits only, not on who shares its batch. The tokens stay on
-the device, and nothing waits for it.
+the device, and nothing waits for it: what the host knows of the rows goes there in one copy.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from model_runner.flashinfer_sampling import keep_most_likely, truncates
 from model_runner.host_copy import to_device
 from model_runner.penalties import SamplingRow, adjust_logits
 
@@ -32,109 +32,149 @@ def sample(logits: Tensor, rows: Mapping[int, SamplingRow]) -> Tensor:
     Raises:
         RequestError: a row's bias or stop tokens are outside the vocabulary.
     """
-    if not logits.shape[0]:
+    num_rows, vocab = logits.shape
+    if not num_rows:
         return torch.empty(0, dtype=torch.int64, device=logits.device)
-    tokens = _choose(logits, {index: row for index, row in rows.items() if not row.params.adjusts})
     adjusted = {index: row for index, row in rows.items() if row.params.adjusts}
+    as_they_are = _Draws.of({index: row for index, row in rows.items() if index not in adjusted}, vocab)
+    changed = _Draws.of(dict(enumerate(adjusted.values())), vocab)
+    where = torch.tensor(list(adjusted), dtype=torch.int64)
+
+    draws = (*as_they_are, *changed)
+    wanted = [tensor for each in draws for tensor in (each.where, each.columns)]
+    if wanted or adjusted:
+        where, *moved = to_device((where, *wanted), logits.device)
+        pairs = iter(moved)
+        draws = tuple(replace(each, where=next(pairs), columns=next(pairs)) for each in draws)
+
+    tokens = _choose(logits, draws[: len(as_they_are)])
     if adjusted:
-        where = _indices(adjusted, logits.device)
-        members = tuple(adjusted.values())
-        changed = adjust_logits(logits.index_select(0, where), members)
-        tokens.index_copy_(0, where, _choose(changed, dict(enumerate(members))))
+        logits = adjust_logits(logits.index_select(0, where), tuple(adjusted.values()))
+        tokens.index_copy_(0, where, _choose(logits, draws[len(as_they_are) :]))
     return tokens
 
 
-def _choose(logits: Tensor, rows: Mapping[int, SamplingRow]) -> Tensor:
+def _choose(logits: Tensor, draws: tuple[_Draws, ...]) -> Tensor:
     """One token per row of logits as they are."""
     tokens = logits.argmax(dim=-1)
-    for truncated in (False, True):
-        drawn = {i: row for i, row in rows.items() if not row.params.greedy and row.params.truncated is truncated}
-        if drawn:
-            where = _indices(drawn, logits.device)
-            picked = logits if len(drawn) == logits.shape[0] else logits.index_select(0, where)
-            chosen = _Drawn(picked, tuple(drawn.values()))
-            tokens.index_copy_(0, where, chosen.truncated() if truncated else chosen.whole())
+    for each in draws:
+        picked = logits if each.num_rows == logits.shape[0] else logits.index_select(0, each.where)
+        tokens.index_copy_(0, each.where, each.truncated(picked) if each.is_truncated else each.whole(picked))
     return tokens
 
 
 @dataclass(frozen=True)
-class _Drawn:
-    """Rows that are sampled, and their logits."""
+class _Draws:
+    """Rows that are sampled in the same way.
 
-    logits: Tensor
-    rows: Sequence[SamplingRow]
+    Attributes:
+        where: `[n]` int64, their numbers; like `columns` made on the host, and replaced by what arrived on the device.
+        columns: `[5, n, 1]` float64: temperatures, draws, min_p, top_p, and how many tokens top-k leaves.
+        limits: the latter, on the host.
+        is_truncated: whether top-k or top-p leaves out any token.
+        has_min_p: whether min-p may.
+    """
 
-    def whole(self) -> Tensor:
+    where: Tensor
+    columns: Tensor
+    limits: tuple[int, ...]
+    is_truncated: bool
+    has_min_p: bool
+
+    @classmethod
+    def of(cls, rows: Mapping[int, SamplingRow], vocab: int) -> tuple[_Draws, ...]:
+        """Those of these rows that are not greedy."""
+        return tuple(cls._of_kind(rows, vocab))
+
+    @classmethod
+    def _of_kind(cls, rows: Mapping[int, SamplingRow], vocab: int) -> Iterator[_Draws]:
+        for truncated in (False, True):
+            drawn = {i: row for i, row in rows.items() if not row.params.greedy and row.params.truncated is truncated}
+            if not drawn:
+                continue
+            params = [row.params for row in drawn.values()]
+            limits = tuple(min(each.top_k, vocab) if each.top_k > 0 else vocab for each in params)
+            columns = (
+                [each.temperature for each in params],
+                [row.draw for row in drawn.values()],
+                [each.min_p for each in params],
+                [each.top_p for each in params],
+                limits,
+            )
+            yield cls(
+                torch.tensor(list(drawn), dtype=torch.int64),
+                torch.tensor(columns, dtype=torch.float64)[:, :, None],
+                limits,
+                truncated,
+                any(each.min_p for each in params),
+            )
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.limits)
+
+    def whole(self, logits: Tensor) -> Tensor:
         """Where the draws fall among all tokens, in the vocabulary's order: without sorting, which costs the most."""
-        probabilities = self._scaled(self.logits).softmax(dim=-1)
-        if any(row.params.min_p for row in self.rows):
+        probabilities = self._scaled(logits).softmax(dim=-1)
+        if self.has_min_p:
             self._cut_min_p(probabilities, probabilities.amax(dim=-1, keepdim=True))
         return self._fall(probabilities).flatten()
 
-    def truncated(self) -> Tensor:
+    def truncated(self, logits: Tensor) -> Tensor:
         """Where the draws fall among the tokens that top-k, top-p and min-p leave, most likely first."""
-        vocab, top_p = self.logits.shape[-1], self._column(row.params.top_p for row in self.rows)
-        limits = [min(row.params.top_k, vocab) if row.params.top_k > 0 else vocab for row in self.rows]
-        width = max(limits)
+        if truncates(logits.device):
+            return self._truncated_unsorted(logits)
+        vocab, top_p, limits, width = logits.shape[-1], self.columns[3], self.columns[4], max(self.limits)
         # Top-p alone mostly keeps few tokens, and sorting a whole vocabulary is slow. A GPU sorts fast, and to ask it
         # whether few were enough would be to wait for it.
-        few = max(_FEW, *(limit for limit in (0, *limits) if limit < vocab))
-        order, probabilities = self._ranked(few if few < width and self._on_host else width, limits)
+        few = max(_FEW, *(limit for limit in (0, *self.limits) if limit < vocab))
+        on_host = logits.device.type == "cpu"
+        order, probabilities = self._ranked(logits, few if few < width and on_host else width)
         if probabilities.shape[-1] < width:
             reached = probabilities.cumsum(dim=-1)[:, -1:] >= top_p
-            if not (reached | (self._column(limits) <= few)).all():
-                order, probabilities = self._ranked(width, limits)
+            if not (reached | (limits <= few)).all():
+                order, probabilities = self._ranked(logits, width)
 
         before = probabilities.cumsum(dim=-1) - probabilities
         before[:, 0] = 0  # exactly, so that a tiny top_p keeps the most likely token
         probabilities.masked_fill_(before >= top_p, 0)
-        if any(row.params.min_p for row in self.rows):
+        if self.has_min_p:
             self._cut_min_p(probabilities, probabilities[:, :1])
         return order.gather(1, self._fall(probabilities)).flatten()
 
-    def _ranked(self, width: int, limits: Sequence[int]) -> tuple[Tensor, Tensor]:
+    def _truncated_unsorted(self, logits: Tensor) -> Tensor:
+        """The same in the vocabulary's order; see `model_runner.flashinfer_sampling`."""
+        top_k, top_p = self.columns[4, :, 0], self.columns[3, :, 0]
+        kept = keep_most_likely(self._scaled(logits).softmax(dim=-1), top_k, top_p).double()
+        if self.has_min_p:
+            self._cut_min_p(kept, kept.amax(dim=-1, keepdim=True))
+        return self._fall(kept).flatten()
+
+    def _ranked(self, logits: Tensor, width: int) -> tuple[Tensor, Tensor]:
         """The `width` most likely tokens of each row, and their probabilities among as many as its limit.
 
         Args:
+            logits: `[n, vocab]`.
             width: at least every limit that is below the vocabulary.
-            limits: tokens that top-k leaves, per row.
         """
-        ranked, order = self.logits.topk(width, dim=-1)
-        column = self._column(limits)
-        scaled = self._scaled(ranked)
-        scaled.masked_fill_(torch.arange(width, device=ranked.device) >= column, -torch.inf)
+        ranked, order = logits.topk(width, dim=-1)
+        limits, scaled = self.columns[4], self._scaled(ranked)
+        scaled.masked_fill_(torch.arange(width, device=ranked.device) >= limits, -torch.inf)
         mass = scaled.logsumexp(dim=-1, keepdim=True)
-        if width < max(limits):
-            mass = torch.where(column > width, self._scaled(self.logits).logsumexp(dim=-1, keepdim=True), mass)
+        if width < max(self.limits):
+            mass = torch.where(limits > width, self._scaled(logits).logsumexp(dim=-1, keepdim=True), mass)
         return order, (scaled - mass).exp()
 
-    @property
-    def _on_host(self) -> bool:
-        return self.logits.device.type == "cpu"
-
     def _cut_min_p(self, probabilities: Tensor, highest: Tensor) -> None:
-        probabilities.masked_fill_(probabilities < self._column(row.params.min_p for row in self.rows) * highest, 0)
+        probabilities.masked_fill_(probabilities < self.columns[2] * highest, 0)
 
     def _fall(self, probabilities: Tensor) -> Tensor:
-        """`[rows, 1]`, where each row's draw falls in its cumulative distribution, which need not sum to 1."""
+        """`[n, 1]`, where each row's draw falls in its cumulative distribution, which need not sum to 1."""
         cumulative = probabilities.cumsum(dim=-1)
         total = cumulative[:, -1:]
-        place = torch.searchsorted(cumulative, self._column(row.draw for row in self.rows) * total, right=True)
+        place = torch.searchsorted(cumulative, self.columns[1] * total, right=True)
         # A draw next to 1 may round up to the total: the last token that has any probability.
         return torch.minimum(place, (cumulative < total).sum(dim=-1, keepdim=True))
 
     def _scaled(self, logits: Tensor) -> Tensor:
-        return logits.double() / self._temperatures
-
-    @cached_property
-    def _temperatures(self) -> Tensor:
-        return self._column(row.params.temperature for row in self.rows)
-
-    def _column(self, values: Iterable[float]) -> Tensor:
-        (column,) = to_device([torch.tensor(list(values), dtype=torch.float64)], self.logits.device)
-        return column[:, None]
-
-
-def _indices(rows: Iterable[int], device: torch.device) -> Tensor:
-    (indices,) = to_device([torch.tensor(list(rows), dtype=torch.int64)], device)
-    return indices
+        return logits.double() / self.columns[0]

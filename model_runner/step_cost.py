@@ -14,23 +14,34 @@ if TYPE_CHECKING:
 __all__ = ["split_cost"]
 
 
-def split_cost(model: CausalLM) -> SplitCost:
+def split_cost(model: CausalLM, *, several_ranks: bool = False) -> SplitCost:
     """Operations of one token in all layers, and of one pair of a query token and a token it attends to.
 
     A token passes every matrix of the model, but of the routed experts only as many as the router chooses; embedding
     and logits are left out (a lookup, and not computed for every token).
+
+    What it takes to send a token is not known here. With `several_ranks` that share experts it is taken to be as long
+    as the token is computed, the case that overlap is for.
     """
     shape = model.config.attention
     if isinstance(shape, AttentionShape):
         per_pair, window = 4 * shape.num_heads * shape.head_dim, shape.sliding_window
+        latent: dict[str, float] = {}
     else:
         per_pair, window = 2 * shape.num_heads * (shape.qk_head_dim + shape.v_head_dim), None
+        operations = 2.0 * shape.num_heads * model.config.num_layers
+        latent = {
+            "per_expanded": operations * shape.kv_lora_rank * (shape.qk_nope_head_dim + shape.v_head_dim),
+            "per_absorbed_pair": operations * (2 * shape.kv_lora_rank + shape.qk_rope_head_dim),
+        }
     experts = [module for module in model.modules() if isinstance(module, FusedExperts)]
     left_out = {id(weight) for weight in model.parameters(recurse=False)}  # embedding, final norm, logits
     left_out |= {id(weight) for module in experts for weight in module.parameters()}  # counted below
     dense = sum(w.numel() for w in model.parameters() if w.dim() > 1 and id(w) not in left_out)
     chosen = sum(_chosen_numbers(module, model.config.num_experts_per_tok) for module in experts)
-    return SplitCost(2.0 * (dense + chosen), float(per_pair * model.config.num_layers), window)
+    per_token = 2.0 * (dense + chosen)
+    per_sent = per_token if experts and several_ranks else 0.0
+    return SplitCost(per_token, float(per_pair * model.config.num_layers), window, per_sent=per_sent, **latent)
 
 
 def _chosen_numbers(experts: FusedExperts, top_k: int) -> int:

@@ -15,16 +15,28 @@ from __future__ import annotations
 from moe.all2all import (
     All2All,
     All2AllTraits,
+    BatchedDispatch,
     Dispatched,
     EmulatedLink,
     LinkStatistics,
+    MarksInputs,
+    ServesChunks,
     all2all_backends,
     make_all2all,
     register_all2all_backend,
 )
 from moe.cpu_linear import PackedLinear, linear, packing_pays
 from moe.expert_parallel import ExpertParallelMoE, UnsupportedModelError, expert_parallel
-from moe.experts import Experts, FusedExperts, experts_backends, make_experts, register_experts_backend
+from moe.experts import (
+    BatchedExperts,
+    Experts,
+    FusedExperts,
+    dequantize_blocks,
+    experts_backends,
+    make_experts,
+    quantize_blocks,
+    register_experts_backend,
+)
 from moe.modular_kernel import FusedMoEModularKernel
 from moe.placement import local_experts
 from moe.router import (
@@ -34,12 +46,15 @@ from moe.router import (
     SigmoidTopKRouter,
     SoftmaxTopKRouter,
     mask_padding,
+    route,
 )
 
 __all__ = [
     "NO_EXPERT",
     "All2All",
     "All2AllTraits",
+    "BatchedDispatch",
+    "BatchedExperts",
     "Dispatched",
     "EmulatedLink",
     "ExpertParallelMoE",
@@ -48,12 +63,15 @@ __all__ = [
     "FusedMoEModularKernel",
     "GroupLimitedRouter",
     "LinkStatistics",
+    "MarksInputs",
     "PackedLinear",
     "Router",
+    "ServesChunks",
     "SigmoidTopKRouter",
     "SoftmaxTopKRouter",
     "UnsupportedModelError",
     "all2all_backends",
+    "dequantize_blocks",
     "expert_parallel",
     "experts_backends",
     "linear",
@@ -62,6 +80,8 @@ __all__ = [
     "make_experts",
     "mask_padding",
     "packing_pays",
+    "quantize_blocks",
     "register_all2all_backend",
     "register_experts_backend",
+    "route",
 ]

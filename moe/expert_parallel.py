@@ -12,7 +12,7 @@ is checked before the first block is touched.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
@@ -108,6 +108,7 @@ def expert_parallel(
     all2all_backend: str = "torch_dist",
     experts_backend: str = "grouped",
     link: EmulatedLink | None = None,
+    all2all_options: Mapping[str, object] | None = None,
 ) -> ModelT:
     """Spread a Hugging Face model's experts over the ranks of `group`, in place.
 
@@ -123,13 +124,14 @@ def expert_parallel(
         all2all_backend: see `moe.all2all`.
         experts_backend: see `moe.experts`.
         link: emulate this link under the back end (`emulated_link`).
+        all2all_options: what the back end takes beside, such as `max_tokens_per_rank` for `deepep_low_latency`.
 
     Returns:
         `model`.
 
     Raises:
         UnsupportedModelError: no MoE block, one of a family that is not known, or one that is not built as known.
-        ConfigError: experts that do not divide by the ranks, an unknown back end, or no CommGroup.
+        ConfigError: experts that do not divide by the ranks, an unknown back end or option, or no CommGroup.
     """
     if group is not None and not isinstance(group, CommGroup):
         raise ConfigError(
@@ -138,8 +140,10 @@ def expert_parallel(
     blocks = list(_find_blocks(model))
     if not blocks:
         raise UnsupportedModelError(f"{type(model).__name__} has no MoE block. Known families: {_KNOWN}.")
+    options = dict(all2all_options or {})
     transports = {
-        count: _transport(all2all_backend, group, count, link) for count in {_num_experts(block) for _, block in blocks}
+        count: _transport(all2all_backend, group, count, link, options)
+        for count in {_num_experts(block) for _, block in blocks}
     }
     replaced: dict[int, ExpertParallelMoE] = {}  # a block used in two places stays one block
     while blocks:
@@ -152,10 +156,12 @@ def expert_parallel(
     return model
 
 
-def _transport(backend: str, group: CommGroup | None, num_experts: int, link: EmulatedLink | None) -> All2All[Any]:
-    if link is None:
-        return make_all2all(backend, group=group, num_experts=num_experts)
-    return make_all2all("emulated_link", group=group, num_experts=num_experts, inner=backend, link=link)
+def _transport(
+    backend: str, group: CommGroup | None, num_experts: int, link: EmulatedLink | None, options: dict[str, object]
+) -> All2All[Any]:
+    if link is not None:
+        options, backend = {**options, "inner": backend, "link": link}, "emulated_link"
+    return make_all2all(backend, group=group, num_experts=num_experts, **options)
 
 
 def _find_blocks(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -228,7 +234,7 @@ def _replacement(block: Any, all2all: All2All[Any], experts_backend: str) -> Exp
         nn.Parameter(weight.detach()[held].clone(), requires_grad=weight.requires_grad)
         for weight in (block.experts.gate_up_proj, block.experts.down_proj)
     )
-    experts = make_experts(experts_backend, w13, w2, held.start)
+    experts = make_experts(experts_backend, w13, w2, held.start, num_experts=_num_experts(block))
     kernel = FusedMoEModularKernel(all2all, experts, getattr(block, "shared_experts", None))
     replacement = ExpertParallelMoE(block.gate, kernel, float(getattr(block, "jitter_noise", 0.0)))
     return replacement.train(block.training)

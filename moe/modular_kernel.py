@@ -11,29 +11,49 @@
 At `~` this lane waits and another one computes. The shared expert, which needs no communication, fills one of the two
 gaps of its own lane too: after dispatch's launch, after combine's launch, or when the baton is back from there.
 
+With chunks (blocks of experts, `moe.all2all.chunks`) the lane hides a part of its own communication, with another lane
+or alone:
+
+    comp:  | prepare |~~~~~~~~~~~~| experts 0 | experts 1 |~~~~~~~~~~~| finalize |
+    comm:            |dispatch 0  |dispatch 1 | combine 0 | combine 1 |
+
+All dispatches are launched together, so that the link never idles while there is something to send, and a chunk's
+combine leaves as soon as its experts are done. Between chunks there is no point: the peer would take over just when
+this lane's next chunk has arrived. `ubatch.layer_program` is the same for the simulator; a test compares the two.
+
+A token's output is the sum over chunks of what one chunk would give it for its experts there, added in the order of
+the chunks: within rounding the same as in one chunk, and independent of how the batch is split into lanes.
+
 Outside a lane the same code runs straight through. A receive hook then runs as soon as it is registered, so hooks are
 registered only after everything that shall overlap with the transfer.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from moe.all2all import All2All
-from moe.experts import Experts
+from moe.all2all import All2All, BatchedDispatch, Dispatched, MarksInputs
+from moe.all2all.chunks import blocks_of, dispatch_chunks, dispatch_cut
+from moe.experts import BatchedExperts, Experts
 from ubatch import (
     ConfigError,
     Point,
     Schedule,
     SharedExpert,
+    Transfer,
+    capturing,
     current_schedule,
     dbo_maybe_run_recv_hook,
     dbo_register_recv_hook,
     dbo_yield,
 )
+from ubatch.handover import Handover, Left
 
 __all__ = ["FusedMoEModularKernel"]
 
@@ -47,7 +67,8 @@ class FusedMoEModularKernel(nn.Module):
         shared_experts: applied to every token beside the routed ones, `[T, H] -> [T, H]`.
 
     Raises:
-        ConfigError: `all2all` sends other experts' tokens here than `experts` holds.
+        ConfigError: `all2all` sends other experts' tokens here than `experts` holds, or batches of rows by expert to
+            experts that take only tokens.
 
     Source: vLLM's `FusedMoEModularKernel` and its `MLP_SHARED_OVERLAP` schedule; SGLang's two-batch operations.
     """
@@ -59,9 +80,15 @@ class FusedMoEModularKernel(nn.Module):
                 f"the experts hold {experts.expert_range}, but the all2all back end sends this rank the tokens of "
                 f"{all2all.experts}. Slice the weights by local_experts()."
             )
+        if all2all.traits.batched and not isinstance(experts, BatchedExperts):
+            raise ConfigError(
+                f"{type(all2all).__name__} delivers rows in batches by expert, which {type(experts).__name__} does not "
+                "take (it has no run_batched). Choose other experts, such as 'grouped' or 'triton_batched'."
+            )
         self.all2all = all2all
         self.experts = experts
         self.shared_experts = shared_experts
+        self._marks_inputs = all2all if isinstance(all2all, MarksInputs) else None
 
     def forward(self, hidden_states: Tensor, topk_weights: Tensor, topk_ids: Tensor) -> Tensor:
         """Run the layer.
@@ -75,46 +102,82 @@ class FusedMoEModularKernel(nn.Module):
             `[T, H]`, dtype of `hidden_states`.
 
         Raises:
-            ConfigError: wrong shapes or dtypes, `k` above the number of experts, or a schedule with more lanes or
-                chunks than the transport serves.
+            ConfigError: wrong shapes or dtypes, `k` above the number of experts, a schedule with more lanes or chunks
+                than the transport serves, or a graph is captured that the transport or the experts cannot be in.
         """
         schedule = current_schedule()
         self._check(hidden_states, topk_weights, topk_ids, schedule)
+        if capturing():
+            self._check_capturable()
+        layer = _Layer()
 
         # --- prepare: tokens travel to their experts ---
+        if self._marks_inputs is not None:
+            self._marks_inputs.inputs_ready(hidden_states, schedule.chunks if schedule.chunk_dispatch else 1)
         dbo_yield(Point.SELECT)
         dbo_maybe_run_recv_hook()
-        dispatch = self.all2all.dispatch(hidden_states, topk_ids, topk_weights)
-        shared = self._shared(hidden_states, SharedExpert.DISPATCH, schedule)
-        dbo_register_recv_hook(dispatch.wait)
+        arrivals = self._dispatch(hidden_states, topk_weights, topk_ids, schedule)
+        self._run_shared(hidden_states, SharedExpert.DISPATCH, schedule, layer)
+        dbo_register_recv_hook(arrivals.first.wait, joins=False)  # only the first: the other chunks travel on
+        layer.arrivals.leave(arrivals)
+        del arrivals
         dbo_yield(Point.DISPATCH)
-        received = dispatch.wait()
 
-        # --- experts ---
-        partial_sums = self.experts(received.hidden_states, received.topk_ids, received.topk_weights)
+        # --- experts: as a chunk's are done, its partial sums travel home ---
+        combines = []
+        for received in layer.arrivals.take().drain():
+            results = self._run_experts(received)
+            dbo_maybe_run_recv_hook()
+            combines.append(self.all2all.combine(results, received.handle))
+            del received, results  # while other lanes run, only the transfers keep what they still need
 
-        # --- finalize: partial sums travel home ---
-        dbo_maybe_run_recv_hook()
-        combine = self.all2all.combine(partial_sums, received.handle)
-        del dispatch, received, partial_sums  # while other lanes run, only the transfer keeps what it still needs
-        if schedule.shared_expert is SharedExpert.COMBINE_RETURN:
-            dbo_yield(Point.COMBINE)  # no hook: the wait comes after the shared expert
-            shared = self._shared(hidden_states, SharedExpert.COMBINE_RETURN, schedule)
-        else:
-            if shared is None:
-                shared = self._shared(hidden_states, SharedExpert.COMBINE, schedule)
-            dbo_register_recv_hook(combine.wait)
-            dbo_yield(Point.COMBINE)
-        routed = combine.wait()
+        # --- finalize: the sums arrive ---
+        if schedule.shared_expert is not SharedExpert.COMBINE_RETURN:  # else no hook: the wait comes after it
+            self._run_shared(hidden_states, SharedExpert.COMBINE, schedule, layer)
+            dbo_register_recv_hook(partial(_wait_for_all, combines))
+        layer.combines.leave(combines)
+        del combines
+        dbo_yield(Point.COMBINE)
+        self._run_shared(hidden_states, SharedExpert.COMBINE_RETURN, schedule, layer)
+        output = _sum_of_chunks(_wait_for_all(layer.combines.take()))
         dbo_yield(Point.OUTPUT)
-        return routed if shared is None else routed + shared
-
-    def _shared(self, hidden_states: Tensor, place: SharedExpert, schedule: Schedule) -> Tensor | None:
-        """The shared expert's output, if there is one and the schedule wants it at this place."""
-        if self.shared_experts is None or schedule.shared_expert is not place:
-            return None
-        output: Tensor = self.shared_experts(hidden_states)
+        if self.shared_experts is not None:
+            output = output + layer.shared.take()
+        layer.end()
         return output
+
+    def _dispatch(self, x: Tensor, topk_weights: Tensor, topk_ids: Tensor, schedule: Schedule) -> _Arrivals:
+        """Launch all chunks' way here."""
+        blocks = blocks_of(len(self.all2all.experts), schedule.chunks)
+        if schedule.chunk_dispatch or len(blocks) == 1:
+            chunks = dispatch_chunks(self.all2all, x, topk_ids, topk_weights, blocks)
+            return _Arrivals([chunk.map(lambda arrived: (arrived,)) for chunk in chunks])
+        return _Arrivals([dispatch_cut(self.all2all, x, topk_ids, topk_weights, blocks)])
+
+    def _run_experts(self, received: _Received) -> Tensor:
+        """What the experts make of what arrived, in the layout in which it arrived."""
+        if isinstance(received, BatchedDispatch):
+            experts = cast(BatchedExperts, self.experts)  # the transport said so when this kernel was made
+            return experts.run_batched(received.hidden_states, received.rows_per_expert, received.scales)
+        rows = (received.hidden_states, received.topk_ids, received.topk_weights)
+        return self.experts(*rows) if received.scales is None else self.experts(*rows, received.scales)
+
+    def _run_shared(self, x: Tensor, place: SharedExpert, schedule: Schedule, layer: _Layer) -> None:
+        """Run the shared expert, if there is one and the schedule wants it at this place."""
+        if self.shared_experts is not None and schedule.shared_expert is place:
+            layer.shared.leave(self.shared_experts(x))
+
+    def _check_capturable(self) -> None:
+        if not self.all2all.traits.capturable:
+            raise ConfigError(
+                f"{type(self.all2all).__name__} cannot be captured into a CUDA graph, as it waits on the host. Use "
+                "another all2all back end, or cudagraph_mode=NONE."
+            )
+        if not self.experts.capturable:
+            raise ConfigError(
+                f"{type(self.experts).__name__} cannot be captured into a CUDA graph, as they read on the host. Use "
+                "other experts, such as 'triton', or cudagraph_mode=NONE."
+            )
 
     def _check(self, hidden_states: Tensor, topk_weights: Tensor, topk_ids: Tensor, schedule: Schedule) -> None:
         if hidden_states.dim() != 2 or not hidden_states.is_floating_point():
@@ -134,7 +197,10 @@ class FusedMoEModularKernel(nn.Module):
             )
         if not 1 <= topk_ids.shape[1] <= num_experts:
             raise ConfigError(f"top_k = {topk_ids.shape[1]} must be between 1 and the {num_experts} experts there are.")
-        traits = self.all2all.traits
+        self._check_schedule(schedule)
+
+    def _check_schedule(self, schedule: Schedule) -> None:
+        traits, backend = self.all2all.traits, type(self.all2all).__name__
         if traits.max_lanes is not None and schedule.lanes > traits.max_lanes:
             raise ConfigError(
                 f"schedule {schedule.name!r} has {schedule.lanes} lanes, but the all2all back end serves "
@@ -142,6 +208,64 @@ class FusedMoEModularKernel(nn.Module):
             )
         if schedule.chunks > traits.max_chunks:
             raise ConfigError(
-                f"schedule {schedule.name!r} has {schedule.chunks} chunks, but the all2all back end serves "
-                f"{traits.max_chunks}. Choose a schedule with fewer."
+                f"schedule {schedule.name!r} has {schedule.chunks} chunks, but all2all back end {backend} with "
+                f"{len(self.all2all.experts)} experts a rank serves {traits.max_chunks}. Choose a schedule with fewer."
             )
+        if schedule.chunks > 1 and not schedule.chunk_dispatch and traits.cuts_combine is None:
+            raise ConfigError(
+                f"schedule {schedule.name!r} combines {schedule.chunks} chunks of one dispatch, but {backend} cannot "
+                "have two combines of one dispatch under way. Choose a schedule with chunk_dispatch."
+            )
+
+
+_Received = Dispatched[Any] | BatchedDispatch[Any]
+
+
+class _Arrivals:
+    """The chunks of one layer on their way here.
+
+    Args:
+        transfers: each brings one chunk or more, in order.
+    """
+
+    def __init__(self, transfers: Sequence[Transfer[Sequence[_Received]]]) -> None:
+        self._transfers = list(transfers)
+
+    @property
+    def first(self) -> Transfer[Sequence[_Received]]:
+        """What the first chunk comes with."""
+        return self._transfers[0]
+
+    def drain(self) -> Iterator[_Received]:
+        """Wait for each chunk in turn, and let go of those before it."""
+        while self._transfers:
+            yield from self._transfers.pop(0).wait()
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer(Handover):
+    """What one call of the layer hands from stage to stage.
+
+    Attributes:
+        arrivals: from `SELECT`'s stage to that after `DISPATCH`.
+        combines: of every chunk, from there to that after `COMBINE`.
+        shared: the shared expert's output, from wherever it ran to the end.
+    """
+
+    arrivals: Left[_Arrivals] = field(default_factory=partial(Left, "arrivals"))
+    combines: Left[list[Transfer[Tensor]]] = field(default_factory=partial(Left, "combines"))
+    shared: Left[Tensor] = field(default_factory=partial(Left, "shared"))
+
+
+def _wait_for_all(transfers: Sequence[Transfer[Tensor]]) -> list[Tensor]:
+    return [transfer.wait() for transfer in transfers]
+
+
+def _sum_of_chunks(parts: list[Tensor]) -> Tensor:
+    """In the order of the chunks, in at least float32."""
+    if len(parts) == 1:
+        return parts[0]
+    total = parts[0] if parts[0].dtype == torch.float64 else parts[0].float()
+    for part in parts[1:]:
+        total = total + part
+    return total.to(parts[0].dtype)

@@ -7,19 +7,33 @@
 
 All take logits `[T, E]` and give `topk_weights [T, k]` and `topk_ids [T, k]`. Groups are blocks of `E / num_groups`
 neighbouring experts: a token may visit those of its `top_groups` best groups only, and so few ranks.
+
+What is written here in torch runs on every device and is the reference. On a GPU that Triton compiles for, each is one
+kernel instead (`moe.kernels.router`), unless gradients are wanted. Experts whose scores are equal come in any order
+here, and in that of their ids there.
 """
 
 from __future__ import annotations
 
+import importlib.util
 from dataclasses import dataclass, field
-from typing import Protocol
+from functools import cache
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from ubatch import ConfigError
 
-__all__ = ["NO_EXPERT", "GroupLimitedRouter", "Router", "SigmoidTopKRouter", "SoftmaxTopKRouter", "mask_padding"]
+__all__ = [
+    "NO_EXPERT",
+    "GroupLimitedRouter",
+    "Router",
+    "SigmoidTopKRouter",
+    "SoftmaxTopKRouter",
+    "mask_padding",
+    "route",
+]
 
 NO_EXPERT = -1
 """In `topk_ids`: this choice goes to no expert, travels nowhere and adds nothing."""
@@ -65,12 +79,22 @@ class SoftmaxTopKRouter:
         Raises:
             ConfigError: the logits are not `[T, E]`, or there are fewer experts than `top_k`.
         """
-        _check_logits(router_logits, self.top_k)
+        self._check(router_logits)
+        if _fuses(router_logits):
+            return _fused(router_logits, **self._settings())
         probabilities = torch.softmax(router_logits, dim=-1, dtype=torch.float32)
         topk_weights, topk_ids = torch.topk(probabilities, self.top_k, dim=-1)
         if self.renormalize:
             topk_weights = topk_weights / topk_weights.sum(dim=-1, keepdim=True)
         return topk_weights, topk_ids
+
+    def _check(self, router_logits: Tensor) -> None:
+        """Refuse logits that this router cannot take; see `__call__`."""
+        _check_logits(router_logits, self.top_k)
+
+    def _settings(self) -> dict[str, Any]:
+        """What the kernel is told; see `moe.kernels.router.route_topk`."""
+        return {"top_k": self.top_k, "renormalize": self.renormalize}
 
 
 @dataclass(frozen=True)
@@ -103,7 +127,9 @@ class GroupLimitedRouter:
         Raises:
             ConfigError: the logits are not `[T, E]`, or `E` experts do not fit `top_k` and the groups.
         """
-        _check_logits(router_logits, self.top_k, self.num_groups, self.top_groups)
+        self._check(router_logits)
+        if _fuses(router_logits):
+            return _fused(router_logits, **self._settings())
         scores = torch.softmax(router_logits, dim=-1, dtype=torch.float32)
         candidates = scores
         if self.num_groups > self.top_groups:
@@ -111,6 +137,20 @@ class GroupLimitedRouter:
             candidates = _keep_best_groups(scores, group_scores, self.top_groups)
         topk_ids = torch.topk(candidates, self.top_k, dim=-1).indices
         return _weights(scores, topk_ids, self.renormalize, self.scale), topk_ids
+
+    def _check(self, router_logits: Tensor) -> None:
+        """Refuse logits that this router cannot take; see `__call__`."""
+        _check_logits(router_logits, self.top_k, self.num_groups, self.top_groups)
+
+    def _settings(self) -> dict[str, Any]:
+        """What the kernel is told; see `moe.kernels.router.route_topk`."""
+        return {
+            "top_k": self.top_k,
+            "num_groups": self.num_groups,
+            "top_groups": self.top_groups,
+            "renormalize": self.renormalize,
+            "scale": self.scale,
+        }
 
 
 @dataclass(frozen=True)
@@ -147,14 +187,12 @@ class SigmoidTopKRouter:
         Raises:
             ConfigError: the logits are not `[T, E]`, or `E` experts do not fit `top_k`, the groups or the bias.
         """
-        _check_logits(router_logits, self.top_k, self.num_groups, self.top_groups)
+        self._check(router_logits)
+        if _fuses(router_logits):
+            return _fused(router_logits, **self._settings())
         scores = torch.sigmoid(router_logits.float())
         candidates = scores
         if self.correction_bias is not None:
-            if self.correction_bias.shape != scores.shape[1:]:
-                raise ConfigError(
-                    f"correction_bias is {list(self.correction_bias.shape)}, but there are {scores.shape[1]} experts."
-                )
             candidates = scores + self.correction_bias
         if self.num_groups > self.top_groups:
             groups = candidates.unflatten(-1, (self.num_groups, -1))
@@ -162,6 +200,25 @@ class SigmoidTopKRouter:
             candidates = _keep_best_groups(candidates, best_two.sum(dim=-1), self.top_groups)
         topk_ids = torch.topk(candidates, self.top_k, dim=-1).indices
         return _weights(scores, topk_ids, self.renormalize, self.scale), topk_ids
+
+    def _check(self, router_logits: Tensor) -> None:
+        """Refuse logits that this router cannot take; see `__call__`."""
+        _check_logits(router_logits, self.top_k, self.num_groups, self.top_groups)
+        bias = self.correction_bias
+        if bias is not None and bias.shape != router_logits.shape[1:]:
+            raise ConfigError(f"correction_bias is {list(bias.shape)}, but there are {router_logits.shape[1]} experts.")
+
+    def _settings(self) -> dict[str, Any]:
+        """What the kernel is told; see `moe.kernels.router.route_topk`."""
+        return {
+            "top_k": self.top_k,
+            "num_groups": self.num_groups,
+            "top_groups": self.top_groups,
+            "renormalize": self.renormalize,
+            "scale": self.scale,
+            "sigmoid": True,
+            "bias": self.correction_bias,
+        }
 
 
 def _keep_best_groups(scores: Tensor, group_scores: Tensor, top_groups: int) -> Tensor:
@@ -206,24 +263,79 @@ def _check_logits(router_logits: Tensor, top_k: int, num_groups: int = 1, top_gr
         )
 
 
-def mask_padding(topk_ids: Tensor, num_tokens: int) -> Tensor:
+def route(router: Router, router_logits: Tensor, num_tokens: int | Tensor) -> tuple[Tensor, Tensor]:
+    """Route every token, and padding to no expert: `router`, then `mask_padding`, in one kernel where there is one.
+
+    Args:
+        router: any.
+        router_logits: `[T, E]`, floating.
+        num_tokens: see `mask_padding`.
+
+    Returns:
+        See `Router`; the ids of padding are -1.
+
+    Raises:
+        ConfigError: what `router` and `mask_padding` refuse.
+    """
+    if isinstance(router, SoftmaxTopKRouter | GroupLimitedRouter | SigmoidTopKRouter) and _fuses(router_logits):
+        router._check(router_logits)
+        padded = _check_num_tokens(num_tokens, router_logits.shape[0])
+        return _fused(router_logits, **router._settings(), num_tokens=num_tokens if padded else None)
+    topk_weights, topk_ids = router(router_logits)
+    return topk_weights, mask_padding(topk_ids, num_tokens)
+
+
+def mask_padding(topk_ids: Tensor, num_tokens: int | Tensor) -> Tensor:
     """Route the rows from `num_tokens` on, which are padding, to no expert.
 
     Args:
         topk_ids: `[T, k]`.
-        num_tokens: how many rows are tokens; `ForwardContext.num_tokens` of a padded step.
+        num_tokens: how many rows are tokens; `ForwardContext.num_tokens` of a padded step. In a graph, whose padding is
+            another one in every replay, one integer in a tensor on the device of the ids: it is not read on the host.
 
     Returns:
         `topk_ids` itself where nothing is padded, else a new tensor.
 
     Raises:
-        ConfigError: `num_tokens` is negative or more than there are rows.
+        ConfigError: `num_tokens` is negative or more than there are rows, or a tensor of more than one integer.
     """
     rows = topk_ids.shape[0]
-    if not 0 <= num_tokens <= rows:
-        raise ConfigError(f"num_tokens = {num_tokens} must be between 0 and the {rows} rows of topk_ids.")
-    if num_tokens == rows:
+    if not _check_num_tokens(num_tokens, rows):
         return topk_ids
+    if isinstance(num_tokens, Tensor):
+        is_padding = torch.arange(rows, device=topk_ids.device) >= num_tokens
+        return topk_ids.masked_fill(is_padding[:, None], NO_EXPERT)
     masked = topk_ids.clone()
     masked[num_tokens:] = NO_EXPERT
     return masked
+
+
+def _check_num_tokens(num_tokens: int | Tensor, rows: int) -> bool:
+    """Whether there may be padding."""
+    if isinstance(num_tokens, Tensor):
+        if num_tokens.numel() != 1 or num_tokens.dtype not in (torch.int32, torch.int64):
+            raise ConfigError(
+                f"num_tokens must be one int32 or int64, not {num_tokens.dtype} {list(num_tokens.shape)}."
+            )
+        return True
+    if not 0 <= num_tokens <= rows:
+        raise ConfigError(f"num_tokens = {num_tokens} must be between 0 and the {rows} rows of topk_ids.")
+    return num_tokens < rows
+
+
+def _fuses(router_logits: Tensor) -> bool:
+    """Whether the kernel takes these logits."""
+    if not router_logits.is_cuda or (router_logits.requires_grad and torch.is_grad_enabled()):
+        return False
+    return _has_triton()
+
+
+@cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def _fused(router_logits: Tensor, **settings: Any) -> tuple[Tensor, Tensor]:
+    from moe.kernels.router import route_topk
+
+    return route_topk(router_logits, **settings)

@@ -21,6 +21,9 @@ __all__ = ["main"]
 COMMANDS: Mapping[str, tuple[str, str]] = {
     "serve": ("serving.serve", "an OpenAI-compatible server over one or several ranks"),
     "generate": ("serving.generate", "generate text from a checkpoint, on one or several expert-parallel ranks"),
+    "simulate": ("serving.simulate", "predict the best schedule for a machine that is not here, and check predictions"),
+    "trace": ("serving.trace", "record a server's or a run's steps: timeline, summary, diagnosis"),
+    "tune": ("serving.tune", "measure when overlap pays on this model, these ranks and this link; write settings"),
     "bench handoff": ("serving.bench.handoff", "what a hand-off costs, against a threading.Event ring"),
     "bench lanes": ("serving.bench.lanes", "what the lanes cost where there is nothing to overlap"),
     "bench attention": ("serving.bench.attention", "attention against plainer ways, and a model against transformers"),
@@ -35,7 +38,17 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status: 0, 1 for a failure, 2 for a wrong call."""
-    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        try:
+            return _run(list(sys.argv[1:] if argv is None else argv))
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:  # whoever read the output has seen enough, as in `ubatch serve --help | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter complains when it ends
+        return 1
+
+
+def _run(words: list[str]) -> int:
     name = next((name for name in COMMANDS if words[: len(name.split())] == name.split()), None)
     if name is None:
         return _usage(words)

@@ -50,6 +50,7 @@ _COUNTERS: Mapping[str, tuple[str, str]] = {
     "vllm:num_preemptions": ("preemptions", "Requests retracted for want of KV blocks."),
     "vllm:spec_decode_num_draft_tokens": ("drafted_tokens", "Tokens guessed ahead."),
     "vllm:spec_decode_num_accepted_tokens": ("accepted_tokens", "Guessed tokens that were right."),
+    "ubatch:graph_replays": ("graph_replays", "Steps replayed as CUDA graphs; the others ran eagerly."),
     "ubatch:traced_steps": ("traced_steps", "Overlapped steps that were traced for the following times."),
     "ubatch:communication_seconds": ("communication_s", "Communication in traced steps."),
     "ubatch:communication_hidden_seconds": ("hidden_s", "Communication in traced steps while a lane computed."),
@@ -90,7 +91,7 @@ class _Engines(Collector):
                 yield family
         steps = CounterMetricFamily(
             "ubatch:steps",
-            "Steps by what they ran, and whether they overlapped (engaged) or why not.",
+            "Steps by what they ran, and whether they overlapped (engaged, engaged_single) or why not.",
             labels=["model_name", "engine", "mode", "outcome"],
         )
         for rank, values in ranks:

@@ -75,7 +75,10 @@ class EngineStatistics:
         preemptions: requests that were retracted for want of KV.
         drafted_tokens: drafts proposed by speculation.
         accepted_tokens: drafts that were right.
-        steps: "mode/outcome" -> steps; the outcome is `engaged` or why not (`ubatch.DeclineReason`).
+        steps: "mode/outcome" -> steps; the outcome is `engaged`, `engaged_single` (single-batch overlap) or why
+            not (`ubatch.DeclineReason`).
+        graph_replays: steps that were replayed as CUDA graphs; the others ran eagerly.
+        dbo_auto: what `--dbo-auto` has decided for `decode`, `prefill` and `verify` steps, and why; empty without it.
         traced_steps: overlapped steps that were traced to measure the following.
         hidden_s: communication in them during which some lane computed.
         exposed_s: communication in them for which a lane waited.
@@ -94,6 +97,8 @@ class EngineStatistics:
     drafted_tokens: int = 0
     accepted_tokens: int = 0
     steps: Mapping[str, int] = field(default_factory=dict)
+    graph_replays: int = 0
+    dbo_auto: Mapping[str, str] = field(default_factory=dict)
     traced_steps: int = 0
     hidden_s: float = 0.0
     exposed_s: float = 0.0

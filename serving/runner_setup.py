@@ -2,10 +2,30 @@
 
 from __future__ import annotations
 
+import torch
+
 from model_runner import ModelRunner
 from moe import EmulatedLink
 
-__all__ = ["describe_memory", "make_link"]
+__all__ = ["choose_dtype", "count_gpus", "describe_memory", "make_link"]
+
+
+def count_gpus() -> int:
+    """CUDA devices that torch can use here."""
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def choose_dtype(device: str, stored: str) -> tuple[str, str]:
+    """What `--dtype auto` stands for, and why.
+
+    Args:
+        device: `cpu` or `cuda`.
+        stored: what the checkpoint says it is stored as.
+    """
+    if device == "cpu":
+        return "float32", "fastest and exact on a CPU"
+    known = stored in ("float32", "float16", "bfloat16")
+    return (stored, "the checkpoint's") if known else ("bfloat16", "usual on a GPU")
 
 
 def make_link(emulated_link: tuple[float, float] | None) -> EmulatedLink | None:

@@ -27,7 +27,8 @@ from serving.metrics import make_registry
 from serving.options import ServeCommand, Settings
 from serving.requests import EngineDead
 from serving.text import load_tokenizer
-from ubatch import UBatchError
+from ubatch import ForwardMode, UBatchError
+from ubatch.modes import mode_key
 
 __all__ = ["CannotListen", "run_server"]
 
@@ -213,6 +214,17 @@ class _Serve:
             prefill_from_tokens=dbo.dbo_prefill_token_threshold,
             schedule=dbo.resolved_schedule().name,
         )
+        for mode in (ForwardMode.DECODE, ForwardMode.PREFILL, ForwardMode.TARGET_VERIFY):
+            if mode_key(mode) in dbo.modes:
+                own = dbo.for_mode(mode)
+                log_event(
+                    _logger,
+                    f"overlap of {mode_key(mode)} steps",
+                    from_tokens=own.token_threshold,
+                    schedule=own.schedule.name,
+                    lanes=own.schedule.lanes,
+                    chunks=own.schedule.chunks,
+                )
 
     async def _drain(self, client: EngineClient, app: FastAPI, stop: _Stop, died: asyncio.Task[EngineDead]) -> None:
         """Wait for what runs: to its end, to the time-out, to a second signal, or to an engine's death."""

@@ -61,6 +61,12 @@ class FakeEvent:
         stream.done |= self._marked
         self._streams.note("wait", stream)
 
+    def query(self) -> bool:
+        return self._marked <= self._streams.host
+
+    def synchronize(self) -> None:
+        self._streams.host |= self._marked
+
 
 @dataclass
 class _Buffer:
@@ -77,6 +83,7 @@ class FakeStreams:
         log: "lane verb stream", in order; operations are logged by their name.
         operations: all work, in the order in which it was put on streams.
         races: "reader reads buffer, which nothing orders after writer", and so on.
+        host: what the host has seen to be done; all that it queues from then on comes after that.
     """
 
     def __init__(self) -> None:
@@ -85,6 +92,7 @@ class FakeStreams:
         self.log: list[str] = []
         self.operations: list[Operation] = []
         self.races: list[str] = []
+        self.host: frozenset[Operation] = frozenset()
         self.warm: set[int] = set()
         self._current = threading.local()
         self._buffers: dict[str, _Buffer] = {}
@@ -109,6 +117,9 @@ class FakeStreams:
     def warm_up(self) -> None:
         self.warm.add(threading.get_ident())
 
+    def sm_count(self) -> int:
+        return 0
+
     # -- what tests put on streams, and ask ---------------------------------------------------------------------
 
     def note(self, verb: str, stream: FakeStream) -> None:
@@ -119,6 +130,7 @@ class FakeStreams:
     def work(self, name: str, *, reads: Iterable[str] = (), writes: Iterable[str] = ()) -> Operation:
         """Put work on the calling thread's current stream, and check that it may touch what it touches."""
         stream = self.current()
+        stream.done |= self.host
         conflicts: list[tuple[Operation, str]] = []
         for each in reads:
             buffer = self._buffer(each)

@@ -297,3 +297,14 @@ def test_only_the_decode_back_end_is_captured_and_replays_idle_batches() -> None
     for lane in (None, 0, 1):
         assert attention.backend(idle, lane) is attention.backend(batch.metadata, lane)
         assert attention.backend(idle, lane).limits is not None  # type: ignore[attr-defined]
+
+
+def test_batches_without_a_fixed_shape_are_not_captured() -> None:
+    batch = make_batch([(0, 3), (4, 1)], block_size=16)
+    attention = UBatchAttention(batch.shape, batch.new_cache(), "triton")
+    assert attention.capturable
+    assert not UBatchAttention(batch.shape, batch.new_cache(), "torch").capturable
+    attention.init_graph_buffers(GraphLimits(4, 8, 40), num_lanes=2)
+    for plan in (attention.plan_for_graph, lambda metadata: attention.plan_lanes_for_graph([metadata] * 2)):
+        with pytest.raises(ConfigError, match="batches are not captured: their shapes"):
+            plan(batch.metadata)

@@ -74,11 +74,11 @@ def test_auto_passes_over_what_this_model_cannot_use(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize(
     ("capability", "mha", "mla"),
     [
-        ((8, 0), ["flashinfer", "triton", "torch"], ["flashinfer", "torch"]),
-        ((9, 0), ["flashinfer", "triton", "torch"], ["flashinfer", "torch"]),
-        ((10, 0), ["trtllm_mha", "flashinfer", "triton", "torch"], ["trtllm_mla", "flashinfer", "torch"]),
-        ((10, 3), ["trtllm_mha", "flashinfer", "triton", "torch"], ["trtllm_mla", "flashinfer", "torch"]),
-        ((12, 0), ["flashinfer", "triton", "torch"], ["flashinfer", "torch"]),
+        ((8, 0), ["flashinfer", "triton", "torch"], ["flashinfer", "triton", "torch"]),
+        ((9, 0), ["flashinfer", "triton", "torch"], ["flashinfer", "triton", "torch"]),
+        ((10, 0), ["trtllm_mha", "flashinfer", "triton", "torch"], ["trtllm_mla", "flashinfer", "triton", "torch"]),
+        ((10, 3), ["trtllm_mha", "flashinfer", "triton", "torch"], ["trtllm_mla", "flashinfer", "triton", "torch"]),
+        ((12, 0), ["flashinfer", "triton", "torch"], ["flashinfer", "triton", "torch"]),
     ],
 )
 def test_auto_prefers_the_fastest_kernels_that_the_gpu_has(

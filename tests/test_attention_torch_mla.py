@@ -164,7 +164,7 @@ def test_both_ways_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     batch = make_mla_batch([(20, 6), (9, 3), (40, 1)])
     outs = []
     for absorbs in (True, False):
-        monkeypatch.setattr(torch_mla._Step, "absorbs", lambda step, request, absorbs=absorbs: absorbs)
+        monkeypatch.setattr(torch_mla.LatentStep, "absorbs", lambda step, request, absorbs=absorbs: absorbs)
         plan = TorchMLABackend(batch.shape, batch.new_cache()).plan(batch.metadata)
         assert bool(plan.num_absorbed) == absorbs
         outs.append(plan.forward(batch.inputs, 0))

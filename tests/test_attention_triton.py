@@ -338,7 +338,7 @@ def test_a_graph_refuses_what_it_was_not_captured_for() -> None:
         with pytest.raises(ConfigError, match=complaint):
             backend.replan(plan, moved(make_batch(requests, block_size=16, **options).metadata))
 
-    refused(DECODE[:3], "4 requests and 4 tokens cannot run a batch of 3 and 3")
+    refused([*DECODE, (4, 1)], "4 requests and 4 tokens cannot run a batch of 5 and 5")
     refused([(4, 3), (5, 1), (0, 0), (0, 0)], "1 tokens per request cannot run a batch with 3")
     refused([(80, 1)] * 4, "81 tokens in a request exceeds")
     refused([(4, 1)] * 4, "captured without a tree mask", drafts="tree")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -32,6 +33,16 @@ def test_as_a_module_it_is_imported_once() -> None:
     ran = subprocess.run(words, capture_output=True, text=True, timeout=100)
     assert (ran.returncode, ran.stderr) == (0, "")
     assert serving.main is main
+
+
+def test_a_reader_that_has_seen_enough_is_no_error() -> None:
+    """As in `ubatch bench --help | head -1`."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    words = [sys.executable, "-m", "serving.cli", "bench", "--help"]
+    with open(writer, "wb") as closed:
+        ran = subprocess.run(words, stdout=closed, stderr=subprocess.PIPE, text=True, timeout=100)
+    assert (ran.returncode, ran.stderr) == (1, "")
 
 
 def test_unknown_command_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
@@ -78,6 +89,10 @@ def test_generate_on_two_ranks_is_the_same(tmp_path: Path, capfd: pytest.Capture
         (["--enable-dbo", "--dbo-decode-token-threshold", "1"], "below num_ubatches"),
         (["--config", "nowhere.yaml"], "cannot read nowhere.yaml"),
         (["--max-tokens", "5000"], "positions"),
+        (["--device", "cpu", "--cudagraph-mode", "full"], "--cudagraph-mode full needs a GPU"),
+        (["--device", "cpu", "--cudagraph-capture-sizes", "1", "2"], "--cudagraph-capture-sizes needs a GPU"),
+        (["--enforce-eager", "--cudagraph-mode", "full"], "--enforce-eager and --cudagraph-mode full contradict"),
+        (["--data-parallel-size", "2", "--device", "cuda"], "use `ubatch serve`"),
     ],
 )
 def test_wrong_settings_are_one_clear_line(flags: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,9 +9,11 @@ import pytest
 from fake_device import DECLINED, ENGAGED, make_core
 
 from model_runner import SamplingParams
-from serving.engine.tracing import StepTracer, handoff_wait
+from serving.engine.tracing import StepTracer
 from serving.requests import RequestInput
-from ubatch import Span, SpanKind, current_trace
+from ubatch import Span, SpanKind, current_trace, summarise
+from ubatch.trace import StepNote
+from ubatch.trace_file import read_chrome
 
 
 def spans_of_a_step(step: int = 1) -> list[Span]:
@@ -29,13 +31,13 @@ def spans_of_a_step(step: int = 1) -> list[Span]:
 
 
 def test_the_wait_at_hand_offs_is_the_gap_between_two_lanes() -> None:
-    assert handoff_wait(spans_of_a_step()) == pytest.approx(5e-3)
+    assert summarise(spans_of_a_step()).handoff_s == pytest.approx(5e-3)
 
 
 def test_neither_the_gap_between_steps_nor_what_runs_outside_lanes_is_a_hand_off() -> None:
     between = [Span(SpanKind.COMPUTE, "end", lane, lane * 1.0, lane + 0.5, 1 + lane) for lane in (0, 1)]
     outside = [Span(SpanKind.WAIT, "vote", -1, 0.6, 0.9, 1)]
-    assert handoff_wait(between + outside) == 0.0
+    assert summarise(between + outside).handoff_s == 0.0
 
 
 def test_every_32nd_overlapped_step_is_measured() -> None:
@@ -65,6 +67,20 @@ def test_every_32nd_overlapped_step_is_measured() -> None:
     assert len(traced) <= 2 * statistics.traced_steps  # a step that was traced in vain, as it did not overlap
 
 
+def test_where_spans_do_not_measure_there_are_profiles_only(tmp_path: Path) -> None:
+    tracer = StepTracer(measures=False)
+    for _ in range(100):
+        with tracer.step() as trace:
+            assert trace is None
+        tracer.engaged(trace)
+    assert tracer.total.traced_steps == 0
+    tracer.start_profile()
+    with tracer.step() as trace:
+        assert trace is not None
+    assert tracer.stop_profile(tmp_path / "rank-0.json", 0) is None
+    assert not read_chrome(tmp_path / "rank-0.json")[0].measures, "whoever reads it must know"
+
+
 def test_a_profile_has_every_step(tmp_path: Path) -> None:
     tracer = StepTracer()
     path = tmp_path / "new" / "rank-1.json"
@@ -74,8 +90,12 @@ def test_a_profile_has_every_step(tmp_path: Path) -> None:
         with tracer.step() as trace:
             assert current_trace() is trace is not None
             trace.spans += spans_of_a_step(step)
+            trace.notes.append(StepNote(step, "decode", 8, "mlp_shared_overlap", lanes=2))
         tracer.engaged(trace)
     assert tracer.stop_profile(path, 1) is None
+    (read,) = read_chrome(path)
+    assert [(note.step, note.tokens) for note in read.notes] == [(1, 8), (2, 8)]
+    assert read.measures
     events = json.loads(path.read_text())["traceEvents"]
     names = {event["args"]["name"] for event in events if event["name"] == "thread_name"}
     assert {"lane 0", "lane 1", "link"} <= names

@@ -33,6 +33,12 @@ def test_wrap_module() -> None:
     assert "calls: 1 overlapped, not overlapped: {'below_prefill_threshold': 1}" in output
 
 
+def test_wrap_tensor_parallel() -> None:
+    output = run_example("wrap_tensor_parallel.py", "--sequences", "4")
+    assert "calls: 1 overlapped, not overlapped: {'gradients': 1}" in output
+    assert "all-reduce time hidden: " in output
+
+
 def test_wrap_transformers() -> None:
     output = run_example("wrap_transformers.py", "--max-new-tokens", "6")
     assert output.count("generated tokens equal, 7 steps overlapped, not overlapped: {}") == 2

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from attention_batches import make_batch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from attention import CommonAttentionMetadata, GraphLimits
@@ -48,8 +51,11 @@ def memory_of(arguments: Any) -> set[int]:
     return {x.data_ptr() for x in storages if isinstance(x, torch.UntypedStorage) and x.nbytes()}
 
 
-def new_buffers(limits: GraphLimits = LIMITS, seq_len_fill: int = 1) -> GraphBuffers:
-    return GraphBuffers(limits, BLOCK_SIZE, "cpu", hidden_slot=HIDDEN_SLOT, seq_len_fill=seq_len_fill)
+def new_buffers(limits: GraphLimits = LIMITS, seq_len_fill: int = 1, *, fused: bool = False) -> GraphBuffers:
+    """With `fused` they are filled by the kernel, in Triton's interpreter."""
+    buffers = GraphBuffers(limits, BLOCK_SIZE, "cpu", hidden_slot=HIDDEN_SLOT, seq_len_fill=seq_len_fill)
+    buffers._fused = fused
+    return buffers
 
 
 def batch_of(*requests: tuple[int, int], padding: int = 0, seed: int = 0) -> CommonAttentionMetadata:
@@ -88,15 +94,19 @@ def check_filled(buffers: GraphBuffers, metadata: CommonAttentionMetadata, num_r
     ],
     ids=["decode", "ragged", "padding requests", "as long as allowed", "only padding", "nothing"],
 )
-def test_a_padded_batch_is_what_kernels_read(metadata: CommonAttentionMetadata) -> None:
-    buffers = new_buffers(seq_len_fill=3)
+@pytest.mark.parametrize("fused", [False, True], ids=["torch", "fused"])
+def test_a_padded_batch_is_what_kernels_read(metadata: CommonAttentionMetadata, fused: bool) -> None:
+    buffers = new_buffers(seq_len_fill=3, fused=fused)
+    buffers.query_start_loc.fill_(88)
+    buffers.slot_mapping.fill_(99)
     buffers.block_table.fill_(77)  # as if left from an earlier batch
     buffers.fill(metadata, 5, 18)
     check_filled(buffers, metadata, 5, 18)
 
 
-def test_nothing_of_an_earlier_batch_remains() -> None:
-    buffers = new_buffers()
+@pytest.mark.parametrize("fused", [False, True], ids=["torch", "fused"])
+def test_nothing_of_an_earlier_batch_remains(fused: bool) -> None:
+    buffers = new_buffers(fused=fused)
     for seed, requests in enumerate([[(39, 1)] * 6, [(3, 1)], [(20, 4), (1, 1)], [(39, 1)] * 2]):
         metadata = batch_of(*requests, seed=seed)
         buffers.fill(metadata, 6, 12)
@@ -156,3 +166,37 @@ def test_bytes_are_counted() -> None:
     limits = GraphLimits(max_reqs=3, max_tokens=5, max_seq_len=17)  # 5 blocks
     tables = 3 * 5 * (4 + 1) + 5 * 4
     assert new_buffers(limits).nbytes == tables + (3 + 1) * 4 + 2 * 3 * 4 + 5 * (8 + 1)
+
+
+@given(st.data())
+@settings(max_examples=15, deadline=None)
+def test_the_kernel_fills_what_torch_fills(data: st.DataObject) -> None:
+    """Every number of the static tensors, those behind the padded size too: nobody touches them."""
+    requests = data.draw(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 3)), max_size=6))
+    metadata = batch_of(*requests, padding=data.draw(st.integers(0, 2)))
+    num_reqs = data.draw(st.integers(max(1, len(requests)), 6))
+    num_tokens = data.draw(st.integers(metadata.slot_mapping.shape[0], 20))
+    filled = []
+    for fused in (False, True):
+        buffers = new_buffers(seq_len_fill=2, fused=fused)
+        for name in STATIC:
+            getattr(buffers, name).fill_(7)
+        buffers.fill(metadata, num_reqs, num_tokens)
+        filled.append([getattr(buffers, name) for name in STATIC])
+    for by_torch, by_kernel, name in zip(*filled, STATIC, strict=True):
+        assert torch.equal(by_torch, by_kernel), name
+
+
+@pytest.mark.gpu
+def test_the_kernel_fills_what_torch_fills_compiled() -> None:
+    limits = GraphLimits(max_reqs=600, max_tokens=2400, max_seq_len=9000)
+    metadata = batch_of(*[(length * 13, 4) for length in range(500)])
+    moved = replace(metadata, **{name: getattr(metadata, name).cuda() for name in STATIC})
+    on_cpu = GraphBuffers(limits, BLOCK_SIZE, "cpu", hidden_slot=10**10, seq_len_fill=1)
+    on_gpu = GraphBuffers(limits, BLOCK_SIZE, "cuda", hidden_slot=10**10, seq_len_fill=1)
+    on_cpu.fill(metadata, 512, 2048)
+    before = torch.cuda.memory_stats()["allocation.all.allocated"]
+    on_gpu.fill(moved, 512, 2048)
+    assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
+    for name in STATIC:
+        assert torch.equal(getattr(on_cpu, name), getattr(on_gpu, name).cpu()), name

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from ranks import run_ranks
 from ubatch import (
     CommGroup,
+    DeclineReason,
     GradientError,
     SpanKind,
     Trace,
@@ -65,7 +67,7 @@ def config(lanes: int = 2) -> UBatchConfig:
 
 
 def traced(wrapper: UBatchWrapper, *args: Any, **kwargs: Any) -> tuple[Any, Trace]:
-    with torch.no_grad(), intercepting(), tracing() as trace:
+    with torch.no_grad(), tracing() as trace:
         return wrapper(*args, **kwargs), trace
 
 
@@ -75,11 +77,11 @@ def traced(wrapper: UBatchWrapper, *args: Any, **kwargs: Any) -> tuple[Any, Trac
 def on_tensor_parallel_ranks(rank: int, world_size: int, lanes: int) -> tuple[Tensor, Tensor, list[Any], int]:
     model = sharded(init_device_mesh("cpu", (world_size,)))
     x = torch.randn(8, HIDDEN, generator=torch.Generator().manual_seed(1))
-    wrapper = UBatchWrapper(model, config(lanes))
+    wrapper = UBatchWrapper(model, config(lanes), intercept_collectives=True)
     with torch.no_grad():
         plain = model(x) + 0  # which waits
     overlapped, trace = traced(wrapper, x)
-    with torch.inference_mode(), intercepting():  # here torch gathers weights, and waits inside of its own functions
+    with torch.inference_mode():  # here torch gathers weights, and waits inside of its own functions
         torch.testing.assert_close(wrapper(x), overlapped)
     wrapper.close()
     return plain, overlapped, trace.order, sum(span.kind is SpanKind.TRANSFER for span in trace.spans)
@@ -112,7 +114,7 @@ def on_all_functional_collectives(rank: int, world_size: int) -> list[tuple[Tens
             return swapped[: x.shape[0]] + scattered + summed + some[0] + some[1]
 
     x = torch.randn(6, HIDDEN, generator=torch.Generator().manual_seed(rank))
-    wrapper = UBatchWrapper(Every().eval(), config())
+    wrapper = UBatchWrapper(Every().eval(), config(), intercept_collectives=True)
     with torch.inference_mode():
         halves = torch.cat([Every()(half) for half in x.chunk(2)])
     overlapped, trace = traced(wrapper, x)
@@ -148,7 +150,7 @@ def on_a_llama(rank: int, world_size: int) -> tuple[Tensor, Tensor, Tensor, int]
         out = {"self_attn.o_proj": RowwiseParallel(), "mlp.down_proj": RowwiseParallel()}
         parallelize_module(layer, mesh, attention | mlp | out)
     ids = torch.randint(0, 64, (4, 9), generator=torch.Generator().manual_seed(2))
-    wrapper = UBatchWrapper(model, config())
+    wrapper = UBatchWrapper(model, config(), intercept_collectives=True)
     with torch.inference_mode():
         plain = model(ids, use_cache=False).logits
         reference = whole(ids, use_cache=False).logits
@@ -177,8 +179,8 @@ class Summing(nn.Module):
 
 def on_unvoted_ranks(rank: int, world_size: int) -> tuple[str, str]:
     model = sharded(init_device_mesh("cpu", (world_size,)))
-    alone = UBatchWrapper(model, UBatchConfig(dbo_prefill_token_threshold=2))
-    with torch.inference_mode(), intercepting(), pytest.raises(UnvotedCollectiveError) as unvoted:
+    alone = UBatchWrapper(model, UBatchConfig(dbo_prefill_token_threshold=2), intercept_collectives=True)
+    with torch.inference_mode(), pytest.raises(UnvotedCollectiveError) as unvoted:
         alone(torch.ones(8, HIDDEN))
     alone.close()
     summing = UBatchWrapper(Summing(), config())
@@ -192,6 +194,45 @@ def test_what_could_dead_lock_is_refused() -> None:
     for unvoted, training in run_ranks(on_unvoted_ranks, 2):
         assert "Set UBatchConfig.group" in unvoted
         assert "requires grad" in training
+
+
+class Affine(nn.Module):
+    """Has a parameter, and an argument that is hidden in another one."""
+
+    def __init__(self, trained: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(HIDDEN), requires_grad=trained)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[rows, HIDDEN]` to the same."""
+        return x * self.weight
+
+
+@pytest.mark.parametrize(
+    ("trained", "x_grad", "enabled", "declines"),
+    [(True, False, True, True), (False, True, True, True), (False, False, True, False), (True, True, False, False)],
+)
+def test_calls_that_record_gradients_run_as_they_are(
+    trained: bool, x_grad: bool, enabled: bool, declines: bool
+) -> None:
+    x = torch.ones(4, HIDDEN, requires_grad=x_grad)
+    settings = UBatchConfig(dbo_prefill_token_threshold=2)
+    wrapper = UBatchWrapper(Affine(trained), settings, intercept_collectives=True)
+    with torch.set_grad_enabled(enabled):
+        result = wrapper(x)
+    seen = wrapper.statistics()
+    assert seen.declined == ({DeclineReason.GRADIENTS: 1} if declines else {})
+    assert seen.engaged == (not declines)
+    assert result.requires_grad == declines
+    for again in (copy.deepcopy(wrapper), pickle.loads(pickle.dumps(wrapper))):
+        again(x)
+        assert again.statistics().declined == ({DeclineReason.GRADIENTS: 1} if trained or x_grad else {})
+        again.close()
+    wrapper.close()
+    plain = UBatchWrapper(Affine(trained), settings)
+    plain(x)
+    assert plain.statistics().engaged == 1, "a module without torch's collectives may be trained in lanes"
+    plain.close()
 
 
 def test_outside_of_the_block_torch_is_as_it_was() -> None:

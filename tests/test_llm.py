@@ -69,6 +69,7 @@ def test_the_tokens_are_those_of_the_reference(llm: LLM, reference: list[tuple[i
         {"enable_chunked_prefill": True, "max_num_batched_tokens": 16, "prefill_first": True, "block_size": 4},
         {"speculative_algorithm": "ngram"},
         {"enable_dbo": True, "dbo_decode_token_threshold": 2, "dbo_prefill_token_threshold": 2},
+        {"enable_single_batch_overlap": True, "prefill": {"schedule": "serial"}, "decode": {"token_threshold": 2}},
     ],
 )
 def test_settings_do_not_change_tokens(options: dict[str, object], reference: list[tuple[int, ...]]) -> None:
@@ -78,6 +79,8 @@ def test_settings_do_not_change_tokens(options: dict[str, object], reference: li
         assert (statistics.num_running, statistics.kv_usage) == (0, 0)
         if "enable_dbo" in options:
             assert statistics.steps["decode/engaged"] > 0
+        if "enable_single_batch_overlap" in options:
+            assert statistics.steps["decode/engaged_single"] > 0
         if "speculative_algorithm" in options:
             assert any(key.startswith("target_verify/") for key in statistics.steps)
 

@@ -26,6 +26,7 @@ COUNTERS = {
     "vllm:spec_decode_num_accepted_tokens",
     "vllm:request_success",
     "ubatch:steps",
+    "ubatch:graph_replays",
     "ubatch:traced_steps",
     "ubatch:communication_seconds",
     "ubatch:communication_hidden_seconds",

@@ -65,6 +65,10 @@ def test_bad_names_and_options_are_refused() -> None:
         make_all2all("emulated_link", group=None, num_experts=8, link=1.0)
     with pytest.raises(ConfigError, match="cannot wrap itself"):
         make_all2all("emulated_link", group=None, num_experts=8, link=EmulatedLink(0.0, 1.0), inner="emulated_link")
+    with pytest.raises(ConfigError, match="'local': got an unexpected keyword argument 'speed'"):
+        make_all2all(
+            "emulated_link", group=None, num_experts=8, link=EmulatedLink(0.0, 1.0), inner="local", speed="high"
+        )
     for name in ("torch_dist", "allgather_reducescatter"):
         with pytest.raises(ConfigError, match="needs a CommGroup, not NoneType"):
             make_all2all(name, group=None, num_experts=8)

@@ -197,6 +197,8 @@ def _check_refusals(group: CommGroup) -> None:
     assert not any(isinstance(m, ExpertParallelMoE) for m in model.modules()), "nothing was replaced"
     with pytest.raises(ConfigError, match="'local' holds all experts on one rank"):
         expert_parallel(qwen3_moe(), group, all2all_backend="local")
+    with pytest.raises(ConfigError, match="'torch_dist': got an unexpected keyword argument 'speed'"):
+        expert_parallel(qwen3_moe(), group, all2all_options={"speed": "high"})
 
 
 # ------------------------------------------------------------------------------------------------- what is refused

@@ -198,7 +198,15 @@ def test_every_value_has_a_distinct_derivation() -> None:
     """What differs between machines is said; what does not is a default."""
     settings = resolve_settings(read_keywords({"model": TINY}), machine=Machine())
     derived = {name for name, setting in settings.all.items() if setting.source is Source.DERIVED}
-    assert derived == {"device", "dtype", "kv_cache_memory", "max_model_len", "served_model_name", "overlap_schedule"}
+    assert derived == {
+        "device",
+        "dtype",
+        "kv_cache_memory",
+        "max_model_len",
+        "served_model_name",
+        "overlap_schedule",
+        "cudagraph_mode",
+    }
 
 
 # -- what is shown -----------------------------------------------------------------------------------------------
@@ -282,8 +290,6 @@ LINE_IS_WRONG: Mapping[str, tuple[tuple[str, ...], str]] = {
     "local experts": ((*EP, "--all2all-backend", "local"), "--all2all-backend local exchanges nothing"),
     "link by name": ((*EP, "--all2all-backend", "emulated_link"), "chosen by --emulated-link US MB/S"),
     "experts and ranks": (("--data-parallel-size", "7", EP[2]), "experts do not divide"),
-    "single batch": (("--enable-single-batch-overlap",), "--enable-single-batch-overlap is not available yet"),
-    "chunks": ((*EP, "--enable-dbo", "--schedule", "single_batch"), "splits experts into 2 chunks"),
     "too long": (("--max-model-len", "4096"), "--max-model-len is 4096, but the checkpoint has 1024 positions"),
     "steps too small": (("--max-num-seqs", "64", "--max-num-batched-tokens", "32"), "below --max-num-seqs (64)"),
     "prompt in a step": (("--no-enable-chunked-prefill", "--max-num-batched-tokens", "512"), "must be at least"),
@@ -333,7 +339,6 @@ def test_wrong_flags_are_one_clear_line(name: str, capsys: pytest.CaptureFixture
         ("- port", "must hold one mapping of settings, not list"),
         ("port: [", "serve.yaml, line 1, column 8 is not valid YAML: expected the node content, but found"),
         ("\x07", "serve.yaml is not valid YAML"),
-        ("enable-single-batch-overlap: true", "enable-single-batch-overlap in serve.yaml is not available yet"),
     ],
 )
 def test_wrong_files_are_one_clear_line(

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import make_checkpoint, make_qwen3_moe_checkpoint
+from checkpoints import make_qwen3_moe_checkpoint
+from dense_checkpoint import make_small
 
 from attention import KVCacheSpec
 from model_runner import (
@@ -23,7 +24,7 @@ from model_runner import (
     build_input_batch,
     generate,
 )
-from model_runner.host_copy import HostCopy, to_device
+from model_runner.host_copy import to_device, to_host
 from model_runner.kv_memory import KVMemory, blocks_beside
 from ubatch import ConfigError, UBatchConfig
 
@@ -236,7 +237,7 @@ def test_small_tensors_travel(device: str) -> None:
     moved = to_device(parts, torch.device(device))
     for part, arrived in zip(parts, moved, strict=True):
         assert arrived.device.type == device
-        assert torch.equal(HostCopy(arrived).wait(), part)
+        assert torch.equal(to_host(arrived).wait(), part)
 
 
 # -- sizes --------------------------------------------------------------------------------------------------------
@@ -282,7 +283,8 @@ def test_blocks_beside_the_model() -> None:
 
 
 @pytest.mark.gpu
-def test_gpu_memory_utilization(checkpoint: Path) -> None:
+def test_gpu_memory_utilization(tmp_path: Path) -> None:
+    checkpoint = make_small(tmp_path, dense=True)
     torch.cuda.empty_cache()
     free, _ = torch.cuda.mem_get_info()
     available = free + torch.cuda.memory_reserved()
@@ -290,45 +292,3 @@ def test_gpu_memory_utilization(checkpoint: Path) -> None:
         assert 0.2 * available < torch.cuda.memory_reserved() < 0.26 * available
         assert KVMemory(runner.device, gpu_memory_utilization=0.25).num_kv_blocks is None
         assert len(generate(runner, PROMPTS[:1], SamplingParams(max_tokens=3))[0].token_ids) == 3
-
-
-@pytest.mark.gpu
-def test_on_a_device_that_runs_by_itself(checkpoint: Path) -> None:
-    dbo = UBatchConfig(enable_dbo=False)
-    with ModelRunner(checkpoint, device="cuda", num_kv_blocks=100, block_size=16, max_num_seqs=6, dbo=dbo) as runner:
-        assert launch_ahead(runner, PARAMS)[0] == expected_tokens(runner, PARAMS)
-        for got, expected in zip(
-            launch_ahead(runner, HISTORIES, late=True)[0], expected_tokens(runner, HISTORIES), strict=True
-        ):
-            assert got[: len(expected)] == expected
-
-
-@pytest.mark.gpu
-def test_nobody_waits_for_what_is_queued(tmp_path: Path) -> None:
-    """Behind a device that sleeps, the next step is launched and sampled, and the step before it is read.
-
-    A dense model: the grouped experts ask the device how many rows each expert has.
-    """
-    dense, dbo = make_checkpoint(tmp_path, "Qwen3", num_hidden_layers=2), UBatchConfig(enable_dbo=False)
-    with ModelRunner(dense, device="cuda", num_kv_blocks=100, block_size=16, max_num_seqs=6, dbo=dbo) as runner:
-        launch_ahead(runner, PARAMS)  # kernels are compiled now
-        requests = [
-            Request(index, prompt, param) for index, (prompt, param) in enumerate(zip(PROMPTS, PARAMS, strict=True))
-        ]
-        for request in requests:
-            runner.admit(request, 40)
-        steps = []
-        asleep = torch.cuda.Event()
-        for number in range(3):
-            shares = [ScheduledRequest(request, request.num_uncomputed_tokens) for request in requests]
-            steps.append(runner.launch(shares))
-            for share in shares:
-                share.request.advance(share.num_tokens, PENDING_TOKEN)
-            steps[-1].sample()
-            if number == 1:
-                torch.cuda._sleep(4_000_000_000)  # cycles: about two seconds
-                asleep.record()
-        assert [len(tokens) for tokens in steps[1].result().tokens] == [1] * 4
-        assert not asleep.query()
-        assert [len(tokens) for tokens in steps[2].result().tokens] == [1] * 4
-        assert asleep.query()

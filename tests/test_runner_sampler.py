@@ -50,6 +50,37 @@ def draw(logits: torch.Tensor, params: SamplingParams, count: int) -> Counter[in
     return Counter(tokens_of(logits.expand(count, -1), [params] * count, draws_of(0, count)))
 
 
+def without_sorting(probabilities: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
+    """What flashinfer leaves of each row, by sorting."""
+    kept = torch.zeros_like(probabilities)
+    for row, k, p, out in zip(probabilities, top_k.tolist(), top_p.tolist(), kept, strict=True):
+        params = SamplingParams(temperature=1.0, top_k=int(k), top_p=p)
+        for token, probability in reference_distribution(row.log(), params).items():
+            out[token] = probability
+    return kept.float()
+
+
+def test_the_truncation_of_flashinfer_gives_the_same_distribution(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The draws, evenly spaced, fall in the vocabulary's order and not by likelihood; as many fall on every token."""
+    count = 500
+    logits, other = torch.randn(2, 40) * 2
+    params = SamplingParams(temperature=1.3, top_k=9, top_p=0.93, min_p=0.02)
+    draws = [(number + 0.5) / count for number in range(count)]
+    rows = torch.cat((logits.expand(count, -1), other[None]))
+    each = [params] * count + [SamplingParams(temperature=0.7)]
+    by_sorting = tokens_of(rows, each, [*draws, 0.4])
+    monkeypatch.setattr(model_runner.sampler, "truncates", lambda device: True)
+    monkeypatch.setattr(model_runner.sampler, "keep_most_likely", without_sorting)
+    unsorted = tokens_of(rows, each, [*draws, 0.4])
+    expected = reference_distribution(logits, params)
+    for tokens in (by_sorting, unsorted):
+        found = Counter(tokens[:-1])
+        assert found.keys() == expected.keys()
+        assert all(abs(found[token] - count * share) <= 2 for token, share in expected.items())
+    assert unsorted[:-1] == sorted(unsorted[:-1]) != by_sorting[:-1]
+    assert unsorted[-1] == by_sorting[-1], "a row without truncation is drawn as ever"
+
+
 def test_greedy_is_argmax() -> None:
     logits = torch.randn(5, 30)
     assert sample(logits, {}).tolist() == logits.argmax(-1).tolist()

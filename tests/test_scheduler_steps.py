@@ -172,6 +172,17 @@ def test_drafts_that_only_fill_up_are_not_counted() -> None:
     assert again.scheduler.statistics().drafted_tokens < 2 * again.scheduler.statistics().generation_tokens
 
 
+@pytest.mark.parametrize(("fill", "counts"), [(False, {0, 1, 3}), (True, {0, 3})])
+def test_drafts_can_be_filled_up_to_the_most_there_may_be(fill: bool, counts: set[int]) -> None:
+    """So that all verify steps have one size; where nothing was guessed the step is a plain one."""
+    loop = make_loop(num_speculative_tokens=3, prompt_lookup_min=1, fill_drafts=fill, next_token=repeating)
+    loop.add("a", [5, 6, 1], max_tokens=20, ignore_eos=True)
+    loop.run()
+    assert {drafts for step in loop.runner.steps for _, _, drafts in step} == counts
+    wanted = SamplingParams(max_tokens=20, ignore_eos=True)
+    assert loop.tokens("a") == expected([5, 6, 1], wanted, next_token=repeating)
+
+
 def test_a_prefill_in_the_step_means_no_drafts() -> None:
     loop = make_loop(num_speculative_tokens=3, prompt_lookup_min=1, next_token=repeating)
     loop.add("a", [5, 6] * 8, max_tokens=40)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from ubatch.errors import ConfigError
-from ubatch.layer_program import LayerTimes, layer_program
+from ubatch.layer_program import LayerTimes, UnevenTimes, layer_program
 from ubatch.ring import interleave
 from ubatch.schedule import SCHEDULES, Point, Recv, Schedule, SharedExpert, get_schedule
 from ubatch.simulate import (
@@ -154,3 +154,21 @@ def test_medians_of_measured_programs() -> None:
         median_programs([[[Pass("dispatch")]], [[Pass("combine")]]])
     with pytest.raises(ConfigError, match="number"):
         median_programs([[[Pass("dispatch")]], [[]]])
+
+
+def test_uneven_chunks() -> None:
+    """A token that travels once: most goes with the first dispatch, and comes home with the last combine."""
+    shares = UnevenTimes(
+        attn_core=0.4, experts=0.6, dispatch=0.5, combine=0.5, dispatch_shares=(0.74, 0.26), combine_shares=(0.26, 0.74)
+    )
+    single, two = get_schedule("single_batch"), replace(VLLM, chunks=2)
+    launches = [op.seconds for op in layer_program(shares.scaled(2.0), 1, single) if isinstance(op, Launch)]
+    assert launches == pytest.approx([0.74, 0.26, 0.26, 0.74])
+    line = simulate([layer_program(shares, 1, single)], single)
+    assert line.seconds == pytest.approx(0.4 + 0.37 + 0.6 + 0.37)  # the first dispatch and the last combine are exposed
+    half = shares.scaled(0.5)
+    assert simulate([layer_program(half, LAYERS, two)] * 2, two).efficiency > 0.98
+    with pytest.raises(ConfigError, match="dispatch_shares are 2, but the schedule has 1 chunks there"):
+        layer_program(shares, 1, replace(single, chunk_dispatch=False))
+    with pytest.raises(ConfigError, match="combine_shares must be at least 0 each and 1 together"):
+        replace(shares, combine_shares=(0.5, 0.6))

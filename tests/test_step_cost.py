@@ -36,3 +36,9 @@ def test_latent_attention_costs_its_expanded_heads(tmp_path: Path) -> None:
     sparse = 48 * 8 + 3 * (3 + 2) * 48 * 24
     assert cost.per_token == 2 * (3 * attention + 2 * sparse + 3 * 48 * 40)
     assert cost.per_pair == 3 * 2 * 4 * (12 + 8 + 10)
+    assert cost.per_expanded == 3 * 2 * 4 * 24 * (12 + 10)
+    assert cost.per_absorbed_pair == 3 * 2 * 4 * (24 + 24 + 8)
+    assert cost.of(1, 9) == cost.per_token + 10 * cost.per_absorbed_pair, "a decode expands nothing"
+    pairs = 40 * 9 + 40 * 41 // 2
+    assert cost.of(40, 9) == 40 * cost.per_token + 9 * cost.per_expanded + pairs * cost.per_pair
+    assert cost.per_sent == 0, "one rank sends nothing"

@@ -272,7 +272,7 @@ def test_a_wait_does_not_wait_for_what_other_lanes_send(fake: Streams) -> None:
 
 
 def test_a_join_that_is_left_out_is_a_race(fake: Streams, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(UBatchContext, "join_comm", lambda self: None)
+    monkeypatch.setattr(UBatchContext, "join_comm", lambda self, upto=None: None)
     fake.run(*[model(fake, 1)] * 2, schedule=get_schedule("mlp_shared_overlap"))
     assert "unpack dispatch 0.0 reads packed y0, which nothing orders after dispatch 0.0" in fake.races
 

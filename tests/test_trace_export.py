@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from ubatch.errors import ConfigError
 from ubatch.trace import UNSPLIT, Span, SpanKind
 from ubatch.trace_export import TraceSummary, difference, intersection, pack, summarise, to_chrome, union, write_chrome
-from ubatch.trace_html import write_html
+from ubatch.trace_html import Remark, write_html
 
 COMPUTE, WAIT, TRANSFER = SpanKind.COMPUTE, SpanKind.WAIT, SpanKind.TRANSFER
 
@@ -148,7 +148,13 @@ def test_chrome_rows_and_times() -> None:
     assert ("link (2)", "dispatch", 15 * second, 2 * second) in drawn, "two transfers at once get a row each"
 
     first = next(event for event in events_of(trace, "X") if event["ts"] == 12 * second and event["cat"] == "transfer")
-    assert first["args"] == {"step": 2, "lane": "lane 0", "bytes": 4096, "hidden_us": pytest.approx(3 * second)}
+    assert first["args"] == {
+        "step": 2,
+        "lane": "lane 0",
+        "lane_number": 0,
+        "bytes": 4096,
+        "hidden_us": pytest.approx(3 * second),
+    }
 
 
 @given(spans_in_ticks)
@@ -237,6 +243,8 @@ def test_page_shows_what_hides_what(tmp_path: Path) -> None:
         "hidden": 4 * second,
         "exposed": second,
         "wall": 10 * second,
+        "handoff": 0,
+        "idle": 0,
     }
 
 
@@ -280,5 +288,21 @@ def test_page_prefers_the_overlapped_step_of_median_length(tmp_path: Path) -> No
     assert page_data(write_and_read(tmp_path, {0: spans}))["first"] == lengths.index(5)
 
 
+def test_page_of_a_long_trace_has_every_so_manieth_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ubatch.trace_html.MOST_SPANS", 10)
+    spans = [Span(COMPUTE, "end", 0, float(step), step + 0.5, step) for step in range(1, 26)]
+    data = page_data(write_and_read(tmp_path, {0: spans}, step=5))
+    assert [step["step"] for step in data["steps"]] == [1, 4, 5, 7, 10, 13, 16, 19, 22, 25]
+    assert (data["steps_in_all"], data["steps"][data["first"]]["step"]) == (25, 5)
+
+
+def test_page_has_remarks_and_a_table_of_any_text(tmp_path: Path) -> None:
+    nasty = "<b>&\"'</b>"
+    page = write_and_read(tmp_path, {0: OVERLAPPED}, remarks=[Remark("hint", nasty)], table=[["head"], [nasty]])
+    assert f'<li class="hint"><b>hint</b> {html.escape(nasty)}</li>' in page
+    assert f"<thead><tr><th>head</th></tr></thead><tbody><tr><td>{html.escape(nasty)}</td></tr></tbody>" in page
+    assert '<ul class="remarks"></ul>' in write_and_read(tmp_path, {0: OVERLAPPED})
+
+
 def test_page_without_a_step(tmp_path: Path) -> None:
-    assert page_data(write_and_read(tmp_path, {})) == {"steps": [], "first": 0}
+    assert page_data(write_and_read(tmp_path, {})) == {"steps": [], "first": 0, "steps_in_all": 0}

@@ -26,12 +26,14 @@ def test_truth_table(wishes: tuple[Wish, ...]) -> None:
     if Wish.NO in wishes:
         assert decision.declined_by == wishes.index(Wish.NO)
     elif Wish.YES not in wishes:
-        assert decision == Decision(False, DeclineReason.ALL_IDLE, None, ((0,), (0,), (0,)))
+        assert decision == Decision(False, DeclineReason.ALL_IDLE, None, ((0,), (0,), (0,)), 0, (IDLE.mode,) * 3)
 
 
 def test_every_lane_and_rank_is_told_when_it_engages() -> None:
     decision = decide([YES, IDLE, replace(YES, tokens=(1, 0))])
-    assert decision == Decision(True, None, None, ((3, 4), (0, 0), (1, 0)))
+    modes = YES.mode, IDLE.mode, YES.mode
+    assert decision == Decision(True, None, None, ((3, 4), (0, 0), (1, 0)), 0, modes, YES.schedule)
+    assert (decision.num_lanes, decision.common_mode) == (2, YES.mode)
     assert [decision.lane_tokens(lane) for lane in range(2)] == [(3, 0, 1), (4, 0, 0)]
 
 
@@ -56,11 +58,8 @@ def test_one_no_is_a_no_for_all_and_each_rank_sees_its_own_reason() -> None:
     [
         (replace(YES, lanes=3, tokens=(1, 1, 1)), DeclineReason.LANES_DIFFER),
         (replace(YES, schedule=fingerprint("b")), DeclineReason.SCHEDULES_DIFFER),
-        (replace(YES, graph_mode=1), DeclineReason.GRAPH_MODES_DIFFER),
         (replace(YES, mode=DECODE), DeclineReason.MODES_DIFFER),
-        (replace(IDLE, lanes=3, tokens=(0, 0, 0)), DeclineReason.LANES_DIFFER),
-        (replace(IDLE, schedule=fingerprint("b")), DeclineReason.SCHEDULES_DIFFER),
-        (replace(IDLE, graph_mode=1), DeclineReason.GRAPH_MODES_DIFFER),
+        (replace(YES, mode=DECODE, lanes=3, tokens=(1, 1, 1), schedule=fingerprint("b")), DeclineReason.MODES_DIFFER),
         (replace(NO, lanes=3), DeclineReason.PEER_DECLINED),
     ],
 )
@@ -69,6 +68,53 @@ def test_ranks_that_would_split_differently_do_not_split(other: Offer, reason: D
         decision = decide(offers, offers.index(YES))
         assert (decision.engaged, decision.reason) == (False, reason)
         assert all(len(row) == 1 for row in decision.tokens)
+
+
+@pytest.mark.parametrize(
+    "idle",
+    [
+        replace(IDLE, lanes=3, tokens=(0, 0, 0), schedule=fingerprint("b")),
+        replace(IDLE, lanes=1, tokens=(0,), schedule=fingerprint("b")),
+    ],
+)
+def test_an_idle_rank_takes_the_lanes_and_the_schedule_of_the_others(idle: Offer) -> None:
+    """Modes may have schedules of their own, and it does not know theirs when it votes."""
+    for offers in ([YES, idle], [idle, YES]):
+        decision = decide(offers)
+        assert decision.engaged
+        assert sorted(decision.tokens) == [(0, 0), (3, 4)]
+        assert (decision.schedule, decision.common_mode) == (YES.schedule, YES.mode)
+
+
+def test_one_lane_can_be_agreed_on() -> None:
+    single = replace(YES, lanes=1, tokens=(7,))
+    decision = decide([single, IDLE, replace(single, tokens=(2,))])
+    assert (decision.engaged, decision.num_lanes, decision.tokens) == (True, 1, ((7,), (0,), (2,)))
+    assert decide([single, YES]).reason is DeclineReason.LANES_DIFFER
+
+
+@pytest.mark.parametrize(
+    ("graph_modes", "agreed"),
+    [
+        (((YES, 5), (YES, 5)), 5),
+        (((YES, 5), (NO, 5)), 5),
+        (((YES, 5), (YES, 6)), 0),
+        (((YES, 5), (YES, 0)), 0),
+        (((YES, 5), (IDLE, 6)), 5),
+        (((YES, 5), (IDLE, 0)), 0),
+        (((IDLE, 5), (IDLE, 5)), 0),
+    ],
+)
+def test_a_graph_is_replayed_by_all_ranks_or_none_and_overlap_does_not_depend_on_it(
+    graph_modes: tuple[tuple[Offer, int], ...], agreed: int
+) -> None:
+    offers = [replace(offer, graph_mode=mode) for offer, mode in graph_modes]
+    for voters in (offers, offers[::-1]):
+        voted = [decode_offer(encode_offer(offer)) for offer in voters]
+        decision = decide(voted)
+        assert decision.graph_mode == agreed
+        assert decision.engaged == decide([replace(offer, graph_mode=0) for offer in voters]).engaged
+        assert decision.modes == tuple(offer.mode for offer in voters)
 
 
 def test_every_reason_can_be_voted_and_read_back() -> None:

@@ -168,7 +168,7 @@ def test_concurrent_calls_are_refused() -> None:
 
 
 def test_what_is_no_module_mode_or_device_is_refused(model: Model) -> None:
-    with pytest.raises(ConfigError, match=r"cudagraph_mode=FULL: .* not available yet\. Use NONE"):
+    with pytest.raises(ConfigError, match=r"CUDA graphs need a CUDA device, not 'cpu'\. Move the module there"):
         UBatchWrapper(model, cudagraph_mode=CUDAGraphMode.FULL)
     with pytest.raises(ConfigError, match=r"unknown cudagraph_mode 'ful'; did you mean 'full'\?"):
         UBatchWrapper(model, cudagraph_mode="ful")  # type: ignore[arg-type]

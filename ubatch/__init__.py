@@ -15,15 +15,23 @@ Wrapping a module needs nothing but torch:
 
 One line per group of files:
 
-    ring, schedule, simulate          the rules, as data and pure functions
+    ring, schedule                    the rules, as data and pure functions
     wakeup, baton, workers            who runs: the primitive, the invariant, the threads
     context, dbo, ambient             what a lane is, what model code calls in it, what it takes from the caller
-    streams, transfer, collectives    where and what it launches
-    vote, connection, group           what ranks agree on, and what they see when one fails
-    split, arguments, caches          what is cut
+    single_lane, handover             one lane in chunks, without a thread; what a stage leaves for the next
+    streams, lane_streams, lifetimes  where it runs what, and how long memory lives
+    transfer, collectives, host_copy  what it launches and waits for
+    vote, group, connection           what ranks agree on, and
+    peer_watch, launch_order          what they see when one fails, or launches in another order
+    split, split_*, arguments, caches what is cut
     outputs, containers               how it is put together again
-    config, planner, wrapper, facade  what a user sees, and whether a call overlaps
-    trace, trace_export, trace_html   what happened
+    config, modes, planner, execution whether a call overlaps, and running it
+    wrapper, facade, statistics       what a user sees
+    graphs, graph_*                   what is captured, replayed, and why not
+    trace, trace_*                    what happened, and
+    ranges, sm_budget                 what profilers see, and how a GPU is shared out
+    layer_program, simulate, search   what would happen, and which schedule is best
+    intercept                         waits inside torch as points
     forward_context, registry, errors what the rest shares
 """
 
@@ -33,6 +41,7 @@ from ubatch.collectives import (
     all_gather,
     all_reduce,
     all_to_all_single,
+    check_launch,
     launch_all_gather,
     launch_all_reduce,
     launch_all_to_all_single,
@@ -44,6 +53,7 @@ from ubatch.context import UBatchContext, current_lane, current_schedule, make_u
 from ubatch.dbo import (
     dbo_current_ubatch_id,
     dbo_enabled,
+    dbo_keep,
     dbo_maybe_run_recv_hook,
     dbo_register_recv_hook,
     dbo_switch_to_comm,
@@ -51,6 +61,8 @@ from ubatch.dbo import (
     dbo_yield,
     dbo_yield_and_switch_from_comm_to_compute,
     dbo_yield_and_switch_from_compute_to_comm,
+    on_comm_stream,
+    on_compute_stream,
 )
 from ubatch.errors import (
     ConcurrentCallError,
@@ -59,6 +71,7 @@ from ubatch.errors import (
     GradientError,
     GroupBroken,
     LaneAborted,
+    LaunchOrderError,
     NestedUBatchError,
     OverlapDeclined,
     PeerFailed,
@@ -70,28 +83,44 @@ from ubatch.errors import (
     nearest,
 )
 from ubatch.forward_context import ForwardContext, ForwardMode, get_forward_context, set_forward_context
+from ubatch.graph_cuda import CudaGraphs
+from ubatch.graphs import CapturedGraph, CaptureFailed, GraphBackend, GraphKey, GraphMiss, capturing
 from ubatch.group import CommGroup
+from ubatch.host_copy import copy_to_host
+from ubatch.layer_program import LayerTimes
+from ubatch.modes import ModeSettings, Resolved
+from ubatch.ranges import profile_ranges
 from ubatch.registry import LazyRegistry
 from ubatch.ring import Ring, interleave
 from ubatch.schedule import SCHEDULES, Point, Recv, Schedule, SharedExpert, get_schedule
+from ubatch.search import Candidate, search_schedules
+from ubatch.single_lane import SingleLane
+from ubatch.sm_budget import SMBudget, current_sm_budget, report_sm_use
 from ubatch.split import UBatchSlice, keep_together, split_balanced, split_fixed, split_requests, split_two_chunk
 from ubatch.split_cost import SplitBy, SplitCost, split_by_cost
-from ubatch.trace import LinkTime, Span, SpanKind, Trace, current_trace, tracing
+from ubatch.split_mixed import split_mixed
+from ubatch.statistics import UBatchStatistics
+from ubatch.trace import LinkTime, Span, SpanKind, StepNote, Trace, current_trace, tracing
 from ubatch.trace_export import TraceSummary, summarise, write_chrome
-from ubatch.trace_html import write_html
+from ubatch.trace_file import RankTrace, merge_traces, read_chrome
+from ubatch.trace_html import Remark, write_html
 from ubatch.transfer import Transfer
 from ubatch.vote import Decision, DeclineReason, Offer, Wish, decide, fingerprint
 from ubatch.wakeup import Gate
-from ubatch.wrapper import UBatchStatistics, UBatchWrapper
+from ubatch.wrapper import UBatchWrapper
 
 __all__ = [
     "SCHEDULES",
     "CUDAGraphMode",
     "CacheSplitter",
+    "Candidate",
     "CannotSplit",
+    "CaptureFailed",
+    "CapturedGraph",
     "CommGroup",
     "ConcurrentCallError",
     "ConfigError",
+    "CudaGraphs",
     "Decision",
     "DeclineReason",
     "ForkedLaneError",
@@ -99,24 +128,36 @@ __all__ = [
     "ForwardMode",
     "Gate",
     "GradientError",
+    "GraphBackend",
+    "GraphKey",
+    "GraphMiss",
     "GroupBroken",
     "LaneAborted",
+    "LaunchOrderError",
+    "LayerTimes",
     "LazyRegistry",
     "LinkTime",
+    "ModeSettings",
     "NestedUBatchError",
     "Offer",
     "OverlapDeclined",
     "PeerFailed",
     "Point",
+    "RankTrace",
     "Recv",
+    "Remark",
+    "Resolved",
     "Ring",
+    "SMBudget",
     "Schedule",
     "SharedExpert",
+    "SingleLane",
     "Span",
     "SpanKind",
     "SplitBy",
     "SplitCost",
     "SplitError",
+    "StepNote",
     "Trace",
     "TraceSummary",
     "Transfer",
@@ -133,11 +174,16 @@ __all__ = [
     "all_gather",
     "all_reduce",
     "all_to_all_single",
+    "capturing",
+    "check_launch",
+    "copy_to_host",
     "current_lane",
     "current_schedule",
+    "current_sm_budget",
     "current_trace",
     "dbo_current_ubatch_id",
     "dbo_enabled",
+    "dbo_keep",
     "dbo_maybe_run_recv_hook",
     "dbo_register_recv_hook",
     "dbo_switch_to_comm",
@@ -156,13 +202,21 @@ __all__ = [
     "launch_all_to_all_single",
     "launch_reduce_scatter",
     "make_ubatch_contexts",
+    "merge_traces",
     "nearest",
+    "on_comm_stream",
+    "on_compute_stream",
+    "profile_ranges",
+    "read_chrome",
     "reduce_scatter",
     "register_splitter",
+    "report_sm_use",
+    "search_schedules",
     "set_forward_context",
     "split_balanced",
     "split_by_cost",
     "split_fixed",
+    "split_mixed",
     "split_requests",
     "split_two_chunk",
     "summarise",

@@ -5,6 +5,10 @@
 Two layers: `launch_*` returns a `Transfer` (for all-to-all back ends, which place the points themselves), and the
 functions without prefix launch, pass the point and wait. All are functional: the input is never written.
 Shapes: `x` is split and concatenated along `dim`, 0 unless said otherwise.
+
+On CUDA a lane's communication stream carries the transfer from launch to end, though NCCL runs it on a stream of its
+own: the launch makes the communication stream wait for that one. So marking and joining the communication stream is
+enough, whoever waits, and when nobody does. Results are allocated on the compute stream, which reads them.
 """
 
 from __future__ import annotations
@@ -19,9 +23,16 @@ from torch import Tensor
 
 from ubatch.connection import Connection, Work
 from ubatch.context import current_lane
-from ubatch.dbo import dbo_maybe_run_recv_hook, dbo_register_recv_hook, dbo_yield, on_comm_stream
+from ubatch.dbo import (
+    dbo_maybe_run_recv_hook,
+    dbo_register_recv_hook,
+    dbo_yield,
+    on_comm_stream,
+    on_compute_stream,
+)
 from ubatch.errors import ConfigError, GradientError, UnvotedCollectiveError
 from ubatch.group import CommGroup
+from ubatch.host_copy import CopiedWork, check_not_capturing, host_like, mark_copied
 from ubatch.schedule import Point
 from ubatch.transfer import Transfer
 
@@ -29,6 +40,7 @@ __all__ = [
     "all_gather",
     "all_reduce",
     "all_to_all_single",
+    "check_launch",
     "launch_all_gather",
     "launch_all_reduce",
     "launch_all_to_all_single",
@@ -91,6 +103,7 @@ def launch_all_to_all_single(
     input_split_sizes: Sequence[int] | None = None,
     *,
     name: str = "all_to_all",
+    to_host: bool = False,
 ) -> Transfer[Tensor]:
     """Launch an all-to-all of rows.
 
@@ -100,11 +113,13 @@ def launch_all_to_all_single(
         output_split_sizes: rows received from each rank; equal blocks if None.
         input_split_sizes: rows sent to each rank; equal blocks if None.
         name: for traces and errors.
+        to_host: the result is a few numbers that the host reads. It arrives in host memory, and `wait` waits for it
+            alone, not for what compute has queued.
 
     Returns:
         A transfer of `[sum(output_split_sizes), ...]`.
     """
-    connection = _check_launch(x, group)
+    connection = check_launch(x, group, name)
     sent = _block_sizes(x, group, input_split_sizes, "input_split_sizes")
     received = sent if output_split_sizes is None else list(output_split_sizes)
     if len(received) != group.size or min(received) < 0:
@@ -116,7 +131,7 @@ def launch_all_to_all_single(
         )
     source = x.contiguous()
     row_bytes = _row_bytes(source)
-    result = source.new_empty((sum(received), *source.shape[1:]))
+    result = _new_result(source, sum(received))
     return _launch(
         name,
         group,
@@ -128,11 +143,12 @@ def launch_all_to_all_single(
         ),
         bytes_sent=(sum(sent) - sent[group.rank]) * row_bytes,
         bytes_received=(sum(received) - received[group.rank]) * row_bytes,
+        to_host=to_host,
     )
 
 
 def launch_all_gather(
-    x: Tensor, group: CommGroup, *, sizes: Sequence[int] | None = None, name: str = "all_gather"
+    x: Tensor, group: CommGroup, *, sizes: Sequence[int] | None = None, name: str = "all_gather", to_host: bool = False
 ) -> Transfer[Tensor]:
     """Launch an all-gather of rows.
 
@@ -141,17 +157,18 @@ def launch_all_gather(
         group: the ranks.
         sizes: rows of every rank where they differ; equal if None.
         name: for traces and errors.
+        to_host: as for `launch_all_to_all_single`.
 
     Returns:
         A transfer of `[sum(sizes), ...]`, in rank order.
     """
-    connection = _check_launch(x, group)
+    connection = check_launch(x, group, name)
     rows = _rows(x)
     sizes = [rows] * group.size if sizes is None else list(sizes)
     if len(sizes) != group.size or min(sizes) < 0 or sizes[group.rank] != rows:
         raise ConfigError(f"sizes {sizes} must have one number per rank ({group.size}), and this rank has {rows} rows.")
     source = x.contiguous()
-    result = source.new_empty((sum(sizes), *source.shape[1:]))
+    result = _new_result(source, sum(sizes))
 
     even = len(set(sizes)) == 1
     sent = _as_bytes(source) if even else _as_bytes(source).repeat(group.size, 1)
@@ -173,14 +190,17 @@ def launch_all_gather(
         send_to_all,
         bytes_sent=rows * (group.size - 1) * row_bytes,
         bytes_received=(sum(sizes) - rows) * row_bytes,
+        to_host=to_host,
     )
 
 
 def launch_all_reduce(x: Tensor, group: CommGroup, *, name: str = "all_reduce") -> Transfer[Tensor]:
     """Launch a sum over the ranks; a transfer of `x`'s shape. Counts a ring's bytes: 2 (R - 1) / R of `x` each way."""
-    connection = _check_launch(x, group)
+    connection = check_launch(x, group, name)
     _check_summable(x)
-    result = x.clone(memory_format=torch.contiguous_format)
+    with on_compute_stream():
+        result = torch.empty_like(x, memory_format=torch.contiguous_format)
+    result.copy_(x)
     ring = 2 * (group.size - 1) * result.nbytes // group.size
     return _launch(
         name,
@@ -210,7 +230,7 @@ def launch_reduce_scatter(
     Returns:
         A transfer of `[sizes[rank], ...]`.
     """
-    _check_launch(x, group)
+    check_launch(x, group)
     _check_summable(x)
     sent = _block_sizes(x, group, sizes, "sizes")
     own, shape = sent[group.rank], x.shape[1:]
@@ -240,8 +260,18 @@ def _check_summable(x: Tensor) -> None:
         raise ConfigError(f"{x.dtype} travels, but nobody sums it. Convert it first, for example to bfloat16.")
 
 
-def _check_launch(x: Tensor, group: CommGroup) -> Connection:
-    """What to launch on, once everything is known to be right."""
+def check_launch(x: Tensor, group: CommGroup, launches: str | None = None) -> Connection:
+    """What to launch on, once everything is known to be right. For transports that launch by other means, too.
+
+    Args:
+        x: what travels.
+        group: the ranks.
+        launches: the name of what is launched next, for `ubatch.launch_order`; None if that is checked once more.
+
+    Raises:
+        ConfigError: `group` is none.
+        GradientError, UnvotedCollectiveError, GroupBroken: see `all_reduce`.
+    """
     if not isinstance(group, CommGroup):
         raise ConfigError(
             f"group must be a CommGroup, not {type(group).__name__}. Make one: CommGroup.from_process_group(pg)."
@@ -258,7 +288,15 @@ def _check_launch(x: Tensor, group: CommGroup) -> Connection:
                 f"a collective over ranks {list(group.ranks)} in lane {lane.id}, but they did not vote on this split, "
                 "so they could dead-lock. Set UBatchConfig.group to a CommGroup of all these ranks."
             )
-    return group.usable_connection()
+    connection = group.usable_connection()
+    if launches is not None:
+        connection.note_launch(-1 if lane is None else lane.id, launches, x)
+    return connection
+
+
+def _new_result(source: Tensor, rows: int) -> Tensor:
+    with on_compute_stream():
+        return source.new_empty((rows, *source.shape[1:]))
 
 
 def _launch(
@@ -271,19 +309,46 @@ def _launch(
     *,
     bytes_sent: int,
     bytes_received: int,
+    to_host: bool = False,
 ) -> Transfer[Tensor]:
+    stream_ordered = connection.is_stream_ordered(source.device)
+    lane = current_lane()
+    copied_to_host = to_host and stream_ordered
+    if copied_to_host:
+        check_not_capturing(name)
+    keep, arrived = [source, result], result
     with on_comm_stream():
         work = start()
+        if work is not None and stream_ordered and (lane is not None or copied_to_host):
+            work.wait()
+            work = _CarriedWork(work)
+        if copied_to_host:
+            arrived = host_like(result).copy_(result, non_blocking=True)
+            keep.append(arrived)
+            work = CopiedWork(mark_copied(source.device, lane))
     return Transfer(
         name,
         (work,) if work is not None else (),
-        lambda: result,
+        lambda: arrived,
         connection=connection,
-        stream_ordered=connection.is_stream_ordered(source.device),
-        keep=(source, result),
+        stream_ordered=stream_ordered and not copied_to_host,
+        keep=keep,
         bytes_sent=bytes_sent,
         bytes_received=bytes_received,
     )
+
+
+class _CarriedWork:
+    """A work that the lane's communication stream waits for already: whoever joins that needs nothing else of it."""
+
+    def __init__(self, work: Work) -> None:
+        self._work = work
+
+    def is_completed(self) -> bool:
+        return self._work.is_completed()
+
+    def wait(self, timeout: object = None) -> bool:
+        return True
 
 
 _FP8 = frozenset({torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz})

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from ubatch.errors import ConfigError, nearest
+from ubatch.forward_context import ForwardMode
 from ubatch.group import CommGroup
-from ubatch.schedule import Schedule, check_runnable, get_schedule
+from ubatch.modes import MODE_KEYS, ModeSettings, Resolved, mode_key
+from ubatch.schedule import SCHEDULES, Schedule, check_runnable
 from ubatch.split_cost import SplitBy
-from ubatch.vote import MAX_LANES
+from ubatch.vote import MAX_LANES, Decision, fingerprint
 
 __all__ = ["CUDAGraphMode", "UBatchConfig"]
 
@@ -23,19 +26,34 @@ class CUDAGraphMode(StrEnum):
     NONE = "none"
     FULL = "full"
 
+    @classmethod
+    def of(cls, mode: CUDAGraphMode | str) -> CUDAGraphMode:
+        """The mode of this name.
 
-_KINDS: Mapping[str, type] = {
+        Raises:
+            ConfigError: there is none.
+        """
+        if mode not in tuple(cls):
+            raise ConfigError(f"unknown cudagraph_mode {mode!r}{nearest(str(mode), tuple(cls))}")
+        return cls(mode)
+
+
+_KINDS: Mapping[str, type | tuple[type, ...]] = {
     "enable_dbo": bool,
     "num_ubatches": int,
     "dbo_decode_token_threshold": int,
     "dbo_prefill_token_threshold": int,
     "schedule": str,
+    "comm_sms": (int, type(None)),
     "split_by": str,
     "tbo_token_distribution_threshold": float,
     "timeout_s": float,
     "split_dims": Mapping,
     "output_dims": Mapping,
     "require_overlap": bool,
+    "profile_ranges": bool,
+    "cudagraph_capture_sizes": (list, tuple),
+    "schedules": Mapping,
 }
 
 
@@ -45,10 +63,13 @@ class UBatchConfig:
 
     Attributes:
         enable_dbo: False runs every step unsplit (and still votes, so that ranks may differ).
-        num_ubatches: lanes, 2 to 8.
+        num_ubatches: lanes, 2 to 8. A schedule of `schedules` has its own number.
         dbo_decode_token_threshold: a decode-only step overlaps from this many tokens on.
         dbo_prefill_token_threshold: a step with a prefill overlaps from this many tokens on.
-        schedule: a name of `ubatch.schedule.SCHEDULES`, or a `Schedule`.
+        schedule: a name of `ubatch.schedule.SCHEDULES` or of `schedules`, or a `Schedule`. One lane with chunks
+            (`single_batch`) overlaps without splitting the batch.
+        comm_sms: streaming multiprocessors left to communication kernels; None as the schedule has it. Nothing to
+            share out on a CPU.
         tbo_token_distribution_threshold: a prefill batch so lopsided that the best split by requests leaves one lane
             less than this share of the tokens is cut inside a request; 0 never does, 0.5 always. Read by the model
             runner, which knows the requests; so is
@@ -61,7 +82,13 @@ class UBatchConfig:
         output_dims: output name (or path; `output` where there is no name) -> the dimension to concatenate, None
             where every lane returns the same. What is not named is concatenated along dimension 0, where that is the
             rows or tokens of the call.
+        profile_ranges: show every lane's stages as ranges in torch.profiler and NVTX (`ubatch.ranges`).
         require_overlap: raise `OverlapDeclined` instead of running unsplit.
+        cudagraph_capture_sizes: tokens of the graphs that `UBatchWrapper.capture_sizes` captures; smaller calls are
+            padded to the next one.
+        schedules: schedules of one's own; their names may stand wherever a schedule's name may.
+        modes: what differs for `decode`, `prefill` (mixed batches, too) and `verify` steps; in a file these three are
+            keys of their own.
 
     Raises:
         ConfigError: at construction, for any value that cannot work.
@@ -72,13 +99,18 @@ class UBatchConfig:
     dbo_decode_token_threshold: int = 32
     dbo_prefill_token_threshold: int = 512
     schedule: Schedule | str = "mlp_shared_overlap"
+    comm_sms: int | None = None
     split_by: str = SplitBy.TOKENS.value
     tbo_token_distribution_threshold: float = 0.48
     timeout_s: float = 60.0
     group: CommGroup | None = None
     split_dims: Mapping[str, int | None] = field(default_factory=dict)
     output_dims: Mapping[str, int | None] = field(default_factory=dict)
+    profile_ranges: bool = False
     require_overlap: bool = False
+    cudagraph_capture_sizes: tuple[int, ...] = ()
+    schedules: Mapping[str, Schedule] = field(default_factory=dict)
+    modes: Mapping[str, ModeSettings] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name, kind in _KINDS.items():
@@ -87,13 +119,23 @@ class UBatchConfig:
             for name, dim in getattr(self, option).items():
                 _check_type(f"a key of {option}", name, str)
                 _check_type(f"{option}[{name!r}]", dim, (int, type(None)))
+        object.__setattr__(self, "cudagraph_capture_sizes", tuple(self.cudagraph_capture_sizes))
+        for size in self.cudagraph_capture_sizes:
+            _check_type("an entry of cudagraph_capture_sizes", size, int)
+        if len(set(self.cudagraph_capture_sizes)) < len(self.cudagraph_capture_sizes):
+            raise ConfigError(f"cudagraph_capture_sizes {list(self.cudagraph_capture_sizes)} has a size twice.")
+        if min(self.cudagraph_capture_sizes, default=1) < 1:
+            raise ConfigError(
+                f"cudagraph_capture_sizes {list(self.cudagraph_capture_sizes)}: a size must be at least 1 token."
+            )
         if not 2 <= self.num_ubatches <= MAX_LANES:
             raise ConfigError(
                 f"num_ubatches must be 2 to {MAX_LANES}, not {self.num_ubatches}. Set enable_dbo=False to run unsplit."
             )
+        self._check_schedules()
         for name in ("dbo_decode_token_threshold", "dbo_prefill_token_threshold"):
             value = getattr(self, name)
-            if value < self.num_ubatches:
+            if value < self.num_ubatches and self.resolved_schedule().lanes > 1:
                 raise ConfigError(
                     f"{name} is {value}, below num_ubatches ({self.num_ubatches}): a lane would be empty. "
                     f"Set it to at least {self.num_ubatches}."
@@ -111,13 +153,102 @@ class UBatchConfig:
                 f"group must be a CommGroup, not {type(self.group).__name__}. "
                 "Make one: CommGroup.from_process_group(pg)."
             )
-        self.resolved_schedule()
+        self._by_mode  # noqa: B018 - refuses what cannot work
+
+    def _check_schedules(self) -> None:
+        for name, schedule in self.schedules.items():
+            _check_type("a key of schedules", name, str)
+            _check_type(f"schedules[{name!r}]", schedule, Schedule)
+            if name in SCHEDULES:
+                raise ConfigError(f"schedules has {name!r}, which is a schedule of this package. Choose another name.")
+            if name != schedule.name:
+                raise ConfigError(f"schedules[{name!r}] calls itself {schedule.name!r}. Give both the same name.")
+            if schedule.lanes > MAX_LANES:
+                raise ConfigError(f"schedules[{name!r}] has {schedule.lanes} lanes; there are at most {MAX_LANES}.")
+        _check_type("modes", self.modes, Mapping)
+        for key, settings in self.modes.items():
+            if key not in MODE_KEYS:
+                raise ConfigError(f"unknown mode {key!r}{nearest(str(key), MODE_KEYS)}")
+            _check_type(f"modes[{key!r}]", settings, ModeSettings)
 
     def resolved_schedule(self) -> Schedule:
-        """The schedule with this configuration's number of lanes; a one-lane schedule stays one."""
-        schedule = get_schedule(self.schedule) if isinstance(self.schedule, str) else self.schedule
+        """The schedule of the modes that have none of their own, with its lanes; a one-lane schedule stays one."""
+        return self._with_lanes(self.schedule, None)
+
+    def for_mode(self, mode: ForwardMode) -> Resolved:
+        """What is in force in the steps of a mode. Mixed batches count as prefills; an idle rank, which goes along with
+        the others, gets decode's.
+        """
+        return self._by_mode[mode]
+
+    def agreed_schedule(self, decision: Decision, mode: ForwardMode) -> Schedule:
+        """What this rank runs in a step that the ranks agreed to overlap. A rank without tokens has voted without
+        knowing the others' mode, and goes along with theirs.
+
+        Args:
+            decision: engaged.
+            mode: this rank's own.
+
+        Raises:
+            ConfigError: the others run a schedule that this rank does not have.
+        """
+        modes = [each for each in ForwardMode if fingerprint(each) == decision.common_mode] or [mode]
+        known = [*(self.for_mode(each).schedule for each in modes), *self.schedules.values(), *SCHEDULES.values()]
+        for schedule in known:
+            if self.comm_sms is not None:
+                schedule = replace(schedule, comm_sms=self.comm_sms)
+            if schedule.lanes > 1:
+                schedule = schedule.with_lanes(decision.num_lanes)
+            known_here = decision.schedule in (0, fingerprint(schedule.describe()))
+            if known_here and schedule.lanes == decision.num_lanes:
+                return schedule
+        raise ConfigError(
+            f"the other ranks overlap {modes[0]} steps with a schedule of {decision.num_lanes} lanes that this rank "
+            f"does not have; its own is {known[0].describe()!r}. Give all ranks the same schedules."
+        )
+
+    @cached_property
+    def _by_mode(self) -> Mapping[ForwardMode, Resolved]:
+        by_key = {key: self._resolve(key) for key in MODE_KEYS}
+        return {mode: by_key[mode_key(mode)] for mode in ForwardMode}
+
+    def _resolve(self, key: str) -> Resolved:
+        own = self.modes.get(key, ModeSettings())
+        where = f"{key}: " if key in self.modes else ""
+        try:
+            schedule = self._with_lanes(self.schedule if own.schedule is None else own.schedule, own.num_ubatches)
+        except ConfigError as error:
+            raise ConfigError(f"{where}{error}") from error
+        name = f"dbo_{'prefill' if key == 'prefill' else 'decode'}_token_threshold"
+        threshold: int = getattr(self, name)
+        if own.token_threshold is not None:
+            name, threshold = "token_threshold", own.token_threshold
+        if threshold < schedule.lanes:
+            raise ConfigError(
+                f"{where}{name} is {threshold}, below the {schedule.lanes} lanes of schedule {schedule.name!r}: a lane "
+                f"would be empty. Set it to at least {schedule.lanes}."
+            )
+        return Resolved(schedule, threshold)
+
+    def _with_lanes(self, asked: Schedule | str, lanes: int | None) -> Schedule:
+        """A schedule by name or as it is, with `lanes`, else the lanes of one's own, else num_ubatches."""
+        schedule = asked if isinstance(asked, Schedule) else self._named(asked)
         check_runnable(schedule)
-        return schedule if schedule.lanes == 1 else schedule.with_lanes(self.num_ubatches)
+        if self.comm_sms is not None:
+            schedule = replace(schedule, comm_sms=self.comm_sms)
+        if schedule.lanes == 1:
+            if lanes is not None:
+                raise ConfigError(f"num_ubatches is {lanes}, but schedule {schedule.name!r} has one lane. Remove it.")
+            return schedule
+        if lanes is None:
+            lanes = schedule.lanes if schedule.name in self.schedules else self.num_ubatches
+        return schedule.with_lanes(lanes)
+
+    def _named(self, name: str) -> Schedule:
+        known = {**SCHEDULES, **self.schedules}
+        if name not in known:
+            raise ConfigError(f"unknown schedule {name!r}{nearest(name, known)}")
+        return known[name]
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> UBatchConfig:
@@ -129,13 +260,15 @@ class UBatchConfig:
         arguments: dict[str, Any] = {}
         for key, value in values.items():
             name = str(key).replace("-", "_")
-            if name not in _KINDS:
-                raise ConfigError(f"unknown key {key!r}{nearest(name, _KINDS)}")
+            if name not in _KINDS and name not in MODE_KEYS:
+                raise ConfigError(f"unknown key {key!r}{nearest(name, {*_KINDS, *MODE_KEYS})}")
             if name in arguments:
                 raise ConfigError(f"{key!r} is given twice, with hyphens and with underscores. Remove one.")
-            _check_type(str(key), value, _KINDS[name])
+            _check_type(str(key), value, Mapping if name in MODE_KEYS else _KINDS[name])
             arguments[name] = value
-        return cls(**arguments)
+        modes = {key: ModeSettings.from_mapping(key, arguments.pop(key)) for key in MODE_KEYS if key in arguments}
+        schedules = {name: _own_schedule(name, each) for name, each in arguments.pop("schedules", {}).items()}
+        return cls(**arguments, schedules=schedules, modes=modes)
 
     @classmethod
     def from_yaml(cls, path: str | Path) -> UBatchConfig:
@@ -164,8 +297,17 @@ class UBatchConfig:
             raise ConfigError(f"{path}: {error}") from error
 
     def describe(self) -> dict[str, object]:
-        """The settings as plain values, for logs."""
-        return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "group"}
+        """The settings as plain values, for logs: what `from_mapping` reads, but for a `Schedule` without a name in
+        `schedules`."""
+        values = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("group", "schedules", "modes")}
+        values["schedules"] = {name: schedule.to_mapping() for name, schedule in self.schedules.items()}
+        return values | {key: settings.to_mapping() for key, settings in self.modes.items()}
+
+
+def _own_schedule(name: object, values: object) -> Schedule:
+    _check_type("a key of schedules", name, str)
+    _check_type(f"schedules[{name!r}]", values, Mapping)
+    return Schedule.from_mapping(str(name), cast("Mapping[str, object]", values))
 
 
 def _check_type(name: str, value: object, kind: type | tuple[type, ...]) -> None:

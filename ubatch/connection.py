@@ -6,7 +6,10 @@ A connection owns a process group for data, a small CPU one for votes, and a cor
     suspect    why a rank's transport gave up                             starts a roll call
     alive/R    rank R answered the roll call                              who does not answer is dead
 
-No rank waits blindly: every wait is cut into slices, and after each it looks into the store. Once `failed` is
+    beat/R     rank R counts on                                           who stands still is dead (`peer_watch`)
+
+No rank waits blindly: every wait is cut into slices, and after each it looks into the store; where the device waits in
+the host's place (NCCL), a thread looks, and aborts the communicator so that the device comes back. Once `failed` is
 written nothing more is launched: the transport would pair what a peer launched for the step that failed with this
 rank's next one. `CommGroup.reset` makes a new connection; what was launched on the old one stays there.
 """
@@ -25,13 +28,17 @@ from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
 from ubatch.errors import GroupBroken, PeerFailed, TransferTimeout
+from ubatch.launch_order import LaunchOrder
+from ubatch.peer_watch import PeerWatch, weak_call
 
 __all__ = ["Connection", "Work"]
 
 _SLICE = timedelta(milliseconds=200)
+_LOOK_S = 0.02
 _GRACE_S = 0.5
 """How long the last rank missing at a roll call may take to answer, before it is named."""
 _TRANSPORT_SLACK = 4
@@ -58,6 +65,7 @@ class Connection:
         pg: carries the data.
         vote_pg: carries the votes; always gloo, on the CPU.
         broken: why nothing may be launched any more, or None.
+        order: what was launched since the last vote, where `UBATCH_CHECK_ORDER=1`; else None.
     """
 
     def __init__(self, ranks: Sequence[int], backend: str, timeout_s: float, name: str, store: dist.Store) -> None:
@@ -65,12 +73,16 @@ class Connection:
         self.rank = dist.get_rank()
         self.timeout_s = timeout_s
         self.broken: str | None = None
+        self.order = LaunchOrder.wanted() if len(ranks) > 1 else None
         self._store = dist.PrefixStore(name, store)
         self._dependents: weakref.WeakSet[Connection] = weakref.WeakSet()
         _let_go_of_expired()
         self.pg = self._process_group(backend, f"{name}/data")
         self.vote_pg = self._process_group("gloo", f"{name}/vote")
         weakref.finalize(self, _keep, (self.pg, self.vote_pg), _TRANSPORT_SLACK * timeout_s)
+        self._watch: PeerWatch | None = None
+        if torch.cuda.is_available() and self.is_stream_ordered(torch.device("cuda")):
+            self.watch()
 
     @contextmanager
     def leading(self) -> Iterator[None]:
@@ -96,6 +108,28 @@ class Connection:
             leader._dependents.add(self)
         if self.broken is not None:
             raise GroupBroken(f"the group of ranks {list(self.ranks)} is out of step: {self.broken} Call reset().")
+
+    def note_launch(self, lane: int, name: str, x: Tensor) -> None:
+        """A transfer is launched here, in the steps of the connection whose ranks vote. See `ubatch.launch_order`."""
+        order = (_leader.get() or self).order
+        if order is not None:
+            order.note(lane, name, x)
+
+    def orders(self, patience_s: float) -> dict[int, list[str]]:
+        """What every rank has launched since the last vote, of those that say so within `patience_s`."""
+        mine = self.order.launches if self.order is not None else []
+        orders: dict[int, list[str]] = {}
+        with suppress(dist.DistError):
+            self._store.set(f"order/{self.rank}", "\n".join(mine))
+            deadline = time.monotonic() + patience_s
+            while len(orders) < len(self.ranks):
+                for rank in self.ranks:
+                    if rank not in orders and self._store.check([f"order/{rank}"]):
+                        orders[rank] = self._store.get(f"order/{rank}").decode().splitlines()
+                if time.monotonic() > deadline:
+                    break
+                time.sleep(_LOOK_S)
+        return orders
 
     def wait_for_works(self, works: Iterable[Work], name: str, check: Callable[[], None] | None = None) -> None:
         """Wait for a transport's works without using the CPU, looking out for failed peers.
@@ -126,7 +160,26 @@ class Connection:
 
     def is_stream_ordered(self, device: torch.device) -> bool:
         """Whether waiting for a work only orders the device's streams and returns, as NCCL's does (gloo's blocks)."""
-        return device.type != "cpu" and self.pg._get_backend(device).name() != "gloo"
+        kind = torch.device(device.type)
+        if kind.type == "cpu" or kind not in self.pg._device_types:
+            return False
+        return self.pg._get_backend(kind).name() != "gloo"
+
+    def watch(self, beat_s: float = 1.0) -> None:
+        """Look out for failed peers in a thread of its own, from now until this connection breaks or is replaced."""
+        if len(self.ranks) == 1 or self._watch is not None:
+            return
+        self._watch = PeerWatch(
+            self.rank,
+            self.ranks,
+            self._store,
+            self.timeout_s,
+            failed=weak_call(self._adopt),
+            lost=weak_call(self._lost),
+            beat_s=beat_s,
+        )
+        weakref.finalize(self, self._watch.stop)
+        self._watch.start()
 
     def fail(self, what: str, rank: int | None = None) -> None:
         """Let nothing more be launched here, nor on what was used in this connection's steps, and tell the peers.
@@ -141,6 +194,7 @@ class Connection:
         blamed = self.rank if rank is None else rank
         with suppress(dist.DistError):  # the store may be dead; the peers learn that the same way
             self._store.compare_set("failed", "", f"{blamed}\n{what}")
+        self._abort()
         for dependent in list(self._dependents):
             dependent.fail(what, blamed)
 
@@ -148,12 +202,35 @@ class Connection:
         """A new connection replaces this one; whoever still waits here gives up."""
         if self.broken is None:
             self.broken = "reset() was called meanwhile."
+            self._abort()
 
     def adopt_failure(self) -> None:
         """Break if a peer has reported a failure here that this rank did not have to wait to see."""
-        if self.broken is None and len(self.ranks) > 1 and self._store.check(["failed"]):
+        if self.broken is None and len(self.ranks) > 1:
+            self._adopt()
+
+    # -- what the watch does --------------------------------------------------------------------------------------
+
+    def _adopt(self) -> bool:
+        """Break if a peer has reported a failure; whether one has, or this connection is broken anyway."""
+        if self.broken is None and self._store.check(["failed"]):
             rank, what = self._failure()
             self.fail(what, rank)
+        return self.broken is not None
+
+    def _lost(self, rank: int) -> None:
+        """A peer gave no sign of life; -1: the store itself is gone."""
+        if rank < 0:
+            self._store_lost("the watch")
+            self._abort()
+        else:
+            self.fail(f"rank {rank} gave no sign of life for {self.timeout_s} s.", rank)
+
+    def _abort(self) -> None:
+        """Nothing runs here any more: let kernels that wait for a peer end, so that the device comes back."""
+        if self._watch is not None:
+            self._watch.stop()
+            self.pg.abort()
 
     # -- waiting --------------------------------------------------------------------------------------------------
 
@@ -245,19 +322,34 @@ class Connection:
         """
         patience = timedelta(seconds=self.timeout_s)
         store = c10d._get_default_store()
-        made = c10d._new_process_group_helper(
-            len(self.ranks),
-            self.ranks.index(self.rank),
-            list(self.ranks),
-            dist.Backend(backend),
-            store,
-            cast(Any, name),
-            timeout=patience,
-        )
+        with _not_split_off(c10d._get_default_group()):
+            made = c10d._new_process_group_helper(
+                len(self.ranks),
+                self.ranks.index(self.rank),
+                list(self.ranks),
+                dist.Backend(backend),
+                store,
+                cast(Any, name),
+                timeout=patience,
+            )
         pg: dist.ProcessGroup = made[0]
         c10d._world.pg_group_ranks[pg] = {rank: index for index, rank in enumerate(self.ranks)}
         c10d._set_pg_timeout(patience * _TRANSPORT_SLACK, pg)
         return pg
+
+
+@contextmanager
+def _not_split_off(default: dist.ProcessGroup) -> Iterator[None]:
+    """Let a group have a communicator of its own, also where the job's was bound to a device (`device_id`).
+
+    Torch would split it off the job's then, and NCCL waits for every rank of the job to do so, not of the group alone.
+    """
+    bound = default.bound_device_id
+    default.bound_device_id = None
+    try:
+        yield
+    finally:
+        default.bound_device_id = bound
 
 
 _leader: ContextVar[Connection | None] = ContextVar("ubatch_leading_connection", default=None)

@@ -6,6 +6,7 @@ Contract:
         dbo_yield(point)     hands the baton on; raises LaneAborted when another lane failed
     on leaving               runs the hook still pending, rejoins the communication stream with the compute
                              stream, leaves the ring and hands on; on an error it marks the baton aborted first
+    meanwhile                its ledger keeps alive what the communication stream uses (`ubatch.lifetimes`)
 
 A point, in pseudo-code:
     note it (for traces and hang reports)
@@ -22,23 +23,28 @@ from collections.abc import Callable, Sequence
 from contextvars import ContextVar, Token
 from threading import get_ident
 from types import TracebackType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ubatch.baton import Baton
 from ubatch.errors import ConfigError, ForkedLaneError, LaneAborted, UBatchError
 from ubatch.forward_context import ForwardContext, _forward_context
+from ubatch.lane_streams import LaneStreams
+from ubatch.lifetimes import Launched
+from ubatch.ranges import LaneRanges, ranges_wanted
 from ubatch.schedule import SERIAL, Recv, Schedule, get_schedule
 from ubatch.streams import NullStreams, StreamBackend
-from ubatch.trace import Event, EventKind, LinkTime, SpanKind, Trace
+from ubatch.trace import Event, EventKind, LinkTime, SpanKind, Trace, current_trace
 
 __all__ = [
-    "Launched",
     "ReadyBarrier",
     "UBatchContext",
     "current_lane",
     "current_schedule",
     "make_ubatch_contexts",
 ]
+
+if TYPE_CHECKING:
+    from ubatch.sm_budget import SMBudget
 
 Hook = Callable[[], object]
 
@@ -50,15 +56,7 @@ class ReadyBarrier(Protocol):
         """One lane is ready."""
 
 
-class Launched(Protocol):
-    """What a lane remembers of its transfers (`ubatch.transfer.Transfer`)."""
-
-    @property
-    def over(self) -> bool:
-        """Whether the transport no longer touches the buffers."""
-
-
-class UBatchContext:
+class UBatchContext(LaneStreams):
     """One lane: its id, streams, events, forward context and pending hook. Built by `make_ubatch_contexts` only.
 
     Attributes:
@@ -69,7 +67,9 @@ class UBatchContext:
         trace: where to record spans, or None. Set per step.
         last_point, points_passed: for notes and hang reports.
         waiting: the transfer that the lane waits for right now, which has a time-out of its own.
-        launched: transfers not yet waited for; they keep their buffers alive when the lane fails.
+        ledger: transfers not yet waited for, and what the communication stream still uses.
+        sm_budget: how the device's SMs are shared out, or None. Set per step.
+        sm_users: who said whether they keep to it (`report_sm_use`).
     """
 
     def __init__(
@@ -82,19 +82,17 @@ class UBatchContext:
         comm_stream: Any,
         forward_context: ForwardContext | None,
     ) -> None:
+        super().__init__(streams, compute_stream, comm_stream)
         self.id = lane
         self.baton = baton
         self.forward_context = forward_context
         self.schedule = SERIAL
         self.voted_ranks: frozenset[int] = frozenset()
         self.trace: Trace | None = None
+        self.sm_budget: SMBudget | None = None
+        self.sm_users: dict[str, bool] = {}
         self.peers: Sequence[UBatchContext] = ()
-        self.compute_stream = compute_stream
-        self.comm_stream = comm_stream
         self._ready = ready
-        self._streams = streams
-        self._compute_done = streams.new_event()
-        self._comm_done = streams.new_event()
         self._tokens: tuple[Token[Any], Token[Any]] | None = None
         self._reset()
 
@@ -103,10 +101,10 @@ class UBatchContext:
         self.last_point = "start"
         self.points_passed = 0
         self.waiting: str | None = None
-        self.launched: set[Launched] = set()
         self._hook: Hook | None = None
-        self._on_comm = False
-        self._unjoined = False
+        self._hook_joins = True
+        self._ranges: LaneRanges | None = None
+        self.begin_streams()
         self._launches = 0
         self._stage_start = self._stage_cpu = 0.0
         self._wait: tuple[float, float] | None = None
@@ -126,6 +124,9 @@ class UBatchContext:
         except BaseException:
             self._leave()
             raise
+        if ranges_wanted():
+            self._ranges = LaneRanges(self.id)
+            self._ranges.begin("start")
         self._begin_stage()
         return self
 
@@ -139,7 +140,7 @@ class UBatchContext:
                     while self._hook is not None:  # a hook may leave another one
                         self._run_hook(self)
             finally:
-                self._rejoin()
+                self._rejoin(failed=error is not None)
         except BaseException as late:
             if error is None:
                 self.baton.abort(self.id)
@@ -148,6 +149,8 @@ class UBatchContext:
         finally:
             if error is not None and not isinstance(error, LaneAborted):
                 self.baton.abort(self.id)
+            if self._ranges is not None:
+                self._ranges.end()
             if self.trace is not None and self.baton.aborted_by is None:
                 self._end_stage(EventKind.END, "end")
                 self.trace.order.append((self.id, "end"))
@@ -160,16 +163,35 @@ class UBatchContext:
             self._tokens = None
         self.baton.leave(self.id)
 
-    def _rejoin(self) -> None:
+    def _rejoin(self, *, failed: bool) -> None:
         """Only what this lane launched: the other lanes' transfers may travel on while those compute."""
-        self.leave_comm()
-        self.join_comm()
+        if self.baton.abandoned(self.id):
+            return  # the caller did it, and may be at another step by now
+        self.rejoin(failed=failed)
+
+    def begin_step(
+        self,
+        forward_context: ForwardContext | None,
+        schedule: Schedule,
+        voted_ranks: frozenset[int],
+        compute_stream: Any,
+        sm_budget: SMBudget | None,
+    ) -> None:
+        """What a step sets before the lane is entered. Called by the caller's thread, whose trace it is."""
+        self.forward_context = forward_context
+        self.schedule = schedule
+        self.voted_ranks = voted_ranks
+        self.compute_stream = compute_stream
+        self.sm_budget = sm_budget
+        self.trace = current_trace()
 
     def settle(self) -> set[Launched]:
-        """The step is over: let go of what belonged to it. Returns the transfers that nobody waited for."""
+        """The step is over: let go of what belonged to it. Called by the caller's thread.
+
+        Returns the transfers that nobody waited for and that their transport may still work on.
+        """
         self.forward_context = self.trace = self._hook = None
-        launched, self.launched = self.launched, set()
-        return launched
+        return self.end_streams(hung=self.baton.abandoned(self.id))
 
     def _check_alive(self) -> None:
         if get_ident() != self.thread:
@@ -186,6 +208,8 @@ class UBatchContext:
             self._check_alive()
         self.last_point = point
         self.points_passed += 1
+        if self._ranges is not None:
+            self._ranges.end()
         if point not in self.schedule.points_off:
             if self.trace is not None:
                 self._end_stage(EventKind.POINT, point)
@@ -198,18 +222,20 @@ class UBatchContext:
             self.baton.since = time.monotonic()
             if self.trace is not None:
                 self._end_stage(EventKind.POINT, point)
+        if self._ranges is not None:
+            self._ranges.begin(point)
         if self._hook is not None:
             self._run_hook(self)
 
-    def register_hook(self, hook: Hook) -> None:
-        """Leave `hook` to be run when the transfer's result is needed; see `Recv`."""
+    def register_hook(self, hook: Hook, *, joins: bool = True) -> None:
+        """Leave `hook` to be run when the transfer's result is needed; see `Recv` and `dbo_register_recv_hook`."""
         self._check_alive()
         if self._hook is not None:
             raise UBatchError(
                 f"lane {self.id} registered a receive hook while its previous one is pending. "
                 "Pass a point between two launches."
             )
-        self._hook = hook
+        self._hook, self._hook_joins = hook, joins or self.on_comm
 
     def maybe_run_hook(self) -> None:
         """Run the hook that is due before this lane's next launch."""
@@ -223,9 +249,10 @@ class UBatchContext:
             return
         was_on_comm = self._on_comm
         self.leave_comm()  # a hook's own work belongs to the compute stream
-        if owner._on_comm:
-            owner.mark_comm()
-        owner.join_comm()
+        if owner._hook_joins:
+            if owner._on_comm:
+                owner.mark_comm()
+            owner.join_comm()
         try:
             hook()
         except Exception as error:
@@ -233,6 +260,14 @@ class UBatchContext:
             raise
         if was_on_comm:
             self.enter_comm()
+
+    def mark_compute(self) -> bool:
+        """Record the compute stream's work; done *before* a hand-off, so that the peer's work does not count.
+
+        Returns whether the mark will do: not if a receive hook is pending, for its own work comes after the mark.
+        """
+        self._compute_done.record(self.compute_stream)
+        return self._hook is None
 
     def note_launch(self, name: str) -> str:
         """The lane launches a transfer; returns its key, unique in this lane and step."""
@@ -282,51 +317,6 @@ class UBatchContext:
         self.trace.add(SpanKind.COMPUTE, name, self.id, self._stage_start, now)
         self.trace.events.append(Event(self.trace.step, self.id, kind, name, cpu - self._stage_cpu))
         self._stage_start, self._stage_cpu = now, cpu
-
-    def enter_comm(self, *, marked: bool = False) -> None:
-        """Continue on the communication stream, after what the compute stream has so far.
-
-        Args:
-            marked: `mark_compute` was called before a hand-off; what was added since does not count.
-        """
-        if self._on_comm:
-            return
-        if not marked:
-            self._compute_done.record(self.compute_stream)
-        self._compute_done.wait(self.comm_stream)
-        self._streams.set_current(self.comm_stream)
-        self._on_comm = True
-
-    def leave_comm(self) -> None:
-        """Continue on the compute stream without waiting; `join_comm` waits later."""
-        if self._on_comm:
-            self.mark_comm()
-            self._streams.set_current(self.compute_stream)
-            self._on_comm = False
-
-    def join_comm(self) -> None:
-        """Let the compute stream wait for what this lane put on the communication stream, if it has not yet."""
-        if self._unjoined:
-            self._comm_done.wait(self.compute_stream)
-            self._unjoined = False
-
-    def mark_comm(self) -> None:
-        """Record the communication stream's work, for `join_comm`."""
-        self._comm_done.record(self.comm_stream)
-        self._unjoined = True
-
-    def mark_compute(self) -> bool:
-        """Record the compute stream's work; done *before* a hand-off, so that the peer's work does not count.
-
-        Returns whether the mark will do: not if a receive hook is pending, for its own work comes after the mark.
-        """
-        self._compute_done.record(self.compute_stream)
-        return self._hook is None
-
-    @property
-    def on_comm(self) -> bool:
-        """Whether the lane's current stream is the communication stream."""
-        return self._on_comm
 
 
 _lane: ContextVar[UBatchContext | None] = ContextVar("ubatch_lane", default=None)

@@ -14,6 +14,7 @@ from ubatch.context import _lane
 __all__ = [
     "dbo_current_ubatch_id",
     "dbo_enabled",
+    "dbo_keep",
     "dbo_maybe_run_recv_hook",
     "dbo_register_recv_hook",
     "dbo_switch_to_comm",
@@ -22,6 +23,7 @@ __all__ = [
     "dbo_yield_and_switch_from_comm_to_compute",
     "dbo_yield_and_switch_from_compute_to_comm",
     "on_comm_stream",
+    "on_compute_stream",
 ]
 
 _current_lane = _lane.get
@@ -41,17 +43,22 @@ def dbo_yield(point: str = "user") -> None:
         lane.pass_point(point)
 
 
-def dbo_register_recv_hook(hook: Callable[[], object]) -> None:
+def dbo_register_recv_hook(hook: Callable[[], object], *, joins: bool = True) -> None:
     """Leave `hook` (usually a transfer's `wait`) to be run exactly once, when its result is due.
 
     By default the lane that registered it runs it when the baton comes back; with `recv="peer"` the next lane runs
     it before its own next launch. Outside a lane it runs at once.
+
+    Args:
+        hook: called without arguments.
+        joins: on CUDA the compute stream first waits for all that the lane has put on the communication stream. False
+            where the hook waits for its own transfers, and later ones shall travel on.
     """
     lane = _current_lane()
     if lane is None:
         hook()
     else:
-        lane.register_hook(hook)
+        lane.register_hook(hook, joins=joins)
 
 
 def dbo_maybe_run_recv_hook() -> None:
@@ -72,6 +79,17 @@ def dbo_enabled() -> bool:
     return _current_lane() is not None
 
 
+def dbo_keep(*tensors: object) -> None:
+    """Keep what the communication stream works on alive until the lane is back on compute and that comes after it.
+
+    For code that switches streams by hand and drops a tensor before it switches back; transfers keep their own
+    buffers. See `ubatch.lifetimes`. Does nothing outside a lane.
+    """
+    lane = _current_lane()
+    if lane is not None:
+        lane.ledger.keep(tensors)
+
+
 def dbo_switch_to_comm() -> None:
     """Continue on the communication stream, ordered after the compute stream's work so far."""
     lane = _current_lane()
@@ -88,7 +106,11 @@ def dbo_switch_to_compute() -> None:
 
 
 def dbo_yield_and_switch_from_compute_to_comm(point: str = "user") -> None:
-    """Hand on; when the baton is back, continue on the communication stream after *this* lane's compute work."""
+    """Hand on; when the baton is back, continue on the communication stream after *this* lane's compute work.
+
+    Allocate before this what compute will read: what other lanes compute meanwhile may still use the memory that the
+    communication stream would get (`ubatch.lifetimes`).
+    """
     lane = _current_lane()
     if lane is not None:
         marked = lane.mark_compute()
@@ -123,3 +145,20 @@ def on_comm_stream() -> Iterator[None]:
     finally:
         if not was_on_comm:
             lane.leave_comm()
+
+
+@contextmanager
+def on_compute_stream() -> Iterator[None]:
+    """Allocate what a transfer writes and compute reads, also where the lane is on the communication stream.
+
+    That one comes after the block and all before it. Outside a lane nothing changes.
+    """
+    lane = _current_lane()
+    if lane is None or not lane.on_comm:
+        yield
+        return
+    lane.leave_comm()
+    try:
+        yield
+    finally:
+        lane.enter_comm()

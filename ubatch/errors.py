@@ -17,6 +17,7 @@ __all__ = [
     "GradientError",
     "GroupBroken",
     "LaneAborted",
+    "LaunchOrderError",
     "NestedUBatchError",
     "OverlapDeclined",
     "PeerFailed",
@@ -91,6 +92,10 @@ class PeerFailed(UBatchError):
     def __init__(self, rank: int, message: str) -> None:
         super().__init__(message)
         self.rank = rank
+
+
+class LaunchOrderError(UBatchError):
+    """`UBATCH_CHECK_ORDER=1`: ranks launched different transfers, or in another order. The message has both orders."""
 
 
 class GroupBroken(UBatchError):

@@ -15,6 +15,13 @@ from torch import nn
 
 __all__ = ["ModuleFacade"]
 
+_READING = frozenset(
+    {"buffers", "children", "extra_repr", "get_buffer", "get_extra_state", "get_parameter", "get_submodule", "modules"}
+    | {"named_buffers", "named_children", "named_modules", "named_parameters", "parameters", "state_dict"}
+    | {"_named_members", "_save_to_state_dict"}
+)
+"""Methods of `nn.Module` that change nothing."""
+
 
 class ModuleFacade(nn.Module):
     """A stand-in for `model`. Subclasses define `forward`; their own state has names that begin with `_ubatch_`."""
@@ -48,9 +55,14 @@ class ModuleFacade(nn.Module):
 
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(self._ubatch_model, name, value)
+        self._module_changed(f"attribute {name!r} was set")
 
     def __delattr__(self, name: str) -> None:
         delattr(self._ubatch_model, name)
+        self._module_changed(f"attribute {name!r} was deleted")
+
+    def _module_changed(self, how: str) -> None:
+        """Something was set, or a method that may change the module ran (`how` is its name). For subclasses."""
 
     def __dir__(self) -> list[str]:
         return sorted({*object.__dir__(self), *dir(self._ubatch_model)})
@@ -77,6 +89,8 @@ def _delegate(name: str) -> Callable[..., Any]:
     def method(self: ModuleFacade, *args: Any, **kwargs: Any) -> Any:
         model = self._ubatch_model
         result = getattr(model, name)(*args, **kwargs)
+        if name not in _READING:
+            self._module_changed(name)
         return self if result is model else result
 
     return method

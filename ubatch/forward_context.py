@@ -12,6 +12,9 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from enum import StrEnum
 
+from torch import Tensor
+
+from ubatch.schedule import Schedule
 from ubatch.split import UBatchSlice
 from ubatch.vote import Decision
 
@@ -39,12 +42,15 @@ class ForwardContext:
 
     Attributes:
         attn_metadata: the attention back end's plan for these tokens; the caller fills it.
-        num_tokens: tokens of this context on this rank, without padding.
+        num_tokens: tokens of this context on this rank, without padding; see also `num_valid`.
         mode: what the step does.
         tokens_across_ranks: tokens of every rank in this context; None when the ranks did not vote.
         ubatch_slices: set by the caller when the step shall overlap; the wrapper splits along it.
         lane_contexts: one context per slice; the caller fills it together with `ubatch_slices`.
         decision: the vote's result; the caller fills it when it voted, else the wrapper votes.
+        schedule: what an overlapped step runs, where the caller voted; None is the wrapper's own for the mode.
+        num_valid: in a captured step, where numbers of the host are frozen, `num_tokens` counts the rows it was
+            captured for, and this one the tokens among them: 0-dim int64 on the device. Else None.
     """
 
     attn_metadata: object | None = None
@@ -54,6 +60,8 @@ class ForwardContext:
     ubatch_slices: tuple[UBatchSlice, ...] | None = None
     lane_contexts: tuple[ForwardContext, ...] | None = None
     decision: Decision | None = None
+    num_valid: Tensor | None = None
+    schedule: Schedule | None = None
 
 
 _forward_context: ContextVar[ForwardContext | None] = ContextVar("ubatch_forward_context", default=None)

@@ -21,12 +21,15 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from ubatch.connection import Connection
-from ubatch.errors import ConfigError, GroupBroken, OverlapDeclined, TransferTimeout
+from ubatch.errors import ConfigError, GroupBroken, LaunchOrderError, OverlapDeclined, TransferTimeout
+from ubatch.launch_order import BALLOT_WIDTH, check_ballots, first_difference
 from ubatch.vote import OFFER_WIDTH, Decision, Offer, decide, decode_offer, encode_offer
 
 __all__ = ["CommGroup"]
 
 _POLL_S = 0.02
+_PATIENCE_S = 2.0
+_UNTOLD = "the ranks launched in different orders since the last vote, and could not tell each other how."
 
 
 class CommGroup:
@@ -89,6 +92,12 @@ class CommGroup:
         """Why nothing runs on this group any more, or None."""
         return self._connection.broken
 
+    def stream_ordered(self, device: torch.device) -> bool:
+        """Whether collectives of tensors on `device` run in the order of its streams, as NCCL's do (gloo's block the
+        host), and so can be captured in a graph.
+        """
+        return self._connection.is_stream_ordered(device)
+
     def usable_connection(self) -> Connection:
         """What to launch on.
 
@@ -103,16 +112,26 @@ class CommGroup:
 
         Raises:
             GroupBroken: before it, when a rank failed since the last `reset()`.
+            LaunchOrderError: see `ubatch.launch_order`.
             PeerFailed, TransferTimeout: see `Connection.wait_for_works`.
         """
         if self.size == 1:
             return decide([offer])
         connection = self.usable_connection()
-        ballot = torch.zeros(self.size, OFFER_WIDTH, dtype=torch.int64, device="cpu")
-        ballot[self.rank] = torch.tensor(encode_offer(offer), dtype=torch.int64, device="cpu")
+        order = connection.order
+        own = [*encode_offer(offer), *(order.ballot() if order is not None else [0] * BALLOT_WIDTH)]
+        ballot = torch.zeros(self.size, OFFER_WIDTH + BALLOT_WIDTH, dtype=torch.int64, device="cpu")
+        ballot[self.rank] = torch.tensor(own, dtype=torch.int64, device="cpu")
         work = dist.all_reduce(ballot, group=connection.vote_pg, async_op=True)
         connection.wait_for_works((work,), "vote")
-        return decide([decode_offer(row) for row in ballot.tolist()], self.rank)
+        rows = ballot.tolist()
+        if not check_ballots([row[OFFER_WIDTH:] for row in rows]):
+            told = first_difference(connection.orders(self.timeout_s))
+            connection.fail("the ranks launched in different orders.")
+            raise LaunchOrderError(f"since the last vote, {told}" if told is not None else _UNTOLD)
+        if order is not None:
+            order.launches.clear()
+        return decide([decode_offer(row[:OFFER_WIDTH]) for row in rows], self.rank)
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -135,6 +154,7 @@ class CommGroup:
                 if self.size > 1:
                     what = f"{type(error).__name__}: {error}".splitlines()[0][:500]
                     connection.fail(f"rank {connection.rank} failed with {what}.")
+                    _note_order(error, connection)
                 raise
 
     def reset(self) -> None:
@@ -215,6 +235,15 @@ def _update(
         if now == wanted:
             return outcome
         seen = now
+
+
+def _note_order(error: BaseException, connection: Connection) -> None:
+    """What may have led to an error, where the order of launches is checked."""
+    if connection.order is None or isinstance(error, LaunchOrderError):
+        return
+    told = first_difference(connection.orders(_PATIENCE_S), ended=False)
+    if told is not None:
+        error.add_note(f"since the last vote, {told}")
 
 
 _groups: weakref.WeakSet[CommGroup] = weakref.WeakSet()

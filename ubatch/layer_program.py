@@ -12,13 +12,14 @@ This module imports neither torch nor threads.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
+from typing import Any, Self
 
 from ubatch.errors import ConfigError
 from ubatch.schedule import Point, Schedule, SharedExpert
 from ubatch.simulate import Compute, Launch, Op, Pass, Wait
 
-__all__ = ["LayerTimes", "layer_program"]
+__all__ = ["LayerTimes", "UnevenTimes", "layer_program"]
 
 
 @dataclass(frozen=True)
@@ -44,13 +45,14 @@ class LayerTimes:
     shared: float = 0.0
 
     def __post_init__(self) -> None:
-        for name, seconds in vars(self).items():
-            if not seconds >= 0:
-                raise ConfigError(f"LayerTimes.{name} must be at least 0 seconds, not {seconds}.")
+        for name in _TIMES:
+            if not getattr(self, name) >= 0:
+                raise ConfigError(f"LayerTimes.{name} must be at least 0 seconds, not {getattr(self, name)}.")
 
-    def scaled(self, factor: float) -> LayerTimes:
+    def scaled(self, factor: float) -> Self:
         """All times multiplied by `factor`, as for a smaller share of the batch."""
-        return LayerTimes(**{name: value * factor for name, value in vars(self).items()})
+        times: dict[str, Any] = {name: getattr(self, name) * factor for name in _TIMES}
+        return replace(self, **times)
 
     @property
     def compute_s(self) -> float:
@@ -61,6 +63,34 @@ class LayerTimes:
     def communication_s(self) -> float:
         """What is on the link."""
         return self.dispatch + self.combine
+
+
+_TIMES = tuple(field.name for field in fields(LayerTimes))
+
+
+@dataclass(frozen=True)
+class UnevenTimes(LayerTimes):
+    """Times of a transport whose chunks are of unequal size.
+
+    One that sends a token once, however many chunks it visits, has the most to send first and the most to bring home
+    last (`moe.All2AllTraits.chunk_shares`).
+
+    Attributes:
+        dispatch_shares, combine_shares: what each chunk has of `dispatch` and `combine`.
+
+    Raises:
+        ConfigError: shares that are negative or do not sum to 1.
+    """
+
+    dispatch_shares: tuple[float, ...] = (1.0,)
+    combine_shares: tuple[float, ...] = (1.0,)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("dispatch_shares", "combine_shares"):
+            shares = getattr(self, name)
+            if min(shares, default=-1.0) < 0 or abs(sum(shares) - 1) > 1e-6:
+                raise ConfigError(f"UnevenTimes.{name} must be at least 0 each and 1 together, not {shares}.")
 
 
 def layer_program(times: LayerTimes, layers: int, schedule: Schedule) -> list[Op]:
@@ -81,20 +111,33 @@ def layer_program(times: LayerTimes, layers: int, schedule: Schedule) -> list[Op
 
 def _dispatches(times: LayerTimes, layer: int, schedule: Schedule) -> list[Op]:
     """All of them; the receive hook is the first one's."""
-    count = _dispatch_chunks(schedule)
-    return [Launch(f"dispatch.{layer}.{chunk}", times.dispatch / count, hooked=not chunk) for chunk in range(count)]
+    shares = _shares(times, "dispatch_shares", _dispatch_chunks(schedule))
+    return [
+        Launch(f"dispatch.{layer}.{chunk}", times.dispatch * share, hooked=not chunk)
+        for chunk, share in enumerate(shares)
+    ]
 
 
 def _chunks(times: LayerTimes, layer: int, schedule: Schedule) -> list[Op]:
     """Experts, chunk by chunk, each followed by its combine; those are hooked unless the shared expert comes first."""
     hooked = schedule.shared_expert is not SharedExpert.COMBINE_RETURN
+    shares = _shares(times, "combine_shares", schedule.chunks)
     ops: list[Op] = []
-    for chunk in range(schedule.chunks):
+    for chunk, share in enumerate(shares):
         if chunk < _dispatch_chunks(schedule):
             ops.append(Wait(f"dispatch.{layer}.{chunk}"))
         ops.append(Compute(times.experts / schedule.chunks))
-        ops.append(Launch(f"combine.{layer}.{chunk}", times.combine / schedule.chunks, hooked=hooked))
+        ops.append(Launch(f"combine.{layer}.{chunk}", times.combine * share, hooked=hooked))
     return ops
+
+
+def _shares(times: LayerTimes, name: str, chunks: int) -> tuple[float, ...]:
+    if not isinstance(times, UnevenTimes):
+        return (1.0 / chunks,) * chunks
+    given: tuple[float, ...] = getattr(times, name)
+    if len(given) != chunks:
+        raise ConfigError(f"UnevenTimes.{name} are {len(given)}, but the schedule has {chunks} chunks there.")
+    return given
 
 
 def _dispatch_chunks(schedule: Schedule) -> int:

@@ -25,7 +25,7 @@ from ubatch.caches import splitter_for
 from ubatch.containers import PLAIN, children_of, rebuild
 from ubatch.vote import DeclineReason
 
-__all__ = ["merge_outputs"]
+__all__ = ["merge_outputs", "named_dim"]
 
 
 def merge_outputs(
@@ -53,6 +53,16 @@ def merge_outputs(
     return merged
 
 
+def named_dim(path: str, dims: Mapping[str, int | None]) -> tuple[int | None, bool]:
+    """The dimension that the user gave for an output at `path` or for what it is in, and whether they did."""
+    name = path.removeprefix("output.")
+    nameless = name.replace(".", "").isdigit()
+    for known in (longest_named(name, dims), "output" if nameless else name.rpartition(".")[2]):
+        if known is not None and known in dims:
+            return dims[known], True
+    return None, False
+
+
 @dataclass(frozen=True)
 class _Merger:
     """Puts the lanes' values together, leaf by leaf. Attributes as the arguments of `merge_outputs`."""
@@ -66,7 +76,7 @@ class _Merger:
     def merge(self, path: str, values: Sequence[Any]) -> Any:
         """One value for the lanes' `values` at `path`."""
         first = values[0]
-        dim, named = self._named(path)
+        dim, named = named_dim(path, self.dims)
         if named and dim is None:
             return first
         if any(type(value) is int for value in values):
@@ -115,7 +125,7 @@ class _Merger:
                 f"{path} has no dimensions (a loss?), so the lanes' values cannot be concatenated. "
                 "Compute it outside the wrapped module.",
             )
-        dim, named = self._named(path)
+        dim, named = named_dim(path, self.dims)
         if all(_is_view_of_same(value, first) for value in values):
             if not self._follows_rows([value.shape[0] for value in values]):
                 return first  # a parameter or buffer handed through
@@ -133,15 +143,6 @@ class _Merger:
         if not named and self._has_two_readings(first):
             raise _ambiguous(path, f"has shape {tuple(first.shape)} for {self.rows[0]} rows, which may be either")
         return torch.cat(list(values), dim)
-
-    def _named(self, path: str) -> tuple[int | None, bool]:
-        """The dimension that the user gave for `path` or for what it is in, and whether they did."""
-        name = path.removeprefix("output.")
-        nameless = name.replace(".", "").isdigit()
-        for known in (longest_named(name, self.dims), "output" if nameless else name.rpartition(".")[2]):
-            if known is not None and known in self.dims:
-                return self.dims[known], True
-        return None, False
 
     def _follows_rows(self, counts: Sequence[int]) -> bool:
         """Whether this is the batch dimension. With equal lanes any size would be proportional, so it must be known."""

@@ -4,6 +4,7 @@ In pseudo-code:
     the forward context says where to cut     -> cut there, or refuse by name
     the arguments cannot be cut               -> no: which argument, and what to do about it
     switched off, too small, not safe         -> no, with the reason
+    the mode's schedule has one lane          -> as it is, in chunks of experts
     otherwise                                 -> cut evenly
 
 The arguments are cut here already, not once the ranks have voted: what cannot be cut must be known before.
@@ -11,10 +12,12 @@ The arguments are cut here already, not once the ranks have voted: what cannot b
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -22,9 +25,11 @@ from ubatch.arguments import CacheParts, CallPlan, CannotSplit, even_bounds, par
 from ubatch.config import UBatchConfig
 from ubatch.errors import SplitError
 from ubatch.forward_context import ForwardContext, ForwardMode
+from ubatch.graph_io import leaves_of
+from ubatch.modes import mode_key
 from ubatch.schedule import Schedule
 from ubatch.split import UBatchSlice
-from ubatch.vote import MAX_LANES, DeclineReason, Offer, Wish, fingerprint
+from ubatch.vote import MAX_LANES, Decision, DeclineReason, Offer, Wish, fingerprint
 
 __all__ = ["CutCall", "Intent", "Planner"]
 
@@ -53,16 +58,26 @@ class Intent:
     Attributes:
         offer: for the vote.
         why: a sentence, where it would run unsplit.
-        cut: the arguments, cut, where it would overlap.
+        schedule: what it would overlap with; the mode's.
+        cut: the arguments, cut, where it would overlap in lanes.
+        single: whether it would overlap as it is: one lane, with chunks of experts.
         mode: decode or prefill.
         num_tokens: of the whole call.
+        plan: how the call would be cut; None where it cannot be.
     """
 
     offer: Offer
     why: str | None
+    schedule: Schedule
     cut: CutCall | None
     mode: ForwardMode
     num_tokens: int
+    plan: CallPlan | None = None
+    single: bool = False
+
+    def engages(self, decision: Decision) -> bool:
+        """Whether the call overlaps, now that the ranks have decided."""
+        return decision.engaged and (self.single or self.cut is not None)
 
 
 class Planner:
@@ -70,14 +85,18 @@ class Planner:
 
     Args:
         model: any module.
-        config: its thresholds, dimensions and schedule.
+        config: its thresholds, dimensions and schedules.
+        intercept: waits inside torch become points, so nothing may be differentiated.
+
+    Attributes:
+        names: of the module's positional parameters; see `ubatch.arguments.parameter_names`.
     """
 
-    def __init__(self, model: nn.Module, config: UBatchConfig) -> None:
-        self.schedule = config.resolved_schedule()
+    def __init__(self, model: nn.Module, config: UBatchConfig, *, intercept: bool = False) -> None:
+        self._intercept = intercept
         self._model = model
         self._config = config
-        self._names = parameter_names(model.forward)
+        self.names = parameter_names(model.forward)
         self._suspects = [item for item in model.named_modules() if _is_suspect(item[1])]
         self._unmergeable: dict[tuple[object, ...], tuple[DeclineReason, str]] = {}
 
@@ -88,37 +107,81 @@ class Planner:
             SplitError: `context` asks for a split that these arguments, or this module, do not allow.
         """
         if context is not None and context.ubatch_slices is not None:
-            return self._requested(args, kwargs, context.ubatch_slices, context.mode)
+            return self._requested(args, kwargs, context.ubatch_slices, context)
+        if context is not None and context.decision is not None and context.decision.engaged:
+            return self._requested_whole(args, kwargs, context, context.decision)
         num_tokens = 0 if context is None else context.num_tokens
         mode = context.mode if context is not None and num_tokens else ForwardMode.PREFILL
+        plan: CallPlan | None = None
         try:
-            plan = plan_call(self._names, args, kwargs, self._config.split_dims)
+            plan = self.plan(args, kwargs)
             if plan.decode and not num_tokens:
                 mode = ForwardMode.DECODE
             num_tokens = plan.num_tokens
             no = self._objection(plan, mode, args, kwargs, context)
             if no is not None:
-                return self._no(*no, num_tokens, mode)
-            bounds = even_bounds(plan.rows, self.schedule.lanes)
-            tokens = [(rows.stop - rows.start) * plan.tokens_per_row for rows in bounds]
-            return self._yes(plan, bounds, mode, self.schedule, tokens)
+                return self._no(*no, num_tokens, mode, plan)
+            return self._even(plan, mode, self._config.for_mode(mode).schedule)
         except CannotSplit as cannot:
-            return self._no(cannot.reason, str(cannot), num_tokens, mode)
+            return self._no(cannot.reason, str(cannot), num_tokens, mode, plan)
+
+    def settle(self, intent: Intent, decision: Decision) -> Intent:
+        """A rank without tokens takes the lanes and the schedule of those that have some.
+
+        Raises:
+            ConfigError: it does not have that schedule.
+        """
+        if intent.plan is None or intent.offer.wish is not Wish.IDLE or not decision.engaged:
+            return intent
+        schedule = self._config.agreed_schedule(decision, intent.mode)
+        return intent if schedule == intent.schedule else self._even(intent.plan, intent.mode, schedule)
+
+    def plan(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallPlan:
+        """How the call can be cut.
+
+        Raises:
+            CannotSplit: it cannot be.
+        """
+        return plan_call(self.names, args, kwargs, self._config.split_dims)
 
     def remember_unmergeable(self, args: tuple[Any, ...], kwargs: dict[str, Any], cannot: CannotSplit) -> None:
         """The outputs of such a call could not be merged: do not try again."""
         self._unmergeable[self._call_key(args, kwargs)] = cannot.reason, str(cannot)
 
     def _requested(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], slices: Sequence[UBatchSlice], mode: ForwardMode
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        slices: Sequence[UBatchSlice],
+        context: ForwardContext,
     ) -> Intent:
-        plan = plan_call(self._names, args, kwargs, self._config.split_dims)
+        plan = self.plan(args, kwargs)
         bounds = _explicit_bounds(slices, plan)
-        no = self._switched_off() or self._batch_dependence()
+        schedule = context.schedule or self._config.for_mode(context.mode).schedule
+        no = self._switched_off(schedule) or self._batch_dependence() or self._gradients(args, kwargs)
         if no is not None:
             raise CannotSplit(no[0], f"the forward context has ubatch_slices, but {no[1]}")
-        schedule = self.schedule.with_lanes(len(slices))
-        return self._yes(plan, bounds, mode, schedule, [part.num_tokens for part in slices])
+        return self._yes(
+            plan, bounds, context.mode, schedule.with_lanes(len(slices)), [part.num_tokens for part in slices]
+        )
+
+    def _requested_whole(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], context: ForwardContext, decision: Decision
+    ) -> Intent:
+        """The ranks have agreed before: single-batch overlap, unless slices are missing."""
+        if decision.num_lanes > 1:
+            raise SplitError("the forward context's decision says to overlap, but it has no ubatch_slices.")
+        schedule = context.schedule or self._config.for_mode(context.mode).schedule
+        if schedule.lanes > 1 or schedule.chunks == 1:
+            raise SplitError(
+                f"the forward context's decision says to overlap in one lane, but schedule {schedule.name!r} has "
+                f"{schedule.lanes} lanes and {schedule.chunks} chunks. Give the context the schedule that was agreed."
+            )
+        try:
+            plan = self.plan(args, kwargs)
+        except CannotSplit:  # nothing is cut
+            plan = None
+        return self._single(plan, context.mode, schedule, context.num_tokens)
 
     def _objection(
         self,
@@ -129,8 +192,8 @@ class Planner:
         context: ForwardContext | None,
     ) -> tuple[DeclineReason, str] | None:
         """Why this rank would rather not split a call that could be split; an idle rank has no objection."""
-        config, lanes = self._config, self.schedule.lanes
-        off = self._switched_off()
+        settings, idle = self._config.for_mode(mode), plan.rows == 0 and self._config.group is not None
+        off = self._switched_off(None if idle else settings.schedule)
         if off is not None:
             return off
         if context is not None and context.attn_metadata is not None:
@@ -138,23 +201,38 @@ class Planner:
                 DeclineReason.NOT_REQUESTED,
                 "the forward context has attention metadata but no ubatch_slices: its caller wants one batch.",
             )
-        if plan.rows == 0 and config.group is not None:
+        if idle:
             return None
-        decode = mode is ForwardMode.DECODE
-        threshold = config.dbo_decode_token_threshold if decode else config.dbo_prefill_token_threshold
+        threshold, lanes = settings.token_threshold, settings.schedule.lanes
         if plan.num_tokens < threshold:
-            reason = DeclineReason.BELOW_DECODE_THRESHOLD if decode else DeclineReason.BELOW_PREFILL_THRESHOLD
+            prefill = mode_key(mode) == "prefill"
+            reason = DeclineReason.BELOW_PREFILL_THRESHOLD if prefill else DeclineReason.BELOW_DECODE_THRESHOLD
             return reason, f"{plan.num_tokens} tokens are below the {mode} threshold of {threshold}."
+        if lanes == 1:
+            return None
         if plan.rows < lanes:
             return DeclineReason.LAST_UBATCH_EMPTY, f"{plan.rows} rows leave a lane of {lanes} empty."
         known = self._unmergeable.get(self._call_key(args, kwargs))
-        return known if known is not None else self._batch_dependence()
+        return known or self._batch_dependence() or self._gradients(args, kwargs)
 
-    def _switched_off(self) -> tuple[DeclineReason, str] | None:
+    def _switched_off(self, schedule: Schedule | None) -> tuple[DeclineReason, str] | None:
+        """Whether nothing overlaps; `schedule` is the mode's, None for an idle rank, which does not know the mode."""
         if not self._config.enable_dbo:
             return DeclineReason.DISABLED, "enable_dbo is off."
-        if self.schedule.lanes == 1:
-            return DeclineReason.SERIAL_SCHEDULE, f"schedule {self.schedule.name!r} has one lane."
+        if schedule is not None and schedule.lanes == 1 and schedule.chunks == 1:
+            return DeclineReason.SERIAL_SCHEDULE, f"schedule {schedule.name!r} has one lane, and no chunks."
+        return None
+
+    def _gradients(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[DeclineReason, str] | None:
+        """Torch's own collectives in lanes give none."""
+        if not self._intercept or not torch.is_grad_enabled():
+            return None
+        given = leaves_of(self.names, args, kwargs).tensors.values()
+        if any(tensor.requires_grad for tensor in itertools.chain(given, self._model.parameters())):
+            return (
+                DeclineReason.GRADIENTS,
+                "torch's collectives in lanes carry no gradients. Run under torch.no_grad(), or train unsplit.",
+            )
         return None
 
     def _batch_dependence(self) -> tuple[DeclineReason, str] | None:
@@ -176,8 +254,8 @@ class Planner:
             *((name, _switch(value)) for name, value in sorted(kwargs.items()) if value is not None),
         )
 
-    def _no(self, reason: DeclineReason, why: str, tokens: int, mode: ForwardMode) -> Intent:
-        schedule = self.schedule
+    def _no(self, reason: DeclineReason, why: str, tokens: int, mode: ForwardMode, plan: CallPlan | None) -> Intent:
+        schedule = self._config.for_mode(mode).schedule
         offer = Offer(
             Wish.NO,
             (tokens,),
@@ -185,9 +263,26 @@ class Planner:
             reason,
             fingerprint(schedule.describe()),
             fingerprint(mode),
-            graph_mode=0,
         )
-        return Intent(offer, why, None, mode, tokens)
+        return Intent(offer, why, schedule, None, mode, tokens, plan)
+
+    def _even(self, plan: CallPlan, mode: ForwardMode, schedule: Schedule) -> Intent:
+        if schedule.lanes == 1:
+            return self._single(plan, mode, schedule, plan.num_tokens)
+        bounds = even_bounds(plan.rows, schedule.lanes)
+        tokens = [(rows.stop - rows.start) * plan.tokens_per_row for rows in bounds]
+        return self._yes(plan, bounds, mode, schedule, tokens)
+
+    def _single(self, plan: CallPlan | None, mode: ForwardMode, schedule: Schedule, tokens: int) -> Intent:
+        offer = Offer(
+            Wish.YES if tokens else Wish.IDLE,
+            (tokens,),
+            1,
+            None,
+            fingerprint(schedule.describe()),
+            fingerprint(mode),
+        )
+        return Intent(offer, None, schedule, None, mode, tokens, plan, single=True)
 
     def _yes(
         self, plan: CallPlan, bounds: Sequence[slice], mode: ForwardMode, schedule: Schedule, tokens: Sequence[int]
@@ -199,10 +294,9 @@ class Planner:
             None,
             fingerprint(schedule.describe()),
             fingerprint(mode),
-            graph_mode=0,
         )
         split = CutCall(plan, tuple(bounds), *plan.cut(bounds))
-        return Intent(offer, None, split, mode, sum(tokens))
+        return Intent(offer, None, schedule, split, mode, sum(tokens), plan)
 
 
 def _explicit_bounds(slices: Sequence[UBatchSlice], plan: CallPlan) -> list[slice]:

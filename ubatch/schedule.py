@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from typing import Any
 
 from ubatch.errors import ConfigError, nearest
 
@@ -78,6 +79,8 @@ class Schedule:
         points_off: known points at which the baton is *not* handed on.
         shared_expert: where the shared expert runs.
         recv: who runs a receive hook.
+        comm_sms: a GPU's streaming multiprocessors that compute kernels leave to communication kernels, where both
+            can obey (`ubatch.sm_budget`); 0 shares all of them.
     """
 
     name: str
@@ -88,6 +91,7 @@ class Schedule:
     points_off: frozenset[str] = _INSIDE_A_LAYER
     shared_expert: SharedExpert = SharedExpert.COMBINE
     recv: Recv = Recv.OWNER
+    comm_sms: int = 0
 
     def __post_init__(self) -> None:
         if self.lanes < 1:
@@ -96,6 +100,8 @@ class Schedule:
             raise ConfigError(f"schedule {self.name!r}: chunks must be at least 1, not {self.chunks}.")
         if self.lead < 0:
             raise ConfigError(f"schedule {self.name!r}: lead must be at least 0, not {self.lead}.")
+        if self.comm_sms < 0:
+            raise ConfigError(f"schedule {self.name!r}: comm_sms must be at least 0, not {self.comm_sms}.")
         unknown = sorted(self.points_off - KNOWN_POINTS)
         if unknown:
             raise ConfigError(
@@ -117,12 +123,67 @@ class Schedule:
         return (
             f"{self.name}: {self.lanes} lanes x {self.chunks} {chunks}, lead {self.lead}, off: {off}, "
             f"shared expert at {self.shared_expert}, received by {self.recv}"
+            + (f", {self.comm_sms} SMs for communication" if self.comm_sms else "")
         )
 
     def with_lanes(self, lanes: int) -> Schedule:
         """This schedule for another number of lanes."""
         return self if lanes == self.lanes else replace(self, lanes=lanes)
 
+    def to_mapping(self) -> dict[str, object]:
+        """All of it but the name, as plain values: what a YAML file says of a schedule of one's own."""
+        return {
+            "lanes": self.lanes,
+            "chunks": self.chunks,
+            "chunk_dispatch": self.chunk_dispatch,
+            "lead": self.lead,
+            "points_off": sorted(self.points_off),
+            "shared_expert": str(self.shared_expert),
+            "recv": str(self.recv),
+            "comm_sms": self.comm_sms,
+        }
+
+    @classmethod
+    def from_mapping(cls, name: str, values: Mapping[str, object]) -> Schedule:
+        """From plain values, keys in snake or kebab case; what is not named is as in a new `Schedule`.
+
+        Raises:
+            ConfigError: an unknown key (with the nearest known one), or a wrong type or value.
+        """
+        arguments: dict[str, Any] = {}
+        for key, value in values.items():
+            field = str(key).replace("-", "_")
+            if field not in _FIELDS:
+                raise ConfigError(f"schedule {name!r}: unknown key {key!r}{nearest(field, _FIELDS)}")
+            if field in arguments:
+                raise ConfigError(f"schedule {name!r}: {key!r} is given twice, with hyphens and with underscores.")
+            if type(value) not in _FIELDS[field]:
+                expected = " or ".join(kind.__name__ for kind in _FIELDS[field])
+                raise ConfigError(
+                    f"schedule {name!r}: {key} must be {expected}, not {value!r} ({type(value).__name__})."
+                )
+            arguments[field] = value
+        if "points_off" in arguments:
+            arguments["points_off"] = frozenset(map(str, arguments["points_off"]))
+        for field, kind in (("shared_expert", SharedExpert), ("recv", Recv)):
+            known = tuple(kind)
+            if field in arguments and arguments[field] not in known:
+                raise ConfigError(
+                    f"schedule {name!r}: unknown {field} {arguments[field]!r}{nearest(arguments[field], known)}"
+                )
+        return cls(name, **arguments)
+
+
+_FIELDS: Mapping[str, tuple[type, ...]] = {
+    "lanes": (int,),
+    "chunks": (int,),
+    "chunk_dispatch": (bool,),
+    "lead": (int,),
+    "points_off": (list, tuple),
+    "shared_expert": (str,),
+    "recv": (str,),
+    "comm_sms": (int,),
+}
 
 SERIAL = Schedule("serial", lanes=1)
 
@@ -134,13 +195,21 @@ SCHEDULES: Mapping[str, Schedule] = {
         Schedule("mlp_shared_overlap"),
         # SGLang, prefill: the same two points, the shared expert after the baton came back.
         Schedule("two_batch_prefill", shared_expert=SharedExpert.COMBINE_RETURN),
-        # SGLang, decode: five stages a layer, lane 1 two stages behind.
+        # SGLang, decode of DeepSeek: five stages a layer, lane 1 two stages behind.
         Schedule(
             "two_batch_decode",
             lead=2,
             points_off=frozenset({Point.LAYER}),
             shared_expert=SharedExpert.DISPATCH,
         ),
+        # SGLang, decode of Qwen3 and MiMo-V2: what combine brought is added in the stage that waited for it.
+        Schedule(
+            "two_batch_decode_qwen3",
+            lead=2,
+            points_off=frozenset({Point.OUTPUT}),
+            shared_expert=SharedExpert.DISPATCH,
+        ),
+        # SGLang's single-batch overlap, with the dispatch in chunks too.
         Schedule("single_batch", lanes=1, chunks=2),
     )
 }
@@ -150,19 +219,36 @@ def get_schedule(name: str) -> Schedule:
     """The named schedule.
 
     Raises:
-        ConfigError: the name is unknown, or the schedule needs expert chunks, which no kernel runs yet.
+        ConfigError: the name is unknown.
     """
     if name not in SCHEDULES:
         raise ConfigError(f"unknown schedule {name!r}{nearest(name, SCHEDULES)}")
-    schedule = SCHEDULES[name]
-    check_runnable(schedule)
-    return schedule
+    return SCHEDULES[name]
 
 
 def check_runnable(schedule: Schedule) -> None:
-    """Refuse what the runtime cannot execute yet, before anything is launched."""
-    if schedule.chunks > 1:
+    """Refuse a schedule that could give ranks a different order of collectives, before anything is launched.
+
+    Who runs next follows from the number of lanes, the lead and the active points alone (`ubatch.ring`), and the ranks
+    vote on all of them; so a schedule that is data cannot. What could:
+
+        a subclass            its answers may depend on anything, the rank included
+        recv=peer, one lane   has no peer: a hook that nobody is there to run
+
+    Chunks, the shared expert's place and the receiver move launches inside a lane's own stages, on all ranks alike. A
+    lead of more points than the model has lets lane 0 run to its end first, also on all ranks alike. What no schedule
+    can promise is that all lanes of the model pass the same points: `UBATCH_CHECK_ORDER=1` looks at that at run time.
+
+    Raises:
+        ConfigError: it is one of these.
+    """
+    if type(schedule) is not Schedule:
         raise ConfigError(
-            f"schedule {schedule.name!r} splits experts into {schedule.chunks} chunks, which the MoE kernel does not "
-            "run yet. Choose one with chunks = 1: mlp_shared_overlap, two_batch_decode, two_batch_prefill, serial."
+            f"schedule {schedule.name!r} is a {type(schedule).__name__}. A schedule is data, which ranks compare: make "
+            "it a Schedule; its fields say all that one may decide."
+        )
+    if schedule.recv is Recv.PEER and schedule.lanes == 1:
+        raise ConfigError(
+            f"schedule {schedule.name!r} has one lane and recv=peer: no peer is there to run its receive hooks. Leave "
+            "recv out."
         )

@@ -67,6 +67,7 @@ def search_schedules(
     *,
     max_lanes: int = 4,
     max_chunks: int = 4,
+    combine_chunks: bool = True,
     handoff_s: float = 0.0,
     keep: int = 10,
 ) -> list[Candidate]:
@@ -76,6 +77,7 @@ def search_schedules(
         times: stage and transfer times, measured or from a table.
         layers: MoE layers of the model.
         max_lanes, max_chunks: how far to look.
+        combine_chunks: also schedules whose chunks share one dispatch, which not every transport can serve.
         handoff_s: what a hand-off of the baton costs.
         keep: how many to return.
 
@@ -86,7 +88,7 @@ def search_schedules(
         if value < 1:
             raise ConfigError(f"schedule search: {name} must be at least 1, not {value}.")
     serial_s = _seconds(SERIAL, times(1, 1, True), layers, handoff_s)
-    groups = sorted(_groups(times, max_lanes, max_chunks), key=lambda group: group.bound_s)
+    groups = sorted(_groups(times, max_lanes, max_chunks, combine_chunks), key=lambda group: group.bound_s)
     best: list[Candidate] = []
     for group in groups:
         bound_s = group.bound_s * layers
@@ -118,10 +120,10 @@ class _Group:
     schedules: Sequence[Schedule]
 
 
-def _groups(times: TimesOf, max_lanes: int, max_chunks: int) -> Iterator[_Group]:
+def _groups(times: TimesOf, max_lanes: int, max_chunks: int, combine_chunks: bool) -> Iterator[_Group]:
     for lanes in range(1, max_lanes + 1):
         for chunks in range(1, max_chunks + 1):
-            for chunk_dispatch in (True, False) if chunks > 1 else (True,):
+            for chunk_dispatch in (True, False) if chunks > 1 and combine_chunks else (True,):
                 own = times(lanes, chunks, chunk_dispatch)
                 base = Schedule(f"{lanes}x{chunks}", lanes=lanes, chunks=chunks, chunk_dispatch=chunk_dispatch)
                 bound = lanes * max(own.compute_s, own.communication_s)

@@ -5,7 +5,9 @@ token it sees, so a chunk of a long prompt costs more per token than the start o
 
     cost(request) = per_token * query_len + per_pair * (query_len * prefix_len + query_len * (query_len + 1) / 2)
 
-Behind a sliding window a token sees no more than the window.
+Behind a sliding window a token sees no more than the window. With latent attention a request takes the cheaper of two
+ways: keys and values of its prefix are expanded from their latents, once per prefix token, and then every pair costs
+`per_pair`; or nothing is expanded, and every pair costs `per_absorbed_pair`.
 
 Lanes of equal cost overlap best: a lane that computes longer than the other's transfer only waits for itself.
 """
@@ -40,6 +42,9 @@ class SplitCost:
         per_token: of a token: projections, router and its expert rows.
         per_pair: of a pair of a query token and a token that it attends to.
         window: the most tokens that a token attends to, itself included; None is all before it.
+        per_expanded: of expanding a token of the prefix.
+        per_absorbed_pair: of a pair whose key is not expanded; None where there is no such way.
+        per_sent: of sending a token to its experts, and the result back, on a link that works beside the compute.
 
     Raises:
         ConfigError: a negative cost, or none at all, or a window below 1.
@@ -48,19 +53,30 @@ class SplitCost:
     per_token: float
     per_pair: float
     window: int | None = None
+    per_expanded: float = 0.0
+    per_absorbed_pair: float | None = None
+    per_sent: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.per_token < 0 or self.per_pair < 0 or self.per_token + self.per_pair <= 0:
+        rest = min(self.per_expanded, self.per_absorbed_pair or 0.0, self.per_sent)
+        if min(self.per_token, self.per_pair, rest) < 0 or self.per_token + self.per_pair <= 0:
             raise ConfigError(f"costs must not be negative, nor both zero: {self}.")
         if self.window is not None and self.window < 1:
             raise ConfigError(f"a window must be at least 1, or None, not {self.window}.")
 
     def of(self, query_len: int, prefix_len: int) -> float:
-        """Cost of `query_len` tokens behind `prefix_len`."""
+        """Cost of `query_len` tokens behind `prefix_len`, without what is sent."""
+        return self.per_token * query_len + self.of_attention(query_len, prefix_len)
+
+    def of_attention(self, query_len: int, prefix_len: int) -> float:
+        """Cost of the attention of `query_len` tokens behind `prefix_len`."""
+        if not query_len:
+            return 0.0
         # The first tokens see all before them; the others a whole window.
         full = query_len if self.window is None else min(query_len, max(0, self.window - prefix_len))
         pairs = full * prefix_len + full * (full + 1) // 2 + (query_len - full) * (self.window or 0)
-        return self.per_token * query_len + self.per_pair * pairs
+        expanded = self.per_expanded * prefix_len + self.per_pair * pairs
+        return expanded if self.per_absorbed_pair is None else min(expanded, self.per_absorbed_pair * pairs)
 
 
 def split_by_cost(

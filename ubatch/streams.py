@@ -29,6 +29,12 @@ class Event(Protocol):
     def wait(self, stream: Any) -> None:
         """Let later work of `stream` start only after the marked work."""
 
+    def query(self) -> bool:
+        """Whether the marked work is done; True if nothing was marked. Not while a graph is captured."""
+
+    def synchronize(self) -> None:
+        """Block the calling thread until the marked work is done. Not while a graph is captured."""
+
 
 class StreamBackend(Protocol):
     """What a device offers."""
@@ -48,6 +54,9 @@ class StreamBackend(Protocol):
     def warm_up(self) -> None:
         """Bind the calling thread to the device, before anything is timed or captured."""
 
+    def sm_count(self) -> int:
+        """Streaming multiprocessors of the device; 0 where there is none to share out."""
+
 
 class NullStream:
     """The one stream of a CPU."""
@@ -63,6 +72,13 @@ class NullEvent:
         """Nothing to mark."""
 
     def wait(self, stream: Any) -> None:
+        """Nothing to wait for."""
+
+    def query(self) -> bool:
+        """All of it is done."""
+        return True
+
+    def synchronize(self) -> None:
         """Nothing to wait for."""
 
 
@@ -86,6 +102,10 @@ class NullStreams:
     def warm_up(self) -> None:
         """A CPU is always warm."""
 
+    def sm_count(self) -> int:
+        """Its cores are not shared out."""
+        return 0
+
 
 class _CudaEvent:
     __slots__ = ("_event",)
@@ -98,6 +118,12 @@ class _CudaEvent:
 
     def wait(self, stream: Any) -> None:
         stream.wait_event(self._event)
+
+    def query(self) -> bool:
+        return bool(self._event.query())
+
+    def synchronize(self) -> None:
+        self._event.synchronize()
 
 
 class CudaStreams:
@@ -133,6 +159,9 @@ class CudaStreams:
 
     def warm_up(self) -> None:
         torch.cuda.set_device(self._device)
+
+    def sm_count(self) -> int:
+        return int(torch.cuda.get_device_properties(self._device).multi_processor_count)
 
 
 def make_streams(device: torch.device) -> StreamBackend:

@@ -2,18 +2,34 @@
 
 A span is one tuple-like record appended to a list; with tracing off nothing is recorded at all. The same record
 answers three questions: in what *order* did the lanes run (`order`, which must equal `interleave`), what did the
-time go to (`spans`, which `trace_export` draws), and what would an ideal machine make of it (`events`).
+time go to (`spans`, which `trace_export` draws), and what would an ideal machine make of it (`events`). What a step
+was, and why it did or did not overlap, goes with them (`notes`).
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
-__all__ = ["UNSPLIT", "Event", "EventKind", "Span", "SpanKind", "Trace", "current_trace", "tracing"]
+__all__ = [
+    "UNSPLIT",
+    "Event",
+    "EventKind",
+    "LinkTime",
+    "Span",
+    "SpanKind",
+    "StepNote",
+    "Trace",
+    "current_trace",
+    "note_outcome",
+    "note_step",
+    "traced_step",
+    "tracing",
+]
 
 UNSPLIT = -1
 """The lane number of what ran outside any lane."""
@@ -91,6 +107,33 @@ class Event:
     link: LinkTime = LinkTime()
 
 
+@dataclass(frozen=True, slots=True)
+class StepNote:
+    """What one call of a wrapper was.
+
+    Attributes:
+        step: as in `Span`.
+        mode: a `ForwardMode`.
+        tokens: of this rank.
+        schedule: the name of the one it ran under, or would have.
+        lanes, chunks: in so many it ran; 1 and 1 if it did not overlap.
+        reason: why it did not overlap, a `DeclineReason`; None if it did.
+        declined_by: the first rank that said no; None if none did.
+        start, end: of the whole call, with what goes before the lanes and after them; seconds of `time.monotonic`.
+    """
+
+    step: int
+    mode: str
+    tokens: int
+    schedule: str
+    lanes: int = 1
+    chunks: int = 1
+    reason: str | None = None
+    declined_by: int | None = None
+    start: float = 0.0
+    end: float = 0.0
+
+
 @dataclass
 class Trace:
     """The spans of some steps.
@@ -99,23 +142,31 @@ class Trace:
         spans: in the order in which they ended.
         events: what every lane did, in running order, with its CPU time.
         order: `(lane, point)` per active point passed and per lane that ended, for the steps that overlapped.
-        step: the current step; the wrapper counts it.
+        notes: what every step was, in order; a step that failed has none.
+        step: the current step; `traced_step` counts it.
     """
 
     spans: list[Span] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
     order: list[tuple[int, str]] = field(default_factory=list)
+    notes: list[StepNote] = field(default_factory=list)
     step: int = 0
+    _note: StepNote | None = None
 
     def add(self, kind: SpanKind, name: str, lane: int, start: float, end: float, size: int = 0) -> None:
         """Record a span of the current step."""
         self.spans.append(Span(kind, name, lane, start, end, self.step, size))
+
+    def _take_note(self) -> StepNote | None:
+        note, self._note = self._note, None
+        return note
 
     def clear(self) -> None:
         """Forget everything but the step count."""
         self.spans.clear()
         self.events.clear()
         self.order.clear()
+        self.notes.clear()
 
 
 _trace: ContextVar[Trace | None] = ContextVar("ubatch_trace", default=None)
@@ -139,3 +190,34 @@ def tracing(trace: Trace | None = None) -> Iterator[Trace]:
         yield chosen
     finally:
         _trace.reset(token)
+
+
+def note_step(mode: str, tokens: int, schedule: str) -> None:
+    """Tell the trace what the current step is; see `StepNote`."""
+    trace = current_trace()
+    if trace is not None:
+        trace._note = StepNote(trace.step, str(mode), tokens, schedule)
+
+
+def note_outcome(*, lanes: int = 1, chunks: int = 1, reason: str | None = None, declined_by: int | None = None) -> None:
+    """Tell the trace how the current step ran, after `note_step`; the last word counts."""
+    trace = current_trace()
+    if trace is not None and trace._note is not None:
+        why = None if reason is None else str(reason)
+        trace._note = replace(trace._note, lanes=lanes, chunks=chunks, reason=why, declined_by=declined_by)
+
+
+@contextmanager
+def traced_step() -> Iterator[None]:
+    """Around a call of a wrapper: count the step, and time what `note_step` says of it."""
+    trace = current_trace()
+    if trace is None:
+        yield
+        return
+    trace.step += 1
+    trace._take_note()
+    start = time.monotonic()
+    yield
+    note = trace._take_note()
+    if note is not None:
+        trace.notes.append(replace(note, start=start, end=time.monotonic()))

@@ -6,25 +6,33 @@ Three sets of moments answer every question here:
     waiting        some lane holds the baton and waits for a transfer, so nobody computes
     on the link    some transfer is under way
 
-Communication is hidden where `computing` and `on the link` meet, and exposed where a lane waits.
+Communication is hidden where `computing` and `on the link` meet, and exposed where a lane waits. Where nobody computes
+and nobody waits, the baton is between two lanes (a hand-off), or the step is idle: before its lanes run, and after.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
+import platform
+import re
+import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from ubatch.trace import UNSPLIT, Span, SpanKind
+from ubatch.trace import UNSPLIT, Span, SpanKind, StepNote
 
-__all__ = ["TraceSummary", "summarise", "to_chrome", "write_chrome"]
+__all__ = ["Clock", "Mark", "TraceSummary", "points", "summarise", "to_chrome", "write_chrome"]
 
 Interval = tuple[float, float]
 
 _STEP_ROW = 0
 _FIRST_LINK_ROW = 1000
 """Chrome's thread numbers: steps, then lanes from 1 on, then the link."""
+WAIT_PREFIX = "wait for "
+FILE_KEY = "ubatch"
+"""Under `otherData`: what a viewer does not need, and `trace_file` does."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +45,8 @@ class TraceSummary:
         hidden_s: both at once.
         exposed_s: a lane held the baton and waited for a transfer.
         wall_s: from the first to the last span of every step; time between steps does not count.
+        handoff_s: the baton was on its way from one lane to another.
+        idle_s: the rest of `wall_s`.
     """
 
     compute_s: float
@@ -44,6 +54,8 @@ class TraceSummary:
     hidden_s: float
     exposed_s: float
     wall_s: float
+    handoff_s: float = 0.0
+    idle_s: float = 0.0
 
     @property
     def hidden_fraction(self) -> float:
@@ -57,27 +69,113 @@ def summarise(spans: Iterable[Span]) -> TraceSummary:
     on_link = union((span.start, span.end) for span in spans if span.kind is SpanKind.TRANSFER)
     busy = computing(spans)
     waiting = union((span.start, span.end) for span in spans if span.kind is SpanKind.WAIT)
+    held = union([*busy, *waiting])
+    steps = [(min(span.start for span in step), max(span.end for span in step)) for step in by_step(spans).values()]
+    handed = difference(handoffs(spans), held)
     return TraceSummary(
         compute_s=measure(busy),
         communication_s=measure(on_link),
         hidden_s=measure(intersection(busy, on_link)),
         exposed_s=measure(waiting),
-        wall_s=sum(
-            max(span.end for span in step) - min(span.start for span in step) for step in by_step(spans).values()
-        ),
+        wall_s=measure(steps),
+        handoff_s=measure(handed),
+        idle_s=measure(difference(union(steps), union([*held, *handed]))),
     )
 
 
-def to_chrome(spans: Sequence[Span], *, rank: int = 0, origin: float | None = None) -> dict[str, object]:
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """A lane at a point.
+
+    Attributes:
+        step, lane: as in `Span`.
+        name: the point.
+        at: seconds of `time.monotonic`.
+        to: the lane that ran next; None where this one kept the baton.
+        ran_at: when that lane ran.
+    """
+
+    step: int
+    lane: int
+    name: str
+    at: float
+    to: int | None = None
+    ran_at: float | None = None
+
+
+def points(spans: Iterable[Span]) -> list[Mark]:
+    """Where the lanes passed points, in order of time.
+
+    A lane's compute span ends at a point, where it launches a transfer (the name is then `transfer.number`), where it
+    waits for one, or at its end.
+    """
+    marks = []
+    for step in by_step(spans).values():
+        held = _held(step)
+        waits = {(span.lane, span.name, span.start) for span in held if span.kind is SpanKind.WAIT}
+        transfers = {span.name for span in step if span.kind is not SpanKind.COMPUTE}
+        for span, after in itertools.zip_longest(held, held[1:]):
+            launch = re.fullmatch(r"(.+)\.\d+", span.name)
+            if (
+                span.kind is SpanKind.WAIT
+                or span.name == "end"
+                or (span.lane, span.name, span.end) in waits
+                or (launch is not None and launch[1] in transfers)
+            ):
+                continue
+            mark = Mark(span.step, span.lane, span.name, span.end)
+            if after is not None and after.lane != span.lane:
+                mark = replace(mark, to=after.lane, ran_at=after.start)
+            marks.append(mark)
+    return sorted(marks, key=lambda mark: mark.at)
+
+
+def handoffs(spans: Iterable[Span]) -> list[Interval]:
+    """When the baton was between two lanes of one rank: one ended its turn, and the other had not begun."""
+    steps = [_held(step) for step in by_step(spans).values()]
+    pairs = itertools.chain.from_iterable(map(itertools.pairwise, steps))
+    return union((before.end, after.start) for before, after in pairs if before.lane != after.lane)
+
+
+def _held(step: Iterable[Span]) -> list[Span]:
+    """What the lanes of a step did while they held the baton, in order: it is exclusive, so it does not overlap."""
+    lanes = (span for span in step if span.lane != UNSPLIT and span.kind is not SpanKind.TRANSFER)
+    return sorted(lanes, key=lambda span: (span.start, span.end))
+
+
+@dataclass(frozen=True)
+class Clock:
+    """What ties `time.monotonic` of a machine to other machines.
+
+    Attributes:
+        host: the machine, since it was started.
+        offset_s: the time of day (seconds since 1970) where `time.monotonic` is 0.
+    """
+
+    host: str
+    offset_s: float
+
+    @staticmethod
+    def here() -> Clock:
+        """This machine's."""
+        boot = Path("/proc/sys/kernel/random/boot_id")
+        host = boot.read_text(encoding="ascii").strip() if boot.is_file() else platform.node()
+        return Clock(host, time.time() - time.monotonic())
+
+
+def to_chrome(
+    spans: Sequence[Span], *, rank: int = 0, origin: float | None = None, notes: Iterable[StepNote] = ()
+) -> dict[str, object]:
     """A trace as Chrome's JSON object, which Perfetto (https://ui.perfetto.dev) and chrome://tracing open.
 
     The rank is a process; its rows are the steps, the lanes and the link. Transfers that were under way at the same
-    time get a link row each.
+    time get a link row each. Points are instants in the lanes' rows.
 
     Args:
         spans: of one rank.
         rank: the process number.
         origin: the `time.monotonic` that becomes 0; the earliest span by default.
+        notes: what the steps were.
 
     Returns:
         `{"traceEvents": [...], "displayTimeUnit": "ms"}` with times in microseconds.
@@ -89,11 +187,17 @@ def to_chrome(spans: Sequence[Span], *, rank: int = 0, origin: float | None = No
     transfers = [span for span in spans if span.kind is SpanKind.TRANSFER]
     links = {id(span): link for link, row in enumerate(pack(transfers)) for span in row}
 
+    noted = {note.step: note for note in notes}
     rows = {_STEP_ROW: "steps"}
     events: list[dict[str, object]] = []
     for step, members in sorted(steps.items()):
         start, end = min(span.start for span in members), max(span.end for span in members)
-        events.append(_event(f"step {step}", "step", rank, _STEP_ROW, start - origin, end - origin, {"step": step}))
+        what: dict[str, object] = {"step": step}
+        title = f"step {step}"
+        if step in noted:
+            what |= {key: value for key, value in asdict(noted[step]).items() if key not in ("start", "end")}
+            title += f": {describe_note(noted[step])}"
+        events.append(_event(title, "step", rank, _STEP_ROW, start - origin, end - origin, what))
     for span in sorted(spans, key=lambda span: (span.start, -span.end)):
         args: dict[str, object] = {"step": span.step}
         if span.kind is SpanKind.TRANSFER:
@@ -101,12 +205,14 @@ def to_chrome(spans: Sequence[Span], *, rank: int = 0, origin: float | None = No
             row = _FIRST_LINK_ROW + link
             rows[row] = link_name(link)
             hidden = measure(intersection(busy[span.step], [(span.start, span.end)]))
-            args |= {"lane": lane_name(span.lane), "bytes": span.bytes, "hidden_us": hidden * 1e6}
+            args |= {"lane": lane_name(span.lane), "lane_number": span.lane, "bytes": span.bytes}
+            args["hidden_us"] = hidden * 1e6
         else:
-            row = span.lane + 2
+            row = lane_row(span.lane)
             rows[row] = lane_name(span.lane)
-        name = f"wait for {span.name}" if span.kind is SpanKind.WAIT else span.name
+        name = f"{WAIT_PREFIX}{span.name}" if span.kind is SpanKind.WAIT else span.name
         events.append(_event(name, str(span.kind), rank, row, span.start - origin, span.end - origin, args))
+    events += [_instant(mark, rank, origin) for mark in points(spans)]
 
     names: list[dict[str, object]] = [
         _metadata("process_name", rank, 0, name=f"rank {rank}"),
@@ -118,20 +224,57 @@ def to_chrome(spans: Sequence[Span], *, rank: int = 0, origin: float | None = No
     return {"traceEvents": names + events, "displayTimeUnit": "ms"}
 
 
-def write_chrome(path: str | Path, traces: Mapping[int, Sequence[Span]]) -> None:
-    """Write the traces of all ranks into one Chrome JSON file.
+def write_chrome(
+    path: str | Path,
+    traces: Mapping[int, Sequence[Span]],
+    *,
+    notes: Mapping[int, Sequence[StepNote]] | None = None,
+    measures: bool = True,
+    clock: Clock | None = None,
+) -> None:
+    """Write the traces of all ranks into one Chrome JSON file, which `trace_file.read_chrome` reads, too.
 
     Args:
         path: the file; replaced if it exists.
-        traces: rank to spans. The ranks must share a clock, that is, run on one machine.
+        traces: rank to spans. The ranks must share a clock, that is, run on one machine; or see `trace_file.merge`.
+        notes: rank to what its steps were.
+        measures: whether a span says how long its work took, and not how long the host took to queue it.
+        clock: of the machine that `traces` were recorded on; this one's by default.
     """
+    notes = notes or {}
+    clock = clock or Clock.here()
     origin = min((span.start for spans in traces.values() for span in spans), default=0.0)
     events: list[object] = []
     for rank, spans in sorted(traces.items()):
-        one = to_chrome(spans, rank=rank, origin=origin)["traceEvents"]
+        one = to_chrome(spans, rank=rank, origin=origin, notes=notes.get(rank, ()))["traceEvents"]
         events += one if isinstance(one, list) else []
-    text = json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}, separators=(",", ":"))
-    Path(path).write_text(text, encoding="utf-8")
+    about = {
+        "host": clock.host,
+        "origin_s": origin,
+        "unix_s": origin + clock.offset_s,
+        "measures": measures,
+        "notes": {str(rank): [asdict(note) for note in notes.get(rank, ())] for rank in sorted(traces)},
+    }
+    document = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {FILE_KEY: about}}
+    Path(path).write_text(json.dumps(document, separators=(",", ":")), encoding="utf-8")
+
+
+def describe_note(note: StepNote) -> str:
+    """`decode, 64 tokens, 2 lanes`, or `decode, 3 tokens, unsplit (below_decode_threshold)`."""
+    outcome = describe_outcome(note.lanes, note.chunks, note.reason)
+    return f"{note.mode}, {note.tokens} token{'s' * (note.tokens != 1)}, {outcome}"
+
+
+def describe_outcome(lanes: int, chunks: int, reason: str | None) -> str:
+    """`2 lanes`, `1 lane x 2 chunks`, or `unsplit (below_decode_threshold)`."""
+    if reason is not None:
+        return f"unsplit ({reason})"
+    return f"{lanes} lane{'s' * (lanes != 1)}" + (f" x {chunks} chunks" if chunks > 1 else "")
+
+
+def lane_row(lane: int) -> int:
+    """A lane's thread number in Chrome's format; what ran outside lanes has the one before lane 0's."""
+    return lane + 2
 
 
 def lane_name(lane: int) -> str:
@@ -232,6 +375,17 @@ def _event(
         "ts": start_ns / 1e3,
         "dur": (end_ns - start_ns) / 1e3,
         "args": dict(args),
+    }
+
+
+def _instant(mark: Mark, rank: int, origin: float) -> dict[str, object]:
+    args: dict[str, object] = {"step": mark.step}
+    if mark.to is not None:
+        args["handed_on_to"] = lane_name(mark.to)
+    at = round((mark.at - origin) * 1e9) / 1e3
+    return {"ph": "i", "s": "t", "name": mark.name, "cat": "point", "pid": rank, "tid": lane_row(mark.lane)} | {
+        "ts": at,
+        "args": args,
     }
 
 

@@ -14,21 +14,39 @@ from importlib import resources
 from pathlib import Path
 
 from ubatch.errors import ConfigError
-from ubatch.trace import UNSPLIT, Span, SpanKind
+from ubatch.trace import UNSPLIT, Span, SpanKind, StepNote
 from ubatch.trace_export import (
     Interval,
     by_step,
     computing,
+    describe_note,
     difference,
     intersection,
     lane_name,
     link_name,
     pack,
+    points,
     summarise,
     union,
 )
 
-__all__ = ["write_html"]
+__all__ = ["Remark", "write_html"]
+
+MOST_SPANS = 150_000
+"""A page with more, some 15 MB, is slow to open."""
+
+
+@dataclass(frozen=True)
+class Remark:
+    """A sentence to show above the timeline.
+
+    Attributes:
+        kind: one word in front of it: `problem`, `hint` and `good` have a colour.
+        text: the sentence.
+    """
+
+    kind: str
+    text: str
 
 
 @dataclass(frozen=True)
@@ -44,9 +62,20 @@ class _Block:
 
 
 @dataclass(frozen=True)
+class _Point:
+    """A lane passes a point; where it handed on, lane `to` ran at `ran_at`."""
+
+    name: str
+    at: float
+    to: int | None
+    ran_at: float | None
+
+
+@dataclass(frozen=True)
 class _Row:
     name: str
     blocks: tuple[_Block, ...]
+    points: tuple[_Point, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -54,6 +83,7 @@ class _Rank:
     rank: int
     rows: tuple[_Row, ...]
     summary: Mapping[str, float]
+    note: str
 
 
 @dataclass(frozen=True)
@@ -64,6 +94,7 @@ class _Step:
     duration: float
     lanes: int
     ranks: tuple[_Rank, ...]
+    note: str
 
 
 def write_html(
@@ -73,11 +104,15 @@ def write_html(
     title: str = "ubatch timeline",
     summary: Mapping[str, str] | None = None,
     step: int | None = None,
+    notes: Mapping[int, Sequence[StepNote]] | None = None,
+    remarks: Sequence[Remark] = (),
+    table: Sequence[Sequence[str]] = (),
 ) -> None:
     """Write the traces of all ranks as a self-contained page.
 
-    Every lane and the link are rows. A transfer has one colour while some lane computed and another while none did.
-    One step is shown at a time; the page has a control for it.
+    Every lane and the link are rows. A transfer has one colour while some lane computed and another while none did;
+    points and hand-offs are marked on the lanes. One step is shown at a time; the page has a control for it. Of very
+    long traces it has every second step, every third, and so on, and says so.
 
     Args:
         path: the file; replaced if it exists.
@@ -85,6 +120,9 @@ def write_html(
         title: the heading.
         summary: facts to show below it, such as the model or the measured speed-up.
         step: the step shown first; by default the overlapped step of median length.
+        notes: rank to what its steps were.
+        remarks: what to say about all steps.
+        table: figures of all steps; the first row is the heading.
 
     Raises:
         ConfigError: no span has this step.
@@ -95,19 +133,25 @@ def write_html(
         known = f"steps {numbers[0]} to {numbers[-1]}" if numbers else "no steps"
         raise ConfigError(f"step {step} is not in the trace, which has {known}.")
 
+    every = -(-sum(map(len, traces.values())) // MOST_SPANS)
+    kept = [number for index, number in enumerate(numbers) if index % max(every, 1) == 0 or number == step]
+    noted = {(rank, note.step): note for rank, members in (notes or {}).items() for note in members}
     pages = [
-        _step(number, {rank: steps[number] for rank, steps in steps_of.items() if number in steps})
-        for number in numbers
+        _step(number, {rank: steps[number] for rank, steps in steps_of.items() if number in steps}, noted)
+        for number in kept
     ]
-    first = numbers.index(step) if step is not None else _most_telling(pages)
+    first = kept.index(step) if step is not None else _most_telling(pages)
     facts = (
         f"<div><dt>{html.escape(name)}</dt><dd>{html.escape(value)}</dd></div>"
         for name, value in (summary or {}).items()
     )
-    data = json.dumps({"steps": [asdict(page) for page in pages], "first": first}, separators=(",", ":"))
+    content = {"steps": [asdict(page) for page in pages], "first": first, "steps_in_all": len(numbers)}
+    data = json.dumps(content, separators=(",", ":"))
     slots = {
         "title": html.escape(title),
         "facts": "".join(facts),
+        "remarks": "".join(map(_remark, remarks)),
+        "table": _table(table),
         "data": data.replace("<", "\\u003c"),  # a "</script>" in a name must not end the element that holds the data
     }
     template = resources.files("ubatch").joinpath("trace_page.html").read_text(encoding="utf-8")
@@ -115,18 +159,35 @@ def write_html(
     Path(path).write_text(re.sub(r"\{\{(\w+)\}\}", lambda slot: slots[slot[1]], template), encoding="utf-8")
 
 
-def _step(number: int, spans_of: Mapping[int, Sequence[Span]]) -> _Step:
+def _remark(remark: Remark) -> str:
+    kind = html.escape(remark.kind)
+    return f'<li class="{kind}"><b>{kind}</b> {html.escape(remark.text)}</li>'
+
+
+def _table(rows: Sequence[Sequence[str]]) -> str:
+    """The first row is the heading; the first cell of every row says what the row is."""
+    made = [
+        "".join(f"<{cell}>{html.escape(text)}</{cell}>" for text in row)
+        for cell, row in zip(["th", *["td"] * len(rows)], rows, strict=False)
+    ]
+    return f"<thead><tr>{made[0]}</tr></thead><tbody><tr>{'</tr><tr>'.join(made[1:])}</tr></tbody>" if made else ""
+
+
+def _step(number: int, spans_of: Mapping[int, Sequence[Span]], notes: Mapping[tuple[int, int], StepNote]) -> _Step:
+    noted = [notes[rank, number] for rank in spans_of if (rank, number) in notes]
+    busiest = max(noted, key=lambda note: note.tokens, default=None)
     every = [span for spans in spans_of.values() for span in spans]
     origin = min(span.start for span in every)
     return _Step(
         step=number,
         duration=_micros(max(span.end for span in every) - origin),
         lanes=len({span.lane for span in every if span.lane != UNSPLIT}),
-        ranks=tuple(_rank(rank, spans, origin) for rank, spans in spans_of.items()),
+        ranks=tuple(_rank(rank, spans, origin, notes.get((rank, number))) for rank, spans in spans_of.items()),
+        note="" if busiest is None else describe_note(busiest),
     )
 
 
-def _rank(rank: int, spans: Sequence[Span], origin: float) -> _Rank:
+def _rank(rank: int, spans: Sequence[Span], origin: float, note: StepNote | None) -> _Rank:
     """One rank's rows in one step: its lanes, then the link."""
     busy = computing(spans)
     waiting = union((span.start, span.end) for span in spans if span.kind is SpanKind.WAIT)
@@ -146,8 +207,12 @@ def _rank(rank: int, spans: Sequence[Span], origin: float) -> _Rank:
         whole = (span.start, span.end)
         return block(span, whole, intersection(busy, [whole]))
 
+    marks: dict[int, list[_Point]] = {}
+    for mark in points(spans):
+        ran_at = None if mark.ran_at is None else _micros(mark.ran_at - origin)
+        marks.setdefault(mark.lane, []).append(_Point(mark.name, _micros(mark.at - origin), mark.to, ran_at))
     lanes = tuple(
-        _Row(lane_name(lane), tuple(part for span in of_lane for part in held(span)))
+        _Row(lane_name(lane), tuple(part for span in of_lane for part in held(span)), tuple(marks.get(lane, ())))
         for lane, of_lane in sorted(_by_lane(spans).items())
     )
     links = tuple(
@@ -156,7 +221,12 @@ def _rank(rank: int, spans: Sequence[Span], origin: float) -> _Rank:
     )
     figures = summarise(spans)
     summary = {name: _micros(seconds) for name, seconds in asdict(figures).items()}
-    return _Rank(rank, lanes + links, {name.removesuffix("_s"): value for name, value in summary.items()})
+    return _Rank(
+        rank,
+        lanes + links,
+        {name.removesuffix("_s"): value for name, value in summary.items()},
+        "" if note is None else describe_note(note),
+    )
 
 
 def _by_lane(spans: Sequence[Span]) -> dict[int, list[Span]]:

@@ -5,22 +5,28 @@
                              |            `finish` runs here, once, in the thread that waits
                              the later of: the transport completed, the emulated link's deadline
 
-Buffers stay referenced until the transport is done with them, also when the lane that launched them fails.
+Buffers stay referenced until the transport is done with them, also when the lane that launched them fails; which
+streams have to come first is in `ubatch.lifetimes`.
+
+On CUDA most transports are *stream-ordered*: the wait of their works makes the current stream wait and returns, so the
+host queues on. Then `wait` costs the host no time, and a peer that fails is seen where the host does wait.
 """
 
 from __future__ import annotations
 
 import functools
-import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar, cast
 
 from ubatch.connection import Connection, Work
-from ubatch.context import Launched, UBatchContext, current_lane
+from ubatch.context import UBatchContext, current_lane
+from ubatch.errors import UBatchError
+from ubatch.graphs import capturing
+from ubatch.lifetimes import abandon_transfers
 from ubatch.trace import UNSPLIT, LinkTime, SpanKind, current_trace
 
-__all__ = ["Transfer", "abandon_transfers"]
+__all__ = ["Transfer"]
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -32,6 +38,17 @@ class Transfer(Generic[T]):
     Attributes:
         name: what traces and errors call it.
         bytes_sent, bytes_received: what crosses to and from other ranks.
+
+    Args:
+        name: see above.
+        works: what the transport returned; empty where nothing travels.
+        finish: makes the result; runs once, when all works are over, in the thread that waits.
+        connection: whose peers to look out for while the host waits.
+        stream_ordered: waiting for a work orders the current stream and returns; else it blocks the host.
+        wait_launches: waiting for a work launches the kernel that receives, which waits for the peers. It is done for a
+            lane that ends without waiting, not for one that failed.
+        keep: every tensor that the works read or write.
+        bytes_sent, bytes_received: see above.
     """
 
     def __init__(
@@ -42,6 +59,7 @@ class Transfer(Generic[T]):
         *,
         connection: Connection | None = None,
         stream_ordered: bool = False,
+        wait_launches: bool = False,
         keep: Sequence[object] = (),
         bytes_sent: int = 0,
         bytes_received: int = 0,
@@ -55,6 +73,7 @@ class Transfer(Generic[T]):
         self._error: BaseException | None = None
         self._connection = connection
         self._stream_ordered = stream_ordered
+        self._wait_launches = wait_launches
         self._keep = tuple(keep)
         self._launched = time.monotonic()
         self._started = self._launched
@@ -64,8 +83,10 @@ class Transfer(Generic[T]):
         self._lane: UBatchContext | None = current_lane()
         self._trace = current_trace()
         self._key = name
+        # Behind it on the communication stream, unless the lane is still there.
+        self._mark = None if self._lane is None or self._lane.on_comm else self._lane.marked
         if self._lane is not None and self._works:
-            self._lane.launched.add(self)
+            self._lane.ledger.launched.add(self)
             self._key = self._lane.note_launch(name)
 
     @staticmethod
@@ -102,9 +123,15 @@ class Transfer(Generic[T]):
         return self
 
     def done(self) -> bool:
-        """Whether `wait` would return without waiting."""
+        """Whether it has arrived: `wait` would return at once, and on CUDA neither host nor stream would wait for it.
+
+        Raises:
+            UBatchError: a graph is being captured, where nothing has arrived until it is replayed.
+        """
         if self._finish is None:
             return True
+        if self._stream_ordered and capturing():
+            raise UBatchError(f"transfer {self.name!r}: nobody can tell whether it is done while a graph is captured.")
         return time.monotonic() >= self._deadline and all(work.is_completed() for work in self._works)
 
     def wait(self) -> T:
@@ -135,7 +162,7 @@ class Transfer(Generic[T]):
                 lane.end_wait(self.name, self._key, link, launcher)
         self._record(start, arrived)
         if launcher is not None:
-            launcher.join_comm()  # the launcher's event marks it, whoever waits
+            launcher.join_comm(self._mark)  # the launcher's event marks it, whoever waits
         try:
             value = self._finish()
         except BaseException as error:
@@ -172,26 +199,27 @@ class Transfer(Generic[T]):
 
     def _settle(self, *, value: object = None, error: BaseException | None = None) -> None:
         self._value, self._error, self._finish = value, error, None
+        lane, self._lane = self._lane, None
+        if lane is not None:
+            lane.ledger.launched.discard(self)
+            lane.release(self._keep, self._mark)
         if error is None:
-            self._keep = ()
-            self._works = ()
-        if self._lane is not None:
-            self._lane.launched.discard(self)
-            if error is not None:
-                abandon_transfers([self])
-            self._lane = None
+            self._keep = self._works = ()
+        elif lane is not None:
+            abandon_transfers([self])
 
     @property
     def over(self) -> bool:
         """Whether the transport no longer touches the buffers, however it ended."""
         return all(work.is_completed() for work in self._works)
 
+    def follow(self, *, failed: bool) -> bool:
+        """Let the current stream come after it without blocking the host; False where only the host can wait.
 
-_abandoned: list[Launched] = []
-_abandoned_lock = threading.Lock()
-
-
-def abandon_transfers(transfers: Sequence[Launched]) -> None:
-    """Keep transfers of a failed lane, and so their buffers, until the transport is done with them."""
-    with _abandoned_lock:
-        _abandoned[:] = [transfer for transfer in (*_abandoned, *transfers) if not transfer.over]
+        Args:
+            failed: its lane failed, so nothing is launched for it any more.
+        """
+        if self._stream_ordered and not (failed and self._wait_launches):
+            for work in self._works:
+                work.wait()
+        return self._stream_ordered

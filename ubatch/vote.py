@@ -5,11 +5,15 @@ transfer that the second never launches. So before each step every rank offers w
 offers, and all compute the same answer here. `CommGroup.vote` carries the offers; nothing in this file waits.
 
     every rank idle                                  -> no, all_idle
-    lanes, schedule, mode or graph mode differ        -> no, and which
+    lanes, schedule or mode differ                   -> no, and which
     somebody votes no                                -> no, with the first such rank's reason
     otherwise                                        -> yes
 
-An idle rank votes yes and goes along with any mode: its lanes are empty but pass every collective point.
+An idle rank votes yes and goes along with any mode, and with whatever schedule the others have for it: its lanes are
+empty but pass every collective point. One lane is a yes, too, where the schedule has chunks (single-batch overlap).
+
+Whether the step replays a CUDA graph is agreed in the same vote, overlapped or not: all ranks replay, or all run it
+eagerly. A rank without tokens goes along with any graph.
 """
 
 from __future__ import annotations
@@ -63,9 +67,9 @@ class DeclineReason(StrEnum):
     LANES_DIFFER = "lanes_differ"
     SCHEDULES_DIFFER = "schedules_differ"
     MODES_DIFFER = "modes_differ"
-    GRAPH_MODES_DIFFER = "graph_modes_differ"
     KV_ORDER = "kv_order"
     MODE_NOT_SPLIT = "mode_not_split"
+    GRADIENTS = "gradients"
 
 
 _REASONS = tuple(DeclineReason)
@@ -82,11 +86,11 @@ class Offer:
     Attributes:
         wish: yes, no, or idle.
         tokens: its tokens per lane; where it votes no, all of them in the first entry.
-        lanes: how many lanes it is configured for.
+        lanes: how many lanes it is configured for, in this mode; ignored for an idle rank, as are
+        schedule: fingerprint of the mode's schedule (`fingerprint`), and
+        mode: the forward mode's fingerprint.
         reason: why it votes no.
-        schedule: fingerprint of the schedule (`fingerprint`).
-        mode: the forward mode's fingerprint; ignored for an idle rank.
-        graph_mode: the graph mode's fingerprint.
+        graph_mode: what this rank could replay, as a fingerprint of the graphs it has for such a step; 0 runs eagerly.
         again: the step has run in lanes, but this rank could not merge its outputs, and would repeat it unsplit.
 
     Raises:
@@ -122,13 +126,30 @@ class Decision:
         engaged: whether the step overlaps.
         reason: why not, as seen from the rank that asked.
         declined_by: the first rank that said no, or None.
-        tokens: `[rank][lane]` tokens when engaged, `[rank][0]` otherwise.
+        tokens: `[rank][lane]` tokens when engaged, `[rank][0]` otherwise. Engaged in one lane: single-batch.
+        graph_mode: the graphs that all ranks could replay, 0 where the step runs eagerly; see `Offer.graph_mode`.
+        modes: the forward mode's fingerprint of every rank; that of a rank without tokens means nothing.
+        schedule: the fingerprint of the schedule that they run when engaged, 0 otherwise.
     """
 
     engaged: bool
     reason: DeclineReason | None
     declined_by: int | None
     tokens: tuple[tuple[int, ...], ...]
+    graph_mode: int = 0
+    modes: tuple[int, ...] = ()
+    schedule: int = 0
+
+    @property
+    def num_lanes(self) -> int:
+        """Lanes of the step; 1 if it is not split."""
+        return len(self.tokens[0])
+
+    @property
+    def common_mode(self) -> int | None:
+        """The mode's fingerprint of the first rank with tokens; all such ranks of an engaged step have the same."""
+        busy = (mode for mode, row in zip(self.modes, self.tokens, strict=False) if any(row))
+        return next(busy, None)
 
     def lane_tokens(self, lane: int) -> tuple[int, ...]:
         """Tokens of every rank in `lane`."""
@@ -157,13 +178,22 @@ def decide(offers: Sequence[Offer], rank: int = 0) -> Decision:
             "could merge theirs and went on. Name the outputs in output_dims, or set enable_dbo=False."
         )
     reason, declined_by = _objection(offers)
+    graph_mode, modes = _common_graph_mode(offers), tuple(offer.mode for offer in offers)
     if reason is None:
-        return Decision(True, None, None, tuple(offer.tokens for offer in offers))
+        busy = next(offer for offer in offers if offer.wish is Wish.YES)
+        nothing = (0,) * busy.lanes
+        tokens = tuple(nothing if offer.wish is Wish.IDLE else offer.tokens for offer in offers)
+        return Decision(True, None, None, tokens, graph_mode, modes, busy.schedule)
     if declined_by is not None and offers[rank].wish is Wish.NO:
         reason = offers[rank].reason
     elif declined_by is not None:
         reason = DeclineReason.PEER_DECLINED
-    return Decision(False, reason, declined_by, tuple((sum(offer.tokens),) for offer in offers))
+    return Decision(False, reason, declined_by, tuple((sum(offer.tokens),) for offer in offers), graph_mode, modes)
+
+
+def _common_graph_mode(offers: Sequence[Offer]) -> int:
+    busy = {offer.graph_mode for offer in offers if any(offer.tokens)}
+    return busy.pop() if len(busy) == 1 and all(offer.graph_mode for offer in offers) else 0
 
 
 def _objection(offers: Sequence[Offer]) -> tuple[DeclineReason | None, int | None]:
@@ -174,14 +204,12 @@ def _objection(offers: Sequence[Offer]) -> tuple[DeclineReason | None, int | Non
     if not busy:
         return DeclineReason.ALL_IDLE, None
     for field, reason in (
+        ("mode", DeclineReason.MODES_DIFFER),  # first: modes may have schedules of their own
         ("lanes", DeclineReason.LANES_DIFFER),
         ("schedule", DeclineReason.SCHEDULES_DIFFER),
-        ("graph_mode", DeclineReason.GRAPH_MODES_DIFFER),
     ):
-        if len({getattr(offer, field) for offer in offers}) > 1:
+        if len({getattr(offer, field) for offer in busy}) > 1:
             return reason, None
-    if len({offer.mode for offer in busy}) > 1:
-        return DeclineReason.MODES_DIFFER, None
     return None, None
 
 

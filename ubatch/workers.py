@@ -3,7 +3,7 @@
 A step, in pseudo-code:
     prepare the contexts and the baton
     give every worker its job; each enters its ambient state and its context, and reports at the ready barrier
-    when all are parked and warm, give the baton to lane 0
+    when all are parked and warm, begin the capture if this is one, and give the baton to lane 0
     sleep until all lanes have ended, looking up now and then whether one holds the baton for too long
     return the results, or raise the first failure with its traceback
 
@@ -23,8 +23,8 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -34,10 +34,11 @@ from ubatch.ambient import Ambient
 from ubatch.context import UBatchContext, make_ubatch_contexts
 from ubatch.errors import LaneAborted, UBatchError, UBatchTimeout
 from ubatch.forward_context import ForwardContext
+from ubatch.graphs import Capture
+from ubatch.lifetimes import abandon_transfers
 from ubatch.schedule import Schedule
+from ubatch.sm_budget import merge_sm_use, share_out_sms
 from ubatch.streams import StreamBackend, make_streams
-from ubatch.trace import current_trace
-from ubatch.transfer import abandon_transfers
 from ubatch.wakeup import Gate, WakeUp, make_wakeup
 
 __all__ = ["LanePool", "PoolStatistics"]
@@ -56,11 +57,13 @@ class PoolStatistics:
         steps: steps run in lanes.
         handoffs: switches from one lane to another.
         threads_started: worker threads made; more than the lanes means some were replaced.
+        sm_users: who said whether they keep to the SM budget (`ubatch.sm_budget`).
     """
 
     steps: int
     handoffs: int
     threads_started: int
+    sm_users: Mapping[str, bool]
 
 
 @dataclass
@@ -72,6 +75,7 @@ class _Job:
     ambient: Ambient
     variables: contextvars.Context
     done: Gate
+    part: Callable[[], AbstractContextManager[None]] = nullcontext
     result: Any = None
     error: BaseException | None = None
     ended: bool = False
@@ -88,7 +92,7 @@ class _Job:
         self.done.arrive()
 
     def _run_in_context(self) -> None:
-        with self.ambient.applied(), self.context:
+        with self.ambient.applied(), self.part(), self.context:
             self.result = self.body()
 
 
@@ -119,6 +123,10 @@ def _work(worker: _Worker) -> None:
             break
         job.run()
         del job  # keep no tensors alive between steps
+
+
+def _nothing() -> None:
+    """What a job runs that has run."""
 
 
 def _end_forked_child(error: BaseException | None) -> NoReturn:
@@ -156,6 +164,9 @@ class LanePool:
         device: whose streams the lanes share.
         timeout_s: a lane that holds the baton longer is taken for hung.
         streams: the stream back end; the device's own by default.
+
+    Attributes:
+        failure: the lane that failed in the last step, and the last point it had passed; None if none did.
     """
 
     def __init__(
@@ -163,6 +174,7 @@ class LanePool:
     ) -> None:
         self.lanes = lanes
         self.timeout_s = timeout_s
+        self.failure: tuple[int, str] | None = None
         self._streams = streams if streams is not None else make_streams(device)
         self._comm_stream = self._streams.new_stream()
         self._crew: _Crew | None = None
@@ -171,6 +183,7 @@ class LanePool:
         self._steps = 0
         self._handoffs = 0
         self._threads_started = 0
+        self._sm_users: dict[str, bool] = {}
 
     def run(
         self,
@@ -178,43 +191,52 @@ class LanePool:
         schedule: Schedule,
         forward_contexts: Sequence[ForwardContext | None],
         voted_ranks: frozenset[int] = frozenset(),
+        capture: Capture | None = None,
     ) -> list[Any]:
         """Run one body per lane and return their results in lane order.
+
+        Args:
+            bodies: one per lane.
+            schedule: how they take turns.
+            forward_contexts: one per lane.
+            voted_ranks: global ranks that agreed to this split.
+            capture: begun when all lanes are parked; each runs as a part of it. The caller ends it.
 
         Raises:
             UBatchTimeout: a lane held the baton too long.
             BaseException: whatever the first failing lane raised, with a note that names the lane.
         """
+        self.failure = None
         crew = self._crew_for_this_process()
         baton = crew.contexts[0].baton
         baton.prepare(schedule.lead)
         ambient = Ambient.capture()
-        compute_stream, trace = self._streams.current(), current_trace()
+        compute_stream = self._streams.current()
         crew.ready.close_again()
         crew.done.close_again()
+        sm_budget = share_out_sms(schedule.comm_sms, self._streams)
         jobs = []
         for context, body, forward_context in zip(crew.contexts, bodies, forward_contexts, strict=True):
-            context.forward_context = forward_context
-            context.schedule = schedule
-            context.voted_ranks = voted_ranks
-            context.trace = trace
-            context.compute_stream = compute_stream
+            context.begin_step(forward_context, schedule, voted_ranks, compute_stream, sm_budget)
             jobs.append(_Job(context, body, ambient, contextvars.copy_context(), crew.done))
+            if capture is not None:
+                jobs[-1].part = capture.part
         handoffs = baton.handoffs
         self._steps += 1
         ran_its_course = False
         try:
-            ran_its_course = self._watch(crew, jobs)
+            ran_its_course = self._watch(crew, jobs, capture)
         finally:
             if not ran_its_course:
                 self._replace(crew, jobs)
             self._handoffs += baton.handoffs - handoffs
+            merge_sm_use(self._sm_users, *(context.sm_users for context in crew.contexts))
             abandon_transfers([transfer for context in crew.contexts for transfer in context.settle()])
         return self._results(jobs)
 
     def statistics(self) -> PoolStatistics:
         """Counts since the pool was made."""
-        return PoolStatistics(self._steps, self._handoffs, self._threads_started)
+        return PoolStatistics(self._steps, self._handoffs, self._threads_started, dict(self._sm_users))
 
     @contextmanager
     def no_timeout(self) -> Iterator[None]:
@@ -258,7 +280,7 @@ class LanePool:
             self._closer.detach()
         self._crew = self._closer = None
 
-    def _watch(self, crew: _Crew, jobs: Sequence[_Job]) -> bool:
+    def _watch(self, crew: _Crew, jobs: Sequence[_Job], capture: Capture | None) -> bool:
         """Start the lanes, give the baton to lane 0 once all are ready, and see the step through to its end.
 
         Returns whether every lane could start and ended, well or badly.
@@ -268,6 +290,8 @@ class LanePool:
             for worker, job in zip(crew.workers, jobs, strict=True):
                 worker.give(job)
             all_ready = self._await_ready(crew, jobs)
+            if capture is not None and all_ready:
+                capture.begin()
             baton.start()
             while not crew.done.wait_for(min(_LOOK_UP_S, self.timeout_s)):
                 self._check_hang(crew)
@@ -332,11 +356,13 @@ class LanePool:
         if error is None or isinstance(error, LaneAborted):
             raise UBatchError("a lane was aborted, but none reported why. Please report this.")
         _note(error, culprit.context, len(jobs))
+        self.failure = culprit.context.id, str(culprit.context.last_point)
         for job in failed:
             if job is not culprit and not isinstance(job.error, LaneAborted):
                 error.add_note(f"lane {job.context.id} also raised {job.error!r} while it unwound")
         for job in jobs:
-            job.error = job.result = None  # their tracebacks hold the lanes' tensors
+            job.error = job.result = None  # their tracebacks hold the lanes' tensors,
+            job.body = _nothing  # and the error's, which lives on, holds the job
         try:
             raise error
         finally:
@@ -345,7 +371,7 @@ class LanePool:
 
 def _note(error: BaseException, context: UBatchContext, lanes: int) -> None:
     error.add_note(
-        f"raised in lane {context.id} of {lanes}, last point {context.last_point!r}, "
+        f"raised in lane {context.id} of {lanes}, last point {str(context.last_point)!r}, "
         f"{context.points_passed} points passed"
     )
 

@@ -4,25 +4,27 @@ A call, in pseudo-code:
     refuse to run inside a lane, or while another call runs
     may this call be split, is it big enough?  cut it            -> an offer: yes, no (reason), idle
     several ranks: vote                                          -> the same decision on all of them
+    it was captured, on all of them: replay its graph
     no:   count the reason, run the module as it is
     yes:  run the module once per lane, concatenate the outputs
+          (one lane with chunks of experts: run it as it is, as that lane)
     on any error: tell the peers, raise the original
 
-For everything but its call it stands in for the module (`facade`); whether to split is decided in `planner`.
+For everything but its call it stands in for the module (`facade`); whether to split is decided in `planner`, how it
+runs is in `execution`, which graph it has in `graph_table`.
 """
 
 from __future__ import annotations
 
 import copy
-import functools
-import itertools
+import gc
 import threading
-import time
+import traceback
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -30,39 +32,25 @@ from torch import nn
 from ubatch.arguments import CannotSplit, check_split_dims
 from ubatch.config import CUDAGraphMode, UBatchConfig
 from ubatch.context import current_lane
-from ubatch.errors import ConcurrentCallError, ConfigError, NestedUBatchError, OverlapDeclined, SplitError, nearest
+from ubatch.errors import ConcurrentCallError, ConfigError, NestedUBatchError, OverlapDeclined
+from ubatch.execution import Execution, checked_device, device_of, span
 from ubatch.facade import ModuleFacade
-from ubatch.forward_context import ForwardContext, get_forward_context, set_forward_context
+from ubatch.forward_context import ForwardContext, get_forward_context
+from ubatch.graph_capture import Capturer
+from ubatch.graph_cuda import CudaGraphs
+from ubatch.graph_table import GraphTable, Hit
+from ubatch.graphs import CapturedGraph, CaptureFailed, GraphBackend, GraphKey
 from ubatch.group import CommGroup
-from ubatch.outputs import merge_outputs
-from ubatch.planner import CutCall, Intent, Planner
-from ubatch.streams import make_streams
-from ubatch.trace import UNSPLIT, SpanKind, current_trace
+from ubatch.planner import Intent, Planner
+from ubatch.schedule import Schedule
+from ubatch.sm_budget import merge_sm_use
+from ubatch.statistics import UBatchStatistics
+from ubatch.trace import note_outcome, note_step, traced_step
 from ubatch.vote import Decision, DeclineReason, Offer, Wish, decide
-from ubatch.workers import LanePool
 
-__all__ = ["UBatchStatistics", "UBatchWrapper"]
+__all__ = ["UBatchWrapper"]
 
-
-@dataclass(frozen=True)
-class UBatchStatistics:
-    """What a wrapper did since it was made.
-
-    Attributes:
-        calls: all calls.
-        engaged: calls that ran in lanes.
-        declined: calls that ran unsplit, by reason.
-        handoffs: switches from one lane to another.
-        lane_threads_started: worker threads made; more than the lanes means some hung and were replaced.
-        last_reason: a sentence about the last call that declined, or None.
-    """
-
-    calls: int
-    engaged: int
-    declined: Mapping[DeclineReason, int]
-    handoffs: int
-    lane_threads_started: int
-    last_reason: str | None
+T = TypeVar("T")
 
 
 class UBatchWrapper(ModuleFacade):
@@ -71,12 +59,20 @@ class UBatchWrapper(ModuleFacade):
     Args:
         model: any module. It is not changed.
         config: thresholds, lanes, schedule, group; see `UBatchConfig`.
-        cudagraph_mode: only `NONE` so far.
+        cudagraph_mode: `FULL` lets `capture` and `capture_sizes` record calls as CUDA graphs, and calls replay them.
         device: where the model runs; its first parameter's device by default.
+        graphs: what captures; `CudaGraphs` of the device by default.
+        intercept_collectives: what the module launches inside torch (`parallelize_module`, DTensor, functional
+            collectives) are transfers, and torch's own waits points; see `ubatch.intercept`. For inference: a call that
+            records gradients declines.
 
     A call overlaps when the forward context carries `ubatch_slices`; otherwise the thresholds decide, from the
     number of tokens (token ids `[B, S]` count B x S, decode if S = 1; otherwise the size of the split dimension).
     Attributes, parameters, `state_dict`, `to`, `eval` are the module's; attributes set here are set on the module.
+
+    A graph has the module's addresses and flags in it. What changes those through the wrapper drops the graphs (`to`,
+    setting an attribute, registering a hook) or keeps them unused (`train`); new values in the same memory
+    (`load_state_dict`) are seen. Who changes the module behind the wrapper's back calls `drop_graphs`.
 
     Raises:
         ConfigError: a graph mode or device that cannot work.
@@ -88,6 +84,8 @@ class UBatchWrapper(ModuleFacade):
         config: UBatchConfig | None = None,
         cudagraph_mode: CUDAGraphMode = CUDAGraphMode.NONE,
         device: torch.device | str | None = None,
+        graphs: GraphBackend | None = None,
+        intercept_collectives: bool = False,
     ) -> None:
         if isinstance(model, UBatchWrapper):
             raise NestedUBatchError("the module is a UBatchWrapper already. Wrap a module once.")
@@ -99,22 +97,29 @@ class UBatchWrapper(ModuleFacade):
                     raise NestedUBatchError(
                         f"{type(parent).__name__}.{name} is a UBatchWrapper already. Wrap only the outermost module."
                     )
-        _check_graph_mode(cudagraph_mode)
+        mode = CUDAGraphMode.of(cudagraph_mode)
         config = config if config is not None else UBatchConfig()
         check_split_dims(model.forward, config.split_dims)
         group: Any = getattr(model, "_ubatch_group", None)
         if config.group is None and group is not None:
             config = replace(config, group=group)
+        checked = None if device is None else checked_device(device)
+        planner = Planner(model, config, intercept=intercept_collectives)
+        execution = Execution(model, config, checked, intercept=intercept_collectives)
         super().__init__(model)
         self._keep("_ubatch_config", config)
-        self._keep("_ubatch_planner", Planner(model, config))
-        self._keep("_ubatch_device", None if device is None else _checked_device(device))
-        self._keep("_ubatch_pools", {})
-        self._keep("_ubatch_patience", 0)
+        self._keep("_ubatch_planner", planner)
+        self._keep("_ubatch_execution", execution)
+        self._keep("_ubatch_pools", execution.pools)
+        self._keep("_ubatch_device", checked)
+        self._keep("_ubatch_given_graphs", graphs)
+        self._keep("_ubatch_intercepts", intercept_collectives)
+        self._keep("_ubatch_table", _table(mode, graphs, planner, model, checked))
         self._keep("_ubatch_busy", threading.Lock())
         self._keep("_ubatch_owner", 0)
         self._keep("_ubatch_calls", 0)
         self._keep("_ubatch_engaged", 0)
+        self._keep("_ubatch_engaged_single", 0)
         self._keep("_ubatch_declined", Counter())
         self._keep("_ubatch_last_reason", None)
 
@@ -128,6 +133,63 @@ class UBatchWrapper(ModuleFacade):
             OverlapDeclined: `require_overlap` is set and the call ran into a reason not to.
             UBatchTimeout, PeerFailed, TransferTimeout, GroupBroken: see there.
         """
+        with self._alone(), traced_step():
+            return self._step(args, kwargs)
+
+    def capture(self, *args: Any, **kwargs: Any) -> CapturedGraph:
+        """Capture this call as it would run now: in lanes or unsplit, under the current forward context.
+
+        It runs twice before that. The tensors among its arguments become static inputs, everything else is frozen.
+        Ranks that share collectives must capture the same calls in the same order. A call is replayed if its tokens per
+        lane, mode, other arguments and attention plans (the same objects) are those of the captured one; capturing a
+        `GraphKey` anew replaces its graph.
+
+        Raises:
+            CaptureFailed: it ran, but cannot be captured. The wrapper is usable at once.
+            ConfigError: `cudagraph_mode` is `NONE`; or the module is in training mode, gradients are recorded, an
+                argument is elsewhere, is a cache, or is written to.
+            Others: see `forward`.
+        """
+        context = get_forward_context()
+        return self._capture(
+            lambda capturer: capturer.one(
+                (args, kwargs), context, lambda intent: self._decide(intent, context), self._decide_again
+            )
+        )
+
+    def capture_sizes(
+        self, *args: Any, progress: Callable[[CapturedGraph], None] | None = None, **kwargs: Any
+    ) -> list[CapturedGraph]:
+        """Capture a call at every size of `UBatchConfig.cudagraph_capture_sizes`, largest first, overlapped (where the
+        thresholds say so) and unsplit. For modules whose rows do not depend on each other: a call of fewer rows is then
+        padded with zeros to the next size.
+
+        Args:
+            args, kwargs: an example call with at least as many tokens as the largest size.
+            progress: called with every graph.
+
+        Raises:
+            CaptureFailed, ConfigError: as `capture`; or the call cannot be cut to these sizes, its output not to fewer
+                rows, or ranks disagree.
+        """
+        return self._capture(lambda capturer: capturer.sizes((args, kwargs), get_forward_context(), progress))
+
+    @property
+    def graphs(self) -> Mapping[GraphKey, CapturedGraph]:
+        """What was captured."""
+        table: GraphTable | None = self._ubatch_table
+        return {} if table is None else table.graphs
+
+    def drop_graphs(self) -> None:
+        """Give all captured graphs back, such as after the module was changed. Calls run eagerly until new captures."""
+        if self._ubatch_table is not None:
+            self._ubatch_table.drop("drop_graphs()")
+
+    # -- one call -----------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """One call at a time, and of all ranks together."""
         lane = current_lane()
         if lane is not None:
             raise NestedUBatchError(
@@ -141,38 +203,82 @@ class UBatchWrapper(ModuleFacade):
         try:
             self._keep("_ubatch_owner", threading.get_ident())
             with group.step() if group is not None else nullcontext():
-                return self._step(args, kwargs)
+                yield
         finally:
             self._keep("_ubatch_owner", 0)
             self._ubatch_busy.release()
 
-    # -- one call -----------------------------------------------------------------------------------------------
+    def _capture(self, work: Callable[[Capturer], T]) -> T:
+        table: GraphTable | None = self._ubatch_table
+        if table is None:
+            raise ConfigError("nothing is captured with cudagraph_mode NONE. Make the UBatchWrapper with FULL.")
+        if not table.graphs:
+            gc.collect()  # what cycles hold would count as a graph's memory
+        config, planner, execution = self._ubatch_config, self._ubatch_planner, self._ubatch_execution
+        try:
+            with self._alone():
+                return work(Capturer(self._ubatch_model, config, planner, execution, table))
+        except CaptureFailed as failed:  # its cause says where; the frames in between hold the static inputs
+            traceback.clear_frames(failed.__traceback__)
+            raise
+        finally:
+            if not table.graphs:
+                table.buffers.clear()
 
     def _step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._keep("_ubatch_calls", self._ubatch_calls + 1)
-        trace = current_trace()
-        if trace is not None:
-            trace.step += 1
         context = get_forward_context()
         planner: Planner = self._ubatch_planner
+        execution: Execution = self._ubatch_execution
+        table: GraphTable | None = self._ubatch_table
+        group: CommGroup | None = self._ubatch_config.group
+        several_ranks = group is not None and group.size > 1
+        if table is not None and context is not None:
+            hit = table.planned(args, kwargs, context, several_ranks=several_ranks)
+            if hit is not None:
+                schedule = context.schedule or self._ubatch_config.for_mode(context.mode).schedule
+                note_step(context.mode, context.num_tokens, schedule.name)
+                return self._replay(hit, context.decision, None, schedule)
         intent = planner.intent(args, kwargs, context)
+        note_step(intent.mode, intent.num_tokens, intent.schedule.name)
+        lookup = None if table is None else table.look_up(args, kwargs, intent, context)
+        if lookup is not None:
+            intent = replace(intent, offer=replace(intent.offer, graph_mode=lookup.graph_mode))
         decision = self._decide(intent, context)
+        intent = planner.settle(intent, decision)
+        if lookup is not None:
+            hit = lookup.settle(decision, several_ranks=several_ranks)
+            if hit is not None:
+                return self._replay(hit, decision, intent.why, intent.schedule)
+        if decision.engaged and intent.single:
+            self._count_engaged(1, intent.schedule.chunks)
+            return execution.single(args, kwargs, intent, decision, context)
         if decision.engaged and intent.cut is not None:
             try:
-                return self._run_lanes(intent, intent.cut, decision, context)
+                output = execution.lanes(intent, intent.cut, decision, context)
+                self._count_engaged(len(intent.cut.bounds), intent.schedule.chunks)
+                return output
             except CannotSplit as cannot:  # only the outputs could tell
                 if context is not None and context.ubatch_slices is not None:
                     raise
                 planner.remember_unmergeable(args, kwargs, cannot)
                 decision = self._decide_again(intent, cannot)
                 intent = replace(intent, why=str(cannot))
-        return self._run_unsplit(args, kwargs, intent, decision, context)
+        self._count_declined(decision, intent.why)
+        return execution.unsplit(args, kwargs, intent, decision, context)
+
+    def _replay(self, hit: Hit, decision: Decision | None, why: str | None, schedule: Schedule) -> Any:
+        key = hit.entry.graph.key
+        if key.overlapped:
+            self._count_engaged(len(key.tokens), schedule.chunks)
+        else:
+            self._count_declined(decision, why)
+        with span("replay"):
+            return self._ubatch_table.replay(hit)
 
     def _decide(self, intent: Intent, context: ForwardContext | None) -> Decision:
         group: CommGroup | None = self._ubatch_config.group
         if context is not None and context.decision is not None:
-            if context.decision.engaged and context.ubatch_slices is None:
-                raise SplitError("the forward context's decision says to overlap, but it has no ubatch_slices.")
             return context.decision
         return decide([intent.offer]) if group is None else group.vote(intent.offer)
 
@@ -182,75 +288,35 @@ class UBatchWrapper(ModuleFacade):
         offer = Offer(Wish.NO, (sum(intent.offer.tokens),), intent.offer.lanes, cannot.reason, again=True)
         return decide([offer]) if group is None else group.vote(offer)
 
-    def _run_unsplit(
-        self,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        intent: Intent,
-        decision: Decision,
-        context: ForwardContext | None,
-    ) -> Any:
-        reason = decision.reason if decision.reason is not None else DeclineReason.NOT_REQUESTED
-        why = (
-            intent.why or f"{reason} (rank {decision.declined_by})" if decision.declined_by is not None else intent.why
-        )
+    def _count_engaged(self, lanes: int, chunks: int) -> None:
+        """Count a call that overlapped, in lanes or in one piece."""
+        counter = "_ubatch_engaged" if lanes > 1 else "_ubatch_engaged_single"
+        self._keep(counter, getattr(self, counter) + 1)
+        note_outcome(lanes=lanes, chunks=chunks)
+
+    def _count_declined(self, decision: Decision | None, why: str | None) -> None:
+        """Count a call that runs unsplit.
+
+        Raises:
+            OverlapDeclined: it must overlap.
+        """
+        reason = DeclineReason.NOT_REQUESTED
+        if decision is not None and decision.reason is not None:
+            reason = decision.reason
+        if decision is not None and decision.declined_by is not None:
+            why = why or f"{reason} (rank {decision.declined_by})"
         self._ubatch_declined[reason] += 1
+        note_outcome(reason=reason, declined_by=None if decision is None else decision.declined_by)
         self._keep("_ubatch_last_reason", f"{reason}: {why}" if why else str(reason))
         if self._ubatch_config.require_overlap:
             raise OverlapDeclined(
                 f"require_overlap is set, but the call declined: {reason}. {why or ''}".strip(), reason
             )
-        around: AbstractContextManager[Any] = nullcontext()
-        if self._ubatch_config.group is not None and (context is None or context.tokens_across_ranks is None):
-            base = context if context is not None else ForwardContext(num_tokens=intent.num_tokens, mode=intent.mode)
-            around = set_forward_context(replace(base, tokens_across_ranks=decision.lane_tokens(0), decision=decision))
-        with around, _span("unsplit"):
-            return self._ubatch_model(*args, **kwargs)
 
-    def _run_lanes(self, intent: Intent, cut: CutCall, decision: Decision, context: ForwardContext | None) -> Any:
-        lanes = len(cut.bounds)
-        contexts = self._lane_contexts(intent, decision, context)
-        model = self._ubatch_model
-        bodies = [functools.partial(_call, model, *call) for call in cut.calls]
-        group = self._ubatch_config.group
-        voted = frozenset(group.ranks) if group is not None else frozenset()
-        pool = self._pool(lanes)
-        with pool.no_timeout() if self._ubatch_patience else nullcontext():
-            outputs = pool.run(bodies, self._ubatch_planner.schedule.with_lanes(lanes), contexts, voted)
-        merged = merge_outputs(outputs, cut.plan, cut.bounds, cut.caches, self._ubatch_config.output_dims)
-        self._keep("_ubatch_engaged", self._ubatch_engaged + 1)
-        return merged
-
-    def _lane_contexts(
-        self, intent: Intent, decision: Decision, context: ForwardContext | None
-    ) -> list[ForwardContext]:
-        if context is not None and context.lane_contexts is not None:
-            if len(context.lane_contexts) != len(intent.offer.tokens):
-                raise ConfigError(
-                    f"{len(intent.offer.tokens)} ubatch_slices need as many lane_contexts, "
-                    f"not {len(context.lane_contexts)}."
-                )
-            return list(context.lane_contexts)
-        if context is not None and context.attn_metadata is not None:
-            raise ConfigError(
-                "a forward context with ubatch_slices and attn_metadata needs lane_contexts, one per slice."
-            )
-        return [
-            ForwardContext(
-                num_tokens=tokens, mode=intent.mode, tokens_across_ranks=decision.lane_tokens(lane), decision=decision
-            )
-            for lane, tokens in enumerate(intent.offer.tokens)
-        ]
-
-    def _pool(self, lanes: int) -> LanePool:
-        device = self._ubatch_device
-        if device is None:  # the module may have moved since the last call
-            tensors = itertools.chain(self._ubatch_model.parameters(), self._ubatch_model.buffers())
-            device = next((tensor.device for tensor in tensors), torch.device("cpu"))
-        pools: dict[tuple[int, torch.device], LanePool] = self._ubatch_pools
-        if (lanes, device) not in pools:
-            pools[lanes, device] = LanePool(lanes, device, self._ubatch_config.timeout_s)
-        return pools[lanes, device]
+    def _module_changed(self, how: str) -> None:
+        table: GraphTable | None = self._ubatch_table
+        if table is not None:  # hooks and attributes are not in a graph; of the rest only what moves memory counts
+            table.module_changed(how, certainly=how.startswith(("attribute", "register_")))
 
     # -- the wrapper's own methods ------------------------------------------------------------------------------
 
@@ -274,66 +340,61 @@ class UBatchWrapper(ModuleFacade):
     def statistics(self) -> UBatchStatistics:
         """How often overlap engaged, and why not when it did not."""
         pools = [pool.statistics() for pool in self._ubatch_pools.values()]
+        sm_use: dict[str, bool] = {}
+        merge_sm_use(sm_use, *(pool.sm_users for pool in pools))
+        table: GraphTable | None = self._ubatch_table
         return UBatchStatistics(
             calls=self._ubatch_calls,
             engaged=self._ubatch_engaged,
             declined=dict(self._ubatch_declined),
             handoffs=sum(pool.handoffs for pool in pools),
             lane_threads_started=sum(pool.threads_started for pool in pools),
+            sm_budget=sm_use,
             last_reason=self._ubatch_last_reason,
+            graph_replays=0 if table is None else table.replays,
+            graph_misses=0 if table is None else table.misses.total(),
+            graph_misses_by_reason={} if table is None else dict(table.misses),
+            last_graph_miss=None if table is None else table.last_miss,
+            engaged_single=self._ubatch_engaged_single,
         )
 
-    @contextmanager
-    def no_timeout(self) -> Iterator[None]:
+    def no_timeout(self) -> AbstractContextManager[None]:
         """Suspend the hang check in the `with` block: first calls may compile or autotune for minutes."""
-        self._keep("_ubatch_patience", self._ubatch_patience + 1)
-        try:
-            yield
-        finally:
-            self._keep("_ubatch_patience", self._ubatch_patience - 1)
+        execution: Execution = self._ubatch_execution
+        return execution.no_timeout()
 
     def close(self) -> None:
         """Stop the lanes' threads. The wrapper may be used again; the next overlapped call makes new ones."""
-        for pool in self._ubatch_pools.values():
-            pool.close()
+        self._ubatch_execution.close()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> UBatchWrapper:
-        """A copy of the module in a wrapper with the same settings and group."""
-        return type(self)(copy.deepcopy(self._ubatch_model, memo), self._ubatch_config, device=self._ubatch_device)
+        """A copy of the module in a wrapper with the same settings and group, and nothing captured yet."""
+        given: GraphBackend | None = self._ubatch_given_graphs
+        return type(self)(
+            copy.deepcopy(self._ubatch_model, memo),
+            self._ubatch_config,
+            self._graph_mode(),
+            self._ubatch_device,
+            None if given is None else given.another(),
+            self._ubatch_intercepts,
+        )
 
     def __reduce__(self) -> Any:
-        return type(self), (self._ubatch_model, self._ubatch_config, CUDAGraphMode.NONE, self._ubatch_device)
+        given: GraphBackend | None = self._ubatch_given_graphs
+        mode, device = self._graph_mode(), self._ubatch_device
+        return type(self), (self._ubatch_model, self._ubatch_config, mode, device, given, self._ubatch_intercepts)
+
+    def _graph_mode(self) -> CUDAGraphMode:
+        return CUDAGraphMode.NONE if self._ubatch_table is None else CUDAGraphMode.FULL
 
 
-def _call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return model(*args, **kwargs)
-
-
-def _check_graph_mode(mode: CUDAGraphMode | str) -> None:
-    known = [each.value for each in CUDAGraphMode]
-    if mode not in known:
-        raise ConfigError(f"unknown cudagraph_mode {mode!r}{nearest(str(mode), known)}")
-    if CUDAGraphMode(mode) is not CUDAGraphMode.NONE:
-        raise ConfigError("cudagraph_mode=FULL: capturing CUDA graphs is not available yet. Use NONE.")
-
-
-def _checked_device(device: torch.device | str) -> torch.device:
-    try:
-        checked = torch.device(device)
-    except (RuntimeError, TypeError) as error:
-        raise ConfigError(f"device {device!r} is no torch device. Use 'cpu' or 'cuda'.") from error
-    make_streams(checked)
-    return checked
-
-
-@contextmanager
-def _span(name: str) -> Iterator[None]:
-    trace = current_trace()
-    if trace is None:
-        yield
-        return
-    start = time.monotonic()
-    try:
-        yield
-    finally:
-        trace.add(SpanKind.COMPUTE, name, UNSPLIT, start, time.monotonic())
+def _table(
+    mode: CUDAGraphMode, graphs: GraphBackend | None, planner: Planner, model: nn.Module, device: torch.device | None
+) -> GraphTable | None:
+    if mode is CUDAGraphMode.NONE:
+        if graphs is not None:
+            raise ConfigError("graphs was given, but cudagraph_mode is NONE. Set it to FULL.")
+        return None
+    if graphs is None:
+        graphs = CudaGraphs(device_of(model) if device is None else device)
+    return GraphTable(graphs, planner, model)

@@ -32,6 +32,7 @@ from attention.backends.flashinfer_pages import (
     WrapperBackend,
     WrapperPlan,
 )
+from attention.backends.store import store_kv
 from attention.backends.trtllm_common import (
     FlashInferKernel,
     RequestBatch,
@@ -214,7 +215,7 @@ class FlashInferPlan(WrapperPlan):
         """See `AttentionPlan.forward`; sinks are refused, as this back end has none."""
         self._backend.shape.check_sinks(sinks)
         cache = self._backend.kv_cache
-        cache.write(layer, k, v, self._slots)
+        store_kv(cache, layer, k, v, self._slots)
         if not self._num_rows:
             return q.new_zeros(q.shape)
         pools = (cache.keys(layer), cache.values(layer))

@@ -26,6 +26,7 @@ from attention.backends.flashinfer_pages import (
     WrapperBackend,
     WrapperPlan,
 )
+from attention.backends.store import store_latents
 from attention.backends.trtllm_common import (
     FlashInferKernel,
     RequestBatch,
@@ -145,7 +146,7 @@ class FlashInferMLAPlan(WrapperPlan):
         """See `MLAPlan.forward`."""
         backend, queries = self._backend, self.queries
         cache, rank = backend.kv_cache, backend.shape.kv_lora_rank
-        cache.write(layer, inputs.latent, inputs.rope.rotate(inputs.k_rope), self._slots)
+        store_latents(cache, layer, inputs, self._slots)
         if not self._num_rows:
             return inputs.q_nope.new_zeros(*inputs.q_nope.shape[:2], backend.shape.v_head_dim)
         pages = cache.rows(layer)

@@ -24,13 +24,14 @@ _BACKENDS = LazyRegistry(
         "torch": "attention.backends.torch_sdpa:TorchAttentionBackend",
         "torch_mla": "attention.backends.torch_mla:TorchMLABackend",
         "triton": "attention.backends.triton:TritonAttentionBackend",
+        "triton_mla": "attention.backends.triton_mla:TritonMLABackend",
         "flashinfer": "attention.backends.flashinfer:FlashInferBackend",
         "flashinfer_mla": "attention.backends.flashinfer_mla:FlashInferMLABackend",
         "trtllm_mha": "attention.backends.trtllm_mha:TRTLLMMHABackend",
         "trtllm_mla": "attention.backends.trtllm_mla:TRTLLMMLABackend",
     },
 )
-_MLA_NAMES = {"torch": "torch_mla", "flashinfer": "flashinfer_mla"}
+_MLA_NAMES = {"torch": "torch_mla", "triton": "triton_mla", "flashinfer": "flashinfer_mla"}
 """Where one name serves both kinds of attention, the class for MLA."""
 _TRTLLM_GEN = ((10, 0), (10, 3))
 """GPU architectures that TensorRT-LLM's generated kernels, the fastest, are for."""
@@ -79,7 +80,7 @@ def _candidates(shape: Shape, device: torch.device) -> list[str]:
             if torch.cuda.get_device_capability(device) in _TRTLLM_GEN:
                 names.append("trtllm_mha" if is_mha else "trtllm_mla")
             names.append("flashinfer")
-        if is_mha and importlib.util.find_spec("triton") is not None:
+        if importlib.util.find_spec("triton") is not None:
             names.append("triton")
     return [*names, "torch"]
 

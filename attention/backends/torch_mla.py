@@ -44,7 +44,7 @@ from attention.kv_cache import MLAKVCache
 from attention.lse import merge_states, softmax_attention
 from attention.metadata import CommonAttentionMetadata
 
-__all__ = ["TorchMLABackend", "TorchMLAPlan"]
+__all__ = ["ExpandedGroup", "LatentStep", "TorchMLABackend", "TorchMLAPlan", "expanded_groups"]
 
 _CHUNK_TOKENS = 4096  # of the cached prefixes of a group, expanded at once; at least a block of each request
 
@@ -61,11 +61,11 @@ class TorchMLABackend(TorchBackend):
 
     def plan(self, metadata: CommonAttentionMetadata) -> TorchMLAPlan:
         """Sort the requests into groups and prepare indices and masks for all layers."""
-        return TorchMLAPlan(_Step(self.shape, self.kv_cache, metadata, self._workspace))
+        return TorchMLAPlan(LatentStep(self.shape, self.kv_cache, metadata, self._workspace))
 
 
 @dataclass(frozen=True)
-class _Step:
+class LatentStep:
     """What all groups of a step share."""
 
     shape: MLAShape
@@ -119,12 +119,12 @@ class _Step:
 class _Absorbed:
     """Few queries per request: they attend to the cached rows, which serve all heads."""
 
-    def __init__(self, step: _Step, requests: Sequence[Request]) -> None:
+    def __init__(self, step: LatentStep, requests: Sequence[Request]) -> None:
         self.tokens = TokenRows(requests, step.metadata.slot_mapping.device)
         self.pages = step.pages(requests, [(0, request.seq_len) for request in requests])
         self.mask = step.visible(requests, self.pages.positions)
 
-    def attend(self, step: _Step, inputs: MLAInputs, layer: int) -> Tensor:
+    def attend(self, step: LatentStep, inputs: MLAInputs, layer: int) -> Tensor:
         rows = step.gather(self.pages, layer).unsqueeze(1)  # one key head
         q_nope, q_rope = self.tokens.pick(inputs.q_nope), self.tokens.pick(inputs.q_rope)
         q = torch.cat((_per_head(q_nope, inputs.w_uk), q_rope.transpose(1, 2)), dim=-1)
@@ -141,10 +141,10 @@ class _Chunk:
     mask: Tensor
 
 
-class _Expanded:
+class ExpandedGroup:
     """Many queries per request: new tokens causally, and the prefix chunk by chunk."""
 
-    def __init__(self, step: _Step, requests: Sequence[Request]) -> None:
+    def __init__(self, step: LatentStep, requests: Sequence[Request]) -> None:
         device = step.metadata.slot_mapping.device
         self.tokens = TokenRows(requests, device)
         self.chunks = _chunks(step, requests)
@@ -154,7 +154,7 @@ class _Expanded:
             hidden = new > new[:, None]
             self.mask = additive_mask(~hidden.unsqueeze(0), step.kv_cache.spec.dtype)
 
-    def attend(self, step: _Step, inputs: MLAInputs, layer: int) -> Tensor:
+    def attend(self, step: LatentStep, inputs: MLAInputs, layer: int) -> Tensor:
         scale = step.shape.softmax_scale
         q = self.tokens.pick(torch.cat((inputs.q_nope, inputs.q_rope), dim=-1)).transpose(1, 2)
         rows = torch.cat((self.tokens.pick(inputs.latent), self.tokens.pick(inputs.k_rope)), dim=-1)
@@ -170,7 +170,7 @@ class _Expanded:
         return self.tokens.flatten(out.transpose(1, 2))
 
 
-def _chunks(step: _Step, requests: Sequence[Request]) -> list[_Chunk]:
+def _chunks(step: LatentStep, requests: Sequence[Request]) -> list[_Chunk]:
     """The prefixes of a group in pieces of at most `_CHUNK_TOKENS` tokens of all requests together."""
     device = step.metadata.slot_mapping.device
     block_size = step.kv_cache.spec.block_size
@@ -202,7 +202,7 @@ def _per_head(x: Tensor, weight: Tensor) -> Tensor:
 class TorchMLAPlan:
     """The groups of one step of one lane, with their indices and masks."""
 
-    def __init__(self, step: _Step) -> None:
+    def __init__(self, step: LatentStep) -> None:
         self._step = step
         self._slots = step.kv_cache.write_slots(step.metadata.slot_mapping)
         self._groups = _make_groups(step)
@@ -230,19 +230,21 @@ class TorchMLAPlan:
         return out
 
 
-def _make_groups(step: _Step) -> list[_Absorbed | _Expanded]:
+def _make_groups(step: LatentStep) -> list[_Absorbed | ExpandedGroup]:
     spec = step.kv_cache.spec
     absorbed: list[Request] = []
-    fresh: list[Request] = []
-    extend: list[Request] = []
+    expanded: list[Request] = []
     for request in list_requests(step.metadata, spec):
-        if step.absorbs(request):
-            absorbed.append(request)
-        else:
-            (extend if request.prefix else fresh).append(request)
-    groups: list[_Absorbed | _Expanded] = []
+        (absorbed if step.absorbs(request) else expanded).append(request)
+    groups: list[_Absorbed | ExpandedGroup] = []
     groups += [_Absorbed(step, requests) for requests in bundle(absorbed, gathered_tokens(step.row_size, spec.dtype))]
-    groups += [_Expanded(step, requests) for requests in bundle(fresh)]
-    most = max(1, _CHUNK_TOKENS // spec.block_size)  # of which a chunk holds a block each
-    groups += [_Expanded(step, requests) for requests in bundle(extend, max_requests=most)]
-    return groups
+    return groups + expanded_groups(step, expanded)
+
+
+def expanded_groups(step: LatentStep, requests: Sequence[Request]) -> list[ExpandedGroup]:
+    """Requests that attend over keys and values, in few groups: those without a prefix, then the others."""
+    fresh = [request for request in requests if not request.prefix]
+    extend = [request for request in requests if request.prefix]
+    groups = [ExpandedGroup(step, members) for members in bundle(fresh)]
+    most = max(1, _CHUNK_TOKENS // step.kv_cache.spec.block_size)  # of which a chunk holds a block each
+    return groups + [ExpandedGroup(step, members) for members in bundle(extend, max_requests=most)]

@@ -9,38 +9,45 @@ alone. What the kernels need to know they work out on the device, from the metad
 any batch that is copied into the same tensors. A graph freezes only how many programs are launched, and that is chosen
 for the longest request its limits allow.
 
+Tiles, and how often keys are split, are measured on the GPU the first time that a batch of a kind is planned; see
+`attention.kernels.tuning`.
+
 It runs on a CPU, slowly, in Triton's interpreter: set TRITON_INTERPRET=1 before Triton is first imported.
 """
 
 from __future__ import annotations
 
-import weakref
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from attention.backends.base import AttentionShape, BackendTraits, GraphLimits
-from attention.graph_buffers import GraphBuffers
+from attention.backends.triton_common import (
+    DEVICES,
+    StaticTensors,
+    Workspace,
+    paged_batch,
+    processors,
+    refuse_other_batch,
+    tree_of,
+)
 from attention.kernels.cache import write_kv
 from attention.kernels.decode import DecodeSplits, decode_attention
-from attention.kernels.planning import num_tiles, plan_mask_offsets, plan_tiles
+from attention.kernels.planning import num_tiles, plan_tiles
 from attention.kernels.prefill import prefill_attention
-from attention.kernels.tile import PagedBatch, TileSize, TreeMask
+from attention.kernels.tile import PagedBatch, TileSize
+from attention.kernels.tuning import tune_decode, tune_prefill
 from attention.kv_cache import PagedKVCache
 from attention.metadata import CommonAttentionMetadata
 from attention.modes import MODES, Kernel, SplitKind
-from attention.spec_verify import SpecVerifyInput
 from ubatch import ConfigError
-from ubatch.triton_jit import INTERPRETED
 
 __all__ = ["TritonAttentionBackend", "TritonAttentionPlan", "TritonGraphPlan"]
 
 _MAX_DECODE_ROWS = 128  # queries times heads of a group in one tile of the decode kernel
-_PROGRAMS_PER_PROCESSOR = 2  # that a decode launches at least, as long as its keys can be split
-_INTERPRETED_PROGRAMS = 16  # the same where there are no processors: enough to split at all
-_FP8_CAPABILITY = (8, 9)
 
 
 @dataclass(frozen=True)
@@ -104,30 +111,14 @@ class TritonGraphPlan(TritonAttentionPlan):
         static: the tensors.
     """
 
-    static: _StaticTensors
+    static: StaticTensors
 
     def replan(self, metadata: CommonAttentionMetadata) -> None:
         """Describe another batch; see `AttentionBackend.replan`."""
         num_reqs, num_tokens = self.batch.num_reqs, self.slots.shape[0]
-        if (metadata.num_reqs, metadata.slot_mapping.shape[0]) != (num_reqs, num_tokens):
-            raise ConfigError(
-                f"a graph of {num_reqs} requests and {num_tokens} tokens cannot run a batch of {metadata.num_reqs} and "
-                f"{metadata.slot_mapping.shape[0]}; pad the batch, or choose another graph."
-            )
-        if self.tiles is None and self.splits is not None and metadata.max_query_len > self.splits.max_queries:
-            raise ConfigError(
-                f"a graph captured with {self.splits.max_queries} tokens per request cannot run a batch with "
-                f"{metadata.max_query_len}; capture one for that."
-            )
-        tree = _tree_of(metadata)
-        if metadata.num_actual_tokens and (tree is None) != (self.batch.tree is None):
-            raise ConfigError(
-                f"a graph captured {'without' if self.batch.tree is None else 'with'} a tree mask cannot run a batch "
-                f"{'without' if tree is None else 'with'} one; capture one for that."
-            )
-        self.static.buffers.fill(metadata, num_reqs, num_tokens)
-        if tree is not None:
-            self.static.fill_tree(tree, num_reqs)
+        most = self.splits.max_queries if self.tiles is None and self.splits is not None else None
+        refuse_other_batch(metadata, self.batch, num_tokens, most)
+        self.static.fill(metadata, num_reqs, num_tokens)
         self.plan_tiles()
 
 
@@ -140,7 +131,7 @@ class TritonAttentionBackend:
 
     name: ClassVar[str] = "triton"
     traits: ClassVar[BackendTraits] = BackendTraits(
-        devices=("cuda", "cpu") if INTERPRETED else ("cuda",),
+        devices=DEVICES,
         sliding_window=True,
         soft_cap=True,
         sinks=True,
@@ -152,18 +143,9 @@ class TritonAttentionBackend:
     def __init__(self, shape: AttentionShape, kv_cache: PagedKVCache) -> None:
         self.shape = shape
         self.kv_cache = kv_cache
-        self._num_programs = _INTERPRETED_PROGRAMS
-        if kv_cache.device.type == "cuda":
-            properties = torch.cuda.get_device_properties(kv_cache.device)
-            self._num_programs = _PROGRAMS_PER_PROCESSOR * properties.multi_processor_count
-            if kv_cache.spec.fp8 and (properties.major, properties.minor) < _FP8_CAPABILITY:
-                raise ConfigError(
-                    f"the triton back end reads an fp8 cache on GPUs of compute capability 8.9 and newer; "
-                    f"{properties.name} has {properties.major}.{properties.minor}. Use an unquantised cache."
-                )
-        self._tile_size = TileSize.prefill(shape, kv_cache.spec.dtype)
-        self._workspace = _Workspace(kv_cache.device)
-        self._static: _StaticTensors | None = None
+        self._processors = processors(self.name, kv_cache)
+        self._workspace = Workspace(kv_cache.device)
+        self._static: StaticTensors | None = None
 
     @property
     def nbytes(self) -> int:
@@ -176,17 +158,10 @@ class TritonAttentionBackend:
         limit = self._max_decode_queries(metadata)
         decoded = max((length for length in lens if length <= limit), default=0)
         splits = self._splits(metadata.num_reqs, decoded, metadata.max_seq_len) if decoded else None
-        table = metadata.block_table
         plan = TritonAttentionPlan(
             self.shape,
             self.kv_cache,
-            PagedBatch(
-                metadata.num_reqs,
-                metadata.query_start_loc,
-                metadata.seq_lens,
-                table if table.stride(-1) == 1 else table.contiguous(),
-                _tree_mask(metadata),
-            ),
+            paged_batch(metadata),
             metadata.slot_mapping,
             metadata.slot_mapping.shape[0] > metadata.num_actual_tokens,
             splits,
@@ -200,7 +175,8 @@ class TritonAttentionBackend:
     @torch.inference_mode(False)
     def init_graph_buffers(self, limits: GraphLimits) -> None:
         """See `AttentionBackend`. Plans captured earlier keep the buffers that they were captured with."""
-        self._static = _StaticTensors(limits, self.kv_cache, self._new_tiles(limits.max_reqs, limits.max_tokens))
+        tiles = self._new_tiles(limits.max_reqs, limits.max_tokens)
+        self._static = StaticTensors(limits, self.kv_cache, self.traits.seq_len_fill, tiles)
 
     def plan_for_graph(self, metadata: CommonAttentionMetadata) -> TritonGraphPlan:
         """See `AttentionBackend`. A decode or verify batch freezes how many tokens each request has."""
@@ -212,12 +188,12 @@ class TritonAttentionBackend:
         longest = max(1, metadata.max_query_len)
         splits = self._splits(num_reqs, longest if longest <= limit else 1, static.buffers.limits.max_seq_len)
         tiles = None
-        if longest > limit or MODES[metadata.mode].split is not SplitKind.FIXED:
+        if static.tiles is not None and (longest > limit or MODES[metadata.mode].split is not SplitKind.FIXED):
             tiles = static.tiles[: num_tiles(num_reqs, num_tokens, self._tile_size.queries(self.shape))]
         plan = TritonGraphPlan(
             self.shape,
             self.kv_cache,
-            static.batch(num_reqs, with_tree=_tree_of(metadata) is not None),
+            static.batch(num_reqs, with_tree=tree_of(metadata) is not None),
             static.buffers.slot_mapping[:num_tokens],
             True,
             splits,
@@ -240,8 +216,14 @@ class TritonAttentionBackend:
             return 1
         return max(1, _MAX_DECODE_ROWS // self.shape.group_size)
 
+    @cached_property
+    def _tile_size(self) -> TileSize:
+        return tune_prefill(self.shape, self.kv_cache)
+
     def _splits(self, num_reqs: int, max_queries: int, max_seq_len: int) -> DecodeSplits:
-        return DecodeSplits.choose(self.shape, num_reqs, max_queries, max_seq_len, self._num_programs)
+        choice = tune_decode(self.shape, self.kv_cache, num_reqs, max_queries, max_seq_len, self._processors)
+        programs, tile = choice.waves * self._processors, choice.tile(self.shape, max_queries)
+        return DecodeSplits.choose(self.shape, num_reqs, max_queries, max_seq_len, programs, tile)
 
     def _room(self, splits: DecodeSplits | None, num_reqs: int) -> Tensor:
         return self._workspace.room(0 if splits is None else splits.workspace_numbers(self.shape, num_reqs))
@@ -249,83 +231,3 @@ class TritonAttentionBackend:
     def _new_tiles(self, num_reqs: int, num_tokens: int) -> Tensor:
         places = num_tiles(num_reqs, num_tokens, self._tile_size.queries(self.shape))
         return torch.zeros(places, 2, dtype=torch.int32, device=self.kv_cache.device)
-
-
-class _Workspace:
-    """Float32 room that grows when a plan needs more. A plan keeps what it was given, so a captured one never moves."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._newest = torch.zeros(0, device=device)
-        self._alive: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of what is given out next, and of smaller ones that plans still hold."""
-        return sum(tensor.nbytes for tensor in self._alive.values())
-
-    def room(self, numbers: int) -> Tensor:
-        """At least so many numbers; zero when made, then whatever the kernels left."""
-        if self._newest.numel() < numbers:
-            self._newest = torch.zeros(numbers, dtype=torch.float32, device=self._newest.device)
-            self._alive[id(self._newest)] = self._newest
-        return self._newest
-
-
-class _StaticTensors:
-    """What captured plans read, at addresses that never move: the batch, the tiles, and a tree if one is captured."""
-
-    def __init__(self, limits: GraphLimits, cache: PagedKVCache, tiles: Tensor) -> None:
-        fill = TritonAttentionBackend.traits.seq_len_fill
-        self.buffers = GraphBuffers(
-            limits, cache.spec.block_size, cache.device, hidden_slot=cache.hidden_slot, seq_len_fill=fill
-        )
-        self.tiles = tiles
-        self._tree: TreeMask | None = None
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all of it."""
-        tree = () if self._tree is None else (self._tree.mask, self._tree.offsets, self._tree.positions)
-        return self.buffers.nbytes + sum(tensor.nbytes for tensor in (self.tiles, *tree))
-
-    def batch(self, num_reqs: int, *, with_tree: bool) -> PagedBatch:
-        """The batch that is copied in, as kernels read it."""
-        buffers = self.buffers
-        batch = PagedBatch(num_reqs, buffers.query_start_loc, buffers.seq_lens, buffers.block_table)
-        return replace(batch, tree=self._make_tree()) if with_tree else batch
-
-    @torch.inference_mode(False)
-    def _make_tree(self) -> TreeMask:
-        """Made when the first plan with a tree is captured: a mask for every token at the greatest length is large."""
-        if self._tree is None:
-            limits, device = self.buffers.limits, self.tiles.device
-            self._tree = TreeMask(
-                mask=torch.zeros(limits.max_tokens * limits.max_seq_len, dtype=torch.uint8, device=device),
-                offsets=torch.zeros(limits.max_reqs, dtype=torch.int64, device=device),
-                positions=torch.zeros(limits.max_tokens, dtype=torch.int64, device=device),
-            )
-        return self._tree
-
-    def fill_tree(self, tree: SpecVerifyInput, num_reqs: int) -> None:
-        """Copy a tree in, after its batch."""
-        static = self._make_tree()
-        if tree.custom_mask is not None:
-            static.mask[: tree.custom_mask.numel()].copy_(tree.custom_mask.view(torch.uint8))
-        static.positions[: tree.positions.numel()].copy_(tree.positions)
-        plan_mask_offsets(static.offsets, self.buffers.seq_lens, num_reqs, tree.num_draft_tokens)
-
-
-def _tree_of(metadata: CommonAttentionMetadata) -> SpecVerifyInput | None:
-    """The drafts' tree; None for a chain, which is causal attention."""
-    tree = metadata.spec_verify
-    return None if tree is None or tree.custom_mask is None else tree
-
-
-def _tree_mask(metadata: CommonAttentionMetadata) -> TreeMask | None:
-    """The same, as kernels read it."""
-    tree = _tree_of(metadata)
-    if tree is None or tree.custom_mask is None:
-        return None
-    offsets = torch.zeros(metadata.num_reqs, dtype=torch.int64, device=tree.custom_mask.device)
-    plan_mask_offsets(offsets, metadata.seq_lens, metadata.num_reqs, tree.num_draft_tokens)
-    return TreeMask(tree.custom_mask.view(torch.uint8), offsets, tree.positions)

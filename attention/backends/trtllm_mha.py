@@ -42,6 +42,7 @@ from torch.nn import functional as F
 
 from attention.backends.base import AttentionShape, BackendTraits, GraphLimits
 from attention.backends.few_queries import FewQueries, GraphState
+from attention.backends.store import store_kv
 from attention.backends.trtllm_common import (
     FlashInferKernel,
     RequestBatch,
@@ -233,7 +234,7 @@ class TRTLLMMHAPlan:
         call, backend = self.call, self._backend
         backend.shape.check_sinks(sinks)
         cache = backend.kv_cache
-        cache.write(layer, k, v, call.slots)
+        store_kv(cache, layer, k, v, call.slots)
         if not call.num_rows:
             return q.new_zeros(q.shape)
         query = self._query(q[: call.num_rows])

@@ -31,6 +31,7 @@ from torch import Tensor
 
 from attention.backends.base import BackendTraits, GraphLimits, MLAInputs, MLAShape
 from attention.backends.few_queries import FewQueries, GraphState
+from attention.backends.store import store_latents
 from attention.backends.trtllm_common import (
     FlashInferKernel,
     RequestBatch,
@@ -200,7 +201,7 @@ class AbsorbedPart:
         q_latent = absorb(inputs.q_nope, inputs.w_uk)
         if cache.spec.fp8:
             return self._store_fp8(backend, inputs, q_latent, layer)
-        cache.write(layer, inputs.latent, inputs.rope.rotate(inputs.k_rope), self.slots)
+        store_latents(cache, layer, inputs, self.slots)
         return torch.cat((q_latent, inputs.rope.rotate(inputs.q_rope)), dim=-1)
 
     def _store_fp8(self, backend: TRTLLMMLABackend, inputs: MLAInputs, q_latent: Tensor, layer: int) -> Tensor:

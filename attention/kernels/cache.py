@@ -1,34 +1,20 @@
 """Writing keys and values to their slots, and reading the page table out of the request-to-token table."""
 
-import torch
 import triton.language as tl
 from torch import Tensor
 
 from attention.kv_cache import PagedKVCache
-from ubatch.triton_jit import INTERPRETED, cdiv, constant, jit, power_of_2, rows_contiguous
+from ubatch.triton_jit import cdiv, jit, power_of_2, rows_contiguous, to_fp8
 
-__all__ = ["read_page_table", "write_kv"]
+__all__ = ["quantize", "read_page_table", "write_kv"]
 
 _MAX_BLOCK = 1024  # numbers that one program moves
-_FP8_MAX = constant(torch.finfo(torch.float8_e4m3fn).max)
 
 
 @jit()
-def _round_to_fp8(x: tl.tensor) -> tl.tensor:
-    """The nearest float8e4nv, ties to even, as float32: three bits of mantissa, and no step finer than 2 ** -9."""
-    bits = x.to(tl.int32, bitcast=True)
-    nearest = (bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000
-    multiple = (x + 24576.0) - 24576.0  # where float32 numbers are 2 ** -9 apart
-    return tl.where(tl.abs(x) < 2.0**-6, multiple, nearest.to(tl.float32, bitcast=True))
-
-
-@jit()
-def _quantize(x: tl.tensor, scale: tl.tensor, ROUND: tl.constexpr) -> tl.tensor:
-    x = x.to(tl.float32) / scale
-    x = tl.minimum(tl.maximum(x, -_FP8_MAX), _FP8_MAX)
-    if ROUND:
-        x = _round_to_fp8(x)
-    return x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+def quantize(x: tl.tensor, scale: tl.tensor) -> tl.tensor:
+    """`x / scale` as bytes of float8e4nv, saturated."""
+    return to_fp8(x.to(tl.float32) / scale).to(tl.uint8, bitcast=True)
 
 
 @jit("slots")
@@ -47,7 +33,6 @@ def _write_kernel(
     ROW: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     FP8: tl.constexpr,
-    ROUND: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
     token = tl.program_id(0).to(tl.int64)
@@ -60,7 +45,7 @@ def _write_kernel(
     key = tl.load(k + token * k_stride_token + head * k_stride_head + dim, mask=inside)
     value = tl.load(v + token * v_stride_token + head * v_stride_head + dim, mask=inside)
     if FP8:
-        key, value = _quantize(key, k_scale, ROUND), _quantize(value, v_scale, ROUND)
+        key, value = quantize(key, k_scale), quantize(value, v_scale)
     tl.store(keys + slot * ROW + place, key, mask=inside)
     tl.store(values + slot * ROW + place, value, mask=inside)
 
@@ -118,7 +103,6 @@ def write_kv(cache: PagedKVCache, layer: int, k: Tensor, v: Tensor, slots: Tenso
         ROW=row,
         HEAD_DIM=spec.head_dim,
         FP8=spec.fp8,
-        ROUND=INTERPRETED,  # its own conversion loses carries
         BLOCK=block,
     )
 

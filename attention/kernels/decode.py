@@ -1,7 +1,10 @@
 """Few queries per request against a long cache: the keys of a request are split over programs, then reduced.
 
-    split     program (request, key/value head, split): a part of the request's keys -> a normalised output and its LSE
+    split     program (key/value head, request, split): a part of the request's keys -> a normalised output and its LSE
     reduce    program (request's query, head): the parts' outputs, weighted by their LSE -> the output
+
+Where there is one split only, the first kernel gives the output, and there is no second. Programs of one request's
+heads are neighbours, and run at once: what they read lies side by side.
 
 The number of splits is a scalar, fixed when a graph is captured; how many keys a split has is worked out on the device
 from the request's length, so one graph serves all lengths. A split without keys has LSE -inf and weighs nothing.
@@ -22,14 +25,16 @@ from attention.kernels.tile import (
     TileSize,
     attend_keys,
     cache_arguments,
+    finish_rows,
     score_constants,
 )
 from attention.kv_cache import PagedKVCache
 from ubatch.triton_jit import cdiv, jit, power_of_2, rows_contiguous
 
-__all__ = ["DecodeSplits", "decode_attention"]
+__all__ = ["DecodeSplits", "decode_attention", "reduce_splits"]
 
-MAX_SPLITS = 32
+MAX_SPLITS = 64
+_NUMBERS_PER_WARP = 1024  # of the parts that are reduced
 MIN_KEYS_PER_SPLIT = 128  # fewer, and reducing costs more than splitting gains
 
 
@@ -40,14 +45,23 @@ class DecodeSplits:
     Attributes:
         max_queries: queries of a request at most; requests with more are left to `prefill_attention`.
         num_splits: parts of a request's keys.
+        tile: of a program; None is `TileSize.decode`.
     """
 
     max_queries: int
     num_splits: int
+    tile: TileSize | None = None
 
     @classmethod
     def choose(
-        cls, shape: AttentionShape, num_reqs: int, max_queries: int, max_seq_len: int, num_programs: int
+        cls,
+        shape: AttentionShape,
+        num_reqs: int,
+        max_queries: int,
+        max_seq_len: int,
+        num_programs: int,
+        tile: TileSize | None = None,
+        blocks: int | None = None,
     ) -> "DecodeSplits":
         """As many splits as keep `num_programs` programs busy, and no shorter ones than pay.
 
@@ -56,21 +70,35 @@ class DecodeSplits:
             num_reqs: requests.
             max_queries: queries of a request at most.
             max_seq_len: of the longest request; for a graph, of the longest it will ever see.
-            num_programs: that the device runs at once.
+            num_programs: that shall be launched, if the keys can be split so often.
+            tile: of a program.
+            blocks: programs per request and split; None is one per key/value head.
         """
         seen = max_seq_len
         if shape.sliding_window is not None:
             seen = min(seen, shape.sliding_window + max_queries - 1)
-        wanted = cdiv(num_programs, max(1, num_reqs) * shape.num_kv_heads)
-        return cls(max_queries, max(1, min(wanted, cdiv(seen, MIN_KEYS_PER_SPLIT), MAX_SPLITS)))
+        wanted = cdiv(num_programs, max(1, num_reqs) * (blocks or shape.num_kv_heads))
+        return cls(max_queries, max(1, min(wanted, cdiv(seen, MIN_KEYS_PER_SPLIT), MAX_SPLITS)), tile)
 
     def workspace_numbers(self, shape: AttentionShape, num_reqs: int) -> int:
         """Float32 numbers of workspace that `decode_attention` needs."""
+        if self.num_splits == 1:
+            return 0
         return num_reqs * self.max_queries * shape.num_heads * self.num_splits * (shape.head_dim + 1)
+
+    def partials(self, shape: AttentionShape, num_reqs: int, workspace: Tensor) -> tuple[Tensor, Tensor]:
+        """Where parts go, in a workspace of at least `workspace_numbers`: outputs, flat, and LSEs, flat."""
+        numbers = self.workspace_numbers(shape, num_reqs)
+        parts = numbers // (shape.head_dim + 1)
+        out, lse = workspace[:numbers].split([numbers - parts, parts])
+        return out, lse
 
 
 @jit(*BATCH_ARGUMENTS, "num_splits")
 def _split_kernel(
+    out: tl.tensor,
+    lse: tl.tensor,
+    sinks: tl.tensor,
     partial_out: tl.tensor,
     partial_lse: tl.tensor,
     q: tl.tensor,
@@ -99,13 +127,16 @@ def _split_kernel(
     WINDOW: tl.constexpr,
     SOFT_CAP: tl.constexpr,
     HAS_MASK: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    WRITE_LSE: tl.constexpr,
+    WHOLE: tl.constexpr,
     FP8: tl.constexpr,
     UPCAST: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ) -> None:
-    request, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    kv_head, request, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     start = tl.load(query_start_loc + request)
     num_queries = tl.load(query_start_loc + request + 1) - start
     if (num_queries == 0) | (num_queries > MAX_QUERIES):
@@ -165,12 +196,31 @@ def _split_kernel(
         BLOCK_D,
     )
 
-    saw_any = weight_sum > 0
-    divisor = tl.where(saw_any, weight_sum, 1.0)
-    part = ((request * MAX_QUERIES + query).to(tl.int64) * NUM_HEADS + head) * num_splits + split
-    out = total * (value_scale / divisor)[:, None]
-    tl.store(partial_out + part[:, None] * HEAD_DIM + dims[None, :], out, mask=inside)
-    tl.store(partial_lse + part, tl.where(saw_any, highest + tl.log2(divisor), float("-inf")), mask=is_row)
+    if WHOLE:
+        token = (start + query).to(tl.int64) * NUM_HEADS + head
+        finish_rows(
+            out,
+            lse,
+            sinks,
+            total,
+            highest,
+            weight_sum,
+            token,
+            head,
+            is_row,
+            value_scale,
+            HEAD_DIM,
+            HAS_SINKS,
+            WRITE_LSE,
+            BLOCK_D,
+        )
+    else:
+        saw_any = weight_sum > 0
+        divisor = tl.where(saw_any, weight_sum, 1.0)
+        part = ((request * MAX_QUERIES + query).to(tl.int64) * NUM_HEADS + head) * num_splits + split
+        part_out = total * (value_scale / divisor)[:, None]
+        tl.store(partial_out + part[:, None] * HEAD_DIM + dims[None, :], part_out, mask=inside)
+        tl.store(partial_lse + part, tl.where(saw_any, highest + tl.log2(divisor), float("-inf")), mask=is_row)
 
 
 @jit("query_start_loc", "num_splits")
@@ -251,13 +301,12 @@ def decode_attention(
     if not batch.num_reqs:
         return
     q = rows_contiguous(q)
-    num_rows = batch.num_reqs * splits.max_queries
-    num_parts = num_rows * shape.num_heads * splits.num_splits
-    partial_out, partial_lse = workspace[: num_parts * (shape.head_dim + 1)].split(
-        [num_parts * shape.head_dim, num_parts]
-    )
-    size = TileSize.decode(shape, splits.max_queries, q.dtype)
-    _split_kernel[batch.num_reqs, shape.num_kv_heads, splits.num_splits](
+    partial_out, partial_lse = splits.partials(shape, batch.num_reqs, workspace)
+    size = splits.tile or TileSize.decode(shape, splits.max_queries, q.dtype)
+    _split_kernel[shape.num_kv_heads, batch.num_reqs, splits.num_splits](
+        out=out,
+        lse=lse,
+        sinks=sinks,
         partial_out=partial_out,
         partial_lse=partial_lse,
         q=q,
@@ -265,12 +314,41 @@ def decode_attention(
         q_stride_head=q.stride(1),
         num_splits=splits.num_splits,
         MAX_QUERIES=splits.max_queries,
+        HAS_SINKS=sinks is not None,
+        WRITE_LSE=lse is not None,
+        WHOLE=splits.num_splits == 1,
         **cache_arguments(shape, cache, layer),
         **batch.arguments(),
         **score_constants(shape),
         **size.arguments(),
     )
-    _reduce_kernel[num_rows, shape.num_heads](
+    if splits.num_splits > 1:
+        reduce_splits(out, lse, partial_out, partial_lse, batch, splits, sinks)
+
+
+def reduce_splits(
+    out: Tensor,
+    lse: Tensor | None,
+    partial_out: Tensor,
+    partial_lse: Tensor,
+    batch: PagedBatch,
+    splits: DecodeSplits,
+    sinks: Tensor | None = None,
+) -> None:
+    """Make the parts of every request that was split one output.
+
+    Args:
+        out: `[T, heads, dim]`, contiguous; written.
+        lse: `[T, heads]` float32, contiguous; written if not None.
+        partial_out: `[num_reqs * max_queries, heads, num_splits, dim]` float32, flat.
+        partial_lse: `[num_reqs * max_queries, heads, num_splits]` float32, flat; to the base 2.
+        batch: of the step.
+        splits: how it was cut.
+        sinks: `[heads]` logits.
+    """
+    _, num_heads, dim = out.shape
+    block_s, block_d = power_of_2(splits.num_splits), power_of_2(dim)
+    _reduce_kernel[batch.num_reqs * splits.max_queries, num_heads](
         out,
         lse,
         partial_out,
@@ -279,10 +357,11 @@ def decode_attention(
         sinks,
         splits.num_splits,
         MAX_QUERIES=splits.max_queries,
-        NUM_HEADS=shape.num_heads,
-        HEAD_DIM=shape.head_dim,
+        NUM_HEADS=num_heads,
+        HEAD_DIM=dim,
         HAS_SINKS=sinks is not None,
         WRITE_LSE=lse is not None,
-        BLOCK_S=power_of_2(splits.num_splits),
-        BLOCK_D=size.dims,
+        BLOCK_S=block_s,
+        BLOCK_D=block_d,
+        num_warps=max(1, min(16, block_s * block_d // _NUMBERS_PER_WARP)),
     )

@@ -12,11 +12,11 @@ from torch import Tensor
 from attention.backends.base import AttentionShape
 from attention.kernels.tile import (
     BATCH_ARGUMENTS,
-    LOG2_E,
     PagedBatch,
     TileSize,
     attend_keys,
     cache_arguments,
+    finish_rows,
     score_constants,
 )
 from attention.kv_cache import PagedKVCache
@@ -125,21 +125,23 @@ def _prefill_kernel(
         BLOCK_D,
     )
 
-    if HAS_SINKS:
-        sink = tl.load(sinks + head).to(tl.float32) * LOG2_E
-        higher = tl.maximum(highest, sink)
-        fade = tl.exp2(highest - higher)
-        total = total * fade[:, None]
-        weight_sum = weight_sum * fade + tl.exp2(sink - higher)
-        highest = higher
-    saw_any = weight_sum > 0
-    divisor = tl.where(saw_any, weight_sum, 1.0)
     token = (start + query).to(tl.int64) * NUM_HEADS + head
-    result = total * (value_scale / divisor)[:, None]
-    tl.store(out + token[:, None] * HEAD_DIM + dims[None, :], result, mask=inside)
-    if WRITE_LSE:
-        natural = (highest + tl.log2(divisor)) / LOG2_E
-        tl.store(lse + token, tl.where(saw_any, natural, float("-inf")), mask=is_row)
+    finish_rows(
+        out,
+        lse,
+        sinks,
+        total,
+        highest,
+        weight_sum,
+        token,
+        head,
+        is_row,
+        value_scale,
+        HEAD_DIM,
+        HAS_SINKS,
+        WRITE_LSE,
+        BLOCK_D,
+    )
 
 
 def prefill_attention(

@@ -5,8 +5,9 @@ A tile's rows are the query heads that share a key/value head, of one query or o
     row m    query m // GROUP of the tile, head m % GROUP of the group
 
 so keys and values are read once for the whole group, and a decode step still has a matrix to multiply. Keys are found
-through the block table, one block number per key. Scores are kept to the base 2, because that is the exponential
-that the hardware has.
+through the block table, one block number per key, read a turn of the loop ahead: a load whose address is another load's
+result would keep Triton from having several tiles in flight. Scores are kept to the base 2, because that is the
+exponential that the hardware has.
 
 Source: FlashAttention-2 (Dao, 2023); paged keys: PagedAttention (Kwon et al., 2023).
 """
@@ -31,6 +32,8 @@ __all__ = [
     "TreeMask",
     "attend_keys",
     "cache_arguments",
+    "finish_rows",
+    "load_fp8",
     "score_constants",
 ]
 
@@ -102,7 +105,7 @@ interpreter, where small tiles let small tests have several."""
 
 @dataclass(frozen=True)
 class TileSize:
-    """How much of the problem one program holds at once: what fits the registers and shared memory of an H200.
+    """How much of the problem one program holds at once; `decode` and `prefill` give what fits an H200.
 
     Attributes:
         rows: queries times heads of a group, a power of two.
@@ -124,7 +127,7 @@ class TileSize:
         rows, dims = power_of_2(max_queries * shape.group_size, 16), power_of_2(shape.head_dim, 16)
         if INTERPRETED or dtype == torch.float32:
             return cls(rows, _PLAIN_KEYS, dims, 4, 1)
-        return cls(rows, 32 if dims > 128 else 64, dims, 4 if rows <= 64 else 8, 2)
+        return cls(rows, 32 if dims > 128 else 64, dims, 4 if rows <= 64 else 8, 3)
 
     @classmethod
     def prefill(cls, shape: AttentionShape, dtype: torch.dtype) -> "TileSize":
@@ -133,8 +136,8 @@ class TileSize:
         if INTERPRETED or dtype == torch.float32:
             return cls(group, _PLAIN_KEYS, dims, 4, 1)
         if dims > 128:
-            return cls(max(group, 64), 32, dims, 4, 2)
-        return cls(max(group, 128), 64, dims, 8, 2)
+            return cls(max(group, 64), 32, dims, 4, 3)
+        return cls(max(group, 128), 64, dims, 8, 3)
 
     def queries(self, shape: AttentionShape) -> int:
         """Queries that it holds; rows beyond the last whole one are idle."""
@@ -240,11 +243,14 @@ def attend_keys(
     highest = tl.full([BLOCK_M], float("-inf"), tl.float32)
     weight_sum = tl.zeros([BLOCK_M], tl.float32)
     total = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    following = first + tl.arange(0, BLOCK_N)
+    blocks = tl.load(table + following // PAGE, mask=following < last, other=0)
     for start in range(first, last, BLOCK_N):
         places = start + tl.arange(0, BLOCK_N)
         is_key = places < last
-        block = tl.load(table + places // PAGE, mask=is_key, other=0).to(tl.int64)
-        row = block * stride_block + (places % PAGE) * stride_slot
+        row = blocks.to(tl.int64) * stride_block + (places % PAGE) * stride_slot
+        following = places + BLOCK_N
+        blocks = tl.load(table + following // PAGE, mask=following < last, other=0)
 
         k = tl.load(keys + row[None, :] + dims[:, None], mask=is_key[None, :] & is_dim[:, None], other=0)
         if FP8:
@@ -279,3 +285,51 @@ def attend_keys(
         total = total * fade[:, None] + tl.dot(weights.to(q.dtype), v.to(q.dtype), input_precision="ieee")
         highest = higher
     return total, highest, weight_sum
+
+
+@jit()
+def finish_rows(
+    out: tl.tensor,
+    lse: tl.tensor,
+    sinks: tl.tensor,
+    total: tl.tensor,
+    highest: tl.tensor,
+    weight_sum: tl.tensor,
+    row: tl.tensor,
+    head: tl.tensor,
+    is_row: tl.tensor,
+    value_scale: tl.tensor,
+    HEAD_DIM: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    WRITE_LSE: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+) -> None:
+    """Normalise what `attend_keys` gave, and store it.
+
+    Args:
+        out: `[rows, HEAD_DIM]`, dense.
+        lse: `[rows]`, dense; natural logarithms.
+        sinks: `[heads]`.
+        total: `[BLOCK_M, BLOCK_D]`, as `attend_keys` gave it.
+        highest: `[BLOCK_M]`.
+        weight_sum: `[BLOCK_M]`.
+        row: `[BLOCK_M]` int64, where each goes.
+        head: `[BLOCK_M]`, whose sink is each's.
+        is_row: `[BLOCK_M]`, which are stored.
+        value_scale: factor on the values.
+    """
+    dims = tl.arange(0, BLOCK_D)
+    if HAS_SINKS:
+        sink = tl.load(sinks + head, mask=is_row, other=0).to(tl.float32) * LOG2_E
+        higher = tl.maximum(highest, sink)
+        fade = tl.exp2(highest - higher)
+        total = total * fade[:, None]
+        weight_sum = weight_sum * fade + tl.exp2(sink - higher)
+        highest = higher
+    saw_any = weight_sum > 0
+    divisor = tl.where(saw_any, weight_sum, 1.0)
+    result = total * (value_scale / divisor)[:, None]
+    tl.store(out + row[:, None] * HEAD_DIM + dims[None, :], result, mask=is_row[:, None] & (dims < HEAD_DIM)[None, :])
+    if WRITE_LSE:
+        natural = (highest + tl.log2(divisor)) / LOG2_E
+        tl.store(lse + row, tl.where(saw_any, natural, float("-inf")), mask=is_row)

@@ -2,6 +2,7 @@
 
 base, registry         what the runner asks of a model; which class an architecture is
 config, decoder        what families differ in, and the decoder that they share
+ops                    its small operations, each one kernel on a GPU
 rope, layers           its parts: rotary embeddings, attention, the dense MLP,
 latent_attention       multi-head latent attention,
 sparse_mlp             and the mixture of experts

@@ -97,8 +97,10 @@ class CausalLM(nn.Module, ABC):
         """Logits `[rows, vocab_size]` of the rows `[rows, hidden_size]` that are sampled from."""
 
 
-def current_plan() -> tuple[AttentionPlan | MLAPlan, int]:
+def current_plan() -> tuple[AttentionPlan | MLAPlan, int | Tensor]:
     """The attention plan of the current forward context, and its number of tokens without padding.
+
+    In a captured step that number is on the device: `ForwardContext.num_valid`.
 
     Raises:
         ConfigError: there is none.
@@ -110,4 +112,4 @@ def current_plan() -> tuple[AttentionPlan | MLAPlan, int]:
             "with attn_metadata=backend.plan(metadata)."
         )
     plan: Any = context.attn_metadata
-    return plan, context.num_tokens
+    return plan, context.num_tokens if context.num_valid is None else context.num_valid

@@ -2,10 +2,11 @@
 
 One layer, and the points it passes (those inside the MoE are in `moe.modular_kernel`):
 
-    norm | projections, rope  ATTN_PREPARE  core attention, out | + residual
-    norm | router  SELECT  dispatch DISPATCH  experts  combine COMBINE  OUTPUT | + residual  LAYER
+    + residual, norm | projections, rope  ATTN_PREPARE  core attention, out
+    + residual, norm | router  SELECT  dispatch DISPATCH  experts  combine COMBINE  OUTPUT, LAYER
 
-A dense layer has an MLP in place of the second line, and passes no point in it.
+What a half adds to the residual is added where the next half begins, because there the sum is normalised, in one
+kernel. A dense layer has an MLP in place of the second line, and passes no point in it but the last.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from attention import MLAShape
 from model_runner.models.base import CausalLM, ExpertParallel, current_plan
 from model_runner.models.config import DecoderConfig
 from model_runner.models.latent_attention import LatentAttention
-from model_runner.models.layers import Attention, GatedMLP, frozen, rms_norm
+from model_runner.models.layers import Attention, GatedMLP, frozen
+from model_runner.models.ops import add_rms_norm, rms_norm
 from model_runner.models.rope import RotaryEmbedding, RotaryTable
 from model_runner.models.sparse_mlp import SparseMLP
 from model_runner.weights import Checkpoint
@@ -55,12 +57,12 @@ class DecoderLM(CausalLM):
     def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
         """See `CausalLM.forward`."""
         plan, num_tokens = current_plan()
-        hidden = F.embedding(input_ids, self.embed_tokens)
+        hidden, update = F.embedding(input_ids, self.embed_tokens), None
         rotary = self.rope(positions)
         for layer in self.layers:
-            hidden = layer(hidden, rotary, plan, num_tokens)
+            hidden, update = layer(hidden, update, rotary, plan, num_tokens)
             dbo_yield(Point.LAYER)
-        return rms_norm(hidden, self.norm, self.config.rms_norm_eps)
+        return _add_norm(update, hidden, self.norm, self.config.rms_norm_eps)[0]
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
         """See `CausalLM.compute_logits`."""
@@ -85,18 +87,29 @@ class DecoderLayer(nn.Module):
             dense = f"{prefix}.mlp"
             self.mlp = GatedMLP(checkpoint, dense, hidden_size, config.intermediate_size, bias=config.mlp_bias)
 
-    def forward(self, hidden: Tensor, rotary: Any, plan: Any, num_tokens: int) -> Tensor:
-        """`[T, hidden_size]` to the same.
+    def forward(
+        self, hidden: Tensor, update: Tensor | None, rotary: Any, plan: Any, num_tokens: int | Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """`[T, hidden_size]` to the residual, and to what is still to be added to it.
 
         Args:
-            hidden: the residual; its first `num_tokens` rows are tokens, the rest is padding.
+            hidden: the residual.
+            update: what the layer before adds to it; None in the first one.
             rotary: a `Rotation` for multi-head attention, a `RopeTable` for latent attention.
             plan: an `AttentionPlan`, or an `MLAPlan`.
-            num_tokens: rows that are tokens.
+            num_tokens: rows that are tokens; the rest is padding.
         """
-        hidden = hidden + self.attention(rms_norm(hidden, self.input_norm, self.eps), rotary, plan)
-        x = rms_norm(hidden, self.post_attention_norm, self.eps)
-        return hidden + (self.mlp(x, num_tokens) if isinstance(self.mlp, SparseMLP) else self.mlp(x))
+        x, hidden = _add_norm(update, hidden, self.input_norm, self.eps)
+        update = self.attention(x, rotary, plan)
+        x, hidden = _add_norm(update, hidden, self.post_attention_norm, self.eps)
+        return hidden, self.mlp(x, num_tokens) if isinstance(self.mlp, SparseMLP) else self.mlp(x)
+
+
+def _add_norm(update: Tensor | None, hidden: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """`hidden + update` normalised, and that sum."""
+    if update is None:
+        return rms_norm(hidden, weight, eps), hidden
+    return add_rms_norm(update, hidden, weight, eps)
 
 
 def _rotary(config: DecoderConfig, checkpoint: Checkpoint) -> RotaryEmbedding | RotaryTable:

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from attention import MLAInputs, MLAPlan, MLAShape, RopeTable
-from model_runner.models.layers import frozen, rms_norm
+from model_runner.models.layers import frozen
+from model_runner.models.ops import rms_norm
 from model_runner.weights import Checkpoint
 from moe import linear
 from ubatch import Point, dbo_yield

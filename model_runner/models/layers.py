@@ -4,25 +4,20 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from attention import AttentionPlan, AttentionShape
+from model_runner.models.ops import normalise_and_rotate, silu_mul
 from model_runner.models.rope import Rotation
 from model_runner.weights import Checkpoint
 from moe import linear
 from ubatch import Point, dbo_yield
 
-__all__ = ["Attention", "GatedMLP", "frozen", "rms_norm"]
+__all__ = ["Attention", "GatedMLP", "frozen"]
 
 
 def frozen(weight: Tensor) -> nn.Parameter:
     """A weight that is served, not trained."""
     return nn.Parameter(weight, requires_grad=False)
-
-
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Root-mean-square normalisation over the last dimension, computed in fp32; shape and dtype of `x`."""
-    return F.rms_norm(x, (x.shape[-1],), weight, eps)
 
 
 class Attention(nn.Module):
@@ -79,9 +74,7 @@ class Attention(nn.Module):
         num_qk = shape.num_heads + shape.num_kv_heads
         heads = linear(x, self.qkv, self.qkv_bias).view(x.shape[0], num_qk + shape.num_kv_heads, shape.head_dim)
         qk, v = heads[:, :num_qk], heads[:, num_qk:]
-        if self.qk_norm is not None:
-            qk = F.rms_norm(qk, (shape.head_dim,), None, self.norm_eps) * self.qk_norm
-        qk = rotation.rotate(qk)
+        qk = normalise_and_rotate(qk, rotation, self.qk_norm, self.norm_eps)
         dbo_yield(Point.ATTN_PREPARE)
         out = plan.forward(qk[:, : shape.num_heads], qk[:, shape.num_heads :], v, self.layer)
         return linear(out.flatten(1), self.out, self.out_bias)
@@ -104,5 +97,4 @@ class GatedMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """`[T, hidden_size]` to the same."""
-        gate, up = linear(x, self.gate_up, self.gate_up_bias).chunk(2, dim=-1)
-        return linear(F.silu(gate) * up, self.down, self.down_bias)
+        return linear(silu_mul(linear(x, self.gate_up, self.gate_up_bias)), self.down, self.down_bias)

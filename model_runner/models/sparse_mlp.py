@@ -14,7 +14,7 @@ from model_runner.models.base import ExpertParallel
 from model_runner.models.config import MoEConfig, TensorNames
 from model_runner.models.layers import GatedMLP, frozen
 from model_runner.weights import Checkpoint
-from moe import FusedMoEModularKernel, SigmoidTopKRouter, linear, make_experts, mask_padding
+from moe import FusedMoEModularKernel, SigmoidTopKRouter, linear, make_experts, route
 
 __all__ = ["SparseMLP"]
 
@@ -62,13 +62,13 @@ class SparseMLP(nn.Module):
             shared = GatedMLP(checkpoint, f"{prefix}.shared_experts", hidden_size, config.shared_intermediate_size)
         held = parallel.all2all.experts
         w13, w2 = _load_experts(checkpoint, prefix, held, hidden_size, config.intermediate_size, config.names)
-        experts = make_experts(parallel.experts, w13, w2, held.start)
+        experts = make_experts(parallel.experts, w13, w2, held.start, num_experts=num_experts)
         self.kernel = FusedMoEModularKernel(parallel.all2all, experts, shared)
 
-    def forward(self, x: Tensor, num_tokens: int) -> Tensor:
-        """`[T, hidden_size]` to the same; padding behind `num_tokens` visits no routed expert."""
-        topk_weights, topk_ids = self.router(linear(x.to(self.gate.dtype), self.gate))
-        out: Tensor = self.kernel(x, topk_weights, mask_padding(topk_ids, num_tokens))
+    def forward(self, x: Tensor, num_tokens: int | Tensor) -> Tensor:
+        """`[T, hidden_size]` to the same; padding behind `num_tokens` visits no routed expert. See `mask_padding`."""
+        topk_weights, topk_ids = route(self.router, linear(x.to(self.gate.dtype), self.gate), num_tokens)
+        out: Tensor = self.kernel(x, topk_weights, topk_ids)
         return out
 
 

@@ -3,23 +3,33 @@
     local                       one rank, nothing travels
     torch_dist                  all-to-alls of exactly the rows needed; gloo or NCCL
     allgather_reducescatter     every token to every rank; no exchange of counts
+    deepep_high_throughput      DeepEP's kernels for prefill: rows, counted on the host or not
+    deepep_low_latency          DeepEP's kernels for decode: batches by expert, received by hooks
+    deepep_auto                 the one or the other, step by step, as the ranks voted
+    deepep_v2                   DeepEP 2's ElasticBuffer: rows, for prefill and decode
+    host_loopback               one GPU, to host memory and back
     emulated_link               another back end over a link of chosen latency and bandwidth
 
-Each is imported when first asked for, so that one which needs a library or a device does not burden the others.
+Each is imported when first asked for, so that one which needs a library or a device does not burden the others. Which
+can be captured into a CUDA graph, which waits on the host, and what chunks of experts cost it is in their `traits`.
 """
 
 from __future__ import annotations
 
-from moe.all2all.base import All2All, All2AllTraits, Dispatched
+from moe.all2all.base import All2All, All2AllTraits, BatchedDispatch, Dispatched, MarksInputs
+from moe.all2all.chunks import ServesChunks
 from moe.all2all.link import EmulatedLink, LinkStatistics
 from moe.all2all.registry import all2all_backends, make_all2all, register_all2all_backend
 
 __all__ = [
     "All2All",
     "All2AllTraits",
+    "BatchedDispatch",
     "Dispatched",
     "EmulatedLink",
     "LinkStatistics",
+    "MarksInputs",
+    "ServesChunks",
     "all2all_backends",
     "make_all2all",
     "register_all2all_backend",

@@ -13,18 +13,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from moe.all2all.base import All2AllTraits, Dispatched, OnCounts, at_once, check_dispatch, refuse_gradients
 from moe.all2all.payload import pack_rows, unpack_rows
+from moe.all2all.voted import voted_tokens
 from moe.placement import local_experts
 from ubatch import (
     CommGroup,
     ConfigError,
     Transfer,
-    dbo_enabled,
-    get_forward_context,
     launch_all_gather,
     launch_reduce_scatter,
 )
@@ -69,9 +67,9 @@ class AllGatherReduceScatterAll2All:
         self.traits = All2AllTraits(
             is_async=True,
             blocks_host=False,
-            capturable=dist.get_backend(group.pg) == dist.Backend.NCCL,
+            capturable=group.stream_ordered(torch.device("cuda")),
             max_lanes=None,
-            max_chunks=1,
+            max_chunks=len(self.experts),
             other_ranks=group.size - 1,
             routed=False,
         )
@@ -86,11 +84,8 @@ class AllGatherReduceScatterAll2All:
         sizes = self._tokens_across_ranks(x)
         own = sizes[self.group.rank]
         padding = x.shape[0] - own
-        if padding < 0 or (padding and bool((topk_ids[own:] >= 0).any())):
-            raise ConfigError(
-                f"the ranks voted on {own} tokens for rank {self.group.rank}, but the MoE layer got {x.shape[0]}. "
-                "Route padding to no expert (mask_padding), or use 'torch_dist', which exchanges counts."
-            )
+        if padding:
+            self._check_padding(topk_ids, own)
         handle = Handle(sizes, padding)
         rows = pack_rows(x[:own], topk_ids[:own], topk_weights[:own])
         gathered = launch_all_gather(rows, self.group, sizes=sizes, name="dispatch")
@@ -105,15 +100,27 @@ class AllGatherReduceScatterAll2All:
         return own_rows.map(lambda rows: torch.cat([rows, rows.new_zeros(handle.padding, rows.shape[1])]))
 
     def _tokens_across_ranks(self, x: Tensor) -> list[int]:
-        context = get_forward_context()
-        known = context.tokens_across_ranks if context is not None else None
-        # Outside lanes a zero may also come from a rank that could not tell its tokens; all ranks see the same zero.
-        if known is not None and len(known) == self.group.size and (all(known) or dbo_enabled()):
+        known = voted_tokens(self.group)
+        if known is not None:
             return list(known)
-        own = torch.tensor([x.shape[0]], device=x.device)
-        counts = launch_all_gather(own, self.group, name="dispatch_counts").off_link()
+        own = torch.full((1,), x.shape[0], device=x.device)
+        counts = launch_all_gather(own, self.group, name="dispatch_counts", to_host=True).off_link()
         sizes: list[int] = self.on_counts(counts).wait().tolist()
         return sizes
+
+    def _check_padding(self, topk_ids: Tensor, own: int) -> None:
+        """Rows behind those that the ranks voted on do not travel: nobody may be waiting for their result."""
+        wrong = (
+            f"the ranks voted on {own} tokens for rank {self.group.rank}, but the MoE layer got {topk_ids.shape[0]}. "
+            "Route padding to no expert (mask_padding), or use 'torch_dist', which exchanges counts."
+        )
+        if topk_ids.shape[0] < own:
+            raise ConfigError(wrong)
+        unrouted = (topk_ids[own:] < 0).all()
+        if topk_ids.device.type != "cpu":
+            torch._assert_async(unrouted, wrong)  # the host does not wait; the device stops, and says this
+        elif not unrouted:
+            raise ConfigError(wrong)
 
     def _unpack(self, rows: Tensor, hidden_size: int, handle: Handle) -> Dispatched[Handle]:
         hidden_states, topk_ids, topk_weights = unpack_rows(rows, hidden_size)

@@ -4,14 +4,21 @@
     combine     every rank's weighted partial sums travel back and are added up at the token's owner
 
 A back end launches and never hands the baton on: all points of a MoE layer are in `moe.modular_kernel`. It keeps no
-state between calls, so all layers and lanes share one; what combine must know of its dispatch travels in the handle.
-Experts are placed as `moe.placement.local_experts` says.
+state between calls but the transport's own buffers, so all layers and lanes share one; what combine must know of its
+dispatch travels in the handle. Experts are placed as `moe.placement.local_experts` says.
+
+Tokens arrive in one of two layouts, and every back end says in its traits which one it brings:
+
+    Dispatched          one row per token that visits this rank, with its ids and weights; results come weighted
+    BatchedDispatch     one row per token and expert, an equal room for every expert; combine applies the weights
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Generic, Protocol, TypeVar, runtime_checkable
 
 import torch
@@ -22,8 +29,10 @@ from ubatch import ConfigError, GradientError, Transfer
 __all__ = [
     "All2All",
     "All2AllTraits",
+    "BatchedDispatch",
     "Dispatched",
     "ExchangesCounts",
+    "MarksInputs",
     "OnCounts",
     "at_once",
     "check_dispatch",
@@ -43,8 +52,17 @@ class All2AllTraits:
         capturable: can be captured into a CUDA graph.
         max_lanes: how many lanes it serves at once; None for any number.
         max_chunks: how many blocks of experts a layer may be cut into.
+        cuts_combine: where all chunks come with one dispatch, each sends home only rows of its own; else every chunk
+            sends all rows. None where no two combines of one dispatch may be under way, so that every chunk needs a
+            dispatch of its own.
         other_ranks: how many ranks besides this one it connects.
         routed: a token travels only to ranks that hold one of its experts, not to all.
+        batched: tokens may arrive as `BatchedDispatch`, so the experts must serve that layout too.
+        once: in chunks, too, a token travels to a rank once, and its results come home once: chunks send no more bytes,
+            in uneven shares (`chunk_shares`).
+        per_expert: a token travels once for each of its experts, and its results come home one by one; else once for
+            all that a rank holds, summed.
+        obeys_sms: it keeps to the SMs that a schedule reserves for communication (`ubatch.sm_budget`).
     """
 
     is_async: bool
@@ -54,12 +72,17 @@ class All2AllTraits:
     max_chunks: int
     other_ranks: int
     routed: bool
+    batched: bool = False
+    obeys_sms: bool = False
+    cuts_combine: bool | None = False
+    per_expert: bool = False
+    once: bool = False
 
     def chunk_bytes(self, num_tokens: int, hidden_size: int, top_k: int, dtype: torch.dtype) -> int:
         """The most bytes that one chunk sends off this rank, dispatch and combine together.
 
-        Every chunk dispatches anew, so `c` chunks cost up to `c` times this: where a token has experts in several
-        chunks, it travels several times.
+        Chunks cost up to as many times this as there are: where a token has experts in several chunks, it travels
+        several times. `chunk_factors` says what to expect.
 
         Args:
             num_tokens: tokens of this rank; its peers are assumed to have as many.
@@ -72,6 +95,60 @@ class All2AllTraits:
         id_and_weight = 8
         return num_tokens * peers * (2 * hidden_bytes + top_k * id_and_weight)
 
+    def chunk_factors(
+        self, num_experts: int, top_k: int, chunks: int, *, chunk_dispatch: bool = True
+    ) -> tuple[float, float]:
+        """By how much more the dispatches, and the combines, of so many chunks send than those of one.
+
+        Expected, where every choice of `top_k` experts is as likely as any other. A token whose experts on a rank lie
+        in several chunks travels there several times: x1.48 for 2 chunks of 32 experts, top-4, on 2 ranks; x1.06 for
+        256 experts, top-8, on 32.
+
+        Args:
+            num_experts: of all ranks.
+            top_k: experts per token.
+            chunks: blocks of experts.
+            chunk_dispatch: whether each has a dispatch of its own.
+        """
+        ranks = self.other_ranks + 1
+        if self.per_expert or self.once:
+            apart = 1.0
+        elif self.routed:
+            held = num_experts // ranks
+            blocks = [(block + 1) * held // chunks - block * held // chunks for block in range(chunks)]
+            apart = sum(_visited(size, num_experts, top_k) for size in blocks) / _visited(held, num_experts, top_k)
+        else:
+            apart = float(chunks)
+        if chunk_dispatch:
+            return apart, apart
+        return 1.0, apart if self.cuts_combine else float(chunks)
+
+    def chunk_shares(
+        self, num_experts: int, top_k: int, chunks: int, *, chunk_dispatch: bool = True
+    ) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """What each chunk's dispatch, and its combine, has of all chunks' bytes; the arguments are `chunk_factors`'s.
+
+        Equal shares, but where a token travels `once`: with the first chunk that it visits, and home with the last.
+        """
+        even = (1.0 / chunks,) * chunks
+        if not self.once:
+            return (even if chunk_dispatch else (1.0,)), even
+        held = num_experts // (self.other_ranks + 1)
+        bounds = [chunk * held // chunks for chunk in range(chunks + 1)]
+        first = [_visited(bound, num_experts, top_k) for bound in bounds]
+        last = [_visited(held - bound, num_experts, top_k) for bound in reversed(bounds)]
+        return (_steps(first) if chunk_dispatch else (1.0,)), _steps(last)[::-1]
+
+
+def _steps(reached: list[float]) -> tuple[float, ...]:
+    """What each adds, as a share of all."""
+    return tuple((to - before) / reached[-1] for before, to in pairwise(reached))
+
+
+def _visited(block: int, num_experts: int, top_k: int) -> float:
+    """How likely a token has an expert in a block of that many."""
+    return 1.0 - math.comb(num_experts - block, top_k) / math.comb(num_experts, top_k)
+
 
 @dataclass(frozen=True)
 class Dispatched(Generic[HandleT]):
@@ -82,12 +159,37 @@ class Dispatched(Generic[HandleT]):
         topk_ids: `[N, k]` int32 or int64, global expert ids; those outside `experts` are for other ranks.
         topk_weights: `[N, k]` float32.
         handle: what this back end's `combine` needs to send the results home.
-        experts: the block of experts these rows are for: all of the rank's, as long as a layer is one chunk.
+        experts: the block of experts these rows are for: all of the rank's, unless it came for one of several chunks.
+        scales: `[N, H / 128]` float32 where `hidden_states` are float8_e4m3fn in blocks of 128, else None.
     """
 
     hidden_states: Tensor
     topk_ids: Tensor
     topk_weights: Tensor
+    handle: HandleT
+    experts: range
+    scales: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class BatchedDispatch(Generic[HandleT]):
+    """What arrives where the experts are, sorted by expert, every expert with room for `C` rows.
+
+    Nothing here is read on the host, so that it can be captured. Rows behind an expert's count are undefined, in what
+    arrives and in what the experts return.
+
+    Attributes:
+        hidden_states: `[E_local, C, H]`; a token is there once for each of its experts.
+        rows_per_expert: `[E_local]` int32, on the device.
+        scales: `[E_local, C, H / 128]` float32 where `hidden_states` are float8_e4m3fn in blocks of 128, else None.
+            Not always contiguous.
+        handle: what this back end's `combine` needs to send the results home.
+        experts: the block of experts these rows are for: all of the rank's, unless it came for one of several chunks.
+    """
+
+    hidden_states: Tensor
+    rows_per_expert: Tensor
+    scales: Tensor | None
     handle: HandleT
     experts: range
 
@@ -107,7 +209,9 @@ class All2All(Protocol[HandleT]):
     def experts(self) -> range:
         """Global ids of the experts that this rank holds."""
 
-    def dispatch(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Transfer[Dispatched[HandleT]]:
+    def dispatch(
+        self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor
+    ) -> Transfer[Dispatched[HandleT]] | Transfer[BatchedDispatch[HandleT]]:
         """Launch the tokens' way to their experts.
 
         Args:
@@ -124,8 +228,9 @@ class All2All(Protocol[HandleT]):
         """Launch the results' way home.
 
         Args:
-            y: `[N, H]`, for every dispatched row its weighted sum over the experts held here.
-            handle: from the `Dispatched` that `y` was computed from.
+            y: `[N, H]`, for every dispatched row its weighted sum over the experts held here; of a `BatchedDispatch`
+                `[E_local, C, H]`, every row's result without a weight.
+            handle: from the `Dispatched` or `BatchedDispatch` that `y` was computed from.
 
         Returns:
             A transfer of `[T, H]`: the sum over all ranks, zeros for tokens routed nowhere.
@@ -149,6 +254,21 @@ class ExchangesCounts(Protocol):
     """
 
     on_counts: OnCounts
+
+
+@runtime_checkable
+class MarksInputs(Protocol):
+    """A back end that orders itself by events: it marks what it has to wait for before the lane hands on."""
+
+    def inputs_ready(self, x: Tensor, dispatches: int = 1) -> None:
+        """`x [T, H]` has been computed and will be dispatched next in this lane, after it has handed on at `SELECT`.
+
+        What other lanes compute meanwhile comes later on the compute stream; a dispatch that waited for it would not
+        overlap with it.
+
+        Args:
+            dispatches: how often; once for every chunk that has a dispatch of its own.
+        """
 
 
 def check_dispatch(x: Tensor, topk_ids: Tensor, topk_weights: Tensor, *, name: str) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
 
-from moe.all2all.base import All2AllTraits, Dispatched, ExchangesCounts
+from moe.all2all.base import All2AllTraits, ExchangesCounts, MarksInputs
+from moe.all2all.chunks import dispatch_chunks, dispatch_cut
 from moe.all2all.link import EmulatedLink
 from moe.all2all.registry import make_all2all
 from ubatch import CommGroup, ConfigError, Transfer
@@ -21,20 +23,27 @@ class EmulatedLinkAll2All:
         group, num_experts: for the inner back end.
         link: one per rank, shared by everything that communicates.
         inner: the back end that really moves the data.
+        options: what the inner one takes beside.
 
     Raises:
         ConfigError: there is no link, or `inner` is this back end or unknown.
     """
 
     def __init__(
-        self, *, group: CommGroup | None, num_experts: int, link: EmulatedLink, inner: str = "torch_dist"
+        self,
+        *,
+        group: CommGroup | None,
+        num_experts: int,
+        link: EmulatedLink,
+        inner: str = "torch_dist",
+        **options: object,
     ) -> None:
         if not isinstance(link, EmulatedLink):
             raise ConfigError(f"link must be an EmulatedLink, not {type(link).__name__}.")
         if inner == "emulated_link":
             raise ConfigError("emulated_link cannot wrap itself; give `inner` the back end that moves the data.")
         self.link = link
-        self.inner = make_all2all(inner, group=group, num_experts=num_experts)
+        self.inner = make_all2all(inner, group=group, num_experts=num_experts, **options)
         if isinstance(self.inner, ExchangesCounts):
             self.inner.on_counts = link.signal
 
@@ -53,9 +62,27 @@ class EmulatedLinkAll2All:
         """Global ids of the experts that this rank holds."""
         return self.inner.experts
 
-    def dispatch(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Transfer[Dispatched[Any]]:
+    def inputs_ready(self, x: Tensor, dispatches: int = 1) -> None:
+        """See `MarksInputs`."""
+        if isinstance(self.inner, MarksInputs):
+            self.inner.inputs_ready(x, dispatches)
+
+    def dispatch(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Transfer[Any]:
         """See `All2All`. Where the host waits for counts first, those take the link's latency too."""
-        return self.link.carry(self.inner.dispatch(x, topk_ids, topk_weights))
+        transfer: Transfer[Any] = self.inner.dispatch(x, topk_ids, topk_weights)
+        return self.link.carry(transfer)
+
+    def dispatch_chunks(
+        self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, blocks: Sequence[range]
+    ) -> Sequence[Transfer[Any]]:
+        """See `ServesChunks`. One after the other on the link."""
+        return [self.link.carry(each) for each in dispatch_chunks(self.inner, x, topk_ids, topk_weights, blocks)]
+
+    def dispatch_cut(
+        self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, blocks: Sequence[range]
+    ) -> Transfer[Sequence[Any]]:
+        """See `ServesChunks`."""
+        return self.link.carry(dispatch_cut(self.inner, x, topk_ids, topk_weights, blocks))
 
     def combine(self, y: Tensor, handle: Any) -> Transfer[Tensor]:
         """See `All2All`."""

@@ -22,16 +22,6 @@ class LocalAll2All:
         ConfigError: the group has more than one rank.
     """
 
-    traits = All2AllTraits(
-        is_async=False,
-        blocks_host=False,
-        capturable=True,
-        max_lanes=None,
-        max_chunks=1,
-        other_ranks=0,
-        routed=True,
-    )
-
     def __init__(self, *, group: CommGroup | None = None, num_experts: int) -> None:
         if group is not None and group.size != 1:
             raise ConfigError(
@@ -40,6 +30,15 @@ class LocalAll2All:
             )
         self.num_experts = num_experts
         self.experts = local_experts(num_experts, 0, 1)
+        self.traits = All2AllTraits(
+            is_async=False,
+            blocks_host=False,
+            capturable=True,
+            max_lanes=None,
+            max_chunks=num_experts,
+            other_ranks=0,
+            routed=True,
+        )
 
     def dispatch(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Transfer[Dispatched[None]]:
         """See `All2All`."""

@@ -17,6 +17,11 @@ _BACKENDS = LazyRegistry(
         "local": "moe.all2all.local:LocalAll2All",
         "torch_dist": "moe.all2all.torch_dist:TorchDistAll2All",
         "allgather_reducescatter": "moe.all2all.allgather_reducescatter:AllGatherReduceScatterAll2All",
+        "deepep_high_throughput": "moe.all2all.deepep_high_throughput:DeepEPHighThroughputAll2All",
+        "deepep_low_latency": "moe.all2all.deepep_low_latency:DeepEPLowLatencyAll2All",
+        "deepep_auto": "moe.all2all.deepep_auto:DeepEPAutoAll2All",
+        "deepep_v2": "moe.all2all.deepep_v2:DeepEPV2All2All",
+        "host_loopback": "moe.all2all.host_loopback:HostLoopbackAll2All",
         "emulated_link": "moe.all2all.emulated_link:EmulatedLinkAll2All",
     },
 )

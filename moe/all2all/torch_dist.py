@@ -9,21 +9,29 @@
     sum      the owner adds a token's rows in rank order
 
 Counts make the host wait once per layer for a round trip, in exchange for sending no padding. Where all ranks know
-each other's token counts from the vote, `allgather_reducescatter` does without.
+each other's token counts from the vote, `allgather_reducescatter` does without. On CUDA the host waits for the counts
+alone, not for what the device has queued beside them; everything after them has a size that the host knows.
+
+Chunks of experts exchange their counts together, so the host waits once for all of them, and send together what one
+chunk would (`moe.all2all.torch_dist_chunks`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from moe.all2all.base import All2AllTraits, Dispatched, OnCounts, at_once, check_dispatch, refuse_gradients
+from moe.all2all.chunks import only_block
 from moe.all2all.payload import pack_rows, unpack_rows
+from moe.all2all.torch_dist_chunks import ChunkedRows, ChunkHandle, Cube, Routes, tokens_of, visits_of
 from moe.placement import local_experts
-from moe.segments import segment_offsets, segment_sum
-from ubatch import CommGroup, ConfigError, Transfer, launch_all_to_all_single
+from moe.segments import segment_sum
+from ubatch import CommGroup, ConfigError, Transfer, copy_to_host, launch_all_to_all_single
 
 __all__ = ["TorchDistAll2All"]
 
@@ -70,48 +78,141 @@ class TorchDistAll2All:
             blocks_host=group.size > 1,
             capturable=False,
             max_lanes=None,
-            max_chunks=1,
+            max_chunks=len(self.experts),
             other_ranks=group.size - 1,
             routed=True,
+            cuts_combine=True,
+            once=True,
         )
 
     def dispatch(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Transfer[Dispatched[Handle]]:
         """See `All2All`."""
         check_dispatch(x, topk_ids, topk_weights, name="torch_dist")
-        hit = self._ranks_hit(topk_ids)
-        sent_counts = hit.sum(1)
-        counts = launch_all_to_all_single(sent_counts, self.group, name="dispatch_counts").off_link()
-        counts = self.on_counts(counts)
-
-        token_of_row = hit.nonzero()[:, 1]
-        rows = pack_rows(x, topk_ids, topk_weights).index_select(0, token_of_row)
-        row_of_visit, visit_offsets = _visits(hit)
-        sent = sent_counts.tolist()
-
-        received = counts.wait().tolist()
-        handle = Handle(sent, received, row_of_visit, visit_offsets)
+        (hit,) = self._ranks_hit(topk_ids, [range(len(self.experts))])
+        counts = self._exchange(hit.sum(1, keepdim=True))
+        rows = pack_rows(x, topk_ids, topk_weights)
+        (sent,) = counts.sent()
+        rows = rows.index_select(0, tokens_of(hit, sum(sent)))
+        visits = visits_of(hit, sum(sent))
+        (received,) = counts.received()
+        handle = Handle(sent, received, *visits)
         payload = launch_all_to_all_single(rows, self.group, received, sent, name="dispatch")
         return payload.map(lambda arrived: self._unpack(arrived, x.shape[1], handle))
 
-    def combine(self, y: Tensor, handle: Handle) -> Transfer[Tensor]:
-        """See `All2All`."""
-        refuse_gradients(y, name="torch_dist")
-        results = launch_all_to_all_single(y, self.group, handle.sent, handle.received, name="combine")
-        return results.map(lambda rows: segment_sum(rows, handle.row_of_visit, handle.visit_offsets))
+    def dispatch_chunks(
+        self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, blocks: Sequence[range]
+    ) -> Sequence[Transfer[Dispatched[ChunkHandle]]]:
+        """See `ServesChunks`."""
+        transfers, rows, handles = self._dispatch(x, topk_ids, topk_weights, blocks, together=False)
 
-    def _ranks_hit(self, topk_ids: Tensor) -> Tensor:
-        """`[R, T]` bool: which rank holds an expert of which token."""
-        rank_of_choice = torch.div(topk_ids, len(self.experts), rounding_mode="floor")  # -1 stays -1, no rank's
+        def arrive(chunk: int, handle: ChunkHandle, arrived: Tensor) -> Dispatched[ChunkHandle]:
+            rows.arrive(arrived)
+            return rows.rows_of(chunk, handle)
+
+        return [
+            transfer.map(partial(arrive, chunk, handle))
+            for chunk, (transfer, handle) in enumerate(zip(transfers, handles, strict=True))
+        ]
+
+    def dispatch_cut(
+        self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, blocks: Sequence[range]
+    ) -> Transfer[Sequence[Dispatched[ChunkHandle]]]:
+        """See `ServesChunks`."""
+        (transfer,), rows, handles = self._dispatch(x, topk_ids, topk_weights, blocks, together=True)
+
+        def arrive(arrived: Tensor) -> list[Dispatched[ChunkHandle]]:
+            rows.arrive(arrived)
+            return [rows.rows_of(chunk, handle) for chunk, handle in enumerate(handles)]
+
+        return transfer.map(arrive)
+
+    def combine(self, y: Tensor, handle: Handle | ChunkHandle) -> Transfer[Tensor]:
+        """See `All2All`. Of a chunk, what is complete with it."""
+        refuse_gradients(y, name="torch_dist")
+        if isinstance(handle, ChunkHandle):
+            y = handle.rows.add(handle.chunk, y)
+        results = launch_all_to_all_single(y, self.group, handle.sent, handle.received, name="combine")
+        row_of_visit, visit_offsets = handle.row_of_visit, handle.visit_offsets
+        return results.map(lambda rows: segment_sum(rows, row_of_visit, visit_offsets))
+
+    def _dispatch(
+        self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, blocks: Sequence[range], *, together: bool
+    ) -> tuple[list[Transfer[Tensor]], ChunkedRows, list[ChunkHandle]]:
+        """Launch the rows of all chunks, together or one chunk after the other."""
+        check_dispatch(x, topk_ids, topk_weights, name="torch_dist")
+        routes = Routes(self._ranks_hit(topk_ids, blocks), together=together)
+        counts = self._exchange(routes.counts)
+        packed = pack_rows(x, topk_ids, topk_weights)
+        chunks, launches = range(len(blocks)), range(1 if together else len(blocks))
+        _, own_ends = _cubes(counts.sent(), len(blocks))
+        sent = [_sum_of(own_ends[chunk]) for chunk in launches]
+        payloads = [packed.index_select(0, routes.tokens_of(chunk, sum(sent[chunk]))) for chunk in launches]
+        back = [_sum_of([came[chunk] for came in own_ends]) for chunk in chunks]
+        returns = [routes.returns(chunk, sum(back[chunk])) for chunk in chunks]
+
+        visits, ends = _cubes(counts.received(), len(blocks))
+        rows = ChunkedRows(visits, ends, blocks, self.experts, x.shape[1])
+        handles = [
+            ChunkHandle(rows, chunk, back[chunk], _sum_of([came[chunk] for came in ends]), *returns[chunk])
+            for chunk in chunks
+        ]
+        transfers = [
+            launch_all_to_all_single(payload, self.group, _sum_of(ends[chunk]), sent[chunk], name="dispatch")
+            for chunk, payload in zip(launches, payloads, strict=True)
+        ]
+        return transfers, rows, handles
+
+    def _ranks_hit(self, topk_ids: Tensor, blocks: Sequence[range]) -> list[Tensor]:
+        """Per block `[R, T]` bool: which rank holds an expert of which token there."""
+        num_local = len(self.experts)
+        rank_of_choice = torch.div(topk_ids, num_local, rounding_mode="floor")  # -1 stays -1, no rank's
         ranks = torch.arange(self.group.size, device=topk_ids.device)
-        return (rank_of_choice == ranks[:, None, None]).any(-1)
+        here = rank_of_choice == ranks[:, None, None]
+        if len(blocks) == 1 and len(blocks[0]) == num_local:
+            return [here.any(-1)]
+        return [(here & (only_block(topk_ids, block, num_local) >= 0)).any(-1) for block in blocks]
+
+    def _exchange(self, counts: Tensor) -> _Counts:
+        """Launch the exchange of `[R, n]` numbers, row r for rank r."""
+        theirs = launch_all_to_all_single(counts, self.group, name="dispatch_counts", to_host=True).off_link()
+        theirs = self.on_counts(theirs)
+        return _Counts(copy_to_host(counts, group=self.group, name="dispatch_counts"), theirs)
 
     def _unpack(self, rows: Tensor, hidden_size: int, handle: Handle) -> Dispatched[Handle]:
         hidden_states, topk_ids, topk_weights = unpack_rows(rows, hidden_size)
         return Dispatched(hidden_states, topk_ids, topk_weights, handle, self.experts)
 
 
-def _visits(hit: Tensor) -> tuple[Tensor, Tensor]:
-    """The sent row of every visit in token order, and where each token's begin; rows are sent in rank order."""
-    row_of_hit = (hit.flatten().cumsum(0) - 1).view_as(hit)
-    by_token = hit.t()
-    return row_of_hit.t()[by_token], segment_offsets(by_token.sum(1))
+@dataclass(frozen=True)
+class _Counts:
+    """Numbers of rows from rank to rank, on their way to the host: `[R, n]`.
+
+    Attributes:
+        ours: of what goes to every rank.
+        theirs: of what comes from every rank.
+    """
+
+    ours: Transfer[list[Tensor]]
+    theirs: Transfer[Tensor]
+
+    def sent(self) -> list[list[int]]:
+        """`[n][R]`, to every rank."""
+        (ours,) = self.ours.wait()
+        rows: list[list[int]] = ours.t().tolist()
+        return rows
+
+    def received(self) -> list[list[int]]:
+        """`[n][R]`, from every rank."""
+        rows: list[list[int]] = self.theirs.wait().t().tolist()
+        return rows
+
+
+def _cubes(numbers: list[list[int]], chunks: int) -> tuple[Cube, Cube]:
+    """`visits` and `ends` of what was exchanged as `Routes.counts`."""
+    rows = [numbers[start : start + chunks] for start in range(0, len(numbers), chunks)]
+    return rows[:chunks], rows[chunks:]
+
+
+def _sum_of(counts: Sequence[Sequence[int]]) -> list[int]:
+    """Per rank."""
+    return [sum(of_rank) for of_rank in zip(*counts, strict=True)]

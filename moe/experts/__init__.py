@@ -7,7 +7,17 @@ packed       the same on a CPU, with weights kept only as oneDNN reads them fast
 
 from __future__ import annotations
 
-from moe.experts.base import Experts, FusedExperts
+from moe.experts.base import BatchedExperts, Experts, FusedExperts
+from moe.experts.quantization import dequantize_blocks, quantize_blocks
 from moe.experts.registry import experts_backends, make_experts, register_experts_backend
 
-__all__ = ["Experts", "FusedExperts", "experts_backends", "make_experts", "register_experts_backend"]
+__all__ = [
+    "BatchedExperts",
+    "Experts",
+    "FusedExperts",
+    "dequantize_blocks",
+    "experts_backends",
+    "make_experts",
+    "quantize_blocks",
+    "register_experts_backend",
+]

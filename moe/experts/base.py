@@ -1,15 +1,19 @@
-"""What a MoE layer needs from the experts of one rank."""
+"""What a MoE layer needs from the experts of one rank.
+
+Two layouts, as the transport brings them (`moe.all2all.base`): rows of tokens, and batches of rows by expert.
+"""
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import ClassVar, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
+from moe.experts.quantization import FP8, check_scales, dequantize_blocks
 from ubatch import ConfigError
 
-__all__ = ["Experts", "FusedExperts"]
+__all__ = ["BatchedExperts", "Experts", "FusedExperts"]
 
 
 class Experts(Protocol):
@@ -19,21 +23,53 @@ class Experts(Protocol):
     def expert_range(self) -> range:
         """Global ids of these experts."""
 
-    def __call__(self, hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
+    @property
+    def capturable(self) -> bool:
+        """Whether they can be captured into a CUDA graph: nothing is read on the host."""
+
+    def __call__(
+        self, hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor, scales: Tensor | None = None
+    ) -> Tensor:
         """Each row's weighted sum over those of its experts that are held here.
 
         Args:
-            hidden_states: `[N, H]`; rows may be strided.
+            hidden_states: `[N, H]`; rows may be strided. Float8_e4m3fn where `scales` come with them.
             topk_ids: `[N, k]` int32 or int64, global ids. Ids outside `expert_range` are ignored.
             topk_weights: `[N, k]` float32.
+            scales: `[N, H / 128]` float32, of hidden states in fp8; else None.
 
         Returns:
-            `[N, H]`, contiguous, dtype of `hidden_states`; zeros for a row without an expert here.
+            `[N, H]`, contiguous, dtype of the experts; zeros for a row without an expert here.
+        """
+
+
+@runtime_checkable
+class BatchedExperts(Protocol):
+    """Experts that also take rows sorted by expert."""
+
+    def run_batched(self, hidden_states: Tensor, rows_per_expert: Tensor, scales: Tensor | None = None) -> Tensor:
+        """Every row through the expert it lies under, without a weight: combine applies those.
+
+        Args:
+            hidden_states: `[E_local, C, H]`, contiguous. Float8_e4m3fn where `scales` come with them. Rows behind the
+                counts are undefined, NaN included.
+            rows_per_expert: `[E_local]` int32 on the device, each at most C.
+            scales: `[E_local, C, H / 128]` float32, of hidden states in fp8; else None. Any strides.
+
+        Returns:
+            `[E_local, C, H]`, contiguous, dtype of the experts; rows behind the counts are undefined.
         """
 
 
 class FusedExperts(nn.Module):
     """Gated (SwiGLU) experts with their weights stacked: `y = w2 (silu(w1 x) * w3 x)`.
+
+    A back end that computes in fp8 itself reads `scales`; the others begin with `dequantized`.
+
+    Attributes:
+        capturable: see `Experts`.
+        dtype: of the weights, and of what comes out.
+        hidden_size, intermediate_size: `H` and `I`.
 
     Args:
         w13: `[E_local, 2 * I, H]`: of each expert the gate projection `w1`, then the up projection `w3`.
@@ -43,6 +79,8 @@ class FusedExperts(nn.Module):
     Raises:
         ConfigError: shapes, dtypes or devices do not fit together.
     """
+
+    capturable: ClassVar[bool] = False
 
     def __init__(self, w13: Tensor, w2: Tensor, first_expert: int = 0) -> None:
         super().__init__()
@@ -69,19 +107,20 @@ class FusedExperts(nn.Module):
         self.hidden_size = hidden_size
         self.intermediate_size = twice_intermediate // 2
 
-    def check_input(self, hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> None:
+    def check_input(
+        self, hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor, scales: Tensor | None = None
+    ) -> None:
         """Refuse what `forward` cannot compute.
 
         Raises:
-            ConfigError: wrong shapes, or a dtype other than the weights'.
+            ConfigError: wrong shapes, or a dtype other than the weights' (fp8 where there are `scales`).
         """
         if hidden_states.dim() != 2 or hidden_states.shape[1] != self.hidden_size:
             raise ConfigError(
                 f"hidden_states must be [tokens, {self.hidden_size}] for these experts, not "
                 f"{list(hidden_states.shape)}."
             )
-        if hidden_states.dtype != self.dtype:
-            raise ConfigError(f"hidden_states are {hidden_states.dtype}, the experts {self.dtype}. Convert one.")
+        self._check_dtype(hidden_states, scales)
         if topk_ids.dtype not in (torch.int32, torch.int64) or topk_ids.is_floating_point():
             raise ConfigError(f"topk_ids must be int32 or int64, not {topk_ids.dtype}.")
         if topk_ids.shape != topk_weights.shape or topk_ids.dim() != 2 or topk_ids.shape[0] != hidden_states.shape[0]:
@@ -89,6 +128,38 @@ class FusedExperts(nn.Module):
                 f"topk_ids {list(topk_ids.shape)} and topk_weights {list(topk_weights.shape)} must both be [tokens, "
                 f"k], for {hidden_states.shape[0]} tokens."
             )
+
+    def check_batched_input(self, hidden_states: Tensor, rows_per_expert: Tensor, scales: Tensor | None = None) -> None:
+        """Refuse what `run_batched` cannot compute. Reads nothing on the host.
+
+        Raises:
+            ConfigError: wrong shapes, or a dtype other than the weights' (fp8 where there are `scales`).
+        """
+        held = len(self.expert_range)
+        if hidden_states.dim() != 3 or hidden_states.shape[0] != held or hidden_states.shape[2] != self.hidden_size:
+            raise ConfigError(
+                f"hidden_states must be [{held}, rows, {self.hidden_size}] for these experts, not "
+                f"{list(hidden_states.shape)}."
+            )
+        if not hidden_states.is_contiguous():
+            raise ConfigError(f"batched hidden_states {list(hidden_states.shape)} must be contiguous.")
+        self._check_dtype(hidden_states, scales)
+        if rows_per_expert.dtype != torch.int32 or tuple(rows_per_expert.shape) != (held,):
+            raise ConfigError(
+                f"rows_per_expert must be [{held}] int32, not {list(rows_per_expert.shape)} {rows_per_expert.dtype}."
+            )
+
+    def _check_dtype(self, hidden_states: Tensor, scales: Tensor | None) -> None:
+        if scales is not None:
+            check_scales(hidden_states, scales)
+        elif hidden_states.dtype == FP8:
+            raise ConfigError("hidden_states are in fp8, but came without scales.")
+        elif hidden_states.dtype != self.dtype:
+            raise ConfigError(f"hidden_states are {hidden_states.dtype}, the experts {self.dtype}. Convert one.")
+
+    def dequantized(self, hidden_states: Tensor, scales: Tensor | None) -> Tensor:
+        """`hidden_states` in the experts' dtype, for experts that do not take fp8 themselves."""
+        return hidden_states if scales is None else dequantize_blocks(hidden_states, scales, self.dtype)
 
     def extra_repr(self) -> str:
         """Shown by `print(model)`."""

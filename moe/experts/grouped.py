@@ -29,9 +29,12 @@ __all__ = ["GroupedExperts"]
 class GroupedExperts(FusedExperts):
     """Experts by sorting and one GEMM per expert. CPU and CUDA, any floating dtype."""
 
-    def forward(self, hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
+    def forward(
+        self, hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor, scales: Tensor | None = None
+    ) -> Tensor:
         """See `Experts`."""
-        self.check_input(hidden_states, topk_ids, topk_weights)
+        self.check_input(hidden_states, topk_ids, topk_weights, scales)
+        hidden_states = self.dequantized(hidden_states, scales)
         plan = _plan(topk_ids, self.expert_range)
         if not plan.token_of_row.shape[0]:
             return hidden_states.new_zeros(hidden_states.shape)
@@ -39,6 +42,16 @@ class GroupedExperts(FusedExperts):
         weights = topk_weights.flatten() if plan.pair_is_local is None else topk_weights[plan.pair_is_local]
         weights = weights.to(hidden_states.dtype)
         return segment_sum(rows, plan.row_of_pair, plan.pair_offsets, weights)
+
+    def run_batched(self, hidden_states: Tensor, rows_per_expert: Tensor, scales: Tensor | None = None) -> Tensor:
+        """See `BatchedExperts`. The counts are read on the host."""
+        self.check_batched_input(hidden_states, rows_per_expert, scales)
+        results = hidden_states.new_empty(hidden_states.shape, dtype=self.dtype)
+        for slot, rows in enumerate(rows_per_expert.tolist()):
+            if rows:
+                scale = None if scales is None else scales[slot, :rows]
+                results[slot, :rows] = self.run_expert(slot, self.dequantized(hidden_states[slot, :rows], scale))
+        return results
 
     def _run_experts(self, hidden_states: Tensor, plan: _Plan) -> Tensor:
         """All rows' results, `[M, H]`."""

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
-from typing import cast
+from typing import Any, cast
 
+import torch
 from torch import Tensor
 
 from moe.experts.base import FusedExperts
-from ubatch import LazyRegistry
+from ubatch import ConfigError, LazyRegistry
 
 __all__ = ["experts_backends", "make_experts", "register_experts_backend"]
 
 _BACKENDS = LazyRegistry(
     "experts back end",
     {
+        "flashinfer": "moe.experts.flashinfer:FlashInferExperts",
         "grouped": "moe.experts.grouped:GroupedExperts",
         "packed": "moe.experts.packed:PackedExperts",
         "reference": "moe.experts.reference:ReferenceExperts",
+        "triton": "moe.experts.triton:TritonExperts",
+        "triton_batched": "moe.experts.triton_batched:TritonBatchedExperts",
     },
 )
 
@@ -40,11 +45,35 @@ def experts_backends() -> tuple[str, ...]:
     return _BACKENDS.names()
 
 
-def make_experts(name: str, w13: Tensor, w2: Tensor, first_expert: int = 0) -> FusedExperts:
+def make_experts(
+    name: str,
+    w13: Tensor,
+    w2: Tensor,
+    first_expert: int = 0,
+    *,
+    w13_scale: Tensor | None = None,
+    w2_scale: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+    quantize: str | None = None,
+    num_experts: int | None = None,
+) -> FusedExperts:
     """The experts `w13`, `w2` computed by the back end `name`; see `FusedExperts` for the arguments.
 
+    Args:
+        w13_scale: of w13 in fp8, as w2_scale, dtype and quantize for back ends that compute in fp8; see
+            `moe.experts.triton_batched`.
+        num_experts: of all ranks, if known; a hint for back ends that choose their tiles by it.
+
     Raises:
-        ConfigError: an unknown name, or weights that do not fit together.
+        ConfigError: an unknown name, weights that do not fit together, or an argument that this back end does not take.
     """
-    make = cast("Callable[[Tensor, Tensor, int], FusedExperts]", _BACKENDS.load(name))
-    return make(w13, w2, first_expert)
+    make = cast("Callable[..., FusedExperts]", _BACKENDS.load(name))
+    known = inspect.signature(make).parameters
+    given = {"w13_scale": w13_scale, "w2_scale": w2_scale, "dtype": dtype, "quantize": quantize}
+    options: dict[str, Any] = {option: value for option, value in given.items() if value is not None}
+    refused = sorted(set(options) - set(known))
+    if refused:
+        raise ConfigError(f"experts back end {name!r} does not compute in fp8 and takes no {', '.join(refused)}.")
+    if "num_experts" in known:
+        options["num_experts"] = num_experts
+    return make(w13, w2, first_expert, **options)

@@ -22,7 +22,8 @@ from __future__ import annotations
 import functools
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -49,7 +50,16 @@ from ubatch import CommGroup, UBatchConfig, UBatchError, UBatchWrapper, set_forw
 from ubatch.schedule import KNOWN_POINTS
 from ubatch.simulate import Op, median_programs, programs_of, simulate
 
-__all__ = ["LaneResult", "Options", "OverlapResult", "Setting", "measure_overlap", "run"]
+__all__ = [
+    "LaneResult",
+    "Options",
+    "OverlapResult",
+    "Setting",
+    "measure_overlap",
+    "model_folder",
+    "open_setting",
+    "run",
+]
 
 _DRIFT = 1.02
 
@@ -159,11 +169,7 @@ class Setting:
 
 def run(options: Options) -> int:
     """Measure, print each link as it is done, write."""
-    with tempfile.TemporaryDirectory() as folder:
-        model = options.model
-        if model is None:
-            model = Path(folder) / "random-qwen3-moe"
-            make_random_qwen3_moe(model, seed=0)
+    with model_folder(options) as model:
         results: list[OverlapResult] = run_ranks(_measure_on_rank, options.ranks, options, model)
     if options.json_file is not None:
         write_json(options.json_file, as_json(options, results))
@@ -171,7 +177,31 @@ def run(options: Options) -> int:
     return 1 if any(lane.void for result in results for lane in result.lanes.values()) else 0
 
 
+@contextmanager
+def model_folder(options: Options) -> Iterator[Path]:
+    """The checkpoint asked for, or a random one that is deleted at the end."""
+    if options.model is not None:
+        yield options.model
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        model = Path(folder) / "random-qwen3-moe"
+        make_random_qwen3_moe(model, seed=0)
+        yield model
+
+
 def _measure_on_rank(rank: int, world_size: int, options: Options, model: Path) -> list[OverlapResult]:
+    results = []
+    with open_setting(rank, options, model) as setting:
+        for ratio in options.ratios:
+            results.append(measure_overlap(setting, lanes=options.lanes, ratio=ratio, blocks=options.blocks))
+            if rank == 0:
+                print_result(results[-1])
+    return results
+
+
+@contextmanager
+def open_setting(rank: int, options: Options, model: Path) -> Iterator[Setting]:
+    """This rank's model and batch over an emulated link, infinitely fast so far; every rank calls it."""
     group = CommGroup.from_process_group(timeout_s=300.0)
     link = EmulatedLink(options.latency_us * 1e-6, float("inf"))
     config = UBatchConfig(schedule=options.schedule, timeout_s=300.0)
@@ -180,13 +210,8 @@ def _measure_on_rank(rank: int, world_size: int, options: Options, model: Path) 
         size = (options.sequences, options.sequence_length)
         prompts = torch.randint(0, runner.config.vocab_size, size, generator=generator).tolist()
         setting = Setting(runner, prefill_batch(runner, prompts), link)
-        results = []
-        for ratio in options.ratios:
-            results.append(measure_overlap(setting, lanes=options.lanes, ratio=ratio, blocks=options.blocks))
-            if rank == 0:
-                print_result(results[-1])
+        yield setting
         setting.close()
-    return results
 
 
 def prefill_batch(runner: ModelRunner, prompts: Sequence[Sequence[int]]) -> InputBatch:

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
 import torch
 
 from model_runner import ModelRunner, SamplingParams, generate
 from serving.engine.core import EngineCore
 from serving.engine.options import EngineOptions
+from serving.graph_capture import capture_graphs
 from serving.logs import log_event
 from serving.runner_setup import make_link
 from serving.scheduler import Scheduler
 from ubatch import CommGroup, ConfigError
 
-__all__ = ["make_core", "make_runner", "warm_up"]
+__all__ = ["make_core", "make_runner", "warm_up", "warm_up_lengths"]
 
 _logger = logging.getLogger(__name__)
 
@@ -38,6 +40,7 @@ def make_runner(options: EngineOptions, group: CommGroup | None = None, *, devic
         all2all_backend=options.all2all_backend,
         link=make_link(options.emulated_link),
         dbo=options.dbo,
+        dbo_auto=options.dbo_auto,
         attention_backend=options.attention_backend,
         prefill_attention_backend=options.prefill_attention_backend,
         decode_attention_backend=options.decode_attention_backend,
@@ -47,6 +50,9 @@ def make_runner(options: EngineOptions, group: CommGroup | None = None, *, devic
         gpu_memory_utilization=options.gpu_memory_utilization,
         max_num_seqs=options.scheduler.max_num_seqs,
         max_model_len=options.scheduler.max_model_len,
+        cudagraph_mode=options.cudagraph_mode,
+        cudagraph_capture_sizes=options.cudagraph_capture_sizes,
+        num_speculative_tokens=options.scheduler.num_speculative_tokens,
         dtype=_dtype(options.dtype),
         device=f"cuda:{device_index}" if options.device == "cuda" else options.device,
     )
@@ -57,20 +63,50 @@ def make_core(options: EngineOptions, runner: ModelRunner) -> EngineCore:
     if options.speculates and options.overlap_schedule:
         log_event(_logger, "plain loop", reason="speculation needs a step's tokens before it can draft the next")
     scheduler = Scheduler(
-        options.scheduler,
+        replace(options.scheduler, fill_drafts=bool(runner.graph_shapes)),
         runner.allocator,
         runner.request_table,
         eos_token_ids=runner.config.eos_token_ids,
         vocab_size=runner.config.vocab_size,
     )
-    return EngineCore(runner, scheduler, overlap_schedule=options.overlaps_schedule)
+    return EngineCore(
+        runner,
+        scheduler,
+        overlap_schedule=options.overlaps_schedule,
+        measure_overlap=not runner.streams.asynchronous,  # on a GPU, times of the host say nothing of it
+        decided=runner.step_settings.reasons,
+    )
 
 
 def warm_up(options: EngineOptions, runner: ModelRunner) -> None:
-    """A short prompt and a decode step, so that what is made at the first use is made. All ranks must call it."""
-    room = min(runner.free_kv_tokens, options.scheduler.max_model_len)
-    tokens = [0] * min(_WARM_UP_TOKENS, room - 2)
-    generate(runner, [tokens] if tokens else [], SamplingParams(max_tokens=2, ignore_eos=True))
+    """Capture graphs; then prompts and decode steps, so that what is made at the first use is made.
+
+    On a CPU one short prompt will do. On a GPU kernels are tuned for every power of two of tokens, some seconds each
+    where the cache of `ubatch.autotune` does not know them: better here than in the step of a request. All ranks must
+    call it.
+
+    Raises:
+        CaptureFailed: see there.
+    """
+    first = options.data_parallel_size == 1 or (runner.group is not None and runner.group.rank == 0)
+    capture_graphs(runner, show=first)
+    room = min(runner.free_kv_tokens, options.scheduler.max_model_len) - 2  # two tokens are generated
+    for length in warm_up_lengths(options):
+        tokens = [0] * min(length, room)
+        generate(runner, [tokens] if tokens else [], SamplingParams(max_tokens=2, ignore_eos=True))
+
+
+def warm_up_lengths(options: EngineOptions) -> list[int]:
+    """Prompts of `warm_up`, the longest first: a failure for want of memory comes at once then.
+
+    As many on every rank, whatever memory it has: each is a step that all of them take together.
+    """
+    lengths = [_WARM_UP_TOKENS]
+    if options.device == "cuda":
+        longest = max(_WARM_UP_TOKENS, min(options.scheduler.max_num_batched_tokens, options.scheduler.max_model_len))
+        while lengths[-1] < longest:
+            lengths.append(min(2 * lengths[-1], longest))
+    return lengths[::-1]
 
 
 def _dtype(name: str) -> torch.dtype:

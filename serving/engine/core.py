@@ -8,13 +8,13 @@
 In the overlapped loop step N+1 is launched before the host knows the tokens of step N: the device takes them from its
 own memory (the runner's FutureMap). Sampling that depends on those tokens on the host (penalties, `min_tokens`) waits
 until step N is processed; the forward of step N+1 runs meanwhile. A request that turns out to have ended at step N is
-in step N+1 once too often, and what that gives is dropped.
+in step N+1 once too often, and what that gives is dropped. `model_runner.step_streams` says what runs on which stream.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -78,15 +78,27 @@ class EngineCore:
         executor: runs the steps.
         scheduler: fills them.
         overlap_schedule: which of the two loops.
+        measure_overlap: trace some steps for the statistics; see `StepTracer`.
+        decided: tells what `--dbo-auto` has decided, by kind of step.
     """
 
-    def __init__(self, executor: Executor, scheduler: StepScheduler, *, overlap_schedule: bool) -> None:
+    def __init__(
+        self,
+        executor: Executor,
+        scheduler: StepScheduler,
+        *,
+        overlap_schedule: bool,
+        measure_overlap: bool = True,
+        decided: Callable[[], Mapping[str, str]] = dict,
+    ) -> None:
         self.executor = executor
         self.scheduler = scheduler
         self.overlap_schedule = overlap_schedule
-        self.tracer = StepTracer()
+        self.tracer = StepTracer(measures=measure_overlap)
+        self._decided = decided
         self._in_flight: _InFlight | None = None
         self._steps: Counter[str] = Counter()
+        self._graph_replays = 0
         self._all_idle = False
         self._empty_steps = 0
 
@@ -179,8 +191,10 @@ class EngineCore:
         self._all_idle = output.all_idle
         if not output.all_idle:
             decision = output.decision
-            outcome = "engaged" if decision.engaged else str(decision.reason)
+            overlapped = "engaged" if decision.num_lanes > 1 else "engaged_single"
+            outcome = overlapped if decision.engaged else str(decision.reason)
             self._steps[f"{flight.mode}/{outcome}"] += 1
+            self._graph_replays += bool(decision.graph_mode)
             if decision.engaged:
                 self.tracer.engaged(flight.trace)
         stuck = not flight.step.shares and self._in_flight is None and self.scheduler.has_work
@@ -195,7 +209,14 @@ class EngineCore:
 
     def statistics(self) -> EngineStatistics:
         """The state, and the totals so far."""
-        return replace(self.scheduler.statistics(), steps=dict(self._steps), **vars(self.tracer.total))
+        totals = vars(self.tracer.total)
+        return replace(
+            self.scheduler.statistics(),
+            steps=dict(self._steps),
+            graph_replays=self._graph_replays,
+            dbo_auto=self._decided(),
+            **totals,
+        )
 
 
 def forward_mode(step: ScheduledStep) -> ForwardMode:

@@ -22,6 +22,7 @@ class EngineOptions:
     Attributes:
         model: folder of a Hugging Face checkpoint.
         dbo: when and how to overlap; its group is set on the rank.
+        dbo_auto: find out while serving when steps overlap; see `model_runner.DboAuto`.
         scheduler: how steps are filled.
         data_parallel_size: ranks in all, over all nodes.
         enable_expert_parallel: the ranks share the experts, and step together.
@@ -30,6 +31,8 @@ class EngineOptions:
         attention_backend: see `ModelRunner`, also for the next three.
         prefill_attention_backend: another one for prefills.
         decode_attention_backend: another one for decodes.
+        cudagraph_mode: `auto`, `none` or `full`, as in `ModelRunner`.
+        cudagraph_capture_sizes: requests of the steps that are captured; None for the usual ones.
         kv_cache_dtype: `auto` or `fp8`.
         block_size: tokens per KV block.
         kv_cache_memory: bytes of the KV cache of a rank; None for the default.
@@ -50,6 +53,7 @@ class EngineOptions:
 
     model: Path
     dbo: UBatchConfig = field(default_factory=_no_overlap)
+    dbo_auto: bool = False
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     data_parallel_size: int = 1
     enable_expert_parallel: bool = False
@@ -58,6 +62,8 @@ class EngineOptions:
     attention_backend: str = "auto"
     prefill_attention_backend: str | None = None
     decode_attention_backend: str | None = None
+    cudagraph_mode: str = "auto"
+    cudagraph_capture_sizes: tuple[int, ...] | None = None
     kv_cache_dtype: str = "auto"
     block_size: int = 16
     kv_cache_memory: int | None = None

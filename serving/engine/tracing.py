@@ -1,12 +1,7 @@
-"""What some steps of an engine looked like: every 32nd overlapped one for the statistics, all of them for a profile.
-
-The baton is exclusive, so a step's lane spans follow one another. Where the next span is another lane's, the first
-lane handed on at its end and the other ran from its start: the gap between is what the hand-off cost.
-"""
+"""What some steps of an engine looked like: every 32nd overlapped one for the statistics, all of them for a profile."""
 
 from __future__ import annotations
 
-import itertools
 import logging
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -14,10 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from serving.logs import log_event
-from ubatch import Span, SpanKind, Trace, summarise, tracing, write_chrome
-from ubatch.trace import UNSPLIT
+from ubatch import Span, Trace, summarise, tracing, write_chrome
 
-__all__ = ["StepTracer", "TracedTime", "handoff_wait"]
+__all__ = ["StepTracer", "TracedTime"]
 
 _logger = logging.getLogger(__name__)
 
@@ -45,7 +39,7 @@ class TracedTime:
             self.traced_steps + 1,
             self.hidden_s + summary.hidden_s,
             self.exposed_s + summary.exposed_s,
-            self.handoff_wait_s + handoff_wait(spans),
+            self.handoff_wait_s + summary.handoff_s,
             self.communication_s + summary.communication_s,
         )
 
@@ -53,12 +47,17 @@ class TracedTime:
 class StepTracer:
     """Decides which steps of one rank are traced, and keeps what they gave.
 
+    Args:
+        measures: whether a span says how long its work took. Where the device runs by itself it says how long the host
+            took to queue it: then there are profiles, and no statistics.
+
     Attributes:
         total: over the steps that were traced for the statistics. While a profile runs there are none.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, measures: bool = True) -> None:
         self.total = TracedTime()
+        self._measures = measures
         self._untraced = 0
         self._profile: Trace | None = None
         self._full = False
@@ -69,7 +68,7 @@ class StepTracer:
         if self._profile is not None:
             trace = None if self._full else self._profile
         else:
-            trace = Trace() if self._untraced >= TRACE_EVERY - 1 else None
+            trace = Trace() if self._measures and self._untraced >= TRACE_EVERY - 1 else None
         if trace is None:
             yield None
             return
@@ -99,7 +98,7 @@ class StepTracer:
             return "no profile was started."
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            write_chrome(path, {rank: trace.spans})
+            write_chrome(path, {rank: trace.spans}, notes={rank: trace.notes}, measures=self._measures)
         except OSError as error:
             return f"cannot write {path}: {error.strerror}."
         else:
@@ -109,19 +108,8 @@ class StepTracer:
             trace.clear()  # the overlapped loop may still have to process a step that was recorded in it
 
     def _trim(self, trace: Trace) -> None:
-        trace.events.clear()  # for the simulator; a profile shows spans only
+        trace.events.clear()  # for the simulator; a profile shows spans and notes
         trace.order.clear()
         if len(trace.spans) >= MOST_SPANS:
             self._full = True
             log_event(_logger, "profile full", level=logging.WARNING, spans=len(trace.spans), steps=trace.step)
-
-
-def handoff_wait(spans: Iterable[Span]) -> float:
-    """Seconds between one lane's hand-off and the next lane's running, over all hand-offs of one rank's steps."""
-    lanes = (span for span in spans if span.lane != UNSPLIT and span.kind is not SpanKind.TRANSFER)
-    held = sorted(lanes, key=lambda span: (span.step, span.start, span.end))
-    return sum(
-        max(0.0, after.start - before.end)
-        for before, after in itertools.pairwise(held)
-        if before.lane != after.lane and before.step == after.step
-    )

@@ -6,9 +6,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from model_runner import ModelConfig
-from serving.options.flags import SETTINGS
+from serving.options.flags import FILE_ONLY, SETTINGS
+from serving.options.overlap import overlap_config
 from serving.options.sources import Settings
 from ubatch import ConfigError
+from ubatch.modes import MODE_KEYS
 
 __all__ = ["Machine", "check_alone", "check_with_model", "notes"]
 
@@ -30,7 +32,7 @@ def check_alone(settings: Settings) -> None:
     Raises:
         ConfigError: two settings contradict each other, or one needs another.
     """
-    for check in (_model, _overlap, _parallelism, _nodes, _memory, _speculation):
+    for check in (_model, _overlap, _parallelism, _nodes, _memory, _graphs, _speculation):
         for message in check(settings):
             raise ConfigError(message)
 
@@ -41,44 +43,59 @@ def check_with_model(settings: Settings, model: ModelConfig, machine: Machine) -
     Raises:
         ConfigError: a setting is more than the checkpoint or the machine has, or contradicts another.
     """
-    for check in (_checkpoint(settings, model), _device(settings, machine), _steps(settings)):
+    for check in (_checkpoint(settings, model), _device(settings, machine), _steps(settings), _graph_sizes(settings)):
         for message in check:
             raise ConfigError(message)
 
 
 def notes(settings: Settings) -> Iterator[str]:
     """What is allowed but may not be what was meant."""
-    if settings["enable_dbo"] and not settings["enable_expert_parallel"]:
-        yield "--enable-dbo has no communication to hide: the ranks share no experts (--enable-expert-parallel)"
-    if settings["enable_dbo"] and settings["schedule"] == "serial":
+    flags = [name for name in ("enable_dbo", "enable_single_batch_overlap") if settings[name]]
+    if flags and not settings["enable_expert_parallel"]:
+        yield (
+            f"{settings.spell(flags[0])} has no communication to hide: the ranks share no experts "
+            "(--enable-expert-parallel)"
+        )
+    if flags == ["enable_dbo"] and settings["schedule"] == "serial":
         yield f"{settings.spell('schedule')} serial overlaps nothing"
+    if settings["enforce_eager"] and settings["device"] == "cpu":
+        yield f"{settings.spell('enforce_eager')} on a CPU: nothing would be captured anyway"
     if not settings["enable_dbo"]:
-        idle = [
-            name
-            for name in ("ubatch_size", "dbo_decode_token_threshold", "dbo_prefill_token_threshold", "schedule")
-            if settings.given(name)
-        ]
+        idle = [name for name in (("ubatch_size",) if flags else _ONLY_OVERLAPPED) if settings.given(name)]
         if idle:
-            yield f"{', '.join(map(settings.spell, idle))} without --enable-dbo: no step overlaps"
+            what = "one batch is not split" if flags else "no step overlaps"
+            yield f"{', '.join(map(settings.spell, idle))} without --enable-dbo: {what}"
+
+
+_ONLY_OVERLAPPED = (
+    "ubatch_size",
+    "dbo_decode_token_threshold",
+    "dbo_prefill_token_threshold",
+    "schedule",
+    *(f"schedule_{key}" for key in MODE_KEYS),
+    *FILE_ONLY,
+)
 
 
 def _model(s: Settings) -> Iterator[str]:
     if s["model"] is None:
         yield "MODEL is missing: give the folder of a checkpoint."
-    if s["enable_single_batch_overlap"]:
-        yield (
-            f"{s.spell('enable_single_batch_overlap')} is not available yet: the MoE kernel does not run its schedule, "
-            "one lane with chunks of experts. Use --enable-dbo."
-        )
 
 
 def _overlap(s: Settings) -> Iterator[str]:
+    if s["dbo_auto"] and not (s["enable_dbo"] or s["enable_single_batch_overlap"]):
+        yield f"{s.spell('dbo_auto')} decides when steps overlap, but they may not. Add --enable-dbo."
+    one_lane = s["enable_single_batch_overlap"] and not s["enable_dbo"]
     for name in ("dbo_decode_token_threshold", "dbo_prefill_token_threshold"):
-        if s[name] < s["ubatch_size"]:
+        if s[name] < s["ubatch_size"] and not one_lane:
             yield (
                 f"{s.spell(name)} is {s[name]}, below {s.spell('ubatch_size')} ({s['ubatch_size']}): "
                 f"a microbatch would be empty. Set it to at least {s['ubatch_size']}."
             )
+    try:
+        overlap_config(s)
+    except ConfigError as error:
+        yield str(error)
 
 
 def _parallelism(s: Settings) -> Iterator[str]:
@@ -123,6 +140,25 @@ def _memory(s: Settings) -> Iterator[str]:
         )
 
 
+def _graphs(s: Settings) -> Iterator[str]:
+    if s["enforce_eager"] and s["cudagraph_mode"] == "full":
+        yield f"{s.spell('enforce_eager')} and {s.spell('cudagraph_mode')} full contradict each other. Remove one."
+    off = "enforce_eager" if s["enforce_eager"] else "cudagraph_mode" if s["cudagraph_mode"] == "none" else None
+    for name in _SIZES:
+        if s[name] is not None and off is not None:
+            value = "" if off == "enforce_eager" else " none"
+            yield f"{s.spell(name)} has no effect with {s.spell(off)}{value}: nothing is captured. Remove one."
+    sizes, largest = s["cudagraph_capture_sizes"], s["max_cudagraph_capture_size"]
+    if sizes is not None and largest is not None and max(sizes) > largest:
+        yield (
+            f"{s.spell('cudagraph_capture_sizes')} has {max(sizes)}, above {s.spell('max_cudagraph_capture_size')} "
+            f"({largest}). Change one."
+        )
+
+
+_SIZES = ("cudagraph_capture_sizes", "max_cudagraph_capture_size")
+
+
 def _speculation(s: Settings) -> Iterator[str]:
     names = ("speculative_num_draft_tokens", "speculative_ngram_max", "speculative_ngram_min")
     if s["speculative_algorithm"] is None:
@@ -161,6 +197,11 @@ def _device(s: Settings, machine: Machine) -> Iterator[str]:
             yield (
                 f"{s.spell('gpu_memory_utilization')} is for GPUs, and the ranks run on a CPU. Use --kv-cache-memory."
             )
+        if s["cudagraph_mode"] == "full":
+            yield f"{s.spell('cudagraph_mode')} full needs a GPU, and the ranks run on a CPU. Remove it."
+        for name in _SIZES:
+            if s[name] is not None:
+                yield f"{s.spell(name)} is for CUDA graphs, and the ranks run on a CPU. Remove it."
     elif machine.gpus == 0:
         yield f"{s.spell('device')} cuda: there is no GPU here that torch can use. Use --device cpu."
     elif local > machine.gpus:
@@ -183,3 +224,13 @@ def _steps(s: Settings) -> Iterator[str]:
             f"{s.spell('max_num_batched_tokens')} ({tokens}) must be at least "
             f"{s.spell('max_model_len')} ({s['max_model_len']})."
         )
+
+
+def _graph_sizes(s: Settings) -> Iterator[str]:
+    for name in _SIZES:
+        largest = max(s[name]) if isinstance(s[name], tuple) else s[name]
+        if largest is not None and largest > s["max_num_seqs"]:
+            yield (
+                f"{s.spell(name)} has {largest}, above {s.spell('max_num_seqs')} ({s['max_num_seqs']}): no step has so "
+                "many requests. Lower the one or raise the other."
+            )

@@ -29,7 +29,7 @@ from moe import all2all_backends
 from ubatch import SCHEDULES, SplitBy, nearest
 from ubatch.vote import MAX_LANES
 
-__all__ = ["ALIASES", "GROUPS", "SETTINGS", "Options", "WrongValue", "parse_bytes"]
+__all__ = ["ALIASES", "FILE_ONLY", "GROUPS", "SETTINGS", "Options", "WrongValue", "parse_bytes"]
 
 ALIASES: Mapping[str, str] = {"enable_two_batch_overlap": "enable_dbo", "num_ubatches": "ubatch_size"}
 """Other names of settings: SGLang's, and what `UBatchConfig` calls it."""
@@ -98,7 +98,8 @@ def _plain(message: str) -> str:
     message = (
         message.removeprefix("Value error, ").replace("Input should", "it should").replace("String should", "it should")
     )
-    return message.replace("greater than or equal to", "at least").replace("less than or equal to", "at most")
+    message = message.replace("greater than or equal to", "at least").replace("less than or equal to", "at most")
+    return message.replace("a valid dictionary", "a mapping")
 
 
 def derived(metavar: str, how: str) -> Any:
@@ -108,6 +109,10 @@ def derived(metavar: str, how: str) -> Any:
 
 Positive = Annotated[int, Field(ge=1)]
 AttentionName = Annotated[str | None, derived("STR", "the same"), _one_of(attention_backends())]
+ScheduleName = Annotated[str | None, derived("STR", "--schedule")]
+ModeMapping = Annotated[
+    dict[str, Any] | None, Field(description="schedule, num_ubatches and token_threshold of such steps")
+]
 TRANSPORTS = tuple(name for name in all2all_backends() if name != "emulated_link")  # that one is --emulated-link
 
 
@@ -164,12 +169,19 @@ class Overlap(_Group):
 
     enable_dbo: Annotated[bool, Field(description="overlap microbatches")] = False
     enable_two_batch_overlap: Annotated[bool, Field(description="SGLang's name of --enable-dbo")] = False
+    dbo_auto: Annotated[
+        bool,
+        Field(description="find out while serving when steps overlap; begins serially, or as the file's modes say"),
+    ] = False
     ubatch_size: Annotated[int, Field(ge=2, le=MAX_LANES, description=f"microbatches, 2 to {MAX_LANES}")] = 2
     dbo_decode_token_threshold: Annotated[int, Field(description="fewest tokens of a decode step that overlaps")] = 32
     dbo_prefill_token_threshold: Annotated[int, Field(description="fewest tokens of a step with a prefill")] = 512
-    schedule: Annotated[str, _one_of(SCHEDULES), Field(description=f"of the lanes: {', '.join(SCHEDULES)}")] = (
+    schedule: Annotated[str, Field(description=f"of the lanes: {', '.join(SCHEDULES)}, or one of the file's")] = (
         "mlp_shared_overlap"
     )
+    schedule_decode: Annotated[ScheduleName, Field(description="another one for decode steps")] = None
+    schedule_prefill: Annotated[ScheduleName, Field(description="another one for steps with a prefill")] = None
+    schedule_verify: Annotated[ScheduleName, Field(description="another one for steps that verify drafts")] = None
     split_by: Annotated[
         str, _one_of(SplitBy), Field(description="what lanes with prefills share equally: tokens, or cost")
     ] = SplitBy.TOKENS.value
@@ -182,9 +194,21 @@ class Overlap(_Group):
         ),
     ] = 0.48
     timeout_s: Annotated[float, Field(gt=0, description="seconds after which a lane or a rank counts as hung")] = 60.0
-    enable_single_batch_overlap: Annotated[bool, Field(description="not available yet: its schedule is missing")] = (
-        False
-    )
+    enable_single_batch_overlap: Annotated[
+        bool,
+        Field(description="overlap inside a batch, experts in two chunks; with --enable-dbo, inside each microbatch"),
+    ] = False
+
+
+class PerMode(_Group):
+    """What a file may say beside the flags: settings of one mode, and schedules of one's own."""
+
+    schedules: Annotated[
+        dict[str, dict[str, Any]] | None, Field(description="name -> lanes, chunks, lead, points_off, ...")
+    ] = None
+    decode: ModeMapping = None
+    prefill: ModeMapping = None
+    verify: ModeMapping = None
 
 
 class Cache(_Group):
@@ -238,6 +262,27 @@ class Attention(_Group):
     ] = "auto"
     prefill_attention_backend: Annotated[AttentionName, Field(description="another one for prefills")] = None
     decode_attention_backend: Annotated[AttentionName, Field(description="another one for decodes")] = None
+
+
+class Graphs(_Group):
+    """CUDA graphs: decode and verify steps are captured at the start, and replayed with one launch."""
+
+    cudagraph_mode: Annotated[
+        Literal["auto", "none", "full"],
+        Field(description="full captures whole steps; auto does so on a GPU, where all back ends can be captured"),
+    ] = "auto"
+    cudagraph_capture_sizes: Annotated[
+        Annotated[tuple[Positive, ...], Field(min_length=1)] | None,
+        BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value),
+        derived("INT [INT ...]", "1 2 4 8 16 ... 256 272 ..., up to --max-num-seqs"),
+        Field(description="requests of the steps that are captured; others are padded to the next"),
+    ] = None
+    max_cudagraph_capture_size: Annotated[
+        Positive | None,
+        derived("INT", "--max-num-seqs, at most 512"),
+        Field(description="largest of them; larger steps run eagerly"),
+    ] = None
+    enforce_eager: Annotated[bool, Field(description="capture nothing, as --cudagraph-mode none")] = False
 
 
 class Server(_Group):
@@ -296,6 +341,7 @@ class Options(BaseModel):
     cache: Cache = Field(default_factory=Cache)
     scheduling: Scheduling = Field(default_factory=Scheduling)
     attention: Attention = Field(default_factory=Attention)
+    graphs: Graphs = Field(default_factory=Graphs)
     server: Server = Field(default_factory=Server)
     speculation: Speculation = Field(default_factory=Speculation)
     config: Annotated[
@@ -314,9 +360,11 @@ GROUPS: Mapping[str, type[_Group]] = {
     "model": Model,
     "parallelism": Parallelism,
     "overlap": Overlap,
+    "per_mode": PerMode,
     "cache": Cache,
     "scheduling": Scheduling,
     "attention": Attention,
+    "graphs": Graphs,
     "server": Server,
     "speculation": Speculation,
 }
@@ -325,3 +373,6 @@ SETTINGS: Mapping[str, FieldInfo] = {
     name: field for group in GROUPS.values() for name, field in group.model_fields.items()
 }
 """Every setting by name, in the order of `--help`."""
+
+FILE_ONLY = frozenset(PerMode.model_fields)
+"""Settings without a flag."""

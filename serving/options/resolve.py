@@ -8,9 +8,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from model_runner import DEFAULT_KV_CACHE_MEMORY, Checkpoint, CheckpointError, ModelConfig, model_class
+from model_runner import (
+    DEFAULT_KV_CACHE_MEMORY,
+    Checkpoint,
+    CheckpointError,
+    ModelConfig,
+    capture_sizes,
+    model_class,
+)
 from serving.engine.options import EngineOptions
 from serving.options.checks import Machine, check_alone, check_with_model
+from serving.options.overlap import overlap_config
 from serving.options.sources import (
     Layer,
     Setting,
@@ -22,8 +30,9 @@ from serving.options.sources import (
     read_file,
     read_keywords,
 )
+from serving.runner_setup import choose_dtype, count_gpus
 from serving.scheduler import SchedulerConfig, SchedulingPolicy
-from ubatch import ConfigError, UBatchConfig
+from ubatch import ConfigError
 
 __all__ = [
     "ServeCommand",
@@ -97,16 +106,10 @@ def resolve_settings(*layers: Layer, machine: Machine | None = None) -> Settings
         checkpoint.close()
     except CheckpointError as error:
         raise ConfigError(str(error)) from error
-    machine = _this_machine() if machine is None else machine
+    machine = Machine(gpus=count_gpus()) if machine is None else machine
     settings = _derive(settings, model, str(checkpoint.config.values.get("dtype", "")), machine)
     check_with_model(settings, model, machine)
     return settings
-
-
-def _this_machine() -> Machine:
-    import torch
-
-    return Machine(gpus=torch.cuda.device_count() if torch.cuda.is_available() else 0)
 
 
 def _derive(s: Settings, model: ModelConfig, stored_dtype: str, machine: Machine) -> Settings:
@@ -114,11 +117,8 @@ def _derive(s: Settings, model: ModelConfig, stored_dtype: str, machine: Machine
     if s["device"] == "auto":
         s = s.derive("device", "cuda" if machine.gpus else "cpu", f"{machine.gpus or 'no'} GPU here")
     on_gpu = s["device"] == "cuda"
-    if s["dtype"] == "auto" and not on_gpu:
-        s = s.derive("dtype", "float32", "fastest and exact on a CPU")
-    elif s["dtype"] == "auto":
-        known = stored_dtype in ("float32", "float16", "bfloat16")
-        s = s.derive("dtype", stored_dtype if known else "bfloat16", "the checkpoint's" if known else "usual on a GPU")
+    if s["dtype"] == "auto":
+        s = s.derive("dtype", *choose_dtype(s["device"], stored_dtype))
     if on_gpu and s["kv_cache_memory"] is None and s["gpu_memory_utilization"] is None:
         s = s.derive("gpu_memory_utilization", _GPU_MEMORY_UTILIZATION, "on a GPU")
     elif s["kv_cache_memory"] is None and not on_gpu:
@@ -129,7 +129,7 @@ def _derive(s: Settings, model: ModelConfig, stored_dtype: str, machine: Machine
         s = s.derive("max_model_len", model.max_position_embeddings, "the checkpoint's")
     if s["served_model_name"] is None:
         s = s.derive("served_model_name", str(s["model"]), "MODEL")
-    s = _derive_steps(s)
+    s = _derive_graphs(_derive_steps(s))
     if s["speculative_algorithm"] is not None:
         s = _derive_speculation(s)
     if s["overlap_schedule"] is None:
@@ -154,6 +154,21 @@ def _derive_steps(s: Settings) -> Settings:
     return s
 
 
+def _derive_graphs(s: Settings) -> Settings:
+    """After these, mode `auto` means: if attention, experts and transport can be captured, which the ranks know."""
+    if s["cudagraph_mode"] == "auto" and (s["device"] == "cpu" or s["enforce_eager"]):
+        why = "on a CPU" if s["device"] == "cpu" else s.spell("enforce_eager")
+        s = s.derive("cudagraph_mode", "none", why)
+    if s["cudagraph_mode"] == "none" or s["device"] == "cpu":
+        return s
+    if s["cudagraph_capture_sizes"] is None:
+        sizes = capture_sizes(s["max_num_seqs"], None, s["max_cudagraph_capture_size"])
+        s = s.derive("cudagraph_capture_sizes", sizes, "usual ones")
+    if s["max_cudagraph_capture_size"] is None:
+        s = s.derive("max_cudagraph_capture_size", max(s["cudagraph_capture_sizes"]), "largest that is captured")
+    return s
+
+
 def _derive_speculation(s: Settings) -> Settings:
     if s["speculative_num_draft_tokens"] is None:
         s = s.derive("speculative_num_draft_tokens", _DRAFT_TOKENS)
@@ -171,21 +186,6 @@ def to_engine_options(s: Settings) -> EngineOptions:
     Raises:
         ConfigError: a value that the runtime, the scheduler or the engine refuses.
     """
-    dbo = UBatchConfig(
-        enable_dbo=s["enable_dbo"],
-        num_ubatches=s["ubatch_size"],
-        **{
-            name: s[name]
-            for name in (
-                "dbo_decode_token_threshold",
-                "dbo_prefill_token_threshold",
-                "schedule",
-                "split_by",
-                "tbo_token_distribution_threshold",
-                "timeout_s",
-            )
-        },
-    )
     scheduler = SchedulerConfig(
         **{
             name: s[name]
@@ -204,12 +204,16 @@ def to_engine_options(s: Settings) -> EngineOptions:
         prompt_lookup_min=s["speculative_ngram_min"] or _NGRAM_MIN,
     )
     return EngineOptions(
-        dbo=dbo, scheduler=scheduler, profile_folder=s["profile_dir"], **{name: s[name] for name in _SAME_NAME}
+        dbo=overlap_config(s),
+        scheduler=scheduler,
+        profile_folder=s["profile_dir"],
+        **{name: s[name] for name in _SAME_NAME},
     )
 
 
 _SAME_NAME = (
     "model",
+    "dbo_auto",
     "data_parallel_size",
     "enable_expert_parallel",
     "all2all_backend",
@@ -217,6 +221,8 @@ _SAME_NAME = (
     "attention_backend",
     "prefill_attention_backend",
     "decode_attention_backend",
+    "cudagraph_mode",
+    "cudagraph_capture_sizes",
     "kv_cache_dtype",
     "block_size",
     "kv_cache_memory",
@@ -237,8 +243,6 @@ def describe_settings(settings: Settings) -> str:
     """The settings in force as a YAML file, with where each came from behind it; secrets are not shown."""
     rows = []
     for name, setting in settings.all.items():
-        if name == "enable_single_batch_overlap":  # refused wherever it is on
-            continue
         key, value = name.replace("_", "-"), json.dumps(setting.value, default=str)
         if name in _SECRETS and setting.value is not None:
             key, value = f"# {key}", "(not shown)"

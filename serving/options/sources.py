@@ -16,7 +16,7 @@ from typing import Any
 import tyro
 import yaml
 
-from serving.options.flags import ALIASES, GROUPS, SETTINGS, Options, WrongValue
+from serving.options.flags import ALIASES, FILE_ONLY, GROUPS, SETTINGS, Options, WrongValue
 from ubatch import ConfigError, nearest
 
 __all__ = [
@@ -149,7 +149,9 @@ def read_command_line(program: str, description: str, words: Sequence[str]) -> C
     options = _parse(program, description, words)
     items = []
     for group in GROUPS:
-        values = getattr(options, group)
+        values = getattr(options, group, None)
+        if values is None:  # in a file only
+            continue
         for name in type(values).model_fields:
             if name in given:
                 items.append((name, getattr(values, name), given[name]))
@@ -161,7 +163,7 @@ def read_command_line(program: str, description: str, words: Sequence[str]) -> C
 def _flags_given(words: Sequence[str]) -> dict[str, str]:
     """Setting -> flag as it was written; tyro knows no abbreviations, and no value begins with two dashes."""
     own = {"config", "print_config", *_TYRO_FLAGS}
-    flags = [name for name in SETTINGS if name != "model"]
+    flags = [name for name in SETTINGS if name != "model" and name not in FILE_ONLY]
     given = {}
     for word in words:
         if word == "--":
@@ -226,6 +228,7 @@ _PLAINER = (
     (r"^Unrecognized options: (.+)", r"unexpected argument \1; see --help."),
     (r"^Missing value for argument '(.+)'\. Expected 1 values\.$", r"\1 needs a value."),
     (r"\{FLOAT FLOAT\}", "two numbers"),
+    (r"\{\[INT \[INT \.\.\.\]\]\}", "integers"),
     (r"no type matching (?:\{None\}\|)?(.+) could be instantiated from \[(.*)\]\.", r"expected \1, not \2."),
     (r"invalid literal for int\(\) with base 10: ('.*')$", r"expected an integer, not \1."),
     (r"could not convert string to float: ('.*')$", r"expected a number, not \1."),

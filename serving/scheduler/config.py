@@ -34,6 +34,8 @@ class SchedulerConfig:
         prefill_first: steps are either prefills or decodes, prefills first (SGLang); by default they mix.
         policy: who is admitted next.
         num_speculative_tokens: drafts per request and verify step; 0 does not speculate.
+        fill_drafts: every verify step has `num_speculative_tokens` drafts per request, guessed or not: steps of one
+            size, which can be replayed as CUDA graphs. By default it has as many as its longest guess.
         prompt_lookup_max: longest run of last tokens that is looked up (n-gram speculation).
         prompt_lookup_min: shortest one.
 
@@ -49,6 +51,7 @@ class SchedulerConfig:
     prefill_first: bool = False
     policy: SchedulingPolicy = SchedulingPolicy.FCFS
     num_speculative_tokens: int = 0
+    fill_drafts: bool = False
     prompt_lookup_max: int = 4
     prompt_lookup_min: int = 2
 

@@ -1,7 +1,8 @@
 """Which drafts a decode step carries along, so that one step may give several tokens of a request.
 
 Every request of a verify step has equally many drafts, because the step is split by requests: those with fewer, or
-none, are filled up. Filled-up drafts cost compute, and are right as rarely as one would think.
+none, are filled up. Filled-up drafts cost compute, and are right as rarely as one would think. Where steps are replayed
+as CUDA graphs all are filled up to the most there may be (`fill_drafts`): an eager step costs more.
 """
 
 from __future__ import annotations
@@ -50,6 +51,8 @@ class Speculation:
             return None
         found = [self._look_up(request, most) for request in requests]
         count = max(map(len, found))
+        if count and self._config.fill_drafts:
+            count = most
         if count == 0 or not self._reserve(requests, count):
             return None
         filled = [

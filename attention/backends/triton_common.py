@@ -1,0 +1,177 @@
+"""What the back ends on this project's Triton kernels share: the device, workspaces, static tensors, and trees."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from attention.backends.base import GraphLimits
+from attention.backends.store import FP8_CAPABILITY
+from attention.graph_buffers import GraphBuffers
+from attention.kernels.planning import plan_mask_offsets
+from attention.kernels.tile import PagedBatch, TreeMask
+from attention.kv_cache import MLAKVCache, PagedKVCache
+from attention.metadata import CommonAttentionMetadata
+from attention.spec_verify import SpecVerifyInput
+from ubatch import ConfigError
+from ubatch.triton_jit import INTERPRETED
+
+__all__ = ["DEVICES", "StaticTensors", "Workspace", "paged_batch", "processors", "refuse_other_batch", "tree_of"]
+
+DEVICES = ("cuda", "cpu") if INTERPRETED else ("cuda",)
+"""Device types that kernels run on."""
+
+_INTERPRETED_PROCESSORS = 8  # where there are none: enough to split keys at all
+
+
+def processors(name: str, kv_cache: PagedKVCache | MLAKVCache) -> int:
+    """How many processors the cache's device has.
+
+    Raises:
+        ConfigError: the cache is fp8, and the GPU is too old for that.
+    """
+    if kv_cache.device.type != "cuda":
+        return _INTERPRETED_PROCESSORS
+    properties = torch.cuda.get_device_properties(kv_cache.device)
+    if kv_cache.spec.fp8 and (properties.major, properties.minor) < FP8_CAPABILITY:
+        raise ConfigError(
+            f"the {name} back end reads an fp8 cache on GPUs of compute capability 8.9 and newer; "
+            f"{properties.name} has {properties.major}.{properties.minor}. Use an unquantised cache."
+        )
+    return properties.multi_processor_count
+
+
+def paged_batch(metadata: CommonAttentionMetadata) -> PagedBatch:
+    """A step's batch as kernels read it; nothing is copied from the host."""
+    table = metadata.block_table
+    return PagedBatch(
+        metadata.num_reqs,
+        metadata.query_start_loc,
+        metadata.seq_lens,
+        table if table.stride(-1) == 1 else table.contiguous(),
+        _tree_mask(metadata),
+    )
+
+
+def refuse_other_batch(
+    metadata: CommonAttentionMetadata, batch: PagedBatch, num_tokens: int, max_queries: int | None
+) -> None:
+    """Refuse a batch that a captured one cannot stand for.
+
+    Args:
+        metadata: of the batch.
+        batch: that was captured.
+        num_tokens: of that one.
+        max_queries: of a request in it; None for any number.
+
+    Raises:
+        ConfigError: more requests or tokens, longer queries, a tree where none was captured, or none where one was.
+            A smaller batch is padded.
+    """
+    if metadata.num_reqs > batch.num_reqs or metadata.slot_mapping.shape[0] > num_tokens:
+        raise ConfigError(
+            f"a graph of {batch.num_reqs} requests and {num_tokens} tokens cannot run a batch of {metadata.num_reqs} "
+            f"and {metadata.slot_mapping.shape[0]}; choose a larger one."
+        )
+    if max_queries is not None and metadata.max_query_len > max_queries:
+        raise ConfigError(
+            f"a graph captured with {max_queries} tokens per request cannot run a batch with "
+            f"{metadata.max_query_len}; capture one for that."
+        )
+    tree = tree_of(metadata)
+    if metadata.num_actual_tokens and (tree is None) != (batch.tree is None):
+        raise ConfigError(
+            f"a graph captured {'without' if batch.tree is None else 'with'} a tree mask cannot run a batch "
+            f"{'without' if tree is None else 'with'} one; capture one for that."
+        )
+
+
+class Workspace:
+    """Float32 room that grows when a plan needs more. A plan keeps what it was given, so a captured one never moves."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._newest = torch.zeros(0, device=device)
+        self._alive: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of what is given out next, and of smaller ones that plans still hold."""
+        return sum(tensor.nbytes for tensor in self._alive.values())
+
+    def room(self, numbers: int) -> Tensor:
+        """At least so many numbers; zero when made, then whatever the kernels left."""
+        if self._newest.numel() < numbers:
+            self._newest = torch.zeros(numbers, dtype=torch.float32, device=self._newest.device)
+            self._alive[id(self._newest)] = self._newest
+        return self._newest
+
+
+class StaticTensors:
+    """What captured plans read, at addresses that never move: the batch, the tiles, and a tree if one is captured."""
+
+    def __init__(
+        self, limits: GraphLimits, cache: PagedKVCache | MLAKVCache, fill: int, tiles: Tensor | None = None
+    ) -> None:
+        self.buffers = GraphBuffers(
+            limits, cache.spec.block_size, cache.device, hidden_slot=cache.hidden_slot, seq_len_fill=fill
+        )
+        self.tiles = tiles
+        self._tree: TreeMask | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all of it."""
+        tree = () if self._tree is None else (self._tree.mask, self._tree.offsets, self._tree.positions)
+        tiles = () if self.tiles is None else (self.tiles,)
+        return self.buffers.nbytes + sum(tensor.nbytes for tensor in (*tiles, *tree))
+
+    def batch(self, num_reqs: int, *, with_tree: bool) -> PagedBatch:
+        """The batch that is copied in, as kernels read it."""
+        buffers = self.buffers
+        batch = PagedBatch(num_reqs, buffers.query_start_loc, buffers.seq_lens, buffers.block_table)
+        return replace(batch, tree=self._make_tree()) if with_tree else batch
+
+    @torch.inference_mode(False)
+    def _make_tree(self) -> TreeMask:
+        """Made when the first plan with a tree is captured: a mask for every token at the greatest length is large."""
+        if self._tree is None:
+            limits, device = self.buffers.limits, self.buffers.seq_lens.device
+            self._tree = TreeMask(
+                mask=torch.zeros(limits.max_tokens * limits.max_seq_len, dtype=torch.uint8, device=device),
+                offsets=torch.zeros(limits.max_reqs, dtype=torch.int64, device=device),
+                positions=torch.zeros(limits.max_tokens, dtype=torch.int64, device=device),
+            )
+        return self._tree
+
+    def fill(self, metadata: CommonAttentionMetadata, num_reqs: int, num_tokens: int) -> None:
+        """Copy a batch in, and its tree if it has one; see `GraphBuffers.fill`."""
+        self.buffers.fill(metadata, num_reqs, num_tokens)
+        tree = tree_of(metadata)
+        if tree is not None:
+            self._fill_tree(tree, num_reqs)
+
+    def _fill_tree(self, tree: SpecVerifyInput, num_reqs: int) -> None:
+        static = self._make_tree()
+        if tree.custom_mask is not None:
+            static.mask[: tree.custom_mask.numel()].copy_(tree.custom_mask.view(torch.uint8))
+        static.positions[: tree.positions.numel()].copy_(tree.positions)
+        plan_mask_offsets(static.offsets, self.buffers.seq_lens, num_reqs, tree.num_draft_tokens)
+
+
+def tree_of(metadata: CommonAttentionMetadata) -> SpecVerifyInput | None:
+    """The drafts' tree; None for a chain, which is causal attention."""
+    tree = metadata.spec_verify
+    return None if tree is None or tree.custom_mask is None else tree
+
+
+def _tree_mask(metadata: CommonAttentionMetadata) -> TreeMask | None:
+    """The same, as kernels read it."""
+    tree = tree_of(metadata)
+    if tree is None or tree.custom_mask is None:
+        return None
+    offsets = torch.zeros(metadata.num_reqs, dtype=torch.int64, device=tree.custom_mask.device)
+    plan_mask_offsets(offsets, metadata.seq_lens, metadata.num_reqs, tree.num_draft_tokens)
+    return TreeMask(tree.custom_mask.view(torch.uint8), offsets, tree.positions)

@@ -1,0 +1,244 @@
+"""The `triton_mla` back end: multi-head latent attention with this project's own kernels where queries are few.
+
+    write       one program per token rotates its key part and stores it beside its latent
+    absorbed    requests with few queries attend to the cached latents: split over programs, then reduced
+    expanded    prompts attend over keys and values, as in `torch_mla`, whose code it is
+
+Decode, verify and draft-extend batches are absorbed as a whole, and can be captured: lengths and tables are read on the
+device, so a captured plan serves any batch that is copied into the same tensors. In a batch with prompts the requests
+that decode are absorbed, and the others expanded.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from attention.backends.base import BackendTraits, GraphLimits, MLAInputs, MLAShape, RopeTable
+from attention.backends.torch_groups import Request, list_requests
+from attention.backends.torch_groups import Workspace as GatherWorkspace
+from attention.backends.torch_mla import ExpandedGroup, LatentStep, expanded_groups
+from attention.backends.triton_common import (
+    DEVICES,
+    StaticTensors,
+    Workspace,
+    paged_batch,
+    processors,
+    refuse_other_batch,
+    tree_of,
+)
+from attention.backends.trtllm_common import RequestBatch, absorb, project_latents, rows_of
+from attention.kernels.decode import DecodeSplits
+from attention.kernels.latent import LatentTile, as_attention, latent_decode, write_latent
+from attention.kernels.tile import PagedBatch
+from attention.kernels.tuning import tune_latent_decode
+from attention.kv_cache import MLAKVCache
+from attention.metadata import CommonAttentionMetadata
+from attention.modes import MODES, Kernel
+from ubatch import ConfigError
+
+__all__ = ["TritonMLABackend", "TritonMLAGraphPlan", "TritonMLAPlan"]
+
+
+@dataclass(frozen=True)
+class _Absorbed:
+    """Requests that attend to latents.
+
+    Attributes:
+        rows: theirs among the step's tokens.
+        batch: they alone, on the device.
+        splits: how they are cut.
+        tile: of a program.
+        workspace: for partial results.
+        has_padding: whether some of their rows belong to no request.
+    """
+
+    rows: slice | Tensor
+    batch: PagedBatch
+    splits: DecodeSplits
+    tile: LatentTile
+    workspace: Tensor
+    has_padding: bool
+
+    def attend(self, shape: MLAShape, cache: MLAKVCache, inputs: MLAInputs, layer: int) -> Tensor:
+        """`[n, num_heads, v_head_dim]`; rows of padding are 0."""
+        q = absorb(inputs.q_nope[self.rows], inputs.w_uk)
+        rope = inputs.rope
+        if self.rows != slice(0, inputs.q_nope.shape[0]):
+            rope = RopeTable(rope.cos_sin, rope.positions[self.rows], rope.interleaved)
+        latents = (torch.zeros if self.has_padding else torch.empty)(q.shape, dtype=q.dtype, device=q.device)
+        where = (shape, cache, layer, self.batch, self.splits, self.tile, self.workspace)
+        latent_decode(q, inputs.q_rope[self.rows], rope, latents, *where)
+        return project_latents(latents, inputs.w_uv)
+
+
+@dataclass(frozen=True)
+class TritonMLAPlan:
+    """What to launch for one step of one lane.
+
+    Attributes:
+        shape: of the attention.
+        kv_cache: of the model.
+        slots: `[T]` int64, where its tokens' latents go.
+        absorbed: requests with few queries; None if there are none.
+        expanded: the others, in groups.
+        step: what the groups share.
+    """
+
+    shape: MLAShape
+    kv_cache: MLAKVCache
+    slots: Tensor
+    absorbed: _Absorbed | None
+    expanded: tuple[ExpandedGroup, ...]
+    step: LatentStep | None
+
+    def forward(self, inputs: MLAInputs, layer: int) -> Tensor:
+        """See `MLAPlan.forward`.
+
+        Raises:
+            ConfigError: another number of tokens than was planned for.
+        """
+        tokens = inputs.q_nope.shape[0]
+        if tokens != self.slots.shape[0]:
+            raise ConfigError(f"attention was planned for {self.slots.shape[0]} tokens and got {tokens}.")
+        write_latent(self.kv_cache, layer, inputs.latent, inputs.k_rope, inputs.rope, self.slots)
+        own = None
+        if self.absorbed is not None:
+            own = self.absorbed.attend(self.shape, self.kv_cache, inputs, layer)
+            if own.shape[0] == tokens:
+                return own
+        out = inputs.q_nope.new_zeros(tokens, self.shape.num_heads, self.shape.v_head_dim)
+        if self.absorbed is not None and own is not None:
+            out[self.absorbed.rows] = own
+        if self.step is not None and self.expanded:
+            rope = inputs.rope
+            rotated = replace(inputs, q_rope=rope.rotate(inputs.q_rope), k_rope=rope.rotate(inputs.k_rope))
+            for group in self.expanded:
+                out[group.tokens.rows] = group.attend(self.step, rotated, layer)
+        return out
+
+
+@dataclass(frozen=True)
+class TritonMLAGraphPlan(TritonMLAPlan):
+    """A plan whose tensors are static.
+
+    Attributes:
+        captured: the requests, all of them.
+        static: the tensors.
+    """
+
+    captured: _Absorbed
+    static: StaticTensors
+
+    def replan(self, metadata: CommonAttentionMetadata) -> None:
+        """Describe another batch; see `AttentionBackend.replan`."""
+        batch, num_tokens = self.captured.batch, self.slots.shape[0]
+        refuse_other_batch(metadata, batch, num_tokens, self.captured.splits.max_queries)
+        self.static.fill(metadata, batch.num_reqs, num_tokens)
+
+
+class TritonMLABackend:
+    """Plans latent attention with this project's Triton kernels over a paged cache of latents.
+
+    Raises:
+        ConfigError: the cache is fp8, and the GPU is too old for that.
+    """
+
+    name: ClassVar[str] = "triton_mla"
+    traits: ClassVar[BackendTraits] = BackendTraits(
+        mha=False, mla=True, devices=DEVICES, tree_mask=True, fp8=True, graphs=True
+    )
+
+    def __init__(self, shape: MLAShape, kv_cache: MLAKVCache) -> None:
+        self.shape = shape
+        self.kv_cache = kv_cache
+        self._processors = processors(self.name, kv_cache)
+        self._workspace = Workspace(kv_cache.device)
+        self._gathered = GatherWorkspace(kv_cache.spec.storage_dtype, kv_cache.device)
+        self._static: StaticTensors | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """See `AttentionBackend`."""
+        static = 0 if self._static is None else self._static.nbytes
+        return self._workspace.nbytes + self._gathered.nbytes + static
+
+    def plan(self, metadata: CommonAttentionMetadata) -> TritonMLAPlan:
+        """See `AttentionBackend`. A batch without prompts is described by the metadata's own tensors."""
+        requests = list_requests(metadata, self.kv_cache.spec)
+        whole = MODES[metadata.mode].kernel is Kernel.DECODE or metadata.has_tree
+        few = [request for request in requests if whole or _decodes(request)]
+        prompts = [request for request in requests if not (whole or _decodes(request))]
+        absorbed, step = None, None
+        if few and not prompts:
+            absorbed = self._absorb_all(metadata)
+        elif few:
+            absorbed = self._absorb(metadata, requests, few)
+        if prompts:
+            step = LatentStep(self.shape, self.kv_cache, metadata, self._gathered)
+        groups = () if step is None else tuple(expanded_groups(step, prompts))
+        return TritonMLAPlan(self.shape, self.kv_cache, metadata.slot_mapping, absorbed, groups, step)
+
+    def init_graph_buffers(self, limits: GraphLimits) -> None:
+        """See `AttentionBackend`. Plans captured earlier keep the buffers that they were captured with."""
+        with torch.inference_mode(False):
+            self._static = StaticTensors(limits, self.kv_cache, self.traits.seq_len_fill)
+
+    def plan_for_graph(self, metadata: CommonAttentionMetadata) -> TritonMLAGraphPlan:
+        """See `AttentionBackend`. A graph freezes how many tokens a request has at most.
+
+        Raises:
+            ConfigError: no graph buffers, or too small ones; or a batch with prompts.
+        """
+        if self._static is None:
+            raise ConfigError("the triton_mla back end has no graph buffers; call init_graph_buffers before capturing.")
+        if not MODES[metadata.mode].graph:
+            raise ConfigError(
+                f"attention back end {self.name!r} captures decode, verify and draft-extend batches, not "
+                f"{metadata.mode.value}."
+            )
+        static, num_reqs, num_tokens = self._static, metadata.num_reqs, metadata.slot_mapping.shape[0]
+        static.buffers.check(metadata, num_reqs, num_tokens)
+        batch = static.batch(num_reqs, with_tree=tree_of(metadata) is not None)
+        queries, longest = max(1, metadata.max_query_len), static.buffers.limits.max_seq_len
+        captured = self._cut(slice(0, num_tokens), batch, queries, longest, has_padding=True)
+        slots = static.buffers.slot_mapping[:num_tokens]
+        plan = TritonMLAGraphPlan(self.shape, self.kv_cache, slots, captured, (), None, captured, static)
+        plan.replan(metadata)
+        return plan
+
+    def replan(self, plan: TritonMLAGraphPlan, metadata: CommonAttentionMetadata) -> None:
+        """See `AttentionBackend`."""
+        plan.replan(metadata)
+
+    def _absorb_all(self, metadata: CommonAttentionMetadata) -> _Absorbed:
+        num_tokens = metadata.slot_mapping.shape[0]
+        padded = num_tokens > metadata.num_actual_tokens
+        longest, rows = metadata.max_seq_len, slice(0, num_tokens)
+        return self._cut(rows, paged_batch(metadata), metadata.max_query_len, longest, has_padding=padded)
+
+    def _absorb(self, metadata: CommonAttentionMetadata, requests: list[Request], few: list[Request]) -> _Absorbed:
+        """Some of the requests, none of which has a tree."""
+        everyone = RequestBatch.of(metadata, self.kv_cache.spec.block_size)
+        members = [requests.index(request) for request in few]
+        chosen = everyone.select(members)
+        rows = rows_of(everyone.query_lens, members, metadata.slot_mapping.device)
+        batch = PagedBatch(chosen.num_reqs, chosen.query_start_loc(), chosen.seq_lens, chosen.block_table)
+        return self._cut(rows, batch, max(chosen.query_lens), max(chosen.lens), has_padding=False)
+
+    def _cut(
+        self, rows: slice | Tensor, batch: PagedBatch, max_queries: int, longest: int, *, has_padding: bool
+    ) -> _Absorbed:
+        shape = as_attention(self.shape)
+        choice = tune_latent_decode(self.shape, self.kv_cache, batch.num_reqs, max_queries, longest, self._processors)
+        splits = choice.splits(self.shape, batch.num_reqs, max_queries, longest, self._processors)
+        workspace = self._workspace.room(splits.workspace_numbers(shape, batch.num_reqs))
+        return _Absorbed(rows, batch, splits, choice.tile, workspace, has_padding)
+
+
+def _decodes(request: Request) -> bool:
+    """In a batch with prompts: whether a request attends to latents."""
+    return request.query_len == 1 and request.prefix > 0

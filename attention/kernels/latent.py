@@ -1,0 +1,368 @@
+"""Multi-head latent attention over the paged latents: what decoding needs.
+
+    write     program (token): its latent, and its key part, rotated, side by side into the cache
+    split     program (rows, request, split): queries against a part of the request's latents
+
+Absorbed queries make it attention with one key head of `kv_lora_rank + rope` numbers, whose first `kv_lora_rank` are
+its value, too. Rows are queries times heads, row m being query m // H, head m % H. Queries are rotated where they are
+read. What parts give is reduced as in `attention.kernels.decode`.
+
+Tiles of 64 rows and more read latents once, for keys and values. Below that, where products take their operands from
+registers, Triton keeps several loads in flight only of what one product reads; so values are read again, from the L2.
+
+Source: DeepSeek-V2 (2024), section 2.1.2; Flash-Decoding (Dao et al., 2023).
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from attention.backends.base import AttentionShape, MLAShape, RopeTable
+from attention.kernels.cache import quantize
+from attention.kernels.decode import DecodeSplits, reduce_splits
+from attention.kernels.tile import BATCH_ARGUMENTS, LOG2_E, PagedBatch, finish_rows, load_fp8
+from attention.kv_cache import MLAKVCache
+from ubatch.triton_jit import INTERPRETED, cdiv, jit, power_of_2, rows_contiguous
+
+__all__ = ["LatentTile", "as_attention", "latent_decode", "write_latent"]
+
+
+_SHARED_ROWS = 64  # from which on products read from shared memory
+
+
+def as_attention(shape: MLAShape) -> AttentionShape:
+    """What absorbed attention looks like to those who count splits: one key head, and outputs of a latent each."""
+    return AttentionShape(shape.num_heads, 1, shape.kv_lora_rank, shape.softmax_scale)
+
+
+@dataclass(frozen=True)
+class LatentTile:
+    """How much one program holds at once.
+
+    Attributes:
+        rows: queries times heads, a power of two.
+        keys: latents per turn of the loop.
+        num_warps: of the program.
+        num_stages: turns of the loop whose loads are in flight.
+    """
+
+    rows: int
+    keys: int
+    num_warps: int
+    num_stages: int
+
+    @classmethod
+    def default(cls, shape: MLAShape, max_queries: int, dtype: torch.dtype) -> "LatentTile":
+        """What fits an H200."""
+        rows = power_of_2(max_queries * shape.num_heads, 16)
+        if INTERPRETED or dtype == torch.float32:
+            return cls(min(rows, 16), 16, 4, 1)
+        return cls(16, 32, 8, 3) if rows < _SHARED_ROWS else cls(64, 32, 8, 3)
+
+    def blocks(self, shape: MLAShape, max_queries: int) -> int:
+        """Programs per request and split."""
+        return cdiv(max_queries * shape.num_heads, self.rows)
+
+
+@jit()
+def _rotated(
+    row: tl.tensor,
+    inside: tl.tensor,
+    angles: tl.tensor,
+    dims: tl.tensor,
+    ROPE: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+) -> Any:
+    """Numbers of position, rotated, float32. `row + dims` points to them, `angles` to a row of the table."""
+    HALF: tl.constexpr = ROPE // 2
+    if INTERLEAVED:
+        angle, partner = dims // 2, dims ^ 1
+        is_first = dims % 2 == 0
+    else:
+        angle, partner = dims % HALF, (dims + HALF) % ROPE
+        is_first = dims < HALF
+    is_dim = dims < ROPE
+    cos = tl.load(angles + angle, mask=is_dim & inside, other=0).to(tl.float32)
+    sin = tl.load(angles + HALF + angle, mask=is_dim & inside, other=0).to(tl.float32)
+    x = tl.load(row + dims, mask=is_dim & inside, other=0).to(tl.float32)
+    other = tl.load(row + partner, mask=is_dim & inside, other=0).to(tl.float32)
+    return x * cos + tl.where(is_first, -other, other) * sin
+
+
+@jit("slots", "positions")
+def _write_latent_kernel(
+    memory: tl.tensor,
+    latent: tl.tensor,
+    latent_stride: tl.tensor,
+    k_rope: tl.tensor,
+    rope_stride: tl.tensor,
+    cos_sin: tl.tensor,
+    angle_stride: tl.tensor,
+    positions: tl.tensor,
+    slots: tl.tensor,
+    scale: tl.tensor,
+    RANK: tl.constexpr,
+    ROPE: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    FP8: tl.constexpr,
+    BLOCK_L: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+) -> None:
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + token)
+    if slot < 0:
+        return
+    place, dims = tl.arange(0, BLOCK_L), tl.arange(0, BLOCK_R)
+    row = tl.load(latent + token * latent_stride + place, mask=place < RANK, other=0)
+    angles = cos_sin + tl.load(positions + token) * angle_stride
+    rotated = _rotated(k_rope + token * rope_stride, dims < ROPE, angles, dims, ROPE, INTERLEAVED)
+    rotated = rotated.to(k_rope.dtype.element_ty)
+    if FP8:
+        row, rotated = quantize(row, scale), quantize(rotated, scale)
+    target = memory + slot * (RANK + ROPE)
+    tl.store(target + place, row, mask=place < RANK)
+    tl.store(target + RANK + dims, rotated, mask=dims < ROPE)
+
+
+def write_latent(cache: MLAKVCache, layer: int, latent: Tensor, k_rope: Tensor, rope: RopeTable, slots: Tensor) -> None:
+    """Rotate and store new tokens, quantised with the layer's scale if the cache is fp8.
+
+    The torch reference is `cache.write(layer, latent, rope.rotate(k_rope), slots)`.
+
+    Args:
+        cache: written.
+        layer: which layer's cache.
+        latent: `[T, kv_lora_rank]`, normalised.
+        k_rope: `[T, qk_rope_head_dim]`, not yet rotated.
+        rope: of these tokens.
+        slots: `[T]` int64, each real slot at most once; a negative one is not written.
+    """
+    if not slots.shape[0]:
+        return
+    latent, k_rope = rows_contiguous(latent), rows_contiguous(k_rope)
+    spec = cache.spec
+    _write_latent_kernel[slots.shape[0],](
+        cache.pool.memory[layer],
+        latent,
+        latent.stride(0),
+        k_rope,
+        k_rope.stride(0),
+        rope.cos_sin,
+        rope.cos_sin.stride(0),
+        rope.positions,
+        slots,
+        cache.scale(layer),
+        RANK=spec.kv_lora_rank,
+        ROPE=spec.qk_rope_head_dim,
+        INTERLEAVED=rope.interleaved,
+        FP8=spec.fp8,
+        BLOCK_L=power_of_2(spec.kv_lora_rank),
+        BLOCK_R=power_of_2(spec.qk_rope_head_dim),
+    )
+
+
+@jit(*BATCH_ARGUMENTS, "num_splits", "positions")
+def _latent_split_kernel(
+    out: tl.tensor,
+    partial_out: tl.tensor,
+    partial_lse: tl.tensor,
+    q: tl.tensor,
+    q_stride_token: tl.tensor,
+    q_stride_head: tl.tensor,
+    q_rope: tl.tensor,
+    rope_stride_token: tl.tensor,
+    rope_stride_head: tl.tensor,
+    cos_sin: tl.tensor,
+    angle_stride: tl.tensor,
+    positions: tl.tensor,
+    latents: tl.tensor,
+    stride_block: tl.tensor,
+    stride_slot: tl.tensor,
+    query_start_loc: tl.tensor,
+    seq_lens: tl.tensor,
+    block_table: tl.tensor,
+    table_stride: tl.tensor,
+    mask: tl.tensor,
+    mask_offsets: tl.tensor,
+    draft_positions: tl.tensor,
+    score_scale: tl.tensor,
+    value_scale: tl.tensor,
+    num_splits: tl.tensor,
+    MAX_QUERIES: tl.constexpr,
+    NUM_HEADS: tl.constexpr,
+    RANK: tl.constexpr,
+    ROPE: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    PAGE: tl.constexpr,
+    HAS_MASK: tl.constexpr,
+    WHOLE: tl.constexpr,
+    FP8: tl.constexpr,
+    UPCAST: tl.constexpr,
+    READ_TWICE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_L: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+) -> None:
+    first_row, request, split = tl.program_id(0) * BLOCK_M, tl.program_id(1), tl.program_id(2)
+    start = tl.load(query_start_loc + request)
+    num_queries = tl.load(query_start_loc + request + 1) - start
+    if (num_queries == 0) | (num_queries > MAX_QUERIES) | (first_row >= num_queries * NUM_HEADS):
+        return
+    seq_len = tl.load(seq_lens + request)
+
+    rows = first_row + tl.arange(0, BLOCK_M)
+    is_row = rows < num_queries * NUM_HEADS
+    query, head = tl.where(is_row, rows // NUM_HEADS, 0), rows % NUM_HEADS
+    token = (start + query).to(tl.int64)
+    places_l, places_r = tl.arange(0, BLOCK_L), tl.arange(0, BLOCK_R)
+    is_l, is_r = places_l < RANK, places_r < ROPE
+    of_row = q + (token * q_stride_token + head.to(tl.int64) * q_stride_head)[:, None]
+    q_l = tl.load(of_row + places_l[None, :], mask=is_row[:, None] & is_l[None, :], other=0)
+    angles = cos_sin + (tl.load(positions + token, mask=is_row, other=0) * angle_stride)[:, None]
+    of_row = q_rope + (token * rope_stride_token + head * rope_stride_head)[:, None]
+    q_r = _rotated(of_row, is_row[:, None], angles, places_r[None, :], ROPE, INTERLEAVED)
+    if UPCAST:
+        q_l = q_l.to(tl.float32)
+    else:
+        q_r = q_r.to(q_l.dtype)
+
+    query_positions = seq_len - num_queries + query
+    mask_rows = query
+    if HAS_MASK:
+        mask_rows = mask + tl.load(mask_offsets + request) + query.to(tl.int64) * seq_len
+    table = block_table + request.to(tl.int64) * table_stride
+    keys_per_split = tl.cdiv(tl.cdiv(seq_len, num_splits), BLOCK_N) * BLOCK_N
+    first = split * keys_per_split
+    last = tl.minimum(first + keys_per_split, seq_len)
+
+    highest = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    weight_sum = tl.zeros([BLOCK_M], tl.float32)
+    total = tl.zeros([BLOCK_M, BLOCK_L], tl.float32)
+    following = first + tl.arange(0, BLOCK_N)  # blocks are read a turn ahead, as in `tile.attend_keys`
+    blocks = tl.load(table + following // PAGE, mask=following < last, other=0)
+    for turn in range(first, last, BLOCK_N):
+        places = turn + tl.arange(0, BLOCK_N)
+        is_key = places < last
+        row = latents + blocks.to(tl.int64) * stride_block + (places % PAGE) * stride_slot
+        following = places + BLOCK_N
+        blocks = tl.load(table + following // PAGE, mask=following < last, other=0)
+
+        k_l = tl.load(row[None, :] + places_l[:, None], mask=is_key[None, :] & is_l[:, None], other=0)
+        k_r = tl.load(row[None, :] + RANK + places_r[:, None], mask=is_key[None, :] & is_r[:, None], other=0)
+        if FP8:
+            k_l, k_r = load_fp8(k_l), load_fp8(k_r)
+        k_l, k_r = k_l.to(q_l.dtype), k_r.to(q_l.dtype)
+        scores = tl.dot(q_l, k_l, input_precision="ieee")
+        scores += tl.dot(q_r, k_r, input_precision="ieee")
+        scores *= score_scale * LOG2_E
+        if HAS_MASK:
+            seen = tl.load(mask_rows[:, None] + places[None, :], mask=is_key[None, :], other=0) != 0
+        else:
+            seen = is_key[None, :] & (places[None, :] <= query_positions[:, None])
+        scores = tl.where(seen, scores, float("-inf"))
+
+        higher = tl.maximum(highest, tl.max(scores, 1))
+        shift = tl.where(higher == float("-inf"), 0.0, higher)  # -inf - -inf is nan
+        weights = tl.exp2(scores - shift[:, None])
+        fade = tl.exp2(highest - shift)
+        weight_sum = weight_sum * fade + tl.sum(weights, 1)
+        if READ_TWICE:
+            v = tl.load(row[:, None] + places_l[None, :], mask=is_key[:, None] & is_l[None, :], other=0)
+            if FP8:
+                v = load_fp8(v)
+            v = v.to(q_l.dtype)
+        else:
+            v = tl.trans(k_l)
+        total = total * fade[:, None] + tl.dot(weights.to(q_l.dtype), v, input_precision="ieee")
+        highest = higher
+
+    if WHOLE:
+        target = token * NUM_HEADS + head
+        finish_rows(
+            out, out, out, total, highest, weight_sum, target, head, is_row, value_scale, RANK, False, False, BLOCK_L
+        )
+    else:
+        saw_any = weight_sum > 0
+        divisor = tl.where(saw_any, weight_sum, 1.0)
+        part = ((request * MAX_QUERIES + query).to(tl.int64) * NUM_HEADS + head) * num_splits + split
+        part_out = total * (value_scale / divisor)[:, None]
+        tl.store(partial_out + part[:, None] * RANK + places_l[None, :], part_out, mask=is_row[:, None] & is_l[None, :])
+        tl.store(partial_lse + part, tl.where(saw_any, highest + tl.log2(divisor), float("-inf")), mask=is_row)
+
+
+def latent_decode(
+    q: Tensor,
+    q_rope: Tensor,
+    rope: RopeTable,
+    out: Tensor,
+    shape: MLAShape,
+    cache: MLAKVCache,
+    layer: int,
+    batch: PagedBatch,
+    splits: DecodeSplits,
+    tile: LatentTile,
+    workspace: Tensor,
+) -> None:
+    """Attend for every request that has 1 to `splits.max_queries` queries; rows of others stay as they are.
+
+    Args:
+        q: `[T, num_heads, kv_lora_rank]`, absorbed.
+        q_rope: `[T, num_heads, qk_rope_head_dim]`, not yet rotated.
+        rope: of these tokens.
+        out: `[T, num_heads, kv_lora_rank]`, contiguous; written: attended latents.
+        shape: of the attention.
+        cache: read; the step's latents are in it.
+        layer: which layer's cache.
+        batch: of the step.
+        splits: how to cut it.
+        tile: of a program.
+        workspace: float32, at least `splits.workspace_numbers(as_attention(shape), ...)`; overwritten.
+    """
+    if not batch.num_reqs:
+        return
+    q, q_rope = rows_contiguous(q), rows_contiguous(q_rope)
+    latents, scale = cache.rows(layer), cache.scale(layer)
+    partial_out, partial_lse = splits.partials(as_attention(shape), batch.num_reqs, workspace)
+    _latent_split_kernel[tile.blocks(shape, splits.max_queries), batch.num_reqs, splits.num_splits](
+        out=out,
+        partial_out=partial_out,
+        partial_lse=partial_lse,
+        q=q,
+        q_stride_token=q.stride(0),
+        q_stride_head=q.stride(1),
+        q_rope=q_rope,
+        rope_stride_token=q_rope.stride(0),
+        rope_stride_head=q_rope.stride(1),
+        cos_sin=rope.cos_sin,
+        angle_stride=rope.cos_sin.stride(0),
+        positions=rope.positions,
+        latents=latents,
+        stride_block=latents.stride(0),
+        stride_slot=latents.stride(1),
+        score_scale=shape.softmax_scale * scale,
+        value_scale=scale,
+        num_splits=splits.num_splits,
+        MAX_QUERIES=splits.max_queries,
+        NUM_HEADS=shape.num_heads,
+        RANK=shape.kv_lora_rank,
+        ROPE=shape.qk_rope_head_dim,
+        INTERLEAVED=rope.interleaved,
+        PAGE=cache.spec.block_size,
+        WHOLE=splits.num_splits == 1,
+        FP8=cache.spec.fp8,
+        UPCAST=INTERPRETED,
+        READ_TWICE=tile.rows < _SHARED_ROWS,
+        BLOCK_M=tile.rows,
+        BLOCK_N=tile.keys,
+        BLOCK_L=power_of_2(shape.kv_lora_rank, 16),
+        BLOCK_R=power_of_2(shape.qk_rope_head_dim, 16),
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+        **batch.arguments(),
+    )
+    if splits.num_splits > 1:
+        reduce_splits(out, None, partial_out, partial_lse, batch, splits)

@@ -1,0 +1,260 @@
+"""Which tiles are tried on a GPU, and the batches they are tried on.
+
+What is fastest depends on the GPU and on the shapes, so it is measured there (`ubatch.autotune`), on batches made up
+for it: as many requests as the step has, all of one length, in pages scattered over the pool. They read the cache,
+whatever is in it, and write nothing that anybody reads. The first choice is what runs where nothing may be measured.
+
+A key has one of few sizes for each number that changes from step to step, so that measuring ends soon.
+"""
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from attention.backends.base import AttentionShape, MLAShape, RopeTable
+from attention.kernels.decode import DecodeSplits, decode_attention
+from attention.kernels.latent import LatentTile, as_attention, latent_decode
+from attention.kernels.planning import num_tiles, plan_tiles
+from attention.kernels.prefill import prefill_attention
+from attention.kernels.tile import PagedBatch, TileSize
+from attention.kv_cache import MLAKVCache, PagedKVCache
+from ubatch.autotune import autotune
+from ubatch.triton_jit import INTERPRETED, power_of_2
+
+__all__ = [
+    "DecodeChoice",
+    "LatentChoice",
+    "decode_choices",
+    "latent_choices",
+    "prefill_choices",
+    "tune_decode",
+    "tune_latent_decode",
+    "tune_prefill",
+]
+
+_LENGTHS = (512, 2048, 8192)
+_PREFILL_TOKENS = 4096
+
+
+@dataclass(frozen=True)
+class DecodeChoice:
+    """One way to run a decode.
+
+    Attributes:
+        keys, num_warps, num_stages: of a program; see `TileSize`.
+        waves: programs per processor that keys are split for.
+    """
+
+    keys: int
+    num_warps: int
+    num_stages: int
+    waves: int
+
+    def tile(self, shape: AttentionShape, max_queries: int) -> TileSize:
+        """Of a program."""
+        rows, dims = power_of_2(max_queries * shape.group_size, 16), power_of_2(shape.head_dim, 16)
+        return TileSize(rows, self.keys, dims, self.num_warps, self.num_stages)
+
+
+@dataclass(frozen=True)
+class LatentChoice:
+    """One way to run a decode over latents.
+
+    Attributes:
+        rows, keys, num_warps, num_stages: of a program; see `LatentTile`.
+        waves: programs per processor that keys are split for.
+    """
+
+    rows: int
+    keys: int
+    num_warps: int
+    num_stages: int
+    waves: int
+
+    @property
+    def tile(self) -> LatentTile:
+        """Of a program."""
+        return LatentTile(self.rows, self.keys, self.num_warps, self.num_stages)
+
+    def splits(
+        self, shape: MLAShape, num_reqs: int, max_queries: int, max_seq_len: int, processors: int
+    ) -> DecodeSplits:
+        """How a batch is cut; see `DecodeSplits.choose`."""
+        return DecodeSplits.choose(
+            as_attention(shape),
+            num_reqs,
+            max_queries,
+            max_seq_len,
+            self.waves * processors,
+            blocks=self.tile.blocks(shape, max_queries),
+        )
+
+
+@cache
+def decode_choices(
+    shape: AttentionShape, max_queries: int, dtype: torch.dtype, *, fp8: bool
+) -> tuple[DecodeChoice, ...]:
+    """What is tried for requests of at most so many queries; the default first."""
+    tile = TileSize.decode(shape, max_queries, dtype)
+    default = DecodeChoice(tile.keys, tile.num_warps, tile.num_stages, waves=2)
+    if INTERPRETED or dtype == torch.float32:
+        return (default,)
+    keys = tile.keys * 2 if fp8 else tile.keys  # of half the bytes, twice as many
+    tiles = (
+        (tile.keys, tile.num_warps, 3),
+        (keys, tile.num_warps, 4),
+        (2 * keys, tile.num_warps, 3),
+        (max(16, keys // 2), tile.num_warps, 5),
+        (max(16, keys // 2), max(2, tile.num_warps // 2), 5),
+        (keys, max(2, tile.num_warps // 2), 4),
+        (2 * keys, 8, 3),
+    )
+    tried = [DecodeChoice(*each, waves) for waves in (2, 1, 4) for each in tiles]
+    return tuple(dict.fromkeys([default, *tried]))
+
+
+@cache
+def prefill_choices(shape: AttentionShape, dtype: torch.dtype) -> tuple[TileSize, ...]:
+    """What is tried for prompts; the default first."""
+    default = TileSize.prefill(shape, dtype)
+    if INTERPRETED or dtype == torch.float32:
+        return (default,)
+    group, dims = power_of_2(shape.group_size, 16), default.dims
+    tiles = [(128, 64, 8, 2), (128, 128, 8, 2), (64, 64, 4, 3), (64, 128, 4, 2)]
+    if dims > 128:
+        tiles = [(128, 32, 8, 2), (128, 64, 8, 2), (64, 32, 4, 2)]
+    tried = [TileSize(max(group, rows), keys, dims, warps, stages) for rows, keys, warps, stages in tiles]
+    return tuple(dict.fromkeys([default, *tried]))
+
+
+@cache
+def latent_choices(shape: MLAShape, max_queries: int, dtype: torch.dtype) -> tuple[LatentChoice, ...]:
+    """What is tried for requests of at most so many queries; the default first."""
+    tile = LatentTile.default(shape, max_queries, dtype)
+    default = LatentChoice(tile.rows, tile.keys, tile.num_warps, tile.num_stages, waves=1)
+    if INTERPRETED or dtype == torch.float32:
+        return (default,)
+    tiles = [(16, 32, 8, 3), (16, 16, 4, 4), (64, 32, 8, 3), (64, 16, 8, 4)]
+    if max_queries * shape.num_heads > 16:
+        tiles += [(32, 32, 8, 3)]
+    return tuple(dict.fromkeys([default, *(LatentChoice(*each, waves) for waves in (1, 2, 4) for each in tiles)]))
+
+
+def _length_class(max_seq_len: int) -> int:
+    """The length that stands for lengths up to this one."""
+    return next((length for length in _LENGTHS if max_seq_len <= length), _LENGTHS[-1])
+
+
+def _scattered_batch(cache: PagedKVCache | MLAKVCache, num_reqs: int, queries: int, seq_len: int) -> PagedBatch:
+    """Requests with so many queries each, the last of so many tokens. They may share pages where the pool is small."""
+    device, blocks = cache.device, cache.spec.blocks_for(seq_len)
+    numbers = torch.arange(num_reqs * blocks, dtype=torch.int64, device=device)
+    table = (numbers * 7919 % cache.num_blocks).to(torch.int32).view(num_reqs, blocks)  # a prime: no page's neighbour
+    return PagedBatch(
+        num_reqs,
+        torch.arange(num_reqs + 1, dtype=torch.int32, device=device) * queries,
+        torch.full((num_reqs,), seq_len, dtype=torch.int32, device=device),
+        table,
+    )
+
+
+def tune_decode(
+    shape: AttentionShape, cache: PagedKVCache, num_reqs: int, max_queries: int, max_seq_len: int, processors: int
+) -> DecodeChoice:
+    """The fastest way to decode batches like this.
+
+    Args:
+        shape: of the attention.
+        cache: read.
+        num_reqs: requests.
+        max_queries: queries of a request at most.
+        max_seq_len: of the longest request.
+        processors: of the device.
+    """
+    spec = cache.spec
+    choices = decode_choices(shape, max_queries, spec.dtype, fp8=spec.fp8)
+    if len(choices) == 1:
+        return choices[0]
+    num_reqs, seq_len = power_of_2(num_reqs), max(max_queries, _length_class(max_seq_len))
+    made: list[tuple[PagedBatch, Tensor, Tensor]] = []
+
+    def run(choice: DecodeChoice) -> None:
+        if not made:  # only where something is measured
+            q = torch.zeros(
+                num_reqs * max_queries, shape.num_heads, shape.head_dim, dtype=spec.dtype, device=cache.device
+            )
+            made.append((_scattered_batch(cache, num_reqs, max_queries, seq_len), q, torch.empty_like(q)))
+        batch, q, out = made[0]
+        tile = choice.tile(shape, max_queries)
+        splits = DecodeSplits.choose(shape, num_reqs, max_queries, seq_len, choice.waves * processors, tile)
+        workspace = torch.empty(splits.workspace_numbers(shape, num_reqs), dtype=torch.float32, device=cache.device)
+        decode_attention(q, out, shape, cache, 0, batch, splits, workspace)
+
+    key = f"decode attention, {_name(shape, cache)}, {num_reqs} x {max_queries} queries, {seq_len} keys"
+    return autotune(key, choices, run, device=cache.device)
+
+
+def tune_prefill(shape: AttentionShape, cache: PagedKVCache) -> TileSize:
+    """The fastest tiles for prompts, tried on one long prompt."""
+    choices = prefill_choices(shape, cache.spec.dtype)
+    if len(choices) == 1:
+        return choices[0]
+    made: list[tuple[PagedBatch, Tensor, Tensor]] = []
+
+    def run(size: TileSize) -> None:
+        tokens = _PREFILL_TOKENS
+        if not made:
+            q = torch.zeros(tokens, shape.num_heads, shape.head_dim, dtype=cache.spec.dtype, device=cache.device)
+            made.append((_scattered_batch(cache, 1, tokens, tokens), q, torch.empty_like(q)))
+        batch, q, out = made[0]
+        queries = size.queries(shape)
+        tiles = torch.empty(num_tiles(1, tokens, queries), 2, dtype=torch.int32, device=cache.device)
+        plan_tiles(tiles, batch.query_start_loc, 1, queries)
+        prefill_attention(q, out, shape, cache, 0, batch, tiles, size)
+
+    return autotune(f"prefill attention, {_name(shape, cache)}", choices, run, device=cache.device)
+
+
+def tune_latent_decode(
+    shape: MLAShape, cache: MLAKVCache, num_reqs: int, max_queries: int, max_seq_len: int, processors: int
+) -> LatentChoice:
+    """The fastest way to decode batches like this over latents; arguments as of `tune_decode`."""
+    spec, device = cache.spec, cache.device
+    choices = latent_choices(shape, max_queries, spec.dtype)
+    if len(choices) == 1:
+        return choices[0]
+    num_reqs, seq_len = power_of_2(num_reqs), max(max_queries, _length_class(max_seq_len))
+    made: list[tuple[PagedBatch, Tensor, Tensor, RopeTable]] = []
+
+    def run(choice: LatentChoice) -> None:
+        rows = num_reqs * max_queries
+        if not made:
+            q = torch.zeros(rows, shape.num_heads, shape.kv_lora_rank, dtype=spec.dtype, device=device)
+            q_rope = torch.zeros(rows, shape.num_heads, shape.qk_rope_head_dim, dtype=spec.dtype, device=device)
+            angles = torch.zeros(1, shape.qk_rope_head_dim, device=device)
+            rope = RopeTable(angles, torch.zeros(rows, dtype=torch.int64, device=device))
+            made.append((_scattered_batch(cache, num_reqs, max_queries, seq_len), q, q_rope, rope))
+        batch, q, q_rope, rope = made[0]
+        splits = choice.splits(shape, num_reqs, max_queries, seq_len, processors)
+        numbers = splits.workspace_numbers(as_attention(shape), num_reqs)
+        workspace = torch.empty(numbers, dtype=torch.float32, device=device)
+        latent_decode(q, q_rope, rope, torch.empty_like(q), shape, cache, 0, batch, splits, choice.tile, workspace)
+
+    heads = f"{shape.num_heads} heads over {shape.kv_lora_rank} + {shape.qk_rope_head_dim}"
+    size = f"{num_reqs} x {max_queries} queries, {seq_len} keys"
+    return autotune(f"latent decode, {heads}, {_stored(cache)}, {size}", choices, run, device=device)
+
+
+def _name(shape: AttentionShape, cache: PagedKVCache) -> str:
+    """All of a model's attention that a kernel is compiled for."""
+    options = f"window {shape.sliding_window}, cap {shape.soft_cap}"
+    heads = f"{shape.num_heads} / {shape.num_kv_heads} heads of {shape.head_dim}"
+    return f"{heads}, {_stored(cache)}, {options}"
+
+
+def _stored(cache: PagedKVCache | MLAKVCache) -> str:
+    """How a cache stores numbers, and in what they are computed with."""
+    spec = cache.spec
+    return f"{spec.dtype} over {'fp8' if spec.fp8 else spec.dtype}, pages of {spec.block_size}"

@@ -1,0 +1,66 @@
+"""`python -m benchmarks.gpu`: measure on a GPU, print tables, write them."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+_NEEDED = ("torch", "triton", "numpy", "tqdm", "safetensors")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Parse the command line and run."""
+    missing = [name for name in _NEEDED if find_spec(name) is None]
+    if missing:
+        print(
+            f"This Python lacks {', '.join(missing)}: install what is missing, or choose another one.", file=sys.stderr
+        )
+        return 1
+    options = _parse(argv)
+    if options.device == "cpu":
+        os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports Triton
+
+    import torch
+
+    from benchmarks.gpu.run import Options, names_of, run
+
+    if options.device == "cuda" and not torch.cuda.is_available():
+        print(
+            "No GPU here: this needs an NVIDIA GPU and a CUDA build of torch. --device cpu --tiny runs every section "
+            "on the CPU, and measures nothing.",
+            file=sys.stderr,
+        )
+        return 1
+    if options.device == "cpu" and not options.tiny:
+        print("--device cpu needs --tiny: the full sizes would take days there.", file=sys.stderr)
+        return 2
+    chosen = Options(
+        only=names_of(options.only),
+        device=options.device,
+        tiny=options.tiny,
+        blocks=options.blocks,
+        json_file=options.json,
+        markdown_file=options.markdown,
+    )
+    return run(chosen, in_process=options.in_process)
+
+
+def _parse(argv: list[str] | None) -> argparse.Namespace:
+    from benchmarks.gpu.sections import SECTIONS
+
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description="The GPU benchmarks.")
+    parser.add_argument("--only", nargs="+", choices=[*SECTIONS], help="these sections; all by default")
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--tiny", action="store_true", help="shapes for a smoke test, which measures nothing")
+    parser.add_argument("--blocks", type=int, default=15, help="A B B A blocks; 15 or more for figures to quote")
+    parser.add_argument("--json", type=Path, help="write raw arms and figures here, section by section")
+    parser.add_argument("--markdown", type=Path, help="write the tables here")
+    parser.add_argument("--in-process", action="store_true", help="run the sections in this process, one by one")
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,84 @@
+"""Paged decode attention in the shape of Qwen3-30B-A3B: 32 query heads share 4 key/value heads of 128.
+
+Every request has one query and thousands of tokens in the cache, its pages scattered over it. Keys and values are read
+once and used for eight heads, so memory bounds it: the bytes of the keys and values that are read, over the time, are
+held against the bandwidth of a copy on this device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attention import AttentionShape, PagedKVCache, make_attention_backend
+from benchmarks.gpu.bench import Bench
+from benchmarks.gpu.model import make_metadata
+from benchmarks.gpu.report import Arms, Section
+from serving.bench import bootstrap, paired
+from ubatch import ForwardMode
+
+__all__ = ["decode"]
+
+_OURS = "triton"
+_PEERS = ("flashinfer", "trtllm_mha")
+_PAGE = 16
+
+
+def decode(bench: Bench, section: Section) -> None:
+    """Goal: at least 0.9 of the copy bandwidth."""
+    shape, context = (AttentionShape(2, 1, 16), 20) if bench.tiny else (AttentionShape(32, 4, 128), 4096)
+    batches = [2] if bench.tiny else [64, 128, 256]
+    section.shape = {
+        "heads": shape.num_heads,
+        "kv_heads": shape.num_kv_heads,
+        "head_dim": shape.head_dim,
+        "context": context,
+        "page": _PAGE,
+        "batches": batches,
+        "dtype": str(bench.dtype),
+    }
+    section.add("copy bandwidth", bench.copy_bytes_per_s / 1e9, "GB/s")
+    for batch in batches:
+        bench.check_time(f"batch {batch}")
+        label = f"batch {batch}"
+        measured = _measure(bench, section, shape, batch, context)
+        section.arms_ms[label] = measured
+        num_bytes = 2 * batch * context * shape.num_kv_heads * shape.head_dim * bench.dtype.itemsize
+        limit_ms = num_bytes / bench.copy_bytes_per_s * 1e3
+        section.add(f"{label}: time", bootstrap(measured[_OURS]), "ms")
+        share = bootstrap([limit_ms / each for each in measured[_OURS]])
+        section.add(f"{label}: share of the copy bandwidth", share, at_least=0.9)
+        for name in measured:
+            if name != _OURS:
+                section.add(f"{label}: speed against {name}", paired(measured[name], measured[_OURS]))
+
+
+def _measure(bench: Bench, section: Section, shape: AttentionShape, batch: int, context: int) -> Arms:
+    torch.manual_seed(batch)
+    metadata = make_metadata([1] * batch, [context] * batch, _PAGE, bench.device, ForwardMode.DECODE)
+    blocks = batch * -(-context // _PAGE)
+    cache = PagedKVCache(shape.cache_spec(1, _PAGE, bench.dtype), blocks, bench.device)
+    for pool in (cache.key_pool, cache.value_pool):
+        pool.memory.normal_()
+    q = bench.randn(batch, shape.num_heads, shape.head_dim)
+    k, v = (bench.randn(batch, shape.num_kv_heads, shape.head_dim) for _ in range(2))
+
+    def layer_step(name: str) -> Callable[[], Tensor]:
+        plan: Any = make_attention_backend(name, shape, cache).plan(metadata)
+        return lambda: plan.forward(q, k, v, 0)
+
+    ours = layer_step(_OURS)
+    expected = ours()
+    arms = {_OURS: bench.kernel(ours)}
+    for name in _PEERS if bench.device.type == "cuda" else ():
+        try:
+            peer = layer_step(name)
+            torch.testing.assert_close(peer().view_as(expected), expected, atol=2e-2, rtol=2e-2)
+            arms[name] = bench.kernel(peer)
+        except Exception as error:  # not installed, or not for this GPU: nothing to compare with
+            note = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:120]}"
+            section.add(f"batch {batch}: speed against {name}", None, note=note)
+    return bench.interleave(arms, f"batch {batch}")

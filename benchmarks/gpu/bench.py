@@ -1,0 +1,214 @@
+"""What every section works with: the device, timing on it, its ceilings, and the time that is left.
+
+arm       a function that runs something once and returns its milliseconds
+blocks    arms interleaved A B B A (`serving.bench.interleave_arms`)
+ceiling   what this very device can do at most, measured: copies on it, copies to the host, matrix products
+"""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from benchmarks.gpu.report import Arms
+from serving.bench import bootstrap, environment, interleave_arms
+from ubatch import UBatchError
+
+if TYPE_CHECKING:
+    from ubatch import GraphBackend
+
+__all__ = ["Bench", "OutOfTime", "describe_machine"]
+
+_LEAST_MS = 2.0
+"""An arm runs at least so long: events tick in half microseconds, and a replay's start is not free."""
+_MOST_REPEATS = 50
+
+
+class OutOfTime(UBatchError):
+    """A section has used up its time; what it has found so far stands."""
+
+
+@dataclass
+class Bench:
+    """One section's tools.
+
+    Attributes:
+        device: what is measured.
+        tiny: shapes for a smoke test.
+        blocks: A B B A blocks.
+        budget_s: seconds this section may take; no new table row is begun after that.
+        graphs: what captures overlapped steps; None is the device's own, and on a CPU nothing is captured.
+        show: draw progress bars.
+    """
+
+    device: torch.device
+    tiny: bool = False
+    blocks: int = 15
+    budget_s: float = 60.0
+    graphs: GraphBackend | None = None
+    show: bool = True
+    _begun: float = field(default_factory=time.monotonic)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What models compute in: bf16, and fp32 where bf16 is emulated."""
+        return torch.bfloat16 if self.device.type == "cuda" else torch.float32
+
+    @property
+    def captures(self) -> bool:
+        """Whether overlapped steps are captured; if not, the eager twin of every arm runs."""
+        return self.device.type == "cuda" or self.graphs is not None
+
+    @property
+    def seconds(self) -> float:
+        """Since the section began."""
+        return time.monotonic() - self._begun
+
+    def check_time(self, before: str) -> None:
+        """Raises `OutOfTime` if there is none left."""
+        if self.seconds > self.budget_s:
+            raise OutOfTime(f"out of time before {before}: {self.seconds:.0f} s of {self.budget_s:.0f} s are used up.")
+
+    def warm_up(self, run: Callable[[], object]) -> None:
+        """Let it compile, tune itself and allocate what it keeps."""
+        for _ in range(1 if self.tiny else 3):
+            run()
+
+    def synchronize(self) -> None:
+        """Wait for the device; a CPU is never behind."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    # -- arms -----------------------------------------------------------------------------------------------------
+
+    def timed(self, run: Callable[[], object]) -> Callable[[], float]:
+        """`run`, returning the milliseconds until the device has done it, the host's part included."""
+
+        def arm() -> float:
+            self.synchronize()
+            start = time.perf_counter()
+            run()
+            self.synchronize()
+            return (time.perf_counter() - start) * 1e3
+
+        return arm
+
+    def kernel(self, run: Callable[[], object], *, capture: bool = True) -> Callable[[], float]:
+        """The device's milliseconds for one `run`, from a graph of several, so that launching costs nothing.
+
+        Args:
+            run: launches the same work on the same tensors every time.
+            capture: False for what cannot be captured; then launches are in the figure.
+        """
+        self.warm_up(run)
+        once = self.timed(run)()
+        if self.device.type != "cuda":
+            return self.timed(run)
+        repeats = max(1, min(_MOST_REPEATS, round(_LEAST_MS / max(once, 1e-3)) + 1))
+        replay = self.captured(run, repeats).replay if capture else (lambda: [run() for _ in range(repeats)])
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+
+        def arm() -> float:
+            begin.record()
+            replay()
+            end.record()
+            end.synchronize()
+            return float(begin.elapsed_time(end)) / repeats
+
+        return arm
+
+    def captured(self, run: Callable[[], object], repeats: int = 1) -> torch.cuda.CUDAGraph:
+        """`run`, so often, in a CUDA graph on one stream. Warm up first."""
+        graph = torch.cuda.CUDAGraph()
+        self.synchronize()
+        with torch.cuda.graph(graph):
+            for _ in range(repeats):
+                run()
+        return graph
+
+    def step(self, run: Callable[[], object]) -> Callable[[], object]:
+        """`run` on one stream as a graph's replay where there is a GPU, else as it is."""
+        self.warm_up(run)
+        return self.captured(run).replay if self.device.type == "cuda" else run
+
+    def interleave(self, arms: Mapping[str, Callable[[], float]], label: str) -> Arms:
+        """Block means of every arm. A smoke test runs each once."""
+        if self.tiny:
+            return {name: [arm()] for name, arm in arms.items()}
+        return interleave_arms(arms, self.blocks, label=label, show=self.show)
+
+    # -- ceilings -------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def copy_bytes_per_s(self) -> float:
+        """Device to device, reads and writes counted: the bandwidth that memory-bound kernels are held against."""
+        source = self._noise(1 << (14 if self.tiny else 31))
+        target = torch.empty_like(source)
+        return 2 * source.nbytes / self._fastest_s(lambda: target.copy_(source))
+
+    @cached_property
+    def matrix_flops_per_s(self) -> float:
+        """A large product of random matrices in the dtype of models."""
+        n = 32 if self.tiny else 8192
+        a, b = self.randn(n, n), self.randn(n, n)
+        return 2 * n**3 / self._fastest_s(lambda: a @ b)
+
+    @cached_property
+    def host_bytes_per_s(self) -> float:
+        """To pinned host memory and back, one direction after the other: bytes of payload per second of both."""
+        source = self._noise(1 << (14 if self.tiny else 28))
+        host = torch.empty(source.shape, dtype=source.dtype, pin_memory=self.device.type == "cuda")
+
+        def there_and_back() -> None:
+            host.copy_(source, non_blocking=True)
+            source.copy_(host, non_blocking=True)
+
+        return source.nbytes / self._fastest_s(there_and_back)
+
+    def randn(self, *shape: int) -> torch.Tensor:
+        """Random numbers in the dtype of models; zeros are faster to multiply."""
+        return torch.randn(*shape, device=self.device, dtype=self.dtype)
+
+    def _noise(self, num_bytes: int) -> torch.Tensor:
+        return torch.randint(0, 256, (num_bytes,), dtype=torch.uint8, device=self.device)
+
+    def _fastest_s(self, run: Callable[[], object]) -> float:
+        """Seconds, the median of a few: a ceiling is no arm, for it has nothing to be interleaved with."""
+        arm = self.kernel(run)
+        return bootstrap([arm() for _ in range(7)]).median / 1e3
+
+
+def describe_machine() -> dict[str, Any]:
+    """The hardware, the driver, the versions and the commit."""
+    found = environment()
+    found["triton"] = _version("triton")
+    found["cuda"] = torch.version.cuda
+    found["commit"] = _output("git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty")
+    if torch.cuda.is_available():
+        properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+        found["driver"] = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+        found["sms"] = properties.multi_processor_count
+        found["memory_gib"] = round(properties.total_memory / 2**30, 1)
+    return found
+
+
+def _version(module: str) -> str | None:
+    try:
+        return str(getattr(__import__(module), "__version__", None))
+    except ImportError:
+        return None
+
+
+def _output(*command: str) -> str | None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip().splitlines()[0] if done.stdout.strip() else None

@@ -1,0 +1,167 @@
+"""What a decode step costs the CPU where it is a CUDA graph: Qwen3-30B-A3B, 64 requests, all 48 layers.
+
+    replay      the launch of the captured graph, and nothing else
+    whole step  what the model runner does: the batch goes to the device, the static attention plans describe it, the
+                wrapper copies its arguments in, launches, and copies the output out
+
+CPU times are of calls on an idle device, so that none of them waits for it. The plain graph has the `local` transport;
+the overlapped one runs two lanes over `host_loopback`. A decode of this size is bound by memory, so overlapping it is
+not expected to pay; the device's times are printed to show what it costs.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.gpu.bench import Bench
+from benchmarks.gpu.model import LANES, QWEN3_30B_A3B, TINY, Model, Step
+from benchmarks.gpu.report import Section
+from model_runner.random_checkpoint import RandomQwen3Moe
+from moe import All2All, make_all2all
+from moe.all2all.host_loopback import HostLoopbackAll2All
+from serving.bench import Interval, bootstrap
+from ubatch import CUDAGraphMode, ForwardContext, UBatchConfig, UBatchWrapper, set_forward_context
+
+__all__ = ["count_launches", "measure"]
+
+_LAUNCHES = ("GraphLaunch", "LaunchKernel", "Memcpy", "Memset")
+
+
+@torch.inference_mode()
+def measure(bench: Bench, section: Section) -> None:
+    """Goals: one graph launch per step; a plain replay at most 30 us of CPU, a whole plain step at most 200 us."""
+    requests, context = (2, 20) if bench.tiny else (64, 1024)
+    size = TINY if bench.tiny else _fitting(QWEN3_30B_A3B)
+    model = Model.random(bench, size, make_all2all("local", group=None, num_experts=size.num_experts))
+    section.shape = {**vars(size), "requests": requests, "context": context, "dtype": str(bench.dtype)}
+    section.shape["graphs"] = bench.captures
+    step = Step(bench, model, requests, 1, context, static=True)
+
+    eager = bench.interleave({"eager": bench.timed(lambda: _call(model.module, step, step.whole))}, "eager")
+    section.arms_ms["eager"] = eager
+    section.add("plain, eager: step", bootstrap(eager["eager"]), "ms")
+    transports: dict[str, All2All[Any]] = {
+        "plain": make_all2all("local", group=None, num_experts=size.num_experts),
+        "overlapped": HostLoopbackAll2All(num_experts=size.num_experts),
+    }
+    for name, transport in transports.items():
+        bench.check_time(f"the {name} graph")
+        model.travel_by(transport)
+        _measure_graph(bench, section, model, step, name)
+
+
+def _fitting(size: RandomQwen3Moe) -> RandomQwen3Moe:
+    """As many layers as fit into what is free, with room for the cache and the graphs."""
+    free, _ = torch.cuda.mem_get_info()
+    per_layer = 3 * size.num_experts * size.hidden_size * size.moe_intermediate_size * 2 * 1.05
+    return replace(size, num_hidden_layers=max(1, min(size.num_hidden_layers, int(0.75 * free / per_layer))))
+
+
+def _measure_graph(bench: Bench, section: Section, model: Model, step: Step, name: str) -> None:
+    overlapped = name == "overlapped"
+    context = step.overlapped if overlapped else step.whole
+    config = UBatchConfig(
+        dbo_decode_token_threshold=LANES,
+        dbo_prefill_token_threshold=LANES,
+        enable_dbo=overlapped,
+        timeout_s=300.0,
+    )
+    mode = CUDAGraphMode.FULL if bench.captures else CUDAGraphMode.NONE
+    wrapper = UBatchWrapper(model.module, config, mode, bench.device, graphs=bench.graphs)
+
+    def whole_step() -> Tensor:
+        ids, positions = step.refresh(overlapped=overlapped)
+        with set_forward_context(context):
+            hidden: Tensor = wrapper(ids, positions)
+        return hidden
+
+    try:
+        expected = whole_step().clone()
+        arms: dict[str, Callable[[], float]] = {}
+        if bench.captures:
+            with wrapper.no_timeout(), set_forward_context(context):
+                graph = wrapper.capture(step.input_ids, step.positions)
+            section.add(f"{name}: capture", graph.seconds, "s")
+            section.add(f"{name}: the graph pool grew by", graph.nbytes / 2**20, "MiB")
+            torch.testing.assert_close(whole_step(), expected, atol=2e-2, rtol=2e-2)
+            if not wrapper.statistics().graph_replays:
+                raise RuntimeError(f"the captured step ran eagerly: {wrapper.statistics()}")
+            arms["replay"] = _cpu(bench, graph.replay)
+        arms["whole_step"] = _cpu(bench, whole_step)
+        arms["device"] = bench.timed(whole_step)
+        measured = bench.interleave(arms, f"{name} decode")
+        launches = _launches(bench, whole_step)
+    finally:
+        wrapper.close()
+    section.arms_ms[name] = measured
+    _add(section, name, measured, launches, judged=not overlapped)
+
+
+def _add(
+    section: Section, name: str, measured: dict[str, list[float]], launches: Counter[str] | None, *, judged: bool
+) -> None:
+    replay = _microseconds(measured["replay"]) if "replay" in measured else None
+    note = "" if replay is not None else "nothing is captured here"
+    section.add(f"{name}: CPU of replay()", replay, "us", at_most=30 if judged else None, note=note)
+    whole = _microseconds(measured["whole_step"])
+    section.add(f"{name}: CPU of a whole step", whole, "us", at_most=200 if judged else None)
+    section.add(f"{name}: step, until the device is done", bootstrap(measured["device"]), "ms")
+    note = "" if launches is not None else "the profiler saw no launches"
+    graphs = None if launches is None else float(launches["GraphLaunch"])
+    section.add(f"{name}: graph launches per step", graphs, at_most=1, note=note)
+    if launches is not None:
+        rest = ", ".join(f"{count} {kind}" for kind, count in launches.items() if kind != "GraphLaunch")
+        section.add(f"{name}: other launches per step", float(launches.total() - launches["GraphLaunch"]), note=rest)
+
+
+def _call(module: Callable[..., Tensor], step: Step, context: ForwardContext) -> Tensor:
+    with set_forward_context(context):
+        return module(step.input_ids, step.positions)
+
+
+def _cpu(bench: Bench, run: Callable[[], object]) -> Callable[[], float]:
+    """Milliseconds until `run` returns, on an idle device; the mean of a few calls."""
+    calls = 1 if bench.tiny else 20
+
+    def arm() -> float:
+        spent = 0.0
+        for _ in range(calls):
+            bench.synchronize()
+            start = time.perf_counter()
+            run()
+            spent += time.perf_counter() - start
+        bench.synchronize()
+        return spent / calls * 1e3
+
+    return arm
+
+
+def _microseconds(milliseconds: list[float]) -> Interval:
+    return bootstrap([each * 1e3 for each in milliseconds])
+
+
+def _launches(bench: Bench, run: Callable[[], object]) -> Counter[str] | None:
+    """What one `run` asks of the CUDA runtime and driver; None where the profiler cannot see it."""
+    if bench.device.type != "cuda":
+        return None
+    bench.synchronize()
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        run()
+        bench.synchronize()
+    found = count_launches(event.name for event in profile.events())
+    return found if found else None
+
+
+def count_launches(names: Iterable[str]) -> Counter[str]:
+    """By kind, of a profile's events: calls of the runtime (`cudaLaunchKernel`) or the driver (`cuLaunchKernelEx`)."""
+    calls = [name for name in names if re.fullmatch(r"cu(da)?[A-Z]\w*", name)]
+    return Counter(kind for name in calls for kind in _LAUNCHES if kind in name)

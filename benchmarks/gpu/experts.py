@@ -1,0 +1,143 @@
+"""Fused MoE layers in the shapes of Qwen3-30B-A3B: 128 experts of 768 over 2,048, of which a token visits 8.
+
+Decode-sized batches read nearly all weights for a few rows each, so memory is what bounds them:
+
+    floor    the bytes of the experts that are visited, of the tokens and of the results, each once, at the bandwidth
+             of a copy on this device
+
+Prefill-sized ones are bound by the matrix units: 6 T k H I operations, held against a large product's rate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from benchmarks.gpu.bench import Bench
+from benchmarks.gpu.peers import GROUPED_MM, Layer, grouped_products, peers
+from benchmarks.gpu.report import Arms, Section
+from moe import make_experts
+from serving.bench import bootstrap, paired
+
+__all__ = ["MoEShape", "decode", "make_layer", "prefill"]
+
+_OURS = "triton"
+_PRODUCTS = "grouped products alone"
+
+
+@dataclass(frozen=True)
+class MoEShape:
+    """Of one layer; Qwen3-30B-A3B's by default."""
+
+    experts: int = 128
+    top_k: int = 8
+    hidden: int = 2048
+    intermediate: int = 768
+
+    def flops(self, tokens: int) -> int:
+        """Of the three products."""
+        return 6 * tokens * self.top_k * self.hidden * self.intermediate
+
+
+_TINY = MoEShape(experts=2, top_k=2, hidden=32, intermediate=16)
+
+
+def make_layer(bench: Bench, shape: MoEShape, tokens: int, like: Layer | None = None) -> Layer:
+    """Random tokens for random experts, those of `like` if given; every choice of experts is equally likely."""
+    torch.manual_seed(tokens)
+    if like is None:
+        w13 = bench.randn(shape.experts, 2 * shape.intermediate, shape.hidden).mul_(shape.hidden**-0.5)
+        w2 = bench.randn(shape.experts, shape.hidden, shape.intermediate).mul_(shape.intermediate**-0.5)
+    else:
+        w13, w2 = like.w13, like.w2
+    scores = torch.rand(tokens, shape.experts, device=bench.device)
+    weights, ids = scores.topk(shape.top_k, dim=1)
+    return Layer(w13, w2, bench.randn(tokens, shape.hidden), ids, weights / weights.sum(1, keepdim=True))
+
+
+def decode(bench: Bench, section: Section) -> None:
+    """Goals: at least 0.8 of the floor, and no slower than any peer."""
+    shape, sizes = (_TINY, (4,)) if bench.tiny else (MoEShape(), (64, 128, 256))
+    section.shape = {**vars(shape), "tokens": list(sizes), "dtype": str(bench.dtype)}
+    section.add("copy bandwidth", bench.copy_bytes_per_s / 1e9, "GB/s")
+    layer = None
+    for tokens in sizes:
+        bench.check_time(f"{tokens} tokens")
+        layer = make_layer(bench, shape, tokens, like=layer)
+        measured = _measure(bench, section, layer, f"{tokens} tokens", goal=1.0)
+        floor_ms = _floor_bytes(layer) / bench.copy_bytes_per_s * 1e3
+        section.add(f"{tokens} tokens: time", bootstrap(measured[_OURS]), "ms")
+        share = bootstrap([floor_ms / each for each in measured[_OURS]])
+        section.add(f"{tokens} tokens: share of the bandwidth floor", share, at_least=0.8)
+        _add_peers(section, measured, f"{tokens} tokens", goal=1.0)
+
+
+def prefill(bench: Bench, section: Section) -> None:
+    """Goal: at least 0.7 of the measured matrix peak."""
+    shape, sizes = (_TINY, (8,)) if bench.tiny else (MoEShape(), (4096, 8192, 16384))
+    section.shape = {**vars(shape), "tokens": list(sizes), "dtype": str(bench.dtype)}
+    section.add("matrix peak", bench.matrix_flops_per_s / 1e12, "TFLOP/s")
+    layer = None
+    for tokens in sizes:
+        bench.check_time(f"{tokens} tokens")
+        layer = make_layer(bench, shape, tokens, like=layer)
+        measured = _measure(bench, section, layer, f"{tokens} tokens", goal=None)
+        section.add(f"{tokens} tokens: time", bootstrap(measured[_OURS]), "ms")
+        peak_ms = shape.flops(tokens) / bench.matrix_flops_per_s * 1e3
+        share = bootstrap([peak_ms / each for each in measured[_OURS]])
+        section.add(f"{tokens} tokens: share of the matrix peak", share, at_least=0.7)
+        _add_peers(section, measured, f"{tokens} tokens", goal=None)
+
+
+def _measure(bench: Bench, section: Section, layer: Layer, label: str, goal: float | None) -> Arms:
+    """Block means of this project's kernels and of every peer that computes the same."""
+    experts = make_experts(_OURS, layer.w13, layer.w2)
+    expected = experts(layer.x, layer.ids, layer.weights)
+    arms = {_OURS: bench.kernel(lambda: experts(layer.x, layer.ids, layer.weights))}
+    for name, run in peers(layer).items():
+        try:
+            _check_equal(run(), expected)
+            arms[name] = _kernel_or_eager(bench, run)
+        except Exception as error:  # whatever another library raises: it is no part of what is measured
+            needed = goal if name == GROUPED_MM else None  # torch is always there; the others may not work here
+            section.add(f"{label}: speed against {name}", None, at_least=needed, note=_in_a_line(error))
+    if GROUPED_MM in arms:
+        arms[_PRODUCTS] = bench.kernel(grouped_products(layer))
+    section.arms_ms[label] = bench.interleave(arms, label)
+    return section.arms_ms[label]
+
+
+def _kernel_or_eager(bench: Bench, run: Callable[[], Tensor]) -> Callable[[], float]:
+    """A peer that reads something on the host cannot be captured; it is timed with its launches."""
+    try:
+        return bench.kernel(run)
+    except RuntimeError:
+        bench.synchronize()
+        return bench.kernel(run, capture=False)
+
+
+def _add_peers(section: Section, measured: Arms, label: str, goal: float | None) -> None:
+    for name in measured:
+        if name != _OURS:
+            speed = paired(measured[name], measured[_OURS])
+            section.add(f"{label}: speed against {name}", speed, at_least=goal if name != _PRODUCTS else None)
+
+
+def _floor_bytes(layer: Layer) -> int:
+    """What has to be read and written at least."""
+    visited = layer.ids.unique().numel()
+    weights = layer.w13[0].nbytes + layer.w2[0].nbytes
+    return int(visited * weights + 2 * layer.x.nbytes)
+
+
+def _check_equal(other: Tensor, ours: Tensor) -> None:
+    error = (other.float() - ours.float()).norm() / ours.float().norm()
+    if not error < 2e-2:
+        raise ValueError(f"its result differs by {error.item():.2g} of the norm")
+
+
+def _in_a_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"[:160]

@@ -1,0 +1,90 @@
+"""What a hand-off costs where nothing is captured and nothing travels: the price of eager lanes.
+
+The two halves of a decode batch, one after the other and in lanes, over the `local` transport, so that there is nothing
+to hide. The difference is the machinery's: hand-offs, contexts, splitting, merging. In eager steps of this size the CPU
+that launches is what bounds, and every hand-off is on its path.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from benchmarks.gpu.bench import Bench
+from benchmarks.gpu.model import LANES, QWEN3_30B_A3B, TINY, Model, Step
+from benchmarks.gpu.report import Section
+from moe import make_all2all
+from serving.bench import bootstrap
+from ubatch import UBatchConfig, UBatchWrapper, set_forward_context
+
+__all__ = ["measure"]
+
+_LAYERS = 8
+
+
+@torch.inference_mode()
+def measure(bench: Bench, section: Section) -> None:
+    """No goal: the cost is printed."""
+    requests, context = (2, 20) if bench.tiny else (64, 1024)
+    size = TINY if bench.tiny else replace(QWEN3_30B_A3B, num_hidden_layers=_LAYERS)
+    model = Model.random(bench, size, make_all2all("local", group=None, num_experts=size.num_experts))
+    step = Step(bench, model, requests, 1, context)
+    section.shape = {**vars(size), "requests": requests, "context": context, "dtype": str(bench.dtype)}
+    config = UBatchConfig(dbo_decode_token_threshold=LANES, require_overlap=True, timeout_s=300.0)
+    wrapper = UBatchWrapper(model.module, config, device=bench.device)
+
+    def back_to_back() -> Tensor:
+        hidden = []
+        for half, *arguments in step.halves():
+            with set_forward_context(half):
+                hidden.append(model.module(*arguments))
+        return torch.cat(hidden)
+
+    def lanes() -> Tensor:
+        with set_forward_context(step.overlapped):
+            hidden: Tensor = wrapper(step.input_ids, step.positions)
+        return hidden
+
+    try:
+        with wrapper.no_timeout():
+            torch.testing.assert_close(lanes(), back_to_back(), atol=2e-2, rtol=2e-2)
+        before = wrapper.statistics()
+        arms = {
+            "back_to_back": bench.timed(back_to_back),
+            "lanes": bench.timed(lanes),
+            "back_to_back_launched": _launched(bench, back_to_back),
+            "lanes_launched": _launched(bench, lanes),
+        }
+        measured = bench.interleave(arms, "eager lanes")
+        seen = wrapper.statistics()
+    finally:
+        wrapper.close()
+    section.arms_ms["lanes"] = measured
+    handoffs = (seen.handoffs - before.handoffs) / (seen.engaged - before.engaged)
+    for name, values in measured.items():
+        section.add(name.replace("_", " "), bootstrap(values), "ms")
+    layers = size.num_hidden_layers
+    section.add("hand-offs per layer", handoffs / layers)
+    for what, suffix in (("step", ""), ("launching", "_launched")):
+        pairs = zip(measured[f"lanes{suffix}"], measured[f"back_to_back{suffix}"], strict=True)
+        extra_us = [(lane - plain) * 1e3 for lane, plain in pairs]
+        section.add(f"lanes' cost per layer, {what}", bootstrap([each / layers for each in extra_us]), "us")
+        section.add(f"lanes' cost per hand-off, {what}", bootstrap([each / handoffs for each in extra_us]), "us")
+
+
+def _launched(bench: Bench, run: Callable[[], object]) -> Callable[[], float]:
+    """Milliseconds until everything is launched."""
+
+    def arm() -> float:
+        bench.synchronize()
+        start = time.perf_counter()
+        run()
+        spent = time.perf_counter() - start
+        bench.synchronize()
+        return spent * 1e3
+
+    return arm

@@ -1,0 +1,209 @@
+"""A model with random weights, and a batch for it planned as the model runner plans one: whole, and in two lanes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attention import CommonAttentionMetadata, GraphLimits, UBatchAttention, make_kv_cache, split_attn_metadata
+from benchmarks.gpu.bench import Bench
+from model_runner.hf_config import HFConfig
+from model_runner.host_copy import to_device
+from model_runner.models.base import CausalLM, ExpertParallel
+from model_runner.models.registry import model_class
+from model_runner.random_checkpoint import RandomQwen3Moe
+from model_runner.weights import Checkpoint
+from moe import All2All, FusedMoEModularKernel
+from ubatch import ForwardContext, ForwardMode, split_requests
+
+__all__ = ["LANES", "QWEN3_30B_A3B", "QWEN3_235B_A22B", "TINY", "Model", "Step", "make_metadata"]
+
+LANES = 2
+_PAGE = 16
+_ON_DEVICE = ("query_start_loc", "seq_lens", "block_table", "slot_mapping")
+
+QWEN3_30B_A3B = RandomQwen3Moe(
+    vocab_size=151_936,
+    hidden_size=2048,
+    num_hidden_layers=48,
+    num_attention_heads=32,
+    num_key_value_heads=4,
+    head_dim=128,
+    num_experts=128,
+    num_experts_per_tok=8,
+    moe_intermediate_size=768,
+    max_position_embeddings=40_960,
+    tie_word_embeddings=False,
+)
+QWEN3_235B_A22B = replace(
+    QWEN3_30B_A3B,
+    hidden_size=4096,
+    num_hidden_layers=94,
+    num_attention_heads=64,
+    moe_intermediate_size=1536,
+)
+TINY = RandomQwen3Moe(
+    vocab_size=64,
+    hidden_size=32,
+    num_hidden_layers=1,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    head_dim=16,
+    num_experts=2,
+    num_experts_per_tok=2,
+    moe_intermediate_size=16,
+    max_position_embeddings=256,
+)
+
+
+class _RandomWeights(Checkpoint):
+    """A checkpoint that is nowhere: every tensor that a model asks for is made up where it shall lie."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        self.path = Path("random")
+        self.dtype = dtype
+        self.device = device
+
+    def load_into(self, name: str, out: Tensor) -> None:
+        """Norms pass their input through; products keep the size of theirs."""
+        if out.dim() == 1:
+            out.fill_(1.0)
+        else:
+            out.normal_(std=out.shape[-1] ** -0.5)
+
+
+@dataclass
+class Model:
+    """A Qwen3-MoE whose transport can be exchanged.
+
+    Attributes:
+        module: takes `(input_ids, positions)` under a forward context.
+        size: of it.
+    """
+
+    module: CausalLM
+    size: RandomQwen3Moe
+
+    @classmethod
+    @torch.inference_mode(False)  # graphs read the weights in and out of inference mode
+    def random(cls, bench: Bench, size: RandomQwen3Moe, all2all: All2All[Any]) -> Model:
+        """With weights made up on the device, and experts computed by this project's kernels."""
+        torch.manual_seed(0)
+        kind = model_class("Qwen3MoeForCausalLM")
+        empty = HFConfig({}, Path("random"))
+        config: Any = kind.read_config(HFConfig(size.hf_config(bench.dtype), Path("random")), empty)
+        with torch.no_grad():
+            weights = _RandomWeights(bench.dtype, bench.device)
+            module = kind.load(config, weights, ExpertParallel(all2all, "triton"))
+        return cls(module.eval().requires_grad_(False), size)
+
+    @property
+    def kernels(self) -> Iterator[FusedMoEModularKernel]:
+        """Of all layers."""
+        return (module for module in self.module.modules() if isinstance(module, FusedMoEModularKernel))
+
+    def travel_by(self, all2all: All2All[Any]) -> None:
+        """Use another transport from now on. Graphs that were captured keep theirs."""
+        for kernel in self.kernels:
+            kernel.all2all = all2all
+
+
+class Step:
+    """One batch of requests of equal length, ready to run whole, in halves one after the other, or in lanes.
+
+    Args:
+        bench: where.
+        model: for which; its KV cache is made here.
+        requests: how many, a multiple of the lanes.
+        query_len: new tokens of each.
+        seq_len: tokens of each, the new ones included.
+        static: plan for graphs that are replanned, as the model runner's are.
+
+    Attributes:
+        input_ids, positions: `[T]` int64.
+        whole: the forward context of the batch.
+        lanes: of each half.
+        overlapped: the context that makes a wrapper run the halves in lanes.
+    """
+
+    def __init__(
+        self, bench: Bench, model: Model, requests: int, query_len: int, seq_len: int, *, static: bool = False
+    ) -> None:
+        self.mode = ForwardMode.DECODE if query_len == 1 else ForwardMode.PREFILL
+        config = model.module.config
+        spec = config.attention.cache_spec(config.num_layers, _PAGE, bench.dtype)
+        cache: Any = make_kv_cache(spec, requests * spec.blocks_for(seq_len), bench.device)
+        for pool in (cache.key_pool, cache.value_pool):
+            pool.memory.normal_()  # as if earlier steps had written it
+        self.attention = UBatchAttention(config.attention, cache, "triton")
+        self.metadata = make_metadata([query_len] * requests, [seq_len] * requests, _PAGE, bench.device, self.mode)
+        self.slices = split_requests([query_len] * requests, decode=query_len == 1, num_ubatches=LANES)
+        parts = split_attn_metadata(self.slices, self.metadata)
+
+        tokens = requests * query_len
+        self.input_ids = torch.randint(0, model.size.vocab_size, (tokens,), device=bench.device)
+        self.positions = torch.arange(seq_len - query_len, seq_len, device=bench.device).repeat(requests)
+        if static:
+            self.attention.init_graph_buffers(GraphLimits(requests, tokens, seq_len), LANES)
+            plan, plans = self.attention.plan_for_graph(self.metadata), self.attention.plan_lanes_for_graph(parts)
+        else:
+            plan, plans = self.attention.plan(self.metadata), self.attention.plan_lanes(parts)
+        self._plan, self._plans = plan, plans
+        self.whole = self._context(self.metadata, plan)
+        self.lanes = tuple(self._context(part, plan) for part, plan in zip(parts, plans, strict=True))
+        self._on_host = [
+            tensor.cpu()
+            for tensor in (self.input_ids, self.positions, *(getattr(self.metadata, name) for name in _ON_DEVICE))
+        ]
+        self.overlapped = ForwardContext(
+            num_tokens=tokens, mode=self.mode, ubatch_slices=self.slices, lane_contexts=self.lanes
+        )
+
+    def halves(self) -> list[tuple[ForwardContext, Tensor, Tensor]]:
+        """Each lane's context and arguments."""
+        return [
+            (context, self.input_ids[part.token_slice], self.positions[part.token_slice])
+            for context, part in zip(self.lanes, self.slices, strict=True)
+        ]
+
+    def refresh(self, *, overlapped: bool) -> tuple[Tensor, Tensor]:
+        """What the model runner does before a replay: the batch goes to the device, and into the static plans.
+
+        Returns the arguments, new tensors.
+        """
+        ids, positions, *tensors = to_device(self._on_host, self.input_ids.device)
+        moved: dict[str, Any] = dict(zip(_ON_DEVICE, tensors, strict=True))
+        fresh = replace(self.metadata, **moved)
+        if overlapped:
+            self.attention.replan_lanes(self._plans, split_attn_metadata(self.slices, fresh))
+        else:
+            self.attention.replan(self._plan, fresh)
+        return ids, positions
+
+    def _context(self, metadata: CommonAttentionMetadata, plan: Any) -> ForwardContext:
+        return ForwardContext(attn_metadata=plan, num_tokens=metadata.num_actual_tokens, mode=self.mode)
+
+
+def make_metadata(
+    query_lens: Sequence[int], seq_lens: Sequence[int], page: int, device: torch.device, mode: ForwardMode
+) -> CommonAttentionMetadata:
+    """Requests of equal length whose pages are scattered over a cache that they fill.
+
+    Args:
+        query_lens: new tokens of each request.
+        seq_lens: tokens of each, the new ones included; the same for all.
+        page: tokens per block.
+        device: where the tensors go.
+        mode: of the batch.
+    """
+    requests, pages = len(seq_lens), -(-seq_lens[0] // page)
+    generator = torch.Generator().manual_seed(0)
+    table = torch.randperm(requests * pages, generator=generator).view(requests, pages).int()
+    places = torch.arange(seq_lens[0] - query_lens[0], seq_lens[0])
+    slots = (table.long()[:, places // page] * page + places % page).flatten()
+    return CommonAttentionMetadata.build(query_lens, seq_lens, table.to(device), slots.to(device), mode)

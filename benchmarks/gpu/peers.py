@@ -1,0 +1,122 @@
+"""The same gated experts, computed by torch's grouped product and by whatever other library is installed.
+
+A peer is checked against this project's result before it is timed: one that computes something else is no peer. One
+that is not installed, or does not run here, is a row that says why.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from moe import experts_backends, make_experts
+
+__all__ = ["GROUPED_MM", "Layer", "grouped_products", "peers"]
+
+GROUPED_MM = "torch._grouped_mm"
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One MoE layer's experts and a batch for them.
+
+    Attributes:
+        w13: `[E, 2 * I, H]`, gate first.
+        w2: `[E, H, I]`.
+        x: `[T, H]`.
+        ids: `[T, k]` int64.
+        weights: `[T, k]` float32.
+    """
+
+    w13: Tensor
+    w2: Tensor
+    x: Tensor
+    ids: Tensor
+    weights: Tensor
+
+
+def peers(layer: Layer) -> dict[str, Callable[[], Tensor]]:
+    """Name to what computes `layer`'s `[T, H]`, of those that this machine has."""
+    found: dict[str, Callable[[], Tensor]] = {GROUPED_MM: lambda: _grouped_mm_layer(layer)}
+    makers = {"flashinfer": _flashinfer, "vllm": _vllm, "sglang": _sglang}
+    for name, make in makers.items():
+        if layer.x.device.type == "cuda" and importlib.util.find_spec(name) is not None:
+            found[name] = _lazily(make, layer)
+    return found
+
+
+def _lazily(make: Callable[[Layer], Callable[[], Tensor]], layer: Layer) -> Callable[[], Tensor]:
+    """Imported and prepared at the first call, so that its errors are the caller's to catch."""
+    ready: list[Callable[[], Tensor]] = []
+
+    def run() -> Tensor:
+        if not ready:
+            ready.append(make(layer))
+        return ready[0]()
+
+    return run
+
+
+# -- torch ------------------------------------------------------------------------------------------------------------
+
+
+def _grouped_mm_layer(layer: Layer) -> Tensor:
+    """Sort pairs by expert, two grouped products, weigh, un-sort, add up. Nothing is read on the host."""
+    tokens, top_k = layer.ids.shape
+    order, ends = _sorted_pairs(layer)
+    y = _products(layer, layer.x[order // top_k], ends)
+    y = y * layer.weights.flatten()[order][:, None].to(y.dtype)
+    pairs = torch.empty_like(y)
+    pairs[order] = y
+    return pairs.view(tokens, top_k, -1).sum(1)
+
+
+def grouped_products(layer: Layer) -> Callable[[], Tensor]:
+    """The two grouped products and the activation alone, over rows that lie sorted already."""
+    order, ends = _sorted_pairs(layer)
+    rows = layer.x[order // layer.ids.shape[1]].contiguous()
+    return lambda: _products(layer, rows, ends)
+
+
+def _sorted_pairs(layer: Layer) -> tuple[Tensor, Tensor]:
+    """Pairs by expert, and where each expert's end."""
+    expert_of_pair, order = layer.ids.flatten().sort(stable=True)
+    experts = torch.arange(layer.w13.shape[0], device=layer.ids.device)
+    return order, torch.searchsorted(expert_of_pair, experts, right=True).to(torch.int32)
+
+
+def _products(layer: Layer, rows: Tensor, ends: Tensor) -> Tensor:
+    gate, up = torch._grouped_mm(rows, layer.w13.transpose(1, 2), offs=ends).chunk(2, dim=-1)
+    return torch._grouped_mm(F.silu(gate) * up, layer.w2.transpose(1, 2), offs=ends)
+
+
+# -- other libraries --------------------------------------------------------------------------------------------------
+
+
+def _flashinfer(layer: Layer) -> Callable[[], Tensor]:
+    if "flashinfer" not in experts_backends():
+        raise RuntimeError("this project's flashinfer back end is not registered")
+    experts = make_experts("flashinfer", layer.w13, layer.w2)
+    return lambda: experts(layer.x, layer.ids, layer.weights)
+
+
+def _vllm(layer: Layer) -> Callable[[], Tensor]:
+    module = importlib.import_module("vllm.model_executor.layers.fused_moe")
+    ids = layer.ids.to(torch.int32)
+    return lambda: module.fused_experts(layer.x, layer.w13, layer.w2, layer.weights, ids)
+
+
+def _sglang(layer: Layer) -> Callable[[], Tensor]:
+    triton = importlib.import_module("sglang.srt.layers.moe.fused_moe_triton.fused_moe")
+    runner = importlib.import_module("sglang.srt.layers.moe.moe_runner")
+    topk = importlib.import_module("sglang.srt.layers.moe.topk")
+    experts = layer.w13.shape[0]
+    config = runner.MoeRunnerConfig(num_experts=experts, num_local_experts=experts, inplace=False)
+    routed = topk.StandardTopKOutput(layer.weights, layer.ids.to(torch.int32), layer.weights)
+    return lambda: triton.fused_experts(layer.x, layer.w13, layer.w2, routed, config)

@@ -1,0 +1,310 @@
+"""Overlapped prefill against the best serial one: layers of Qwen3-235B-A22B's shape, 16,384 tokens, `host_loopback`.
+
+Every arm is a CUDA graph, so no arm waits for its launches:
+
+    compute           the batch whole; what would travel is packed and unpacked, but stays where it is
+    split_compute     its halves, one after the other
+    communication     only the copies, of both halves and all layers
+    serial            the batch whole, with its copies
+    split_serial      its halves one after the other, with their copies
+    overlapped        its halves in lanes
+
+    efficiency           max(split compute, communication) / overlapped
+    hidden               (split compute + communication - overlapped) / min(split compute, communication)
+    speed-up             best serial arm / overlapped
+    schedule_efficiency  time of this schedule on an ideal machine, from the measured stage times / overlapped
+    GEMM slow-down       the experts of a half batch beside copies / the same alone
+
+A hybrid of attention and experts is hidden best where both take equally long, so the length of the requests is chosen
+for that among a few; what the schedule could reach at most is in the table.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from benchmarks.gpu.bench import Bench
+from benchmarks.gpu.model import LANES, QWEN3_235B_A22B, TINY, Model, Step
+from benchmarks.gpu.report import Arms, Section
+from moe.all2all.host_loopback import HostLoopbackAll2All
+from serving.bench import Interval, bootstrap, paired
+from ubatch import CUDAGraphMode, Transfer, UBatchConfig, UBatchWrapper, set_forward_context
+from ubatch.layer_program import LayerTimes, layer_program
+from ubatch.simulate import simulate
+
+__all__ = ["measure", "overlap_figures"]
+
+_RATIOS = (0.5, 1.0)
+_DRIFT = 1.02
+_LAYERS = 10
+_TOKENS = 16_384
+_REQUESTS = (2, 4, 8)
+
+
+class _StaysHere(HostLoopbackAll2All):
+    """`host_loopback` without the copies: what it costs in compute."""
+
+    def travel(self, name: str, rows: Tensor) -> Transfer[Tensor]:
+        return Transfer.ready(rows, name)
+
+
+@dataclass(frozen=True)
+class _Setting:
+    """What all arms share.
+
+    Attributes:
+        model, step: what runs.
+        here: the transport without copies.
+        loopback: the transport with them.
+        experts_ms: of one layer of a half batch.
+        compute_ms: of the whole model, in halves.
+    """
+
+    model: Model
+    step: Step
+    here: _StaysHere
+    loopback: HostLoopbackAll2All
+    experts_ms: float
+    compute_ms: float
+
+    @property
+    def attention_ms(self) -> float:
+        """Everything of one layer of a half batch that is not the experts."""
+        return self.compute_ms / (LANES * self.model.size.num_hidden_layers) - self.experts_ms
+
+
+@torch.inference_mode()
+def measure(bench: Bench, section: Section) -> None:
+    """Goals: hidden and efficiency at least 0.95, GEMMs at most 1.03 times slower."""
+    size = TINY if bench.tiny else replace(QWEN3_235B_A22B, num_hidden_layers=_LAYERS)
+    here = _StaysHere(num_experts=size.num_experts)
+    model = Model.random(bench, size, here)
+    setting = _choose(bench, model, here)
+    step = setting.step
+    section.shape = {
+        **vars(size),
+        "requests": step.metadata.num_reqs,
+        "tokens": step.metadata.num_actual_tokens,
+        "lanes": LANES,
+        "dtype": str(bench.dtype),
+        "graphs": bench.captures,
+    }
+    section.add("tokens", step.metadata.num_actual_tokens)
+    section.add("attention : experts", setting.attention_ms / setting.experts_ms, note="1 is best for the schedule")
+    section.add("host memory there and back", bench.host_bytes_per_s / 1e9, "GB/s")
+    _add_gemm_slowdown(bench, section, setting)
+    natural = _median_ms(bench, _copies(bench, setting)) / setting.compute_ms
+    section.add("communication / compute with each byte sent once", natural)
+    for ratio in _RATIOS[1:] if bench.tiny else _RATIOS:
+        bench.check_time(f"communication {ratio:g}x compute")
+        factor = ratio / natural
+        if factor < 1:
+            note = "this link is too slow for it: not every byte of the payload would cross"
+            section.add(f"communication {ratio:g}x compute: hidden", None, at_least=0.95, note=note)
+            continue
+        setting.loopback.bytes_factor = min(factor, 4.0) if bench.tiny else factor
+        _measure_ratio(bench, section, setting, f"communication {ratio:g}x compute")
+
+
+def _choose(bench: Bench, model: Model, here: _StaysHere) -> _Setting:
+    """The batch whose attention and experts are most nearly equal."""
+    tokens = 4 if bench.tiny else _TOKENS
+    found: list[_Setting] = []
+    for requests in _REQUESTS[:1] if bench.tiny else _REQUESTS:
+        step = Step(bench, model, requests, tokens // requests, tokens // requests)
+        experts_ms = bench.kernel(_experts_of_a_half(bench, model, step))()
+        compute_ms = _median_ms(bench, _in_halves(model, step))
+        loopback = HostLoopbackAll2All(num_experts=here.num_experts)
+        found.append(_Setting(model, step, here, loopback, experts_ms, compute_ms))
+    return min(found, key=lambda each: abs(each.attention_ms - each.experts_ms))
+
+
+def _measure_ratio(bench: Bench, section: Section, setting: _Setting, label: str) -> None:
+    model, step = setting.model, setting.step
+    config = UBatchConfig(
+        dbo_decode_token_threshold=LANES, dbo_prefill_token_threshold=LANES, require_overlap=True, timeout_s=300.0
+    )
+    mode = CUDAGraphMode.FULL if bench.captures else CUDAGraphMode.NONE
+    wrapper = UBatchWrapper(model.module, config, mode, bench.device, graphs=bench.graphs)
+    try:
+        runs = {
+            "compute": bench.step(_whole(model, step)),
+            "split_compute": bench.step(_in_halves(model, step)),
+            "communication": bench.step(_copies(bench, setting)),
+        }
+        model.travel_by(setting.loopback)
+        runs["serial"] = bench.step(_whole(model, step))
+        runs["split_serial"] = bench.step(_in_halves(model, step))
+        runs["overlapped"] = _overlapped(bench, wrapper, step, torch.cat(_in_halves(model, step)()))
+        arms = bench.interleave({name: bench.timed(run) for name, run in runs.items()}, label)
+    finally:
+        wrapper.close()
+        model.travel_by(setting.here)
+    section.arms_ms[label] = arms
+    for name, values in arms.items():
+        section.add(f"{label}: {name}", bootstrap(values), "ms")
+    for name, figure in overlap_figures(arms, _ideal_ms(setting, arms, config)).items():
+        goal = 0.95 if name in ("hidden", "efficiency") else None
+        if figure.low > _DRIFT and name != "speed-up":
+            section.add(f"{label}: {name}", None, at_least=goal, note=f"void, {figure:.3f}: the machine drifted")
+        else:
+            section.add(f"{label}: {name}", figure, at_least=goal)
+
+
+def overlap_figures(arms: Arms, ideal_ms: float) -> dict[str, Interval]:
+    """What DESIGN's protocol says of a set of arms.
+
+    Args:
+        arms: block means, milliseconds.
+        ideal_ms: the schedule's time on an ideal machine.
+    """
+    compute, sent, overlapped = arms["split_compute"], arms["communication"], arms["overlapped"]
+    columns = list(zip(compute, sent, overlapped, strict=True))
+    best = min(("serial", "split_serial"), key=lambda name: bootstrap(arms[name]).median)
+    return {
+        "hidden": bootstrap([(c + m - t) / min(c, m) for c, m, t in columns]),
+        "efficiency": bootstrap([max(c, m) / t for c, m, t in columns]),
+        "schedule_efficiency": bootstrap([ideal_ms / t for t in overlapped]),
+        "speed-up": paired(arms[best], overlapped),
+    }
+
+
+def _ideal_ms(setting: _Setting, arms: Arms, config: UBatchConfig) -> float:
+    """This schedule with the stage times that were measured, on a machine that does nothing but them."""
+    layers = setting.model.size.num_hidden_layers
+    per_layer = statistics.median(arms["communication"]) / (LANES * layers)
+    scale = statistics.median(arms["split_compute"]) / setting.compute_ms
+    times = LayerTimes(
+        attn_core=max(0.0, setting.attention_ms) * scale,
+        experts=setting.experts_ms * scale,
+        dispatch=per_layer / 2,
+        combine=per_layer / 2,
+    )
+    schedule = config.resolved_schedule()
+    return simulate([layer_program(times, layers, schedule)] * LANES, schedule).seconds
+
+
+# -- what the arms run ------------------------------------------------------------------------------------------------
+
+
+def _whole(model: Model, step: Step) -> Callable[[], object]:
+    def run() -> Tensor:
+        with set_forward_context(step.whole):
+            hidden: Tensor = model.module(step.input_ids, step.positions)
+        return hidden
+
+    return run
+
+
+def _in_halves(model: Model, step: Step) -> Callable[[], list[Tensor]]:
+    halves = step.halves()
+
+    def run() -> list[Tensor]:
+        hidden = []
+        for context, *arguments in halves:
+            with set_forward_context(context):
+                hidden.append(model.module(*arguments))
+        return hidden
+
+    return run
+
+
+def _overlapped(bench: Bench, wrapper: UBatchWrapper, step: Step, expected: Tensor) -> Callable[[], object]:
+    """In lanes. Serial halves are the same kernels on the same shapes: they give the same numbers."""
+
+    def run() -> Tensor:
+        with set_forward_context(step.overlapped):
+            hidden: Tensor = wrapper(step.input_ids, step.positions)
+        return hidden
+
+    replay = None
+    with wrapper.no_timeout():
+        if bench.captures:
+            with set_forward_context(step.overlapped):
+                replay = wrapper.capture(step.input_ids, step.positions).replay
+        torch.testing.assert_close(run(), expected, atol=1e-2, rtol=1e-2)
+    if bench.captures and not wrapper.statistics().graph_replays:
+        raise RuntimeError(f"the captured step ran eagerly: {wrapper.statistics()}")
+    return run if replay is None else replay
+
+
+def _copies(bench: Bench, setting: _Setting) -> Callable[[], None]:
+    """Messages as large as the halves' are, one after the other."""
+    size, top_k = setting.model.size, setting.model.size.num_experts_per_tok
+    routing = 8 * top_k // bench.dtype.itemsize
+    messages = []
+    for part in setting.step.slices:
+        for width, name in ((size.hidden_size + routing, "dispatch"), (size.hidden_size, "combine")):
+            rows = bench.randn(part.num_tokens, width)
+            messages.append((name, rows))
+
+    def run() -> None:
+        for _ in range(size.num_hidden_layers):
+            for name, rows in messages:
+                setting.loopback.travel(name, rows).wait()
+
+    return run
+
+
+def _experts_of_a_half(bench: Bench, model: Model, step: Step) -> Callable[[], Tensor]:
+    """One layer's experts, for as many tokens as a half has, routed at random."""
+    size, kernel = model.size, next(model.kernels)
+    x = bench.randn(step.slices[0].num_tokens, size.hidden_size)
+    weights, ids = torch.rand(x.shape[0], size.num_experts, device=bench.device).topk(size.num_experts_per_tok)
+    return lambda: kernel.experts(x, ids, weights)
+
+
+def _median_ms(bench: Bench, run: Callable[[], object]) -> float:
+    arm = bench.timed(bench.step(run))
+    return statistics.median(arm() for _ in range(1 if bench.tiny else 5))
+
+
+# -- do copies slow products down? ------------------------------------------------------------------------------------
+
+
+def _add_gemm_slowdown(bench: Bench, section: Section, setting: _Setting) -> None:
+    """The experts' products, alone and while copies cross all the time."""
+    products = _experts_of_a_half(bench, setting.model, setting.step)
+    copies = _copies(bench, setting)
+    if bench.device.type == "cuda":
+        alone, beside = _beside_copies(bench, products, copies)
+    else:  # nothing runs beside anything
+        alone, beside = bench.timed(products), bench.timed(products)
+    arms = bench.interleave({"alone": alone, "beside_copies": beside}, "GEMM slow-down")
+    section.arms_ms["GEMM slow-down"] = arms
+    section.add("GEMM slow-down beside copies", paired(arms["beside_copies"], arms["alone"]), at_most=1.03)
+
+
+def _beside_copies(
+    bench: Bench, products: Callable[[], object], copies: Callable[[], object]
+) -> tuple[Callable[[], float], Callable[[], float]]:
+    """Arms for the same graph of products with a quiet and with a busy link."""
+    for run in (products, copies):
+        run()
+    copies_ms, products_ms = bench.timed(copies)(), bench.timed(products)()
+    repeats = max(1, round(copies_ms / (4 * products_ms)))  # so that the copies last well beyond the products
+    graph, traffic = bench.captured(products, repeats), bench.captured(copies)
+    begin, end, copied = (torch.cuda.Event(enable_timing=True) for _ in range(3))
+    side = torch.cuda.Stream()
+
+    def measure(busy: bool) -> float:
+        bench.synchronize()
+        if busy:
+            with torch.cuda.stream(side):
+                traffic.replay()
+                copied.record()
+        begin.record()
+        graph.replay()
+        end.record()
+        bench.synchronize()
+        # Tiny copies are over before the host has launched the products.
+        if busy and not bench.tiny and begin.elapsed_time(copied) < begin.elapsed_time(end):
+            raise RuntimeError("the copies ended before the products, so the slow-down would be understated")
+        return float(begin.elapsed_time(end)) / repeats
+
+    return lambda: measure(False), lambda: measure(True)

@@ -1,0 +1,184 @@
+"""What a section found: figures, each beside its goal, as text, JSON and markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from serving.bench import Interval
+
+__all__ = ["Arms", "Figure", "Goal", "Section", "as_markdown", "as_text"]
+
+Arms = dict[str, list[float]]
+"""Arm to its block means, milliseconds."""
+
+
+@dataclass(frozen=True)
+class Goal:
+    """What a figure should be: at least `value`, or at most where `at_most`."""
+
+    value: float
+    at_most: bool = False
+
+    def met_by(self, figure: float) -> bool:
+        return figure <= self.value if self.at_most else figure >= self.value
+
+    def __str__(self) -> str:
+        return f"{'<=' if self.at_most else '>='} {self.value:g}"
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One number of a table.
+
+    Attributes:
+        what: its row.
+        value: a median with its interval, a plain number, or None if it was not measured.
+        unit: of the value; empty for a ratio.
+        goal: None for a number that is only printed.
+        note: why it was not measured, or what to know of it.
+    """
+
+    what: str
+    value: Interval | float | None
+    unit: str = ""
+    goal: Goal | None = None
+    note: str = ""
+
+    @property
+    def number(self) -> float | None:
+        return self.value.median if isinstance(self.value, Interval) else self.value
+
+    @property
+    def shown(self) -> str:
+        if self.value is None:
+            return "not measured"
+        digits = f"{self.value:.3g}" if isinstance(self.value, Interval) else f"{self.value:.4g}"
+        return f"{digits} {self.unit}".rstrip()
+
+    @property
+    def verdict(self) -> str:
+        """`met` or `missed`, by the median; empty without a goal or a value."""
+        if self.goal is None or self.number is None:
+            return ""
+        return "met" if self.goal.met_by(self.number) else "missed"
+
+
+@dataclass
+class Section:
+    """What one section found.
+
+    Attributes:
+        name, title: of the section.
+        shape: what was run, as plain values.
+        figures: its table.
+        arms_ms: raw block means by group of arms.
+        error: why it ended early: class and message; None if it ran to its end.
+        seconds: it took.
+        environment: of the process that ran it.
+    """
+
+    name: str
+    title: str
+    shape: dict[str, Any] = field(default_factory=dict)
+    figures: list[Figure] = field(default_factory=list)
+    arms_ms: dict[str, Arms] = field(default_factory=dict)
+    error: str | None = None
+    seconds: float = 0.0
+    environment: Mapping[str, Any] = field(default_factory=dict)
+
+    def add(
+        self,
+        what: str,
+        value: Interval | float | None,
+        unit: str = "",
+        *,
+        at_least: float | None = None,
+        at_most: float | None = None,
+        note: str = "",
+    ) -> None:
+        """One more row of the table."""
+        goal = None
+        if at_least is not None:
+            goal = Goal(at_least)
+        elif at_most is not None:
+            goal = Goal(at_most, at_most=True)
+        self.figures.append(Figure(what, value, unit, goal, note))
+
+    @property
+    def complete(self) -> bool:
+        """Whether nothing failed, and everything that has a goal was measured."""
+        return self.error is None and all(each.value is not None for each in self.figures if each.goal is not None)
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return {
+            "title": self.title,
+            "environment": dict(self.environment),
+            "shape": self.shape,
+            "figures": [{**asdict(each), "verdict": each.verdict} for each in self.figures],
+            "error": self.error,
+            "seconds": round(self.seconds, 1),
+            "arms_ms": self.arms_ms,
+        }
+
+    @classmethod
+    def from_json(cls, name: str, values: Mapping[str, Any]) -> Section:
+        """The inverse of `as_json`."""
+        figures = [_figure(each) for each in values["figures"]]
+        plain = {key: values[key] for key in ("title", "environment", "shape", "error", "seconds", "arms_ms")}
+        return cls(name, figures=figures, **plain)
+
+
+def _figure(values: Mapping[str, Any]) -> Figure:
+    value, goal = values["value"], values["goal"]
+    return Figure(
+        values["what"],
+        Interval(**value) if isinstance(value, dict) else value,
+        values["unit"],
+        None if goal is None else Goal(**goal),
+        values["note"],
+    )
+
+
+_HEAD = ("what", "measured", "goal", "")
+
+
+def as_text(section: Section, *, judge: bool) -> str:
+    """The section as a table; verdicts only where `judge`, for a smoke test has none."""
+    rows = [_HEAD, *_rows(section, judge)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(_HEAD))]
+    lines = [f"{section.title}  ({section.seconds:.0f} s)"]
+    lines += ["  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    if section.error is not None:
+        lines.append(f"  FAILED: {section.error}")
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def as_markdown(sections: Iterable[Section], *, judge: bool) -> str:
+    """All sections as one document."""
+    parts = ["# On a GPU\n\nWritten by `make bench-gpu`; medians with their 95 % bootstrap interval."]
+    for section in sections:
+        where = section.environment
+        parts.append(
+            f"## {section.title}\n\n{where.get('device')}, driver {where.get('driver')}, torch {where.get('torch')}, "
+            f"Triton {where.get('triton')}, commit {where.get('commit')}."
+        )
+        rows = [_HEAD, ("---",) * len(_HEAD), *_rows(section, judge)]
+        parts.append("\n".join("| " + " | ".join(row) + " |" for row in rows))
+        if section.error is not None:
+            parts.append(f"Failed: {section.error}")
+    return "\n\n".join(parts) + "\n"
+
+
+def _rows(section: Section, judge: bool) -> list[Sequence[str]]:
+    return [
+        (
+            each.what,
+            each.shown + (f" ({each.note})" if each.note else ""),
+            "" if each.goal is None else str(each.goal),
+            each.verdict if judge else "",
+        )
+        for each in section.figures
+    ]

@@ -1,0 +1,131 @@
+"""All sections: each in a process of its own, its result written as soon as it is there.
+
+A process per section, because an error of the device (or a hang) ends everything in the process that meets it. Results
+are kept in one file by section: a run of some of them leaves the others' results, with the machine and commit they were
+measured on, as they are.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from benchmarks.gpu.bench import Bench, describe_machine
+from benchmarks.gpu.report import Section, as_markdown, as_text
+from benchmarks.gpu.sections import SECTIONS, run_section
+from serving.bench import write_json
+
+if TYPE_CHECKING:
+    from ubatch import GraphBackend
+
+__all__ = ["Options", "run"]
+
+_SLACK_S = 60.0
+"""Beyond its budget, for imports and for the table row that is under way, before a section's process is ended."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """What to run.
+
+    Attributes:
+        only: names of sections.
+        device: `cuda`, or `cpu` for a smoke test.
+        tiny: shapes for a smoke test, which measures nothing.
+        blocks: A B B A blocks; 15 or more for figures to quote.
+        json_file: where results go; None prints them only.
+        markdown_file: the same as tables; None for none.
+        graphs: captures in a smoke test; None is the device's own. Only in this process.
+    """
+
+    only: tuple[str, ...] = tuple(SECTIONS)
+    device: str = "cuda"
+    tiny: bool = False
+    blocks: int = 15
+    json_file: Path | None = None
+    markdown_file: Path | None = None
+    graphs: GraphBackend | None = None
+
+
+def run(options: Options, *, in_process: bool = False) -> int:
+    """Run, print and write; 0 if every section is complete."""
+    judge = not options.tiny and options.device == "cuda"
+    complete = True
+    for name in options.only:
+        section = run_here(options, name) if in_process else _run_apart(options, name)
+        complete &= section.complete
+        print("\n" + as_text(section, judge=judge), flush=True)
+        if options.json_file is not None:
+            _write(options, section, judge)
+    if not complete:
+        print("\nNot every figure could be measured; see above.", file=sys.stderr)
+    return 0 if complete else 1
+
+
+def run_here(options: Options, name: str) -> Section:
+    """One section in this process."""
+    index = torch.cuda.current_device() if options.device == "cuda" else None
+    bench = Bench(
+        torch.device(options.device, index) if index is not None else torch.device(options.device),
+        tiny=options.tiny,
+        blocks=options.blocks,
+        budget_s=SECTIONS[name].budget_s,
+        graphs=options.graphs,
+    )
+    return run_section(name, bench)
+
+
+def _run_apart(options: Options, name: str) -> Section:
+    """One section in a process of its own."""
+    plan = SECTIONS[name]
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "section.json"
+        command = [sys.executable, "-m", "benchmarks.gpu", "--only", name, "--in-process", "--json", str(file)]
+        command += ["--device", options.device, "--blocks", str(options.blocks), *(["--tiny"] if options.tiny else [])]
+        try:
+            done = subprocess.run(
+                command, timeout=plan.budget_s + _SLACK_S, stdout=subprocess.DEVNULL, env={**os.environ}, check=False
+            )
+            ended = f"its process ended with status {done.returncode}"
+        except subprocess.TimeoutExpired as late:
+            ended = f"it took more than {late.timeout:.0f} s, and was ended"
+        if file.exists():
+            return Section.from_json(name, read_results(file)["sections"][name])
+    return Section(name, plan.title, error=ended, environment=describe_machine())
+
+
+def _write(options: Options, section: Section, judge: bool) -> None:
+    """Put the section in the place that it has in the file."""
+    file = options.json_file
+    if file is None:
+        return
+    smoke = {"smoke": True} if options.tiny or options.device == "cpu" else {}
+    old = read_results(file) if file.exists() else {}
+    same_kind = old.get("device") == options.device and ("smoke" in old) == bool(smoke)
+    sections = dict(old["sections"]) if same_kind else {}
+    sections[section.name] = section.as_json()
+    ordered = {name: sections[name] for name in SECTIONS if name in sections}
+    write_json(file, {"device": options.device, **smoke, "sections": ordered})
+    if options.markdown_file is not None:
+        found = [Section.from_json(name, values) for name, values in ordered.items()]
+        options.markdown_file.write_text(as_markdown(found, judge=judge), encoding="utf-8")
+
+
+def read_results(file: Path) -> Mapping[str, Any]:
+    """What an earlier run wrote."""
+    values: Mapping[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    return values
+
+
+def names_of(asked: Sequence[str] | None) -> tuple[str, ...]:
+    """The sections that were asked for, in order; all if none was."""
+    return tuple(name for name in SECTIONS if asked is None or name in asked)

@@ -1,0 +1,65 @@
+"""The sections, and how one is run: with its time budget, and so that whatever it raises ends only itself."""
+
+from __future__ import annotations
+
+import importlib
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from benchmarks.gpu.bench import Bench, OutOfTime, describe_machine
+from benchmarks.gpu.report import Section
+
+__all__ = ["SECTIONS", "Plan", "run_section"]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One section.
+
+    Attributes:
+        title: of its table.
+        target: `"module:function"`, called with a `Bench` and the `Section` to fill.
+        budget_s: seconds it may take on one H200, imports left out.
+    """
+
+    title: str
+    target: str
+    budget_s: float
+
+    def load(self) -> Callable[[Bench, Section], None]:
+        module, _, name = self.target.partition(":")
+        function: Callable[[Bench, Section], None] = getattr(importlib.import_module(module), name)
+        return function
+
+
+SECTIONS: Mapping[str, Plan] = {
+    "moe-decode": Plan("Fused MoE, decode sizes", "benchmarks.gpu.experts:decode", 90),
+    "moe-prefill": Plan("Fused MoE, prefill sizes", "benchmarks.gpu.experts:prefill", 70),
+    "attention": Plan("Paged decode attention", "benchmarks.gpu.attention:decode", 40),
+    "prefill": Plan("Overlapped prefill over host memory, in graphs", "benchmarks.gpu.prefill:measure", 160),
+    "decode": Plan("Decode steps as graphs", "benchmarks.gpu.decode:measure", 50),
+    "lanes": Plan("Eager lanes", "benchmarks.gpu.lanes:measure", 20),
+}
+
+
+_LONGEST_ERROR = 600
+"""characters in the results; all of it goes to the screen"""
+
+
+def run_section(name: str, bench: Bench) -> Section:
+    """Run it in this process; what it raised is in the section."""
+    plan = SECTIONS[name]
+    section = Section(name, plan.title, environment=describe_machine())
+    begun = time.monotonic()
+    try:
+        plan.load()(bench, section)
+        bench.synchronize()
+    except OutOfTime as late:
+        section.error = str(late)
+    except Exception as error:
+        section.error = f"{type(error).__name__}: {error}"[:_LONGEST_ERROR]
+        traceback.print_exc()
+    section.seconds = time.monotonic() - begun
+    return section

@@ -1,0 +1,96 @@
+"""Overlap in a model that torch itself runs on several ranks: one line, and the model is not touched.
+
+    python examples/wrap_tensor_parallel.py
+
+A dense Llama of Hugging Face `transformers`, with random weights, in torch's own tensor parallelism
+(`parallelize_module`) over two ranks: an all-reduce behind every attention and every MLP, launched and waited for
+inside torch. Wrapped with `intercept_collectives=True`, torch's waits become points: the batch runs as two
+microbatches, and one computes while the other's all-reduce travels.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import dataclass
+
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from serving.ranks import run_ranks
+from ubatch import CommGroup, UBatchConfig, UBatchWrapper, tracing
+from ubatch.trace_export import TraceSummary, summarise
+
+SHAPE = LlamaConfig(
+    vocab_size=512,
+    hidden_size=256,
+    intermediate_size=512,
+    num_hidden_layers=4,
+    num_attention_heads=8,
+    num_key_value_heads=4,
+    max_position_embeddings=256,
+)
+PLAN = {
+    **{f"self_attn.{name}_proj": ColwiseParallel() for name in "qkv"},
+    "self_attn.o_proj": RowwiseParallel(),
+    **{f"mlp.{name}_proj": ColwiseParallel() for name in ("gate", "up")},
+    "mlp.down_proj": RowwiseParallel(),
+}
+
+
+@dataclass(frozen=True)
+class Result:
+    """What rank 0 saw."""
+
+    largest_difference: float
+    engaged: int
+    declined: dict[str, int]
+    summary: TraceSummary
+
+
+@torch.no_grad()  # not inference_mode(): there torch gathers weights in place of activations
+def rank_main(rank: int, world_size: int, sequences: int) -> Result:
+    """One rank: the sharded model as it is, then wrapped."""
+    torch.manual_seed(0)  # the same whole model on every rank; each keeps its shard
+    model = LlamaForCausalLM(SHAPE).eval()
+    mesh = init_device_mesh("cpu", (world_size,))
+    for layer in model.model.layers:
+        parallelize_module(layer, mesh, PLAN)
+
+    config = UBatchConfig(group=CommGroup.from_process_group(), dbo_prefill_token_threshold=128)
+    overlapped = UBatchWrapper(model, config, intercept_collectives=True)
+
+    ids = torch.randint(0, SHAPE.vocab_size, (sequences, 64), generator=torch.Generator().manual_seed(1))
+    plain = model(ids, use_cache=False).logits
+    with tracing() as trace:
+        result = overlapped(ids, use_cache=False).logits
+    with torch.enable_grad():  # training runs as it is, and the wrapper says so
+        overlapped(ids, use_cache=False)
+    statistics = overlapped.statistics()
+    overlapped.close()
+    return Result(
+        largest_difference=float((result - plain).abs().max()),
+        engaged=statistics.engaged,
+        declined={str(reason): count for reason, count in statistics.declined.items()},
+        summary=summarise(trace.spans),
+    )
+
+
+def main() -> int:
+    """Run two ranks and print what happened; exit status 1 if the outputs differ or nothing overlapped."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--sequences", type=int, default=16, help="of 64 tokens each (default 16, at least 2)")
+    sequences: int = parser.parse_args().sequences
+    if sequences < 2:
+        parser.error(f"--sequences is {sequences}; two microbatches need at least 2.")
+    result: Result = run_ranks(rank_main, 2, sequences)
+    print(f"largest difference to the unwrapped model: {result.largest_difference:.1e}")
+    print(f"calls: {result.engaged} overlapped, not overlapped: {result.declined}")
+    print(f"all-reduce time hidden: {result.summary.hidden_fraction:.0%}")
+    return 0 if result.largest_difference < 1e-4 and result.engaged == 1 else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,257 @@
+"""`--dbo-auto`: when steps overlap, found out while serving.
+
+    settings      what this rank votes with: its settings, with the schedule and threshold that are in use or probed
+    timed         the forward of a step that was agreed on
+    every so many steps the ranks exchange how long theirs took, one small all-reduce beside the vote's; the slowest
+    rank's times go to the `Policy`, which decides alike on all of them
+
+A step's time is that of its forward: on a GPU between two events of its stream, so that nothing waits for it.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from model_runner.dbo_policy import Policy, PolicyStatistics
+from model_runner.dbo_probes import Seen
+from model_runner.dp import BatchShape
+from moe import All2All
+from ubatch import SCHEDULES, CommGroup, ConfigError, Decision, ForwardMode, Schedule, UBatchConfig, fingerprint
+from ubatch.connection import Connection
+from ubatch.cost_table import SERIAL_ARM, Setting
+from ubatch.modes import MODE_KEYS, ModeSettings, mode_key
+
+__all__ = ["DboAuto", "FixedSettings", "StepSettings", "make_step_settings"]
+
+_logger = logging.getLogger(__name__)
+
+_MOST_LANES = 4
+_EXCHANGE_STEPS = 16
+_IN_FLIGHT = 4
+"""The latest steps are not asked for their times: a device may still work on them."""
+_NEVER = 2**62
+_MODES = {"decode": ForwardMode.DECODE, "prefill": ForwardMode.PREFILL, "verify": ForwardMode.TARGET_VERIFY}
+_KINDS = {fingerprint(mode): kind for kind, mode in _MODES.items()}
+_OTHER = "other"
+_Seconds = Callable[[], float]
+
+
+class StepSettings(Protocol):
+    """Who says what a step is voted on with."""
+
+    def settings(self, batch: BatchShape) -> UBatchConfig | None:
+        """What this rank votes with for its next step; None for the runner's own settings."""
+
+    def timed(self, decision: Decision) -> AbstractContextManager[None]:
+        """The forward of a step that was agreed on, in the `with` block; not for one in which all ranks are idle."""
+
+    def reasons(self) -> Mapping[str, str]:
+        """What was decided for each kind of step, and why, in words; empty where nothing is."""
+
+    def statistics(self) -> PolicyStatistics | None:
+        """What was decided, with numbers; None where nothing is."""
+
+
+class FixedSettings:
+    """The runner's own settings for every step."""
+
+    def settings(self, batch: BatchShape) -> None:
+        """See `StepSettings`."""
+
+    def timed(self, decision: Decision) -> AbstractContextManager[None]:
+        """See `StepSettings`."""
+        return nullcontext()
+
+    def reasons(self) -> Mapping[str, str]:
+        """See `StepSettings`."""
+        return {}
+
+    def statistics(self) -> PolicyStatistics | None:
+        """See `StepSettings`."""
+        return None
+
+
+def make_step_settings(
+    config: UBatchConfig, group: CommGroup | None, device: torch.device, transport: All2All, *, auto: bool
+) -> StepSettings:
+    """Settings that stay as they are, or with `auto` a `DboAuto`.
+
+    Raises:
+        ConfigError: see `DboAuto`.
+    """
+    if not auto:
+        return FixedSettings()
+    return DboAuto(config, group, device, max_chunks=transport.traits.max_chunks)
+
+
+class DboAuto:
+    """Chooses the settings of every step.
+
+    It begins with the thresholds of the modes that have some of their own in `config.modes`, as `ubatch tune` writes
+    them, and serially for the others. The arms of a mode are its schedule with its lanes, with one lane more, and
+    single-batch overlap.
+
+    Args:
+        config: of the runner; schedules, lanes and the way to split are its.
+        group: the ranks that vote; None for one alone.
+        device: where steps run.
+        max_chunks: blocks of experts that the transport can tell apart; single-batch overlap needs two.
+        policy: decides; one with its usual budget if None. Called anew when the group was reset.
+
+    Raises:
+        ConfigError: overlap is switched off or required, or no mode has a schedule that overlaps.
+    """
+
+    def __init__(
+        self,
+        config: UBatchConfig,
+        group: CommGroup | None,
+        device: torch.device,
+        *,
+        max_chunks: int = 1,
+        policy: Callable[[Mapping[str, tuple[str, ...]], Mapping[str, Setting]], Policy] = Policy,
+    ) -> None:
+        if not config.enable_dbo:
+            raise ConfigError("dbo_auto decides when steps overlap, but enable_dbo is off. Switch it on.")
+        if config.require_overlap:
+            raise ConfigError("dbo_auto runs some steps serially, but require_overlap is set. Unset it.")
+        self._config = config
+        self._group = group
+        self._device = device
+        self._make_policy = policy
+        self._schedules = {kind: _arms(config, kind, max_chunks) for kind in MODE_KEYS}
+        self._schedules = {kind: arms for kind, arms in self._schedules.items() if arms}
+        if not self._schedules:
+            raise ConfigError("dbo_auto needs a schedule that overlaps, but that of every mode is serial.")
+        self._arm_of = {
+            (kind, fingerprint(schedule.describe())): arm
+            for kind, arms in self._schedules.items()
+            for arm, schedule in arms.items()
+        }
+        self._made: dict[tuple[tuple[str, Setting], ...], UBatchConfig] = {}
+        self._connection: Connection | None = None
+        self._restart()
+
+    def settings(self, batch: BatchShape) -> UBatchConfig:
+        """See `StepSettings`. Exchanges times when enough have come together.
+
+        Raises:
+            PeerFailed, TransferTimeout, GroupBroken: as a vote.
+        """
+        self._follow_group()
+        if len(self._running) >= _EXCHANGE_STEPS + _IN_FLIGHT:
+            self._exchange()
+        tokens, kind = sum(batch.query_lens), mode_key(batch.mode)
+        wanted = {each: self._policy.setting(each, tokens if each == kind else 0) for each in self._schedules}
+        key = tuple(wanted.items())
+        if key not in self._made:
+            self._made[key] = self._with(wanted)
+        return self._made[key]
+
+    @contextmanager
+    def timed(self, decision: Decision) -> Iterator[None]:
+        """See `StepSettings`."""
+        seen = self._seen(decision)
+        number = self._policy.saw(seen)
+        self._running[number] = seen, _unknown
+        if self._device.type == "cuda":
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            yield
+            end.record()
+            self._running[number] = seen, lambda: _elapsed_s(begin, end)
+            return
+        start = time.perf_counter()
+        yield
+        seconds = time.perf_counter() - start
+        self._running[number] = seen, lambda: seconds
+
+    def reasons(self) -> Mapping[str, str]:
+        """See `StepSettings`."""
+        return self._policy.reasons
+
+    def statistics(self) -> PolicyStatistics:
+        """See `StepSettings`."""
+        return self._policy.statistics()
+
+    # -- the ranks ---------------------------------------------------------------------------------------------
+
+    def _restart(self) -> None:
+        start = {}
+        for kind in self._schedules:
+            own = self._config.modes.get(kind)
+            if own is not None and own.token_threshold is not None:
+                start[kind] = Setting(next(iter(self._schedules[kind])), own.token_threshold)
+        self._policy = self._make_policy({kind: tuple(arms) for kind, arms in self._schedules.items()}, start)
+        self._running: dict[int, tuple[Seen, _Seconds]] = {}
+
+    def _follow_group(self) -> None:
+        """After a failure the ranks may have counted differently: all begin anew on the new connection."""
+        if self._group is None or self._group.size == 1:
+            return
+        connection = self._group.usable_connection()
+        if self._connection is not None and self._connection is not connection:
+            self._restart()
+        self._connection = connection
+
+    def _exchange(self) -> None:
+        """Every rank calls it before the same vote: all count the same steps."""
+        numbers = sorted(self._running)[:-_IN_FLIGHT]
+        told = {number: self._running.pop(number) for number in numbers}
+        seconds = torch.tensor([each() for _, each in told.values()], dtype=torch.float64, device="cpu")
+        if self._connection is not None:
+            work = dist.all_reduce(seconds, dist.ReduceOp.MAX, group=self._connection.vote_pg, async_op=True)
+            self._connection.wait_for_works((work,), "step times")
+        times = dict(zip(numbers, seconds.tolist(), strict=True))
+        before = self._policy.statistics().settings
+        self._policy.learn({number: (told[number][0], value) for number, value in times.items() if value > 0})
+        for kind, setting in self._policy.statistics().settings.items():
+            if setting != before[kind] and (self._group is None or self._group.rank == 0):
+                _logger.info("dbo_auto, %s steps: %s", kind, self._policy.reasons[kind])
+
+    def _seen(self, decision: Decision) -> Seen:
+        tokens = [total for total in map(sum, decision.tokens) if total]
+        modes = {mode for mode, row in zip(decision.modes, decision.tokens, strict=True) if any(row)}
+        kind = _KINDS.get(modes.pop(), _OTHER) if len(modes) == 1 else _OTHER
+        arm = self._arm_of.get((kind, decision.schedule), _OTHER) if decision.engaged else SERIAL_ARM
+        return Seen(kind, min(tokens), max(tokens), arm)
+
+    # -- settings ----------------------------------------------------------------------------------------------
+
+    def _with(self, wanted: Mapping[str, Setting]) -> UBatchConfig:
+        modes = dict(self._config.modes)
+        for kind, setting in wanted.items():
+            arms = self._schedules[kind]
+            schedule = arms.get(setting.arm, next(iter(arms.values())))
+            threshold = _NEVER if setting.threshold is None else max(setting.threshold, schedule.lanes)
+            modes[kind] = ModeSettings(schedule, None if schedule.lanes == 1 else schedule.lanes, threshold)
+        return replace(self._config, modes=modes)
+
+
+def _arms(config: UBatchConfig, kind: str, max_chunks: int) -> dict[str, Schedule]:
+    """By name, the simplest first; none where the mode's schedule is serial."""
+    own = config.for_mode(_MODES[kind]).schedule
+    if own.lanes == 1:
+        return {own.name: own} if own.chunks > 1 else {}
+    lanes = [own.lanes, *({own.lanes + 1} if own.lanes < _MOST_LANES else ())]
+    arms = {f"{own.name} in {count} lanes": own.with_lanes(count) for count in lanes}
+    single = SCHEDULES["single_batch"]
+    return arms | ({single.name: single} if max_chunks >= single.chunks else {})
+
+
+def _unknown() -> float:
+    """The step failed; its time says nothing."""
+    return 0.0
+
+
+def _elapsed_s(begin: torch.cuda.Event, end: torch.cuda.Event) -> float:
+    end.synchronize()  # recorded steps ago
+    return float(begin.elapsed_time(end)) * 1e-3

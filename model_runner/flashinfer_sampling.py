@@ -1,0 +1,73 @@
+"""Top-k and top-p on a GPU without sorting the vocabulary, by flashinfer.
+
+flashinfer's samplers draw for themselves: by rejection, from a generator whose offset counts the launches before. So
+what a request gets would depend on the batches it was in, and this project promises that it depends on its seed, its
+place and its logits only. What fits the promise is the step before: flashinfer finds each row's thresholds and clears
+what is below them, row by row and with order-independent sums (`is_deterministic`). The draw stays ours, over what is
+left, in the vocabulary's order.
+
+Two things differ from the sorted way of `model_runner.sampler`: tokens as likely as the last one kept are kept, too;
+and a draw counts through the vocabulary, not from the most likely token on. So the same seed gives other tokens than
+on a machine without flashinfer, equally distributed.
+
+Source: flashinfer's documentation of `top_k_renorm_probs` and `top_p_renorm_probs`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ubatch import ConfigError
+
+__all__ = ["find_truncation", "keep_most_likely", "truncates"]
+
+_Truncation = tuple[Callable[..., Tensor], Callable[..., Tensor]]
+
+
+def truncates(device: torch.device) -> bool:
+    """Whether `keep_most_likely` can be used there: a CUDA GPU, and a flashinfer that can be deterministic."""
+    return device.type == "cuda" and find_truncation() is not None
+
+
+def keep_most_likely(probabilities: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+    """Probabilities with zeros where top-k, and then top-p of what that leaves, leave nothing; the rest sums to 1.
+
+    Nothing waits for the device.
+
+    Args:
+        probabilities: `[R, vocab]`, of which each row sums to 1.
+        top_k: `[R]` integer, how many of the most likely tokens are kept, 1 to vocab.
+        top_p: `[R]` floating, above 0: of those, as few of the most likely as reach it together. 1 keeps all.
+
+    Returns:
+        `[R, vocab]` float32.
+
+    Raises:
+        ConfigError: `truncates` says no.
+    """
+    truncation = find_truncation()
+    if truncation is None:
+        raise ConfigError("flashinfer is not installed, or too old to be deterministic; ask `truncates` before.")
+    renormalise_top_k, renormalise_top_p = truncation
+    kept = renormalise_top_k(probabilities.float().contiguous(), top_k.to(torch.int32), is_deterministic=True)
+    return renormalise_top_p(kept, top_p.to(torch.float32), is_deterministic=True)
+
+
+@cache
+def find_truncation() -> _Truncation | None:
+    """flashinfer's top-k and top-p; None where it is not installed, or too old to be deterministic."""
+    try:
+        module = importlib.import_module("flashinfer.sampling")
+    except ImportError:
+        return None
+    found: list[Any] = [getattr(module, name, None) for name in ("top_k_renorm_probs", "top_p_renorm_probs")]
+    if any(each is None or "is_deterministic" not in inspect.signature(each).parameters for each in found):
+        return None
+    return found[0], found[1]

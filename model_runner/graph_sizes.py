@@ -1,0 +1,185 @@
+"""Which steps are captured as CUDA graphs, and which graph a step is padded to. No torch here: numbers only.
+
+    family      steps that may replay each other's graphs: one mode, one number of tokens per request
+    shape       one graph of a family: room for so many requests, in one piece or in lanes
+
+    plain       r requests                       -> the smallest shape with room for r; padding behind the last token
+    single      the same, where one batch overlaps in itself (a schedule of one lane with chunks of experts)
+    in lanes    the split's r0, r1, ... requests -> the smallest whose lanes all have room for the largest of them;
+                                                    padding behind each lane's last token
+
+The real split stays as it is, so lanes are as even as in an eager step. All lanes of a graph have the same room: half
+of a size with two lanes, rounded up. With several ranks the largest number of all ranks decides, which the vote told
+every one of them: so all replay the same shape, and buffers are equal everywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from attention import MODES, SplitKind
+from ubatch import ConfigError, Decision, ForwardMode, UBatchConfig, UBatchSlice, fingerprint
+
+__all__ = ["GraphFamily", "GraphShape", "capture_sizes", "default_capture_sizes", "graph_families", "tokens_needed"]
+
+_LARGEST_BY_DEFAULT = 512
+
+
+@dataclass(frozen=True, order=True)
+class GraphShape:
+    """What one graph runs.
+
+    Attributes:
+        lane_requests: requests that each lane has room for; of the whole batch if there is one lane.
+        lanes: 1 is plain.
+        tokens_per_request: 1 for decode, 1 + drafts for verify.
+        mode: decode or target-verify.
+        single: one lane, overlapped in chunks of experts.
+    """
+
+    lane_requests: int
+    lanes: int
+    tokens_per_request: int
+    mode: ForwardMode
+    single: bool = False
+
+    @property
+    def engaged(self) -> bool:
+        """Whether it overlaps."""
+        return self.lanes > 1 or self.single
+
+    @property
+    def lane_tokens(self) -> int:
+        """Rows of each lane."""
+        return self.lane_requests * self.tokens_per_request
+
+    @property
+    def num_tokens(self) -> int:
+        """Rows of all lanes."""
+        return self.lanes * self.lane_tokens
+
+    @property
+    def slices(self) -> tuple[UBatchSlice, ...] | None:
+        """The lanes, padding included; None if plain."""
+        if self.lanes == 1:
+            return None
+        reqs, rows = self.lane_requests, self.lane_tokens
+        return tuple(
+            UBatchSlice(slice(lane * reqs, (lane + 1) * reqs), slice(lane * rows, (lane + 1) * rows))
+            for lane in range(self.lanes)
+        )
+
+
+@dataclass(frozen=True)
+class GraphFamily:
+    """Steps of one kind, and the graphs they may replay.
+
+    Attributes:
+        mode: of the steps.
+        tokens_per_request: of the steps.
+        shapes: plain and overlapped, ascending.
+    """
+
+    mode: ForwardMode
+    tokens_per_request: int
+    shapes: tuple[GraphShape, ...]
+
+    @cached_property
+    def fingerprint(self) -> int:
+        """What a rank offers in the vote (`Offer.graph_mode`): the same number on all ranks that captured the same
+        shapes of this family; never 0."""
+        return fingerprint(repr(self.shapes)) or 1
+
+    @property
+    def max_requests(self) -> int:
+        """Requests of the largest plain graph."""
+        return max(shape.lane_requests for shape in self.shapes if not shape.engaged)
+
+    def fit(self, lanes: int, lane_tokens: int, *, single: bool = False) -> GraphShape | None:
+        """The smallest graph of so many lanes with room for `lane_tokens` in each; None if there is none."""
+        kind = (lanes, single)
+        roomy = (shape for shape in self.shapes if (shape.lanes, shape.single) == kind)
+        return min((shape for shape in roomy if shape.lane_tokens >= lane_tokens), default=None)
+
+
+def default_capture_sizes(max_num_seqs: int, largest: int | None = None) -> tuple[int, ...]:
+    """1, 2, 4, then multiples of 8 below 256, and of 16 from there on; and the largest step there can be.
+
+    Args:
+        max_num_seqs: most requests of a step.
+        largest: no size above this; 512 by default.
+
+    Source: vLLM's default for `cudagraph_capture_sizes`.
+    """
+    top = min(max_num_seqs, _LARGEST_BY_DEFAULT if largest is None else largest)
+    usual = (1, 2, 4, *range(8, 256, 8), *range(256, top + 1, 16))
+    return tuple(sorted({*(size for size in usual if size <= top), top}))
+
+
+def capture_sizes(max_num_seqs: int, sizes: Iterable[int] | None = None, largest: int | None = None) -> tuple[int, ...]:
+    """The sizes in requests that are captured, ascending.
+
+    Args:
+        max_num_seqs: most requests of a step.
+        sizes: exactly these; None for the default ones.
+        largest: leave out what is above; None for no limit but the default's.
+
+    Raises:
+        ConfigError: a size, or `largest`, is not from 1 to `max_num_seqs`; no size is left; or `largest` is below a
+            size that was asked for.
+    """
+    if largest is not None and largest < 1:
+        raise ConfigError(f"max_cudagraph_capture_size must be at least 1, not {largest}.")
+    if sizes is None:
+        return default_capture_sizes(max_num_seqs, largest)
+    chosen = tuple(sorted(set(sizes)))
+    if not chosen:
+        raise ConfigError("cudagraph_capture_sizes is empty. Leave it out for the default, or use cudagraph_mode none.")
+    for size in chosen:
+        if type(size) is not int or size < 1:
+            raise ConfigError(f"cudagraph_capture_sizes must be integers from 1 on, not {size!r}.")
+        if size > max_num_seqs:
+            raise ConfigError(
+                f"cudagraph_capture_sizes has {size}, above max_num_seqs ({max_num_seqs}): no step has so many "
+                "requests. Remove it."
+            )
+        if largest is not None and size > largest:
+            raise ConfigError(
+                f"cudagraph_capture_sizes has {size}, above max_cudagraph_capture_size ({largest}). Change one."
+            )
+    return chosen
+
+
+def graph_families(sizes: Sequence[int], config: UBatchConfig, num_speculative_tokens: int = 0) -> list[GraphFamily]:
+    """What is captured: every size plain, and overlapped where a step that is padded to it may overlap.
+
+    Args:
+        sizes: in requests.
+        config: thresholds, lanes and chunks.
+        num_speculative_tokens: drafts of a verify step; 0 for no such steps.
+    """
+    kinds = [(ForwardMode.DECODE, 1)]
+    if num_speculative_tokens:
+        kinds.append((ForwardMode.TARGET_VERIFY, 1 + num_speculative_tokens))
+    families = []
+    for mode, tokens in kinds:
+        plain = {GraphShape(size, 1, tokens, mode) for size in sizes}
+        split = {shape for size in sizes if (shape := _overlapped(size, tokens, mode, config)) is not None}
+        families.append(GraphFamily(mode, tokens, tuple(sorted(plain | split))))
+    return families
+
+
+def _overlapped(size: int, tokens: int, mode: ForwardMode, config: UBatchConfig) -> GraphShape | None:
+    settings = config.for_mode(mode)
+    lanes = settings.schedule.lanes
+    never = not config.enable_dbo or not settings.overlaps or MODES[mode].split is SplitKind.NEVER
+    if never or size < lanes or size * tokens < settings.token_threshold:
+        return None
+    return GraphShape(-(-size // lanes), lanes, tokens, mode, single=lanes == 1)
+
+
+def tokens_needed(decision: Decision) -> tuple[int, int]:
+    """Lanes of a step, and the most tokens that any of them has on any rank."""
+    return len(decision.tokens[0]), max(max(row) for row in decision.tokens)

@@ -1,0 +1,325 @@
+"""Steps as CUDA graphs: captured once, largest first, then replayed with one launch and no lane threads.
+
+    once       capture     for every shape: static attention plans, one forward context, `UBatchWrapper.capture`
+    a step     offer       to the vote: this rank could replay such a step
+               agree       from the vote's answer: the shape, the same on every rank, or none
+               replay      ids and positions to their places, attention replanned in place, one launch
+
+A graph reads fixed addresses and freezes every number of the host. So what changes from step to step lives in tensors
+made here or by the attention back ends, and each lane's count of real tokens is one of them: its padding is masked by
+it, and so visits no expert. A padding token has id and position 0 and writes to the cache's hidden slot; a padding
+request has no tokens and the length that its attention back end wants.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attention import (
+    CommonAttentionMetadata,
+    GraphLimits,
+    MLAKVCache,
+    PagedKVCache,
+    UBatchAttention,
+    split_attn_metadata,
+)
+from model_runner.dp import BatchShape, Coordination
+from model_runner.graph_sizes import GraphFamily, GraphShape, tokens_needed
+from model_runner.input_batch import InputBatch
+from ubatch import (
+    CapturedGraph,
+    ConfigError,
+    Decision,
+    DeclineReason,
+    ForwardContext,
+    ForwardMode,
+    UBatchWrapper,
+    fingerprint,
+    set_forward_context,
+)
+
+__all__ = ["GraphSteps", "place_in_torch"]
+
+_logger = logging.getLogger(__name__)
+_ANY_GRAPH = 1
+"""What a rank without tokens offers: it goes along with any graph."""
+
+
+@dataclass(frozen=True)
+class _Captured:
+    """One graph's share of the runner.
+
+    Attributes:
+        context: what it was captured under, with its static plans; replays run under the same.
+        plans: of its lanes, or of the whole batch.
+    """
+
+    context: ForwardContext
+    plans: tuple[Any, ...]
+
+
+class GraphSteps:
+    """The captured steps of one runner.
+
+    Args:
+        families: what is captured.
+        attention: of the model.
+        wrapper: of the model; it captures and replays.
+        max_seq_len: tokens of the longest sequence that ever comes.
+        num_ranks: that step together.
+        planning: entered around what plans attention; see `StepStreams.planning`.
+
+    Attributes:
+        families: see above.
+
+    Raises:
+        ConfigError: the attention back end cannot be captured.
+    """
+
+    @torch.inference_mode(False)
+    def __init__(
+        self,
+        families: Sequence[GraphFamily],
+        attention: UBatchAttention,
+        wrapper: UBatchWrapper,
+        *,
+        max_seq_len: int,
+        num_ranks: int = 1,
+        planning: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        self.families = tuple(families)
+        self._by_kind = {(family.mode, family.tokens_per_request): family for family in families}
+        self._by_fingerprint = {family.fingerprint: family for family in families}
+        self._attention = attention
+        self._wrapper = wrapper
+        self._max_seq_len = max_seq_len
+        self._num_ranks = num_ranks
+        self._planning = planning
+        self._captured: dict[GraphShape, _Captured] = {}
+        self._said: set[ForwardMode] = set()
+
+        device = attention.kv_cache.device
+        shapes = self.shapes
+        rows = max(shape.num_tokens for shape in shapes)
+        self._num_lanes = max(shape.lanes for shape in shapes)
+        self._ids = torch.zeros(rows, dtype=torch.int64, device=device)
+        self._positions = torch.zeros(rows, dtype=torch.int64, device=device)
+        self._num_valid = torch.zeros(self._num_lanes, dtype=torch.int64, device=device)
+        self._static = (self._ids, self._positions, self._num_valid)
+        self._place = _placement(device)
+        requests = max(shape.lanes * shape.lane_requests for shape in shapes)
+        per_request = max(family.tokens_per_request for family in families)
+        limits = GraphLimits(requests, requests * per_request, max_seq_len)
+        attention.init_graph_buffers(limits, self._num_lanes if self._num_lanes > 1 else 0)
+
+    @property
+    def shapes(self) -> tuple[GraphShape, ...]:
+        """Everything that is captured, in the order of capture: largest first, so that smaller ones fit its memory."""
+        shapes = [shape for family in self.families for shape in family.shapes]
+        return tuple(sorted(shapes, key=lambda shape: (shape.num_tokens, shape), reverse=True))
+
+    # -- capture ------------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def capture(self, progress: Callable[[CapturedGraph], None] | None = None) -> list[CapturedGraph]:
+        """Capture every shape. With several ranks all must call it: captured steps are collective, too.
+
+        Args:
+            progress: called after each graph.
+
+        Raises:
+            ConfigError: it was called before.
+            CaptureFailed: see there; no step is replayed then.
+        """
+        if self._captured:
+            raise ConfigError("the graphs of this runner were captured already; capture them once.")
+        graphs = []
+        captured: dict[GraphShape, _Captured] = {}
+        for shape in self.shapes:
+            with self._planning():
+                prepared = self._prepare(shape)
+            with set_forward_context(prepared.context):
+                graph = self._wrapper.capture(self._ids[: shape.num_tokens], self._positions[: shape.num_tokens])
+            captured[shape] = prepared
+            graphs.append(graph)
+            if progress is not None:
+                progress(graph)
+        self._captured = captured
+        return graphs
+
+    def _prepare(self, shape: GraphShape) -> _Captured:
+        """Static plans and context of a shape, and its inputs filled with what can run: tokens 0 that are not kept.
+
+        All that a replay will launch beside the graph is launched, so that it is compiled before the first step.
+        """
+        rows = shape.lane_tokens
+        zeros = torch.zeros(rows, dtype=torch.int64, device=self._ids.device)
+        for number in range(shape.lanes):
+            self._place(self._static, (zeros, zeros), slice(0, rows), number * rows, rows, number)
+        lane = _any_batch(shape, self._attention.kv_cache)
+        if shape.lanes == 1:
+            plans = [self._attention.plan_for_graph(lane)]
+        else:
+            plans = self._attention.plan_lanes_for_graph([lane] * shape.lanes)
+        return _Captured(self._context(shape, plans), tuple(plans))
+
+    def _context(self, shape: GraphShape, plans: Sequence[Any]) -> ForwardContext:
+        rows = ((shape.lane_tokens,) * shape.lanes,) * self._num_ranks
+        schedule = self._wrapper.ubatch_config.for_mode(shape.mode).schedule if shape.engaged else None
+        decision = Decision(
+            shape.engaged,
+            None if shape.engaged else DeclineReason.NOT_REQUESTED,
+            None,
+            rows,
+            graph_mode=self._by_kind[shape.mode, shape.tokens_per_request].fingerprint,
+            modes=(fingerprint(shape.mode),) * self._num_ranks,
+        )
+        lanes = tuple(
+            ForwardContext(
+                attn_metadata=plan,
+                num_tokens=shape.lane_tokens,
+                mode=shape.mode,
+                tokens_across_ranks=decision.lane_tokens(lane),
+                decision=decision,
+                num_valid=self._num_valid[lane],
+                schedule=schedule if shape.single else None,
+            )
+            for lane, plan in enumerate(plans)
+        )
+        if shape.lanes == 1:
+            return lanes[0]
+        return ForwardContext(
+            num_tokens=shape.num_tokens,
+            mode=shape.mode,
+            tokens_across_ranks=(shape.num_tokens,) * self._num_ranks,
+            ubatch_slices=shape.slices,
+            lane_contexts=lanes,
+            decision=decision,
+            schedule=schedule,
+        )
+
+    # -- a step -------------------------------------------------------------------------------------------------
+
+    def offer(self, batch: BatchShape, max_seq_len: int) -> int:
+        """What this rank says in the vote: 0 for a step that must run eagerly here; see `Offer.graph_mode`.
+
+        Args:
+            batch: this rank's.
+            max_seq_len: tokens of its longest sequence.
+        """
+        if not self._captured:
+            return 0
+        if not batch.query_lens:
+            return _ANY_GRAPH
+        family = self._by_kind.get((batch.mode, batch.query_lens[0]))
+        if family is None or max_seq_len > self._max_seq_len:
+            return 0
+        if len(batch.query_lens) > family.max_requests:
+            self._say_once(family, len(batch.query_lens))
+            return 0
+        return family.fingerprint
+
+    def _say_once(self, family: GraphFamily, requests: int) -> None:
+        if family.mode not in self._said:
+            self._said.add(family.mode)
+            _logger.warning(
+                "a %s step of %d requests runs eagerly: the largest CUDA graph has room for %d "
+                "(--cudagraph-capture-sizes, --max-cudagraph-capture-size). Said once.",
+                family.mode,
+                requests,
+                family.max_requests,
+            )
+
+    def agree(self, agreed: Coordination) -> Coordination:
+        """With the shape that all ranks replay in this step; where there is none, all run eagerly, and it says so.
+
+        Raises:
+            ConfigError: other ranks captured what this one did not.
+        """
+        decision = agreed.decision
+        if not decision.graph_mode:
+            return agreed
+        family = self._by_fingerprint.get(decision.graph_mode)
+        if family is None:
+            raise ConfigError(
+                "the other ranks replay graphs that this rank has not captured. Give all ranks the same "
+                "cudagraph_capture_sizes, thresholds and drafts."
+            )
+        shape = family.fit(*tokens_needed(decision), single=decision.engaged and decision.num_lanes == 1)
+        return replace(agreed, graph=shape, decision=decision if shape is not None else replace(decision, graph_mode=0))
+
+    def replay(self, batch: InputBatch, agreed: Coordination, shape: GraphShape) -> Tensor:
+        """Run a step as the graph of `shape`.
+
+        Args:
+            batch: this rank's; without requests, all of the graph is padding.
+            agreed: by the vote.
+            shape: `agreed.graph`.
+
+        Returns:
+            `[T, hidden_size]`, as an eager step gives: in the batch's order, without the padding.
+        """
+        captured, rows = self._captured[shape], shape.num_tokens
+        pieces = _pieces(batch, agreed, shape)
+        for lane, (start, tokens) in enumerate(pieces):
+            self._place(self._static, (batch.input_ids, batch.positions), tokens, start, shape.lane_tokens, lane)
+        with self._planning():
+            if agreed.slices is None:
+                self._attention.replan(captured.plans[0], batch.metadata)
+            else:
+                self._attention.replan_lanes(captured.plans, split_attn_metadata(agreed.slices, batch.metadata))
+        context = replace(captured.context, decision=_padded(agreed.decision, captured.context.decision))
+        with set_forward_context(context):
+            hidden: Tensor = self._wrapper(self._ids[:rows], self._positions[:rows])
+        if shape.lanes == 1:
+            return hidden[: batch.num_tokens]
+        return torch.cat([hidden[start : start + tokens.stop - tokens.start] for start, tokens in pieces])
+
+
+def place_in_torch(
+    static: tuple[Tensor, Tensor, Tensor], batch: tuple[Tensor, Tensor], tokens: slice, start: int, rows: int, lane: int
+) -> None:
+    """What `model_runner.kernels.place.place_lane` does, in torch."""
+    count = tokens.stop - tokens.start
+    for room, values in zip(static, batch, strict=False):
+        room[start : start + count].copy_(values[tokens])
+        room[start + count : start + rows].zero_()
+    static[2][lane].fill_(count)
+
+
+def _placement(device: torch.device) -> Callable[..., None]:
+    """How ids and positions get to their places: with Triton in one launch, where there is a GPU and Triton."""
+    if device.type == "cuda" and importlib.util.find_spec("triton") is not None:
+        from model_runner.kernels.place import place_lane
+
+        return place_lane
+    return place_in_torch
+
+
+def _pieces(batch: InputBatch, agreed: Coordination, shape: GraphShape) -> list[tuple[int, slice]]:
+    """Of each lane: its first row in the graph, and its tokens in the batch."""
+    if agreed.slices is None:
+        return [(0, slice(0, batch.num_tokens))]
+    return [(lane * shape.lane_tokens, piece.token_slice) for lane, piece in enumerate(agreed.slices)]
+
+
+def _padded(decided: Decision, captured: Decision | None) -> Decision:
+    """The step's decision with the graph's rows for its tokens: what runs, and why not in lanes where it does not."""
+    return decided if captured is None else replace(decided, tokens=captured.tokens)
+
+
+def _any_batch(shape: GraphShape, kv_cache: PagedKVCache | MLAKVCache) -> CommonAttentionMetadata:
+    """A lane's batch to capture with: every place taken by the shortest sequence; its keys and values are not kept."""
+    requests, tokens, device = shape.lane_requests, shape.tokens_per_request, kv_cache.device
+    lens = [tokens] * requests
+    table = torch.zeros(requests, kv_cache.spec.blocks_for(tokens), dtype=torch.int32, device=device)
+    slots = torch.full((requests * tokens,), -1, dtype=torch.int64, device=device)
+    return CommonAttentionMetadata.build(lens, lens, table, slots, shape.mode)

@@ -1,0 +1,97 @@
+"""Root-mean-square norms: alone, or with the sum that the residual stream makes before them.
+
+    norm        y = x / sqrt(mean(x ** 2) + eps) * weight
+    add norm    residual = residual + x, rounded to its dtype; then the norm of that
+
+One program holds one row, in float32. The torch reference is in `model_runner.models.ops`.
+
+Source: Zhang and Sennrich, Root Mean Square Layer Normalization, 2019.
+"""
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from ubatch.triton_jit import INTERPRETED, jit, power_of_2, rows_contiguous
+
+__all__ = ["add_rms_norm", "rms_norm"]
+
+
+@jit()
+def _norm_kernel(
+    out: tl.tensor,
+    summed: tl.tensor,
+    x: tl.tensor,
+    x_stride: tl.tensor,
+    residual: tl.tensor,
+    residual_stride: tl.tensor,
+    weight: tl.tensor,
+    eps: tl.tensor,
+    SIZE: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    place = tl.arange(0, BLOCK)
+    inside = place < SIZE
+    value = tl.load(x + row * x_stride + place, mask=inside, other=0).to(tl.float32)
+    if HAS_RESIDUAL:
+        value += tl.load(residual + row * residual_stride + place, mask=inside, other=0).to(tl.float32)
+        value = value.to(summed.dtype.element_ty)
+        tl.store(summed + row * SIZE + place, value, mask=inside)
+        value = value.to(tl.float32)
+    factor = tl.rsqrt(tl.sum(value * value, 0) / SIZE + eps)
+    weights = tl.load(weight + place, mask=inside, other=0).to(tl.float32)
+    tl.store(out + row * SIZE + place, value * factor * weights, mask=inside)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """`x` `[..., size]` normalised over its last dimension; contiguous, in its dtype.
+
+    Args:
+        x: floating; rows may be strided, as a slice of a fused projection is.
+        weight: `[size]`.
+        eps: added to the mean of the squares.
+    """
+    rows = rows_contiguous(x.reshape(-1, x.shape[-1]))
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    _launch(out, None, rows, None, weight, eps)
+    return out
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """The norm of `residual + x`, and that sum; both contiguous, in the residual's dtype.
+
+    Args:
+        x: `[..., size]`, floating.
+        residual: the same shape.
+        weight: `[size]`.
+        eps: added to the mean of the squares.
+    """
+    out, summed = (torch.empty(residual.shape, dtype=residual.dtype, device=x.device) for _ in range(2))
+    rows, residual_rows = (rows_contiguous(each.reshape(-1, each.shape[-1])) for each in (x, residual))
+    _launch(out, summed, rows, residual_rows, weight, eps)
+    return out, summed
+
+
+def _launch(
+    out: Tensor, summed: Tensor | None, rows: Tensor, residual: Tensor | None, weight: Tensor, eps: float
+) -> None:
+    num_rows, size = rows.shape
+    if not num_rows:
+        return
+    block = power_of_2(size)
+    _norm_kernel[num_rows,](
+        out,
+        summed,
+        rows,
+        rows.stride(0),
+        residual,
+        0 if residual is None else residual.stride(0),
+        weight,
+        eps,
+        SIZE=size,
+        HAS_RESIDUAL=residual is not None,
+        BLOCK=block,
+        num_warps=1 if INTERPRETED else max(1, min(16, block // 512)),
+    )

@@ -1,0 +1,51 @@
+"""One launch that puts a lane's tokens to their places in a captured graph, and padding behind them."""
+
+import triton.language as tl
+from torch import Tensor
+
+from ubatch.triton_jit import cdiv, jit
+
+__all__ = ["place_lane"]
+
+_BLOCK = 256  # tokens that one program moves; the same for all sizes, so that the kernel is compiled once
+
+
+@jit("ids", "positions", "first", "count", "start", "rows", "lane")
+def _place_kernel(
+    static_ids: tl.tensor,
+    static_positions: tl.tensor,
+    num_valid: tl.tensor,
+    ids: tl.tensor,
+    positions: tl.tensor,
+    first: tl.tensor,
+    count: tl.tensor,
+    start: tl.tensor,
+    rows: tl.tensor,
+    lane: tl.tensor,
+    BLOCK: tl.constexpr,
+) -> None:
+    token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    real, inside = token < count, token < rows
+    tl.store(static_ids + start + token, tl.load(ids + first + token, mask=real, other=0), mask=inside)
+    tl.store(static_positions + start + token, tl.load(positions + first + token, mask=real, other=0), mask=inside)
+    if tl.program_id(0) == 0:
+        tl.store(num_valid + lane, count.to(tl.int64))
+
+
+def place_lane(
+    static: tuple[Tensor, Tensor, Tensor], batch: tuple[Tensor, Tensor], tokens: slice, start: int, rows: int, lane: int
+) -> None:
+    """Copy a lane's ids and positions, pad them with 0, and say how many there are. `place_in_torch` of
+    `model_runner.graph_steps` is its reference.
+
+    Args:
+        static: ids `[max_tokens]`, positions `[max_tokens]` and how many tokens each lane has `[lanes]`, int64:
+            written.
+        batch: ids and positions of the whole batch, `[T]` int64 each.
+        tokens: the lane's.
+        start: the lane's first row in the graph.
+        rows: the lane has in the graph.
+        lane: its number.
+    """
+    count = tokens.stop - tokens.start
+    _place_kernel[(cdiv(rows, _BLOCK),)](*static, *batch, tokens.start, count, start, rows, lane, BLOCK=_BLOCK)

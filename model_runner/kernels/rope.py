@@ -1,0 +1,105 @@
+"""Rotary embedding of queries and keys where the fused projection left them, behind their norm if they have one.
+
+    [T, heads, head_dim]    the query heads, then the key heads: a view of what the fused projection made
+    norm                    every head for itself, times its own weights (Qwen3)
+    rotate                  dimension i with i + head_dim / 2, by the token's angles
+
+A program holds some heads of a token, each as two halves, in float32. The torch reference is in
+`model_runner.models.ops`.
+
+Source: Su et al., RoFormer, 2021; the norm: Qwen3 Technical Report, 2025.
+"""
+
+import triton.language as tl
+from torch import Tensor
+
+from ubatch import ConfigError
+from ubatch.triton_jit import cdiv, jit, power_of_2
+
+__all__ = ["rotate_heads"]
+
+_MAX_TILE = 2048  # numbers of a half that one program holds
+
+
+@jit()
+def _rotate_kernel(
+    heads: tl.tensor,
+    stride_token: tl.tensor,
+    stride_head: tl.tensor,
+    cos: tl.tensor,
+    sin: tl.tensor,
+    angle_stride: tl.tensor,
+    weight: tl.tensor,
+    eps: tl.tensor,
+    NUM_HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+) -> None:
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    dim = tl.arange(0, BLOCK_D)
+    is_dim = dim < HALF
+    inside = (head < NUM_HEADS)[:, None] & is_dim[None, :]
+    first = heads + token * stride_token + head[:, None] * stride_head + dim[None, :]
+    a = tl.load(first, mask=inside, other=0).to(tl.float32)
+    b = tl.load(first + HALF, mask=inside, other=0).to(tl.float32)
+    if HAS_NORM:
+        factor = tl.rsqrt((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / (2 * HALF) + eps)[:, None]
+        weights = weight + head[:, None] * (2 * HALF) + dim[None, :]
+        a = a * factor * tl.load(weights, mask=inside, other=0).to(tl.float32)
+        b = b * factor * tl.load(weights + HALF, mask=inside, other=0).to(tl.float32)
+    angle = token * angle_stride + dim
+    cos_a = tl.load(cos + angle, mask=is_dim, other=0).to(tl.float32)[None, :]
+    cos_b = tl.load(cos + angle + HALF, mask=is_dim, other=0).to(tl.float32)[None, :]
+    sin_a = tl.load(sin + angle, mask=is_dim, other=0).to(tl.float32)[None, :]
+    sin_b = tl.load(sin + angle + HALF, mask=is_dim, other=0).to(tl.float32)[None, :]
+    tl.store(first, a * cos_a + b * sin_a, mask=inside)
+    tl.store(first + HALF, b * cos_b + a * sin_b, mask=inside)
+
+
+def rotate_heads(
+    heads: Tensor, cos: Tensor, sin: Tensor, weight: Tensor | None = None, eps: float | None = None
+) -> None:
+    """Normalise, if there are weights, and rotate the heads of every token, in place.
+
+    Args:
+        heads: `[T, heads, head_dim]`, floating, dense in the last dimension; usually a slice of a fused projection.
+        cos: `[T, 1, head_dim]`, dense; of each token's angles.
+        sin: the same; negative in its first half. See `Rotation`.
+        weight: `[heads, head_dim]`, dense, each head's own; None for heads that are not normalised.
+        eps: of the norm.
+
+    Raises:
+        ConfigError: an odd dimension, heads that are not dense in it, or weights without eps.
+    """
+    tokens, num_heads, head_dim = heads.shape
+    if head_dim % 2 or heads.stride(2) != 1:
+        raise ConfigError(
+            f"heads {list(heads.shape)} of strides {heads.stride()} cannot be rotated in place: head_dim must be even "
+            "and dense."
+        )
+    if (weight is None) != (eps is None):
+        raise ConfigError("heads are normalised with weights and eps, or not at all; one of the two is missing.")
+    if not tokens:
+        return
+    half = head_dim // 2
+    block_d = power_of_2(half)
+    block_h = min(power_of_2(num_heads), max(1, _MAX_TILE // block_d))
+    _rotate_kernel[tokens, cdiv(num_heads, block_h)](
+        heads,
+        heads.stride(0),
+        heads.stride(1),
+        cos,
+        sin,
+        cos.stride(0),
+        weight,
+        eps,
+        NUM_HEADS=num_heads,
+        HALF=half,
+        HAS_NORM=weight is not None,
+        BLOCK_H=block_h,
+        BLOCK_D=block_d,
+        num_warps=4,
+    )

@@ -1,0 +1,89 @@
+"""Small operations between the products of a layer: torch's, or on a GPU one kernel of `model_runner.kernels` each.
+
+On a CPU, without Triton, or where gradients are wanted, what runs is what is written here; it is the kernels'
+reference, too. The kernels round once, where torch rounds after every operation.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from functools import cache
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from model_runner.models.rope import Rotation
+
+__all__ = ["add_rms_norm", "normalise_and_rotate", "rms_norm", "silu_mul"]
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Root-mean-square normalisation over the last dimension, computed in fp32; shape and dtype of `x`."""
+    if _fuses(x):
+        from model_runner.kernels import norm
+
+        return norm.rms_norm(x, weight, eps)
+    return F.rms_norm(x, (x.shape[-1],), weight, eps)
+
+
+def add_rms_norm(update: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Add to the residual, and normalise the sum.
+
+    Args:
+        update: `[T, hidden_size]`, what a layer adds.
+        residual: the same; not changed.
+        weight: `[hidden_size]`.
+        eps: of the norm.
+
+    Returns:
+        The sum normalised, and the sum.
+    """
+    if _fuses(residual):
+        from model_runner.kernels import norm
+
+        return norm.add_rms_norm(update, residual, weight, eps)
+    summed = residual + update
+    return F.rms_norm(summed, (summed.shape[-1],), weight, eps), summed
+
+
+def normalise_and_rotate(heads: Tensor, rotation: Rotation, weight: Tensor | None, eps: float | None) -> Tensor:
+    """Queries and keys as attention takes them.
+
+    Args:
+        heads: `[T, heads, head_dim]`, a slice of a fused projection; it may be overwritten.
+        rotation: of the tokens.
+        weight: `[heads, head_dim]` of the heads' norms; None for a family without them.
+        eps: of the norms; None where there are none.
+
+    Returns:
+        The same shape and dtype.
+    """
+    if _fuses(heads):
+        from model_runner.kernels.rope import rotate_heads
+
+        rotate_heads(heads, rotation.cos, rotation.sin, weight, eps)
+        return heads
+    if weight is not None:
+        heads = F.rms_norm(heads, (heads.shape[-1],), None, eps) * weight
+    return rotation.rotate(heads)
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """`silu(gate) * up`, `[T, size]`, of `[T, 2 * size]`: the gates, then the ups."""
+    if _fuses(gate_up):
+        from model_runner.kernels import activation
+
+        return activation.silu_mul(gate_up)
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+def _fuses(x: Tensor) -> bool:
+    """Whether a kernel takes this."""
+    return x.is_cuda and _has_triton() and not (x.requires_grad and torch.is_grad_enabled())
+
+
+@cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None

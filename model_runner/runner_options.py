@@ -1,0 +1,75 @@
+"""What a runner's settings stand for: small decisions that are made once, before anything is loaded."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import replace
+
+import torch
+
+from moe import All2All, EmulatedLink, make_all2all, packing_pays
+from ubatch import CommGroup, ConfigError, UBatchConfig, nearest
+
+__all__ = ["check_max_model_len", "is_fp8", "make_transport", "resolve_experts", "with_group"]
+
+
+def with_group(config: UBatchConfig, group: CommGroup | None) -> UBatchConfig:
+    """`config` with the runner's group.
+
+    Raises:
+        ConfigError: it has another one.
+    """
+    if config.group is not None and config.group is not group:
+        raise ConfigError("dbo.group and group are different groups; give the runner `group` alone.")
+    return replace(config, group=group)
+
+
+def resolve_experts(name: str, dtype: torch.dtype, device: torch.device) -> str:
+    """What `auto` stands for: on a GPU Triton's kernels where there is Triton, on a CPU `packed` where that is faster;
+    else `grouped`. Any other name is itself."""
+    if name != "auto":
+        return name
+    if device.type == "cuda" and importlib.util.find_spec("triton") is not None:
+        return "triton"
+    return "packed" if packing_pays(dtype, device) else "grouped"
+
+
+def is_fp8(kv_cache_dtype: str) -> bool:
+    """Whether the KV cache stores one byte a number.
+
+    Raises:
+        ConfigError: neither `auto` nor `fp8`.
+    """
+    if kv_cache_dtype not in ("auto", "fp8"):
+        raise ConfigError(f"unknown kv_cache_dtype {kv_cache_dtype!r}{nearest(kv_cache_dtype, ('auto', 'fp8'))}")
+    return kv_cache_dtype == "fp8"
+
+
+def check_max_model_len(asked: int | None, limit: int) -> int:
+    """The longest sequence; `limit`, the model's, unless a shorter one is asked for.
+
+    Raises:
+        ConfigError: it is longer, or not positive.
+    """
+    if asked is None:
+        return limit
+    if not 1 <= asked <= limit:
+        raise ConfigError(f"max_model_len must be from 1 to the model's {limit} positions, not {asked}.")
+    return asked
+
+
+def make_transport(name: str | None, group: CommGroup | None, link: EmulatedLink | None, num_experts: int) -> All2All:
+    """How tokens reach their experts; `local` for one rank, `torch_dist` for several, over `link` if there is one.
+
+    Raises:
+        ConfigError: an unknown back end, or one for a dense model.
+    """
+    if num_experts == 0:
+        if name is not None or link is not None:
+            raise ConfigError("a dense model has no experts to reach: leave all2all_backend and link out.")
+        return make_all2all("local", group=None, num_experts=1)  # never asked for anything
+    if name is None:
+        name = "local" if group is None or group.size == 1 else "torch_dist"
+    if link is None:
+        return make_all2all(name, group=group, num_experts=num_experts)
+    return make_all2all("emulated_link", group=group, num_experts=num_experts, link=link, inner=name)

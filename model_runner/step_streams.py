@@ -1,0 +1,270 @@
+"""The streams of a step: what runs where, and who waits for whom.
+
+    upload     the step's small inputs, from pinned memory                  waits for nobody
+    forward    resolve, attention plans, model, logits, sampling, store     waits for its uploads, and for what the
+                                                                            caller's stream had when the step came
+    download   what was sampled, to pinned memory                           waits for the sampling it copies
+
+    caller     the scheduling thread's own stream: waits for nobody
+
+    upload     in N ........ in N+1 ................
+    forward    -- step N ---------|-- step N+1 -----|--
+    download                      out N ............. out N+1
+    host       launch N+1 | ..... read N | launch N+2 | .....
+
+So step N+1 is launched while step N runs, its inputs are there when step N ends, and reading step N delays neither. The
+host waits in two places: `HostCopy.wait`, where a step is read, and `planning`, for the few bytes of the plan before.
+With several ranks it looks out for failed peers while it waits: a collective that nobody joins never ends.
+
+Who owns what crosses streams. The allocator takes a block back when its tensor is freed, and gives it out again in the
+order of the stream it came from, whatever other streams still do with it. So a tensor that another stream uses is kept
+here until an event says that the other stream is done:
+
+    uploaded tensors      made on upload, read on forward      until the block that used them is done (`keep`)
+    downloaded tensors    made on forward, read on download    until the copy is done
+    pinned buffers        the host writes them again           once the copy that reads them is done, or the host has
+                                                               read what was copied into them
+
+Everything else of a step lives and dies on the forward stream, in its order. One thread uses these objects.
+
+On a CPU there is nothing to order, and nothing of this happens. Source: the overlap scheduler of SGLang.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+
+import torch
+from torch import Tensor
+
+from model_runner.host_copy import HostCopy, Packing, carried_by
+from ubatch import CommGroup, GroupBroken, PeerFailed, TransferTimeout
+from ubatch.host_copy import CopiedWork
+from ubatch.streams import Event, NullStreams, StreamBackend, make_streams
+
+__all__ = ["PinnedBuffers", "StepStreams"]
+
+_SMALLEST_BUFFER = 4096
+
+
+class StepStreams:
+    """The forward, upload and download streams of one runner.
+
+    Args:
+        device: of the runner.
+        streams: what the device offers; its own by default.
+        group: ranks that the steps' collectives wait for.
+
+    Attributes:
+        asynchronous: whether there is anything to order; False on a CPU.
+
+    Raises:
+        ConfigError: see `ubatch.make_streams`.
+    """
+
+    def __init__(
+        self, device: torch.device, streams: StreamBackend | None = None, group: CommGroup | None = None
+    ) -> None:
+        self.device = device
+        self._group = group if group is not None and group.size > 1 else None
+        self._streams = make_streams(device) if streams is None else streams
+        self.asynchronous = not isinstance(self._streams, NullStreams)
+        new = self._streams.new_stream
+        self._forward, self._upload, self._download = new(), new(), new()
+        self._asked, self._made, self._planned = (self._streams.new_event() for _ in range(3))
+        self._events = _Events(self._streams.new_event)
+        self._pinned = PinnedBuffers(pin=device.type == "cuda")
+        # Of the block that runs now; of blocks that may still run; of copies that may.
+        self._block: list[object] = []
+        self._blocks: deque[tuple[Event, list[object]]] = deque()
+        self._downloads: deque[HostCopy] = deque()
+        self._running = False
+
+    # -- blocks -------------------------------------------------------------------------------------------------
+
+    def forward(self, *, join: bool = False) -> AbstractContextManager[None]:
+        """The body of the `with` block runs on the forward stream, after all that the caller's stream has so far.
+
+        `to_device` and `to_host` go by the other two streams in it. A block inside another one is part of that.
+
+        Args:
+            join: let the caller's stream wait for the block at its end, so that the caller may use what it made.
+        """
+        if not self.asynchronous or self._running:
+            return nullcontext()
+        return self._run(join)
+
+    @contextmanager
+    def _run(self, join: bool) -> Iterator[None]:
+        streams = self._streams
+        self._let_go()
+        caller = streams.current()
+        self._asked.record(caller)
+        self._asked.wait(self._forward)
+        streams.set_current(self._forward)
+        self._running = True
+        try:
+            with carried_by(self):
+                yield
+        finally:
+            self._running = False
+            streams.set_current(caller)
+            block, self._block = self._block, []
+            done = self._events.new()
+            done.record(self._forward)
+            if join:
+                done.wait(caller)
+            self._blocks.append((done, block))
+
+    @contextmanager
+    def planning(self) -> Iterator[None]:
+        """Around what plans attention, in a block.
+
+        Back ends write their plan to a host buffer, and queue a copy of it to the device; the next plan goes to the
+        same buffer. So the host waits here until the last plan's copies are done: they come before the last step's
+        forward, so that the overlap loop never notices.
+        """
+        if not self.asynchronous:
+            yield
+            return
+        self._await(self._planned)
+        try:
+            yield
+        finally:
+            self._planned.record(self._streams.current())
+
+    def keep(self, *objects: object) -> None:
+        """Hold on to what the block that runs now uses from other streams, until the block is done on the device."""
+        if self.asynchronous:
+            self._block += objects
+
+    def close(self) -> None:
+        """Wait for all that was queued: what it uses may be freed then. The streams may be used again.
+
+        Not where the group broke, which was told before: what waits for a peer on the device may never end.
+        """
+        if not self.asynchronous:
+            return
+        with suppress(PeerFailed, GroupBroken, TransferTimeout):
+            for stream in (self._upload, self._forward, self._download):
+                self._made.record(stream)
+                self._await(self._made)
+            self._let_go()
+
+    def _await(self, event: Event) -> None:
+        """Let the host wait.
+
+        Raises:
+            PeerFailed, GroupBroken, TransferTimeout: see `Transfer.wait`.
+        """
+        if self._group is None:
+            event.synchronize()
+        else:
+            self._group.usable_connection().wait_for_works((CopiedWork(event),), "the device's part of a step")
+
+    def _let_go(self) -> None:
+        """Forget what the device no longer uses."""
+        while self._blocks and self._blocks[0][0].query():
+            done, _ = self._blocks.popleft()
+            self._events.again(done)
+        while self._downloads and self._downloads[0].done():
+            self._downloads.popleft()
+
+    # -- copies -------------------------------------------------------------------------------------------------
+
+    def upload(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """See `Carrier`; in a block only."""
+        streams, reader = self._streams, self._streams.current()
+        packing = Packing.of(tensors)
+        staged = self._pinned.take(packing.nbytes)
+        packing.write(staged, tensors)
+        arrived = self._events.new()
+        streams.set_current(self._upload)
+        try:
+            there = torch.empty(packing.nbytes, dtype=torch.uint8, device=self.device)
+            there.copy_(staged[: packing.nbytes], non_blocking=True)
+            arrived.record(self._upload)
+        finally:
+            streams.set_current(reader)
+        arrived.wait(reader)
+        self.keep(there)
+        self._pinned.lend(staged, arrived, self._events.again)
+        return packing.read(there)
+
+    def download(self, tensor: Tensor) -> HostCopy:
+        """See `Carrier`."""
+        streams, maker = self._streams, self._streams.current()
+        buffer = self._pinned.take(tensor.nbytes)
+        host = buffer[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        arrived = self._events.new()
+        self._made.record(maker)
+        self._made.wait(self._download)
+        streams.set_current(self._download)
+        try:
+            host.copy_(tensor, non_blocking=True)
+            arrived.record(self._download)
+        finally:
+            streams.set_current(maker)
+
+        def over(_: Tensor, event: Event) -> None:
+            self._pinned.give(buffer)
+            self._events.again(event)
+
+        copy = HostCopy(host, arrived, tensor, self._await, over)
+        self._downloads.append(copy)
+        return copy
+
+
+class PinnedBuffers:
+    """Buffers of pinned host memory that are used again and again: pinning takes longer than a step.
+
+    Args:
+        pin: whether to pin; without a GPU it cannot be done.
+    """
+
+    def __init__(self, *, pin: bool) -> None:
+        self._pin = pin
+        self._free: list[Tensor] = []
+        self._lent: deque[tuple[Event, Tensor, Callable[[Event], None]]] = deque()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the buffers that are here or lent."""
+        return sum(buffer.nbytes for buffer in (*self._free, *(buffer for _, buffer, _ in self._lent)))
+
+    @torch.inference_mode(False)  # what is made in it can never be written outside of it
+    def take(self, nbytes: int) -> Tensor:
+        """`[at least nbytes]` uint8 that nobody reads or writes any more; to be lent or given back."""
+        while self._lent and self._lent[0][0].query():
+            event, buffer, over = self._lent.popleft()
+            self._free.append(buffer)
+            over(event)
+        fitting = [index for index, buffer in enumerate(self._free) if buffer.nbytes >= nbytes]
+        if fitting:
+            return self._free.pop(min(fitting, key=lambda index: self._free[index].nbytes))
+        size = max(_SMALLEST_BUFFER, 1 << max(0, nbytes - 1).bit_length())
+        return torch.empty(size, dtype=torch.uint8, pin_memory=self._pin)
+
+    def lend(self, buffer: Tensor, until: Event, over: Callable[[Event], None]) -> None:
+        """A copy from the buffer was queued: it comes back after `until`, which `over` is told of then."""
+        self._lent.append((until, buffer, over))
+
+    def give(self, buffer: Tensor) -> None:
+        """A buffer comes back that no copy uses."""
+        self._free.append(buffer)
+
+
+class _Events:
+    """Events that are used again: making one costs more than recording it."""
+
+    def __init__(self, make: Callable[[], Event]) -> None:
+        self._make = make
+        self._free: list[Event] = []
+
+    def new(self) -> Event:
+        return self._free.pop() if self._free else self._make()
+
+    def again(self, event: Event) -> None:
+        self._free.append(event)

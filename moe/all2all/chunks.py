@@ -1,0 +1,99 @@
+"""A layer in chunks: blocks of experts that are dispatched, computed and combined for themselves.
+
+A chunk is the same block of every rank's local experts. So each rank has experts of every chunk, and of equal work to
+do in it. There are two ways to dispatch:
+
+    dispatch_chunks    one dispatch per chunk, all launched at once. Works with any back end: the routing is masked to
+                       the chunk, so that a token travels for it only to ranks that hold one of its experts there
+    dispatch_cut       one dispatch for all chunks; what arrived is cut. Every chunk's results travel home alone
+
+A back end that can do one of them better than that says so (`ServesChunks`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import pairwise
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from moe.all2all.base import All2All, Dispatched
+from ubatch import ConfigError, Transfer
+
+__all__ = ["ServesChunks", "blocks_of", "dispatch_chunks", "dispatch_cut", "only_block"]
+
+
+@runtime_checkable
+class ServesChunks(Protocol):
+    """A back end that knows of chunks. Blocks are of local experts: `range(0, 2)` is every rank's first two."""
+
+    def dispatch_chunks(
+        self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, blocks: Sequence[range]
+    ) -> Sequence[Transfer[Any]]:
+        """Launch one dispatch per block; see `All2All.dispatch`. What arrives has no ids but the block's."""
+
+    def dispatch_cut(
+        self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, blocks: Sequence[range]
+    ) -> Transfer[Sequence[Any]]:
+        """Launch one dispatch, which arrives as one `Dispatched` per block, each with a handle of its own."""
+
+
+def blocks_of(num_local: int, chunks: int) -> list[range]:
+    """`num_local` experts in `chunks` blocks, as equal as can be.
+
+    Raises:
+        ConfigError: a block would be empty.
+    """
+    if not 1 <= chunks <= num_local:
+        raise ConfigError(f"{num_local} experts of a rank cannot be cut into {chunks} chunks. Choose 1 to {num_local}.")
+    bounds = [block * num_local // chunks for block in range(chunks + 1)]
+    return [range(start, stop) for start, stop in pairwise(bounds)]
+
+
+def only_block(topk_ids: Tensor, block: range, num_local: int) -> Tensor:
+    """`topk_ids`, with -1 for all that is not in `block` of some rank's `num_local` experts."""
+    slot = topk_ids % num_local
+    return torch.where((topk_ids >= 0) & (slot >= block.start) & (slot < block.stop), topk_ids, -1)
+
+
+def dispatch_chunks(
+    all2all: All2All[Any], x: Tensor, topk_ids: Tensor, topk_weights: Tensor, blocks: Sequence[range]
+) -> Sequence[Transfer[Any]]:
+    """Launch one dispatch per block, all at once. See `ServesChunks`."""
+    if len(blocks) == 1:
+        return [all2all.dispatch(x, topk_ids, topk_weights)]
+    if isinstance(all2all, ServesChunks):
+        return all2all.dispatch_chunks(x, topk_ids, topk_weights, blocks)
+    num_local = len(all2all.experts)
+    masked = [only_block(topk_ids, block, num_local) for block in blocks]
+    return [all2all.dispatch(x, ids, topk_weights) for ids in masked]
+
+
+def dispatch_cut(
+    all2all: All2All[Any], x: Tensor, topk_ids: Tensor, topk_weights: Tensor, blocks: Sequence[range]
+) -> Transfer[Sequence[Any]]:
+    """Launch one dispatch for all blocks. See `ServesChunks`.
+
+    Where the back end cannot cut it, every chunk has all rows, and no ids but its own: its experts compute no more than
+    with fewer rows, but the results of all rows travel home, most of them zeros.
+    """
+    if isinstance(all2all, ServesChunks):
+        return all2all.dispatch_cut(x, topk_ids, topk_weights, blocks)
+    transfer: Transfer[Any] = all2all.dispatch(x, topk_ids, topk_weights)
+    return transfer.map(partial(_cut, blocks=blocks))
+
+
+def _cut(arrived: Dispatched[Any], blocks: Sequence[range]) -> Sequence[Dispatched[Any]]:
+    first, num_local = arrived.experts.start, len(arrived.experts)
+    return [
+        replace(
+            arrived,
+            topk_ids=only_block(arrived.topk_ids, block, num_local),
+            experts=range(first + block.start, first + block.stop),
+        )
+        for block in blocks
+    ]

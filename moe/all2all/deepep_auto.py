@@ -1,0 +1,124 @@
+"""`deepep_auto`: low latency for decode and verify, high throughput for prefill, step by step.
+
+Every rank must choose the same, or they wait for each other in different kernels. So the choice depends only on what
+the ranks' vote told all of them alike:
+
+    low latency    every rank that has tokens decodes or verifies, and no rank has more than the buffers have room for
+    high throughput    otherwise: a rank prefills, or nobody knows
+
+A rank without tokens follows the others, whatever its own mode is.
+
+Not yet run on several GPUs: see `moe.all2all.deepep`. Source: vLLM's and SGLang's `auto` mode, which go by the engine's
+role (decode or prefill) instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from moe.all2all.base import All2AllTraits, BatchedDispatch, Dispatched
+from moe.all2all.chunks import dispatch_chunks, dispatch_cut
+from moe.all2all.deepep_high_throughput import DeepEPHighThroughputAll2All, HighThroughputHandle
+from moe.all2all.deepep_low_latency import DeepEPLowLatencyAll2All, LowLatencyHandle
+from ubatch import CommGroup, ConfigError, ForwardMode, Transfer, fingerprint, get_forward_context
+
+__all__ = ["AutoHandle", "DeepEPAutoAll2All"]
+
+AutoHandle = HighThroughputHandle | LowLatencyHandle
+
+_LOW_LATENCY = frozenset(fingerprint(mode) for mode in (ForwardMode.DECODE, ForwardMode.TARGET_VERIFY))
+
+
+class DeepEPAutoAll2All:
+    """Two DeepEP back ends, of which each step uses one. Memory is for both.
+
+    Args:
+        group, num_experts: for both.
+        max_tokens_per_rank, share_buffer: of `deepep_low_latency`.
+        worst_case: of `deepep_high_throughput`.
+        use_fp8: of both.
+
+    Raises:
+        ConfigError: as the two.
+    """
+
+    def __init__(
+        self,
+        *,
+        group: CommGroup,
+        num_experts: int,
+        max_tokens_per_rank: int = 128,
+        use_fp8: bool = False,
+        share_buffer: bool | None = None,
+        worst_case: bool = False,
+    ) -> None:
+        self.low_latency = DeepEPLowLatencyAll2All(
+            group=group,
+            num_experts=num_experts,
+            max_tokens_per_rank=max_tokens_per_rank,
+            use_fp8=use_fp8,
+            share_buffer=share_buffer,
+        )
+        self.high_throughput = DeepEPHighThroughputAll2All(
+            group=group, num_experts=num_experts, use_fp8=use_fp8, worst_case=worst_case
+        )
+        self.group = group
+        self.num_experts = num_experts
+        self.experts = self.low_latency.experts
+
+    @property
+    def traits(self) -> All2AllTraits:
+        """Those of the back end that this step uses; batches may arrive in the next one."""
+        return replace(self._chosen().traits, batched=True)
+
+    def inputs_ready(self, x: Tensor, dispatches: int = 1) -> None:
+        """See `MarksInputs`."""
+        chosen = self._chosen()
+        if isinstance(chosen, DeepEPHighThroughputAll2All):
+            chosen.inputs_ready(x, dispatches)
+
+    def dispatch(
+        self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor
+    ) -> Transfer[Dispatched[HighThroughputHandle]] | Transfer[BatchedDispatch[LowLatencyHandle]]:
+        """See `All2All`.
+
+        Raises:
+            ConfigError: the ranks did not vote on this step, though it has a mode that they may not share.
+        """
+        return self._chosen().dispatch(x, topk_ids, topk_weights)
+
+    def dispatch_chunks(
+        self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, blocks: Sequence[range]
+    ) -> Sequence[Transfer[Any]]:
+        """See `ServesChunks`."""
+        return dispatch_chunks(self._chosen(), x, topk_ids, topk_weights, blocks)
+
+    def dispatch_cut(
+        self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, blocks: Sequence[range]
+    ) -> Transfer[Sequence[Any]]:
+        """See `ServesChunks`."""
+        return dispatch_cut(self._chosen(), x, topk_ids, topk_weights, blocks)
+
+    def combine(self, y: Tensor, handle: AutoHandle) -> Transfer[Tensor]:
+        """See `All2All`. The results go home the way their tokens came."""
+        if isinstance(handle, LowLatencyHandle):
+            return self.low_latency.combine(y, handle)
+        return self.high_throughput.combine(y, handle)
+
+    def _chosen(self) -> DeepEPLowLatencyAll2All | DeepEPHighThroughputAll2All:
+        context = get_forward_context()
+        if context is None:
+            return self.high_throughput
+        decision, tokens = context.decision, context.tokens_across_ranks
+        if decision is None or tokens is None:
+            raise ConfigError(
+                "all2all back end 'deepep_auto' follows what the ranks voted on, but this step's forward context has "
+                "no decision. Set UBatchConfig.group, or choose one of the two back ends."
+            )
+        busy = {mode for mode, row in zip(decision.modes, decision.tokens, strict=True) if any(row)}
+        fits = max(tokens) <= self.low_latency.max_tokens_per_rank
+        return self.low_latency if fits and busy <= _LOW_LATENCY else self.high_throughput

@@ -1,0 +1,231 @@
+"""`deepep_low_latency`: DeepEP's kernels for decode, which need no counts on the host and no SMs while tokens travel.
+
+    dispatch   a short kernel posts the rows to the network cards; every (token, expert) has its place at the receiver
+    ...        rows travel; the GPU computes
+    hook       a kernel that waits for the rows to be there; `Transfer.wait` launches it, once
+    combine    the same way back, and the owner adds up its tokens' rows with their weights
+
+Tokens arrive as batches by expert (`BatchedDispatch`), in bfloat16 or in fp8 with a scale per block of 128.
+
+**Streams.** Both kernels of a transfer run on the stream it was launched on: the compute stream. There is no event, and
+nothing to wait for on the host, so it can be captured.
+
+**Buffers.** DeepEP's has two halves: a launch clears the half of the launch before it. So on one buffer a transfer must
+have been received before the next one is launched. Each lane has its own, for every chunk, which keeps them free of
+each other:
+
+    2 * (E * M * (2 H + 16) + E * M * (2 H + 4 H / 128 + 16)) bytes each, about, for E experts of all ranks, M tokens
+    1.9 GB for 256 experts, 128 tokens a rank and hidden size 7168
+
+Where lanes share one buffer (`share_buffer`), whoever launches receives first what is still under way, as vLLM's lanes
+do: a transfer then travels until the next lane's launch, not until the lane's own turn. Beyond one node there is no
+choice: DeepEP can join the ranks once in a process.
+
+Not yet run on several GPUs: see `moe.all2all.deepep`. Source: DeepEP's README; vLLM's `DeepEPLLPrepareAndFinalize`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from moe.all2all.base import All2AllTraits, BatchedDispatch, refuse_gradients
+from moe.all2all.chunks import only_block
+from moe.all2all.deepep import NODE, DeepEPBuffers, DeepEPTransport, Queued
+from ubatch import CommGroup, ConfigError, Transfer, dbo_current_ubatch_id, report_sm_use
+from ubatch.collectives import check_launch
+from ubatch.connection import Connection
+
+__all__ = ["HIDDEN_SIZES", "DeepEPLowLatencyAll2All", "LowLatencyHandle"]
+
+HIDDEN_SIZES = (2048, 2560, 3072, 4096, 5120, 6144, 7168, 8192)
+"""What DeepEP's kernels are compiled for (1.2.1)."""
+_MAX_TOP_K = 11
+_MAX_TOKENS = 511
+"""Two entries of a send queue per token, and one token to spare, of NVSHMEM's 1024."""
+_FP8_HIDDEN = 512
+
+
+@dataclass
+class _Buffer:
+    """DeepEP's, and what was launched on it last."""
+
+    deep_ep: Any
+    under_way: Queued = field(default_factory=Queued)
+
+    def launch(self, hook: Any) -> Queued:
+        self.under_way = Queued(hook)
+        return self.under_way
+
+
+@dataclass(frozen=True)
+class LowLatencyHandle:
+    """How results come home.
+
+    Attributes:
+        buffer: through which the tokens came.
+        layout: DeepEP's handle.
+        topk_ids, topk_weights: `[T, k]`, as dispatched.
+    """
+
+    buffer: _Buffer
+    layout: Any
+    topk_ids: Tensor
+    topk_weights: Tensor
+
+
+class DeepEPLowLatencyAll2All(DeepEPTransport):
+    """Sends each token once to each of its experts, into places that are fixed beforehand.
+
+    Ids must be negative or an expert's: DeepEP does not look, and writes wherever a larger one points.
+
+    Args:
+        group: the expert-parallel ranks; all must reach each other by RDMA (IBGDA) or NVLink.
+        num_experts: experts of all ranks.
+        max_tokens_per_rank: the most tokens that any rank, or lane of it, may dispatch at once. All ranks must give the
+            same. Memory is for this many.
+        use_fp8: tokens are quantised on their way, half the bytes; results travel in bfloat16.
+        share_buffer: whether lanes share one buffer; None lets them where they must, beyond one node.
+
+    Raises:
+        ConfigError: DeepEP is missing, limits it does not serve, or a buffer per lane beyond one node.
+    """
+
+    def __init__(
+        self,
+        *,
+        group: CommGroup,
+        num_experts: int,
+        max_tokens_per_rank: int = 128,
+        use_fp8: bool = False,
+        share_buffer: bool | None = None,
+    ) -> None:
+        super().__init__("deepep_low_latency", group, num_experts)
+        if not 1 <= max_tokens_per_rank <= _MAX_TOKENS:
+            raise ConfigError(f"max_tokens_per_rank must be 1 to {_MAX_TOKENS}, not {max_tokens_per_rank}.")
+        if max_tokens_per_rank * group.size % 4:
+            raise ConfigError(
+                f"max_tokens_per_rank = {max_tokens_per_rank} times {group.size} ranks must be a multiple of 4."
+            )
+        if share_buffer is False and group.size > NODE:
+            raise ConfigError(
+                f"share_buffer=False: beyond one node of {NODE} ranks DeepEP makes one low-latency buffer per process, "
+                f"but the group has {group.size}. Leave it out."
+            )
+        self.max_tokens_per_rank = max_tokens_per_rank
+        self.use_fp8 = use_fp8
+        self.share_buffer = group.size > NODE if share_buffer is None else share_buffer
+        self._buffers = DeepEPBuffers(self.name, self._make_buffer)
+        self.traits = All2AllTraits(
+            is_async=True,
+            blocks_host=False,
+            capturable=True,
+            max_lanes=None,
+            max_chunks=1 if self.share_buffer else len(self.experts),
+            other_ranks=group.size - 1,
+            routed=True,
+            batched=True,
+            cuts_combine=None,
+            per_expert=True,
+        )
+
+    def dispatch(
+        self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor
+    ) -> Transfer[BatchedDispatch[LowLatencyHandle]]:
+        """See `All2All`."""
+        return self._dispatch(x, topk_ids, topk_weights, 0)
+
+    def dispatch_chunks(
+        self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, blocks: Sequence[range]
+    ) -> Sequence[Transfer[BatchedDispatch[LowLatencyHandle]]]:
+        """See `ServesChunks`. Each on a buffer of its own, so that all may be under way."""
+        held = len(self.experts)
+        masked = [only_block(topk_ids, block, held) for block in blocks]
+        return [self._dispatch(x, ids, topk_weights, chunk) for chunk, ids in enumerate(masked)]
+
+    def dispatch_cut(
+        self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, blocks: Sequence[range]
+    ) -> Transfer[Sequence[BatchedDispatch[LowLatencyHandle]]]:
+        """Refused (`cuts_combine` is None).
+
+        Raises:
+            ConfigError: always.
+        """
+        raise ConfigError(
+            f"all2all back end {self.name!r} cannot have two combines of one dispatch under way. Choose a schedule "
+            "with chunk_dispatch."
+        )
+
+    def _dispatch(
+        self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, chunk: int
+    ) -> Transfer[BatchedDispatch[LowLatencyHandle]]:
+        self.check_payload(x, topk_ids, topk_weights)
+        self._check_shape(x, topk_ids)
+        connection = check_launch(x, self.group, "dispatch")
+        lane = 0 if self.share_buffer else dbo_current_ubatch_id()
+        buffer = self._buffers.get(connection, lane, chunk, x.shape[1], x.device.index or 0)
+        buffer.under_way.wait()
+        x, ids, weights = x.contiguous(), self.ids(topk_ids), topk_weights.contiguous()
+        arriving, rows_per_expert, layout, _, hook = buffer.deep_ep.low_latency_dispatch(
+            x, ids, self.max_tokens_per_rank, self.num_experts, use_fp8=self.use_fp8, return_recv_hook=True
+        )
+        report_sm_use(self.name, obeys=False)  # its kernels are short, but take what SMs they find
+        hidden_states, scales = arriving if self.use_fp8 else (arriving, None)
+        handle = LowLatencyHandle(buffer, layout, ids, weights)
+        return Transfer(
+            "dispatch",
+            (buffer.launch(hook),),
+            lambda: BatchedDispatch(hidden_states, rows_per_expert, scales, handle, self.experts),
+            stream_ordered=True,
+            wait_launches=True,
+            keep=(x, handle, hidden_states, scales, rows_per_expert),
+        )
+
+    def combine(self, y: Tensor, handle: LowLatencyHandle) -> Transfer[Tensor]:
+        """See `All2All`."""
+        refuse_gradients(y, name=self.name)
+        self.check_results(y)
+        check_launch(y, self.group, "combine")
+        buffer = handle.buffer
+        buffer.under_way.wait()
+        results, _, hook = buffer.deep_ep.low_latency_combine(
+            y, handle.topk_ids, handle.topk_weights, handle.layout, zero_copy=False, return_recv_hook=True
+        )
+        return Transfer(
+            "combine",
+            (buffer.launch(hook),),
+            lambda: results,
+            stream_ordered=True,
+            wait_launches=True,
+            keep=(y, handle, results),
+        )
+
+    def _check_shape(self, x: Tensor, topk_ids: Tensor) -> None:
+        tokens, hidden_size = x.shape
+        if hidden_size not in HIDDEN_SIZES or (self.use_fp8 and hidden_size % _FP8_HIDDEN):
+            sizes = [size for size in HIDDEN_SIZES if not self.use_fp8 or size % _FP8_HIDDEN == 0]
+            raise ConfigError(
+                f"all2all back end {self.name!r} is compiled for hidden sizes {sizes}{' in fp8' * self.use_fp8}, not "
+                f"{hidden_size}. Use 'deepep_high_throughput' or 'torch_dist'."
+            )
+        if topk_ids.shape[1] > _MAX_TOP_K:
+            raise ConfigError(
+                f"all2all back end {self.name!r} serves top_k up to {_MAX_TOP_K}, not {topk_ids.shape[1]}."
+            )
+        if tokens > self.max_tokens_per_rank:
+            raise ConfigError(
+                f"all2all back end {self.name!r} has room for {self.max_tokens_per_rank} tokens of a rank at once, not "
+                f"{tokens}. Raise max_tokens_per_rank (on every rank), or use 'deepep_auto' for prefill."
+            )
+
+    def _make_buffer(self, connection: Connection, key: tuple[int, ...]) -> _Buffer:
+        tokens, hidden_size, size = self.max_tokens_per_rank, key[2], self.group.size
+        num_bytes = self.deep_ep.Buffer.get_low_latency_rdma_size_hint(tokens, hidden_size, size, self.num_experts)
+        buffer = self.deep_ep.Buffer(
+            connection.pg, 0, num_bytes, low_latency_mode=True, num_qps_per_rank=self.num_experts // size
+        )
+        buffer.clean_low_latency_buffer(tokens, hidden_size, self.num_experts)
+        return _Buffer(buffer)

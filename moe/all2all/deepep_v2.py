@@ -1,0 +1,222 @@
+"""`deepep_v2`: DeepEP 2's `ElasticBuffer`, one set of kernels for prefill and decode.
+
+    dispatch   counts on the device; the host waits for them only to receive into exactly as much memory as needed
+    combine    one row per (token, rank) travels back, already summed over that rank's experts, and is added up
+
+Tokens arrive as rows (`Dispatched`), in bfloat16 or in fp8 with a scale per block of 128. One
+buffer serves all lanes, as in `deepep_high_throughput`; `async_with_compute_stream` is the asynchronous mode.
+
+**Capture** needs `worst_case=True`: room for as many tokens of every rank as the one with most has (rounded up to a
+power of two: DeepEP compiles a kernel for every number). Rows behind those that came are undefined, and routed nowhere.
+
+**Cached handles.** `dispatch_again` sends other hidden states the way of an earlier dispatch: nothing is counted, and
+nothing waited for.
+
+Not yet run on several GPUs: see `moe.all2all.deepep`. Source: DeepEP's `deep_ep/buffers/elastic.py`; vLLM's
+`DeepEPV2PrepareAndFinalize`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe.all2all.base import Dispatched, refuse_gradients
+from moe.all2all.deepep import DeepEPBuffers, DeepEPStreamed, Payload
+from moe.all2all.voted import voted_tokens
+from ubatch import CommGroup, ConfigError, Transfer, current_sm_budget, report_sm_use
+from ubatch.collectives import check_launch
+from ubatch.connection import Connection
+
+__all__ = ["DeepEPV2All2All", "ElasticHandle"]
+
+_MAX_TOP_K = 32
+_MIN_SMS = 2
+
+
+@dataclass(frozen=True)
+class ElasticHandle:
+    """How results come home, and how other hidden states go the same way.
+
+    Attributes:
+        buffer: DeepEP's, through which the tokens came.
+        route: DeepEP's `EPHandle`.
+        topk_ids, topk_weights: `[N, k]`, of the rows that came; global ids.
+    """
+
+    buffer: Any
+    route: Any
+    topk_ids: Tensor
+    topk_weights: Tensor
+
+
+class DeepEPV2All2All(DeepEPStreamed):
+    """Sends each token once to every rank that holds one of its experts.
+
+    Ids must be -1 or an expert's: DeepEP does not look.
+
+    Args:
+        group: the expert-parallel ranks.
+        num_experts: experts of all ranks.
+        max_tokens_per_rank: the most tokens that any rank, or lane of it, may dispatch at once. All ranks must give the
+            same. DeepEP's memory is for this many: about `2 * R * max_tokens_per_rank * (2 H + 8 k)` bytes of R ranks;
+            lanes share it.
+        use_fp8: quantise tokens before dispatch, half the bytes; results travel in bfloat16.
+        worst_case: receive into room for the most tokens there can be, instead of waiting on the host for their number.
+
+    Raises:
+        ConfigError: DeepEP is missing, or older than 2.
+    """
+
+    asynchronous = "async_with_compute_stream"
+
+    def __init__(
+        self,
+        *,
+        group: CommGroup,
+        num_experts: int,
+        max_tokens_per_rank: int = 4096,
+        use_fp8: bool = False,
+        worst_case: bool = False,
+    ) -> None:
+        super().__init__("deepep_v2", group, num_experts, use_fp8=use_fp8, worst_case=worst_case)
+        if not hasattr(self.deep_ep, "ElasticBuffer"):
+            version = getattr(self.deep_ep, "__version__", "unknown")
+            raise ConfigError(
+                f"all2all back end 'deepep_v2' needs DeepEP 2 with its ElasticBuffer; this one is {version}. Install a "
+                "newer one, or use 'deepep_high_throughput'."
+            )
+        if max_tokens_per_rank < 1:
+            raise ConfigError(f"max_tokens_per_rank must be at least 1, not {max_tokens_per_rank}.")
+        self.max_tokens_per_rank = max_tokens_per_rank
+        self._buffers = DeepEPBuffers(self.name, self._make_buffer)
+
+    def capture(self) -> Any:
+        """See `DeepEPStreamed`."""
+        return self.deep_ep.ElasticBuffer.capture()
+
+    def dispatch(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Transfer[Dispatched[ElasticHandle]]:
+        """See `All2All`."""
+        self.check_payload(x, topk_ids, topk_weights)
+        self._check_shape(x, topk_ids.shape[1])
+        connection = check_launch(x, self.group, "dispatch")
+        prepared = self.take_prepared(x)
+        ids, weights = self.ids(topk_ids), topk_weights.contiguous()
+        buffer = self._buffers.get(connection, x.shape[1], topk_ids.shape[1], x.device.index or 0)
+        counted = not self.worst_case
+        with self.ordered(prepared) as order:
+            rows, local_ids, row_weights, route, event = buffer.dispatch(
+                prepared.payload,
+                topk_idx=ids,
+                topk_weights=weights,
+                num_experts=self.num_experts,
+                num_max_tokens_per_rank=self._room(),
+                num_sms=self._num_sms(),
+                do_cpu_sync=counted,
+                **order,
+            )
+        return Transfer(
+            "dispatch",
+            (self.after(event, order),),
+            lambda: self._arrived(rows, self._global_ids(local_ids, route, counted), row_weights, buffer, route),
+            stream_ordered=True,
+            keep=(prepared, ids, weights, rows, local_ids, row_weights, route),
+        )
+
+    def dispatch_again(self, x: Tensor, handle: ElasticHandle) -> Transfer[Dispatched[ElasticHandle]]:
+        """Send other hidden states of the same tokens the way that an earlier dispatch took. Every rank must.
+
+        Args:
+            x: `[T, H]`, as many tokens as then.
+            handle: from the earlier `Dispatched`.
+
+        Raises:
+            GradientError, ConfigError, UnvotedCollectiveError, GroupBroken: before anything is launched.
+        """
+        refuse_gradients(x, name=self.name)
+        self._check_shape(x, handle.topk_ids.shape[1])
+        check_launch(x, self.group, "dispatch")
+        prepared, route = self.take_prepared(x), handle.route
+        with self.ordered(prepared) as order:
+            rows, _, _, _, event = handle.buffer.dispatch(
+                prepared.payload, num_experts=self.num_experts, num_sms=route.num_sms, handle=route, **order
+            )
+        return Transfer(
+            "dispatch",
+            (self.after(event, order),),
+            lambda: self._arrived(rows, handle.topk_ids, handle.topk_weights, handle.buffer, route),
+            stream_ordered=True,
+            keep=(prepared, rows, handle),
+        )
+
+    def combine(self, y: Tensor, handle: ElasticHandle) -> Transfer[Tensor]:
+        """See `All2All`."""
+        refuse_gradients(y, name=self.name)
+        self.check_results(y)
+        check_launch(y, self.group, "combine")
+        with self.ordered(self.prepare(y, quantized=False)) as order:
+            results, _, event = handle.buffer.combine(y, handle.route, **order)
+        return Transfer(
+            "combine", (self.after(event, order),), lambda: results, stream_ordered=True, keep=(y, handle, results)
+        )
+
+    # -- what travels ---------------------------------------------------------------------------------------------
+
+    def _room(self) -> int:
+        """Tokens of a rank that there is room for; the same on every rank."""
+        if not self.worst_case:
+            return self.max_tokens_per_rank
+        tokens = voted_tokens(self.group)
+        if tokens is None:
+            return self.max_tokens_per_rank
+        most = max(1, *tokens)
+        return min(1 << (most - 1).bit_length(), self.max_tokens_per_rank)
+
+    def _global_ids(self, local_ids: Tensor, route: Any, counted: bool) -> Tensor:
+        """Ids of the rows that came; where nobody counted, rows behind them hold anything."""
+        ids = self.global_ids(local_ids)
+        if counted:
+            return ids
+        came = route.psum_num_recv_tokens_per_scaleup_rank[-1]
+        rows = torch.arange(ids.shape[0], device=ids.device)
+        return torch.where((rows < came).unsqueeze(1), ids, -1)
+
+    def _arrived(
+        self, rows: Payload, ids: Tensor, weights: Tensor, buffer: Any, route: Any
+    ) -> Dispatched[ElasticHandle]:
+        hidden_states, scales = rows if isinstance(rows, tuple) else (rows, None)
+        handle = ElasticHandle(buffer, route, ids, weights)
+        return Dispatched(hidden_states, ids, weights, handle, self.experts, scales)
+
+    # -- DeepEP's settings ----------------------------------------------------------------------------------------
+
+    def _check_shape(self, x: Tensor, top_k: int) -> None:
+        self.check_rows(x)
+        if top_k > _MAX_TOP_K:
+            raise ConfigError(f"all2all back end {self.name!r} serves top_k up to {_MAX_TOP_K}, not {top_k}.")
+        if x.shape[0] > self.max_tokens_per_rank:
+            raise ConfigError(
+                f"all2all back end {self.name!r} has room for {self.max_tokens_per_rank} tokens of a rank at once, not "
+                f"{x.shape[0]}. Raise max_tokens_per_rank on every rank."
+            )
+
+    def _num_sms(self) -> int:
+        """0 lets DeepEP choose by the links' bandwidth."""
+        budget = current_sm_budget()
+        if budget is None:
+            return 0
+        report_sm_use(self.name, obeys=budget.comm >= _MIN_SMS)
+        return max(_MIN_SMS, budget.comm // 2 * 2)
+
+    def _make_buffer(self, connection: Connection, key: tuple[int, ...]) -> Any:
+        hidden_size, top_k, _ = key
+        return self.deep_ep.ElasticBuffer(
+            connection.pg,
+            num_max_tokens_per_rank=self.max_tokens_per_rank,
+            hidden=hidden_size,
+            num_topk=top_k,
+            use_fp8_dispatch=self.use_fp8,
+        )

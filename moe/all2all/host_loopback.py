@@ -1,0 +1,194 @@
+"""`host_loopback`: one GPU holds all experts, and what would travel to other ranks travels to host memory and back.
+
+The stand-in for a network where there is one GPU, and named so: no token reaches another rank. But the bytes are real,
+packed as `torch_dist` packs them; they leave the GPU and return over PCIe, moved by its copy engines on the
+communication stream, so they take time and no SM, as a network card's do. It works eagerly and in a CUDA graph, in
+lanes and outside.
+
+    dispatch    pack rows (compute) | device -> pinned host -> device (comm) | unpack (compute, in `wait`)
+    combine     results             | device -> pinned host -> device (comm) | the results
+
+Pinned memory is made once per lane and grows with the largest message, never while a graph is captured: a graph keeps
+the address. Messages of one lane share it, because the communication stream carries them one after the other. On a CPU
+the same copies go through ordinary memory, and are done when the call returns.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe.all2all.base import All2AllTraits, Dispatched, check_dispatch, refuse_gradients
+from moe.all2all.payload import pack_rows, unpack_rows
+from moe.placement import local_experts
+from ubatch import (
+    CommGroup,
+    ConfigError,
+    Transfer,
+    capturing,
+    dbo_current_ubatch_id,
+    dbo_enabled,
+    on_comm_stream,
+)
+
+__all__ = ["HostLoopbackAll2All"]
+
+
+class HostLoopbackAll2All:
+    """Sends every token, and every result, through host memory.
+
+    Args:
+        group: None, or a group of one rank.
+        num_experts: experts of the layer; all of them are here.
+        bytes_factor: bytes that cross for one byte of payload, at least 1: the payload crosses once, then parts of it
+            again. For measurements that need slower communication; nothing waits artificially.
+
+    Attributes:
+        bytes_factor: as above; may be set between two steps, not once a graph was captured.
+
+    Raises:
+        ConfigError: the group has more than one rank, or a factor below 1.
+    """
+
+    def __init__(self, *, group: CommGroup | None = None, num_experts: int, bytes_factor: float = 1.0) -> None:
+        if group is not None and group.size != 1:
+            raise ConfigError(
+                f"all2all back end 'host_loopback' stands in for a network: it serves one rank, not {group.size}. "
+                "Use 'torch_dist' or 'allgather_reducescatter'."
+            )
+        if not 1 <= bytes_factor < float("inf"):
+            raise ConfigError(f"bytes_factor must be at least 1 (the payload itself crosses), not {bytes_factor}.")
+        self.num_experts = num_experts
+        self.experts = local_experts(num_experts, 0, 1)
+        self.traits = All2AllTraits(
+            is_async=True,
+            blocks_host=False,
+            capturable=True,
+            max_lanes=None,
+            max_chunks=num_experts,
+            other_ranks=0,
+            routed=False,
+        )
+        self.bytes_factor = bytes_factor
+        self._staging: dict[tuple[int | None, torch.device], _Staging] = {}
+
+    def dispatch(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Transfer[Dispatched[None]]:
+        """See `All2All`."""
+        check_dispatch(x, topk_ids, topk_weights, name="host_loopback")
+        hidden_size = x.shape[1]
+        rows = self.travel("dispatch", pack_rows(x, topk_ids, topk_weights))
+        return rows.map(lambda arrived: Dispatched(*unpack_rows(arrived, hidden_size), None, self.experts))
+
+    def combine(self, y: Tensor, handle: None) -> Transfer[Tensor]:
+        """See `All2All`."""
+        refuse_gradients(y, name="host_loopback")
+        return self.travel("combine", y.contiguous())
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Host memory held, of all lanes."""
+        return sum(staging.nbytes for staging in self._staging.values())
+
+    def travel(self, name: str, rows: Tensor) -> Transfer[Tensor]:
+        """Launch a message to the host and back; what `dispatch` and `combine` do with their rows.
+
+        Args:
+            name: for traces and errors.
+            rows: contiguous, any shape and dtype.
+
+        Returns:
+            A transfer of a copy of `rows`.
+
+        Raises:
+            ConfigError: a graph is being captured, and there is no pinned memory for so many bytes.
+        """
+        # Made on the compute stream, like `rows`: the transfer keeps both until that stream has joined the copies.
+        arrived = torch.empty_like(rows)
+        num_bytes = 0
+        if rows.numel():
+            source, target = _as_bytes(rows), _as_bytes(arrived)
+            host = self._host_memory(rows.device, source.numel())
+            with on_comm_stream():
+                for size in _passes(source.numel(), self.bytes_factor):
+                    host[:size].copy_(source[:size], non_blocking=True)
+                    target[:size].copy_(host[:size], non_blocking=True)
+                    num_bytes += size
+        return Transfer(
+            name,
+            (_Queued(),),
+            lambda: arrived,
+            stream_ordered=True,
+            keep=(rows, arrived),
+            bytes_sent=num_bytes,
+            bytes_received=num_bytes,
+        )
+
+    def _host_memory(self, device: torch.device, num_bytes: int) -> Tensor:
+        """At least so many bytes, of the lane that asks."""
+        key = dbo_current_ubatch_id() if dbo_enabled() else None, device
+        if key not in self._staging:
+            self._staging[key] = _Staging(device)
+        return self._staging[key].at_least(num_bytes)
+
+
+class _Staging:
+    """One lane's host memory.
+
+    Attributes:
+        memory: `[capacity]` uint8, pinned for a GPU.
+        captured: whether a graph holds the address of `memory`.
+        outgrown: memory that graphs hold the address of, and newer messages do not fit into.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._allocate(0)
+        self.captured = False
+        self.outgrown: tuple[Tensor, ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        return sum(memory.nbytes for memory in (*self.outgrown, self.memory))
+
+    def at_least(self, num_bytes: int) -> Tensor:
+        if self.memory.numel() < num_bytes:
+            if capturing():
+                raise ConfigError(
+                    f"host_loopback has pinned memory for {self.memory.numel()} bytes, not for a message of "
+                    f"{num_bytes}, and cannot make more while a graph is captured. Run the largest step once without "
+                    "a graph first."
+                )
+            if self.captured:
+                self.outgrown, self.captured = (*self.outgrown, self.memory), False
+            self._allocate(1 << (num_bytes - 1).bit_length())  # powers of two: pinning is slow
+        self.captured |= capturing()
+        return self.memory
+
+    @torch.inference_mode(False)  # what is made in inference mode cannot be written outside of it
+    def _allocate(self, capacity: int) -> None:
+        # Copies may still read the old memory: torch hands pinned memory out again only after them.
+        self.memory = torch.empty(capacity, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
+
+
+class _Queued:
+    """The `Work` of copies that only the streams wait for: whoever launched them joins, also when its lane fails."""
+
+    def is_completed(self) -> bool:
+        """In the order of the streams, yes."""
+        return True
+
+    def wait(self, timeout: Any = None) -> bool:
+        """The host has nothing to wait for."""
+        return True
+
+
+def _passes(num_bytes: int, factor: float) -> list[int]:
+    """The sizes of the crossings: the whole payload as often as it fits into `factor` times its bytes, then a part."""
+    whole, part = divmod(round(num_bytes * factor), num_bytes)
+    return [num_bytes] * whole + [part] * bool(part)
+
+
+def _as_bytes(rows: Tensor) -> Tensor:
+    return rows.view(-1).view(torch.uint8)

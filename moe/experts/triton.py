@@ -1,0 +1,73 @@
+"""Experts by Triton kernels, for rows of tokens.
+
+    align_pairs     each (token, choice) its row, sorted by expert; tiles of rows
+    project_up      gathers the tokens' rows: silu(x w1^T) * (x w3^T)
+    project_down    . w2^T, times the router's weight, back at the pair's place
+    sum_choices     every token adds its pairs, in the order in which the router chose them
+
+A row's bits depend on nothing but its token, and sums have one order, so a token's output is the same in every batch
+that is computed with the same tiles.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from moe.experts.quantization import FP8
+from moe.experts.triton_batched import TritonBatchedExperts, Work
+from moe.kernels.align import align_pairs
+from moe.kernels.grouped_gemm import Rows
+from moe.kernels.quantize import quantize_rows
+from moe.kernels.reduce import sum_choices
+from ubatch.triton_jit import power_of_2, rows_contiguous
+
+__all__ = ["TritonExperts"]
+
+
+class TritonExperts(TritonBatchedExperts):
+    """Experts of both layouts; see `TritonBatchedExperts`."""
+
+    def forward(
+        self, hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor, scales: Tensor | None = None
+    ) -> Tensor:
+        """See `Experts`."""
+        self.check_input(hidden_states, topk_ids, topk_weights, scales)
+        self._check_place(hidden_states)
+        if not topk_ids.numel():
+            return hidden_states.new_zeros(hidden_states.shape, dtype=self.dtype)
+        if self.weights_dtype != FP8:
+            rows = Rows(rows_contiguous(self.dequantized(hidden_states, scales)))
+        else:
+            rows = (
+                Rows(*quantize_rows(hidden_states)) if scales is None else Rows(rows_contiguous(hidden_states), scales)
+            )
+
+        topk_ids, topk_weights = topk_ids.contiguous(), topk_weights.contiguous()
+        num_tokens, top_k = topk_ids.shape
+        first, held = self.expert_range.start, len(self.expert_range)
+        room = power_of_2(num_tokens)
+        # Tokens without any expert here may not even come.
+        pairs_here = max(1.0, top_k * held / self.num_experts) if self.num_experts else top_k
+        alike = cache(lambda: self._even_routing(num_tokens, top_k))
+
+        def cut(ids: Tensor, tile_rows: int) -> Work:
+            return Work(rows, align_pairs(ids, first, held, tile_rows), top_k, topk_weights)
+
+        pairs = self._run(
+            f"{room} tokens x {top_k}",
+            room * pairs_here / held,
+            lambda tile_rows: cut(topk_ids, tile_rows),
+            lambda tile_rows: cut(alike(), tile_rows),
+        )
+        return sum_choices(pairs.unflatten(0, (num_tokens, top_k)), topk_ids, first, held)
+
+    def _even_routing(self, num_tokens: int, top_k: int) -> Tensor:
+        """Random ids `[N, k]`, as many for every expert on average; a warm-up's may all be the same."""
+        device, held = self.w13.device, self.expert_range
+        generator = torch.Generator(device).manual_seed(0)
+        choices = max(self.num_experts or len(held), top_k)
+        ids = torch.rand(num_tokens, choices, generator=generator, device=device).topk(top_k, dim=1).indices
+        return ids if self.num_experts else ids + held.start

@@ -1,0 +1,277 @@
+"""Experts by Triton kernels, for the low-latency layout: rows lie sorted by expert already, in batches.
+
+    tile_batches    the tiles of the rows that arrived
+    project_up      silu(x w1^T) * (x w3^T)
+    project_down    . w2^T, unweighted, in place
+
+Nothing is read on the host, and all launches have sizes that do not depend on the routing, so a graph can capture them.
+What both layouts share is here too: weights in one of several dtypes, and the choice of the GEMMs' tiles.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from moe.experts.base import FusedExperts
+from moe.experts.quantization import FP8
+from moe.kernels.align import Alignment, Tiles, tile_batches
+from moe.kernels.gemm_configs import GemmConfig, RowTile, gemm_configs, row_tiles
+from moe.kernels.grouped_gemm import Rows, Weights, project_down, project_up
+from moe.kernels.quantize import BLOCK, quantize_rows, quantize_weights
+from ubatch import ConfigError, GradientError
+from ubatch.autotune import autotune
+from ubatch.sm_budget import current_sm_budget, report_sm_use
+from ubatch.triton_jit import INTERPRETED, power_of_2
+
+__all__ = ["TritonBatchedExperts"]
+
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_INTERPRETED_SMS = 2  # programs stride over tiles there, too
+_BATCH_FILL = 1 / 16  # of a batch's rows, where experts are as many as 16 times those that a token visits
+
+
+@dataclass(frozen=True)
+class Work:
+    """A batch, and how it is cut into tiles.
+
+    Attributes:
+        rows: tokens, or batches.
+        cut: an alignment of tokens' pairs, or tiles of batches.
+        top_k: pairs of a token, 1 for batches.
+        topk_weights: `[N, k]` float32 for tokens.
+    """
+
+    rows: Rows
+    cut: Alignment | Tiles
+    top_k: int = 1
+    topk_weights: Tensor | None = None
+
+
+class TritonBatchedExperts(FusedExperts):
+    """Experts of the low-latency layout. CUDA, bfloat16, float16, float32 and fp8; a CPU in Triton's interpreter only.
+
+    In fp8, weights have a scale for every block of 128 x 128, and activations one for every 128 numbers of a row; they
+    are rounded here where they do not arrive so. Both GEMMs keep to the SM budget of a schedule that reserves SMs.
+
+    Attributes:
+        weights_dtype: what is multiplied; `dtype` is what comes out.
+
+    Args:
+        w13: `[E_local, 2 * I, H]`, see `FusedExperts`.
+        w2: `[E_local, H, I]`.
+        first_expert: global id of the first of them.
+        w13_scale: of w13 in float8_e4m3fn: `[E_local, 2 * I / 128, H / 128]` float32.
+        w2_scale: of w2 in float8_e4m3fn: `[E_local, H / 128, I / 128]` float32.
+        dtype: what experts in fp8 return, and take besides fp8; others have that of their weights.
+        quantize: `"fp8"` rounds weights of another dtype to fp8.
+        num_experts: of all ranks, if known: how many of a token's experts are expected here, which the choice of tiles
+            goes by. By default all of them are.
+
+    Raises:
+        ConfigError: see `FusedExperts`; a dtype without a kernel; fp8 without scales, or scales that do not fit.
+    """
+
+    capturable: ClassVar[bool] = True
+    w13_scale: Tensor | None
+    w2_scale: Tensor | None
+
+    def __init__(
+        self,
+        w13: Tensor,
+        w2: Tensor,
+        first_expert: int = 0,
+        w13_scale: Tensor | None = None,
+        w2_scale: Tensor | None = None,
+        *,
+        dtype: torch.dtype | None = None,
+        quantize: str | None = None,
+        num_experts: int | None = None,
+    ) -> None:
+        if quantize is not None:
+            if quantize != "fp8" or w13.dtype not in _DTYPES or w13_scale is not None or w2_scale is not None:
+                raise ConfigError(
+                    f"quantize must be 'fp8' for weights in bfloat16, float16 or float32, not {quantize!r} for "
+                    f"{w13.dtype}."
+                )
+            dtype = dtype or w13.dtype
+            (w13, w13_scale), (w2, w2_scale) = quantize_weights(w13), quantize_weights(w2)
+        super().__init__(_contiguous(w13), _contiguous(w2), first_expert)
+        self.weights_dtype = self.dtype
+        if self.weights_dtype == FP8:
+            self.dtype = dtype or torch.bfloat16
+        elif dtype not in (None, self.dtype):
+            raise ConfigError(f"experts of {self.dtype} weights compute in that; dtype={dtype} is for fp8.")
+        if self.dtype not in _DTYPES:
+            raise ConfigError(f"triton experts compute in bfloat16, float16, float32 or fp8, not in {self.dtype}.")
+        if num_experts is not None and num_experts < self.expert_range.stop:
+            raise ConfigError(
+                f"num_experts is {num_experts}, but experts {first_expert} to {self.expert_range.stop - 1} are here."
+            )
+        self.num_experts = num_experts
+        self.register_buffer("w13_scale", self._checked_scale("w13", self.w13, w13_scale), persistent=False)
+        self.register_buffer("w2_scale", self._checked_scale("w2", self.w2, w2_scale), persistent=False)
+
+    def forward(
+        self, hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor, scales: Tensor | None = None
+    ) -> Tensor:
+        """Refused: these experts take batches.
+
+        Raises:
+            ConfigError: always.
+        """
+        raise ConfigError(
+            "experts 'triton_batched' take rows in batches by expert, as low-latency transports deliver them. Use "
+            "experts 'triton' with this transport."
+        )
+
+    def run_batched(self, hidden_states: Tensor, rows_per_expert: Tensor, scales: Tensor | None = None) -> Tensor:
+        """See `BatchedExperts`."""
+        self.check_batched_input(hidden_states, rows_per_expert, scales)
+        self._check_place(hidden_states)
+        experts, capacity, _ = hidden_states.shape
+        if not hidden_states.numel():
+            return hidden_states.new_empty(hidden_states.shape, dtype=self.dtype)
+        if self.weights_dtype != FP8:
+            rows = Rows(self.dequantized(hidden_states, scales).flatten(0, 1))
+        elif scales is not None:
+            rows = Rows(hidden_states.flatten(0, 1), scales)
+        else:
+            rows = Rows(*quantize_rows(hidden_states.flatten(0, 1), rows_per_expert))
+
+        room = power_of_2(capacity)
+        expected = max(1, int(room * _BATCH_FILL))
+
+        def cut(counts: Tensor, tile_rows: int) -> Work:
+            return Work(rows, tile_batches(counts, capacity, tile_rows))
+
+        y = self._run(
+            f"batches of {room}",
+            expected,
+            lambda tile_rows: cut(rows_per_expert, tile_rows),
+            lambda tile_rows: cut(torch.full_like(rows_per_expert, min(expected, capacity)), tile_rows),
+        )
+        return y.unflatten(0, (experts, capacity))
+
+    def _run(
+        self, batch: str, rows_per_expert: float, cut: Callable[[int], Work], cut_alike: Callable[[int], Work]
+    ) -> Tensor:
+        """Both GEMMs, in the tiles that suit.
+
+        Args:
+            batch: names what else their choice depends on.
+            rows_per_expert: expected.
+            cut: of a tile's rows, makes this batch's work.
+            cut_alike: as `cut`, of a batch that is evenly routed, to time them with.
+        """
+        cut_alike = cache(cut_alike)
+        device = self.w13.device
+        tile = autotune(
+            self._key("rows", batch),
+            row_tiles(rows_per_expert, self.weights_dtype),
+            lambda tile: self._multiply(cut_alike(tile.rows), tile, batch, cut_alike),
+            device=device,
+        )
+        return self._multiply(cut(tile.rows), tile, batch, cut_alike)
+
+    def _multiply(self, work: Work, tile: RowTile, batch: str, cut_alike: Callable[[int], Work]) -> Tensor:
+        """Both GEMMs, in tiles of so many rows; see `_run`."""
+        w13, w2 = Weights(self.w13, self.w13_scale), Weights(self.w2, self.w2_scale)
+        sms, reserved = _sms(self.w13.device)
+        report_sm_use("triton experts", obeys=True)
+
+        def up(work: Work, config: GemmConfig, *, compile_only: bool = False) -> Rows:
+            return project_up(work.rows, w13, work.cut, work.top_k, config, sms, compile_only=compile_only)
+
+        def down(work: Work, rows: Rows, config: GemmConfig, *, compile_only: bool = False) -> Tensor:
+            return project_down(
+                rows, w2, work.cut, work.topk_weights, self.dtype, config, sms, compile_only=compile_only
+            )
+
+        def choose(
+            which: str, run: Callable[[GemmConfig], object], prepare: Callable[[GemmConfig], object]
+        ) -> GemmConfig:
+            return autotune(
+                self._key(f"{which} by {tile.rows}", batch),
+                gemm_configs(tile.rows, self.weights_dtype, gated=which == "up", one_per_sm=reserved),
+                run,
+                prepare=prepare,
+                device=self.w13.device,
+            )
+
+        # Other threads compile, and must launch nothing: this batch is at hand there, the one like it may not be.
+        up_config = choose(
+            "up",
+            lambda config: up(cut_alike(tile.rows), config),
+            lambda config: up(work, config, compile_only=True),
+        )
+        rows = up(work, up_config)
+        rows_alike = cache(lambda: up(cut_alike(tile.rows), up_config))
+        down_config = choose(
+            "down",
+            lambda config: down(cut_alike(tile.rows), rows_alike(), config),
+            lambda config: down(work, rows, config, compile_only=True),
+        )
+        return down(work, rows, down_config)
+
+    def _key(self, what: str, batch: str) -> str:
+        """Names a choice of the autotuner."""
+        sms, reserved = _sms(self.w13.device)
+        return (
+            f"moe {what}, {batch}, E={len(self.expert_range)}/{self.num_experts} H={self.hidden_size} "
+            f"I={self.intermediate_size} {self.weights_dtype} {self.dtype} {sms} SMs{' (others reserved)' * reserved}"
+        )
+
+    def _check_place(self, hidden_states: Tensor) -> None:
+        if hidden_states.device != self.w13.device:
+            raise ConfigError(f"hidden_states are on {hidden_states.device}, the experts on {self.w13.device}.")
+        if hidden_states.device.type != "cuda" and not INTERPRETED:
+            raise ConfigError(
+                f"triton experts run on CUDA, not on {hidden_states.device}. Use experts 'grouped', or set "
+                "TRITON_INTERPRET=1 before Triton is imported, for tests."
+            )
+        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (hidden_states, self.w13, self.w2)):
+            raise GradientError("triton experts have no backward. Run under torch.no_grad(), or use experts 'grouped'.")
+
+    def _checked_scale(self, name: str, w: Tensor, scale: Tensor | None) -> Tensor | None:
+        if self.weights_dtype != FP8:
+            if scale is not None:
+                raise ConfigError(f"{name}_scale is for weights in {FP8}, not {w.dtype}.")
+            return None
+        if self.hidden_size % BLOCK or self.intermediate_size % BLOCK:
+            raise ConfigError(
+                f"fp8 experts need sizes that are multiples of {BLOCK}, not hidden {self.hidden_size} and intermediate "
+                f"{self.intermediate_size}."
+            )
+        expected = [w.shape[0], w.shape[1] // BLOCK, w.shape[2] // BLOCK]
+        if scale is None or list(scale.shape) != expected or scale.dtype != torch.float32:
+            given = "None" if scale is None else f"{scale.dtype} {list(scale.shape)}"
+            raise ConfigError(f"{name} in fp8 needs {name}_scale {expected} float32, not {given}.")
+        return scale.to(w.device).contiguous()
+
+
+def _contiguous(w: Tensor) -> Tensor:
+    """`w`, or a copy that lies densely, as the kernels read it."""
+    if w.is_contiguous():
+        return w
+    return nn.Parameter(w.contiguous(), w.requires_grad) if isinstance(w, nn.Parameter) else w.contiguous()
+
+
+def _sms(device: torch.device) -> tuple[int, bool]:
+    """SMs for the GEMMs, and whether others are reserved for communication."""
+    budget = current_sm_budget()
+    if budget is not None:
+        return budget.compute, True
+    if device.type != "cuda":
+        return _INTERPRETED_SMS, False
+    return _sms_of(device), False
+
+
+@cache
+def _sms_of(device: torch.device) -> int:
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)

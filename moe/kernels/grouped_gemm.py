@@ -1,0 +1,345 @@
+"""A GEMM per expert in one launch: few programs, each of which takes tile after tile.
+
+    project_up      rows of tokens (gathered) or of batches -> silu(x w1^T) * (x w3^T), a row each
+    project_down    those rows -> . w2^T, times the router's weight and at the pair's place, or unweighted and in order
+
+A tile is up to `Tiles.rows` rows of one expert by some columns. Programs stride over the list of tiles, which is as
+long as the rows that arrived make it: nobody looks at an expert without rows. Weights are read through the tensor
+memory accelerator where there is one, and so are rows that lie side by side; gathered rows are loaded by their
+addresses. What a tile reads beyond its expert's last row or column is never stored.
+
+In fp8 every 128 steps of the inner dimension are summed alone and scaled; `project_up` leaves its result in fp8 too.
+
+Source: persistent matmul and grouped ordering of Triton's tutorials; scales per block of DeepSeek-V3.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import triton.language as tl
+from torch import Tensor
+
+from moe.kernels.align import Alignment, Tiles
+from moe.kernels.gemm_configs import GemmConfig
+from moe.kernels.gemm_tile import multiply, multiply_fp8
+from moe.kernels.quantize import BLOCK, block_scale
+from ubatch.triton_jit import INTERPRETED, cdiv, descriptor, jit, to_fp8, undefined
+
+__all__ = ["Rows", "Weights", "project_down", "project_up", "reference_project_down", "reference_project_up"]
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What a GEMM multiplies.
+
+    Attributes:
+        x: `[R, K]`; rows may be strided, each lies densely.
+        scales: None, or float32 of x in fp8: `[R, K / 128]`, or `[E, C, K / 128]` with any strides of batches.
+    """
+
+    x: Tensor
+    scales: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Of all experts held here.
+
+    Attributes:
+        w: `[E, columns, K]`, contiguous.
+        scales: None, or of w in fp8: `[E, columns / 128, K / 128]` float32, contiguous.
+    """
+
+    w: Tensor
+    scales: Tensor | None = None
+
+
+@jit()
+def _load_tile(
+    tiles: tl.tensor,
+    pair_of_row: tl.tensor,
+    tile: tl.tensor,
+    row_tiles: tl.tensor,
+    COLUMN_TILES: tl.constexpr,
+    GROUP: tl.constexpr,
+    HAS_PAIRS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+) -> Any:
+    """A tile's place among the tiles of columns, its expert, first and last row, and their pairs; no rows if there is
+    no such tile. GROUP tiles of rows come beside each other, then those of the next columns."""
+    exists = tile < row_tiles * COLUMN_TILES
+    nth = tile % (GROUP * COLUMN_TILES)
+    first = tile // (GROUP * COLUMN_TILES) * GROUP
+    size = tl.maximum(tl.minimum(row_tiles - first, GROUP), 1)
+    entry = tiles + (first + nth % size) * 3
+    expert = tl.load(entry, mask=exists, other=0)
+    first_row = tl.load(entry + 1, mask=exists, other=0)
+    last_row = tl.load(entry + 2, mask=exists, other=0)
+    pairs = first_row + tl.arange(0, BLOCK_M)
+    if HAS_PAIRS:
+        pairs = tl.load(pair_of_row + pairs, mask=pairs < last_row, other=0)
+    return nth // size, expert, first_row, last_row, pairs
+
+
+@jit("tiles", "num_tiles", "pair_of_row", "pair_weights", "capacity")
+def _grouped_gemm_kernel(
+    out: tl.tensor,
+    out_scales: tl.tensor,
+    a: tl.tensor,
+    a_stride: tl.tensor,
+    a_scales: tl.tensor,
+    a_scales_stride_expert: tl.tensor,
+    a_scales_stride_row: tl.tensor,
+    a_scales_stride_block: tl.tensor,
+    w: tl.tensor,
+    w_scales: tl.tensor,
+    tiles: tl.tensor,
+    num_tiles: tl.tensor,
+    pair_of_row: tl.tensor,
+    pair_weights: tl.tensor,
+    capacity: tl.tensor,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    TOP_K: tl.constexpr,
+    GATED: tl.constexpr,
+    GATHER: tl.constexpr,
+    SCATTER: tl.constexpr,
+    FP8: tl.constexpr,
+    TMA_A: tl.constexpr,
+    TMA_W: tl.constexpr,
+    SWAP: tl.constexpr,
+    FLATTEN: tl.constexpr,
+    GROUP: tl.constexpr,
+    UPCAST: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+) -> None:
+    COLUMN_TILES: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    W_ROWS: tl.constexpr = 2 * N if GATED else N  # of an expert
+    HAS_PAIRS: tl.constexpr = GATHER or SCATTER
+    row_tiles, program, programs = tl.load(num_tiles), tl.program_id(0), tl.num_programs(0)
+    column_tile, expert, first_row, last_row, pairs = _load_tile(
+        tiles, pair_of_row, program, row_tiles, COLUMN_TILES, GROUP, HAS_PAIRS, BLOCK_M
+    )
+    for tile in tl.range(program, row_tiles * COLUMN_TILES, programs, flatten=FLATTEN):
+        next_column_tile, next_expert, next_first_row, next_last_row, next_pairs = _load_tile(
+            tiles, pair_of_row, tile + programs, row_tiles, COLUMN_TILES, GROUP, HAS_PAIRS, BLOCK_M
+        )
+        rows = first_row + tl.arange(0, BLOCK_M)
+        is_row = rows < last_row
+        first_column = column_tile * BLOCK_N
+        first_weight = expert * W_ROWS + first_column
+        a_rows = pairs // TOP_K if GATHER else tl.where(is_row, rows, first_row)
+        a_row = a_rows.to(tl.int64) * a_stride
+
+        sums = tl.zeros([BLOCK_N, BLOCK_M] if SWAP else [BLOCK_M, BLOCK_N], tl.float32)
+        if FP8:
+            row_scales = a_scales + expert.to(tl.int64) * a_scales_stride_expert
+            row_scales += (a_rows - expert * capacity).to(tl.int64) * a_scales_stride_row
+            sums, up_sums = multiply_fp8(
+                sums,
+                a,
+                a_row,
+                row_scales,
+                a_scales_stride_block,
+                first_row,
+                w,
+                w_scales,
+                first_weight,
+                N - first_column,
+                N,
+                K,
+                GATED,
+                TMA_A,
+                TMA_W,
+                SWAP,
+                UPCAST,
+                BLOCK_N,
+                BLOCK_K,
+            )
+        else:
+            sums, up_sums = multiply(
+                sums,
+                a,
+                a_row,
+                first_row,
+                w,
+                first_weight,
+                N - first_column,
+                N,
+                K,
+                GATED,
+                TMA_A,
+                TMA_W,
+                SWAP,
+                UPCAST,
+                BLOCK_N,
+                BLOCK_K,
+            )
+
+        if GATED:
+            sums = sums / (1.0 + tl.exp(tl.minimum(-sums, 80.0))) * up_sums  # never overflows
+        if SWAP:
+            sums = tl.trans(sums)
+        if SCATTER:
+            sums *= tl.load(pair_weights + pairs, mask=is_row, other=0)[:, None]
+        columns = first_column + tl.arange(0, BLOCK_N)
+        out_rows = (pairs if SCATTER else rows).to(tl.int64)
+        if FP8 and GATED:
+            scale = block_scale(sums)
+            tl.store(out_scales + out_rows * COLUMN_TILES + column_tile, scale, mask=is_row)
+            sums = to_fp8(sums / scale[:, None])
+        place = out + out_rows[:, None] * N + columns[None, :]
+        tl.store(place, sums.to(out.dtype.element_ty), mask=is_row[:, None] & (columns < N)[None, :])
+        column_tile, expert, first_row, last_row = next_column_tile, next_expert, next_first_row, next_last_row
+        pairs = next_pairs
+
+
+def project_up(
+    rows: Rows,
+    weights: Weights,
+    work: Alignment | Tiles,
+    top_k: int,
+    config: GemmConfig,
+    num_programs: int,
+    *,
+    compile_only: bool = False,
+) -> Rows:
+    """Gate and up projections with their activation.
+
+    Args:
+        rows: `[N, H]` tokens, or `[E * C, H]` batches; in fp8 where the weights are.
+        weights: w13 `[E, 2 * I, H]`.
+        work: an alignment of the tokens' pairs, or the tiles of batches.
+        top_k: pairs of a token.
+        config: of the tiles.
+        num_programs: SMs to use, with `config.per_sm` programs each.
+        compile_only: compile the kernel for later. Launches and allocates nothing; what is returned is empty.
+
+    Returns:
+        `[N * k, I]` in the alignment's order, or `[E * C, I]`; with scales where `rows` has them. What is behind an
+        expert's rows is undefined.
+    """
+    x, columns = rows.x, weights.w.shape[1] // 2
+    aligned = isinstance(work, Alignment)
+    num_rows = work.pair_of_row.shape[0] if isinstance(work, Alignment) else x.shape[0]
+    num_rows = 0 if compile_only else num_rows
+    out = undefined(num_rows, columns, dtype=x.dtype, device=x.device)
+    scales = None
+    if rows.scales is not None:
+        scales = undefined(num_rows, columns // BLOCK, dtype=torch.float32, device=x.device)
+    _launch(
+        out, scales, rows, weights, work, config, num_programs, compile_only, top_k=top_k, gated=True, gather=aligned
+    )
+    return Rows(out, scales)
+
+
+def project_down(
+    rows: Rows,
+    weights: Weights,
+    work: Alignment | Tiles,
+    topk_weights: Tensor | None,
+    dtype: torch.dtype,
+    config: GemmConfig,
+    num_programs: int,
+    *,
+    compile_only: bool = False,
+) -> Tensor:
+    """The down projection.
+
+    Args:
+        rows: from `project_up`.
+        weights: w2 `[E, H, I]`.
+        work: as it had.
+        topk_weights: `[N, k]` float32 of an alignment's pairs, contiguous; None for batches.
+        dtype: of the result.
+        config: of the tiles.
+        num_programs: SMs to use, with `config.per_sm` programs each.
+        compile_only: compile the kernel for later. Launches and allocates nothing; what is returned is empty.
+
+    Returns:
+        `[N * k, H]` in the order of the pairs, weighted; those not held here are undefined. Or `[E * C, H]`.
+    """
+    num_rows = 0 if compile_only else rows.x.shape[0]
+    out = undefined(num_rows, weights.w.shape[1], dtype=dtype, device=rows.x.device)
+    _launch(out, None, rows, weights, work, config, num_programs, compile_only, topk_weights=topk_weights)
+    return out
+
+
+def _launch(
+    out: Tensor,
+    out_scales: Tensor | None,
+    rows: Rows,
+    weights: Weights,
+    work: Alignment | Tiles,
+    config: GemmConfig,
+    num_programs: int,
+    compile_only: bool,
+    *,
+    topk_weights: Tensor | None = None,
+    top_k: int = 1,
+    gated: bool = False,
+    gather: bool = False,
+) -> None:
+    tiles = work.tiles if isinstance(work, Alignment) else work
+    x, w, a_scales = rows.x, weights.w, rows.scales
+    columns, depth = out.shape[1], x.shape[1]
+    a_desc = None if gather else descriptor(x, (tiles.rows, config.depth))
+    w_desc = descriptor(w.flatten(0, 1), (config.columns, config.depth))
+    scale_strides: tuple[int, ...] = (0, 0, 0)
+    capacity = 0
+    if a_scales is not None:
+        batches = a_scales.dim() == 3
+        scale_strides = a_scales.stride() if batches else (0, *a_scales.stride())
+        capacity = a_scales.shape[1] if batches else 0
+    grid = (min(tiles.most * cdiv(columns, config.columns), num_programs * config.per_sm),)
+    launch = partial(_grouped_gemm_kernel.warmup, grid=grid) if compile_only else _grouped_gemm_kernel[grid]
+    launch(
+        out,
+        out_scales,
+        x if a_desc is None else a_desc,
+        x.stride(0),
+        a_scales,
+        *scale_strides,
+        w if w_desc is None else w_desc,
+        weights.scales,
+        tiles.table,
+        tiles.count,
+        work.pair_of_row if isinstance(work, Alignment) else None,
+        topk_weights,
+        capacity,
+        N=columns,
+        K=depth,
+        TOP_K=top_k,
+        GATED=gated,
+        GATHER=gather,
+        SCATTER=topk_weights is not None,
+        FP8=a_scales is not None,
+        TMA_A=a_desc is not None,
+        TMA_W=w_desc is not None,
+        SWAP=config.swap,
+        FLATTEN=config.flatten,
+        GROUP=config.group,
+        UPCAST=INTERPRETED,
+        BLOCK_M=tiles.rows,
+        BLOCK_N=config.columns,
+        BLOCK_K=config.depth,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )
+
+
+def reference_project_up(x: Tensor, w13: Tensor) -> Tensor:
+    """What `project_up` computes for one expert's rows `[R, H]` and its `[2 * I, H]`, in float32."""
+    gate, up = (x.float() @ w13.float().mT).chunk(2, dim=1)
+    return F.silu(gate) * up
+
+
+def reference_project_down(x: Tensor, w2: Tensor, weights: Tensor | None = None) -> Tensor:
+    """What `project_down` computes for one expert's rows `[R, I]` and its `[H, I]`, in float32; `weights` is `[R]`."""
+    y = x.float() @ w2.float().mT
+    return y if weights is None else y * weights[:, None]

@@ -1,0 +1,121 @@
+"""To fp8: activations with a scale for every 128 numbers of a row, weights with one for every block of 128 x 128.
+
+The torch reference for activations is `moe.experts.quantization`; weights are rounded once, in torch.
+
+Source: DeepSeek-V3.
+"""
+
+from typing import Any
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from ubatch import ConfigError
+from ubatch.triton_jit import cdiv, constant, jit, power_of_2, rows_contiguous, to_fp8, undefined
+
+__all__ = ["BLOCK", "block_scale", "dequantize_weights", "quantize_rows", "quantize_weights"]
+
+BLOCK = 128
+_BLOCK = constant(BLOCK)
+_LARGEST = constant(448.0)
+_SMALLEST_AMAX = constant(1e-4)
+_MAX_BLOCKS = 16  # that one program holds
+
+
+@jit()
+def block_scale(x: tl.tensor) -> Any:
+    """The scales of float32 numbers `[rows, 128]`."""
+    return tl.maximum(tl.max(tl.abs(x), 1), _SMALLEST_AMAX) / _LARGEST
+
+
+@jit("rows_per_expert", "capacity")
+def _quantize_kernel(
+    out: tl.tensor,
+    scales: tl.tensor,
+    x: tl.tensor,
+    x_stride: tl.tensor,
+    rows_per_expert: tl.tensor,
+    capacity: tl.tensor,
+    NUM_BLOCKS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    BATCHES: tl.constexpr,
+) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    if BATCHES and row % capacity >= tl.load(rows_per_expert + row // capacity):
+        return
+    blocks = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
+    inside = blocks < NUM_BLOCKS
+    places = blocks[:, None] * _BLOCK + tl.arange(0, _BLOCK)[None, :]
+    numbers = tl.load(x + row * x_stride + places, mask=inside[:, None], other=0).to(tl.float32)
+    scale = block_scale(numbers)
+    tl.store(scales + row * NUM_BLOCKS + blocks, scale, mask=inside)
+    tl.store(out + row * NUM_BLOCKS * _BLOCK + places, to_fp8(numbers / scale[:, None]), mask=inside[:, None])
+
+
+def quantize_rows(x: Tensor, rows_per_expert: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Round rows to fp8, block by block.
+
+    Args:
+        x: `[N, H]`, floating; H a multiple of 128; rows may be strided.
+        rows_per_expert: `[E]` int32 where x is `[E * C, H]`: only so many of an expert's C rows are rounded, and the
+            others' results are undefined.
+
+    Returns:
+        `[N, H]` float8_e4m3fn and `[N, H / 128]` float32, both contiguous.
+    """
+    rows, columns = x.shape
+    num_blocks = columns // BLOCK
+    out = undefined(rows, columns, dtype=torch.float8_e4m3fn, device=x.device)
+    scales = undefined(rows, num_blocks, dtype=torch.float32, device=x.device)
+    if rows and columns:
+        x = rows_contiguous(x)
+        blocks = min(power_of_2(num_blocks), _MAX_BLOCKS)
+        _quantize_kernel[rows, cdiv(num_blocks, blocks)](
+            out,
+            scales,
+            x,
+            x.stride(0),
+            rows_per_expert,
+            1 if rows_per_expert is None else rows // rows_per_expert.shape[0],
+            NUM_BLOCKS=num_blocks,
+            BLOCKS=blocks,
+            BATCHES=rows_per_expert is not None,
+        )
+    return out, scales
+
+
+def quantize_weights(w: Tensor) -> tuple[Tensor, Tensor]:
+    """Round weights to fp8, an expert at a time, to need little memory beside the result.
+
+    Args:
+        w: `[E, N, K]`, floating; N and K multiples of 128.
+
+    Returns:
+        `[E, N, K]` float8_e4m3fn and `[E, N / 128, K / 128]` float32, both contiguous.
+
+    Raises:
+        ConfigError: the sizes are others.
+    """
+    if w.dim() != 3 or w.shape[1] % BLOCK or w.shape[2] % BLOCK or not w.is_floating_point():
+        raise ConfigError(f"fp8 needs floating weights in blocks of {BLOCK} x {BLOCK}, not {w.dtype} {list(w.shape)}.")
+    out = torch.empty(w.shape, dtype=torch.float8_e4m3fn, device=w.device)
+    scales = torch.empty(w.shape[0], w.shape[1] // BLOCK, w.shape[2] // BLOCK, device=w.device)
+    for expert in range(w.shape[0]):
+        blocks = w[expert].float().unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK))
+        scale = blocks.abs().amax((1, 3)).clamp(min=1e-4) / 448.0
+        rounded = (blocks / scale[:, None, :, None]).clamp(-448.0, 448.0).to(torch.float8_e4m3fn)
+        out[expert], scales[expert] = rounded.flatten(2).flatten(0, 1), scale
+    return out, scales
+
+
+def dequantize_weights(w: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """The inverse of `quantize_weights`, within rounding.
+
+    Args:
+        w: `[E, N, K]` float8_e4m3fn.
+        scales: `[E, N / 128, K / 128]` float32.
+        dtype: of the result.
+    """
+    spread = scales.repeat_interleave(BLOCK, 1).repeat_interleave(BLOCK, 2)
+    return (w.float() * spread).to(dtype)

@@ -1,0 +1,68 @@
+"""A token's output: the sum of its pairs' rows, always in the order in which the router chose them."""
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from ubatch.triton_jit import cdiv, jit, power_of_2
+
+__all__ = ["reference_sum_choices", "sum_choices"]
+
+_MAX_BLOCK = 1024  # columns of one program
+
+
+@jit("ids", "first_expert")
+def _sum_kernel(
+    out: tl.tensor,
+    rows: tl.tensor,
+    ids: tl.tensor,
+    first_expert: tl.tensor,
+    E: tl.constexpr,
+    H: tl.constexpr,
+    TOP_K: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros([BLOCK], tl.float32)
+    for choice in tl.static_range(TOP_K):
+        pair = token * TOP_K + choice
+        local = tl.load(ids + pair) - first_expert
+        written = tl.where((local >= 0) & (local < E), H, 0)  # else nobody has written the row
+        total += tl.load(rows + pair * H + columns, mask=columns < written, other=0).to(tl.float32)
+    tl.store(out + token * H + columns, total, mask=columns < H)
+
+
+def sum_choices(rows: Tensor, topk_ids: Tensor, first_expert: int, num_experts: int) -> Tensor:
+    """`out[n] = sum over j of rows[n, j]`, in float32, over the choices that are held here.
+
+    Args:
+        rows: `[N, k, H]`, contiguous; what is not held here is undefined.
+        topk_ids: `[N, k]` int32 or int64, global ids.
+        first_expert: global id of the first expert held here.
+        num_experts: held here.
+
+    Returns:
+        `[N, H]`, dtype of `rows`; zeros for a token without an expert here.
+    """
+    tokens, top_k, columns = rows.shape
+    out = torch.empty(tokens, columns, dtype=rows.dtype, device=rows.device)
+    if out.numel():
+        block = min(power_of_2(columns), _MAX_BLOCK)
+        _sum_kernel[tokens, cdiv(columns, block)](
+            out,
+            rows,
+            topk_ids.contiguous(),
+            first_expert,
+            E=num_experts,
+            H=columns,
+            TOP_K=top_k,
+            BLOCK=block,
+        )
+    return out
+
+
+def reference_sum_choices(rows: Tensor, topk_ids: Tensor, first_expert: int, num_experts: int) -> Tensor:
+    """The same in torch."""
+    is_local = (topk_ids >= first_expert) & (topk_ids < first_expert + num_experts)
+    return torch.where(is_local[:, :, None], rows.float(), 0.0).sum(1).to(rows.dtype)

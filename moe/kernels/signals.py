@@ -1,0 +1,250 @@
+"""A down projection that says block by block what is done, and a copy that begins as soon as it is said.
+
+    compute stream   | down: block 0 | block 1 | block 2 | ...        a block is done: its signal counts up
+    comm stream      ~~~~~~~~~~~~~~~~| copy 0  | copy 1  | copy 2     waits for the signal on the device, then copies
+
+So results leave while the same GEMM still runs: what single-batch overlap does inside one chunk. The combine of
+SGLang's is a changed DeepEP that waits for a changed DeepGEMM; these two are a pair of their own and need neither.
+
+A signal is one int32 for every block of 64 rows of an expert, `int32[E * ceil(C / 64)]`. Every tile of columns adds one
+when it is stored (release); a block is done when all tiles of its columns have (`threshold`). The copy reads it
+(acquire), copies the block and sets it back to 0, so that a captured graph needs nothing in between.
+
+**No dead-lock.** A program that waits holds its SM. So the two share the SMs out (`ubatch.sm_budget`), and the
+producer is launched first: its programs then have SMs to run on whatever the copy's do. Whoever waits for longer than
+`patience` looks gives up and says so (`Signals.check`), rather than hang the device.
+
+Layout: the low-latency one, rows sorted by expert, with room for `C` of each. Source: seed documents; SGLang's
+`CombineOverlapArgs` and `DownGemmOverlapArgs` (`num_sms`, `block_m`, `threshold`, `signal`); Hopper's shapes.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from ubatch import UBatchError
+from ubatch.triton_jit import INTERPRETED, cdiv, jit, power_of_2
+
+__all__ = [
+    "BLOCK_ROWS",
+    "SignalTimeout",
+    "Signals",
+    "copy_signalled",
+    "make_signals",
+    "project_down_signalling",
+    "reference_counts",
+]
+
+BLOCK_ROWS = 64
+_BLOCK_COLUMNS = 128
+_BLOCK_DEPTH = 64
+_COPIED_COLUMNS = 1024
+_PATIENCE = 1 << 26
+"""Looks at a signal: some ten seconds."""
+
+
+class SignalTimeout(UBatchError):
+    """A copy waited for a block that nobody finished; what it copied is not complete."""
+
+
+@dataclass(frozen=True)
+class Signals:
+    """What a producer and its copy share. One pair at a time.
+
+    Attributes:
+        counts: `[E * ceil(C / block_rows)]` int32, zeros between uses.
+        gave_up: `[1]` int32, whether a copy has.
+        block_rows: rows that one signal is for.
+        threshold: how far a signal counts until its block is done.
+        patience: how often a program looks before it gives up.
+    """
+
+    counts: Tensor
+    gave_up: Tensor
+    block_rows: int
+    threshold: int
+    patience: int = _PATIENCE
+
+    def check(self) -> None:
+        """Ask the device whether all copies since the last check were complete. The host waits for it.
+
+        Raises:
+            SignalTimeout: one gave up.
+        """
+        if self.gave_up.item():
+            self.gave_up.zero_()
+            self.counts.zero_()
+            raise SignalTimeout(
+                f"a copy looked {self.patience} times for a block of {self.block_rows} rows that was not finished. "
+                "Launch the projection before the copy, and leave it SMs to run on (comm_sms)."
+            )
+
+
+def make_signals(num_experts: int, capacity: int, columns: int, device: torch.device | str) -> Signals:
+    """Signals for `[num_experts, capacity, columns]` results, all zero."""
+    blocks = num_experts * cdiv(capacity, BLOCK_ROWS)
+    return Signals(
+        torch.zeros(blocks, dtype=torch.int32, device=device),
+        torch.zeros(1, dtype=torch.int32, device=device),
+        BLOCK_ROWS,
+        cdiv(columns, _BLOCK_COLUMNS),
+    )
+
+
+@jit("rows_per_expert", "capacity")
+def _down_signalling_kernel(
+    out: tl.tensor,
+    x: tl.tensor,
+    w: tl.tensor,
+    rows_per_expert: tl.tensor,
+    signals: tl.tensor,
+    capacity: tl.tensor,
+    E: tl.constexpr,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    UPCAST: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+) -> None:
+    COLUMN_TILES: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    blocks = (capacity + BLOCK_M - 1) // BLOCK_M  # of an expert
+    # Tiles of one block come one after the other, so that blocks are done early, and in order.
+    for tile in tl.range(tl.program_id(0), E * blocks * COLUMN_TILES, tl.num_programs(0)):
+        block = tile // COLUMN_TILES
+        expert, first = block // blocks, block % blocks * BLOCK_M
+        rows = first + tl.arange(0, BLOCK_M)
+        count = tl.minimum(tl.load(rows_per_expert + expert), capacity)
+        if first < count:
+            columns = tile % COLUMN_TILES * BLOCK_N + tl.arange(0, BLOCK_N)
+            a = x + (expert.to(tl.int64) * capacity + rows)[:, None] * K
+            b = w + (expert.to(tl.int64) * N + columns)[None, :] * K
+            sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+            for start in tl.range(0, K, BLOCK_K):
+                depth = start + tl.arange(0, BLOCK_K)
+                rows_tile = tl.load(a + depth[None, :], mask=(rows < count)[:, None] & (depth < K)[None, :], other=0)
+                weights = tl.load(b + depth[:, None], mask=(depth < K)[:, None] & (columns < N)[None, :], other=0)
+                if UPCAST:
+                    rows_tile, weights = rows_tile.to(tl.float32), weights.to(tl.float32)
+                sums = tl.dot(rows_tile, weights, sums, input_precision="ieee")
+            place = out + (expert.to(tl.int64) * capacity + rows)[:, None] * N + columns[None, :]
+            tl.store(place, sums.to(out.dtype.element_ty), mask=(rows < count)[:, None] & (columns < N)[None, :])
+            tl.debug_barrier()  # all threads of the program have stored, before one of them says so
+            tl.atomic_add(signals + block, 1, sem="release")
+
+
+@jit("rows_per_expert", "capacity", "patience")
+def _copy_signalled_kernel(
+    out: tl.tensor,
+    y: tl.tensor,
+    rows_per_expert: tl.tensor,
+    signals: tl.tensor,
+    gave_up: tl.tensor,
+    capacity: tl.tensor,
+    patience: tl.tensor,
+    E: tl.constexpr,
+    N: tl.constexpr,
+    THRESHOLD: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+) -> None:
+    blocks = (capacity + BLOCK_M - 1) // BLOCK_M
+    for block in tl.range(tl.program_id(0), E * blocks, tl.num_programs(0)):
+        expert, first = block // blocks, block % blocks * BLOCK_M
+        count = tl.minimum(tl.load(rows_per_expert + expert), capacity)
+        if first < count:
+            done, looks = tl.atomic_add(signals + block, 0, sem="acquire"), 0
+            while (done < THRESHOLD) & (looks < patience):
+                done = tl.atomic_add(signals + block, 0, sem="acquire")
+                looks += 1
+            if done < THRESHOLD:
+                tl.atomic_xchg(gave_up, 1)
+            else:
+                tl.debug_barrier()  # no thread reads before the one that has seen the signal
+                for row in tl.range(first, tl.minimum(first + BLOCK_M, count)):
+                    begin = (expert.to(tl.int64) * capacity + row) * N
+                    for start in tl.range(0, N, BLOCK_N):
+                        columns = start + tl.arange(0, BLOCK_N)
+                        # Past the first-level cache, which another SM's stores do not reach.
+                        values = tl.load(y + begin + columns, mask=columns < N, cache_modifier=".cg")
+                        tl.store(out + begin + columns, values, mask=columns < N)
+                tl.atomic_xchg(signals + block, 0, sem="relaxed")
+
+
+def project_down_signalling(
+    x: Tensor, w2: Tensor, rows_per_expert: Tensor, signals: Signals, num_programs: int
+) -> Tensor:
+    """The down projection of batches; every block of rows says when it is done.
+
+    Args:
+        x: `[E, C, I]`, contiguous; what is behind an expert's rows is not read.
+        w2: `[E, H, I]`, contiguous, dtype of `x`: float32, bfloat16 or float16.
+        rows_per_expert: `[E]` int32.
+        signals: from `make_signals(E, C, H, ...)`.
+        num_programs: SMs to use.
+
+    Returns:
+        `[E, C, H]`, dtype of `x`; behind an expert's rows undefined.
+    """
+    experts, capacity, depth = x.shape
+    columns = w2.shape[1]
+    y = x.new_empty(experts, capacity, columns)
+    if y.numel():
+        tiles = signals.counts.shape[0] * signals.threshold
+        _down_signalling_kernel[(min(num_programs, tiles),)](
+            y,
+            x,
+            w2,
+            rows_per_expert,
+            signals.counts,
+            capacity,
+            E=experts,
+            N=columns,
+            K=depth,
+            UPCAST=INTERPRETED,
+            BLOCK_M=signals.block_rows,
+            BLOCK_N=_BLOCK_COLUMNS,
+            BLOCK_K=min(_BLOCK_DEPTH, power_of_2(depth, 16)),
+            num_warps=4,
+            num_stages=3,
+        )
+    return y
+
+
+def copy_signalled(y: Tensor, rows_per_expert: Tensor, signals: Signals, out: Tensor, num_programs: int) -> None:
+    """Copy every block of `y` to `out` once it is done. Launched after the projection, on another stream that does not
+    wait for it.
+
+    Args:
+        y: `[E, C, H]`, what the projection writes.
+        rows_per_expert: `[E]` int32.
+        signals: the projection's; zero afterwards.
+        out: as `y`: memory that a transport sends from, such as a peer's or the host's (pinned) as this GPU sees it.
+        num_programs: SMs to use; together with the projection's no more than there are.
+    """
+    experts, capacity, columns = y.shape
+    if y.numel():
+        _copy_signalled_kernel[(min(num_programs, signals.counts.shape[0]),)](
+            out,
+            y,
+            rows_per_expert,
+            signals.counts,
+            signals.gave_up,
+            capacity,
+            signals.patience,
+            E=experts,
+            N=columns,
+            THRESHOLD=signals.threshold,
+            BLOCK_M=signals.block_rows,
+            BLOCK_N=min(_COPIED_COLUMNS, power_of_2(columns)),
+            num_warps=4,
+        )
+
+
+def reference_counts(rows_per_expert: Tensor, capacity: int, signals: Signals) -> Tensor:
+    """What the signals count once the projection is done: `threshold` for every block that has rows. In torch."""
+    first = torch.arange(cdiv(capacity, signals.block_rows), device=rows_per_expert.device) * signals.block_rows
+    has_rows = first < rows_per_expert.clamp(max=capacity)[:, None]
+    return (has_rows * signals.threshold).flatten().to(torch.int32)

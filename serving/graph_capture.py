@@ -1,0 +1,49 @@
+"""Capturing a runner's steps at the start: a progress bar with the memory each graph took, and a line in the log."""
+
+from __future__ import annotations
+
+import logging
+
+from tqdm import tqdm
+
+from model_runner import ModelRunner
+from serving.logs import log_event
+from ubatch import CapturedGraph
+
+__all__ = ["capture_graphs"]
+
+_logger = logging.getLogger(__name__)
+_MIB = 2**20
+
+
+def capture_graphs(runner: ModelRunner, *, show: bool = True) -> list[CapturedGraph]:
+    """Capture what the runner is set up to capture; nothing where it runs eagerly. All ranks of a group must call it.
+
+    Args:
+        runner: not captured yet.
+        show: a progress bar, where standard error is a terminal.
+
+    Raises:
+        CaptureFailed: see there.
+    """
+    total = len(runner.graph_shapes)
+    if not total:
+        return []
+    with tqdm(total=total, desc="capture", unit="graph", disable=None if show else True, leave=False) as bar:
+
+        def progress(graph: CapturedGraph) -> None:
+            size = f"{graph.nbytes / _MIB:.1f} MiB"
+            bar.set_postfix_str(f"{graph.key}: {size}")
+            bar.update()
+            log_event(_logger, "graph captured", level=logging.DEBUG, key=graph.key, memory=size, seconds=graph.seconds)
+
+        graphs = runner.capture_graphs(progress)
+    log_event(
+        _logger,
+        "graphs captured",
+        graphs=len(graphs),
+        overlapped=sum(graph.key.overlapped for graph in graphs),
+        memory=f"{sum(graph.nbytes for graph in graphs) / _MIB:.1f} MiB",
+        seconds=sum(graph.seconds for graph in graphs),
+    )
+    return graphs

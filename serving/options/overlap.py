@@ -1,0 +1,89 @@
+"""From settings to when and how steps overlap.
+
+    --enable-dbo                                     lanes, under the schedule of the step's mode
+    --enable-single-batch-overlap                    one lane, experts in two chunks: `single_batch`
+    both                                             lanes whose experts are in two chunks
+
+SGLang has the same two flags and lets them exclude each other. A schedule of the file's `schedules` is taken as it is
+written, chunks included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from serving.options.sources import Settings, Source
+from ubatch import SCHEDULES, ConfigError, Schedule, UBatchConfig, nearest
+from ubatch.modes import MODE_KEYS, ModeSettings
+
+__all__ = ["overlap_config"]
+
+_CHUNKS = 2
+_SAME_NAME = (
+    "dbo_decode_token_threshold",
+    "dbo_prefill_token_threshold",
+    "split_by",
+    "tbo_token_distribution_threshold",
+    "timeout_s",
+)
+
+
+def overlap_config(s: Settings) -> UBatchConfig:
+    """The runtime's settings.
+
+    Raises:
+        ConfigError: settings contradict each other, or name a schedule that there is not.
+    """
+    schedules = UBatchConfig.from_mapping({"schedules": s["schedules"] or {}}).schedules
+    modes = {key: mode for key in MODE_KEYS if (mode := _mode(s, key, schedules)) is not None}
+    schedule: Schedule | str = s["schedule"]
+    if s["enable_single_batch_overlap"] and not s["enable_dbo"] and not s.given("schedule"):
+        schedule = "single_batch"
+    return UBatchConfig(
+        enable_dbo=s["enable_dbo"] or s["enable_single_batch_overlap"],
+        num_ubatches=s["ubatch_size"],
+        schedule=_in_force(s, "schedule", schedule, schedules),
+        schedules=schedules,
+        modes=modes,
+        **{name: s[name] for name in _SAME_NAME},
+    )
+
+
+def _mode(s: Settings, key: str, schedules: Mapping[str, Schedule]) -> ModeSettings | None:
+    """What a mode has of its own, from its flag and from the file."""
+    flag = f"schedule_{key}"
+    if s[key] is None and s[flag] is None:
+        return None
+    own = ModeSettings.from_mapping(s.spell(key), s[key] or {})
+    if s[flag] is not None:
+        if own.schedule not in (None, s[flag]) and s.all[flag].source is Source.FILE:
+            raise ConfigError(
+                f"{s.spell(flag)} ({s[flag]!r}) and {s.spell(key)} ({own.schedule!r}) are one setting with two values. "
+                "Remove one."
+            )
+        own = replace(own, schedule=s[flag])
+    if own.schedule is None:
+        return own
+    spelled = flag if s[flag] is not None else key
+    return replace(own, schedule=_in_force(s, spelled, own.schedule, schedules))
+
+
+def _in_force(s: Settings, setting: str, asked: Schedule | str, schedules: Mapping[str, Schedule]) -> Schedule | str:
+    """What a schedule's name stands for, with both flags in mind; `setting` is where it was given."""
+    known = {**SCHEDULES, **schedules}
+    if not isinstance(asked, str) or asked not in known:
+        raise ConfigError(f"{s.spell(setting)}: unknown schedule {asked!r}{nearest(str(asked), known)}")
+    schedule = known[asked]
+    if not s["enable_single_batch_overlap"]:
+        return asked
+    if not s["enable_dbo"] and schedule.lanes > 1:
+        raise ConfigError(
+            f"{s.spell(setting)}: schedule {asked!r} has {schedule.lanes} lanes, but only "
+            f"{s.spell('enable_single_batch_overlap')} is given, which runs one. Add --enable-dbo to have both."
+        )
+    if asked in schedules or schedule.chunks > 1:
+        return asked
+    if schedule.lanes == 1:
+        return "single_batch"
+    return replace(schedule, name=f"{asked}_{_CHUNKS}_chunks", chunks=_CHUNKS)

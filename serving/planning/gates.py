@@ -1,0 +1,116 @@
+"""What the simulator says where somebody has published what happened: the first gate.
+
+Only the shapes of the runs are taken from that publication, never its gains; no constant was fitted to them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+
+from serving.planning.constants import Hardware, load_constants
+from serving.planning.costs import LayerCosts
+from serving.planning.shapes import ModelShape, read_model
+from serving.planning.steps import plain_step, predict_step
+from serving.planning.workload import Mode, Workload
+from ubatch.schedule import SCHEDULES
+
+__all__ = ["Gate", "crossover", "published_gates"]
+
+
+@dataclass(frozen=True)
+class Gate:
+    """A prediction beside what was published or measured.
+
+    Attributes:
+        name: what is compared.
+        predicted: a gain (0.25 is 25% more throughput), or a number of `unit`.
+        observed: what was published or measured, as text.
+        distance: of the prediction from that, as a share; 0 inside a published range.
+        limit: the gate fails beyond it; None where the comparison is no gate.
+    """
+
+    name: str
+    predicted: float
+    observed: str
+    distance: float
+    limit: float | None
+    unit: str = "gain"
+
+    @property
+    def passed(self) -> bool:
+        """Whether the prediction is near enough."""
+        return self.limit is None or self.distance <= self.limit
+
+    def __str__(self) -> str:
+        value = f"{self.predicted:+.1%}" if self.unit == "gain" else f"{self.predicted:.0f} {self.unit}"
+        verdict = "no gate" if self.limit is None else "passed" if self.passed else "FAILED"
+        return f"{self.name:48} {value:>12} {self.observed:>24} {self.distance * 100:8.1f}  {verdict}"
+
+
+def published_gates() -> list[Gate]:
+    """All comparisons with SGLang's two-batch overlap of DeepSeek-V3 on H100."""
+    constants = load_constants()
+    model, hardware = read_model("deepseek-v3"), constants.machine("h100-ib")
+    return [
+        *_prefill_gates(model, hardware),
+        *_decode_gates(model, hardware),
+        _verify_comparison(model, hardware),
+    ]
+
+
+def _prefill_gates(model: ModelShape, hardware: Hardware) -> Iterator[Gate]:
+    published = load_constants().gates
+    low, high = published.prefill.gain
+    for context in published.prefill.contexts:
+        ep, tokens = published.prefill.ep, published.prefill.tokens
+        gain = _gain(model, hardware, Workload(Mode.PREFILL, tokens, context, ep, 1, published.redundant_experts))
+        distance = max(0.0, low - gain, gain - high)
+        name = f"prefill, EP {ep}, {tokens} tokens, prompts of {context}"
+        yield Gate(name, gain, f"{low:+.0%} to {high:+.0%}", distance, published.points)
+
+
+def _decode_gates(model: ModelShape, hardware: Hardware) -> Iterator[Gate]:
+    published = load_constants().gates
+    run = published.decode
+
+    def gain(tokens: int) -> float:
+        load = Workload(Mode.DECODE, tokens, run.context, run.ep, 1, published.redundant_experts)
+        return _gain(model, hardware, load)
+
+    for tokens, expected in run.gains.items():
+        found = gain(tokens)
+        name = f"decode, EP {run.ep}, {tokens} tokens"
+        yield Gate(name, found, f"{expected:+.1%}", abs(found - expected), published.points)
+    low, high = run.crossover
+    distance = max(0.0, gain(low), -gain(high))
+    found = crossover({tokens: gain(tokens) for tokens in range(low // 4, 4 * high, 8)})
+    where = f"between {low} and {high} tokens"
+    yield Gate(f"decode, EP {run.ep}, crossover", found, where, distance, published.points, "tokens")
+
+
+def _verify_comparison(model: ModelShape, hardware: Hardware) -> Gate:
+    """Beside the gates: their attention was slowed by dummy kernels, by how much was not published."""
+    published = load_constants().gates
+    run = published.verify
+    load = Workload(Mode.VERIFY, run.tokens, run.context, run.ep, run.tokens_per_sequence, published.redundant_experts)
+    gain = _gain(model, hardware, load)
+    name = f"verify, EP {run.ep}, {run.tokens} tokens, simulated"
+    return Gate(name, gain, f"{run.gain:+.0%}", abs(gain - run.gain), None)
+
+
+def crossover(gains: Mapping[int, float]) -> float:
+    """The number of tokens from which on the gain is positive, between the points linear; the last one if none is."""
+    points = sorted(gains.items())
+    for (before, loss), (after, gain) in pairwise(points):
+        if loss < 0 <= gain:
+            return before + (after - before) * -loss / (gain - loss)
+    return float(points[0][0] if points[0][1] >= 0 else points[-1][0])
+
+
+def _gain(model: ModelShape, hardware: Hardware, workload: Workload) -> float:
+    """Throughput of SGLang's schedule over its plain forward."""
+    costs = LayerCosts(model, hardware, workload)
+    name = "two_batch_prefill" if workload.mode is Mode.PREFILL else "two_batch_decode"
+    return plain_step(costs).seconds / predict_step(costs, SCHEDULES[name]).seconds - 1

@@ -1,0 +1,72 @@
+"""What single kernels take on a GPU, from its datasheet and the shares of it that published kernels reach."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from serving.planning.constants import Gpu, Kernels
+from serving.planning.tables import interpolated
+
+__all__ = ["BF16", "FP8", "KernelTimes"]
+
+FP8, BF16 = 1, 2
+"""Bytes of a value."""
+
+
+@dataclass(frozen=True)
+class KernelTimes:
+    """Seconds of a kernel, the gap to the next one included.
+
+    Attributes:
+        gpu: the datasheet.
+        kernels: the constants.
+        share: of the SMs, that compute has: less than 1 while communication runs on the others. It moves as much less,
+            too, since those others move data all the time.
+        unlisted: multiplies everything.
+    """
+
+    gpu: Gpu
+    kernels: Kernels
+    share: float = 1.0
+    unlisted: float = 1.0
+
+    def gemm(self, rows: float, n: int, k: int, *, width: int = FP8, groups: float = 1.0) -> float:
+        """`[rows, k] x [k, n]` with a bf16 output; with `groups`, so many `[k, n]` for equal shares of the rows.
+
+        Args:
+            rows: all groups' together.
+            n, k: of one matrix.
+            width: bytes of a value in both inputs.
+            groups: matrices; an expected number need not be whole.
+        """
+        kernel, gpu = self.kernels.gemm, self.gpu
+        moved = groups * n * k * width + rows * k * width + rows * n * BF16
+        tiled = groups * kernel.tile_rows * -(-rows / groups // kernel.tile_rows)
+        tflops = gpu.fp8_tflops * kernel.fp8_fraction if width == FP8 else gpu.bf16_tflops * kernel.bf16_fraction
+        memory = moved / self._bytes_per_s(kernel.hbm_fraction)
+        compute = 2 * tiled * n * k / (tflops * 1e12 * self.share)
+        both = (memory**kernel.norm + compute**kernel.norm) ** (1 / kernel.norm)
+        return self._with_overhead(kernel.launch_us, both)
+
+    def elementwise(self, moved: float) -> float:
+        """A kernel that reads and writes `moved` bytes in all."""
+        kernel = self.kernels.elementwise
+        return self._with_overhead(kernel.launch_us, moved / self._bytes_per_s(kernel.hbm_fraction))
+
+    def decode_attention(self, flops: float, moved: float) -> float:
+        """Core attention that does so many operations over so many bytes of cache."""
+        kernel = self.kernels.attention_decode
+        compute = flops / (self.gpu.bf16_tflops * 1e12 * kernel.flops_fraction * self.share)
+        return self._with_overhead(kernel.fixed_us, max(compute, moved / self._bytes_per_s(kernel.hbm_fraction)))
+
+    def prefill_attention(self, flops: float, length: int) -> float:
+        """Core attention of prompts of `length`; masked pairs do not count to `flops`."""
+        kernel = self.kernels.attention_prefill
+        reached = interpolated(kernel.tflops, length) / kernel.peak_tflops
+        return self._with_overhead(0.0, flops / (self.gpu.bf16_tflops * 1e12 * reached * self.share))
+
+    def _bytes_per_s(self, fraction: float) -> float:
+        return self.gpu.hbm_gb_per_s * 1e9 * fraction * self.share
+
+    def _with_overhead(self, fixed_us: float, seconds: float) -> float:
+        return self.unlisted * ((fixed_us + self.kernels.gap_us) * 1e-6 + seconds)

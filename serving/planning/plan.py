@@ -1,0 +1,153 @@
+"""Which schedule a machine that is not here would run best, from how many tokens on, and what bounds it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from serving.planning.constants import Hardware
+from serving.planning.costs import LayerCosts
+from serving.planning.shapes import ModelShape
+from serving.planning.steps import Step, predict_step
+from serving.planning.workload import Workload
+from ubatch.schedule import SCHEDULES, SERIAL, Schedule
+from ubatch.search import search_schedules
+
+__all__ = ["Plan", "make_plan"]
+
+_PAYS = 1.01
+"""A schedule pays where it is faster than serial by this factor; less is noise on any machine."""
+_MOST_TOKENS = 32768
+_EXPOSED = 0.05
+"""Of a step: above it, waiting is what bounds the step."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A prediction.
+
+    Attributes:
+        model, hardware, workload: what it is for.
+        best: the fastest step found.
+        serial: one lane, nothing in chunks.
+        named: the schedules that have names, for comparison.
+        threshold: fewest tokens of a rank at which the best schedule pays; None if it never does, or is serial itself.
+        extrapolated: the link's figures were not published for so many ranks.
+    """
+
+    model: ModelShape
+    hardware: Hardware
+    workload: Workload
+    best: Step
+    serial: Step
+    named: Mapping[str, Step]
+    threshold: int | None
+    extrapolated: bool
+
+    @property
+    def speedup(self) -> float:
+        """Over serial."""
+        return self.serial.seconds / self.best.seconds
+
+    @property
+    def bound(self) -> str:
+        """What bounds the best step, in words."""
+        best = self.best
+        busy = f"compute {best.compute_s * 1e3:.1f} ms, communication {best.communication_s * 1e3:.1f} ms"
+        if best.exposed_s <= _EXPOSED * best.seconds:
+            return f"compute ({busy}; the link is hidden)"
+        waits = f"{best.exposed_s * 1e3:.1f} ms of {best.seconds * 1e3:.1f} wait for the link"
+        if best.communication_s >= best.compute_s:
+            return f"communication ({busy}; {waits})"
+        return f"the order of the stages ({busy}; {waits})"
+
+    def as_json(self) -> dict[str, Any]:
+        """What `--json` writes."""
+        return {
+            "prediction": True,
+            "hardware": self.hardware.name,
+            "model": self.model.name,
+            "workload": vars(self.workload),
+            "best": _as_json(self.best),
+            "serial": _as_json(self.serial),
+            "named": {name: _as_json(step) for name, step in self.named.items()},
+            "speedup": self.speedup,
+            "threshold": self.threshold,
+            "bound": self.bound,
+            "extrapolated": self.extrapolated,
+        }
+
+
+def make_plan(
+    model: ModelShape, hardware: Hardware, workload: Workload, *, max_lanes: int = 4, max_chunks: int = 4
+) -> Plan:
+    """Search all schedules, time the best exactly, and find from where on they pay.
+
+    Args:
+        model, hardware, workload: see there.
+        max_lanes, max_chunks: how far to look; lanes are never more than tokens.
+
+    Raises:
+        ConfigError: nothing was published for such a machine, or there is nothing to look for.
+    """
+    costs = LayerCosts(model, hardware, workload)
+    found = search_schedules(
+        lambda *shape: costs.lane(*shape).folded(),
+        model.moe_layers,
+        max_lanes=min(max_lanes, workload.tokens),
+        max_chunks=max_chunks,
+    )
+    serial = predict_step(costs, SERIAL)
+    steps = [predict_step(costs, candidate.schedule) for candidate in found]
+    best = min([serial, *steps], key=lambda step: step.seconds)
+    if best.seconds * _PAYS > serial.seconds:
+        best = serial
+    named = {
+        name: predict_step(costs, schedule)
+        for name, schedule in SCHEDULES.items()
+        if schedule.lanes <= workload.tokens and schedule != SERIAL
+    }
+    threshold = None if best is serial else _threshold(model, hardware, workload, best.schedule)
+    return Plan(
+        model, hardware, workload, best, serial, named, threshold, costs.transfers.extrapolated(prefill=costs.prefill)
+    )
+
+
+def _threshold(model: ModelShape, hardware: Hardware, workload: Workload, schedule: Schedule) -> int | None:
+    """The first power of two from which the schedule pays, then exactly between it and the one before."""
+
+    def pays(tokens: int) -> bool:
+        costs = LayerCosts(model, hardware, replace(workload, tokens=tokens))
+        return predict_step(costs, SERIAL).seconds >= _PAYS * predict_step(costs, schedule).seconds
+
+    fewest = max(2, schedule.lanes)
+    above = fewest
+    while not pays(above):
+        above *= 2
+        if above > _MOST_TOKENS:
+            return None
+    below = above // 2
+    while above > fewest and above - below > 1:
+        middle = (above + below) // 2
+        below, above = (below, middle) if pays(middle) else (middle, above)
+    return above
+
+
+def _as_json(step: Step) -> dict[str, Any]:
+    schedule = step.schedule
+    return {
+        "schedule": {
+            "name": schedule.name,
+            "lanes": schedule.lanes,
+            "chunks": schedule.chunks,
+            "chunk_dispatch": schedule.chunk_dispatch,
+            "lead": schedule.lead,
+            "points_off": sorted(schedule.points_off),
+            "shared_expert": str(schedule.shared_expert),
+        },
+        "seconds": step.seconds,
+        "compute_s": step.compute_s,
+        "communication_s": step.communication_s,
+        "exposed_s": step.exposed_s,
+    }

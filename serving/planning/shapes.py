@@ -1,0 +1,122 @@
+"""A model as the simulator sees it: the sizes of its matrices, read from `config.json` or from the presets."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from model_runner.hf_config import HFConfig
+from serving.planning.constants import load_constants
+from ubatch.errors import ConfigError, nearest
+
+__all__ = ["ModelShape", "read_model"]
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """Sizes of a decoder with MoE layers.
+
+    Attributes:
+        hidden: width of the residual stream.
+        layers: all of them, of which
+        dense_layers: have an MLP of width
+        dense_intermediate: instead of experts.
+        experts, top_k, intermediate: routed experts, how many a token visits, the width of one.
+        shared_intermediate: width of the shared experts together; 0 for none.
+        groups, top_groups: experts are chosen from the best groups; 1 of 1 without groups.
+        heads, head_dim: query heads; `head_dim` is that of values.
+        kv_heads: of keys and values; not used with latent attention.
+        q_lora_rank: of the compressed query, 0 where it is not compressed.
+        kv_lora_rank: of the latent; 0 for multi-head and grouped-query attention.
+        nope_dim, rope_dim: parts of a head's query and key that are not and are rotated. Latent attention only.
+        vocab: rows of the head.
+    """
+
+    name: str
+    hidden: int
+    layers: int
+    dense_layers: int
+    dense_intermediate: int
+    experts: int
+    top_k: int
+    intermediate: int
+    shared_intermediate: int
+    groups: int
+    top_groups: int
+    heads: int
+    head_dim: int
+    kv_heads: int
+    q_lora_rank: int
+    kv_lora_rank: int
+    nope_dim: int
+    rope_dim: int
+    vocab: int
+
+    @property
+    def moe_layers(self) -> int:
+        """Layers with experts."""
+        return self.layers - self.dense_layers
+
+    @property
+    def latent(self) -> bool:
+        """Whether attention is latent (MLA)."""
+        return self.kv_lora_rank > 0
+
+    @classmethod
+    def from_config(cls, name: str, values: Mapping[str, Any], path: Path) -> ModelShape:
+        """From the entries of a `config.json`.
+
+        Raises:
+            CheckpointError: an entry is missing or not a number.
+            ConfigError: the model has no routed experts.
+        """
+        config = HFConfig(values, path)
+        experts = config.integer("n_routed_experts", "num_experts", "num_local_experts", default=0, at_least=0)
+        if not experts:
+            raise ConfigError(f"{path}: the model has no routed experts; there is no expert-parallel step to plan.")
+        inner = config.integer("moe_intermediate_size", "intermediate_size")
+        shared = config.integer("n_shared_experts", default=0, at_least=0)
+        heads = config.integer("num_attention_heads")
+        latent = config.integer("kv_lora_rank", default=0, at_least=0)
+        hidden = config.integer("hidden_size")
+        return cls(
+            name=name,
+            hidden=hidden,
+            layers=config.integer("num_hidden_layers"),
+            dense_layers=config.integer("first_k_dense_replace", default=0, at_least=0),
+            dense_intermediate=config.integer("intermediate_size"),
+            experts=experts,
+            top_k=config.integer("num_experts_per_tok"),
+            intermediate=inner,
+            shared_intermediate=shared * inner,
+            groups=config.integer("n_group", default=1),
+            top_groups=config.integer("topk_group", default=1),
+            heads=heads,
+            head_dim=config.integer("v_head_dim", "head_dim", default=hidden // heads),
+            kv_heads=config.integer("num_key_value_heads", default=heads),
+            q_lora_rank=config.integer("q_lora_rank", default=0, at_least=0),
+            kv_lora_rank=latent,
+            nope_dim=config.integer("qk_nope_head_dim") if latent else 0,
+            rope_dim=config.integer("qk_rope_head_dim") if latent else 0,
+            vocab=config.integer("vocab_size"),
+        )
+
+
+def read_model(name: str) -> ModelShape:
+    """A preset (`deepseek-v3`, `qwen3-30b-a3b`, ...) or a checkpoint folder.
+
+    Raises:
+        ConfigError: neither.
+    """
+    presets = load_constants().models
+    if name in presets:
+        return ModelShape.from_config(name, presets[name], Path("constants.yaml"))
+    path = Path(name) / "config.json"
+    if not path.is_file():
+        raise ConfigError(
+            f"{name!r} is neither a folder with a config.json nor one of {', '.join(presets)}{nearest(name, presets)}"
+        )
+    return ModelShape.from_config(Path(name).name, json.loads(path.read_text(encoding="utf-8")), path)

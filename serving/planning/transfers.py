@@ -1,0 +1,72 @@
+"""What dispatch and combine take, from DeepEP's published tables: by ranks, tokens, width, top-k and the network card.
+
+low latency       latency + bytes / bandwidth; both ends occupy the SMs, what lies between occupies only the link
+high throughput   bytes to every distinct node of a token / bandwidth
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from serving.planning.constants import Link
+from serving.planning.routing import expected_destinations
+from serving.planning.shapes import ModelShape
+from serving.planning.tables import interpolated
+from ubatch.errors import ConfigError
+
+__all__ = ["Transfers"]
+
+_KINDS = ("dispatch", "combine")
+_BYTES_PER_VALUE = {"dispatch": 1 + 4 / 128, "combine": 2.0}  # fp8 with a float32 scale for 128 values; bf16
+
+
+class Transfers:
+    """The link between `ep` ranks, for one model.
+
+    Raises:
+        ConfigError: more ranks than any published row, or fewer than two.
+    """
+
+    def __init__(self, model: ModelShape, link: Link, ep: int) -> None:
+        largest = max(link.low_latency_us)
+        if not 2 <= ep <= largest:
+            raise ConfigError(f"ep must lie between 2 and {largest}, the most that was published, not {ep}.")
+        self.model = model
+        self.link = link
+        self.ep = ep
+
+    def extrapolated(self, *, prefill: bool) -> bool:
+        """Whether the table has no row for so many ranks, nor rows on both sides."""
+        table = self.link.high_throughput_gb_per_s if prefill else self.link.low_latency_us
+        return not min(table) <= self.ep <= max(table)
+
+    def low_latency_s(self, kind: str, tokens: int, chunks: int, skew: float) -> tuple[float, float, float]:
+        """Seconds to send (SMs), to travel (link) and to receive (SMs), all chunks together."""
+        link, model = self.link, self.model
+        reference = link.reference_tokens * link.reference_top_k * link.reference_hidden
+        share = tokens * model.top_k * model.hidden / reference
+        carried_us = _at(link.low_latency_us, self.ep, kind) - link.latency_us
+        carried_us *= share * skew * self._slower_card()
+        total_us = chunks * link.latency_us + carried_us
+        ends_us = [
+            chunks * empty + (full - empty) * share for empty, full in (link.send_us[kind], link.receive_us[kind])
+        ]
+        return ends_us[0] * 1e-6, max(0.0, total_us - sum(ends_us)) * 1e-6, ends_us[1] * 1e-6
+
+    def high_throughput_s(self, kind: str, tokens: int, chunks: int) -> float:
+        """Seconds, all chunks together."""
+        link, model = self.link, self.model
+        places = self.ep if self.ep <= link.gpus_per_node else -(-self.ep // link.gpus_per_node)
+        moved = tokens * expected_destinations(model, places, chunks) * model.hidden * _BYTES_PER_VALUE[kind]
+        speed = _at(link.high_throughput_gb_per_s, self.ep, kind) * 1e9
+        return chunks * link.latency_us * 1e-6 + moved / speed * self._slower_card()
+
+    def _slower_card(self) -> float:
+        """How much longer bytes take than on the machine that was measured; inside a node no card is involved."""
+        inside = self.ep <= self.link.gpus_per_node
+        return 1.0 if inside else self.link.reference_nic_gb_per_s / self.link.nic_gb_per_s
+
+
+def _at(table: Mapping[int, tuple[float, float]], ep: int, kind: str) -> float:
+    column = _KINDS.index(kind)
+    return interpolated({ranks: row[column] for ranks, row in table.items()}, ep)

@@ -1,0 +1,149 @@
+"""`ubatch simulate`: predict which schedule a machine that is not here would run best, and how well predictions hold.
+
+    ubatch simulate --hardware h100-ib --ep 128 --model deepseek-v3 --mode decode
+    ubatch simulate --gates
+    ubatch simulate --measured overlap.json
+
+`docs/simulate.md` says what is modelled and what is not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tyro
+from pydantic import BaseModel, Field
+
+from serving.bench import write_json
+from serving.planning.constants import load_constants
+from serving.planning.gates import Gate, published_gates
+from serving.planning.plan import Plan, make_plan
+from serving.planning.shapes import read_model
+from serving.planning.steps import Step
+from serving.planning.workload import Mode, Workload
+from ubatch.errors import ConfigError
+
+__all__ = ["Options", "run"]
+
+_TOKENS = {Mode.PREFILL: 8192, Mode.DECODE: 128, Mode.VERIFY: 256}
+
+
+class Options(BaseModel):
+    """What to predict."""
+
+    hardware: Annotated[str, Field(description="h100-ib, h800-ib, h200-ib, h20-ib or gb200-nvl72")] = "h100-ib"
+    model: Annotated[
+        str, Field(description="deepseek-v3, qwen3-30b-a3b, qwen3-235b-a22b, or a folder with a config.json")
+    ] = "deepseek-v3"
+    mode: Annotated[Literal["prefill", "decode", "verify"], Field(description="what the step does")] = "decode"
+    ep: Annotated[int, Field(description="expert-parallel ranks")] = 32
+    tokens: Annotated[int | None, Field(description="of a rank; 128 for decode, 256 for verify, 8192 for prefill")] = (
+        None
+    )
+    context: Annotated[int, Field(description="tokens of a sequence in the cache, or of a prompt")] = 4096
+    tokens_per_sequence: Annotated[int, Field(description="of a sequence, in verify")] = 2
+    redundant_experts: Annotated[int, Field(description="copies of experts beside the model's own")] = 0
+    skew: Annotated[float, Field(description="load of the busiest rank over the mean")] = 1.0
+    max_lanes: Annotated[int, Field(ge=1, description="most lanes to look at")] = 4
+    max_chunks: Annotated[int, Field(ge=1, description="most chunks to look at")] = 4
+    gates: Annotated[bool, Field(description="compare with published gains instead; fails if one is missed")] = False
+    measured: Annotated[
+        tuple[Path, ...], Field(description="compare with files of `ubatch bench overlap --json` instead")
+    ] = ()
+    live: Annotated[bool, Field(description="measure on this machine and compare instead; takes minutes")] = False
+    json_file: Annotated[
+        Path | None, tyro.conf.arg(name="json", metavar="FILE"), Field(description="write the results here")
+    ] = None
+
+
+def run(options: Options) -> int:
+    """Plan, or compare; 1 if a comparison failed."""
+    if options.gates or options.measured or options.live:
+        gates = _compare(options)
+        print_gates(gates)
+        results: dict[str, Any] = {"gates": [{**asdict(gate), "passed": gate.passed} for gate in gates]}
+        status = 0 if all(gate.passed for gate in gates) else 1
+    else:
+        plan = _plan(options)
+        print_plan(plan)
+        results, status = plan.as_json(), 0
+    if options.json_file is not None:
+        write_json(options.json_file, results)
+        print(f"wrote {options.json_file}")
+    return status
+
+
+def _compare(options: Options) -> list[Gate]:
+    gates = published_gates() if options.gates else []
+    if options.measured or options.live:
+        from serving.bench.overlap import Options as Bench  # these need the models
+        from serving.planning.measured import gates_of_results, live_gates
+
+        for path in options.measured:
+            gates += gates_of_results(path)
+        if options.live:
+            gates += live_gates(Bench(lanes=(2,), ratios=(1.0, 0.5, 2.0), blocks=8, sequences=4, sequence_length=64))
+    return gates
+
+
+def _plan(options: Options) -> Plan:
+    constants = load_constants()
+    hardware, model = constants.machine(options.hardware), read_model(options.model)
+    mode = Mode(options.mode)
+    workload = Workload(
+        mode=mode,
+        tokens=_TOKENS[mode] if options.tokens is None else options.tokens,
+        context=options.context,
+        ep=options.ep,
+        tokens_per_sequence=options.tokens_per_sequence if mode is Mode.VERIFY else 1,
+        redundant_experts=options.redundant_experts,
+        skew=options.skew,
+    )
+    if options.ep > model.experts + options.redundant_experts:
+        raise ConfigError(
+            f"{options.ep} ranks for {model.experts} experts and {options.redundant_experts} copies: some ranks would "
+            "have none. Take fewer ranks or more copies."
+        )
+    return make_plan(model, hardware, workload, max_lanes=options.max_lanes, max_chunks=options.max_chunks)
+
+
+def print_gates(gates: Sequence[Gate]) -> None:
+    """A line for each comparison, and how many were missed."""
+    print(f"{'':48} {'predicted':>12} {'observed':>24} {'points off':>10}")
+    for gate in gates:
+        print(gate)
+    missed = sum(not gate.passed for gate in gates)
+    print(f"{missed} of {sum(gate.limit is not None for gate in gates)} gates missed")
+
+
+def print_plan(plan: Plan) -> None:
+    """The prediction as text."""
+    load = plan.workload
+    print(
+        f"prediction for {plan.model.name} on {plan.hardware.name}, EP {load.ep}, {load.mode}: "
+        f"{load.tokens} tokens a rank, context {load.context}, busiest rank {load.skew:g}x"
+    )
+    if plan.extrapolated:
+        print("  the link's figures were not published for so many ranks; the nearest row was taken")
+    print(f"  best       {plan.best.schedule.describe()}")
+    serial_ms = plan.serial.seconds * 1e3
+    print(f"  step       {plan.best.seconds * 1e3:.1f} ms, {plan.speedup:.2f}x serial ({serial_ms:.1f} ms)")
+    print(f"  bound by   {plan.bound}")
+    print(f"  threshold  {_threshold(plan)}")
+    for name, step in plan.named.items():
+        print(f"  {name:20} {step.seconds * 1e3:8.1f} ms  {_against(plan.serial, step)}")
+
+
+def _threshold(plan: Plan) -> str:
+    if plan.best.schedule.lanes * plan.best.schedule.chunks == 1:
+        return "none: stay serial"
+    if plan.threshold is None:
+        return "none: it does not pay at any size"
+    return f"{plan.threshold} tokens a rank"
+
+
+def _against(serial: Step, step: Step) -> str:
+    return f"{serial.seconds / step.seconds:.2f}x serial"

@@ -1,0 +1,261 @@
+"""`ubatch trace`: record steps of a running server or of an offline run, and say in words what they mean.
+
+recorded   one trace per rank: from a server's files, from files recorded earlier, or from ranks started here
+merged     on one clock, with the same step numbers
+written    trace.json (Perfetto), trace.html (a page that needs nothing else), summary.json (for scripts)
+said       a table, and a sentence for everything worth knowing
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import httpx
+import torch.distributed as dist
+import tyro
+from pydantic import BaseModel, Field
+
+from serving import generate
+from serving.trace_diagnosis import diagnose
+from serving.trace_finding import Finding
+from serving.trace_steps import Group, StepRecord, between_steps, group_steps, read_steps
+from ubatch import ConfigError, UBatchConfig, UBatchError, tracing, write_chrome, write_html
+from ubatch.trace_export import Clock
+from ubatch.trace_file import RankTrace, merge_traces, read_chrome
+from ubatch.trace_html import Remark
+
+__all__ = ["Options", "ServerRefused", "run"]
+
+_ANSWER_S = 150.0
+"""The ranks write their files before the server answers."""
+
+
+class ServerRefused(UBatchError):
+    """The server cannot be reached, or does not record."""
+
+
+class _Source(BaseModel):
+    """What to look at, and where to write."""
+
+    url: Annotated[str | None, Field(description="record a running server, such as http://127.0.0.1:8000")] = None
+    seconds: Annotated[float, Field(gt=0, description="with --url: how long; it must have requests meanwhile")] = 5.0
+    api_key: Annotated[str | None, Field(description="with --url: sent as a bearer token")] = None
+    files: Annotated[
+        tuple[Path, ...],
+        tyro.conf.arg(metavar="FILE [FILE ...]"),
+        Field(description="show what /stop_profile wrote earlier or elsewhere, one file per rank"),
+    ] = ()
+    out: Annotated[Path, Field(description="folder for trace.json, trace.html and summary.json")] = Path("trace")
+
+
+class Options(generate.Options, _Source):
+    """A server (--url), files (--files), or a checkpoint and prompts to run here, with the flags of `generate`."""
+
+    model: Annotated[tyro.conf.Positional[Path], Field(description="folder of a checkpoint to run here")] = Path()
+    prompt: Annotated[tuple[str, ...], Field(description="one or more prompts to run here")] = ()
+
+
+def run(options: Options) -> int:
+    """Record, write, print. 1 if there was no step.
+
+    Raises:
+        ConfigError: flags that contradict each other; a file that is no trace.
+        ServerRefused: the server cannot be reached, or does not record.
+        Others: see `ubatch generate`.
+    """
+    _check(options)
+    recorded = _record(options)
+    if recorded is None:  # a rank other than the first, under a launcher
+        return 0
+    ranks = merge_traces(recorded)
+    steps = read_steps(ranks)
+    measures = all(rank.measures for rank in ranks)
+    findings = diagnose(steps, measures=measures, between=[between_steps(rank) for rank in ranks])
+    if not steps:
+        print(_line(findings[0]))
+        return 1
+    for path in _write(options, ranks, recorded, steps, findings):
+        print(f"wrote {path}")
+    for row in _columns(_table(steps)):
+        print(row)
+    for finding in findings:
+        print(_line(finding))
+    return 0
+
+
+def _check(options: Options) -> None:
+    """Refuse flags that would do nothing."""
+    given = {
+        name
+        for name, field in Options.model_fields.items()
+        if getattr(options, name) != field.get_default(call_default_factory=True)
+    }
+    sources = {"--url": options.url is not None, "--files": bool(options.files), "--prompt": bool(options.prompt)}
+    chosen = [name for name, there in sources.items() if there]
+    if not chosen:
+        raise ConfigError("give --url of a running server, --files, or a checkpoint's folder and --prompt.")
+    source = chosen[0]
+    allowed = {"--url": {"url", "seconds", "api_key", "out"}, "--files": {"files", "out"}}
+    wrong = given - allowed[source] if source in allowed else given & {"seconds", "api_key"}
+    if wrong:
+        flag = "the checkpoint's folder" if "model" in wrong else f"--{sorted(wrong)[0].replace('_', '-')}"
+        raise ConfigError(f"{flag} has no effect with {source}. Remove it.")
+
+
+# --------------------------------------------------------------------------------------------------------- recording
+
+
+def _record(options: Options) -> list[RankTrace] | None:
+    if options.url is not None:
+        return _from_server(options)
+    return _from_files(options.files) if options.files else _offline(options)
+
+
+def _from_server(options: Options) -> list[RankTrace]:
+    """What a server's ranks did for some seconds. Its files stay where it wrote them."""
+    base = str(options.url).rstrip("/").removesuffix("/v1")
+    headers = {} if options.api_key is None else {"Authorization": f"Bearer {options.api_key}"}
+    # No proxies: the files are read here, so the server is near.
+    with httpx.Client(base_url=base, headers=headers, timeout=_ANSWER_S, trust_env=False) as client:
+        _ask(client, "/start_profile")
+        print(f"recording {options.seconds:g} s of {base}", file=sys.stderr)
+        try:
+            time.sleep(options.seconds)
+        finally:  # on Ctrl-C, too: else it would go on recording
+            files = [Path(name) for name in _ask(client, "/stop_profile")["files"]]
+    missing = [str(path) for path in files if not path.is_file()]
+    if missing:
+        raise ConfigError(
+            f"the ranks wrote {', '.join(map(str, files))} on their own machines, and {missing[0]} is not here. "
+            f"Copy the files and call `ubatch trace --files`."
+        )
+    return _from_files(files)
+
+
+def _ask(client: httpx.Client, path: str) -> Any:
+    try:
+        response = client.post(path)
+        response.raise_for_status()
+        return response.json()
+    except httpx.HTTPStatusError as error:
+        raise ServerRefused(
+            f"{client.base_url} answers {error.response.status_code} to {path}: {error.response.text[:500]}"
+        ) from error
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
+        raise ServerRefused(f"{client.base_url}{path} gives no answer that can be used: {error!r}.") from error
+
+
+def _from_files(files: Sequence[Path]) -> list[RankTrace]:
+    return [trace for file in files for trace in read_chrome(file)]
+
+
+def _offline(options: Options) -> list[RankTrace] | None:
+    """Generate, and record every step; prints what was generated."""
+    config = generate.prepare(options)
+    result = generate.on_every_rank(trace_on_rank, options, config)
+    if result is None:
+        return None
+    generated, traces = result
+    generate.print_generated(generated)
+    return list(traces)
+
+
+def trace_on_rank(
+    rank: int, world_size: int, options: generate.Options, config: UBatchConfig
+) -> tuple[generate.Generated, list[RankTrace]] | None:
+    """This rank's share of the prompts, recorded; rank 0 returns everything, the others None."""
+    with tracing() as trace:
+        generated = generate.generate_on_rank(rank, world_size, options, config)
+    spans = tuple(span for span in trace.spans if span.step > 0)  # before the first step graphs are captured
+    measures = generate.choose_device(options) == "cpu"
+    own = RankTrace(rank, spans, tuple(trace.notes), Clock.here(), measures)
+    traces: list[Any] = [own]
+    if world_size > 1:
+        traces = [None] * world_size
+        dist.gather_object(own, traces if rank == 0 else None)
+    return None if generated is None else (generated, traces)
+
+
+# ----------------------------------------------------------------------------------------------- writing and printing
+
+
+def _write(
+    options: Options,
+    ranks: Sequence[RankTrace],
+    recorded: Iterable[RankTrace],
+    steps: Sequence[StepRecord],
+    findings: Sequence[Finding],
+) -> list[Path]:
+    spans = {rank.rank: rank.spans for rank in ranks}
+    notes = {rank.rank: rank.notes for rank in ranks}
+    measures = all(rank.measures for rank in ranks)
+    source = options.url or (", ".join(map(str, options.files)) if options.files else str(options.model))
+    facts = {"source": source, "ranks": str(len(ranks))}
+    if len({rank.clock.host for rank in recorded}) > 1:
+        facts["clock"] = "time of day: the ranks ran on several machines"
+    paths = [options.out / name for name in ("trace.json", "trace.html", "summary.json")]
+    try:
+        options.out.mkdir(parents=True, exist_ok=True)
+        write_chrome(paths[0], spans, notes=notes, measures=measures, clock=ranks[0].clock)
+        write_html(
+            paths[1],
+            spans,
+            title="ubatch trace",
+            summary=facts,
+            notes=notes,
+            remarks=[Remark(str(finding.kind), finding.text) for finding in findings],
+            table=_table(steps),
+        )
+        summary = {
+            **facts,
+            "groups": [asdict(group) for group in group_steps(steps)],
+            "findings": [asdict(finding) for finding in findings],
+        }
+        paths[2].write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            f"cannot write to {options.out}: {error.strerror}. Choose another folder with --out."
+        ) from error
+    return paths
+
+
+def _table(steps: Sequence[StepRecord]) -> list[list[str]]:
+    """Figures of all steps; the first row is the heading."""
+    groups = group_steps(steps)
+    if len(groups) > 1:
+        groups += group_steps(steps, key=lambda _: ("", "all"))
+    head = ["all steps", "steps", "tokens", "median ms", "hidden", "exposed", "hand-off", "idle"]
+    return [head, *map(_row, groups)]
+
+
+def _row(group: Group) -> list[str]:
+    total, (few, many) = group.total, group.tokens
+    shares = (total.exposed_s, total.handoff_s, total.idle_s)
+    return [
+        f"{group.mode} {group.outcome}".strip(),
+        str(group.steps),
+        str(few) if few == many else f"{few}-{many}",
+        f"{group.step_s * 1e3:.2f}",
+        f"{total.hidden_fraction:.0%}" if total.communication_s else "none sent",
+        *(f"{share / total.wall_s:.1%}" if total.wall_s else "-" for share in shares),
+    ]
+
+
+def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
+        )
+        for row in rows
+    ]
+
+
+def _line(finding: Finding) -> str:
+    return f"{finding.kind}: {finding.text}"

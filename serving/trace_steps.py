@@ -1,0 +1,268 @@
+"""The steps of a trace, over all ranks: what each was, where its time went, and how overlapped ones compare.
+
+An overlapped step is compared with unsplit ones of its mode and of like size, where the trace has some. Else with the
+serial estimate: what it computed and what it sent, one after the other. The estimate flatters overlap, for it is made
+of *split* compute: where half a batch takes more than half the time, as in decode that reads all weights twice, an
+unsplit step would have computed for less. Waits for the other ranks to come are in neither of its sides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from statistics import fmean, median
+
+from ubatch import Span, SpanKind, TraceSummary, summarise
+from ubatch.trace import UNSPLIT, StepNote
+from ubatch.trace_export import by_step, computing, describe_outcome, handoffs, measure
+from ubatch.trace_file import RankTrace
+
+__all__ = [
+    "Basis",
+    "Comparison",
+    "Group",
+    "StepRecord",
+    "between_steps",
+    "compare",
+    "group_steps",
+    "read_steps",
+    "size_class",
+]
+
+LIKE_SIZE = 1.15
+"""Steps whose tokens differ by no more than this factor are of like size."""
+LEAST_STEPS = 3
+"""Fewer say nothing."""
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One step. Times are means over the ranks that noted it.
+
+    Attributes:
+        step, schedule, lanes, chunks: as in `StepNote`.
+        mode, tokens, reason: those of the rank that decided: the first that said no, for one no is a no for all; else
+            the one with the fewest tokens, of those with any.
+        call_s: the whole call, with what goes before the lanes and after them.
+        summary: where the time from the first to the last span went.
+        waits_s: of `summary.exposed_s`, by transfer.
+        sent: the transfers that occupied the link. What else was waited for are a few bytes, such as counts: these
+            are waits for the other ranks to come.
+        handoffs: of one rank.
+        lane_compute_s, rank_compute_s: of every lane, and of every rank.
+    """
+
+    step: int
+    mode: str
+    schedule: str
+    tokens: int
+    lanes: int
+    chunks: int
+    reason: str | None
+    call_s: float
+    summary: TraceSummary
+    waits_s: Mapping[str, float]
+    sent: frozenset[str]
+    handoffs: float
+    lane_compute_s: tuple[float, ...]
+    rank_compute_s: tuple[float, ...]
+
+    @property
+    def overlapped(self) -> bool:
+        """Whether it ran in lanes or chunks."""
+        return self.reason is None
+
+    @property
+    def link_wait_s(self) -> float:
+        """Waits for the link."""
+        return sum(seconds for name, seconds in self.waits_s.items() if name in self.sent)
+
+    @property
+    def meeting_s(self) -> float:
+        """Waits for the other ranks."""
+        return sum(seconds for name, seconds in self.waits_s.items() if name not in self.sent)
+
+    @property
+    def serial_s(self) -> float:
+        """The serial estimate: split compute, then communication."""
+        return self.summary.compute_s + self.summary.communication_s
+
+
+def read_steps(ranks: Iterable[RankTrace]) -> list[StepRecord]:
+    """The steps that ended, in order. A step in which no rank had tokens is none."""
+    notes: dict[int, dict[int, StepNote]] = {}
+    spans: dict[int, list[Sequence[Span]]] = {}
+    for rank in ranks:
+        own = by_step(rank.spans)
+        for note in rank.notes:
+            notes.setdefault(note.step, {})[rank.rank] = note
+            spans.setdefault(note.step, []).append(own.get(note.step, ()))
+    return [
+        _record(notes[step], spans[step]) for step in sorted(notes) if any(note.tokens for note in notes[step].values())
+    ]
+
+
+def _record(noted: Mapping[int, StepNote], spans: Sequence[Sequence[Span]]) -> StepRecord:
+    notes = list(noted.values())
+    fewest = min((note for note in notes if note.tokens), key=lambda note: note.tokens)
+    decliners = (note.declined_by for note in notes)
+    deciding = next((noted[rank] for rank in decliners if rank is not None and rank in noted), fewest)
+    summaries = [summarise(share) for share in spans]
+    waits: dict[str, float] = {}
+    for span in (span for share in spans for span in share if span.kind is SpanKind.WAIT):
+        waits[span.name] = waits.get(span.name, 0.0) + (span.end - span.start) / len(notes)
+    lanes = sorted({span.lane for share in spans for span in share if span.lane != UNSPLIT})
+    return StepRecord(
+        step=deciding.step,
+        mode=deciding.mode,
+        schedule=deciding.schedule,
+        tokens=deciding.tokens,
+        lanes=max(note.lanes for note in notes),
+        chunks=max(note.chunks for note in notes),
+        reason=deciding.reason,
+        call_s=fmean(note.end - note.start for note in notes),
+        summary=_mean(summaries),
+        waits_s=waits,
+        sent=frozenset(span.name for share in spans for span in share if span.kind is SpanKind.TRANSFER),
+        handoffs=fmean(len(handoffs(share)) for share in spans),
+        lane_compute_s=tuple(
+            fmean(measure(computing(span for span in share if span.lane == lane)) for share in spans) for lane in lanes
+        ),
+        rank_compute_s=tuple(summary.compute_s for summary in summaries),
+    )
+
+
+def _mean(summaries: Sequence[TraceSummary]) -> TraceSummary:
+    return TraceSummary(**{name: fmean(getattr(each, name) for each in summaries) for name in vars(summaries[0])})
+
+
+def between_steps(rank: RankTrace) -> tuple[float, float]:
+    """Seconds from the first step's start to the last one's end, and how many of them no step ran."""
+    calls = sorted((note.start, note.end) for note in rank.notes)
+    if not calls:
+        return 0.0, 0.0
+    whole = calls[-1][1] - calls[0][0]
+    return whole, max(0.0, whole - sum(end - start for start, end in calls))
+
+
+# ------------------------------------------------------------------------------------------------------- comparisons
+
+
+class Basis(StrEnum):
+    """What overlapped steps were compared with."""
+
+    UNSPLIT = "unsplit steps of like size"
+    ESTIMATE = "the serial estimate, split compute + communication"
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Overlapped steps of one mode and size class.
+
+    Attributes:
+        mode: of the steps.
+        size: their size class: from `size` to `2 * size - 1` tokens.
+        changes: of every overlapped step, its time by that of its reference, less 1: 0.1 is a tenth slower.
+        step_s: median time of the overlapped steps.
+        basis: what the reference is.
+    """
+
+    mode: str
+    size: int
+    changes: tuple[float, ...]
+    step_s: float
+    basis: Basis
+
+    @property
+    def change(self) -> float:
+        """Their median."""
+        return median(self.changes)
+
+
+def size_class(tokens: int) -> int:
+    """The largest power of two that is not above `tokens`."""
+    return 1 << (tokens.bit_length() - 1)
+
+
+def compare(steps: Iterable[StepRecord]) -> list[Comparison]:
+    """By mode, smallest size first. Classes of fewer than `LEAST_STEPS` overlapped steps are left out."""
+    steps = [step for step in steps if step.call_s > 0]
+    unsplit = [step for step in steps if not step.overlapped]
+    classes: dict[tuple[str, int], list[StepRecord]] = {}
+    for step in steps:
+        if step.overlapped:
+            classes.setdefault((step.mode, size_class(step.tokens)), []).append(step)
+    made = (
+        _comparison(mode, size, members, [other for other in unsplit if other.mode == mode])
+        for (mode, size), members in sorted(classes.items())
+        if len(members) >= LEAST_STEPS
+    )
+    return [comparison for comparison in made if comparison is not None]
+
+
+def _comparison(
+    mode: str, size: int, overlapped: Sequence[StepRecord], unsplit: Sequence[StepRecord]
+) -> Comparison | None:
+    step_s = median(step.call_s for step in overlapped)
+    references: dict[int, float | None] = {}
+    for tokens in {step.tokens for step in overlapped}:
+        alike = [
+            other.call_s for other in unsplit if max(other.tokens, tokens) <= LIKE_SIZE * min(other.tokens, tokens)
+        ]
+        references[tokens] = median(alike) if len(alike) >= LEAST_STEPS else None
+    changes = [step.call_s / reference - 1 for step in overlapped if (reference := references[step.tokens]) is not None]
+    if len(changes) >= LEAST_STEPS:
+        return Comparison(mode, size, tuple(changes), step_s, Basis.UNSPLIT)
+    changes = [(step.summary.wall_s - step.meeting_s) / step.serial_s - 1 for step in overlapped if step.serial_s > 0]
+    if len(changes) >= LEAST_STEPS:
+        return Comparison(mode, size, tuple(changes), step_s, Basis.ESTIMATE)
+    return None
+
+
+# ------------------------------------------------------------------------------------------------------------ groups
+
+
+@dataclass(frozen=True)
+class Group:
+    """Steps of one mode that ran alike; times of all of them together, as in `StepRecord`.
+
+    Attributes:
+        mode: of the steps; empty where there are several.
+        outcome: how they ran.
+        tokens: fewest, most.
+        step_s: median time of a step.
+        total: where their time went.
+    """
+
+    mode: str
+    outcome: str
+    steps: int
+    tokens: tuple[int, int]
+    step_s: float
+    total: TraceSummary
+
+
+def group_steps(steps: Iterable[StepRecord], key: Callable[[StepRecord], tuple[str, str]] | None = None) -> list[Group]:
+    """Steps by mode and outcome, the overlapped ones of a mode first."""
+    chosen = key or (lambda step: (step.mode, _outcome(step)))
+    groups: dict[tuple[str, str], list[StepRecord]] = {}
+    for step in sorted(steps, key=lambda step: (step.mode, not step.overlapped, _outcome(step))):
+        groups.setdefault(chosen(step), []).append(step)
+    return [_group(*name, members) for name, members in groups.items()]
+
+
+def _group(mode: str, outcome: str, members: Sequence[StepRecord]) -> Group:
+    names = vars(members[0].summary)
+    return Group(
+        mode,
+        outcome,
+        len(members),
+        (min(step.tokens for step in members), max(step.tokens for step in members)),
+        median(step.call_s for step in members),
+        TraceSummary(**{name: sum(getattr(step.summary, name) for step in members) for name in names}),
+    )
+
+
+def _outcome(step: StepRecord) -> str:
+    return describe_outcome(step.lanes, step.chunks, step.reason)

@@ -1,0 +1,60 @@
+"""Synthetic batches: random tokens of their own for every request, because they choose the experts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from model_runner import InputBatch, ModelRunner, Request, SamplingParams, ScheduledRequest, build_input_batch
+from serving.tuning.cells import Cell, Grid
+
+__all__ = ["kv_blocks_needed", "make_batch", "requests_needed"]
+
+
+@contextmanager
+def make_batch(runner: ModelRunner, cell: Cell, grid: Grid, seed: int) -> Iterator[InputBatch]:
+    """A batch of this cell; its blocks are given back at the end of the `with` block.
+
+    Args:
+        runner: has the KV cache.
+        cell: kind and tokens.
+        grid: contexts, prompt lengths and drafts.
+        seed: different on every rank.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    shares: list[ScheduledRequest] = []
+    try:
+        for index, (cached, length, drafts) in enumerate(_shares(cell, grid)):
+            size = cached + length + drafts
+            tokens = torch.randint(0, runner.config.vocab_size, (size,), generator=generator).tolist()
+            request = Request(index, tokens[: cached + length], SamplingParams(max_tokens=1))
+            runner.admit(request, size)
+            request.num_computed_tokens = cached
+            shares.append(ScheduledRequest(request, length, tuple(tokens[cached + length :])))
+        yield build_input_batch(shares, runner.request_table, runner.kv_cache.spec, runner.device)
+    finally:
+        for share in shares:
+            runner.release(share.request)
+
+
+def kv_blocks_needed(grid: Grid, block_size: int) -> int:
+    """KV blocks that the largest cell of a grid takes."""
+    return max(sum(-(-sum(share) // block_size) for share in _shares(cell, grid)) for cell in grid.cells())  # of a rank
+
+
+def requests_needed(grid: Grid) -> int:
+    """Requests of the cell with the most."""
+    return max(len(_shares(cell, grid)) for cell in grid.cells())
+
+
+def _shares(cell: Cell, grid: Grid) -> list[tuple[int, int, int]]:
+    """Per request its tokens in the cache, those that it runs, and its drafts."""
+    if cell.mode == "decode":
+        return [(grid.context, 1, 0)] * cell.tokens
+    if cell.mode == "verify":
+        return [(grid.context, 1, grid.drafts)] * (cell.tokens // (grid.drafts + 1))
+    length = min(grid.prompt_len, max(1, cell.tokens // 2))
+    whole, rest = divmod(cell.tokens, length)
+    return [(0, length, 0)] * whole + ([(0, rest, 0)] if rest else [])

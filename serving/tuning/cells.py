@@ -1,0 +1,111 @@
+"""What is measured: cells (a kind of step, and its tokens on every rank) and the arms that compete in them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from ubatch import SCHEDULES, Schedule, UBatchConfig
+from ubatch.cost_table import SERIAL_ARM
+from ubatch.schedule import SERIAL
+
+__all__ = ["Arm", "Cell", "Grid", "arm_config", "library_arms"]
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One kind of step, of one size.
+
+    Attributes:
+        mode: `decode`, `prefill` or `verify`.
+        tokens: of every rank.
+    """
+
+    mode: str
+    tokens: int
+
+    def __str__(self) -> str:
+        return f"{self.mode}/{self.tokens}"
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Sizes and shapes of the synthetic steps.
+
+    Attributes:
+        modes: which kinds.
+        max_decode_tokens: requests of the largest decode step; tokens of the largest verify step.
+        max_prefill_tokens: tokens of the largest prefill step.
+        context: tokens that a decoding request has in the cache.
+        prompt_len: tokens of a prompt; a prefill step has as many as fit.
+        drafts: per request of a verify step.
+    """
+
+    modes: tuple[str, ...]
+    max_decode_tokens: int
+    max_prefill_tokens: int
+    context: int
+    prompt_len: int
+    drafts: int
+
+    def cells(self) -> list[Cell]:
+        """Powers of two, the largest first: those cost the most time, so they are measured in every round."""
+        smallest = {"decode": 2, "prefill": 16, "verify": 2 * (self.drafts + 1)}
+        largest = {
+            "decode": self.max_decode_tokens,
+            "prefill": self.max_prefill_tokens,
+            "verify": self.max_decode_tokens,
+        }
+        return [
+            Cell(mode, 1 << power)
+            for mode in self.modes
+            for power in reversed(range(32))
+            if smallest[mode] <= 1 << power <= largest[mode]
+        ]
+
+
+@dataclass(frozen=True)
+class Arm:
+    """A way to run a step.
+
+    Attributes:
+        name: unique among the arms.
+        schedule: with its lanes; the serial one for the serial arm.
+    """
+
+    name: str
+    schedule: Schedule
+
+    @property
+    def is_serial(self) -> bool:
+        """Whether nothing overlaps."""
+        return self.name == SERIAL_ARM
+
+    @property
+    def complexity(self) -> tuple[int, int]:
+        """Of two arms that are as fast, the one with less of it is chosen."""
+        return self.schedule.lanes * self.schedule.chunks, self.schedule.lanes
+
+
+def library_arms(lanes: Sequence[int], *, chunks: bool) -> list[Arm]:
+    """Serial; single-batch if the transport can be cut into chunks; the default schedule with each number of lanes."""
+    arms = [Arm(SERIAL_ARM, SERIAL)]
+    if chunks:
+        arms.append(Arm("single_batch", SCHEDULES["single_batch"]))
+    default = SCHEDULES["mlp_shared_overlap"]
+    return arms + [Arm(f"{default.name} x{count}", default.with_lanes(count)) for count in lanes]
+
+
+def arm_config(base: UBatchConfig, arm: Arm, *, schedules: Mapping[str, Schedule] | None = None) -> UBatchConfig:
+    """Settings under which every step that can runs in this arm."""
+    lowest = max(2, arm.schedule.lanes)
+    return replace(
+        base,
+        enable_dbo=not arm.is_serial,
+        schedule=arm.schedule,
+        schedules=dict(schedules or {}),
+        num_ubatches=lowest,
+        dbo_decode_token_threshold=lowest,
+        dbo_prefill_token_threshold=lowest,
+        modes={},
+    )

@@ -1,0 +1,265 @@
+"""The rounds, on every rank: each visits all cells, and runs a cell's arms there and back, A B B A.
+
+    round 0     stage times of each mode's largest cell; the simulator's best schedules become arms
+    a round     every cell: every arm that is still in the race, twice
+    after two   an arm far behind the best of its cell is out of the race there
+
+What is decided on the way (which arms, when the time is up) rank 0 decides, or all from times they exchanged: a step's
+time is that of its slowest rank.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from tqdm import tqdm
+
+from model_runner import InputBatch, ModelRunner
+from serving.tuning.batches import make_batch
+from serving.tuning.cells import Arm, Cell, Grid, arm_config, library_arms
+from serving.tuning.stages import StageModel, best_schedules, layer_times
+from serving.tuning.state import State, save_state
+from ubatch import SCHEDULES, UBatchConfig, UBatchWrapper, set_forward_context, tracing
+from ubatch.cost_table import SERIAL_ARM
+from ubatch.layer_program import LayerTimes
+from ubatch.schedule import KNOWN_POINTS
+from ubatch.simulate import median_programs, programs_of
+
+__all__ = ["Plan", "Tuner"]
+
+_TRACED_STEPS = 5
+_STAGE_LANES = (2, 4)
+_RACE_ROUNDS = 2
+_OUT_OF_THE_RACE = 1.25
+_MAX_CHUNKS = 4
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to measure, and for how long.
+
+    Attributes:
+        grid: cells.
+        lanes: of the default schedule's arms.
+        rounds: at most.
+        max_seconds: of the whole run, earlier parts of it included; a round that has begun a cell ends it.
+        search_best: schedules that the simulator may propose for each mode; 0 for none.
+    """
+
+    grid: Grid
+    lanes: tuple[int, ...]
+    rounds: int
+    max_seconds: float
+    search_best: int
+
+
+class Tuner:
+    """One rank's part of the measuring. Every rank makes one and calls the same methods.
+
+    Args:
+        runner: the model; its settings say nothing here but the time-out.
+        plan: what to measure.
+        state: what an earlier run knew; it is filled.
+        state_path: rank 0 writes the state here; None for nowhere.
+    """
+
+    def __init__(self, runner: ModelRunner, plan: Plan, state: State, state_path: Path | None) -> None:
+        self._runner = runner
+        self._plan = plan
+        self._state = state
+        self._state_path = state_path
+        self._rank = 0 if runner.group is None else runner.group.rank
+        self._wrappers: dict[str, tuple[UBatchConfig, UBatchWrapper]] = {}
+        self._start = time.monotonic() - state.seconds
+
+    def __enter__(self) -> Tuner:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        for _, wrapper in self._wrappers.values():
+            wrapper.close()
+
+    def run(self) -> State:
+        """All rounds that the time allows; at least one."""
+        for mode in self._plan.grid.modes:
+            if mode not in self._state.searched:
+                self._state.searched[mode] = self._search(mode)
+        self._save()
+        cells = self._plan.grid.cells()
+        for done in range(self._state.rounds, self._plan.rounds):
+            label = f"round {done + 1} of at most {self._plan.rounds}"
+            for cell in tqdm(cells, desc=label, unit="cell", disable=None if self._rank == 0 else True, leave=False):
+                serial = self._state.samples.get(str(cell), {}).get(SERIAL_ARM)
+                if serial is not None and len(serial) > done:
+                    continue  # before the run was stopped
+                if done and self._time_is_up():
+                    return self._state
+                self._visit(cell)
+                self._save()
+            self._state.rounds = done + 1
+        self._save()
+        return self._state
+
+    def arms(self, mode: str) -> list[Arm]:
+        """Those that compete in a mode's cells."""
+        chunks = self._runner.all2all.traits.max_chunks > 1 and self._runner.config.num_experts > 0
+        lanes = [count for count in self._plan.lanes if self._serves(count)]
+        return [*library_arms(lanes, chunks=chunks), *self._state.searched.get(mode, [])]
+
+    # -- a cell ------------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def _visit(self, cell: Cell) -> None:
+        samples = self._state.samples.setdefault(str(cell), {})
+        with make_batch(self._runner, cell, self._plan.grid, seed=self._rank) as batch:
+            racing = []
+            for arm in self.arms(cell.mode):
+                if arm.name not in samples:
+                    samples[arm.name] = [] if self._step(arm, batch) else None
+                if samples[arm.name] is not None and not self._is_out(samples, arm):
+                    racing.append(arm)
+            times: dict[str, list[float]] = {arm.name: [] for arm in racing}
+            for arm in racing:
+                self._step(arm, batch)  # the first after other arms finds cold caches
+            for arm in [*racing, *reversed(racing)]:
+                times[arm.name].append(self._timed(lambda arm=arm: self._step(arm, batch)))  # type: ignore[misc]
+        slowest = self._slowest([sum(times[arm.name]) / 2 for arm in racing])
+        for arm, seconds in zip(racing, slowest, strict=True):
+            own = samples[arm.name]
+            if own is not None:
+                own.append(seconds)
+
+    def _is_out(self, samples: Mapping[str, list[float] | None], arm: Arm) -> bool:
+        times = samples[arm.name]
+        if arm.is_serial or not times or len(times) < _RACE_ROUNDS:
+            return False
+        best = min(median(each) for each in samples.values() if each)
+        return median(times) > _OUT_OF_THE_RACE * best
+
+    def _step(self, arm: Arm, batch: InputBatch) -> bool:
+        """Vote, plan and run a step; whether it ran in this arm, the same on every rank."""
+        config, wrapper = self._wrapper(arm)
+        agreed = self._runner.coordinate(batch, config)
+        if agreed.decision.engaged == arm.is_serial:
+            return False
+        with set_forward_context(self._runner.forward_context(batch, agreed)):
+            wrapper(batch.input_ids, batch.positions)
+        return True
+
+    def _wrapper(self, arm: Arm) -> tuple[UBatchConfig, UBatchWrapper]:
+        if arm.name not in self._wrappers:
+            config = arm_config(self._runner.dbo, arm)
+            self._wrappers[arm.name] = config, UBatchWrapper(self._runner.model, config)
+        return self._wrappers[arm.name]
+
+    # -- stages ------------------------------------------------------------------------------------------------
+
+    def _search(self, mode: str) -> list[Arm]:
+        """Schedules for the mode's largest cell; none where nothing travels, or so few lanes cannot be measured."""
+        group, runner = self._runner.group, self._runner
+        if group is None or group.size == 1 or not self._plan.search_best or not self._serves(_STAGE_LANES[-1]):
+            return []
+        cell = max((cell for cell in self._plan.grid.cells() if cell.mode == mode), key=lambda cell: cell.tokens)
+        measured = []
+        with make_batch(runner, cell, self._plan.grid, seed=self._rank) as batch:
+            for lanes in _STAGE_LANES:
+                stages = self._stages(batch, lanes)
+                if stages is None:
+                    return []
+                measured.append((lanes, stages))
+        (few, (times, layers)), (many, (more, _)) = measured
+        model = StageModel.fit(
+            (few, times),
+            (many, more),
+            layers,
+            runner.config.num_experts,
+            runner.config.num_experts_per_tok,
+            runner.all2all.traits,
+        )
+        found = None
+        if self._rank == 0:
+            found = best_schedules(
+                model,
+                mode,
+                self.arms(mode),
+                max_lanes=max(self._plan.lanes),
+                max_chunks=_MAX_CHUNKS,
+                keep=self._plan.search_best,
+            )
+        arms: list[Arm] = self._from_rank_0(found)
+        return arms
+
+    @torch.inference_mode()
+    def _stages(self, batch: InputBatch, lanes: int) -> tuple[LayerTimes, int] | None:
+        """Of one lane, the mean over the lanes, the largest of the ranks; None where the step cannot be cut so."""
+        schedule = replace(SCHEDULES["mlp_shared_overlap"].with_lanes(lanes), points_off=KNOWN_POINTS)
+        arm = Arm(f"one by one x{lanes}", schedule)
+        if not self._step(arm, batch):
+            return None
+        samples = []
+        for _ in range(_TRACED_STEPS):
+            with tracing() as trace:
+                self._step(arm, batch)
+            samples.append(programs_of(trace, trace.step))
+        found = [layer_times(program) for program in median_programs(samples)]
+        names = list(vars(found[0][0]))
+        means = [sum(getattr(times, name) for times, _ in found) / len(found) for name in names]
+        return LayerTimes(**dict(zip(names, self._slowest(means), strict=True))), found[0][1]
+
+    def _serves(self, lanes: int) -> bool:
+        most = self._runner.all2all.traits.max_lanes
+        return most is None or lanes <= most
+
+    # -- the ranks ---------------------------------------------------------------------------------------------
+
+    def _timed(self, body: Callable[[], object]) -> float:
+        """Seconds, from when all ranks are ready; on a GPU until its work is done."""
+        self._barrier()
+        start = time.perf_counter()
+        body()
+        self._wait_for_device()
+        return time.perf_counter() - start
+
+    def _barrier(self) -> None:
+        self._wait_for_device()
+        if self._runner.group is not None:
+            dist.barrier()  # of the default group, on the host
+
+    def _wait_for_device(self) -> None:
+        if self._runner.device.type == "cuda":
+            torch.cuda.synchronize(self._runner.device)
+
+    def _slowest(self, values: Sequence[float]) -> list[float]:
+        """Of every value the largest of the ranks."""
+        if self._runner.group is None:
+            return list(values)
+        table = torch.tensor(values, dtype=torch.float64, device="cpu")
+        dist.all_reduce(table, dist.ReduceOp.MAX)
+        largest: list[float] = table.tolist()
+        return largest
+
+    def _time_is_up(self) -> bool:
+        """As rank 0's clock has it."""
+        return bool(self._from_rank_0(time.monotonic() - self._start > self._plan.max_seconds))
+
+    def _from_rank_0(self, value: Any) -> Any:
+        if self._runner.group is None:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, src=0)
+        return box[0]
+
+    def _save(self) -> None:
+        self._state.seconds = time.monotonic() - self._start
+        if self._rank == 0 and self._state_path is not None:
+            save_state(self._state_path, self._state)

@@ -1,0 +1,175 @@
+"""What was chosen and why: as a table, and as the YAML file that `--config` of `ubatch serve` and `generate` reads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import yaml
+
+from serving.tuning.cells import Arm, Cell
+from serving.tuning.state import State
+from ubatch import SCHEDULES, UBatchConfig
+from ubatch.cost_table import SERIAL_ARM, Choice, CostTable, choose
+
+__all__ = ["ModeResult", "Result", "make_result"]
+
+
+@dataclass(frozen=True)
+class ModeResult:
+    """One kind of step.
+
+    Attributes:
+        mode: `decode`, `prefill` or `verify`.
+        table: seconds by tokens and arm.
+        choice: the best setting.
+        arms: all that competed, by name.
+        rounds: of the size that has the fewest.
+    """
+
+    mode: str
+    table: CostTable
+    choice: Choice
+    arms: Mapping[str, Arm]
+    rounds: int
+
+    @property
+    def arm(self) -> Arm:
+        """The chosen one."""
+        return self.arms[self.choice.setting.arm]
+
+    def sentence(self) -> str:
+        """The choice in words."""
+        setting = self.choice.setting
+        if setting.threshold is None:
+            return f"{self.mode}: serial; no arm is faster by enough at any size (regret {self.choice.regret:.1%})"
+        gains = {size: self.table.seconds[size][SERIAL_ARM] / self.table.time(setting, size) for size in self._chosen()}
+        size = max(gains, key=lambda tokens: gains[tokens])
+        return (
+            f"{self.mode}: {setting.arm} from {setting.threshold} tokens on, up to {gains[size]:.2f}x at {size} "
+            f"(regret {self.choice.regret:.1%})"
+        )
+
+    def _chosen(self) -> list[int]:
+        threshold = self.choice.setting.threshold or 0
+        return [size for size in self.table.sizes if size >= threshold]
+
+    def lines(self) -> Iterator[str]:
+        """The table as text, milliseconds; the fastest arm of a size has a star."""
+        columns = [SERIAL_ARM, *self.table.arms]
+        yield f"{self.mode:>8} " + " ".join(f"{name:>{_width(name)}}" for name in columns)
+        for tokens in self.table.sizes:
+            row, best = self.table.seconds[tokens], self.table.best(tokens)
+            cells = []
+            for name in columns:
+                star = "*" if row.get(name) == best else " "
+                text = f"{row[name] * 1e3:.2f}{star}" if name in row else "- "
+                cells.append(f"{text:>{_width(name)}}")
+            yield f"{tokens:8} " + " ".join(cells)
+
+
+@dataclass(frozen=True)
+class Result:
+    """All kinds of steps.
+
+    Attributes:
+        modes: in the order that they were asked for.
+        facts: of the machine and the run, for the head of the file.
+    """
+
+    modes: Sequence[ModeResult]
+    facts: Mapping[str, Any]
+
+    def settings(self) -> dict[str, Any]:
+        """What the file says."""
+        chosen = [each.arm for each in self.modes if not each.arm.is_serial]
+        own = {arm.schedule.name: arm.schedule for arm in chosen if arm.schedule.name not in SCHEDULES}
+        settings: dict[str, Any] = {"enable-dbo": bool(chosen)}
+        if own:
+            settings["schedules"] = {name: schedule.to_mapping() for name, schedule in own.items()}
+        for each in self.modes:
+            settings[each.mode] = _mode_settings(each)
+        return settings
+
+    def yaml(self) -> str:
+        """The file: what was measured as comments, then the settings. It is read back once, so that it surely can be.
+
+        Raises:
+            ConfigError: the settings cannot be read back.
+        """
+        settings = self.settings()
+        UBatchConfig.from_mapping(settings)
+        head = ["Written by `ubatch tune`; read by `ubatch serve MODEL --config FILE` and `ubatch generate`.", ""]
+        head += [f"{name}: {value}" for name, value in self.facts.items()]
+        head += ["", "Milliseconds of a step by tokens of a rank, * the fastest:"]
+        for each in self.modes:
+            head += ["", *each.lines()]
+        head += ["", *(each.sentence() for each in self.modes)]
+        comments = "\n".join(f"# {line}".rstrip() for line in head)
+        return f"{comments}\n\n{yaml.safe_dump(settings, sort_keys=False, default_flow_style=None, width=120)}"
+
+    def print(self) -> None:
+        """The tables, and the choices."""
+        for each in self.modes:
+            print()
+            for line in each.lines():
+                print(line)
+        print()
+        for each in self.modes:
+            print(each.sentence())
+
+    def write(self, path: Path) -> None:
+        """Write the YAML file."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(self.yaml(), encoding="utf-8")
+
+
+def make_result(
+    cells: Sequence[Cell], arms: Mapping[str, Sequence[Arm]], state: State, facts: Mapping[str, Any]
+) -> Result:
+    """Choose for every mode.
+
+    Args:
+        cells: that were measured.
+        arms: mode -> those that competed.
+        state: their times.
+        facts: for the head of the file.
+    """
+    results = []
+    for mode in dict.fromkeys(cell.mode for cell in cells):
+        by_tokens = {cell.tokens: state.samples[str(cell)] for cell in cells if cell.mode == mode}
+        seconds = {tokens: _times(samples) for tokens, samples in sorted(by_tokens.items())}
+        table = CostTable(seconds)
+        known = {arm.name: arm for arm in arms[mode]}
+        order = sorted(table.arms, key=lambda name: known[name].complexity)
+        rounds = min(len(samples[SERIAL_ARM] or ()) for samples in by_tokens.values())
+        results.append(ModeResult(mode, table, choose(table, order), known, rounds))
+    return Result(results, facts)
+
+
+def _times(samples: Mapping[str, list[float] | None]) -> dict[str, float]:
+    """Serial: the median. The others by the median ratio of their rounds: what drifts with the machine cancels."""
+    serial = samples[SERIAL_ARM] or []
+    base = median(serial)
+    times = {SERIAL_ARM: base}
+    for name, own in samples.items():
+        if own and name != SERIAL_ARM:
+            times[name] = base * median(arm / other for arm, other in zip(own, serial, strict=False))
+    return times
+
+
+def _mode_settings(result: ModeResult) -> dict[str, Any]:
+    if result.arm.is_serial:
+        return {"schedule": SERIAL_ARM}
+    schedule = result.arm.schedule
+    settings: dict[str, Any] = {"schedule": schedule.name}
+    if schedule.lanes > 1:
+        settings["num_ubatches"] = schedule.lanes
+    return settings | {"token_threshold": max(result.choice.setting.threshold or 0, schedule.lanes)}
+
+
+def _width(name: str) -> int:
+    return max(10, len(name) + 1)

@@ -1,0 +1,157 @@
+"""The time of every stage of a MoE layer, from traced steps, and what the simulator makes of it.
+
+Lanes that ran one after the other are measured at two numbers of lanes. Every stage is then taken to cost something
+for each lane and something for each token, so that other numbers of lanes and chunks can be reckoned; a chunk costs
+again what a lane costs, and the bytes that the transport says (`All2AllTraits.chunk_factors`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+
+from moe import All2AllTraits
+from serving.tuning.cells import Arm
+from ubatch import ConfigError, Schedule
+from ubatch.layer_program import LayerTimes
+from ubatch.schedule import SERIAL, Point
+from ubatch.search import Candidate, search_schedules
+from ubatch.simulate import Compute, Launch, Op, Pass, Wait
+
+__all__ = ["StageModel", "best_schedules", "layer_times"]
+
+_SHARED_LEAST = 0.03
+"""A shared expert takes more than this share of the compute, or what looks like it is the runtime's own work."""
+HANDOFF_S = 30e-6
+"""What a hand-off of the baton costs with cold caches, see `ubatch bench handoff`."""
+
+
+@dataclass(frozen=True)
+class StageModel:
+    """Stage times of one lane and layer: `fixed + whole / lanes` of each stage.
+
+    Attributes:
+        fixed: what every lane pays.
+        whole: what all lanes pay together, each its share.
+        layers: MoE layers of the model.
+        num_experts, top_k: of the router.
+        traits: of the transport.
+    """
+
+    fixed: LayerTimes
+    whole: LayerTimes
+    layers: int
+    num_experts: int
+    top_k: int
+    traits: All2AllTraits
+
+    @classmethod
+    def fit(
+        cls,
+        few: tuple[int, LayerTimes],
+        many: tuple[int, LayerTimes],
+        layers: int,
+        num_experts: int,
+        top_k: int,
+        traits: All2AllTraits,
+    ) -> StageModel:
+        """From times of one lane at two numbers of lanes, the smaller first.
+
+        Raises:
+            ConfigError: the numbers are not in order.
+        """
+        (a, times_a), (b, times_b) = few, many
+        if not 1 <= a < b:
+            raise ConfigError(f"stage times of {a} and {b} lanes: the smaller number must come first, and be smaller.")
+        fixed, whole = {}, {}
+        for field in fields(LayerTimes):
+            at_a, at_b = getattr(times_a, field.name), getattr(times_b, field.name)
+            slope = min(max(0.0, (at_a - at_b) / (1 / a - 1 / b)), at_a * a)
+            whole[field.name] = slope
+            fixed[field.name] = max(0.0, at_a - slope / a)
+        return cls(LayerTimes(**fixed), LayerTimes(**whole), layers, num_experts, top_k, traits)
+
+    def times(self, lanes: int, chunks: int, chunk_dispatch: bool) -> LayerTimes:
+        """Of one lane in one layer, all chunks together; see `ubatch.search.TimesOf`."""
+        dispatch_bytes, combine_bytes = self.traits.chunk_factors(
+            self.num_experts, self.top_k, chunks, chunk_dispatch=chunk_dispatch
+        )
+        again = {
+            "experts": (chunks, 1.0),
+            "dispatch": (chunks if chunk_dispatch else 1, dispatch_bytes),
+            "combine": (chunks, combine_bytes),
+        }
+        values = {}
+        for field in fields(LayerTimes):
+            count, factor = again.get(field.name, (1, 1.0))
+            fixed, whole = getattr(self.fixed, field.name), getattr(self.whole, field.name)
+            values[field.name] = count * fixed + factor * whole / lanes
+        return LayerTimes(**values)
+
+
+def layer_times(program: Sequence[Op]) -> tuple[LayerTimes, int]:
+    """Mean stage times of the MoE layers of one lane's program, and how many layers these are.
+
+    What the transport itself computes belongs to the stage before its launch.
+
+    Raises:
+        ConfigError: the program has no MoE layer.
+    """
+    sums = dict.fromkeys((field.name for field in fields(LayerTimes)), 0.0)
+    layers, stage, before_launch, launched = 0, "attn_prepare", "attn_core", False
+    for op in program:
+        match op:
+            case Compute(seconds):
+                sums[before_launch if launched else stage] += seconds
+                launched = False
+            case Launch(key):
+                way = "combine" if key.startswith("combine") else "dispatch"
+                sums[way] += max(op.seconds, op.receive_s or 0.0)
+                layers += way == "combine"
+                before_launch, launched = stage if stage != "shared" else before_launch, True
+                stage = stage if key.startswith("dispatch_counts") else "shared"
+            case Wait(key):
+                if not key.startswith("dispatch_counts"):
+                    stage = "experts" if key.startswith("dispatch") else "attn_prepare"
+            case Pass(point):
+                if point == Point.ATTN_PREPARE:
+                    stage = "attn_core"
+                elif point in (Point.OUTPUT, Point.LAYER):
+                    stage = "attn_prepare"
+    if not layers:
+        raise ConfigError("the traced step has no MoE layer whose tokens travel; there is nothing to schedule.")
+    compute = sum(seconds for name, seconds in sums.items() if name not in ("dispatch", "combine"))
+    if sums["shared"] < _SHARED_LEAST * compute:
+        sums["experts"] += sums["shared"]
+        sums["shared"] = 0.0
+    return LayerTimes(**{name: seconds / layers for name, seconds in sums.items()}), layers
+
+
+def best_schedules(
+    model: StageModel, mode: str, known: Sequence[Arm], *, max_lanes: int, max_chunks: int, keep: int
+) -> list[Arm]:
+    """The schedules that the simulator thinks fastest for `mode`, as arms; none that is serial, or `known` already."""
+    if keep == 0:
+        return []
+    found: list[Candidate] = search_schedules(
+        model.times,
+        model.layers,
+        max_lanes=max_lanes,
+        max_chunks=min(max_chunks, model.traits.max_chunks),
+        combine_chunks=model.traits.cuts_combine is not None,
+        handoff_s=HANDOFF_S,
+        keep=keep + len(known),
+    )
+    taken = {_nameless(arm.schedule) for arm in known} | {_nameless(SERIAL)}
+    fresh = [each.schedule for each in found if _nameless(each.schedule) not in taken][:keep]
+    names = [f"searched_{mode}_{place}" for place in range(1, len(fresh) + 1)]
+    return [Arm(name, replace(schedule, name=name)) for name, schedule in zip(names, fresh, strict=True)]
+
+
+def _nameless(schedule: Schedule) -> Schedule:
+    """What two schedules that do the same have in common; where nothing is cut, its details do not matter."""
+    if schedule.chunks == 1:
+        schedule = replace(schedule, chunk_dispatch=True)
+    if schedule.lanes == 1:
+        schedule = replace(schedule, points_off=frozenset(), lead=0)
+    return replace(schedule, name="")

@@ -1,0 +1,334 @@
+"""A runner on fake streams: every torch operation of its steps becomes work on the stream that is current, with what it
+reads and writes by storage.
+
+Here device and host share one memory, so what is whose is worked out from where it came from:
+
+    device    what was there before the recording (weights, KV cache), what arrived by an upload, what came of those
+    host      what was made from Python numbers, the runner's tables, what came of those; not looked at further
+    pinned    the step's staging buffers: the host reads and writes them at once, copies when their stream gets there
+
+An operation that mixes device and host, or makes the host wait for the device, would fail or stall on a GPU.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+import pytest
+from fake_streams import FakeStream, FakeStreams, Operation
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from model_runner import (
+    PENDING_TOKEN,
+    ModelRunner,
+    PendingStep,
+    Request,
+    SamplingParams,
+    ScheduledRequest,
+)
+from model_runner.step_streams import PinnedBuffers, StepStreams
+from ubatch.workers import _Job
+
+ASKS_THE_DEVICE = (
+    "_local_scalar_dense",
+    "nonzero",
+    "masked_select",
+    "unique",
+    "equal",
+    "is_nonzero",
+    "repeat_interleave",
+)
+
+
+class Place(Enum):
+    """Whose a storage is."""
+
+    DEVICE = "device"
+    HOST = "host"
+    PINNED = "pinned"
+    OPEN = "made from nothing, by either"
+
+
+@dataclass(eq=False)
+class Memory:
+    """One storage.
+
+    Attributes:
+        name: unique.
+        place: whose it is.
+        home: the stream that was current when it was made; the allocator gives it out again in the order of that one.
+        uses: all operations on it.
+    """
+
+    name: str
+    place: Place
+    home: FakeStream
+    uses: list[Operation] = field(default_factory=list)
+
+
+class StepStreamsFake(FakeStreams):
+    """Fake streams with a new one for everybody who asks; the caller's own is called so.
+
+    Attributes:
+        faults: besides races: what would stall the host or fail on a GPU, and memory that is freed while in use.
+        tag: what operations are named after, such as the step.
+        memories: storages seen.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.compute.name = "caller"
+        self.streams: dict[str, FakeStream] = {}
+        self.faults: list[str] = []
+        self.tag = ""
+        self.memories = 0
+
+    def new_stream(self) -> FakeStream:
+        name = ("forward", "upload", "download", *(f"stream {n}" for n in range(9)))[len(self.streams)]
+        return self.streams.setdefault(name, FakeStream(name))
+
+    def host_access(self, memory: Memory, *, writes: bool) -> None:
+        """The host reads or writes pinned memory now."""
+        buffer = self._buffer(memory.name)
+        others = [*([] if buffer.writer is None else [buffer.writer]), *(buffer.readers if writes else [])]
+        for each in others:
+            if each not in self.host:
+                what = "writes" if writes else "reads"
+                self.races.append(f"{self.tag}the host {what} {memory.name}, and has not waited for {each}")
+
+    def free(self, memory: Memory) -> None:
+        """A storage is gone: its home stream may give it out again at once."""
+        for each in memory.uses:
+            if each.stream is not memory.home and each not in memory.home.done | self.host:
+                self.faults.append(f"{memory.name} of {memory.home} is freed while {each} on {each.stream} may use it")
+
+    def tagged(self, prefix: str, stream: str | None = None) -> list[Operation]:
+        """Operations by the start of their name, of all streams or one."""
+        return [
+            each
+            for each in self.operations
+            if each.name.startswith(prefix) and (stream is None or each.stream.name == stream)
+        ]
+
+
+class Recorder(TorchDispatchMode):
+    """Puts every operation on the fake streams.
+
+    Attributes:
+        planning: attention is planned; back ends make tensors on the device from Python numbers, in ways of their own.
+    """
+
+    def __init__(self, fake: StepStreamsFake, device: Iterable[Tensor], host: Iterable[Tensor] = ()) -> None:
+        super().__init__()
+        self.fake = fake
+        self._memory: weakref.WeakKeyDictionary[Any, Memory] = weakref.WeakKeyDictionary()
+        self.planning = False
+        for place, tensors in ((Place.DEVICE, device), (Place.HOST, host)):
+            for tensor in tensors:
+                self.memory(tensor).place = place
+
+    def for_another_thread(self) -> Recorder:
+        """The same, to be entered in a lane's thread."""
+        other = Recorder(self.fake, ())
+        other._memory = self._memory
+        return other
+
+    def memory(self, tensor: Tensor) -> Memory:
+        """What is known of a tensor's storage."""
+        storage = tensor.untyped_storage()
+        known = self._memory.get(storage)
+        if known is None:
+            known = Memory(f"memory {self.fake.memories}", Place.OPEN, self.fake.current())
+            self._memory[storage] = known
+            self.fake.memories += 1
+            weakref.finalize(storage, self.fake.free, known).atexit = False
+        return known
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        inputs = [self.memory(tensor) for tensor in given]
+        self._check_host_waits(func, inputs)
+        result = func(*args, **kwargs)
+        outputs = [self.memory(leaf) for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        changed = self._changed(func, args, kwargs)
+        fresh = [memory for memory in outputs if memory not in inputs]
+        if str(func).startswith("aten.lift_fresh"):
+            for memory in outputs:
+                memory.place = Place.DEVICE if self.planning else Place.HOST
+        elif (changed or fresh) and not str(func).startswith("aten.empty"):
+            self._record(func, inputs, changed, fresh, given)
+        return result
+
+    def _changed(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Memory]:
+        values = dict(zip((each.name for each in func._schema.arguments), args, strict=False)) | dict(kwargs)
+        written = (
+            values.get(each.name) for each in func._schema.arguments if each.alias_info and each.alias_info.is_write
+        )
+        return [self.memory(leaf) for leaf in tree_leaves(list(written)) if isinstance(leaf, Tensor)]
+
+    def _check_host_waits(self, func: Any, inputs: list[Memory]) -> None:
+        name = func._schema.name.removeprefix("aten::")
+        if not self.planning and name in ASKS_THE_DEVICE and any(memory.place is Place.DEVICE for memory in inputs):
+            self.fake.faults.append(f"{self.fake.tag}{name} makes the host wait for the device")
+
+    def _record(
+        self, func: Any, inputs: list[Memory], changed: list[Memory], fresh: list[Memory], given: list[Tensor]
+    ) -> None:
+        name = f"{self.fake.tag}{func._schema.name.removeprefix('aten::')}"
+        places = {memory.place for memory in inputs}
+        if func._schema.name == "aten::copy_" and self._crosses(changed[0], self.memory(given[1])):
+            self._settle(changed, Place.DEVICE)
+            self._work(name, [self.memory(given[1])], changed)
+        elif Place.DEVICE in places:
+            on_host = [memory for memory in inputs if memory.place in (Place.HOST, Place.PINNED)]
+            scalars = all(tensor.dim() == 0 for tensor in given if self.memory(tensor) in on_host)
+            if on_host and not scalars:
+                sizes = [(self.memory(tensor).place.value, tuple(tensor.shape)) for tensor in given]
+                self.fake.faults.append(f"{name} takes tensors of the host and of the device: {sizes}")
+            self._settle((*inputs, *fresh), Place.DEVICE)
+            self._work(name, [each for each in inputs if each not in on_host], [*changed, *fresh])
+        elif places & {Place.HOST, Place.PINNED}:
+            for memory in {id(each): each for each in inputs if each.place is Place.PINNED}.values():
+                self.fake.host_access(memory, writes=memory in changed)
+            self._settle((*inputs, *fresh), Place.HOST)
+        else:  # it may be either's: as it belongs to the stream's order, it does no harm to put it there
+            self._work(name, inputs, [*changed, *fresh])
+
+    @staticmethod
+    def _crosses(target: Memory, source: Memory) -> bool:
+        """Whether a copy goes from pinned memory to the device or back."""
+        if source.place is Place.PINNED:
+            return target.place in (Place.DEVICE, Place.OPEN)
+        return source.place is Place.DEVICE and target.place is Place.PINNED
+
+    @staticmethod
+    def _settle(memories: Iterable[Memory], place: Place) -> None:
+        for memory in memories:
+            if memory.place is Place.OPEN:
+                memory.place = place
+
+    def _work(self, name: str, reads: Iterable[Memory], writes: Iterable[Memory]) -> None:
+        reads, writes = list(dict.fromkeys(reads)), list(dict.fromkeys(writes))
+        operation = self.fake.work(name, reads=[each.name for each in reads], writes=[each.name for each in writes])
+        for memory in (*reads, *writes):
+            memory.uses.append(operation)
+
+
+@contextmanager
+def recording(runner: ModelRunner, fake: StepStreamsFake, monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorder]:
+    """All of the runner's steps in the `with` block go to the fake streams."""
+    device = [*runner.model.parameters(), *runner.model.buffers(), *tensors_of(runner.kv_cache)]
+    device += tensors_of(runner._sampling.future_map)
+    recorder = Recorder(fake, device, tensors_of(runner.request_table))
+    take, plan = PinnedBuffers.take, StepStreams.planning
+
+    def pinned(self: PinnedBuffers, nbytes: int) -> Tensor:
+        buffer = take(self, nbytes)
+        recorder.memory(buffer).place = Place.PINNED
+        return buffer
+
+    @contextmanager
+    def planning(self: StepStreams) -> Iterator[None]:
+        with plan(self):
+            recorder.planning = True
+            try:
+                yield
+            finally:
+                recorder.planning = False
+
+    run = _Job._run_in_context
+
+    def run_in_lane(job: _Job) -> None:
+        with recorder.for_another_thread():
+            run(job)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(_Job, "_run_in_context", run_in_lane)
+        patch.setattr(PinnedBuffers, "take", pinned)
+        patch.setattr(StepStreams, "planning", planning)
+        with recorder:
+            yield recorder
+
+
+@dataclass
+class Ahead:
+    """Requests whose next step is launched before the last one is read, as the overlapped loop does.
+
+    Attributes:
+        late: sample after the step before is read, as for sampling that needs its tokens.
+        unread: the last step, which nobody has read.
+    """
+
+    runner: ModelRunner
+    fake: StepStreamsFake
+    requests: list[Request]
+    late: bool = False
+    number: int = 0
+    unread: PendingStep | None = None
+
+    @classmethod
+    def admit(
+        cls,
+        runner: ModelRunner,
+        fake: StepStreamsFake,
+        prompts: Sequence[list[int]],
+        params: Sequence[SamplingParams],
+        *,
+        late: bool = False,
+    ) -> Ahead:
+        """Requests with room for what they ask for."""
+        requests = [
+            Request(index, prompt, each) for index, (prompt, each) in enumerate(zip(prompts, params, strict=True))
+        ]
+        for request in requests:
+            runner.admit(request, request.num_tokens + request.params.max_tokens)
+        return cls(runner, fake, requests, late)
+
+    def step(self) -> None:
+        """Launch the next step, and read the last one."""
+        shares = [ScheduledRequest(request, request.num_uncomputed_tokens) for request in self.requests]
+        self.fake.tag = f"launch {self.number} "
+        step = self.runner.launch(shares)
+        for share in shares:
+            share.request.advance(share.num_tokens, PENDING_TOKEN)
+        if not self.late:
+            self._sample(step)
+        self.read()
+        if self.late:
+            self._sample(step)
+        self.unread = step
+        self.number += 1
+
+    def read(self) -> None:
+        """Read the step that is unread."""
+        if self.unread is not None:
+            self.fake.tag = f"read {self.number - 1} "
+            for request, (token,) in zip(self.requests, self.unread.result().tokens, strict=True):
+                request.token_ids[request.token_ids.index(PENDING_TOKEN)] = token
+        self.unread = None
+
+    def _sample(self, step: PendingStep) -> None:
+        self.fake.tag = f"sample {self.number} "
+        step.sample()
+
+    def finish(self) -> list[list[int]]:
+        """Read the last step; the tokens of every request, whose rows and blocks are free again."""
+        self.read()
+        for request in self.requests:
+            self.runner.release(request)
+        return [request.output_token_ids for request in self.requests]
+
+
+def tensors_of(thing: object) -> list[Tensor]:
+    """The tensors among an object's attributes."""
+    return [leaf for leaf in tree_leaves(list(vars(thing).values())) if isinstance(leaf, Tensor)]

@@ -1,0 +1,287 @@
+"""Autotuning with a timer that says what it is told: what is timed, remembered, written, skipped and refused."""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import torch
+from lanes import run
+
+from ubatch import ConfigError
+from ubatch.autotune import Autotuner, CudaTimer, autotune, autotune_path
+from ubatch.context import current_lane
+from ubatch.workers import LanePool
+
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Config:
+    rows: int
+    flatten: bool = False
+
+
+SLOW, FAST, BROKEN = Config(16), Config(32, True), Config(64)
+
+
+@dataclass
+class FakeTimer:
+    """Takes the time that the last config run is said to take."""
+
+    times: dict[Config, float] = field(default_factory=lambda: {SLOW: 2e-3, FAST: 1e-3, BROKEN: 1e-6})
+    tuned: bool = True
+    idle: bool = True
+    name: str = "GPU A"
+    ran: list[Config] = field(default_factory=list)
+    timed: int = 0
+
+    def tunes(self, device: torch.device) -> bool:
+        return self.tuned
+
+    def can_time(self, device: torch.device) -> bool:
+        return self.idle
+
+    def fingerprint(self, device: torch.device) -> str:
+        return self.name
+
+    def seconds(self, run: Callable[[], object], device: torch.device) -> float:
+        run()
+        self.timed += 1
+        return self.times[self.ran[-1]]
+
+    def run(self, config: Config) -> None:
+        if config == BROKEN:
+            raise RuntimeError("out of shared memory")
+        self.ran.append(config)
+
+
+def choose(tuner: Autotuner, timer: FakeTimer, key: str = "k", *configs: Config) -> Config:
+    return tuner.choose(key, configs or (SLOW, BROKEN, FAST), timer.run, device=CPU)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "made" / "autotune.json"
+
+
+def test_the_fastest_that_works_is_remembered_and_written(path: Path) -> None:
+    timer = FakeTimer()
+    tuner = Autotuner(timer, path)
+    assert choose(tuner, timer) == FAST
+    assert timer.timed == 2  # the one that fails is skipped
+    assert choose(tuner, timer) == FAST
+    assert timer.timed == 2
+    assert json.loads(path.read_text()) == {"GPU A": {"k": {"rows": 32, "flatten": True}}}
+    assert [file.name for file in path.parent.iterdir()] == [path.name]  # nothing half-written is left
+
+
+def test_another_process_reads_the_file_and_another_gpu_does_not(path: Path) -> None:
+    first = FakeTimer()
+    choose(Autotuner(first, path), first)
+    second = FakeTimer()
+    assert choose(Autotuner(second, path), second) == FAST
+    assert not second.ran
+    other = FakeTimer(name="GPU B", times={SLOW: 1e-3, FAST: 2e-3})
+    assert choose(Autotuner(other, path), other) == SLOW
+    assert set(json.loads(path.read_text())) == {"GPU A", "GPU B"}
+
+
+def test_processes_keep_each_others_entries(path: Path) -> None:
+    one, two = FakeTimer(), FakeTimer()
+    first, second = Autotuner(one, path), Autotuner(two, path)
+    choose(first, one, "a")
+    choose(second, two, "b")
+    choose(first, one, "c")
+    assert set(json.loads(path.read_text())["GPU A"]) == {"a", "b", "c"}
+
+
+def test_an_entry_that_is_no_config_any_more_is_timed_again(path: Path) -> None:
+    path.parent.mkdir()
+    path.write_text(json.dumps({"GPU A": {"k": {"rows": 7}}}))
+    timer = FakeTimer()
+    assert choose(Autotuner(timer, path), timer) == FAST
+    assert json.loads(path.read_text())["GPU A"]["k"]["rows"] == 32
+
+
+def test_nothing_is_timed_or_kept_where_that_cannot_be(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    on_cpu = FakeTimer(tuned=False)
+    assert choose(Autotuner(on_cpu, path), on_cpu) == SLOW
+    assert not on_cpu.ran
+    capturing = FakeTimer(idle=False)
+    tuner = Autotuner(capturing, path)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            assert choose(tuner, capturing) == SLOW
+    assert not capturing.ran
+    assert not path.exists()
+    assert [record.message for record in caplog.records] == [
+        "k is captured with its default configuration, because it was never timed. Run the same sizes once before "
+        "capture."
+    ]
+    capturing.idle = True
+    assert choose(tuner, capturing) == FAST  # the default was not remembered
+    capturing.idle = False
+    assert choose(tuner, capturing) == FAST
+
+
+def test_a_capture_uses_the_file(path: Path) -> None:
+    timer, capturing = FakeTimer(), FakeTimer(idle=False)
+    choose(Autotuner(timer, path), timer)
+    assert choose(Autotuner(capturing, path), capturing) == FAST
+
+
+def test_one_config_is_not_timed(path: Path) -> None:
+    timer = FakeTimer()
+    assert choose(Autotuner(timer, path), timer, "k", SLOW) == SLOW
+    assert not timer.ran
+    assert not path.exists()
+
+
+def test_what_is_tuned_may_tune_what_it_runs(path: Path) -> None:
+    timer = FakeTimer()
+    tuner = Autotuner(timer, path)
+
+    def outer(config: Config) -> None:
+        tuner.choose(f"inner {config.rows}", (SLOW, FAST), timer.run, device=CPU)
+        timer.run(config)
+
+    assert tuner.choose("outer", (SLOW, FAST), outer, device=CPU) == FAST
+    assert set(json.loads(path.read_text())["GPU A"]) == {"inner 16", "inner 32", "outer"}
+
+
+def test_all_are_compiled_before_one_is_timed(path: Path) -> None:
+    timer = FakeTimer()
+    prepared: list[Config] = []
+    together = threading.Barrier(2, timeout=60)
+
+    def prepare(config: Config) -> None:
+        assert not timer.ran
+        if config != BROKEN:
+            together.wait()
+        prepared.append(config)
+        if config == BROKEN:
+            raise RuntimeError("does not compile")
+
+    chosen = Autotuner(timer, path).choose("k", (SLOW, BROKEN, FAST), timer.run, device=CPU, prepare=prepare)
+    assert chosen == FAST
+    assert set(prepared) == {SLOW, BROKEN, FAST}
+    second = FakeTimer()
+    Autotuner(second, path).choose("k", (SLOW, BROKEN, FAST), second.run, device=CPU, prepare=prepare)
+    assert len(prepared) == 3
+
+
+def test_threads_tune_once(path: Path) -> None:
+    timer = FakeTimer()
+    tuner = Autotuner(timer, path)
+    threads = [threading.Thread(target=choose, args=(tuner, timer)) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert timer.timed == 2
+
+
+def test_refusals(path: Path) -> None:
+    timer = FakeTimer()
+    tuner = Autotuner(timer, path)
+    with pytest.raises(ConfigError, match="no configs for 'k'"):
+        tuner.choose("k", (), timer.run, device=CPU)
+    with pytest.raises(ConfigError, match=r"must be a dataclass of plain numbers, not 3 \('k'\)"):
+        tuner.choose("k", (3,), print, device=CPU)
+    with pytest.raises(ConfigError, match="none of the 2 ways to run 'k' works on cpu") as failure:
+        choose(tuner, timer, "k", BROKEN, BROKEN)
+    assert "out of shared memory" in str(failure.value.__cause__)
+
+    def wrong(config: Config) -> None:
+        raise ConfigError("k must be positive")
+
+    with pytest.raises(ConfigError, match="k must be positive"):  # the caller's mistake, not the config's
+        tuner.choose("k", (SLOW, FAST), wrong, device=CPU)
+    assert not path.exists()
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"GPU A": 3}', '{"GPU A": {"k": 3}}', b"\xff"])
+def test_a_file_of_another_kind_is_refused(path: Path, text: str | bytes) -> None:
+    path.parent.mkdir()
+    path.write_bytes(text.encode() if isinstance(text, str) else text)
+    timer = FakeTimer()
+    with pytest.raises(ConfigError, match=r"autotune\.json .*Delete it"):
+        choose(Autotuner(timer, path), timer)
+
+
+def test_a_file_that_cannot_be_written_is_told_of(
+    path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(source: str, target: Path) -> None:
+        raise OSError("no space left")
+
+    monkeypatch.setattr("os.replace", full)
+    timer = FakeTimer()
+    tuner = Autotuner(timer, path)
+    with caplog.at_level(logging.WARNING):
+        assert choose(tuner, timer) == FAST
+    assert "choices of autotuning are not kept" in caplog.text
+    assert choose(tuner, timer) == FAST
+    assert timer.timed == 2
+    assert not list(path.parent.iterdir())
+
+
+def test_where_the_file_lies(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
+    monkeypatch.delenv("UBATCH_AUTOTUNE_CACHE", raising=False)
+    assert autotune_path() == Path.home() / ".cache/ubatch/autotune.json"
+    monkeypatch.setenv("UBATCH_AUTOTUNE_CACHE", str(path))
+    assert autotune_path() == path
+    assert autotune("k", (SLOW, FAST), FakeTimer().run, device=CPU) == SLOW
+    assert not path.exists()
+
+
+def test_a_lane_that_tunes_is_not_taken_for_hung(path: Path) -> None:
+    """Compiling may take longer than a lane may hold the baton."""
+    timer = FakeTimer()
+
+    def slowly(config: Config) -> None:
+        time.sleep(0.9)
+        timer.run(config)
+
+    def tunes() -> Config:
+        chosen = Autotuner(timer, path).choose("k", (SLOW, FAST), slowly, device=CPU)
+        lane = current_lane()
+        assert lane is not None
+        assert lane.waiting is None
+        return chosen
+
+    pool = LanePool(2, CPU, 0.6)
+    try:
+        assert run(pool, tunes, lambda: None) == [FAST, None]
+    finally:
+        pool.close()
+
+
+@pytest.mark.gpu
+def test_a_gpu_finds_the_faster_of_two(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UBATCH_AUTOTUNE_CACHE", str(path))
+    device = torch.device("cuda")
+    x = torch.randn(1 << 22, device=device)
+
+    def run(config: Config) -> None:
+        for _ in range(config.rows):
+            x.mul_(1.0)
+
+    assert autotune("gpu", (Config(64), Config(1)), run, device=device) == Config(1)
+    [(name, entries)] = json.loads(path.read_text()).items()
+    assert torch.cuda.get_device_name(device) in name
+    assert torch.__version__ in name
+    assert entries == {"gpu": {"rows": 1, "flatten": False}}
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = autotune("gpu in a graph", (Config(64), Config(1)), run, device=device)
+        run(captured)
+    assert captured == Config(64)
+    assert CudaTimer().can_time(device)

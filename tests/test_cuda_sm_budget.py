@@ -1,0 +1,106 @@
+"""The SM budget: who has one, who keeps to it, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from fake_cuda import FakeCuda
+from torch import Tensor, nn
+
+from ubatch import ConfigError, Schedule, UBatchConfig, UBatchWrapper, dbo_yield, get_schedule
+from ubatch.sm_budget import SMBudget, current_sm_budget, report_sm_use, share_out_sms
+from ubatch.streams import NullStreams
+
+
+class Kernels(nn.Module):
+    """One kernel that takes its share, one that cannot be told, one that learns it late."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[SMBudget | None] = []
+        self.steps = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.append(current_sm_budget())
+        self.steps += 1
+        report_sm_use("persistent_gemm", obeys=True)
+        report_sm_use("library_gemm", obeys=False)
+        report_sm_use("sometimes", obeys=self.steps % 2 == 0)
+        dbo_yield()
+        return x + 1
+
+
+@pytest.fixture
+def cuda() -> Iterator[FakeCuda]:
+    with FakeCuda(sms=132).installed() as found:
+        yield found
+
+
+def overlapped(
+    model: nn.Module, schedule: Schedule | str = "mlp_shared_overlap", comm_sms: int | None = None
+) -> Mapping[str, bool]:
+    """What two overlapped calls say about their SM use."""
+    config = UBatchConfig(schedule=schedule, comm_sms=comm_sms, dbo_prefill_token_threshold=2)
+    wrapper = UBatchWrapper(model, config)
+    try:
+        for _ in range(2):
+            wrapper(torch.zeros(4, 2))
+        assert wrapper.statistics().engaged == 2
+        return wrapper.statistics().sm_budget
+    finally:
+        wrapper.close()
+
+
+def test_lanes_share_out_the_sms(cuda: FakeCuda) -> None:
+    model = Kernels()
+    assert overlapped(model, comm_sms=20) == {"persistent_gemm": True, "library_gemm": False, "sometimes": False}
+    assert model.seen == [SMBudget(132, 20)] * 4
+    assert model.seen[0] is not None
+    assert model.seen[0].compute == 112
+
+
+def test_the_schedules_own_and_the_settings_over_it(cuda: FakeCuda) -> None:
+    schedule = Schedule("mine", comm_sms=16)
+    for comm_sms, expected in ((None, 16), (24, 24)):
+        model = Kernels()
+        overlapped(model, schedule, comm_sms)
+        assert {budget.comm for budget in model.seen if budget is not None} == {expected}
+    model = Kernels()
+    assert overlapped(model, schedule, 0) == {}
+    assert model.seen == [None] * 4
+
+
+def test_nothing_to_share_out_on_a_cpu() -> None:
+    model = Kernels()
+    assert overlapped(model, comm_sms=20) == {}
+    assert model.seen == [None] * 4
+    assert share_out_sms(20, NullStreams()) is None
+
+
+def test_outside_a_lane_there_is_none() -> None:
+    report_sm_use("anybody", obeys=False)
+    assert current_sm_budget() is None
+
+
+def test_what_leaves_nothing_is_refused_before_a_lane_starts(cuda: FakeCuda) -> None:
+    model = Kernels()
+    with pytest.raises(ConfigError, match=r"comm_sms is 132, but must be 1 to 131 on a device with 132"):
+        overlapped(model, comm_sms=132)
+    assert model.steps == 0
+    with pytest.raises(ConfigError, match="comm_sms must be at least 0, not -1"):
+        UBatchConfig(comm_sms=-1)
+    with pytest.raises(ConfigError, match="comm-sms must be int or None, not 'all'"):
+        UBatchConfig.from_mapping({"comm-sms": "all"})
+
+
+def test_ranks_compare_it_and_files_have_it(tmp_path: Path) -> None:
+    schedule = get_schedule("two_batch_decode")
+    assert "SMs" not in schedule.describe()
+    assert replace(schedule, comm_sms=8).describe().endswith(", 8 SMs for communication")
+    file = tmp_path / "dbo.yaml"
+    file.write_text("comm_sms: 8\nschedule: two_batch_decode\n", encoding="utf-8")
+    assert UBatchConfig.from_yaml(file).resolved_schedule() == replace(schedule, comm_sms=8)

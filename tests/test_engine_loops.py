@@ -1,0 +1,57 @@
+"""Both loops of an engine over a real runner give the same tokens, on a CPU and on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from dense_checkpoint import make_small
+from fake_device import run
+
+from model_runner import ModelRunner, SamplingParams
+from serving.engine import EngineCore
+from serving.requests import RequestInput
+from serving.scheduler import Scheduler, SchedulerConfig
+from ubatch import UBatchConfig
+
+NEW = 20
+PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6], [53], [58, 97, 93, 23, 84], [62, 64, 33] * 15]
+MIXED = [
+    SamplingParams(max_tokens=NEW, ignore_eos=True),
+    SamplingParams(max_tokens=NEW, ignore_eos=True, temperature=1.4, seed=4, top_k=60, top_p=0.9),
+    SamplingParams(max_tokens=NEW - 7, ignore_eos=True, logprobs=2, logit_bias=((7, 3.0),)),
+    SamplingParams(max_tokens=NEW - 3, ignore_eos=True, temperature=0.9, seed=5, min_p=0.01),
+]
+CONSTRAINED = [
+    SamplingParams(max_tokens=NEW, ignore_eos=True, frequency_penalty=1.5, presence_penalty=1.0),
+    SamplingParams(max_tokens=NEW - 5, ignore_eos=True, temperature=1.1, seed=6, repetition_penalty=1.5),
+    SamplingParams(max_tokens=NEW, ignore_eos=True, min_tokens=4, stop_token_ids=(9,)),
+    SamplingParams(max_tokens=NEW, ignore_eos=True),
+]
+
+
+def serve(runner: ModelRunner, params: Sequence[SamplingParams], *, overlap: bool) -> dict[str, list[int]]:
+    """The tokens of all requests, by one of the two loops."""
+    scheduler = Scheduler(
+        SchedulerConfig(max_num_seqs=6, max_num_batched_tokens=32, max_model_len=128, enable_prefix_caching=False),
+        runner.allocator,
+        runner.request_table,
+        eos_token_ids=(),
+        vocab_size=runner.config.vocab_size,
+    )
+    core = EngineCore(runner, scheduler, overlap_schedule=overlap)
+    return run(core, [RequestInput(str(n), prompt, params[n]) for n, prompt in enumerate(PROMPTS)])
+
+
+@pytest.mark.parametrize("lanes", [False, True])
+@pytest.mark.parametrize("dense", [False, True])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_both_loops_give_the_same_tokens(tmp_path: Path, device: str, dense: bool, lanes: bool) -> None:
+    checkpoint = make_small(tmp_path, dense=dense)
+    dbo = UBatchConfig(enable_dbo=lanes, dbo_decode_token_threshold=2, dbo_prefill_token_threshold=2)
+    with ModelRunner(checkpoint, device=device, num_kv_blocks=100, block_size=16, max_num_seqs=6, dbo=dbo) as runner:
+        for params in (MIXED, CONSTRAINED):
+            plain = serve(runner, params, overlap=False)
+            assert serve(runner, params, overlap=True) == plain
+            assert [len(plain[str(n)]) for n in range(4)] == [param.max_tokens for param in params]

@@ -1,0 +1,188 @@
+"""The `flashinfer` experts: their arithmetic by a stand-in, their call by the installed signature, both on a GPU."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from moe import dequantize_blocks, make_experts, quantize_blocks
+from moe.experts import flashinfer
+from moe.experts.flashinfer import FlashInferExperts, find_fused_moe
+from ubatch import ConfigError
+
+
+def cutlass_fused_moe(
+    input, token_selected_experts, token_final_scales, fc1_expert_weights, fc2_expert_weights, output_dtype,
+    quant_scales, ep_size=1, ep_rank=0, output=None, use_fused_finalize=True,
+):  # fmt: skip
+    """Computes from what it is given; checks what the kernel's binding checks."""
+    tokens, hidden = input.shape
+    held, twice_intermediate, _ = fc1_expert_weights.shape
+    assert not use_fused_finalize, "adds with atomics"
+    assert (token_selected_experts.dtype, token_final_scales.dtype) == (torch.int32, torch.float32)
+    assert token_selected_experts.shape == token_final_scales.shape
+    assert input.dtype == fc1_expert_weights.dtype == fc2_expert_weights.dtype == output_dtype == output.dtype
+    assert fc2_expert_weights.shape == (held, hidden, twice_intermediate // 2)
+    assert tokens, "no kernel runs over nothing"
+    assert not quant_scales
+    for tensor in (input, token_selected_experts, token_final_scales, fc1_expert_weights, fc2_expert_weights, output):
+        assert tensor.is_contiguous()
+    assert output.shape == input.shape
+    first = ep_rank * held
+    result = torch.zeros(tokens, hidden, dtype=torch.float64)
+    for token, ids in enumerate(token_selected_experts.tolist()):
+        for choice, expert in enumerate(ids):
+            if first <= expert < first + held:
+                up, gate = (fc1_expert_weights[expert - first].double() @ input[token].double()).chunk(2)
+                y = fc2_expert_weights[expert - first].double() @ (F.silu(gate) * up)
+                result[token] += token_final_scales[token, choice].item() * y
+    output.copy_(result)
+    return output
+
+
+@pytest.fixture
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """The stand-in on the CPU in the kernel's place; what it was called with."""
+    calls: list[dict[str, Any]] = []
+
+    def call(**kwargs: Any) -> Tensor:
+        calls.append(kwargs)
+        out: Tensor = cutlass_fused_moe(**kwargs)
+        return out
+
+    monkeypatch.setattr(flashinfer, "find_fused_moe", lambda: call)
+    monkeypatch.setattr(FlashInferExperts, "devices", ("cpu",))
+    return calls
+
+
+def weights(held: int = 4, hidden: int = 16, intermediate: int = 8, **options: Any) -> tuple[Tensor, Tensor]:
+    return (
+        torch.randn(held, 2 * intermediate, hidden, **options) * hidden**-0.5,
+        torch.randn(held, hidden, intermediate, **options) * intermediate**-0.5,
+    )
+
+
+def routed(tokens: int, num_experts: int, top_k: int) -> tuple[Tensor, Tensor]:
+    """Distinct experts per token, some of them nobody's, and their weights."""
+    order = [torch.randperm(num_experts + 2)[:top_k] for _ in range(tokens)]
+    ids = torch.stack(order) - 1 if order else torch.zeros(0, top_k, dtype=torch.int64)
+    return ids, torch.rand(tokens, top_k)
+
+
+@pytest.mark.parametrize("first_expert", [0, 3, 8])
+@pytest.mark.parametrize("ids_dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("tokens", [0, 1, 9])
+def test_equals_the_reference(
+    stand_in: list[dict[str, Any]], first_expert: int, ids_dtype: torch.dtype, tokens: int
+) -> None:
+    """Ids of other ranks on both sides, -1, and beyond all experts."""
+    w13, w2 = weights()
+    ids, topk_weights = routed(tokens, 12, 3)
+    x = torch.randn(tokens, 32)[:, ::2]  # strided
+    given_w13 = w13.clone()
+    ours = make_experts("flashinfer", w13, w2, first_expert)
+    out = ours(x, ids.to(ids_dtype), topk_weights)
+    expected = make_experts("reference", given_w13, w2, first_expert)(x, ids, topk_weights)
+    assert out.is_contiguous()
+    torch.testing.assert_close(out, expected)
+    assert torch.equal(w13, given_w13), "the caller's weights are left alone"
+    assert len(stand_in) == min(tokens, 1)
+
+
+@pytest.mark.parametrize("first_expert", [0, 4])
+def test_ids_and_weights_may_be_views(stand_in: list[dict[str, Any]], first_expert: int) -> None:
+    """Columns of a payload, and turned ones."""
+    w13, w2 = weights()
+    ours, reference = (make_experts(name, w13.clone(), w2, first_expert) for name in ("flashinfer", "reference"))
+    x, ids, topk_weights = torch.randn(6, 16), torch.randint(-1, 9, (6, 2), dtype=torch.int32), torch.rand(6, 2)
+    for cut in (slice(0, 1), slice(1, 2)):
+        given = x, ids[:, cut], topk_weights[:, cut]
+        torch.testing.assert_close(ours(*given), reference(*given))
+    turned = x[:2], ids.t()[:, :3], topk_weights.t()[:, :3]
+    torch.testing.assert_close(ours(*turned), reference(*turned))
+
+
+def test_a_row_without_an_expert_here_is_zero(stand_in: list[dict[str, Any]]) -> None:
+    experts = make_experts("flashinfer", *weights(), 4)
+    out = experts(torch.randn(2, 16), torch.tensor([[-1, 99], [4, 3]]), torch.rand(2, 2))
+    assert not out[0].any()
+    assert out[1].any()
+
+
+def test_fp8_rows_are_dequantised(stand_in: list[dict[str, Any]]) -> None:
+    experts = make_experts("flashinfer", *weights(hidden=256))
+    stored, scales = quantize_blocks(torch.randn(5, 256))
+    ids, topk_weights = routed(5, 4, 2)
+    expected = experts(dequantize_blocks(stored, scales, torch.float32), ids, topk_weights)
+    assert torch.equal(experts(stored, ids, topk_weights, scales), expected)
+
+
+def test_the_plain_weights_are_not_kept(stand_in: list[dict[str, Any]]) -> None:
+    experts = make_experts("flashinfer", *weights())
+    assert {name for name, _ in experts.named_parameters()} == {"w31", "w2"}
+    assert experts.capturable
+
+
+def test_what_the_kernel_does_not_take_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flashinfer, "find_fused_moe", lambda: pytest.fail("looked for the kernel"))
+    with pytest.raises(ConfigError, match="run on cuda, not on cpu"):
+        make_experts("flashinfer", *weights())
+    monkeypatch.setattr(FlashInferExperts, "devices", ("cpu",))
+    with pytest.raises(ConfigError, match="hidden 12 and intermediate 8"):
+        make_experts("flashinfer", *weights(hidden=12))
+
+
+def test_a_missing_or_old_flashinfer_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> Any:
+        raise ImportError("no such module")
+
+    monkeypatch.setattr(flashinfer.importlib, "import_module", missing)
+    with pytest.raises(ConfigError, match="Install flashinfer-python"):
+        find_fused_moe()
+
+    class Old:
+        @staticmethod
+        def cutlass_fused_moe(input: Tensor) -> None: ...
+
+    monkeypatch.setattr(flashinfer.importlib, "import_module", lambda name: Old)
+    with pytest.raises(ConfigError, match=r"0\.6 or later"):
+        find_fused_moe()
+
+
+def test_our_call_binds_to_the_installed_function(stand_in: list[dict[str, Any]]) -> None:
+    """And its defaults are those that the stand-in was written for."""
+    pytest.importorskip(
+        "flashinfer", reason="flashinfer is not installed; `make test` installs it", exc_type=ImportError
+    )
+    theirs = inspect.signature(find_fused_moe())
+    make_experts("flashinfer", *weights())(torch.randn(2, 16), torch.tensor([[0], [1]]), torch.rand(2, 1))
+    theirs.bind(**stand_in[0])
+    ours: Callable[..., Any] = cutlass_fused_moe
+    for name, parameter in inspect.signature(ours).parameters.items():
+        assert theirs.parameters[name].default == parameter.default
+    assert int(theirs.parameters["activation_type"].default) == 3, "SwiGLU"
+    assert theirs.parameters["enable_alltoall"].default is False, "rows without an expert here are written"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("first_expert", [0, 8])
+def test_the_kernel_on_a_gpu(dtype: torch.dtype, first_expert: int) -> None:
+    """Against float32 over the same rounded numbers, and the same numbers twice."""
+    pytest.importorskip("flashinfer", reason="flashinfer is not installed", exc_type=ImportError)
+    w13, w2 = (w.to(dtype) for w in weights(8, 256, 128))
+    ids, topk_weights = routed(64, 24, 4)
+    x = torch.randn(64, 256).to(dtype)
+    there = make_experts("flashinfer", w13.cuda(), w2.cuda(), first_expert)
+    out = there(x.cuda(), ids.cuda(), topk_weights.cuda())
+    expected = make_experts("reference", w13.float(), w2.float(), first_expert)(x.float(), ids, topk_weights)
+    close = math.ldexp(1.0, -6 if dtype == torch.bfloat16 else -9)
+    torch.testing.assert_close(out.cpu().float(), expected, atol=close, rtol=close)
+    assert torch.equal(out, there(x.cuda(), ids.cuda(), topk_weights.cuda()))

@@ -1,0 +1,156 @@
+"""`UBATCH_CHECK_ORDER=1`: ranks whose lanes launch in different orders are told so, and where."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ranks import run_ranks
+from ubatch import (
+    CommGroup,
+    Schedule,
+    UBatchConfig,
+    UBatchWrapper,
+    all_reduce,
+    dbo_current_ubatch_id,
+    dbo_enabled,
+    dbo_yield,
+)
+from ubatch.errors import LaunchOrderError, UBatchError
+from ubatch.launch_order import VARIABLE, LaunchOrder, check_ballots, first_difference
+
+SCHEDULE = Schedule("every_point", points_off=frozenset())
+
+
+def test_rows_may_differ_in_number_but_not_in_kind() -> None:
+    orders = [LaunchOrder(), LaunchOrder(), LaunchOrder()]
+    for order, x in zip(orders, (torch.ones(3, 8), torch.ones(0, 8), torch.ones(3, 4)), strict=True):
+        order.note(0, "dispatch", x)
+    assert orders[0].launches == ["lane 0: dispatch float32 [*, 8]"]
+    assert orders[0].ballot() == orders[1].ballot() != orders[2].ballot()
+    assert check_ballots([orders[0].ballot(), orders[1].ballot()])
+    assert not check_ballots([orders[0].ballot(), orders[2].ballot()])
+    assert check_ballots([[0, 0, 0], [0, 0, 0]])
+    with pytest.raises(LaunchOrderError, match=r"is set on ranks \[1\] of the group only"):
+        check_ballots([[0, 0, 0], orders[0].ballot()])
+
+
+def test_the_first_difference_is_told() -> None:
+    told = first_difference({0: ["a", "b", "c", "d", "e", "f"], 3: ["a", "b", "x"]})
+    assert told is not None
+    assert told.splitlines() == [
+        "the ranks launched in different orders; the first 2 launches are the same, then:",
+        "  rank 0 (6 launches): c; d; e",
+        "  rank 3 (3 launches): x",
+    ]
+    assert first_difference({0: ["a"], 1: ["a"]}) is None
+    assert "rank 1 (0 launches): nothing" in str(first_difference({0: ["a"], 1: []}))
+    assert first_difference({0: ["a"], 1: []}, ended=False) is None, "rank 1 was stopped before it came there"
+    assert first_difference({0: ["a", "b"], 1: ["c"]}, ended=False) is not None
+
+
+class Model(nn.Module):
+    """Adds up over the ranks, twice; in lane 0 of a rank it passes a point more, or does nothing, if told to."""
+
+    def __init__(self, group: CommGroup) -> None:
+        super().__init__()
+        self.group = group
+        self.strays = self.skips = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.strays and dbo_enabled() and dbo_current_ubatch_id() == 0:
+            dbo_yield("a point that depends on data")
+        if self.skips and dbo_enabled() and dbo_current_ubatch_id() == 0:
+            return x
+        for _ in range(2):
+            x = all_reduce(x, self.group)
+        return x
+
+
+def test_on_two_ranks() -> None:
+    run_ranks(_check_all, 2, ["alike", "strays", "hangs", "unset"])
+
+
+def _check_all(rank: int, ranks: int, names: list[str]) -> None:
+    with torch.inference_mode():
+        for name in names:
+            os.environ[VARIABLE] = "1"
+            CHECKS[name](rank)
+
+
+def _wrapped(group: CommGroup) -> tuple[Model, UBatchWrapper]:
+    model = Model(group)
+    config = UBatchConfig(group=group, schedule=SCHEDULE, dbo_prefill_token_threshold=2, timeout_s=20.0)
+    return model, UBatchWrapper(model, config)
+
+
+def _alike(rank: int) -> None:
+    group = CommGroup.from_process_group(timeout_s=10.0)
+    _, wrapper = _wrapped(group)
+    for step in range(3):
+        rows = 4 + 2 * step
+        torch.testing.assert_close(wrapper(torch.ones(rows, 3)), torch.full((rows, 3), 4.0))
+    assert wrapper.statistics().engaged == 3
+    order = group.usable_connection().order
+    assert order is not None
+    assert order.launches == [f"lane {lane}: all_reduce float32 [*, 3]" for lane in (0, 1, 0, 1)]
+    wrapper.close()
+
+
+def _strays(rank: int) -> None:
+    """Rank 1's lane 1 launches first. What each lane adds up is as large, so nobody notices but the next vote."""
+    group = CommGroup.from_process_group(timeout_s=10.0)
+    model, wrapper = _wrapped(group)
+    x = torch.arange(4.0)[:, None] * torch.ones(4, 3)
+    wrapper(x)
+    model.strays = rank == 1
+    wrong = wrapper(x)
+    assert not torch.equal(wrong, 4 * x), "rows of different lanes were added"
+    with pytest.raises(LaunchOrderError) as caught:
+        wrapper(x)
+    lines = str(caught.value).splitlines()
+    assert "the first 0 launches are the same" in lines[0]
+    assert "rank 0 (4 launches): lane 0: all_reduce float32 [*, 3]; lane 1" in lines[1]
+    assert "rank 1 (4 launches): lane 1: all_reduce float32 [*, 3]; lane 0" in lines[2]
+    with pytest.raises(UBatchError, match=r"reset\(\)"):
+        wrapper(x)
+    group.reset()
+    model.strays = False
+    torch.testing.assert_close(wrapper(x), 4 * x)
+    wrapper.close()
+
+
+def _hangs(rank: int) -> None:
+    """Rank 1's lane 0 launches nothing: the other rank waits for it, and then says why."""
+    group = CommGroup.from_process_group(timeout_s=2.0)
+    model, wrapper = _wrapped(group)
+    model.skips = rank == 1
+
+    def run_twice() -> None:
+        for _ in range(2):
+            wrapper(torch.ones(4, 3))
+
+    with pytest.raises(UBatchError) as caught:
+        run_twice()
+    told = "\n".join([str(caught.value), *caught.value.__notes__])
+    assert "the first 0 launches are the same, then:" in told
+    assert "rank 1 (2 launches): lane 1: all_reduce float32 [*, 3]; lane 1" in told
+    wrapper.close()
+
+
+def _unset(rank: int) -> None:
+    """On one rank only; every rank says so."""
+    if rank == 1:
+        del os.environ[VARIABLE]
+    group = CommGroup.from_process_group(timeout_s=10.0)
+    _, wrapper = _wrapped(group)
+    with pytest.raises(LaunchOrderError, match=r"is set on ranks \[0\] of the group only"):
+        wrapper(torch.ones(4, 3))
+    wrapper.close()
+
+
+CHECKS: dict[str, Callable[[int], None]] = {"alike": _alike, "strays": _strays, "hangs": _hangs, "unset": _unset}

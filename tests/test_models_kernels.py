@@ -1,0 +1,88 @@
+"""Whole models on this project's kernels against transformers, in Triton's interpreter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import model_checks
+import pytest
+from checkpoints import make_checkpoint
+from model_checks import check_decode, check_overlap
+from triton_batches import DEVICE
+
+from attention.kernels import cache, decode, latent
+from model_runner.kernels import activation, norm, rope
+from model_runner.models import ops
+from moe import router
+from moe.kernels import router as router_kernel
+
+pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="forces kernels on models that live on the CPU")
+FAMILIES = ["Llama", "Qwen3Moe", "DeepseekV3"]
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return {family: make_checkpoint(tmp_path_factory.mktemp(family), family) for family in FAMILIES}
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """Kernels wherever there are some, how often each ran, and few steps."""
+    counts: dict[str, int] = {}
+
+    def counted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            counts[name] = counts.get(name, 0) + 1
+            return function(*args, **kwargs)
+
+        return call
+
+    places = {
+        norm: ("rms_norm", "add_rms_norm"),
+        rope: ("rotate_heads",),
+        activation: ("silu_mul",),
+        router_kernel: ("route_topk",),
+        cache: ("write_kv",),
+        decode: ("decode_attention",),
+        latent: ("write_latent", "latent_decode"),
+    }
+    for module, names in places.items():
+        for name in names:
+            monkeypatch.setattr(module, name, counted(name, getattr(module, name)))
+    monkeypatch.setattr("attention.backends.triton.write_kv", cache.write_kv)
+    monkeypatch.setattr("attention.backends.triton.decode_attention", decode.decode_attention)
+    monkeypatch.setattr("attention.backends.triton_mla.write_latent", latent.write_latent)
+    monkeypatch.setattr("attention.backends.triton_mla.latent_decode", latent.latent_decode)
+    monkeypatch.setattr(ops, "_fuses", lambda x: True)
+    monkeypatch.setattr(router, "_fuses", lambda logits: True)
+    monkeypatch.setattr(model_checks, "DECODE_STEPS", 2)
+    return counts
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_model_of_kernels_equals_transformers(
+    checkpoints: dict[str, Path], family: str, launched: dict[str, int]
+) -> None:
+    """A prefill and two decode steps; every kernel that the family has a use for was launched."""
+    check_decode(checkpoints[family], prompts=[[5, 17, 99], [130]], attention_backend="triton")
+    expected = {"rms_norm", "add_rms_norm", "silu_mul"}
+    expected |= (
+        {"write_latent", "latent_decode"}
+        if family == "DeepseekV3"
+        else {"rotate_heads", "write_kv", "decode_attention"}
+    )
+    expected |= set() if family == "Llama" else {"route_topk"}
+    assert set(launched) == expected
+
+
+def test_so_it_does_in_two_lanes(
+    checkpoints: dict[str, Path], launched: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_kernels = partial(check_decode, prompts=[[5, 17, 99], [130, 4]], attention_backend="triton")
+    monkeypatch.setattr(model_checks, "check_decode", on_kernels)
+    check_overlap(checkpoints["Qwen3Moe"], "mlp_shared_overlap")
+    assert launched["decode_attention"]
+    assert launched["route_topk"]

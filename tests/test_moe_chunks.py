@@ -1,0 +1,377 @@
+"""Layers in chunks of experts: results, the order of launches, waits and points, what is refused, on one rank."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from fake_cuda import FakeCuda
+from moe_layers import Layer, make_layer, make_tokens
+from torch import Tensor, nn
+
+from moe import FusedMoEModularKernel, SoftmaxTopKRouter, make_all2all, make_experts
+from moe.all2all.base import All2AllTraits
+from moe.all2all.chunks import blocks_of, only_block
+from moe.experts.grouped import GroupedExperts
+from ubatch import ConfigError, Point, Recv, Schedule, SharedExpert, SpanKind, Trace, dbo_yield, get_schedule, tracing
+from ubatch.handover import HandoverError
+from ubatch.layer_program import LayerTimes, layer_program
+from ubatch.schedule import check_runnable
+from ubatch.simulate import Launch, Op, Pass, Wait, programs_of, simulate
+from ubatch.single_lane import SingleLane
+from ubatch.streams import StreamBackend
+from ubatch.workers import LanePool
+
+EXPERTS, HIDDEN, TOP_K, LAYERS = 8, 12, 3, 2
+CPU = torch.device("cpu")
+BASE = get_schedule("mlp_shared_overlap")
+DECODE = get_schedule("two_batch_decode")
+
+
+class Model(nn.Module):
+    """Layers that pass every point that a decoder's do."""
+
+    def __init__(self, layer: Layer, all2all: str = "local", experts: str = "grouped") -> None:
+        super().__init__()
+        self.shared = nn.Linear(HIDDEN, HIDDEN, bias=False)
+        transport = make_all2all(all2all, group=None, num_experts=EXPERTS)
+        self.kernels = nn.ModuleList(layer.kernel(transport, experts, self.shared) for _ in range(LAYERS))
+        self.router = SoftmaxTopKRouter(TOP_K)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for kernel in self.kernels:
+            dbo_yield(Point.ATTN_PREPARE)
+            weights, ids = self.router(x[:, :EXPERTS])
+            x = x + kernel(x, weights, ids)
+            dbo_yield(Point.LAYER)
+        return x
+
+
+def run_in_lanes(
+    model: nn.Module, x: Tensor, schedule: Schedule, streams: StreamBackend | None = None
+) -> tuple[Tensor, Trace]:
+    """One traced step, an equal part of `x` per lane."""
+    lanes = schedule.lanes
+    pool = SingleLane(CPU, streams) if lanes == 1 else LanePool(lanes, CPU, 20.0, streams)
+    with closing(pool), tracing() as trace:
+        trace.step = 1
+        outputs = pool.run([lambda part=part: model(part) for part in x.chunk(lanes)], schedule, [None] * lanes)
+    return torch.cat(outputs), trace
+
+
+def variants(base: Schedule, places: Sequence[SharedExpert] = tuple(SharedExpert)) -> Iterator[Schedule]:
+    for lanes, chunks, own, place in itertools.product((1, 2, 3), (1, 2, 3), (True, False), places):
+        name = f"{lanes}x{chunks}, {'own' if own else 'one'} dispatch, shared at {place}"
+        yield replace(base, name=name, lanes=lanes, chunks=chunks, chunk_dispatch=own, shared_expert=place)
+
+
+def test_blocks_are_the_same_share_of_every_ranks_experts() -> None:
+    assert blocks_of(8, 3) == [range(2), range(2, 5), range(5, 8)]
+    assert blocks_of(3, 1) == [range(3)]
+    for chunks in (0, 4):
+        with pytest.raises(ConfigError, match=f"3 experts of a rank cannot be cut into {chunks} chunks"):
+            blocks_of(3, chunks)
+    ids = torch.tensor([[0, 1, 2, 3], [4, 5, 6, 7], [-1, 8, 9, -2]])
+    masked = [only_block(ids, block, 4) for block in blocks_of(4, 2)]
+    assert masked[0].tolist() == [[0, 1, -1, -1], [4, 5, -1, -1], [-1, 8, 9, -1]]
+    assert masked[1].tolist() == [[-1, -1, 2, 3], [-1, -1, 6, 7], [-1, -1, -1, -1]]
+
+
+@pytest.mark.parametrize("all2all", ["local", "host_loopback"])
+@torch.inference_mode()
+def test_results_in_every_combination(all2all: str) -> None:
+    """The plain call's, within the rounding of another order of sums."""
+    model = Model(make_layer(EXPERTS, HIDDEN), all2all)
+    x = torch.randn(8, HIDDEN)
+    expected = model(x)
+    for schedule in variants(BASE):
+        actual, _ = run_in_lanes(model, x, schedule)
+        torch.testing.assert_close(actual, expected, msg=lambda text, name=schedule.name: f"{name}: {text}")
+
+
+class Scaling(nn.Module):
+    """Experts that only multiply: their bits depend on nothing but the token, so those of a sum show its order."""
+
+    expert_range, capturable = range(EXPERTS), False
+    factors = torch.linspace(0.1, 1.7, EXPERTS)
+
+    def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        y = torch.zeros_like(x)
+        for choice in range(TOP_K):
+            factor = torch.where(ids[:, choice] < 0, 0.0, self.factors[ids[:, choice]] * weights[:, choice])
+            y = y + factor[:, None] * x
+        return y
+
+
+@torch.inference_mode()
+def test_a_tokens_bits_do_not_depend_on_the_lanes() -> None:
+    """Of the same chunks. Those of other chunks are added in another order."""
+    model = Model(make_layer(EXPERTS, HIDDEN), "host_loopback")
+    for kernel in model.kernels:
+        kernel.experts, kernel.shared_experts = Scaling(), None
+    x = torch.randn(7, HIDDEN)
+    outputs = []
+    for chunks in (1, 2, 3):
+        one, two, three = (run_in_lanes(model, x, replace(BASE, lanes=n, chunks=chunks))[0] for n in (1, 2, 3))
+        assert torch.equal(one, two)
+        assert torch.equal(one, three)
+        outputs.append(one)
+    assert not torch.equal(outputs[0], outputs[1])
+    torch.testing.assert_close(outputs[0], outputs[1])
+
+
+@pytest.mark.parametrize("recv", list(Recv))
+@pytest.mark.parametrize("base", [BASE, DECODE], ids=lambda schedule: schedule.name)
+@torch.inference_mode()
+def test_the_kernel_does_what_the_simulator_says(base: Schedule, recv: Recv) -> None:
+    """Every launch, wait and point of every lane in order, and who runs when."""
+    model = Model(make_layer(EXPERTS, HIDDEN), "host_loopback")
+    times = LayerTimes(attn_core=1.0, experts=1.0, dispatch=1.0, combine=1.0, shared=1.0)
+    for schedule in variants(replace(base, recv=recv)):
+        program = layer_program(times, LAYERS, schedule)
+        _, trace = run_in_lanes(model, torch.randn(8, HIDDEN), schedule)
+        assert trace.order == list(simulate([program] * schedule.lanes, schedule).order), schedule.name
+        for lane, actual in enumerate(programs_of(trace, 1)):
+            if recv is Recv.OWNER:
+                assert outline(actual) == outline(program), f"{schedule.name}, lane {lane}"
+            else:  # whoever waits, what a lane launches and passes is the same
+                assert [op for op in outline(actual) if op[0] != "wait"] == [
+                    op for op in outline(program) if op[0] != "wait"
+                ], f"{schedule.name}, lane {lane}"
+
+
+def outline(program: Sequence[Op]) -> list[tuple[str, str]]:
+    """A lane's launches, waits and points; transfers by what they are and how many were launched before."""
+    keys: dict[str, str] = {}
+    ops = []
+    for op in program:
+        if isinstance(op, Launch):
+            keys[op.key] = f"{op.key.partition('.')[0]} {len(keys)}"
+            ops.append(("launch", keys[op.key]))
+        elif isinstance(op, Wait):
+            ops.append(("wait", keys[op.key]))
+        elif isinstance(op, Pass):
+            ops.append(("point", str(op.point)))
+    return ops
+
+
+@torch.inference_mode()
+def test_a_steps_own_overlap_is_in_the_trace() -> None:
+    """One lane, two chunks: the second dispatch travels while the first chunk computes."""
+    _, trace = run_in_lanes(
+        Model(make_layer(EXPERTS, HIDDEN), "host_loopback"), torch.randn(4, HIDDEN), get_schedule("single_batch")
+    )
+    (program,) = programs_of(trace, 1)
+    first_layer = outline(program)[: outline(program).index(("point", "output"))]
+    assert first_layer == [
+        *(("point", "attn_prepare"), ("point", "select")),
+        *(("launch", "dispatch 0"), ("launch", "dispatch 1"), ("point", "dispatch")),
+        *(("wait", "dispatch 0"), ("launch", "combine 2"), ("wait", "dispatch 1"), ("launch", "combine 3")),
+        *(("point", "combine"), ("wait", "combine 2"), ("wait", "combine 3")),
+    ]
+
+
+class Clocked(nn.Module):
+    """Experts that note how many copies of the communication stream they come after."""
+
+    def __init__(self, experts: Any, cuda: FakeCuda) -> None:
+        super().__init__()
+        self.experts, self.cuda = experts, cuda
+        self.expert_range = experts.expert_range
+        self.seen: list[tuple[int, int]] = []
+
+    def forward(self, *args: Tensor) -> Tensor:
+        self.seen.append((self.cuda.compute.clock.get("comm", 0), self.cuda.comm.clock["comm"]))
+        output: Tensor = self.experts(*args)
+        return output
+
+
+@pytest.mark.parametrize("lanes", [1, 2])
+@torch.inference_mode()
+def test_on_a_gpu_a_chunk_waits_for_its_own_transfer_only(lanes: int) -> None:
+    """The communication stream carries what comes later while the experts of a chunk compute."""
+    layer, cuda = make_layer(EXPERTS, HIDDEN), FakeCuda()
+    model = Model(layer, "host_loopback")
+    kernel: Any = model.kernels[0]
+    clocked = Clocked(kernel.experts, cuda)
+    kernel.experts = clocked
+    model.kernels = model.kernels[:1]
+    x = torch.randn(4 * lanes, HIDDEN)
+    expected = model(x)
+    clocked.seen.clear()
+    with cuda.installed():
+        actual, _ = run_in_lanes(model, x, replace(BASE, lanes=lanes, chunks=2), cuda)
+    cuda.check(f"{lanes} lanes")
+    torch.testing.assert_close(actual, expected)
+    assert len(clocked.seen) == 2 * lanes
+    for number, (after, launched) in enumerate(clocked.seen):
+        assert after < launched, f"call {number} of the experts comes after all {launched} copies"
+    first, second = clocked.seen[:2]
+    assert first[0] < second[0]
+
+
+class Counting(GroupedExperts):
+    """Experts that count the rows that they multiply."""
+
+    def run_expert(self, slot: int, x: Tensor) -> Tensor:
+        self.rows[slot] += x.shape[0]
+        return super().run_expert(slot, x)
+
+
+@torch.inference_mode()
+def test_experts_compute_only_the_chunks_rows() -> None:
+    layer = make_layer(EXPERTS, HIDDEN)
+    routed = make_tokens(layer, 9, TOP_K)
+    experts = Counting(layer.w13, layer.w2)
+    kernel = FusedMoEModularKernel(make_all2all("local", group=None, num_experts=EXPERTS), experts)
+    expected = torch.bincount(routed.ids.flatten(), minlength=EXPERTS).tolist()
+    for own in (True, False):
+        experts.rows = [0] * EXPERTS
+        schedule = Schedule("one", lanes=1, chunks=4, chunk_dispatch=own)
+        with closing(SingleLane(CPU)) as lane:
+            lane.run([lambda: kernel(routed.x, routed.weights, routed.ids)], schedule, [None])
+        assert experts.rows == expected
+
+
+def test_gradients_flow_through_chunks_where_nothing_travels() -> None:
+    model = Model(make_layer(EXPERTS, HIDDEN))
+    x, grads = torch.randn(6, HIDDEN), []
+    for schedule in (None, replace(BASE, chunks=3), replace(BASE, chunks=2, chunk_dispatch=False)):
+        leaf = x.clone().requires_grad_()
+        output = model(leaf) if schedule is None else run_in_lanes(model, leaf, schedule)[0]
+        output.square().sum().backward()
+        grads.append(leaf.grad)
+    torch.testing.assert_close(grads[1], grads[0])
+    torch.testing.assert_close(grads[2], grads[0])
+
+
+@torch.inference_mode()
+def test_low_precision_is_summed_in_float32() -> None:
+    layer = make_layer(EXPERTS, HIDDEN, dtype=torch.bfloat16)
+    routed = make_tokens(layer, 5, TOP_K)
+    kernel = layer.kernel(make_all2all("local", group=None, num_experts=EXPERTS))
+    with closing(SingleLane(CPU)) as lane:
+        schedule = Schedule("one", lanes=1, chunks=8)
+        (actual,) = lane.run([lambda: kernel(routed.x, routed.weights, routed.ids)], schedule, [None])
+    parts = [kernel(routed.x, routed.weights, torch.where(routed.ids == expert, expert, -1)) for expert in range(8)]
+    assert actual.dtype is torch.bfloat16
+    assert torch.equal(actual, torch.stack(parts).float().sum(0).to(torch.bfloat16))
+
+
+# ----------------------------------------------------------------------------------------------------------- costs
+
+
+def traits(other_ranks: int, **others: Any) -> All2AllTraits:
+    return All2AllTraits(True, False, False, None, 8, other_ranks, others.pop("routed", True), **others)
+
+
+def test_what_chunks_cost_in_bytes() -> None:
+    """The published factors, and the cases that need no reckoning."""
+    assert traits(1).chunk_factors(32, 4, 2)[0] == pytest.approx(1.48, abs=0.005)
+    assert traits(31).chunk_factors(256, 8, 2)[0] == pytest.approx(1.06, abs=0.005)
+    assert traits(3).chunk_factors(32, 4, 1) == (1.0, 1.0)
+    assert traits(3, routed=False).chunk_factors(32, 4, 3) == (3.0, 3.0)
+    assert traits(3, per_expert=True).chunk_factors(32, 4, 3) == (1.0, 1.0)
+    one = traits(1, cuts_combine=True).chunk_factors(32, 4, 2, chunk_dispatch=False)
+    assert one == (1.0, pytest.approx(1.48, abs=0.005))
+    assert traits(1).chunk_factors(32, 4, 2, chunk_dispatch=False) == (1.0, 2.0)
+
+
+def test_factors_and_shares_are_what_random_routing_sends() -> None:
+    ids = torch.rand(20000, 32).topk(4, dim=1).indices
+    visits = torch.stack([((only_block(ids, block, 16) >= 0) & (ids < 16)).any(1) for block in blocks_of(16, 3)])
+    travels = visits.any(0)
+    factor, _ = traits(1).chunk_factors(32, 4, 3)
+    assert visits.sum() / travels.sum() == pytest.approx(factor, rel=0.02)
+
+    once = traits(1, once=True, cuts_combine=True)
+    assert once.chunk_factors(32, 4, 3) == once.chunk_factors(32, 4, 3, chunk_dispatch=False) == (1.0, 1.0)
+    numbered = visits[:, travels].to(torch.int8)
+    first, last = numbered.argmax(0), 2 - numbered.flip(0).argmax(0)
+    for found, shares in zip((first, last), once.chunk_shares(32, 4, 3), strict=True):
+        assert sum(shares) == pytest.approx(1.0)
+        assert tuple((torch.bincount(found) / len(found)).tolist()) == pytest.approx(shares, abs=0.015)
+    assert once.chunk_shares(32, 4, 2, chunk_dispatch=False)[0] == (1.0,)
+    assert once.chunk_shares(32, 4, 2)[1] == pytest.approx(once.chunk_shares(32, 4, 2)[0][::-1])
+    assert traits(1).chunk_shares(32, 4, 2) == ((0.5, 0.5), (0.5, 0.5))
+
+
+# --------------------------------------------------------------------------------------------------------- refusals
+
+
+@torch.inference_mode()
+def test_what_no_back_end_serves_is_refused() -> None:
+    model = Model(make_layer(EXPERTS, HIDDEN))
+    x = torch.randn(4, HIDDEN)
+    with pytest.raises(ConfigError, match="has 9 chunks, but all2all back end LocalAll2All with 8 experts"):
+        run_in_lanes(model, x, replace(BASE, chunks=9))
+    kernel: Any = model.kernels[0]
+    kernel.all2all.traits = replace(kernel.all2all.traits, cuts_combine=None)
+    run_in_lanes(model, x, replace(BASE, chunks=2))
+    with pytest.raises(ConfigError, match="cannot have two combines of one dispatch under way"):
+        run_in_lanes(model, x, replace(BASE, chunks=2, chunk_dispatch=False))
+
+
+def test_schedules_that_could_differ_between_ranks_are_refused() -> None:
+    class Own(Schedule):
+        def active(self, point: str) -> bool:
+            return torch.rand(()).item() > 0.5
+
+    with pytest.raises(ConfigError, match=r"schedule 'mine' is a Own\. A schedule is data"):
+        check_runnable(Own("mine"))
+    with pytest.raises(ConfigError, match="one lane and recv=peer"):
+        check_runnable(Schedule("mine", lanes=1, chunks=2, recv=Recv.PEER))
+    check_runnable(get_schedule("single_batch"))
+
+
+def test_whatever_ranks_measure_their_order_is_the_same() -> None:
+    """Who launches what, and when, follows from the schedule, not from how long it takes, nor from who is idle."""
+    slow = LayerTimes(attn_core=5.0, experts=9.0, dispatch=1.0, combine=7.0, attn_prepare=2.0, shared=3.0)
+    idle = LayerTimes(attn_core=0.0, experts=0.0, dispatch=0.0, combine=0.0)
+    points = (Point.ATTN_PREPARE, Point.SELECT, Point.OUTPUT, Point.LAYER)
+    for schedule in variants(BASE, (SharedExpert.COMBINE, SharedExpert.COMBINE_RETURN)):
+        for recv, lead in itertools.product(Recv if schedule.lanes > 1 else (Recv.OWNER,), (0, 2, 99)):
+            for off in (frozenset(), frozenset(points[:2]), frozenset(points)):
+                own = replace(schedule, recv=recv, lead=lead, points_off=off)
+                orders = []
+                for times in (slow, idle):
+                    line = simulate([layer_program(times, 3, own)] * own.lanes, own)
+                    launches = [(span.lane, span.name) for span in line.spans if span.kind is SpanKind.TRANSFER]
+                    orders.append((line.order, launches))
+                assert orders[0] == orders[1]
+
+
+@torch.inference_mode()
+def test_what_a_stage_forgets_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The shared expert left its output and nobody took it: as if the layer's last line was lost."""
+    model = Model(make_layer(EXPERTS, HIDDEN))
+    kernel: Any = model.kernels[0]
+    run_shared = kernel._run_shared
+
+    def twice(*args: Any) -> None:
+        run_shared(*args)
+        run_shared(*args)
+
+    monkeypatch.setattr(kernel, "_run_shared", twice)
+    with pytest.raises(HandoverError, match="'shared' was left for a later stage twice"):
+        model(torch.randn(4, HIDDEN))
+
+
+def test_experts_of_make_experts_take_chunks() -> None:
+    """Ids of no expert held here, in whatever place, are nobody's: what masking relies on."""
+    layer = make_layer(EXPERTS, HIDDEN)
+    routed = make_tokens(layer, 6, TOP_K)
+    reference = make_experts("reference", layer.w13, layer.w2)
+    total = torch.zeros(6, HIDDEN)
+    grouped = make_experts("grouped", layer.w13, layer.w2)
+    for block in blocks_of(EXPERTS, 3):
+        ids = only_block(routed.ids, block, EXPERTS)
+        part = grouped(routed.x, ids, routed.weights)
+        torch.testing.assert_close(part, reference(routed.x, ids, routed.weights))
+        total += part
+    torch.testing.assert_close(total, layer.expected(routed))

@@ -1,0 +1,250 @@
+"""The DeepEP back ends on two ranks, through a stand-in for DeepEP that checks every call and really exchanges."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+from dataclasses import replace
+from typing import Any
+
+import deep_ep_standin
+import pytest
+import torch
+from deep_ep_standin_events import calls
+from deepep_cases import (
+    BACKENDS,
+    EXPERTS,
+    HIDDEN,
+    ROOM,
+    Stack,
+    check_layer,
+    close,
+    lanes_of,
+    layer_of,
+    rows_of,
+    run_checks,
+    tokens_of,
+    transport,
+)
+
+from moe import BatchedDispatch, Dispatched, local_experts
+from ubatch import (
+    CommGroup,
+    ForwardContext,
+    Recv,
+    SpanKind,
+    get_schedule,
+    interleave,
+    set_forward_context,
+    tracing,
+)
+
+
+def test_results() -> None:
+    run_checks(_results, _without_counts, _layouts)
+
+
+def test_inside_lanes() -> None:
+    run_checks(_lanes, _idle_rank, _hook_order, _mark_before_the_hand_off, _one_buffer_for_all_lanes)
+
+
+# ---------------------------------------------------------------------------------------------- outside lanes
+
+
+def _results(rank: int, group: CommGroup) -> None:
+    """Uneven and empty ranks, experts and ranks without tokens, tokens without experts, with fp8 and without."""
+    layer = layer_of()
+    kernels = {
+        (name, use_fp8): layer.kernel(transport(name, group, use_fp8=use_fp8))
+        for name in BACKENDS
+        for use_fp8 in (False, True)
+    }
+    cases = [
+        ((5, 3), range(EXPERTS), 0.0),
+        ((5, 3), local_experts(EXPERTS, 1, 2), 0.0),
+        ((0, 4), range(EXPERTS), 0.3),
+        ((4, 0), range(3, 5), 0.0),
+        ((2, 6), range(EXPERTS), 1.0),
+        ((0, 0), range(EXPERTS), 0.0),
+        ((16, 15), range(EXPERTS), 0.0),
+    ]
+    for tokens, only, unrouted in cases:
+        routed = tokens_of(layer, tokens[rank], seed=10 + rank, only=only, unrouted=unrouted)
+        for (name, use_fp8), kernel in kernels.items():
+            what = f"{name}, fp8 {use_fp8}, {tokens} tokens on {only}, {unrouted} unrouted"
+            check_layer(kernel, layer, routed, what, use_fp8)
+
+
+def _without_counts(rank: int, group: CommGroup) -> None:
+    """Room for the worst case instead of counts: rows behind those that came are NaN, and change nothing."""
+    layer = layer_of()
+    for name in ("deepep_high_throughput", "deepep_v2"):
+        all2all = transport(name, group, worst_case=True)
+        assert all2all.traits.capturable
+        assert not all2all.traits.blocks_host
+        kernel = layer.kernel(all2all)
+        for tokens in ((5, 3), (1, 9)):
+            routed = tokens_of(layer, tokens[rank], seed=rank, unrouted=0.4)
+            with set_forward_context(ForwardContext(tokens_across_ranks=tokens)):
+                arrived = all2all.dispatch(routed.x, routed.ids, routed.weights).wait()
+                assert isinstance(arrived, Dispatched)
+                room = sum(tokens) if name == "deepep_high_throughput" else 2 * {5: 8, 9: 16}[max(tokens)]
+                assert arrived.hidden_states.shape[0] == room
+                held = arrived.hidden_states.isnan().any(1) == (
+                    (arrived.topk_ids - 4 * rank).clamp(-1, 4) % 5 == 4
+                ).all(1)
+                assert held.all(), "rows that did not come have no expert here"
+                home = all2all.combine(torch.zeros_like(arrived.hidden_states), arrived.handle).wait()
+                assert home.shape == routed.x.shape
+                check_layer(kernel, layer, routed, name)
+        check_layer(kernel, layer, routed, f"{name}, nobody voted")
+
+
+def _layouts(rank: int, group: CommGroup) -> None:
+    """What arrives is what DeepEP delivers, and cached handles go the same way again."""
+    layer = layer_of()
+    routed = tokens_of(layer, 3 + rank, seed=rank)
+    arrived = transport("deepep_low_latency", group, use_fp8=True).dispatch(routed.x, routed.ids, routed.weights).wait()
+    assert isinstance(arrived, BatchedDispatch)
+    assert arrived.hidden_states.shape == (EXPERTS // 2, 2 * ROOM, HIDDEN)
+    assert arrived.hidden_states.dtype is torch.float8_e4m3fn
+    assert arrived.scales is not None
+    assert arrived.scales.shape == (EXPERTS // 2, 2 * ROOM, HIDDEN // 128)
+    assert arrived.rows_per_expert.dtype is torch.int32
+    for experts in ("reference", "grouped"):
+        check_layer(layer.kernel(transport("deepep_low_latency", group), experts), layer, routed, experts)
+
+    elastic = transport("deepep_v2", group)
+    first = elastic.dispatch(routed.x, routed.ids, routed.weights).wait()
+    again = elastic.dispatch_again(routed.x * 2, first.handle).wait()  # type: ignore[attr-defined]
+    assert torch.equal(again.hidden_states, first.hidden_states * 2)
+    assert again.topk_ids is first.topk_ids
+    home = elastic.combine(again.hidden_states, again.handle).wait()
+    visits = torch.stack([(routed.ids // 4 == r).any(1) for r in range(2)]).sum(0)
+    close(home, routed.x * 2 * visits[:, None], "there and back")
+
+
+# ----------------------------------------------------------------------------------------------- inside lanes
+
+
+def _lanes(rank: int, group: CommGroup) -> None:
+    """Different token counts on each rank, schedules of both orders, two and three lanes; overlap engages."""
+    layers = [layer_of(seed) for seed in (0, 1)]
+    peer = replace(get_schedule("mlp_shared_overlap"), name="received by the peer", recv=Recv.PEER)
+    for name in BACKENDS:
+        model = Stack(layers, transport(name, group))
+        x = rows_of(7 + 4 * rank, rank)
+        expected = Stack(layers, transport("torch_dist", group))(x)
+        close(expected, model.expected(x), "torch_dist")
+        for schedule, lanes in (
+            ("mlp_shared_overlap", 2),
+            (peer, 2),
+            ("two_batch_prefill", 3),
+            ("two_batch_decode", 2),
+        ):
+            chosen = get_schedule(schedule) if isinstance(schedule, str) else schedule
+            wrapper = lanes_of(model, group, schedule, lanes)
+            with tracing() as trace:
+                actual = wrapper(x)
+            close(actual, expected, f"{name}, {chosen.name}")
+            assert wrapper.statistics().engaged == 1, wrapper.statistics()
+            points = [p for _ in layers for p in ("select", "dispatch", "combine", "output") if chosen.active(p)]
+            assert trace.order == interleave([points] * lanes, lead=chosen.lead)
+            transfers = [span for span in trace.spans if span.kind is SpanKind.TRANSFER]
+            assert len(transfers) == 2 * len(layers) * lanes
+            if chosen.name == "mlp_shared_overlap":  # while lane 0's first dispatch travels, lane 1 computes
+                first = next(span for span in transfers if (span.name, span.lane) == ("dispatch", 0))
+                others = [span for span in trace.spans if span.kind is SpanKind.COMPUTE and span.lane == 1]
+                assert any(first.start <= span.start and span.end <= first.end for span in others)
+            wrapper.close()
+
+
+def _idle_rank(rank: int, group: CommGroup) -> None:
+    """A rank without tokens passes every launch of every lane."""
+    for name in BACKENDS:
+        model = Stack([layer_of()], transport(name, group))
+        wrapper = lanes_of(model, group, "mlp_shared_overlap")
+        x = rows_of(6 * rank, 0)
+        close(wrapper(x), model.expected(x), name)
+        assert wrapper.statistics().engaged == 1, wrapper.statistics()
+        wrapper.close()
+
+
+LL, HT = "low_latency_", ""
+
+
+def _in_lanes(name: str, group: CommGroup, *, one_buffer: bool, options: Any = None, **changes: Any) -> list[str]:
+    """DeepEP's calls for one layer in two lanes, the second time: 'call lane'."""
+    schedule = replace(get_schedule("mlp_shared_overlap"), **changes)
+    wrapper = lanes_of(Stack([layer_of()], transport(name, group, **(options or {}))), group, schedule)
+    wrapper(rows_of(6, 0))
+    calls.clear()
+    wrapper(rows_of(6, 0))
+    assert wrapper.statistics().engaged == 2, wrapper.statistics()
+    wrapper.close()
+    used = {(lane, buffer) for what, lane, buffer in calls if "hook" not in what and what != "capture"}
+    assert len({buffer for _, buffer in used}) == (1 if one_buffer else 2)
+    assert len(used) == 2
+    return [f"{what.replace('low_latency_', '')} {lane}" for what, lane, _ in calls]
+
+
+PEER_RECEIVES = [
+    *("dispatch 0", "hook of dispatch 1", "dispatch 1"),  # lane 1 receives for lane 0
+    *("hook of dispatch 0", "combine 0", "hook of combine 1", "combine 1"),
+    "hook of combine 1",
+]
+
+
+def _hook_order(rank: int, group: CommGroup) -> None:
+    """Each hook runs once: in the lane that waits, or in the peer before its own next launch."""
+    assert _in_lanes("deepep_low_latency", group, one_buffer=False) == [
+        *("dispatch 0", "dispatch 1"),
+        *("hook of dispatch 0", "combine 0", "hook of dispatch 1", "combine 1"),
+        *("hook of combine 0", "hook of combine 1"),
+    ]
+    assert _in_lanes("deepep_low_latency", group, one_buffer=False, recv=Recv.PEER) == PEER_RECEIVES
+
+
+def _one_buffer_for_all_lanes(rank: int, group: CommGroup) -> None:
+    """Where lanes share a buffer, whoever launches receives first what is still under way."""
+    deep_ep_standin.Buffer.shared_by_lanes = True
+    try:
+        shared = _in_lanes("deepep_low_latency", group, one_buffer=True, options={"share_buffer": True})
+        assert shared == PEER_RECEIVES
+    finally:
+        deep_ep_standin.Buffer.shared_by_lanes = False
+
+
+def _mark_before_the_hand_off(rank: int, group: CommGroup) -> None:
+    """What a dispatch waits for is marked before others compute; what its combine waits for, at its launch."""
+    for name, layout in (("deepep_high_throughput", True), ("deepep_v2", False)):
+        called = _in_lanes(name, group, one_buffer=True, points_off=frozenset())
+        assert called == [
+            *("capture 0", "capture 1"),
+            *(["layout 0"] * layout + ["dispatch 0"] + ["layout 1"] * layout + ["dispatch 1"]),
+            *("capture 0", "combine 0", "capture 1", "combine 1"),
+        ]
+
+
+# --------------------------------------------------------------------------------------------- without a rank
+
+
+def test_signatures_are_deepeps() -> None:
+    if importlib.util.find_spec("deep_ep") is None:
+        pytest.skip("DeepEP is not installed")
+    from deep_ep_standin_elastic import ElasticBuffer
+
+    real = importlib.import_module("deep_ep")
+    for standin in (deep_ep_standin.Buffer, ElasticBuffer):
+        theirs = getattr(real, standin.__name__, None)
+        if theirs is None:
+            continue  # a DeepEP before 2 has no ElasticBuffer
+        for name, method in vars(standin).items():
+            if (name.startswith("_") and name != "__init__") or not callable(getattr(standin, name)):
+                continue
+            expected = inspect.signature(getattr(theirs, name)).parameters
+            ours = inspect.signature(getattr(standin, name)).parameters
+            defaults = {key: parameter.default for key, parameter in expected.items()}
+            assert {key: ours[key].default for key in ours} == defaults, f"{standin.__name__}.{name}"
+            assert method is not None

@@ -1,0 +1,331 @@
+"""The DeepEP back ends where steps differ: `deepep_auto`'s choice, capture, SM budgets, a failed rank, refusals."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import cast
+from unittest import mock
+
+import deep_ep_standin
+import pytest
+import torch
+from deep_ep_standin_events import calls, place
+from deepep_cases import (
+    BACKENDS,
+    EXPERTS,
+    HIDDEN,
+    ROOM,
+    Stack,
+    check_layer,
+    close,
+    lanes_of,
+    layer_of,
+    rows_of,
+    run_checks,
+    tokens_of,
+    transport,
+)
+from torch import Tensor, nn
+
+from moe import FusedMoEModularKernel, make_all2all, make_experts
+from ubatch import (
+    CommGroup,
+    ConfigError,
+    ForwardContext,
+    ForwardMode,
+    SMBudget,
+    UBatchError,
+    dbo_current_ubatch_id,
+    dbo_enabled,
+    set_forward_context,
+)
+from ubatch.graphs import mark_capturing
+
+
+def test_auto() -> None:
+    run_checks(_the_vote_chooses, _no_vote)
+
+
+def test_capture_and_budgets() -> None:
+    run_checks(_synchronous_while_captured, _no_buffer_while_captured, _sm_budget)
+
+
+def test_a_failed_rank() -> None:
+    run_checks(_after_a_failure)
+
+
+def _kernels_called() -> set[str]:
+    return {what for what, _, _ in calls if "dispatch" in what and "hook" not in what}
+
+
+LOW, HIGH = {"low_latency_dispatch"}, {"dispatch"}
+DECODE, PREFILL, VERIFY, IDLE = ForwardMode.DECODE, ForwardMode.PREFILL, ForwardMode.TARGET_VERIFY, ForwardMode.IDLE
+
+
+def _the_vote_chooses(rank: int, group: CommGroup) -> None:
+    """Both ranks always call the same kernels, and get the same tokens back as from torch_dist."""
+    layer = layer_of()
+    model = Stack([layer], transport("deepep_auto", group, max_tokens_per_rank=ROOM))
+    wrapper = lanes_of(model, group, "mlp_shared_overlap")
+    for tokens, modes, expected, engaged in (
+        ((8, 6), (DECODE, DECODE), LOW, True),
+        ((8, 6), (VERIFY, VERIFY), LOW, True),
+        ((8, 6), (PREFILL, PREFILL), HIGH, True),
+        ((0, 6), (IDLE, DECODE), LOW, True),  # a rank without tokens follows, whatever its own mode is
+        ((6, 0), (PREFILL, DECODE), HIGH, True),
+        ((8, 6), (DECODE, PREFILL), HIGH, False),
+        ((1, 8), (DECODE, DECODE), LOW, False),  # too few for two lanes
+        ((2 * ROOM + 2, 8), (DECODE, DECODE), HIGH, True),  # more than the buffers of the lanes have room for
+    ):
+        x = rows_of(tokens[rank], rank)
+        calls.clear()
+        before = wrapper.statistics().engaged
+        with set_forward_context(ForwardContext(mode=modes[rank], num_tokens=tokens[rank])):
+            close(wrapper(x), model.expected(x), f"{tokens} tokens, {modes}")
+        assert _kernels_called() == expected, f"{tokens} tokens, {modes}"
+        assert wrapper.statistics().engaged - before == engaged, f"{tokens} tokens, {modes}"
+    wrapper.close()
+
+
+def _no_vote(rank: int, group: CommGroup) -> None:
+    layer = layer_of()
+    all2all = transport("deepep_auto", group)
+    routed = tokens_of(layer, 3 + rank, seed=rank)
+    with (
+        set_forward_context(ForwardContext(mode=DECODE)),
+        pytest.raises(ConfigError, match="'deepep_auto' follows what the ranks voted on"),
+    ):
+        all2all.dispatch(routed.x, routed.ids, routed.weights)
+    check_layer(layer.kernel(all2all), layer, routed, "outside any step")
+    assert all2all.traits.batched, "the next step may bring batches"
+
+
+def _synchronous_while_captured(rank: int, group: CommGroup) -> None:
+    """While captured, nothing is marked or counted, and the answers are the same, in lanes and outside."""
+    layer = layer_of()
+    for name in ("deepep_high_throughput", "deepep_v2"):
+        model = Stack([layer], transport(name, group, worst_case=True))
+        for kernel in cast("list[FusedMoEModularKernel]", list(model.kernels)):
+            kernel.experts.capturable = True  # type: ignore[misc]
+        x = rows_of(6, rank)
+        expected = model.expected(x)
+        wrapper = lanes_of(model, group, "mlp_shared_overlap")
+        close(wrapper(x), expected, name)
+        calls.clear()
+        with mark_capturing():
+            close(wrapper(x), expected, f"{name}, captured in lanes")
+            with set_forward_context(ForwardContext(tokens_across_ranks=(6, 6))):
+                close(model(x), expected, f"{name}, captured unsplit")
+        assert wrapper.statistics().engaged == 2
+        assert not [what for what, _, _ in calls if what == "capture"]
+        wrapper.close()
+
+
+def _no_buffer_while_captured(rank: int, group: CommGroup) -> None:
+    """Before anything is launched: what has no buffer yet, waits on the host, or reads on the host."""
+    layer = layer_of()
+    routed = tokens_of(layer, 4)
+    kernels = {name: layer.kernel(transport(name, group)) for name in BACKENDS}
+    with mark_capturing():
+        low_latency = kernels["deepep_low_latency"]
+        with pytest.raises(ConfigError, match=r"GroupedExperts cannot be captured .* read on the host"):
+            low_latency(routed.x, routed.weights, routed.ids)
+        for name in ("deepep_high_throughput", "deepep_v2"):
+            with pytest.raises(ConfigError, match="cannot be captured into a CUDA graph, as it waits on the host"):
+                kernels[name](routed.x, routed.weights, routed.ids)
+        with pytest.raises(ConfigError, match="has no buffer for this lane and shape yet"):
+            low_latency.all2all.dispatch(routed.x, routed.ids, routed.weights)
+        worst_case = transport("deepep_high_throughput", group, worst_case=True)
+        with pytest.raises(ConfigError, match="has no buffer for this lane and shape yet"):
+            worst_case.dispatch(routed.x, routed.ids, routed.weights)
+
+
+def _sm_budget(rank: int, group: CommGroup) -> None:
+    """DeepEP takes an even share of the SMs reserved for communication, and combine as many as its dispatch."""
+    layer = layer_of()
+    routed = tokens_of(layer, 4, seed=rank)
+    reported: dict[str, bool] = {}
+    budgets: list[SMBudget | None] = [None]
+    with mock.patch.multiple(
+        "moe.all2all.deepep_high_throughput",
+        current_sm_budget=lambda: budgets[-1],
+        report_sm_use=lambda name, *, obeys: reported.update({name: obeys}),
+    ):
+        all2all = transport("deepep_high_throughput", group)
+        kernel = layer.kernel(all2all)
+        check_layer(kernel, layer, routed, "no budget")
+        assert deep_ep_standin.Buffer.num_sms == 20
+        assert not reported
+        budgets.append(SMBudget(132, 17))
+        check_layer(kernel, layer, routed, "an odd budget")
+        assert deep_ep_standin.Buffer.num_sms == 16
+        assert reported == {"deepep_high_throughput": True}
+        arrived = all2all.dispatch(routed.x, routed.ids, routed.weights).wait()
+        budgets.append(SMBudget(132, 1))
+        results = torch.zeros(arrived.handle.layout[1], HIDDEN, dtype=torch.bfloat16)
+        all2all.combine(results, arrived.handle).wait()  # the stand-in compares its SMs with the dispatch's
+        check_layer(kernel, layer, routed, "less than a pair")
+        assert reported == {"deepep_high_throughput": False}
+        budgets.append(SMBudget(132, 64))
+        check_layer(kernel, layer, routed, "more than the buffer was made for")
+        assert deep_ep_standin.Buffer.num_sms == 20
+    deep_ep_standin.Buffer.set_num_sms(20)
+
+    elastic, low_latency = transport("deepep_v2", group), transport("deepep_low_latency", group)
+    for budget, taken, obeys in ((None, 24, None), (SMBudget(132, 17), 16, True), (SMBudget(132, 1), 2, False)):
+        reported.clear()
+        with (
+            mock.patch.multiple(
+                "moe.all2all.deepep_v2",
+                current_sm_budget=lambda budget=budget: budget,
+                report_sm_use=lambda name, *, obeys: reported.update({name: obeys}),
+            ),
+            mock.patch(
+                "moe.all2all.deepep_low_latency.report_sm_use",
+                lambda name, *, obeys: reported.update({name: obeys}),
+            ),
+        ):
+            arrived = elastic.dispatch(routed.x, routed.ids, routed.weights).wait()
+            check_layer(layer.kernel(low_latency), layer, routed, "low latency")
+        assert arrived.handle.route.num_sms == taken  # the stand-in's own choice is 24
+        assert reported.get("deepep_v2") is obeys
+        assert reported["deepep_low_latency"] is False, "its kernels cannot be told"
+
+
+class Faulty(nn.Module):
+    """Experts that fail on rank 0 in lane 1, once armed."""
+
+    def __init__(self, experts: nn.Module, rank: int) -> None:
+        super().__init__()
+        self.experts, self.rank, self.armed = experts, rank, False
+        self.expert_range = experts.expert_range
+
+    def forward(self, *rows: Tensor) -> Tensor:
+        return self._run(self.experts, *rows)
+
+    def run_batched(self, *rows: Tensor) -> Tensor:
+        return self._run(self.experts.run_batched, *rows)
+
+    def _run(self, run: object, *rows: Tensor) -> Tensor:
+        if self.armed and self.rank == 0 and dbo_enabled() and dbo_current_ubatch_id() == 1:
+            raise ArithmeticError("a planted fault")
+        return run(*rows)  # type: ignore[operator, no-any-return]
+
+
+def _after_a_failure(rank: int, group: CommGroup) -> None:
+    """The caller gets the original error, the peer learns of it, and after a reset there are new buffers."""
+    layer = layer_of()
+    for name in ("deepep_high_throughput", "deepep_low_latency"):
+        model = Stack([layer], transport(name, group))
+        kernel = cast(FusedMoEModularKernel, model.kernels[0])
+        kernel.experts = faulty = Faulty(cast(nn.Module, kernel.experts), rank)
+        wrapper = lanes_of(model, group, "mlp_shared_overlap")
+        x = rows_of(6 + rank, rank)
+        close(wrapper(x), model.expected(x), name)
+        faulty.armed = True
+        if rank == 1:
+            place.patience_s = 1.5
+        with pytest.raises(ArithmeticError if rank == 0 else (UBatchError, RuntimeError)):
+            wrapper(x)
+        faulty.armed, place.patience_s = False, 60.0
+        group.reset()
+        made = [what for what, _, _ in calls].count("make")
+        close(wrapper(x), model.expected(x), f"{name} after the reset")
+        assert [what for what, _, _ in calls].count("make") > made, "buffers of the old connection are not used again"
+        wrapper.close()
+
+
+# --------------------------------------------------------------------------------------------- without a rank
+
+
+@contextmanager
+def _one_of(ranks: int) -> Iterator[CommGroup]:
+    """A group that nobody sends anything over."""
+    group = cast(CommGroup, mock.create_autospec(CommGroup, instance=True))
+    group.rank, group.size = 0, ranks
+    with deep_ep_standin.installed():
+        yield group
+
+
+@pytest.mark.parametrize("name", [*BACKENDS, "deepep_auto"])
+def test_deepep_must_be_there(name: str) -> None:
+    with (
+        _one_of(2) as group,
+        mock.patch.dict(sys.modules, {"deep_ep": None}),
+        pytest.raises(ConfigError, match=r"needs DeepEP, but importing deep_ep failed: .*\. Build it from"),
+    ):
+        make_all2all(name, group=group, num_experts=EXPERTS)
+    with pytest.raises(ConfigError, match="needs a CommGroup, not NoneType"):
+        make_all2all(name, group=None, num_experts=EXPERTS)
+
+
+def test_what_deepep_cannot_do_is_refused_at_once() -> None:
+    with (
+        _one_of(12) as group,
+        pytest.raises(ConfigError, match="up to 8 ranks, or whole nodes of 8 each, not 12 ranks"),
+    ):
+        make_all2all("deepep_low_latency", group=group, num_experts=12)
+    with _one_of(3) as group, pytest.raises(ConfigError, match="no settings for 3 ranks: Unsupported number of EP"):
+        make_all2all("deepep_high_throughput", group=group, num_experts=12)
+    with _one_of(16) as group:
+        with pytest.raises(ConfigError, match="inside one node of 8 ranks, but the group has 16"):
+            make_all2all("deepep_high_throughput", group=group, num_experts=16, worst_case=True)
+        with pytest.raises(ConfigError, match="share_buffer=False: beyond one node"):
+            make_all2all("deepep_low_latency", group=group, num_experts=16, share_buffer=False)
+        assert make_all2all("deepep_low_latency", group=group, num_experts=16).share_buffer  # type: ignore[attr-defined]
+    with _one_of(2) as group:
+        for tokens in (0, 512):
+            with pytest.raises(ConfigError, match=f"max_tokens_per_rank must be 1 to 511, not {tokens}"):
+                make_all2all("deepep_low_latency", group=group, num_experts=8, max_tokens_per_rank=tokens)
+        with pytest.raises(ConfigError, match="max_tokens_per_rank = 7 times 2 ranks must be a multiple of 4"):
+            make_all2all("deepep_low_latency", group=group, num_experts=8, max_tokens_per_rank=7)
+        with pytest.raises(ConfigError, match="max_tokens_per_rank must be at least 1, not 0"):
+            make_all2all("deepep_v2", group=group, num_experts=8, max_tokens_per_rank=0)
+        with (
+            mock.patch.dict(sys.modules, {"deep_ep": SimpleNamespace(__version__="1.2.1")}),
+            pytest.raises(ConfigError, match=r"needs DeepEP 2 with its ElasticBuffer; this one is 1\.2\.1"),
+        ):
+            make_all2all("deepep_v2", group=group, num_experts=8)
+
+
+def test_what_deepep_cannot_carry_is_refused_before_launch() -> None:
+    weights, ids = torch.rand(5, 2), torch.zeros(5, 2, dtype=torch.int64)
+    with _one_of(2) as group:
+        for name in BACKENDS:
+            all2all = make_all2all(name, group=group, num_experts=EXPERTS)
+            with pytest.raises(ConfigError, match=rf"'{name}' carries bfloat16 .* not torch\.float32"):
+                all2all.dispatch(torch.zeros(5, HIDDEN), ids, weights)
+            with pytest.raises(
+                ConfigError, match=r"brings home contiguous bfloat16 results, not strided torch\.bfloat16"
+            ):
+                all2all.combine(torch.zeros(2, 5, dtype=torch.bfloat16).t(), None)
+        odd, wide = (torch.zeros(5, size, dtype=torch.bfloat16) for size in (2048 + 128, 2560))
+        for name in ("deepep_high_throughput", "deepep_v2"):
+            all2all = make_all2all(name, group=group, num_experts=EXPERTS)
+            with pytest.raises(ConfigError, match="a multiple of 512 bytes, not hidden size 2176 in bfloat16"):
+                all2all.dispatch(odd, ids, weights)
+        low_latency = make_all2all("deepep_low_latency", group=group, num_experts=EXPERTS, max_tokens_per_rank=4)
+        with pytest.raises(ConfigError, match=r"compiled for hidden sizes \[2048, 2560.* not 2176"):
+            low_latency.dispatch(odd, ids, weights)
+        with pytest.raises(ConfigError, match="has room for 4 tokens of a rank at once, not 5"):
+            low_latency.dispatch(wide, ids, weights)
+        with pytest.raises(ConfigError, match="serves top_k up to 11, not 12"):
+            low_latency.dispatch(wide, ids.repeat(1, 6), weights.repeat(1, 6))
+        elastic = make_all2all("deepep_v2", group=group, num_experts=EXPERTS, max_tokens_per_rank=4)
+        with pytest.raises(ConfigError, match="has room for 4 tokens of a rank at once, not 5"):
+            elastic.dispatch(wide, ids, weights)
+
+
+def test_batches_need_experts_that_take_them() -> None:
+    with _one_of(2) as group:
+        low_latency = make_all2all("deepep_low_latency", group=group, num_experts=EXPERTS)
+        experts = make_experts("grouped", torch.zeros(4, 6, 4), torch.zeros(4, 4, 3))
+        FusedMoEModularKernel(low_latency, experts)
+        rows_only = SimpleNamespace(expert_range=low_latency.experts)
+        with pytest.raises(
+            ConfigError, match="delivers rows in batches by expert, which SimpleNamespace does not take"
+        ):
+            FusedMoEModularKernel(low_latency, rows_only)  # type: ignore[arg-type]

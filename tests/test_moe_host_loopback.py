@@ -1,0 +1,284 @@
+"""`host_loopback`: what crosses host memory, in lanes and outside, and what it refuses while a graph is captured."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
+import torch
+from fake_cuda import FakeCuda
+from lanes import lane_pool, run
+from moe_layers import Layer, Routed, make_layer, make_tokens
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from moe import FusedExperts, FusedMoEModularKernel, make_experts
+from moe.all2all import host_loopback
+from moe.all2all.host_loopback import HostLoopbackAll2All
+from moe.all2all.payload import pack_rows
+from ubatch import (
+    SCHEDULES,
+    CommGroup,
+    ConfigError,
+    GradientError,
+    Point,
+    Schedule,
+    Transfer,
+    dbo_yield,
+    tracing,
+)
+from ubatch.trace import SpanKind
+from ubatch.workers import LanePool
+
+CPU = torch.device("cpu")
+RUNNABLE = [name for name, schedule in SCHEDULES.items() if schedule.chunks == 1 and schedule.lanes > 1]
+STEPS = 2
+LAYERS = 3
+
+
+def loopback(layer: Layer, bytes_factor: float = 1.0) -> HostLoopbackAll2All:
+    return HostLoopbackAll2All(num_experts=layer.num_experts, bytes_factor=bytes_factor)
+
+
+def memory_of(transport: HostLoopbackAll2All, lane: int | None, device: torch.device = CPU) -> Tensor:
+    return transport._staging[lane, device].memory
+
+
+def as_bytes(rows: Tensor) -> Tensor:
+    return rows.contiguous().view(-1).view(torch.uint8)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_payload_crosses_host_memory_bit_by_bit(dtype: torch.dtype) -> None:
+    layer = make_layer(dtype=dtype)
+    routed = make_tokens(layer, 5, unrouted=0.3)
+    transport = loopback(layer)
+    sent = transport.dispatch(routed.x, routed.ids, routed.weights)
+    arrived = sent.wait()
+    assert torch.equal(arrived.hidden_states, routed.x)
+    assert torch.equal(arrived.topk_ids.long(), routed.ids)
+    assert torch.equal(arrived.topk_weights, routed.weights)
+    assert arrived.experts == range(layer.num_experts)
+
+    payload = as_bytes(pack_rows(routed.x, routed.ids, routed.weights))
+    assert torch.equal(memory_of(transport, None)[: payload.numel()], payload)
+    assert (sent.bytes_sent, sent.bytes_received) == (payload.numel(), payload.numel())
+
+    home = transport.combine(routed.x * 2, arrived.handle)
+    assert torch.equal(home.wait(), routed.x * 2)
+    assert home.bytes_sent == routed.x.nbytes
+    assert torch.equal(memory_of(transport, None)[: routed.x.nbytes], as_bytes(routed.x * 2))
+    assert home.wait().data_ptr() != arrived.hidden_states.data_ptr(), "two transfers share no memory on the device"
+
+
+def test_what_comes_back_was_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Spoil host memory between the two copies: the result is spoilt, so nothing short-cuts it."""
+    layer = make_layer()
+    transport = loopback(layer)
+    copy = Tensor.copy_
+
+    def spoil(self: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+        if source.data_ptr() == memory_of(transport, None).data_ptr():
+            source.zero_()
+        return copy(self, source, non_blocking)
+
+    monkeypatch.setattr(Tensor, "copy_", spoil)
+    assert not transport.combine(torch.ones(3, layer.hidden_size), None).wait().any()
+
+
+@pytest.mark.parametrize("factor", [1.0, 1.5, 2.0, 3.25])
+def test_more_bytes_cross_and_the_payload_stays_the_same(factor: float) -> None:
+    layer = make_layer()
+    y = torch.randn(4, layer.hidden_size)
+    copied = CountCopies()
+    with copied:
+        home = loopback(layer, factor).combine(y, None)
+    assert torch.equal(home.wait(), y)
+    assert home.bytes_sent == round(factor * y.nbytes)
+    assert copied.bytes == 2 * home.bytes_sent, "to the host, and back"
+
+
+@pytest.mark.parametrize("lanes", [2, 3])
+@pytest.mark.usefixtures("no_thread_leaks")
+def test_lanes_compute_what_the_plain_loop_does(lanes: int) -> None:
+    layer = make_layer()
+    transport = loopback(layer)
+    kernel = layer.kernel(transport)
+    shares = [make_tokens(layer, tokens, seed=tokens, unrouted=0.2) for tokens in (7, 0, 4)[:lanes]]
+
+    def body(routed: Routed) -> Tensor:
+        first = kernel(routed.x, routed.weights, routed.ids)
+        return first + kernel(routed.x, routed.weights, routed.ids)  # messages of two layers share host memory
+
+    with lane_pool(lanes) as pool, tracing() as trace:
+        results = run(pool, *(lambda routed=routed: body(routed) for routed in shares))
+    for routed, result in zip(shares, results, strict=True):
+        torch.testing.assert_close(result, 2 * layer.expected(routed))
+        torch.testing.assert_close(body(routed), 2 * layer.expected(routed))  # the same, outside a lane
+    carried = [span for span in trace.spans if span.kind is SpanKind.TRANSFER and span.lane == 0]
+    assert [span.name for span in carried] == ["dispatch", "combine"] * 2
+    held = {lane for lane, _ in transport._staging}
+    assert held == {None, 0, *([2] if lanes == 3 else [])}, "the lane without tokens sends nothing"
+
+
+@pytest.mark.parametrize("lanes", [2, 3])
+@pytest.mark.parametrize("name", RUNNABLE)
+def test_copies_are_ordered_by_streams_alone(name: str, lanes: int) -> None:
+    """No race, and no memory that is handed out again too early; and only the copies are on their stream."""
+    with FakeCuda().installed() as cuda:
+        pairs = step_in_lanes(lanes, SCHEDULES[name].with_lanes(lanes))
+        cuda.check()
+        copies = lanes * LAYERS * 2 * 2  # dispatch and combine, to the host and back
+        assert cuda.counts["comm"] == STEPS * copies
+    for in_lanes, whole in pairs:
+        torch.testing.assert_close(in_lanes, whole)
+
+
+def test_a_transfer_that_keeps_nothing_would_be_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        host_loopback, "Transfer", lambda *args, **settings: Transfer(*args, **{**settings, "keep": ()})
+    )
+    with FakeCuda().installed() as cuda:
+        step_in_lanes(2, SCHEDULES["mlp_shared_overlap"])
+        assert cuda.lifetimes
+
+
+def step_in_lanes(lanes: int, schedule: Schedule) -> list[tuple[Tensor, Tensor]]:
+    """Steps of a few layers, in lanes and outside in turn, their results; nothing reads on the host."""
+    layer = make_layer(num_experts=4)
+    kernel = FusedMoEModularKernel(loopback(layer), DenseExperts(layer.w13, layer.w2))
+    routed = make_tokens(layer, 4 * lanes)
+
+    def body(part: slice) -> Tensor:
+        x = routed.x[part]
+        for _ in range(LAYERS):
+            x = x + kernel(x * 1, routed.weights[part], routed.ids[part])
+            dbo_yield(Point.LAYER)
+        return x
+
+    parts = [slice(4 * lane, 4 * lane + 4) for lane in range(lanes)]
+    pairs: list[tuple[Tensor, Tensor]] = []
+    with closing(LanePool(lanes, CPU, 20.0)) as pool:
+        for _ in range(STEPS):
+            results = run(pool, *(lambda part=part: body(part) for part in parts), schedule=schedule)
+            pairs += [(result * 1, body(part)) for part, result in zip(parts, results, strict=True)]
+    return pairs
+
+
+def test_memory_grows_between_graphs_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = make_layer()
+    transport = loopback(layer)
+
+    def combine(rows: int) -> None:
+        y = torch.randn(rows, layer.hidden_size)
+        assert torch.equal(transport.combine(y, None).wait(), y)
+
+    def capture(rows: int) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(host_loopback, "capturing", lambda: True)
+            combine(rows)
+
+    with pytest.raises(ConfigError, match=r"memory for 0 bytes, not for a message of 192, and cannot make more while"):
+        capture(4)
+    combine(4)
+    first = memory_of(transport, None)
+    assert first.numel() == 256
+    combine(5)
+    assert memory_of(transport, None) is first, "256 bytes hold 240"
+    capture(5)
+    combine(9)
+    assert memory_of(transport, None) is not first
+    assert transport._staging[None, CPU].outgrown == (first,), "a graph still writes to it"
+    combine(20)
+    assert transport._staging[None, CPU].outgrown == (first,), "no graph knows the second"
+    assert transport.pinned_bytes == 256 + 1024
+
+
+def test_memory_made_in_inference_mode_serves_outside_too() -> None:
+    layer = make_layer()
+    transport = loopback(layer)
+    y = torch.randn(4, layer.hidden_size)
+    with torch.inference_mode():
+        transport.combine(y, None).wait()
+    with torch.no_grad():
+        assert torch.equal(transport.combine(y, None).wait(), y)
+
+
+def test_what_cannot_be_is_refused() -> None:
+    layer = make_layer()
+    two_ranks = cast(CommGroup, SimpleNamespace(rank=0, size=2))
+    with pytest.raises(ConfigError, match="stands in for a network: it serves one rank, not 2"):
+        HostLoopbackAll2All(group=two_ranks, num_experts=8)
+    for factor in (0.5, 0.0, float("inf"), float("nan")):
+        with pytest.raises(ConfigError, match="bytes_factor must be at least 1"):
+            HostLoopbackAll2All(num_experts=8, bytes_factor=factor)
+    routed = make_tokens(layer, 3)
+    with pytest.raises(GradientError, match="'host_loopback' got a tensor that requires grad"):
+        loopback(layer).dispatch(routed.x.requires_grad_(), routed.ids, routed.weights)
+    with pytest.raises(ConfigError, match="int64 ids"):
+        loopback(layer).dispatch(routed.x.detach(), routed.ids.int(), routed.weights)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("no_thread_leaks")
+@torch.inference_mode()
+def test_on_a_gpu_eager_lanes_and_a_graph_give_what_one_batch_does() -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    layer = make_layer(num_experts=8, hidden=256, intermediate=64, dtype=torch.bfloat16)
+    transport = loopback(layer, bytes_factor=1.5)
+    kernel = FusedMoEModularKernel(transport, make_experts("grouped", layer.w13.to(device), layer.w2.to(device)))
+    routed = make_tokens(layer, 96)
+    x, ids, weights = routed.x.to(device), routed.ids.to(device), routed.weights.to(device)
+    expected = kernel(x, weights, ids)
+    torch.testing.assert_close(expected.float().cpu(), layer.expected(routed).float(), atol=2e-2, rtol=2e-2)
+    assert memory_of(transport, None, device).is_pinned()
+
+    halves = [slice(0, 48), slice(48, 96)]
+    pool = LanePool(2, device, 20.0)
+    with closing(pool):
+        parts = run(pool, *(lambda half=half: kernel(x[half], weights[half], ids[half]) for half in halves))
+    torch.cuda.synchronize()
+    torch.testing.assert_close(torch.cat(parts), torch.cat([kernel(x[h], weights[h], ids[h]) for h in halves]))
+
+    sent = transport.dispatch(x, ids, weights).wait()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        arrived = transport.dispatch(x, ids, weights).wait()
+        home = transport.combine(arrived.hidden_states.contiguous() * 2, None).wait()
+    x.copy_(torch.randn_like(x))
+    with (
+        pytest.raises(ConfigError, match="cannot make more while a graph is captured"),
+        torch.cuda.graph(torch.cuda.CUDAGraph()),
+    ):
+        transport.combine(torch.zeros(1 << 20, dtype=torch.bfloat16, device=device).view(-1, 256), None)
+    graph.replay()
+    assert torch.equal(home, x * 2)
+    assert torch.equal(arrived.topk_ids, sent.topk_ids)
+
+
+class CountCopies(TorchDispatchMode):
+    """Bytes that `copy_` moves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        if func is torch.ops.aten.copy_.default:
+            self.bytes += args[0].nbytes
+        return func(*args, **(kwargs or {}))
+
+
+class DenseExperts(FusedExperts):
+    """Every expert for every token, weighed by 0 where it was not chosen."""
+
+    def forward(self, x: Tensor, ids: Tensor, weights: Tensor, scales: Tensor | None = None) -> Tensor:
+        out = torch.zeros_like(x)
+        for expert in self.expert_range:
+            gate, up = (x @ self.w13[expert].t()).chunk(2, dim=-1)
+            chosen = ((ids == expert) * weights).sum(1, keepdim=True)
+            out = out + chosen * (F.silu(gate) * up @ self.w2[expert].t())
+        return out

@@ -1,0 +1,127 @@
+"""Device-side signals: a projection that says which blocks are done, and a copy that waits for them.
+
+Triton's interpreter runs one program after the other, so it shows what is signalled, copied and reset, not that the two
+kernels run at once: that is a `gpu` test.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton", reason="Triton is not installed; `make test` installs it")
+
+from moe.kernels.signals import (
+    SignalTimeout,
+    copy_signalled,
+    make_signals,
+    project_down_signalling,
+    reference_counts,
+)
+
+CASES = [
+    pytest.param(3, 150, 48, 40, [150, 0, 65], id="full, empty and a block and a row"),
+    pytest.param(2, 64, 130, 24, [1, 64], id="two tiles of columns"),
+    pytest.param(1, 7, 16, 16, [5], id="less than a block"),
+]
+
+
+def batches(experts: int, capacity: int, depth: int, rows: list[int], device: str = "cpu") -> tuple[Tensor, Tensor]:
+    """Rows and their numbers; what is behind them is NaN, so that a reader shows."""
+    x = torch.randn(experts, capacity, depth, device=device)
+    for expert, count in enumerate(rows):
+        x[expert, count:] = float("nan")
+    return x, torch.tensor(rows, dtype=torch.int32, device=device)
+
+
+def check(out: Tensor, x: Tensor, w2: Tensor, rows: list[int], untouched: float) -> None:
+    for expert, count in enumerate(rows):
+        torch.testing.assert_close(out[expert, :count].float(), x[expert, :count].float() @ w2[expert].float().T)
+        assert (out[expert, count:] == untouched).all()
+
+
+@pytest.mark.parametrize("programs", [1, 3])
+@pytest.mark.parametrize(("experts", "capacity", "columns", "depth", "rows"), CASES)
+def test_blocks_are_signalled_copied_and_reset(
+    experts: int, capacity: int, columns: int, depth: int, rows: list[int], programs: int
+) -> None:
+    x, rows_per_expert = batches(experts, capacity, depth, rows)
+    w2 = torch.randn(experts, columns, depth)
+    signals = make_signals(experts, capacity, columns, "cpu")
+    assert signals.counts.shape == (experts * -(-capacity // 64),)
+    assert signals.threshold == -(-columns // 128)
+    for _ in range(2):  # as a graph would replay them
+        y = project_down_signalling(x, w2, rows_per_expert, signals, programs)
+        assert torch.equal(signals.counts, reference_counts(rows_per_expert, capacity, signals))
+        out = torch.full_like(y, -7.0)
+        copy_signalled(y, rows_per_expert, signals, out, programs)
+        check(out, x, w2, rows, untouched=-7.0)
+        assert not signals.counts.any()
+        signals.check()
+
+
+def test_a_block_that_nobody_finishes_does_not_hang() -> None:
+    x, rows_per_expert = batches(2, 70, 16, [70, 3])
+    w2 = torch.randn(2, 16, 16)
+    signals = replace(make_signals(2, 70, 16, "cpu"), patience=5)
+    y = project_down_signalling(x, w2, rows_per_expert, signals, 1)
+    signals.counts[1] = 0  # the second block of the first expert
+    out = torch.full_like(y, -7.0)
+    copy_signalled(y, rows_per_expert, signals, out, 1)
+    assert (out[0, 64:] == -7.0).all(), "copied what was not done"
+    torch.testing.assert_close(out[0, :64], y[0, :64])
+    with pytest.raises(SignalTimeout, match="looked 5 times for a block of 64 rows"):
+        signals.check()
+    signals.check()
+    assert not signals.counts.any()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("captured", [False, True], ids=["eager", "captured"])
+def test_the_copy_runs_beside_the_projection(captured: bool) -> None:
+    """Two streams, the SMs shared out: results are complete, many times over, and in pinned host memory too."""
+    experts, capacity, columns, depth, rows = 8, 512, 2048, 1024, [512, 100, 0, 64, 65, 511, 300, 1]
+    x, rows_per_expert = batches(experts, capacity, depth, rows, "cuda")
+    x = x.to(torch.bfloat16)
+    w2 = (torch.randn(experts, columns, depth, device="cuda") / depth**0.5).to(torch.bfloat16)
+    signals = make_signals(experts, capacity, columns, "cuda")
+    sms = torch.cuda.get_device_properties("cuda").multi_processor_count
+    out = torch.empty(experts, capacity, columns, dtype=torch.bfloat16, pin_memory=True)
+    comm = torch.cuda.Stream()
+
+    def step() -> Tensor:
+        forked = torch.cuda.Event()
+        forked.record()
+        y = project_down_signalling(x, w2, rows_per_expert, signals, sms - 16)
+        with torch.cuda.stream(comm):
+            comm.wait_event(forked)  # not behind the projection
+            copy_signalled(y, rows_per_expert, signals, out, 16)
+        torch.cuda.current_stream().wait_stream(comm)
+        return y
+
+    step()  # compiles
+    torch.cuda.synchronize()
+    signals.check()
+    run = step
+    if captured:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = step()
+
+        def run() -> Tensor:
+            graph.replay()
+            return y
+
+    for _ in range(50):
+        out.fill_(-7.0)
+        y = run()
+        torch.cuda.synchronize()
+        signals.check()
+        assert not signals.counts.any()
+        for expert, count in enumerate(rows):
+            assert torch.equal(out[expert, :count], y[expert, :count].cpu())
+            expected = x[expert, :count].float() @ w2[expert].float().T
+            torch.testing.assert_close(y[expert, :count].float(), expected, atol=2e-2, rtol=2e-2)

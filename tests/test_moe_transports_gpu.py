@@ -1,0 +1,114 @@
+"""Transports over NCCL, with the one rank that one GPU can be: results, no waiting for the device, capture."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+import torch.distributed as dist
+from moe_layers import Layer, Routed, make_layer, make_tokens
+
+from moe import dequantize_blocks, make_all2all, mask_padding, quantize_blocks
+from ranks import free_port
+from ubatch import CommGroup, ForwardContext, set_forward_context
+
+pytestmark = pytest.mark.gpu
+
+EXPERTS, HIDDEN, TOKENS = 8, 128, 12
+
+
+@pytest.fixture
+def group() -> Iterator[CommGroup]:
+    device = torch.device("cuda", torch.cuda.current_device())
+    dist.init_process_group(
+        "nccl", init_method=f"tcp://127.0.0.1:{free_port()}", rank=0, world_size=1, device_id=device
+    )
+    try:
+        with torch.inference_mode():
+            yield CommGroup.from_process_group(timeout_s=20.0)
+    finally:
+        torch.cuda.synchronize()
+        dist.destroy_process_group()
+
+
+def _on_gpu() -> tuple[Layer, Routed]:
+    layer = make_layer(EXPERTS, HIDDEN)
+    routed = make_tokens(layer, TOKENS, unrouted=0.2)
+    return Layer(layer.w13.cuda(), layer.w2.cuda()), Routed(routed.x.cuda(), routed.ids.cuda(), routed.weights.cuda())
+
+
+@contextmanager
+def _no_implicit_wait() -> Iterator[None]:
+    """An operation that makes the host wait for the device fails."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of a prototype
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("name", ["torch_dist", "allgather_reducescatter"])
+def test_results(name: str, group: CommGroup) -> None:
+    layer, routed = _on_gpu()
+    kernel = layer.kernel(make_all2all(name, group=group, num_experts=EXPERTS))
+    actual = kernel(routed.x, routed.weights, routed.ids)
+    torch.testing.assert_close(actual, layer.expected(routed), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["torch_dist", "allgather_reducescatter"])
+def test_the_host_waits_for_counts_at_most(name: str, group: CommGroup) -> None:
+    """Nothing of a dispatch or combine waits for the device but what says so: `torch_dist`, for its counts."""
+    _, routed = _on_gpu()
+    ids = mask_padding(routed.ids, TOKENS - 2)
+    all2all = make_all2all(name, group=group, num_experts=EXPERTS)
+    assert all2all.traits.capturable is (name == "allgather_reducescatter")
+
+    def there_and_back() -> torch.Tensor:
+        arrived = all2all.dispatch(routed.x, ids, routed.weights).wait()
+        return all2all.combine(arrived.hidden_states.contiguous(), arrived.handle).wait()
+
+    with set_forward_context(ForwardContext(tokens_across_ranks=(TOKENS - 2,))):
+        there_and_back()  # makes the communicator
+        with _no_implicit_wait():
+            home = there_and_back()
+    visited = (ids >= 0).any(1, keepdim=True) if name == "torch_dist" else torch.ones(TOKENS, 1, device="cuda")
+    visited = visited * (torch.arange(TOKENS, device="cuda") < TOKENS - 2).unsqueeze(1)
+    torch.testing.assert_close(home, routed.x * visited)
+
+
+def test_capture(group: CommGroup) -> None:
+    """`allgather_reducescatter` in a graph: replays with other tokens equal eager calls."""
+    _, routed = _on_gpu()
+    all2all = make_all2all("allgather_reducescatter", group=group, num_experts=EXPERTS)
+    x, graph = routed.x.clone(), torch.cuda.CUDAGraph()
+
+    def there_and_back() -> torch.Tensor:
+        arrived = all2all.dispatch(x, routed.ids, routed.weights).wait()
+        return all2all.combine(arrived.hidden_states * 2, arrived.handle).wait()
+
+    with set_forward_context(ForwardContext(tokens_across_ranks=(TOKENS,))):
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            there_and_back()
+        torch.cuda.current_stream().wait_stream(side)
+        with torch.cuda.graph(graph):
+            home = there_and_back()
+        for seed in range(3):
+            x.copy_(torch.randn(x.shape, generator=torch.Generator().manual_seed(seed)))
+            graph.replay()
+            assert torch.equal(home, x * 2)
+
+
+def test_quantization_is_the_cpus() -> None:
+    x = torch.randn(7, 512).to(torch.bfloat16)
+    (ours, scales), (theirs, their_scales) = quantize_blocks(x.cuda()), quantize_blocks(x)
+    assert torch.equal(scales.cpu(), their_scales)
+    assert torch.equal(ours.cpu().view(torch.uint8), theirs.view(torch.uint8))
+    restored = dequantize_blocks(ours, scales, torch.bfloat16).cpu()
+    assert torch.equal(restored, dequantize_blocks(theirs, their_scales, torch.bfloat16))

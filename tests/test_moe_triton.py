@@ -1,0 +1,329 @@
+"""Triton experts against the plain loop.
+
+Without a GPU shapes are small, and tiles too. With one, the same tests run compiled; `test_moe_triton_gpu` adds the
+dtypes, sizes and tiles that only a GPU has.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from graph_cases import graphed
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from moe_layers import Layer, Routed, make_layer, make_tokens
+from torch import Tensor
+from triton_batches import DEVICE
+
+from moe import dequantize_blocks, make_experts, quantize_blocks
+from moe.experts.triton import TritonExperts
+from moe.experts.triton_batched import TritonBatchedExperts
+from moe.kernels.grouped_gemm import reference_project_down, reference_project_up
+from moe.kernels.quantize import dequantize_weights, quantize_weights
+from ubatch import ConfigError, GradientError, dbo_yield
+
+
+def on_device(name: str, layer: Layer, first: int = 0, **options: Any) -> Any:
+    return make_experts(name, layer.w13.to(DEVICE), layer.w2.to(DEVICE), first, **options)
+
+
+def run(experts: Any, routed: Routed, x: Tensor | None = None, ids: Tensor | None = None) -> Tensor:
+    x, ids = routed.x if x is None else x, routed.ids if ids is None else ids
+    return experts(x.to(DEVICE), ids.to(DEVICE), routed.weights.to(DEVICE)).cpu()
+
+
+def batches(layer: Layer, rows: list[int], capacity: int) -> tuple[Tensor, Tensor]:
+    """`[E, capacity, H]` with NaN behind the rows, and how many there are."""
+    x = torch.full((layer.num_experts, capacity, layer.hidden_size), float("nan"))
+    for expert, count in enumerate(rows):
+        x[expert, :count] = torch.randn(count, layer.hidden_size)
+    return x.to(DEVICE), torch.tensor(rows, dtype=torch.int32, device=DEVICE)
+
+
+def check_batches(found: Tensor, expected: Tensor, rows: list[int], tolerance: float = 1e-5) -> None:
+    assert found.shape == expected.shape
+    assert found.is_contiguous()
+    for expert, count in enumerate(rows):
+        torch.testing.assert_close(found[expert, :count], expected[expert, :count], atol=tolerance, rtol=tolerance)
+
+
+@settings(max_examples=16)
+@given(
+    tokens=st.integers(0, 40),
+    num_experts=st.integers(1, 6),
+    first=st.integers(0, 4),
+    spread=st.integers(1, 12),
+    hidden=st.sampled_from([12, 32, 72]),
+    intermediate=st.sampled_from([5, 20, 64]),
+    unrouted=st.sampled_from([0.0, 0.4, 1.0]),
+    seed=st.integers(0, 99),
+    data=st.data(),
+)
+def test_triton_equals_the_plain_loop(
+    tokens: int,
+    num_experts: int,
+    first: int,
+    spread: int,
+    hidden: int,
+    intermediate: int,
+    unrouted: float,
+    seed: int,
+    data: st.DataObject,
+) -> None:
+    """Experts without tokens, tokens without experts, other ranks' experts, all tokens on one expert."""
+    layer = make_layer(num_experts, hidden, intermediate, seed)
+    routed = make_tokens(layer, tokens, data.draw(st.integers(1, min(spread, 4))), seed, range(spread), unrouted)
+    experts = on_device("triton", layer, first)
+    expected = make_experts("reference", layer.w13, layer.w2, first)(routed.x, routed.ids, routed.weights)
+    actual = run(experts, routed)
+    assert actual.is_contiguous()
+    torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_one_expert_gets_everything() -> None:
+    layer = make_layer(8, 32, 20)
+    routed = make_tokens(layer, 70, 1, only=range(5, 6))
+    torch.testing.assert_close(run(on_device("triton", layer), routed), layer.expected(routed), atol=1e-5, rtol=1e-5)
+
+
+def test_strided_rows_int32_ids_and_a_token_of_nan() -> None:
+    layer = make_layer(4, 32, 20)
+    routed = make_tokens(layer, 20, unrouted=0.2)
+    wide = torch.cat([routed.x, torch.full((20, 16), float("nan"))], dim=1)
+    wide[3] = float("nan")
+    ids = routed.ids.clone()
+    ids[3] = torch.tensor([0, 1])
+    actual = run(on_device("triton", layer), routed, wide[:, :-16], ids.int())
+    assert actual.isnan().any(1).tolist() == [token == 3 for token in range(20)]
+    others = torch.arange(20) != 3
+    torch.testing.assert_close(actual[others], layer.expected(routed)[others], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", [torch.clone, torch.nn.Parameter], ids=["tensor", "parameter"])
+def test_weights_need_not_lie_densely(kind: Any) -> None:
+    layer = make_layer(3, 13, 20)
+    routed = make_tokens(layer, 5)
+    w13, w2 = (kind(w.mT.contiguous().mT.to(DEVICE)) for w in (layer.w13, layer.w2))
+    assert not w13.is_contiguous()
+    with torch.no_grad():
+        actual = run(make_experts("triton", w13, w2), routed)
+    torch.testing.assert_close(actual, layer.expected(routed), atol=1e-5, rtol=1e-5)
+
+
+def test_one_choice_of_several_as_a_view() -> None:
+    layer = make_layer(4, 32, 20)
+    routed = make_tokens(layer, 20, 3)
+    ids, weights = routed.ids.to(DEVICE)[:, 1:2], routed.weights.to(DEVICE)[:, 1:2]
+    actual = on_device("triton", layer)(routed.x.to(DEVICE), ids, weights).cpu()
+    expected = layer.expected(Routed(routed.x, ids.cpu(), weights.cpu()))
+    torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_a_token_is_computed_alike_in_every_batch() -> None:
+    layer = make_layer(4, 32, 20)
+    routed = make_tokens(layer, 30, 2)
+    experts = on_device("triton", layer)
+    together = run(experts, routed)
+    alone = run(experts, Routed(routed.x[7:19], routed.ids[7:19], routed.weights[7:19]))
+    assert torch.equal(together[7:19], alone)
+
+
+def test_bfloat16_in_and_out() -> None:
+    layer = make_layer(4, 32, 20, dtype=torch.bfloat16)
+    routed = make_tokens(layer, 9, unrouted=0.2)
+    actual = run(on_device("triton", layer), routed)
+    assert actual.dtype is torch.bfloat16
+    wide = Layer(layer.w13.float(), layer.w2.float())
+    expected = wide.expected(Routed(routed.x.float(), routed.ids, routed.weights))
+    torch.testing.assert_close(actual.float(), expected, atol=3e-2, rtol=3e-2)
+
+
+@pytest.mark.parametrize("name", ["triton", "triton_batched"])
+@pytest.mark.parametrize(
+    ("rows", "capacity"), [([0, 0, 0], 4), ([3, 0, 20], 20), ([1, 33, 7], 40), ([0, 0, 1], 1)], ids=str
+)
+def test_batches_equal_the_plain_loop(name: str, rows: list[int], capacity: int) -> None:
+    layer = make_layer(3, 32, 20)
+    x, counts = batches(layer, rows, capacity)
+    expected = on_device("reference", layer).run_batched(x, counts)
+    check_batches(on_device(name, layer).run_batched(x, counts), expected, rows)
+
+
+def test_batches_without_room() -> None:
+    x, counts = batches(make_layer(3, 32, 20), [0, 0, 0], 0)
+    assert on_device("triton_batched", make_layer(3, 32, 20)).run_batched(x, counts).shape == (3, 0, 32)
+
+
+class Routing(torch.nn.Module):
+    """A router, and experts in one of both layouts."""
+
+    def __init__(self, layer: Layer, batched: bool) -> None:
+        super().__init__()
+        self.gate = torch.nn.Linear(layer.hidden_size, layer.num_experts)
+        self.experts = make_experts("triton_batched" if batched else "triton", layer.w13, layer.w2)
+        self.batched = batched
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, ids = self.gate(x).softmax(1).topk(2)
+        dbo_yield()
+        if not self.batched:
+            return x + self.experts(x, ids, weights)
+        counts = (ids == torch.arange(self.gate.out_features, device=x.device)[:, None, None]).sum((1, 2)).int()
+        batch = x.expand(len(counts), *x.shape).contiguous()
+        y = self.experts.run_batched(batch, counts.clamp(max=len(x)))
+        filled = torch.arange(len(x), device=x.device) < counts[:, None]
+        return x + torch.where(filled[:, :, None], y, 0.0).sum(0)
+
+
+@pytest.mark.parametrize("batched", [False, True], ids=["tokens", "batches"])
+def test_a_graph_of_two_lanes_follows_the_routing(batched: bool) -> None:
+    """Nothing is read on the host, and nothing of a captured routing stays."""
+    with graphed(Routing(make_layer(4, 8, 20), batched), device=DEVICE, num_ubatches=2) as case, torch.no_grad():
+        case.wrapper.capture(case.x(12))
+        for scale in (1.0, 30.0, -30.0):  # few experts get almost everything
+            x = scale * case.x(12)
+            torch.testing.assert_close(case.wrapper(x), case.eager(x))
+        assert case.wrapper.statistics().graph_replays == 3
+
+
+# ----------------------------------------------------------------------------------------------------------------- fp8
+
+
+def quantized(layer: Layer, first: int = 0, name: str = "triton") -> Any:
+    (w13, w13_scale), (w2, w2_scale) = quantize_weights(layer.w13), quantize_weights(layer.w2)
+    fp8 = {"w13_scale": w13_scale.to(DEVICE), "w2_scale": w2_scale.to(DEVICE), "dtype": torch.float32}
+    return make_experts(name, w13.to(DEVICE), w2.to(DEVICE), first, **fp8)  # type: ignore[arg-type]
+
+
+def rounded(x: Tensor) -> Tensor:
+    return dequantize_blocks(*quantize_blocks(x), torch.float32)
+
+
+def expected_fp8(layer: Layer, x: Tensor, expert: int) -> Tensor:
+    """One expert's rows, with every operand rounded as the kernels round it."""
+    w13, w2 = (
+        dequantize_weights(*quantize_weights(w[expert : expert + 1]), torch.float32)[0] for w in (layer.w13, layer.w2)
+    )
+    return reference_project_down(rounded(reference_project_up(rounded(x), w13)), w2)
+
+
+def check_fp8(found: Tensor, expected: Tensor) -> None:
+    """Sums in another order may move a number to the next fp8, so as a whole."""
+    assert (found - expected).norm() <= 2e-3 * expected.norm()
+
+
+@pytest.mark.parametrize("arrives", ["as it is", "in fp8"])
+def test_fp8_weights_and_activations(arrives: str) -> None:
+    layer = make_layer(3, 256, 128)
+    routed = make_tokens(layer, 20, 2, unrouted=0.2)
+    experts = quantized(layer)
+    if arrives == "in fp8":
+        x, scales = quantize_blocks(routed.x)
+        actual = experts(x.to(DEVICE), routed.ids.to(DEVICE), routed.weights.to(DEVICE), scales.to(DEVICE)).cpu()
+    else:
+        actual = run(experts, routed)
+    expected = torch.zeros(20, 256)
+    for expert in range(3):
+        weight = torch.where(routed.ids == expert, routed.weights, 0.0).sum(1, keepdim=True)
+        expected += weight * expected_fp8(layer, routed.x, expert)
+    assert actual.dtype is torch.float32
+    check_fp8(actual, expected)
+
+
+@pytest.mark.parametrize("arrives", ["as it is", "in fp8"])
+def test_fp8_batches(arrives: str) -> None:
+    layer = make_layer(3, 256, 128)
+    rows = [18, 0, 3]
+    x, counts = batches(layer, rows, 20)
+    scales = None
+    arrived = x
+    if arrives == "in fp8":
+        arrived, scales = quantize_blocks(x.nan_to_num())
+        scales = scales.transpose(1, 2).contiguous().transpose(1, 2)  # as DeepEP's are: rows densely
+    found = quantized(layer, name="triton_batched").run_batched(arrived, counts, scales).cpu()
+    for expert, count in enumerate(rows):
+        if count:
+            check_fp8(found[expert, :count], expected_fp8(layer, x[expert, :count].cpu(), expert))
+
+
+def test_fp8_activations_for_other_weights() -> None:
+    layer = make_layer(3, 256, 20)
+    routed = make_tokens(layer, 9)
+    x, scales = quantize_blocks(routed.x)
+    experts = on_device("triton", layer)
+    actual = experts(x.to(DEVICE), routed.ids.to(DEVICE), routed.weights.to(DEVICE), scales.to(DEVICE)).cpu()
+    torch.testing.assert_close(actual, layer.expected(Routed(rounded(routed.x), routed.ids, routed.weights)))
+    batched, counts = batches(layer, [2, 0, 5], 5)
+    x, scales = quantize_blocks(batched.nan_to_num())
+    expected = on_device("reference", layer).run_batched(x, counts, scales)
+    check_batches(experts.run_batched(x, counts, scales), expected, [2, 0, 5])
+
+
+def test_quantize_is_the_same_as_fp8_weights() -> None:
+    layer = make_layer(2, 128, 128)
+    routed = make_tokens(layer, 5)
+    ours = on_device("triton", layer, quantize="fp8")
+    assert ours.w13.dtype is torch.float8_e4m3fn
+    assert torch.equal(run(ours, routed), run(quantized(layer), routed))
+
+
+# ------------------------------------------------------------------------------------------------------------ refusals
+
+
+def test_bad_weights_are_refused() -> None:
+    w13, w2 = torch.zeros(2, 256, 128), torch.zeros(2, 128, 128)
+    with pytest.raises(ConfigError, match=r"float32 or fp8, not in torch\.float64"):
+        TritonExperts(w13.double(), w2.double())
+    (fp8_13, scale_13), (fp8_2, scale_2) = quantize_weights(w13), quantize_weights(w2)
+    with pytest.raises(ConfigError, match=r"w13_scale \[2, 2, 1\] float32, not None"):
+        TritonExperts(fp8_13, fp8_2)
+    with pytest.raises(ConfigError, match=r"w2_scale \[2, 1, 1\] float32, not torch\.float32 \[2, 2, 1\]"):
+        TritonExperts(fp8_13, fp8_2, 0, scale_13, scale_13)
+    with pytest.raises(ConfigError, match=r"w13_scale is for weights in torch\.float8_e4m3fn, not torch\.float32"):
+        TritonExperts(w13, w2, 0, scale_13, scale_2)
+    with pytest.raises(ConfigError, match="multiples of 128, not hidden 96 and"):
+        TritonExperts(fp8_13[:, :, :96], fp8_2[:, :96], 0, scale_13, scale_2)
+    with pytest.raises(ConfigError, match=r"dtype=torch\.bfloat16 is for fp8"):
+        TritonExperts(w13, w2, dtype=torch.bfloat16)
+    with pytest.raises(ConfigError, match=r"quantize must be 'fp8'.* not 'int4'"):
+        TritonExperts(w13, w2, quantize="int4")
+    with pytest.raises(ConfigError, match=r"in blocks of 128 x 128, not torch\.float32 \[2, 128, 96\]"):
+        quantize_weights(w2[:, :, :96])
+    with pytest.raises(ConfigError, match="num_experts is 4, but experts 3 to 4 are here"):
+        TritonExperts(w13, w2, 3, num_experts=4)
+    with pytest.raises(ConfigError, match="'grouped' does not compute in fp8 and takes no quantize, w2_scale"):
+        make_experts("grouped", w13, w2, quantize="fp8", w2_scale=scale_2)
+    make_experts("grouped", w13, w2, num_experts=8)  # a hint, for who can use it
+
+
+def test_bad_input_is_refused() -> None:
+    layer = make_layer(2, 32, 20)
+    experts = on_device("triton", layer)
+    routed = make_tokens(layer, 4)
+    with pytest.raises(ConfigError, match=r"hidden_states are torch\.float64"):
+        run(experts, routed, routed.x.double())
+    with pytest.raises(ConfigError, match="take rows in batches"):
+        run(on_device("triton_batched", layer), routed)
+    with pytest.raises(ConfigError, match="hidden_states are on meta, the experts on"):
+        experts(routed.x.to("meta"), routed.ids, routed.weights)
+    with pytest.raises(GradientError, match="no backward"):
+        run(experts, routed, routed.x.requires_grad_())
+    with torch.no_grad():
+        run(experts, routed)
+    with pytest.raises(ConfigError, match="rows_per_expert must be"):
+        experts.run_batched(torch.zeros(2, 3, 32, device=DEVICE), torch.zeros(3, dtype=torch.int32, device=DEVICE))
+
+
+def test_a_cpu_without_the_interpreter_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("moe.experts.triton_batched.INTERPRETED", False)
+    layer = make_layer(2, 32, 20)
+    routed = make_tokens(layer, 4)
+    with pytest.raises(ConfigError, match="triton experts run on CUDA, not on cpu"):
+        make_experts("triton", layer.w13, layer.w2)(routed.x, routed.ids, routed.weights)
+
+
+def test_what_they_are() -> None:
+    assert TritonExperts.capturable
+    assert issubclass(TritonExperts, TritonBatchedExperts)

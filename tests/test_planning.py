@@ -1,0 +1,207 @@
+"""The cost tables of `ubatch simulate` against what was published, and against arithmetic by hand."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from itertools import combinations
+from math import comb
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from serving.planning.constants import GemmKernel, load_constants
+from serving.planning.costs import LayerCosts
+from serving.planning.kernels import KernelTimes
+from serving.planning.routing import expected_destinations
+from serving.planning.shapes import ModelShape, read_model
+from serving.planning.steps import lane_program, plain_step, predict_step
+from serving.planning.tables import interpolated
+from serving.planning.transfers import Transfers
+from serving.planning.workload import Mode, Workload
+from ubatch.errors import ConfigError
+from ubatch.layer_program import layer_program
+from ubatch.schedule import SCHEDULES, SERIAL, Schedule, SharedExpert
+from ubatch.simulate import Compute
+
+CONSTANTS = load_constants()
+MODEL = read_model("deepseek-v3")
+H100 = CONSTANTS.machine("h100-ib")
+H800 = CONSTANTS.machine("h800-ib")
+
+
+def costs(
+    mode: Mode = Mode.DECODE, tokens: int = 128, ep: int = 64, model: ModelShape = MODEL, **more: float
+) -> LayerCosts:
+    context = 4096 if mode is Mode.PREFILL else 2000
+    return LayerCosts(model, H100, Workload(mode, tokens, context, ep, **more))  # type: ignore[arg-type]
+
+
+def gemm_residuals(kernel: GemmKernel) -> np.ndarray:
+    """Of DeepGEMM's published table, in the logarithm."""
+    kernels = CONSTANTS.kernels.model_copy(update={"gemm": kernel, "gap_us": 0.0})
+    times = KernelTimes(H800.gpu, kernels)
+    logs = []
+    for groups, rows, n, k, tflops in CONSTANTS.deepgemm:
+        published = 2 * groups * rows * n * k / (tflops * 1e12)
+        logs.append(np.log(times.gemm(groups * rows, n, k, groups=groups) / published))
+    return np.asarray(logs)
+
+
+def test_gemm_constants_are_the_least_squares_of_the_published_table() -> None:
+    kernel = CONSTANTS.kernels.gemm
+    best = np.sqrt(np.mean(gemm_residuals(kernel) ** 2))
+    assert best == pytest.approx(0.12, abs=0.01)
+    for name in ("hbm_fraction", "fp8_fraction", "launch_us", "norm"):
+        for factor in (0.8, 1.25):
+            other = kernel.model_copy(update={name: factor * getattr(kernel, name)})
+            assert np.sqrt(np.mean(gemm_residuals(other) ** 2)) > best, name
+
+
+def test_the_published_profiles_are_met() -> None:
+    """What the roofline leaves out was derived from these two, and from nothing else."""
+    profile = CONSTANTS.decode_profile
+    load = Workload(Mode.VERIFY, profile.tokens, profile.context, profile.ep, profile.tokens_per_sequence)
+    layer, tokens = LayerCosts(MODEL, H800, load), profile.tokens
+    kernels = layer.kernels()
+    stages = [
+        layer.prepare_s(kernels, tokens) + layer.attention_s(kernels, tokens),
+        layer.gate_s(kernels, tokens),
+        layer.experts_s(kernels, tokens),
+    ]
+    published = [profile.attention_us * 1e-6, profile.gate_us * 1e-6, profile.experts_us * 1e-6]
+    assert sum(stages) == pytest.approx(sum(published), rel=0.01)
+    assert stages == pytest.approx(published, rel=0.25)
+
+    whole = CONSTANTS.prefill_profile
+    load = Workload(Mode.PREFILL, whole.tokens, whole.context, whole.ep, redundant_experts=whole.redundant_experts)
+    step = predict_step(LayerCosts(MODEL, H800, load), SCHEDULES["two_batch_prefill"])
+    assert 8 * whole.tokens / step.seconds == pytest.approx(whole.tokens_per_s_per_node, rel=0.01)
+
+
+@pytest.mark.parametrize(("kind", "column"), [("dispatch", 0), ("combine", 1)])
+def test_transfers_are_those_of_the_table(kind: str, column: int) -> None:
+    for ep, row in H800.link.low_latency_us.items():
+        ends = Transfers(MODEL, H800.link, ep).low_latency_s(kind, 128, 1, 1.0)
+        assert sum(ends) * 1e6 == pytest.approx(row[column])
+        assert min(ends) > 0
+    transfers = Transfers(MODEL, H800.link, 64)
+    one, half, two = (sum(transfers.low_latency_s(kind, tokens, 1, 1.0)) for tokens in (128, 64, 256))
+    assert two - one == pytest.approx(2 * (one - half))
+    assert 2 * half - one == pytest.approx(H800.link.latency_us * 1e-6)
+    narrow = replace(MODEL, hidden=MODEL.hidden // 2)
+    assert sum(Transfers(narrow, H800.link, 64).low_latency_s(kind, 128, 1, 1.0)) == pytest.approx(half)
+
+
+def test_high_throughput_counts_bytes_to_distinct_nodes() -> None:
+    plain = replace(MODEL, groups=1, top_groups=1)
+    nodes = 4 * (1 - comb(192, 8) / comb(256, 8))
+    moved = 4096 * nodes * 7168 * (1 + 4 / 128)
+    seconds = Transfers(plain, H800.link, 32).high_throughput_s("dispatch", 4096, 1)
+    assert seconds == pytest.approx(moved / 58e9 + H800.link.latency_us * 1e-6)
+
+
+def test_slower_cards_and_ranks_in_between() -> None:
+    fast, slow = (Transfers(MODEL, CONSTANTS.machine(name).link, 32) for name in ("h100-ib", "h20-ib"))
+    difference = slow.high_throughput_s("combine", 4096, 1) - fast.high_throughput_s("combine", 4096, 1)
+    assert difference == pytest.approx(fast.high_throughput_s("combine", 4096, 1) - 37e-6)
+    inside = [Transfers(MODEL, CONSTANTS.machine(name).link, 8) for name in ("h100-ib", "h20-ib")]
+    assert inside[0].low_latency_s("combine", 64, 1, 1.0) == inside[1].low_latency_s("combine", 64, 1, 1.0)
+    table = {8: 1.0, 32: 3.0}
+    assert [interpolated(table, at) for at in (2, 8, 16, 32, 64)] == pytest.approx([1.0, 1.0, 2.0, 3.0, 3.0])
+
+
+def test_destinations_against_counting() -> None:
+    """8 experts in 4 groups, of which a token chooses 2, and in them 2 experts: every choice, one by one."""
+    model = replace(MODEL, experts=8, groups=4, top_groups=2, top_k=2)
+    for places in (2, 4, 8):
+        for chunks in (1, 2) if places < 8 else (1,):
+            counts = []
+            for groups in combinations(range(4), 2):
+                eligible = [expert for expert in range(8) if expert // 2 in groups]
+                for chosen in combinations(eligible, 2):
+                    here = 8 // places
+                    counts.append(len({(e // here, e % here * chunks // here) for e in chosen}))
+            if places == 2 and chunks == 2:
+                continue  # a chunk of a place that holds several groups is then one group: not the even mix assumed
+            assert expected_destinations(model, places, chunks) == pytest.approx(float(np.mean(counts)))
+
+
+@pytest.mark.parametrize(("experts", "top_k", "places", "factor"), [(32, 4, 2, 1.48), (256, 8, 32, 1.06)])
+def test_what_chunks_cost_a_transport_that_reduces(experts: int, top_k: int, places: int, factor: float) -> None:
+    model = replace(MODEL, experts=experts, top_k=top_k, groups=1, top_groups=1)
+    ratio = expected_destinations(model, places, 2) / expected_destinations(model, places)
+    assert ratio == pytest.approx(factor, abs=0.005)
+
+
+@pytest.mark.parametrize("schedule", [*SCHEDULES.values(), Schedule("2x2", chunks=2, chunk_dispatch=False)])
+def test_the_program_is_the_runtimes_with_the_transfers_kernels_in_it(schedule: Schedule) -> None:
+    lane = costs().lane(schedule.lanes, schedule.chunks, schedule.chunk_dispatch)
+    program, plain = lane_program(lane, 3, schedule), layer_program(lane.times, 3, schedule)
+    assert [op for op in program if not isinstance(op, Compute)] == [op for op in plain if not isinstance(op, Compute)]
+    total = sum(op.seconds for op in program if isinstance(op, Compute))
+    assert total == pytest.approx(3 * lane.folded().compute_s)
+
+
+def test_splitting_small_batches_reads_the_weights_twice() -> None:
+    small, large = (costs(tokens=tokens, ep=72).lane(2).folded().compute_s for tokens in (32, 512))
+    unsplit_small, unsplit_large = (costs(tokens=tokens, ep=72).lane().folded().compute_s for tokens in (32, 512))
+    assert 2 * small / unsplit_small > 1.85
+    assert 2 * large / unsplit_large < 1.35
+
+
+def test_compute_beside_communication_has_fewer_sms() -> None:
+    prefill, decode = costs(Mode.PREFILL, 8192, 32), costs()
+    alone, beside = prefill.kernels(), prefill.kernels(overlapped=True)
+    assert beside.share == pytest.approx(108 / 132)
+    assert beside.gemm(8192, 4096, 7168) / alone.gemm(8192, 4096, 7168) == pytest.approx(132 / 108, rel=0.02)
+    assert decode.kernels(overlapped=True) == decode.kernels()
+
+
+def test_nothing_is_faster_than_its_bound_and_plain_hides_nothing() -> None:
+    for mode, tokens in ((Mode.PREFILL, 4096), (Mode.DECODE, 96), (Mode.VERIFY, 96)):
+        table = costs(mode, tokens, 32, **({"tokens_per_sequence": 2} if mode is Mode.VERIFY else {}))
+        plain = plain_step(table)
+        busy = plain.compute_s + plain.communication_s
+        assert plain.seconds == pytest.approx(busy + table.rest_s())
+        assert predict_step(table, SERIAL).seconds <= plain.seconds
+        for lanes in (2, 3, 4):
+            for chunks in (1, 2):
+                step = predict_step(
+                    table, Schedule("n", lanes=lanes, chunks=chunks, shared_expert=SharedExpert.DISPATCH)
+                )
+                assert step.seconds >= max(step.compute_s, step.communication_s) + table.rest_s() * 0.999
+                assert step.seconds <= step.compute_s + step.communication_s + table.rest_s() * 1.001
+
+
+@pytest.mark.parametrize("ep", [8, 16, 24, 32, 64, 72, 128, 256])
+@pytest.mark.parametrize("name", list(CONSTANTS.models))
+def test_more_skew_and_more_tokens_cost_more(ep: int, name: str) -> None:
+    model = read_model(name)
+    for mode, tokens in ((Mode.DECODE, 128), (Mode.PREFILL, 4096)):
+        seconds = plain_step(costs(mode, tokens, ep, model)).seconds
+        assert plain_step(costs(mode, tokens, ep, model, skew=1.3)).seconds > seconds
+        assert plain_step(costs(mode, 2 * tokens, ep, model)).seconds > seconds
+
+
+def test_a_checkpoint_folder_is_read(tmp_path: Path) -> None:
+    config = {**CONSTANTS.models["qwen3-30b-a3b"], "architectures": ["Qwen3MoeForCausalLM"]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert replace(read_model(str(tmp_path)), name="x") == replace(read_model("qwen3-30b-a3b"), name="x")
+    (tmp_path / "config.json").write_text(json.dumps({**config, "num_experts": 0}))
+    with pytest.raises(ConfigError, match="no routed experts"):
+        read_model(str(tmp_path))
+
+
+def test_what_cannot_be_is_refused() -> None:
+    with pytest.raises(ConfigError, match="did you mean 'deepseek-v3'"):
+        read_model("deepseek-v33")
+    with pytest.raises(ConfigError, match="did you mean 'h100-ib'"):
+        CONSTANTS.machine("h100-lb")
+    with pytest.raises(ConfigError, match="between 2 and 256"):
+        costs(ep=512)
+    with pytest.raises(ConfigError, match=r"skew must be at least 1, not 0\.5"):
+        costs(skew=0.5)
+    with pytest.raises(ConfigError, match="decode has 1, not 2"):
+        costs(tokens_per_sequence=2)

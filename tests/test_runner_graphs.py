@@ -1,0 +1,219 @@
+"""Steps as graphs: the same tokens as eager steps, while requests come and go. On a CPU, through the fake graphs."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fake_graphs import FakeGraphs
+from runner_graph_cases import (
+    SIZES,
+    Job,
+    StaticExperts,
+    make_captured,
+    make_checkpoint,
+    make_load,
+    make_runner,
+    serve,
+    start,
+)
+
+from model_runner import ModelRunner, SamplingParams, ScheduledRequest, build_input_batch
+from ubatch import CapturedGraph, ConfigError, ForwardMode, UBatchConfig
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("graphs") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def eager(checkpoint: Path) -> Iterator[ModelRunner]:
+    with make_runner(checkpoint) as runner:
+        yield runner
+
+
+@dataclass(frozen=True)
+class Load:
+    """A load with the tokens that it gives, and its decode steps' sizes."""
+
+    jobs: list[Job]
+    tokens: list[list[int]]
+    sizes: list[int]
+
+
+@pytest.fixture(scope="module")
+def load(eager: ModelRunner) -> Load:
+    jobs = make_load(60, 250, 30)
+    return Load(jobs, *serve(eager, jobs))
+
+
+def test_the_load_is_one(load: Load) -> None:
+    """It visits every size, needs padding, and goes beyond the largest."""
+    assert len(load.sizes) > 200
+    assert {1, 2, 3, 4, 5, 6, 7, 8} <= set(load.sizes)
+
+
+@pytest.mark.parametrize("lanes", [0, 2, 3])
+def test_tokens_are_those_of_eager_steps(checkpoint: Path, load: Load, lanes: int) -> None:
+    with make_captured(checkpoint, lanes=lanes) as runner:
+        captured = runner.statistics()
+        assert serve(runner, load.jobs) == (load.tokens, load.sizes)
+        statistics = runner.statistics()
+    replays = sum(size <= max(SIZES) for size in load.sizes)
+    assert replays > 150
+    assert statistics.graph_replays == replays
+    if lanes:  # the others are prefills, and decodes that are too large
+        assert statistics.engaged >= sum(size >= max(4, lanes) for size in load.sizes)
+    else:
+        assert statistics.handoffs == captured.handoffs == 0
+
+
+def test_lanes_of_a_replayed_step_are_those_of_the_vote(checkpoint: Path, load: Load) -> None:
+    with make_captured(checkpoint, lanes=2) as runner:
+        threads = runner.statistics().lane_threads_started
+        requests = start(runner, [5] * 5)
+        handoffs = runner.statistics().handoffs
+        output = runner.execute([ScheduledRequest(request, 1) for request in requests])
+        assert output.decision.engaged
+        assert output.decision.tokens == ((2, 3),)
+        assert output.decision.graph_mode
+        statistics = runner.statistics()
+        assert statistics.graph_replays == 1
+        assert (statistics.handoffs, statistics.lane_threads_started) == (handoffs, threads)
+
+
+def test_padding_visits_no_expert(checkpoint: Path) -> None:
+    with make_captured(checkpoint, lanes=2) as runner:
+        experts = [module for module in runner.model.modules() if isinstance(module, StaticExperts)]
+        requests = start(runner, [4] * 5)
+        for count, rows in ((5, 5), (3, 3), (1, 1)):
+            before = sum(int(expert.visits) for expert in experts)
+            runner.execute([ScheduledRequest(request, 1) for request in requests[:count]])
+            assert sum(int(expert.visits) for expert in experts) - before == rows * len(experts)
+        assert runner.statistics().graph_replays == 3
+
+
+def test_sequences_grow_to_the_longest_there_can_be(checkpoint: Path, eager: ModelRunner) -> None:
+    jobs = [Job(0, [7] * 3, SamplingParams(max_tokens=125, ignore_eos=True)), Job(0, [8], SamplingParams(max_tokens=9))]
+    with make_captured(checkpoint, cudagraph_capture_sizes=(2,)) as runner:
+        assert serve(runner, jobs) == serve(eager, jobs)
+        assert runner.statistics().graph_replays == 124
+
+
+def test_hidden_states_are_the_eager_ones(checkpoint: Path, eager: ModelRunner) -> None:
+    """Not only the tokens: every row, in the batch's order, whatever the padding."""
+    hidden = []
+    with make_captured(checkpoint, lanes=2) as graphs:
+        for runner in (eager, graphs):
+            requests = start(runner, [3, 9, 1, 6, 2])
+            with torch.inference_mode():
+                shares = [ScheduledRequest(request, 1) for request in requests]
+                batch = build_input_batch(shares, runner.request_table, runner.kv_cache.spec)
+                hidden.append(runner._hidden_states(batch, runner.coordinate(batch)).clone())
+            for request in requests:
+                runner.release(request)
+        assert graphs.statistics().graph_replays == 1
+    torch.testing.assert_close(hidden[0], hidden[1], atol=1e-5, rtol=1e-5)
+    assert hidden[0].shape[0] == 5
+
+
+def test_a_step_beyond_the_largest_runs_eagerly_and_says_so_once(
+    checkpoint: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with make_captured(checkpoint, cudagraph_capture_sizes=(2, 4)) as runner:
+        requests = start(runner, [2] * 6)
+        with caplog.at_level(logging.WARNING, logger="model_runner"):
+            for _ in range(3):
+                output = runner.execute([ScheduledRequest(request, 1) for request in requests])
+                assert not output.decision.graph_mode
+        (record,) = [record for record in caplog.records if record.name == "model_runner.graph_steps"]
+        assert "6 requests runs eagerly: the largest CUDA graph has room for 4" in record.getMessage()
+        runner.execute([ScheduledRequest(request, 1) for request in requests[:4]])
+        assert runner.statistics().graph_replays == 1
+
+
+def test_what_is_captured_is_told_largest_first(checkpoint: Path) -> None:
+    told: list[CapturedGraph] = []
+    with make_runner(
+        checkpoint, lanes=2, cudagraph_mode="full", cudagraph_capture_sizes=(2, 5, 4), graphs=FakeGraphs()
+    ) as runner:
+        assert [(shape.lanes, shape.num_tokens) for shape in runner.graph_shapes] == [
+            (2, 6),
+            (1, 5),
+            (1, 4),
+            (2, 4),
+            (1, 2),
+        ]
+        assert not runner.statistics().graph_replays
+        graphs = runner.capture_graphs(told.append)
+        assert told == graphs
+        assert [graph.key.tokens for graph in graphs] == [(3, 3), (5,), (4,), (2, 2), (2,)]
+        assert set(runner.wrapper.graphs) == {graph.key for graph in graphs}
+        assert all(graph.nbytes > 0 and graph.key.mode is ForwardMode.DECODE for graph in graphs)
+        with pytest.raises(ConfigError, match="captured already"):
+            runner.capture_graphs()
+
+
+@pytest.mark.parametrize(
+    ("given", "in_dbo", "sizes"), [(None, (), [9, 8, 4, 2, 1]), (None, (3, 5), [5, 3]), ((2,), (3, 5), [2])]
+)
+def test_sizes_come_from_the_caller_or_the_overlap_settings(
+    checkpoint: Path, given: tuple[int, ...] | None, in_dbo: tuple[int, ...], sizes: list[int]
+) -> None:
+    dbo = UBatchConfig(enable_dbo=False, cudagraph_capture_sizes=in_dbo)
+    options: dict[str, Any] = {"cudagraph_mode": "full", "cudagraph_capture_sizes": given, "graphs": FakeGraphs()}
+    with make_runner(checkpoint, dbo=dbo, **options) as runner:
+        assert [shape.num_tokens for shape in runner.graph_shapes] == sizes
+
+
+def test_before_capture_all_runs_eagerly(checkpoint: Path, eager: ModelRunner) -> None:
+    jobs = make_load(3, 4, 4)
+    with make_runner(checkpoint, cudagraph_mode="full", cudagraph_capture_sizes=(4,), graphs=FakeGraphs()) as runner:
+        assert serve(runner, jobs) == serve(eager, jobs)
+        assert runner.statistics().graph_replays == 0
+
+
+def test_memory_does_not_grow(checkpoint: Path, load: Load) -> None:
+    with make_captured(checkpoint, lanes=2) as runner:
+        graphs = dict(runner.wrapper.graphs)
+        serve(runner, load.jobs[:20])
+        before = runner.attention.memory()
+        serve(runner, load.jobs[:20])
+        assert runner.attention.memory() == before
+        assert dict(runner.wrapper.graphs) == graphs
+
+
+@pytest.mark.parametrize("option", ["cudagraph_mode", "sizes", "attention", "experts"])
+def test_what_cannot_be_captured_is_refused_by_name(checkpoint: Path, option: str) -> None:
+    wrong: dict[str, tuple[dict[str, Any], str]] = {
+        "cudagraph_mode": ({"cudagraph_mode": "piecewise"}, "unknown cudagraph_mode 'piecewise'"),
+        "sizes": ({"cudagraph_capture_sizes": (4, 10)}, r"has 10, above max_num_seqs \(9\)"),
+        "attention": ({"attention_backend": "torch"}, "attention back end 'torch' cannot be captured"),
+        "experts": ({"experts_backend": "grouped"}, "experts back end GroupedExperts cannot be captured"),
+    }
+    options, complaint = wrong[option]
+    with pytest.raises(ConfigError, match=complaint):
+        make_runner(checkpoint, **({"cudagraph_mode": "full", "graphs": FakeGraphs()} | options))
+
+
+def test_a_cpu_captures_nothing(checkpoint: Path) -> None:
+    with pytest.raises(ConfigError, match="CUDA graphs need a GPU, and the model runs on cpu"):
+        make_runner(checkpoint, cudagraph_mode="full")
+    with make_runner(checkpoint, cudagraph_mode="auto") as runner:
+        assert runner.graph_shapes == ()
+        assert runner.capture_graphs() == []
+
+
+def test_auto_says_what_is_in_the_way(checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with (
+        caplog.at_level(logging.WARNING, logger="model_runner"),
+        make_runner(checkpoint, cudagraph_mode="auto", experts_backend="grouped", graphs=FakeGraphs()) as runner,
+    ):
+        assert runner.graph_shapes == ()
+    assert "not captured as CUDA graphs: the experts back end GroupedExperts" in caplog.text

@@ -1,0 +1,76 @@
+"""The model runner's graphs on a GPU: captured by CUDA, the same tokens as eager steps."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from runner_graph_cases import TINY, make_captured, make_checkpoint, make_load, make_runner, serve, start
+
+from model_runner import ScheduledRequest
+
+pytestmark = pytest.mark.gpu
+
+SMALL = replace(
+    TINY, hidden_size=128, head_dim=64, num_experts=8, moe_intermediate_size=64, max_position_embeddings=512
+)
+ON_GPU: dict[str, Any] = {
+    "device": "cuda",
+    "attention_backend": "triton",
+    "experts_backend": "triton",
+    "block_size": 16,
+    "num_kv_blocks": 400,
+}
+CAPTURED: dict[str, Any] = {**ON_GPU, "graphs": None, "cudagraph_mode": "full"}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("gpu") / "small", SMALL)
+
+
+@pytest.mark.parametrize("lanes", [0, 2, 3])
+def test_tokens_are_those_of_eager_steps(checkpoint: Path, lanes: int) -> None:
+    load = make_load(60, 250, 60)
+    with make_runner(checkpoint, **ON_GPU) as eager:
+        expected = serve(eager, load)
+    with make_captured(checkpoint, lanes=lanes, **CAPTURED) as runner:
+        before = runner.statistics()
+        assert serve(runner, load) == expected
+        statistics = runner.statistics()
+    assert statistics.graph_replays == sum(size <= 7 for size in expected[1])
+    assert statistics.lane_threads_started == before.lane_threads_started
+
+
+@pytest.mark.parametrize("lanes", [0, 2])
+def test_replays_hold_no_more_memory(checkpoint: Path, lanes: int) -> None:
+    with make_captured(checkpoint, lanes=lanes, **CAPTURED) as runner:
+        requests = start(runner, [5] * 6, room=130)
+        held = []
+        for step in range(120):
+            output = runner.execute([ScheduledRequest(request, 1) for request in requests])
+            for request, (token,) in zip(requests, output.tokens, strict=True):
+                request.advance(1, token)
+            if step % 40 == 10:
+                torch.cuda.synchronize()
+                held.append(torch.cuda.memory_allocated())
+        assert runner.statistics().graph_replays == 120
+        assert held[1:] == held[:1] * 2
+
+
+def test_a_launch_does_not_wait_for_the_device(checkpoint: Path) -> None:
+    with make_captured(checkpoint, lanes=2, **CAPTURED) as runner:
+        requests = start(runner, [5] * 6)
+        shares = [ScheduledRequest(request, 1) for request in requests]
+        runner.execute(shares)  # compiles what fills the inputs
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            step = runner.launch(shares)
+            step.sample()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert step.result().decision.graph_mode

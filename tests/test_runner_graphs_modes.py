@@ -1,0 +1,247 @@
+"""Graphs of verify steps, of steps launched ahead, of Triton's attention and of latent attention; and the vote."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from runner_graph_cases import EXPERTS, TINY, Job, make_captured, make_checkpoint, make_load, make_runner, serve, start
+
+from model_runner import (
+    PENDING_TOKEN,
+    ModelRunner,
+    PendingStep,
+    Request,
+    SamplingParams,
+    ScheduledRequest,
+    build_input_batch,
+)
+from model_runner.dp import BatchShape, Coordination
+from model_runner.graph_steps import place_in_torch
+from model_runner.kernels.place import place_lane
+from ubatch import ConfigError, Decision, DeclineReason, ForwardMode, Offer, Wish, decide, split_fixed
+
+DRAFTS = 3
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("modes") / "tiny")
+
+
+# -- verify -----------------------------------------------------------------------------------------------------------
+
+
+def speculate(runner: ModelRunner, expected: Sequence[Sequence[int]], counts: Sequence[int]) -> list[list[int]]:
+    """Verify steps with so many drafts each, of which two thirds are right; the tokens of `start`'s requests."""
+    rng = random.Random(0)
+    requests = start(runner, [3, 6, 1, 5, 2], room=30)
+    for drafts in counts:
+        shares = []
+        for request, known in zip(requests, expected, strict=True):
+            ahead = [*known, *[0] * 20][request.num_output_tokens :][:drafts]
+            guesses = tuple(token if rng.random() < 0.7 else rng.randrange(TINY.vocab_size) for token in ahead)
+            shares.append(ScheduledRequest(request, 1, guesses))
+        for share, tokens in zip(shares, runner.execute(shares).tokens, strict=True):
+            share.request.token_ids += tokens
+            share.request.num_computed_tokens += len(tokens)
+    return [request.output_token_ids for request in requests]
+
+
+@pytest.mark.parametrize("lanes", [0, 2])
+def test_verify_steps(checkpoint: Path, lanes: int) -> None:
+    """Steps with as many drafts as were captured are replayed, others run eagerly; the tokens are the same."""
+    counts = [DRAFTS, DRAFTS, 1, DRAFTS, 2, DRAFTS]
+    with make_runner(checkpoint) as eager:
+        requests = start(eager, [3, 6, 1, 5, 2], room=30)
+        for _ in range(24):
+            output = eager.execute([ScheduledRequest(request, 1) for request in requests])
+            for request, (token,) in zip(requests, output.tokens, strict=True):
+                request.advance(1, token)
+        expected = [request.output_token_ids for request in requests]
+    with make_captured(checkpoint, lanes=lanes, num_speculative_tokens=DRAFTS) as runner:
+        assert {shape.mode for shape in runner.graph_shapes} == {ForwardMode.DECODE, ForwardMode.TARGET_VERIFY}
+        for tokens, known in zip(speculate(runner, expected, counts), expected, strict=True):
+            assert tokens == known[: len(tokens)]
+            assert len(tokens) > len(counts)
+        statistics = runner.statistics()
+        assert statistics.graph_replays == counts.count(DRAFTS)
+        assert statistics.engaged >= (len(counts) if lanes else 0)
+
+
+# -- launched ahead ---------------------------------------------------------------------------------------------------
+
+
+def test_steps_launched_before_the_last_one_is_read(checkpoint: Path) -> None:
+    """The overlap loop's order: ids of pending tokens are resolved into a graph's inputs."""
+    jobs = [Job(0, [n + 1] * (n + 1), SamplingParams(max_tokens=9, ignore_eos=True)) for n in range(5)]
+    with make_runner(checkpoint) as eager:
+        expected, _ = serve(eager, jobs)
+    with make_captured(checkpoint, lanes=2) as runner:
+        requests = [Request(n, job.prompt, job.params) for n, job in enumerate(jobs)]
+        for request in requests:
+            runner.admit(request, request.num_tokens + 9)
+        before: PendingStep | None = None
+        for _ in range(10):
+            step = None
+            if requests[0].num_output_tokens < 9:
+                shares = [ScheduledRequest(request, request.num_uncomputed_tokens) for request in requests]
+                step = runner.launch(shares)
+                for share in shares:
+                    share.request.advance(share.num_tokens, PENDING_TOKEN)
+                step.sample()
+            if before is not None:
+                for request, (token,) in zip(requests, before.result().tokens, strict=True):
+                    request.token_ids[request.token_ids.index(PENDING_TOKEN)] = token
+            before = step
+        assert [request.output_token_ids for request in requests] == expected
+        assert runner.statistics().graph_replays == 8
+
+
+# -- back ends --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def thin(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One layer with one key/value head: few programs for Triton's interpreter."""
+    size = replace(TINY, num_hidden_layers=1, num_key_value_heads=1)
+    return make_checkpoint(tmp_path_factory.mktemp("thin") / "tiny", size)
+
+
+@pytest.mark.parametrize(("lanes", "experts"), [(0, EXPERTS), (2, EXPERTS), (2, "triton")])
+def test_triton_kernels(thin: Path, lanes: int, experts: str) -> None:
+    """Their launches are recorded, too. Lengths are far beyond those at capture, so that keys are split."""
+    jobs = [Job(n, [n + 1] * (4 + 8 * n), SamplingParams(max_tokens=4, ignore_eos=True)) for n in range(3)]
+    with make_runner(thin) as eager:
+        expected = serve(eager, jobs)
+    options: dict[str, Any] = {
+        "prefill_attention_backend": "torch",
+        "decode_attention_backend": "triton",
+        "experts_backend": experts,
+        "max_model_len": 32,
+        "threshold": 2,
+        "cudagraph_capture_sizes": (3,),
+    }
+    with make_captured(thin, lanes=lanes, **options) as runner:
+        assert serve(runner, jobs) == expected
+        statistics = runner.statistics()
+        assert statistics.graph_replays == len(expected[1])
+        assert statistics.engaged >= (sum(size >= 2 for size in expected[1]) if lanes else 0)
+
+
+def test_latent_attention(tmp_path: Path) -> None:
+    """DeepSeek-V2, with a dense layer and shared experts, on Triton's latent attention."""
+    from checkpoints import make_checkpoint as make_family
+
+    path = make_family(tmp_path, "DeepseekV2", num_hidden_layers=2, vocab_size=TINY.vocab_size)
+    jobs = make_load(4, 3, 4)
+    with make_runner(path, attention_backend="torch") as eager:
+        expected = serve(eager, jobs)
+    triton = {"attention_backend": "torch", "decode_attention_backend": "triton", "max_model_len": 32}
+    with make_captured(path, lanes=2, cudagraph_capture_sizes=(4,), **triton) as runner:
+        assert serve(runner, jobs) == expected
+        assert runner.statistics().graph_replays == len(expected[1])
+
+
+# -- places -----------------------------------------------------------------------------------------------------------
+
+
+@given(st.integers(0, 9), st.integers(0, 5), st.integers(0, 4), st.integers(0, 1))
+def test_the_kernel_places_what_torch_places(count: int, first: int, more: int, lane: int) -> None:
+    ids, positions = torch.arange(100, 120), torch.arange(300, 320)
+    placed = []
+    for place in (place_in_torch, place_lane):
+        static = (torch.full((30,), -1), torch.full((30,), -2), torch.full((2,), -3))
+        place(static, (ids, positions), slice(first, first + count), 12 * lane, max(1, count + more), lane)
+        placed.append(static)
+    for by_torch, by_kernel in zip(*placed, strict=True):
+        assert torch.equal(by_torch, by_kernel)
+
+
+# -- the vote ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def captured(checkpoint: Path) -> Any:
+    with make_captured(checkpoint, lanes=2, num_speculative_tokens=1) as runner:
+        yield runner
+
+
+def agreed(runner: ModelRunner, ranks: Sequence[tuple[int, int]], *, lanes: int = 1) -> Coordination:
+    """What ranks agree on that have (requests, tokens of each) and captured what `runner` did."""
+    assert runner.graphs is not None
+    offers = []
+    for requests, each in ranks:
+        mode = ForwardMode.DECODE if each == 1 else ForwardMode.TARGET_VERIFY if each == 2 else ForwardMode.PREFILL
+        shape = BatchShape([each] * requests, mode if requests else ForwardMode.IDLE)
+        could = runner.graphs.offer(shape, 5)
+        if lanes == 1:
+            offer = Offer(Wish.NO, (requests * each,), 2, DeclineReason.DISABLED, graph_mode=could)
+        else:
+            parts = tuple(part.num_tokens for part in split_fixed(requests, each, lanes))
+            offer = Offer(Wish.YES if requests else Wish.IDLE, parts, lanes, graph_mode=could)
+        offers.append(offer)
+    return runner.graphs.agree(Coordination(decide(offers), None))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "lanes", "room"),
+    [
+        ([(3, 1)], 1, 4),
+        ([(3, 1), (6, 1)], 1, 7),  # the largest rank decides
+        ([(3, 1), (0, 1)], 1, 4),  # a rank without tokens goes along
+        ([(3, 2), (0, 1)], 1, 4),  # ... with verify steps, too
+        ([(5, 1), (4, 1)], 2, 4),  # three and two, two and two: lanes of four
+        ([(4, 1), (0, 1)], 2, 2),
+        ([(3, 1), (8, 1)], 1, None),  # more than the largest on one rank: all run eagerly
+        ([(3, 1), (3, 2)], 1, None),  # decode beside verify
+        ([(3, 1), (2, 5)], 1, None),  # decode beside prefill
+    ],
+)
+def test_all_ranks_replay_one_shape_or_none(
+    captured: ModelRunner, ranks: list[tuple[int, int]], lanes: int, room: int | None
+) -> None:
+    step = agreed(captured, ranks, lanes=lanes)
+    assert (step.graph.lane_requests if step.graph is not None else None) == room
+    assert bool(step.decision.graph_mode) == (room is not None)
+    if step.graph is not None:
+        assert step.graph.lanes == lanes
+
+
+def test_ranks_that_captured_other_graphs_are_refused(captured: ModelRunner) -> None:
+    assert captured.graphs is not None
+    with pytest.raises(ConfigError, match="has not captured"):
+        captured.graphs.agree(Coordination(Decision(False, None, None, ((0,), (3,)), graph_mode=12345), None))
+
+
+def test_sequences_longer_than_the_graphs_allow_run_eagerly(captured: ModelRunner) -> None:
+    assert captured.graphs is not None
+    longest = captured.request_table.max_blocks * 4
+    shape = BatchShape([1, 1], ForwardMode.DECODE)
+    assert captured.graphs.offer(shape, longest)
+    assert not captured.graphs.offer(shape, longest + 1)
+
+
+def test_an_idle_rank_replays_padding_alone(captured: ModelRunner) -> None:
+    """Its cache, but for the hidden block, stays as it is, and it has no hidden states."""
+    assert captured.graphs is not None
+    cache = captured.kv_cache
+    before = [cache.keys(layer).clone() for layer in range(2)]
+    for lanes in (1, 2):
+        agreement = agreed(captured, [(0, 1), (4, 1)], lanes=lanes)
+        slices = split_fixed(0, 1, 2) if lanes == 2 else None
+        batch = build_input_batch((), captured.request_table, cache.spec)
+        assert agreement.graph is not None
+        step = Coordination(agreement.decision, slices, agreement.graph)
+        replays = captured.statistics().graph_replays
+        with torch.inference_mode():
+            assert captured._hidden_states(batch, step).shape == (0, TINY.hidden_size)
+        assert captured.statistics().graph_replays == replays + 1
+    assert all(torch.equal(cache.keys(layer), keys) for layer, keys in enumerate(before))

@@ -1,0 +1,75 @@
+"""Captured steps under a schedule per mode: single-batch overlap is captured, too, and each mode has its own lanes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from runner_graph_cases import make_captured, make_checkpoint, make_runner, start
+
+from model_runner import ModelRunner, ScheduledRequest
+from model_runner.graph_sizes import graph_families
+from ubatch import ForwardMode, UBatchConfig
+from ubatch.modes import ModeSettings
+
+SINGLE = UBatchConfig(
+    dbo_prefill_token_threshold=4096, modes={"decode": ModeSettings("single_batch", token_threshold=4)}
+)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("graphs_single"))
+
+
+def decode(runner: ModelRunner, count: int) -> tuple[tuple[int, ...], ...]:
+    """One decode step of so many requests."""
+    requests = start(runner, [3] * count)
+    output = runner.execute([ScheduledRequest(request, 1) for request in requests])
+    for request in requests:
+        runner.release(request)
+    return output.tokens
+
+
+def test_single_batch_steps_are_replayed_where_they_would_overlap(checkpoint: Path) -> None:
+    with (
+        make_captured(checkpoint, dbo=SINGLE) as captured,
+        make_runner(checkpoint, dbo=SINGLE) as eager,
+        make_runner(checkpoint) as plain,
+    ):
+        assert {(key.num_tokens, key.schedule) for key in captured.wrapper.graphs} == {
+            (7, "single_batch"),
+            (7, "plain"),
+            (4, "single_batch"),
+            (4, "plain"),
+            (2, "plain"),
+            (1, "plain"),
+        }
+        for count in (2, 3, 4, 5, 7):
+            tokens = decode(captured, count)
+            assert tokens == decode(eager, count) == decode(plain, count)
+        seen = captured.statistics()
+        assert seen.graph_replays == 5
+        assert seen.engaged_single == eager.statistics().engaged_single == 3
+        assert seen.engaged == plain.statistics().engaged_single == 0
+
+
+def test_each_mode_is_captured_with_its_own_lanes_and_threshold() -> None:
+    config = UBatchConfig(
+        modes={
+            "decode": ModeSettings(num_ubatches=3, token_threshold=6),
+            "verify": ModeSettings("single_batch", token_threshold=8),
+        }
+    )
+    decodes, verifies = graph_families([1, 2, 4, 8], config, num_speculative_tokens=3)
+    assert (decodes.mode, verifies.mode) == (ForwardMode.DECODE, ForwardMode.TARGET_VERIFY)
+    assert [(s.lanes, s.lane_requests) for s in decodes.shapes if s.engaged] == [(3, 3)]
+    assert [(s.lanes, s.lane_requests, s.single) for s in verifies.shapes if s.engaged] == [
+        (1, 2, True),
+        (1, 4, True),
+        (1, 8, True),
+    ]
+    assert verifies.fit(1, 12) == min(shape for shape in verifies.shapes if shape.lane_tokens >= 12)
+    fitting = verifies.fit(1, 12, single=True)
+    assert fitting is not None
+    assert (fitting.single, fitting.lane_requests) == (True, 4)

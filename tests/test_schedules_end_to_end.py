@@ -1,0 +1,313 @@
+"""The order of operations in every named schedule, through real models on two ranks, is the one that was published.
+
+Small checkpoints of DeepSeek-V3 (shared experts, a dense first layer) and Qwen3-MoE run through `ModelRunner`; what the
+attention, the experts and the transport do is written down with its lane, stage by stage.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+from checkpoints import load_reference, make_checkpoint, reference_greedy
+from torch import Tensor, nn
+
+from model_runner import ModelRunner, SamplingParams, generate
+from model_runner.models import decoder
+from ranks import run_ranks
+from ubatch import SCHEDULES, CommGroup, Transfer, UBatchConfig, current_trace, dbo_current_ubatch_id, tracing
+from ubatch.ring import interleave
+
+SPARSE = 4
+FAMILIES: dict[str, dict[str, Any]] = {
+    "DeepseekV3": {"num_hidden_layers": SPARSE + 1, "first_k_dense_replace": 1},
+    "Qwen3Moe": {"num_hidden_layers": SPARSE, "mlp_only_layers": []},
+}
+NAMES = [name for name, schedule in SCHEDULES.items() if schedule.lanes > 1]
+LANES = (2, 3)
+CHUNKED = {
+    schedule.name: schedule
+    for schedule in (
+        SCHEDULES["single_batch"],
+        replace(SCHEDULES["single_batch"], name="one of combine", chunks=4, chunk_dispatch=False),
+        replace(SCHEDULES["mlp_shared_overlap"], name="two by two", chunks=2),
+        replace(SCHEDULES["two_batch_decode"], name="decode in chunks", chunks=3),
+        replace(SCHEDULES["two_batch_prefill"], name="prefill in chunks", chunks=2, chunk_dispatch=False),
+    )
+}
+STEPS = 3
+LANE_NAMES = "ABC"
+
+STAGES: dict[str, tuple[str, ...]] = {
+    "mlp_shared_overlap": (
+        "output+prepare+core+dispatch_a",
+        "experts+combine_a+shared",
+        "combine_b",
+    ),
+    "two_batch_prefill": (
+        "output+prepare+core+dispatch_a",
+        "experts+combine_a",
+        "shared+combine_b",
+    ),
+    "two_batch_decode": (
+        "output+prepare",
+        "core",
+        "dispatch_a+shared",
+        "experts+combine_a",
+        "combine_b",
+    ),
+    "two_batch_decode_qwen3": (
+        "prepare",
+        "core",
+        "dispatch_a+shared",
+        "experts+combine_a",
+        "combine_b+output",
+    ),
+}
+"""A layer's stages. Where the last one has no point behind it, it goes on with the next layer's first."""
+
+STEADY = {
+    # SGLang's, as `seed-errata.md` has them.
+    ("DeepseekV3", "two_batch_decode"): (
+        "A.core, B.combine_b, A.dispatch_a+shared, B.output+prepare, A.experts+combine_a, "
+        "B.core, A.combine_b, B.dispatch_a+shared, A.output+prepare, B.experts+combine_a"
+    ),
+    ("Qwen3Moe", "two_batch_decode_qwen3"): (
+        "A.core, B.combine_b+output, A.dispatch_a, B.prepare, A.experts+combine_a, "
+        "B.core, A.combine_b+output, B.dispatch_a, A.prepare, B.experts+combine_a"
+    ),
+    ("DeepseekV3", "two_batch_prefill"): (
+        "A.shared+combine_b+output+prepare+core+dispatch_a, B.shared+combine_b+output+prepare+core+dispatch_a, "
+        "A.experts+combine_a, B.experts+combine_a"
+    ),
+    ("Qwen3Moe", "two_batch_prefill"): (
+        "A.combine_b+output+prepare+core+dispatch_a, B.combine_b+output+prepare+core+dispatch_a, "
+        "A.experts+combine_a, B.experts+combine_a"
+    ),
+    # vLLM's.
+    ("DeepseekV3", "mlp_shared_overlap"): (
+        "A.combine_b+output+prepare+core+dispatch_a, B.combine_b+output+prepare+core+dispatch_a, "
+        "A.experts+combine_a+shared, B.experts+combine_a+shared"
+    ),
+}
+
+
+@dataclass
+class Record:
+    """What the operations of a rank's steps were: `(step, lane, operation)`."""
+
+    events: list[tuple[int, int, str]] = field(default_factory=list)
+
+    def note(self, what: str) -> None:
+        trace = current_trace()
+        self.events.append((trace.step if trace is not None else 0, dbo_current_ubatch_id(), what))
+
+    def stages(self, step: int) -> list[str]:
+        """`A.experts+combine_a`: what a lane did until another one ran."""
+        mine = [(lane, what) for at, lane, what in self.events if at == step]
+        turns = groupby(mine, key=lambda event: event[0])
+        return [f"{LANE_NAMES[lane]}.{'+'.join(what for _, what in turn)}" for lane, turn in turns]
+
+
+class Noting(nn.Module):
+    """A module that is noted when it runs."""
+
+    def __init__(self, module: Any, name: str, record: Record) -> None:
+        super().__init__()
+        self.module, self.name, self.record = module, name, record
+
+    def forward(self, *args: Any) -> Any:
+        self.record.note(self.name)
+        return self.module(*args)
+
+
+class NotingTransport:
+    """A transport whose launches are noted, and when what combine brings is used."""
+
+    def __init__(self, inner: Any, record: Record) -> None:
+        self.inner, self.record = inner, record
+        self.traits, self.experts, self.num_experts = inner.traits, inner.experts, inner.num_experts
+
+    def dispatch(self, *args: Tensor) -> Transfer[Any]:
+        self.record.note("dispatch_a")
+        transfer: Transfer[Any] = self.inner.dispatch(*args)
+        return transfer
+
+    def combine(self, y: Tensor, handle: Any) -> Transfer[Tensor]:
+        self.record.note("combine_a")
+        transfer: Transfer[Tensor] = self.inner.combine(y, handle)
+        return transfer.map(self._arrived)
+
+    def _arrived(self, y: Tensor) -> Tensor:
+        self.record.note("combine_b")
+        return y
+
+
+class NotingPlan:
+    """An attention plan whose core is noted."""
+
+    def __init__(self, plan: Any, record: Record) -> None:
+        self.plan, self.record = plan, record
+
+    def forward(self, *args: Any) -> Any:
+        self.record.note("core")
+        return self.plan.forward(*args)
+
+
+def watch(runner: ModelRunner, record: Record) -> Any:
+    """Note what the sparse layers of the runner's model do; in a `with` block."""
+    for layer in runner.model.layers:
+        layer.register_forward_pre_hook(lambda module, args: record.note("prepare"))
+        if hasattr(layer.mlp, "kernel"):
+            kernel = layer.mlp.kernel
+            kernel.all2all = NotingTransport(kernel.all2all, record)
+            kernel.experts = Noting(kernel.experts, "experts", record)
+            if kernel.shared_experts is not None:
+                kernel.shared_experts = Noting(kernel.shared_experts, "shared", record)
+            kernel.register_forward_hook(lambda module, args, output: record.note("output"))
+
+    def noted_plan(plan_of: Any = decoder.current_plan) -> tuple[Any, Any]:
+        plan, num_tokens = plan_of()
+        return NotingPlan(plan, record), num_tokens
+
+    return mock.patch.object(decoder, "current_plan", noted_plan)
+
+
+def prompts_of(rank: int) -> list[list[int]]:
+    """At least one per lane, of about equal lengths."""
+    rng = random.Random(rank)
+    return [[rng.randrange(131) for _ in range(length)] for length in ((9, 8, 9, 8) if rank == 0 else (5, 6, 5))]
+
+
+def run_all(rank: int, world_size: int, paths: dict[str, str]) -> dict[tuple[str, str, int], dict[str, Any]]:
+    group = CommGroup.from_process_group(timeout_s=20)
+    results = {}
+    for family, path in paths.items():
+        for name in NAMES:
+            for lanes in LANES:
+                thresholds = {"dbo_decode_token_threshold": lanes, "dbo_prefill_token_threshold": lanes}
+                config = UBatchConfig(schedule=name, num_ubatches=lanes, group=group, timeout_s=20.0, **thresholds)
+                record = Record()
+                with ModelRunner(path, group=group, num_kv_blocks=64, block_size=4, dbo=config) as runner:
+                    params = SamplingParams(max_tokens=STEPS if rank == 0 else STEPS - 1)  # rank 1 idles at the end
+                    with watch(runner, record), tracing():
+                        outputs = generate(runner, prompts_of(rank), params)
+                    engaged = runner.statistics().engaged
+                results[family, name, lanes] = {
+                    "stages": [record.stages(step) for step in range(1, STEPS + 1)],
+                    "tokens": [list(output.token_ids) for output in outputs],
+                    "engaged": engaged,
+                }
+    return results
+
+
+def run_chunked(rank: int, world_size: int, paths: dict[str, str]) -> dict[tuple[str, str], dict[str, Any]]:
+    group = CommGroup.from_process_group(timeout_s=20)
+    results = {}
+    for family, path in paths.items():
+        for name, schedule in CHUNKED.items():
+            thresholds = {"dbo_decode_token_threshold": 2, "dbo_prefill_token_threshold": 2}
+            config = UBatchConfig(schedule=schedule, group=group, timeout_s=20.0, **thresholds)
+            with ModelRunner(path, group=group, num_kv_blocks=64, block_size=4, dbo=config) as runner:
+                params = SamplingParams(max_tokens=STEPS if rank == 0 else STEPS - 1)
+                with tracing() as trace:
+                    outputs = generate(runner, prompts_of(rank), params)
+                statistics = runner.statistics()
+            results[family, name] = {
+                "tokens": [list(output.token_ids) for output in outputs],
+                "engaged": (statistics.engaged, statistics.engaged_single),
+                "combines": sum(event.name.startswith("combine.") for event in trace.events if event.kind == "launch"),
+            }
+    return results
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("schedules")
+    return {family: make_checkpoint(folder / family, family, **fields) for family, fields in FAMILIES.items()}
+
+
+@pytest.fixture(scope="module")
+def ranks(checkpoints: dict[str, Path]) -> list[dict[tuple[str, str, int], dict[str, Any]]]:
+    return run_ranks(run_all, 2, {family: str(path) for family, path in checkpoints.items()})
+
+
+def whole_order(family: str, name: str, lanes: int) -> list[str]:
+    """Every lane's stages from the model's first to its last, in the ring's order."""
+    ops = [stage.split("+") for stage in STAGES[name]]
+    program: list[list[str]] = [[]]
+    points = SCHEDULES[name]
+    if family == "DeepseekV3":  # the dense layer passes the points around its attention
+        program[-1].append("prepare")
+        if points.active("attn_prepare"):
+            program.append([])
+        program[-1].append("core")
+        if points.active("layer"):
+            program.append([])
+    for layer in range(SPARSE):
+        for number, stage in enumerate(ops):
+            mine = [op for op in stage if not (op == "shared" and family == "Qwen3Moe")]
+            program[-1] += [op for op in mine if layer or op != "output" or number]
+            if number + 1 < len(ops) or points.active("output") or points.active("layer"):
+                program.append([])
+    if "output" in ops[0]:
+        program[-1].append("output")
+    labels = ["+".join(stage) for stage in program]
+    order = interleave([labels[:-1]] * lanes, lead=points.lead)
+    ended = [(lane, labels[-1] if label == "end" else label) for lane, label in order]
+    turns = groupby([(lane, label) for lane, label in ended if label], key=lambda turn: turn[0])
+    return [f"{LANE_NAMES[lane]}.{'+'.join(label for _, label in turn)}" for lane, turn in turns]
+
+
+@pytest.mark.parametrize("lanes", LANES)
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_whole_order(ranks: Sequence[Any], family: str, name: str, lanes: int) -> None:
+    """Prefill, decode, and a step in which rank 1 has nothing to do: the same on both ranks, stage by stage."""
+    expected = whole_order(family, name, lanes)
+    for rank, results in enumerate(ranks):
+        found = results[family, name, lanes]
+        assert found["engaged"] == STEPS, rank
+        for step, stages in enumerate(found["stages"]):
+            assert stages == expected, f"rank {rank}, step {step + 1}"
+
+
+@pytest.mark.parametrize(("family", "name"), STEADY)
+def test_the_steady_order_is_the_published_one(ranks: Sequence[Any], family: str, name: str) -> None:
+    """Two lanes, from the second sparse layer on: as often as layers go on with another one."""
+    steady = STEADY[family, name].split(", ")
+    cycles = SPARSE - 2 if SCHEDULES[name].lead else SPARSE - 1  # the leading lane is a part of a layer ahead
+    for results in ranks:
+        for stages in results[family, name, 2]["stages"]:
+            begin = stages.index(steady[0])
+            assert stages[begin : begin + cycles * len(steady)] == steady * cycles
+
+
+def test_tokens_are_transformers_in_every_schedule(ranks: Sequence[Any], checkpoints: dict[str, Path]) -> None:
+    for family, path in checkpoints.items():
+        reference = load_reference(path)
+        for rank, results in enumerate(ranks):
+            expected = [reference_greedy(reference, prompt, STEPS - rank)[0] for prompt in prompts_of(rank)]
+            for name in NAMES:
+                for lanes in LANES:
+                    assert results[family, name, lanes]["tokens"] == expected, (family, name, lanes, rank)
+
+
+def test_in_chunks_too(checkpoints: dict[str, Path]) -> None:
+    """One lane or several: every chunk's combine was launched, and the tokens are transformers'."""
+    ranks = run_ranks(run_chunked, 2, {family: str(path) for family, path in checkpoints.items()})
+    for family, path in checkpoints.items():
+        reference = load_reference(path)
+        for rank, results in enumerate(ranks):
+            expected = [reference_greedy(reference, prompt, STEPS - rank)[0] for prompt in prompts_of(rank)]
+            for name, schedule in CHUNKED.items():
+                found = results[family, name]
+                assert found["tokens"] == expected, (family, name, rank)
+                assert found["engaged"] == ((0, STEPS) if schedule.lanes == 1 else (STEPS, 0)), (family, name, rank)
+                assert found["combines"] == STEPS * SPARSE * schedule.lanes * schedule.chunks, (family, name, rank)

@@ -1,0 +1,220 @@
+"""The overlapped loop on a device that runs by itself: the same tokens as the plain loop, and nobody waits in vain.
+
+Where it matters the device is kept busy by a kernel that sleeps; what must not wait for it is then done meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from dense_checkpoint import make_small
+
+from model_runner import (
+    PENDING_TOKEN,
+    ModelRunner,
+    PendingStep,
+    Request,
+    SamplingParams,
+    ScheduledRequest,
+    generate,
+)
+from model_runner.host_copy import to_device
+from ubatch import UBatchConfig
+
+ON_GPU = pytest.param("cuda", marks=pytest.mark.gpu)
+NEW = 24
+PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6], [53], [58, 97, 93, 23, 84], [62, 64, 33] * 7]
+MIXED = [
+    SamplingParams(max_tokens=NEW, ignore_eos=True),
+    SamplingParams(max_tokens=NEW, ignore_eos=True, temperature=1.4, seed=4, top_k=60, top_p=0.9),
+    SamplingParams(max_tokens=NEW, ignore_eos=True, logprobs=2, logit_bias=((7, 3.0),)),
+    SamplingParams(max_tokens=NEW, ignore_eos=True, temperature=0.9, seed=5, min_p=0.01),
+]
+CONSTRAINED = [
+    SamplingParams(max_tokens=NEW, ignore_eos=True, frequency_penalty=1.5, presence_penalty=1.0),
+    SamplingParams(max_tokens=NEW, ignore_eos=True, temperature=1.1, seed=6, repetition_penalty=1.5),
+    SamplingParams(max_tokens=NEW, ignore_eos=True, min_tokens=4, stop_token_ids=(9,)),
+    SamplingParams(max_tokens=NEW, ignore_eos=True),
+]
+SLEEP_CYCLES = 2_000_000_000
+"""About a second."""
+
+
+@pytest.fixture(scope="module", params=["dense", "moe"])
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_small(tmp_path_factory.mktemp("small"), dense=request.param == "dense")
+
+
+def make_runner(checkpoint: Path, device: str, *, lanes: bool = False) -> ModelRunner:
+    dbo = UBatchConfig(enable_dbo=lanes, dbo_decode_token_threshold=2, dbo_prefill_token_threshold=2)
+    return ModelRunner(checkpoint, device=device, num_kv_blocks=100, block_size=16, max_num_seqs=6, dbo=dbo)
+
+
+# -- who waits for whom -------------------------------------------------------------------------------------------
+
+
+class Ahead:
+    """Requests that decode, each step launched before the last one is read."""
+
+    def __init__(self, runner: ModelRunner, params: Sequence[SamplingParams]) -> None:
+        self.runner = runner
+        self.requests = [Request(n, prompt, params[n]) for n, prompt in enumerate(PROMPTS)]
+        for request in self.requests:
+            runner.admit(request, 100)
+
+    def launch(self) -> PendingStep:
+        """The next step, sampled."""
+        shares = [ScheduledRequest(request, request.num_uncomputed_tokens) for request in self.requests]
+        step = self.runner.launch(shares)
+        for share in shares:
+            share.request.advance(share.num_tokens, PENDING_TOKEN)
+        step.sample()
+        return step
+
+    def warm_up(self) -> None:
+        """Compile what steps need, and fill the pools."""
+        for _ in range(3):
+            self.read(self.launch())
+
+    def run(self, steps: int) -> list[list[int]]:
+        """So many steps; the tokens of every request, whose row and blocks are free then."""
+        before = None
+        for _ in range(steps):
+            step = self.launch()
+            if before is not None:
+                self.read(before)
+            before = step
+        if before is not None:
+            self.read(before)
+        for request in self.requests:
+            self.runner.release(request)
+        return [request.output_token_ids for request in self.requests]
+
+    def read(self, step: PendingStep) -> None:
+        """Its tokens take the place of those that were pending."""
+        for request, (token,) in zip(self.requests, step.result().tokens, strict=True):
+            request.token_ids[request.token_ids.index(PENDING_TOKEN)] = token
+
+
+@pytest.fixture
+def ahead(checkpoint: Path) -> Iterator[Ahead]:
+    with make_runner(checkpoint, "cuda") as runner:
+        ahead = Ahead(runner, MIXED)
+        ahead.warm_up()
+        yield ahead
+        for request in ahead.requests:
+            runner.release(request)
+
+
+@pytest.mark.parametrize("lanes", [False, True])
+@pytest.mark.parametrize("device", ["cpu", ON_GPU])
+def test_steps_that_are_launched_ahead_give_the_same_tokens(checkpoint: Path, device: str, lanes: bool) -> None:
+    with make_runner(checkpoint, device, lanes=lanes) as runner:
+        one_by_one = [list(output.token_ids) for output in generate(runner, PROMPTS, MIXED)]
+        assert Ahead(runner, MIXED).run(NEW) == one_by_one
+
+
+@contextmanager
+def device_asleep(runner: ModelRunner) -> Iterator[torch.cuda.Event]:
+    """The forward stream sleeps for a second from here on; an event that says when it has woken up."""
+    awake = torch.cuda.Event()
+    with runner.streams.forward():
+        torch.cuda._sleep(SLEEP_CYCLES)
+        awake.record()
+    yield awake
+    torch.cuda.synchronize()
+    assert awake.query()
+
+
+@pytest.mark.gpu
+def test_a_launch_returns_before_the_forward_has_begun(ahead: Ahead) -> None:
+    with device_asleep(ahead.runner) as awake:
+        step = ahead.launch()
+        assert not awake.query()
+    ahead.read(step)
+
+
+@pytest.mark.gpu
+def test_a_step_is_read_while_the_next_one_runs(ahead: Ahead) -> None:
+    before = ahead.launch()
+    with device_asleep(ahead.runner) as awake:
+        step = ahead.launch()
+        ahead.read(before)
+        assert not awake.query()
+    ahead.read(step)
+
+
+@pytest.mark.gpu
+def test_inputs_arrive_while_a_step_runs_and_the_caller_waits_for_nobody(ahead: Ahead) -> None:
+    streams = ahead.runner.streams
+    with device_asleep(ahead.runner) as awake:
+        with streams.forward():
+            (arrived,) = to_device([torch.arange(1000)], ahead.runner.device)
+        streams._upload.synchronize()
+        assert not awake.query()
+        step = ahead.launch()
+        torch.cuda.current_stream().synchronize()
+        assert not awake.query()
+    assert torch.equal(arrived.cpu(), torch.arange(1000))
+    ahead.read(step)
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
+@pytest.mark.parametrize("params", [MIXED, CONSTRAINED])
+def test_nothing_in_a_step_waits_for_the_device(checkpoint: Path, params: list[SamplingParams]) -> None:
+    with make_runner(checkpoint, "cuda") as runner:
+        ahead = Ahead(runner, params)
+        ahead.warm_up()
+        for _ in range(3):
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                step = ahead.launch()
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+            ahead.read(step)
+
+
+@pytest.mark.gpu
+def test_constrained_sampling_waits_for_tokens_but_its_forward_does_not(checkpoint: Path) -> None:
+    with make_runner(checkpoint, "cuda") as runner:
+        ahead = Ahead(runner, CONSTRAINED)
+        ahead.warm_up()
+        before = ahead.launch()
+        shares = [ScheduledRequest(request, 1) for request in ahead.requests]
+        with device_asleep(runner) as awake:
+            step = runner.launch(shares)
+            for share in shares:
+                share.request.advance(1, PENDING_TOKEN)
+            ahead.read(before)
+            step.sample()
+            assert not awake.query()
+        ahead.read(step)
+
+
+@pytest.mark.gpu
+def test_steps_take_no_more_memory_as_they_go_on(checkpoint: Path) -> None:
+    with make_runner(checkpoint, "cuda") as runner:
+        taken = []
+        for _ in range(20):
+            Ahead(runner, MIXED).run(50)
+            torch.cuda.synchronize()
+            taken.append((torch.cuda.memory_allocated(), runner.streams._pinned.nbytes))
+    for kind in zip(*taken, strict=True):
+        assert max(kind[5:]) <= max(kind[:5])
+
+
+@pytest.mark.gpu
+def test_closing_waits_for_what_is_queued(checkpoint: Path) -> None:
+    with make_runner(checkpoint, "cuda") as runner:
+        Ahead(runner, MIXED).warm_up()
+        done = torch.cuda.Event()
+        with runner.streams.forward():
+            torch.cuda._sleep(SLEEP_CYCLES // 4)
+            done.record()
+        assert not done.query()
+    assert done.query()

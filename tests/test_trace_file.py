@@ -1,0 +1,184 @@
+"""Traces of several ranks: written, read again, put on one clock and numbered alike."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ubatch.errors import ConfigError
+from ubatch.trace import UNSPLIT, Span, SpanKind, StepNote
+from ubatch.trace_export import Clock, describe_note, handoffs, points, summarise, to_chrome, write_chrome
+from ubatch.trace_file import RankTrace, merge_traces, read_chrome
+
+COMPUTE, WAIT, TRANSFER = SpanKind.COMPUTE, SpanKind.WAIT, SpanKind.TRANSFER
+HERE, THERE = Clock("here", 1000.0), Clock("there", 5000.0)
+NOTE = StepNote(2, "decode", 64, "mlp_shared_overlap", lanes=2, start=11.5, end=13.25)
+DECLINED = StepNote(1, "prefill", 3, "mlp_shared_overlap", reason="peer_declined", declined_by=1, start=9.0, end=11.0)
+
+STEP = (
+    # Lane 0: launch, point, [lane 1], wait, end. Lane 1 begins 10 ms after the hand-off.
+    Span(COMPUTE, "dispatch.0", 0, 10.00, 10.10, 2),
+    Span(COMPUTE, "dispatch", 0, 10.10, 10.20, 2),
+    Span(COMPUTE, "select", 1, 10.21, 10.40, 2),
+    Span(COMPUTE, "end", 1, 10.40, 10.50, 2),
+    Span(COMPUTE, "dispatch", 0, 10.50, 10.60, 2),
+    Span(WAIT, "dispatch", 0, 10.60, 10.70, 2),
+    Span(COMPUTE, "end", 0, 10.70, 10.80, 2),
+    Span(TRANSFER, "dispatch", 0, 10.10, 10.70, 2, 4096),
+)
+
+
+def in_time(spans: Iterable[Span]) -> list[Span]:
+    return sorted(spans, key=lambda span: (span.start, span.end, span.kind, span.lane, span.name))
+
+
+# ------------------------------------------------------------------------------------------------ points, hand-offs
+
+
+def test_points_are_told_from_launches_waits_and_ends() -> None:
+    marks = points(STEP)
+    assert [(mark.lane, mark.name, mark.at, mark.to, mark.ran_at) for mark in marks] == [
+        (0, "dispatch", 10.20, 1, 10.21),
+        (1, "select", 10.40, None, None),
+    ]
+
+
+def test_where_transfers_leave_no_doubt_a_numbered_point_is_a_point() -> None:
+    (mark,) = points([Span(COMPUTE, "layer.3", 0, 1.0, 2.0, 1)])
+    assert mark.name == "layer.3"
+
+
+def test_the_summary_adds_up() -> None:
+    assert handoffs(STEP) == [(10.20, 10.21)]
+    summary = summarise([*STEP, Span(TRANSFER, "late", 1, 10.4, 11.0, 2)])
+    assert summary.handoff_s == pytest.approx(0.01)
+    assert summary.idle_s == pytest.approx(0.2), "after the lanes' end"
+    parts = summary.compute_s + summary.exposed_s + summary.handoff_s + summary.idle_s
+    assert parts == pytest.approx(summary.wall_s)
+
+
+def test_perfetto_sees_points_and_what_a_step_was() -> None:
+    events: Any = to_chrome(STEP, rank=1, notes=[NOTE])["traceEvents"]
+    instants = [event for event in events if event["ph"] == "i"]
+    assert [(event["name"], event["tid"], event["args"].get("handed_on_to")) for event in instants] == [
+        ("dispatch", 2, "lane 1"),
+        ("select", 3, None),
+    ]
+    (step,) = (event for event in events if event.get("cat") == "step")
+    assert step["name"] == "step 2: decode, 64 tokens, 2 lanes"
+    assert step["args"]["schedule"] == "mlp_shared_overlap"
+
+
+def test_a_note_in_words() -> None:
+    assert describe_note(DECLINED) == "prefill, 3 tokens, unsplit (peer_declined)"
+    assert describe_note(replace(NOTE, tokens=1, lanes=1, chunks=4)) == "decode, 1 token, 1 lane x 4 chunks"
+
+
+# -------------------------------------------------------------------------------------------------- written and read
+
+
+@given(
+    st.lists(
+        st.builds(
+            lambda kind, lane, start, length, name: Span(
+                kind, name, lane, start / 1e9, (start + length) / 1e9, 3, 7 if kind is TRANSFER else 0
+            ),
+            st.sampled_from(list(SpanKind)),
+            st.integers(UNSPLIT, 3),
+            st.integers(0, 10**15),
+            st.integers(0, 10**10),
+            st.sampled_from(["dispatch", "wait for it", "end", "dispatch.0"]),
+        ),
+        max_size=8,
+    )
+)
+def test_a_file_holds_every_nanosecond(tmp_path_factory: pytest.TempPathFactory, spans: list[Span]) -> None:
+    path = tmp_path_factory.mktemp("trace") / "trace.json"
+    write_chrome(path, {4: spans}, notes={4: [NOTE]}, measures=False, clock=HERE)
+    (read,) = read_chrome(path)
+    assert (read.rank, read.notes, read.measures) == (4, (NOTE,), False)
+    assert (read.clock.host, read.clock.offset_s) == ("here", pytest.approx(1000.0))
+    assert in_time(read.spans) == in_time(spans)
+
+
+def test_a_file_without_spans_keeps_its_rank(tmp_path: Path) -> None:
+    write_chrome(tmp_path / "trace.json", {0: [], 1: STEP})
+    assert [(rank.rank, len(rank.spans)) for rank in read_chrome(tmp_path / "trace.json")] == [(0, 0), (1, 8)]
+    assert Clock.here().host
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "is not JSON"),
+        ('{"traceEvents": []}', "was not written by this version of ubatch"),
+        ("[]", "was not written by this version of ubatch"),
+        ('{"traceEvents": [], "otherData": {"ubatch": {"notes": {}}}}', "was not written by this version of ubatch"),
+    ],
+)
+def test_other_files_are_refused(tmp_path: Path, content: str, message: str) -> None:
+    path = tmp_path / "trace.json"
+    path.write_text(content)
+    with pytest.raises(ConfigError, match=message):
+        read_chrome(path)
+    with pytest.raises(ConfigError, match="cannot read"):
+        read_chrome(tmp_path / "nowhere.json")
+
+
+def test_a_note_with_a_field_that_is_not_known_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    write_chrome(path, {0: STEP}, notes={0: [NOTE]})
+    document = json.loads(path.read_text())
+    document["otherData"]["ubatch"]["notes"]["0"][0]["colour"] = "red"
+    path.write_text(json.dumps(document))
+    with pytest.raises(ConfigError, match="colour"):
+        read_chrome(path)
+
+
+# ------------------------------------------------------------------------------------------------------------ merged
+
+
+def rank(number: int, clock: Clock, begins: float, steps: range, first: float = 0.0) -> RankTrace:
+    """Steps of 1 s, 0.1 s apart, of which the one numbered 0 would begin at `begins` + `first`."""
+    spans, notes = [], []
+    for step in steps:
+        start = begins + first + 1.1 * step
+        spans.append(Span(COMPUTE, "end", 0, start, start + 1.0, step))
+        notes.append(StepNote(step, "decode", 4, "s", lanes=2, start=start, end=start + 1.0))
+    return RankTrace(number, tuple(spans), tuple(notes), clock)
+
+
+def test_ranks_of_one_machine_keep_their_times() -> None:
+    merged = merge_traces([rank(1, HERE, 50.2, range(1, 5)), rank(0, HERE, 50.0, range(1, 5))])
+    assert [each.rank for each in merged] == [0, 1]
+    assert [span.start for span in merged[1].spans] == pytest.approx([51.3, 52.4, 53.5, 54.6])
+    assert [span.step for span in merged[1].spans] == [1, 2, 3, 4]
+
+
+def test_a_rank_that_began_to_record_a_step_later_is_renumbered() -> None:
+    late = rank(1, HERE, 50.2, range(1, 9), first=2.2)
+    merged = merge_traces([rank(0, HERE, 50.0, range(1, 11)), late])
+    assert [span.step for span in merged[1].spans] == list(range(3, 11))
+    assert [note.step for note in merged[1].notes] == list(range(3, 11))
+
+
+def test_other_machines_are_placed_by_the_time_of_day() -> None:
+    # Both record at 1050 by the time of day: `there`'s own clock began 4000 s later.
+    merged = merge_traces([rank(0, HERE, 50.0, range(1, 9)), rank(1, THERE, -3949.9, range(1, 9))])
+    assert merged[1].spans[0].start == pytest.approx(51.2)
+    assert merged[1].notes[0].end == pytest.approx(52.2)
+    assert merged[1].clock == HERE
+    assert [span.step for span in merged[1].spans] == list(range(1, 9))
+
+
+def test_merging_nothing_and_a_rank_twice() -> None:
+    assert merge_traces([]) == []
+    with pytest.raises(ConfigError, match="rank 0 comes twice"):
+        merge_traces([rank(0, HERE, 0.0, range(1, 3)), rank(0, HERE, 0.0, range(1, 3))])

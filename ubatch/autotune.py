@@ -1,0 +1,334 @@
+"""Which of several ways to run a kernel is fastest on this device: measured once, then remembered in a file.
+
+    choice = autotune("my kernel 1024 bfloat16", configs, lambda config: launch(x, config), device=x.device)
+
+A key stands for one measured fact, so it names everything the best choice depends on, and a key always comes with the
+same configs. Where nothing may be timed (a CPU, or a stream that is being captured) the answer is what is remembered,
+else the first config.
+
+File: JSON, `{"GPU | torch version | Triton version": {key: {field: value}}}`, at `UBATCH_AUTOTUNE_CACHE`, by default
+`~/.cache/ubatch/autotune.json`. Processes that tune at the same time read each other's entries before they write;
+what is lost if two write in the same instant is measured again some day.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import asdict, is_dataclass
+from functools import cache, partial
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import torch
+
+from ubatch.context import current_lane
+from ubatch.errors import ConfigError, UBatchError
+from ubatch.graphs import capturing
+
+__all__ = ["Autotuner", "CudaTimer", "Timer", "autotune", "autotune_path"]
+
+C = TypeVar("C")
+Entry = dict[str, Any]
+
+_logger = logging.getLogger(__name__)
+
+_CACHE_VARIABLE = "UBATCH_AUTOTUNE_CACHE"
+_FLUSHED_L2_CAPACITIES = 4
+_SAMPLED_S = 0.02  # of kernel time per config, within the numbers of samples below
+_MIN_SAMPLES, _MAX_SAMPLES = 5, 30
+
+
+class Timer(Protocol):
+    """Times kernels on a kind of device."""
+
+    def tunes(self, device: torch.device) -> bool:
+        """Whether choices for this device are measured and kept in the file."""
+
+    def can_time(self, device: torch.device) -> bool:
+        """Whether kernels can be timed right now."""
+
+    def fingerprint(self, device: torch.device) -> str:
+        """What else times depend on: the device's name and the versions of the compilers."""
+
+    def seconds(self, run: Callable[[], object], device: torch.device) -> float:
+        """How long what `run` launches takes on the device."""
+
+
+class CudaTimer:
+    """Times with CUDA events, every sample after the L2 cache was overwritten.
+
+    Overwriting it also keeps the GPU busy while the host launches, so that what is timed does not wait for the host.
+    """
+
+    def tunes(self, device: torch.device) -> bool:
+        """See `Timer`."""
+        return device.type == "cuda"
+
+    def can_time(self, device: torch.device) -> bool:
+        """See `Timer`. Not while a graph is captured."""
+        return device.type == "cuda" and not capturing()
+
+    def fingerprint(self, device: torch.device) -> str:
+        """See `Timer`."""
+        return _fingerprint(device)
+
+    def seconds(self, run: Callable[[], object], device: torch.device) -> float:
+        """See `Timer`. The median of several samples, on the current stream."""
+        flushed = _FLUSHED_L2_CAPACITIES * int(torch.cuda.get_device_properties(device).L2_cache_size)
+        flush = torch.empty(flushed, dtype=torch.int8, device=device)
+        estimate = _sample(run, flush)
+        samples = min(max(int(_SAMPLED_S / max(estimate, 1e-9)), _MIN_SAMPLES), _MAX_SAMPLES)
+        return statistics.median(_sample(run, flush) for _ in range(samples))
+
+
+class Autotuner:
+    """Choices, in memory and in a file. `autotune` uses one for the whole process.
+
+    Args:
+        timer: measures.
+        path: of the file; it need not exist. Read at the first choice for a device that is tuned.
+    """
+
+    def __init__(self, timer: Timer, path: Path) -> None:
+        self.path = path
+        self._timer = timer
+        self._lock = threading.RLock()  # what `run` launches may itself be tuned
+        self._chosen: dict[tuple[torch.device, str], Any] = {}
+        self._stored: dict[str, dict[str, Entry]] | None = None
+        self._untuned: set[tuple[torch.device, str]] = set()
+
+    def choose(
+        self,
+        key: str,
+        configs: Sequence[C],
+        run: Callable[[C], object],
+        *,
+        device: torch.device,
+        prepare: Callable[[C], object] | None = None,
+    ) -> C:
+        """The fastest of `configs`; see `autotune`."""
+        chosen: C | None = self._chosen.get((device, key))  # the path of every launch: no lock
+        if chosen is not None:
+            return chosen
+        _check(key, configs)
+        if len(configs) == 1 or not self._timer.tunes(device):
+            return configs[0]
+        with self._lock:
+            return self._choose(key, configs, run, device, prepare)
+
+    def _choose(
+        self,
+        key: str,
+        configs: Sequence[C],
+        run: Callable[[C], object],
+        device: torch.device,
+        prepare: Callable[[C], object] | None,
+    ) -> C:
+        fingerprint = self._timer.fingerprint(device)
+        if self._stored is None:
+            self._stored = _read(self.path)
+        stored = self._stored.get(fingerprint, {}).get(key)
+        chosen = next((config for config in configs if _entry(config) == stored), None)
+        if chosen is None:
+            if not self._timer.can_time(device):
+                self._warn_untuned(key, device)
+                return configs[0]
+            with _taking_long():
+                if prepare is not None:
+                    _prepare(configs, prepare, device)
+                chosen = self._fastest(key, configs, run, device)
+            self._store(fingerprint, key, _entry(chosen))
+        self._chosen[device, key] = chosen
+        return chosen
+
+    def _fastest(self, key: str, configs: Sequence[C], run: Callable[[C], object], device: torch.device) -> C:
+        times: list[tuple[float, int]] = []
+        failure: Exception | None = None
+        for index, config in enumerate(configs):
+            try:
+                run(config)  # compiles
+                times.append((self._timer.seconds(partial(run, config), device), index))
+            except UBatchError:
+                raise
+            except Exception as error:  # does not compile, or needs more shared memory than there is
+                _logger.debug("autotune %s: skipped %s: %s", key, config, error)
+                failure = failure or error
+        if not times:
+            raise ConfigError(f"none of the {len(configs)} ways to run {key!r} works on {device}.") from failure
+        seconds, index = min(times)
+        _logger.info("autotune %s: %.1f us with %s", key, seconds * 1e6, configs[index])
+        return configs[index]
+
+    def _warn_untuned(self, key: str, device: torch.device) -> None:
+        if (device, key) not in self._untuned:
+            self._untuned.add((device, key))
+            _logger.warning(
+                "%s is captured with its default configuration, because it was never timed. Run the same sizes once "
+                "before capture.",
+                key,
+            )
+
+    def _store(self, fingerprint: str, key: str, entry: Entry) -> None:
+        stored = _read(self.path)  # with what other processes have written meanwhile
+        stored.setdefault(fingerprint, {})[key] = entry
+        self._stored = stored
+        try:
+            _write(self.path, stored)
+        except OSError as error:
+            _logger.warning(
+                "choices of autotuning are not kept: %s cannot be written (%s). Set UBATCH_AUTOTUNE_CACHE.",
+                self.path,
+                error,
+            )
+
+
+def autotune(
+    key: str,
+    configs: Sequence[C],
+    run: Callable[[C], object],
+    *,
+    device: torch.device,
+    prepare: Callable[[C], object] | None = None,
+) -> C:
+    """The config of `configs` with which `run` is fastest.
+
+    On CUDA: what memory knows, else the file, else every config is timed, and the best one is remembered and written. A
+    config that fails (does not compile, or needs too much shared memory) is skipped. Elsewhere, and while a graph is
+    captured, nothing is timed: the remembered choice, else the first config.
+
+    Args:
+        key: names the kernel, shapes, dtypes, and whatever else the best choice depends on.
+        configs: frozen dataclasses of plain numbers, the same ones with every call; the first is the default.
+        run: launches the kernel; called only to time it, several times.
+        device: where it runs.
+        prepare: compiles the kernel without running it; called before anything is timed, for several configs at the
+            same time, each in a thread of its own.
+
+    Raises:
+        ConfigError: no configs, or ones that are no dataclasses; every config fails; the file cannot be read.
+    """
+    return _process_wide(os.environ.get(_CACHE_VARIABLE)).choose(key, configs, run, device=device, prepare=prepare)
+
+
+def autotune_path() -> Path:
+    """The file of choices: `UBATCH_AUTOTUNE_CACHE`, or the default."""
+    given = os.environ.get(_CACHE_VARIABLE)
+    return Path(given).expanduser() if given else Path.home() / ".cache" / "ubatch" / "autotune.json"
+
+
+@cache
+def _process_wide(given: str | None) -> Autotuner:
+    """One per value of the variable: looked up at every launch, so nothing more is worked out there."""
+    return Autotuner(CudaTimer(), autotune_path())
+
+
+@cache
+def _fingerprint(device: torch.device) -> str:
+    try:
+        triton = metadata.version("triton")
+    except metadata.PackageNotFoundError:
+        triton = "none"
+    return f"{torch.cuda.get_device_name(device)} | torch {torch.__version__} | triton {triton}"
+
+
+@contextmanager
+def _taking_long() -> Iterator[None]:
+    """A lane that compiles and measures holds the baton for longer than `timeout_s` may be, and does not hang."""
+    lane = current_lane()
+    if lane is None or lane.waiting is not None:  # what is tuned may tune itself
+        yield
+        return
+    lane.waiting = "autotuning"
+    try:
+        yield
+    finally:
+        lane.baton.since = time.monotonic()
+        lane.waiting = None
+
+
+def _prepare(configs: Sequence[C], prepare: Callable[[C], object], device: torch.device) -> None:
+    """Compile what can be compiled; what cannot fails again, and is skipped, where it is timed."""
+
+    def compile_one(config: C) -> None:
+        if device.type == "cuda":
+            torch.cuda.set_device(device)  # of this thread
+        try:
+            prepare(config)
+        except UBatchError:
+            raise
+        except Exception as error:
+            _logger.debug("autotune: %s does not compile: %s", config, error)
+
+    with ThreadPoolExecutor(min(len(configs), 1 + (os.cpu_count() or 1)), "ubatch-compile") as pool:
+        list(pool.map(compile_one, configs))
+
+
+def _sample(run: Callable[[], object], flush: torch.Tensor) -> float:
+    start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    flush.zero_()
+    start.record()
+    run()
+    stop.record()
+    stop.synchronize()
+    return float(start.elapsed_time(stop)) * 1e-3
+
+
+def _check(key: str, configs: Sequence[object]) -> None:
+    if not configs:
+        raise ConfigError(f"autotune got no configs for {key!r}.")
+    for config in configs:
+        if not is_dataclass(config) or isinstance(config, type):
+            raise ConfigError(f"a config of autotune must be a dataclass of plain numbers, not {config!r} ({key!r}).")
+
+
+def _entry(config: object) -> Entry:
+    return asdict(config)  # type: ignore[call-overload, no-any-return]  # `_check` has seen it
+
+
+def _read(path: Path) -> dict[str, dict[str, Entry]]:
+    """What the file holds; nothing if there is none.
+
+    Raises:
+        ConfigError: it is no file of this kind.
+    """
+    try:
+        text = path.read_text()
+    except FileNotFoundError:
+        return {}
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"the autotune cache {path} cannot be read ({error}). Delete it, or make it readable."
+        ) from error
+    try:
+        stored = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"the autotune cache {path} is not JSON ({error}). Delete it.") from error
+    if not isinstance(stored, dict) or not all(
+        isinstance(entries, dict) and all(isinstance(entry, dict) for entry in entries.values())
+        for entries in stored.values()
+    ):
+        raise ConfigError(f"the autotune cache {path} is not one of this program's. Delete it.")
+    return stored
+
+
+def _write(path: Path, stored: dict[str, dict[str, Entry]]) -> None:
+    """Replace the file at once: who reads it meanwhile gets the old or the new one, never half of it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f"{path.name}.")
+    try:
+        with os.fdopen(descriptor, "w") as file:
+            json.dump(stored, file, indent=1, sort_keys=True)
+        os.replace(name, path)
+    except BaseException:
+        os.unlink(name)
+        raise

@@ -1,0 +1,144 @@
+"""Step times by tokens and arm, and the setting they speak for: which arm, from how many tokens on.
+
+An *arm* is a way to run a step: serial, or a schedule with its lanes. A *setting* is what the runtime can be told: one
+arm, and the fewest tokens of a step that runs so; smaller steps run serially. Every setting there is gets tried, so
+what `choose` returns is the best of them for the table it is given.
+
+This module imports neither torch nor threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ubatch.errors import ConfigError
+
+__all__ = ["SERIAL_ARM", "Choice", "CostTable", "Setting", "choose"]
+
+SERIAL_ARM = "serial"
+_TIE = 0.005
+"""Of two settings whose regret differs by less, the one with the simpler arm is chosen."""
+_THRESHOLD_TIE = 0.001
+"""Of two thresholds of an arm whose regret differs by less, the higher one is chosen."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One arm from so many tokens on.
+
+    Attributes:
+        arm: its name; `SERIAL_ARM` overlaps nothing.
+        threshold: fewest tokens of a step that runs so; None with the serial arm.
+    """
+
+    arm: str = SERIAL_ARM
+    threshold: int | None = None
+
+    def arm_for(self, tokens: int) -> str:
+        """How a step of so many tokens runs."""
+        return self.arm if self.threshold is not None and tokens >= self.threshold else SERIAL_ARM
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A setting, and what it costs.
+
+    Attributes:
+        setting: the best one.
+        regret: mean of time over the best arm's time at every size, minus 1.
+        gain: mean of serial time over this setting's time, weighted by the load.
+    """
+
+    setting: Setting
+    regret: float
+    gain: float
+
+
+@dataclass(frozen=True)
+class CostTable:
+    """Step times of one kind of step.
+
+    Attributes:
+        seconds: tokens -> arm -> time of a step, in any one unit per size. An arm without an entry cannot run at that
+            size, and a step of that size is then serial.
+        weights: tokens -> share of the load; all sizes alike where it is empty.
+
+    Raises:
+        ConfigError: no sizes, no serial time at one, or a time or a sum of weights that is not positive.
+    """
+
+    seconds: Mapping[int, Mapping[str, float]]
+    weights: Mapping[int, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not self.seconds:
+            raise ConfigError("a cost table needs the times of at least one size.")
+        for tokens, arms in self.seconds.items():
+            if SERIAL_ARM not in arms:
+                raise ConfigError(f"the cost table has no serial time at {tokens} tokens.")
+            for arm, seconds in arms.items():
+                if not seconds > 0:
+                    raise ConfigError(f"cost table: {arm} takes {seconds} s at {tokens} tokens; it must be positive.")
+        if self.weights and not sum(self.weights.get(tokens, 0.0) for tokens in self.seconds) > 0:
+            raise ConfigError("the cost table's weights are all zero at the sizes that it has.")
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Tokens, fewest first."""
+        return tuple(sorted(self.seconds))
+
+    @property
+    def arms(self) -> tuple[str, ...]:
+        """Every arm but the serial one, in the order of their first appearance."""
+        return tuple(dict.fromkeys(arm for tokens in self.sizes for arm in self.seconds[tokens] if arm != SERIAL_ARM))
+
+    def time(self, setting: Setting, tokens: int) -> float:
+        """Of a step of a size that the table has, under `setting`."""
+        arms = self.seconds[tokens]
+        return arms.get(setting.arm_for(tokens), arms[SERIAL_ARM])
+
+    def best(self, tokens: int) -> float:
+        """The fastest arm's time."""
+        return min(self.seconds[tokens].values())
+
+    def regret(self, setting: Setting) -> float:
+        """How much slower than the best arm at every size, on average: 0.02 is 2%."""
+        return self._mean({tokens: self.time(setting, tokens) / self.best(tokens) for tokens in self.sizes}) - 1.0
+
+    def gain(self, setting: Setting) -> float:
+        """How much faster than serial, on average."""
+        return 1.0 / self._mean(
+            {tokens: self.time(setting, tokens) / self.seconds[tokens][SERIAL_ARM] for tokens in self.sizes}
+        )
+
+    def _mean(self, values: Mapping[int, float]) -> float:
+        weights = {tokens: self.weights.get(tokens, 0.0) if self.weights else 1.0 for tokens in values}
+        return sum(weights[tokens] * value for tokens, value in values.items()) / sum(weights.values())
+
+
+def choose(table: CostTable, simplest_first: Sequence[str] = ()) -> Choice:
+    """The setting with the least regret; the simplest of those that are as good.
+
+    Args:
+        table: times.
+        simplest_first: arms in the order of preference; the table's own order by default.
+    """
+    order = {arm: place for place, arm in enumerate(simplest_first or table.arms)}
+    settings = [(table.regret(setting), setting) for setting in _settings(table)]
+    limit = min(regret for regret, _ in settings) + _TIE
+
+    as_good = [(regret, setting) for regret, setting in settings if regret <= limit]
+    arm = min((setting.arm for _, setting in as_good), key=lambda name: order.get(name, -1))  # serial is the simplest
+    own = [(regret, setting) for regret, setting in as_good if setting.arm == arm]
+    limit = min(regret for regret, _ in own) + _THRESHOLD_TIE
+    regret, setting = max((item for item in own if item[0] <= limit), key=lambda item: item[1].threshold or 0)
+    return Choice(setting, regret, table.gain(setting))
+
+
+def _settings(table: CostTable) -> Iterator[Setting]:
+    yield Setting()
+    for arm in table.arms:
+        for tokens in table.sizes:
+            if arm in table.seconds[tokens]:
+                yield Setting(arm, tokens)

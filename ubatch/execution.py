@@ -1,0 +1,237 @@
+"""Running a call that was decided on, eagerly or as a part of a capture.
+
+In one of three ways:
+
+    lanes      one body per lane, one forward context per lane, the outputs merged
+    single     the module itself as the only lane: its chunks of experts overlap (single-batch overlap)
+    unsplit    the module itself, under a context that knows every rank's tokens
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from ubatch.config import UBatchConfig
+from ubatch.errors import ConfigError
+from ubatch.forward_context import ForwardContext, set_forward_context
+from ubatch.graphs import Capture
+from ubatch.outputs import merge_outputs
+from ubatch.planner import CutCall, Intent
+from ubatch.ranges import profile_ranges
+from ubatch.schedule import Schedule
+from ubatch.single_lane import SingleLane
+from ubatch.streams import make_streams
+from ubatch.trace import UNSPLIT, SpanKind, current_trace
+from ubatch.vote import Decision
+from ubatch.workers import LanePool
+
+__all__ = ["Execution", "checked_device", "device_of", "span"]
+
+
+class Execution:
+    """Runs one module, and keeps its lanes.
+
+    Args:
+        model: any module.
+        config: its group, time-out and output dimensions count here.
+        device: where the module runs; where its parameters are, if None.
+        intercept: overlapped calls run under `ubatch.intercept.intercepting`.
+
+    Attributes:
+        pools: the lanes, by their number and device.
+        failure: the lane that failed in the last run, and the last point it had passed; None if none did.
+    """
+
+    def __init__(
+        self, model: nn.Module, config: UBatchConfig, device: torch.device | None, *, intercept: bool = False
+    ) -> None:
+        self._model = model
+        self._config = config
+        self._device = device
+        self._intercept = intercept
+        self.pools: dict[tuple[int, torch.device], LanePool | SingleLane] = {}
+        self._patience = 0
+        self.failure: tuple[int, str] | None = None
+
+    def lanes(
+        self,
+        intent: Intent,
+        cut: CutCall,
+        decision: Decision,
+        context: ForwardContext | None,
+        capture: Capture | None = None,
+    ) -> Any:
+        """Run a call in lanes; returns the merged outputs.
+
+        Raises:
+            CannotSplit: the outputs cannot be merged.
+            ConfigError: `context` has slices, but not what lanes need.
+            Others: what the lanes raised; see `LanePool.run`.
+        """
+        contexts = _lane_contexts(intent, decision, context)
+        outputs = self._run(cut.calls, intent.schedule, contexts, capture)
+        with nullcontext() if capture is None else capture.part():
+            return merge_outputs(outputs, cut.plan, cut.bounds, cut.caches, self._config.output_dims)
+
+    def single(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        intent: Intent,
+        decision: Decision,
+        context: ForwardContext | None,
+        capture: Capture | None = None,
+    ) -> Any:
+        """Run a call as it is, as the only lane of the schedule.
+
+        Raises:
+            What the module raised; see `SingleLane.run`.
+        """
+        (output,) = self._run(
+            [(args, kwargs)], intent.schedule, [self._whole_context(intent, decision, context)], capture
+        )
+        return output
+
+    def _run(
+        self,
+        calls: Sequence[tuple[tuple[Any, ...], dict[str, Any]]],
+        schedule: Schedule,
+        contexts: Sequence[ForwardContext],
+        capture: Capture | None,
+    ) -> list[Any]:
+        bodies = [functools.partial(_call, self._model, *call) for call in calls]
+        group = self._config.group
+        voted = frozenset(group.ranks) if group is not None else frozenset()
+        pool = self._pool(len(calls))
+        patience = pool.no_timeout() if self._patience or capture is not None else nullcontext()
+        self.failure = None
+        try:
+            with profile_ranges(self._config.profile_ranges), patience, self._intercepting():
+                return pool.run(bodies, schedule, contexts, voted, capture)
+        finally:
+            self.failure = pool.failure
+
+    def _intercepting(self) -> AbstractContextManager[None]:
+        if not self._intercept:
+            return nullcontext()
+        from ubatch.intercept import intercepting  # it needs torch.distributed, which not every torch has
+
+        return intercepting()
+
+    def unsplit(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        intent: Intent,
+        decision: Decision,
+        context: ForwardContext | None,
+        capture: Capture | None = None,
+    ) -> Any:
+        """Run a call as it is. Where ranks voted, its forward context tells it what they decided."""
+        self.failure = None
+        around: AbstractContextManager[Any] = nullcontext()
+        if self._config.group is not None and (context is None or context.decision is None):
+            around = set_forward_context(self._whole_context(intent, decision, context))
+        with around, span("unsplit"):
+            if capture is None:
+                return self._model(*args, **kwargs)
+            capture.begin()
+            with capture.part():
+                return self._model(*args, **kwargs)
+
+    def _whole_context(self, intent: Intent, decision: Decision, context: ForwardContext | None) -> ForwardContext:
+        """What a call that is not split knows: the caller's context, and what the ranks decided."""
+        base = context if context is not None else ForwardContext(num_tokens=intent.num_tokens, mode=intent.mode)
+        if self._config.group is None or base.decision is not None:
+            return base
+        across = decision.lane_tokens(0) if base.tokens_across_ranks is None else base.tokens_across_ranks
+        return replace(base, tokens_across_ranks=across, decision=decision)
+
+    @contextmanager
+    def no_timeout(self) -> Iterator[None]:
+        """Suspend the hang check in the `with` block."""
+        self._patience += 1
+        try:
+            yield
+        finally:
+            self._patience -= 1
+
+    def close(self) -> None:
+        """Stop the lanes' threads."""
+        for pool in self.pools.values():
+            pool.close()
+
+    def _pool(self, lanes: int) -> LanePool | SingleLane:
+        device = self._device
+        if device is None:  # the module may have moved since the last call
+            device = device_of(self._model)
+        if (lanes, device) not in self.pools:
+            self.pools[lanes, device] = (
+                SingleLane(device) if lanes == 1 else LanePool(lanes, device, self._config.timeout_s)
+            )
+        return self.pools[lanes, device]
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Where a module's first parameter or buffer is; the CPU if it has none."""
+    tensors = itertools.chain(model.parameters(), model.buffers())
+    return next((tensor.device for tensor in tensors), torch.device("cpu"))
+
+
+def checked_device(device: torch.device | str) -> torch.device:
+    """A device that lanes can run on.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    try:
+        checked = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ConfigError(f"device {device!r} is no torch device. Use 'cpu' or 'cuda'.") from error
+    make_streams(checked)
+    return checked
+
+
+def _call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return model(*args, **kwargs)
+
+
+def _lane_contexts(intent: Intent, decision: Decision, context: ForwardContext | None) -> list[ForwardContext]:
+    if context is not None and context.lane_contexts is not None:
+        if len(context.lane_contexts) != len(intent.offer.tokens):
+            raise ConfigError(
+                f"{len(intent.offer.tokens)} ubatch_slices need as many lane_contexts, "
+                f"not {len(context.lane_contexts)}."
+            )
+        return list(context.lane_contexts)
+    if context is not None and context.attn_metadata is not None:
+        raise ConfigError("a forward context with ubatch_slices and attn_metadata needs lane_contexts, one per slice.")
+    return [
+        ForwardContext(
+            num_tokens=tokens, mode=intent.mode, tokens_across_ranks=decision.lane_tokens(lane), decision=decision
+        )
+        for lane, tokens in enumerate(intent.offer.tokens)
+    ]
+
+
+@contextmanager
+def span(name: str) -> Iterator[None]:
+    """Trace the `with` block as compute outside of lanes."""
+    trace = current_trace()
+    if trace is None:
+        yield
+        return
+    start = time.monotonic()
+    try:
+        yield
+    finally:
+        trace.add(SpanKind.COMPUTE, name, UNSPLIT, start, time.monotonic())

@@ -1,0 +1,338 @@
+"""Capturing: rehearse a call, record it, or say what went wrong and leave the device usable."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import time
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ubatch.arguments import CallPlan, CannotSplit
+from ubatch.caches import splitter_for
+from ubatch.config import UBatchConfig
+from ubatch.errors import ConfigError
+from ubatch.execution import Execution
+from ubatch.forward_context import ForwardContext
+from ubatch.graph_io import CallLeaves, GraphInputs, GraphOutput, RowDims, find_row_dims, leaves_of, replace_tensors
+from ubatch.graph_table import Entry, GraphTable, Setting, wants_gradients
+from ubatch.graphs import Capture, CapturedGraph, CaptureFailed, GraphBackend, GraphKey, Recording, mark_capturing
+from ubatch.planner import Intent, Planner
+from ubatch.trace import current_trace, tracing
+from ubatch.vote import Decision, DeclineReason, Offer, Wish, decide, fingerprint
+
+__all__ = ["Capturer"]
+
+_WARM_UP_RUNS = 2
+"""The first run compiles and allocates; the second one finds what the first has left behind."""
+
+_Call = tuple[tuple[Any, ...], dict[str, Any]]
+_Run = Callable[[Capture | None], Any]
+_NOT_THE_MODELS = (str(Path(torch.__file__).parent), contextlib.__file__)
+_MODES = frozenset({"__torch_dispatch__", "__torch_function__"})
+
+
+class Capturer:
+    """Captures calls of one module into a table.
+
+    Args:
+        model: the module.
+        config: its group, capture sizes and output dimensions count here.
+        planner, execution: of the module.
+        table: where graphs go.
+    """
+
+    def __init__(
+        self, model: nn.Module, config: UBatchConfig, planner: Planner, execution: Execution, table: GraphTable
+    ) -> None:
+        self._model = model
+        self._config = config
+        self._planner = planner
+        self._execution = execution
+        self._table = table
+
+    def one(
+        self,
+        call: _Call,
+        context: ForwardContext | None,
+        decide_on: Callable[[Intent], Decision],
+        decide_again: Callable[[Intent, CannotSplit], Decision],
+    ) -> CapturedGraph:
+        """Capture a call as it would run now.
+
+        Args:
+            call: positional and keyword arguments.
+            context: the current forward context.
+            decide_on: gives the ranks' decision.
+            decide_again: the same, where only the outputs told that they cannot be merged.
+
+        Raises:
+            CaptureFailed, ConfigError: see `_record`.
+        """
+        leaves, static = self._static(call)
+        intent = self._planner.intent(*static, context)
+        if not intent.num_tokens:
+            raise ConfigError(f"the call has no tokens that could be counted. {intent.why or ''}".strip())
+        decision = decide_on(intent)
+        if intent.engages(decision):
+            try:
+                return self._capture(leaves, static, intent, decision, context)
+            except CannotSplit as cannot:  # found out while warming up
+                if context is not None and context.ubatch_slices is not None:
+                    raise
+                self._planner.remember_unmergeable(*static, cannot)
+                decision, intent = decide_again(intent, cannot), replace(intent, cut=None, single=False)
+        return self._capture(leaves, static, intent, decision, context)
+
+    def sizes(
+        self, call: _Call, context: ForwardContext | None, progress: Callable[[CapturedGraph], None] | None
+    ) -> list[CapturedGraph]:
+        """Capture the first rows of a call, as many as each of `cudagraph_capture_sizes` has, largest first, in lanes
+        where it would overlap, and unsplit.
+
+        Raises:
+            CaptureFailed, ConfigError: see `_record`; or the call cannot be cut to these sizes, or ranks disagree.
+        """
+        if context is not None and (context.attn_metadata is not None or context.ubatch_slices is not None):
+            raise ConfigError(
+                "the forward context has a plan for one batch, but capture_sizes() captures many. Capture each size "
+                "by itself, with capture()."
+            )
+        self._check(leaves_of(self._planner.names, *call))
+        try:
+            plan = self._planner.plan(*call)
+            parts = {size: plan.cut([slice(0, rows)])[0][0] for size, rows in self._rows_of_sizes(plan).items()}
+        except CannotSplit as cannot:
+            raise ConfigError(f"the call cannot be cut to cudagraph_capture_sizes: {cannot}") from cannot
+        self._agree(parts, context)
+        row_dims = self._rows_of_outputs(next(iter(parts.values())), context)
+        captured = []
+        for part in parts.values():
+            for graph in self._one_size(part, context, row_dims):
+                captured.append(graph)
+                if progress is not None:
+                    progress(graph)
+        return captured
+
+    def _rows_of_sizes(self, plan: CallPlan) -> dict[int, int]:
+        sizes = sorted(self._config.cudagraph_capture_sizes, reverse=True)
+        if not sizes:
+            raise ConfigError("no sizes to capture: set UBatchConfig.cudagraph_capture_sizes.")
+        if plan.num_tokens < sizes[0]:
+            raise ConfigError(
+                f"the example call has {plan.num_tokens} tokens, fewer than the largest of cudagraph_capture_sizes "
+                f"({sizes[0]}). Give it as many."
+            )
+        odd = [size for size in sizes if size % plan.tokens_per_row]
+        if odd:
+            raise ConfigError(f"cudagraph_capture_sizes {odd} are no whole rows of {plan.tokens_per_row} tokens.")
+        return {size: size // plan.tokens_per_row for size in sizes}
+
+    def _agree(self, parts: Mapping[int, _Call], context: ForwardContext | None) -> None:
+        """Ranks that share collectives must capture the same graphs, or they would wait for each other."""
+        group = self._config.group
+        if group is None or group.size == 1:
+            return
+        intents = {size: self._planner.intent(*part, context) for size, part in parts.items()}
+        plan = [(size, str(intent.mode), intent.offer.tokens) for size, intent in intents.items()]
+        offer = Offer(Wish.NO, (max(parts),), 1, DeclineReason.NOT_REQUESTED, graph_mode=fingerprint(str(plan)) or 1)
+        if not group.vote(offer).graph_mode:
+            raise ConfigError(
+                f"the ranks would capture different graphs; this one {plan}. Give all of them the same "
+                "cudagraph_capture_sizes, thresholds, schedule and arguments."
+            )
+
+    def _rows_of_outputs(self, call: _Call, context: ForwardContext | None) -> RowDims | None:
+        """Where the outputs have their rows: the call runs twice, as it is and with one row fewer.
+
+        None where one row is the most that is captured: no smaller call can be padded to it.
+        """
+        plan = self._planner.plan(*call)
+        if plan.rows == 1:
+            return None
+        shapes = []
+        with self._rehearsing(), self._table.backend.warming_up():
+            for rows in (plan.rows, plan.rows - 1):
+                part = plan.cut([slice(0, rows)])[0][0]
+                intent = replace(self._planner.intent(*part, context), cut=None, single=False)
+                output = self._execution.unsplit(*part, intent, self._as_if_voted(intent, False), context)
+                shapes.append(GraphOutput(output).shapes())
+        return find_row_dims(shapes[0], shapes[1], (plan.rows, plan.rows - 1), self._config.output_dims)
+
+    def _one_size(
+        self, part: _Call, context: ForwardContext | None, row_dims: RowDims | None
+    ) -> Iterable[CapturedGraph]:
+        leaves, static = self._static(part)
+        intent = self._planner.intent(*static, context)
+        if intent.single or intent.cut is not None:
+            try:
+                yield self._capture(leaves, static, intent, self._as_if_voted(intent, True), context, row_dims)
+            except CannotSplit as cannot:
+                self._planner.remember_unmergeable(*static, cannot)
+        whole = replace(intent, cut=None, single=False)
+        yield self._capture(leaves, static, whole, self._as_if_voted(whole, False), context, row_dims)
+
+    def _as_if_voted(self, intent: Intent, engaged: bool) -> Decision:
+        """All ranks capture the same, so nobody needs to be asked."""
+        group = self._config.group
+        ranks = 1 if group is None else group.size
+        tokens = intent.offer.tokens if engaged else (intent.num_tokens,)
+        offer = replace(intent.offer, wish=Wish.YES, tokens=tokens, reason=None, lanes=len(tokens))
+        decision = decide([offer] * ranks)
+        return decision if engaged else replace(decision, engaged=False, reason=DeclineReason.NOT_REQUESTED)
+
+    def _check(self, call: CallLeaves) -> None:
+        """Refuse what no graph can do."""
+        model, device = self._model, self._table.backend.device
+        if model.training:
+            raise ConfigError("the module is in training mode, and graphs are for inference. Call eval() first.")
+        if wants_gradients(model, call):
+            raise ConfigError("a graph records no gradients. Capture under torch.no_grad() or torch.inference_mode().")
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            if tensor.device != device:
+                raise ConfigError(f"{name!r} is on {tensor.device}, but graphs run on {device}. Move the module there.")
+        for path, value in call.others.items():
+            if splitter_for(value) is not None:
+                raise ConfigError(
+                    f"argument {path!r} is a {type(value).__name__}, which changes with every call, so no graph can "
+                    "take it. Keep what it holds at fixed addresses, in the forward context or in the module."
+                )
+
+    def _static(self, call: _Call) -> tuple[CallLeaves, _Call]:
+        """The call on static inputs, and what it is made of."""
+        names = self._planner.names
+        leaves = leaves_of(names, *call)
+        self._check(leaves)
+        statics = self._table.buffers.static(leaves.tensors)
+        return CallLeaves(statics, leaves.others), replace_tensors(names, *call, statics)
+
+    def _capture(
+        self,
+        leaves: CallLeaves,
+        static: _Call,
+        intent: Intent,
+        decision: Decision,
+        context: ForwardContext | None,
+        output_rows: RowDims | None = None,
+    ) -> CapturedGraph:
+        """Record a call, and put it into the table. `output_rows`: given if calls of fewer rows may be padded to it."""
+        table, plan = self._table, intent.plan
+        setting = Setting.current(self._model, table.backend.device, context)
+        run = functools.partial(self._run, static, intent, decision, context)  # a closure would outlive a failure
+        key = table.key(intent, engaged=intent.engages(decision))
+        with self._rehearsing():
+            graph, output = _record(table.backend, key, leaves.tensors, run, lambda: self._execution.failure)
+        padded = output_rows is not None and plan is not None
+        rows, row_dims = 0, {}
+        if output_rows is not None and plan is not None:
+            rows = plan.rows
+            row_dims = {leaf.path: leaf.dim for leaf in plan.leaves if leaf.dim is not None}
+            try:
+                output.cut_along(output_rows, rows)
+            except ConfigError:
+                graph.recording.release()
+                raise
+        inputs = GraphInputs(leaves.tensors, leaves.others, row_dims, rows)
+        table.add(Entry(graph, inputs, output, setting), padded=padded)
+        return graph
+
+    @contextmanager
+    def _rehearsing(self) -> Iterator[None]:
+        """Runs that are no step: they may take as long as they like, and do not go to the caller's trace."""
+        with self._execution.no_timeout(), nullcontext() if current_trace() is None else tracing():
+            yield
+
+    def _run(
+        self,
+        call: _Call,
+        intent: Intent,
+        decision: Decision,
+        context: ForwardContext | None,
+        capture: Capture | None,
+    ) -> Any:
+        if decision.engaged and intent.single:
+            return self._execution.single(*call, intent, decision, context, capture)
+        if decision.engaged and intent.cut is not None:
+            return self._execution.lanes(intent, intent.cut, decision, context, capture)
+        return self._execution.unsplit(*call, intent, decision, context, capture)
+
+
+def _record(
+    backend: GraphBackend,
+    key: GraphKey,
+    statics: Mapping[str, Tensor],
+    run: _Run,
+    where: Callable[[], tuple[int, str] | None],
+) -> tuple[CapturedGraph, GraphOutput]:
+    """Warm up and capture.
+
+    Args:
+        backend: captures.
+        key: for the result, and for errors.
+        statics: the call's static inputs, which it must not change.
+        run: runs the call on them, as a part of a capture if given one.
+        where: the lane that failed in the last run, and its last point.
+
+    Raises:
+        CaptureFailed: after a successful warm-up; the error is its cause.
+        ConfigError: the call writes to its arguments.
+        Others: as the warm-up raised them.
+    """
+    started = time.monotonic()
+    versions = {path: tensor._version for path, tensor in statics.items()}
+    with backend.warming_up():
+        for _ in range(_WARM_UP_RUNS):
+            run(None)
+    for path, tensor in statics.items():
+        if tensor._version != versions[path]:
+            raise ConfigError(
+                f"the module writes to its argument {path!r}. A graph would write to a copy: hand it over in the "
+                "forward context, or make it a buffer of the module, and the graph writes to it where it is."
+            )
+    attempt = _attempt(backend, run)
+    if isinstance(attempt, _Failure):
+        error = attempt.error
+        traceback.clear_frames(error.__traceback__)  # they hold tensors of the pool, for as long as the error lives
+        lane, point = where() or (None, None)
+        op = _operation(error.__traceback__, attempt.last_op)
+        raise CaptureFailed(key, lane, point, op, f"{type(error).__name__}: {error}") from error
+    recording, output = attempt
+    return CapturedGraph(key, recording.nbytes, time.monotonic() - started, recording), output
+
+
+@dataclass(frozen=True)
+class _Failure:
+    """How a capture failed: the error, and what the back end saw last."""
+
+    error: Exception
+    last_op: str | None
+
+
+def _attempt(backend: GraphBackend, run: _Run) -> tuple[Recording, GraphOutput] | _Failure:
+    """Capture. All frames that the error has been through are over when this returns, so that they can be cleared."""
+    capture: Capture | None = None
+    try:
+        with backend.capture() as capture, mark_capturing():
+            output = GraphOutput(run(capture))
+            return capture.end(), output
+    except Exception as error:
+        return _Failure(error, None if capture is None else capture.last_op)
+
+
+def _operation(trace: TracebackType | None, last_op: str | None) -> str:
+    """What was going on: the operation, and the innermost line of code outside of torch that led to it."""
+    frames = traceback.extract_tb(trace)
+    own = [frame for frame in frames if not frame.filename.startswith(_NOT_THE_MODELS) and frame.name not in _MODES]
+    if not own:
+        return last_op or "an unknown operation"
+    frame = own[-1]
+    line = f"`{frame.line}` ({Path(frame.filename).name}:{frame.lineno}, in {frame.name})"
+    return line if last_op is None else f"{last_op}, {line}"

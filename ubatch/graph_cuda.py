@@ -1,0 +1,194 @@
+"""CUDA graphs through `torch.cuda.CUDAGraph`.
+
+Why it is written as it is:
+
+- The lanes' threads launch into streams whose capture the caller's thread began. CUDA allows that: streams are
+  captured, not threads. `capture_error_mode="thread_local"` checks calls that are unsafe *beside* a capture (such as
+  `cudaMalloc`) in the caller's thread alone, so a watchdog or a loader in another thread does not spoil the capture.
+  What a lane must not do to a captured stream itself (read from it, synchronise it) is an error in every mode.
+- The allocator goes by the stream: what is allocated on the capture stream, or on one that forked from it, comes from
+  the pool, whichever thread asks.
+- Warm-up has a stream of its own. Libraries keep workspaces per stream; those of the capture stream are thus allocated
+  in the capture, in the pool, and live as long as the graphs that use them.
+- A failed `capture_end` leaves PyTorch's allocators in the belief that a capture is under way, for good. `_abort` tells
+  the device's otherwise. The one of pinned memory cannot be told, and refuses another capture into the same pool: so
+  the next one gets a pool of its own, beside that of the graphs that live. Its stream is another one too, for a
+  library's workspace must not lie in a pool that may end before the graphs that use it.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+
+from ubatch.errors import ConfigError
+from ubatch.graphs import Capture, Recording
+from ubatch.streams import make_streams
+
+__all__ = ["CudaGraphs"]
+
+_log = logging.getLogger(__name__)
+
+_broken: list[torch.cuda.CUDAGraph] = []
+"""Graphs whose capture failed. PyTorch's host allocator may keep a pointer to each, so they are never freed: a few
+hundred bytes each."""
+
+
+class CudaGraphs:
+    """Captures on one CUDA device.
+
+    Args:
+        device: the current one if it has no index.
+
+    Raises:
+        ConfigError: it is no CUDA device, or is not there.
+    """
+
+    def __init__(self, device: torch.device | str) -> None:
+        chosen = torch.device(device)
+        if chosen.type != "cuda":
+            raise ConfigError(
+                f"CUDA graphs need a CUDA device, not {str(chosen)!r}. Move the module there, or use "
+                "cudagraph_mode none."
+            )
+        make_streams(chosen)  # refuses what is not there
+        index: int | None = chosen.index
+        self._device = torch.device("cuda", torch.cuda.current_device() if index is None else index)
+        self._warm_up_stream = torch.cuda.Stream(self._device)
+        self._capture_stream = torch.cuda.Stream(self._device)
+        self._pool: Any = None
+        self._alive = 0
+        self._last_stream: torch.cuda.Stream | None = None
+
+    @property
+    def device(self) -> torch.device:
+        return self._device
+
+    def another(self) -> CudaGraphs:
+        return CudaGraphs(self._device)
+
+    @contextmanager
+    def warming_up(self) -> Iterator[None]:
+        side, current = self._warm_up_stream, torch.cuda.current_stream(self._device)
+        side.wait_stream(current)
+        try:
+            with torch.cuda.device(self._device), torch.cuda.stream(side):
+                yield
+        finally:
+            current.wait_stream(side)
+
+    @contextmanager
+    def capture(self) -> Iterator[Capture]:
+        torch.cuda.synchronize(self._device)
+        torch.cuda.empty_cache()  # what the warm-up stream has cached is of no use to the capture stream
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        with torch.cuda.device(self._device), torch.cuda.stream(self._capture_stream):
+            capture = _CudaCapture(self)
+            try:
+                yield capture
+            finally:
+                capture.close()
+
+    def start_over(self) -> None:
+        """Capture elsewhere from now on; graphs that live stay where they are."""
+        self._pool = None
+        self._capture_stream = torch.cuda.Stream(self._device)
+
+    def take_turn(self) -> None:
+        """See `Recording.take_turn`."""
+        stream = torch.cuda.current_stream(self._device)
+        if self._last_stream is not None and stream != self._last_stream:
+            stream.wait_stream(self._last_stream)
+        self._last_stream = stream
+
+    def count(self, change: int) -> None:
+        """One more graph lives in the pool, or one less; an empty pool is not used again."""
+        self._alive += change
+        if not self._alive:
+            self._pool = None
+            self._last_stream = None
+
+
+class _CudaCapture:
+    """See `ubatch.graphs.Capture`."""
+
+    last_op: str | None = None
+    """CUDA sees single operations only as it launches them."""
+
+    def __init__(self, graphs: CudaGraphs) -> None:
+        self._graphs = graphs
+        self._graph = torch.cuda.CUDAGraph()
+        self._under_way = False
+        self._reserved = 0
+        self._collects = False
+
+    def begin(self) -> None:
+        device = self._graphs.device
+        # A collection in any thread may destroy what belongs to CUDA, which is not allowed beside a capture.
+        self._collects = gc.isenabled()
+        gc.disable()
+        self._under_way = True
+        self._reserved = torch.cuda.memory_reserved(device)
+        self._graph.capture_begin(pool=self._graphs._pool, capture_error_mode="thread_local")
+
+    def part(self) -> nullcontext[None]:
+        return nullcontext()
+
+    def end(self) -> Recording:
+        self._graph.capture_end()
+        self._under_way = False
+        grown = torch.cuda.memory_reserved(self._graphs.device) - self._reserved
+        return _CudaRecording(self._graphs, self._graph, max(0, grown))
+
+    def close(self) -> None:
+        """Abort, unless it was ended or never begun."""
+        try:
+            if self._under_way:
+                self._under_way = False
+                self._abort()
+        finally:
+            if self._collects:
+                gc.enable()
+
+    def _abort(self) -> None:
+        device, pool = self._graphs.device, self._graphs._pool
+        try:
+            self._graph.capture_end()  # whatever it says, the streams are no longer captured after it
+        except RuntimeError as error:
+            _log.debug("ending a failed capture: %s", error)
+            self._graph.reset()  # later versions of torch tidy up here
+            # Else the allocator would never free or reuse some memory again, and the next empty_cache() would fail.
+            try:
+                torch._C._cuda_endAllocateToPool(device.index, pool)
+                torch._C._cuda_releasePool(device.index, pool)
+            except RuntimeError as unknown:  # it failed before it had begun, or after it had ended: nothing to tidy
+                _log.debug("the allocator knows of no capture: %s", unknown)
+            _broken.append(self._graph)
+            self._graphs.start_over()
+        else:
+            self._graph.reset()
+        self._graphs.count(0)
+        torch.cuda.synchronize(device)
+
+
+class _CudaRecording:
+    """See `ubatch.graphs.Recording`."""
+
+    def __init__(self, graphs: CudaGraphs, graph: torch.cuda.CUDAGraph, nbytes: int) -> None:
+        self._graphs = graphs
+        self._graph = graph
+        self.nbytes = nbytes
+        self.take_turn = graphs.take_turn
+        self.replay = graph.replay
+        graphs.count(1)
+
+    def release(self) -> None:
+        torch.cuda.synchronize(self._graphs.device)  # it may be running
+        self._graph.reset()
+        self._graphs.count(-1)

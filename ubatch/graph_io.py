@@ -1,0 +1,338 @@
+"""What goes into a graph and what comes out of it: static inputs, frozen arguments, copied outputs.
+
+    tensor argument     its contents are copied into a static input before every replay
+    anything else       frozen: it must be the same object, or an equal plain value, at every call
+    output tensor       stays where the graph writes it, and is copied for the caller
+
+Static inputs are views of one flat buffer per argument (its name or path) and dtype, as large as the largest capture
+needs: sizes share it, so that many graphs cost no more memory than one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ubatch.caches import splitter_for
+from ubatch.containers import PLAIN, children_of, rebuild
+from ubatch.errors import ConfigError
+from ubatch.outputs import named_dim
+
+__all__ = [
+    "CallLeaves",
+    "GraphInputs",
+    "GraphOutput",
+    "RowDims",
+    "StaticBuffers",
+    "find_row_dims",
+    "leaves_of",
+    "replace_tensors",
+]
+
+_Names = tuple[tuple[str, ...], str | None]
+RowDims = Mapping[str, tuple[int, int]]
+"""Path of an output tensor to its dimension of rows, and how many of its there are to one row of the call."""
+
+
+@dataclass(frozen=True)
+class CallLeaves:
+    """A call, taken apart. Arguments that are None are left out, as if they were not given.
+
+    Attributes:
+        tensors: by path: the parameter's name, or `name.key` inside a nested argument.
+        others: everything else, by path.
+    """
+
+    tensors: Mapping[str, Tensor]
+    others: Mapping[str, Any]
+
+
+def leaves_of(names: _Names, args: Sequence[Any], kwargs: Mapping[str, Any]) -> CallLeaves:
+    """Take a call apart.
+
+    Args:
+        names: the forward's positional parameters; see `ubatch.arguments.parameter_names`.
+        args, kwargs: the call.
+    """
+    tensors: dict[str, Tensor] = {}
+    others: dict[str, Any] = {}
+    for path, value in _named(names, args, kwargs):
+        _collect(path, value, tensors, others)
+    return CallLeaves(tensors, others)
+
+
+def replace_tensors(
+    names: _Names, args: Sequence[Any], kwargs: Mapping[str, Any], by_path: Mapping[str, Tensor]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The same call on other tensors.
+
+    Raises:
+        ConfigError: an argument holds tensors in a container of a class that cannot be made anew.
+    """
+    made = [_replaced(path, value, by_path) for path, value in _named(names, args, kwargs)]
+    return tuple(made[: len(args)]), dict(zip(kwargs, made[len(args) :], strict=True))
+
+
+def _named(names: _Names, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    positional, rest = names
+    count = len(positional)
+    own = [
+        (positional[index] if index < count else f"{rest or 'args'}.{index - count}", value)
+        for index, value in enumerate(args)
+    ]
+    return [*own, *kwargs.items()]
+
+
+def _children(value: Any) -> list[tuple[str, Any]] | None:
+    """Children of a container; None for a leaf, and so for a cache, which is changed in place."""
+    return None if isinstance(value, PLAIN) or splitter_for(value) is not None else children_of(value)
+
+
+def _collect(path: str, value: Any, tensors: dict[str, Tensor], others: dict[str, Any]) -> None:
+    if isinstance(value, Tensor):
+        tensors[path] = value
+        return
+    if value is None:
+        return
+    children = _children(value)
+    if children is None:
+        others[path] = value
+        return
+    others[path] = (type(value), len(children))
+    for key, child in children:
+        _collect(f"{path}.{key}", child, tensors, others)
+
+
+def _replaced(path: str, value: Any, by_path: Mapping[str, Tensor]) -> Any:
+    if isinstance(value, Tensor):
+        return by_path[path]
+    children = _children(value)
+    if not children:
+        return value
+    new = [_replaced(f"{path}.{key}", child, by_path) for key, child in children]
+    if all(one is child for one, (_, child) in zip(new, children, strict=True)):
+        return value
+    try:
+        return rebuild(value, new)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"argument {path!r} is a {type(value).__name__}, which cannot be made anew from its items ({error}), so "
+            "its tensors cannot be replaced by static ones. Pass them by themselves."
+        ) from error
+
+
+class StaticBuffers:
+    """Memory of the static inputs of all graphs of one wrapper.
+
+    Args:
+        device: where; tensors elsewhere are refused.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._flat: dict[tuple[str, torch.dtype], Tensor] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all of it."""
+        return sum(flat.nbytes for flat in self._flat.values())
+
+    def clear(self) -> None:
+        """Let go of the memory; graphs that still use it keep it."""
+        self._flat.clear()
+
+    @torch.inference_mode(False)
+    def static(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Static twins of a call's tensors, with the same shapes, strides (where dense) and contents.
+
+        Raises:
+            ConfigError: a tensor is on another device, or requires grad while gradients are recorded.
+        """
+        twins = {}
+        for path, value in tensors.items():
+            if value.device != self._device:
+                raise ConfigError(
+                    f"argument {path!r} is on {value.device}, but the graph runs on {self._device}: what it holds "
+                    "would be frozen in the graph. Move it there, or pass a number instead of a tensor."
+                )
+            twins[path] = self._twin(path, value)
+            twins[path].copy_(value.detach())
+        return twins
+
+    def _twin(self, path: str, value: Tensor) -> Tensor:
+        count = math.prod(value.shape)
+        flat = self._flat.get((path, value.dtype))
+        if flat is None or flat.shape[0] < count:
+            flat = torch.empty(max(count, 1), dtype=value.dtype, device=self._device)
+            self._flat[path, value.dtype] = flat
+        dense = torch.empty_like(value, device="meta")  # its strides where they are dense, else contiguous
+        return flat.as_strided(value.shape, dense.stride())
+
+
+@dataclass(frozen=True)
+class GraphInputs:
+    """What one graph was captured with.
+
+    Attributes:
+        tensors: its static inputs.
+        others: what is frozen in it.
+        row_dims: where the rows of a tensor are, for graphs that take fewer rows; empty where it takes no others.
+        rows: how many rows it has.
+    """
+
+    tensors: Mapping[str, Tensor]
+    others: Mapping[str, Any]
+    row_dims: Mapping[str, int]
+    rows: int
+
+    def mismatch(self, call: CallLeaves, rows: int | None = None) -> str | None:
+        """Why a call of `rows` rows (of as many as captured, if None) cannot be replayed; None if it can."""
+        if call.tensors.keys() != self.tensors.keys():
+            path = min(call.tensors.keys() ^ self.tensors.keys())
+            return f"tensor argument {path!r} is {'missing' if path in self.tensors else 'new'}"
+        for path, value in call.tensors.items():
+            static = self.tensors[path]
+            if value.dtype != static.dtype or not self._fits(path, value, static, rows):
+                was = f"{static.dtype} {list(static.shape)}"
+                return f"argument {path!r} is {value.dtype} {list(value.shape)}, was captured as {was}"
+        if call.others.keys() != self.others.keys():
+            path = min(call.others.keys() ^ self.others.keys())
+            return f"argument {path!r} is {'missing' if path in self.others else 'new'}"
+        for path, own in call.others.items():
+            if not _same(own, self.others[path]):
+                return f"argument {path!r} is {own!r:.80}, was captured as {self.others[path]!r:.80}"
+        return None
+
+    def _fits(self, path: str, value: Tensor, static: Tensor, rows: int | None) -> bool:
+        dim = self.row_dims.get(path)
+        if rows is None or dim is None:
+            return value.shape == static.shape
+        if value.dim() != static.dim() or value.shape[dim] != rows:
+            return False
+        return value.shape[:dim] == static.shape[:dim] and value.shape[dim + 1 :] == static.shape[dim + 1 :]
+
+    def fill(self, call: CallLeaves, rows: int | None = None) -> None:
+        """Copy a call's tensors in, `rows` rows of them if given; rows behind become zero."""
+        for path, value in call.tensors.items():
+            static, dim = self.tensors[path], self.row_dims.get(path)
+            if rows is None or dim is None or rows == self.rows:
+                static.copy_(value)
+            else:
+                static.narrow(dim, 0, rows).copy_(value)
+                static.narrow(dim, rows, self.rows - rows).zero_()
+
+
+def _same(own: Any, captured: Any) -> bool:
+    """Equal plain values, types and lengths of containers; other things must be the same object."""
+    if own is captured:
+        return True
+    plain = type(own) is type(captured) and isinstance(own, (*PLAIN, tuple))
+    return plain and bool(own == captured)
+
+
+class GraphOutput:
+    """What a graph writes, and copies of it.
+
+    Args:
+        value: the captured call's output: tensors, plain values, and containers of them.
+
+    Raises:
+        ConfigError: it holds something else, which cannot be copied.
+    """
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+        self._dims: RowDims = {}
+        self.shapes()
+
+    def shapes(self) -> dict[str, torch.Size]:
+        """Of every tensor in it."""
+        found: dict[str, torch.Size] = {}
+        self._visit("output", self._value, lambda path, tensor: found.update({path: tensor.shape}))
+        return found
+
+    def cut_along(self, row_dims: RowDims, rows: int) -> None:
+        """Let fewer rows be copied.
+
+        Args:
+            row_dims: where they are; see `find_row_dims`.
+            rows: how many the captured call has.
+
+        Raises:
+            ConfigError: a tensor has another size there.
+        """
+        for path, shape in self.shapes().items():
+            where = row_dims.get(path)
+            if where is not None and shape[where[0]] != rows * where[1]:
+                raise ConfigError(f"{path} has shape {list(shape)} for {rows} rows, unlike in a call of other rows.")
+        self._dims = row_dims
+
+    def copy(self, rows: int | None = None) -> Any:
+        """A copy, of the first `rows` rows if given."""
+        return self._copy("output", self._value, rows)
+
+    def _copy(self, path: str, value: Any, rows: int | None) -> Any:
+        if isinstance(value, Tensor):
+            where = self._dims.get(path)
+            if where is not None and rows is not None:
+                value = value.narrow(where[0], 0, rows * where[1])
+            return value.clone()
+        children = _children(value)
+        if not children:
+            return value
+        return rebuild(value, [self._copy(f"{path}.{key}", child, rows) for key, child in children])
+
+    def _visit(self, path: str, value: Any, see: Callable[[str, Tensor], None]) -> None:
+        if isinstance(value, Tensor):
+            see(path, value)
+            return
+        if isinstance(value, PLAIN):
+            return
+        children = _children(value)
+        if children is None:
+            raise ConfigError(
+                f"{path} is a {type(value).__name__}, which cannot be copied out of a graph. Return tensors, or "
+                "containers of them (use_cache=False in Hugging Face models)."
+            )
+        for key, child in children:
+            self._visit(f"{path}.{key}", child, see)
+
+
+def find_row_dims(
+    more: Mapping[str, torch.Size],
+    fewer: Mapping[str, torch.Size],
+    rows: tuple[int, int],
+    output_dims: Mapping[str, int | None],
+) -> RowDims:
+    """Where a module's outputs have their rows, from the shapes of two calls; never from one size that happens to fit.
+
+    Args:
+        more, fewer: shapes by path.
+        rows: of the two calls.
+        output_dims: see `UBatchConfig`; what is None there does not depend on the rows.
+
+    Raises:
+        ConfigError: an output does not follow the rows, and so may mix them.
+    """
+    found: dict[str, tuple[int, int]] = {}
+    for path, shape in more.items():
+        dim, named = named_dim(path, output_dims)
+        if named and dim is None:
+            continue
+        other = fewer.get(path, torch.Size())
+        differ = [at for at, sizes in enumerate(zip(shape, other, strict=False)) if sizes[0] != sizes[1]]
+        follows = (
+            len(shape) == len(other) and len(differ) == 1 and shape[differ[0]] * rows[1] == other[differ[0]] * rows[0]
+        )
+        if not follows or (dim is not None and dim % len(shape) != differ[0]):
+            raise ConfigError(
+                f"{path} has shape {list(shape)} for {rows[0]} rows and {list(other)} for {rows[1]}, so it cannot be "
+                "cut to the rows of a smaller call. Name it in output_dims: None if it does not depend on the rows."
+            )
+        found[path] = differ[0], shape[differ[0]] // rows[0]
+    return found

@@ -1,0 +1,356 @@
+"""The graphs of one wrapper: which there are, which one a call may replay, and why not.
+
+A call finds its graph in one of two ways:
+
+    exactly    its key was captured, with these arguments and this forward context
+    padded     it was captured by size, with rows that do not depend on each other: the next larger size, whose rows
+               behind the call's are zero. Ranks that vote take the size that holds the largest of them
+
+What was frozen at capture is compared before every replay, so a graph never runs on stale plans or flags.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import nn
+
+from ubatch.forward_context import ForwardContext, ForwardMode
+from ubatch.graph_io import CallLeaves, GraphInputs, GraphOutput, StaticBuffers, leaves_of
+from ubatch.graphs import PLAIN, CapturedGraph, GraphBackend, GraphKey, GraphMiss
+from ubatch.planner import Intent, Planner
+from ubatch.vote import Decision, fingerprint
+
+__all__ = ["Entry", "GraphTable", "Hit", "Lookup", "Setting", "wants_gradients"]
+
+_log = logging.getLogger(__name__)
+
+_Miss = tuple[GraphMiss, str]
+_NO_MISS: _Miss = GraphMiss.NO_GRAPH, "there is no graph of these tokens"
+_NO_CONTEXT = ForwardContext()
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is around a call, and frozen in its graph.
+
+    Attributes:
+        training: the module's mode.
+        autocast: whether it is on, and its dtype.
+        contexts: the forward context, and those of its lanes.
+    """
+
+    training: bool
+    autocast: tuple[bool, torch.dtype]
+    contexts: tuple[ForwardContext, ...]
+
+    @classmethod
+    def current(cls, model: nn.Module, device: torch.device, context: ForwardContext | None) -> Setting:
+        """The calling thread's."""
+        kind = device.type
+        autocast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+        contexts = () if context is None else (context, *(context.lane_contexts or ()))
+        return cls(model.training, autocast, contexts)
+
+    def mismatch(self, now: Setting) -> _Miss | None:
+        """Why a graph captured in this setting must not run in another one."""
+        if now.training != self.training:
+            return GraphMiss.STATE_DIFFERS, f"the module is in {'training' if now.training else 'eval'} mode"
+        if now.autocast != self.autocast and (now.autocast[0] or self.autocast[0]):
+            return GraphMiss.STATE_DIFFERS, f"autocast is {now.autocast}, was captured with {self.autocast}"
+        for one, own in itertools.zip_longest(self.contexts, now.contexts, fillvalue=_NO_CONTEXT):
+            if own.attn_metadata is not one.attn_metadata or own.num_valid is not one.num_valid:
+                return GraphMiss.CONTEXT_DIFFERS, "the forward context has other attention plans than at capture"
+            across, captured = own.tokens_across_ranks, one.tokens_across_ranks
+            if across is not None and captured is not None and across != captured:
+                return GraphMiss.CONTEXT_DIFFERS, f"the ranks have {across} tokens, {captured} at capture"
+        return None
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One graph, with what goes in and comes out."""
+
+    graph: CapturedGraph
+    inputs: GraphInputs
+    output: GraphOutput
+    setting: Setting
+
+    def mismatch(self, call: CallLeaves, now: Setting, rows: int | None = None) -> _Miss | None:
+        """Why this call cannot be replayed; `rows` if it may have fewer than captured."""
+        why = self.inputs.mismatch(call, rows)
+        return (GraphMiss.ARGUMENTS_DIFFER, why) if why is not None else self.setting.mismatch(now)
+
+
+@dataclass
+class _Family:
+    """Graphs of several sizes of one mode, to which calls are padded."""
+
+    mode: ForwardMode
+    plain: dict[int, Entry] = field(default_factory=dict)
+    overlapped: dict[int, Entry] = field(default_factory=dict)
+
+    def at_least(self, tokens: int) -> int | None:
+        """The smallest size that holds so many tokens."""
+        return min((size for size in self.plain if size >= tokens), default=None)
+
+    @property
+    def fingerprint(self) -> int:
+        """The same on every rank that captured the same sizes in the same ways; never 0."""
+        return fingerprint(f"{self.mode} {sorted(self.plain)} {sorted(self.overlapped)}") or 1
+
+
+@dataclass(frozen=True)
+class Hit:
+    """The graph for a call; `rows` of it where it has fewer than were captured."""
+
+    entry: Entry
+    call: CallLeaves
+    rows: int | None
+
+
+class GraphTable:
+    """What was captured, and counts of what was found.
+
+    Args:
+        backend: captures and replays.
+        planner: of the module.
+        model: the module.
+    """
+
+    def __init__(self, backend: GraphBackend, planner: Planner, model: nn.Module) -> None:
+        self.backend = backend
+        self.buffers = StaticBuffers(backend.device)
+        self.replays = 0
+        self.misses: Counter[GraphMiss] = Counter()
+        self.last_miss: str | None = None
+        self._planner = planner
+        self._model = model
+        self._entries: dict[GraphKey, Entry] = {}
+        self._by_plans: dict[tuple[int, ...], Entry] = {}
+        self._families: dict[ForwardMode, _Family] = {}
+        self._logged: set[GraphMiss] = set()
+        self._addresses: tuple[int, ...] = ()
+
+    @property
+    def graphs(self) -> Mapping[GraphKey, CapturedGraph]:
+        """What was captured, in that order."""
+        return MappingProxyType({key: entry.graph for key, entry in self._entries.items()})
+
+    def key(self, intent: Intent, *, engaged: bool) -> GraphKey:
+        """What a call's graph is found by, in lanes or unsplit."""
+        if engaged:
+            return GraphKey(intent.offer.tokens, intent.schedule.name, intent.mode)
+        return GraphKey((intent.num_tokens,), PLAIN, intent.mode)
+
+    def add(self, entry: Entry, *, padded: bool) -> None:
+        """Take in a graph; an older one of the same key goes.
+
+        Args:
+            entry: the new one.
+            padded: smaller calls may be padded to it.
+        """
+        key = entry.graph.key
+        self._remove(key)
+        if not self._entries:
+            self._addresses = _addresses(self._model)
+        self._entries[key] = entry
+        plans = _plans(entry.setting.contexts)
+        if plans is not None:
+            self._by_plans[plans] = entry
+        if padded:
+            family = self._families.setdefault(key.mode, _Family(key.mode))
+            (family.overlapped if key.overlapped else family.plain)[key.num_tokens] = entry
+
+    def drop(self, why: str) -> None:
+        """Give all graphs and static inputs back."""
+        if self._entries:
+            _log.warning("%s: %d captured graphs are dropped. Capture again.", why, len(self._entries))
+        for key in list(self._entries):
+            self._remove(key)
+        self.buffers.clear()
+
+    def module_changed(self, how: str, *, certainly: bool) -> None:
+        """The module may compute something else, or in other memory: drop the graphs if so.
+
+        Args:
+            how: what happened.
+            certainly: else only if a parameter or buffer has moved.
+        """
+        if self._entries and (certainly or _addresses(self._model) != self._addresses):
+            self.drop(how)
+
+    def _remove(self, key: GraphKey) -> None:
+        entry = self._entries.pop(key, None)
+        if entry is None:
+            return
+        plans = _plans(entry.setting.contexts)
+        if plans is not None and self._by_plans.get(plans) is entry:
+            del self._by_plans[plans]
+        family = self._families.get(key.mode)
+        if family is not None:
+            sizes = family.overlapped if key.overlapped else family.plain
+            if sizes.get(key.num_tokens) is entry:
+                del sizes[key.num_tokens]
+            if not family.plain and not family.overlapped:
+                del self._families[key.mode]
+        entry.graph.recording.release()
+
+    def planned(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], context: ForwardContext, *, several_ranks: bool
+    ) -> Hit | None:
+        """The graph that was captured with the context's plans, if this call may replay it: the short way, which counts
+        no miss. A plan belongs to one graph, so nothing needs to be cut or decided.
+        """
+        plans = _plans((context, *(context.lane_contexts or ())))
+        entry = None if plans is None else self._by_plans.get(plans)
+        if entry is None or context.mode is not entry.graph.key.mode:
+            return None
+        decision = context.decision
+        if decision is not None and decision.engaged != entry.graph.key.overlapped:
+            return None
+        if several_ranks and (decision is None or not decision.graph_mode):
+            return None
+        call = leaves_of(self._planner.names, args, kwargs)
+        now = Setting.current(self._model, self.backend.device, context)
+        if wants_gradients(self._model, call) or entry.mismatch(call, now) is not None:
+            return None
+        return Hit(entry, call, None)
+
+    def look_up(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], intent: Intent, context: ForwardContext | None
+    ) -> Lookup:
+        """Begin to look for the graph of a call; `Lookup.settle` ends it, once the ranks have decided."""
+        call = leaves_of(self._planner.names, args, kwargs)
+        return Lookup(self, call, intent, context, Setting.current(self._model, self.backend.device, context))
+
+    def replay(self, hit: Hit) -> Any:
+        """Copy the call in, launch its graph, copy the output."""
+        recording = hit.entry.graph.recording
+        recording.take_turn()
+        hit.entry.inputs.fill(hit.call, hit.rows)
+        recording.replay()
+        self.replays += 1
+        return hit.entry.output.copy(hit.rows)
+
+    def miss(self, reason: GraphMiss, why: str, mode: ForwardMode) -> None:
+        """Count a call that runs eagerly, and say so the first time, unless its mode was never captured."""
+        self.misses[reason] += 1
+        self.last_miss = f"{reason}: {why}"
+        if reason not in self._logged and any(key.mode is mode for key in self._entries):
+            self._logged.add(reason)
+            _log.warning("a call runs without its graph (%s): %s. Said once; statistics() counts.", reason, why)
+
+
+class Lookup:
+    """The search for one call's graph.
+
+    Attributes:
+        graph_mode: for the vote: the graphs that this rank could replay, 0 for none.
+    """
+
+    def __init__(
+        self, table: GraphTable, call: CallLeaves, intent: Intent, context: ForwardContext | None, setting: Setting
+    ) -> None:
+        self._table = table
+        self._call = call
+        self._intent = intent
+        self._context = context
+        self._setting = setting
+        found = self._find_family()
+        self._family = found if isinstance(found, _Family) else None
+        self._why_not = _NO_MISS if isinstance(found, _Family) else found
+        self.graph_mode = 0 if self._family is None else self._family.fingerprint
+
+    def _find_family(self) -> _Family | _Miss:
+        """The graphs to which this call could be padded, or why there are none."""
+        table, intent, plan = self._table, self._intent, self._intent.plan
+        if wants_gradients(table._model, self._call):
+            return GraphMiss.GRADIENTS, "gradients are recorded; use torch.no_grad() or inference_mode()"
+        nothing = GraphMiss.NO_GRAPH, f"nothing was captured for {intent.num_tokens} tokens, {intent.mode}"
+        family = table._families.get(intent.mode)
+        if plan is None or family is None or _is_planned(self._context):
+            return nothing
+        size = family.at_least(intent.num_tokens)
+        if size is None:
+            largest = max(family.plain, default=0)
+            return GraphMiss.LARGER_THAN_LARGEST, f"{intent.num_tokens} tokens, the largest captured size is {largest}"
+        return family.plain[size].mismatch(self._call, self._setting, plan.rows) or family
+
+    def settle(self, decision: Decision, *, several_ranks: bool) -> Hit | None:
+        """The graph to replay, or None, and the miss is counted.
+
+        Args:
+            decision: what all ranks do.
+            several_ranks: whether there are others, which must replay too, or none.
+        """
+        found = self._settle(decision, several_ranks)
+        if isinstance(found, Hit):
+            return found
+        self._table.miss(*found, self._intent.mode)
+        return None
+
+    def _settle(self, decision: Decision, several_ranks: bool) -> Hit | _Miss:
+        intent, context, table = self._intent, self._context, self._table
+        nothing = self._why_not
+        if nothing[0] is GraphMiss.GRADIENTS:
+            return nothing
+        engaged = intent.engages(decision)
+        exact = None
+        if not several_ranks or (context is not None and context.decision is not None):
+            exact = table._entries.get(table.key(intent, engaged=engaged))
+        if several_ranks and not decision.graph_mode:
+            if exact is None and self._family is None:
+                return nothing
+            return GraphMiss.PEER_HAS_NONE, "not every rank can replay this step"
+        if exact is not None:
+            return exact.mismatch(self._call, self._setting) or Hit(exact, self._call, None)
+        return self._padded(decision, several_ranks, engaged) or nothing
+
+    def _padded(self, decision: Decision, several_ranks: bool, engaged: bool) -> Hit | _Miss | None:
+        family = self._family
+        if several_ranks:  # a rank without tokens goes along with any mode
+            families = self._table._families.values()
+            family = next((each for each in families if each.fingerprint == decision.graph_mode), None)
+        plan = self._intent.plan
+        if family is None or plan is None:
+            return None
+        most = max(map(sum, decision.tokens))
+        size = family.at_least(most)
+        entry = (family.overlapped if engaged else family.plain).get(-1 if size is None else size)
+        if entry is None:
+            return GraphMiss.NO_GRAPH, f"no graph of at least {most} tokens, {'overlapped' if engaged else 'plain'}"
+        return entry.mismatch(self._call, self._setting, plan.rows) or Hit(entry, self._call, plan.rows)
+
+
+def _plans(contexts: Sequence[ForwardContext]) -> tuple[int, ...] | None:
+    """What tells contexts with attention plans apart: the objects. None if there are none."""
+    if all(each.attn_metadata is None for each in contexts):
+        return None
+    return tuple(id(each.attn_metadata) for each in contexts)
+
+
+def _is_planned(context: ForwardContext | None) -> bool:
+    """Whether the caller has settled what this call is, so that nobody else may pad it."""
+    if context is None:
+        return False
+    return any(each is not None for each in (context.attn_metadata, context.ubatch_slices, context.decision))
+
+
+def wants_gradients(model: nn.Module, call: CallLeaves) -> bool:
+    """Whether a call's output might be differentiated."""
+    if not torch.is_grad_enabled():
+        return False
+    tensors = itertools.chain(call.tensors.values(), model.parameters())
+    return any(tensor.requires_grad for tensor in tensors)
+
+
+def _addresses(model: nn.Module) -> tuple[int, ...]:
+    return tuple(tensor.data_ptr() for tensor in itertools.chain(model.parameters(), model.buffers()))

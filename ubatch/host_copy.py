@@ -1,0 +1,115 @@
+"""A few numbers for the host, without waiting for all that the device has queued.
+
+`tensor.tolist()` on CUDA waits for everything in the current stream, other lanes' compute included. A copy on the
+communication stream waits for what that stream carries, and for what compute had when the copy was launched:
+
+    counts = launch_all_to_all_single(..., to_host=True)      the result is in host memory, pinned
+    mine = copy_to_host(sent)                                 so is this; both travel at once
+    ... launch more compute ...
+    sizes = counts.wait().tolist()                            waits for these bytes only, looking out for dead peers
+"""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+
+import torch
+from torch import Tensor
+
+from ubatch.context import UBatchContext, current_lane
+from ubatch.dbo import on_comm_stream
+from ubatch.errors import ConfigError
+from ubatch.graphs import capturing
+from ubatch.group import CommGroup
+from ubatch.streams import CudaStreams, Event
+from ubatch.transfer import Transfer
+
+__all__ = ["CopiedWork", "check_not_capturing", "copy_to_host", "host_like", "mark_copied"]
+
+_SPIN_S = 200e-6
+"""Counts arrive within tens of microseconds where nothing else is in the way; sleeping takes longer than that."""
+_SLEEP_S = 50e-6
+
+
+class CopiedWork:
+    """Copies to the host, as a transport's work: over when the event behind them is.
+
+    Args:
+        copied: recorded behind the copies.
+    """
+
+    def __init__(self, copied: Event) -> None:
+        self._copied = copied
+
+    def is_completed(self) -> bool:
+        """Whether the copies have arrived."""
+        return self._copied.query()
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Block until they have.
+
+        Raises:
+            RuntimeError: not within `timeout`.
+        """
+        if timeout is None:
+            self._copied.synchronize()
+            return True
+        begun = time.monotonic()
+        while not self._copied.query():
+            waited = time.monotonic() - begun
+            if waited > timeout.total_seconds():
+                raise RuntimeError("the copy to the host has not arrived yet")
+            if waited > _SPIN_S:
+                time.sleep(_SLEEP_S)
+        return True
+
+
+def copy_to_host(*tensors: Tensor, group: CommGroup | None = None, name: str = "to_host") -> Transfer[list[Tensor]]:
+    """Copies of small tensors in host memory; the tensors themselves where they are there and complete.
+
+    Args:
+        tensors: on one device, complete in the current stream's order; nobody writes them before the wait.
+        group: whose peers to look out for while the host waits; those that the communication stream waits for.
+        name: for traces and errors.
+
+    Raises:
+        ConfigError: a graph is being captured, where the host can read nothing.
+    """
+    lane = current_lane()
+    if not any(_is_on_device(tensor, lane) for tensor in tensors):
+        return Transfer.ready(list(tensors), name)
+    check_not_capturing(name)
+    with on_comm_stream():
+        copies = [host_like(tensor).copy_(tensor, non_blocking=True) for tensor in tensors]
+        work = CopiedWork(mark_copied(tensors[0].device, lane))
+    connection = None if group is None else group.usable_connection()
+    return Transfer(name, (work,), lambda: copies, connection=connection, keep=(*tensors, *copies)).off_link()
+
+
+def host_like(tensor: Tensor) -> Tensor:
+    """Room for `tensor` in host memory, pinned where that helps."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.is_cuda)
+
+
+def mark_copied(device: torch.device, lane: UBatchContext | None) -> Event:
+    """Mark the current stream for the host: by the lane's own event, which is there already, or a new one."""
+    if lane is not None:
+        return lane.mark_copied()
+    streams = CudaStreams(device)
+    copied = streams.new_event()
+    copied.record(streams.current())
+    return copied
+
+
+def check_not_capturing(name: str) -> None:
+    """Refuse what the host would read during a capture."""
+    if capturing():
+        raise ConfigError(
+            f"{name!r}: the host reads what the device computes, which no captured graph can do. Use a transport that "
+            "can be captured (traits.capturable)."
+        )
+
+
+def _is_on_device(tensor: Tensor, lane: UBatchContext | None) -> bool:
+    return tensor.is_cuda or (lane is not None and lane.asynchronous)

@@ -1,0 +1,93 @@
+"""`UBATCH_CHECK_ORDER=1`: do all ranks launch the same transfers in the same order?
+
+They must, or a transport pairs one rank's dispatch with another one's combine: a hang at best, wrong numbers at worst.
+The lanes see to it, if all of them pass the same points on every rank; where a module's points depend on its data,
+nothing does. Set on every rank, this notes each launch (lane, name, dtype and row shape: how many rows there are may
+differ) and compares a hash of them at the next vote. A difference raises on every rank, with the first launch that
+differs. A step that fails or hangs before that names it in its error.
+
+For looking into a fault: it costs a few microseconds a launch. Launches in a captured graph are noted when it is
+captured, not when it is replayed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Mapping, Sequence
+from itertools import zip_longest
+
+from torch import Tensor
+
+from ubatch.errors import LaunchOrderError
+
+__all__ = ["BALLOT_WIDTH", "VARIABLE", "LaunchOrder", "check_ballots", "first_difference"]
+
+VARIABLE = "UBATCH_CHECK_ORDER"
+BALLOT_WIDTH = 3
+"""Numbers that a rank adds to its vote: whether it checks, how many launches, their hash."""
+_SHOWN = 3
+
+
+class LaunchOrder:
+    """What this rank has launched since the last vote."""
+
+    def __init__(self) -> None:
+        self.launches: list[str] = []
+
+    @staticmethod
+    def wanted() -> LaunchOrder | None:
+        """One, if the environment asks for it."""
+        return LaunchOrder() if os.environ.get(VARIABLE) == "1" else None
+
+    def note(self, lane: int, name: str, x: Tensor) -> None:
+        """`name` is launched with rows like those of `x`, in `lane`; -1 outside lanes."""
+        row = ", ".join(["*", *map(str, x.shape[1:])])
+        where = f"lane {lane}" if lane >= 0 else "no lane"
+        self.launches.append(f"{where}: {name} {str(x.dtype).removeprefix('torch.')} [{row}]")
+
+    def ballot(self) -> list[int]:
+        """`BALLOT_WIDTH` numbers."""
+        digest = hashlib.blake2b("\n".join(self.launches).encode(), digest_size=7).digest()
+        return [1, len(self.launches), int.from_bytes(digest, "big")]
+
+
+def check_ballots(ballots: Sequence[Sequence[int]]) -> bool:
+    """Whether all ranks launched the same.
+
+    Args:
+        ballots: of every rank; zeros of one that does not check.
+
+    Raises:
+        LaunchOrderError: some ranks check, others do not.
+    """
+    checking = [bool(ballot[0]) for ballot in ballots]
+    if len(set(checking)) > 1:
+        raise LaunchOrderError(
+            f"{VARIABLE}=1 is set on ranks {[rank for rank, checks in enumerate(checking) if checks]} of the group "
+            "only. Set it on all of them, or on none."
+        )
+    return len({tuple(ballot) for ballot in ballots}) == 1
+
+
+def first_difference(orders: Mapping[int, Sequence[str]], *, ended: bool = True) -> str | None:
+    """Where the ranks' launches begin to differ, in words; None if they do not.
+
+    Args:
+        orders: by rank, what each has launched.
+        ended: the step has run its course; else a rank that was stopped earlier does not differ.
+    """
+    ranks = sorted(orders)
+    if not ended:
+        shortest = min(map(len, orders.values()), default=0)
+        differ = len({tuple(launches[:shortest]) for launches in orders.values()}) > 1
+        if not differ:
+            return None
+    for number, launches in enumerate(zip_longest(*(orders[rank] for rank in ranks))):
+        if len(set(launches)) > 1:
+            lines = [f"the ranks launched in different orders; the first {number} launches are the same, then:"]
+            for rank in ranks:
+                following = list(orders[rank][number : number + _SHOWN]) or ["nothing"]
+                lines.append(f"  rank {rank} ({len(orders[rank])} launches): {'; '.join(following)}")
+            return "\n".join(lines)
+    return None

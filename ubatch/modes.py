@@ -1,0 +1,123 @@
+"""Settings of their own for decode, prefill and verify steps.
+
+    decode      one token per request
+    prefill     prompts, or chunks of them; beside decodes, too
+    verify      drafted tokens
+
+What a mode does not set is as in the rest of the `UBatchConfig`, whose `for_mode` puts both together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ubatch.errors import ConfigError, nearest
+from ubatch.forward_context import ForwardMode
+from ubatch.schedule import Schedule
+from ubatch.vote import MAX_LANES
+
+__all__ = ["MODE_KEYS", "ModeSettings", "Resolved", "mode_key"]
+
+MODE_KEYS = ("decode", "prefill", "verify")
+
+_KEYS: Mapping[ForwardMode, str] = {
+    ForwardMode.DECODE: "decode",
+    ForwardMode.PREFILL: "prefill",
+    ForwardMode.MIXED: "prefill",
+    ForwardMode.TARGET_VERIFY: "verify",
+    ForwardMode.DRAFT_EXTEND: "decode",  # never overlapped
+    ForwardMode.IDLE: "decode",  # goes along with whatever the others run
+}
+
+
+def mode_key(mode: ForwardMode) -> str:
+    """Which of `MODE_KEYS` a step's settings are found under."""
+    return _KEYS[mode]
+
+
+@dataclass(frozen=True)
+class ModeSettings:
+    """What differs in the steps of one mode; what is None is as in the rest of the `UBatchConfig`.
+
+    Attributes:
+        schedule: a name, or a `Schedule`.
+        num_ubatches: lanes, 2 to 8.
+        token_threshold: such a step overlaps from this many tokens on.
+
+    Raises:
+        ConfigError: a wrong type, or a number out of range.
+    """
+
+    schedule: Schedule | str | None = None
+    num_ubatches: int | None = None
+    token_threshold: int | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.schedule, Schedule | str | None):
+            raise ConfigError(f"schedule must be the name of a schedule, not {self.schedule!r}.")
+        for name in ("num_ubatches", "token_threshold"):
+            value = getattr(self, name)
+            if value is not None and type(value) is not int:
+                raise ConfigError(f"{name} must be int, not {value!r} ({type(value).__name__}).")
+        if self.num_ubatches is not None and not 2 <= self.num_ubatches <= MAX_LANES:
+            raise ConfigError(f"num_ubatches must be 2 to {MAX_LANES}, not {self.num_ubatches}.")
+        if self.token_threshold is not None and self.token_threshold < 1:
+            raise ConfigError(f"token_threshold must be at least 1, not {self.token_threshold}.")
+
+    @classmethod
+    def from_mapping(cls, mode: str, values: object) -> ModeSettings:
+        """From what a file says under `mode`; keys in snake or kebab case.
+
+        Raises:
+            ConfigError: no mapping, an unknown key (with the nearest known one), or a wrong value.
+        """
+        if not isinstance(values, Mapping):
+            raise ConfigError(
+                f"{mode} must hold a mapping ({', '.join(_SETTINGS)}), not {values!r} ({type(values).__name__})."
+            )
+        arguments: dict[str, Any] = {}
+        for key, value in values.items():
+            name = str(key).replace("-", "_")
+            if name not in _SETTINGS:
+                raise ConfigError(f"{mode}: unknown key {key!r}{nearest(name, _SETTINGS)}")
+            if name in arguments:
+                raise ConfigError(f"{mode}: {key!r} is given twice, with hyphens and with underscores. Remove one.")
+            arguments[name] = value
+        try:
+            return cls(**arguments)
+        except ConfigError as error:
+            raise ConfigError(f"{mode}: {error}") from error
+
+    def to_mapping(self) -> dict[str, object]:
+        """What is set, as plain values; a `Schedule` by its name."""
+        schedule = self.schedule.name if isinstance(self.schedule, Schedule) else self.schedule
+        values = {"schedule": schedule, "num_ubatches": self.num_ubatches, "token_threshold": self.token_threshold}
+        return {name: value for name, value in values.items() if value is not None}
+
+
+_SETTINGS = ("schedule", "num_ubatches", "token_threshold")
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """What is in force in the steps of a mode.
+
+    Attributes:
+        schedule: with its lanes.
+        token_threshold: a step overlaps from this many tokens on.
+    """
+
+    schedule: Schedule
+    token_threshold: int
+
+    @property
+    def single_batch(self) -> bool:
+        """Whether a step overlaps without being split: one lane, with chunks of experts."""
+        return self.schedule.lanes == 1 and self.schedule.chunks > 1
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether a step can overlap at all."""
+        return self.schedule.lanes > 1 or self.schedule.chunks > 1

@@ -1,0 +1,125 @@
+"""One lane, in the caller's own thread: single-batch overlap.
+
+A batch that is not split has nobody to hand on to, but chunks of experts of its own to compute while others travel. Its
+transfers need what a lane's need (the communication stream, marks and joins, buffers kept alive, a trace), and all of
+that is a lane's context. So the batch runs as lane 0 of 1: its points hand on to nobody, and run the receive hook that
+is due; no thread is started, nothing is waited for at a barrier.
+
+What it does not have is somebody who looks for a hang: like an unsplit call, it hangs where the module does. Transfers
+keep their own time-outs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+from ubatch.baton import Baton
+from ubatch.context import UBatchContext
+from ubatch.errors import ConfigError
+from ubatch.forward_context import ForwardContext
+from ubatch.graphs import Capture
+from ubatch.lifetimes import abandon_transfers
+from ubatch.schedule import Schedule
+from ubatch.sm_budget import merge_sm_use, share_out_sms
+from ubatch.streams import StreamBackend, make_streams
+from ubatch.workers import PoolStatistics
+
+__all__ = ["SingleLane"]
+
+
+class _Ready:
+    """The barrier of a lane that waits for nobody."""
+
+    def arrive(self) -> None:
+        """The caller's device context is warm already."""
+
+
+class SingleLane:
+    """Runs a batch as the only lane; to `Execution` it is a `LanePool` of one.
+
+    Args:
+        device: whose streams the lane uses.
+        streams: the stream back end; the device's own by default.
+
+    Attributes:
+        lanes: 1.
+        failure: lane 0 and the last point it had passed, if the last step failed; else None.
+    """
+
+    lanes = 1
+
+    def __init__(self, device: torch.device, streams: StreamBackend | None = None) -> None:
+        self.failure: tuple[int, str] | None = None
+        self._streams = streams if streams is not None else make_streams(device)
+        self._comm_stream = self._streams.new_stream()
+        self._context: UBatchContext | None = None
+        self._steps = 0
+        self._sm_users: dict[str, bool] = {}
+
+    def run(
+        self,
+        bodies: Sequence[Callable[[], Any]],
+        schedule: Schedule,
+        forward_contexts: Sequence[ForwardContext | None],
+        voted_ranks: frozenset[int] = frozenset(),
+        capture: Capture | None = None,
+    ) -> list[Any]:
+        """Run the one body in this thread. See `LanePool.run`.
+
+        Raises:
+            ConfigError: not one body and one forward context, or a schedule for several lanes.
+            BaseException: whatever the body raised, with a note that says how far it came.
+        """
+        if len(bodies) != 1 or len(forward_contexts) != 1 or schedule.lanes != 1:
+            raise ConfigError(
+                f"one lane runs one batch under a schedule for one, not {len(bodies)} under {schedule.name!r} for "
+                f"{schedule.lanes}."
+            )
+        self.failure = None
+        self._steps += 1
+        context = self._context or self._new_context()
+        self._context = None  # one that fails, or is forked, is not used again
+        context.baton.prepare(schedule.lead)
+        context.baton.start()
+        budget = share_out_sms(schedule.comm_sms, self._streams)
+        context.begin_step(forward_contexts[0], schedule, voted_ranks, self._streams.current(), budget)
+        part: AbstractContextManager[None] = nullcontext()
+        if capture is not None:
+            capture.begin()
+            part = capture.part()
+        try:
+            with part, context:
+                result = bodies[0]()
+        except BaseException as error:
+            self.failure = 0, str(context.last_point)
+            error.add_note(
+                f"raised in a step of one lane, last point {str(context.last_point)!r}, {context.points_passed} "
+                "points passed"
+            )
+            raise
+        finally:
+            merge_sm_use(self._sm_users, context.sm_users)
+            abandon_transfers(context.settle())
+        self._context = context
+        return [result]
+
+    def statistics(self) -> PoolStatistics:
+        """Counts since it was made."""
+        return PoolStatistics(self._steps, 0, 0, dict(self._sm_users))
+
+    def no_timeout(self) -> AbstractContextManager[None]:
+        """There is no hang check to suspend."""
+        return nullcontext()
+
+    def close(self) -> None:
+        """There is no thread to stop."""
+
+    def _new_context(self) -> UBatchContext:
+        stream = self._streams.current()
+        context = UBatchContext(0, Baton(1), _Ready(), self._streams, stream, self._comm_stream, None)
+        context.peers = (context,)
+        return context

@@ -1,0 +1,89 @@
+"""The SM budget: how many of a GPU's streaming multiprocessors are left to communication kernels.
+
+A communication kernel that starts late waits for SMs that persistent GEMMs hold; one that takes too many slows those
+down. A schedule with `comm_sms` shares the SMs out, but only kernels that take a number of SMs can keep to it:
+
+    budget = current_sm_budget()
+    if budget is not None:
+        launch(num_sms=budget.compute)      or budget.comm, for a transport
+        report_sm_use("my_gemm", obeys=True)
+
+Who kept to it is in `UBatchWrapper.statistics().sm_budget`. Kernels that a captured graph replays keep the budget that
+they were captured with.
+
+Source: DeepEP's `Buffer.set_num_sms`; SGLang's `num_sms` of its single-batch overlap.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ubatch.context import current_lane
+from ubatch.errors import ConfigError
+from ubatch.streams import StreamBackend
+
+__all__ = ["SMBudget", "current_sm_budget", "merge_sm_use", "report_sm_use", "share_out_sms"]
+
+
+@dataclass(frozen=True)
+class SMBudget:
+    """A device's SMs, shared out.
+
+    Attributes:
+        total: what the device has.
+        comm: what communication kernels may take, at least 1 and less than all.
+
+    Raises:
+        ConfigError: nothing is left for one of the two.
+    """
+
+    total: int
+    comm: int
+
+    def __post_init__(self) -> None:
+        if not 0 < self.comm < self.total:
+            raise ConfigError(
+                f"comm_sms is {self.comm}, but must be 1 to {self.total - 1} on a device with {self.total} streaming "
+                "multiprocessors, or 0 to share all of them."
+            )
+
+    @property
+    def compute(self) -> int:
+        """What is left to compute kernels."""
+        return self.total - self.comm
+
+
+def current_sm_budget() -> SMBudget | None:
+    """The budget of the lane this code runs in; None outside a lane, on a CPU, or where nothing is reserved."""
+    lane = current_lane()
+    return None if lane is None else lane.sm_budget
+
+
+def report_sm_use(user: str, *, obeys: bool) -> None:
+    """Say whether a kernel or back end keeps to the budget in force; does nothing where there is none.
+
+    Args:
+        user: its name in `statistics().sm_budget`.
+        obeys: whether it takes no more SMs than its share. Once False, it stays False there.
+    """
+    lane = current_lane()
+    if lane is not None and lane.sm_budget is not None:
+        merge_sm_use(lane.sm_users, {user: obeys})
+
+
+def merge_sm_use(users: dict[str, bool], *reports: Mapping[str, bool]) -> None:
+    """Add reports to what is known; whoever ever took more than its share does not obey."""
+    for report in reports:
+        for user, obeys in list(report.items()):
+            users[user] = obeys and users.get(user, True)
+
+
+def share_out_sms(comm_sms: int, streams: StreamBackend) -> SMBudget | None:
+    """The budget of a step whose schedule reserves `comm_sms`; None if it reserves none, or the device has no SMs.
+
+    Raises:
+        ConfigError: the device has too few.
+    """
+    total = streams.sm_count() if comm_sms else 0
+    return SMBudget(total, comm_sms) if total else None

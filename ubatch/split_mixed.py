@@ -1,0 +1,88 @@
+"""A batch of decodes and prefills: lanes of equal cost, or the decodes in a lane of their own.
+
+    equal lanes           each hides the other's transfers; but a prompt that is cut in two attends twice to what is
+                          before it, and latents are expanded twice
+    decodes | prefills    nothing is done twice; but a short lane hides little of a long one's transfers
+
+Which is faster depends on the batch, so both are simulated with what they cost, under the schedule that they would run,
+and the faster one is taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import takewhile
+
+from ubatch.layer_program import LayerTimes, layer_program
+from ubatch.schedule import Schedule
+from ubatch.simulate import simulate
+from ubatch.split import UBatchSlice, slices_at
+from ubatch.split_cost import SplitCost, split_by_cost
+
+__all__ = ["predicted_cost", "split_mixed"]
+
+_LAYERS = 3  # enough for the ends not to decide
+
+
+def split_mixed(
+    query_lens: Sequence[int],
+    prefix_lens: Sequence[int],
+    cost: SplitCost,
+    schedule: Schedule,
+    threshold: float = 0.0,
+) -> tuple[UBatchSlice, ...]:
+    """The faster of `split_by_cost` and the cut between decodes and prefills.
+
+    Args:
+        query_lens: tokens of every request in this step; decodes, which have one, come first.
+        prefix_lens: tokens of every request that are in the cache already.
+        cost: what they cost.
+        schedule: of the step, with its lanes.
+        threshold: for `split_by_cost`.
+
+    Raises:
+        ConfigError, SplitError: as `split_by_cost`.
+    """
+    equal = split_by_cost(query_lens, prefix_lens, cost, schedule.lanes, threshold)
+    decodes = sum(1 for _ in takewhile(lambda length: length == 1, query_lens))
+    prefills = len(query_lens) - decodes
+    if not decodes or prefills < schedule.lanes - 1:
+        return equal
+    apart = _decodes_apart(decodes, query_lens, prefix_lens, cost, schedule.lanes)
+    costs = [predicted_cost(slices, query_lens, prefix_lens, cost, schedule) for slices in (equal, apart)]
+    return apart if costs[1] < costs[0] else equal
+
+
+def predicted_cost(
+    slices: Sequence[UBatchSlice],
+    query_lens: Sequence[int],
+    prefix_lens: Sequence[int],
+    cost: SplitCost,
+    schedule: Schedule,
+) -> float:
+    """What a step of a few layers takes if it is split so, in the cost's unit times layers."""
+    programs = []
+    starts = [0]
+    for length in query_lens:
+        starts.append(starts[-1] + length)
+    for piece in slices:
+        attention = 0.0
+        for request in range(piece.request_slice.start, piece.request_slice.stop):
+            first = max(starts[request], piece.token_slice.start)
+            last = min(starts[request + 1], piece.token_slice.stop)
+            attention += cost.of_attention(last - first, prefix_lens[request] + first - starts[request])
+        sent = cost.per_sent * piece.num_tokens / 2
+        times = LayerTimes(attention, cost.per_token * piece.num_tokens, dispatch=sent, combine=sent)
+        programs.append(layer_program(times, _LAYERS, schedule))
+    return simulate(programs, schedule).seconds
+
+
+def _decodes_apart(
+    decodes: int, query_lens: Sequence[int], prefix_lens: Sequence[int], cost: SplitCost, lanes: int
+) -> tuple[UBatchSlice, ...]:
+    """The decodes in the first lane, the prefills in the others."""
+    cuts = [decodes]
+    if lanes > 2:
+        rest = split_by_cost(query_lens[decodes:], prefix_lens[decodes:], cost, lanes - 1)
+        cuts += [decodes + piece.request_slice.start for piece in rest[1:]]
+    return slices_at(cuts, query_lens)

@@ -1,0 +1,149 @@
+"""Reading the traces that ranks wrote, and putting them on one clock.
+
+Ranks of one machine share `time.monotonic`, so their spans fit together as they are. Between machines the times of day
+decide, which are as good as the machines' clock synchronisation.
+
+Every rank counts its own steps from the moment that it began to record, which may be a step earlier or later than
+another one's. Ranks that share experts run their steps at the same time, so what overlaps most is the same step.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import json
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ubatch.errors import ConfigError
+from ubatch.trace import UNSPLIT, Span, SpanKind, StepNote
+from ubatch.trace_export import FILE_KEY, WAIT_PREFIX, Clock, by_step, lane_row
+
+__all__ = ["RankTrace", "merge_traces", "read_chrome"]
+
+
+@dataclass(frozen=True)
+class RankTrace:
+    """What one rank recorded.
+
+    Attributes:
+        rank: its number.
+        spans: by time; seconds of `clock`.
+        notes: what its steps were.
+        clock: of its machine.
+        measures: whether a span says how long its work took, and not how long the host took to queue it.
+    """
+
+    rank: int
+    spans: tuple[Span, ...]
+    notes: tuple[StepNote, ...]
+    clock: Clock
+    measures: bool = True
+
+
+def read_chrome(path: str | Path) -> list[RankTrace]:
+    """The ranks in a file of `write_chrome`. Times are exact to the nanosecond.
+
+    Raises:
+        ConfigError: it cannot be read, or is no such file.
+    """
+    try:
+        document: Any = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}.") from error
+    except ValueError as error:
+        raise ConfigError(f"{path} is not JSON: {error}.") from error
+    try:
+        about = document["otherData"][FILE_KEY]
+        clock = Clock(str(about["host"]), about["unix_s"] - about["origin_s"])
+        spans = _spans(document["traceEvents"], round(about["origin_s"] * 1e9))
+        return [
+            RankTrace(
+                int(rank),
+                tuple(spans.get(int(rank), ())),
+                tuple(StepNote(**note) for note in notes),
+                clock,
+                bool(about["measures"]),
+            )
+            for rank, notes in about["notes"].items()
+        ]
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConfigError(f"{path} was not written by this version of ubatch: {error!r}. Record it again.") from error
+
+
+def merge_traces(traces: Iterable[RankTrace]) -> list[RankTrace]:
+    """The same ranks, in order, on the clock of the lowest one, and with its step numbers.
+
+    Raises:
+        ConfigError: a rank comes twice.
+    """
+    ranks = sorted(traces, key=lambda trace: trace.rank)
+    for first, second in itertools.pairwise(ranks):
+        if first.rank == second.rank:
+            raise ConfigError(f"rank {first.rank} comes twice. Give one file per rank, of one recording.")
+    if not ranks:
+        return []
+    reference, *others = ranks
+    merged = [reference]
+    for trace in others:
+        late = 0.0 if trace.clock.host == reference.clock.host else trace.clock.offset_s - reference.clock.offset_s
+        placed = _moved(trace, late, 0)
+        merged.append(replace(_moved(placed, 0.0, _lag(reference, placed)), clock=reference.clock))
+    return merged
+
+
+def _spans(events: Sequence[Mapping[str, Any]], origin_ns: int) -> dict[int, list[Span]]:
+    """Rank to spans."""
+    kinds = {str(kind): kind for kind in SpanKind}
+    spans: dict[int, list[Span]] = {}
+    for event in events:
+        kind = kinds.get(event.get("cat", "")) if event["ph"] == "X" else None
+        if kind is None:
+            continue
+        args = event["args"]
+        lane = args["lane_number"] if kind is SpanKind.TRANSFER else event["tid"] - lane_row(0)
+        name = event["name"].removeprefix(WAIT_PREFIX) if kind is SpanKind.WAIT else event["name"]
+        start = origin_ns + round(event["ts"] * 1e3)
+        end = start + round(event["dur"] * 1e3)
+        span = Span(kind, name, max(lane, UNSPLIT), start / 1e9, end / 1e9, args["step"], args.get("bytes", 0))
+        spans.setdefault(event["pid"], []).append(span)
+    return spans
+
+
+def _moved(trace: RankTrace, later_s: float, steps: int) -> RankTrace:
+    if not later_s and not steps:
+        return trace
+    spans = (
+        replace(span, start=span.start + later_s, end=span.end + later_s, step=span.step + steps)
+        for span in trace.spans
+    )
+    notes = (
+        replace(note, start=note.start + later_s, end=note.end + later_s, step=note.step + steps)
+        for note in trace.notes
+    )
+    return replace(trace, spans=tuple(spans), notes=tuple(notes))
+
+
+def _lag(reference: RankTrace, trace: RankTrace) -> int:
+    """How many steps later than the reference this rank began to count."""
+    known = [(start, end, step) for step, (start, end) in _times(reference).items()]
+    known.sort()
+    starts = [start for start, _, _ in known]
+    lags: Counter[int] = Counter()
+    for step, (start, end) in _times(trace).items():
+        middle = (start + end) / 2
+        at = bisect.bisect_right(starts, middle) - 1
+        if at >= 0 and middle <= known[at][1]:
+            lags[known[at][2] - step] += 1
+    return min(lags, key=lambda lag: (-lags[lag], abs(lag)), default=0)
+
+
+def _times(trace: RankTrace) -> dict[int, tuple[float, float]]:
+    """From when to when every step ran."""
+    return {
+        step: (min(span.start for span in spans), max(span.end for span in spans))
+        for step, spans in by_step(trace.spans).items()
+    }
