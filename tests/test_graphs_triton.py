@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ubatch import CaptureFailed, capturing, dbo_yield
 
-pytest.importorskip("triton")
+pytest.importorskip("triton", reason="Triton is not installed; `make test` installs it")
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 

@@ -78,7 +78,7 @@ def test_eager(schedule: Any) -> None:
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda schedule: schedule.name)
 @torch.inference_mode()
 def test_captured(schedule: Any) -> None:
-    pytest.importorskip("triton", reason="experts that can be captured are Triton's")
+    pytest.importorskip("triton", reason="Triton is not installed, and other experts cannot be captured")
     model = Model("triton").cuda()
     x = torch.randn(TOKENS, HIDDEN, device="cuda", dtype=torch.bfloat16)
     wrapper = wrapped(model, schedule, CUDAGraphMode.FULL)

@@ -139,7 +139,7 @@ def test_the_page_shows_every_arm_and_needs_nothing_else(tmp_path: Path) -> None
     assert "nan" not in page
 
 
-@pytest.mark.skipif(not can_draw_png(), reason="matplotlib is not installed")
+@pytest.mark.skipif(not can_draw_png(), reason="matplotlib is not installed; `pip install '.[tune]'` brings it")
 def test_a_png_is_drawn(tmp_path: Path) -> None:
     state, cells, arms = a_result()
     write_png(make_result(cells, arms, state, {}), tmp_path / "dbo.png")
