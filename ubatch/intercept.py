@@ -163,10 +163,10 @@ def _transfer(name: str, arriving: Tensor, bytes_sent: int) -> tuple[_TorchWork,
 def _wait_tensor(tensor: Tensor) -> Tensor:
     work, transfer = _under_way.pop(tensor, (None, None))
     if current_lane() is None:
-        result = _torch_waits(tensor)
-        if work is not None:
-            work.wait()
-        return result
+        if work is None:
+            return _torch_waits(tensor)
+        work.wait()
+        return tensor
     if transfer is None:  # a function of torch's that launches and waits by itself
         _, transfer = _transfer("collective", tensor, tensor.nbytes)
     dbo_register_recv_hook(transfer.wait)
