@@ -47,7 +47,12 @@ from model_runner.models import (
 )
 from model_runner.penalties import SamplingRow
 from model_runner.pending_step import PendingStep, StepOutput
-from model_runner.random_checkpoint import RandomQwen3Moe, make_random_qwen3_moe
+from model_runner.random_checkpoint import (
+    RandomDeepseekV3,
+    RandomQwen3Moe,
+    make_random_checkpoint,
+    make_random_qwen3_moe,
+)
 from model_runner.request import PENDING_TOKEN, Request, ScheduledRequest
 from model_runner.runner import ModelRunner
 from model_runner.sampler import sample
@@ -74,6 +79,7 @@ __all__ = [
     "ModelConfig",
     "ModelRunner",
     "PendingStep",
+    "RandomDeepseekV3",
     "RandomQwen3Moe",
     "Request",
     "RequestError",
@@ -94,6 +100,7 @@ __all__ = [
     "keep_freed_memory",
     "known_architectures",
     "make_offer",
+    "make_random_checkpoint",
     "make_random_qwen3_moe",
     "model_class",
     "register_model",

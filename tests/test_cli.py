@@ -13,8 +13,10 @@ import pytest
 from checkpoints import make_qwen3_moe_checkpoint
 
 import serving
+from model_runner import RandomDeepseekV3, make_random_checkpoint
 from serving.bench.statistics import bootstrap, interleave_arms, paired
 from serving.cli import COMMANDS, main
+from ubatch import SCHEDULES
 
 TINY = str(Path(__file__).resolve().parent.parent / "examples" / "models" / "tiny-moe")
 
@@ -153,6 +155,26 @@ def test_bench_overlap(tmp_path: Path) -> None:
     for n in ("2", "3"):  # link-bound: the step cannot be shorter than the link was busy
         busy, wall = slow["arms_ms"][f"communication_{n}"], slow["arms_ms"][f"overlapped_{n}"]
         assert all(b <= w for b, w in zip(busy, wall, strict=True))
+
+
+def test_bench_schedules(tmp_path: Path) -> None:
+    """Of a model with shared experts, whose place makes a difference."""
+    size = RandomDeepseekV3(
+        **{"vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 3, "q_lora_rank": 32},
+        **{"num_attention_heads": 2, "kv_lora_rank": 32, "n_routed_experts": 8, "moe_intermediate_size": 32},
+    )
+    model = make_random_checkpoint(tmp_path / "model", size)
+    file = tmp_path / "schedules.json"
+    flags = ["--model", str(model), "--sequences", "4", "--sequence-length", "16", "--ratio", "4", "--blocks", "2"]
+    assert main(["bench", "schedules", *flags, "--top", "2", "--max-lanes", "2", "--json", str(file)]) == 0
+    results = json.loads(file.read_text())
+    assert [each["name"] for each in results["named"]] == [name for name in SCHEDULES if name != "serial"]
+    assert [each["name"] for each in results["searched"]] == ["searched 1", "searched 2"]
+    assert "one_by_one 1x2, shared at combine" in results["arms_ms"]
+    for each in (*results["named"], *results["searched"]):
+        assert each["efficiency"]["low"] <= each["efficiency"]["median"] <= 1.1  # the link alone takes so long
+        assert each["error"] == pytest.approx(each["predicted_ms"] / each["measured_ms"]["median"] - 1)
+        assert abs(each["error"]) < 0.5
 
 
 def test_bootstrap_and_pairs() -> None:

@@ -142,6 +142,26 @@ def test_programs_come_from_a_traced_step() -> None:
         programs_of(trace, 2)
 
 
+def test_a_later_chunk_is_not_waited_for_at_the_point() -> None:
+    """Only what was waited for right behind the point, before another launch, is its receive hook's."""
+    trace = Trace()
+    lane = [
+        *((EventKind.LAUNCH, "dispatch.0"), (EventKind.LAUNCH, "dispatch.1"), (EventKind.POINT, "dispatch")),
+        *((EventKind.WAIT, "dispatch.0"), (EventKind.LAUNCH, "combine.2"), (EventKind.WAIT, "dispatch.1")),
+        *((EventKind.LAUNCH, "combine.3"), (EventKind.POINT, "combine")),
+        *((EventKind.WAIT, "combine.2"), (EventKind.WAIT, "combine.3"), (EventKind.END, "end")),
+    ]
+    for kind, name in lane:
+        link = LinkTime(2.0, 2.0) if kind is EventKind.WAIT else LinkTime()
+        cpu = 1.5 if name in ("combine.2", "combine.3") and kind is EventKind.LAUNCH else 0.0
+        trace.events.append(Event(1, 0, kind, name, cpu, 0.0, link))
+    programs = programs_of(trace, 1)
+    hooked = {op.key for op in programs[0] if isinstance(op, Launch) and op.hooked}
+    assert hooked == {"dispatch.0", "combine.2", "combine.3"}
+    # dispatches until 2 and 4; experts 2 to 3.5 and 4 to 5.5; combines 4 to 6, when the link is free, and 6 to 8
+    assert simulate(programs, get_schedule("single_batch")).seconds == 8.0
+
+
 def test_medians_of_measured_programs() -> None:
     def sample(compute: float, link: float) -> list[list[Op]]:
         return [[Compute(compute), Launch("t", link), Pass("dispatch"), Wait("t")]]

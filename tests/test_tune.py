@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
@@ -178,11 +179,15 @@ def test_stage_times_of_other_numbers_of_lanes() -> None:
 
     model = StageModel.fit((2, of_lanes(2)), (4, of_lanes(4)), 4, 32, 4, traits)
     for lanes in (1, 3):
-        assert vars(model.times(lanes, 1, True)) == pytest.approx(vars(of_lanes(lanes)))
+        times = vars(model.times(lanes, 1, True))
+        assert {name: times[name] for name in vars(of_lanes(lanes))} == pytest.approx(vars(of_lanes(lanes)))
     chunked = model.times(2, 2, True)
     assert chunked.experts == pytest.approx(0.4 + 1.0)  # a chunk costs again what a lane costs
     assert chunked.dispatch == pytest.approx(1.48 * 0.25, rel=0.01)  # and sends some tokens twice
     assert model.times(2, 2, False).dispatch == pytest.approx(0.25)
+    once = StageModel.fit((2, of_lanes(2)), (4, of_lanes(4)), 4, 32, 4, replace(traits, once=True)).times(2, 2, True)
+    assert once.dispatch == pytest.approx(0.25)  # a token travels once, most with the first chunk
+    assert (once.dispatch_shares[0], once.combine_shares[1]) == pytest.approx((0.74, 0.74), abs=0.01)
     found = best_schedules(model, "prefill", [], max_lanes=2, max_chunks=1, keep=2)
     assert [arm.name for arm in found] == ["searched_prefill_1", "searched_prefill_2"]
     assert found[0].schedule.lanes == 2

@@ -130,6 +130,17 @@ class Schedule:
         """This schedule for another number of lanes."""
         return self if lanes == self.lanes else replace(self, lanes=lanes)
 
+    def one_by_one(self) -> Schedule:
+        """The same lanes, chunks and place of the shared expert, one lane after the other: for measuring its stages."""
+        return Schedule(
+            "one_by_one",
+            lanes=self.lanes,
+            chunks=self.chunks,
+            chunk_dispatch=self.chunk_dispatch or self.chunks == 1,
+            points_off=KNOWN_POINTS,
+            shared_expert=self.shared_expert,
+        )
+
     def to_mapping(self) -> dict[str, object]:
         """All of it but the name, as plain values: what a YAML file says of a schedule of one's own."""
         return {

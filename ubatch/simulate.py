@@ -216,8 +216,9 @@ def simulate(programs: Sequence[Sequence[Op]], schedule: Schedule, handoff_s: fl
 def programs_of(trace: Trace, step: int) -> list[list[Op]]:
     """Every lane's program, with the times measured in one traced step.
 
-    Measure a step whose lanes ran one after the other (a schedule with all points off), so that each stage's CPU time
-    is its own. CPU time that the transport spent during a wait counts as compute right after the launch.
+    Measure a step whose lanes ran one after the other (`Schedule.one_by_one`), so that each stage's CPU time is its
+    own. CPU time that the transport spent during a wait counts as compute right after the launch. Who keeps the baton
+    at a point waits there for what was waited for right behind it, before another launch.
 
     Raises:
         ConfigError: the trace has no events of that step.
@@ -276,6 +277,7 @@ def _untimed(op: Op) -> Op:
 
 def _program_of(events: Sequence[Event]) -> list[Op]:
     waits = {event.name: event for event in events if event.kind is EventKind.WAIT}
+    hooked = _waited_behind_a_point(events)
     program: list[Op] = []
     for event in events:
         program.append(Compute(event.cpu_s))
@@ -285,5 +287,19 @@ def _program_of(events: Sequence[Event]) -> list[Op]:
             program.append(Wait(event.name))
         elif event.kind is EventKind.LAUNCH and event.name in waits:
             wait = waits[event.name]
-            program += [Launch(event.name, wait.link.send_s, wait.link.receive_s), Compute(wait.wait_cpu_s)]
+            transfer = Launch(event.name, wait.link.send_s, wait.link.receive_s, hooked=event.name in hooked)
+            program += [transfer, Compute(wait.wait_cpu_s)]
     return program
+
+
+def _waited_behind_a_point(events: Sequence[Event]) -> set[str]:
+    found: set[str] = set()
+    behind = False
+    for event in events:
+        if event.kind is EventKind.WAIT and behind:
+            found.add(event.name)
+        elif event.kind is EventKind.POINT:
+            behind = True
+        elif event.kind is EventKind.LAUNCH:
+            behind = False
+    return found

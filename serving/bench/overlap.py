@@ -20,57 +20,37 @@ and reckoned by the link: communication only. A step's time is that of its slowe
 from __future__ import annotations
 
 import functools
-import tempfile
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import torch.distributed as dist
-import tyro
 from pydantic import BaseModel, Field
-from torch import Tensor
 
-from model_runner import (
-    InputBatch,
-    ModelRunner,
-    Request,
-    SamplingParams,
-    ScheduledRequest,
-    build_input_batch,
-    make_random_qwen3_moe,
-)
-from moe import EmulatedLink
 from serving.bench.statistics import Interval, bootstrap, environment, interleave_arms, paired, write_json
+from serving.bench.step_setting import (
+    OneByOne,
+    Setting,
+    StepOptions,
+    calibrate,
+    model_folder,
+    open_setting,
+    slowest_rank,
+)
 from serving.ranks import run_ranks
-from ubatch import CommGroup, UBatchConfig, UBatchError, UBatchWrapper, set_forward_context, tracing
-from ubatch.schedule import KNOWN_POINTS
-from ubatch.simulate import Op, median_programs, programs_of, simulate
+from ubatch.schedule import SERIAL
+from ubatch.simulate import simulate
 
-__all__ = [
-    "LaneResult",
-    "Options",
-    "OverlapResult",
-    "Setting",
-    "measure_overlap",
-    "model_folder",
-    "open_setting",
-    "run",
-]
+__all__ = ["LaneResult", "Options", "OverlapResult", "measure_overlap", "run"]
 
 _DRIFT = 1.02
 
 
-class Options(BaseModel):
+class Options(StepOptions):
     """What to measure."""
 
-    model: Annotated[Path | None, Field(description="checkpoint folder; a random 100 M Qwen3-MoE if not given")] = None
-    ranks: Annotated[int, Field(ge=2, description="data- and expert-parallel ranks")] = 2
-    sequences: Annotated[int, Field(ge=2, description="prompts per rank and step")] = 8
-    sequence_length: Annotated[int, Field(ge=1, description="tokens of a prompt")] = 128
     lanes: Annotated[tuple[int, ...], Field(description="numbers of lanes to compare")] = (2, 3, 4)
     ratios: Annotated[tuple[float, ...], Field(description="communication as a multiple of split compute")] = (
         0.25,
@@ -79,13 +59,6 @@ class Options(BaseModel):
         2.0,
         4.0,
     )
-    latency_us: Annotated[float, Field(ge=0, description="the link's latency")] = 20.0
-    schedule: str = "mlp_shared_overlap"
-    all2all_backend: Annotated[str, Field(description="what carries the data under the emulated link")] = "torch_dist"
-    blocks: Annotated[int, Field(ge=2, description="A B B A blocks; 15 or more for figures to quote")] = 15
-    json_file: Annotated[
-        Path | None, tyro.conf.arg(name="json", metavar="FILE"), Field(description="write raw arms and results here")
-    ] = None
 
 
 @dataclass(frozen=True)
@@ -122,51 +95,6 @@ class OverlapResult:
     lanes: Mapping[int, LaneResult]
 
 
-@dataclass
-class Setting:
-    """One rank's model, batch and link, and what its arms record beside their times."""
-
-    runner: ModelRunner
-    batch: InputBatch
-    link: EmulatedLink
-    wrappers: dict[tuple[int, bool], UBatchWrapper] = field(default_factory=dict)
-
-    def wrapper(self, lanes: int, *, overlapped: bool) -> UBatchWrapper:
-        """The runner's model in `lanes` lanes, interleaved or one after the other."""
-        key = (lanes, overlapped)
-        if key not in self.wrappers:
-            config = self.runner.dbo
-            schedule = config.resolved_schedule().with_lanes(lanes)
-            if not overlapped:
-                schedule = replace(schedule, points_off=KNOWN_POINTS)  # one lane after the other
-            lowest = max(2, lanes)  # every step is above these thresholds
-            config = replace(
-                config,
-                num_ubatches=lowest,
-                schedule=schedule,
-                enable_dbo=lanes > 1,
-                dbo_decode_token_threshold=lowest,
-                dbo_prefill_token_threshold=lowest,
-            )
-            self.wrappers[key] = UBatchWrapper(self.runner.model, config)
-        return self.wrappers[key]
-
-    def step(self, lanes: int, *, overlapped: bool = True) -> Tensor:
-        """Vote, plan and run one step; hidden states `[tokens, hidden]`."""
-        wrapper = self.wrapper(lanes, overlapped=overlapped)
-        agreed = self.runner.coordinate(self.batch, wrapper.ubatch_config)
-        if agreed.decision.engaged != (lanes > 1):
-            raise UBatchError(f"{lanes} lanes asked for, but the ranks decided otherwise: {agreed.decision.reason}.")
-        with set_forward_context(self.runner.forward_context(self.batch, agreed)):
-            hidden: Tensor = wrapper(self.batch.input_ids, self.batch.positions)
-        return hidden
-
-    def close(self) -> None:
-        """Stop all lanes."""
-        for wrapper in self.wrappers.values():
-            wrapper.close()
-
-
 def run(options: Options) -> int:
     """Measure, print each link as it is done, write."""
     with model_folder(options) as model:
@@ -177,18 +105,6 @@ def run(options: Options) -> int:
     return 1 if any(lane.void for result in results for lane in result.lanes.values()) else 0
 
 
-@contextmanager
-def model_folder(options: Options) -> Iterator[Path]:
-    """The checkpoint asked for, or a random one that is deleted at the end."""
-    if options.model is not None:
-        yield options.model
-        return
-    with tempfile.TemporaryDirectory() as folder:
-        model = Path(folder) / "random-qwen3-moe"
-        make_random_qwen3_moe(model, seed=0)
-        yield model
-
-
 def _measure_on_rank(rank: int, world_size: int, options: Options, model: Path) -> list[OverlapResult]:
     results = []
     with open_setting(rank, options, model) as setting:
@@ -197,31 +113,6 @@ def _measure_on_rank(rank: int, world_size: int, options: Options, model: Path) 
             if rank == 0:
                 print_result(results[-1])
     return results
-
-
-@contextmanager
-def open_setting(rank: int, options: Options, model: Path) -> Iterator[Setting]:
-    """This rank's model and batch over an emulated link, infinitely fast so far; every rank calls it."""
-    group = CommGroup.from_process_group(timeout_s=300.0)
-    link = EmulatedLink(options.latency_us * 1e-6, float("inf"))
-    config = UBatchConfig(schedule=options.schedule, timeout_s=300.0)
-    with ModelRunner(model, group=group, all2all_backend=options.all2all_backend, link=link, dbo=config) as runner:
-        generator = torch.Generator().manual_seed(rank)
-        size = (options.sequences, options.sequence_length)
-        prompts = torch.randint(0, runner.config.vocab_size, size, generator=generator).tolist()
-        setting = Setting(runner, prefill_batch(runner, prompts), link)
-        yield setting
-        setting.close()
-
-
-def prefill_batch(runner: ModelRunner, prompts: Sequence[Sequence[int]]) -> InputBatch:
-    """One step that prefills all prompts; its KV blocks stay taken."""
-    shares = []
-    for index, prompt in enumerate(prompts):
-        request = Request(index, list(prompt), SamplingParams(max_tokens=1))
-        runner.admit(request, len(prompt))
-        shares.append(ScheduledRequest(request, len(prompt)))
-    return build_input_batch(shares, runner.request_table, runner.kv_cache.spec, runner.device)
 
 
 @torch.inference_mode()
@@ -236,51 +127,33 @@ def measure_overlap(setting: Setting, *, lanes: Sequence[int], ratio: float, blo
     """
     lanes = sorted(lanes)
     link = setting.link
-    bandwidth = _calibrate(setting, lanes[0], ratio)
-    _check_equal(setting, lanes)
+    bandwidth = calibrate(setting, lanes[0], ratio)
+    setting.check_equal([form for n in lanes for form in (setting.schedule(n), setting.schedule(n).one_by_one())])
 
-    cpu: dict[int, list[float]] = {n: [] for n in lanes}
-    programs: dict[int, list[list[list[Op]]]] = {n: [] for n in lanes}
-    carried: dict[int, list[float]] = {n: [] for n in lanes}
-
-    def timed(body: Callable[[], object]) -> float:
-        dist.barrier(setting.runner.group.pg if setting.runner.group is not None else None)
-        start = time.perf_counter()
-        body()
-        return (time.perf_counter() - start) * 1e3
+    serial = {n: OneByOne(setting, setting.schedule(n)) for n in lanes}
 
     def compute_unsplit() -> float:
         latency, link.latency_s, link.bytes_per_s = link.latency_s, 0.0, float("inf")
         try:
-            return timed(lambda: setting.step(1))
+            return setting.timed(SERIAL)
         finally:
             link.latency_s, link.bytes_per_s = latency, bandwidth
 
-    def serial(n: int) -> float:
-        link.reset_statistics()
-        with tracing() as trace:
-            start = time.process_time()
-            wall = timed(lambda: setting.step(n, overlapped=False))
-            cpu[n].append((time.process_time() - start) * 1e3)
-        carried[n].append(link.statistics().busy_s * 1e3)
-        programs[n].append(programs_of(trace, trace.step))
-        return wall
-
     arms: dict[str, Callable[[], float]] = {
         "compute_unsplit": compute_unsplit,
-        "serial_unsplit": lambda: timed(lambda: setting.step(1)),
+        "serial_unsplit": functools.partial(setting.timed, SERIAL),
     }
     for n in lanes:
-        arms[f"serial_{n}"] = functools.partial(serial, n)
-        arms[f"overlapped_{n}"] = functools.partial(timed, functools.partial(setting.step, n))
+        arms[f"serial_{n}"] = serial[n]
+        arms[f"overlapped_{n}"] = functools.partial(setting.timed, setting.schedule(n))
     show = dist.get_rank() == 0
     walls = interleave_arms(arms, blocks, label=f"communication {ratio:g}x compute", show=show)
     for n in lanes:
-        walls[f"split_compute_{n}"] = _block_means(cpu[n], blocks)
-        walls[f"communication_{n}"] = _block_means(carried[n], blocks)
-        schedule = setting.wrapper(n, overlapped=True).ubatch_config.resolved_schedule()
-        walls[f"ideal_{n}"] = [simulate(median_programs(programs[n]), schedule).seconds * 1e3] * blocks
-    slowest = _slowest(walls)
+        walls[f"split_compute_{n}"] = serial[n].compute_ms(blocks)
+        walls[f"communication_{n}"] = serial[n].communication_ms(blocks)
+        ideal = simulate(serial[n].programs(), setting.schedule(n))
+        walls[f"ideal_{n}"] = [ideal.seconds * 1e3] * blocks
+    slowest = slowest_rank(walls)
     results = {n: _lane_result(slowest, n, lanes) for n in lanes}
     return OverlapResult(ratio, bandwidth, link.latency_s, slowest, results)
 
@@ -299,50 +172,6 @@ def _lane_result(arms: Mapping[str, Sequence[float]], n: int, lanes: Sequence[in
         hidden=bootstrap([(c + m - t) / min(c, m) for c, m, t in columns]),
         speedup=paired(arms[best], overlapped),
     )
-
-
-def _calibrate(setting: Setting, lanes: int, ratio: float) -> float:
-    """Set the link's bandwidth so that its busy time is `ratio` times the CPU time of the split step."""
-    link = setting.link
-    link.bytes_per_s = float("inf")
-    times = []
-    for _ in range(5):
-        link.reset_statistics()
-        start = time.process_time()
-        setting.step(lanes, overlapped=False)
-        times.append(time.process_time() - start)
-    carried = link.statistics()
-    facts = torch.tensor(
-        [sorted(times)[2], max(carried.bytes_sent, carried.bytes_received), carried.transfers], dtype=torch.float64
-    )
-    dist.all_reduce(facts, dist.ReduceOp.MAX)
-    compute_s, num_bytes, transfers = facts.tolist()
-    travel_s = ratio * compute_s - transfers * link.latency_s
-    if travel_s <= 0:
-        raise UBatchError(f"{transfers:.0f} latencies of {link.latency_s * 1e6:g} us exceed {ratio:g}x compute.")
-    link.bytes_per_s = num_bytes / travel_s
-    return link.bytes_per_s
-
-
-def _check_equal(setting: Setting, lanes: Sequence[int]) -> None:
-    """All arms compute the same, before anything is timed."""
-    plain = setting.step(1)
-    for n in lanes:
-        for overlapped in (False, True):
-            torch.testing.assert_close(setting.step(n, overlapped=overlapped), plain, atol=1e-3, rtol=1e-3)
-
-
-def _block_means(values: Sequence[float], blocks: int) -> list[float]:
-    """Two recorded values a block, after one warm-up value."""
-    kept = list(values)[-2 * blocks :]
-    return [(a + b) / 2 for a, b in zip(kept[::2], kept[1::2], strict=True)]
-
-
-def _slowest(arms: Mapping[str, Sequence[float]]) -> dict[str, list[float]]:
-    """Per block the largest over the ranks: a step ends when its last rank has ended."""
-    table = torch.tensor(list(arms.values()), dtype=torch.float64)
-    dist.all_reduce(table, dist.ReduceOp.MAX)
-    return dict(zip(arms, table.tolist(), strict=True))
 
 
 def print_result(result: OverlapResult) -> None:

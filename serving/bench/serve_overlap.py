@@ -25,9 +25,10 @@ import torch.distributed as dist
 
 from model_runner import ModelRunner, Request, SamplingParams, ScheduledRequest, build_input_batch
 from moe import EmulatedLink
-from serving.bench.overlap import Setting, measure_overlap, prefill_batch
+from serving.bench.overlap import measure_overlap
 from serving.bench.serve_offline import Workload, random_prompts
 from serving.bench.statistics import Interval, bootstrap, interleave_arms, paired, timed
+from serving.bench.step_setting import Setting, prefill_batch
 from serving.llm import LLM
 from serving.ranks import run_ranks
 from ubatch import CommGroup, UBatchConfig, UBatchError
@@ -197,7 +198,7 @@ def _decode_speedup(runner: ModelRunner, link: EmulatedLink, tokens: int) -> flo
             lanes = 1 + (visit + 1) // 2 % 2  # 1 2 2 1
             dist.barrier(runner.group.pg if runner.group is not None else None)
             start = time.perf_counter()
-            setting.step(lanes)
+            setting.step(setting.schedule(lanes))
             seconds[lanes].append(time.perf_counter() - start)
     medians = torch.tensor([statistics.median(seconds[lanes][1:]) for lanes in (1, 2)], dtype=torch.float64)
     dist.all_reduce(medians, dist.ReduceOp.MAX)

@@ -19,7 +19,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from serving.bench.overlap import Options, Setting, measure_overlap, model_folder, open_setting
+from serving.bench.overlap import Options, measure_overlap
+from serving.bench.step_setting import Setting, model_folder, open_setting
 from serving.planning.gates import Gate
 from serving.ranks import run_ranks
 from ubatch import tracing
@@ -96,7 +97,7 @@ def _on_rank(rank: int, world_size: int, options: Options, model: Path) -> list[
                 measured_bytes_per_s = result.bytes_per_s
                 programs = {lanes: _stages(setting, lanes) for lanes in options.lanes}
             for lanes, measured in programs.items():
-                schedule = setting.wrapper(lanes, overlapped=True).ubatch_config.resolved_schedule()
+                schedule = setting.schedule(lanes)
                 carried = over_link(
                     measured,
                     latency_s=result.latency_s,
@@ -114,7 +115,7 @@ def _stages(setting: Setting, lanes: int) -> list[list[Op]]:
     samples = []
     for _ in range(_TRACED_STEPS):
         with tracing() as trace:
-            setting.step(lanes, overlapped=False)
+            setting.step(setting.schedule(lanes).one_by_one())
         samples.append(programs_of(trace, trace.step))
     return median_programs(samples)
 

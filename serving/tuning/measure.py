@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from types import TracebackType
@@ -25,12 +25,11 @@ from tqdm import tqdm
 from model_runner import InputBatch, ModelRunner
 from serving.tuning.batches import make_batch
 from serving.tuning.cells import Arm, Cell, Grid, arm_config, library_arms
-from serving.tuning.stages import StageModel, best_schedules, layer_times
+from serving.tuning.stages import StageModel, best_schedules, mean_layer_times
 from serving.tuning.state import State, save_state
 from ubatch import SCHEDULES, UBatchConfig, UBatchWrapper, set_forward_context, tracing
 from ubatch.cost_table import SERIAL_ARM
 from ubatch.layer_program import LayerTimes
-from ubatch.schedule import KNOWN_POINTS
 from ubatch.simulate import median_programs, programs_of
 
 __all__ = ["Plan", "Tuner"]
@@ -202,8 +201,7 @@ class Tuner:
     @torch.inference_mode()
     def _stages(self, batch: InputBatch, lanes: int) -> tuple[LayerTimes, int] | None:
         """Of one lane, the mean over the lanes, the largest of the ranks; None where the step cannot be cut so."""
-        schedule = replace(SCHEDULES["mlp_shared_overlap"].with_lanes(lanes), points_off=KNOWN_POINTS)
-        arm = Arm(f"one by one x{lanes}", schedule)
+        arm = Arm(f"one by one x{lanes}", SCHEDULES["mlp_shared_overlap"].with_lanes(lanes).one_by_one())
         if not self._step(arm, batch):
             return None
         samples = []
@@ -211,10 +209,9 @@ class Tuner:
             with tracing() as trace:
                 self._step(arm, batch)
             samples.append(programs_of(trace, trace.step))
-        found = [layer_times(program) for program in median_programs(samples)]
-        names = list(vars(found[0][0]))
-        means = [sum(getattr(times, name) for times, _ in found) / len(found) for name in names]
-        return LayerTimes(**dict(zip(names, self._slowest(means), strict=True))), found[0][1]
+        times, layers = mean_layer_times(median_programs(samples))
+        slowest = self._slowest(list(vars(times).values()))
+        return LayerTimes(**dict(zip(vars(times), slowest, strict=True))), layers
 
     def _serves(self, lanes: int) -> bool:
         most = self._runner.all2all.traits.max_lanes

@@ -13,12 +13,12 @@ from dataclasses import dataclass, fields, replace
 from moe import All2AllTraits
 from serving.tuning.cells import Arm
 from ubatch import ConfigError, Schedule
-from ubatch.layer_program import LayerTimes
+from ubatch.layer_program import LayerTimes, UnevenTimes
 from ubatch.schedule import SERIAL, Point
 from ubatch.search import Candidate, search_schedules
 from ubatch.simulate import Compute, Launch, Op, Pass, Wait
 
-__all__ = ["StageModel", "best_schedules", "layer_times"]
+__all__ = ["HANDOFF_S", "StageModel", "best_schedules", "layer_times", "mean_layer_times", "nameless"]
 
 _SHARED_LEAST = 0.03
 """A shared expert takes more than this share of the compute, or what looks like it is the runtime's own work."""
@@ -71,11 +71,11 @@ class StageModel:
             fixed[field.name] = max(0.0, at_a - slope / a)
         return cls(LayerTimes(**fixed), LayerTimes(**whole), layers, num_experts, top_k, traits)
 
-    def times(self, lanes: int, chunks: int, chunk_dispatch: bool) -> LayerTimes:
+    def times(self, lanes: int, chunks: int, chunk_dispatch: bool) -> UnevenTimes:
         """Of one lane in one layer, all chunks together; see `ubatch.search.TimesOf`."""
-        dispatch_bytes, combine_bytes = self.traits.chunk_factors(
-            self.num_experts, self.top_k, chunks, chunk_dispatch=chunk_dispatch
-        )
+        cut = (self.num_experts, self.top_k, chunks)
+        dispatch_bytes, combine_bytes = self.traits.chunk_factors(*cut, chunk_dispatch=chunk_dispatch)
+        dispatch_shares, combine_shares = self.traits.chunk_shares(*cut, chunk_dispatch=chunk_dispatch)
         again = {
             "experts": (chunks, 1.0),
             "dispatch": (chunks if chunk_dispatch else 1, dispatch_bytes),
@@ -86,7 +86,7 @@ class StageModel:
             count, factor = again.get(field.name, (1, 1.0))
             fixed, whole = getattr(self.fixed, field.name), getattr(self.whole, field.name)
             values[field.name] = count * fixed + factor * whole / lanes
-        return LayerTimes(**values)
+        return UnevenTimes(**values, dispatch_shares=dispatch_shares, combine_shares=combine_shares)
 
 
 def layer_times(program: Sequence[Op]) -> tuple[LayerTimes, int]:
@@ -127,6 +127,14 @@ def layer_times(program: Sequence[Op]) -> tuple[LayerTimes, int]:
     return LayerTimes(**{name: seconds / layers for name, seconds in sums.items()}), layers
 
 
+def mean_layer_times(programs: Sequence[Sequence[Op]]) -> tuple[LayerTimes, int]:
+    """`layer_times`, the mean over all lanes' programs."""
+    found = [layer_times(program) for program in programs]
+    names = [field.name for field in fields(LayerTimes)]
+    means = {name: sum(getattr(times, name) for times, _ in found) / len(found) for name in names}
+    return LayerTimes(**means), found[0][1]
+
+
 def best_schedules(
     model: StageModel, mode: str, known: Sequence[Arm], *, max_lanes: int, max_chunks: int, keep: int
 ) -> list[Arm]:
@@ -142,13 +150,13 @@ def best_schedules(
         handoff_s=HANDOFF_S,
         keep=keep + len(known),
     )
-    taken = {_nameless(arm.schedule) for arm in known} | {_nameless(SERIAL)}
-    fresh = [each.schedule for each in found if _nameless(each.schedule) not in taken][:keep]
+    taken = {nameless(arm.schedule) for arm in known} | {nameless(SERIAL)}
+    fresh = [each.schedule for each in found if nameless(each.schedule) not in taken][:keep]
     names = [f"searched_{mode}_{place}" for place in range(1, len(fresh) + 1)]
     return [Arm(name, replace(schedule, name=name)) for name, schedule in zip(names, fresh, strict=True)]
 
 
-def _nameless(schedule: Schedule) -> Schedule:
+def nameless(schedule: Schedule) -> Schedule:
     """What two schedules that do the same have in common; where nothing is cut, its details do not matter."""
     if schedule.chunks == 1:
         schedule = replace(schedule, chunk_dispatch=True)

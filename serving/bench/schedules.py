@@ -1,0 +1,288 @@
+"""`ubatch bench schedules`: every named schedule, and those that the search picks, on one model and link.
+
+    calibrate   the link, so that communication takes `ratio` times the CPU time of two lanes
+    stages      2 and 4 lanes, one after the other and traced: what every stage costs per lane and per token
+    search      the simulator tries lanes x chunks x lead x place of the shared expert x points; the best are kept,
+                the work of each is measured, lanes one after the other, and they are simulated again with that
+    measure     the best of these, every named schedule, and each one's work one by one: interleaved A B B A
+
+Per schedule, besides `efficiency` and `speedup` (see `ubatch bench overlap`; here over the best serial arm):
+
+    predicted   the simulator's time for the step, from the stage times of the one-by-one arms, which overlap nothing
+    error       predicted / measured - 1
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import torch.distributed as dist
+from pydantic import Field
+
+from serving.bench.statistics import Interval, bootstrap, environment, interleave_arms, paired, write_json
+from serving.bench.step_setting import (
+    OneByOne,
+    Setting,
+    StepOptions,
+    calibrate,
+    model_folder,
+    open_setting,
+    slowest_rank,
+)
+from serving.ranks import run_ranks
+from serving.tuning.stages import HANDOFF_S, StageModel, mean_layer_times, nameless
+from ubatch import SCHEDULES, ConfigError, Schedule
+from ubatch.layer_program import LayerTimes
+from ubatch.schedule import SERIAL
+from ubatch.search import search_schedules
+from ubatch.simulate import Op, simulate
+
+__all__ = ["Options", "ScheduleResult", "SchedulesResult", "measure_schedules", "run"]
+
+_STAGE_LANES = (2, 4)
+_STAGE_STEPS = 7
+_POOL = 4
+"""So many times the schedules to measure are simulated with stage times of their own."""
+
+
+class Options(StepOptions):
+    """What to measure."""
+
+    ratio: Annotated[float, Field(gt=0, description="communication as a multiple of the compute of two lanes")] = 1.0
+    top: Annotated[int, Field(ge=1, description="schedules of the search to measure")] = 10
+    max_lanes: Annotated[int, Field(ge=1, le=8, description="how far the search looks")] = 4
+    max_chunks: Annotated[int, Field(ge=1, le=8, description="how far the search looks")] = 4
+
+
+@dataclass(frozen=True)
+class ScheduleResult:
+    """Figures of one schedule.
+
+    Attributes:
+        name: its own, or its place in the search.
+        schedule: what it is, in a line.
+        efficiency, speedup: see `ubatch bench overlap`.
+        predicted_ms, measured_ms: of a step.
+        error: predicted / measured - 1.
+    """
+
+    name: str
+    schedule: str
+    efficiency: Interval
+    speedup: Interval
+    predicted_ms: float
+    measured_ms: Interval
+    error: float
+
+
+@dataclass(frozen=True)
+class SchedulesResult:
+    """Figures over one link.
+
+    Attributes:
+        bytes_per_s, latency_s: the link.
+        arms_ms: raw block means per arm, slowest rank.
+        named: every named schedule that can run here.
+        searched: the search's best, best first as predicted before they were measured.
+    """
+
+    bytes_per_s: float
+    latency_s: float
+    arms_ms: Mapping[str, Sequence[float]]
+    named: Sequence[ScheduleResult]
+    searched: Sequence[ScheduleResult]
+
+
+def run(options: Options) -> int:
+    """Measure, print, write."""
+    with model_folder(options) as model:
+        result: SchedulesResult = run_ranks(_measure_on_rank, options.ranks, options, model)
+    print_result(options, result)
+    if options.json_file is not None:
+        write_json(options.json_file, as_json(options, result))
+        print(f"wrote {options.json_file}")
+    return 0
+
+
+def _measure_on_rank(rank: int, world_size: int, options: Options, model: Path) -> SchedulesResult:
+    with open_setting(rank, options, model) as setting:
+        return measure_schedules(setting, options)
+
+
+@torch.inference_mode()
+def measure_schedules(setting: Setting, options: Options) -> SchedulesResult:
+    """All steps of the page above. Every rank calls it; all get the same.
+
+    Raises:
+        ConfigError: the transport cannot serve four lanes.
+    """
+    bandwidth = calibrate(setting, 2, options.ratio)
+    named = {schedule.name: schedule for schedule in _named(setting)}
+    searched = {f"searched {place}": each for place, each in enumerate(_search(setting, options), 1)}
+    schedules = {**named, **searched}
+    works = {work_of(setting, schedule): None for schedule in schedules.values()}
+    setting.check_equal([*schedules.values(), *works])
+
+    one_by_one = {work: OneByOne(setting, work) for work in works}
+    arms: dict[str, Callable[[], float]] = {"serial_unsplit": functools.partial(setting.timed, SERIAL)}
+    arms |= {f"one_by_one {describe_work(work)}": arm for work, arm in one_by_one.items()}
+    arms |= {name: functools.partial(setting.timed, schedule) for name, schedule in schedules.items()}
+    walls = interleave_arms(arms, options.blocks, label="schedules", show=dist.get_rank() == 0)
+    for work, arm in one_by_one.items():
+        walls[f"split_compute {describe_work(work)}"] = arm.compute_ms(options.blocks)
+        walls[f"communication {describe_work(work)}"] = arm.communication_ms(options.blocks)
+    predictions = {
+        name: _slowest_s(simulate(one_by_one[work_of(setting, each)].programs(), each, HANDOFF_S).seconds)
+        for name, each in schedules.items()
+    }
+    walls = slowest_rank(walls)
+    results = {
+        name: _result(name, schedule, walls, describe_work(work_of(setting, schedule)), predictions[name] * 1e3)
+        for name, schedule in schedules.items()
+    }
+    return SchedulesResult(
+        bandwidth,
+        setting.link.latency_s,
+        walls,
+        [results[name] for name in named],
+        [results[name] for name in searched],
+    )
+
+
+def work_of(setting: Setting, schedule: Schedule) -> Schedule:
+    """Its lanes one by one; where the model has no shared expert, its place makes no difference."""
+    work = schedule.one_by_one()
+    return work if setting.has_shared_experts else replace(work, shared_expert=SERIAL.shared_expert)
+
+
+def describe_work(work: Schedule) -> str:
+    """A few words: lanes x chunks, what is chunked, where the shared expert runs."""
+    chunks = "" if work.chunk_dispatch else " of combine"
+    return f"{work.lanes}x{work.chunks}{chunks}, shared at {work.shared_expert}"
+
+
+def _named(setting: Setting) -> list[Schedule]:
+    """Those that the transport serves, each work and order once."""
+    most = setting.runner.all2all.traits.max_chunks
+    found: dict[Schedule, Schedule] = {}
+    for schedule in SCHEDULES.values():
+        if schedule != SERIAL and schedule.chunks <= most:
+            same = schedule
+            if not setting.has_shared_experts:
+                same = replace(schedule, shared_expert=SERIAL.shared_expert)
+            found.setdefault(nameless(same), schedule)
+    return list(found.values())
+
+
+# -- the search -----------------------------------------------------------------------------------------------------
+
+
+def _search(setting: Setting, options: Options) -> list[Schedule]:
+    """The best schedules, best first, the same on every rank."""
+    model = _stage_model(setting)
+    box: list[Any] = [None]
+    if dist.get_rank() == 0:
+        found = search_schedules(
+            model.times,
+            model.layers,
+            max_lanes=options.max_lanes,
+            max_chunks=min(options.max_chunks, model.traits.max_chunks),
+            combine_chunks=model.traits.cuts_combine is not None,
+            handoff_s=HANDOFF_S,
+            keep=_POOL * options.top,
+        )
+        box = [[each.schedule for each in found if nameless(each.schedule) != nameless(SERIAL)]]
+    dist.broadcast_object_list(box, src=0)
+    pool: list[Schedule] = box[0]
+    programs = _programs(setting, {work_of(setting, schedule): None for schedule in pool})
+    seconds = {each: _slowest_s(simulate(programs[work_of(setting, each)], each, HANDOFF_S).seconds) for each in pool}
+    return sorted(pool, key=lambda each: seconds[each])[: options.top]
+
+
+def _stage_model(setting: Setting) -> StageModel:
+    """From two numbers of lanes, the largest of the ranks; errors as `measure_schedules`."""
+    config, traits = setting.runner.config, setting.runner.all2all.traits
+    if traits.max_lanes is not None and traits.max_lanes < _STAGE_LANES[-1]:
+        raise ConfigError(f"the transport serves {traits.max_lanes} lanes; the stages are measured at {_STAGE_LANES}.")
+    works = {lanes: setting.schedule(lanes).one_by_one() for lanes in _STAGE_LANES}
+    programs = _programs(setting, works.values())
+    measured = []
+    for lanes, work in works.items():
+        times, layers = mean_layer_times(programs[work])
+        slowest = slowest_rank({name: [seconds] for name, seconds in vars(times).items()})
+        measured.append((lanes, LayerTimes(**{name: value for name, (value,) in slowest.items()})))
+    few, many = measured
+    return StageModel.fit(few, many, layers, config.num_experts, config.num_experts_per_tok, traits)
+
+
+def _programs(setting: Setting, works: Iterable[Schedule]) -> dict[Schedule, list[list[Op]]]:
+    """Of each; the steps take turns, so that what drifts with the machine drifts in all of them."""
+    arms = {work: OneByOne(setting, work) for work in works}
+    for _ in range(_STAGE_STEPS):
+        for arm in arms.values():
+            arm()
+    return {work: arm.programs() for work, arm in arms.items()}
+
+
+def _slowest_s(seconds: float) -> float:
+    return slowest_rank({"": [seconds]})[""][0]
+
+
+# -- results --------------------------------------------------------------------------------------------------------
+
+
+def _result(
+    name: str, schedule: Schedule, arms: Mapping[str, Sequence[float]], work: str, predicted_ms: float
+) -> ScheduleResult:
+    best = min(_serial_arms(arms), key=lambda arm: bootstrap(arms[arm]).median)
+    columns = zip(arms[f"split_compute {work}"], arms[f"communication {work}"], arms[name], strict=True)
+    measured = bootstrap(arms[name])
+    return ScheduleResult(
+        name=name,
+        schedule=schedule.describe().partition(": ")[2],
+        efficiency=bootstrap([max(compute, link) / t for compute, link, t in columns]),
+        speedup=paired(arms[best], arms[name]),
+        predicted_ms=predicted_ms,
+        measured_ms=measured,
+        error=predicted_ms / measured.median - 1,
+    )
+
+
+def _serial_arms(arms: Mapping[str, Sequence[float]]) -> list[str]:
+    """Those that hide nothing: chunks overlap within their lane, whatever the lanes do."""
+    return [arm for arm in arms if arm == "serial_unsplit" or re.match(r"one_by_one \d+x1,", arm)]
+
+
+def print_result(options: Options, result: SchedulesResult) -> None:
+    """Arms and figures, as text."""
+    speed, latency = result.bytes_per_s / 1e6, result.latency_s * 1e6
+    print(f"communication {options.ratio:g}x compute (link: {speed:.1f} MB/s, {latency:g} us)")
+    for name, values in result.arms_ms.items():
+        print(f"  {name:44} {bootstrap(values):.1f} ms")
+    print(f"  {'schedule':24} {'efficiency':>22} {'speedup':>22} {'predicted':>10} {'measured':>24} {'error':>7}")
+    for each in (*result.named, *result.searched):
+        print(
+            f"  {each.name:24} {format(each.efficiency, '.3f'):>22} {format(each.speedup, '.3f'):>22} "
+            f"{each.predicted_ms:10.1f} {format(each.measured_ms, '.1f'):>24} {each.error:+7.1%}"
+        )
+    for each in result.searched:
+        print(f"  {each.name}: {each.schedule}")
+
+
+def as_json(options: Options, result: SchedulesResult) -> dict[str, Any]:
+    """What `--json` writes."""
+    return {
+        "environment": environment(),
+        "options": options.model_dump(mode="json", exclude={"json_file"}),
+        "bytes_per_s": result.bytes_per_s,
+        "latency_s": result.latency_s,
+        "named": [vars(each) for each in result.named],
+        "searched": [vars(each) for each in result.searched],
+        "arms_ms": result.arms_ms,
+    }

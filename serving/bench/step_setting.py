@@ -1,0 +1,245 @@
+"""One rank's model, one batch and an emulated link, for measuring steps under any schedule."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Annotated, Literal
+
+import torch
+import torch.distributed as dist
+import tyro
+from pydantic import BaseModel, Field
+from torch import Tensor
+
+from model_runner import (
+    InputBatch,
+    ModelRunner,
+    RandomDeepseekV3,
+    RandomQwen3Moe,
+    Request,
+    SamplingParams,
+    ScheduledRequest,
+    build_input_batch,
+    make_random_checkpoint,
+)
+from model_runner.models.config import DecoderConfig
+from moe import EmulatedLink
+from ubatch import CommGroup, Schedule, UBatchConfig, UBatchError, UBatchWrapper, set_forward_context, tracing
+from ubatch.schedule import SERIAL
+from ubatch.simulate import Op, median_programs, programs_of
+
+__all__ = [
+    "OneByOne",
+    "Setting",
+    "StepOptions",
+    "calibrate",
+    "model_folder",
+    "open_setting",
+    "prefill_batch",
+    "slowest_rank",
+]
+
+
+class StepOptions(BaseModel):
+    """The steps, and the link under them."""
+
+    model: Annotated[Path | None, Field(description="checkpoint folder; random weights if not given")] = None
+    random: Annotated[
+        Literal["qwen3-moe", "deepseek-v3"],
+        Field(description="what the random weights are of: about 100 M parameters; deepseek-v3 has shared experts"),
+    ] = "qwen3-moe"
+    ranks: Annotated[int, Field(ge=2, description="data- and expert-parallel ranks")] = 2
+    sequences: Annotated[int, Field(ge=2, description="prompts per rank and step")] = 8
+    sequence_length: Annotated[int, Field(ge=1, description="tokens of a prompt")] = 128
+    latency_us: Annotated[float, Field(ge=0, description="the link's latency")] = 20.0
+    schedule: str = "mlp_shared_overlap"
+    all2all_backend: Annotated[str, Field(description="what carries the data under the emulated link")] = "torch_dist"
+    blocks: Annotated[int, Field(ge=2, description="A B B A blocks; 15 or more for figures to quote")] = 15
+    json_file: Annotated[
+        Path | None, tyro.conf.arg(name="json", metavar="FILE"), Field(description="write raw arms and results here")
+    ] = None
+
+
+@dataclass
+class Setting:
+    """One rank's model, batch and link, and what its arms record beside their times."""
+
+    runner: ModelRunner
+    batch: InputBatch
+    link: EmulatedLink
+    wrappers: dict[Schedule, UBatchWrapper] = field(default_factory=dict)
+
+    @property
+    def has_shared_experts(self) -> bool:
+        """Whether a token visits experts that need no communication."""
+        config = self.runner.config
+        return isinstance(config, DecoderConfig) and config.moe is not None and config.moe.shared_intermediate_size > 0
+
+    def schedule(self, lanes: int) -> Schedule:
+        """The runner's own, for so many lanes."""
+        return SERIAL if lanes == 1 else self.runner.dbo.resolved_schedule().with_lanes(lanes)
+
+    def wrapper(self, schedule: Schedule) -> UBatchWrapper:
+        """The runner's model under a schedule, which every step is large enough for."""
+        if schedule not in self.wrappers:
+            lowest = max(2, schedule.lanes)
+            config = replace(
+                self.runner.dbo,
+                num_ubatches=lowest,
+                schedule=schedule,
+                enable_dbo=_overlaps(schedule),
+                dbo_decode_token_threshold=lowest,
+                dbo_prefill_token_threshold=lowest,
+            )
+            self.wrappers[schedule] = UBatchWrapper(self.runner.model, config)
+        return self.wrappers[schedule]
+
+    def step(self, schedule: Schedule) -> Tensor:
+        """Vote, plan and run one step; hidden states `[tokens, hidden]`."""
+        wrapper = self.wrapper(schedule)
+        agreed = self.runner.coordinate(self.batch, wrapper.ubatch_config)
+        if agreed.decision.engaged != _overlaps(schedule):
+            raise UBatchError(f"{schedule.describe()}: the ranks decided otherwise: {agreed.decision.reason}.")
+        with set_forward_context(self.runner.forward_context(self.batch, agreed)):
+            hidden: Tensor = wrapper(self.batch.input_ids, self.batch.positions)
+        return hidden
+
+    def timed(self, schedule: Schedule) -> float:
+        """Milliseconds of a step, from when all ranks are ready."""
+        dist.barrier(self.runner.group.pg if self.runner.group is not None else None)
+        start = time.perf_counter()
+        self.step(schedule)
+        return (time.perf_counter() - start) * 1e3
+
+    def check_equal(self, schedules: Sequence[Schedule]) -> None:
+        """All of them compute the same as an unsplit step, before anything is timed."""
+        plain = self.step(SERIAL)
+        for schedule in schedules:
+            torch.testing.assert_close(self.step(schedule), plain, atol=1e-3, rtol=1e-3)
+
+    def close(self) -> None:
+        """Stop all lanes."""
+        for wrapper in self.wrappers.values():
+            wrapper.close()
+
+
+def _overlaps(schedule: Schedule) -> bool:
+    return schedule.lanes > 1 or schedule.chunks > 1
+
+
+@contextmanager
+def model_folder(options: StepOptions) -> Iterator[Path]:
+    """The checkpoint asked for, or a random one that is deleted at the end."""
+    if options.model is not None:
+        yield options.model
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        size = RandomQwen3Moe() if options.random == "qwen3-moe" else RandomDeepseekV3()
+        yield make_random_checkpoint(Path(folder) / f"random-{options.random}", size)
+
+
+@contextmanager
+def open_setting(rank: int, options: StepOptions, model: Path) -> Iterator[Setting]:
+    """This rank's model and batch over an emulated link, infinitely fast so far; every rank calls it."""
+    group = CommGroup.from_process_group(timeout_s=300.0)
+    link = EmulatedLink(options.latency_us * 1e-6, float("inf"))
+    config = UBatchConfig(schedule=options.schedule, timeout_s=300.0)
+    with ModelRunner(model, group=group, all2all_backend=options.all2all_backend, link=link, dbo=config) as runner:
+        generator = torch.Generator().manual_seed(rank)
+        size = (options.sequences, options.sequence_length)
+        prompts = torch.randint(0, runner.config.vocab_size, size, generator=generator).tolist()
+        setting = Setting(runner, prefill_batch(runner, prompts), link)
+        yield setting
+        setting.close()
+
+
+def prefill_batch(runner: ModelRunner, prompts: Sequence[Sequence[int]]) -> InputBatch:
+    """One step that prefills all prompts; its KV blocks stay taken."""
+    shares = []
+    for index, prompt in enumerate(prompts):
+        request = Request(index, list(prompt), SamplingParams(max_tokens=1))
+        runner.admit(request, len(prompt))
+        shares.append(ScheduledRequest(request, len(prompt)))
+    return build_input_batch(shares, runner.request_table, runner.kv_cache.spec, runner.device)
+
+
+def calibrate(setting: Setting, lanes: int, ratio: float) -> float:
+    """Set the link's bandwidth so that its busy time is `ratio` times the CPU time of the split step."""
+    link = setting.link
+    link.bytes_per_s = float("inf")
+    serial = setting.schedule(lanes).one_by_one()
+    times = []
+    for _ in range(5):
+        link.reset_statistics()
+        start = time.process_time()
+        setting.step(serial)
+        times.append(time.process_time() - start)
+    carried = link.statistics()
+    facts = torch.tensor(
+        [sorted(times)[2], max(carried.bytes_sent, carried.bytes_received), carried.transfers], dtype=torch.float64
+    )
+    dist.all_reduce(facts, dist.ReduceOp.MAX)
+    compute_s, num_bytes, transfers = facts.tolist()
+    travel_s = ratio * compute_s - transfers * link.latency_s
+    if travel_s <= 0:
+        raise UBatchError(f"{transfers:.0f} latencies of {link.latency_s * 1e6:g} us exceed {ratio:g}x compute.")
+    link.bytes_per_s = num_bytes / travel_s
+    return link.bytes_per_s
+
+
+class OneByOne:
+    """An arm: a schedule's lanes one after the other, and what their stages took.
+
+    Args:
+        setting: of this rank.
+        schedule: whose lanes, chunks and place of the shared expert.
+    """
+
+    def __init__(self, setting: Setting, schedule: Schedule) -> None:
+        self._setting = setting
+        self._schedule = schedule.one_by_one()
+        self._cpu_ms: list[float] = []
+        self._link_ms: list[float] = []
+        self._programs: list[list[list[Op]]] = []
+
+    def __call__(self) -> float:
+        """Run a step; its milliseconds."""
+        link = self._setting.link
+        link.reset_statistics()
+        with tracing() as trace:
+            start = time.process_time()
+            wall = self._setting.timed(self._schedule)
+            self._cpu_ms.append((time.process_time() - start) * 1e3)
+        self._link_ms.append(link.statistics().busy_s * 1e3)
+        self._programs.append(programs_of(trace, trace.step))
+        return wall
+
+    def compute_ms(self, blocks: int) -> list[float]:
+        """CPU time per block: split compute."""
+        return _block_means(self._cpu_ms, blocks)
+
+    def communication_ms(self, blocks: int) -> list[float]:
+        """The link's busy time per block."""
+        return _block_means(self._link_ms, blocks)
+
+    def programs(self) -> list[list[Op]]:
+        """For the simulator, with the medians of all steps but the first."""
+        return median_programs(self._programs[1:] or self._programs)
+
+
+def _block_means(values: Sequence[float], blocks: int) -> list[float]:
+    """Two recorded values a block, after one warm-up value."""
+    kept = list(values)[-2 * blocks :]
+    return [(a + b) / 2 for a, b in zip(kept[::2], kept[1::2], strict=True)]
+
+
+def slowest_rank(arms: Mapping[str, Sequence[float]]) -> dict[str, list[float]]:
+    """Per block the largest over the ranks: a step ends when its last rank has ended."""
+    table = torch.tensor(list(arms.values()), dtype=torch.float64)
+    dist.all_reduce(table, dist.ReduceOp.MAX)
+    return dict(zip(arms, table.tolist(), strict=True))
