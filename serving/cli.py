@@ -29,6 +29,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "bench attention": ("serving.bench.attention", "attention against plainer ways, and a model against transformers"),
     "bench overlap": ("serving.bench.overlap", "how much communication is hidden, and how close to the bound"),
     "bench schedules": ("serving.bench.schedules", "named schedules beside those that the search picks"),
+    "bench auto": ("serving.bench.auto", "--dbo-auto over a mixed load, against serial and every fixed setting"),
     "bench serve": ("serving.bench.serve", "a load on an OpenAI-compatible server, and what its clients see"),
     "bench engine": (
         "serving.bench.serve_compare",

@@ -1,0 +1,311 @@
+"""`ubatch bench auto`: `--dbo-auto` over a mixed load, against serial steps and every fixed setting.
+
+Two expert-parallel ranks run a load of decodes, whose batch grows and shrinks, between few, many and hardly any
+prefills. Auto runs every step. Some steps, drawn at random, are run by every arm, in turns forwards and backwards, so
+that what drifts with the machine drifts in all of them, and these are compared:
+
+    serial, and each arm that auto may choose     under fixed settings
+    auto                                          as it decides, its probes and exchanges included
+
+From these a fixed setting (an arm from so many tokens on, for each kind of step) can be reckoned without running it.
+The best of all of them is known only afterwards, and flattered by noise: the smallest of many sums.
+
+    against serial        time of the serial arm / time of auto
+    against the best      time of the best fixed setting / time of auto
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import tyro
+from pydantic import BaseModel, Field
+from tqdm import tqdm
+
+from model_runner import InputBatch, ModelRunner
+from model_runner.dbo_auto import DboAuto
+from moe import EmulatedLink
+from serving.bench.statistics import Interval, environment, write_json
+from serving.ranks import run_ranks
+from serving.tuning.batches import kv_blocks_needed, make_batch, requests_needed
+from serving.tuning.cells import Arm, Cell, Grid, arm_config, library_arms
+from ubatch import CommGroup, ConfigError, UBatchConfig
+from ubatch.cost_table import SERIAL_ARM, Setting
+
+__all__ = ["AutoResult", "Options", "best_fixed", "mixed_load", "run"]
+
+_BLOCK_SIZE = 16
+_DRIFT_BLOCKS = 20
+_RESAMPLES = 2000
+_CALIBRATION_STEPS = 5
+
+
+class Options(BaseModel):
+    """What to measure."""
+
+    model: Annotated[tyro.conf.Positional[Path], Field(description="folder of a Hugging Face checkpoint")]
+    ranks: Annotated[int, Field(ge=2, description="data- and expert-parallel ranks")] = 2
+    steps: Annotated[int, Field(ge=20, description="steps of the load, over each link")] = 800
+    compared: Annotated[float, Field(gt=0, le=1, description="share of the steps that every arm runs")] = 0.25
+    ratios: Annotated[
+        tuple[float, ...],
+        Field(description="communication as a multiple of the compute of a large prefill; 0 is no link"),
+    ] = (0.0, 0.25, 0.5, 1.0, 2.0, 4.0)
+    latency_us: Annotated[float, Field(ge=0, description="the link's latency")] = 20.0
+    max_decode_tokens: Annotated[int, Field(ge=8, description="requests of the largest decode step of a rank")] = 128
+    max_prefill_tokens: Annotated[int, Field(ge=32, description="tokens of the largest prefill step of a rank")] = 512
+    seed: Annotated[int, Field(description="of the load")] = 0
+    json_file: Annotated[
+        Path | None, tyro.conf.arg(name="json", metavar="FILE"), Field(description="write raw times and results here")
+    ] = None
+
+    @property
+    def grid(self) -> Grid:
+        """Shapes of the steps."""
+        return Grid(("decode", "prefill"), self.max_decode_tokens, self.max_prefill_tokens, 64, 128, 0)
+
+
+@dataclass(frozen=True)
+class AutoResult:
+    """Figures over one link.
+
+    Attributes:
+        ratio: communication over compute that was aimed at.
+        bytes_per_s: of the link; infinite where there is none.
+        load: kind and tokens of the steps that were compared.
+        seconds: per arm, of each of them, on its slowest rank.
+        best: kind -> the fixed setting that was best.
+        against_serial, against_best: see the page above.
+        decided: what auto says at the end, by kind.
+        probes: that it ran.
+    """
+
+    ratio: float
+    bytes_per_s: float
+    load: Sequence[Cell]
+    seconds: Mapping[str, Sequence[float]]
+    best: Mapping[str, Setting]
+    against_serial: Interval
+    against_best: Interval
+    decided: Mapping[str, str]
+    probes: int
+
+
+def run(options: Options) -> int:
+    """Measure, print each link as it is done, write."""
+    results: list[AutoResult] = run_ranks(_measure_on_rank, options.ranks, options)
+    if options.json_file is not None:
+        write_json(options.json_file, as_json(options, results))
+        print(f"wrote {options.json_file}")
+    return 0
+
+
+def mixed_load(options: Options) -> Iterator[Cell]:
+    """Decodes of a slowly changing batch, between few, many and hardly any prefills; the same on every rank."""
+    draw = random.Random(options.seed)
+    most = options.max_decode_tokens
+    decoding, phase = most // 3, max(1, options.steps // 6)
+    for step in range(options.steps):
+        if draw.random() < (0.15, 0.02, 0.6)[step // phase % 3]:
+            large = options.max_prefill_tokens
+            yield Cell("prefill", draw.choice([large] * 3 + [draw.randint(large // 16, large)]))
+        else:
+            decoding = max(4, min(most, decoding + draw.randint(-5, 5)))
+            yield Cell("decode", decoding)
+
+
+def best_fixed(load: Sequence[Cell], seconds: Mapping[str, Sequence[float]]) -> dict[str, Setting]:
+    """Per kind of step the arm and threshold that would have taken the least time.
+
+    Args:
+        load: the steps.
+        seconds: per arm, of every step; the serial arm among them.
+    """
+    arms = [arm for arm in seconds if arm != SERIAL_ARM]
+    found = {}
+    for kind in dict.fromkeys(cell.mode for cell in load):
+        own = [index for index, cell in enumerate(load) if cell.mode == kind]
+        sizes = sorted({load[index].tokens for index in own})
+        settings = [Setting(), *(Setting(arm, tokens) for arm in arms for tokens in sizes)]
+        found[kind] = min(settings, key=lambda setting: sum(seconds[setting.arm_for(load[i].tokens)][i] for i in own))
+    return found
+
+
+# -- the ranks ------------------------------------------------------------------------------------------------------
+
+
+def _measure_on_rank(rank: int, world_size: int, options: Options) -> list[AutoResult]:
+    grid = options.grid
+    group = CommGroup.from_process_group(timeout_s=300.0)
+    link = EmulatedLink(0.0, float("inf"))
+    with ModelRunner(
+        options.model,
+        group=group,
+        link=link,
+        dbo=UBatchConfig(timeout_s=300.0),
+        block_size=_BLOCK_SIZE,
+        num_kv_blocks=kv_blocks_needed(grid, _BLOCK_SIZE),
+        max_num_seqs=requests_needed(grid),
+    ) as runner:
+        results = []
+        for ratio in options.ratios:
+            _set_link(runner, link, ratio, options)
+            results.append(_measure(runner, link, ratio, options))
+            if rank == 0:
+                print_result(results[-1])
+    return results
+
+
+@torch.inference_mode()
+def _measure(runner: ModelRunner, link: EmulatedLink, ratio: float, options: Options) -> AutoResult:
+    arms = _arms(runner)
+    auto = DboAuto(runner.dbo, runner.group, runner.device, max_chunks=runner.all2all.traits.max_chunks)
+    names = [*arms, "auto"]
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    load: list[Cell] = []
+    rank, draw = dist.get_rank(), random.Random(options.seed + 1)
+    steps = tqdm(mixed_load(options), f"communication {ratio:g}x", options.steps, disable=rank > 0, leave=False)
+    for number, cell in enumerate(steps):
+        with make_batch(runner, cell, options.grid, seed=number * 64 + rank) as batch:
+            if draw.random() >= options.compared:
+                _run(runner, auto, batch)
+                continue
+            _run(runner, arms[SERIAL_ARM], batch)  # the first finds cold caches
+            for name in names if len(load) % 2 else reversed(names):
+                seconds[name].append(_timed(runner, auto if name == "auto" else arms[name], batch))
+            load.append(cell)
+    slowest = _slowest(seconds)
+    best = best_fixed(load, {name: slowest[name] for name in arms})
+    best_s = [slowest[best[cell.mode].arm_for(cell.tokens)][index] for index, cell in enumerate(load)]
+    found = auto.statistics()
+    return AutoResult(
+        ratio=ratio,
+        bytes_per_s=link.bytes_per_s,
+        load=load,
+        seconds=slowest,
+        best=best,
+        against_serial=_ratio_of_sums(slowest[SERIAL_ARM], slowest["auto"]),
+        against_best=_ratio_of_sums(best_s, slowest["auto"]),
+        decided=found.reasons,
+        probes=found.probes,
+    )
+
+
+def _arms(runner: ModelRunner) -> dict[str, UBatchConfig]:
+    """Those that auto may choose."""
+    lanes = runner.dbo.resolved_schedule().lanes
+    arms = library_arms((lanes, lanes + 1), chunks=runner.all2all.traits.max_chunks > 1)
+    return {arm.name: arm_config(runner.dbo, arm) for arm in arms}
+
+
+def _timed(runner: ModelRunner, how: UBatchConfig | DboAuto, batch: InputBatch) -> float:
+    """Seconds of a step, from when all ranks are ready."""
+    dist.barrier()
+    start = time.perf_counter()
+    _run(runner, how, batch)
+    return time.perf_counter() - start
+
+
+def _run(runner: ModelRunner, how: UBatchConfig | DboAuto, batch: InputBatch) -> None:
+    if not isinstance(how, DboAuto):
+        runner.forward(batch, runner.coordinate(batch, how))
+        return
+    agreed = runner.coordinate(batch, how.settings(batch.shape))
+    with how.timed(agreed.decision):
+        runner.forward(batch, agreed)
+
+
+@torch.inference_mode()
+def _set_link(runner: ModelRunner, link: EmulatedLink, ratio: float, options: Options) -> None:
+    """The bandwidth at which a large prefill's communication takes `ratio` times its CPU time.
+
+    Raises:
+        ConfigError: the latencies alone take longer.
+    """
+    link.latency_s, link.bytes_per_s = 0.0, float("inf")
+    if not ratio:
+        return
+    split = arm_config(runner.dbo, Arm("split", runner.dbo.resolved_schedule().one_by_one()))
+    times = []
+    with make_batch(runner, Cell("prefill", options.max_prefill_tokens), options.grid, seed=dist.get_rank()) as batch:
+        for _ in range(_CALIBRATION_STEPS):
+            link.reset_statistics()
+            start = time.process_time()
+            _run(runner, split, batch)
+            times.append(time.process_time() - start)
+    carried = link.statistics()
+    num_bytes = float(max(carried.bytes_sent, carried.bytes_received))
+    facts = _slowest({"": [sorted(times)[_CALIBRATION_STEPS // 2], num_bytes, float(carried.transfers)]})[""]
+    link.latency_s = options.latency_us * 1e-6
+    travel_s = ratio * facts[0] - facts[2] * link.latency_s
+    if travel_s <= 0:
+        raise ConfigError(f"{facts[2]:.0f} latencies of {options.latency_us:g} us exceed {ratio:g}x compute.")
+    link.bytes_per_s = facts[1] / travel_s
+
+
+def _slowest(seconds: Mapping[str, Sequence[float]]) -> dict[str, list[float]]:
+    """Of every value the largest of the ranks."""
+    table = torch.tensor(list(seconds.values()), dtype=torch.float64)
+    dist.all_reduce(table, dist.ReduceOp.MAX)
+    return dict(zip(seconds, table.tolist(), strict=True))
+
+
+# -- results --------------------------------------------------------------------------------------------------------
+
+
+def _ratio_of_sums(numerators: Sequence[float], denominators: Sequence[float]) -> Interval:
+    """With its 95% interval, resampling stretches of the load (seeded)."""
+    pairs = [
+        (float(np.sum(a)), float(np.sum(b)))
+        for a, b in zip(
+            np.array_split(np.asarray(numerators), _DRIFT_BLOCKS),
+            np.array_split(np.asarray(denominators), _DRIFT_BLOCKS),
+            strict=True,
+        )
+    ]
+    table = np.asarray(pairs)
+    draws = np.random.default_rng(0).integers(0, len(table), size=(_RESAMPLES, len(table)))
+    sums = table[draws].sum(axis=1)
+    low, high = np.percentile(sums[:, 0] / sums[:, 1], [2.5, 97.5])
+    return Interval(sum(numerators) / sum(denominators), float(low), float(high))
+
+
+def print_result(result: AutoResult) -> None:
+    """The arms and the figures of one link, as text."""
+    link = "no link" if np.isinf(result.bytes_per_s) else f"{result.bytes_per_s / 1e6:.1f} MB/s"
+    print(
+        f"\ncommunication {result.ratio:g}x compute ({link}), {len(result.load)} steps compared, {result.probes} probes"
+    )
+    for name, values in result.seconds.items():
+        print(f"  {name:26} {sum(values):8.2f} s")
+    for kind, setting in result.best.items():
+        what = "serial" if setting.threshold is None else f"{setting.arm} from {setting.threshold} tokens on"
+        print(f"  best fixed, {kind:13} {what}")
+    for kind, why in result.decided.items():
+        print(f"  auto, {kind:19} {why}")
+    print(f"  against serial {result.against_serial:.3f}, against the best {result.against_best:.3f}", flush=True)
+
+
+def as_json(options: Options, results: Sequence[AutoResult]) -> dict[str, Any]:
+    """What `--json` writes."""
+    return {
+        "environment": environment(),
+        "options": options.model_dump(mode="json", exclude={"json_file"}),
+        "links": [
+            {
+                **vars(result),
+                "load": [str(cell) for cell in result.load],
+                "bytes_per_s": None if np.isinf(result.bytes_per_s) else result.bytes_per_s,
+                "best": {kind: vars(setting) for kind, setting in result.best.items()},
+            }
+            for result in results
+        ],
+    }
