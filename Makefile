@@ -80,6 +80,7 @@ bench: setup ## the CPU benchmarks; writes benchmarks/results/*.json
 	$(BIN)/ubatch bench attention --json $(RESULTS)/attention.json
 	$(BIN)/ubatch bench engine --only scheduler --json $(RESULTS)/engine-scheduler.json
 	$(BIN)/ubatch bench engine --only overlap --json $(RESULTS)/engine-overlap.json
+	$(BIN)/ubatch bench speculation --json $(RESULTS)/speculation.json
 	$(BIN)/ubatch bench engine --only offline served --json $(RESULTS)/engine-offline.json
 
 test-gpu: ## the tests that need a GPU, with this machine's own torch if it is a CUDA build

@@ -10,6 +10,7 @@ backends     one interface, one plan per step and lane
 kernels      Triton kernels of the `triton` back end
 graph_buffers  a batch's tensors at fixed addresses, for captured CUDA graphs
 lanes        back ends and plans of a whole batch and of its lanes
+multi_step   plans of the decode steps in a row that draft a chain
 reference    the slow, obvious oracle
 """
 
@@ -43,6 +44,7 @@ from attention.kv_tables import BlockAllocator, RequestToTokenTable
 from attention.lanes import UBatchAttention
 from attention.metadata import CommonAttentionMetadata, split_attn_metadata
 from attention.modes import MODES, Kernel, ModeTraits, SplitKind, refuse_unsupported_model
+from attention.multi_step import MultiStepDraftAttention
 from attention.reference import reference_attention, reference_mla
 from attention.spec_verify import SpecVerifyInput
 
@@ -66,6 +68,7 @@ __all__ = [
     "MLAPlan",
     "MLAShape",
     "ModeTraits",
+    "MultiStepDraftAttention",
     "PagedKVCache",
     "RequestToTokenTable",
     "RopeTable",

@@ -179,6 +179,11 @@ class TokenPool:
             rows = quantize_fp8(rows, self.scales[layer])
         self._slots[layer].index_copy_(0, slots, rows)
 
+    def move(self, sources: Tensor, targets: Tensor) -> None:
+        """Copy rows from slots to slots in all layers, as they are stored; see `PagedKVCache.move`."""
+        slots = self.memory.view(self.memory.shape[0], -1, *self.memory.shape[3:])
+        slots.index_copy_(1, targets, slots.index_select(1, sources))
+
     def decode(self, stored: Tensor, layer: int) -> Tensor:
         """What was read from `blocks(layer)`, as numbers of the compute dtype; itself if the pool is not fp8."""
         if not self.fp8:
@@ -214,6 +219,17 @@ class _Cache:
     def write_slots(self, slot_mapping: Tensor) -> Tensor:
         """The slots to give to `write`, `[T]` int64: padding (-1) is sent to the hidden block. Once per step."""
         return torch.where(slot_mapping < 0, self.hidden_slot, slot_mapping)
+
+    def move(self, sources: Tensor, targets: Tensor) -> None:
+        """Copy what all layers keep of some tokens to other slots. All are read before any is written, so a slot may be
+        the source of one and the target of another.
+
+        Args:
+            sources: `[n]` int64 slots.
+            targets: `[n]` int64 slots, all different.
+        """
+        for pool in self._pools:
+            pool.move(sources, targets)
 
     @property
     def hidden_slot(self) -> int:

@@ -112,6 +112,11 @@ class RequestToTokenTable:
         self._free_rows = list(range(max_num_reqs - 1, -1, -1))
 
     @property
+    def num_rows(self) -> int:
+        """Requests that it has room for."""
+        return self._slots.shape[0]
+
+    @property
     def num_free_rows(self) -> int:
         """Requests that can still be added."""
         return len(self._free_rows)

@@ -127,6 +127,11 @@ class UBatchAttention:
         """Whether decode and verify batches can be captured: the decode back end plans for graphs."""
         return self._whole.decode.traits.graphs
 
+    @property
+    def takes_trees(self) -> bool:
+        """Whether the decode back end takes verify batches with a tree of drafts, which have a mask."""
+        return self._whole.decode.traits.tree_mask
+
     def plan_for_graph(self, metadata: CommonAttentionMetadata) -> Plan:
         """The plan that a graph of the unsplit batch is captured with; see `AttentionBackend.plan_for_graph`.
 

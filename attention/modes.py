@@ -47,21 +47,53 @@ class ModeTraits:
         kernel: what runs it.
         graph: whether its shapes are fixed, so that a CUDA graph can be captured. An idle batch has those of whatever
             graph it is padded to.
+        sglang: what SGLang calls it.
+        refused: what does not work in it, in words; empty for nothing.
     """
 
     tokens_per_request: str
     split: SplitKind
     kernel: Kernel
     graph: bool
+    sglang: str
+    refused: str = ""
 
 
 MODES: Mapping[ForwardMode, ModeTraits] = {
-    ForwardMode.DECODE: ModeTraits("1", SplitKind.FIXED, Kernel.DECODE, graph=True),
-    ForwardMode.PREFILL: ModeTraits("any number (SGLang: extend)", SplitKind.BY_LENGTH, Kernel.PREFILL, graph=False),
-    ForwardMode.MIXED: ModeTraits("1, or any number", SplitKind.BY_LENGTH, Kernel.PREFILL, graph=False),
-    ForwardMode.IDLE: ModeTraits("no request", SplitKind.EMPTY, Kernel.NONE, graph=True),
-    ForwardMode.TARGET_VERIFY: ModeTraits("the drafts, all alike", SplitKind.FIXED, Kernel.DECODE, graph=True),
-    ForwardMode.DRAFT_EXTEND: ModeTraits("the accepted drafts, 1 or more", SplitKind.NEVER, Kernel.DECODE, graph=True),
+    ForwardMode.DECODE: ModeTraits("1", SplitKind.FIXED, Kernel.DECODE, graph=True, sglang="DECODE"),
+    ForwardMode.PREFILL: ModeTraits(
+        "any number (SGLang: extend)",
+        SplitKind.BY_LENGTH,
+        Kernel.PREFILL,
+        graph=False,
+        sglang="EXTEND",
+        refused="capture: its shapes are not fixed",
+    ),
+    ForwardMode.MIXED: ModeTraits(
+        "1, or any number",
+        SplitKind.BY_LENGTH,
+        Kernel.PREFILL,
+        graph=False,
+        sglang="MIXED",
+        refused="capture, as above; drafts: its decodes run without",
+    ),
+    ForwardMode.IDLE: ModeTraits("no request", SplitKind.EMPTY, Kernel.NONE, graph=True, sglang="IDLE"),
+    ForwardMode.TARGET_VERIFY: ModeTraits(
+        "the drafts, all alike",
+        SplitKind.FIXED,
+        Kernel.DECODE,
+        graph=True,
+        sglang="TARGET_VERIFY",
+        refused="a cut inside a request; trees on back ends without a tree mask, and in graphs (they run eagerly)",
+    ),
+    ForwardMode.DRAFT_EXTEND: ModeTraits(
+        "the accepted drafts, 1 or more",
+        SplitKind.NEVER,
+        Kernel.DECODE,
+        graph=True,
+        sglang="DRAFT_EXTEND_V2",
+        refused="lanes: draft steps are never overlapped",
+    ),
 }
 """Every forward mode. SGLang's DRAFT_EXTEND_V2 is `DRAFT_EXTEND` here; its first version is gone there, too."""
 

@@ -26,7 +26,8 @@ import torch.distributed as dist
 
 from model_runner import ModelRunner, SamplingParams, generate
 from moe import EmulatedLink
-from serving.bench.overlap import OverlapResult, Setting, measure_overlap, prefill_batch, print_result
+from serving.bench.overlap import OverlapResult, measure_overlap, print_result
+from serving.bench.step_setting import Setting, prefill_batch
 from serving.generate import describe_steps, load_tokenizer
 from serving.ranks import run_ranks
 from ubatch import CommGroup, Span, UBatchConfig, UBatchWrapper, tracing
@@ -142,9 +143,9 @@ def generate_both_ways(
 def trace_steps(setting: Setting) -> list[Span]:
     """One step without overlap and one with, for the picture."""
     with tracing() as trace:
-        setting.step(1)
+        setting.step(setting.schedule(1))
         dist.barrier()
-        setting.step(2)
+        setting.step(setting.schedule(2))
     return trace.spans
 
 

@@ -21,9 +21,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import random
 import sys
-import sysconfig
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,14 +39,12 @@ from transformers import (
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 from transformers.utils import logging as transformers_logging
 
+from serving.bench.corpus import CorpusMissing, read_corpus
+
 DEFAULT_OUT = Path(__file__).resolve().parent / "models" / "tiny-moe"
 DEFAULT_STEPS = 2500
 EXPECTED_MINUTES = 20  # a longer estimate is worth a warning
 
-# Tests and vendored code, and two folders of tables (code pages, help topics) that are not program text.
-SKIPPED_FOLDERS = frozenset(
-    {"test", "tests", "idlelib", "lib2to3", "site-packages", "dist-packages", "encodings", "pydoc_data"}
-)
 END_OF_TEXT = "<|endoftext|>"
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] + '\\n' }}{% endfor %}"
 
@@ -60,7 +56,6 @@ PEAK_LR = 3e-3
 FINAL_LR_FRACTION = 0.05
 WEIGHT_DECAY = 0.1
 MAX_GRAD_NORM = 1.0
-HELD_OUT_FRACTION = 0.03  # of the files
 EVALUATION_WINDOWS = 256
 
 
@@ -69,42 +64,11 @@ class TrainingError(Exception):
 
 
 @dataclass(frozen=True)
-class Corpus:
-    """Source text of the standard library, one string per file, split by file."""
-
-    train: list[str]
-    held_out: list[str]
-
-
-@dataclass(frozen=True)
 class Evaluation:
     """Result of `evaluate`: mean next-token loss in nats, and the largest share of tokens any one expert received."""
 
     loss: float
     busiest_expert_share: float
-
-
-def read_corpus(seed: int) -> Corpus:
-    """Reads the running interpreter's standard library and holds out a seeded sample of its files.
-
-    Raises:
-        TrainingError: the interpreter ships no source files.
-    """
-    root = Path(sysconfig.get_path("stdlib"))
-    texts: list[str] = []
-    for path in sorted(root.rglob("*.py")):
-        if SKIPPED_FOLDERS.isdisjoint(path.relative_to(root).parts[:-1]):
-            text = path.read_text(encoding="utf-8", errors="replace")
-            if text.strip():
-                texts.append(text)
-    if len(texts) < 100:
-        raise TrainingError(
-            f"found {len(texts)} source files under the standard library ({root}), expected several hundred: "
-            "use a Python that ships its library as .py files"
-        )
-    random.Random(seed).shuffle(texts)
-    num_held_out = round(len(texts) * HELD_OUT_FRACTION)
-    return Corpus(train=texts[num_held_out:], held_out=texts[:num_held_out])
 
 
 def train_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
@@ -360,7 +324,7 @@ def main() -> int:
     args = parse_args()
     try:
         run(args.out, args.steps, args.seed, args.threads)
-    except (TrainingError, OSError) as error:
+    except (TrainingError, CorpusMissing, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     return 0

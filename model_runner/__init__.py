@@ -12,8 +12,10 @@ sampling_params       how to generate for one request
 penalties, sampler    from logits to tokens
 logprobs              how likely tokens were
 future_map            tokens that the host does not know yet
-verify                drafts, and which of them were right
+verify                drafts, and which of them were right; `speculation` makes them
 pending_step          a step between its launch and its result
+tensor_parallel       ranks that share a replica: who has which heads and rows
+step_context          what every lane of a step knows
 runner                all of it: `ModelRunner.execute` runs one step
 generate              offline generation, batched and over several ranks
 random_checkpoint     a large model with random weights, for measuring
@@ -21,12 +23,14 @@ random_checkpoint     a large model with random weights, for measuring
 
 from model_runner.dbo_auto import DboAuto
 from model_runner.dp import BatchShape, Coordination, coordinate_batch_across_dp, make_offer
+from model_runner.draws import fresh_seed
 from model_runner.errors import (
     CheckpointError,
     CheckpointFileMissing,
     RequestError,
     StepOrderError,
     TensorMissing,
+    TensorParallelMismatch,
     UnknownArchitecture,
     WrongShape,
 )
@@ -57,12 +61,15 @@ from model_runner.request import PENDING_TOKEN, Request, ScheduledRequest
 from model_runner.runner import ModelRunner
 from model_runner.sampler import sample
 from model_runner.sampling_params import SamplingParams
+from model_runner.speculation import Acceptance, Draft, Proposer, StepObserver
 from model_runner.step_cost import split_cost
+from model_runner.tensor_parallel import TensorParallel, check_tensor_parallel
 from model_runner.weights import Checkpoint
 
 __all__ = [
     "DEFAULT_KV_CACHE_MEMORY",
     "PENDING_TOKEN",
+    "Acceptance",
     "BatchShape",
     "CausalLM",
     "Checkpoint",
@@ -70,6 +77,7 @@ __all__ = [
     "CheckpointFileMissing",
     "Coordination",
     "DboAuto",
+    "Draft",
     "ExpertParallel",
     "FinishReason",
     "FutureMap",
@@ -79,6 +87,7 @@ __all__ = [
     "ModelConfig",
     "ModelRunner",
     "PendingStep",
+    "Proposer",
     "RandomDeepseekV3",
     "RandomQwen3Moe",
     "Request",
@@ -86,16 +95,21 @@ __all__ = [
     "SamplingParams",
     "SamplingRow",
     "ScheduledRequest",
+    "StepObserver",
     "StepOrderError",
     "StepOutput",
     "TensorMissing",
+    "TensorParallel",
+    "TensorParallelMismatch",
     "TokenLogprobs",
     "UnknownArchitecture",
     "WrongShape",
     "build_input_batch",
     "capture_sizes",
     "check_request",
+    "check_tensor_parallel",
     "coordinate_batch_across_dp",
+    "fresh_seed",
     "generate",
     "keep_freed_memory",
     "known_architectures",

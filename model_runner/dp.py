@@ -1,4 +1,4 @@
-"""Whether this step overlaps, agreed by all data-parallel ranks, and how this rank's batch is cut if it does.
+"""Whether this step overlaps, agreed by all ranks, and how this rank's batch is cut if it does.
 
 Every rank votes at every step, idle ones too: one small all-reduce that also tells each rank everybody's token counts.
     too few tokens, dbo off, a lane would be empty      votes no, says why
@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from attention import MODES, Kernel, SplitKind
 from model_runner.graph_sizes import GraphShape
+from model_runner.tensor_parallel import check_same_requests
 from ubatch import (
     CommGroup,
     Decision,
@@ -58,6 +59,7 @@ class BatchShape:
             `attention.reads_of_later_writes`. It is called where the batch would be split, only then: it costs time.
         cost: what a token and an attended pair cost in this model; needed to split by cost.
         graph_mode: the CUDA graphs this rank could replay for it, `Offer.graph_mode`; 0 for none.
+        content: fingerprint of the requests' tokens, where other ranks must run the same, `Offer.content`; else 0.
     """
 
     query_lens: Sequence[int]
@@ -66,6 +68,7 @@ class BatchShape:
     late_reads: Callable[[], Sequence[tuple[int, int]]] = _no_pairs
     cost: SplitCost = _TOKENS_ALONE
     graph_mode: int = 0
+    content: int = 0
 
 
 @dataclass(frozen=True)
@@ -90,20 +93,27 @@ class Coordination:
         return not any(any(row) for row in self.decision.tokens)
 
 
-def coordinate_batch_across_dp(config: UBatchConfig, batch: BatchShape, group: CommGroup | None) -> Coordination:
+def coordinate_batch_across_dp(
+    config: UBatchConfig, batch: BatchShape, group: CommGroup | None, tensor_parallel_size: int = 1
+) -> Coordination:
     """Vote on this step. With a group, every rank of it must call this, equally often.
+
+    Ranks that share a replica make the same offer, of the replica's tokens.
 
     Args:
         config: thresholds, lanes, schedules.
         batch: this rank's.
         group: the ranks; None for one rank alone.
+        tensor_parallel_size: ranks of a replica.
 
     Raises:
+        TensorParallelMismatch: ranks of a replica came with different requests.
         ConfigError: this rank has no tokens, and the others run a schedule that it does not have.
         PeerFailed, TransferTimeout, GroupBroken: see `CommGroup.vote`.
     """
     offer, slices = make_offer(config, batch)
     decision = decide([offer]) if group is None else group.vote(offer)
+    check_same_requests(decision, tensor_parallel_size)
     if not decision.engaged:
         return Coordination(decision, None)
     schedule = config.agreed_schedule(decision, batch.mode)
@@ -136,6 +146,7 @@ def make_offer(config: UBatchConfig, batch: BatchShape) -> tuple[Offer, tuple[UB
         schedule=fingerprint(schedule.describe()),
         mode=fingerprint(kind),
         graph_mode=batch.graph_mode,
+        content=batch.content,
     )
     return offer, slices
 

@@ -12,6 +12,7 @@ __all__ = [
     "RequestError",
     "StepOrderError",
     "TensorMissing",
+    "TensorParallelMismatch",
     "UnknownArchitecture",
     "WrongShape",
 ]
@@ -58,3 +59,7 @@ class RequestError(UBatchError, ValueError):
 
 class StepOrderError(UBatchError):
     """The parts of steps were called in an order that cannot work; the message says which."""
+
+
+class TensorParallelMismatch(UBatchError):
+    """Ranks that share one replica's attention came to a step with different requests; the message names them."""

@@ -20,7 +20,13 @@ _MODES = (AUTO, *(mode.value for mode in CUDAGraphMode))
 
 
 def resolve_graph_mode(
-    asked: str, device: torch.device, model: nn.Module, attention: UBatchAttention, *, simulated: bool = False
+    asked: str,
+    device: torch.device,
+    model: nn.Module,
+    attention: UBatchAttention,
+    *,
+    simulated: bool = False,
+    tensor_parallel_size: int = 1,
 ) -> CUDAGraphMode:
     """The mode in force.
 
@@ -30,6 +36,8 @@ def resolve_graph_mode(
         model: whose experts and transport must be capturable.
         attention: whose decode back end must be.
         simulated: something else than CUDA captures, so any device does.
+        tensor_parallel_size: ranks of a replica; only 1 is captured, as the number of tokens in each rank's share of a
+            captured step would have to be read on the device.
 
     Raises:
         ConfigError: an unknown mode, or `full` where something cannot be captured.
@@ -40,6 +48,8 @@ def resolve_graph_mode(
         return CUDAGraphMode.NONE
     on_gpu = device.type == "cuda" or simulated
     obstacle = _obstacle(model, attention) if on_gpu else f"CUDA graphs need a GPU, and the model runs on {device}"
+    if tensor_parallel_size > 1:
+        obstacle = f"steps of tensor-parallel ranks (tensor_parallel_size {tensor_parallel_size}) are not captured"
     if obstacle is None:
         return CUDAGraphMode.FULL
     if asked == CUDAGraphMode.FULL:

@@ -19,7 +19,8 @@ from model_runner.errors import RequestError
 from model_runner.host_copy import to_device
 from model_runner.logprobs import PromptSpan
 from model_runner.request import PENDING_TOKEN, Request, ScheduledRequest
-from model_runner.verify import chain_of_drafts, drafts_per_request
+from model_runner.speculation.tree import DraftTrees, chain_of_drafts
+from model_runner.verify import drafts_per_request
 from ubatch import ForwardMode
 
 __all__ = ["InputBatch", "build_input_batch"]
@@ -32,7 +33,7 @@ class InputBatch:
     Attributes:
         scheduled: the requests' shares, in order.
         input_ids: `[T]` int64; `-(row + 1)` where the token is pending, see `FutureMap`.
-        positions: `[T]` int64, each token's place in its request.
+        positions: `[T]` int64, each token's place in its request; of a tree of drafts, were its path accepted.
         metadata: for attention.
         shape: for the vote.
         logits_rows: `[S]` int64, the rows that are sampled: the last token of every share that reaches its end, and in
@@ -91,7 +92,7 @@ def build_input_batch(
 
     Raises:
         RequestError: a share is empty, or longer than what is left of its request, or the request has no row; drafts
-            that are not alike, or behind a token that is pending.
+            that are not alike, are no tree, or come behind a token that is pending.
         KVCacheExhausted: a request has not enough blocks for its share.
     """
     shares, device = tuple(scheduled), torch.device(device)
@@ -104,6 +105,9 @@ def build_input_batch(
     mode = ForwardMode.TARGET_VERIFY if num_drafts else _mode(query_lens, computed)
 
     positions, slots = _places(table, rows, query_lens, computed)
+    trees = DraftTrees.of([share.parents for share in shares], num_drafts) if num_drafts else None
+    if trees is not None:
+        positions = trees.positions(computed)
     pages = table.page_table(rows)
     metadata = CommonAttentionMetadata.build(query_lens, seq_lens, pages, slots, mode)
     ids, pending = _input_ids(shares, computed)
@@ -122,7 +126,11 @@ def build_input_batch(
     host = [torch.tensor(values, dtype=torch.int64) for values in (ids, sampled_rows, future_places)]
     input_ids, logits_rows, places, positions, metadata = _on_device((*host, positions), metadata, device)
     if num_drafts:
-        metadata = replace(metadata, spec_verify=chain_of_drafts(num_drafts, computed, input_ids, positions))
+        if trees is None:
+            drafts = chain_of_drafts(num_drafts, computed, input_ids, positions)
+        else:
+            drafts = trees.verify_input(computed, input_ids, positions)
+        metadata = replace(metadata, spec_verify=drafts)
     late_reads = partial(reads_of_later_writes, query_lens, seq_lens, pages, spec.block_size)
     return InputBatch(
         scheduled=shares,

@@ -13,11 +13,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from itertools import islice
+from itertools import accumulate, islice
 
 import torch
 from torch import Tensor
 
+from attention import MLAKVCache, PagedKVCache
 from model_runner.errors import RequestError, StepOrderError
 from model_runner.future_map import FutureMap
 from model_runner.host_copy import HostCopy, to_device, to_host
@@ -33,8 +34,10 @@ from model_runner.logprobs import (
 from model_runner.penalties import SamplingRow
 from model_runner.request import PENDING_TOKEN, ScheduledRequest
 from model_runner.sampler import sample
+from model_runner.speculation.accept import Acceptance, DraftRows, accepted_nodes, sample_by_rejection
+from model_runner.speculation.proposer import StepObserver
+from model_runner.speculation.tree import path_to
 from model_runner.step_streams import StepStreams
-from model_runner.verify import accepted_tokens
 from ubatch import Decision, ForwardMode
 
 __all__ = ["PendingStep", "SamplingContext", "StepOutput"]
@@ -73,6 +76,9 @@ class SamplingContext:
         prompt_carry: of prompts that run in chunks.
         together: errors inside reach the other ranks.
         streams: what steps run on.
+        kv_cache: of the model; accepted drafts of trees are moved in it.
+        acceptance: when drafts of sampled requests are accepted.
+        observer: is told what steps computed, in their order.
     """
 
     compute_logits: Callable[[Tensor], Tensor]
@@ -82,6 +88,9 @@ class SamplingContext:
     prompt_carry: PromptCarry
     together: Callable[[], AbstractContextManager[None]]
     streams: StepStreams
+    kv_cache: PagedKVCache | MLAKVCache
+    acceptance: Acceptance = Acceptance.MATCH
+    observer: StepObserver | None = None
 
 
 @dataclass(frozen=True)
@@ -103,6 +112,7 @@ class PendingStep:
         decision: how it runs.
         logits: `[S, vocab]` of the batch's `logits_rows`; None where nothing is sampled.
         prompt_hidden: hidden states of the rows of the batch's prompt spans; None where there are none.
+        hidden: hidden states of all rows, for the observer.
         all_idle: no rank has a token; nothing runs.
     """
 
@@ -113,6 +123,7 @@ class PendingStep:
         decision: Decision,
         logits: Tensor | None,
         prompt_hidden: Tensor | None = None,
+        hidden: Tensor | None = None,
         *,
         all_idle: bool = False,
     ) -> None:
@@ -122,6 +133,7 @@ class PendingStep:
         self._batch = batch
         self._logits = logits
         self._prompt_hidden = prompt_hidden
+        self._hidden = hidden if context.observer is not None else None
         self._sampled: _Sampled | None = None
         self._output: StepOutput | None = None
 
@@ -150,7 +162,10 @@ class PendingStep:
         if logits is None:
             return _Sampled(HostCopy(torch.empty(0, dtype=torch.int64)), prompt=prompt)
         rows, scored = self._special_rows()
+        drafted = self._drafts_to_reject(rows)
         tokens = sample(logits, rows)
+        if drafted:
+            tokens.index_copy_(0, *sample_by_rejection(logits, drafted))
         if batch.future_owners:
             self._context.future_map.store(batch.future_places, tokens, batch.future_owners)
         if not scored:
@@ -170,18 +185,34 @@ class PendingStep:
         ):
             params = share.request.params
             if not params.plain:
-                for offset in range(count):
+                for node in range(count):
                     if not params.greedy or params.adjusts:
-                        rows[next_row + offset] = self._sampling_row(share, length, offset)
+                        rows[next_row + node] = self._sampling_row(share, length, node)
                     if params.logprobs is not None:
-                        scored[next_row + offset] = params.logprobs
+                        scored[next_row + node] = params.logprobs
             next_row += count
         return rows, scored
 
-    def _sampling_row(self, share: ScheduledRequest, length: int, offset: int) -> SamplingRow:
-        """How the row behind `offset` drafts of a request is sampled, which had `length` tokens at the launch."""
+    def _drafts_to_reject(self, rows: dict[int, SamplingRow]) -> list[DraftRows]:
+        """The requests whose drafts are not accepted by match; their rows are taken out of `rows`."""
+        batch = self._batch
+        if batch.mode is not ForwardMode.TARGET_VERIFY or self._context.acceptance is Acceptance.MATCH:
+            return []
+        drafted = []
+        firsts = accumulate(batch.rows_per_share, initial=0)
+        for share, length, first in zip(batch.scheduled, batch.lengths, firsts, strict=False):
+            if not share.request.params.greedy:
+                drafted.append(DraftRows.of(share, first, rows, length - share.request.num_prompt_tokens))
+        for request in drafted:
+            for row in range(request.first, request.first + len(request.rows)):
+                del rows[row]
+        return drafted
+
+    def _sampling_row(self, share: ScheduledRequest, length: int, node: int) -> SamplingRow:
+        """How the row of a node of a request's drafts is sampled; the request had `length` tokens at the launch."""
         request, params = share.request, share.request.params
-        index = length - request.num_prompt_tokens + offset
+        path = path_to(node, share.parents)
+        index = length - request.num_prompt_tokens + len(path)
         if not params.needs_history:
             return SamplingRow(params, request.draw(index))
         output = request.token_ids[request.num_prompt_tokens : length]
@@ -194,7 +225,7 @@ class PendingStep:
         forbidden = params.ending_tokens(self._context.eos_token_ids) if index < params.min_tokens else ()
         if not params.penalised:
             return SamplingRow(params, request.draw(index), forbidden=forbidden)
-        output += share.drafts[:offset]
+        output += [share.drafts[draft] for draft in path]
         return SamplingRow(params, request.draw(index), request.prompt_vocabulary, output, forbidden)
 
     def _score_prompts(self) -> PromptScores | None:
@@ -216,41 +247,70 @@ class PendingStep:
             StepOrderError: `sample` was not called yet.
             PeerFailed, GroupBroken, TransferTimeout: on a GPU, another rank did not take part in the step.
         """
-        if self._output is None:
+        output = self._output
+        if output is None:
             with self._context.together():
                 if self._sampled is None:
                     raise StepOrderError("result() was called before sample().")
-                self._output = self._read(self._sampled)
-        return self._output
+                paths, output = self._read(self._sampled)
+                self._output = output
+                self._settle(paths, output.tokens)
+        return output
 
-    def _read(self, sampled: _Sampled) -> StepOutput:
+    def _read(self, sampled: _Sampled) -> tuple[list[tuple[int, ...]], StepOutput]:
+        """Of each share the rows that its new tokens are read from, by number within it; and what the step gave."""
         batch = self._batch
         tokens = iter(sampled.tokens.wait().tolist())
-        drawn = [tuple(islice(tokens, count)) for count in batch.rows_per_share]
-        new = drawn
+        says = [tuple(islice(tokens, count)) for count in batch.rows_per_share]
+        paths = [tuple(range(count)) for count in batch.rows_per_share]
         if batch.mode is ForwardMode.TARGET_VERIFY:
-            new = [accepted_tokens(share.drafts, own) for share, own in zip(batch.scheduled, drawn, strict=True)]
+            shares = zip(batch.scheduled, says, strict=True)
+            paths = [accepted_nodes(share.drafts, share.parents, own) for share, own in shares]
+        new = tuple(tuple(own[node] for node in path) for own, path in zip(says, paths, strict=True))
         nothing: tuple[tuple[()], ...] = ((),) * len(new)
         logprobs: Sequence[tuple[TokenLogprobs, ...]] = nothing
         if sampled.scores is not None:
-            logprobs = self._read_logprobs(new, sampled.scored_rows, sampled.scores.wait().tolist())
+            logprobs = self._read_logprobs(new, paths, sampled.scored_rows, sampled.scores.wait().tolist())
         prompt: Sequence[tuple[TokenLogprobs | None, ...]] = nothing
         if sampled.prompt is not None:
             read = sampled.prompt.read(self._context.prompt_carry)
             prompt = [read.get(index, ()) for index in range(len(new))]
-        return StepOutput(tuple(new), tuple(logprobs), tuple(prompt), self.decision, self.all_idle)
+        return paths, StepOutput(new, tuple(logprobs), tuple(prompt), self.decision, self.all_idle)
 
     def _read_logprobs(
-        self, new: Sequence[tuple[int, ...]], rows: Sequence[int], scores: list[list[float]]
+        self,
+        new: Sequence[tuple[int, ...]],
+        paths: Sequence[tuple[int, ...]],
+        rows: Sequence[int],
+        scores: list[list[float]],
     ) -> list[tuple[TokenLogprobs, ...]]:
         by_row = dict(zip(rows, scores, strict=True))
         read: list[tuple[TokenLogprobs, ...]] = []
-        first = 0
-        for share, tokens, count in zip(self._batch.scheduled, new, self._batch.rows_per_share, strict=True):
+        firsts = accumulate(self._batch.rows_per_share, initial=0)
+        for share, tokens, path, first in zip(self._batch.scheduled, new, paths, firsts, strict=False):
             wanted = share.request.params.logprobs
-            if wanted is None:
-                read.append(())
-            else:
-                read.append(read_logprobs(tokens, [by_row[first + offset] for offset in range(len(tokens))], wanted))
-            first += count
+            own = () if wanted is None else read_logprobs(tokens, [by_row[first + node] for node in path], wanted)
+            read.append(own)
         return read
+
+    @torch.inference_mode()
+    def _settle(self, paths: Sequence[tuple[int, ...]], new: Sequence[tuple[int, ...]]) -> None:
+        """Bring the keys and values of accepted drafts to their places, and tell the observer, in this order."""
+        context, batch, hidden, self._hidden = self._context, self._batch, self._hidden, None
+        accepted: list[tuple[int, ...]] = [()] * len(paths)
+        moves: list[tuple[int, int]] = []
+        if batch.mode is ForwardMode.TARGET_VERIFY:
+            firsts = accumulate(batch.rows_per_share, initial=0)
+            accepted = [tuple(first + node for node in path) for first, path in zip(firsts, paths, strict=False)]
+            moves = [(row, rows[0] + place) for rows in accepted for place, row in enumerate(rows)]
+            moves = [(source, target) for source, target in moves if source != target]
+        if not moves and hidden is None:
+            return
+        with context.streams.forward():
+            context.streams.keep(batch)  # uploaded for the block of the launch
+            if moves:
+                (rows,) = to_device([torch.tensor(moves, dtype=torch.int64).T.contiguous()], batch.input_ids.device)
+                sources, targets = batch.metadata.slot_mapping[rows]
+                context.kv_cache.move(sources, targets)
+            if hidden is not None and context.observer is not None and batch.num_tokens:
+                context.observer.observe(batch, hidden, new, accepted)

@@ -22,6 +22,9 @@ __all__ = ["PENDING_TOKEN", "Request", "ScheduledRequest"]
 PENDING_TOKEN = -1
 """A token that was sampled on the device and is not known on the host yet; see `FutureMap`."""
 
+_DRAFTING, _ACCEPTING = 0x64726166745F746B, 0x6163636570745F64
+"""Make sequences of their own out of a request's seed."""
+
 
 @dataclass(eq=False)
 class Request:
@@ -78,6 +81,14 @@ class Request:
         """The uniform number (0 to 1) for output token `index`: depends on the seed and the index only."""
         return uniform(self._seed, index)
 
+    def draft_draw(self, index: int) -> float:
+        """A number that drafts output token `index`; not `draw`'s, which must not know what the draft was."""
+        return uniform(self._seed ^ _DRAFTING, index)
+
+    def accept_draw(self, index: int) -> float:
+        """A number that accepts or rejects the draft of output token `index`; neither of the others."""
+        return uniform(self._seed ^ _ACCEPTING, index)
+
     def advance(self, num_tokens: int, token: int | None) -> None:
         """A step ran `num_tokens` of it and, at the end of the list, sampled `token`."""
         self.num_computed_tokens += num_tokens
@@ -94,11 +105,17 @@ class ScheduledRequest:
         num_tokens: how many of its tokens.
         drafts: guesses of the tokens after its last one. Where any share of a step has drafts all have equally many,
             and `num_tokens` is 1.
+        parents: of each draft the node it follows: 0 is the last known token (the root), `j + 1` is draft `j`, which
+            comes before it. None is a chain. The trees of a step may differ.
+        draft_probs: `[D, vocab]` float32 on the model's device, the distribution that each draft of a chain was drawn
+            from; only with acceptance by rejection.
     """
 
     request: Request
     num_tokens: int
     drafts: tuple[int, ...] = ()
+    parents: tuple[int, ...] | None = None
+    draft_probs: Tensor | None = None
 
     @property
     def samples(self) -> bool:

@@ -24,11 +24,9 @@ from torch import Tensor
 
 from attention import (
     BlockAllocator,
-    KVCacheExhausted,
     RequestToTokenTable,
     UBatchAttention,
     make_kv_cache,
-    split_attn_metadata,
 )
 from model_runner.dbo_auto import make_step_settings
 from model_runner.dp import Coordination, coordinate_batch_across_dp
@@ -46,14 +44,20 @@ from model_runner.models.base import CausalLM, ExpertParallel, ModelConfig
 from model_runner.models.registry import model_class
 from model_runner.pending_step import PendingStep, SamplingContext, StepOutput
 from model_runner.request import Request, ScheduledRequest
+from model_runner.request_memory import RequestMemory
 from model_runner.runner_options import check_max_model_len, is_fp8, make_transport, resolve_experts, with_group
+from model_runner.speculation.accept import Acceptance, check_acceptance
+from model_runner.speculation.proposer import StepObserver
+from model_runner.step_context import step_context
 from model_runner.step_cost import split_cost
 from model_runner.step_streams import StepStreams
+from model_runner.tensor_parallel import check_tensor_parallel, content_of, make_tensor_parallel
 from model_runner.weights import Checkpoint
 from moe import All2All, EmulatedLink
 from ubatch import (
     CapturedGraph,
     CommGroup,
+    ConfigError,
     CUDAGraphMode,
     ForwardContext,
     GraphBackend,
@@ -72,9 +76,11 @@ class ModelRunner:
 
     Args:
         model_path: the folder of a Hugging Face checkpoint.
-        group: the data-parallel ranks, which share the experts; None for one rank alone.
+        group: all ranks, which share the experts and vote; None for one rank alone.
+        tensor_parallel_size: so many ranks share a replica's attention and dense MLPs, rank = dp_rank * this + tp_rank;
+            they launch the same steps. See `model_runner.tensor_parallel`.
         all2all_backend: how tokens reach their experts; by default `local` for one rank, `torch_dist` for several.
-        link: deliver what the back end sends over this emulated link.
+        link: deliver what the ranks send to each other's experts, gather and scatter over this emulated link.
         dbo: when and how to overlap; its `group` is set to `group`.
         dbo_auto: find out while steps run when they overlap, see `DboAuto`; `step_settings.statistics()` says what.
         attention_backend: by name; `auto` picks one for the device.
@@ -92,7 +98,8 @@ class ModelRunner:
         cudagraph_mode: `none`; `full` replays decode and verify steps as CUDA graphs, once `capture_graphs` was called;
             `auto` is `full` on a GPU, where attention, experts and transport can be captured. Prefills run eagerly.
         cudagraph_capture_sizes: requests of the steps that are captured; those of `dbo`, or the usual ones by default.
-        num_speculative_tokens: drafts of the verify steps that are captured; 0 for none.
+        num_speculative_tokens: drafts of the verify steps that are captured; 0 for none. Trees are verified eagerly.
+        acceptance: when drafts of sampled requests are accepted.
         dtype: what the model computes in, and the KV cache stores.
         device: where it runs.
         streams: what the device offers for its steps to run on; its own streams by default.
@@ -100,10 +107,12 @@ class ModelRunner:
 
     Attributes:
         graphs: the captured steps; None where all run eagerly.
+        tensor_parallel: this rank's place among those that share a replica; None where it is one by itself.
 
     Raises:
         CheckpointError: the checkpoint cannot be loaded; see `model_runner.errors`.
-        ConfigError: an unknown back end, experts that do not divide by the ranks, settings that contradict each other.
+        ConfigError: an unknown back end, experts that do not divide by the ranks, heads or dense MLPs that do not
+            divide by `tensor_parallel_size`, settings that contradict each other.
     """
 
     def __init__(
@@ -111,6 +120,7 @@ class ModelRunner:
         model_path: str | Path,
         *,
         group: CommGroup | None = None,
+        tensor_parallel_size: int = 1,
         all2all_backend: str | None = None,
         link: EmulatedLink | None = None,
         dbo: UBatchConfig | None = None,
@@ -129,11 +139,13 @@ class ModelRunner:
         cudagraph_mode: str = "none",
         cudagraph_capture_sizes: Sequence[int] | None = None,
         num_speculative_tokens: int = 0,
+        acceptance: Acceptance = Acceptance.MATCH,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
         streams: StreamBackend | None = None,
         graphs: GraphBackend | None = None,
     ) -> None:
+        self.model_path = Path(model_path)
         self.group = group
         self.device = torch.device(device)
         self.dbo = with_group(dbo if dbo is not None else UBatchConfig(), group)
@@ -146,28 +158,50 @@ class ModelRunner:
         kind = model_class(checkpoint.architecture, checkpoint.config)
         self.config: ModelConfig = kind.read_config(checkpoint.config, checkpoint.generation_config())
         self.max_model_len = check_max_model_len(max_model_len, self.config.max_position_embeddings)
-        self.all2all: All2All = make_transport(all2all_backend, group, link, self.config.num_experts)
+        check_tensor_parallel(self.config, tensor_parallel_size)
+        if tensor_parallel_size > 1 and not kind.serves_tensor_parallel:
+            raise ConfigError(f"{kind.__name__} does not serve tensor parallelism; run it with tensor_parallel_size 1.")
+        self.tensor_parallel = make_tensor_parallel(group, tensor_parallel_size, link)
+        of_experts = None if self.tensor_parallel is not None and not self.config.num_experts else link
+        self.all2all: All2All = make_transport(all2all_backend, group, of_experts, self.config.num_experts)
         experts = resolve_experts(experts_backend, dtype, self.device)
-        self.model: CausalLM = kind.load(self.config, checkpoint, ExpertParallel(self.all2all, experts)).eval()
+        parallel = ExpertParallel(self.all2all, experts, self.tensor_parallel)
+        self.model: CausalLM = kind.load(self.config, checkpoint, parallel).eval()
 
-        spec = self.config.attention.cache_spec(self.config.num_layers, block_size, dtype, fp8=fp8)
-        self.kv_cache = make_kv_cache(spec, memory.num_blocks(spec), self.device)
+        shape = parallel.shard.attention(self.config.attention)
+        spec = shape.cache_spec(self.config.num_layers, block_size, dtype, fp8=fp8)
+        num_blocks = memory.num_blocks(spec)
+        if self.tensor_parallel is not None:  # what fits here may not fit there, but all must admit the same requests
+            num_blocks = self.tensor_parallel.least(num_blocks)
+        self.kv_cache = make_kv_cache(spec, num_blocks, self.device)
         if fp8:
             load_kv_scales(checkpoint, self.kv_cache)
         checkpoint.close()
         self.allocator = BlockAllocator(self.kv_cache.num_blocks)
         self.request_table = RequestToTokenTable(max_num_seqs, spec.blocks_for(self.max_model_len), block_size)
+        self._memory = RequestMemory(self.request_table, self.allocator, spec.blocks_for, self.max_model_len)
         self.attention = UBatchAttention(
-            self.config.attention,
+            shape,
             self.kv_cache,
             prefill=prefill_attention_backend or attention_backend,
             decode=decode_attention_backend or attention_backend,
         )
-        self.split_cost = split_cost(self.model, several_ranks=group is not None and group.size > 1)
+        self.split_cost = split_cost(
+            self.model,
+            several_ranks=group is not None and group.size > 1,
+            tensor_parallel_size=tensor_parallel_size,
+        )
         self.step_settings = make_step_settings(self.dbo, group, self.device, self.all2all, auto=dbo_auto)
         self.streams = StepStreams(self.device, streams, group)
         simulated = graphs is not None
-        mode = resolve_graph_mode(cudagraph_mode, self.device, self.model, self.attention, simulated=simulated)
+        mode = resolve_graph_mode(
+            cudagraph_mode,
+            self.device,
+            self.model,
+            self.attention,
+            simulated=simulated,
+            tensor_parallel_size=tensor_parallel_size,
+        )
         self.wrapper = UBatchWrapper(
             self.model, self.dbo, mode, self.device, graphs if mode is CUDAGraphMode.FULL else None
         )
@@ -193,55 +227,33 @@ class ModelRunner:
             prompt_carry=PromptCarry(),
             together=self.together,
             streams=self.streams,
+            kv_cache=self.kv_cache,
+            acceptance=acceptance,
         )
+
+    @property
+    def tensor_parallel_size(self) -> int:
+        """Ranks that share this one's replica."""
+        return 1 if self.tensor_parallel is None else self.tensor_parallel.size
 
     # -- requests and their KV ----------------------------------------------------------------------------------
 
     @property
     def free_kv_tokens(self) -> int:
         """Tokens that the free KV blocks hold."""
-        return self.allocator.num_free * self.kv_cache.spec.block_size
+        return self._memory.free_tokens
 
     def admit(self, request: Request, num_tokens: int) -> None:
-        """Give a request a row of the request table, and blocks for its first `num_tokens` tokens.
-
-        Raises:
-            KVCacheExhausted: there is no row, or there are not enough blocks; nothing is taken then.
-        """
-        needed = self.kv_cache.spec.blocks_for(num_tokens)
-        if needed > self.request_table.max_blocks:
-            raise KVCacheExhausted(
-                f"request {request.request_id!r} needs {needed} KV blocks; {self.request_table.max_blocks} hold the "
-                f"longest sequence ({self.max_model_len} tokens)."
-            )
-        blocks = self.allocator.allocate(needed)
-        try:
-            request.row = self.request_table.add_row()
-        except KVCacheExhausted:
-            self.allocator.free(blocks)
-            raise
-        self.request_table.append(request.row, blocks)
+        """Give a request memory for its first `num_tokens` tokens; see `RequestMemory`, also for the next two."""
+        self._memory.admit(request, num_tokens)
 
     def reserve(self, request: Request, num_tokens: int) -> None:
-        """Give an admitted request blocks for its first `num_tokens` tokens in all; what it has stays.
-
-        Raises:
-            KVCacheExhausted: there are not enough blocks; nothing is taken then.
-        """
-        if request.row is None:
-            self.admit(request, num_tokens)
-            return
-        held = len(self.request_table.blocks(request.row))
-        more = self.kv_cache.spec.blocks_for(num_tokens) - held
-        if more > 0:
-            self.request_table.append(request.row, self.allocator.allocate(more))
+        """Give an admitted request memory for its first `num_tokens` tokens in all; what it has stays."""
+        self._memory.reserve(request, num_tokens)
 
     def release(self, request: Request) -> None:
-        """Take a request's row and blocks back; its tokens must be computed anew if it ever runs again."""
-        if request.row is not None:
-            self.allocator.free(self.request_table.remove_row(request.row))
-            request.row = None
-            request.num_computed_tokens = 0
+        """Take a request's memory back; its tokens must be computed anew if it ever runs again."""
+        self._memory.release(request)
 
     # -- graphs -------------------------------------------------------------------------------------------------
 
@@ -264,6 +276,13 @@ class ModelRunner:
             return []
         with self.together(), self.streams.forward():
             return self.graphs.capture(progress)
+
+    def set_observer(self, observer: StepObserver | None) -> None:
+        """Tell what every step from the next one on computed, hidden states and new tokens, when its result is read.
+
+        Steps must then be read before the next one is launched.
+        """
+        self._sampling = replace(self._sampling, observer=observer)
 
     # -- a step -------------------------------------------------------------------------------------------------
 
@@ -297,6 +316,7 @@ class ModelRunner:
             Others: see `execute`.
         """
         with self.together(), self.streams.forward():
+            check_acceptance(scheduled, self._sampling.acceptance)
             batch = build_input_batch(scheduled, self.request_table, self.kv_cache.spec, self.device)
             batch = replace(batch, input_ids=self._sampling.future_map.resolve(batch.input_ids, batch.pending))
             for span in batch.prompt_spans:
@@ -311,13 +331,17 @@ class ModelRunner:
                 logits = self.model.compute_logits(hidden.index_select(0, batch.logits_rows))
             if batch.prompt_spans:
                 prompt_hidden = hidden.index_select(0, self._prompt_rows(batch))
-            return PendingStep(self._sampling, batch, agreed.decision, logits, prompt_hidden)
+            return PendingStep(self._sampling, batch, agreed.decision, logits, prompt_hidden, hidden)
 
     def coordinate(self, batch: InputBatch, dbo: UBatchConfig | None = None) -> Coordination:
         """Vote with the other ranks on a step, under `dbo` in place of the runner's own settings if given."""
-        could_replay = 0 if self.graphs is None else self.graphs.offer(batch.shape, batch.metadata.max_seq_len)
-        shape = replace(batch.shape, cost=self.split_cost, graph_mode=could_replay)
-        agreed = coordinate_batch_across_dp(self.dbo if dbo is None else dbo, shape, self.group)
+        could_replay = 0
+        if self.graphs is not None and not batch.metadata.has_tree:  # graphs are captured without a tree's mask
+            could_replay = self.graphs.offer(batch.shape, batch.metadata.max_seq_len)
+        size = self.tensor_parallel_size
+        content = content_of(batch.scheduled) if size > 1 else 0
+        shape = replace(batch.shape, cost=self.split_cost, graph_mode=could_replay, content=content)
+        agreed = coordinate_batch_across_dp(self.dbo if dbo is None else dbo, shape, self.group, size)
         return agreed if self.graphs is None else self.graphs.agree(agreed)
 
     def forward(self, batch: InputBatch, agreed: Coordination) -> Tensor:
@@ -344,36 +368,7 @@ class ModelRunner:
 
     def forward_context(self, batch: InputBatch, agreed: Coordination) -> ForwardContext:
         """The step's context: one attention plan, or where it overlaps one context and plan per lane."""
-        decision = agreed.decision
-        if agreed.slices is None:
-            return ForwardContext(
-                attn_metadata=self.attention.plan(batch.metadata),
-                num_tokens=batch.num_tokens,
-                mode=batch.mode,
-                tokens_across_ranks=decision.lane_tokens(0),
-                decision=decision,
-                schedule=agreed.schedule,
-            )
-        parts = split_attn_metadata(agreed.slices, batch.metadata)
-        lanes = tuple(
-            ForwardContext(
-                attn_metadata=plan,
-                num_tokens=metadata.num_actual_tokens,
-                mode=batch.mode,
-                tokens_across_ranks=decision.lane_tokens(lane),
-                decision=decision,
-            )
-            for lane, (metadata, plan) in enumerate(zip(parts, self.attention.plan_lanes(parts), strict=True))
-        )
-        return ForwardContext(
-            num_tokens=batch.num_tokens,
-            mode=batch.mode,
-            tokens_across_ranks=tuple(map(sum, decision.tokens)),
-            ubatch_slices=agreed.slices,
-            lane_contexts=lanes,
-            decision=decision,
-            schedule=agreed.schedule,
-        )
+        return step_context(batch, agreed, self.attention, self.tensor_parallel_size)
 
     def together(self) -> AbstractContextManager[None]:
         """What the ranks do together: an error in the `with` block makes the other ranks fail at once, naming this one.

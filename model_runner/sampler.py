@@ -7,7 +7,7 @@ the device, and nothing waits for it: what the host knows of the rows goes there
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -17,7 +17,7 @@ from model_runner.flashinfer_sampling import keep_most_likely, truncates
 from model_runner.host_copy import to_device
 from model_runner.penalties import SamplingRow, adjust_logits
 
-__all__ = ["sample"]
+__all__ = ["distributions", "fall", "sample"]
 
 _FEW = 256
 
@@ -54,12 +54,47 @@ def sample(logits: Tensor, rows: Mapping[int, SamplingRow]) -> Tensor:
     return tokens
 
 
+def distributions(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
+    """What `sample` draws each row from: `[R, vocab]` float64, each row sums to 1.
+
+    Args:
+        logits: `[R, vocab]`, floating; not changed.
+        rows: how each is sampled; none is greedy.
+
+    Raises:
+        RequestError: a row's bias or stop tokens are outside the vocabulary.
+    """
+    if any(row.params.adjusts for row in rows):
+        logits = adjust_logits(logits.to(torch.float32, copy=True), rows)
+    found = torch.empty(logits.shape, dtype=torch.float64, device=logits.device)
+    draws = _Draws.of(dict(enumerate(rows)), logits.shape[-1])
+    pairs = iter(to_device([tensor for each in draws for tensor in (each.where, each.columns)], logits.device))
+    for each in draws:
+        placed = replace(each, where=next(pairs), columns=next(pairs))
+        found.index_copy_(0, placed.where, placed.distribution(logits.index_select(0, placed.where)))
+    return found
+
+
+def fall(probabilities: Tensor, draws: Tensor) -> Tensor:
+    """`[n, 1]`, where each row's draw falls in its cumulative distribution.
+
+    Args:
+        probabilities: `[n, vocab]` float64, which need not sum to 1.
+        draws: `[n, 1]` float64, 0 to 1.
+    """
+    cumulative = probabilities.cumsum(dim=-1)
+    total = cumulative[:, -1:]
+    place = torch.searchsorted(cumulative, draws * total, right=True)
+    # A draw next to 1 may round up to the total: the last token that has any probability.
+    return torch.minimum(place, (cumulative < total).sum(dim=-1, keepdim=True))
+
+
 def _choose(logits: Tensor, draws: tuple[_Draws, ...]) -> Tensor:
     """One token per row of logits as they are."""
     tokens = logits.argmax(dim=-1)
     for each in draws:
         picked = logits if each.num_rows == logits.shape[0] else logits.index_select(0, each.where)
-        tokens.index_copy_(0, each.where, each.truncated(picked) if each.is_truncated else each.whole(picked))
+        tokens.index_copy_(0, each.where, each.tokens(picked))
     return tokens
 
 
@@ -113,17 +148,36 @@ class _Draws:
     def num_rows(self) -> int:
         return len(self.limits)
 
-    def whole(self, logits: Tensor) -> Tensor:
-        """Where the draws fall among all tokens, in the vocabulary's order: without sorting, which costs the most."""
+    def tokens(self, logits: Tensor) -> Tensor:
+        """Where the draws fall among the tokens that are left, `[n]`."""
+        order, probabilities = self._left(logits)
+        place = fall(probabilities, self.columns[1])
+        return (place if order is None else order.gather(1, place)).flatten()
+
+    def distribution(self, logits: Tensor) -> Tensor:
+        """What the draws fall in, in the vocabulary's order, `[n, vocab]`."""
+        order, probabilities = self._left(logits)
+        probabilities = probabilities / probabilities.sum(dim=-1, keepdim=True)
+        if order is None:
+            return probabilities
+        return probabilities.new_zeros(logits.shape).scatter_(1, order, probabilities)
+
+    def _left(self, logits: Tensor) -> tuple[Tensor | None, Tensor]:
+        """What top-k, top-p and min-p leave: tokens, most likely first, or None for all in the vocabulary's order; and
+        their probabilities, which need not sum to 1."""
+        if not self.is_truncated:
+            return None, self._whole(logits)
+        return (None, self._truncated_unsorted(logits)) if truncates(logits.device) else self._truncated(logits)
+
+    def _whole(self, logits: Tensor) -> Tensor:
+        """In the vocabulary's order: without sorting, which costs the most."""
         probabilities = self._scaled(logits).softmax(dim=-1)
         if self.has_min_p:
             self._cut_min_p(probabilities, probabilities.amax(dim=-1, keepdim=True))
-        return self._fall(probabilities).flatten()
+        return probabilities
 
-    def truncated(self, logits: Tensor) -> Tensor:
-        """Where the draws fall among the tokens that top-k, top-p and min-p leave, most likely first."""
-        if truncates(logits.device):
-            return self._truncated_unsorted(logits)
+    def _truncated(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Most likely first."""
         vocab, top_p, limits, width = logits.shape[-1], self.columns[3], self.columns[4], max(self.limits)
         # Top-p alone mostly keeps few tokens, and sorting a whole vocabulary is slow. A GPU sorts fast, and to ask it
         # whether few were enough would be to wait for it.
@@ -140,7 +194,7 @@ class _Draws:
         probabilities.masked_fill_(before >= top_p, 0)
         if self.has_min_p:
             self._cut_min_p(probabilities, probabilities[:, :1])
-        return order.gather(1, self._fall(probabilities)).flatten()
+        return order, probabilities
 
     def _truncated_unsorted(self, logits: Tensor) -> Tensor:
         """The same in the vocabulary's order; see `model_runner.flashinfer_sampling`."""
@@ -148,7 +202,7 @@ class _Draws:
         kept = keep_most_likely(self._scaled(logits).softmax(dim=-1), top_k, top_p).double()
         if self.has_min_p:
             self._cut_min_p(kept, kept.amax(dim=-1, keepdim=True))
-        return self._fall(kept).flatten()
+        return kept
 
     def _ranked(self, logits: Tensor, width: int) -> tuple[Tensor, Tensor]:
         """The `width` most likely tokens of each row, and their probabilities among as many as its limit.
@@ -167,14 +221,6 @@ class _Draws:
 
     def _cut_min_p(self, probabilities: Tensor, highest: Tensor) -> None:
         probabilities.masked_fill_(probabilities < self.columns[2] * highest, 0)
-
-    def _fall(self, probabilities: Tensor) -> Tensor:
-        """`[n, 1]`, where each row's draw falls in its cumulative distribution, which need not sum to 1."""
-        cumulative = probabilities.cumsum(dim=-1)
-        total = cumulative[:, -1:]
-        place = torch.searchsorted(cumulative, self.columns[1] * total, right=True)
-        # A draw next to 1 may round up to the total: the last token that has any probability.
-        return torch.minimum(place, (cumulative < total).sum(dim=-1, keepdim=True))
 
     def _scaled(self, logits: Tensor) -> Tensor:
         return logits.double() / self.columns[0]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from attention import AttentionShape
+from model_runner.tensor_parallel import Shard
 from moe import FusedExperts
 from ubatch import SplitCost
 
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
 __all__ = ["split_cost"]
 
 
-def split_cost(model: CausalLM, *, several_ranks: bool = False) -> SplitCost:
+def split_cost(model: CausalLM, *, several_ranks: bool = False, tensor_parallel_size: int = 1) -> SplitCost:
     """Operations of one token in all layers, and of one pair of a query token and a token it attends to.
 
     A token passes every matrix of the model, but of the routed experts only as many as the router chooses; embedding
@@ -22,8 +23,10 @@ def split_cost(model: CausalLM, *, several_ranks: bool = False) -> SplitCost:
 
     What it takes to send a token is not known here. With `several_ranks` that share experts it is taken to be as long
     as the token is computed, the case that overlap is for.
+
+    Of ranks that share a replica (`tensor_parallel_size`) each has a share of the heads, and of the experts' work.
     """
-    shape = model.config.attention
+    shape = Shard(size=tensor_parallel_size).attention(model.config.attention)
     if isinstance(shape, AttentionShape):
         per_pair, window = 4 * shape.num_heads * shape.head_dim, shape.sliding_window
         latent: dict[str, float] = {}
@@ -39,7 +42,7 @@ def split_cost(model: CausalLM, *, several_ranks: bool = False) -> SplitCost:
     left_out |= {id(weight) for module in experts for weight in module.parameters()}  # counted below
     dense = sum(w.numel() for w in model.parameters() if w.dim() > 1 and id(w) not in left_out)
     chosen = sum(_chosen_numbers(module, model.config.num_experts_per_tok) for module in experts)
-    per_token = 2.0 * (dense + chosen)
+    per_token = 2.0 * (dense + chosen / tensor_parallel_size)
     per_sent = per_token if experts and several_ranks else 0.0
     return SplitCost(per_token, float(per_pair * model.config.num_layers), window, per_sent=per_sent, **latent)
 

@@ -2,7 +2,8 @@
 
 A checkpoint is a folder with `config.json` and either `model.safetensors` or shards behind
 `model.safetensors.index.json`. Files are mapped, not read: a rank that asks for an eighth of the experts reads an
-eighth of their bytes. Conversion to the compute dtype happens in the copy.
+eighth of their bytes, and one that asks for a `Part` of a tensor's rows or columns reads that part. Conversion to the
+compute dtype happens in the copy.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import difflib
 import json
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +23,38 @@ from torch import Tensor
 from model_runner.errors import CheckpointError, CheckpointFileMissing, TensorMissing, WrongShape
 from model_runner.hf_config import HFConfig
 
-__all__ = ["Checkpoint"]
+__all__ = ["Checkpoint", "Part"]
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a rank takes of one dimension of a tensor.
+
+    Attributes:
+        start: the first row or column.
+        size: how many.
+        total: of the whole tensor.
+    """
+
+    start: int
+    size: int
+    total: int
+
+    @property
+    def slice(self) -> slice:
+        """The part as an index."""
+        return slice(self.start, self.start + self.size)
+
+
+Size = int | Part
+"""A dimension of a tensor that is loaded: whole, or a part of it."""
+
+
+def _rows(size: Size) -> int:
+    return size.size if isinstance(size, Part) else size
 
 
 class Checkpoint:
@@ -74,14 +104,14 @@ class Checkpoint:
         path = self.path / "generation_config.json"
         return HFConfig(_read_json(path) if path.exists() else {}, path)
 
-    def load(self, name: str, *shape: int) -> Tensor:
-        """A tensor, converted to the compute dtype.
+    def load(self, name: str, *shape: Size) -> Tensor:
+        """A tensor, or the part of it that `shape` names, converted to the compute dtype.
 
         Raises:
             TensorMissing, WrongShape: see there.
         """
-        out = torch.empty(shape, dtype=self.dtype, device=self.device)
-        self.load_into(name, out)
+        out = torch.empty([_rows(size) for size in shape], dtype=self.dtype, device=self.device)
+        self._copy(name, shape, out)
         return out
 
     def load_scalar(self, name: str) -> float:
@@ -93,26 +123,34 @@ class Checkpoint:
         self.load_into(name, out)
         return float(out)
 
-    def load_fused(self, parts: Sequence[tuple[str, int]], *rest: int) -> Tensor:
+    def load_fused(self, tensors: Sequence[tuple[str, Size]], *rest: int) -> Tensor:
         """Several tensors stacked along dimension 0, so that one product computes them all.
 
         Args:
-            parts: (name, rows) of each, in order.
+            tensors: (name, rows) of each, in order; the rows all of it, or a part.
             rest: their other dimensions.
         """
-        out = torch.empty((sum(rows for _, rows in parts), *rest), dtype=self.dtype, device=self.device)
-        for (name, _), place in zip(parts, out.split([rows for _, rows in parts]), strict=True):
-            self.load_into(name, place)
+        rows = [_rows(size) for _, size in tensors]
+        out = torch.empty((sum(rows), *rest), dtype=self.dtype, device=self.device)
+        for (name, size), place in zip(tensors, out.split(rows), strict=True):
+            self._copy(name, (size, *rest), place)
         return out
 
     def load_into(self, name: str, out: Tensor) -> None:
         """Copy a tensor to `out`, which may be a part of a larger one; errors as `load`."""
+        self._copy(name, tuple(out.shape), out)
+
+    def _copy(self, name: str, shape: Sequence[Size], out: Tensor) -> None:
         handle = self._handle(name)
         try:
-            shape = handle.get_slice(name).get_shape()
-            if tuple(shape) != tuple(out.shape):
-                raise WrongShape(name, shape, out.shape)
-            out.copy_(handle.get_tensor(name))
+            stored = handle.get_slice(name)
+            whole = tuple(size.total if isinstance(size, Part) else size for size in shape)
+            if tuple(stored.get_shape()) != whole:
+                raise WrongShape(name, stored.get_shape(), whole)
+            if whole == tuple(out.shape):
+                out.copy_(handle.get_tensor(name))
+            else:
+                out.copy_(stored[tuple(size.slice if isinstance(size, Part) else slice(None) for size in shape)])
         except SafetensorError as error:
             file = self.path / self._file_of[name]
             raise CheckpointError(f"{file}: cannot read tensor {name!r}: {error}") from error

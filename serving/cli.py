@@ -28,8 +28,9 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "bench lanes": ("serving.bench.lanes", "what the lanes cost where there is nothing to overlap"),
     "bench attention": ("serving.bench.attention", "attention against plainer ways, and a model against transformers"),
     "bench overlap": ("serving.bench.overlap", "how much communication is hidden, and how close to the bound"),
-    "bench schedules": ("serving.bench.schedules", "named schedules beside those that the search picks"),
     "bench auto": ("serving.bench.auto", "--dbo-auto over a mixed load, against serial and every fixed setting"),
+    "bench schedules": ("serving.bench.schedules", "named schedules beside those that the search picks"),
+    "bench speculation": ("serving.bench.speculation", "tokens guessed ahead against none: speed, and how often right"),
     "bench serve": ("serving.bench.serve", "a load on an OpenAI-compatible server, and what its clients see"),
     "bench engine": (
         "serving.bench.serve_compare",
@@ -86,7 +87,7 @@ def _usage(words: Sequence[str]) -> int:
         print(f"ubatch: unknown command {wrong!r}{nearest(wrong, COMMANDS)}\n", file=out)
     print("usage: ubatch COMMAND [--help] [flags]\n", file=out)
     for name, (_, description) in COMMANDS.items():
-        print(f"  {name:16} {description}", file=out)
+        print(f"  {name:18} {description}", file=out)
     return 0 if asked and words else 2
 
 

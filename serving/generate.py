@@ -4,28 +4,36 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Annotated, Any, Literal
+from dataclasses import dataclass, field
+from typing import Any
 
-import torch
 import torch.distributed as dist
-import tyro
-from pydantic import BaseModel, Field
 from tqdm import tqdm
 
-from attention import attention_backends
-from model_runner import Checkpoint, ModelRunner, SamplingParams
+from model_runner import ModelRunner, SamplingParams, fresh_seed
 from model_runner import generate as generate_tokens
+from serving.generate_drafted import DraftedOutput, generate_drafted
+from serving.generate_options import (
+    Options,
+    choose_device,
+    compute_dtype,
+    graph_options,
+    load_tokenizer,
+    prepare,
+    speculation_of,
+)
 from serving.graph_capture import capture_graphs
 from serving.ranks import pin_rank, run_ranks
-from serving.runner_setup import choose_dtype, count_gpus, describe_memory, make_link
-from ubatch import CommGroup, ConfigError, UBatchConfig, UBatchStatistics
+from serving.requests import DraftCounts
+from serving.runner_setup import describe_memory, make_link
+from serving.speculation import SpeculationConfig, runner_options
+from ubatch import CommGroup, UBatchConfig
 
 __all__ = [
     "Completion",
     "Generated",
     "Options",
+    "choose_device",
     "generate_on_rank",
     "load_tokenizer",
     "on_every_rank",
@@ -33,60 +41,6 @@ __all__ = [
     "print_generated",
     "run",
 ]
-
-
-_MOST_PROMPTS_AT_ONCE = 256
-
-
-class Options(BaseModel):
-    """A checkpoint, prompts, and how to run them."""
-
-    model: Annotated[tyro.conf.Positional[Path], Field(description="folder of a Hugging Face checkpoint")]
-    prompt: Annotated[tuple[str, ...], Field(min_length=1, description="one or more prompts")]
-    max_tokens: Annotated[int, Field(ge=1, description="tokens to generate per prompt")] = 64
-    temperature: Annotated[float, Field(ge=0, description="0 is greedy")] = 0.0
-    top_k: Annotated[int, Field(ge=0, description="sample from the k likeliest tokens; 0 for all")] = 0
-    top_p: Annotated[float, Field(gt=0, le=1, description="sample from the likeliest tokens of this mass")] = 1.0
-    seed: Annotated[int | None, Field(description="seed of the first prompt; prompt i gets seed + i")] = None
-    max_num_batched_tokens: Annotated[
-        int | None, Field(ge=1, description="most prompt tokens per step; longer prompts run in chunks")
-    ] = None
-    data_parallel_size: Annotated[int, Field(ge=1, description="ranks; prompts are dealt out in turn")] = 1
-    enable_expert_parallel: Annotated[bool, Field(description="the ranks share the experts")] = False
-    enable_dbo: Annotated[bool, Field(description="overlap two or more microbatches")] = False
-    ubatch_size: Annotated[int | None, Field(description="microbatches (default 2)")] = None
-    dbo_decode_token_threshold: Annotated[int | None, Field(description="fewest tokens of a decode step (32)")] = None
-    dbo_prefill_token_threshold: Annotated[int | None, Field(description="fewest tokens with a prefill (512)")] = None
-    schedule: Annotated[str | None, Field(description="a named schedule (mlp_shared_overlap)")] = None
-    all2all_backend: Annotated[str | None, Field(description="how tokens reach their experts")] = None
-    device: Annotated[
-        Literal["auto", "cpu", "cuda"], Field(description="auto is a GPU for one rank, if there is one")
-    ] = "auto"
-    dtype: Annotated[
-        Literal["auto", "float32", "bfloat16", "float16"],
-        Field(description="what it computes in; auto is float32 on a CPU, else the checkpoint's"),
-    ] = "auto"
-    cudagraph_mode: Annotated[
-        Literal["auto", "none", "full"],
-        Field(description="full replays decode steps as CUDA graphs; auto does so on a GPU, where all can be captured"),
-    ] = "auto"
-    cudagraph_capture_sizes: Annotated[
-        tuple[int, ...] | None,
-        tyro.conf.arg(metavar="INT [INT ...]"),
-        Field(description="prompts of the steps that are captured; others are padded to the next"),
-    ] = None
-    enforce_eager: Annotated[bool, Field(description="capture nothing, as --cudagraph-mode none")] = False
-    attention_backend: Annotated[str, Field(description=f"one of {', '.join(attention_backends())}")] = "auto"
-    prefill_attention_backend: Annotated[str | None, Field(description="another one for prefills")] = None
-    decode_attention_backend: Annotated[str | None, Field(description="another one for decodes")] = None
-    block_size: Annotated[int, Field(ge=1, description="tokens per KV page")] = 16
-    kv_cache_dtype: Annotated[str, Field(description="auto, or fp8 to store one byte a number")] = "auto"
-    emulated_link: Annotated[
-        tuple[float, float] | None,
-        tyro.conf.arg(metavar="US MB/S"),
-        Field(description="deliver over a link of this latency and bandwidth"),
-    ] = None
-    config: Annotated[Path | None, Field(description="YAML file of overlap settings; flags beat it")] = None
 
 
 @dataclass(frozen=True)
@@ -97,11 +51,12 @@ class Completion:
     text: str
     token_ids: tuple[int, ...]
     finish_reason: str
+    drafts: DraftCounts = field(default_factory=DraftCounts)
 
 
 @dataclass(frozen=True)
 class Generated:
-    """All prompts' outputs, in order, and what the ranks' steps did (summed over the ranks)."""
+    """All prompts' outputs, in order, and what the ranks' steps did (summed over the data-parallel ranks)."""
 
     completions: tuple[Completion, ...]
     engaged: int
@@ -118,102 +73,23 @@ def run(options: Options) -> int:
     return 0
 
 
-def prepare(options: Options) -> UBatchConfig:
-    """Check the flags against each other, before any rank starts; returns how to overlap.
-
-    Raises:
-        ConfigError: flags that contradict each other, or a checkpoint without a tokenizer.
-    """
-    config = overlap_config(options)
-    if options.enable_expert_parallel and options.data_parallel_size == 1:
-        raise ConfigError("--enable-expert-parallel needs --data-parallel-size 2 or more; one rank has all experts.")
-    exchange = {"--all2all-backend": options.all2all_backend, "--emulated-link": options.emulated_link}
-    for flag, value in exchange.items():
-        if value is not None and not options.enable_expert_parallel:
-            raise ConfigError(f"{flag} needs --enable-expert-parallel; without it nothing is exchanged.")
-    graph_options(options)
-    load_tokenizer(options.model)
-    return config
-
-
 def on_every_rank(fn: Callable[..., Any], options: Options, config: UBatchConfig) -> Any:
     """Call `fn(rank, world_size, options, config)` on all ranks, here if there is one; returns rank 0's result."""
-    if options.data_parallel_size == 1:
+    if options.num_processes == 1:
         pin_rank(0, 1)
         return fn(0, 1, options, config)
-    return run_ranks(fn, options.data_parallel_size, options, config)
-
-
-def overlap_config(options: Options) -> UBatchConfig:
-    """Flags beat the file, the file beats the defaults."""
-    base = UBatchConfig.from_yaml(options.config) if options.config is not None else UBatchConfig(enable_dbo=False)
-    flags: dict[str, Any] = {
-        "num_ubatches": options.ubatch_size,
-        "dbo_decode_token_threshold": options.dbo_decode_token_threshold,
-        "dbo_prefill_token_threshold": options.dbo_prefill_token_threshold,
-        "schedule": options.schedule,
-        "enable_dbo": True if options.enable_dbo else None,
-    }
-    return replace(base, **{name: value for name, value in flags.items() if value is not None})
-
-
-def choose_device(options: Options) -> str:
-    """`cpu` or `cuda`.
-
-    Raises:
-        ConfigError: there is no GPU, or several ranks would need one each.
-    """
-    if options.device == "cuda":
-        if options.data_parallel_size > 1:
-            raise ConfigError("--device cuda with --data-parallel-size: use `ubatch serve` for ranks with a GPU each.")
-        if not count_gpus():
-            raise ConfigError("--device cuda: there is no GPU here that torch can use. Use --device cpu.")
-    if options.device != "auto":
-        return options.device
-    return "cuda" if options.data_parallel_size == 1 and count_gpus() else "cpu"
-
-
-def graph_options(options: Options) -> dict[str, Any]:
-    """What `ModelRunner` is told about CUDA graphs.
-
-    Raises:
-        ConfigError: flags that contradict each other, or the device.
-    """
-    mode, sizes = options.cudagraph_mode, options.cudagraph_capture_sizes
-    if options.enforce_eager and mode == "full":
-        raise ConfigError("--enforce-eager and --cudagraph-mode full contradict each other. Remove one.")
-    mode = "none" if options.enforce_eager else mode
-    if choose_device(options) == "cpu" and (mode == "full" or sizes is not None):
-        name = "--cudagraph-mode full" if mode == "full" else "--cudagraph-capture-sizes"
-        raise ConfigError(f"{name} needs a GPU, and the ranks run on a CPU. Remove it.")
-    if mode == "none" and sizes is not None:
-        raise ConfigError("--cudagraph-capture-sizes has no effect where nothing is captured. Remove it.")
-    return {
-        "cudagraph_mode": mode,
-        "cudagraph_capture_sizes": sizes,
-        "max_num_seqs": min(_MOST_PROMPTS_AT_ONCE, -(-len(options.prompt) // options.data_parallel_size)),
-    }
-
-
-def load_tokenizer(model: Path) -> Any:
-    """The checkpoint's own tokenizer.
-
-    Raises:
-        ConfigError: the folder has no `tokenizer.json`.
-    """
-    from tokenizers import Tokenizer
-
-    file = model / "tokenizer.json"
-    if not file.is_file():
-        raise ConfigError(f"{file} does not exist. `model` must be the folder of a checkpoint with its tokenizer.")
-    return Tokenizer.from_file(str(file))
+    return run_ranks(fn, options.num_processes, options, config)
 
 
 def generate_on_rank(rank: int, world_size: int, options: Options, config: UBatchConfig) -> Generated | None:
-    """This rank's share of the prompts; rank 0 returns everything, the others None."""
+    """This rank's share of the prompts; rank 0 returns everything, the others None.
+
+    The processes of a tensor-parallel group have the same prompts, and sample the same tokens.
+    """
     tokenizer = load_tokenizer(options.model)
-    group = CommGroup.from_process_group() if options.enable_expert_parallel else None
-    own = list(range(rank, len(options.prompt), world_size))
+    group = _group_of(rank, options)
+    own = list(range(rank // options.tensor_parallel_size, len(options.prompt), options.data_parallel_size))
+    options = _with_seed(options)
     params = [
         SamplingParams(
             max_tokens=options.max_tokens,
@@ -226,13 +102,16 @@ def generate_on_rank(rank: int, world_size: int, options: Options, config: UBatc
     ]
     prompts = [tokenizer.encode(options.prompt[index]).ids for index in own]
     device = choose_device(options)
+    speculation = speculation_of(options)
     with (
         ModelRunner(
             options.model,
             device=device,
-            dtype=_dtype(options, device),
+            dtype=compute_dtype(options, device),
             **graph_options(options),
+            **runner_options(speculation),
             group=group,
+            tensor_parallel_size=options.tensor_parallel_size,
             all2all_backend=options.all2all_backend,
             link=make_link(options.emulated_link),
             dbo=config,
@@ -246,51 +125,85 @@ def generate_on_rank(rank: int, world_size: int, options: Options, config: UBatc
         capture_graphs(runner, show=rank == 0)
         total = len(own) * options.max_tokens
         with tqdm(total=total, unit="token", disable=None if rank == 0 else True, leave=False) as bar:
-            outputs = generate_tokens(
-                runner,
-                prompts,
-                params,
-                max_num_batched_tokens=options.max_num_batched_tokens,
-                on_token=lambda _, __: bar.update(),
-            )
+            outputs = _generate(runner, prompts, params, options, speculation, lambda _, __: bar.update())
         statistics, memory = runner.statistics(), describe_memory(runner)
     completions = {
         index: Completion(
-            options.prompt[index], tokenizer.decode(list(out.token_ids)), out.token_ids, str(out.finish_reason)
+            options.prompt[index],
+            tokenizer.decode(list(out.token_ids)),
+            tuple(out.token_ids),
+            str(out.finish_reason),
+            out.drafts,
         )
         for index, out in zip(own, outputs, strict=True)
     }
-    return _gather(completions, statistics, memory, rank, world_size)
-
-
-def _dtype(options: Options, device: str) -> torch.dtype:
-    name: str = options.dtype
-    if name == "auto":
-        checkpoint = Checkpoint(options.model)
-        name, _ = choose_dtype(device, str(checkpoint.config.values.get("dtype", "")))
-        checkpoint.close()
-    return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[name]
-
-
-def _gather(
-    completions: Mapping[int, Completion], statistics: UBatchStatistics, memory: str, rank: int, world_size: int
-) -> Generated | None:
-    shares: list[Any] = [None] * world_size
     engaged = statistics.engaged + statistics.engaged_single
-    share = (completions, engaged, {str(reason): count for reason, count in statistics.declined.items()})
+    declined = {str(reason): count for reason, count in statistics.declined.items()}
+    share = _Share(completions, engaged, declined)
+    if rank % options.tensor_parallel_size:
+        share = _Share()  # its leader has the same to say
+    return _gather(share, memory, rank, world_size)
+
+
+def _generate(
+    runner: ModelRunner,
+    prompts: Sequence[Sequence[int]],
+    params: Sequence[SamplingParams],
+    options: Options,
+    speculation: SpeculationConfig | None,
+    on_token: Callable[[int, int], None],
+) -> list[DraftedOutput]:
+    most = options.max_num_batched_tokens
+    if speculation is not None:
+        return generate_drafted(runner, prompts, params, speculation, max_num_batched_tokens=most, on_token=on_token)
+    outputs = generate_tokens(runner, prompts, params, max_num_batched_tokens=most, on_token=on_token)
+    return [DraftedOutput(list(output.token_ids), output.finish_reason) for output in outputs]
+
+
+def _group_of(rank: int, options: Options) -> CommGroup | None:
+    """The ranks that step with this one: all if they share experts, else those of its tensor-parallel group."""
+    if options.enable_expert_parallel:
+        return CommGroup.from_process_group()
+    size = options.tensor_parallel_size
+    if size == 1:
+        return None
+    firsts = range(0, options.num_processes, size)
+    groups = [dist.new_group(list(range(first, first + size))) for first in firsts]  # all ranks make all of them
+    return CommGroup.from_process_group(groups[rank // size])
+
+
+def _with_seed(options: Options) -> Options:
+    """With a seed that all processes know, where those of a tensor-parallel group would each draw their own."""
+    if options.tensor_parallel_size == 1 or options.temperature == 0 or options.seed is not None:
+        return options
+    seed = [fresh_seed()]
+    dist.broadcast_object_list(seed, src=0)
+    return options.model_copy(update={"seed": seed[0]})
+
+
+@dataclass(frozen=True)
+class _Share:
+    """What one process adds to `Generated`; completions by the place of their prompt."""
+
+    completions: Mapping[int, Completion] = field(default_factory=dict)
+    engaged: int = 0
+    declined: Mapping[str, int] = field(default_factory=dict)
+
+
+def _gather(share: _Share, memory: str, rank: int, world_size: int) -> Generated | None:
+    shares: list[Any] = [None] * world_size
     if world_size == 1:
         shares = [share]
     else:
         dist.gather_object(share, shares if rank == 0 else None)
     if rank != 0:
         return None
-    merged = {index: completion for own, _, _ in shares for index, completion in own.items()}
+    merged = {index: completion for each in shares for index, completion in each.completions.items()}
     declined: Counter[str] = Counter()
-    for _, _, counts in shares:
-        declined.update(counts)
-    return Generated(
-        tuple(merged[index] for index in sorted(merged)), sum(s[1] for s in shares), dict(declined), memory
-    )
+    for each in shares:
+        declined.update(each.declined)
+    completions = tuple(merged[index] for index in sorted(merged))
+    return Generated(completions, sum(each.engaged for each in shares), dict(declined), memory)
 
 
 def print_generated(generated: Generated) -> None:
@@ -299,6 +212,12 @@ def print_generated(generated: Generated) -> None:
         print(f"--- {completion.prompt!r} ({len(completion.token_ids)} tokens, {completion.finish_reason})")
         print(f"{completion.prompt}{completion.text}")
     print(f"steps: {describe_steps(generated.engaged, generated.declined)}")
+    drafts = sum((completion.drafts for completion in generated.completions), DraftCounts())
+    if drafts.verified:
+        print(
+            f"speculation: {drafts.drafted} tokens guessed, {drafts.accepted} of them right; "
+            f"{drafts.mean_accepted_length:.2f} tokens per request and verify step"
+        )
     print(f"memory of a rank: {generated.memory}")
 
 

@@ -14,7 +14,7 @@ from tqdm import tqdm
 from model_runner import FinishReason, RequestError, SamplingParams, TokenLogprobs
 from serving.engine.offline import OfflineEngine, make_offline_engine
 from serving.options import resolve_keywords, to_engine_options
-from serving.requests import EngineStatistics, RequestInput, RequestOutput
+from serving.requests import DraftCounts, EngineStatistics, RequestInput, RequestOutput
 from serving.text import TextStream, load_tokenizer
 from ubatch import ConfigError, UBatchError
 
@@ -33,6 +33,7 @@ class CompletionResult:
         finish_reason: `stop` or `length`.
         stop_reason: the stop string or token that ended it, if one did.
         logprobs: one per token, where `SamplingParams.logprobs` asks for them; else empty.
+        drafts: tokens that were guessed ahead, and how many of them were right.
     """
 
     text: str
@@ -40,6 +41,7 @@ class CompletionResult:
     finish_reason: FinishReason
     stop_reason: str | int | None = None
     logprobs: tuple[TokenLogprobs, ...] = ()
+    drafts: DraftCounts = field(default_factory=DraftCounts)
 
 
 @dataclass(frozen=True)
@@ -65,12 +67,13 @@ class LLMOutput:
 class LLM:
     """A model, ready to generate. Close it, or use it in a `with` statement.
 
-    One rank runs in this process; several run in processes of their own, started by re-importing the main module: keep
+    One process's work is done in this one; several run beside it, started by re-importing the main module: keep
     what a script does behind `if __name__ == "__main__":` then.
 
     Args:
         model: folder of a Hugging Face checkpoint.
         data_parallel_size: ranks.
+        tensor_parallel_size: processes of each, which share its attention heads and dense layers.
         enable_expert_parallel: the ranks share the experts, and step together.
         enable_dbo: overlap microbatches.
         skip_tokenizer_init: prompts are given as tokens, and no text comes back.
@@ -87,6 +90,7 @@ class LLM:
         model: str | Path,
         *,
         data_parallel_size: int = 1,
+        tensor_parallel_size: int = 1,
         enable_expert_parallel: bool = False,
         enable_dbo: bool = False,
         skip_tokenizer_init: bool = False,
@@ -95,6 +99,7 @@ class LLM:
         keywords = {
             "log_level": "warning",
             "data_parallel_size": data_parallel_size,
+            "tensor_parallel_size": tensor_parallel_size,
             "enable_expert_parallel": enable_expert_parallel,
             "enable_dbo": enable_dbo,
             **options,
@@ -203,6 +208,7 @@ class _Job:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
     num_cached_tokens: int = 0
+    drafts: DraftCounts = field(default_factory=DraftCounts)
     last: RequestOutput | None = None
 
     def take(self, output: RequestOutput) -> bool:
@@ -210,6 +216,7 @@ class _Job:
         self.token_ids += output.token_ids
         self.logprobs += output.logprobs
         self.num_cached_tokens = max(self.num_cached_tokens, output.num_cached_tokens)
+        self.drafts += output.drafts
         if output.prompt_logprobs is not None:
             self.prompt_logprobs = tuple(output.prompt_logprobs)
         if output.finish_reason is not None:
@@ -232,6 +239,7 @@ class _Job:
             finish_reason=reason,
             stop_reason=stopped if stopped is not None else last.stop_token if last is not None else None,
             logprobs=tuple(self.logprobs[:count]),
+            drafts=self.drafts,
         )
         return LLMOutput(
             self.prompt if isinstance(self.prompt, str) else None,

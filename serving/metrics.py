@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from serving.requests import EngineStatistics
+from serving.requests import DraftCounts, EngineStatistics
 
 __all__ = ["RequestMetrics", "make_registry"]
 
@@ -33,6 +33,7 @@ def _one_two_five(smallest: float, largest: float) -> tuple[float, ...]:
 
 _SECONDS = _one_two_five(0.001, 2000)
 _TOKENS = _one_two_five(1, 1_000_000)
+_ACCEPTED = (1.0, 1.25, 1.5, 1.75, 2.0, 2.5, 3.0, 3.5, 4.0, 5.0, 6.0, 8.0, 12.0, 16.0)
 
 _GAUGES: Mapping[str, tuple[str, str]] = {
     "vllm:num_requests_running": ("num_running", "Requests that have KV blocks."),
@@ -48,6 +49,7 @@ _COUNTERS: Mapping[str, tuple[str, str]] = {
     "vllm:prompt_tokens": ("prompt_tokens", "Prompt tokens of requests that began to answer, cached ones included."),
     "vllm:generation_tokens": ("generation_tokens", "Tokens generated."),
     "vllm:num_preemptions": ("preemptions", "Requests retracted for want of KV blocks."),
+    "vllm:spec_decode_num_drafts": ("num_drafts", "Times that tokens guessed for a request were verified."),
     "vllm:spec_decode_num_draft_tokens": ("drafted_tokens", "Tokens guessed ahead."),
     "vllm:spec_decode_num_accepted_tokens": ("accepted_tokens", "Guessed tokens that were right."),
     "ubatch:graph_replays": ("graph_replays", "Steps replayed as CUDA graphs; the others ran eagerly."),
@@ -84,10 +86,10 @@ class _Engines(Collector):
             (CounterMetricFamily, _COUNTERS),
         ]
         for kind, metrics in families:
-            for name, (field, text) in metrics.items():
+            for name, (statistic, text) in metrics.items():
                 family = kind(name, text, labels=["model_name", "engine"])
                 for rank, values in ranks:
-                    family.add_metric([self._model_name, str(rank)], getattr(values, field))
+                    family.add_metric([self._model_name, str(rank)], getattr(values, statistic))
                 yield family
         steps = CounterMetricFamily(
             "ubatch:steps",
@@ -99,6 +101,15 @@ class _Engines(Collector):
                 mode, _, outcome = step.partition("/")
                 steps.add_metric([self._model_name, str(rank), mode, outcome], count)
         yield steps
+        places = CounterMetricFamily(
+            "vllm:spec_decode_num_accepted_tokens_per_pos",
+            "Guessed tokens that were right, by their place among those of a step; the first is 0.",
+            labels=["model_name", "engine", "position"],
+        )
+        for rank, values in ranks:
+            for place, count in enumerate(values.accepted_per_position):
+                places.add_metric([self._model_name, str(rank), str(place)], count)
+        yield places
 
 
 @dataclass
@@ -110,12 +121,14 @@ class _Life:
         start: when it came, in seconds of `time.monotonic`, as the next.
         last: when its last tokens came, or it.
         tokens: how many came.
+        drafts: those that were guessed ahead.
     """
 
     prompt_tokens: int
     start: float
     last: float
     tokens: int = 0
+    drafts: DraftCounts = field(default_factory=DraftCounts)
 
 
 class RequestMetrics:
@@ -141,6 +154,11 @@ class RequestMetrics:
         self._whole = histogram("vllm:e2e_request_latency_seconds", "From arrival to the last token.", _SECONDS)
         self._prompt = histogram("vllm:request_prompt_tokens", "Tokens of a finished request's prompt.", _TOKENS)
         self._generated = histogram("vllm:request_generation_tokens", "Tokens a finished request generated.", _TOKENS)
+        self._accepted = histogram(
+            "ubatch:request_mean_accepted_length",
+            "Tokens of a finished request per step that verified guesses of it; 1 where none was ever right.",
+            _ACCEPTED,
+        )
         ended = Counter(
             "vllm:request_success",
             "Requests that ended, by why.",
@@ -170,6 +188,10 @@ class RequestMetrics:
         life.tokens += count
         life.last = now
 
+    def drafts(self, request_id: str, counts: DraftCounts) -> None:
+        """Some of its last tokens were guessed ahead."""
+        self._alive[request_id].drafts += counts
+
     def finished(self, request_id: str, reason: str) -> None:
         """It ended: `stop`, `length`, `abort` or `error`. Only those that ran to their end count in the histograms."""
         life = self._alive.pop(request_id)
@@ -178,3 +200,5 @@ class RequestMetrics:
             self._whole.observe(self._clock() - life.start)
             self._prompt.observe(life.prompt_tokens)
             self._generated.observe(life.tokens)
+            if (length := life.drafts.mean_accepted_length) is not None:
+                self._accepted.observe(length)

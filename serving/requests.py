@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from model_runner import FinishReason, SamplingParams, TokenLogprobs
 from ubatch import UBatchError
 
-__all__ = ["EngineDead", "EngineStatistics", "QueueFull", "RequestInput", "RequestOutput"]
+__all__ = ["DraftCounts", "EngineDead", "EngineStatistics", "QueueFull", "RequestInput", "RequestOutput"]
 
 
 class QueueFull(UBatchError):
@@ -37,6 +37,29 @@ class RequestInput:
 
 
 @dataclass(frozen=True)
+class DraftCounts:
+    """Tokens that were guessed ahead, in some steps of a request.
+
+    Attributes:
+        verified: steps that verified drafts of it.
+        drafted: drafts in these steps.
+        accepted: drafts that were right.
+    """
+
+    verified: int = 0
+    drafted: int = 0
+    accepted: int = 0
+
+    def __add__(self, other: DraftCounts) -> DraftCounts:
+        return DraftCounts(self.verified + other.verified, self.drafted + other.drafted, self.accepted + other.accepted)
+
+    @property
+    def mean_accepted_length(self) -> float | None:
+        """Tokens that a verify step gave on average, the one after the accepted drafts too; None without drafts."""
+        return 1 + self.accepted / self.verified if self.verified else None
+
+
+@dataclass(frozen=True)
 class RequestOutput:
     """What one step added to a request.
 
@@ -49,6 +72,7 @@ class RequestOutput:
         finish_reason: why it ended; None while it goes on.
         stop_token: the token that ended it, where a token did.
         num_cached_tokens: prompt tokens whose keys and values came from the prefix cache.
+        drafts: tokens that were guessed ahead, and how many of them are among `token_ids`.
     """
 
     request_id: str
@@ -58,6 +82,7 @@ class RequestOutput:
     finish_reason: FinishReason | None = None
     stop_token: int | None = None
     num_cached_tokens: int = 0
+    drafts: DraftCounts = DraftCounts()
 
 
 @dataclass(frozen=True)
@@ -73,8 +98,10 @@ class EngineStatistics:
         prompt_tokens: prompt tokens of the requests whose first token came, cached ones included.
         generation_tokens: tokens generated.
         preemptions: requests that were retracted for want of KV.
-        drafted_tokens: drafts proposed by speculation.
-        accepted_tokens: drafts that were right.
+        num_drafts: how often a request's drafts were verified.
+        drafted_tokens: drafts in all of these.
+        accepted_tokens: those that were right.
+        accepted_per_position: how often at least 1, 2, ... drafts of a request were.
         steps: "mode/outcome" -> steps; the outcome is `engaged`, `engaged_single` (single-batch overlap) or why
             not (`ubatch.DeclineReason`).
         graph_replays: steps that were replayed as CUDA graphs; the others ran eagerly.
@@ -94,8 +121,10 @@ class EngineStatistics:
     prompt_tokens: int = 0
     generation_tokens: int = 0
     preemptions: int = 0
+    num_drafts: int = 0
     drafted_tokens: int = 0
     accepted_tokens: int = 0
+    accepted_per_position: tuple[int, ...] = ()
     steps: Mapping[str, int] = field(default_factory=dict)
     graph_replays: int = 0
     dbo_auto: Mapping[str, str] = field(default_factory=dict)

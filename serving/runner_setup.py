@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
 import torch
 
-from model_runner import ModelRunner
+from model_runner import Checkpoint, ModelConfig, ModelRunner, check_tensor_parallel, model_class
 from moe import EmulatedLink
+from ubatch import ConfigError
 
-__all__ = ["choose_dtype", "count_gpus", "describe_memory", "make_link"]
+__all__ = ["choose_dtype", "count_gpus", "describe_memory", "make_link", "read_config", "tensor_parallel_faults"]
 
 
 def count_gpus() -> int:
@@ -34,6 +39,38 @@ def make_link(emulated_link: tuple[float, float] | None) -> EmulatedLink | None:
         return None
     latency_us, megabytes_per_s = emulated_link
     return EmulatedLink(latency_us * 1e-6, megabytes_per_s * 1e6)
+
+
+def read_config(model: Path) -> tuple[ModelConfig, str]:
+    """A checkpoint's settings, and the dtype that it says it is stored as; without its weights.
+
+    Raises:
+        CheckpointError: there is none, or no model for it; see `model_runner.errors`.
+    """
+    with closing(Checkpoint(model)) as checkpoint:
+        kind = model_class(checkpoint.architecture, checkpoint.config)
+        config = kind.read_config(checkpoint.config, checkpoint.generation_config())
+        return config, str(checkpoint.config.values.get("dtype", ""))
+
+
+def tensor_parallel_faults(model: ModelConfig, size: int, flag: str, *, expert_parallel: bool) -> Iterator[str]:
+    """Why a model cannot be shared by so many tensor-parallel processes.
+
+    Args:
+        model: its checkpoint's settings.
+        size: of a tensor-parallel group.
+        flag: how the user wrote it.
+        expert_parallel: the experts are shared by all processes.
+    """
+    if size > 1 and model.num_experts and not expert_parallel:
+        yield (
+            f"{flag} {size} shares attention and dense layers, and this model has {model.num_experts} experts. Add "
+            "--enable-expert-parallel to share those too."
+        )
+    try:
+        check_tensor_parallel(model, size)
+    except ConfigError as error:
+        yield f"{flag}: {error}"
 
 
 def describe_memory(runner: ModelRunner) -> str:

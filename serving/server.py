@@ -130,6 +130,7 @@ class _Serve:
             "starting",
             model=self.options.model,
             ranks=self.options.data_parallel_size,
+            tensor_parallel_size=self.options.tensor_parallel_size if self.options.tensor_parallel_size > 1 else None,
             device=self.options.device,
             dtype=self.options.dtype,
         )
@@ -195,7 +196,9 @@ class _Serve:
                 raise CannotListen(f"cannot listen on {self.settings['host']}: {error.strerror}.") from error
             return
         for rank, pid in client.pids.items():
-            log_event(_logger, "engine", rank=rank, pid=pid)
+            shared = self.options.tensor_parallel_size > 1
+            place = {"dp": self.options.dp_rank(rank), "tp": self.options.tp_rank(rank)} if shared else {}
+            log_event(_logger, "engine", rank=rank, pid=pid, **place)
         for line in client.info.memory.splitlines():
             log_event(_logger, f"memory of {line}")
         self._log_overlap()

@@ -19,7 +19,7 @@ from fake_engine import FakeEngine
 from fastapi import FastAPI
 
 from serving.api import create_app
-from serving.requests import RequestInput
+from serving.requests import DraftCounts, RequestInput
 from serving.text import load_tokenizer
 
 MODEL = "tiny"
@@ -33,6 +33,7 @@ class Recorder:
     def __init__(self) -> None:
         self.prompts: dict[str, int] = {}
         self.counts: dict[str, int] = defaultdict(int)
+        self.drafted: dict[str, DraftCounts] = defaultdict(DraftCounts)
         self.reasons: list[str] = []
 
     def started(self, request_id: str, num_prompt_tokens: int) -> None:
@@ -40,6 +41,9 @@ class Recorder:
 
     def tokens(self, request_id: str, count: int) -> None:
         self.counts[request_id] += count
+
+    def drafts(self, request_id: str, counts: DraftCounts) -> None:
+        self.drafted[request_id] += counts
 
     def finished(self, request_id: str, reason: str) -> None:
         assert request_id in self.prompts

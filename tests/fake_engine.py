@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from model_runner import FinishReason, RequestError, TokenLogprobs
-from serving.requests import EngineDead, RequestInput, RequestOutput
+from serving.requests import DraftCounts, EngineDead, RequestInput, RequestOutput
 
 EOS = 0
 
@@ -39,7 +39,7 @@ class FakeEngine:
 
     Attributes:
         reply: the tokens of an output; it is cut at `max_tokens`, the end of sequence and stop tokens.
-        tokens_per_step: how many come at once.
+        tokens_per_step: how many come at once; all but one of them count as drafts, of which one more was wrong.
         pause_s: before every step.
         num_cached_tokens: what the first request finds in the prefix cache; later ones find their whole prompt.
         fail_after: so many tokens come, then `failure` is raised.
@@ -124,6 +124,7 @@ class FakeEngine:
                 finish_reason=reason if last else None,
                 stop_token=stop_token if last else None,
                 num_cached_tokens=num_cached_tokens,
+                drafts=DraftCounts(1, len(new), len(new) - 1) if self.tokens_per_step > 1 else DraftCounts(),
             )
 
     def _tokens(self, request: RequestInput) -> tuple[Sequence[int], FinishReason, int | None]:

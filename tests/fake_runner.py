@@ -11,7 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from attention import BlockAllocator, RequestToTokenTable
-from model_runner import PENDING_TOKEN, SamplingParams, ScheduledRequest, StepOutput, TokenLogprobs
+from model_runner import PENDING_TOKEN, Proposer, SamplingParams, ScheduledRequest, StepOutput, TokenLogprobs
+from model_runner.speculation.ngram import NgramProposer
 from serving.requests import RequestInput, RequestOutput
 from serving.scheduler import ScheduledStep, Scheduler, SchedulerConfig
 from ubatch import Decision
@@ -76,10 +77,17 @@ class FakePending:
             known = share.request.token_ids[: len(tokens)]
             assert known == tokens, f"history {known} when it is sampled, {tokens} in the cache"
         sampled: list[int] = []
-        for draft in (*share.drafts, None):
+        path: list[int] = []  # nodes of the drafts that are right
+        while True:
             sampled.append(self.runner.next_token([*tokens, *sampled]))
-            if sampled[-1] != draft:
+            node = path[-1] if path else 0
+            children = [n for n, parent in enumerate(parents_of(share), 1) if parent == node]
+            right = [child for child in children if share.drafts[child - 1] == sampled[-1]]
+            if not right:
                 break
+            path.append(right[0])
+        if path:
+            self.runner.keep(share, row, path)
         if not share.drafts:
             self.runner.future[row] = sampled[-1]
         return tuple(sampled)
@@ -95,6 +103,11 @@ class FakePending:
         num_tokens = sum(share.num_tokens for share, _, _ in self.sequences)
         decision = Decision(False, None, None, ((num_tokens,),))
         return StepOutput(tuple(self.tokens), tuple(logprobs), self.logprobs, decision, all_idle=not self.sequences)
+
+
+def parents_of(share: ScheduledRequest) -> Sequence[int]:
+    """Of each draft the node before it: 0 is the last known token, `j + 1` draft `j`."""
+    return range(len(share.drafts)) if share.parents is None else share.parents
 
 
 class FakeRunner:
@@ -152,14 +165,29 @@ class FakeRunner:
         size = self.table.block_size
         blocks = self.table.blocks(request.row)
         value = 0
-        for place, token in enumerate([*tokens[:stop], *share.drafts]):
+        for place, token in enumerate(tokens[:stop]):
             value = hash((value, place, token))
             slot = blocks[place // size] * size + place % size
             if place < start:
                 assert self.slots[slot] == (place, value), f"{request.request_id}: the KV of token {place} is another's"
             else:
                 self.slots[slot] = (place, value)
+        path = [(stop - 1, value)]  # of every node its place in the sequence, and the hash of its path
+        for node, (token, parent) in enumerate(zip(share.drafts, parents_of(share), strict=True), 1):
+            assert parent < node, "a draft comes before its parent"
+            place = path[parent][0] + 1
+            path.append((place, hash((path[parent][1], place, token))))
+            slot = stop - 1 + node
+            self.slots[blocks[slot // size] * size + slot % size] = path[node]
         return share, request.row, tokens if stop == len(tokens) else []
+
+    def keep(self, share: ScheduledRequest, row: int, path: Sequence[int]) -> None:
+        """Move the KV of the drafts that were right to the places of their tokens, as the runner does with a tree."""
+        size, root = self.table.block_size, share.request.num_computed_tokens
+        blocks = self.table.blocks(row)
+        for offset, node in enumerate(path, 1):
+            old, new = root + node, root + offset
+            self.slots[blocks[new // size] * size + new % size] = self.slots[blocks[old // size] * size + old % size]
 
     @staticmethod
     def _prompt_logprobs(share: ScheduledRequest) -> tuple[TokenLogprobs | None, ...]:
@@ -230,9 +258,11 @@ def make_loop(
     next_token: NextToken = hashed,
     overlapped: bool = False,
     checked: bool = True,
+    proposer: Proposer | None = None,
+    prompt_lookup_min: int = 2,
     **config: object,
 ) -> Loop:
-    """A scheduler over a fake runner. What is not named here is `SchedulerConfig`'s."""
+    """A scheduler over a fake runner. What is not named here is `SchedulerConfig`'s; drafts are n-grams by default."""
     runner = FakeRunner(
         num_blocks,
         block_size,
@@ -242,5 +272,9 @@ def make_loop(
         checked=checked,
     )
     settings = SchedulerConfig(max_num_seqs=max_num_seqs, max_model_len=max_model_len, **config)  # type: ignore[arg-type]
-    scheduler = Scheduler(settings, runner.allocator, runner.table, eos_token_ids=[EOS], vocab_size=VOCAB)
+    if proposer is None and settings.num_speculative_tokens:
+        proposer = NgramProposer(prompt_lookup_min, 4)
+    scheduler = Scheduler(
+        settings, runner.allocator, runner.table, eos_token_ids=[EOS], vocab_size=VOCAB, proposer=proposer
+    )
     return Loop(scheduler, runner, overlapped)

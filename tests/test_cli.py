@@ -171,8 +171,10 @@ def test_bench_schedules(tmp_path: Path) -> None:
     assert [each["name"] for each in results["named"]] == [name for name in SCHEDULES if name != "serial"]
     assert [each["name"] for each in results["searched"]] == ["searched 1", "searched 2"]
     assert "one_by_one 1x2, shared at combine" in results["arms_ms"]
+    busy = min(results["arms_ms"]["communication 2x1, shared at combine"])
     for each in (*results["named"], *results["searched"]):
-        assert each["efficiency"]["low"] <= each["efficiency"]["median"] <= 1.1  # the link alone takes so long
+        assert each["efficiency"]["low"] <= each["efficiency"]["median"] <= each["efficiency"]["high"]
+        assert each["measured_ms"]["median"] > 0.95 * busy  # the link alone takes so long
         assert each["error"] == pytest.approx(each["predicted_ms"] / each["measured_ms"]["median"] - 1)
         assert abs(each["error"]) < 0.5
 

@@ -31,7 +31,7 @@ from serving.engine.messages import (
     make_error,
 )
 from serving.requests import EngineDead, EngineStatistics, RequestInput, RequestOutput
-from serving.scheduler import SchedulerConfig
+from serving.speculation import Algorithm, SpeculationConfig
 from ubatch import ConfigError, PeerFailed
 
 PARAMS = SamplingParams(
@@ -121,19 +121,19 @@ def failed(error: Exception, rank: int = 1) -> Failed:
 
 
 def test_a_failed_start_raises_the_ranks_own_error_where_the_user_can_mend_it() -> None:
-    assert type(start_error(failed(ConfigError("bad")))) is ConfigError
-    assert isinstance(start_error(failed(TensorMissing("w", "no w"))), CheckpointError)
-    other = start_error(failed(ZeroDivisionError("oops")))
+    assert type(start_error(failed(ConfigError("bad")), "rank 1")) is ConfigError
+    assert isinstance(start_error(failed(TensorMissing("w", "no w")), "rank 1"), CheckpointError)
+    other = start_error(failed(ZeroDivisionError("oops")), "rank 1")
     assert type(other) is EngineDead
     assert str(other) == "rank 1 did not start: ZeroDivisionError: oops"
 
 
 def test_a_dead_engine_is_one_line_with_the_traceback_as_a_note() -> None:
-    error = dead_error(failed(PeerFailed(0, "rank 0 died\nand more")))
+    error = dead_error(failed(PeerFailed(0, "rank 0 died\nand more")), "rank 1")
     assert str(error) == "rank 1 failed: PeerFailed: rank 0 died"
     assert error.__notes__ == ["on rank 1:\nTraceback ..."]
     silent = Failed(2, "", "", "was killed by SIGKILL", "", echo=False)
-    assert str(dead_error(silent)) == "rank 2 was killed by SIGKILL."
+    assert str(dead_error(silent, "rank 2 (DP 1, TP 0)")) == "rank 2 (DP 1, TP 0) was killed by SIGKILL."
 
 
 @pytest.mark.parametrize(
@@ -159,8 +159,8 @@ def test_each_node_starts_its_share_of_the_ranks() -> None:
 
 
 def test_speculation_runs_in_the_plain_loop() -> None:
-    speculating = SchedulerConfig(num_speculative_tokens=3)
+    speculating = SpeculationConfig(Algorithm.NGRAM, 3)
     assert EngineOptions(Path("model"), overlap_schedule=True).overlaps_schedule
     assert EngineOptions(Path("model"), device="cuda").overlaps_schedule
     assert not EngineOptions(Path("model")).overlaps_schedule
-    assert not EngineOptions(Path("model"), scheduler=speculating, overlap_schedule=True).overlaps_schedule
+    assert not EngineOptions(Path("model"), speculation=speculating, overlap_schedule=True).overlaps_schedule

@@ -8,78 +8,30 @@ import os
 import random
 import signal
 import time
-from collections.abc import Coroutine, Iterator
+from collections.abc import Iterator
 from contextlib import aclosing
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import pytest
 from engine_mains import is_alive, tiny, tokens_of, wait_for
+from engine_served import LONG, PROMPTS, Served, cpu_seconds, outputs_of_one_rank
 
 from attention import KVCacheExhausted
 from model_runner import FinishReason, RequestError, SamplingParams
-from serving.engine import EngineClient
-from serving.engine.offline import InProcessEngine
 from serving.requests import EngineDead, RequestInput, RequestOutput
-
-T = TypeVar("T")
-
-LONG = SamplingParams(max_tokens=400, ignore_eos=True)
-PROMPTS = [[(index * 13 + place) % 2000 + 1 for place in range(3 + 5 * index)] for index in range(8)]
-PARAMS = [
-    SamplingParams(max_tokens=12 + index, ignore_eos=True, temperature=0.8 if index % 2 else 0.0, seed=index)
-    for index in range(8)
-]
-
-
-class Served:
-    """A client, and the loop that it lives on."""
-
-    def __init__(self) -> None:
-        self._runner = asyncio.Runner()
-        self.client = self.run(EngineClient.start(tiny(2, expert_parallel=True)))
-
-    def run(self, work: Coroutine[Any, Any, T]) -> T:
-        return self._runner.run(work)
-
-    async def all_outputs(self, prefix: str) -> list[list[int]]:
-        names = [f"{prefix}-{index}" for index in range(len(PROMPTS))]
-        return await asyncio.gather(
-            *[tokens_of(self.client, *each) for each in zip(names, PROMPTS, PARAMS, strict=True)]
-        )
-
-    async def drained(self) -> bool:
-        """Whether nothing runs any more, and every block is free, as far as every rank says."""
-        statistics = self.client.statistics
-        return await wait_for(
-            lambda: all(each.num_running == each.num_waiting == each.kv_usage == 0 for each in statistics.values())
-        )
-
-    def close(self) -> None:
-        self.run(self.client.close())
-        self._runner.close()
 
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[Served]:
-    served = Served()
+    served = Served(tiny(2, expert_parallel=True))
     yield served
     served.close()
 
 
 @pytest.fixture(scope="module")
 def expected() -> list[list[int]]:
-    """What one rank alone gives."""
-    outputs: dict[str, list[int]] = {}
-    engine = InProcessEngine(tiny())
-
-    def take(output: RequestOutput) -> bool:
-        outputs.setdefault(output.request_id, []).extend(output.token_ids)
-        return True
-
-    engine.run([RequestInput(str(i), *each) for i, each in enumerate(zip(PROMPTS, PARAMS, strict=True))], take)
-    engine.close()
-    return [outputs[str(index)] for index in range(len(PROMPTS))]
+    return outputs_of_one_rank()
 
 
 def test_the_streams_are_those_of_one_rank_alone(served: Served, expected: list[list[int]]) -> None:
@@ -222,8 +174,3 @@ def test_the_death_of_a_rank_reaches_every_stream(served: Served) -> None:
         served.run(served.client.stop_profile())
     assert pids[0] is not None
     assert served.run(wait_for(lambda: not is_alive(pids[0] or 0)))
-
-
-def cpu_seconds(pid: int) -> float:
-    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

@@ -17,6 +17,7 @@ from serving.engine.options import EngineOptions
 from serving.graph_capture import capture_graphs
 from serving.requests import EngineStatistics, RequestInput
 from serving.scheduler import SchedulerConfig
+from serving.speculation import Algorithm, SpeculationConfig
 
 
 @pytest.fixture(scope="module")
@@ -42,10 +43,9 @@ def requests() -> list[RequestInput]:
 def run(
     runner: ModelRunner, checkpoint: Path, requests: list[RequestInput], *, overlap: bool, drafts: int = 0
 ) -> tuple[dict[str, list[int]], EngineStatistics]:
-    scheduler = SchedulerConfig(
-        max_num_seqs=5, max_num_batched_tokens=24, max_model_len=128, num_speculative_tokens=drafts
-    )
-    options = EngineOptions(checkpoint, scheduler=scheduler, overlap_schedule=overlap)
+    scheduler = SchedulerConfig(max_num_seqs=5, max_num_batched_tokens=24, max_model_len=128)
+    speculation = SpeculationConfig(Algorithm.NGRAM, drafts) if drafts else None
+    options = EngineOptions(checkpoint, scheduler=scheduler, speculation=speculation, overlap_schedule=overlap)
     warm_up(options, runner)
     core = make_core(options, runner)
     for request in requests:

@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from serving.api import RequestObserver
 from serving.logs import configure_logging, log_event
 from serving.metrics import RequestMetrics, make_registry
-from serving.requests import EngineStatistics
+from serving.requests import DraftCounts, EngineStatistics
 
 GAUGES = {"vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc"}
 COUNTERS = {
@@ -22,8 +22,10 @@ COUNTERS = {
     "vllm:prompt_tokens",
     "vllm:generation_tokens",
     "vllm:num_preemptions",
+    "vllm:spec_decode_num_drafts",
     "vllm:spec_decode_num_draft_tokens",
     "vllm:spec_decode_num_accepted_tokens",
+    "vllm:spec_decode_num_accepted_tokens_per_pos",
     "vllm:request_success",
     "ubatch:steps",
     "ubatch:graph_replays",
@@ -39,6 +41,7 @@ HISTOGRAMS = {
     "vllm:e2e_request_latency_seconds",
     "vllm:request_prompt_tokens",
     "vllm:request_generation_tokens",
+    "ubatch:request_mean_accepted_length",
 }
 
 
@@ -85,8 +88,10 @@ def test_engines_totals_are_read_at_the_scrape() -> None:
             prompt_tokens=24,
             generation_tokens=7,
             preemptions=1,
+            num_drafts=3,
             drafted_tokens=9,
             accepted_tokens=4,
+            accepted_per_position=(3, 1),
             steps={"decode/engaged": 5, "decode/below_decode_threshold": 2, "mixed/peer_declined": 1},
             traced_steps=2,
             communication_s=0.5,
@@ -105,6 +110,7 @@ def test_engines_totals_are_read_at_the_scrape() -> None:
         "vllm:prompt_tokens_total": 24,
         "vllm:generation_tokens_total": 7,
         "vllm:num_preemptions_total": 1,
+        "vllm:spec_decode_num_drafts_total": 3,
         "vllm:spec_decode_num_draft_tokens_total": 9,
         "vllm:spec_decode_num_accepted_tokens_total": 4,
         "ubatch:traced_steps_total": 2,
@@ -115,6 +121,8 @@ def test_engines_totals_are_read_at_the_scrape() -> None:
     }
     for name, value in expected.items():
         assert metrics.value(name, engine="0") == value
+    for place, value in enumerate((3, 1)):
+        assert metrics.value("vllm:spec_decode_num_accepted_tokens_per_pos_total", position=str(place)) == value
     assert metrics.value("vllm:num_requests_running") == 4
     assert metrics.value("ubatch:steps_total", engine="0", mode="decode") == 7
     assert metrics.value("ubatch:steps_total", mode="decode", outcome="engaged") == 5
@@ -134,6 +142,8 @@ def test_times_of_requests() -> None:
     requests.tokens("a", 2)  # both belong to the first step
     now[0] += 0.3
     requests.tokens("a", 3)  # evenly since: 0.1 s each
+    requests.drafts("a", DraftCounts(1, 3, 2))
+    requests.drafts("a", DraftCounts(1, 3, 1))
     now[0] += 0.05
     requests.finished("a", "length")
 
@@ -146,6 +156,7 @@ def test_times_of_requests() -> None:
     assert histogram("vllm:e2e_request_latency_seconds") == (1, pytest.approx(0.85))
     assert histogram("vllm:request_prompt_tokens") == (1, 12)
     assert histogram("vllm:request_generation_tokens") == (1, 5)
+    assert histogram("ubatch:request_mean_accepted_length") == (1, 2.5)
     assert metrics.value("vllm:request_success_total", finished_reason="length") == 1
     first_tokens = metrics.scrape()["vllm:time_to_first_token_seconds"].samples
     buckets = {sample.labels["le"]: sample.value for sample in first_tokens if sample.name.endswith("_bucket")}
@@ -160,6 +171,7 @@ def test_cut_off_requests_are_counted_but_not_timed() -> None:
         metrics.requests.finished(name, reason)
         assert metrics.value("vllm:request_success_total", finished_reason=reason) == 1
     assert metrics.value("vllm:e2e_request_latency_seconds_count") == 1
+    assert metrics.value("ubatch:request_mean_accepted_length_count") == 0  # nothing was guessed
     assert metrics.requests.num_alive == 0
 
 

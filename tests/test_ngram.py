@@ -5,7 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serving.scheduler import NgramIndex
+from model_runner import Request, SamplingParams
+from model_runner.speculation import Draft, NgramIndex, NgramProposer
 
 
 def searched(tokens: list[int], shortest: int, longest: int, count: int) -> list[int]:
@@ -54,3 +55,15 @@ def test_nothing_is_drafted_without_an_earlier_occurrence() -> None:
     assert index.draft([1, 2, 3, 4], 3) == []
     assert index.draft([1, 2, 3, 4, 1, 2], 0) == []
     assert index.draft([1, 2, 3, 4, 1, 2], 3) == [3, 4, 1]
+
+
+def test_the_proposer_keeps_an_index_per_request() -> None:
+    proposer = NgramProposer(2, 4)
+    first = Request(0, [1, 2, 3, 1, 2], SamplingParams())
+    second = Request(1, [7, 8, 9, 7, 8], SamplingParams())
+    assert proposer.propose([first, second], [2, 3]) == [Draft((3, 1)), Draft((9, 7, 8))]
+    first.token_ids += [3, 1]
+    assert proposer.propose([first], [2]) == [Draft((2, 3))]
+    proposer.forget(first)
+    proposer.forget(first)
+    assert proposer.propose([second, first], [0, 1]) == [Draft(()), Draft((2,))]

@@ -23,9 +23,10 @@ from serving.options import (
     resolve_settings,
     to_engine_options,
 )
-from serving.options.flags import parse_bytes
+from serving.options.fields import parse_bytes
 from serving.options.sources import merge, read_file, read_keywords
 from serving.scheduler import SchedulingPolicy
+from serving.speculation import Algorithm, SpeculationConfig
 from ubatch import ConfigError, UBatchConfig
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -177,7 +178,8 @@ def test_keywords_make_engine_options() -> None:
     assert options.emulated_link == (10.0, 1000.0)
     assert (options.dbo.enable_dbo, options.dbo.num_ubatches, options.dbo.dbo_decode_token_threshold) == (True, 3, 6)
     assert options.scheduler.policy is SchedulingPolicy.LPM
-    assert (options.scheduler.num_speculative_tokens, options.scheduler.max_model_len) == (3, 1024)
+    assert options.scheduler.max_model_len == 1024
+    assert options.speculation == SpeculationConfig(Algorithm.NGRAM, 3)
 
 
 @pytest.mark.parametrize(
@@ -246,7 +248,7 @@ def test_help_has_every_group(capsys: pytest.CaptureFixture[str]) -> None:
         assert f"{group} options" in text
     for flag in ("--dbo-decode-token-threshold INT", "--no-enable-prefix-caching", "--kv-cache-memory BYTES"):
         assert flag in text
-    assert "{None}" not in text.replace("{None,ngram}", "")
+    assert "{None}" not in text.replace("{None,ngram,", "")
 
 
 def test_notes_say_what_may_not_have_been_meant() -> None:
@@ -293,7 +295,10 @@ LINE_IS_WRONG: Mapping[str, tuple[tuple[str, ...], str]] = {
     "too long": (("--max-model-len", "4096"), "--max-model-len is 4096, but the checkpoint has 1024 positions"),
     "steps too small": (("--max-num-seqs", "64", "--max-num-batched-tokens", "32"), "below --max-num-seqs (64)"),
     "prompt in a step": (("--no-enable-chunked-prefill", "--max-num-batched-tokens", "512"), "must be at least"),
-    "drafts alone": (("--speculative-num-draft-tokens", "3"), "needs --speculative-algorithm ngram"),
+    "drafts alone": (
+        ("--speculative-num-draft-tokens", "3"),
+        "--speculative-num-draft-tokens needs --speculative-algorithm;",
+    ),
     "n-grams": (
         ("--speculative-algorithm", "ngram", "--speculative-ngram-max", "2", "--speculative-ngram-min", "3"),
         "--speculative-ngram-max is 2, below --speculative-ngram-min (3)",

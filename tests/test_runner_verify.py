@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,8 @@ import pytest
 from checkpoints import make_checkpoint
 from hypothesis import given
 from hypothesis import strategies as st
+from speculating import NEW, PARAMS, PROMPTS, Drafting, chain, check, speculate, tree
+from torch import Tensor
 
 from attention import KVCacheExhausted
 from model_runner import (
@@ -20,22 +21,11 @@ from model_runner import (
     RequestError,
     SamplingParams,
     ScheduledRequest,
-    TokenLogprobs,
     build_input_batch,
     generate,
 )
-from model_runner.verify import accepted_tokens
+from model_runner.speculation.accept import accepted_nodes
 from ubatch import DeclineReason, ForwardMode, UBatchConfig
-
-PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6], [53], [58, 97, 93, 23, 84], [62, 64, 33] * 7, [100] * 4]
-NEW = 12
-PARAMS = [
-    SamplingParams(max_tokens=NEW),
-    SamplingParams(max_tokens=NEW, temperature=1.2, seed=3, top_p=0.95),
-    SamplingParams(max_tokens=NEW, frequency_penalty=1.0, repetition_penalty=1.3, logprobs=2),
-    SamplingParams(max_tokens=NEW, temperature=0.8, seed=8, presence_penalty=1.0, min_p=0.01),
-    SamplingParams(max_tokens=NEW, min_tokens=6, stop_token_ids=(11, 12, 13), logit_bias=((40, 2.0),)),
-]
 
 
 @pytest.fixture(scope="module", params=["Qwen3Moe", "DeepseekV2"])
@@ -58,49 +48,33 @@ def expected(runner: ModelRunner) -> list[list[int]]:
     return [list(output.token_ids) for output in generate(runner, PROMPTS, PARAMS)]
 
 
-def speculate(
-    runner: ModelRunner, expected: Sequence[Sequence[int]], num_drafts: int, right: float, seed: int = 0
-) -> tuple[list[list[int]], list[list[TokenLogprobs]], int]:
-    """Prefill, then verify steps only, each draft right with this probability: tokens, log-probabilities, steps."""
-    rng = random.Random(seed)
-    requests = [
-        Request(index, prompt, param) for index, (prompt, param) in enumerate(zip(PROMPTS, PARAMS, strict=True))
-    ]
-    logprobs: list[list[TokenLogprobs]] = [[] for _ in requests]
-    for request in requests:
-        runner.admit(request, request.num_tokens + NEW + num_drafts + 1)
-    output = runner.execute([ScheduledRequest(request, request.num_tokens) for request in requests])
-    for request, (token,) in zip(requests, output.tokens, strict=True):
-        request.advance(request.num_tokens, token)
-    steps = 0
-    while running := [request for request in requests if len(request.output_token_ids) < NEW]:
-        shares = []
-        for request in running:
-            known = [*expected[int(request.request_id)], *[0] * NEW][len(request.output_token_ids) :]
-            drafts = tuple(token if rng.random() < right else rng.randrange(131) for token in known[:num_drafts])
-            shares.append(ScheduledRequest(request, 1, drafts))
-        output = runner.execute(shares)
-        steps += 1
-        for share, tokens, scores in zip(shares, output.tokens, output.logprobs, strict=True):
-            assert 1 <= len(tokens) <= num_drafts + 1
-            assert tokens[:-1] == share.drafts[: len(tokens) - 1]
-            share.request.token_ids += tokens
-            share.request.num_computed_tokens += len(tokens)
-            logprobs[int(share.request.request_id)] += scores
-    for request in requests:
-        runner.release(request)
-    runner.allocator.check(idle=True)
-    return [request.output_token_ids[:NEW] for request in requests], logprobs, steps
+@pytest.mark.parametrize(("num_drafts", "right"), [(2, 0.9), (5, 0.8), (12, 1.0)])
+def test_same_tokens_with_trees(
+    runner: ModelRunner, expected: list[list[int]], num_drafts: int, right: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Accepted drafts lie apart, and are moved."""
+    moved = []
+    move = runner.kv_cache.move
 
+    def counted(sources: Tensor, targets: Tensor) -> None:
+        moved.append(len(sources))
+        move(sources, targets)
 
-def check(tokens: list[list[int]], expected: list[list[int]]) -> None:
-    for got, wanted in zip(tokens, expected, strict=True):
-        assert got[: len(wanted)] == wanted  # a stop token ends `generate`
+    monkeypatch.setattr(runner.kv_cache, "move", counted)
+    tokens, logprobs, steps = speculate(runner, expected, num_drafts, tree(num_drafts, right))
+    check(tokens, expected)
+    assert steps < NEW - 1
+    assert moved
+    (plain,) = generate(runner, PROMPTS[2:3], PARAMS[2])
+    assert plain.logprobs is not None
+    for score, wanted in zip(logprobs[2], plain.logprobs[1:], strict=False):
+        assert (score.token, [token for token, _ in score.top]) == (wanted.token, [token for token, _ in wanted.top])
+        assert score.logprob == pytest.approx(wanted.logprob, abs=1e-4)
 
 
 @pytest.mark.parametrize(("num_drafts", "right"), [(1, 0.5), (3, 0.0), (3, 0.7), (4, 1.0), (7, 0.9)])
 def test_same_tokens_as_without(runner: ModelRunner, expected: list[list[int]], num_drafts: int, right: float) -> None:
-    tokens, logprobs, steps = speculate(runner, expected, num_drafts, right)
+    tokens, logprobs, steps = speculate(runner, expected, num_drafts, chain(num_drafts, right))
     check(tokens, expected)
     assert [len(scores) > 0 for scores in logprobs] == [False, False, True, False, False]
     for token, score in zip(tokens[2][1:], logprobs[2], strict=False):
@@ -111,11 +85,17 @@ def test_same_tokens_as_without(runner: ModelRunner, expected: list[list[int]], 
         assert steps > (NEW - 1) / 2
 
 
-@pytest.mark.parametrize("num_drafts", [1, 3])
-def test_in_lanes(checkpoint: Path, expected: list[list[int]], num_drafts: int, no_thread_leaks: None) -> None:
+@pytest.mark.parametrize(("drafting", "num_drafts"), [(chain, 1), (chain, 3), (tree, 5)])
+def test_in_lanes(
+    checkpoint: Path,
+    expected: list[list[int]],
+    drafting: Callable[[int, float], Drafting],
+    num_drafts: int,
+    no_thread_leaks: None,
+) -> None:
     """Split between requests, as the modes' table says."""
     with make_runner(checkpoint, dbo_decode_token_threshold=2, dbo_prefill_token_threshold=2) as split:
-        tokens, _, steps = speculate(split, expected, num_drafts, 0.6)
+        tokens, _, steps = speculate(split, expected, num_drafts, drafting(num_drafts, 0.6))
         check(tokens, expected)
         statistics = split.statistics()
         lonely = statistics.declined.get(DeclineReason.LAST_UBATCH_EMPTY, 0)  # one request alone is not cut
@@ -168,7 +148,8 @@ def test_a_verify_batch(runner: ModelRunner) -> None:
 @given(st.lists(st.integers(0, 2), min_size=1, max_size=6), st.data())
 def test_accepted_drafts(drafts: list[int], data: st.DataObject) -> None:
     sampled = data.draw(st.lists(st.integers(0, 2), min_size=len(drafts) + 1, max_size=len(drafts) + 1))
-    got = accepted_tokens(drafts, sampled)
-    right = len(got) - 1
-    assert list(got) == [*drafts[:right], sampled[right]]
+    nodes = accepted_nodes(drafts, None, sampled)
+    right = len(nodes) - 1
+    assert nodes == tuple(range(right + 1))
+    assert [sampled[node] for node in nodes] == [*drafts[:right], sampled[right]]
     assert right == len(drafts) or drafts[right] != sampled[right]

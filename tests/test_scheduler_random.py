@@ -10,6 +10,7 @@ import random
 from types import SimpleNamespace
 
 import pytest
+from fake_proposer import FakeProposer
 from fake_runner import VOCAB, Loop, expected, hashed, make_loop, repeating
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -70,7 +71,7 @@ class Traffic:
 @given(
     seed=st.integers(0, 1 << 30),
     overlapped=st.booleans(),
-    drafts=st.sampled_from([0, 0, 3]),
+    drafts=st.sampled_from(["", "", "ngram", "chain", "tree"]),
     block_size=st.sampled_from([1, 4, 16]),
     chunked=st.booleans(),
     caching=st.sampled_from([True, True, False]),
@@ -81,7 +82,7 @@ class Traffic:
 def test_every_request_gets_its_own_tokens(
     seed: int,
     overlapped: bool,
-    drafts: int,
+    drafts: str,
     block_size: int,
     chunked: bool,
     caching: bool,
@@ -93,6 +94,14 @@ def test_every_request_gets_its_own_tokens(
     max_model_len = rng.choice([48, 96])
     max_num_seqs = rng.choice([1, 4, 12])
     cache_tokens = rng.choice([32, 64, 128, 1024])
+    next_token = repeating if drafts == "ngram" else hashed
+    proposer = FakeProposer(
+        lambda request, tokens: next_token(tokens),
+        trees=drafts == "tree",
+        silent=0.3,
+        places=5 if drafts == "tree" else 0,
+        seed=seed,
+    )
     loop = make_loop(
         num_blocks=cache_tokens // block_size,
         block_size=block_size,
@@ -103,11 +112,14 @@ def test_every_request_gets_its_own_tokens(
         enable_prefix_caching=caching,
         prefill_first=prefill_first,
         policy=policy,
-        num_speculative_tokens=drafts,
+        num_speculative_tokens=3 if drafts else 0,
+        num_draft_places=5 if drafts == "tree" else 0,
+        proposer=proposer if drafts in ("chain", "tree") else None,
         prompt_lookup_min=1,
-        next_token=repeating if drafts else hashed,
+        next_token=next_token,
         overlapped=overlapped,
     )
+    proposer.table = loop.runner.table
     if optimistic:
         be_optimistic(loop)
     traffic = Traffic(loop, rng, max_prompt=min(30, max_model_len - 1))
@@ -119,6 +131,7 @@ def test_every_request_gets_its_own_tokens(
         loop.step()
         loop.scheduler.check()
     loop.run()
+    assert not proposer.known  # every request has ended
 
     limit = min(max_model_len, cache_tokens + 1)
     for name, (prompt, params) in traffic.requests.items():

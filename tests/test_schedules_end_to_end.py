@@ -55,6 +55,12 @@ STAGES: dict[str, tuple[str, ...]] = {
         "experts+combine_a",
         "shared+combine_b",
     ),
+    "two_batch_tensor_parallel": (  # without its gathers and scatters: one rank per replica
+        "output+prepare",
+        "core+dispatch_a",
+        "experts+combine_a",
+        "shared+combine_b",
+    ),
     "two_batch_decode": (
         "output+prepare",
         "core",

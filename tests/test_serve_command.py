@@ -108,6 +108,17 @@ def stream_lines(url: str, max_tokens: int, lines: list[str], began: threading.E
         began.set()
 
 
+def sick(url: str) -> str:
+    """What `/health` says once it says that the server is not well, which it must within 10 seconds."""
+    begun = time.monotonic()
+    health = httpx.get(f"{url}/health", timeout=PATIENCE_S)
+    while health.status_code == 200 and time.monotonic() - begun < 10:
+        time.sleep(0.05)
+        health = httpx.get(f"{url}/health", timeout=PATIENCE_S)
+    assert health.status_code == 503
+    return health.text
+
+
 def test_it_says_what_it_has_when_it_is_ready(server: Server) -> None:
     assert server.url.startswith("http://127.0.0.1:")
     for rank in (0, 1):
@@ -184,12 +195,7 @@ def test_an_engine_that_dies_ends_the_server() -> None:
             all_lines.append(lines)
         os.kill(pids[1], signal.SIGKILL)
         killed = time.monotonic()
-        health = httpx.get(f"{url}/health", timeout=PATIENCE_S)
-        while health.status_code == 200 and time.monotonic() - killed < 10:
-            time.sleep(0.05)
-            health = httpx.get(f"{url}/health", timeout=PATIENCE_S)
-        assert health.status_code == 503
-        assert "rank 1" in health.text
+        assert "rank 1" in sick(url)
         status = server.end()
         assert time.monotonic() - killed < 10
         assert status == 1

@@ -53,7 +53,7 @@ def test_a_served_model_speaks(model: Path) -> None:
 def test_offline_and_served_generate_what_transformers_does(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    result = measure_offline(model, 2, Workload(4, 12, 6), ranks=(1,), transformers=True, served=True)
+    result = measure_offline(model, 2, Workload(4, 12, 6), ranks=[(1, 1)], transformers=True, served=True)
     assert list(result.arms_ms) == ["transformers", "offline_1", "served_1", "streamed_1"]
     assert all(len(values) == 2 for values in result.arms_ms.values())
     assert result.same == {"offline_1": 1.0, "served_1": 1.0, "streamed_1": 1.0}

@@ -1,6 +1,7 @@
 """Collectives that overlap: inside a lane they hand the baton on while the data travels, outside they are plain.
 
     y = all_reduce(x, group)        launch | point "collective" | wait -> y
+    y = all_gather(x, group, point="attn_gather")       the same, at a point of its own
 
 Two layers: `launch_*` returns a `Transfer` (for all-to-all back ends, which place the points themselves), and the
 functions without prefix launch, pass the point and wait. All are functional: the input is never written.
@@ -37,6 +38,7 @@ from ubatch.schedule import Point
 from ubatch.transfer import Transfer
 
 __all__ = [
+    "Carry",
     "all_gather",
     "all_reduce",
     "all_to_all_single",
@@ -47,6 +49,9 @@ __all__ = [
     "launch_reduce_scatter",
     "reduce_scatter",
 ]
+
+Carry = Callable[[Transfer[Tensor]], Transfer[Tensor]]
+"""What a launched transfer is handed to, before anybody waits for it."""
 
 
 def all_reduce(x: Tensor, group: CommGroup) -> Tensor:
@@ -59,23 +64,58 @@ def all_reduce(x: Tensor, group: CommGroup) -> Tensor:
     return _overlapped(lambda: launch_all_reduce(x, group))
 
 
-def all_gather(x: Tensor, group: CommGroup, dim: int = 0) -> Tensor:
-    """Every rank's `x` (equal shapes), concatenated along `dim`. Errors as `all_reduce`."""
-    if dim == 0:
-        return _overlapped(lambda: launch_all_gather(x, group))
-    gathered = _overlapped(lambda: launch_all_gather(x.movedim(dim, 0), group))
-    return gathered.movedim(0, dim).contiguous()
+def all_gather(
+    x: Tensor,
+    group: CommGroup,
+    dim: int = 0,
+    *,
+    sizes: Sequence[int] | None = None,
+    point: str = Point.COLLECTIVE,
+    name: str = "all_gather",
+    carry: Carry | None = None,
+) -> Tensor:
+    """Every rank's `x`, concatenated along `dim`. Errors as `all_reduce`.
 
-
-def reduce_scatter(x: Tensor, group: CommGroup, dim: int = 0) -> Tensor:
-    """This rank's block along `dim` of the sum of every rank's `x`; the size must divide by the ranks.
-
-    Errors as `all_reduce`, and `ConfigError` where the size does not divide.
+    Args:
+        x: equal shapes, but for `dim` where `sizes` are given.
+        group: the ranks.
+        dim: of the ranks' blocks.
+        sizes: of every rank's block; equal if None.
+        point: passed while it travels.
+        name: for traces and errors.
+        carry: takes the launched transfer, and may delay it: an emulated link's.
     """
-    if dim == 0:
-        return _overlapped(lambda: launch_reduce_scatter(x, group))
-    scattered = _overlapped(lambda: launch_reduce_scatter(x.movedim(dim, 0), group))
-    return scattered.movedim(0, dim).contiguous()
+    moved = x if dim == 0 else x.movedim(dim, 0)
+    gathered = _overlapped(lambda: launch_all_gather(moved, group, sizes=sizes, name=name), point, carry)
+    return gathered if dim == 0 else gathered.movedim(0, dim).contiguous()
+
+
+def reduce_scatter(
+    x: Tensor,
+    group: CommGroup,
+    dim: int = 0,
+    *,
+    sizes: Sequence[int] | None = None,
+    point: str = Point.COLLECTIVE,
+    name: str = "reduce_scatter",
+    carry: Carry | None = None,
+) -> Tensor:
+    """This rank's block along `dim` of the sum of every rank's `x`.
+
+    Errors as `all_reduce`, and `ConfigError` where the size does not divide by the ranks, or is not that of `sizes`.
+
+    Args:
+        x: equal shapes on all ranks.
+        group: the ranks.
+        dim: of the ranks' blocks.
+        sizes: of every rank's block; equal if None.
+        point: passed while it travels.
+        name: for traces and errors.
+        carry: as for `all_gather`.
+    """
+    moved = x if dim == 0 else x.movedim(dim, 0)
+    scattered = _overlapped(lambda: launch_reduce_scatter(moved, group, sizes=sizes, name=name), point, carry)
+    return scattered if dim == 0 else scattered.movedim(0, dim).contiguous()
 
 
 def all_to_all_single(
@@ -88,11 +128,13 @@ def all_to_all_single(
     return _overlapped(lambda: launch_all_to_all_single(x, group, output_split_sizes, input_split_sizes))
 
 
-def _overlapped(launch: Callable[[], Transfer[Tensor]]) -> Tensor:
+def _overlapped(
+    launch: Callable[[], Transfer[Tensor]], point: str = Point.COLLECTIVE, carry: Carry | None = None
+) -> Tensor:
     dbo_maybe_run_recv_hook()
-    transfer = launch()
+    transfer = launch() if carry is None else carry(launch())
     dbo_register_recv_hook(transfer.wait)
-    dbo_yield(Point.COLLECTIVE)
+    dbo_yield(point)
     return transfer.wait()
 
 

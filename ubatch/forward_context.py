@@ -44,13 +44,19 @@ class ForwardContext:
         attn_metadata: the attention back end's plan for these tokens; the caller fills it.
         num_tokens: tokens of this context on this rank, without padding; see also `num_valid`.
         mode: what the step does.
-        tokens_across_ranks: tokens of every rank in this context; None when the ranks did not vote.
+        tokens_across_ranks: tokens of every rank in this context, of tensor-parallel ranks each one's share; None when
+            the ranks did not vote.
         ubatch_slices: set by the caller when the step shall overlap; the wrapper splits along it.
         lane_contexts: one context per slice; the caller fills it together with `ubatch_slices`.
         decision: the vote's result; the caller fills it when it voted, else the wrapper votes.
         schedule: what an overlapped step runs, where the caller voted; None is the wrapper's own for the mode.
         num_valid: in a captured step, where numbers of the host are frozen, `num_tokens` counts the rows it was
             captured for, and this one the tokens among them: 0-dim int64 on the device. Else None.
+        local_dp_buffer_len: rows of this context on this data-parallel rank: `num_tokens`, padded to a multiple of its
+            tensor-parallel ranks; the caller fills it, as the next two.
+        global_dp_buffer_len: of all data-parallel ranks together.
+        global_mode: what the ranks with tokens do; None where they do different things, or there is none. An idle
+            rank learns from it what it takes part in.
     """
 
     attn_metadata: object | None = None
@@ -62,6 +68,9 @@ class ForwardContext:
     decision: Decision | None = None
     num_valid: Tensor | None = None
     schedule: Schedule | None = None
+    local_dp_buffer_len: int | None = None
+    global_dp_buffer_len: int | None = None
+    global_mode: ForwardMode | None = None
 
 
 _forward_context: ContextVar[ForwardContext | None] = ContextVar("ubatch_forward_context", default=None)

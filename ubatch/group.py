@@ -50,6 +50,7 @@ class CommGroup:
         self.backend = backend
         self.timeout_s = timeout_s
         self._name = name
+        self._parts: dict[tuple[int, ...], CommGroup] = {}
         self._connection = self._connect()
         _groups.add(self)
 
@@ -71,16 +72,43 @@ class CommGroup:
             raise ConfigError(f"timeout_s must be positive, not {timeout_s}.")
         if cast(object, pg) == dist.GroupMember.NON_GROUP_MEMBER:
             raise ConfigError(f"rank {dist.get_rank()} is not in the process group. Call this on its ranks only.")
-        ranks = dist.get_process_group_ranks(pg)
+        return cls._numbered(dist.get_process_group_ranks(pg), dist.get_backend(pg), timeout_s)
+
+    @classmethod
+    def _numbered(cls, ranks: Sequence[int], backend: str, timeout_s: float) -> CommGroup:
+        """A new group under a name that these ranks have not used before."""
         key = "-".join(map(str, ranks))
         store, count = c10d._get_default_store(), f"ubatch/{key}/made/{dist.get_rank()}"
         number = store.add(count, 1)
         try:
-            return cls(ranks, dist.get_backend(pg), timeout_s, f"ubatch/{key}/{number}")
+            return cls(ranks, backend, timeout_s, f"ubatch/{key}/{number}")
         except BaseException:
             with suppress(dist.DistError):
                 store.add(count, -1)
             raise
+
+    def part(self, ranks: Sequence[int]) -> CommGroup:
+        """A group of some of these ranks, with transports of its own; the same one every time it is asked for.
+
+        Every one of `ranks` must call this, in the same order where there are several parts. It votes with this group,
+        not by itself: a failure in a step of this group breaks both, and `reset()` here makes both usable again.
+
+        Args:
+            ranks: global ranks, this one among them, in the order that the part shall have.
+
+        Raises:
+            ConfigError: they are not of this group, or this rank is not among them.
+            TransferTimeout: not all of them called this within the time-out.
+        """
+        key = tuple(ranks)
+        if not set(key) <= set(self.ranks) or len(set(key)) < len(key) or self.ranks[self.rank] not in key:
+            raise ConfigError(
+                f"rank {self.ranks[self.rank]} asked for a part {list(key)} of the ranks {list(self.ranks)}: they must "
+                "be different ones of these, and it must be one of them."
+            )
+        if key not in self._parts:
+            self._parts[key] = self._numbered(key, self.backend, self.timeout_s)
+        return self._parts[key]
 
     @property
     def pg(self) -> dist.ProcessGroup:
@@ -160,7 +188,7 @@ class CommGroup:
     def reset(self) -> None:
         """Make the group usable again after a failure. Every rank must call it; waits until all have.
 
-        Where steps used further groups, each of them must be reset.
+        Its parts are reset with it. Where steps used further groups, each of them must be reset.
 
         Raises:
             TransferTimeout: not every rank called it within `timeout_s`. Call it again, on every rank.
@@ -168,6 +196,8 @@ class CommGroup:
         """
         self._connection.retire()
         self._connection = self._connect()
+        for part in self._parts.values():
+            part.reset()
         for group in list(_groups):  # whoever failed told its peers on every group it had used, before it came here
             with suppress(dist.DistError):
                 group._connection.adopt_failure()

@@ -7,6 +7,10 @@ send, and a chunk's combine leaves as soon as its experts are done. There is no 
 peer would take over just when this lane's next chunk has arrived (0.3 : 0.7 on 2 lanes x 2 chunks, 0.95 of the bound
 instead of 0.99).
 
+Where attention is tensor-parallel, two transfers more come first:
+
+    norm, attn_gather | prepare | core, attn_scatter | add, norm, router, dispatch.0 ..
+
 This module imports neither torch nor threads.
 """
 
@@ -32,6 +36,8 @@ class LayerTimes:
         dispatch, combine: on the link.
         experts: the routed experts.
         shared: the shared expert.
+        attn_gather, attn_scatter: on the link, of tensor-parallel attention; 0 without it: then there are no points,
+            either.
 
     Raises:
         ConfigError: a negative time.
@@ -43,6 +49,8 @@ class LayerTimes:
     combine: float
     attn_prepare: float = 0.0
     shared: float = 0.0
+    attn_gather: float = 0.0
+    attn_scatter: float = 0.0
 
     def __post_init__(self) -> None:
         for name in _TIMES:
@@ -62,7 +70,7 @@ class LayerTimes:
     @property
     def communication_s(self) -> float:
         """What is on the link."""
-        return self.dispatch + self.combine
+        return self.dispatch + self.combine + self.attn_gather + self.attn_scatter
 
 
 _TIMES = tuple(field.name for field in fields(LayerTimes))
@@ -99,14 +107,21 @@ def layer_program(times: LayerTimes, layers: int, schedule: Schedule) -> list[Op
     for layer in range(layers):
         shared: dict[SharedExpert, list[Op]] = {where: [] for where in SharedExpert}
         shared[schedule.shared_expert].append(Compute(times.shared))
-        program += [Compute(times.attn_prepare), Pass(Point.ATTN_PREPARE)]
-        program += [Compute(times.attn_core), Pass(Point.SELECT)]
+        program += _tensor_parallel(times.attn_gather, layer, Point.ATTN_GATHER)
+        program += [Compute(times.attn_prepare), Pass(Point.ATTN_PREPARE), Compute(times.attn_core)]
+        program += [*_tensor_parallel(times.attn_scatter, layer, Point.ATTN_SCATTER), Pass(Point.SELECT)]
         program += [*_dispatches(times, layer, schedule), *shared[SharedExpert.DISPATCH], Pass(Point.DISPATCH)]
         program += [*_chunks(times, layer, schedule), *shared[SharedExpert.COMBINE], Pass(Point.COMBINE)]
         program += [*shared[SharedExpert.COMBINE_RETURN]]
         program += [Wait(f"combine.{layer}.{chunk}") for chunk in range(schedule.chunks)]
         program += [Pass(Point.OUTPUT), Pass(Point.LAYER)]
     return program
+
+
+def _tensor_parallel(seconds: float, layer: int, point: Point) -> list[Op]:
+    """A gather or scatter, which is waited for as soon as the lane has the baton again."""
+    key = f"{point}.{layer}"
+    return [Launch(key, seconds), Pass(point), Wait(key)] if seconds else []
 
 
 def _dispatches(times: LayerTimes, layer: int, schedule: Schedule) -> list[Op]:

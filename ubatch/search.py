@@ -27,6 +27,8 @@ TimesOf = Callable[[int, int, bool], LayerTimes]
 """Seconds that one lane spends in one layer: of so many lanes, chunks, and with the dispatch in chunks or not."""
 
 _OPTIONAL_POINTS = (Point.ATTN_PREPARE, Point.SELECT, Point.OUTPUT, Point.LAYER)
+_SHARED_ATTENTION = (Point.ATTN_GATHER, Point.ATTN_SCATTER)
+"""Named as their times in `LayerTimes`, without which no lane passes them."""
 _MAX_LEAD = 4
 _WARM_UP = 6
 """Layers until the lanes have found their rhythm; their pattern repeats after at most two."""
@@ -135,11 +137,12 @@ def _variants(base: Schedule, times: LayerTimes) -> Iterator[Schedule]:
     places = tuple(SharedExpert) if times.shared else (base.shared_expert,)
     active: list[tuple[Point, ...]] = [()]
     leads = range(1)
+    optional = (*_OPTIONAL_POINTS, *(point for point in _SHARED_ATTENTION if getattr(times, point)))
     if base.lanes > 1:
         leads = range(_MAX_LEAD + 1)
-        active = [some for count in range(len(_OPTIONAL_POINTS) + 1) for some in combinations(_OPTIONAL_POINTS, count)]
+        active = [some for count in range(len(optional) + 1) for some in combinations(optional, count)]
     for points in active:
-        off = frozenset(_OPTIONAL_POINTS) - frozenset(points)
+        off = frozenset(optional) - frozenset(points)
         for lead in leads:
             for place in places:
                 yield replace(base, points_off=frozenset(map(str, off)), lead=lead, shared_expert=place)

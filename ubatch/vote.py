@@ -76,7 +76,7 @@ _REASONS = tuple(DeclineReason)
 
 MAX_LANES = 8
 """The vote carries a fixed number of lanes, so that ranks with different settings can still read each other."""
-OFFER_WIDTH = 7 + MAX_LANES
+OFFER_WIDTH = 8 + MAX_LANES
 
 
 @dataclass(frozen=True)
@@ -92,6 +92,7 @@ class Offer:
         reason: why it votes no.
         graph_mode: what this rank could replay, as a fingerprint of the graphs it has for such a step; 0 runs eagerly.
         again: the step has run in lanes, but this rank could not merge its outputs, and would repeat it unsplit.
+        content: fingerprint of what it runs, where some ranks must run the same (tensor parallelism); else 0.
 
     Raises:
         ConfigError: an offer that contradicts itself, or more than `MAX_LANES` lanes.
@@ -105,6 +106,7 @@ class Offer:
     mode: int = 0
     graph_mode: int = 0
     again: bool = False
+    content: int = 0
 
     def __post_init__(self) -> None:
         if not 1 <= self.lanes <= MAX_LANES:
@@ -130,6 +132,7 @@ class Decision:
         graph_mode: the graphs that all ranks could replay, 0 where the step runs eagerly; see `Offer.graph_mode`.
         modes: the forward mode's fingerprint of every rank; that of a rank without tokens means nothing.
         schedule: the fingerprint of the schedule that they run when engaged, 0 otherwise.
+        contents: of every rank, where any has one; see `Offer.content`.
     """
 
     engaged: bool
@@ -139,6 +142,7 @@ class Decision:
     graph_mode: int = 0
     modes: tuple[int, ...] = ()
     schedule: int = 0
+    contents: tuple[int, ...] = ()
 
     @property
     def num_lanes(self) -> int:
@@ -179,16 +183,19 @@ def decide(offers: Sequence[Offer], rank: int = 0) -> Decision:
         )
     reason, declined_by = _objection(offers)
     graph_mode, modes = _common_graph_mode(offers), tuple(offer.mode for offer in offers)
+    contents = tuple(offer.content for offer in offers)
+    contents = contents if any(contents) else ()
     if reason is None:
         busy = next(offer for offer in offers if offer.wish is Wish.YES)
         nothing = (0,) * busy.lanes
         tokens = tuple(nothing if offer.wish is Wish.IDLE else offer.tokens for offer in offers)
-        return Decision(True, None, None, tokens, graph_mode, modes, busy.schedule)
+        return Decision(True, None, None, tokens, graph_mode, modes, busy.schedule, contents)
     if declined_by is not None and offers[rank].wish is Wish.NO:
         reason = offers[rank].reason
     elif declined_by is not None:
         reason = DeclineReason.PEER_DECLINED
-    return Decision(False, reason, declined_by, tuple((sum(offer.tokens),) for offer in offers), graph_mode, modes)
+    totals = tuple((sum(offer.tokens),) for offer in offers)
+    return Decision(False, reason, declined_by, totals, graph_mode, modes, contents=contents)
 
 
 def _common_graph_mode(offers: Sequence[Offer]) -> int:
@@ -216,13 +223,14 @@ def _objection(offers: Sequence[Offer]) -> tuple[DeclineReason | None, int | Non
 def encode_offer(offer: Offer) -> list[int]:
     """The offer as `OFFER_WIDTH` integers, for one small all-reduce."""
     reason = _REASONS.index(offer.reason) + 1 if offer.reason is not None else 0
-    head = [int(offer.wish), offer.lanes, reason, offer.schedule, offer.mode, offer.graph_mode, int(offer.again)]
+    prints = [offer.schedule, offer.mode, offer.graph_mode, int(offer.again), offer.content]
+    head = [int(offer.wish), offer.lanes, reason, *prints]
     return head + list(offer.tokens) + [0] * (OFFER_WIDTH - len(head) - len(offer.tokens))
 
 
 def decode_offer(row: Sequence[int]) -> Offer:
     """The inverse of `encode_offer`."""
-    wish, lanes, reason, schedule, mode, graph_mode, again, *counts = (int(value) for value in row)
+    wish, lanes, reason, schedule, mode, graph_mode, again, content, *counts = (int(value) for value in row)
     tokens = tuple(counts[: 1 if wish == Wish.NO else lanes])
     why = _REASONS[reason - 1] if reason else None
-    return Offer(Wish(wish), tokens, lanes, why, schedule, mode, graph_mode, bool(again))
+    return Offer(Wish(wish), tokens, lanes, why, schedule, mode, graph_mode, bool(again), content)

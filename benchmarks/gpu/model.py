@@ -69,8 +69,8 @@ class _RandomWeights(Checkpoint):
         self.dtype = dtype
         self.device = device
 
-    def load_into(self, name: str, out: Tensor) -> None:
-        """Norms pass their input through; products keep the size of theirs."""
+    def _copy(self, name: str, shape: Sequence[object], out: Tensor) -> None:
+        """What every tensor is read by. Norms pass their input through; products keep the size of theirs."""
         if out.dim() == 1:
             out.fill_(1.0)
         else:

@@ -6,6 +6,7 @@ ops                    its small operations, each one kernel on a GPU
 rope, layers           its parts: rotary embeddings, attention, the dense MLP,
 latent_attention       multi-head latent attention,
 sparse_mlp             and the mixture of experts
+scatter                how rows lie, and move, where ranks share attention
 llama, qwen3, qwen3_moe, mixtral, deepseek_v2, deepseek_v3   one family each: how to read its `config.json`
 
 `docs/adding-a-model.md` shows how to add one.

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
 from attention import AttentionPlan, AttentionShape, MLAPlan, MLAShape
 from model_runner.hf_config import HFConfig
+from model_runner.tensor_parallel import WHOLE, Shard, TensorParallel
 from model_runner.weights import Checkpoint
 from moe import All2All
 from ubatch import ConfigError, get_forward_context
@@ -25,7 +26,7 @@ class ModelConfig:
         vocab_size: rows of the logits.
         hidden_size: numbers per token between layers.
         num_layers: decoder layers, each with attention.
-        attention: heads of each of them; it says what the KV cache is like, too.
+        attention: heads of each of them, those of all tensor-parallel ranks; it says what the KV cache is like, too.
         max_position_embeddings: longest sequence, prompt and output together.
         num_experts: routed experts per MoE layer; 0 for a dense model.
         num_experts_per_tok: how many of them a token visits; 0 for a dense model.
@@ -41,18 +42,30 @@ class ModelConfig:
     num_experts_per_tok: int
     eos_token_ids: tuple[int, ...]
 
+    @property
+    def dense_intermediate_size(self) -> int | None:
+        """Columns of the dense MLPs that tensor-parallel ranks share; None where no layer has one."""
+        return None
+
 
 @dataclass(frozen=True)
 class ExpertParallel:
-    """How a model's MoE layers run; the runner fills it.
+    """How a model is spread over the ranks; the runner fills it.
 
     Attributes:
         all2all: the transport that all layers and lanes share; it knows which experts this rank holds.
         experts: the experts' back end, by name.
+        tensor: the ranks that share attention and dense MLPs; None where this one has them whole.
     """
 
     all2all: All2All[Any]
     experts: str = "grouped"
+    tensor: TensorParallel | None = None
+
+    @property
+    def shard(self) -> Shard:
+        """What this rank holds of attention and dense MLPs."""
+        return WHOLE if self.tensor is None else self.tensor.shard
 
 
 class CausalLM(nn.Module, ABC):
@@ -62,6 +75,8 @@ class CausalLM(nn.Module, ABC):
     """
 
     config: ModelConfig
+    serves_tensor_parallel: ClassVar[bool] = False
+    """Whether `load` heeds `ExpertParallel.tensor`, and `forward` moves rows as `model_runner.models.scatter` says."""
 
     @classmethod
     @abstractmethod

@@ -88,6 +88,12 @@ class DecoderConfig(ModelConfig):
     rope_interleaved: bool = True
     moe: MoEConfig | None = None
 
+    @property
+    def dense_intermediate_size(self) -> int | None:
+        """See `ModelConfig`."""
+        all_sparse = self.moe is not None and self.moe.layers.issuperset(range(self.num_layers))
+        return None if all_sparse else self.intermediate_size
+
 
 def read_decoder(
     config: HFConfig,

@@ -7,6 +7,9 @@ One layer, and the points it passes (those inside the MoE are in `moe.modular_ke
 
 What a half adds to the residual is added where the next half begins, because there the sum is normalised, in one
 kernel. A dense layer has an MLP in place of the second line, and passes no point in it but the last.
+
+Where ranks share attention (tensor parallelism), rows are gathered and scattered at points of their own between these:
+`model_runner.models.scatter`.
 """
 
 from __future__ import annotations
@@ -21,9 +24,18 @@ from model_runner.models.base import CausalLM, ExpertParallel, current_plan
 from model_runner.models.config import DecoderConfig
 from model_runner.models.latent_attention import LatentAttention
 from model_runner.models.layers import Attention, GatedMLP, frozen
-from model_runner.models.ops import add_rms_norm, rms_norm
 from model_runner.models.rope import RotaryEmbedding, RotaryTable
+from model_runner.models.scatter import (
+    Layout,
+    ScatterMode,
+    comm_final,
+    comm_prepare_attn,
+    comm_prepare_mlp,
+    current_layout,
+    postprocess,
+)
 from model_runner.models.sparse_mlp import SparseMLP
+from model_runner.tensor_parallel import Shard
 from model_runner.weights import Checkpoint
 from moe import linear
 from ubatch import Point, dbo_yield
@@ -35,6 +47,7 @@ class DecoderLM(CausalLM):
     """A decoder-only model of layers with attention and a dense or sparse MLP. A family adds `read_config`."""
 
     config: DecoderConfig
+    serves_tensor_parallel = True
 
     @classmethod
     def load(cls, config: DecoderConfig, checkpoint: Checkpoint, parallel: ExpertParallel) -> DecoderLM:
@@ -44,6 +57,7 @@ class DecoderLM(CausalLM):
     def __init__(self, config: DecoderConfig, checkpoint: Checkpoint, parallel: ExpertParallel) -> None:
         super().__init__()
         self.config = config
+        self.tensor_parallel = parallel.tensor
         vocabulary = (config.vocab_size, config.hidden_size)
         self.embed_tokens = frozen(checkpoint.load("model.embed_tokens.weight", *vocabulary))
         self.rope = _rotary(config, checkpoint)
@@ -57,12 +71,14 @@ class DecoderLM(CausalLM):
     def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
         """See `CausalLM.forward`."""
         plan, num_tokens = current_plan()
-        hidden, update = F.embedding(input_ids, self.embed_tokens), None
+        layout = current_layout(self.tensor_parallel)
+        own_ids = input_ids if layout is None else layout.own(input_ids)
+        hidden, update = F.embedding(own_ids, self.embed_tokens), None
         rotary = self.rope(positions)
         for layer in self.layers:
-            hidden, update = layer(hidden, update, rotary, plan, num_tokens)
+            hidden, update = layer(hidden, update, rotary, plan, num_tokens, layout)
             dbo_yield(Point.LAYER)
-        return _add_norm(update, hidden, self.norm, self.config.rms_norm_eps)[0]
+        return comm_final(update, hidden, self.norm, self.config.rms_norm_eps, layout)
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
         """See `CausalLM.compute_logits`."""
@@ -77,18 +93,26 @@ class DecoderLayer(nn.Module):
         prefix, hidden_size = f"model.layers.{layer}", config.hidden_size
         self.eps = config.rms_norm_eps
         self.input_norm = frozen(checkpoint.load(f"{prefix}.input_layernorm.weight", hidden_size))
-        self.attention = _attention(config, checkpoint, f"{prefix}.self_attn", layer)
+        self.attention = _attention(config, checkpoint, f"{prefix}.self_attn", layer, parallel.shard)
         self.post_attention_norm = frozen(checkpoint.load(f"{prefix}.post_attention_layernorm.weight", hidden_size))
         self.mlp: GatedMLP | SparseMLP
+        self.mlp_mode = ScatterMode.TP_ATTN_FULL
         if config.moe is not None and layer in config.moe.layers:
             block = f"{prefix}.{config.moe.names.block}"
             self.mlp = SparseMLP(checkpoint, block, hidden_size, config.num_experts, config.moe, parallel)
+            self.mlp_mode = ScatterMode.SCATTERED
         else:
-            dense = f"{prefix}.mlp"
-            self.mlp = GatedMLP(checkpoint, dense, hidden_size, config.intermediate_size, bias=config.mlp_bias)
+            sizes = hidden_size, config.intermediate_size
+            self.mlp = GatedMLP(checkpoint, f"{prefix}.mlp", *sizes, bias=config.mlp_bias, shard=parallel.shard)
 
     def forward(
-        self, hidden: Tensor, update: Tensor | None, rotary: Any, plan: Any, num_tokens: int | Tensor
+        self,
+        hidden: Tensor,
+        update: Tensor | None,
+        rotary: Any,
+        plan: Any,
+        num_tokens: int | Tensor,
+        layout: Layout | None = None,
     ) -> tuple[Tensor, Tensor]:
         """`[T, hidden_size]` to the residual, and to what is still to be added to it.
 
@@ -98,18 +122,17 @@ class DecoderLayer(nn.Module):
             rotary: a `Rotation` for multi-head attention, a `RopeTable` for latent attention.
             plan: an `AttentionPlan`, or an `MLAPlan`.
             num_tokens: rows that are tokens; the rest is padding.
+            layout: how the rows are spread over the ranks that share attention; None where this one has all. The
+                residual, and what is added to it, are this rank's share.
         """
-        x, hidden = _add_norm(update, hidden, self.input_norm, self.eps)
+        x, hidden = comm_prepare_attn(update, hidden, self.input_norm, self.eps, layout)
         update = self.attention(x, rotary, plan)
-        x, hidden = _add_norm(update, hidden, self.post_attention_norm, self.eps)
-        return hidden, self.mlp(x, num_tokens) if isinstance(self.mlp, SparseMLP) else self.mlp(x)
-
-
-def _add_norm(update: Tensor | None, hidden: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """`hidden + update` normalised, and that sum."""
-    if update is None:
-        return rms_norm(hidden, weight, eps), hidden
-    return add_rms_norm(update, hidden, weight, eps)
+        x, hidden = comm_prepare_mlp(update, hidden, self.post_attention_norm, self.eps, self.mlp_mode, layout)
+        if isinstance(self.mlp, SparseMLP):
+            update = self.mlp(x, num_tokens if layout is None else layout.share_tokens)
+        else:
+            update = self.mlp(x)
+        return hidden, postprocess(update, self.mlp_mode, layout)
 
 
 def _rotary(config: DecoderConfig, checkpoint: Checkpoint) -> RotaryEmbedding | RotaryTable:
@@ -125,9 +148,11 @@ def _rotary(config: DecoderConfig, checkpoint: Checkpoint) -> RotaryEmbedding | 
     return RotaryEmbedding(config.rope, shape.head_dim, checkpoint.dtype, device)
 
 
-def _attention(config: DecoderConfig, checkpoint: Checkpoint, prefix: str, layer: int) -> Attention | LatentAttention:
-    shape, hidden_size, bias = config.attention, config.hidden_size, config.attention_bias
+def _attention(
+    config: DecoderConfig, checkpoint: Checkpoint, prefix: str, layer: int, shard: Shard
+) -> Attention | LatentAttention:
+    shape, where, bias = config.attention, (checkpoint, prefix, layer, config.hidden_size), config.attention_bias
     if isinstance(shape, MLAShape):
-        return LatentAttention(checkpoint, prefix, layer, hidden_size, shape, q_lora_rank=config.q_lora_rank, bias=bias)
+        return LatentAttention(*where, shape, q_lora_rank=config.q_lora_rank, bias=bias, shard=shard)
     eps = config.rms_norm_eps if config.qk_norm else None
-    return Attention(checkpoint, prefix, layer, hidden_size, shape, bias=bias, norm_eps=eps)
+    return Attention(*where, shape, bias=bias, norm_eps=eps, shard=shard)

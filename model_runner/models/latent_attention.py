@@ -9,12 +9,15 @@ Source: DeepSeek-V2 (2024), section 2.1.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor, nn
 
 from attention import MLAInputs, MLAPlan, MLAShape, RopeTable
 from model_runner.models.layers import frozen
 from model_runner.models.ops import rms_norm
+from model_runner.tensor_parallel import WHOLE, Shard
 from model_runner.weights import Checkpoint
 from moe import linear
 from ubatch import Point, dbo_yield
@@ -41,49 +44,55 @@ class LatentAttention(nn.Module):
         *,
         q_lora_rank: int | None,
         bias: bool,
+        shard: Shard = WHOLE,
     ) -> None:
-        """Load the weights.
+        """Load the weights: the heads of this rank, and all of what makes the latents.
 
         Args:
             checkpoint: where from.
             prefix: of the tensors' names, without the last dot.
             layer: whose KV cache.
             hidden_size: of the model.
-            shape: heads and latent.
+            shape: heads of all ranks, and latent.
             q_lora_rank: numbers of the compressed query; None for a model that does not compress it.
             bias: whether the compressing projections and the last one have one.
+            shard: which heads are this rank's.
         """
         super().__init__()
         self.layer = layer
-        self.shape = shape
-        heads, rank = shape.num_heads, shape.kv_lora_rank
-        q_size = heads * shape.qk_head_dim
-        first = "q_proj" if q_lora_rank is None else "q_a_proj"
-        self.sizes = (q_size if q_lora_rank is None else q_lora_rank, rank, shape.qk_rope_head_dim)
-        parts = [(f"{prefix}.{first}", self.sizes[0]), (f"{prefix}.kv_a_proj_with_mqa", sum(self.sizes[1:]))]
+        whole_heads, rank = shape.num_heads, shape.kv_lora_rank
+        self.shape = shape = replace(shape, num_heads=whole_heads // shard.size)
+        heads = shape.num_heads
+        q_part = shard.part(whole_heads * shape.qk_head_dim)
+        self.sizes = (q_part.size if q_lora_rank is None else q_lora_rank, rank, shape.qk_rope_head_dim)
+        first = ("q_proj", q_part) if q_lora_rank is None else ("q_a_proj", q_lora_rank)
+        parts = [(f"{prefix}.{name}", rows) for name, rows in (first, ("kv_a_proj_with_mqa", sum(self.sizes[1:])))]
         self.down = frozen(checkpoint.load_fused([(f"{name}.weight", rows) for name, rows in parts], hidden_size))
-        self.out = frozen(checkpoint.load(f"{prefix}.o_proj.weight", hidden_size, heads * shape.v_head_dim))
+        v_part = shard.part(whole_heads * shape.v_head_dim)
+        self.out = frozen(checkpoint.load(f"{prefix}.o_proj.weight", hidden_size, v_part))
         self.latent_norm = frozen(checkpoint.load(f"{prefix}.kv_a_layernorm.weight", rank))
         self.q_norm = self.q_up = None
         if q_lora_rank is not None:
             self.q_norm = frozen(checkpoint.load(f"{prefix}.q_a_layernorm.weight", q_lora_rank))
-            self.q_up = frozen(checkpoint.load(f"{prefix}.q_b_proj.weight", q_size, q_lora_rank))
+            self.q_up = frozen(checkpoint.load(f"{prefix}.q_b_proj.weight", q_part, q_lora_rank))
         self.down_bias = self.out_bias = None
         if bias:
             self.down_bias = frozen(torch.zeros_like(self.down[:, 0]))
-            of_q, of_kv = self.down_bias.data.split([rows for _, rows in parts])
+            of_q, of_kv = self.down_bias.data.split([self.sizes[0], sum(self.sizes[1:])])
             checkpoint.load_into(f"{prefix}.kv_a_proj_with_mqa.bias", of_kv)
             if q_lora_rank is not None:  # an uncompressed query has none
                 checkpoint.load_into(f"{prefix}.q_a_proj.bias", of_q)
-            self.out_bias = frozen(checkpoint.load(f"{prefix}.o_proj.bias", hidden_size))
+            if shard.rank == 0:  # the ranks' outputs are added up
+                self.out_bias = frozen(checkpoint.load(f"{prefix}.o_proj.bias", hidden_size))
 
-        up = checkpoint.load(f"{prefix}.kv_b_proj.weight", heads * (shape.qk_nope_head_dim + shape.v_head_dim), rank)
+        up_part = shard.part(whole_heads * (shape.qk_nope_head_dim + shape.v_head_dim))
+        up = checkpoint.load(f"{prefix}.kv_b_proj.weight", up_part, rank)
         keys, values = up.view(heads, -1, rank).split((shape.qk_nope_head_dim, shape.v_head_dim), dim=1)
         self.w_uk = frozen(keys.contiguous())
         self.w_uv = frozen(values.transpose(1, 2).contiguous())
 
     def forward(self, x: Tensor, rope: RopeTable, plan: MLAPlan) -> Tensor:
-        """`x` `[T, hidden_size]`, normalised; the result is to be added to the residual."""
+        """`x` `[T, hidden_size]`, normalised; the sum of the ranks' results is to be added to the residual."""
         shape = self.shape
         q, latent, k_rope = linear(x, self.down, self.down_bias).split(self.sizes, dim=-1)
         if self.q_norm is not None and self.q_up is not None:

@@ -15,6 +15,7 @@ from serving.api.generation import Delta, Output, run_outputs
 from serving.api.request_models import GenerationRequest
 from serving.api.service import Service
 from serving.api.sse import event
+from serving.requests import DraftCounts
 
 __all__ = ["Answer", "check_common"]
 
@@ -88,9 +89,14 @@ class Answer(ABC):
         firsts = {output.prompt: output for output in reversed(self._outputs)}.values()
         prompt_tokens = sum(len(output.request.token_ids) for output in firsts)
         completion_tokens = sum(output.num_tokens for output in self._outputs)
+        drafts = sum((output.drafts for output in self._outputs), DraftCounts())
         return {
             "prompt_tokens": prompt_tokens,
             "completion_tokens": completion_tokens,
             "total_tokens": prompt_tokens + completion_tokens,
             "prompt_tokens_details": {"cached_tokens": sum(output.num_cached_tokens for output in firsts)},
+            "completion_tokens_details": {
+                "accepted_prediction_tokens": drafts.accepted,
+                "rejected_prediction_tokens": drafts.drafted - drafts.accepted,
+            },
         }

@@ -12,7 +12,7 @@ from serving.api.errors import ApiError
 from serving.api.observer import RequestObserver
 from serving.api.request_models import GenerationRequest
 from serving.api.service import Engine, Service
-from serving.requests import RequestInput, RequestOutput
+from serving.requests import DraftCounts, RequestInput, RequestOutput
 from serving.text import TextStream
 
 __all__ = ["Delta", "Output", "make_outputs", "run_outputs"]
@@ -30,6 +30,7 @@ class Output:
         nothing: only its prompt is wanted, and the one token that an engine has to generate is dropped.
         num_tokens: tokens generated.
         num_cached_tokens: tokens of its prompt that were found in the prefix cache.
+        drafts: tokens of it that were guessed ahead.
     """
 
     index: int
@@ -39,6 +40,7 @@ class Output:
     nothing: bool = False
     num_tokens: int = 0
     num_cached_tokens: int = 0
+    drafts: DraftCounts = field(default_factory=DraftCounts)
 
 
 @dataclass(frozen=True)
@@ -115,6 +117,8 @@ async def _run(engine: Engine, observer: RequestObserver, output: Output) -> Asy
             async for step in steps:
                 delta = _take(output, step)
                 observer.tokens(request.request_id, len(step.token_ids))
+                if step.drafts.verified:
+                    observer.drafts(request.request_id, step.drafts)
                 if delta.finish_reason is not None:
                     reason = delta.finish_reason
                 yield delta
@@ -133,6 +137,7 @@ def _take(output: Output, step: RequestOutput) -> Delta:
     if step.finish_reason is FinishReason.ABORT:
         raise ApiError(500, f"Request {step.request_id} was aborted by the server.", code="aborted")
     output.num_cached_tokens = max(output.num_cached_tokens, step.num_cached_tokens)
+    output.drafts += step.drafts
     if output.nothing:
         return Delta(output, "", (), step.prompt_logprobs, step.finish_reason and FinishReason.LENGTH.value)
     text = output.text.take(step)

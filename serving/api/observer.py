@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from serving.requests import DraftCounts
+
 __all__ = ["NoObserver", "RequestObserver"]
 
 
@@ -16,6 +18,9 @@ class RequestObserver(Protocol):
     def tokens(self, request_id: str, count: int) -> None:
         """So many new tokens came."""
 
+    def drafts(self, request_id: str, counts: DraftCounts) -> None:
+        """Some of these tokens were guessed ahead."""
+
     def finished(self, request_id: str, reason: str) -> None:
         """It ended: `stop`, `length`, `abort` (the client left, or it was taken back) or `error`."""
 
@@ -27,6 +32,9 @@ class NoObserver:
         """Not counted."""
 
     def tokens(self, request_id: str, count: int) -> None:
+        """Not counted."""
+
+    def drafts(self, request_id: str, counts: DraftCounts) -> None:
         """Not counted."""
 
     def finished(self, request_id: str, reason: str) -> None:

@@ -20,6 +20,7 @@ __all__ = [
     "CompletionChunk",
     "CompletionChunkChoice",
     "CompletionLogprobs",
+    "CompletionTokensDetails",
     "Detokenized",
     "ErrorBody",
     "ErrorDetail",
@@ -58,6 +59,13 @@ class PromptTokensDetails(BaseModel):
     cached_tokens: Annotated[int, Field(description="found in the prefix cache")]
 
 
+class CompletionTokensDetails(BaseModel):
+    """How completion tokens came."""
+
+    accepted_prediction_tokens: Annotated[int, Field(description="guessed ahead by the server, and right")]
+    rejected_prediction_tokens: Annotated[int, Field(description="guessed ahead, and not")]
+
+
 class Usage(BaseModel):
     """Tokens. A prompt counts once, however many outputs it has."""
 
@@ -65,6 +73,7 @@ class Usage(BaseModel):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails
 
 
 class CompletionLogprobs(BaseModel):

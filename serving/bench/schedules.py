@@ -212,7 +212,7 @@ def _stage_model(setting: Setting) -> StageModel:
         raise ConfigError(f"the transport serves {traits.max_lanes} lanes; the stages are measured at {_STAGE_LANES}.")
     works = {lanes: setting.schedule(lanes).one_by_one() for lanes in _STAGE_LANES}
     programs = _programs(setting, works.values())
-    measured = []
+    measured, layers = [], 0
     for lanes, work in works.items():
         times, layers = mean_layer_times(programs[work])
         slowest = slowest_rank({name: [seconds] for name, seconds in vars(times).items()})

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import tempfile
 from enum import StrEnum
+from itertools import product
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -43,6 +44,11 @@ class Options(BaseModel):
     )
     blocks: Annotated[int, Field(ge=2, description="A B B A blocks; 15 or more for figures to quote")] = 15
     ranks: Annotated[tuple[int, ...], Field(description="offline, served: numbers of data-parallel ranks")] = (1, 2)
+    tensor_parallel_size: Annotated[
+        tuple[Annotated[int, Field(ge=1)], ...],
+        tyro.conf.arg(aliases=("-tp",)),
+        Field(min_length=1, description="offline, served: processes of a rank; each with each of --ranks"),
+    ] = (1,)
     prompts: Annotated[int, Field(ge=1, description="offline, served: prompts")] = 64
     input_len: Annotated[int, Field(ge=1, description="their tokens")] = 128
     output_len: Annotated[int, Field(ge=1, description="tokens of their answers")] = 64
@@ -81,7 +87,7 @@ def _measure_model(options: Options, model: Path) -> dict[str, Any]:
             model,
             options.blocks,
             Workload(options.prompts, options.input_len, options.output_len),
-            ranks=options.ranks,
+            ranks=list(product(options.ranks, options.tensor_parallel_size)),
             transformers=Part.OFFLINE in options.only,
             served=Part.SERVED in options.only,
         )

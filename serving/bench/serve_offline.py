@@ -4,7 +4,8 @@ The same checkpoint, prompts and number of new tokens, greedy, on all cores; eve
 works at a time. What is compared first: the tokens.
 
     transformers   `generate` on one padded batch
-    offline_N      `LLM(...).generate` with N ranks, which share the experts where there are several
+    offline_N      `LLM(...).generate` with N ranks, which share the experts where there are several; offline_NxT with T
+                   tensor-parallel processes each
     served_N       the same prompts as requests to `ubatch serve` with the same options, all at once, not streamed
     streamed_N     streamed
 
@@ -119,7 +120,7 @@ def _vocab_size(model: Path) -> int:
 
 
 def measure_offline(
-    model: Path, blocks: int, workload: Workload, *, ranks: Sequence[int], transformers: bool, served: bool
+    model: Path, blocks: int, workload: Workload, *, ranks: Sequence[tuple[int, int]], transformers: bool, served: bool
 ) -> OfflineResult:
     """Run all arms, and reckon the figures.
 
@@ -127,7 +128,7 @@ def measure_offline(
         model: a checkpoint with a tokenizer.
         blocks: A B B A blocks.
         workload: what to generate.
-        ranks: numbers of data-parallel ranks to compare.
+        ranks: numbers of data-parallel ranks, and of tensor-parallel processes of each, to compare.
         transformers: measure it too.
         served: measure servers too.
 
@@ -144,15 +145,17 @@ def measure_offline(
             theirs = transformers_arm(model, torch.tensor(prompts), workload.output_len)
             arms["transformers"] = theirs
             expected = theirs().tolist()
-        for count in ranks:
-            llm = stack.enter_context(LLM(model, **_options(count, workload)))
+        for data_parallel, tensor_parallel in ranks:
+            options = _options(data_parallel, tensor_parallel, workload)
+            count = f"{data_parallel}x{tensor_parallel}" if tensor_parallel > 1 else str(data_parallel)
+            llm = stack.enter_context(LLM(model, **options))
             generate = _offline(llm, prompts, workload.output_len)
             arms[f"offline_{count}"] = generate
             tokens, texts = generate()
             if expected is not None:
                 same[f"offline_{count}"] = _equal(f"offline_{count}", expected, tokens)
             if served:
-                flags = _flags(_options(count, workload))
+                flags = _flags(options)
                 cores = {"OMP_NUM_THREADS": str(num_cores())}  # as in this process
                 url = stack.enter_context(running_server(model, flags, environment=cores)).base_url
                 for name, stream in (("served", False), ("streamed", True)):
@@ -176,11 +179,12 @@ def measure_offline(
     )
 
 
-def _options(ranks: int, workload: Workload) -> dict[str, Any]:
+def _options(data_parallel: int, tensor_parallel: int, workload: Workload) -> dict[str, Any]:
     """The same for `LLM` and, as flags, for the server."""
     options: dict[str, Any] = {"enable_prefix_caching": False, "max_num_seqs": workload.prompts}
-    if ranks > 1:
-        options |= {"data_parallel_size": ranks, "enable_expert_parallel": True}
+    if data_parallel * tensor_parallel > 1:
+        options |= {"data_parallel_size": data_parallel, "tensor_parallel_size": tensor_parallel}
+        options["enable_expert_parallel"] = True
     return options
 
 

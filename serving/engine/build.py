@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
 
 import torch
 
@@ -13,7 +12,7 @@ from serving.engine.options import EngineOptions
 from serving.graph_capture import capture_graphs
 from serving.logs import log_event
 from serving.runner_setup import make_link
-from serving.scheduler import Scheduler
+from serving.speculation import make_scheduler, runner_options
 from ubatch import CommGroup, ConfigError
 
 __all__ = ["make_core", "make_runner", "warm_up", "warm_up_lengths"]
@@ -37,6 +36,7 @@ def make_runner(options: EngineOptions, group: CommGroup | None = None, *, devic
     return ModelRunner(
         options.model,
         group=group,
+        tensor_parallel_size=options.tensor_parallel_size,
         all2all_backend=options.all2all_backend,
         link=make_link(options.emulated_link),
         dbo=options.dbo,
@@ -52,26 +52,23 @@ def make_runner(options: EngineOptions, group: CommGroup | None = None, *, devic
         max_model_len=options.scheduler.max_model_len,
         cudagraph_mode=options.cudagraph_mode,
         cudagraph_capture_sizes=options.cudagraph_capture_sizes,
-        num_speculative_tokens=options.scheduler.num_speculative_tokens,
+        **runner_options(options.speculation),
         dtype=_dtype(options.dtype),
         device=f"cuda:{device_index}" if options.device == "cuda" else options.device,
     )
 
 
 def make_core(options: EngineOptions, runner: ModelRunner) -> EngineCore:
-    """The scheduler over the runner's KV cache, and the loop."""
+    """The scheduler over the runner's KV cache, who guesses tokens for it, and the loop.
+
+    Raises:
+        ConfigError, CheckpointError: the draft network cannot go with the model; see `make_scheduler`.
+    """
     if options.speculates and options.overlap_schedule:
         log_event(_logger, "plain loop", reason="speculation needs a step's tokens before it can draft the next")
-    scheduler = Scheduler(
-        replace(options.scheduler, fill_drafts=bool(runner.graph_shapes)),
-        runner.allocator,
-        runner.request_table,
-        eos_token_ids=runner.config.eos_token_ids,
-        vocab_size=runner.config.vocab_size,
-    )
     return EngineCore(
         runner,
-        scheduler,
+        make_scheduler(options.scheduler, options.speculation, runner),
         overlap_schedule=options.overlaps_schedule,
         measure_overlap=not runner.streams.asynchronous,  # on a GPU, times of the host say nothing of it
         decided=runner.step_settings.reasons,
@@ -88,7 +85,7 @@ def warm_up(options: EngineOptions, runner: ModelRunner) -> None:
     Raises:
         CaptureFailed: see there.
     """
-    first = options.data_parallel_size == 1 or (runner.group is not None and runner.group.rank == 0)
+    first = runner.group is None or runner.group.rank == 0
     capture_graphs(runner, show=first)
     room = min(runner.free_kv_tokens, options.scheduler.max_model_len) - 2  # two tokens are generated
     for length in warm_up_lengths(options):

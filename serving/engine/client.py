@@ -1,6 +1,7 @@
 """The API's side of the engines: starts them, sends requests, hands out what comes back.
 
     generate  ->  router picks a rank  ->  Add to it, Wake to the others that step with it
+                                           (with tensor parallelism to their leaders, which tell their followers)
     receive loop  ->  Outputs          ->  router  ->  the request's stream  ->  generate yields
     sentinels, Failed, NodeAlive       ->  first cause  ->  every stream fails, the other engines are ended
 
@@ -24,7 +25,7 @@ import zmq
 import zmq.asyncio
 
 from model_runner import FinishReason, RequestError
-from serving.engine.failures import FirstCause, dead_error, start_error
+from serving.engine.failures import FirstCause, again, dead_error, start_error
 from serving.engine.launch import EngineMain, LocalEngines
 from serving.engine.messages import (
     Abort,
@@ -71,7 +72,7 @@ class EngineInfo:
         max_model_len: most tokens of a request, prompt and output.
         vocab_size: token ids are below it.
         num_ranks: data-parallel ranks.
-        memory: what each rank holds, as text, one line per rank.
+        memory: what each of their processes holds, as text, one line per process.
     """
 
     max_model_len: int
@@ -166,7 +167,7 @@ class EngineClient:
         self._closing = True
         self._cause.close()
         self._router.fail_all(lambda: EngineDead("the engines were closed."))
-        self._send_all(Shutdown())
+        self._shut_down()
         if self._engines is not None:
             for sentinel in self._engines.sentinels.values():
                 self._loop.remove_reader(sentinel)
@@ -206,7 +207,7 @@ class EngineClient:
         stream = self._router.add(request)
         self._send(stream.rank, add)
         if self.options.enable_expert_parallel:
-            self._send_all(Wake(self._epoch), but=stream.rank)
+            self._send_each(Wake(self._epoch), but=stream.rank)
         finished = False
         try:
             while not finished:
@@ -252,7 +253,7 @@ class EngineClient:
 
     @property
     def pids(self) -> Mapping[int, int | None]:
-        """Rank -> process id, of this node's ranks."""
+        """Rank -> process id, of this node's processes."""
         return {} if self._engines is None else self._engines.pids
 
     async def wait_dead(self) -> EngineDead:
@@ -266,7 +267,7 @@ class EngineClient:
             EngineDead: an engine died; nothing runs any more.
         """
         self._check_alive()
-        self._send_all(StartProfile())
+        self._send_each(StartProfile())
 
     async def stop_profile(self, folder: Path | None = None) -> list[Path]:
         """Stop recording; every rank writes a Chrome trace.
@@ -285,12 +286,10 @@ class EngineClient:
         if self._profiles:
             raise UBatchError("a profile is being written already.")
         folder = folder or self.options.profile_folder or Path(tempfile.mkdtemp(prefix="ubatch-profile-"))
-        ranks = range(self.options.data_parallel_size)
         stamp = time.strftime("%Y%m%d-%H%M%S")  # an earlier profile in the same folder stays
-        self._profiles = {rank: self._loop.create_future() for rank in ranks}
+        self._profiles = {rank: self._loop.create_future() for rank in range(self.options.world_size)}
         try:
-            for rank in ranks:
-                self._send(rank, encode(StopProfile(str(folder / f"{stamp}-rank-{rank}.json"))))
+            self._send_each(StopProfile(str(folder / stamp)))
             answers = await asyncio.wait_for(asyncio.gather(*self._profiles.values()), _PROFILE_S)
         except TimeoutError as error:
             raise UBatchError(f"not every rank has written its profile within {_PROFILE_S:.0f} s.") from error
@@ -298,21 +297,31 @@ class EngineClient:
             self._profiles = {}
         for answer in answers:
             if answer.error is not None:
-                raise UBatchError(f"rank {answer.rank}: {answer.error}")
+                raise UBatchError(f"{self.options.describe_rank(answer.rank)}: {answer.error}")
         return [Path(answer.path) for answer in answers]
 
     # -- the wire -----------------------------------------------------------------------------------------------
 
-    def _send(self, rank: int, message: bytes) -> None:
+    def _send(self, dp_rank: int, message: bytes) -> None:
+        """Send to the process that takes a data-parallel rank's messages."""
+        self._post(self.options.leader(dp_rank), message)
+
+    def _send_each(self, message: ToEngine, but: int | None = None) -> None:
+        """Send to every data-parallel rank."""
+        for dp_rank in range(self.options.data_parallel_size):
+            if dp_rank != but:
+                self._send(dp_rank, encode(message))
+
+    def _shut_down(self) -> None:
+        """Tell every process: one whose leader is dead would not hear of it otherwise."""
+        for rank in self._ready:
+            self._post(rank, encode(Shutdown()))
+
+    def _post(self, rank: int, message: bytes) -> None:
         """Send at once, in order; where the engine is gone, its death is about to be noticed."""
         frames = [f"rank-{rank}".encode(), message]
         sent = asyncio.ensure_future(self._socket.send_multipart(frames))
         sent.add_done_callback(lambda future: future.cancelled() or future.exception())
-
-    def _send_all(self, message: ToEngine, but: int | None = None) -> None:
-        for rank in self._ready:
-            if rank != but:
-                self._send(rank, encode(message))
 
     async def _receive(self) -> None:
         while True:
@@ -330,7 +339,7 @@ class EngineClient:
                 self._router.refuse(request_id, lambda: make_error(kind, text) or UBatchError(text))
             case Ready(rank):
                 self._ready[rank] = message
-                if len(self._ready) == self.options.data_parallel_size and not self._all_ready.done():
+                if len(self._ready) == self.options.world_size and not self._all_ready.done():
                     self.info = self._make_info()
                     self._all_ready.set_result(None)
             case ProfileWritten(rank):
@@ -344,8 +353,9 @@ class EngineClient:
 
     def _make_info(self) -> EngineInfo:
         ready = [self._ready[rank] for rank in sorted(self._ready)]
-        memory = "\n".join(f"rank {each.rank}: {each.memory}" for each in ready)
-        return EngineInfo(min(each.max_model_len for each in ready), ready[0].vocab_size, len(ready), memory)
+        memory = "\n".join(f"{self.options.describe_rank(each.rank)}: {each.memory}" for each in ready)
+        max_model_len = min(each.max_model_len for each in ready)
+        return EngineInfo(max_model_len, ready[0].vocab_size, self.options.data_parallel_size, memory)
 
     # -- failures -----------------------------------------------------------------------------------------------
 
@@ -364,34 +374,26 @@ class EngineClient:
 
     def _failed(self, failed: Failed) -> None:
         """The cause is known: nothing runs any more. Fails everything that waits, and ends the other engines."""
+        name = self.options.describe_rank(failed.rank)
         if not self._all_ready.done():
-            self._all_ready.set_exception(start_error(failed))
+            self._all_ready.set_exception(start_error(failed, name))
             return
-        self.dead = dead_error(failed)
+        self.dead = dead_error(failed, name)
         log_event(_logger, "engine dead", level=logging.ERROR, rank=failed.rank, error=self.dead)
-        again = partial(_again, self.dead)
-        self._router.fail_all(again)
+        self._router.fail_all(partial(again, self.dead))
         for waiting in self._profiles.values():
             if not waiting.done():
-                waiting.set_exception(again())
+                waiting.set_exception(again(self.dead))
         self._died.set_result(self.dead)
-        self._send_all(Shutdown())
+        self._shut_down()
         if self._engines is not None:
             self._tasks.append(asyncio.create_task(_end(self._engines)))
 
     def _check_alive(self) -> None:
         if self.dead is not None:
-            raise _again(self.dead)
+            raise again(self.dead)
         if self._closing:
             raise EngineDead("the engines were closed.")
-
-
-def _again(dead: EngineDead) -> EngineDead:
-    """The same error anew, for each that waits: one raised twice would carry both tracebacks."""
-    error = EngineDead(str(dead))
-    for note in getattr(dead, "__notes__", ()):
-        error.add_note(note)
-    return error
 
 
 async def _end(engines: LocalEngines) -> None:

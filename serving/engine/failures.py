@@ -18,7 +18,7 @@ from serving.engine.messages import Failed, make_error
 from serving.requests import EngineDead
 from ubatch import ConfigError, UBatchError
 
-__all__ = ["FirstCause", "dead_error", "start_error"]
+__all__ = ["FirstCause", "again", "dead_error", "start_error"]
 
 _GRACE_S = 0.5
 """How long a process that has ended without a word may have one under way."""
@@ -72,20 +72,33 @@ def _weight(failed: Failed) -> int:
     return _OWN if failed.traceback else _SILENT
 
 
-def start_error(failed: Failed) -> UBatchError:
-    """What a failed start raises: the rank's own error where it is about the settings or the checkpoint."""
+def start_error(failed: Failed, name: str) -> UBatchError:
+    """What a failed start raises: the rank's own error where it is about the settings or the checkpoint.
+
+    Args:
+        failed: the report that counts.
+        name: what to call the rank.
+    """
     error = make_error(failed.kind, failed.text)
     if isinstance(error, ConfigError) or (error is not None and failed.kind.startswith("Checkpoint")):
-        error.add_note(f"on rank {failed.rank}")
+        error.add_note(f"on {name}")
         return error
-    return dead_error(failed, "did not start")
+    return dead_error(failed, name, "did not start")
 
 
-def dead_error(failed: Failed, what: str = "failed") -> EngineDead:
-    """One line that names the rank and the cause; its traceback is a note."""
+def dead_error(failed: Failed, name: str, what: str = "failed") -> EngineDead:
+    """One line that names the rank and the cause; its traceback is a note. Arguments as for `start_error`."""
     if not failed.traceback:
-        return EngineDead(f"rank {failed.rank} {failed.text}.")
+        return EngineDead(f"{name} {failed.text}.")
     first_line = failed.text.partition("\n")[0]  # of a time-out, for one, the rest is every lane's stack
-    error = EngineDead(f"rank {failed.rank} {what}: {failed.name}: {first_line}")
-    error.add_note(f"on rank {failed.rank}:\n{failed.traceback}")
+    error = EngineDead(f"{name} {what}: {failed.name}: {first_line}")
+    error.add_note(f"on {name}:\n{failed.traceback}")
+    return error
+
+
+def again(dead: EngineDead) -> EngineDead:
+    """The same error anew, for each that waits: one raised twice would carry both tracebacks."""
+    error = EngineDead(str(dead))
+    for note in getattr(dead, "__notes__", ()):
+        error.add_note(note)
     return error

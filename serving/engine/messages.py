@@ -3,6 +3,7 @@
     to an engine      Add, Abort, Wake, StartProfile, StopProfile, Shutdown
     from an engine    Ready, Outputs, Refused, Failed, ProfileWritten
     from a node       NodeAlive, and Failed for an engine of it that died
+    to a follower     Turn, from the leader of its tensor-parallel group (see `lockstep`)
 
 Every engine reads one socket, in order. An engine counts the `Add`s and `Abort`s that it has handled and says so in
 each `Outputs`, so that the client knows what the engine knew. `Add` and `Wake` carry an `epoch`, the client's count
@@ -35,9 +36,11 @@ __all__ = [
     "StartProfile",
     "StopProfile",
     "ToEngine",
+    "Turn",
     "Wake",
     "decode_from_engine",
     "decode_to_engine",
+    "decode_turn",
     "encode",
     "error_kind",
     "make_error",
@@ -68,9 +71,13 @@ class StartProfile(msgspec.Struct, tag=True, array_like=True, frozen=True):
 
 
 class StopProfile(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """Write what was recorded to this file."""
+    """Write what was recorded, every rank to a file of its own.
 
-    path: str
+    Attributes:
+        prefix: of their paths; `-rank-N.json` follows.
+    """
+
+    prefix: str
 
 
 class Shutdown(msgspec.Struct, tag=True, array_like=True, frozen=True):
@@ -97,7 +104,7 @@ class Outputs(msgspec.Struct, tag=True, array_like=True, frozen=True):
     """What a step gave.
 
     Attributes:
-        rank: whose.
+        rank: whose; the data-parallel one, as everywhere where it is about requests.
         received: `Add`s and `Abort`s that this rank has handled since it started.
         outputs: of any of its requests.
         statistics: after the step.
@@ -155,12 +162,28 @@ class NodeAlive(msgspec.Struct, tag=True, array_like=True, frozen=True):
 ToEngine: TypeAlias = Add | Abort | Wake | StartProfile | StopProfile | Shutdown
 FromEngine: TypeAlias = Ready | Outputs | Refused | Failed | ProfileWritten | NodeAlive
 
+
+class Turn(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """What a leader takes in before a step, or while it pauses.
+
+    Attributes:
+        number: 0, 1, 2, ...
+        told: a checksum of all that the leader's steps have given until now.
+        messages: what it handles now, seeds and all.
+    """
+
+    number: int
+    told: int
+    messages: Sequence[ToEngine]
+
+
 _encoder = msgspec.msgpack.Encoder()
 _to_engine: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
 _from_engine: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
+_turn = msgspec.msgpack.Decoder(Turn)
 
 
-def encode(message: ToEngine | FromEngine) -> bytes:
+def encode(message: ToEngine | FromEngine | Turn) -> bytes:
     """A message as bytes."""
     return _encoder.encode(message)
 
@@ -177,6 +200,11 @@ def decode_to_engine(data: bytes) -> ToEngine:
 def decode_from_engine(data: bytes) -> FromEngine:
     """A message from an engine or a node; errors as `decode_to_engine`."""
     return _from_engine.decode(data)
+
+
+def decode_turn(data: bytes) -> Turn:
+    """A turn from a leader; errors as `decode_to_engine`."""
+    return _turn.decode(data)
 
 
 _ERRORS: dict[str, type[UBatchError]] = {

@@ -47,7 +47,7 @@ def make_offline_engine(options: EngineOptions) -> OfflineEngine:
         CheckpointError, ConfigError: the model cannot be loaded so.
         EngineDead: a rank did not start.
     """
-    return InProcessEngine(options) if options.data_parallel_size == 1 else RankEngines(options)
+    return InProcessEngine(options) if options.world_size == 1 else RankEngines(options)
 
 
 class InProcessEngine:

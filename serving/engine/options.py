@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from serving.scheduler import SchedulerConfig
+from serving.speculation import SpeculationConfig
 from ubatch import ConfigError, UBatchConfig
 
 __all__ = ["EngineOptions"]
@@ -24,8 +25,11 @@ class EngineOptions:
         dbo: when and how to overlap; its group is set on the rank.
         dbo_auto: find out while serving when steps overlap; see `model_runner.DboAuto`.
         scheduler: how steps are filled.
-        data_parallel_size: ranks in all, over all nodes.
-        enable_expert_parallel: the ranks share the experts, and step together.
+        speculation: who guesses tokens ahead, and how many; None for nobody.
+        data_parallel_size: ranks that requests are dealt out to, over all nodes.
+        tensor_parallel_size: processes of each of them, which share its attention and dense layers. They are
+            consecutive, rank = data-parallel rank * tensor_parallel_size + tensor-parallel rank, and on one node.
+        enable_expert_parallel: all processes share the experts, and step together.
         all2all_backend: how tokens reach their experts.
         emulated_link: latency in microseconds and bandwidth in MB/s of a link to deliver over; None for none.
         attention_backend: see `ModelRunner`, also for the next three.
@@ -55,7 +59,9 @@ class EngineOptions:
     dbo: UBatchConfig = field(default_factory=_no_overlap)
     dbo_auto: bool = False
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    speculation: SpeculationConfig | None = None
     data_parallel_size: int = 1
+    tensor_parallel_size: int = 1
     enable_expert_parallel: bool = False
     all2all_backend: str | None = None
     emulated_link: tuple[float, float] | None = None
@@ -79,37 +85,70 @@ class EngineOptions:
     master_port: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("data_parallel_size", "nnodes"):
+        for name in ("data_parallel_size", "tensor_parallel_size", "nnodes"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}.")
         if self.data_parallel_size % self.nnodes:
             raise ConfigError(
                 f"data_parallel_size ({self.data_parallel_size}) must be a multiple of nnodes ({self.nnodes}): every "
-                f"node starts equally many ranks."
+                f"node starts equally many ranks, each with all of its tensor-parallel processes."
             )
         if not 0 <= self.node_rank < self.nnodes:
             raise ConfigError(f"node_rank is {self.node_rank}; with {self.nnodes} nodes it is 0 to {self.nnodes - 1}.")
         if self.nnodes > 1 and self.master_port == 0:
             raise ConfigError("several nodes need a master_port that all of them know; 0 picks one on one node only.")
-        if self.enable_expert_parallel and self.data_parallel_size == 1:
-            raise ConfigError("enable_expert_parallel needs data_parallel_size 2 or more; one rank has all experts.")
-        if not self.enable_expert_parallel and (self.all2all_backend is not None or self.emulated_link is not None):
-            raise ConfigError("all2all_backend and emulated_link need enable_expert_parallel: else nothing travels.")
+        if self.enable_expert_parallel and self.world_size == 1:
+            raise ConfigError(
+                "enable_expert_parallel needs data_parallel_size 2 or more, or tensor_parallel_size; one rank has all "
+                "experts."
+            )
+        if not self.enable_expert_parallel and self.all2all_backend is not None:
+            raise ConfigError("all2all_backend needs enable_expert_parallel: else no token travels to its experts.")
+        if self.step_size == 1 and self.emulated_link is not None:
+            raise ConfigError("emulated_link needs enable_expert_parallel or tensor_parallel_size: nothing travels.")
+
+    @property
+    def world_size(self) -> int:
+        """Processes in all: every tensor-parallel rank of every data-parallel rank."""
+        return self.data_parallel_size * self.tensor_parallel_size
+
+    def dp_rank(self, rank: int) -> int:
+        """Which data-parallel rank a process belongs to."""
+        return rank // self.tensor_parallel_size
+
+    def tp_rank(self, rank: int) -> int:
+        """A process's place in its data-parallel rank; 0 leads it."""
+        return rank % self.tensor_parallel_size
+
+    def leader(self, dp_rank: int) -> int:
+        """The process of a data-parallel rank that talks to the client."""
+        return dp_rank * self.tensor_parallel_size
+
+    def describe_rank(self, rank: int) -> str:
+        """`rank 3`, or with tensor parallelism `rank 3 (DP 1, TP 1)`."""
+        if self.tensor_parallel_size == 1:
+            return f"rank {rank}"
+        return f"rank {rank} (DP {self.dp_rank(rank)}, TP {self.tp_rank(rank)})"
+
+    @property
+    def step_size(self) -> int:
+        """How many processes step together: all where they share experts, else those of a data-parallel rank."""
+        return self.world_size if self.enable_expert_parallel else self.tensor_parallel_size
 
     @property
     def local_size(self) -> int:
-        """Ranks on each node."""
-        return self.data_parallel_size // self.nnodes
+        """Processes on each node."""
+        return self.world_size // self.nnodes
 
     @property
     def local_ranks(self) -> range:
-        """The ranks of this node."""
+        """The processes of this node."""
         return range(self.node_rank * self.local_size, (self.node_rank + 1) * self.local_size)
 
     @property
     def speculates(self) -> bool:
-        """Whether the scheduler drafts tokens."""
-        return self.scheduler.num_speculative_tokens > 0
+        """Whether tokens are guessed ahead."""
+        return self.speculation is not None
 
     @property
     def overlaps_schedule(self) -> bool:

@@ -3,6 +3,8 @@
     loop      take in what has come | step | send outputs and statistics
     pause     block on the socket until there is work
 
+With tensor parallelism only the leader of a group takes in what the client sends, and hands it on (`lockstep`).
+
 A rank alone pauses when it has no work. Ranks that share experts step together as long as any of them has work, the
 others with no tokens, and pause together. The vote of a step tells all of them at the same step that all are idle; but
 a request may be on its way to one of them, and one rank must not step while the others sleep. So every request has a
@@ -27,8 +29,8 @@ import time
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -39,11 +41,11 @@ from model_runner import CheckpointError, ModelRunner, RequestError
 from serving.engine.build import make_core, make_runner, warm_up
 from serving.engine.core import EngineCore
 from serving.engine.link import EngineLink
+from serving.engine.lockstep import Link, join_turns
 from serving.engine.messages import (
     Abort,
     Add,
     Failed,
-    FromEngine,
     Outputs,
     ProfileWritten,
     Ready,
@@ -63,7 +65,7 @@ from serving.requests import RequestOutput
 from serving.runner_setup import describe_memory
 from ubatch import CommGroup, ConfigError, GroupBroken, PeerFailed, UBatchError
 
-__all__ = ["Engine", "Link", "Orphaned", "run_engine"]
+__all__ = ["Engine", "Orphaned", "run_engine"]
 
 _logger = logging.getLogger(__name__)
 
@@ -83,18 +85,20 @@ def run_engine(options: EngineOptions, rank: int, store_host: str, store_port: i
         configure_logging(options.log_level, f"rank {rank}")
     _check_parent(parent)  # without it the store does not answer, and connecting to it would be tried for minutes
     store = connect_store(store_host, store_port)
-    link = EngineLink(client_address(store), f"rank-{rank}")
+    address = client_address(store)
+    client = EngineLink(address, f"rank-{rank}")
     try:
+        link = join_turns(client, address, options, rank, store, partial(_check_parent, parent))
         with _loaded(options, rank, store) as runner:
             memory = describe_memory(runner)
             log_event(_logger, "engine ready", memory=memory, overlap_schedule=options.overlaps_schedule)
             ready = Ready(rank, options.scheduler.max_model_len, runner.config.vocab_size, memory)
-            Engine(ready, make_core(options, runner), runner.group, link, parent).serve()
+            Engine(ready, make_core(options, runner), runner.group, link, parent, options.dp_rank(rank)).serve()
     except BaseException as error:
-        ending = link.shutdown_comes()  # the others may have left before this rank had read it
+        ending = client.shutdown_comes()  # the others may have left before this rank had read it
         if not ending:
-            _report_failure(link, rank, error)
-        link.close()
+            _report_failure(client, rank, error)
+        client.close()
         sys.stderr.flush()
         os._exit(0 if ending else 1)  # not through the destructors of process groups, which wait for what is stuck
     link.close()
@@ -117,7 +121,7 @@ def _loaded(options: EngineOptions, rank: int, store: dist.Store) -> Iterator[Mo
         _choose_gpu(local_rank, options.local_size)
     if options.local_size > 1:
         pin_rank(local_rank, options.local_size)
-    collective = options.enable_expert_parallel
+    collective = options.step_size > 1
     tqdm.set_lock(threading.RLock())  # its own one is a semaphore of the system, which a killed process leaves behind
     with tqdm(total=3, desc="engine", unit="stage", disable=None if rank == 0 else True, leave=False) as bar:
         bar.set_postfix_str("meet the other ranks")
@@ -155,16 +159,6 @@ def _report_failure(link: EngineLink, rank: int, error: BaseException) -> None:
     link.send(Failed(rank, error_kind(error), type(error).__name__, str(error), text, echo))
 
 
-class Link(Protocol):
-    """What carries messages (`EngineLink` is one)."""
-
-    def send(self, message: FromEngine) -> None:
-        """Send a message; does not wait."""
-
-    def receive(self, wait_s: float = 0.0) -> Iterator[ToEngine]:
-        """The messages that have come; waits up to `wait_s` for the first."""
-
-
 class Engine:
     """One rank at work.
 
@@ -174,10 +168,20 @@ class Engine:
         group: the ranks that step together; None for one alone.
         link: to the client.
         parent: the process that started it, which it outlives by a step at most, or by the look-out interval.
+        dp_rank: whose requests it serves; its own number by default.
     """
 
-    def __init__(self, ready: Ready, core: EngineCore, group: CommGroup | None, link: Link, parent: int | None) -> None:
+    def __init__(
+        self,
+        ready: Ready,
+        core: EngineCore,
+        group: CommGroup | None,
+        link: Link,
+        parent: int | None,
+        dp_rank: int | None = None,
+    ) -> None:
         self.rank = ready.rank
+        self.dp_rank = ready.rank if dp_rank is None else dp_rank
         self.core = core
         self._ready = ready
         self._group = group
@@ -240,7 +244,7 @@ class Engine:
                 try:
                     self.core.add(request)
                 except (RequestError, KVCacheExhausted) as error:
-                    self._link.send(Refused(self.rank, request.request_id, error_kind(error), str(error)))
+                    self._link.send(Refused(self.dp_rank, request.request_id, error_kind(error), str(error)))
             case Abort(request_id):
                 self._received += 1
                 self.core.abort(request_id)
@@ -248,7 +252,8 @@ class Engine:
                 self._epoch = epoch
             case StartProfile():
                 self.core.tracer.start_profile()
-            case StopProfile(path):
+            case StopProfile(prefix):
+                path = f"{prefix}-rank-{self.rank}.json"
                 wrong = self.core.tracer.stop_profile(Path(path), self.rank)
                 self._link.send(ProfileWritten(self.rank, path, wrong))
             case Shutdown():
@@ -261,4 +266,4 @@ class Engine:
         if not (outputs or at_once or received != self._received or now - at > _REPORT_S):
             return
         self._reported = (self._received, now)
-        self._link.send(Outputs(self.rank, self._received, outputs, self.core.statistics()))
+        self._link.send(Outputs(self.dp_rank, self._received, outputs, self.core.statistics()))

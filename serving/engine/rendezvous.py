@@ -1,7 +1,9 @@
 """Where the processes of an engine meet: a store on node 0, kept by the launching process.
 
     "client"        where the client listens: its zmq address
-    "ranks/..."     the ranks' torch.distributed group, where they share experts
+    "turns/RANK"    where a tensor-parallel follower hears its leader: a zmq address
+    "ranks/N/..."   a torch.distributed group of ranks that step together: 0 where all share experts, else one per
+                    data-parallel rank
 
 The launching process outlives every rank, so a rank that dies takes no store with it. All of this trusts its network:
 whoever reaches the ports of node 0 can take part.
@@ -19,7 +21,16 @@ import torch.distributed as dist
 from serving.engine.options import EngineOptions
 from ubatch import ConfigError, UBatchError
 
-__all__ = ["choose_interface", "client_address", "connect_store", "host_store", "init_ranks", "post_client_address"]
+__all__ = [
+    "choose_interface",
+    "client_address",
+    "connect_store",
+    "host_store",
+    "init_ranks",
+    "post_client_address",
+    "post_turns_address",
+    "turns_address",
+]
 
 _PATIENCE = timedelta(minutes=5)
 """How long nodes and ranks wait for each other at the start."""
@@ -74,16 +85,26 @@ def client_address(store: dist.Store) -> str:
     return store.get(_CLIENT).decode()
 
 
+def post_turns_address(store: dist.Store, rank: int, address: str) -> None:
+    """Tell a follower's leader where it listens."""
+    store.set(f"turns/{rank}", address)
+
+
+def turns_address(store: dist.Store, rank: int) -> str:
+    """Where a follower listens; waits until it does."""
+    return store.get(f"turns/{rank}").decode()
+
+
 def init_ranks(store: dist.Store, rank: int, options: EngineOptions) -> None:
-    """Join torch.distributed's default group; every rank must call it."""
+    """Join torch.distributed's default group, of the ranks that step with this one; every rank must call it."""
     if options.nnodes > 1:
         choose_interface(options.master_addr)
     backend = "nccl" if options.device == "cuda" else "gloo"
     dist.init_process_group(
         backend,
-        store=dist.PrefixStore("ranks", store),
-        rank=rank,
-        world_size=options.data_parallel_size,
+        store=dist.PrefixStore(f"ranks/{rank // options.step_size}", store),
+        rank=rank % options.step_size,
+        world_size=options.step_size,
         timeout=_PATIENCE,
     )
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from serving.engine.messages import Outputs
-from serving.requests import EngineStatistics, RequestInput, RequestOutput
+from serving.requests import DraftCounts, EngineStatistics, RequestInput, RequestOutput
 from ubatch import UBatchError
 
 __all__ = ["RequestStream", "Router"]
@@ -75,6 +75,7 @@ class RequestStream:
             logprobs=[logprob for part in parts for logprob in part.logprobs],
             prompt_logprobs=first.prompt_logprobs,
             num_cached_tokens=max(part.num_cached_tokens for part in parts),
+            drafts=sum((part.drafts for part in parts), DraftCounts()),
         )
 
     def _wake(self) -> None:

@@ -9,6 +9,8 @@ from model_runner import ModelConfig
 from serving.options.flags import FILE_ONLY, SETTINGS
 from serving.options.overlap import overlap_config
 from serving.options.sources import Settings
+from serving.options.speculation import check_speculation
+from serving.runner_setup import tensor_parallel_faults
 from ubatch import ConfigError
 from ubatch.modes import MODE_KEYS
 
@@ -32,7 +34,7 @@ def check_alone(settings: Settings) -> None:
     Raises:
         ConfigError: two settings contradict each other, or one needs another.
     """
-    for check in (_model, _overlap, _parallelism, _nodes, _memory, _graphs, _speculation):
+    for check in (_model, _overlap, _parallelism, _nodes, _memory, _graphs, check_speculation):
         for message in check(settings):
             raise ConfigError(message)
 
@@ -51,7 +53,7 @@ def check_with_model(settings: Settings, model: ModelConfig, machine: Machine) -
 def notes(settings: Settings) -> Iterator[str]:
     """What is allowed but may not be what was meant."""
     flags = [name for name in ("enable_dbo", "enable_single_batch_overlap") if settings[name]]
-    if flags and not settings["enable_expert_parallel"]:
+    if flags and not settings["enable_expert_parallel"] and settings["tensor_parallel_size"] == 1:
         yield (
             f"{settings.spell(flags[0])} has no communication to hide: the ranks share no experts "
             "(--enable-expert-parallel)"
@@ -100,9 +102,10 @@ def _overlap(s: Settings) -> Iterator[str]:
 
 def _parallelism(s: Settings) -> Iterator[str]:
     if s["enable_expert_parallel"]:
-        if s["data_parallel_size"] == 1:
+        if _num_processes(s) == 1:
             yield (
-                f"{s.spell('enable_expert_parallel')} needs --data-parallel-size 2 or more; one rank has all experts."
+                f"{s.spell('enable_expert_parallel')} needs --data-parallel-size 2 or more, or --tensor-parallel-size; "
+                "one rank has all experts."
             )
         if s["all2all_backend"] == "local":
             yield f"{s.spell('all2all_backend')} local exchanges nothing, but the ranks share experts. Use torch_dist."
@@ -112,9 +115,18 @@ def _parallelism(s: Settings) -> Iterator[str]:
                 "how fast it is."
             )
         return
-    for name in ("all2all_backend", "emulated_link"):
-        if s[name] is not None:
-            yield f"{s.spell(name)} needs --enable-expert-parallel; without it nothing is exchanged."
+    if s["all2all_backend"] is not None:
+        yield f"{s.spell('all2all_backend')} needs --enable-expert-parallel; without it no token travels."
+    if s["emulated_link"] is not None and s["tensor_parallel_size"] == 1:
+        yield (
+            f"{s.spell('emulated_link')} needs --enable-expert-parallel, or --tensor-parallel-size 2 or more; without "
+            "them nothing travels."
+        )
+
+
+def _num_processes(s: Settings) -> int:
+    size: int = s["data_parallel_size"] * s["tensor_parallel_size"]
+    return size
 
 
 def _nodes(s: Settings) -> Iterator[str]:
@@ -122,7 +134,8 @@ def _nodes(s: Settings) -> Iterator[str]:
     if s["node_rank"] >= nnodes:
         yield f"{s.spell('node_rank')} is {s['node_rank']}, but --nnodes is {nnodes}: machines are 0 to {nnodes - 1}."
     if ranks % nnodes:
-        yield f"{s.spell('data_parallel_size')} ({ranks}) does not divide by {s.spell('nnodes')} ({nnodes})."
+        whole = ": the processes of a rank stay on one machine" if s["tensor_parallel_size"] > 1 else ""
+        yield f"{s.spell('data_parallel_size')} ({ranks}) does not divide by {s.spell('nnodes')} ({nnodes}){whole}."
     if nnodes == 1:
         if s["master_addr"] != SETTINGS["master_addr"].default:
             yield f"{s.spell('master_addr')} needs --nnodes 2 or more; one machine has nobody else to meet."
@@ -143,11 +156,21 @@ def _memory(s: Settings) -> Iterator[str]:
 def _graphs(s: Settings) -> Iterator[str]:
     if s["enforce_eager"] and s["cudagraph_mode"] == "full":
         yield f"{s.spell('enforce_eager')} and {s.spell('cudagraph_mode')} full contradict each other. Remove one."
-    off = "enforce_eager" if s["enforce_eager"] else "cudagraph_mode" if s["cudagraph_mode"] == "none" else None
+    if s["cudagraph_mode"] == "full" and s["tensor_parallel_size"] > 1:
+        yield (
+            f"{s.spell('cudagraph_mode')} full with {s.spell('tensor_parallel_size')} {s['tensor_parallel_size']}: no "
+            "step of several tensor-parallel processes can be captured. Remove one."
+        )
+    off = None
+    if s["enforce_eager"]:
+        off = s.spell("enforce_eager")
+    elif s["cudagraph_mode"] == "none":
+        off = f"{s.spell('cudagraph_mode')} none"
+    elif s["tensor_parallel_size"] > 1:
+        off = f"{s.spell('tensor_parallel_size')} {s['tensor_parallel_size']}"
     for name in _SIZES:
         if s[name] is not None and off is not None:
-            value = "" if off == "enforce_eager" else " none"
-            yield f"{s.spell(name)} has no effect with {s.spell(off)}{value}: nothing is captured. Remove one."
+            yield f"{s.spell(name)} has no effect with {off}: nothing is captured. Remove one."
     sizes, largest = s["cudagraph_capture_sizes"], s["max_cudagraph_capture_size"]
     if sizes is not None and largest is not None and max(sizes) > largest:
         yield (
@@ -159,39 +182,30 @@ def _graphs(s: Settings) -> Iterator[str]:
 _SIZES = ("cudagraph_capture_sizes", "max_cudagraph_capture_size")
 
 
-def _speculation(s: Settings) -> Iterator[str]:
-    names = ("speculative_num_draft_tokens", "speculative_ngram_max", "speculative_ngram_min")
-    if s["speculative_algorithm"] is None:
-        for name in names:
-            if s[name] is not None:
-                yield f"{s.spell(name)} needs --speculative-algorithm ngram; without it nothing is guessed."
-    longest, shortest = s["speculative_ngram_max"], s["speculative_ngram_min"]
-    if longest is not None and shortest is not None and longest < shortest:
-        yield (
-            f"{s.spell('speculative_ngram_max')} is {longest}, below {s.spell('speculative_ngram_min')} ({shortest})."
-        )
-
-
 def _checkpoint(s: Settings, model: ModelConfig) -> Iterator[str]:
     if s["max_model_len"] > model.max_position_embeddings:
         yield (
             f"{s.spell('max_model_len')} is {s['max_model_len']}, but the checkpoint has "
             f"{model.max_position_embeddings} positions."
         )
+    yield from tensor_parallel_faults(
+        model, s["tensor_parallel_size"], s.spell("tensor_parallel_size"), expert_parallel=s["enable_expert_parallel"]
+    )
     if not s["enable_expert_parallel"]:
         return
-    ranks = s["data_parallel_size"]
+    ranks = _num_processes(s)
     if model.num_experts == 0:
         yield f"{s.spell('enable_expert_parallel')}: the checkpoint is a dense model, without experts to share."
     elif model.num_experts % ranks:
+        both = f" times {s.spell('tensor_parallel_size')}" if s["tensor_parallel_size"] > 1 else ""
         yield (
-            f"{s.spell('data_parallel_size')} is {ranks}, but {model.num_experts} experts do not divide by that. "
+            f"{s.spell('data_parallel_size')}{both} is {ranks}, but {model.num_experts} experts do not divide by that. "
             "Use a number of ranks that divides them."
         )
 
 
 def _device(s: Settings, machine: Machine) -> Iterator[str]:
-    local = s["data_parallel_size"] // s["nnodes"]
+    local = _num_processes(s) // s["nnodes"]
     if s["device"] == "cpu":
         if s["gpu_memory_utilization"] is not None:
             yield (
@@ -205,9 +219,10 @@ def _device(s: Settings, machine: Machine) -> Iterator[str]:
     elif machine.gpus == 0:
         yield f"{s.spell('device')} cuda: there is no GPU here that torch can use. Use --device cpu."
     elif local > machine.gpus:
+        names = ("data_parallel_size", "tensor_parallel_size")
+        flags = " times ".join(s.spell(name) for name in names if s[name] > 1)
         yield (
-            f"{s.spell('data_parallel_size')}: {local} ranks on this machine, which has {machine.gpus} GPUs. Use fewer "
-            "ranks, or --device cpu."
+            f"{flags}: {local} processes on this machine, which has {machine.gpus} GPUs. Use fewer, or --device cpu."
         )
 
 

@@ -6,109 +6,28 @@ A default of None is found once the rest is known (`derived`), or means that the
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tyro
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    ModelWrapValidatorHandler,
-    ValidationError,
-    model_validator,
-)
+from pydantic import AfterValidator, BaseModel, BeforeValidator, Field
 from pydantic.fields import FieldInfo
 
 from attention import attention_backends
 from moe import all2all_backends
-from ubatch import SCHEDULES, SplitBy, nearest
+from serving.options.fields import Group, Positive, derived, one_of, parse_bytes
+from ubatch import SCHEDULES, SplitBy
 from ubatch.vote import MAX_LANES
 
-__all__ = ["ALIASES", "FILE_ONLY", "GROUPS", "SETTINGS", "Options", "WrongValue", "parse_bytes"]
+__all__ = ["ALIASES", "FILE_ONLY", "GROUPS", "SETTINGS", "SHORT", "Options"]
 
 ALIASES: Mapping[str, str] = {"enable_two_batch_overlap": "enable_dbo", "num_ubatches": "ubatch_size"}
 """Other names of settings: SGLang's, and what `UBatchConfig` calls it."""
+SHORT: Mapping[str, tuple[str, ...]] = {"tensor_parallel_size": ("-tp",)}
+"""Short flags of settings, vLLM's."""
 
-_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
-
-
-def parse_bytes(value: int | str | None) -> int | None:
-    """`512M` and `512MiB` are 512 * 2**20 bytes, `512m` is 512 * 10**6, as in vLLM; a number is bytes.
-
-    Raises:
-        ValueError: something else, or nothing left.
-    """
-    if isinstance(value, str):
-        match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([kmgtKMGT]?)(?:i?B)?", value.strip())
-        if match is None:
-            raise ValueError("expected bytes, like 1073741824, 512M or 1.5GiB")
-        value = int(float(match[1]) * _UNITS[match[2]])
-    if value is not None and value < 1:
-        raise ValueError("expected at least one byte")
-    return value
-
-
-def _one_of(names: Iterable[str]) -> AfterValidator:
-    known = tuple(map(str, names))
-
-    def check(value: str | None) -> str | None:
-        if value is not None and value not in known:
-            raise ValueError(f"unknown name{nearest(value, known)}")
-        return value
-
-    return AfterValidator(check)
-
-
-class WrongValue(Exception):
-    """A value that its setting does not take. Not a ValueError: those tyro and pydantic would wrap.
-
-    Attributes:
-        name: of the setting.
-        value: the wrong one.
-        why: what it should be.
-    """
-
-    def __init__(self, name: str, value: object, why: str) -> None:
-        super().__init__(f"{name}: {value!r}: {why}")
-        self.name, self.value, self.why = name, value, why
-
-
-class _Group(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    @model_validator(mode="wrap")
-    @classmethod
-    def _name_what_is_wrong(cls, values: Any, validate: ModelWrapValidatorHandler[_Group]) -> _Group:
-        try:
-            return validate(values)
-        except ValidationError as error:
-            wrong = error.errors(include_url=False, include_context=False)[0]
-            name = str(wrong["loc"][0])
-            value = values[name] if isinstance(values, dict) else wrong["input"]
-            raise WrongValue(name, value, _plain(wrong["msg"])) from None
-
-
-def _plain(message: str) -> str:
-    """pydantic's message, as the end of a sentence that began with the setting's name."""
-    message = (
-        message.removeprefix("Value error, ").replace("Input should", "it should").replace("String should", "it should")
-    )
-    message = message.replace("greater than or equal to", "at least").replace("less than or equal to", "at most")
-    return message.replace("a valid dictionary", "a mapping")
-
-
-def derived(metavar: str, how: str) -> Any:
-    """For a flag whose default depends on the rest: what `--help` shows for its value, and as its default."""
-    return tyro.conf.arg(metavar=metavar, help_behavior_hint=f"(default: {how})")
-
-
-Positive = Annotated[int, Field(ge=1)]
-AttentionName = Annotated[str | None, derived("STR", "the same"), _one_of(attention_backends())]
+AttentionName = Annotated[str | None, derived("STR", "the same"), one_of(attention_backends())]
 ScheduleName = Annotated[str | None, derived("STR", "--schedule")]
 ModeMapping = Annotated[
     dict[str, Any] | None, Field(description="schedule, num_ubatches and token_threshold of such steps")
@@ -116,7 +35,7 @@ ModeMapping = Annotated[
 TRANSPORTS = tuple(name for name in all2all_backends() if name != "emulated_link")  # that one is --emulated-link
 
 
-class Model(_Group):
+class Model(Group):
     """The checkpoint, and what it computes in."""
 
     model: Annotated[
@@ -137,15 +56,21 @@ class Model(_Group):
     ] = None
 
 
-class Parallelism(_Group):
-    """Ranks, each an engine process with a whole copy of what they do not share, over one or more machines."""
+class Parallelism(Group):
+    """Ranks, each with a whole copy of what they do not share, over one or more machines. A rank is one engine process,
+    or with tensor parallelism several."""
 
-    data_parallel_size: Annotated[Positive, Field(description="ranks in all")] = 1
+    data_parallel_size: Annotated[Positive, Field(description="ranks in all, which requests are dealt out to")] = 1
+    tensor_parallel_size: Annotated[
+        Positive,
+        tyro.conf.arg(aliases=SHORT["tensor_parallel_size"]),
+        Field(description="processes of a rank; they share its attention heads and dense layers"),
+    ] = 1
     enable_expert_parallel: Annotated[bool, Field(description="the ranks share the experts, and step together")] = False
     all2all_backend: Annotated[
         str | None,
         derived("STR", "torch_dist"),
-        _one_of(all2all_backends()),
+        one_of(all2all_backends()),
         Field(description=f"how tokens reach their experts: {', '.join(TRANSPORTS)}"),
     ] = None
     emulated_link: Annotated[
@@ -164,7 +89,7 @@ class Parallelism(_Group):
     ] = 0
 
 
-class Overlap(_Group):
+class Overlap(Group):
     """When and how a step runs as two or more microbatches, one computing while the other's tokens travel."""
 
     enable_dbo: Annotated[bool, Field(description="overlap microbatches")] = False
@@ -183,7 +108,7 @@ class Overlap(_Group):
     schedule_prefill: Annotated[ScheduleName, Field(description="another one for steps with a prefill")] = None
     schedule_verify: Annotated[ScheduleName, Field(description="another one for steps that verify drafts")] = None
     split_by: Annotated[
-        str, _one_of(SplitBy), Field(description="what lanes with prefills share equally: tokens, or cost")
+        str, one_of(SplitBy), Field(description="what lanes with prefills share equally: tokens, or cost")
     ] = SplitBy.TOKENS.value
     tbo_token_distribution_threshold: Annotated[
         float,
@@ -200,7 +125,7 @@ class Overlap(_Group):
     ] = False
 
 
-class PerMode(_Group):
+class PerMode(Group):
     """What a file may say beside the flags: settings of one mode, and schedules of one's own."""
 
     schedules: Annotated[
@@ -211,7 +136,7 @@ class PerMode(_Group):
     verify: ModeMapping = None
 
 
-class Cache(_Group):
+class Cache(Group):
     """Keys and values of the requests, in pages."""
 
     block_size: Annotated[Positive, Field(description="tokens per page")] = 16
@@ -230,7 +155,7 @@ class Cache(_Group):
     enable_prefix_caching: Annotated[bool, Field(description="keep pages for requests that begin alike")] = True
 
 
-class Scheduling(_Group):
+class Scheduling(Group):
     """Which requests run in a step."""
 
     max_num_seqs: Annotated[
@@ -254,17 +179,17 @@ class Scheduling(_Group):
     ] = False
 
 
-class Attention(_Group):
+class Attention(Group):
     """Who computes attention."""
 
     attention_backend: Annotated[
-        str, _one_of(attention_backends()), Field(description=f"one of {', '.join(attention_backends())}")
+        str, one_of(attention_backends()), Field(description=f"one of {', '.join(attention_backends())}")
     ] = "auto"
     prefill_attention_backend: Annotated[AttentionName, Field(description="another one for prefills")] = None
     decode_attention_backend: Annotated[AttentionName, Field(description="another one for decodes")] = None
 
 
-class Graphs(_Group):
+class Graphs(Group):
     """CUDA graphs: decode and verify steps are captured at the start, and replayed with one launch."""
 
     cudagraph_mode: Annotated[
@@ -285,7 +210,7 @@ class Graphs(_Group):
     enforce_eager: Annotated[bool, Field(description="capture nothing, as --cudagraph-mode none")] = False
 
 
-class Server(_Group):
+class Server(Group):
     """The HTTP server."""
 
     host: Annotated[str, Field(min_length=1, description="address to listen on; 0.0.0.0 is every one")] = "127.0.0.1"
@@ -315,20 +240,46 @@ class Server(_Group):
     access_log: Annotated[bool, Field(description="log every HTTP request")] = False
 
 
-class Speculation(_Group):
+class Speculation(Group):
     """Guess tokens ahead, and verify them in one step."""
 
     speculative_algorithm: Annotated[
-        Literal["ngram"] | None, Field(description="ngram: what followed the last tokens earlier in the text")
+        Literal["ngram", "eagle", "mtp", "draft_model"] | None,
+        Field(
+            description="who guesses: what followed the last tokens earlier, a trained head, the checkpoint's own "
+            "multi-token-prediction layer, or a small model"
+        ),
+    ] = None
+    speculative_draft_model_path: Annotated[
+        Path | None,
+        derived("PATH", "none"),
+        Field(description="eagle, draft_model: folder of the head's or the small model's checkpoint"),
+    ] = None
+    speculative_num_steps: Annotated[
+        Positive | None,
+        derived("INT", "3, or the drafts"),
+        Field(description="steps of the draft network: tokens of the longest guess"),
+    ] = None
+    speculative_eagle_topk: Annotated[
+        Positive | None,
+        derived("INT", "1"),
+        Field(description="guesses that each of its steps goes on from; above 1 they are a tree"),
     ] = None
     speculative_num_draft_tokens: Annotated[
-        Positive | None, derived("INT", "4"), Field(description="tokens guessed per request and step")
+        Positive | None,
+        derived("INT", "4 with ngram, the steps, or 8 of a tree"),
+        Field(description="tokens guessed per request and step; SGLang counts one more, the last known token"),
+    ] = None
+    speculative_accept: Annotated[
+        Literal["match", "rejection"] | None,
+        derived("{match,rejection}", "match"),
+        Field(description="a draft is right if it is the token sampled there, or by rejection sampling"),
     ] = None
     speculative_ngram_max: Annotated[
-        Positive | None, derived("INT", "4"), Field(description="longest run of tokens looked up")
+        Positive | None, derived("INT", "4"), Field(description="ngram: longest run of tokens looked up")
     ] = None
     speculative_ngram_min: Annotated[
-        Positive | None, derived("INT", "2"), Field(description="shortest run of tokens looked up")
+        Positive | None, derived("INT", "2"), Field(description="ngram: shortest run of tokens looked up")
     ] = None
 
 
@@ -356,7 +307,7 @@ class Options(BaseModel):
     ] = False
 
 
-GROUPS: Mapping[str, type[_Group]] = {
+GROUPS: Mapping[str, type[Group]] = {
     "model": Model,
     "parallelism": Parallelism,
     "overlap": Overlap,

@@ -10,11 +10,9 @@ from typing import Any
 
 from model_runner import (
     DEFAULT_KV_CACHE_MEMORY,
-    Checkpoint,
     CheckpointError,
     ModelConfig,
     capture_sizes,
-    model_class,
 )
 from serving.engine.options import EngineOptions
 from serving.options.checks import Machine, check_alone, check_with_model
@@ -30,7 +28,8 @@ from serving.options.sources import (
     read_file,
     read_keywords,
 )
-from serving.runner_setup import choose_dtype, count_gpus
+from serving.options.speculation import check_draft_network, derive_speculation, speculation_config
+from serving.runner_setup import choose_dtype, count_gpus, read_config
 from serving.scheduler import SchedulerConfig, SchedulingPolicy
 from ubatch import ConfigError
 
@@ -43,10 +42,10 @@ __all__ = [
     "to_engine_options",
 ]
 
-_DRAFT_TOKENS, _NGRAM_MAX, _NGRAM_MIN = 4, 4, 2
 _MAX_NUM_SEQS, _MAX_NUM_BATCHED_TOKENS = 256, 2048
 _GPU_MEMORY_UTILIZATION = 0.9
 _SECRETS = ("api_key",)
+_SHARED = "tensor_parallel_size"
 
 
 @dataclass(frozen=True)
@@ -99,16 +98,13 @@ def resolve_settings(*layers: Layer, machine: Machine | None = None) -> Settings
     settings = merge(*layers)
     check_alone(settings)
     try:
-        checkpoint = Checkpoint(settings["model"])
-        model = model_class(checkpoint.architecture, checkpoint.config).read_config(
-            checkpoint.config, checkpoint.generation_config()
-        )
-        checkpoint.close()
+        model, stored_dtype = read_config(settings["model"])
     except CheckpointError as error:
         raise ConfigError(str(error)) from error
     machine = Machine(gpus=count_gpus()) if machine is None else machine
-    settings = _derive(settings, model, str(checkpoint.config.values.get("dtype", "")), machine)
+    settings = _derive(settings, model, stored_dtype, machine)
     check_with_model(settings, model, machine)
+    check_draft_network(settings, model, settings["model"])
     return settings
 
 
@@ -130,8 +126,7 @@ def _derive(s: Settings, model: ModelConfig, stored_dtype: str, machine: Machine
     if s["served_model_name"] is None:
         s = s.derive("served_model_name", str(s["model"]), "MODEL")
     s = _derive_graphs(_derive_steps(s))
-    if s["speculative_algorithm"] is not None:
-        s = _derive_speculation(s)
+    s = derive_speculation(s)
     if s["overlap_schedule"] is None:
         speculates = s["speculative_algorithm"] is not None
         why = "speculation needs the step before" if speculates else f"on a {'GPU' if on_gpu else 'CPU'}"
@@ -156,8 +151,9 @@ def _derive_steps(s: Settings) -> Settings:
 
 def _derive_graphs(s: Settings) -> Settings:
     """After these, mode `auto` means: if attention, experts and transport can be captured, which the ranks know."""
-    if s["cudagraph_mode"] == "auto" and (s["device"] == "cpu" or s["enforce_eager"]):
-        why = "on a CPU" if s["device"] == "cpu" else s.spell("enforce_eager")
+    shared = s["tensor_parallel_size"] > 1
+    if s["cudagraph_mode"] == "auto" and (s["device"] == "cpu" or s["enforce_eager"] or shared):
+        why = "on a CPU" if s["device"] == "cpu" else s.spell("enforce_eager" if s["enforce_eager"] else _SHARED)
         s = s.derive("cudagraph_mode", "none", why)
     if s["cudagraph_mode"] == "none" or s["device"] == "cpu":
         return s
@@ -166,17 +162,6 @@ def _derive_graphs(s: Settings) -> Settings:
         s = s.derive("cudagraph_capture_sizes", sizes, "usual ones")
     if s["max_cudagraph_capture_size"] is None:
         s = s.derive("max_cudagraph_capture_size", max(s["cudagraph_capture_sizes"]), "largest that is captured")
-    return s
-
-
-def _derive_speculation(s: Settings) -> Settings:
-    if s["speculative_num_draft_tokens"] is None:
-        s = s.derive("speculative_num_draft_tokens", _DRAFT_TOKENS)
-    longest, shortest = s["speculative_ngram_max"], s["speculative_ngram_min"]
-    if longest is None:
-        s = s.derive("speculative_ngram_max", max(_NGRAM_MAX, shortest or 0))
-    if shortest is None:
-        s = s.derive("speculative_ngram_min", min(_NGRAM_MIN, longest or _NGRAM_MIN))
     return s
 
 
@@ -199,13 +184,11 @@ def to_engine_options(s: Settings) -> EngineOptions:
             )
         },
         policy=SchedulingPolicy(s["scheduling_policy"]),
-        num_speculative_tokens=s["speculative_num_draft_tokens"] or 0,
-        prompt_lookup_max=s["speculative_ngram_max"] or _NGRAM_MAX,
-        prompt_lookup_min=s["speculative_ngram_min"] or _NGRAM_MIN,
     )
     return EngineOptions(
         dbo=overlap_config(s),
         scheduler=scheduler,
+        speculation=speculation_config(s),
         profile_folder=s["profile_dir"],
         **{name: s[name] for name in _SAME_NAME},
     )
@@ -215,6 +198,7 @@ _SAME_NAME = (
     "model",
     "dbo_auto",
     "data_parallel_size",
+    "tensor_parallel_size",
     "enable_expert_parallel",
     "all2all_backend",
     "emulated_link",

@@ -16,7 +16,8 @@ from typing import Any
 import tyro
 import yaml
 
-from serving.options.flags import ALIASES, FILE_ONLY, GROUPS, SETTINGS, Options, WrongValue
+from serving.options.fields import WrongValue
+from serving.options.flags import ALIASES, FILE_ONLY, GROUPS, SETTINGS, SHORT, Options
 from ubatch import ConfigError, nearest
 
 __all__ = [
@@ -164,13 +165,16 @@ def _flags_given(words: Sequence[str]) -> dict[str, str]:
     """Setting -> flag as it was written; tyro knows no abbreviations, and no value begins with two dashes."""
     own = {"config", "print_config", *_TYRO_FLAGS}
     flags = [name for name in SETTINGS if name != "model" and name not in FILE_ONLY]
+    short = {flag: name for name, flags in SHORT.items() for flag in flags}
     given = {}
     for word in words:
         if word == "--":
             break
+        written = word.partition("=")[0]
+        if written in short:
+            given[short[written]] = written
         if not word.startswith("--"):
             continue
-        written = word.partition("=")[0]
         name = written[2:].replace("-", "_")
         setting = name.removeprefix("no_") if name not in flags else name
         if setting in flags and (setting == name or SETTINGS[setting].annotation is bool):

@@ -8,14 +8,14 @@ sharing        who waits until a prefix that is being computed is written
 budget         what is kept free for the outputs of those that run
 kv_manager     blocks, rows and the prefix cache
 radix_cache    the prefix cache: a tree of pages
-speculation    drafts for decode steps; `ngram` finds them
+speculation    drafts for decode steps
 endings        when an output ends
+totals         what was counted
 checks         what can never be served
 """
 
 from serving.scheduler.config import SchedulerConfig, SchedulingPolicy
 from serving.scheduler.kv_manager import KVManager
-from serving.scheduler.ngram import NgramIndex
 from serving.scheduler.radix_cache import Insertion, PrefixMatch, RadixCache, RadixNode
 from serving.scheduler.request import ScheduledStep, TrackedRequest
 from serving.scheduler.scheduler import Scheduler
@@ -23,7 +23,6 @@ from serving.scheduler.scheduler import Scheduler
 __all__ = [
     "Insertion",
     "KVManager",
-    "NgramIndex",
     "PrefixMatch",
     "RadixCache",
     "RadixNode",

@@ -36,8 +36,8 @@ class SchedulerConfig:
         num_speculative_tokens: drafts per request and verify step; 0 does not speculate.
         fill_drafts: every verify step has `num_speculative_tokens` drafts per request, guessed or not: steps of one
             size, which can be replayed as CUDA graphs. By default it has as many as its longest guess.
-        prompt_lookup_max: longest run of last tokens that is looked up (n-gram speculation).
-        prompt_lookup_min: shortest one.
+        num_draft_places: places behind a request's last token that its proposer writes keys and values to, where these
+            may be more than the drafts of the step: a tree is searched wider than it is verified.
 
     Raises:
         ConfigError: at construction, for values that cannot work.
@@ -52,19 +52,15 @@ class SchedulerConfig:
     policy: SchedulingPolicy = SchedulingPolicy.FCFS
     num_speculative_tokens: int = 0
     fill_drafts: bool = False
-    prompt_lookup_max: int = 4
-    prompt_lookup_min: int = 2
+    num_draft_places: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "prompt_lookup_min"):
+        for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}.")
-        if self.num_speculative_tokens < 0:
-            raise ConfigError(f"num_speculative_tokens must be at least 0, not {self.num_speculative_tokens}.")
-        if self.prompt_lookup_max < self.prompt_lookup_min:
-            raise ConfigError(
-                f"prompt_lookup_max is {self.prompt_lookup_max}, below prompt_lookup_min ({self.prompt_lookup_min})."
-            )
+        for name in ("num_speculative_tokens", "num_draft_places"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name} must be at least 0, not {getattr(self, name)}.")
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
                 f"max_num_batched_tokens is {self.max_num_batched_tokens}, below max_num_seqs ({self.max_num_seqs}): "

@@ -6,9 +6,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from model_runner import PENDING_TOKEN, Request, ScheduledRequest, TokenLogprobs
-from serving.requests import RequestInput
-from serving.scheduler.ngram import NgramIndex
+from model_runner import PENDING_TOKEN, Draft, Request, ScheduledRequest, TokenLogprobs
+from serving.requests import DraftCounts, RequestInput
 from serving.scheduler.radix_cache import RadixNode
 
 __all__ = ["ScheduledStep", "TrackedRequest"]
@@ -37,7 +36,6 @@ class TrackedRequest(Request):
         finished: ended or aborted; results that are still to come are dropped.
         retracted: it waits, and had started before.
         prompt_logprobs: of the steps so far, until the first output takes them along.
-        ngrams: its index for speculation, made when first needed.
     """
 
     priority: int = 0
@@ -55,7 +53,6 @@ class TrackedRequest(Request):
     finished: bool = False
     retracted: bool = False
     prompt_logprobs: list[TokenLogprobs | None] | None = None
-    ngrams: NgramIndex | None = None
 
     @classmethod
     def of(cls, given: RequestInput, *, arrival: int, limit: int, eos_token_ids: Collection[int]) -> TrackedRequest:
@@ -98,7 +95,8 @@ class ScheduledStep:
         starts: tokens of each that were in the KV cache before.
         incarnations: of each.
         prefills: whether each computes tokens that were given, or generated before a retraction.
-        num_drafted: real drafts of each share; those that only fill it up are not counted.
+        num_drafted: proposed drafts of each share; those that only fill it up are not counted.
+        reach: how many of these may be right at once; fewer where they are a tree.
         delay_sampling: some request's sampling depends on tokens that may still be pending.
         verify: the shares carry drafts.
     """
@@ -110,6 +108,7 @@ class ScheduledStep:
     incarnations: tuple[int, ...] = ()
     prefills: tuple[bool, ...] = ()
     num_drafted: tuple[int, ...] = ()
+    reach: tuple[int, ...] = ()
     delay_sampling: bool = False
     verify: bool = False
 
@@ -133,15 +132,23 @@ class ScheduledStep:
 
     @classmethod
     def verifying(
-        cls, decodes: Sequence[TrackedRequest], drafts: Sequence[tuple[int, ...]], num_drafted: Sequence[int]
+        cls,
+        decodes: Sequence[TrackedRequest],
+        drafts: Sequence[Draft],
+        num_drafted: Sequence[int],
+        reach: Sequence[int],
     ) -> ScheduledStep:
-        """A step that verifies the drafts of each of `decodes`, of which so many are real."""
+        """A step that verifies the drafts of each of `decodes`; `num_drafted` and `reach` as the attributes."""
         return cls._of(
             tuple(decodes),
-            shares=tuple(ScheduledRequest(r, 1, own) for r, own in zip(decodes, drafts, strict=True)),
+            shares=tuple(
+                ScheduledRequest(request, 1, draft.tokens, draft.parents, draft.probs)
+                for request, draft in zip(decodes, drafts, strict=True)
+            ),
             samples=(True,) * len(decodes),
             prefills=(False,) * len(decodes),
             num_drafted=tuple(num_drafted),
+            reach=tuple(reach),
             delay_sampling=any(request.params.needs_history for request in decodes),
             verify=True,
         )
@@ -155,3 +162,9 @@ class ScheduledStep:
     def num_tokens(self) -> int:
         """Tokens that the step runs, drafts too."""
         return sum(share.num_tokens + len(share.drafts) for share in self.shares)
+
+    def drafts_right(self, index: int, accepted: int) -> DraftCounts:
+        """A share's proposed drafts, and how many were right, where `accepted` of all were, those that fill up too."""
+        if not self.verify or not self.num_drafted[index]:
+            return DraftCounts()
+        return DraftCounts(1, self.num_drafted[index], min(accepted, self.reach[index]))

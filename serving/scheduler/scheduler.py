@@ -20,10 +20,9 @@ Source: SGLang's scheduler; vLLM's names.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from attention import BlockAllocator, KVCacheError, RequestToTokenTable
-from model_runner import PENDING_TOKEN, FinishReason, RequestError, StepOutput
+from model_runner import PENDING_TOKEN, FinishReason, Proposer, RequestError, StepOutput
 from serving.requests import EngineStatistics, RequestInput, RequestOutput
 from serving.scheduler.budget import NewTokenRatio, choose_victim
 from serving.scheduler.checks import check_input
@@ -34,6 +33,7 @@ from serving.scheduler.radix_cache import PrefixMatch
 from serving.scheduler.request import ScheduledStep, TrackedRequest
 from serving.scheduler.sharing import PrefixWaits
 from serving.scheduler.speculation import Speculation
+from serving.scheduler.totals import Totals
 from serving.scheduler.waiting import WaitingQueue
 from ubatch import ConfigError, UBatchError
 
@@ -49,9 +49,10 @@ class Scheduler:
         table: the runner's request-to-token table.
         eos_token_ids: tokens that end an output, unless its request ignores them.
         vocab_size: tokens are below it.
+        proposer: guesses tokens ahead, where the config asks for drafts.
 
     Raises:
-        ConfigError: the config does not fit the KV cache.
+        ConfigError: the config does not fit the KV cache, or the proposer.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class Scheduler:
         *,
         eos_token_ids: Sequence[int],
         vocab_size: int,
+        proposer: Proposer | None = None,
     ) -> None:
         if config.enable_chunked_prefill and config.max_num_batched_tokens < table.block_size:
             raise ConfigError(
@@ -78,9 +80,9 @@ class Scheduler:
         self._chunked: TrackedRequest | None = None  # the one whose prompt is cut
         self._sharing = PrefixWaits(table.block_size)
         self._ratio = NewTokenRatio()
-        self._speculation = Speculation(config, self._kv, min(config.max_model_len, self._kv.max_tokens))
+        self._speculation = Speculation(config, self._kv, min(config.max_model_len, self._kv.max_tokens), proposer)
         self._num_arrived = 0
-        self._counts = _Counts()
+        self._counts = Totals()
 
     # -- requests -----------------------------------------------------------------------------------------------
 
@@ -156,8 +158,8 @@ class Scheduler:
                 prefills = self._plan_prefills(budget - len(decodes))
         if decodes:
             self._ratio.decay()
-        if decodes and not prefills and (drafts := self._speculation.draft(decodes)) is not None:
-            return ScheduledStep.verifying(decodes, *drafts)
+        if decodes and not prefills and (found := self._speculation.draft(decodes)) is not None:
+            return ScheduledStep.verifying(decodes, found.drafts, found.num_real, found.reach)
         return ScheduledStep.plain(decodes, prefills)
 
     def advance(self, step: ScheduledStep) -> None:
@@ -239,6 +241,7 @@ class Scheduler:
     def _retract(self, request: TrackedRequest) -> None:
         """Take a request's KV away, and let it wait for its next turn. What it has written stays as long as it can."""
         self._kv.release(request)
+        self._speculation.forget(request)
         self._leave(request)
         request.incarnation += 1
         request.prefilling = False
@@ -339,11 +342,11 @@ class Scheduler:
         request, tokens = step.requests[index], output.tokens[index]
         place = step.starts[index] + step.shares[index].num_tokens
         count, reason = ending(request, tokens, place)
+        drafts = step.drafts_right(index, min(len(tokens) - 1, count))
         if step.verify:
             request.verifying = False
             request.token_ids += tokens[:count]
-            self._counts.drafted_tokens += step.num_drafted[index]
-            self._counts.accepted_tokens += min(len(tokens) - 1, step.num_drafted[index])
+            self._counts.verified(drafts)
         else:
             request.token_ids[place] = tokens[0]
         if step.incarnations[index] == request.incarnation:
@@ -365,12 +368,14 @@ class Scheduler:
             finish_reason=reason,
             stop_token=tokens[count - 1] if reason is FinishReason.STOP else None,
             num_cached_tokens=request.num_cached_tokens or 0,
+            drafts=drafts,
         )
 
     # -- the rest -----------------------------------------------------------------------------------------------
 
     def _end(self, request: TrackedRequest) -> None:
-        request.finished, request.ngrams = True, None
+        request.finished = True
+        self._speculation.forget(request)
         del self._requests[request.name]
         if request.row is None:
             self._waiting.remove(request)
@@ -384,16 +389,3 @@ class Scheduler:
         self._sharing.drop(request)
         if self._chunked is request:
             self._chunked = None
-
-
-@dataclass
-class _Counts:
-    """Totals since the scheduler was made; see `EngineStatistics`."""
-
-    prefix_queries: int = 0
-    prefix_hits: int = 0
-    prompt_tokens: int = 0
-    generation_tokens: int = 0
-    preemptions: int = 0
-    drafted_tokens: int = 0
-    accepted_tokens: int = 0

@@ -22,6 +22,8 @@ __all__ = ["HANDOFF_S", "StageModel", "best_schedules", "layer_times", "mean_lay
 
 _SHARED_LEAST = 0.03
 """A shared expert takes more than this share of the compute, or what looks like it is the runtime's own work."""
+_AFTER = {"attn_gather": "attn_prepare", "attn_scatter": "attn_core"}
+"""Transfers of tensor-parallel attention, and the stage that waits for them."""
 HANDOFF_S = 30e-6
 """What a hand-off of the baton costs with cold caches, see `ubatch bench handoff`."""
 
@@ -105,13 +107,15 @@ def layer_times(program: Sequence[Op]) -> tuple[LayerTimes, int]:
                 sums[before_launch if launched else stage] += seconds
                 launched = False
             case Launch(key):
-                way = "combine" if key.startswith("combine") else "dispatch"
+                way = _transfer(key)
                 sums[way] += max(op.seconds, op.receive_s or 0.0)
                 layers += way == "combine"
                 before_launch, launched = stage if stage != "shared" else before_launch, True
-                stage = stage if key.startswith("dispatch_counts") else "shared"
+                stage = stage if way in _AFTER or key.startswith("dispatch_counts") else "shared"
             case Wait(key):
-                if not key.startswith("dispatch_counts"):
+                if _transfer(key) in _AFTER:
+                    stage = _AFTER[_transfer(key)]
+                elif not key.startswith("dispatch_counts"):
                     stage = "experts" if key.startswith("dispatch") else "attn_prepare"
             case Pass(point):
                 if point == Point.ATTN_PREPARE:
@@ -120,11 +124,18 @@ def layer_times(program: Sequence[Op]) -> tuple[LayerTimes, int]:
                     stage = "attn_prepare"
     if not layers:
         raise ConfigError("the traced step has no MoE layer whose tokens travel; there is nothing to schedule.")
-    compute = sum(seconds for name, seconds in sums.items() if name not in ("dispatch", "combine"))
+    compute = sum(seconds for name, seconds in sums.items() if name not in ("dispatch", "combine", *_AFTER))
     if sums["shared"] < _SHARED_LEAST * compute:
         sums["experts"] += sums["shared"]
         sums["shared"] = 0.0
     return LayerTimes(**{name: seconds / layers for name, seconds in sums.items()}), layers
+
+
+def _transfer(key: str) -> str:
+    """Which of `LayerTimes` a transfer belongs to. What dense layers gather and scatter is counted with it."""
+    if key.startswith(("combine", "dispatch")):
+        return "combine" if key.startswith("combine") else "dispatch"
+    return "attn_scatter" if "_scatter" in key else "attn_gather"
 
 
 def mean_layer_times(programs: Sequence[Sequence[Op]]) -> tuple[LayerTimes, int]:

@@ -15,7 +15,38 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 
-__all__ = ["NgramIndex"]
+from model_runner.request import Request
+from model_runner.speculation.proposer import Draft
+
+__all__ = ["NgramIndex", "NgramProposer"]
+
+
+class NgramProposer:
+    """Drafts by prompt lookup, a chain for every request; needs nothing of the model. See `Proposer`.
+
+    Args:
+        shortest: tokens of the shortest run that is looked up, at least 1.
+        longest: of the longest.
+    """
+
+    def __init__(self, shortest: int, longest: int) -> None:
+        self._shortest = shortest
+        self._longest = longest
+        self._indices: dict[Request, NgramIndex] = {}
+
+    def propose(self, requests: Sequence[Request], counts: Sequence[int]) -> list[Draft]:
+        """As many drafts as wanted, or none where nothing is found."""
+        drafts = []
+        for request, count in zip(requests, counts, strict=True):
+            index = self._indices.get(request)
+            if index is None:
+                index = self._indices[request] = NgramIndex(self._shortest, self._longest)
+            drafts.append(Draft(tuple(index.draft(request.token_ids, count))))
+        return drafts
+
+    def forget(self, request: Request) -> None:
+        """The request ended; its tokens need no index any more."""
+        self._indices.pop(request, None)
 
 
 class NgramIndex:

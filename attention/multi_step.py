@@ -1,0 +1,83 @@
+"""Attention of a draft model that decodes several tokens in a row: one planned state per step, all planned beforehand.
+
+    step i     one row per request: the token at place seq_len + i, which sees seq_len + i + 1 tokens
+    state i    a back end of its own (workspace, plan), because plans of one object may share buffers
+
+So nothing is planned between two draft steps, and nothing waits there. Lengths are known beforehand, because a draft
+model accepts what it drafts. Drafts are one token per request and step; only decode back ends are made, no prefill.
+(For a tree of drafts, each level is a verify batch with a mask: `SpecVerifyInput`.)
+
+Source: the multi-step draft back ends of SGLang, where this is `speculative_step_id` and `skip_prefill`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from attention.backends.base import AttentionBackend, KVCache, Shape
+from attention.backends.registry import make_attention_backend, resolve_attention_backend
+from attention.metadata import CommonAttentionMetadata
+from ubatch import ConfigError, ForwardMode
+
+__all__ = ["MultiStepDraftAttention"]
+
+
+class MultiStepDraftAttention:
+    """Plans the decode steps that draft a chain.
+
+    Args:
+        shape: of the draft model's attention.
+        kv_cache: of the draft model.
+        num_steps: most decode steps in a row, 1 or more.
+        backend: by name, as for decode batches.
+
+    Attributes:
+        backend_name: what `backend` stands for.
+
+    Raises:
+        ConfigError: no step at all, an unknown back end, or one that lacks what the model needs.
+    """
+
+    def __init__(self, shape: Shape, kv_cache: KVCache, num_steps: int, backend: str = "auto") -> None:
+        if num_steps < 1:
+            raise ConfigError(f"a draft model decodes at least 1 step in a row, not {num_steps}.")
+        self.backend_name = resolve_attention_backend(backend, shape, kv_cache)
+        self._states: list[AttentionBackend] = [
+            make_attention_backend(self.backend_name, shape, kv_cache) for _ in range(num_steps)
+        ]
+
+    @property
+    def num_steps(self) -> int:
+        """Most steps in a row."""
+        return len(self._states)
+
+    def plan(self, seq_lens: Sequence[int], block_table: Tensor, slots: Tensor) -> list[Any]:
+        """The plans of the next steps, one per row of `slots`; each holds until the next call.
+
+        Args:
+            seq_lens: tokens of each request that are in the draft model's cache before the first step.
+            block_table: `[R, max_blocks]` int32; reaches as far as the last step's token.
+            slots: `[steps, R]` int64, where step i writes: the slots of place `seq_len + i`.
+
+        Raises:
+            ConfigError: more steps than `num_steps`, or sizes that contradict each other.
+        """
+        steps = slots.shape[0]
+        if steps > self.num_steps:
+            raise ConfigError(
+                f"{steps} draft steps were planned, but there are states for {self.num_steps}; make more of them."
+            )
+        plans = []
+        for step_id, (state, own) in enumerate(zip(self._states, slots, strict=False)):
+            lens = [length + step_id + 1 for length in seq_lens]
+            ones = [1] * len(lens)
+            metadata = CommonAttentionMetadata.build(ones, lens, block_table, own, ForwardMode.DECODE)
+            plans.append(state.plan(metadata))
+        return plans
+
+    def memory(self) -> Mapping[str, int]:
+        """Bytes that every state holds now, by name: `step 0/torch`, ..."""
+        return {f"step {step}/{state.name}": state.nbytes for step, state in enumerate(self._states)}

@@ -1,0 +1,78 @@
+"""An EAGLE-style draft head: it guesses the target's next hidden state, and the target's output layer makes a token.
+
+    place t        the target's hidden state of token t, and token t + 1
+    one step       fc(embedding of token t + 1 | hidden state of token t) -> decoder layers -> norm
+    gives          an estimate of the hidden state of token t + 1, of which the output layer drafts token t + 2
+    the next step  takes the estimate in place of the hidden state, and the draft
+
+Embeddings and output layer are the target's. The layers are Qwen3's, dense: grouped-query attention with normalised
+queries and keys. The target may be of any family with the same hidden size and vocabulary.
+
+A checkpoint has `fc.weight` `[hidden, 2 * hidden]`, the layers and the last norm, under the prefix `model.`, and names
+the architecture `EagleQwen3ForCausalLM`. `examples/train_eagle_head.py` trains one.
+
+Source: EAGLE (Li and others, 2024), which has neither the first nor the last norm.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from model_runner.models.base import ExpertParallel, current_plan
+from model_runner.models.config import DecoderConfig, read_decoder, read_grouped_query
+from model_runner.models.decoder import DecoderLayer, DecoderLM
+from model_runner.models.layers import frozen
+from model_runner.models.ops import add_rms_norm
+from model_runner.models.rope import RotaryEmbedding
+from model_runner.weights import Checkpoint
+from moe import linear
+
+__all__ = ["EAGLE_ARCHITECTURE", "EagleHead"]
+
+EAGLE_ARCHITECTURE = "EagleQwen3ForCausalLM"
+"""What `config.json` of a head calls it."""
+
+
+class EagleHead(nn.Module):
+    """The head of a target. A `DraftNetwork`.
+
+    Args:
+        target: whose embeddings and output layer it uses.
+        checkpoint: of the head; its architecture is `EAGLE_ARCHITECTURE`.
+        parallel: that of one rank alone; a head has no experts.
+
+    Raises:
+        CheckpointError: an entry or a tensor is missing, or cannot be.
+    """
+
+    reads_hidden = True
+
+    def __init__(self, target: DecoderLM, checkpoint: Checkpoint, parallel: ExpertParallel) -> None:
+        super().__init__()
+        files = checkpoint.config, checkpoint.generation_config()
+        self.config: DecoderConfig = replace(read_decoder(*files, read_grouped_query(checkpoint.config)), qk_norm=True)
+        hidden_size = self.config.hidden_size
+        self.embed_tokens = target.embed_tokens
+        self.compute_logits = target.compute_logits
+        self.fc = frozen(checkpoint.load("model.fc.weight", hidden_size, 2 * hidden_size))
+        head_dim = read_grouped_query(checkpoint.config).head_dim
+        self.rope = RotaryEmbedding(self.config.rope, head_dim, checkpoint.dtype, checkpoint.device)
+        self.layers = nn.ModuleList(
+            DecoderLayer(self.config, checkpoint, parallel, layer) for layer in range(self.config.num_layers)
+        )
+        self.norm = frozen(checkpoint.load("model.norm.weight", hidden_size))
+
+    def forward(self, input_ids: Tensor, positions: Tensor, hidden: Tensor) -> Tensor:
+        """One step; see `DraftNetwork`."""
+        plan, num_tokens = current_plan()
+        residual = linear(torch.cat((F.embedding(input_ids, self.embed_tokens), hidden), dim=-1), self.fc)
+        rotation = self.rope(positions)
+        update: Any = None
+        for layer in self.layers:
+            residual, update = layer(residual, update, rotation, plan, num_tokens)
+        return add_rms_norm(update, residual, self.norm, self.config.rms_norm_eps)[0]

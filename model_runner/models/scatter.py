@@ -1,0 +1,207 @@
+"""How hidden states lie between the operations of a decoder layer whose attention is shared by T ranks.
+
+    SCATTERED       each rank has its share, 1/T of the rows: the residual, norms, router and experts
+    TP_ATTN_FULL    each rank has all rows of its replica: what attention and dense MLPs read, as each rank holds some
+                    of their columns. What they give are partial sums of all rows.
+    FULL            each rank has the rows of all replicas. No layer asks for it: experts that read it get it inside the
+                    `allgather_reducescatter` transport.
+
+    residual    SCATTERED    ---+------------------------------+------------------------------+---->
+                                | add, norm                    ^ add, norm                    ^ (next layer)
+    comm_prepare_attn           +-- all-gather  ATTN_GATHER    |                              |
+    attention   TP_ATTN_FULL        qkv, core, out             |                              |
+    comm_prepare_mlp                +-- reduce-scatter  ATTN_SCATTER, add, norm               |
+    MoE         SCATTERED                                      +-- dispatch, experts, combine +
+    dense MLP   TP_ATTN_FULL                                   +-- all-gather  MLP_GATHER     |
+    postprocess                                                    reduce-scatter  MLP_SCATTER +
+
+The points are passed while the transfers travel: another lane computes meanwhile. What is small is moved: all-gathers
+carry normalised states, reduce-scatters partial sums, and an addition to the residual is done by one rank only. With
+one rank per replica (`layout` is None) there is nothing to move, and no point is passed.
+
+Rows are padded to equal shares. Padding is added where rows are scattered and sliced off where they are gathered, so
+attention never sees it (it writes no KV), and lanes that are merged have none; in a share it is behind the tokens
+(`Layout.share_tokens`), and the router sends it to no expert.
+
+Source: SGLang's `ScatterMode` and `LayerCommunicator`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from torch import Tensor
+from torch.nn import functional as F
+
+from model_runner.models.ops import add_rms_norm, rms_norm
+from model_runner.tensor_parallel import TensorParallel, padded_len, share_rows, valid_rows
+from ubatch import CommGroup, ConfigError, Point, all_gather, get_forward_context, reduce_scatter
+
+__all__ = [
+    "Layout",
+    "ScatterMode",
+    "add_norm",
+    "comm_final",
+    "comm_prepare_attn",
+    "comm_prepare_mlp",
+    "current_layout",
+    "postprocess",
+]
+
+
+class ScatterMode(StrEnum):
+    """Which rows a rank has; see the module."""
+
+    SCATTERED = "scattered"
+    TP_ATTN_FULL = "tp_attn_full"
+    FULL = "full"
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How one lane's rows (or a whole batch's) are spread. Made per forward by `current_layout`.
+
+    Attributes:
+        parallel: the ranks.
+        num_tokens: of this rank's replica.
+        rows: of its padded lane: `ForwardContext.local_dp_buffer_len`.
+        tokens_across_ranks: every rank's own tokens, as in the `ForwardContext`.
+    """
+
+    parallel: TensorParallel
+    num_tokens: int
+    rows: int
+    tokens_across_ranks: tuple[int, ...]
+
+    @property
+    def share(self) -> slice:
+        """This rank's rows of its replica's."""
+        return share_rows(self.num_tokens, self.parallel.rank, self.parallel.size)
+
+    @property
+    def share_tokens(self) -> int:
+        """How many of them are tokens; padding is behind them."""
+        return valid_rows(self.num_tokens, self.share)
+
+    def own(self, x: Tensor) -> Tensor:
+        """This rank's share of rows that every rank of the replica has: `[num_tokens, ...]` to `[rows / T, ...]`."""
+        return self._padded(x)[self.share]
+
+    def gather(self, x: Tensor, mode: ScatterMode, point: Point) -> Tensor:
+        """From shares to `mode`.
+
+        Args:
+            x: `[rows / T, ...]`, this rank's share.
+            mode: what is wanted.
+            point: passed while it travels.
+
+        Returns:
+            `[num_tokens, ...]` where all rows of the replica are wanted, and where those of all replicas are,
+            `[global_dp_buffer_len, ...]`, padding in its places.
+        """
+        if mode is ScatterMode.SCATTERED:
+            return x
+        group, sizes = self._ranks(mode)
+        gathered = all_gather(x, group, sizes=sizes, point=point, name=point, carry=self.parallel.carry)
+        return gathered if mode is ScatterMode.FULL else gathered[: self.num_tokens]
+
+    def scatter(self, partial: Tensor, mode: ScatterMode, point: Point) -> Tensor:
+        """From partial sums in `mode`, shaped as `gather` returns it, to this rank's share of their total."""
+        if mode is ScatterMode.SCATTERED:
+            return partial
+        group, sizes = self._ranks(mode)
+        padded = partial if mode is ScatterMode.FULL else self._padded(partial)
+        return reduce_scatter(padded, group, sizes=sizes, point=point, name=point, carry=self.parallel.carry)
+
+    def _ranks(self, mode: ScatterMode) -> tuple[CommGroup, list[int] | None]:
+        """Who has which rows of `mode`; None where all have equally many."""
+        if mode is ScatterMode.TP_ATTN_FULL:
+            return self.parallel.group, None
+        size, tokens = self.parallel.size, self.tokens_across_ranks
+        replicas = [sum(tokens[first : first + size]) for first in range(0, len(tokens), size)]
+        return self.parallel.world, [padded_len(count, size) // size for count in replicas for _ in range(size)]
+
+    def _padded(self, x: Tensor) -> Tensor:
+        missing = self.rows - x.shape[0]
+        return F.pad(x, (0, 0) * (x.dim() - 1) + (0, missing)) if missing else x
+
+
+def current_layout(parallel: TensorParallel | None) -> Layout | None:
+    """How the rows of the current forward lie; None on a rank that is a replica by itself.
+
+    Raises:
+        ConfigError: the ranks share a replica, but the forward context does not say how many rows each has.
+    """
+    if parallel is None:
+        return None
+    context = get_forward_context()
+    if context is None or context.local_dp_buffer_len is None or context.tokens_across_ranks is None:
+        raise ConfigError(
+            "a tensor-parallel model was called, but the forward context does not say how many rows the ranks have. "
+            "Call it through ModelRunner, which votes and fills local_dp_buffer_len and tokens_across_ranks."
+        )
+    return Layout(parallel, context.num_tokens, context.local_dp_buffer_len, context.tokens_across_ranks)
+
+
+def comm_prepare_attn(
+    update: Tensor | None, hidden: Tensor, weight: Tensor, eps: float, layout: Layout | None
+) -> tuple[Tensor, Tensor]:
+    """What attention reads, all rows of the replica, and the residual.
+
+    Args:
+        update: what the layer before adds to the residual, laid out like it; None in the first layer.
+        hidden: the residual, `SCATTERED`.
+        weight, eps: of the norm.
+        layout: of the rows; None where every rank has all of its own.
+
+    Returns:
+        `[num_tokens, hidden_size]`, and the residual.
+    """
+    x, hidden = add_norm(update, hidden, weight, eps)
+    if layout is not None:
+        x = layout.gather(x, ScatterMode.TP_ATTN_FULL, Point.ATTN_GATHER)
+    return x, hidden
+
+
+def comm_prepare_mlp(
+    update: Tensor, hidden: Tensor, weight: Tensor, eps: float, mode: ScatterMode, layout: Layout | None
+) -> tuple[Tensor, Tensor]:
+    """What the MLP reads, in `mode`, and the residual.
+
+    Args:
+        update: attention's output: partial sums of all rows of the replica.
+        hidden: the residual, `SCATTERED`.
+        weight, eps: of the norm.
+        mode: what the MLP reads.
+        layout: see `comm_prepare_attn`.
+    """
+    if layout is None:
+        return add_norm(update, hidden, weight, eps)
+    update = layout.scatter(update, ScatterMode.TP_ATTN_FULL, Point.ATTN_SCATTER)
+    x, hidden = add_norm(update, hidden, weight, eps)
+    return layout.gather(x, mode, Point.MLP_GATHER), hidden
+
+
+def postprocess(update: Tensor, mode: ScatterMode, layout: Layout | None) -> Tensor:
+    """What the MLP adds to the residual, `SCATTERED`.
+
+    Args:
+        update: the MLP's output, in `mode`.
+        mode: what the MLP has read.
+        layout: see `comm_prepare_attn`.
+    """
+    return update if layout is None else layout.scatter(update, mode, Point.MLP_SCATTER)
+
+
+def comm_final(update: Tensor | None, hidden: Tensor, weight: Tensor, eps: float, layout: Layout | None) -> Tensor:
+    """The last hidden states, normalised: all rows of the replica on every rank. Arguments as `comm_prepare_attn`."""
+    x, _ = add_norm(update, hidden, weight, eps)
+    return x if layout is None else layout.gather(x, ScatterMode.TP_ATTN_FULL, Point.FINAL_GATHER)
+
+
+def add_norm(update: Tensor | None, hidden: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """`hidden + update` normalised, and that sum."""
+    if update is None:
+        return rms_norm(hidden, weight, eps), hidden
+    return add_rms_norm(update, hidden, weight, eps)

@@ -1,0 +1,79 @@
+"""Which requests have a row of the request table and KV blocks: they are given both, and give both back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from attention import BlockAllocator, KVCacheExhausted, RequestToTokenTable
+from model_runner.request import Request
+
+__all__ = ["RequestMemory"]
+
+
+class RequestMemory:
+    """Gives requests what their tokens are written to.
+
+    Args:
+        table: whose rows they get.
+        allocator: of the blocks.
+        blocks_for: how many blocks hold so many tokens.
+        max_model_len: longest sequence, for messages.
+    """
+
+    def __init__(
+        self,
+        table: RequestToTokenTable,
+        allocator: BlockAllocator,
+        blocks_for: Callable[[int], int],
+        max_model_len: int,
+    ) -> None:
+        self._table = table
+        self._allocator = allocator
+        self._blocks_for = blocks_for
+        self._max_model_len = max_model_len
+
+    @property
+    def free_tokens(self) -> int:
+        """Tokens that the free blocks hold."""
+        return self._allocator.num_free * self._table.block_size
+
+    def admit(self, request: Request, num_tokens: int) -> None:
+        """Give a request a row of the request table, and blocks for its first `num_tokens` tokens.
+
+        Raises:
+            KVCacheExhausted: there is no row, or there are not enough blocks; nothing is taken then.
+        """
+        needed = self._blocks_for(num_tokens)
+        if needed > self._table.max_blocks:
+            raise KVCacheExhausted(
+                f"request {request.request_id!r} needs {needed} KV blocks; {self._table.max_blocks} hold the "
+                f"longest sequence ({self._max_model_len} tokens)."
+            )
+        blocks = self._allocator.allocate(needed)
+        try:
+            request.row = self._table.add_row()
+        except KVCacheExhausted:
+            self._allocator.free(blocks)
+            raise
+        self._table.append(request.row, blocks)
+
+    def reserve(self, request: Request, num_tokens: int) -> None:
+        """Give an admitted request blocks for its first `num_tokens` tokens in all; what it has stays.
+
+        Raises:
+            KVCacheExhausted: there are not enough blocks; nothing is taken then.
+        """
+        if request.row is None:
+            self.admit(request, num_tokens)
+            return
+        held = len(self._table.blocks(request.row))
+        more = self._blocks_for(num_tokens) - held
+        if more > 0:
+            self._table.append(request.row, self._allocator.allocate(more))
+
+    def release(self, request: Request) -> None:
+        """Take a request's row and blocks back; its tokens must be computed anew if it ever runs again."""
+        if request.row is not None:
+            self._allocator.free(self._table.remove_row(request.row))
+            request.row = None
+            request.num_computed_tokens = 0

@@ -1,0 +1,35 @@
+"""Speculative decoding: who drafts, how drafts lie in a batch, and which of them are accepted.
+
+proposer    the interface of everything that drafts
+tree        drafts as a tree: positions, mask, links
+accept      which drafts are right: by match, or by rejection sampling
+extend      the batch that refills a draft model's keys and values with accepted tokens
+
+ngram            drafts by prompt lookup
+draft_network    the networks that draft: a head, a multi-token-prediction layer, a small model
+draft_runner     a draft network's own keys and values, and the batches that it runs
+draft_tree       trees of drafts, grown where they are likely
+draft_sampling   drafts that are drawn, for acceptance by rejection
+draft_proposer   the proposer around a draft network
+"""
+
+from model_runner.speculation.accept import Acceptance
+from model_runner.speculation.draft_network import DraftNetwork, load_draft
+from model_runner.speculation.draft_proposer import DraftProposer
+from model_runner.speculation.extend import DraftExtendBatch, draft_extend_batch
+from model_runner.speculation.ngram import NgramIndex, NgramProposer
+from model_runner.speculation.proposer import Draft, Proposer, StepObserver
+
+__all__ = [
+    "Acceptance",
+    "Draft",
+    "DraftExtendBatch",
+    "DraftNetwork",
+    "DraftProposer",
+    "NgramIndex",
+    "NgramProposer",
+    "Proposer",
+    "StepObserver",
+    "draft_extend_batch",
+    "load_draft",
+]

@@ -1,0 +1,172 @@
+"""The networks that draft: a head on the target's hidden states, or a small model of its own.
+
+    eagle         an EAGLE-style head, a checkpoint of its own                      reads hidden states
+    mtp           the multi-token-prediction layer of the target's own checkpoint    reads hidden states
+    draft_model   any causal language model with the target's vocabulary             reads tokens
+
+A draft network runs on every rank by itself: all its experts are there, with the local transport, and no collective is
+called. So ranks may draft at different times, or not at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from torch import Tensor
+
+from model_runner.models.base import CausalLM, ExpertParallel, ModelConfig
+from model_runner.models.decoder import DecoderLM
+from model_runner.models.eagle import EAGLE_ARCHITECTURE, EagleHead
+from model_runner.models.mtp import MTPLayer
+from model_runner.models.registry import model_class
+from model_runner.runner_options import make_transport, resolve_experts
+from model_runner.weights import Checkpoint
+from ubatch import ConfigError, nearest
+
+if TYPE_CHECKING:  # the runner's batches import what builds trees, which is in this package
+    from model_runner.runner import ModelRunner
+
+__all__ = ["DraftModel", "DraftNetwork", "load_draft"]
+
+
+class DraftNetwork(Protocol):
+    """What drafts, one token of a chain at a time, or one level of a tree.
+
+    Attributes:
+        config: its attention, layers and sizes.
+        reads_hidden: it takes at place `t` the hidden state of token `t` (the target's, or its own estimate of it) and
+            token `t + 1`; else it takes token `t`. Either way the result at the last place drafts the next token.
+    """
+
+    @property
+    def config(self) -> ModelConfig: ...
+
+    @property
+    def reads_hidden(self) -> bool: ...
+
+    def __call__(self, input_ids: Tensor, positions: Tensor, hidden: Tensor) -> Tensor:
+        """Run all layers, in a forward context with an attention plan of its own cache.
+
+        Args:
+            input_ids: `[T]` int64.
+            positions: `[T]` int64, the places.
+            hidden: `[T, hidden_size]` of the target; not read by those that read tokens.
+
+        Returns:
+            `[T, hidden_size]`, what `compute_logits` takes and what the next step takes for `hidden`.
+        """
+        ...
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """`[rows, vocab_size]` of the target's vocabulary."""
+        ...
+
+
+class DraftModel:
+    """A causal language model as a draft network."""
+
+    reads_hidden = False
+
+    def __init__(self, model: CausalLM) -> None:
+        self._model = model
+        self.config = model.config
+        self.compute_logits = model.compute_logits
+
+    def __call__(self, input_ids: Tensor, positions: Tensor, hidden: Tensor) -> Tensor:
+        """See `DraftNetwork`."""
+        out: Tensor = self._model(input_ids, positions)
+        return out
+
+
+def load_draft(algorithm: str, path: str | Path | None, runner: ModelRunner) -> DraftNetwork:
+    """The draft network of a runner, on its device and in its dtype.
+
+    Args:
+        algorithm: `eagle`, `mtp` or `draft_model`.
+        path: folder of the checkpoint; None for `mtp`, which is in the target's.
+        runner: of the target.
+
+    Raises:
+        ConfigError: an unknown algorithm, a path that is missing or too much, a network that does not fit the target.
+        CheckpointError: the checkpoint cannot be loaded.
+    """
+    load = _LOADERS.get(algorithm)
+    if load is None:
+        raise ConfigError(f"unknown draft algorithm {algorithm!r}{nearest(algorithm, _LOADERS)}")
+    if (path is None) is not (algorithm == "mtp"):
+        wanted = "is in the target's checkpoint and takes no path" if path is not None else "needs a checkpoint's path"
+        raise ConfigError(f"draft algorithm {algorithm!r} {wanted}.")
+    dtype, device = runner.kv_cache.spec.dtype, runner.device
+    checkpoint = Checkpoint(runner.model_path if path is None else path, dtype=dtype, device=device)
+    try:
+        network = load(runner, checkpoint)
+    finally:
+        checkpoint.close()
+    return network
+
+
+def _load_eagle(runner: ModelRunner, checkpoint: Checkpoint) -> DraftNetwork:
+    if checkpoint.architecture != EAGLE_ARCHITECTURE:
+        raise ConfigError(
+            f"{checkpoint.path} is a {checkpoint.architecture}, not a draft head ({EAGLE_ARCHITECTURE}). If it is a "
+            "small model with the target's tokenizer, choose draft_model."
+        )
+    for name, wanted in (("hidden_size", runner.config.hidden_size), ("vocab_size", runner.config.vocab_size)):
+        _check_fits(checkpoint, name, wanted)
+    return EagleHead(_decoder(runner), checkpoint, _alone(runner, 0)).eval()
+
+
+def _load_mtp(runner: ModelRunner, checkpoint: Checkpoint) -> DraftNetwork:
+    return MTPLayer(_decoder(runner), checkpoint, _alone(runner, runner.config.num_experts)).eval()
+
+
+def _load_model(runner: ModelRunner, checkpoint: Checkpoint) -> DraftNetwork:
+    if checkpoint.architecture == EAGLE_ARCHITECTURE:
+        raise ConfigError(f"{checkpoint.path} is a draft head, not a model of its own; choose eagle.")
+    _check_fits(checkpoint, "vocab_size", runner.config.vocab_size)
+    kind = model_class(checkpoint.architecture, checkpoint.config)
+    config = kind.read_config(checkpoint.config, checkpoint.generation_config())
+    if config.max_position_embeddings < runner.max_model_len:
+        raise ConfigError(
+            f"{checkpoint.path} has {config.max_position_embeddings} positions, the target runs sequences of "
+            f"{runner.max_model_len}. Lower max_model_len, or choose another draft model."
+        )
+    return DraftModel(kind.load(config, checkpoint, _alone(runner, config.num_experts)).eval())
+
+
+_LOADERS: dict[str, Callable[[ModelRunner, Checkpoint], DraftNetwork]] = {
+    "draft_model": _load_model,
+    "eagle": _load_eagle,
+    "mtp": _load_mtp,
+}
+
+
+def _decoder(runner: ModelRunner) -> DecoderLM:
+    """The target, whose embeddings are shared.
+
+    Raises:
+        ConfigError: it is not of a family that says what they are.
+    """
+    if not isinstance(runner.model, DecoderLM):
+        raise ConfigError(
+            f"{type(runner.model).__name__} is no DecoderLM, so a draft head cannot share its embeddings; choose a "
+            "draft model or n-grams."
+        )
+    return runner.model
+
+
+def _check_fits(checkpoint: Checkpoint, name: str, wanted: int) -> None:
+    got = checkpoint.config.integer(name)
+    if got != wanted:
+        raise ConfigError(
+            f"{checkpoint.path} has {name} {got}, the target {wanted}: it was made for another model. Give one that "
+            "was made for this one."
+        )
+
+
+def _alone(runner: ModelRunner, num_experts: int) -> ExpertParallel:
+    """All experts on this rank."""
+    transport = make_transport(None, None, None, num_experts)
+    return ExpertParallel(transport, resolve_experts("auto", runner.kv_cache.spec.dtype, runner.device))

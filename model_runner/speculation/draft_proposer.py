@@ -1,0 +1,227 @@
+"""Drafts by a draft network: what it must have seen before it drafts, and what it drafts.
+
+    observe    the step's rows go through the draft network, too (draft extend): after prompts, chunks of prompts and
+               decodes all of them, after a verify step the root and the accepted drafts
+    propose    from the last place of each request, all requests at once: a chain of drafts, or a tree
+    forget     nothing of a request is kept here but how far it is
+
+What lies at a place depends on the network (`DraftNetwork.reads_hidden`):
+
+    place          t - 1                        t                           t + 1
+    reads hidden   hidden t - 1, token t        hidden t, token t + 1       (a draft step) estimate t + 1, draft
+    reads tokens   token t - 1                  token t                     token t + 1
+
+A network that reads hidden states can run the place of every token the target has run: when a token is known, the
+hidden state before it is. One that reads tokens alone does not need the target; after a verify step it runs the
+accepted tokens when it drafts next, together with the last one, even if plain steps come in between.
+
+Drafts of rejected paths stay in the cache until the places are run again, which happens before anything reads them. A
+prefix from the prefix cache brings the draft network's keys and values with the target's; those of its last place may
+have been made with another next token. Neither changes what comes out, only how many drafts are right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from attention import CommonAttentionMetadata
+from model_runner.errors import RequestError
+from model_runner.host_copy import to_device, to_host
+from model_runner.request import Request
+from model_runner.speculation.draft_network import DraftNetwork
+from model_runner.speculation.draft_runner import DraftBatch, DraftRunner
+from model_runner.speculation.draft_sampling import DraftChoice
+from model_runner.speculation.draft_tree import draft_trees, most_nodes
+from model_runner.speculation.extend import draft_extend_batch
+from model_runner.speculation.proposer import Draft
+from ubatch import ConfigError, ForwardMode
+
+if TYPE_CHECKING:  # the runner's batches import what builds trees, which is in this package
+    from model_runner.input_batch import InputBatch
+    from model_runner.runner import ModelRunner
+
+__all__ = ["DraftProposer"]
+
+
+class DraftProposer:
+    """A `Proposer` and `StepObserver` around a draft network. `ModelRunner.set_observer` must be told of it.
+
+    Args:
+        runner: of the target.
+        draft: the network; `load_draft` makes one.
+        num_steps: drafts of a chain, or levels of a tree.
+        topk: 1 for chains; more for trees, see `draft_tree`.
+        num_draft_tokens: drafts of a request, `num_steps` by default, and always with a chain.
+        sampled: draw the drafts of sampled requests, for acceptance by rejection; chains only.
+
+    Attributes:
+        num_places: places behind a request's last known token that must have slots while drafts are made or verified.
+
+    Raises:
+        ConfigError: numbers that do not fit together, or an attention back end that has no tree masks.
+    """
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        draft: DraftNetwork,
+        *,
+        num_steps: int,
+        topk: int = 1,
+        num_draft_tokens: int | None = None,
+        sampled: bool = False,
+    ) -> None:
+        count = num_steps if num_draft_tokens is None else num_draft_tokens
+        _check_numbers(num_steps, topk, count, sampled)
+        self._runner = runner
+        self._draft = DraftRunner(runner, draft, num_steps - 1)
+        if topk > 1 and not self._draft.attention.takes_trees:
+            raise ConfigError(
+                f"attention back end {self._draft.attention.decode_name!r} has no tree masks, so the draft network "
+                f"cannot draft trees (topk {topk}) on it. Choose another decode attention back end, or topk 1."
+            )
+        self._num_steps = num_steps
+        self._topk = topk
+        self._sampled = sampled
+        self._reads_hidden = draft.reads_hidden
+        self._shift = int(draft.reads_hidden)  # from the place to the token that is read there
+        self.num_places = max(count, (num_steps - 1) * topk if topk > 1 else 0)
+        # How many places of a request have draft keys and values; and the result at the last one, by its row.
+        self._places: dict[Request, int] = {}
+        size = (runner.request_table.num_rows, draft.config.hidden_size)
+        self._last = torch.zeros(size, dtype=runner.kv_cache.spec.dtype, device=runner.device)
+
+    # -- what the target's steps give -------------------------------------------------------------------------------
+
+    def observe(
+        self,
+        batch: InputBatch,
+        hidden: Tensor,
+        tokens: Sequence[tuple[int, ...]],
+        accepted_rows: Sequence[tuple[int, ...]],
+    ) -> None:
+        """Run the step's rows through the draft network; see `StepObserver`."""
+        verifies = batch.mode is ForwardMode.TARGET_VERIFY
+        if verifies and not self._reads_hidden:
+            return  # the accepted tokens are run when the next ones are drafted
+        extend = draft_extend_batch(batch, accepted_rows)
+        ids = batch.input_ids
+        if verifies:
+            # Root and accepted drafts; what each one reads, the token behind it, is what the step gave.
+            (ids,) = to_device([torch.tensor([token for own in tokens for token in own])], self._draft.device)
+            hidden = hidden.index_select(0, extend.rows)
+        elif self._reads_hidden:
+            # Each row reads the next one's token; the last of a share what was sampled, or its next chunk's first.
+            (follows,) = to_device([torch.tensor(_following(batch, tokens))], self._draft.device)
+            ids = ids.roll(-1).index_copy_(0, extend.last_rows, follows)
+        result = self._draft.extend(extend.metadata, ids, extend.positions, hidden)
+        requests = [share.request for share in batch.scheduled]
+        self._keep(requests, extend.metadata, result.index_select(0, extend.last_rows))
+
+    def _keep(self, requests: Sequence[Request], extended: CommonAttentionMetadata, last: Tensor) -> None:
+        """The result at the last place of each request; one that ended meanwhile has no row any more."""
+        kept = [index for index, request in enumerate(requests) if request.row is not None]
+        ends, lens = extended.seq_lens_cpu, extended.query_lens_cpu
+        for index in kept:
+            # Accepted tokens that were never run lie before this one: all of them are run when drafts are made next.
+            if self._places.get(requests[index], ends[index]) >= ends[index] - lens[index]:
+                self._places[requests[index]] = ends[index]
+        if len(kept) < len(requests):
+            (where,) = to_device([torch.tensor(kept, dtype=torch.int64)], last.device)
+            last = last.index_select(0, where)
+        if self._reads_hidden and kept:
+            (rows,) = to_device([torch.tensor([requests[index].row for index in kept])], last.device)
+            self._last.index_copy_(0, rows, last)
+
+    # -- drafts -----------------------------------------------------------------------------------------------------
+
+    def propose(self, requests: Sequence[Request], counts: Sequence[int]) -> list[Draft]:
+        """Drafts of each request; none of one whose tokens the draft network has not seen, or of which none are wanted.
+
+        Raises:
+            RequestError: a request has no row: it was never admitted, or was released.
+        """
+        drafts = [Draft(())] * len(requests)
+        ready = [index for index, request in enumerate(requests) if counts[index] > 0 and self._has_seen(request)]
+        if not ready:
+            return drafts
+        with torch.inference_mode(), self._runner.streams.forward():
+            chosen = [requests[index] for index in ready]
+            batch = self._draft.batch(chosen, [request.num_tokens - self._shift for request in chosen])
+            hidden = self._hidden(batch)
+            wanted = [counts[index] for index in ready]
+            if self._topk > 1:
+                made = draft_trees(self._draft, batch, hidden, wanted, self._num_steps, self._topk)
+            else:
+                made = self._draft_chains(batch, hidden, wanted)
+        for index, draft in zip(ready, made, strict=True):
+            drafts[index] = draft
+        return drafts
+
+    def forget(self, request: Request) -> None:
+        """See `Proposer`."""
+        self._places.pop(request, None)
+
+    def _has_seen(self, request: Request) -> bool:
+        if request.row is None:
+            raise RequestError(f"request {request.request_id!r} has no row in the block table; admit it first.")
+        seen, wanted = self._places.get(request, 0), request.num_tokens - self._shift
+        return seen == wanted if self._reads_hidden else 0 < seen < wanted
+
+    def _hidden(self, batch: DraftBatch) -> Tensor:
+        """The result at the last place of each request, `[R, hidden_size]`."""
+        if self._reads_hidden:
+            (rows,) = to_device([batch.rows], self._last.device)
+            return self._last.index_select(0, rows)
+        unseen = [request.token_ids[self._places[request] :] for request in batch.requests]
+        last = self._draft.catch_up(batch, unseen, self._last)
+        for request in batch.requests:
+            self._places[request] = request.num_tokens
+        return last
+
+    def _draft_chains(self, batch: DraftBatch, hidden: Tensor, counts: Sequence[int]) -> list[Draft]:
+        num_steps = min(self._num_steps, max(counts))
+        network = self._draft.network
+        choice = DraftChoice(batch.requests, num_steps, sampled=self._sampled, device=hidden.device)
+        chosen = [choice.choose(network.compute_logits(hidden))]
+        for step in self._draft.chain(batch, num_steps - 1):
+            hidden = step.run(chosen[-1], hidden)
+            chosen.append(choice.choose(network.compute_logits(hidden)))
+        tokens = to_host(torch.stack(chosen, dim=1)).wait().tolist()
+        return [
+            Draft(tuple(own[:count]), probs=None if probs is None else probs[:count])
+            for own, count, probs in zip(tokens, counts, choice.distributions(), strict=True)
+        ]
+
+
+def _following(batch: InputBatch, tokens: Sequence[tuple[int, ...]]) -> list[int]:
+    """The token behind each share: what was sampled, or of a prompt that goes on the next one."""
+    ends = batch.metadata.seq_lens_cpu
+    return [
+        own[0] if own else share.request.token_ids[end]
+        for share, own, end in zip(batch.scheduled, tokens, ends, strict=True)
+    ]
+
+
+def _check_numbers(num_steps: int, topk: int, count: int, sampled: bool) -> None:
+    for name, value in (("num_steps", num_steps), ("topk", topk), ("num_draft_tokens", count)):
+        if value < 1:
+            raise ConfigError(f"{name} must be at least 1, not {value}.")
+    if topk == 1:
+        if count != num_steps:
+            raise ConfigError(
+                f"num_draft_tokens is {count}, num_steps {num_steps}: a chain has one draft per step. Give only one of "
+                "them, or topk above 1 for a tree."
+            )
+        return
+    if sampled:
+        raise ConfigError(f"drafts that are drawn are chains; topk is {topk}. Use 1, or drafts that are not drawn.")
+    if count > most_nodes(num_steps, topk):
+        raise ConfigError(
+            f"num_draft_tokens is {count}; a tree of num_steps {num_steps} and topk {topk} has "
+            f"{most_nodes(num_steps, topk)} nodes to choose from."
+        )

@@ -1,0 +1,187 @@
+"""A draft network with keys and values of its own, and the batches that it runs.
+
+    extend    new places of each request, any number of them, as the target ran them or as they were accepted
+    chain     steps of one place per request; all of them are planned before the first one runs
+    level     the nodes of one level of each request's tree, which see the prefix, their ancestors and themselves
+
+Its cache has few layers, and otherwise the target's pages: what the target puts at a slot, the draft network puts at
+the same slot here. So whatever happens to pages (allocation, sharing of prefixes, retraction) happens to both.
+
+Nothing here is ever split into lanes: a draft step is far too short to hide anything behind it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from attention import (
+    CommonAttentionMetadata,
+    MultiStepDraftAttention,
+    SpecVerifyInput,
+    UBatchAttention,
+    make_kv_cache,
+)
+from model_runner.host_copy import to_device
+from model_runner.request import Request
+from model_runner.speculation.draft_network import DraftNetwork
+from ubatch import ForwardContext, ForwardMode, set_forward_context
+
+if TYPE_CHECKING:  # the runner's batches import what builds trees, which is in this package
+    from model_runner.runner import ModelRunner
+
+__all__ = ["ChainStep", "DraftBatch", "DraftRunner"]
+
+
+@dataclass(frozen=True)
+class DraftBatch:
+    """The requests that drafts are made for.
+
+    Attributes:
+        requests: in order; every one has a row.
+        starts: the first place of each that a draft goes to.
+        starts_device: the same, `[R]` int64.
+        rows: of the request table, `[R]` int64 on the host.
+        block_table: `[R, pages]` int32 on the device.
+    """
+
+    requests: tuple[Request, ...]
+    starts: tuple[int, ...]
+    starts_device: Tensor
+    rows: Tensor
+    block_table: Tensor
+
+
+class DraftRunner:
+    """Runs a draft network over its own cache.
+
+    Args:
+        runner: of the target; its device, pages and attention back ends are used.
+        network: the draft network.
+        max_steps: steps of a chain.
+    """
+
+    def __init__(self, runner: ModelRunner, network: DraftNetwork, max_steps: int) -> None:
+        self.network = network
+        self.device = runner.device
+        self._table = runner.request_table
+        shape, spec = network.config.attention, runner.kv_cache.spec
+        own_spec = shape.cache_spec(network.config.num_layers, spec.block_size, spec.dtype)
+        self.kv_cache = make_kv_cache(own_spec, runner.kv_cache.num_blocks, runner.device)
+        target = runner.attention
+        names = (target.prefill_name, target.decode_name)
+        if type(target.shape) is not type(shape):  # the target's may not know this kind of attention
+            names = ("auto", "auto")
+        self.attention = UBatchAttention(shape, self.kv_cache, *names)
+        self._streams = runner.streams
+        self._steps = MultiStepDraftAttention(shape, self.kv_cache, max(1, max_steps), self.attention.decode_name)
+
+    def batch(self, requests: Sequence[Request], starts: Sequence[int]) -> DraftBatch:
+        """The requests of a call; see `DraftBatch`."""
+        rows = [row for request in requests if (row := request.row) is not None]
+        on_host = (torch.tensor(starts, dtype=torch.int64), self._table.page_table(rows))
+        starts_device, pages = to_device(on_host, self.device)
+        return DraftBatch(tuple(requests), tuple(starts), starts_device, torch.tensor(rows), pages)
+
+    def extend(self, metadata: CommonAttentionMetadata, ids: Tensor, positions: Tensor, hidden: Tensor) -> Tensor:
+        """Run places as the metadata says; see `DraftNetwork.__call__`."""
+        with self._streams.planning():  # extends and levels come one after the other, over the same back end
+            plan = self.attention.plan(metadata)
+        return self.run(plan, metadata.mode, ids, positions, hidden)
+
+    def catch_up(self, batch: DraftBatch, ids: Sequence[Sequence[int]], hidden: Tensor) -> Tensor:
+        """Run the last places before each request's `start`, from tokens alone: `[R, hidden_size]` of the last ones.
+
+        Args:
+            batch: the requests.
+            ids: the tokens of each one's last places, at least one.
+            hidden: not read, `[*, hidden_size]`.
+        """
+        lens = [len(tokens) for tokens in ids]
+        first = [start - length for start, length in zip(batch.starts, lens, strict=True)]
+        flat = torch.tensor([token for tokens in ids for token in tokens])
+        owner = torch.repeat_interleave(torch.tensor(lens))
+        ends = torch.tensor(lens).cumsum(0)
+        places = torch.arange(len(flat)) + (torch.tensor(first) - ends + torch.tensor(lens))[owner]
+        slots = self._table.slots(batch.rows[owner], places)
+        flat, places, slots, last = to_device((flat, places, slots, ends - 1), self.device)
+        metadata = CommonAttentionMetadata.build(lens, batch.starts, batch.block_table, slots, ForwardMode.DRAFT_EXTEND)
+        return self.extend(metadata, flat, places, hidden).index_select(0, last)
+
+    def chain(self, batch: DraftBatch, num_steps: int) -> list[ChainStep]:
+        """The steps of a chain, planned at once: step `i` runs the place `start + i` of every request."""
+        if not num_steps:
+            return []
+        places = torch.tensor(batch.starts) + torch.arange(num_steps)[:, None]
+        slots = self._table.slots(batch.rows.expand(num_steps, -1), places)
+        places, slots = to_device((places, slots), self.device)
+        plans = self._steps.plan(batch.starts, batch.block_table, slots)
+        return [ChainStep(self, plan, positions) for plan, positions in zip(plans, places, strict=True)]
+
+    def level(self, batch: DraftBatch, depth: int, ids: Tensor, hidden: Tensor, ancestors: Tensor) -> Tensor:
+        """The nodes of one level of the trees, `[R * width, hidden_size]`.
+
+        Args:
+            batch: the requests.
+            depth: levels that were run before.
+            ids: `[R, width]` int64.
+            hidden: `[R * width, hidden_size]`.
+            ancestors: `[R, width, (depth + 1) * width]` bool, which nodes of these and of the levels before each one
+                sees; all are in the cache behind the prefix, level by level.
+        """
+        requests, width = ids.shape
+        written = depth * width
+        nodes = torch.arange(width)
+        places = torch.tensor(batch.starts)[:, None] + written + nodes
+        slots = self._table.slots(batch.rows[:, None].expand(-1, width), places).flatten()
+        prefix_lens = tuple(start + written for start in batch.starts)
+        # In the flat mask a node has a row of prefix and tree; what it sees of the tree is the end of that row.
+        row_lens = torch.tensor(batch.starts) + written + width
+        offsets = (row_lens * width).cumsum(0)
+        total = int(offsets[-1])
+        tree = torch.arange(written + width)
+        first = (offsets - row_lens * width)[:, None] + nodes * row_lens[:, None] + torch.tensor(batch.starts)[:, None]
+        where, slots, links = to_device(
+            ((first[:, :, None] + tree).flatten(), slots, torch.full((requests, width), -1)), self.device
+        )
+        mask = torch.ones(total, dtype=torch.bool, device=self.device)
+        mask.index_copy_(0, where, ancestors.flatten())
+        positions = (batch.starts_device + depth).repeat_interleave(width)
+        verify = SpecVerifyInput(width, prefix_lens, ids.flatten(), positions, mask, links, links, links)
+        metadata = CommonAttentionMetadata.build(
+            [width] * requests,
+            [prefix + width for prefix in prefix_lens],
+            batch.block_table,
+            slots,
+            ForwardMode.TARGET_VERIFY,
+            verify,
+        )
+        return self.extend(metadata, ids.flatten(), positions, hidden)
+
+    def run(self, plan: Any, mode: ForwardMode, ids: Tensor, positions: Tensor, hidden: Tensor) -> Tensor:
+        """The network over a planned batch without padding."""
+        with set_forward_context(ForwardContext(attn_metadata=plan, num_tokens=ids.shape[0], mode=mode)):
+            return self.network(ids, positions, hidden)
+
+
+@dataclass(frozen=True)
+class ChainStep:
+    """One planned step of a chain.
+
+    Attributes:
+        runner: runs it.
+        plan: of attention.
+        positions: `[R]` int64.
+    """
+
+    runner: DraftRunner
+    plan: Any
+    positions: Tensor
+
+    def run(self, ids: Tensor, hidden: Tensor) -> Tensor:
+        """`[R, hidden_size]`, from `ids` `[R]` and `hidden` `[R, hidden_size]`."""
+        return self.runner.run(self.plan, ForwardMode.DECODE, ids, self.positions, hidden)

@@ -1,0 +1,105 @@
+"""Trees of drafts, as EAGLE-2 grows them: wide where the draft network is unsure.
+
+    level 1        the `topk` most likely tokens behind the last known one
+    each further   each of the `topk` most likely nodes of the level before gets its `topk` most likely tokens
+    in the end     the most likely nodes of all levels; a node is as likely as all drafts on its path together
+
+A node is never more likely than its parent, so that the parents of those that are kept are kept, too.
+
+Source: EAGLE-2 (Li and others, 2024), sections 4.1 and 4.2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from model_runner.host_copy import to_host
+from model_runner.speculation.draft_runner import DraftBatch, DraftRunner
+from model_runner.speculation.proposer import Draft
+
+__all__ = ["draft_trees", "most_nodes", "select_nodes"]
+
+
+def most_nodes(num_steps: int, topk: int) -> int:
+    """Nodes that a tree of so many levels can be chosen from."""
+    return topk + (num_steps - 1) * topk * topk
+
+
+def draft_trees(
+    runner: DraftRunner, batch: DraftBatch, hidden: Tensor, counts: Sequence[int], num_steps: int, topk: int
+) -> list[Draft]:
+    """A tree for every request.
+
+    Args:
+        runner: runs the levels.
+        batch: the requests.
+        hidden: `[R, hidden_size]`, from which the first level comes.
+        counts: how many nodes each gets at most.
+        num_steps: levels.
+        topk: see above.
+    """
+    requests = hidden.shape[0]
+    chances, tokens = _best_tokens(runner, hidden, topk)
+    all_chances, all_tokens = [chances], [tokens]
+    all_parents = [torch.full_like(tokens, -1)]
+    node = torch.arange(topk, device=hidden.device).expand(requests, -1)  # numbers of the level's nodes among all
+    hidden = hidden.repeat_interleave(topk, dim=0)
+    itself = torch.eye(topk, dtype=torch.bool, device=hidden.device).expand(requests, -1, -1)
+    ancestors = itself[:, :, :0]
+    for depth in range(num_steps - 1):
+        ancestors = torch.cat((ancestors, itself), dim=-1)
+        hidden = runner.level(batch, depth, tokens, hidden, ancestors)
+        own, next_tokens = _best_tokens(runner, hidden, topk)
+        behind = (chances[:, :, None] + own.view(requests, topk, topk)).flatten(1)
+        next_tokens = next_tokens.view(requests, -1)
+        all_chances.append(behind)
+        all_tokens.append(next_tokens)
+        all_parents.append(node.repeat_interleave(topk, dim=1))
+        if depth == num_steps - 2:
+            break
+        # The most likely of the new nodes are the next level.
+        chances, chosen = behind.topk(topk, dim=-1)
+        parent = chosen // topk
+        node = chosen + (most_nodes(depth + 1, topk))
+        tokens = next_tokens.gather(1, chosen)
+        ancestors = ancestors.gather(1, parent[:, :, None].expand(-1, -1, ancestors.shape[-1]))
+        hidden = hidden.view(requests, topk, -1).gather(1, parent[:, :, None].expand(-1, -1, hidden.shape[-1]))
+        hidden = hidden.flatten(0, 1)
+    everything = (torch.cat(parts, dim=1) for parts in (all_chances, all_tokens, all_parents))
+    kept = select_nodes(*everything, count=max(counts))
+    trees = to_host(kept).wait().tolist()
+    return [
+        Draft(tuple(ids[:count]), tuple(parents[:count])) for (ids, parents), count in zip(trees, counts, strict=True)
+    ]
+
+
+def select_nodes(chances: Tensor, tokens: Tensor, parents: Tensor, *, count: int) -> Tensor:
+    """The most likely nodes of each tree, parents before children.
+
+    Args:
+        chances: `[R, nodes]`, the logarithm of each node's probability; no node above its parent.
+        tokens: `[R, nodes]` int64.
+        parents: `[R, nodes]` int64, the parent's number among them, which is lower; -1 for the root.
+        count: how many to keep, at most all.
+
+    Returns:
+        `[R, 2, count]` int64: tokens, and parents as in `Draft.parents`.
+    """
+    # Of equally likely nodes the first: the parent, where one is as likely as its child.
+    order = chances.sort(dim=-1, descending=True, stable=True).indices[:, :count].sort(dim=-1).values
+    number = torch.zeros_like(tokens).scatter_(
+        1, order, torch.arange(1, order.shape[1] + 1, device=tokens.device).expand_as(order)
+    )
+    parent = parents.gather(1, order)
+    parent = torch.where(parent < 0, 0, number.gather(1, parent.clamp_min(0)))
+    return torch.stack((tokens.gather(1, order), parent), dim=1)
+
+
+def _best_tokens(runner: DraftRunner, hidden: Tensor, topk: int) -> tuple[Tensor, Tensor]:
+    """Log-probabilities and tokens, `[rows, topk]` each."""
+    logits = runner.network.compute_logits(hidden).float()
+    best = logits.topk(topk, dim=-1)
+    return best.values - logits.logsumexp(dim=-1, keepdim=True), best.indices

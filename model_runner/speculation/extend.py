@@ -1,0 +1,85 @@
+"""Draft extend: the batch in which a draft model takes in what a step of the target has settled.
+
+    target's step     root  d1  d2  d3     root  d1  d2  d3        rows, as verified
+    accepted          root  d1             root                    a path from each root; in a tree, with gaps
+    draft extend      root  d1  root                               ragged: 1 to D + 1 rows per request
+
+Places and slots are those of the target, in which the accepted tokens follow each other. Back ends whose kernels want
+equally many rows of every request pad the queries to the longest and unpad what comes out
+(`attention.backends.few_queries`).
+
+After a step without drafts all of its rows are taken in, in the same places.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from attention import CommonAttentionMetadata
+from model_runner.host_copy import to_device
+from ubatch import ConfigError, ForwardMode
+
+if TYPE_CHECKING:  # the batch imports what builds trees, which is in this package
+    from model_runner.input_batch import InputBatch
+
+__all__ = ["DraftExtendBatch", "draft_extend_batch"]
+
+
+@dataclass(frozen=True)
+class DraftExtendBatch:
+    """What a draft model takes in after a step.
+
+    Attributes:
+        rows: `[T]` int64, the target's rows: of its hidden states, and of its input ids.
+        positions: `[T]` int64, each one's place in its request.
+        metadata: for attention; mode DRAFT_EXTEND, or after a step without drafts that step's.
+        last_rows: `[R]` int64, each request's last row among these; only of requests that have any.
+    """
+
+    rows: Tensor
+    positions: Tensor
+    metadata: CommonAttentionMetadata
+    last_rows: Tensor
+
+
+def draft_extend_batch(batch: InputBatch, accepted_rows: Sequence[Sequence[int]]) -> DraftExtendBatch:
+    """The rows of a step that a draft model takes in.
+
+    Args:
+        batch: the target's.
+        accepted_rows: as `StepObserver.observe` gets them; looked at for a verify step only.
+
+    Raises:
+        ConfigError: a verify step has not the rows of root and accepted drafts for every share.
+    """
+    metadata, device = batch.metadata, batch.input_ids.device
+    if batch.mode is not ForwardMode.TARGET_VERIFY:
+        rows, ends = torch.arange(batch.num_tokens), torch.tensor(metadata.query_start_loc_cpu[1:], dtype=torch.int64)
+        rows, last = to_device((rows, ends - 1), device)
+        return DraftExtendBatch(rows, batch.positions, metadata, last)
+
+    firsts = list(metadata.query_start_loc_cpu[:-1])
+    if [rows[0] if rows else None for rows in accepted_rows] != firsts:
+        raise ConfigError(
+            f"the roots of the verify step's requests are its rows {firsts}; accepted rows are "
+            f"{[list(rows) for rows in accepted_rows]}. Give the root of each, and its accepted drafts."
+        )
+    lens = [len(rows) for rows in accepted_rows]
+    prefixes = [seq - query for seq, query in zip(metadata.seq_lens_cpu, metadata.query_lens_cpu, strict=True)]
+    host = (
+        [row for rows in accepted_rows for row in rows],
+        [first + place for first, length in zip(firsts, lens, strict=True) for place in range(length)],
+        [prefix + place for prefix, length in zip(prefixes, lens, strict=True) for place in range(length)],
+        [end - 1 for end in accumulate(lens)],
+    )
+    rows, places, positions, last = to_device([torch.tensor(each, dtype=torch.int64) for each in host], device)
+    seq_lens = [prefix + length for prefix, length in zip(prefixes, lens, strict=True)]
+    slots = metadata.slot_mapping.index_select(0, places)
+    extend = CommonAttentionMetadata.build(lens, seq_lens, metadata.block_table, slots, ForwardMode.DRAFT_EXTEND)
+    return DraftExtendBatch(rows, positions, extend, last)

@@ -1,0 +1,173 @@
+"""Drafts as trees: what attention and acceptance must know about who follows whom.
+
+    node 0             the last known token, the root; node j + 1 is draft j
+    rows               root and nodes of request r are rows r * N to (r + 1) * N of the batch, N = D + 1
+    positions          prefix + depth: siblings share one
+    slots              node i is written to the place prefix + i, so that no two nodes share one
+    mask               a node sees the prefix, its ancestors and itself
+    links              each node's first child and next sibling, by number
+
+A chain is a tree in which every draft follows the one before. Causal attention is right for it, so a step of chains
+only has no mask.
+
+Source: SpecInfer (2023), EAGLE-2 (2024); the layout of the links is SGLang's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from attention import SpecVerifyInput
+from model_runner.errors import RequestError
+from model_runner.host_copy import to_device
+
+__all__ = ["DraftTrees", "chain_of_drafts", "check_parents", "path_to"]
+
+_NONE = -1
+
+
+def check_parents(name: int | str, parents: Sequence[int], num_drafts: int) -> None:
+    """Whether the drafts of a request are a tree, parents before children.
+
+    Args:
+        name: of the request.
+        parents: see `Draft.parents`.
+        num_drafts: of the request.
+
+    Raises:
+        RequestError: they are not.
+    """
+    if len(parents) != num_drafts:
+        raise RequestError(
+            f"request {name!r} has {num_drafts} drafts and the parents of {len(parents)}; every draft has one."
+        )
+    for draft, parent in enumerate(parents):
+        if not 0 <= parent <= draft:
+            raise RequestError(
+                f"request {name!r}: draft {draft} has node {parent} for a parent; it must be 0 (the last known token) "
+                f"or a draft before it, node 1 to {draft}."
+            )
+
+
+def path_to(node: int, parents: Sequence[int] | None) -> tuple[int, ...]:
+    """The drafts from the root to a node, both by number: `node - 1` is the last; none for the root."""
+    if parents is None:
+        return tuple(range(node))
+    path = []
+    while node:
+        path.append(node - 1)
+        node = parents[node - 1]
+    return tuple(reversed(path))
+
+
+@dataclass(frozen=True)
+class DraftTrees:
+    """The trees of a step, on the host; all have `N` nodes.
+
+    Attributes:
+        depth: `[R, N]` int64, 0 for the root.
+        first_child: `[R, N]` int64, -1 for none.
+        next_sibling: `[R, N]` int64, -1 for none.
+        sees: `[R, N, N]` bool, whether the first node sees the second: itself, or an ancestor.
+    """
+
+    depth: Tensor
+    first_child: Tensor
+    next_sibling: Tensor
+    sees: Tensor
+
+    @classmethod
+    def of(cls, parents: Sequence[tuple[int, ...] | None], num_drafts: int) -> DraftTrees | None:
+        """The trees of a step whose requests have `num_drafts` drafts each; None if all of them are chains."""
+        chain = tuple(range(num_drafts))
+        trees = [chain if each is None else tuple(each) for each in parents]
+        if all(tree == chain for tree in trees):
+            return None
+        grown = [_grow(tree) for tree in trees]
+        return cls(*(torch.stack(parts) for parts in zip(*grown, strict=True)))
+
+    def positions(self, prefix_lens: Sequence[int]) -> Tensor:
+        """`[R * N]` int64, every node's place in its request, were its path accepted."""
+        return (torch.tensor(prefix_lens, dtype=torch.int64)[:, None] + self.depth).flatten()
+
+    def verify_input(self, prefix_lens: Sequence[int], input_ids: Tensor, positions: Tensor) -> SpecVerifyInput:
+        """What a verify step of these trees tells attention.
+
+        Args:
+            prefix_lens: tokens of each request in the cache.
+            input_ids: `[R * N]` int64, on the device.
+            positions: see above, on the device.
+        """
+        requests, nodes = self.depth.shape
+        index = torch.arange(requests * nodes).view(requests, nodes)
+        rows = [prefix + nodes for prefix in prefix_lens]  # entries of a node's row of the mask
+        starts = [0, *accumulate(row * nodes for row in rows)]
+        ends = torch.tensor([[start + prefix for start, prefix in zip(starts, prefix_lens, strict=False)], rows])
+        host = (index, self.first_child, self.next_sibling, ends, self.sees)
+        index, child, sibling, ends, sees = to_device(host, input_ids.device)
+        # All of the prefix is seen. What is seen of the tree lies at the end of each row.
+        mask = torch.ones(starts[-1], dtype=torch.bool, device=input_ids.device)
+        node = torch.arange(nodes, device=input_ids.device)
+        where = ends[0][:, None, None] + ends[1][:, None, None] * node[:, None] + node
+        mask.index_copy_(0, where.flatten(), sees.flatten())
+        return _verify_input(prefix_lens, input_ids, positions, (index, child, sibling), mask)
+
+
+def chain_of_drafts(
+    num_drafts: int, prefix_lens: Sequence[int], input_ids: Tensor, positions: Tensor
+) -> SpecVerifyInput:
+    """The verify input of drafts that follow each other: plain causal attention, no mask.
+
+    Args:
+        num_drafts: `D` of every request; the last known token is the root of the chain.
+        prefix_lens: tokens of each request in the cache.
+        input_ids: `[R * (D + 1)]` int64.
+        positions: `[R * (D + 1)]` int64.
+    """
+    requests, nodes = len(prefix_lens), num_drafts + 1
+    index = torch.arange(requests * nodes).view(requests, nodes)
+    child = torch.tensor([*range(1, nodes), _NONE]).repeat(requests, 1)
+    links = to_device((index, child, torch.full_like(child, _NONE)), input_ids.device)
+    return _verify_input(prefix_lens, input_ids, positions, links, None)
+
+
+def _verify_input(
+    prefix_lens: Sequence[int], input_ids: Tensor, positions: Tensor, links: Sequence[Tensor], mask: Tensor | None
+) -> SpecVerifyInput:
+    index, child, sibling = links
+    return SpecVerifyInput(
+        num_draft_tokens=index.shape[1],
+        prefix_lens=tuple(prefix_lens),
+        draft_tokens=input_ids,
+        positions=positions,
+        custom_mask=mask,
+        retrieve_index=index,
+        retrieve_next_token=child,
+        retrieve_next_sibling=sibling,
+    )
+
+
+@lru_cache(maxsize=1024)
+def _grow(parents: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """One tree's `depth`, `first_child`, `next_sibling` and `sees`; nobody writes to them."""
+    nodes = len(parents) + 1
+    depth, child, sibling = [0] * nodes, [_NONE] * nodes, [_NONE] * nodes
+    last_child = [_NONE] * nodes
+    sees = [[False] * nodes for _ in range(nodes)]
+    sees[0][0] = True
+    for node, parent in enumerate(parents, 1):
+        depth[node] = depth[parent] + 1
+        sees[node] = sees[parent].copy()
+        sees[node][node] = True
+        if last_child[parent] == _NONE:
+            child[parent] = node
+        else:
+            sibling[last_child[parent]] = node
+        last_child[parent] = node
+    return torch.tensor(depth), torch.tensor(child), torch.tensor(sibling), torch.tensor(sees)

@@ -1,0 +1,278 @@
+"""`ubatch bench speculation`: tokens guessed ahead against none, on source text that nothing was trained on.
+
+    without       one token a step
+    ngram         what followed the last tokens earlier in the text
+    eagle_chain   a trained head, one guess a step
+    eagle_tree    the same head, the likeliest guesses as a tree
+
+What is generated is compared first: greedy tokens must not depend on who guesses. Then every arm generates the same
+text, interleaved A B B A, one request alone and several at once; the time of a token is that of the steps after the
+prompts, drafting included. Last, two ranks that share experts overlap their verify steps, and a census of these is
+taken.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import tyro
+from pydantic import BaseModel, Field
+
+from model_runner import SamplingParams
+from serving.bench.corpus import read_corpus
+from serving.bench.speculation_census import Census, take_census
+from serving.bench.statistics import Interval, bootstrap, environment, interleave_arms, num_cores, paired, write_json
+from serving.engine.build import make_core, make_runner
+from serving.engine.core import EngineCore
+from serving.engine.options import EngineOptions
+from serving.requests import DraftCounts, RequestInput
+from serving.scheduler import SchedulerConfig
+from serving.speculation import Algorithm, SpeculationConfig
+from serving.text import load_tokenizer
+from ubatch import ConfigError, UBatchError
+
+__all__ = ["Options", "SpeculationResult", "held_out_prompts", "run"]
+
+_EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "models"
+_WITHOUT = "without"
+_CACHE_BYTES = 64 << 20
+
+
+class Options(BaseModel):
+    """What to measure."""
+
+    model: Annotated[
+        Path, Field(description="folder of a checkpoint with its tokenizer; by default the examples' tiny-moe")
+    ] = _EXAMPLES / "tiny-moe"
+    draft: Annotated[
+        Path, Field(description="folder of an EAGLE-style head for it; by default the examples' tiny-moe-eagle")
+    ] = _EXAMPLES / "tiny-moe-eagle"
+    num_draft_tokens: Annotated[int, Field(ge=1, description="drafts of a chain, and steps of the head")] = 3
+    tree_topk: Annotated[int, Field(ge=2, description="guesses that each step goes on from in a tree")] = 2
+    tree_draft_tokens: Annotated[int, Field(ge=1, description="drafts of a tree")] = 5
+    batches: Annotated[tuple[int, ...], Field(min_length=1, description="requests at once")] = (1, 8)
+    prompts: Annotated[int, Field(ge=1, description="prompts: pieces of held-out source files")] = 8
+    input_len: Annotated[int, Field(ge=1, description="their tokens")] = 64
+    output_len: Annotated[int, Field(ge=2, description="tokens of their continuations")] = 64
+    blocks: Annotated[int, Field(ge=2, description="A B B A blocks; 15 or more for figures to quote")] = 15
+    threads: Annotated[int | None, Field(ge=1, description="compute threads; by default one per core")] = None
+    census: Annotated[bool, Field(description="also run two overlapped ranks, and count their verify steps")] = True
+    json_file: Annotated[
+        Path | None, tyro.conf.arg(name="json", metavar="FILE"), Field(description="write raw arms and results here")
+    ] = None
+
+
+@dataclass(frozen=True)
+class Acceptance:
+    """How good the guesses were, over all prompts.
+
+    Attributes:
+        same: whether the tokens are those without guesses.
+        verify_steps: of requests: a step with three of them counts three times.
+        drafted: tokens guessed.
+        mean_length: tokens per verify step of a request; None where nothing was guessed.
+        per_position: in which share of them at least 1, 2, ... guesses were right.
+    """
+
+    same: bool
+    verify_steps: int
+    drafted: int
+    mean_length: float | None
+    per_position: Sequence[float]
+
+
+@dataclass(frozen=True)
+class SpeculationResult:
+    """Figures of one number of requests at once.
+
+    Attributes:
+        batch: how many.
+        arms_ms: raw block means of a generated token, per arm.
+        tokens_per_s: generated tokens per second of all requests together, per arm.
+        speedup: time without guesses over the arm's.
+        acceptance: of each arm that guesses.
+    """
+
+    batch: int
+    arms_ms: Mapping[str, Sequence[float]]
+    tokens_per_s: Mapping[str, Interval]
+    speedup: Mapping[str, Interval]
+    acceptance: Mapping[str, Acceptance]
+
+    def print(self) -> None:
+        """As text."""
+        print(f"\nspeculation: {self.batch} request{'s' if self.batch > 1 else ''} at once")
+        print(f"  {'':12} {'ms/token':>22} {'tokens/s':>22} {'speed-up':>22} {'mean length':>12}  right at 1, 2, ...")
+        for name, values in self.arms_ms.items():
+            cells = [f"{bootstrap(values):.3f}", f"{self.tokens_per_s[name]:.0f}"]
+            cells.append(f"{self.speedup[name]:.3f}" if name in self.speedup else "-")
+            line = f"  {name:12} " + " ".join(f"{cell:>22}" for cell in cells)
+            if name in self.acceptance:
+                found = self.acceptance[name]
+                length = "-" if found.mean_length is None else f"{found.mean_length:.2f}"
+                line += f" {length:>12}  " + ", ".join(f"{share:.0%}" for share in found.per_position)
+            print(line, flush=True)
+
+
+def run(options: Options) -> int:
+    """Measure, print, write."""
+    for path in (options.model, options.draft):
+        if not (path / "config.json").is_file():
+            raise ConfigError(f"{path} has no config.json: give folders of checkpoints with --model and --draft.")
+    if options.prompts < max(options.batches):
+        raise ConfigError(f"--batches has {max(options.batches)}, but --prompts is {options.prompts}. Raise --prompts.")
+    threads = num_cores() if options.threads is None else options.threads
+    torch.set_num_threads(threads)
+    prompts = held_out_prompts(options.model, options.prompts, options.input_len)
+    arms = _arms(options)
+    print(f"{len(prompts)} prompts of {options.input_len} tokens, {options.output_len} new; {threads} threads")
+    results = []
+    with ExitStack() as stack:
+        cores = {name: stack.enter_context(_core(options, arm)) for name, arm in arms.items()}
+        for batch in options.batches:
+            results.append(_measure(cores, prompts, batch, options))
+            results[-1].print()
+    census: Census | None = None
+    if options.census:
+        census = take_census(options.model, _chain(options), prompts, options.output_len)
+        census.print()
+    if options.json_file is not None:
+        settings = options.model_dump(mode="json", exclude={"json_file", "model", "draft"})
+        figures = {"results": list(map(asdict, results)), "census": None if census is None else asdict(census)}
+        write_json(options.json_file, {"environment": environment(), "options": settings, **figures})
+        print(f"wrote {options.json_file}")
+    return 0
+
+
+def held_out_prompts(model: Path, count: int, length: int) -> list[list[int]]:
+    """Pieces of source files that neither model nor head was trained on, the same every time.
+
+    Raises:
+        UBatchError: there is not enough text for as many.
+    """
+    tokenizer = load_tokenizer(model)
+    stream = [token for text in read_corpus(0).held_out for token in tokenizer.encode(text)]
+    between = len(stream) // count
+    if between < length:
+        raise UBatchError(f"the held-out text has {len(stream)} tokens, too few for {count} prompts of {length}.")
+    return [stream[index * between : index * between + length] for index in range(count)]
+
+
+# -- arms -------------------------------------------------------------------------------------------------------------
+
+
+def _arms(options: Options) -> dict[str, SpeculationConfig | None]:
+    chain = _chain(options)
+    return {
+        _WITHOUT: None,
+        "ngram": SpeculationConfig(Algorithm.NGRAM, options.num_draft_tokens),
+        "eagle_chain": chain,
+        "eagle_tree": replace(chain, num_draft_tokens=options.tree_draft_tokens, topk=options.tree_topk),
+    }
+
+
+def _chain(options: Options) -> SpeculationConfig:
+    steps = options.num_draft_tokens
+    return SpeculationConfig(Algorithm.EAGLE, steps, num_steps=steps, draft_model_path=options.draft)
+
+
+@contextmanager
+def _core(options: Options, speculation: SpeculationConfig | None) -> Iterator[EngineCore]:
+    """One rank alone, which keeps nothing between prompts."""
+    scheduler = SchedulerConfig(
+        max_num_seqs=max(options.batches),
+        max_num_batched_tokens=max(2048, max(options.batches) * options.input_len),
+        max_model_len=options.input_len + options.output_len + options.tree_draft_tokens * options.num_draft_tokens,
+        enable_prefix_caching=False,
+    )
+    engine = EngineOptions(options.model, scheduler=scheduler, speculation=speculation, kv_cache_memory=_CACHE_BYTES)
+    with make_runner(engine) as runner:
+        yield make_core(engine, runner)
+
+
+@dataclass
+class _Generated:
+    """What a batch gave: its tokens, what of them came after the prompts' steps, and in which time."""
+
+    tokens: list[list[int]]
+    drafts: DraftCounts
+    decoded: int = 0
+    seconds: float = 0.0
+
+
+def _generate(core: EngineCore, prompts: Sequence[Sequence[int]], length: int) -> _Generated:
+    """All prompts at once, greedily; the clock starts when every one has its first token."""
+    params = SamplingParams(max_tokens=length, ignore_eos=True)
+    for index, prompt in enumerate(prompts):
+        core.add(RequestInput(str(index), prompt, params))
+    generated = _Generated([[] for _ in prompts], DraftCounts())
+    begin = None
+    while core.has_work:
+        if begin is None and all(generated.tokens):
+            begin = time.perf_counter()
+        for output in core.step():
+            generated.tokens[int(output.request_id)] += output.token_ids
+            generated.drafts += output.drafts
+            if begin is not None:
+                generated.decoded += len(output.token_ids)
+    generated.seconds = time.perf_counter() - (begin or 0.0)
+    return generated
+
+
+# -- figures ----------------------------------------------------------------------------------------------------------
+
+
+def _measure(
+    cores: Mapping[str, EngineCore], prompts: Sequence[Sequence[int]], batch: int, options: Options
+) -> SpeculationResult:
+    """The tokens first, then the times."""
+    batches = [prompts[first : first + batch] for first in range(0, len(prompts), batch)]
+    wanted = [_generate(cores[_WITHOUT], own, options.output_len).tokens for own in batches]
+    acceptance = {
+        name: _accept(name, core, batches, wanted, options) for name, core in cores.items() if name != _WITHOUT
+    }
+
+    def ms_per_token(core: EngineCore) -> float:
+        done = [_generate(core, own, options.output_len) for own in batches]
+        return sum(each.seconds for each in done) * 1e3 / sum(each.decoded for each in done)
+
+    arms = {name: partial(ms_per_token, core) for name, core in cores.items()}
+    arms_ms = interleave_arms(arms, options.blocks, label=f"batch {batch}")
+    return SpeculationResult(
+        batch,
+        arms_ms,
+        {name: bootstrap([1e3 / value for value in values]) for name, values in arms_ms.items()},
+        {name: paired(arms_ms[_WITHOUT], values) for name, values in arms_ms.items() if name != _WITHOUT},
+        acceptance,
+    )
+
+
+def _accept(
+    name: str,
+    core: EngineCore,
+    batches: Sequence[Sequence[Sequence[int]]],
+    wanted: Sequence[Sequence[Sequence[int]]],
+    options: Options,
+) -> Acceptance:
+    """Generate everything once, and compare."""
+    before = core.statistics()
+    done = [_generate(core, own, options.output_len) for own in batches]
+    if [each.tokens for each in done] != list(wanted):
+        raise UBatchError(f"{name}: the greedy tokens are not those without guesses.")
+    after, drafts = core.statistics(), sum((each.drafts for each in done), DraftCounts())
+    earlier = (*before.accepted_per_position, *[0] * len(after.accepted_per_position))
+    right = [count - known for count, known in zip(after.accepted_per_position, earlier, strict=False)]
+    return Acceptance(
+        True,
+        drafts.verified,
+        drafts.drafted,
+        drafts.mean_accepted_length,
+        [count / max(1, drafts.verified) for count in right],
+    )

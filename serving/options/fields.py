@@ -1,0 +1,100 @@
+"""What kinds of values settings have, and what is said of one that a setting does not take."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import Annotated, Any
+
+import tyro
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ModelWrapValidatorHandler,
+    ValidationError,
+    model_validator,
+)
+
+from ubatch import UBatchError, nearest
+
+__all__ = ["Group", "Positive", "WrongValue", "derived", "one_of", "parse_bytes"]
+
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+
+
+def parse_bytes(value: int | str | None) -> int | None:
+    """`512M` and `512MiB` are 512 * 2**20 bytes, `512m` is 512 * 10**6, as in vLLM; a number is bytes.
+
+    Raises:
+        ValueError: something else, or nothing left.
+    """
+    if isinstance(value, str):
+        match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([kmgtKMGT]?)(?:i?B)?", value.strip())
+        if match is None:
+            raise ValueError("expected bytes, like 1073741824, 512M or 1.5GiB")
+        value = int(float(match[1]) * _UNITS[match[2]])
+    if value is not None and value < 1:
+        raise ValueError("expected at least one byte")
+    return value
+
+
+def one_of(names: Iterable[str]) -> AfterValidator:
+    """A validator that takes these names only."""
+    known = tuple(map(str, names))
+
+    def check(value: str | None) -> str | None:
+        if value is not None and value not in known:
+            raise ValueError(f"unknown name{nearest(value, known)}")
+        return value
+
+    return AfterValidator(check)
+
+
+class WrongValue(UBatchError):
+    """A value that its setting does not take. Not a ValueError: those tyro and pydantic would wrap.
+
+    Attributes:
+        name: of the setting.
+        value: the wrong one.
+        why: what it should be.
+    """
+
+    def __init__(self, name: str, value: object, why: str) -> None:
+        super().__init__(f"--{name.replace('_', '-')} {value}: {why}.")
+        self.name, self.value, self.why = name, value, why
+
+
+class Group(BaseModel):
+    """Settings that belong together. A wrong one is a `WrongValue`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _name_what_is_wrong(cls, values: Any, validate: ModelWrapValidatorHandler[Group]) -> Group:
+        try:
+            return validate(values)
+        except ValidationError as error:
+            wrong = error.errors(include_url=False, include_context=False)[0]
+            name = str(wrong["loc"][0])
+            value = values[name] if isinstance(values, dict) else wrong["input"]
+            raise WrongValue(name, value, _plain(wrong["msg"])) from None
+
+
+def _plain(message: str) -> str:
+    """pydantic's message, as the end of a sentence that began with the setting's name."""
+    message = (
+        message.removeprefix("Value error, ").replace("Input should", "it should").replace("String should", "it should")
+    )
+    message = message.replace("greater than or equal to", "at least").replace("less than or equal to", "at most")
+    return message.replace("a valid dictionary", "a mapping")
+
+
+def derived(metavar: str, how: str) -> Any:
+    """For a flag whose default depends on the rest: what `--help` shows for its value, and as its default."""
+    return tyro.conf.arg(metavar=metavar, help_behavior_hint=f"(default: {how})")
+
+
+Positive = Annotated[int, Field(ge=1)]

@@ -1,0 +1,199 @@
+"""The settings of speculation: what contradicts what, what follows from what, and what the engines are told.
+
+algorithm            needs                  guesses
+ngram                nothing                a chain
+eagle                the head's checkpoint  a chain, or with topk above 1 a tree
+draft_model          its checkpoint         the same
+mtp                  nothing: the model's   the same
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+from model_runner import Checkpoint, CheckpointError, ModelConfig
+from model_runner.speculation import Acceptance
+from model_runner.speculation.draft_tree import most_nodes
+from serving.options.flags import Speculation
+from serving.options.sources import Setting, Settings, Source, merge
+from serving.speculation import Algorithm, SpeculationConfig
+from ubatch import ConfigError
+
+__all__ = ["check_draft_network", "check_speculation", "derive_speculation", "read_speculation", "speculation_config"]
+
+_NGRAM_TOKENS, _STEPS, _TREE_TOKENS = 4, 3, 8
+_NGRAM = ("speculative_ngram_max", "speculative_ngram_min")
+_NETWORK = ("speculative_draft_model_path", "speculative_num_steps", "speculative_eagle_topk")
+_ALL = (*_NETWORK, "speculative_num_draft_tokens", "speculative_accept", *_NGRAM)
+
+
+def check_speculation(s: Settings) -> Iterator[str]:
+    """What contradicts something, whatever the checkpoint is; one sentence each."""
+    if s["speculative_algorithm"] is None:
+        for name in _ALL:
+            if s[name] is not None:
+                yield f"{s.spell(name)} needs --speculative-algorithm; without it nothing is guessed."
+        return
+    algorithm = Algorithm(s["speculative_algorithm"])
+    yield from _of_others(s, algorithm)
+    if algorithm.has_path and s["speculative_draft_model_path"] is None:
+        yield (
+            f"{s.spell('speculative_algorithm')} {algorithm} needs --speculative-draft-model-path, the folder of "
+            f"{'the head' if algorithm is Algorithm.EAGLE else 'the small model'}'s checkpoint."
+        )
+    longest, shortest = s["speculative_ngram_max"], s["speculative_ngram_min"]
+    if longest is not None and shortest is not None and longest < shortest:
+        yield (
+            f"{s.spell('speculative_ngram_max')} is {longest}, below {s.spell('speculative_ngram_min')} ({shortest})."
+        )
+    if algorithm is not Algorithm.NGRAM:
+        yield from _of_shape(derive_speculation(s))
+
+
+def _of_others(s: Settings, algorithm: Algorithm) -> Iterator[str]:
+    """Settings of another algorithm."""
+    given = s.spell("speculative_algorithm")
+    if algorithm is Algorithm.NGRAM:
+        for name in _NETWORK:
+            if s[name] is not None:
+                yield f"{s.spell(name)} has no effect with {given} ngram, which has no draft network. Remove it."
+        return
+    for name in _NGRAM:
+        if s[name] is not None:
+            yield f"{s.spell(name)} has no effect with {given} {algorithm}. Remove it."
+    if algorithm is Algorithm.MTP and s["speculative_draft_model_path"] is not None:
+        yield (
+            f"{s.spell('speculative_draft_model_path')} has no effect with {given} mtp: the layer is in the model's "
+            "own checkpoint. Remove it."
+        )
+
+
+def _of_shape(s: Settings) -> Iterator[str]:
+    """Steps, top-k and drafts; all are known."""
+    steps, topk, drafts = (
+        s[name] for name in ("speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens")
+    )
+    if topk == 1:
+        if drafts != steps:
+            yield (
+                f"{s.spell('speculative_num_draft_tokens')} is {drafts}, but {s.spell('speculative_num_steps')} "
+                f"{steps}: with {s.spell('speculative_eagle_topk')} 1 every step guesses one token. Set one of them."
+            )
+        return
+    if s["speculative_accept"] == Acceptance.REJECTION:
+        yield (
+            f"{s.spell('speculative_accept')} rejection needs chains of drafts, but with "
+            f"{s.spell('speculative_eagle_topk')} {topk} they are trees. Use 1, or --speculative-accept match."
+        )
+    if drafts > most_nodes(steps, topk):
+        yield (
+            f"{s.spell('speculative_num_draft_tokens')} is {drafts}; a tree of {steps} steps and "
+            f"{s.spell('speculative_eagle_topk')} {topk} has {most_nodes(steps, topk)} drafts at most."
+        )
+
+
+def derive_speculation(s: Settings) -> Settings:
+    """What follows from the settings that were given; all of them stay None where nothing is guessed."""
+    if s["speculative_algorithm"] is None:
+        return s
+    if s["speculative_accept"] is None:
+        s = s.derive("speculative_accept", Acceptance.MATCH.value)
+    if s["speculative_algorithm"] == Algorithm.NGRAM:
+        return _derive_ngram(s)
+    if s["speculative_eagle_topk"] is None:
+        s = s.derive("speculative_eagle_topk", 1)
+    chain, drafts = s["speculative_eagle_topk"] == 1, s["speculative_num_draft_tokens"]
+    if s["speculative_num_steps"] is None:
+        as_many = chain and drafts is not None
+        s = s.derive("speculative_num_steps", drafts if as_many else _STEPS, "one per draft" if as_many else "")
+    if drafts is None:
+        steps, topk = s["speculative_num_steps"], s["speculative_eagle_topk"]
+        drafts = steps if chain else min(_TREE_TOKENS, most_nodes(steps, topk))
+        s = s.derive("speculative_num_draft_tokens", drafts, "one per step" if chain else "of a tree")
+    return s
+
+
+def _derive_ngram(s: Settings) -> Settings:
+    if s["speculative_num_draft_tokens"] is None:
+        s = s.derive("speculative_num_draft_tokens", _NGRAM_TOKENS)
+    longest, shortest = s["speculative_ngram_max"], s["speculative_ngram_min"]
+    if longest is None:
+        s = s.derive("speculative_ngram_max", max(SpeculationConfig.ngram_max, shortest or 0))
+    if shortest is None:
+        s = s.derive("speculative_ngram_min", min(SpeculationConfig.ngram_min, longest or SpeculationConfig.ngram_min))
+    return s
+
+
+def check_draft_network(s: Settings, model: ModelConfig, model_path: Path) -> None:
+    """Whether the draft network's checkpoint can go with the model's: what its config says, before anything is loaded.
+
+    Raises:
+        ConfigError: it is no checkpoint; a head of another hidden size; a model with another vocabulary; or a layer for
+            multi-token prediction is to guess, and the model has none.
+    """
+    if s["speculative_algorithm"] == Algorithm.MTP:
+        with closing(Checkpoint(model_path)) as own:
+            if not own.config.integer("num_nextn_predict_layers", default=0, at_least=0):
+                raise ConfigError(
+                    f"{s.spell('speculative_algorithm')} mtp: {model_path} has no layer for multi-token prediction "
+                    "(num_nextn_predict_layers). Choose another algorithm."
+                )
+    path = s["speculative_draft_model_path"]
+    if path is None:
+        return
+    name = "hidden_size" if s["speculative_algorithm"] == Algorithm.EAGLE else "vocab_size"
+    try:
+        checkpoint = Checkpoint(path)
+        values = checkpoint.config.values
+        checkpoint.close()
+    except CheckpointError as error:
+        raise ConfigError(f"{s.spell('speculative_draft_model_path')}: {error}") from error
+    ours, theirs = getattr(model, name), values.get(name)
+    if theirs != ours:
+        what = "the head does not fit" if name == "hidden_size" else "the two must share a tokenizer"
+        raise ConfigError(
+            f"{s.spell('speculative_draft_model_path')}: {name} of {path} is {theirs}, the model's is {ours}: {what}."
+        )
+
+
+def read_speculation(given: Speculation, model: ModelConfig, model_path: Path) -> SpeculationConfig | None:
+    """From the flags of a command that has no other settings of a server.
+
+    Raises:
+        ConfigError: they contradict each other, or the checkpoints.
+    """
+    flags = {name: f"--{name.replace('_', '-')}" for name in Speculation.model_fields}
+    settings = merge(
+        {
+            name: Setting(getattr(given, name), Source.COMMAND_LINE, flag)
+            for name, flag in flags.items()
+            if getattr(given, name) is not None
+        }
+    )
+    for message in check_speculation(settings):
+        raise ConfigError(message)
+    settings = derive_speculation(settings)
+    check_draft_network(settings, model, model_path)
+    return speculation_config(settings)
+
+
+def speculation_config(s: Settings) -> SpeculationConfig | None:
+    """What the engines are told; None where nothing is guessed.
+
+    Raises:
+        ConfigError: values that do not fit together.
+    """
+    if s["speculative_algorithm"] is None:
+        return None
+    return SpeculationConfig(
+        algorithm=Algorithm(s["speculative_algorithm"]),
+        num_draft_tokens=s["speculative_num_draft_tokens"],
+        num_steps=s["speculative_num_steps"] or 0,
+        topk=s["speculative_eagle_topk"] or 1,
+        draft_model_path=s["speculative_draft_model_path"],
+        acceptance=Acceptance(s["speculative_accept"]),
+        ngram_max=s["speculative_ngram_max"] or SpeculationConfig.ngram_max,
+        ngram_min=s["speculative_ngram_min"] or SpeculationConfig.ngram_min,
+    )

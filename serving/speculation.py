@@ -1,0 +1,149 @@
+"""Speculation as it is asked for, and the proposer that does it: for engines, `ubatch generate` and benchmarks.
+
+    ngram         what followed the last tokens when they occurred before; costs nothing
+    eagle         a trained head that goes on from the model's own hidden states
+    mtp           the same idea, where the checkpoint has a multi-token-prediction layer (DeepSeek)
+    draft_model   a small model with the same tokenizer
+
+A *step* of a draft network guesses one token of a chain, or one level of a tree of drafts (`topk` above 1).
+
+Names are SGLang's, except that `num_draft_tokens` counts drafts: there the last known token is one of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from model_runner import ModelRunner, Proposer
+from model_runner.speculation import Acceptance, DraftProposer, NgramProposer, load_draft
+from serving.scheduler import Scheduler, SchedulerConfig
+from ubatch import ConfigError
+
+__all__ = ["Algorithm", "SpeculationConfig", "make_proposer", "make_scheduler", "runner_options"]
+
+
+class Algorithm(StrEnum):
+    """Who guesses."""
+
+    NGRAM = "ngram"
+    EAGLE = "eagle"
+    MTP = "mtp"
+    DRAFT_MODEL = "draft_model"
+
+    @property
+    def has_path(self) -> bool:
+        """Whether the draft network is a checkpoint of its own."""
+        return self in (Algorithm.EAGLE, Algorithm.DRAFT_MODEL)
+
+
+@dataclass(frozen=True)
+class SpeculationConfig:
+    """Who guesses tokens, how many, and which are accepted.
+
+    Attributes:
+        algorithm: who guesses.
+        num_draft_tokens: drafts of a request in a verify step.
+        num_steps: of the draft network; as many as drafts where these are a chain. Not used by `ngram`.
+        topk: guesses that each step goes on from; above 1 drafts are a tree.
+        draft_model_path: folder of the draft network's checkpoint, where it has one.
+        acceptance: which drafts are right.
+        ngram_max: longest run of last tokens that `ngram` looks up.
+        ngram_min: shortest one.
+
+    Raises:
+        ConfigError: at construction, for values that do not fit together.
+    """
+
+    algorithm: Algorithm
+    num_draft_tokens: int
+    num_steps: int = 0
+    topk: int = 1
+    draft_model_path: Path | None = None
+    acceptance: Acceptance = Acceptance.MATCH
+    ngram_max: int = 4
+    ngram_min: int = 2
+
+    def __post_init__(self) -> None:
+        for name in ("num_draft_tokens", "topk", "ngram_max", "ngram_min"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}.")
+        if self.ngram_max < self.ngram_min:
+            raise ConfigError(f"ngram_max is {self.ngram_max}, below ngram_min ({self.ngram_min}).")
+        if self.algorithm.has_path != (self.draft_model_path is not None):
+            needs = "needs a" if self.algorithm.has_path else "takes no"
+            raise ConfigError(f"speculation by {self.algorithm} {needs} draft_model_path.")
+        if self.algorithm is Algorithm.NGRAM and (self.topk > 1 or self.num_steps):
+            raise ConfigError("speculation by ngram has no num_steps and no topk: it looks up one chain of tokens.")
+
+    @property
+    def makes_trees(self) -> bool:
+        """Whether drafts are trees, which attention needs a mask for."""
+        return self.topk > 1
+
+
+def runner_options(config: SpeculationConfig | None) -> dict[str, Any]:
+    """What `ModelRunner` is told: how drafts are accepted, and how many a captured verify step has."""
+    if config is None:
+        return {}
+    captured = 0 if config.makes_trees else config.num_draft_tokens  # the mask of a tree differs from step to step
+    return {"acceptance": config.acceptance, "num_speculative_tokens": captured}
+
+
+def make_proposer(config: SpeculationConfig, runner: ModelRunner) -> Proposer:
+    """The proposer for a runner, told from now on what the runner's steps give, if it needs that.
+
+    Raises:
+        ConfigError: the draft network does not fit the model, or the attention back end cannot verify trees.
+        CheckpointError: it cannot be loaded.
+    """
+    if config.algorithm is Algorithm.NGRAM:
+        return NgramProposer(config.ngram_min, config.ngram_max)
+    if config.makes_trees and not runner.attention.takes_trees:
+        raise ConfigError(
+            f"attention back end {runner.attention.decode_name!r} has no tree masks, so it cannot verify drafts of "
+            f"topk {config.topk}. Choose another decode attention back end, or topk 1."
+        )
+    network = load_draft(config.algorithm.value, config.draft_model_path, runner)
+    proposer = DraftProposer(
+        runner,
+        network,
+        num_steps=config.num_steps,
+        topk=config.topk,
+        num_draft_tokens=config.num_draft_tokens,
+        sampled=config.acceptance is Acceptance.REJECTION,
+    )
+    runner.set_observer(proposer)
+    return proposer
+
+
+def make_scheduler(scheduler: SchedulerConfig, config: SpeculationConfig | None, runner: ModelRunner) -> Scheduler:
+    """The scheduler over a runner's KV cache, and who guesses tokens for it.
+
+    Args:
+        scheduler: how steps are filled; what it says of drafts is not looked at.
+        config: how to speculate; None for not at all.
+        runner: made for that.
+
+    Raises:
+        ConfigError, CheckpointError: see `make_proposer`; or the KV cache is too small for the scheduler's steps.
+    """
+    proposer = None
+    if config is not None:
+        proposer = make_proposer(config, runner)
+        scheduler = replace(
+            scheduler,
+            num_speculative_tokens=config.num_draft_tokens,
+            fill_drafts=bool(runner.graph_shapes) and not config.makes_trees,  # those of trees are not captured
+            num_draft_places=proposer.num_places if isinstance(proposer, DraftProposer) else 0,
+        )
+    return Scheduler(
+        scheduler,
+        runner.allocator,
+        runner.request_table,
+        eos_token_ids=runner.config.eos_token_ids,
+        vocab_size=runner.config.vocab_size,
+        proposer=proposer,
+    )

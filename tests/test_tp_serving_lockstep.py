@@ -1,0 +1,311 @@
+"""Tensor-parallel ranks in lock-step: a follower takes in what its leader takes in, then, and in that order."""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from fake_device import FakeDevice, FakeStep, expected_output, make_core
+
+from model_runner import SamplingParams, ScheduledRequest
+from serving.engine import EngineOptions
+from serving.engine.core import EngineCore
+from serving.engine.lockstep import FollowerLink, LeaderLink, OutOfStep, join_turns
+from serving.engine.messages import (
+    Abort,
+    Add,
+    Failed,
+    FromEngine,
+    Outputs,
+    ProfileWritten,
+    Ready,
+    Refused,
+    Shutdown,
+    ToEngine,
+)
+from serving.engine.process import Engine
+from serving.engine.rendezvous import turns_address
+from serving.requests import EngineStatistics, RequestInput, RequestOutput
+from serving.scheduler import SchedulerConfig
+from ubatch import TransferTimeout
+
+SAMPLED = SamplingParams(temperature=1.0, max_tokens=3)
+
+
+class Client:
+    """The client's end of one rank's link: what it says, and what it hears."""
+
+    def __init__(self, *messages: ToEngine) -> None:
+        self.to_engine: list[ToEngine] = list(messages)
+        self.heard: list[FromEngine] = []
+
+    def send(self, message: FromEngine) -> None:
+        self.heard.append(message)
+
+    def receive(self, wait_s: float = 0.0) -> Iterator[ToEngine]:
+        if wait_s and not self.to_engine:
+            time.sleep(0.001)
+        while self.to_engine:
+            yield self.to_engine.pop(0)
+
+    def close(self) -> None:
+        pass
+
+
+class Group:
+    """A leader and its followers, over real sockets."""
+
+    def __init__(self, folder: Path, followers: int = 2, timeout_s: float = 30.0) -> None:
+        self.look_out: Callable[[], None] = lambda: None
+        self.clients = [Client() for _ in range(1 + followers)]
+        self.followers = [
+            FollowerLink(
+                client, f"ipc://{folder}/turns-{rank}", (f"rank {rank}", "rank 0"), timeout_s, lambda: self.look_out()
+            )
+            for rank, client in enumerate(self.clients[1:], start=1)
+        ]
+        self.leader = LeaderLink(self.clients[0], [each.address for each in self.followers])
+
+    def close(self) -> None:
+        for link in (self.leader, *self.followers):
+            link.close()
+
+
+@pytest.fixture
+def group(tmp_path: Path) -> Iterator[Group]:
+    with closing(Group(tmp_path)) as group:
+        yield group
+
+
+def outputs(request_id: str, *tokens: int) -> Outputs:
+    return Outputs(0, 1, [RequestOutput(request_id, tokens)], EngineStatistics())
+
+
+# ---------------------------------------------------------------------------------------------------------- messages
+
+
+def test_followers_take_in_the_same_turn_by_turn(group: Group) -> None:
+    first = [Abort("x"), Add(RequestInput("a", [1, 2], SamplingParams(seed=3)), 1)]
+    group.clients[0].to_engine += first
+    assert list(group.leader.receive()) == first
+    assert list(group.leader.receive()) == []  # before a step even nothing is a turn
+    assert list(group.leader.receive(0.01)) == []  # in a pause it is not
+    group.clients[0].to_engine.append(Abort("a"))
+    assert list(group.leader.receive(0.01)) == [Abort("a")]
+    for follower in group.followers:
+        assert list(follower.receive()) == first
+        assert list(follower.receive()) == []
+        assert list(follower.receive(0.5)) == [Abort("a")]
+        assert list(follower.receive(0.01)) == []
+
+
+def test_a_request_without_a_seed_gets_one_for_all(group: Group) -> None:
+    greedy = Add(RequestInput("greedy", [1], SamplingParams()), 1)
+    group.clients[0].to_engine += [greedy, *(Add(RequestInput(name, [1], SAMPLED), 2) for name in "ab")]
+    taken = [list(link.receive()) for link in (group.leader, *group.followers)]
+    assert taken[0] == taken[1] == taken[2]
+    adds = [message for message in taken[0] if isinstance(message, Add)]
+    seeds = [add.request.params.seed for add in adds]
+    assert seeds[0] is None
+    assert None not in seeds[1:]
+    assert seeds[1] != seeds[2]
+    assert replace(adds[1].request.params, seed=None) == SAMPLED
+
+
+def test_a_follower_says_nothing_of_requests(group: Group) -> None:
+    ready = Ready(1, 1, 1, "")
+    written, failed = ProfileWritten(1, "x", None), Failed(1, "", "", "", "", echo=False)
+    for message in (ready, outputs("a", 1), Refused(0, "b", "RequestError", "no"), written, failed):
+        group.followers[0].send(message)
+        group.leader.send(message)
+    assert group.clients[1].heard == [ready, written, failed]
+    assert len(group.clients[0].heard) == 5
+
+
+def test_where_followers_listen(tmp_path: Path) -> None:
+    """With one node beside the client's socket; with several at a port, which their own host alone reaches."""
+    store = dist.HashStore()
+    options = EngineOptions(Path("model"), data_parallel_size=2, tensor_parallel_size=2, nnodes=2, master_port=1)
+    for address, expected in (
+        (f"ipc://{tmp_path}/client", f"ipc://{tmp_path}/turns-3"),
+        ("tcp://far:5", "tcp://127.0"),
+    ):
+        clients = Client(), Client(Abort("a"))
+        follower = join_turns(clients[0], address, options, 3, store, lambda: None)
+        leader = join_turns(clients[1], address, options, 2, store, lambda: None)
+        with closing(follower), closing(leader):
+            assert turns_address(store, 3).startswith(expected)
+            assert list(leader.receive()) == list(follower.receive()) == [Abort("a")]
+    alone = Client()
+    assert join_turns(alone, address, EngineOptions(Path("model")), 0, store, lambda: None) is alone
+
+
+# ------------------------------------------------------------------------------------------------------------ faults
+
+
+@pytest.mark.parametrize(
+    "told", [outputs("a", 1, 3), outputs("b", 1, 2), Refused(0, "a", "RequestError", "no"), Ready(0, 1, 1, "")]
+)
+def test_a_follower_that_generates_something_else_stops(group: Group, told: FromEngine) -> None:
+    group.leader.send(outputs("a", 1, 2))
+    list(group.leader.receive())
+    group.followers[0].send(outputs("a", 1, 2))
+    assert list(group.followers[0].receive()) == []
+    group.followers[1].send(told)
+    with pytest.raises(OutOfStep, match="rank 2 generated other tokens than rank 0 before turn 0"):
+        list(group.followers[1].receive())
+
+
+def test_a_turn_that_is_lost_is_noticed(group: Group) -> None:
+    list(group.leader.receive())
+    group.leader._number += 1
+    list(group.leader.receive())
+    assert list(group.followers[0].receive()) == []
+    with pytest.raises(OutOfStep, match="rank 1 missed a turn of rank 0: 2 came, not 1"):
+        list(group.followers[0].receive())
+
+
+def test_a_follower_without_a_leader_hears_the_shutdown(group: Group) -> None:
+    for wait_s in (0.0, 0.01):
+        group.clients[1].to_engine.append(Shutdown())
+        assert list(group.followers[0].receive(wait_s)) == [Shutdown()]
+
+
+def test_a_follower_looks_out_while_it_waits(group: Group) -> None:
+    def gone() -> None:
+        raise ProcessLookupError
+
+    group.look_out = gone
+    with pytest.raises(ProcessLookupError):
+        list(group.followers[0].receive())
+
+
+def test_a_leader_that_hangs_is_named(tmp_path: Path) -> None:
+    with (
+        closing(Group(tmp_path, timeout_s=0.1)) as group,
+        pytest.raises(TransferTimeout, match=r"rank 0 has begun no step for 0\.1 s, and rank 1 waits for it"),
+    ):
+        list(group.followers[0].receive())
+
+
+# ------------------------------------------------------------------------------------------------------ whole engines
+
+
+class Recorder(FakeDevice):
+    """Remembers what every step ran. Steps take a moment, so that requests pile up."""
+
+    def __init__(self, device: FakeDevice) -> None:
+        super().__init__(device.clock)
+        self.steps: list[list[tuple[str, int, int]]] = []
+
+    def launch(self, scheduled: Sequence[ScheduledRequest], /) -> FakeStep:
+        time.sleep(0.0005)
+        self.steps.append([(str(s.request.request_id), s.num_tokens, s.request.row or 0) for s in scheduled])
+        return super().launch(scheduled)
+
+
+class Live(Client):
+    """Says what comes over time, from another thread; `Shutdown` when all has ended that nobody takes back."""
+
+    def __init__(self, messages: Sequence[ToEngine], draw: random.Random) -> None:
+        super().__init__()
+        self._thread = threading.Thread(target=self._say, args=(messages, draw))
+        self._thread.start()
+
+    def _say(self, messages: Sequence[ToEngine], draw: random.Random) -> None:
+        for number, message in enumerate(messages):
+            if number > len(messages) // 2:
+                time.sleep(draw.random() * 0.004)
+            self.to_engine.append(message)
+        while not staying(messages) <= set(self._ended()):
+            time.sleep(0.01)
+        self.to_engine.append(Shutdown())
+
+    def _ended(self) -> Iterator[str]:
+        for message in list(self.heard):
+            for output in message.outputs if isinstance(message, Outputs) else ():
+                if output.finish_reason is not None:
+                    yield output.request_id
+
+    def close(self) -> None:
+        self._thread.join()
+
+
+def a_load(draw: random.Random, count: int) -> list[ToEngine]:
+    """Requests, some of them aborted later, whether they have ended or not; and some that are refused."""
+    messages: list[ToEngine] = []
+    for number in range(count):
+        prompt = [draw.randrange(1, 90) for _ in range(draw.randrange(1, 24))]
+        if draw.random() < 0.1:
+            prompt = [10**6]
+        params = SamplingParams(max_tokens=draw.randrange(20, 80), ignore_eos=True)
+        messages.append(Add(RequestInput(f"r{number}", prompt, params), number + 1))
+        if draw.random() < 0.3:
+            messages.append(Abort(f"r{draw.randrange(number + 1)}"))
+    return messages
+
+
+def staying(load: Sequence[ToEngine]) -> set[str]:
+    """The requests that are neither refused nor aborted."""
+    added = {m.request.request_id for m in load if isinstance(m, Add) and m.request.token_ids != [10**6]}
+    return added - {message.request_id for message in load if isinstance(message, Abort)}
+
+
+def serve(core: EngineCore, link: Client | LeaderLink | FollowerLink, rank: int) -> None:
+    Engine(Ready(rank, 1, 1, ""), core, None, link, os.getppid(), dp_rank=0).serve()
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("seed", range(4))
+def test_followers_run_the_same_steps(tmp_path: Path, seed: int, overlap: bool) -> None:
+    """With little memory, so that requests are retracted, and messages that come whenever they like."""
+    draw = random.Random(seed)
+    load = a_load(draw, 40)
+    config = SchedulerConfig(max_model_len=128, max_num_seqs=8, max_num_batched_tokens=32)
+    cores = [make_core(overlap=overlap, blocks=64, config=config)[0] for _ in range(3)]
+    recorders = [Recorder(core.executor) for core in cores]  # type: ignore[arg-type]
+    for core, recorder in zip(cores, recorders, strict=True):
+        core.executor = recorder
+    with ExitStack() as stack:
+        group = stack.enter_context(closing(Group(tmp_path)))
+        live = stack.enter_context(closing(Live(load, draw)))
+        group.leader._link = live
+        links = (group.leader, *group.followers)
+        threads = [
+            threading.Thread(target=serve, args=(core, link, rank))
+            for rank, (core, link) in enumerate(zip(cores, links, strict=True))
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+            assert not thread.is_alive()
+    assert recorders[0].steps == recorders[1].steps == recorders[2].steps
+    assert sum(map(len, recorders[0].steps)) > 100
+    assert cores[0].statistics().preemptions > 0
+    assert cores[1].statistics() == cores[2].statistics() == cores[0].statistics()
+    check_tokens(live.heard, load)
+    for client in group.clients[1:]:
+        assert [type(message) for message in client.heard] == [Ready]
+
+
+def check_tokens(heard: Sequence[FromEngine], load: Sequence[ToEngine]) -> None:
+    """What came out is right; aborted requests may end early."""
+    tokens: dict[str, list[int]] = {}
+    for message in heard:
+        for output in message.outputs if isinstance(message, Outputs) else ():
+            tokens.setdefault(output.request_id, []).extend(output.token_ids)
+    to_their_end = staying(load)
+    for message in load:
+        if isinstance(message, Add) and message.request.token_ids != [10**6]:
+            request = message.request
+            wanted, given = expected_output(request.token_ids, request.params), tokens.get(request.request_id, [])
+            assert given == (wanted if request.request_id in to_their_end else wanted[: len(given)])
