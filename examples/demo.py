@@ -27,7 +27,7 @@ import torch.distributed as dist
 from model_runner import ModelRunner, SamplingParams, generate
 from moe import EmulatedLink
 from serving.bench.overlap import OverlapResult, measure_overlap, print_result
-from serving.bench.step_setting import Setting, prefill_batch
+from serving.bench.step_setting import StepSetting, prefill_batch
 from serving.generate import describe_steps, load_tokenizer
 from serving.ranks import run_ranks
 from ubatch import CommGroup, Span, UBatchConfig, UBatchWrapper, tracing
@@ -79,7 +79,7 @@ def rank_main(rank: int, world_size: int, blocks: int, max_tokens: int) -> DemoR
     tokenizer = load_tokenizer(MODEL)
     with ModelRunner(MODEL, group=group, link=link, dbo=UBatchConfig()) as runner:
         own = make_prompts(tokenizer, rank)
-        setting = Setting(runner, prefill_batch(runner, own[-STEP_TOKENS // PROMPT_TOKENS :]), link)
+        setting = StepSetting(runner, prefill_batch(runner, own[-STEP_TOKENS // PROMPT_TOKENS :]), link)
         measured = measure_overlap(setting, lanes=(2,), ratio=1.0, blocks=blocks)
         spans = trace_steps(setting)
         setting.close()
@@ -140,7 +140,7 @@ def generate_both_ways(
 
 
 @torch.inference_mode()
-def trace_steps(setting: Setting) -> list[Span]:
+def trace_steps(setting: StepSetting) -> list[Span]:
     """One step without overlap and one with, for the picture."""
     with tracing() as trace:
         setting.step(setting.schedule(1))

@@ -34,10 +34,11 @@ from model_runner import InputBatch, ModelRunner
 from model_runner.dbo_auto import DboAuto
 from moe import EmulatedLink
 from serving.bench.statistics import Interval, environment, write_json
+from serving.bench.step_setting import StepSetting, calibrate, slowest_rank
 from serving.ranks import run_ranks
 from serving.tuning.batches import kv_blocks_needed, make_batch, requests_needed
-from serving.tuning.cells import Arm, Cell, Grid, arm_config, library_arms
-from ubatch import CommGroup, ConfigError, UBatchConfig
+from serving.tuning.cells import Cell, Grid, arm_config, library_arms
+from ubatch import CommGroup, UBatchConfig
 from ubatch.cost_table import SERIAL_ARM, Setting
 
 __all__ = ["AutoResult", "Options", "best_fixed", "mixed_load", "run"]
@@ -45,7 +46,6 @@ __all__ = ["AutoResult", "Options", "best_fixed", "mixed_load", "run"]
 _BLOCK_SIZE = 16
 _DRIFT_BLOCKS = 20
 _RESAMPLES = 2000
-_CALIBRATION_STEPS = 5
 
 
 class Options(BaseModel):
@@ -182,7 +182,7 @@ def _measure(runner: ModelRunner, link: EmulatedLink, ratio: float, options: Opt
             for name in names if len(load) % 2 else reversed(names):
                 seconds[name].append(_timed(runner, auto if name == "auto" else arms[name], batch))
             load.append(cell)
-    slowest = _slowest(seconds)
+    slowest = slowest_rank(seconds)
     best = best_fixed(load, {name: slowest[name] for name in arms})
     best_s = [slowest[best[cell.mode].arm_for(cell.tokens)][index] for index, cell in enumerate(load)]
     found = auto.statistics()
@@ -225,37 +225,14 @@ def _run(runner: ModelRunner, how: UBatchConfig | DboAuto, batch: InputBatch) ->
 
 @torch.inference_mode()
 def _set_link(runner: ModelRunner, link: EmulatedLink, ratio: float, options: Options) -> None:
-    """The bandwidth at which a large prefill's communication takes `ratio` times its CPU time.
-
-    Raises:
-        ConfigError: the latencies alone take longer.
-    """
-    link.latency_s, link.bytes_per_s = 0.0, float("inf")
+    """The bandwidth at which a large prefill's communication takes `ratio` times its CPU time; see `calibrate`."""
+    link.latency_s, link.bytes_per_s = (options.latency_us * 1e-6 if ratio else 0.0), float("inf")
     if not ratio:
         return
-    split = arm_config(runner.dbo, Arm("split", runner.dbo.resolved_schedule().one_by_one()))
-    times = []
     with make_batch(runner, Cell("prefill", options.max_prefill_tokens), options.grid, seed=dist.get_rank()) as batch:
-        for _ in range(_CALIBRATION_STEPS):
-            link.reset_statistics()
-            start = time.process_time()
-            _run(runner, split, batch)
-            times.append(time.process_time() - start)
-    carried = link.statistics()
-    num_bytes = float(max(carried.bytes_sent, carried.bytes_received))
-    facts = _slowest({"": [sorted(times)[_CALIBRATION_STEPS // 2], num_bytes, float(carried.transfers)]})[""]
-    link.latency_s = options.latency_us * 1e-6
-    travel_s = ratio * facts[0] - facts[2] * link.latency_s
-    if travel_s <= 0:
-        raise ConfigError(f"{facts[2]:.0f} latencies of {options.latency_us:g} us exceed {ratio:g}x compute.")
-    link.bytes_per_s = facts[1] / travel_s
-
-
-def _slowest(seconds: Mapping[str, Sequence[float]]) -> dict[str, list[float]]:
-    """Of every value the largest of the ranks."""
-    table = torch.tensor(list(seconds.values()), dtype=torch.float64)
-    dist.all_reduce(table, dist.ReduceOp.MAX)
-    return dict(zip(seconds, table.tolist(), strict=True))
+        setting = StepSetting(runner, batch, link)
+        calibrate(setting, runner.dbo.resolved_schedule().lanes, ratio)
+        setting.close()
 
 
 # -- results --------------------------------------------------------------------------------------------------------

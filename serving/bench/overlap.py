@@ -32,8 +32,8 @@ from pydantic import BaseModel, Field
 from serving.bench.statistics import Interval, bootstrap, environment, interleave_arms, paired, write_json
 from serving.bench.step_setting import (
     OneByOne,
-    Setting,
     StepOptions,
+    StepSetting,
     calibrate,
     model_folder,
     open_setting,
@@ -116,7 +116,7 @@ def _measure_on_rank(rank: int, world_size: int, options: Options, model: Path) 
 
 
 @torch.inference_mode()
-def measure_overlap(setting: Setting, *, lanes: Sequence[int], ratio: float, blocks: int) -> OverlapResult:
+def measure_overlap(setting: StepSetting, *, lanes: Sequence[int], ratio: float, blocks: int) -> OverlapResult:
     """Calibrate the link to `ratio`, run all arms, and reckon the figures. Every rank calls it; all get the same.
 
     Args:

@@ -28,8 +28,8 @@ from pydantic import Field
 from serving.bench.statistics import Interval, bootstrap, environment, interleave_arms, paired, write_json
 from serving.bench.step_setting import (
     OneByOne,
-    Setting,
     StepOptions,
+    StepSetting,
     calibrate,
     model_folder,
     open_setting,
@@ -40,7 +40,6 @@ from serving.tuning.stages import HANDOFF_S, StageModel, mean_layer_times, namel
 from ubatch import SCHEDULES, ConfigError, Schedule
 from ubatch.layer_program import LayerTimes
 from ubatch.schedule import SERIAL
-from ubatch.search import search_schedules
 from ubatch.simulate import Op, simulate
 
 __all__ = ["Options", "ScheduleResult", "SchedulesResult", "measure_schedules", "run"]
@@ -116,7 +115,7 @@ def _measure_on_rank(rank: int, world_size: int, options: Options, model: Path) 
 
 
 @torch.inference_mode()
-def measure_schedules(setting: Setting, options: Options) -> SchedulesResult:
+def measure_schedules(setting: StepSetting, options: Options) -> SchedulesResult:
     """All steps of the page above. Every rank calls it; all get the same.
 
     Raises:
@@ -155,7 +154,7 @@ def measure_schedules(setting: Setting, options: Options) -> SchedulesResult:
     )
 
 
-def work_of(setting: Setting, schedule: Schedule) -> Schedule:
+def work_of(setting: StepSetting, schedule: Schedule) -> Schedule:
     """Its lanes one by one; where the model has no shared expert, its place makes no difference."""
     work = schedule.one_by_one()
     return work if setting.has_shared_experts else replace(work, shared_expert=SERIAL.shared_expert)
@@ -167,7 +166,7 @@ def describe_work(work: Schedule) -> str:
     return f"{work.lanes}x{work.chunks}{chunks}, shared at {work.shared_expert}"
 
 
-def _named(setting: Setting) -> list[Schedule]:
+def _named(setting: StepSetting) -> list[Schedule]:
     """Those that the transport serves, each work and order once."""
     most = setting.runner.all2all.traits.max_chunks
     found: dict[Schedule, Schedule] = {}
@@ -183,20 +182,12 @@ def _named(setting: Setting) -> list[Schedule]:
 # -- the search -----------------------------------------------------------------------------------------------------
 
 
-def _search(setting: Setting, options: Options) -> list[Schedule]:
+def _search(setting: StepSetting, options: Options) -> list[Schedule]:
     """The best schedules, best first, the same on every rank."""
     model = _stage_model(setting)
     box: list[Any] = [None]
     if dist.get_rank() == 0:
-        found = search_schedules(
-            model.times,
-            model.layers,
-            max_lanes=options.max_lanes,
-            max_chunks=min(options.max_chunks, model.traits.max_chunks),
-            combine_chunks=model.traits.cuts_combine is not None,
-            handoff_s=HANDOFF_S,
-            keep=_POOL * options.top,
-        )
+        found = model.search(max_lanes=options.max_lanes, max_chunks=options.max_chunks, keep=_POOL * options.top)
         box = [[each.schedule for each in found if nameless(each.schedule) != nameless(SERIAL)]]
     dist.broadcast_object_list(box, src=0)
     pool: list[Schedule] = box[0]
@@ -205,7 +196,7 @@ def _search(setting: Setting, options: Options) -> list[Schedule]:
     return sorted(pool, key=lambda each: seconds[each])[: options.top]
 
 
-def _stage_model(setting: Setting) -> StageModel:
+def _stage_model(setting: StepSetting) -> StageModel:
     """From two numbers of lanes, the largest of the ranks; errors as `measure_schedules`."""
     config, traits = setting.runner.config, setting.runner.all2all.traits
     if traits.max_lanes is not None and traits.max_lanes < _STAGE_LANES[-1]:
@@ -221,7 +212,7 @@ def _stage_model(setting: Setting) -> StageModel:
     return StageModel.fit(few, many, layers, config.num_experts, config.num_experts_per_tok, traits)
 
 
-def _programs(setting: Setting, works: Iterable[Schedule]) -> dict[Schedule, list[list[Op]]]:
+def _programs(setting: StepSetting, works: Iterable[Schedule]) -> dict[Schedule, list[list[Op]]]:
     """Of each; the steps take turns, so that what drifts with the machine drifts in all of them."""
     arms = {work: OneByOne(setting, work) for work in works}
     for _ in range(_STAGE_STEPS):

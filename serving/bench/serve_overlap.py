@@ -28,7 +28,7 @@ from moe import EmulatedLink
 from serving.bench.overlap import measure_overlap
 from serving.bench.serve_offline import Workload, random_prompts
 from serving.bench.statistics import Interval, bootstrap, interleave_arms, paired, timed
-from serving.bench.step_setting import Setting, prefill_batch
+from serving.bench.step_setting import StepSetting, prefill_batch
 from serving.llm import LLM
 from serving.ranks import run_ranks
 from ubatch import CommGroup, UBatchConfig, UBatchError
@@ -175,7 +175,7 @@ def _calibrate(rank: int, world_size: int, model: Path, step_tokens: int, prompt
         generator = torch.Generator().manual_seed(rank)
         size = (max(2, step_tokens // prompt_len), min(prompt_len, step_tokens // 2))
         prompts = torch.randint(0, runner.config.vocab_size, size, generator=generator).tolist()
-        setting = Setting(runner, prefill_batch(runner, prompts), link)
+        setting = StepSetting(runner, prefill_batch(runner, prompts), link)
         step = measure_overlap(setting, lanes=(2,), ratio=1.0, blocks=3)
         setting.close()
         decode = {tokens: _decode_speedup(runner, link, tokens) for tokens in _DECODE_TOKENS}
@@ -206,7 +206,7 @@ def _decode_speedup(runner: ModelRunner, link: EmulatedLink, tokens: int) -> flo
 
 
 @contextmanager
-def _decode_setting(runner: ModelRunner, link: EmulatedLink, tokens: int) -> Iterator[Setting]:
+def _decode_setting(runner: ModelRunner, link: EmulatedLink, tokens: int) -> Iterator[StepSetting]:
     requests = []
     generator = torch.Generator().manual_seed(dist.get_rank())
     size = (tokens, _DECODE_CONTEXT + 1)
@@ -218,7 +218,7 @@ def _decode_setting(runner: ModelRunner, link: EmulatedLink, tokens: int) -> Ite
         requests.append(request)
     shares = [ScheduledRequest(request, 1) for request in requests]
     batch = build_input_batch(shares, runner.request_table, runner.kv_cache.spec, runner.device)
-    setting = Setting(runner, batch, link)
+    setting = StepSetting(runner, batch, link)
     try:
         yield setting
     finally:

@@ -35,8 +35,8 @@ from ubatch.simulate import Op, median_programs, programs_of
 
 __all__ = [
     "OneByOne",
-    "Setting",
     "StepOptions",
+    "StepSetting",
     "calibrate",
     "model_folder",
     "open_setting",
@@ -66,7 +66,7 @@ class StepOptions(BaseModel):
 
 
 @dataclass
-class Setting:
+class StepSetting:
     """One rank's model, batch and link, and what its arms record beside their times."""
 
     runner: ModelRunner
@@ -144,7 +144,7 @@ def model_folder(options: StepOptions) -> Iterator[Path]:
 
 
 @contextmanager
-def open_setting(rank: int, options: StepOptions, model: Path) -> Iterator[Setting]:
+def open_setting(rank: int, options: StepOptions, model: Path) -> Iterator[StepSetting]:
     """This rank's model and batch over an emulated link, infinitely fast so far; every rank calls it."""
     group = CommGroup.from_process_group(timeout_s=300.0)
     link = EmulatedLink(options.latency_us * 1e-6, float("inf"))
@@ -153,7 +153,7 @@ def open_setting(rank: int, options: StepOptions, model: Path) -> Iterator[Setti
         generator = torch.Generator().manual_seed(rank)
         size = (options.sequences, options.sequence_length)
         prompts = torch.randint(0, runner.config.vocab_size, size, generator=generator).tolist()
-        setting = Setting(runner, prefill_batch(runner, prompts), link)
+        setting = StepSetting(runner, prefill_batch(runner, prompts), link)
         yield setting
         setting.close()
 
@@ -168,7 +168,7 @@ def prefill_batch(runner: ModelRunner, prompts: Sequence[Sequence[int]]) -> Inpu
     return build_input_batch(shares, runner.request_table, runner.kv_cache.spec, runner.device)
 
 
-def calibrate(setting: Setting, lanes: int, ratio: float) -> float:
+def calibrate(setting: StepSetting, lanes: int, ratio: float) -> float:
     """Set the link's bandwidth so that its busy time is `ratio` times the CPU time of the split step."""
     link = setting.link
     link.bytes_per_s = float("inf")
@@ -200,7 +200,7 @@ class OneByOne:
         schedule: whose lanes, chunks and place of the shared expert.
     """
 
-    def __init__(self, setting: Setting, schedule: Schedule) -> None:
+    def __init__(self, setting: StepSetting, schedule: Schedule) -> None:
         self._setting = setting
         self._schedule = schedule.one_by_one()
         self._cpu_ms: list[float] = []

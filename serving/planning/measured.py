@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from serving.bench.overlap import Options, measure_overlap
-from serving.bench.step_setting import Setting, model_folder, open_setting
+from serving.bench.step_setting import StepSetting, model_folder, open_setting
 from serving.planning.gates import Gate
 from serving.ranks import run_ranks
 from ubatch import tracing
@@ -110,7 +110,7 @@ def _on_rank(rank: int, world_size: int, options: Options, model: Path) -> list[
     return gates
 
 
-def _stages(setting: Setting, lanes: int) -> list[list[Op]]:
+def _stages(setting: StepSetting, lanes: int) -> list[list[Op]]:
     """Medians of the stage times of lanes that run one after the other, over the link as it is now."""
     samples = []
     for _ in range(_TRACED_STEPS):

@@ -90,6 +90,18 @@ class StageModel:
             values[field.name] = count * fixed + factor * whole / lanes
         return UnevenTimes(**values, dispatch_shares=dispatch_shares, combine_shares=combine_shares)
 
+    def search(self, *, max_lanes: int, max_chunks: int, keep: int) -> list[Candidate]:
+        """The simulator's best schedules of those that the transport serves; see `search_schedules`."""
+        return search_schedules(
+            self.times,
+            self.layers,
+            max_lanes=max_lanes,
+            max_chunks=min(max_chunks, self.traits.max_chunks),
+            combine_chunks=self.traits.cuts_combine is not None,
+            handoff_s=HANDOFF_S,
+            keep=keep,
+        )
+
 
 def layer_times(program: Sequence[Op]) -> tuple[LayerTimes, int]:
     """Mean stage times of the MoE layers of one lane's program, and how many layers these are.
@@ -152,15 +164,7 @@ def best_schedules(
     """The schedules that the simulator thinks fastest for `mode`, as arms; none that is serial, or `known` already."""
     if keep == 0:
         return []
-    found: list[Candidate] = search_schedules(
-        model.times,
-        model.layers,
-        max_lanes=max_lanes,
-        max_chunks=min(max_chunks, model.traits.max_chunks),
-        combine_chunks=model.traits.cuts_combine is not None,
-        handoff_s=HANDOFF_S,
-        keep=keep + len(known),
-    )
+    found = model.search(max_lanes=max_lanes, max_chunks=max_chunks, keep=keep + len(known))
     taken = {nameless(arm.schedule) for arm in known} | {nameless(SERIAL)}
     fresh = [each.schedule for each in found if nameless(each.schedule) not in taken][:keep]
     names = [f"searched_{mode}_{place}" for place in range(1, len(fresh) + 1)]
