@@ -23,7 +23,7 @@ from moe.cpu_linear import linear
 from moe.experts.base import FusedExperts
 from moe.segments import segment_offsets, segment_sum
 
-__all__ = ["GroupedExperts"]
+__all__ = ["GroupedExperts", "RowPlan"]
 
 
 class GroupedExperts(FusedExperts):
@@ -53,7 +53,7 @@ class GroupedExperts(FusedExperts):
                 results[slot, :rows] = self.run_expert(slot, self.dequantized(hidden_states[slot, :rows], scale))
         return results
 
-    def _run_experts(self, hidden_states: Tensor, plan: _Plan) -> Tensor:
+    def _run_experts(self, hidden_states: Tensor, plan: RowPlan) -> Tensor:
         """All rows' results, `[M, H]`."""
         ends = list(accumulate(plan.rows_per_expert))
 
@@ -77,7 +77,7 @@ class GroupedExperts(FusedExperts):
 
 
 @dataclass(frozen=True)
-class _Plan:
+class RowPlan:
     """Where the pairs (token, choice) of one call go. `M` of the `N * k` pairs are local.
 
     Attributes:
@@ -95,7 +95,7 @@ class _Plan:
     pair_offsets: Tensor
 
 
-def _plan(topk_ids: Tensor, held: range) -> _Plan:
+def _plan(topk_ids: Tensor, held: range) -> RowPlan:
     num_experts = len(held)
     local_ids = topk_ids - held.start
     pair_is_local = (local_ids >= 0) & (local_ids < num_experts)
@@ -108,8 +108,8 @@ def _plan(topk_ids: Tensor, held: range) -> _Plan:
     num_rows = sum(rows_per_expert)
     if num_rows == tokens * top_k:
         offsets = torch.arange(0, num_rows + 1, top_k, device=topk_ids.device)
-        return _Plan(rows_per_expert, pair_of_row // top_k, None, row_of_pair, offsets)
-    return _Plan(
+        return RowPlan(rows_per_expert, pair_of_row // top_k, None, row_of_pair, offsets)
+    return RowPlan(
         rows_per_expert,
         pair_of_row[:num_rows] // top_k,
         pair_is_local,

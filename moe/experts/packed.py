@@ -14,10 +14,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moe.cpu_linear import PackedLinear, kernel_rows
-from moe.experts.grouped import GroupedExperts
+from moe.experts.grouped import GroupedExperts, RowPlan
 from ubatch import ConfigError
 
 __all__ = ["PackedExperts"]
+
+_CACHED_BYTES = 4 << 20  # of all experts' rows: as many may be written and read again without leaving the cache
 
 
 class PackedExperts(GroupedExperts):
@@ -40,6 +42,18 @@ class PackedExperts(GroupedExperts):
 
     def __deepcopy__(self, memo: dict[int, object]) -> PackedExperts:
         raise ConfigError("packed experts cannot be copied. Use experts_backend='grouped'.")
+
+    def _run_experts(self, hidden_states: Tensor, plan: RowPlan) -> Tensor:
+        """See `GroupedExperts`. With few rows, what is done to each expert's is done to all at once."""
+        rows = plan.token_of_row.shape[0]
+        if rows * (self.hidden_size + 2 * self.intermediate_size) * hidden_states.itemsize > _CACHED_BYTES:
+            return super()._run_experts(hidden_states, plan)
+        used = [experts for experts, rows in zip(self._packed, plan.rows_per_expert, strict=True) if rows]
+        lens = [rows for rows in plan.rows_per_expert if rows]
+        x = hidden_states.index_select(0, plan.token_of_row).split(lens)
+        gate, up = torch.cat([first.unchecked(part) for (first, _), part in zip(used, x, strict=True)]).chunk(2, dim=-1)
+        down = (F.silu(gate) * up).split(lens)
+        return torch.cat([second.unchecked(part) for (_, second), part in zip(used, down, strict=True)])
 
     def rows_of_call(self, rows: int) -> int:
         """See `GroupedExperts`."""
