@@ -9,6 +9,7 @@ kept as bytes, so that every torch operation that moves data works on them.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -166,7 +167,7 @@ class TokenPool:
         self.fp8 = spec.fp8
         self.dtype = spec.dtype
         self.scales = [1.0] * spec.num_layers
-        self._slots = tuple(self.memory.view(spec.num_layers, -1, *row).unbind())
+        self._slots = tuple(self.memory.view(spec.num_layers, -1, math.prod(row)).unbind())
         self._blocks = tuple(self.memory[:, :num_blocks].unbind())
 
     def blocks(self, layer: int) -> Tensor:
@@ -177,7 +178,8 @@ class TokenPool:
         """Store `rows` `[T, *row]` at `slots` `[T]`, quantised if the pool is fp8."""
         if self.fp8:
             rows = quantize_fp8(rows, self.scales[layer])
-        self._slots[layer].index_copy_(0, slots, rows)
+        # As flat rows: torch copies those as they lie, where it loops over the numbers of rows of several dimensions.
+        self._slots[layer].index_copy_(0, slots, rows.flatten(1))
 
     def move(self, sources: Tensor, targets: Tensor) -> None:
         """Copy rows from slots to slots in all layers, as they are stored; see `PagedKVCache.move`."""
