@@ -24,7 +24,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         from model_runner.kernels import norm
 
         return norm.rms_norm(x, weight, eps)
-    return F.rms_norm(x, (x.shape[-1],), weight, eps)
+    return _rms_norm(x, weight, eps)
 
 
 def add_rms_norm(update: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -44,7 +44,7 @@ def add_rms_norm(update: Tensor, residual: Tensor, weight: Tensor, eps: float) -
 
         return norm.add_rms_norm(update, residual, weight, eps)
     summed = residual + update
-    return F.rms_norm(summed, (summed.shape[-1],), weight, eps), summed
+    return _rms_norm(summed, weight, eps), summed
 
 
 def normalise_and_rotate(heads: Tensor, rotation: Rotation, weight: Tensor | None, eps: float | None) -> Tensor:
@@ -77,6 +77,14 @@ def silu_mul(gate_up: Tensor) -> Tensor:
         return activation.silu_mul(gate_up)
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate) * up
+
+
+def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    if x.dtype is not torch.float32 or x.device.type != "cpu" or (torch.is_grad_enabled() and x.requires_grad):
+        return F.rms_norm(x, (x.shape[-1],), weight, eps)
+    # torch squares, averages, scales and weighs in passes of their own; one pass for the sum of squares takes half.
+    scale = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().mul_(1 / x.shape[-1]).add_(eps).rsqrt_()
+    return (x * scale).mul_(weight)
 
 
 def _fuses(x: Tensor) -> bool:
