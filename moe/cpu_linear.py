@@ -2,7 +2,8 @@
 
 torch multiplies fp32 matrices on a CPU with the BLAS it was built with, usually MKL, which is slow on processors of
 other makers: on one AMD EPYC it reaches 98 GFLOP/s a core where oneDNN, which torch has on board too, reaches 230. So
-the first call of a process multiplies with either and keeps the faster one (some 30 ms). Everything else (other devices
+the first call of a process multiplies with either and keeps the faster one (some 30 ms); few rows and many are asked
+for apart, because with few rows what counts is how the weight is read. Everything else (other devices
 and dtypes, autocast, gradients) is `torch.nn.functional.linear`.
 """
 
@@ -21,11 +22,12 @@ from ubatch import ConfigError
 
 __all__ = ["PackedLinear", "kernel_rows", "linear", "packing_pays"]
 
-_PROBE = (256, 512, 512)  # tokens, inputs, outputs
+_FEW_ROWS = 64  # of a decode step; with few rows the weight counts, with many the arithmetic
+_PROBES = {True: (32, 512, 1024), False: (256, 512, 1024)}  # few rows or not: tokens, inputs, outputs
 _FEW_ROWS_PROBE = (8, 512, 512)
 _ROUNDS = 12
 _PACKED_FOR_ROWS = 64  # the layout depends on it; this one is good from 1 row to 1024
-_MARGIN = 1.1  # a library that is hardly faster is not worth leaving torch's own choice for
+_MARGIN = 1.05  # a library that is hardly faster is not worth leaving torch's own choice for
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -39,7 +41,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     Returns:
         `[..., out]`.
     """
-    if _onednn_may_run(x, weight) and _onednn_is_faster():
+    if _onednn_may_run(x, weight) and _onednn_is_faster(x.numel() <= _FEW_ROWS * x.shape[-1]):
         return _onednn(x, weight, bias)
     return F.linear(x, weight, bias)
 
@@ -127,12 +129,12 @@ def _onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 @functools.cache
-def _onednn_is_faster() -> bool:
-    """Measured once per process."""
+def _onednn_is_faster(few_rows: bool) -> bool:
+    """Measured once per process, for few rows and for many."""
     if not _has_onednn():
         return False
     with torch.inference_mode():
-        tokens, inputs, outputs = _PROBE
+        tokens, inputs, outputs = _PROBES[few_rows]
         x, weight = torch.ones(tokens, inputs, device="cpu"), torch.ones(outputs, inputs, device="cpu")
         own, onednn = _best_times((lambda: F.linear(x, weight), lambda: _onednn(x, weight, None)))
         return own > _MARGIN * onednn

@@ -20,7 +20,7 @@ def onednn(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> b
     chosen: bool = request.param
     if chosen and not torch.backends.mkldnn.is_available():
         pytest.skip("this torch was built without oneDNN, which its x86 builds have: nothing to choose")
-    monkeypatch.setattr(cpu_linear, "_onednn_is_faster", lambda: chosen)
+    monkeypatch.setattr(cpu_linear, "_onednn_is_faster", lambda _: chosen)
     monkeypatch.setattr(cpu_linear, "_packed_is_faster", lambda: chosen)
     return chosen
 
@@ -44,14 +44,18 @@ def test_gradients_autocast_and_other_dtypes_are_torchs_own(onednn: bool) -> Non
             assert linear(x, weight).dtype is torch.bfloat16
 
 
-@pytest.mark.parametrize("question", ["_onednn_is_faster", "_packed_is_faster"])
-def test_the_faster_library_is_found_by_measuring(question: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("question", "asked"), [("_onednn_is_faster", [True]), ("_onednn_is_faster", [False]), ("_packed_is_faster", [])]
+)
+def test_the_faster_library_is_found_by_measuring(
+    question: str, asked: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
     measured = iter([[2.0, 1.0], [1.0, 1.0]])  # torch's own, oneDNN
     monkeypatch.setattr(cpu_linear, "_best_times", lambda _: next(measured))
     measure = getattr(cpu_linear, question).__wrapped__
     available = torch.backends.mkldnn.is_available()
-    assert measure() is available
-    assert measure() is False
+    assert measure(*asked) is available
+    assert measure(*asked) is False
 
 
 def packed_experts() -> FusedExperts:
