@@ -24,8 +24,9 @@ from ubatch import (
     launch_all_gather,
 )
 
-PROMPT_S = 3.0
-"""A failed peer must be noticed well within the group's time-out of 10 s; measured: a slice of 0.2 s and a little."""
+GROUP_TIMEOUT_S = 30.0
+PROMPT_S = 10.0
+"""A failed peer must be noticed well within the group's time-out; measured: a slice of 0.2 s and a little."""
 LAYERS = 4
 
 
@@ -98,4 +99,4 @@ def lasting(seconds: float) -> Iterator[None]:
     """It takes this long, and not much longer."""
     begun = time.monotonic()
     yield
-    assert seconds <= time.monotonic() - begun < seconds + 1.0
+    assert seconds <= time.monotonic() - begun < seconds + 5.0

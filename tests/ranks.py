@@ -8,6 +8,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
+import random
 import signal
 import socket
 import time
@@ -21,6 +22,8 @@ import torch
 import torch.distributed as dist
 
 PATIENCE_AFTER_A_FAILURE_S = 10.0
+PORTS = range(20_000, 32_000)
+"""Below those that a system hands out by itself, so that no connection made meanwhile takes one."""
 
 
 def run_ranks(
@@ -83,7 +86,10 @@ def _rank_main(fn: Callable[..., Any], rank: int, world_size: int, port: int, re
 
 
 def free_port() -> int:
-    """A port that nobody listens on."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
+    """A port that nobody listens on, nor will before the caller does, but for another caller's one chance in many."""
+    dice = random.SystemRandom()  # tests seed the others alike, also those of another run beside this one
+    while True:
+        port = dice.choice(PORTS)
+        with socket.socket() as listener, suppress(OSError):
+            listener.bind(("127.0.0.1", port))
+            return port

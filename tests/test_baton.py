@@ -62,7 +62,7 @@ def test_wait_for_gives_up_in_time(kind: type[WakeUp]) -> None:
     wakeup = kind()
     start = time.monotonic()
     assert not wakeup.wait_for(0.05)
-    assert 0.04 <= time.monotonic() - start < 2.0
+    assert 0.04 <= time.monotonic() - start < 10.0
 
 
 def test_a_set_wakes_another_thread(kind: type[WakeUp]) -> None:
@@ -71,7 +71,7 @@ def test_a_set_wakes_another_thread(kind: type[WakeUp]) -> None:
     thread.start()
     assert not woken.wait(0.05)
     wakeup.set()
-    assert woken.wait(5)
+    assert woken.wait(20)
     thread.join()
 
 
@@ -278,10 +278,10 @@ class Threads:
         threads = [threading.Thread(target=lane, args=(index,)) for index in range(len(bodies))]
         for thread in threads:
             thread.start()
-        assert self.ready.wait_for(5)
+        assert self.ready.wait_for(20)
         self.contexts[0].baton.start()
         for thread in threads:
-            thread.join(5)
+            thread.join(20)
             assert not thread.is_alive()
 
 
@@ -372,7 +372,7 @@ def test_ctrl_c_in_a_lane_of_the_main_thread_unwinds_every_lane(points: int) -> 
             log.append("aborted")
 
     def start() -> None:
-        assert ready.wait_for(5)
+        assert ready.wait_for(20)
         contexts[0].baton.start()
 
     threads = [threading.Thread(target=other), threading.Thread(target=start)]
@@ -382,7 +382,7 @@ def test_ctrl_c_in_a_lane_of_the_main_thread_unwinds_every_lane(points: int) -> 
         walker("ab"[: points + 1])()
     log.append("interrupted")
     for thread in threads:
-        thread.join(5)
+        thread.join(20)
         assert not thread.is_alive()
     assert log[0] == "computed"
     assert sorted(log[1:]) == ["aborted", "interrupted"]

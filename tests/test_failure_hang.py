@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from failure_cases import endless, usable
 from lanes import FakeWork, lane_pool, lane_threads, no_lane_threads_within, run, walker, within
 
 from ubatch import workers
-from ubatch.dbo import dbo_yield
+from ubatch.dbo import dbo_current_ubatch_id, dbo_yield
 from ubatch.errors import LaneAborted, UBatchTimeout
 from ubatch.ring import interleave
 from ubatch.schedule import Schedule
@@ -24,6 +25,9 @@ from ubatch.trace import tracing
 from ubatch.transfer import Transfer
 
 pytestmark = pytest.mark.timeout(60)
+
+SOON_S = 15.0
+"""An end that does not wait for the lane that hangs, which would take twice as long."""
 
 
 # ---------------------------------------------------------------------------------------------------- a lane that hangs
@@ -35,50 +39,60 @@ def test_a_lane_that_never_yields_is_fine() -> None:
     assert trace.order == interleave([[], "abc"])
 
 
-@contextmanager
-def hanging() -> Iterator[tuple[Callable[[], None], threading.Event]]:
-    """A lane that hangs after one point, until the block ends; the event is set when it is told to unwind then."""
-    release, unwound = threading.Event(), threading.Event()
+@dataclass
+class Hanging:
+    """A lane that hangs after one point. By then every other lane has passed one."""
 
-    def hangs() -> None:
+    release: threading.Event = field(default_factory=threading.Event)
+    hangs: threading.Event = field(default_factory=threading.Event)
+    unwound: threading.Event = field(default_factory=threading.Event)
+
+    def body(self) -> None:
         try:
             dbo_yield("before")
-            release.wait(30)
+            self.hangs.set()
+            self.release.wait(30)
             dbo_yield("after")
         except LaneAborted:
-            unwound.set()
+            self.unwound.set()
             raise
 
+
+@contextmanager
+def hanging() -> Iterator[Hanging]:
+    """It hangs until the block ends, and is told to unwind then."""
+    lane = Hanging()
     try:
-        yield hangs, unwound
+        yield lane
     finally:
-        release.set()
+        lane.release.set()
 
 
 @pytest.mark.parametrize("lanes", [2, 3])
 @pytest.mark.parametrize("which", [0, 1, -1])
 def test_a_hang_is_reported_with_every_lanes_point_and_stack(which: int, lanes: int) -> None:
     which %= lanes
-    with lane_pool(lanes, timeout_s=0.3) as pool:
-        with hanging() as (hangs, unwound):
+    with lane_pool(lanes, timeout_s=0.4) as pool:
+        assert usable(pool), "its threads have started"
+        with hanging() as hung:
             bodies: list[Callable[[], Any]] = [endless] * lanes
-            bodies[which] = hangs
+            bodies[which] = hung.body
             start = time.monotonic()
             with pytest.raises(UBatchTimeout) as caught:
                 run(pool, *bodies)
-            assert time.monotonic() - start < 3
+            assert time.monotonic() - start < SOON_S
             message = str(caught.value)
             assert f"lane {which} held the baton for" in message
-            assert "(timeout_s = 0.3); last point 'before'. What this step wrote is invalid." in message
+            assert "(timeout_s = 0.4); last point 'before'. What this step wrote is invalid." in message
             for lane in range(lanes):
                 assert f"lane {lane}: last point {'before' if lane == which else 'on'!r}" in message
             assert "release.wait(30)" in message
             assert message.count("in endless") == lanes - 1
-            assert not unwound.is_set()
+            assert not hung.unwound.is_set()
             assert usable(pool), "the hung thread is replaced"
             assert pool.statistics().threads_started == 2 * lanes
             assert within(5, lambda: len(lane_threads()) == lanes + 1), "all but the hung one have unwound"
-        assert unwound.wait(5), "the hung thread unwinds at its next point"
+        assert hung.unwound.wait(5), "the hung thread unwinds at its next point"
         assert usable(pool)
         assert within(5, lambda: len(lane_threads()) == lanes)
 
@@ -103,19 +117,22 @@ def test_a_lane_that_comes_back_late_does_not_disturb_the_next_step() -> None:
 def test_a_lane_that_ends_while_the_others_unwind_from_its_hang(monkeypatch: pytest.MonkeyPatch) -> None:
     """All lanes end within the grace period, yet the baton was taken from one of them: it must not be used again."""
     monkeypatch.setattr(workers, "_LOOK_UP_S", 0.05)
+    noticed = threading.Event()
 
     def slow() -> None:
         dbo_yield()
-        time.sleep(0.4)  # the hang is noticed after some 0.3 s, and the grace period is as long as the time-out
+        assert noticed.wait(20)
 
     def cleans_up() -> None:
         try:
             endless()
         finally:
-            time.sleep(0.2)  # which ends when the lane that hung has ended too
+            noticed.set()
+            time.sleep(0.1)  # which ends when the lane that hung has ended too
 
     with lane_pool(timeout_s=0.25) as pool:
         for _ in range(2):
+            noticed.clear()
             with pytest.raises(UBatchTimeout):
                 run(pool, slow, cleans_up)
             assert usable(pool)
@@ -125,13 +142,13 @@ def test_a_lane_that_ends_while_the_others_unwind_from_its_hang(monkeypatch: pyt
 @pytest.mark.parametrize("point", ["user", "layer"])
 def test_the_time_out_counts_from_the_last_point_even_one_that_is_switched_off(point: str) -> None:
     def slow() -> str:
-        for _ in range(4):
+        for _ in range(8):
             time.sleep(0.15)
             dbo_yield(point)
         return "done"
 
     schedule = Schedule("test", points_off=frozenset({"layer"}))
-    with lane_pool(timeout_s=0.5) as pool:
+    with lane_pool(timeout_s=1.0) as pool:
         assert run(pool, slow, slow, schedule=schedule) == ["done", "done"]
 
 
@@ -157,8 +174,8 @@ def test_a_wait_for_a_transfer_is_no_hang() -> None:
         dbo_yield()
         return transfer.wait()
 
-    timer = threading.Timer(0.5, work.finish)
-    with lane_pool(timeout_s=0.15) as pool:
+    timer = threading.Timer(1.2, work.finish)
+    with lane_pool(timeout_s=0.5) as pool:
         timer.start()
         assert run(pool, waits, walker("a", "x")) == [7, "x"]
     timer.join()
@@ -183,20 +200,32 @@ def test_a_lane_that_never_gets_ready_is_a_time_out() -> None:
 # --------------------------------------------------------------------------------------------------------------- Ctrl-C
 
 
-def interrupt_after(seconds: float) -> threading.Timer:
-    """Press Ctrl-C."""
-    timer = threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGINT))
-    timer.start()
-    return timer
+@contextmanager
+def interrupt_when(*moments: threading.Event) -> Iterator[None]:
+    """Press Ctrl-C once at each of these moments, one after the other."""
+
+    def press() -> None:
+        for moment in moments:
+            if moment.wait(20):
+                os.kill(os.getpid(), signal.SIGINT)
+
+    presser = threading.Thread(target=press)
+    presser.start()
+    with pytest.raises(KeyboardInterrupt):
+        yield
+    presser.join()
 
 
 def test_ctrl_c_while_lanes_run() -> None:
     aborted: list[str] = []
+    all_run = threading.Event()
 
     def body() -> None:
         try:
             while True:
                 time.sleep(0.002)
+                if dbo_current_ubatch_id() == 2:
+                    all_run.set()
                 dbo_yield()
         except LaneAborted as error:
             aborted.append(str(error))
@@ -205,11 +234,11 @@ def test_ctrl_c_while_lanes_run() -> None:
     with lane_pool(3) as pool:
         for _ in range(2):
             aborted.clear()
-            timer, start = interrupt_after(0.1), time.monotonic()
-            with pytest.raises(KeyboardInterrupt):
+            all_run.clear()
+            start = time.monotonic()
+            with interrupt_when(all_run):
                 run(pool, body, body, body)
-            timer.join()
-            assert time.monotonic() - start < 3
+            assert time.monotonic() - start < SOON_S
             assert len(aborted) == 3
             assert usable(pool)
     assert no_lane_threads_within(5)
@@ -219,42 +248,49 @@ def test_ctrl_c_while_lanes_run() -> None:
 def test_ctrl_c_while_a_lane_hangs(which: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(workers, "_UNWIND_S", 0.2)
     with lane_pool(3) as pool:
-        with hanging() as (hangs, unwound):
+        with hanging() as hung:
             bodies: list[Callable[[], Any]] = [endless] * 3
-            bodies[which] = hangs
-            timer, start = interrupt_after(0.1), time.monotonic()
-            with pytest.raises(KeyboardInterrupt):
+            bodies[which] = hung.body
+            start = time.monotonic()
+            with interrupt_when(hung.hangs):
                 run(pool, *bodies)
-            timer.join()
-            assert time.monotonic() - start < 3
+            assert time.monotonic() - start < SOON_S
             assert usable(pool)
             assert within(5, lambda: len(lane_threads()) == 3 + 1), "those parked behind the hung lane have ended"
-            assert not unwound.is_set()
-        assert unwound.wait(5)
+            assert not hung.unwound.is_set()
+        assert hung.unwound.wait(5)
         assert within(5, lambda: len(lane_threads()) == 3)
 
 
-def test_ctrl_c_twice_does_not_wait_for_the_lanes() -> None:
-    with lane_pool() as pool, hanging() as (hangs, _):
-        timers, start = [interrupt_after(0.1), interrupt_after(0.4)], time.monotonic()
-        with pytest.raises(KeyboardInterrupt):
-            run(pool, hangs, endless)
-        assert time.monotonic() - start < 3
-        for timer in timers:
-            timer.join()
+def test_ctrl_c_twice_does_not_wait_for_the_lanes(monkeypatch: pytest.MonkeyPatch) -> None:
+    unwinding = threading.Event()
+    unwind = workers.LanePool._unwind
+
+    def tells(*args: Any) -> None:
+        unwinding.set()
+        unwind(*args)
+
+    monkeypatch.setattr(workers.LanePool, "_unwind", tells)
+    monkeypatch.setattr(workers, "_UNWIND_S", 30.0)
+    with lane_pool(timeout_s=30.0) as pool, hanging() as hung:
+        start = time.monotonic()
+        with interrupt_when(hung.hangs, unwinding):
+            run(pool, hung.body, endless)
+        assert time.monotonic() - start < SOON_S
         assert usable(pool)
     assert no_lane_threads_within(5)
 
 
 def test_ctrl_c_while_lanes_get_ready() -> None:
+    warming = threading.Event()
+
     class Slow(NullStreams):
         def warm_up(self) -> None:
+            warming.set()
             time.sleep(0.3)
 
     with lane_pool(streams=Slow()) as pool:
-        timer = interrupt_after(0.1)
-        with pytest.raises(KeyboardInterrupt):
+        with interrupt_when(warming):
             run(pool, endless, endless)
-        timer.join()
         assert usable(pool)
         assert within(5, lambda: len(lane_threads()) == 2)

@@ -11,7 +11,7 @@ import time
 
 import pytest
 import torch
-from peer_failure_cases import PROMPT_S, healthy_step, lasting, promptly, wrap
+from peer_failure_cases import GROUP_TIMEOUT_S, healthy_step, lasting, promptly, wrap
 from torch.distributed import distributed_c10d as c10d
 
 import ubatch
@@ -30,7 +30,7 @@ from ubatch.connection import _kept
 
 
 def slow_and_absent(rank: int, world_size: int) -> None:
-    timeout_s = 1.5
+    timeout_s = 2.0
     group = CommGroup.from_process_group(timeout_s=timeout_s)
     model, probe = wrap(group)
     store = c10d._get_default_store()
@@ -38,20 +38,20 @@ def slow_and_absent(rank: int, world_size: int) -> None:
     # Merely slow: several slices of waiting, then it completes, in the vote and in a transfer.
     for rows in (8, 3):
         if rank == 1:
-            time.sleep(0.9)
+            time.sleep(0.5)
         healthy_step(model, probe, 1, rows)
     if rank == 1:
-        time.sleep(0.9)
+        time.sleep(0.5)
     assert launch_all_gather(torch.tensor([rank]), group).wait().tolist() == [0, 1]
 
     # Absent: the one that waits times out, and the other learns that as soon as it comes.
     if rank == 0:
-        with lasting(timeout_s), pytest.raises(TransferTimeout, match=r"rank 0 waited for 'vote' longer than 1\.5 s"):
+        with lasting(timeout_s), pytest.raises(TransferTimeout, match=r"rank 0 waited for 'vote' longer than 2\.0 s"):
             model(torch.ones(8, 2))
         store.set("gave up", "")
     else:
         store.wait(["gave up"])
-        with promptly(1.0), pytest.raises(PeerFailed, match=r"rank 0 waited for 'vote' longer than 1\.5 s"):
+        with promptly(), pytest.raises(PeerFailed, match=r"rank 0 waited for 'vote' longer than 2\.0 s"):
             model(torch.ones(8, 2))
 
     # Only one calls reset(): it times out, twice. The other comes between two attempts, and must not count on one
@@ -63,7 +63,7 @@ def slow_and_absent(rank: int, world_size: int) -> None:
             with pytest.raises(GroupBroken):
                 model(torch.ones(8, 2))
         store.set("tried twice", "")
-        time.sleep(0.7)
+        time.sleep(0.3)
     else:
         store.wait(["tried twice"])
     with promptly():
@@ -112,8 +112,8 @@ def test_a_rank_that_was_taken_for_dead_is_told() -> None:
 
 def disagree(rank: int, world_size: int) -> None:
     """Ranks that call different collectives wait for each other; both are told, and both can go on."""
-    group = CommGroup.from_process_group(timeout_s=1.0)
-    with pytest.raises((TransferTimeout, PeerFailed), match=r"longer than 1\.0 s"):
+    group = CommGroup.from_process_group(timeout_s=1.5)
+    with pytest.raises((TransferTimeout, PeerFailed), match=r"longer than 1\.5 s"):
         (ubatch.all_reduce if rank else ubatch.all_gather)(torch.ones(4), group)
     group.reset()
     assert ubatch.all_reduce(torch.ones(1), group).item() == 2.0
@@ -126,39 +126,34 @@ def test_ranks_that_disagree_do_not_hang() -> None:
 # --------------------------------------------------------------------------------------------------------- death
 
 
-def death(rank: int, world_size: int, dead: int, rows: int) -> tuple[int, str, float]:
-    group = CommGroup.from_process_group(timeout_s=10.0)
+def death(rank: int, world_size: int, dead: int, rows: int) -> tuple[int, str]:
+    group = CommGroup.from_process_group(timeout_s=GROUP_TIMEOUT_S)
     model, probe = wrap(group)
     healthy_step(model, probe, 1, rows)
     if rank == dead:
         threading.Timer(0.5, os._exit, (9,)).start()
         time.sleep(60)
-    begun = time.monotonic()
     with promptly(), pytest.raises(PeerFailed) as caught:
         model(torch.ones(rows, 2))
-    noticed = time.monotonic() - begun
     with promptly(), pytest.raises(GroupBroken):
         model(torch.ones(rows, 2))
-    return caught.value.rank, str(caught.value), noticed
+    return caught.value.rank, str(caught.value)
 
 
 @pytest.mark.parametrize(("world_size", "dead"), [(2, 0), (2, 1), (3, 0), (3, 1)])
 def test_a_rank_that_dies_is_named(world_size: int, dead: int) -> None:
     """Rank 0 hosts the rendezvous store, which dies with it."""
     results = run_ranks(death, world_size, dead, 8 if dead else 3, dying=[dead])
-    ended = time.monotonic()
     for rank, result in enumerate(results):
         if rank == dead:
             assert result is None
         else:
             assert result[0] == dead
             assert f"rank {dead} died" in result[1]
-            assert 0.3 < result[2] < PROMPT_S
-    assert time.monotonic() - ended < 1.0
 
 
 def death_in_mid_step(rank: int, world_size: int) -> str:
-    group = CommGroup.from_process_group(timeout_s=10.0)
+    group = CommGroup.from_process_group(timeout_s=GROUP_TIMEOUT_S)
     model, probe = wrap(group)
 
     def die(*_: object) -> None:
@@ -184,26 +179,35 @@ def test_a_rank_that_dies_in_mid_step_is_named() -> None:
 
 
 def interrupted(rank: int, world_size: int) -> None:
-    group = CommGroup.from_process_group(timeout_s=10.0)
+    group = CommGroup.from_process_group(timeout_s=GROUP_TIMEOUT_S)
     model, probe = wrap(group)
     main = threading.main_thread().ident
     assert main is not None
+    store = c10d._get_default_store()
     for where in ("lane", "vote", "unsplit"):
         rows = 3 if where == "unsplit" else 8
+
+        def press_ctrl_c(where: str = where, main: int = main) -> None:
+            signal.pthread_kill(main, signal.SIGINT)
+            store.set(f"interrupted in {where}", "")
+
+        def wait_for_it(*_: object, where: str = where) -> None:
+            store.wait([f"interrupted in {where}"])
+
         if rank == 0:
             # It waits for rank 1, which is not in a hurry, and the user is.
-            timer = threading.Timer(0.5, signal.pthread_kill, (main, signal.SIGINT))
-            timer.start()
+            timer = threading.Timer(0.5, press_ctrl_c)
             probe.step, probe.failures = 1, ()
-            with promptly(), pytest.raises(KeyboardInterrupt):
+            with promptly(), pytest.raises(KeyboardInterrupt):  # noqa: PT012 - it may come as soon as this has started
+                timer.start()
                 model(torch.ones(rows, 2))
             timer.join()
         else:
             if where == "vote":
-                time.sleep(1.0)
+                wait_for_it()
             else:
                 probe.step, probe.failures = 1, ()
-                probe.exchange = lambda *_: time.sleep(1.0)  # type: ignore[method-assign]
+                probe.exchange = wait_for_it  # type: ignore[method-assign]
             with promptly(), pytest.raises(PeerFailed, match="rank 0 failed with KeyboardInterrupt") as caught:
                 model(torch.ones(rows, 2))
             assert caught.value.rank == 0
@@ -268,11 +272,11 @@ def test_the_interpreter_ends_promptly() -> None:
 
 def keeps_nothing(rank: int, world_size: int) -> None:
     """Old process groups go once nothing can be stuck in them any more, and threads with them."""
-    group = CommGroup.from_process_group(timeout_s=0.2)
+    group = CommGroup.from_process_group(timeout_s=10.0)
     for _ in range(3):
         group.reset()
     assert len(_kept) == 6
-    time.sleep(1.0)
+    _kept[:] = [(until - 1000.0, pg) for until, pg in _kept]  # that much later
     group.reset()
     assert len(_kept) <= 2
 

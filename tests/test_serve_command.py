@@ -18,6 +18,7 @@ import httpx
 import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from served import wait_until
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 MODEL = "examples/models/tiny-moe"
@@ -51,11 +52,11 @@ class Server:
     def wait_for(self, pattern: str) -> str:
         """The first group of a line that is printed, now or later."""
         deadline = time.monotonic() + PATIENCE_S
-        while time.monotonic() < deadline:
+        over = False
+        while not over:
+            over = not self._reader.is_alive() or time.monotonic() > deadline
             if found := re.search(pattern, self.text):
                 return found[1] if found.groups() else found[0]
-            if self.process.poll() is not None:
-                break
             time.sleep(0.05)
         pytest.fail(f"{pattern!r} does not come (exit status {self.process.poll()}):\n{self.text}")
 
@@ -109,10 +110,10 @@ def stream_lines(url: str, max_tokens: int, lines: list[str], began: threading.E
 
 
 def sick(url: str) -> str:
-    """What `/health` says once it says that the server is not well, which it must within 10 seconds."""
+    """What `/health` says once it says that the server is not well, which it must within 20 seconds."""
     begun = time.monotonic()
     health = httpx.get(f"{url}/health", timeout=PATIENCE_S)
-    while health.status_code == 200 and time.monotonic() - begun < 10:
+    while health.status_code == 200 and time.monotonic() - begun < 20:
         time.sleep(0.05)
         health = httpx.get(f"{url}/health", timeout=PATIENCE_S)
     assert health.status_code == 503
@@ -139,9 +140,10 @@ def test_openai_client_and_overlapped_steps(server: Server) -> None:
     assert metric(server, "ubatch:steps_total", mode="decode", outcome="engaged") > 0
     for engine in ("0", "1"):
         assert metric(server, "vllm:generation_tokens_total", engine=engine) > 0
-    assert metric(server, "vllm:request_success_total") == 1 + len(PROMPTS)
-    assert metric(server, "vllm:e2e_request_latency_seconds_count") == 1 + len(PROMPTS)
-    assert metric(server, "vllm:num_requests_running") == 0
+    # An answer may be here before it has been counted.
+    for name in ("vllm:request_success_total", "vllm:e2e_request_latency_seconds_count"):
+        wait_until(lambda name=name: metric(server, name) == 1 + len(PROMPTS), name)  # type: ignore[misc]
+    wait_until(lambda: metric(server, "vllm:num_requests_running") == 0, "nothing runs")
 
 
 def test_a_profile_has_both_lanes(server: Server) -> None:
@@ -165,11 +167,13 @@ def test_sigterm_drains_and_exits_with_zero(server: Server) -> None:
     assert began.wait(PATIENCE_S)
     server.process.send_signal(signal.SIGTERM)
     assert "requests=1" in server.wait_for(r"draining signal=SIGTERM requests=\d+")
-    if "drained" not in server.text:  # else it was quicker than we
-        body = {"model": MODEL, "prompt": "def main(", "max_tokens": 1}
+    body = {"model": MODEL, "prompt": "def main(", "max_tokens": 1}
+    try:
         refused = httpx.post(f"{server.url}/v1/completions", json=body, timeout=PATIENCE_S)
         assert refused.status_code == 503
         assert httpx.get(f"{server.url}/health", timeout=PATIENCE_S).status_code == 200
+    except httpx.TransportError:  # it was quicker than we
+        server.wait_for("drained")
     stream.join(PATIENCE_S)
     assert lines[-2:] == ["data: [DONE]", ""] or lines[-1] == "data: [DONE]"
     chunks = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
@@ -197,7 +201,7 @@ def test_an_engine_that_dies_ends_the_server() -> None:
         killed = time.monotonic()
         assert "rank 1" in sick(url)
         status = server.end()
-        assert time.monotonic() - killed < 10
+        assert time.monotonic() - killed < 30
         assert status == 1
         assert server.lines[-1] == "ubatch serve: rank 1 was killed by SIGKILL."
         for stream, lines in zip(streams, all_lines, strict=True):

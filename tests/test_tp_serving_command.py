@@ -12,6 +12,7 @@ from pathlib import Path
 
 import openai
 import pytest
+from served import wait_until
 from test_serve_command import MODEL, PATIENCE_S, PROMPTS, Server, metric, sick, stream_lines
 
 from serving.cli import main
@@ -49,18 +50,26 @@ def test_its_steps_overlap_and_are_counted_once(server: Server) -> None:
     assert metric(server, "ubatch:steps_total", mode="decode", outcome="engaged", engine="0") > 10
     tokens = sum(each.usage.completion_tokens for each in (one, many) if each.usage)
     assert metric(server, "vllm:generation_tokens_total") >= tokens
-    assert metric(server, "vllm:request_success_total") == 1 + 3 * len(PROMPTS)
+    wait_until(lambda: metric(server, "vllm:request_success_total") == 1 + 3 * len(PROMPTS), "all are counted")
     assert metric(server, "ubatch:steps_total", engine="1") == 0  # there is one data-parallel rank
 
 
 def test_a_trace_shows_both_processes(server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    lines: list[str] = []
-    streams = [threading.Thread(target=stream_lines, args=(server.url, 80, lines, threading.Event())) for _ in range(4)]
+    traced = threading.Event()
+
+    def keep_streaming() -> None:
+        while not traced.is_set():
+            stream_lines(server.url, 40, [], threading.Event())
+
+    streams = [threading.Thread(target=keep_streaming) for _ in range(4)]
     for stream in streams:
         stream.start()
-    assert main(["trace", "--url", server.url, "--seconds", "1", "--out", str(tmp_path / "trace")]) == 0
-    for stream in streams:
-        stream.join(PATIENCE_S)
+    try:
+        assert main(["trace", "--url", server.url, "--seconds", "1", "--out", str(tmp_path / "trace")]) == 0
+    finally:
+        traced.set()
+        for stream in streams:
+            stream.join(PATIENCE_S)
     assert re.search(r"fact: [1-9]\d* of \d+ steps overlapped", capsys.readouterr().out)
     text = (tmp_path / "trace" / "trace.json").read_text()
     assert '"lane 1"' in text
@@ -94,7 +103,7 @@ def test_a_follower_that_dies_ends_the_server() -> None:
         killed = time.monotonic()
         assert "rank 1 (DP 0, TP 1)" in sick(url)
         assert server.end() == 1
-        assert time.monotonic() - killed < 10
+        assert time.monotonic() - killed < 30
         assert server.lines[-1] == "ubatch serve: rank 1 (DP 0, TP 1) was killed by SIGKILL."
         stream.join(PATIENCE_S)
         assert any('"error"' in line and "rank 1" in line for line in lines), lines[-3:]

@@ -136,8 +136,8 @@ def races(rank: int, world_size: int) -> None:
     asked = []
     with pytest.raises(ubatch.TransferTimeout, match=r"'stuck' longer than 1\.0 s"):
         connection.wait_for_works((Stuck(),), "stuck", lambda: asked.append(1))
-    assert 1.0 <= time.monotonic() - begun < 1.5
-    assert len(asked) >= 4
+    assert 1.0 <= time.monotonic() - begun < 6.0
+    assert len(asked) >= 2
     with pytest.raises(ubatch.GroupBroken, match=r"out of step: .*'stuck'.* Call reset\(\)"):
         connection.check_usable()
 

@@ -59,8 +59,8 @@ def test_workers_persist() -> None:
         threads, files = threading.active_count(), open_files()
         for _ in range(50):
             assert run(pool, body, body, body) == first
-        assert threading.active_count() == threads
-        assert open_files() == files
+        assert threading.active_count() <= threads
+        assert open_files() <= files
         assert pool.statistics().steps == 51
         assert pool.statistics().threads_started == 3
         assert threading.get_ident() not in [ident for ident, _ in first]
@@ -190,8 +190,8 @@ def in_child(body: Callable[[], object]) -> int:
 
 
 def exit_code(child: int) -> int:
-    """Wait for a child, at most ten seconds."""
-    deadline = time.monotonic() + 10
+    """Wait for a child, at most 30 seconds."""
+    deadline = time.monotonic() + 30
     while time.monotonic() < deadline:
         done, status = os.waitpid(child, os.WNOHANG)
         if done:
@@ -305,10 +305,10 @@ class OwnLanes:
         threads = [threading.Thread(target=lane, args=(index,)) for index in range(2)]
         for thread in threads:
             thread.start()
-        assert self.ready.wait_for(5)
+        assert self.ready.wait_for(20)
         self.contexts[0].baton.start()
         for thread in threads:
-            thread.join(10)
+            thread.join(20)
             assert not thread.is_alive()
 
 
@@ -367,7 +367,8 @@ class Model(torch.nn.Module):
         return x + 1
 def used():
     model = UBatchWrapper(Model(), UBatchConfig(dbo_prefill_token_threshold=2, timeout_s=0.3))
-    assert model(torch.zeros(4)).tolist() == [1.0] * 4
+    with model.no_timeout():
+        assert model(torch.zeros(4)).tolist() == [1.0] * 4
     assert model.statistics().engaged == 1
     return model
 """
