@@ -380,7 +380,7 @@ def run(target_path: Path, out: Path, steps: int, seed: int, threads: int) -> No
 
     target = Target.load(target_path)
     corpus = read_corpus(seed)
-    stream = encode(target.tokenizer, corpus.train)
+    stream = encode(target.tokenizer, corpus.train[: 8 * steps])  # a smoke test need not read all of it
     generator = torch.Generator().manual_seed(seed)
     generated = generate_windows(target_path, stream, min(GENERATED_SEQUENCES, 8 * steps), generator)
     print(f"generated {generated.numel():,} tokens after {time.monotonic() - started:.0f} s")

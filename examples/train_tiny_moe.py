@@ -201,10 +201,10 @@ def train(model: Qwen3MoeForCausalLM, stream: torch.Tensor, steps: int, seed: in
 
 
 @torch.inference_mode()
-def evaluate(model: Qwen3MoeForCausalLM, stream: torch.Tensor) -> Evaluation:
+def evaluate(model: Qwen3MoeForCausalLM, stream: torch.Tensor, most_windows: int) -> Evaluation:
     """Mean loss over evenly spaced windows of `stream`, int64 `[num_tokens]`."""
     last_start = len(stream) - SEQUENCE_LENGTH - 1
-    starts = torch.linspace(0, last_start, min(EVALUATION_WINDOWS, len(stream) // SEQUENCE_LENGTH)).long()
+    starts = torch.linspace(0, last_start, min(most_windows, len(stream) // SEQUENCE_LENGTH)).long()
     windows = stream[starts[:, None] + torch.arange(SEQUENCE_LENGTH + 1)]
     top_k, num_experts = model.config.num_experts_per_tok, model.config.num_experts
     counts = torch.zeros(model.config.num_hidden_layers, num_experts, dtype=torch.int64)
@@ -241,11 +241,12 @@ def run(out: Path, steps: int, seed: int, threads: int) -> None:
     transformers_logging.disable_progress_bar()
 
     corpus = read_corpus(seed)
-    tokenizer = train_tokenizer(corpus.train)
-    train_stream, held_out_stream = encode(tokenizer, corpus.train), encode(tokenizer, corpus.held_out)
+    texts = corpus.train[: 8 * steps]  # a smoke test need not read all of it
+    tokenizer = train_tokenizer(texts)
+    train_stream, held_out_stream = encode(tokenizer, texts), encode(tokenizer, corpus.held_out)
     model = build_model(tokenizer.eos_token_id)
     print(
-        f"corpus: {len(corpus.train)} files, {len(train_stream):,} tokens; held out: {len(corpus.held_out)} files, "
+        f"corpus: {len(texts)} files, {len(train_stream):,} tokens; held out: {len(corpus.held_out)} files, "
         f"{len(held_out_stream):,} tokens\n"
         f"model: {model.num_parameters():,} parameters; {steps} steps of {BATCH_SIZE} x {SEQUENCE_LENGTH} tokens"
     )
@@ -255,7 +256,8 @@ def run(out: Path, steps: int, seed: int, threads: int) -> None:
     model.to(torch.bfloat16)
     save_checkpoint(model, tokenizer, out)
     model.to(torch.float32)  # weights as stored, computed in fp32, which is how the checkpoint is used
-    on_train, on_held_out = evaluate(model, train_stream), evaluate(model, held_out_stream)
+    most_windows = min(EVALUATION_WINDOWS, 8 * steps)
+    on_train, on_held_out = (evaluate(model, stream, most_windows) for stream in (train_stream, held_out_stream))
     size = sum(path.stat().st_size for path in out.iterdir() if path.is_file())
     print(
         f"loss: train {on_train.loss:.3f}, held out {on_held_out.loss:.3f} nats per token\n"

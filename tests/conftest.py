@@ -14,6 +14,7 @@ if not glob.glob("/dev/nvidia[0-9]*"):  # before anything imports Triton, which 
 
 import random
 import signal
+import sys
 import threading
 import time
 from collections.abc import Generator, Iterator
@@ -22,6 +23,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from forked import AsSpawned
 from tqdm import tqdm
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where a shell started us in the background
@@ -83,6 +85,19 @@ def _seeds() -> None:
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _forked_ranks() -> Iterator[None]:
+    """Ranks and engines that tests start in this process are forked, not spawned; see `forked.py`."""
+    import serving.ranks
+
+    launch = sys.modules.get("serving.engine.launch")  # if any test that was collected can start an engine
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(serving.ranks, "mp", AsSpawned())
+        if launch is not None:
+            patch.setattr(launch, "multiprocessing", AsSpawned())
+        yield
 
 
 @pytest.fixture

@@ -148,13 +148,11 @@ T = TypeVar("T")
 
 def settled(read: Callable[[], T]) -> T:
     """What `read` gives once it stays the same: lanes let go of a step, and go to sleep, after the caller has it."""
-    value = read()
-    while True:
-        time.sleep(0.05)
-        again = read()
-        if again == value:
-            return value
-        value = again
+    last = [read()]
+    while len(last) < 3 or any(value != last[0] for value in last):
+        time.sleep(0.1)
+        last = [*last[-2:], read()]
+    return last[0]
 
 
 HAS_PROC = os.path.exists("/proc/self/task")

@@ -1,11 +1,7 @@
-"""Run a function on several gloo ranks, each its own process; the first failure fails the test.
-
-Ranks are forked from a server that has imported torch once: a run starts in a tenth of a second, not in five.
-"""
+"""Run a function on several gloo ranks, each its own process; the first failure fails the test."""
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import pickle
 import random
@@ -20,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from forked import forking_context
 
 PATIENCE_AFTER_A_FAILURE_S = 10.0
 PORTS = range(20_000, 32_000)
@@ -34,8 +31,7 @@ def run_ranks(
     `fn` must be a function of a module. A rank that raises fails the call with its traceback, and so does one that
     ends without a result, unless it is one of `dying` (by `os._exit`), whose result is None.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed.distributed_c10d", "ubatch"])
+    context = forking_context()
     results = context.SimpleQueue()
     port = free_port()
     ranks = [

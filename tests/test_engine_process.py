@@ -159,8 +159,8 @@ def test_the_death_of_a_rank_reaches_every_stream(served: Served) -> None:
         os.kill(pids[1], signal.SIGKILL)
         begun = time.monotonic()
         outcomes = await asyncio.gather(*streams, return_exceptions=True)
-        assert time.monotonic() - begun < 10
-        assert await asyncio.wait_for(served.client.wait_dead(), 1) is served.client.dead
+        assert time.monotonic() - begun < 30
+        assert await asyncio.wait_for(served.client.wait_dead(), 10) is served.client.dead
         return outcomes
 
     for outcome in served.run(scenario()):

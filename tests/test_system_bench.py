@@ -66,8 +66,8 @@ def test_offline_and_served_generate_what_transformers_does(
 
 
 def test_overlap_is_calibrated_and_engages(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    workloads = {"prefill": Workload(4, 512, 2), "decode": Workload(8, 4, 4)}
-    overlap = measure_served_overlap(model, 2, step_tokens=1024, workloads=workloads)
+    workloads = {"prefill": Workload(4, 256, 2), "decode": Workload(8, 4, 4)}
+    overlap = measure_served_overlap(model, 2, step_tokens=512, workloads=workloads)
     assert overlap.calibration.bytes_per_s > 0
     assert overlap.calibration.decode_speedup.keys() == {8, 16, 32, 64, 128}
     prefill, decode = overlap.results["prefill"], overlap.results["decode"]
@@ -75,7 +75,7 @@ def test_overlap_is_calibrated_and_engages(model: Path, tmp_path: Path, capsys: 
     assert prefill.steps["prefill/engaged"] > 0
     assert decode.arms_ms.keys() == {"without", "enable_dbo"}
     overlap.print()
-    assert "prefill-heavy (4 x 512 in, 2 out); same tokens in 100%" in capsys.readouterr().out
+    assert "prefill-heavy (4 x 256 in, 2 out); same tokens in 100%" in capsys.readouterr().out
     write_json(tmp_path / "overlap.json", overlap.as_json())
 
 

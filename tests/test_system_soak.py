@@ -35,11 +35,11 @@ def server() -> Iterator[ServerProcess]:
 
 @pytest.fixture(scope="module")
 def answers() -> list[LLMOutput]:
-    """Prompts and answers of mixed lengths, from one rank alone, few at a time, without overlap."""
+    """Prompts and answers of mixed lengths, from one rank alone, 48 at a time, without overlap."""
     rng = random.Random(0)
     prompts = [rng.choices(range(1, 2048), k=rng.randint(2, 80)) for _ in range(CLIENTS + CLIENTS // 4)]
     params = [SamplingParams(max_tokens=rng.randint(2, 30), ignore_eos=True, logprobs=2) for _ in prompts]
-    with LLM(TINY, max_num_seqs=16) as llm:
+    with LLM(TINY, max_num_seqs=48) as llm:
         generated = llm.generate(prompts, params, use_tqdm=False)
     clear = [each for each in generated if smallest_gap(each) > CLEAR_GAP]
     assert len(clear) >= CLIENTS

@@ -132,7 +132,7 @@ def test_the_death_of_a_follower_reaches_every_stream(served: Served) -> None:
         os.kill(pids[1], signal.SIGKILL)
         begun = time.monotonic()
         outcomes = await asyncio.gather(*streams, return_exceptions=True)
-        assert time.monotonic() - begun < 10
+        assert time.monotonic() - begun < 30
         return outcomes
 
     for outcome in served.run(scenario()):
