@@ -58,10 +58,17 @@ class GroupedExperts(FusedExperts):
         ends = list(accumulate(plan.rows_per_expert))
 
         def run(slot: int) -> Tensor:
-            tokens = plan.token_of_row[ends[slot] - plan.rows_per_expert[slot] : ends[slot]]
-            return self.run_expert(slot, hidden_states.index_select(0, tokens))
+            rows = plan.rows_per_expert[slot]
+            start = ends[slot] - rows
+            # Where an expert takes more rows than it has, the rows behind them, which are others', fill them up.
+            tokens = plan.token_of_row[start : start + self.rows_of_call(rows)]
+            return self.run_expert(slot, hidden_states.index_select(0, tokens))[:rows]
 
         return torch.cat([run(slot) for slot, rows in enumerate(plan.rows_per_expert) if rows])
+
+    def rows_of_call(self, rows: int) -> int:
+        """How many rows `run_expert` is best given for so many; it is given fewer at the end of the batch."""
+        return rows
 
     def run_expert(self, slot: int, x: Tensor) -> Tensor:
         """The expert at `slot` of those held here, for its rows `[rows, H]`."""

@@ -151,10 +151,7 @@ _KINDS = {
 
 def _breakdown(arm: Callable[[], object]) -> dict[str, float]:
     """Share of the operators' own CPU time by kind, from one profiled run."""
-    every_thread = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)  # experts run in several
-    with torch.profiler.profile(
-        activities=[torch.profiler.ProfilerActivity.CPU], experimental_config=every_thread
-    ) as profile:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         arm()
     shares = dict.fromkeys([*_KINDS, "everything else"], 0.0)
     for event in profile.key_averages():
