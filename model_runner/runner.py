@@ -87,7 +87,6 @@ class ModelRunner:
         prefill_attention_backend: another one for batches with a prefill.
         decode_attention_backend: another one for decode batches.
         experts_backend: by name; `auto` is `triton` on a GPU, `packed` on a CPU where that is faster, else `grouped`.
-            With `packed`, projections are kept as the experts are: only as the CPU's fastest library reads them.
         block_size: tokens per KV block (page).
         kv_cache_dtype: `auto` stores what the model computes in; `fp8` one byte a number, with the checkpoint's static
             scales where it has some.
