@@ -136,6 +136,20 @@ def test_deadlines() -> None:
     assert link.statistics() == LinkStatistics(3, 30, 25, 4.0, 4.0)
 
 
+def test_at_once_nothing_waits_and_everything_is_counted() -> None:
+    clock = FakeClock()
+    link = EmulatedLink(0.5, 10.0, clock=clock)
+    with link.at_once():
+        first, second = carry(link, 20, 10), carry(link, 10, 0)
+        counts = FakeTransfer(8, 8)
+        link.signal(cast("Transfer[None]", counts))
+        assert carry(link, 0, 0).link is None
+    assert (first.deadline, second.deadline, counts.deadline) == (0.0, 0.0, 0.0)
+    assert (first.link, second.link) == (LinkTime(2.5, 1.5), LinkTime(1.5, 0.0))
+    assert link.statistics() == LinkStatistics(2, 30, 10, 4.0, 1.5)
+    assert carry(link, 10, 10).deadline == 101.5  # the link is still free
+
+
 def test_a_direction_that_is_not_used_stays_free() -> None:
     clock = FakeClock()
     link = EmulatedLink(0.0, 10.0, clock=clock)
