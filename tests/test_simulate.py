@@ -19,6 +19,7 @@ from ubatch.simulate import (
     median_programs,
     programs_of,
     simulate,
+    simulate_ranks,
 )
 from ubatch.trace import Event, EventKind, LinkTime, SpanKind, Trace
 
@@ -174,6 +175,35 @@ def test_medians_of_measured_programs() -> None:
         median_programs([[[Pass("dispatch")]], [[Pass("combine")]]])
     with pytest.raises(ConfigError, match="number"):
         median_programs([[[Pass("dispatch")]], [[]]])
+
+
+def test_ranks_wait_for_each_other_by_hand() -> None:
+    """One is slower before the exchange, the other behind it: together they are slower than either alone."""
+
+    def rank(before: float, behind: float, link: float = 1.0) -> list[list[Op]]:
+        exchange: list[Op] = [Launch("t", link), Pass("dispatch"), Wait("t")]
+        return [[Compute(before), *exchange, Compute(behind), Launch("u", 0.0), Wait("u")]]
+
+    single = get_schedule("single_batch")
+    first, second = rank(1.0, 5.0), rank(4.0, 1.0, link=0.5)
+    assert [simulate(each, single).seconds for each in (first, second)] == [7.0, 5.5]
+    # The first waits for the second's launch at 4, the second for its own link until 4.5, then for the first's "u".
+    assert [line.seconds for line in simulate_ranks([first, second], single)] == [9.0, 9.0]
+    assert simulate_ranks([first, second], single)[0].exposed_s == 3.0
+    assert [line.seconds for line in simulate_ranks([first, first], single)] == [7.0, 7.0]
+    with pytest.raises(ConfigError, match="do not launch the same transfers"):
+        simulate_ranks([first, [[Compute(1.0)]]], single)
+    twice = [[*first[0], *first[0]]]
+    with pytest.raises(ConfigError, match="two transfers of the same key"):
+        simulate_ranks([twice, twice], single)
+
+
+def test_a_rank_that_is_alike_changes_nothing() -> None:
+    times = LayerTimes(attn_core=0.3, experts=0.5, shared=0.2, dispatch=0.4, combine=0.6)
+    for schedule in (VLLM, VLLM.with_lanes(3), get_schedule("two_batch_decode"), get_schedule("single_batch")):
+        programs = [layer_program(times, 6, schedule)] * schedule.lanes
+        alone = simulate(programs, schedule, 0.01)
+        assert simulate_ranks([programs, programs], schedule, 0.01) == [alone, alone]
 
 
 def test_uneven_chunks() -> None:

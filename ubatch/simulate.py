@@ -6,12 +6,13 @@ runtime does, so that a difference between its time line and a measured one is t
 schedule's.
 
 The machine: one core per rank, run by the lane that holds the baton; one full-duplex link, first come first served in
-each direction; a lane that waits keeps the baton. All ranks are alike, so one rank stands for all.
+each direction; a lane that waits keeps the baton. `simulate` takes all ranks to be alike, so that one stands for all;
+`simulate_ranks` lets them wait for each other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
@@ -30,6 +31,7 @@ __all__ = [
     "median_programs",
     "programs_of",
     "simulate",
+    "simulate_ranks",
 ]
 
 
@@ -105,13 +107,21 @@ class Timeline:
 class _Machine:
     """The state of one simulated step; every field changes as lanes run."""
 
-    def __init__(self, programs: Sequence[Sequence[Op]], schedule: Schedule, handoff_s: float) -> None:
+    def __init__(
+        self,
+        programs: Sequence[Sequence[Op]],
+        schedule: Schedule,
+        handoff_s: float,
+        peers: Mapping[tuple[int, str], float],
+    ) -> None:
         self.programs = programs
         self.schedule = schedule
         self.handoff_s = handoff_s
         self.ring = Ring(len(programs), schedule.lead)
         self.next_op = [0] * len(programs)
         self.pending: list[list[str]] = [[] for _ in programs]
+        self.peers = peers
+        self.launched: dict[tuple[int, str], float] = {}
         self.arrival: dict[tuple[int, str], float] = {}
         self.now = 0.0
         self.link_free = [0.0, 0.0]  # send, receive
@@ -161,7 +171,7 @@ class _Machine:
         self.compute_s += seconds
 
     def launch(self, lane: int, op: Launch) -> None:
-        """A direction in which nothing crosses is not occupied."""
+        """A direction in which nothing crosses is not occupied. Nothing arrives before all peers have launched it."""
         seconds = op.seconds, op.seconds if op.receive_s is None else op.receive_s
         begins = {way: max(self.now, self.link_free[way]) for way, needed in enumerate(seconds) if needed > 0}
         for way, begin in begins.items():
@@ -169,6 +179,8 @@ class _Machine:
             self.link_busy[way] += seconds[way]
         start = min(begins.values(), default=self.now)
         finish = max((self.link_free[way] for way in begins), default=self.now)
+        self.launched[lane, op.key] = self.now
+        finish = max(finish, self.peers.get((lane, op.key), finish))
         self.arrival[lane, op.key] = finish
         if op.hooked:
             self.pending[lane].append(op.key)
@@ -201,8 +213,48 @@ def simulate(programs: Sequence[Sequence[Op]], schedule: Schedule, handoff_s: fl
     Raises:
         ConfigError: a program waits for a transfer that it did not launch.
     """
-    machine = _Machine(programs, schedule, handoff_s)
+    machine = _Machine(programs, schedule, handoff_s, {})
     machine.run()
+    return _timeline(machine)
+
+
+def simulate_ranks(
+    of_ranks: Sequence[Sequence[Sequence[Op]]], schedule: Schedule, handoff_s: float = 0.0
+) -> list[Timeline]:
+    """Run every rank's programs under `schedule`; a transfer arrives when every rank has launched it, at the earliest.
+
+    Each rank has a link of its own, as an emulated link has. A rank that is slower in one layer, for more tokens came
+    to its experts, makes the others wait there, and they it in another.
+
+    Args:
+        of_ranks: every rank's programs, as of `simulate`.
+        schedule, handoff_s: see `simulate`.
+
+    Returns:
+        A timeline per rank.
+
+    Raises:
+        ConfigError: as `simulate`; or the ranks do not launch the same transfers.
+    """
+    launched: dict[tuple[int, str], float] = {}
+    while True:  # who runs when does not depend on times, so each round settles at least one more transfer
+        machines = [_Machine(programs, schedule, handoff_s, launched) for programs in of_ranks]
+        for machine in machines:
+            machine.run()
+        if len({frozenset(machine.launched) for machine in machines}) != 1:
+            raise ConfigError("the ranks do not launch the same transfers. Take programs of one step of all ranks.")
+        if any(len(machine.launched) != _launches(machine.programs) for machine in machines):
+            raise ConfigError("a lane launches two transfers of the same key; the ranks' cannot be told apart.")
+        before, launched = launched, {key: max(each.launched[key] for each in machines) for key in machines[0].launched}
+        if launched == before:
+            return [_timeline(machine) for machine in machines]
+
+
+def _launches(programs: Sequence[Sequence[Op]]) -> int:
+    return sum(isinstance(op, Launch) for program in programs for op in program)
+
+
+def _timeline(machine: _Machine) -> Timeline:
     return Timeline(
         seconds=machine.now,
         compute_s=machine.compute_s,
