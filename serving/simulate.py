@@ -85,7 +85,9 @@ def _compare(options: Options) -> list[Gate]:
         for path in options.measured:
             gates += gates_of_results(path)
         if options.live:
-            gates += live_gates(Bench(lanes=(2,), ratios=(1.0, 0.5, 2.0), blocks=8, sequences=4, sequence_length=64))
+            gates += live_gates(
+                Bench(lanes=(2,), ratios=(0.5, 1.0, 2.0, 4.0), blocks=15, sequences=4, sequence_length=64)
+            )
     return gates
 
 

@@ -140,7 +140,7 @@ def _tune_on_rank(rank: int, world_size: int, options: Options, device: str, sta
         torch.cuda.set_device(place)
         carrier = dist.new_group(backend="nccl")  # carries the data; what is decided goes over the default group
     group = CommGroup.from_process_group(carrier, timeout_s=_TIMEOUT_S)
-    plan = options.plan()
+    plan, link = options.plan(), make_link(options.emulated_link)
     shared = [state]  # under a launcher every rank has looked for the file by itself
     dist.broadcast_object_list(shared, src=0)
     state = shared[0]
@@ -148,7 +148,7 @@ def _tune_on_rank(rank: int, world_size: int, options: Options, device: str, sta
         options.model,
         group=group,
         all2all_backend=options.all2all_backend,
-        link=make_link(options.emulated_link),
+        link=link,
         dbo=UBatchConfig(timeout_s=_TIMEOUT_S),
         device=place,
         dtype=_dtype(options, device),
@@ -162,7 +162,7 @@ def _tune_on_rank(rank: int, world_size: int, options: Options, device: str, sta
             raise ConfigError(
                 f"the checkpoint has {runner.max_model_len} positions, but --prompt-len and --context need {longest}."
             )
-        with Tuner(runner, plan, state, state_file(options.out)) as tuner:
+        with Tuner(runner, plan, state, state_file(options.out), link) as tuner:
             state = tuner.run()
             arms: Mapping[str, list[Arm]] = {mode: tuner.arms(mode) for mode in plan.grid.modes}
     return make_result(plan.grid.cells(), arms, state, _facts(options, device, state))

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from statistics import median
 
 import pytest
 from checkpoints import make_qwen3_moe_checkpoint
@@ -147,7 +148,9 @@ def test_bench_overlap(tmp_path: Path) -> None:
         assert results[name]["low"] <= results[name]["median"] <= results[name]["high"]
     arms = {"compute_unsplit", "serial_unsplit"}
     arms |= {
-        f"{arm}_{n}" for n in (2, 3) for arm in ("serial", "overlapped", "split_compute", "ideal", "communication")
+        f"{arm}_{n}"
+        for n in (2, 3)
+        for arm in ("serial", "split", "overlapped", "split_compute", "ideal", "communication")
     }
     assert set(results["arms_ms"]) == arms
     assert [link["ratio"] for link in results["links"]] == [1.0, 8.0]
@@ -155,6 +158,8 @@ def test_bench_overlap(tmp_path: Path) -> None:
     for n in ("2", "3"):  # link-bound: the step cannot be shorter than the link was busy
         busy, wall = slow["arms_ms"][f"communication_{n}"], slow["arms_ms"][f"overlapped_{n}"]
         assert all(b <= w for b, w in zip(busy, wall, strict=True))
+        waits_not, waits = (median(slow["arms_ms"][f"{arm}_{n}"]) for arm in ("split", "serial"))
+        assert waits_not < 0.8 * waits  # stages are timed with nothing to wait for
 
 
 def test_bench_schedules(tmp_path: Path) -> None:
@@ -170,7 +175,10 @@ def test_bench_schedules(tmp_path: Path) -> None:
     results = json.loads(file.read_text())
     assert [each["name"] for each in results["named"]] == [name for name in SCHEDULES if name != "serial"]
     assert [each["name"] for each in results["searched"]] == ["searched 1", "searched 2"]
-    assert "one_by_one 1x2, shared at combine" in results["arms_ms"]
+    arms = results["arms_ms"]
+    assert {"one_by_one 2x1, shared at combine", "split 2x1, shared at combine"} <= set(arms)
+    assert "split 1x2, shared at combine" in arms
+    assert "one_by_one 1x2, shared at combine" not in arms  # its chunks overlap: no serial arm
     busy = min(results["arms_ms"]["communication 2x1, shared at combine"])
     for each in (*results["named"], *results["searched"]):
         assert each["efficiency"]["low"] <= each["efficiency"]["median"] <= each["efficiency"]["high"]

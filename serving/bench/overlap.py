@@ -5,14 +5,15 @@ whose bandwidth is set so that communication takes a chosen share of compute. Ar
 
     compute_unsplit   the whole batch, link infinitely fast
     serial_unsplit    the whole batch over the link, nothing overlapped
-    serial_N          N lanes one after the other over the link; its CPU time is "split compute", its stages' CPU times
-                      and the link's times feed the simulator
+    serial_N          N lanes one after the other over the link
+    split_N           N lanes one after the other with nothing to wait for: its CPU time is "split compute", its stages'
+                      CPU times and the link's reckoned times feed the simulator
     overlapped_N      N lanes under the schedule
 
 and reckoned by the link: communication only. A step's time is that of its slowest rank.
 
     efficiency           max(split compute, communication) / T
-    schedule_efficiency  time of this schedule on an ideal machine, from the medians of the measured stage times / T
+    schedule_efficiency  time of this schedule on an ideal machine, from the measured stage times of all ranks / T
     hidden               (split compute + communication - T) / min(split compute, communication)
     speedup              best serial arm / T
 """
@@ -31,7 +32,7 @@ from pydantic import BaseModel, Field
 
 from serving.bench.statistics import Interval, bootstrap, environment, interleave_arms, paired, write_json
 from serving.bench.step_setting import (
-    OneByOne,
+    SplitCompute,
     StepOptions,
     StepSetting,
     calibrate,
@@ -40,8 +41,8 @@ from serving.bench.step_setting import (
     slowest_rank,
 )
 from serving.ranks import run_ranks
+from serving.tuning.programs import predict_step
 from ubatch.schedule import SERIAL
-from ubatch.simulate import simulate
 
 __all__ = ["LaneResult", "Options", "OverlapResult", "measure_overlap", "run"]
 
@@ -130,7 +131,7 @@ def measure_overlap(setting: StepSetting, *, lanes: Sequence[int], ratio: float,
     bandwidth = calibrate(setting, lanes[0], ratio)
     setting.check_equal([form for n in lanes for form in (setting.schedule(n), setting.schedule(n).one_by_one())])
 
-    serial = {n: OneByOne(setting, setting.schedule(n)) for n in lanes}
+    split = {n: SplitCompute(setting, setting.schedule(n)) for n in lanes}
 
     def compute_unsplit() -> float:
         latency, link.latency_s, link.bytes_per_s = link.latency_s, 0.0, float("inf")
@@ -144,15 +145,15 @@ def measure_overlap(setting: StepSetting, *, lanes: Sequence[int], ratio: float,
         "serial_unsplit": functools.partial(setting.timed, SERIAL),
     }
     for n in lanes:
-        arms[f"serial_{n}"] = serial[n]
+        arms[f"serial_{n}"] = functools.partial(setting.timed, setting.schedule(n).one_by_one())
+        arms[f"split_{n}"] = split[n]
         arms[f"overlapped_{n}"] = functools.partial(setting.timed, setting.schedule(n))
     show = dist.get_rank() == 0
     walls = interleave_arms(arms, blocks, label=f"communication {ratio:g}x compute", show=show)
     for n in lanes:
-        walls[f"split_compute_{n}"] = serial[n].compute_ms(blocks)
-        walls[f"communication_{n}"] = serial[n].communication_ms(blocks)
-        ideal = simulate(serial[n].programs(), setting.schedule(n))
-        walls[f"ideal_{n}"] = [ideal.seconds * 1e3] * blocks
+        walls[f"split_compute_{n}"] = split[n].compute_ms(blocks)
+        walls[f"communication_{n}"] = split[n].communication_ms(blocks)
+        walls[f"ideal_{n}"] = [predict_step(split[n].steps(), setting.schedule(n)) * 1e3] * blocks
     slowest = slowest_rank(walls)
     results = {n: _lane_result(slowest, n, lanes) for n in lanes}
     return OverlapResult(ratio, bandwidth, link.latency_s, slowest, results)

@@ -4,18 +4,19 @@
     stages      2 and 4 lanes, one after the other and traced: what every stage costs per lane and per token
     search      the simulator tries lanes x chunks x lead x place of the shared expert x points; the best are kept,
                 the work of each is measured, lanes one after the other, and they are simulated again with that
-    measure     the best of these, every named schedule, and each one's work one by one: interleaved A B B A
+    measure     the best of these, every named schedule, and each one's work, lanes one after the other: interleaved
+                A B B A
 
 Per schedule, besides `efficiency` and `speedup` (see `ubatch bench overlap`; here over the best serial arm):
 
-    predicted   the simulator's time for the step, from the stage times of the one-by-one arms, which overlap nothing
+    predicted   the simulator's time for the step, from the stage times of the split arms, which overlap nothing and
+                wait for nothing (`serving.tuning.programs`), and what these steps take around their lanes
     error       predicted / measured - 1
 """
 
 from __future__ import annotations
 
 import functools
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,7 +28,7 @@ from pydantic import Field
 
 from serving.bench.statistics import Interval, bootstrap, environment, interleave_arms, paired, write_json
 from serving.bench.step_setting import (
-    OneByOne,
+    SplitCompute,
     StepOptions,
     StepSetting,
     calibrate,
@@ -36,11 +37,10 @@ from serving.bench.step_setting import (
     slowest_rank,
 )
 from serving.ranks import run_ranks
-from serving.tuning.stages import HANDOFF_S, StageModel, mean_layer_times, nameless
+from serving.tuning.programs import Programs, predict_step
+from serving.tuning.stages import HANDOFF_S, StageModel, nameless, slowest_layer_times
 from ubatch import SCHEDULES, ConfigError, Schedule
-from ubatch.layer_program import LayerTimes
 from ubatch.schedule import SERIAL
-from ubatch.simulate import Op, simulate
 
 __all__ = ["Options", "ScheduleResult", "SchedulesResult", "measure_schedules", "run"]
 
@@ -128,21 +128,28 @@ def measure_schedules(setting: StepSetting, options: Options) -> SchedulesResult
     works = {work_of(setting, schedule): None for schedule in schedules.values()}
     setting.check_equal([*schedules.values(), *works])
 
-    one_by_one = {work: OneByOne(setting, work) for work in works}
+    split = {work: SplitCompute(setting, work) for work in works}
     arms: dict[str, Callable[[], float]] = {"serial_unsplit": functools.partial(setting.timed, SERIAL)}
-    arms |= {f"one_by_one {describe_work(work)}": arm for work, arm in one_by_one.items()}
+    arms |= {
+        f"one_by_one {describe_work(work)}": functools.partial(setting.timed, work)
+        for work in works
+        if work.chunks == 1  # what hides nothing; chunks overlap within their lane, whatever the lanes do
+    }
+    arms |= {f"split {describe_work(work)}": arm for work, arm in split.items()}
     arms |= {name: functools.partial(setting.timed, schedule) for name, schedule in schedules.items()}
     walls = interleave_arms(arms, options.blocks, label="schedules", show=dist.get_rank() == 0)
-    for work, arm in one_by_one.items():
+    for work, arm in split.items():
         walls[f"split_compute {describe_work(work)}"] = arm.compute_ms(options.blocks)
         walls[f"communication {describe_work(work)}"] = arm.communication_ms(options.blocks)
-    predictions = {
-        name: _slowest_s(simulate(one_by_one[work_of(setting, each)].programs(), each, HANDOFF_S).seconds)
-        for name, each in schedules.items()
-    }
+    steps = {work: arm.steps() for work, arm in split.items()}
+    around_ms = {work: arm.around_ms() for work, arm in split.items()}
+    predictions = {}
+    for name, each in schedules.items():
+        work = work_of(setting, each)
+        predictions[name] = predict_step(steps[work], each, HANDOFF_S) * 1e3 + around_ms[work]
     walls = slowest_rank(walls)
     results = {
-        name: _result(name, schedule, walls, describe_work(work_of(setting, schedule)), predictions[name] * 1e3)
+        name: _result(name, schedule, walls, describe_work(work_of(setting, schedule)), predictions[name])
         for name, schedule in schedules.items()
     }
     return SchedulesResult(
@@ -191,38 +198,31 @@ def _search(setting: StepSetting, options: Options) -> list[Schedule]:
         box = [[each.schedule for each in found if nameless(each.schedule) != nameless(SERIAL)]]
     dist.broadcast_object_list(box, src=0)
     pool: list[Schedule] = box[0]
-    programs = _programs(setting, {work_of(setting, schedule): None for schedule in pool})
-    seconds = {each: _slowest_s(simulate(programs[work_of(setting, each)], each, HANDOFF_S).seconds) for each in pool}
+    steps = _steps(setting, {work_of(setting, schedule): None for schedule in pool})
+    seconds = {each: predict_step(steps[work_of(setting, each)], each, HANDOFF_S) for each in pool}
     return sorted(pool, key=lambda each: seconds[each])[: options.top]
 
 
 def _stage_model(setting: StepSetting) -> StageModel:
-    """From two numbers of lanes, the largest of the ranks; errors as `measure_schedules`."""
+    """From two numbers of lanes, the same on every rank; errors as `measure_schedules`."""
     config, traits = setting.runner.config, setting.runner.all2all.traits
     if traits.max_lanes is not None and traits.max_lanes < _STAGE_LANES[-1]:
         raise ConfigError(f"the transport serves {traits.max_lanes} lanes; the stages are measured at {_STAGE_LANES}.")
     works = {lanes: setting.schedule(lanes).one_by_one() for lanes in _STAGE_LANES}
-    programs = _programs(setting, works.values())
-    measured, layers = [], 0
-    for lanes, work in works.items():
-        times, layers = mean_layer_times(programs[work])
-        slowest = slowest_rank({name: [seconds] for name, seconds in vars(times).items()})
-        measured.append((lanes, LayerTimes(**{name: value for name, (value,) in slowest.items()})))
-    few, many = measured
-    return StageModel.fit(few, many, layers, config.num_experts, config.num_experts_per_tok, traits)
+    steps = _steps(setting, works.values())
+    (few, (times, layers)), (many, (more, _)) = [
+        (lanes, slowest_layer_times(steps[work])) for lanes, work in works.items()
+    ]
+    return StageModel.fit((few, times), (many, more), layers, config.num_experts, config.num_experts_per_tok, traits)
 
 
-def _programs(setting: StepSetting, works: Iterable[Schedule]) -> dict[Schedule, list[list[Op]]]:
+def _steps(setting: StepSetting, works: Iterable[Schedule]) -> dict[Schedule, list[list[Programs]]]:
     """Of each; the steps take turns, so that what drifts with the machine drifts in all of them."""
-    arms = {work: OneByOne(setting, work) for work in works}
+    arms = {work: SplitCompute(setting, work) for work in works}
     for _ in range(_STAGE_STEPS):
         for arm in arms.values():
             arm()
-    return {work: arm.programs() for work, arm in arms.items()}
-
-
-def _slowest_s(seconds: float) -> float:
-    return slowest_rank({"": [seconds]})[""][0]
+    return {work: arm.steps() for work, arm in arms.items()}
 
 
 # -- results --------------------------------------------------------------------------------------------------------
@@ -231,7 +231,8 @@ def _slowest_s(seconds: float) -> float:
 def _result(
     name: str, schedule: Schedule, arms: Mapping[str, Sequence[float]], work: str, predicted_ms: float
 ) -> ScheduleResult:
-    best = min(_serial_arms(arms), key=lambda arm: bootstrap(arms[arm]).median)
+    serial = [arm for arm in arms if arm.startswith(("serial_unsplit", "one_by_one"))]
+    best = min(serial, key=lambda arm: bootstrap(arms[arm]).median)
     columns = zip(arms[f"split_compute {work}"], arms[f"communication {work}"], arms[name], strict=True)
     measured = bootstrap(arms[name])
     return ScheduleResult(
@@ -243,11 +244,6 @@ def _result(
         measured_ms=measured,
         error=predicted_ms / measured.median - 1,
     )
-
-
-def _serial_arms(arms: Mapping[str, Sequence[float]]) -> list[str]:
-    """Those that hide nothing: chunks overlap within their lane, whatever the lanes do."""
-    return [arm for arm in arms if arm == "serial_unsplit" or re.match(r"one_by_one \d+x1,", arm)]
 
 
 def print_result(options: Options, result: SchedulesResult) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from statistics import median
 from typing import Annotated, Literal
 
 import torch
@@ -29,15 +30,17 @@ from model_runner import (
 )
 from model_runner.models.config import DecoderConfig
 from moe import EmulatedLink
-from ubatch import CommGroup, Schedule, UBatchConfig, UBatchError, UBatchWrapper, set_forward_context, tracing
+from serving.tuning.programs import Programs, gather_steps, traced_step
+from ubatch import CommGroup, Schedule, UBatchConfig, UBatchError, UBatchWrapper, set_forward_context
 from ubatch.schedule import SERIAL
-from ubatch.simulate import Op, median_programs, programs_of
 
 __all__ = [
-    "OneByOne",
+    "SplitCompute",
+    "StepLoad",
     "StepOptions",
     "StepSetting",
     "calibrate",
+    "measure_load",
     "model_folder",
     "open_setting",
     "prefill_batch",
@@ -168,32 +171,60 @@ def prefill_batch(runner: ModelRunner, prompts: Sequence[Sequence[int]]) -> Inpu
     return build_input_batch(shares, runner.request_table, runner.kv_cache.spec, runner.device)
 
 
-def calibrate(setting: StepSetting, lanes: int, ratio: float) -> float:
-    """Set the link's bandwidth so that its busy time is `ratio` times the CPU time of the split step."""
-    link = setting.link
-    link.bytes_per_s = float("inf")
-    serial = setting.schedule(lanes).one_by_one()
+@dataclass(frozen=True)
+class StepLoad:
+    """What one step computes and sends, of the ranks the most.
+
+    Attributes:
+        compute_s: CPU seconds, the transport's own included.
+        num_bytes: in the busier direction.
+        transfers: how many.
+    """
+
+    compute_s: float
+    num_bytes: float
+    transfers: float
+
+    def bandwidth(self, ratio: float, latency_s: float) -> float:
+        """Bytes a second at which the link is busy `ratio` times as long as the step computes.
+
+        Raises:
+            UBatchError: the latencies alone take longer.
+        """
+        travel_s = ratio * self.compute_s - self.transfers * latency_s
+        if travel_s <= 0:
+            raise UBatchError(f"{self.transfers:.0f} latencies of {latency_s * 1e6:g} us exceed {ratio:g}x compute.")
+        return self.num_bytes / travel_s
+
+
+def measure_load(setting: StepSetting, lanes: int) -> StepLoad:
+    """Of the runner's own schedule, its lanes one by one. Every rank calls it; all get the same."""
+    link, serial = setting.link, setting.schedule(lanes).one_by_one()
     times = []
-    for _ in range(5):
-        link.reset_statistics()
-        start = time.process_time()
-        setting.step(serial)
-        times.append(time.process_time() - start)
+    with link.at_once():
+        for _ in range(5):
+            link.reset_statistics()
+            start = time.process_time()
+            setting.step(serial)
+            times.append(time.process_time() - start)
     carried = link.statistics()
     facts = torch.tensor(
         [sorted(times)[2], max(carried.bytes_sent, carried.bytes_received), carried.transfers], dtype=torch.float64
     )
     dist.all_reduce(facts, dist.ReduceOp.MAX)
-    compute_s, num_bytes, transfers = facts.tolist()
-    travel_s = ratio * compute_s - transfers * link.latency_s
-    if travel_s <= 0:
-        raise UBatchError(f"{transfers:.0f} latencies of {link.latency_s * 1e6:g} us exceed {ratio:g}x compute.")
-    link.bytes_per_s = num_bytes / travel_s
-    return link.bytes_per_s
+    return StepLoad(*facts.tolist())
 
 
-class OneByOne:
-    """An arm: a schedule's lanes one after the other, and what their stages took.
+def calibrate(setting: StepSetting, lanes: int, ratio: float) -> float:
+    """Set the link's bandwidth so that its busy time is `ratio` times the CPU time of the split step."""
+    setting.link.bytes_per_s = measure_load(setting, lanes).bandwidth(ratio, setting.link.latency_s)
+    return setting.link.bytes_per_s
+
+
+class SplitCompute:
+    """An arm: a schedule's lanes one after the other with nothing to wait for, and what their stages took.
+
+    The link delivers at once, and says how long it would have been busy; see `serving.tuning.programs`.
 
     Args:
         setting: of this rank.
@@ -205,19 +236,23 @@ class OneByOne:
         self._schedule = schedule.one_by_one()
         self._cpu_ms: list[float] = []
         self._link_ms: list[float] = []
-        self._programs: list[list[list[Op]]] = []
+        self._wall_ms = 0.0
+        self._around_ms: list[float] = []
+        self._programs: list[Programs] = []
 
     def __call__(self) -> float:
         """Run a step; its milliseconds."""
-        link = self._setting.link
-        link.reset_statistics()
-        with tracing() as trace:
-            start = time.process_time()
-            wall = self._setting.timed(self._schedule)
-            self._cpu_ms.append((time.process_time() - start) * 1e3)
-        self._link_ms.append(link.statistics().busy_s * 1e3)
-        self._programs.append(programs_of(trace, trace.step))
-        return wall
+        self._setting.link.reset_statistics()
+        traced = traced_step(self._step, self._setting.link)
+        self._programs.append(traced.programs)
+        self._around_ms.append(self._wall_ms - traced.lanes_s * 1e3)
+        self._link_ms.append(self._setting.link.statistics().busy_s * 1e3)
+        return self._wall_ms
+
+    def _step(self) -> None:
+        start = time.process_time()
+        self._wall_ms = self._setting.timed(self._schedule)
+        self._cpu_ms.append((time.process_time() - start) * 1e3)
 
     def compute_ms(self, blocks: int) -> list[float]:
         """CPU time per block: split compute."""
@@ -227,9 +262,13 @@ class OneByOne:
         """The link's busy time per block."""
         return _block_means(self._link_ms, blocks)
 
-    def programs(self) -> list[list[Op]]:
-        """For the simulator, with the medians of all steps but the first."""
-        return median_programs(self._programs[1:] or self._programs)
+    def steps(self) -> list[list[Programs]]:
+        """For the simulator, of all steps but the first every rank's programs; every rank calls it."""
+        return gather_steps(self._programs[1:] or self._programs)
+
+    def around_ms(self) -> float:
+        """What a step takes before its lanes begin and after they end, such as the vote; every rank calls it."""
+        return slowest_rank({"": [median(self._around_ms)]})[""][0]
 
 
 def _block_means(values: Sequence[float], blocks: int) -> list[float]:

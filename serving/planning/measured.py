@@ -4,33 +4,41 @@
 simulator says what the second must take.
 
     a results file    every link's own stage times, already simulated there (`ideal_2`), beside what was measured
-    live              stage times of one link only, the transfers reckoned anew for every other link
+    live              stage times once, the transfers reckoned anew for every link; lanes over all links, and what
+                      the stages are timed by, take turns, so that a machine that drifts drifts in all of them
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from serving.bench.overlap import Options, measure_overlap
-from serving.bench.step_setting import StepSetting, model_folder, open_setting
+from serving.bench.overlap import Options
+from serving.bench.statistics import interleave_arms
+from serving.bench.step_setting import (
+    SplitCompute,
+    StepSetting,
+    measure_load,
+    model_folder,
+    open_setting,
+    slowest_rank,
+)
 from serving.planning.gates import Gate
 from serving.ranks import run_ranks
-from ubatch import tracing
+from serving.tuning.programs import predict_step
+from serving.tuning.stages import HANDOFF_S
 from ubatch.errors import ConfigError
-from ubatch.simulate import Launch, Op, median_programs, programs_of, simulate
+from ubatch.simulate import Launch, Op
 
 __all__ = ["gates_of_results", "live_gates", "over_link"]
 
 _LIMIT = 0.05
-_TRACED_STEPS = 9
 
 
 def gates_of_results(path: Path) -> list[Gate]:
@@ -51,7 +59,7 @@ def gates_of_results(path: Path) -> list[Gate]:
 
 
 def live_gates(options: Options) -> list[Gate]:
-    """Measure stages over the first of the links and lanes over all of them, and compare.
+    """Measure stages once and lanes over every link, and compare.
 
     Args:
         options: as for `ubatch bench overlap`; `ratios` are the links.
@@ -87,44 +95,40 @@ def over_link(
 
 @torch.inference_mode()
 def _on_rank(rank: int, world_size: int, options: Options, model: Path) -> list[Gate]:
-    programs: dict[int, list[list[Op]]] = {}
-    gates: list[Gate] = []
-    measured_bytes_per_s = 0.0
     with open_setting(rank, options, model) as setting:
-        for ratio in options.ratios:
-            result = measure_overlap(setting, lanes=options.lanes, ratio=ratio, blocks=options.blocks)
-            if not programs:
-                measured_bytes_per_s = result.bytes_per_s
-                programs = {lanes: _stages(setting, lanes) for lanes in options.lanes}
-            for lanes, measured in programs.items():
-                schedule = setting.schedule(lanes)
-                carried = over_link(
-                    measured,
-                    latency_s=result.latency_s,
-                    measured_bytes_per_s=measured_bytes_per_s,
-                    bytes_per_s=result.bytes_per_s,
-                )
-                slowest = _slowest_rank(simulate(carried, schedule).seconds)
-                overlapped = median(result.arms_ms[f"overlapped_{lanes}"])
-                gates.append(_gate(f"this machine, {lanes} lanes", ratio, slowest * 1e3, overlapped))
+        for lanes in options.lanes:
+            setting.check_equal([setting.schedule(lanes), setting.schedule(lanes).one_by_one()])
+        load = measure_load(setting, min(options.lanes))
+        links = {ratio: load.bandwidth(ratio, setting.link.latency_s) for ratio in options.ratios}
+        first = setting.link.bytes_per_s = next(iter(links.values()))
+        stages = {lanes: SplitCompute(setting, setting.schedule(lanes)) for lanes in options.lanes}
+        arms: dict[str, Callable[[], float]] = {f"split {lanes}": arm for lanes, arm in stages.items()}
+        for ratio, bytes_per_s in links.items():
+            for lanes in options.lanes:
+                arms[f"overlapped {lanes} {ratio}"] = partial(_timed_over, setting, lanes, bytes_per_s)
+        walls = slowest_rank(interleave_arms(arms, options.blocks, label="stages and links", show=rank == 0))
+        steps = {lanes: arm.steps() for lanes, arm in stages.items()}
+        around_ms = {lanes: arm.around_ms() for lanes, arm in stages.items()}
+    gates = []
+    for ratio, bytes_per_s in links.items():
+        for lanes, measured in steps.items():
+            moved = partial(
+                over_link, latency_s=setting.link.latency_s, measured_bytes_per_s=first, bytes_per_s=bytes_per_s
+            )
+            carried = [[moved(programs) for programs in ranks] for ranks in measured]
+            predicted = predict_step(carried, setting.schedule(lanes), HANDOFF_S) * 1e3 + around_ms[lanes]
+            overlapped = median(walls[f"overlapped {lanes} {ratio}"])
+            gates.append(_gate(f"this machine, {lanes} lanes", ratio, predicted, overlapped))
     return gates
 
 
-def _stages(setting: StepSetting, lanes: int) -> list[list[Op]]:
-    """Medians of the stage times of lanes that run one after the other, over the link as it is now."""
-    samples = []
-    for _ in range(_TRACED_STEPS):
-        with tracing() as trace:
-            setting.step(setting.schedule(lanes).one_by_one())
-        samples.append(programs_of(trace, trace.step))
-    return median_programs(samples)
-
-
-def _slowest_rank(seconds: float) -> float:
-    """Of all ranks; a step ends when its last rank has ended."""
-    value: Any = torch.tensor([seconds], dtype=torch.float64)
-    dist.all_reduce(value, dist.ReduceOp.MAX)
-    return float(value.item())
+def _timed_over(setting: StepSetting, lanes: int, bytes_per_s: float) -> float:
+    """Milliseconds of a step over a link of that bandwidth."""
+    usual, setting.link.bytes_per_s = setting.link.bytes_per_s, bytes_per_s
+    try:
+        return setting.timed(setting.schedule(lanes))
+    finally:
+        setting.link.bytes_per_s = usual
 
 
 def _gate(name: str, ratio: float, predicted_ms: float, measured_ms: float) -> Gate:

@@ -23,14 +23,15 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 from model_runner import InputBatch, ModelRunner
+from moe import EmulatedLink
 from serving.tuning.batches import make_batch
 from serving.tuning.cells import Arm, Cell, Grid, arm_config, library_arms
-from serving.tuning.stages import StageModel, best_schedules, mean_layer_times
+from serving.tuning.programs import gather_steps, traced_step
+from serving.tuning.stages import StageModel, best_schedules, slowest_layer_times
 from serving.tuning.state import State, save_state
-from ubatch import SCHEDULES, UBatchConfig, UBatchWrapper, set_forward_context, tracing
+from ubatch import SCHEDULES, UBatchConfig, UBatchWrapper, set_forward_context
 from ubatch.cost_table import SERIAL_ARM
 from ubatch.layer_program import LayerTimes
-from ubatch.simulate import median_programs, programs_of
 
 __all__ = ["Plan", "Tuner"]
 
@@ -68,13 +69,17 @@ class Tuner:
         plan: what to measure.
         state: what an earlier run knew; it is filled.
         state_path: rank 0 writes the state here; None for nowhere.
+        link: what the runner's ranks talk over, if it is emulated.
     """
 
-    def __init__(self, runner: ModelRunner, plan: Plan, state: State, state_path: Path | None) -> None:
+    def __init__(
+        self, runner: ModelRunner, plan: Plan, state: State, state_path: Path | None, link: EmulatedLink | None = None
+    ) -> None:
         self._runner = runner
         self._plan = plan
         self._state = state
         self._state_path = state_path
+        self._link = link
         self._rank = 0 if runner.group is None else runner.group.rank
         self._wrappers: dict[str, tuple[UBatchConfig, UBatchWrapper]] = {}
         self._start = time.monotonic() - state.seconds
@@ -200,18 +205,12 @@ class Tuner:
 
     @torch.inference_mode()
     def _stages(self, batch: InputBatch, lanes: int) -> tuple[LayerTimes, int] | None:
-        """Of one lane, the mean over the lanes, the largest of the ranks; None where the step cannot be cut so."""
+        """Of one lane, the mean over the lanes, the same on every rank; None where the step cannot be cut so."""
         arm = Arm(f"one by one x{lanes}", SCHEDULES["mlp_shared_overlap"].with_lanes(lanes).one_by_one())
         if not self._step(arm, batch):
             return None
-        samples = []
-        for _ in range(_TRACED_STEPS):
-            with tracing() as trace:
-                self._step(arm, batch)
-            samples.append(programs_of(trace, trace.step))
-        times, layers = mean_layer_times(median_programs(samples))
-        slowest = self._slowest(list(vars(times).values()))
-        return LayerTimes(**dict(zip(vars(times), slowest, strict=True))), layers
+        samples = [traced_step(lambda: self._step(arm, batch), self._link).programs for _ in range(_TRACED_STEPS)]
+        return slowest_layer_times(gather_steps(samples))
 
     def _serves(self, lanes: int) -> bool:
         most = self._runner.all2all.traits.max_lanes

@@ -9,16 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from statistics import mean
 
 from moe import All2AllTraits
 from serving.tuning.cells import Arm
+from serving.tuning.programs import Programs
 from ubatch import ConfigError, Schedule
 from ubatch.layer_program import LayerTimes, UnevenTimes
 from ubatch.schedule import SERIAL, Point
 from ubatch.search import Candidate, search_schedules
-from ubatch.simulate import Compute, Launch, Op, Pass, Wait
+from ubatch.simulate import Compute, Launch, Op, Pass, Wait, median_programs
 
-__all__ = ["HANDOFF_S", "StageModel", "best_schedules", "layer_times", "mean_layer_times", "nameless"]
+__all__ = ["HANDOFF_S", "StageModel", "best_schedules", "layer_times", "nameless", "slowest_layer_times"]
 
 _SHARED_LEAST = 0.03
 """A shared expert takes more than this share of the compute, or what looks like it is the runtime's own work."""
@@ -150,12 +152,16 @@ def _transfer(key: str) -> str:
     return "attn_scatter" if "_scatter" in key else "attn_gather"
 
 
-def mean_layer_times(programs: Sequence[Sequence[Op]]) -> tuple[LayerTimes, int]:
-    """`layer_times`, the mean over all lanes' programs."""
-    found = [layer_times(program) for program in programs]
+def slowest_layer_times(steps: Sequence[Sequence[Programs]]) -> tuple[LayerTimes, int]:
+    """`layer_times`, the mean over a rank's lanes, the largest of the ranks.
+
+    Args:
+        steps: of every step every rank's programs; medians are taken over the steps.
+    """
+    found = [[layer_times(program) for program in median_programs(samples)] for samples in zip(*steps, strict=True)]
     names = [field.name for field in fields(LayerTimes)]
-    means = {name: sum(getattr(times, name) for times, _ in found) / len(found) for name in names}
-    return LayerTimes(**means), found[0][1]
+    slowest = {name: max(mean(getattr(times, name) for times, _ in lanes) for lanes in found) for name in names}
+    return LayerTimes(**slowest), found[0][0][1]
 
 
 def best_schedules(

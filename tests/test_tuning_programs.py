@@ -1,0 +1,60 @@
+"""What a traced step tells the simulator, and what it leaves out."""
+
+from __future__ import annotations
+
+import pytest
+
+from moe import EmulatedLink
+from serving.tuning.programs import predict_step, traced_step
+from serving.tuning.stages import slowest_layer_times
+from ubatch import Transfer
+from ubatch.schedule import get_schedule
+from ubatch.simulate import Compute, Launch, Op, Pass, Wait
+from ubatch.trace import Event, EventKind, SpanKind, current_trace
+from ubatch.trace import traced_step as one_step
+
+
+@pytest.mark.parametrize("emulated", [True, False])
+def test_a_step_is_traced_with_nothing_to_wait_for(emulated: bool) -> None:
+    link = EmulatedLink(3600.0, 1.0)
+
+    def step() -> None:
+        with one_step():
+            trace = current_trace()
+            assert trace is not None
+            sent: Transfer[int] = Transfer("sent", (), lambda: 7, bytes_sent=1, bytes_received=1)
+            assert link.carry(sent).done() is emulated
+            trace.add(SpanKind.TRANSFER, "sent", 0, 1.0, 9.0)  # arrives after the lanes, or before: no part of them
+            trace.add(SpanKind.COMPUTE, "dispatch", 0, 2.0, 3.0)
+            trace.add(SpanKind.WAIT, "sent", 0, 3.0, 3.5)
+            trace.add(SpanKind.COMPUTE, "end", 1, 4.0, 5.0)
+            trace.events.append(Event(trace.step, 0, EventKind.POINT, "dispatch", 0.75))
+            trace.events.append(Event(trace.step, 1, EventKind.END, "end", 0.5))
+
+    traced = traced_step(step, link if emulated else None)
+    assert traced.programs == [[Compute(0.75), Pass("dispatch")], [Compute(0.5)]]
+    assert traced.lanes_s == 3.0
+    late: Transfer[int] = Transfer("late", (), lambda: 7, bytes_sent=1)
+    assert not link.carry(late).done()  # afterwards the link takes its time again
+
+
+def test_prediction_is_of_every_step_with_all_ranks_together() -> None:
+    """Two ranks, each slow in another of two layers; in the third step both are slow throughout."""
+    schedule = get_schedule("single_batch").one_by_one()
+
+    def layer(number: int, experts: float) -> list[Op]:
+        there, back = f"dispatch.{number}", f"combine.{number}"
+        prepare: list[Op] = [Compute(1.0), Launch(there, 0.0), Compute(0.0), Pass("dispatch"), Wait(there)]
+        return [*prepare, Compute(experts), Launch(back, 0.0), Compute(0.0), Pass("combine"), Wait(back)]
+
+    def rank(*experts: float) -> list[list[Op]]:
+        return [[op for number, each in enumerate(experts) for op in layer(number, each)]]
+
+    even = [rank(2.0, 2.0), rank(2.0, 2.0)]
+    uneven = [rank(4.0, 2.0), rank(2.0, 4.0)]
+    slow = [rank(8.0, 8.0), rank(8.0, 8.0)]
+    assert predict_step([even], schedule) == 6.0
+    assert predict_step([uneven], schedule) == 10.0  # either alone needs 8
+    assert predict_step([even, uneven, slow], schedule) == 10.0
+    times, layers = slowest_layer_times([even, uneven, slow])
+    assert (times.experts, times.attn_prepare, layers) == (3.0, 1.0, 2)
