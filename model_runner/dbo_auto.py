@@ -2,8 +2,8 @@
 
     settings      what this rank votes with: its settings, with the schedule and threshold that are in use or probed
     timed         the forward of a step that was agreed on
-    every so many steps the ranks exchange how long theirs took, one small all-reduce beside the vote's; the slowest
-    rank's times go to the `Policy`, which decides alike on all of them
+    every so many steps, and when a trial has run, the ranks exchange how long theirs took, one small all-reduce beside
+    the vote's; the slowest rank's times go to the `Policy`, which decides alike on all of them
 
 A step's time is that of its forward: on a GPU between two events of its stream, so that nothing waits for it.
 """
@@ -20,8 +20,8 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
+from model_runner.dbo_model import Seen
 from model_runner.dbo_policy import Policy, PolicyStatistics
-from model_runner.dbo_probes import Seen
 from model_runner.dp import BatchShape
 from moe import All2All
 from ubatch import SCHEDULES, CommGroup, ConfigError, Decision, ForwardMode, Schedule, UBatchConfig, fingerprint
@@ -36,7 +36,7 @@ _logger = logging.getLogger(__name__)
 _MOST_LANES = 4
 _EXCHANGE_STEPS = 16
 _IN_FLIGHT = 4
-"""The latest steps are not asked for their times: a device may still work on them."""
+"""On a GPU the latest steps are not asked for their times: it may still work on them."""
 _NEVER = 2**62
 _MODES = {"decode": ForwardMode.DECODE, "prefill": ForwardMode.PREFILL, "verify": ForwardMode.TARGET_VERIFY}
 _KINDS = {fingerprint(mode): kind for kind, mode in _MODES.items()}
@@ -126,6 +126,7 @@ class DboAuto:
         self._config = config
         self._group = group
         self._device = device
+        self._in_flight = _IN_FLIGHT if device.type == "cuda" else 0
         self._make_policy = policy
         self._schedules = {kind: _arms(config, kind, max_chunks) for kind in MODE_KEYS}
         self._schedules = {kind: arms for kind, arms in self._schedules.items() if arms}
@@ -147,7 +148,7 @@ class DboAuto:
             PeerFailed, TransferTimeout, GroupBroken: as a vote.
         """
         self._follow_group()
-        if len(self._running) >= _EXCHANGE_STEPS + _IN_FLIGHT:
+        if self._exchange_is_due():
             self._exchange()
         tokens, kind = sum(batch.query_lens), mode_key(batch.mode)
         wanted = {each: self._policy.setting(each, tokens if each == kind else 0) for each in self._schedules}
@@ -202,9 +203,14 @@ class DboAuto:
             self._restart()
         self._connection = connection
 
+    def _exchange_is_due(self) -> bool:
+        """The same on every rank: all count the same steps, and have learned the same."""
+        old = len(self._running) - self._in_flight
+        return old > 0 and (old >= _EXCHANGE_STEPS or self._policy.wants_times(min(self._running) + old))
+
     def _exchange(self) -> None:
-        """Every rank calls it before the same vote: all count the same steps."""
-        numbers = sorted(self._running)[:-_IN_FLIGHT]
+        """Every rank calls it before the same vote."""
+        numbers = sorted(self._running)[: len(self._running) - self._in_flight]
         told = {number: self._running.pop(number) for number in numbers}
         seconds = torch.tensor([each() for _, each in told.values()], dtype=torch.float64, device="cpu")
         if self._connection is not None:

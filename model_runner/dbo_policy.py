@@ -3,45 +3,88 @@
 It sees what all ranks know of a step (kind, fewest tokens of a busy rank, which arm it ran in) and, later and for many
 steps at once, how long it took on the slowest rank. Every rank tells it the same, so all decide alike.
 
-    a size that costs time and whose estimate is weak or old   -> probe it, if the budget allows
-    a probe                                                    -> in use, other, other, in use: four steps of one size
-    its four times                                             -> one estimate of log(other / in use)
-    estimates of a kind                                        -> `ubatch.cost_table.choose`
-    the setting in use is worse than that by the hysteresis    -> change it
+    every step that is told                            -> `StepModel`: what each arm makes of each size, and how sure
+    what is expected of a kind's sizes                 -> `ubatch.cost_table.choose`
+    the setting in use is worse than that by the hysteresis                  -> change it
+    a step in another arm would tell more than it costs, and the budget has it   -> the next step of that size tries it
+    nothing but what is in use has run for long        -> likewise
 
-Times of different steps are never compared: requests grow longer and machines drift. Only those of a probe are.
+What a step would tell: how much faster the load would run, for as long as it has lasted, if the arm proved better than
+expected by what one step can show. The price: how much slower it is expected to be.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
-from model_runner.dbo_probes import LEAST_PROBES, UNKNOWN_LOSS, Estimate, Probe, Seen
+import numpy as np
+from numpy.typing import NDArray
+
+from model_runner.dbo_model import Seen, StepModel, Sum, mean_below
 from ubatch.cost_table import SERIAL_ARM, CostTable, Setting, choose
 from ubatch.errors import ConfigError
 
 __all__ = ["Policy", "PolicyStatistics"]
 
+_Vector = NDArray[np.float64]
+
 _ALLOWANCE_STEPS = 6.0
-"""Steps' worth of time that probes may lose before the load has lasted; long loads do not notice."""
-_ALIKE = 0.2
-"""Steps of a probe whose tokens differ by more than this share are not compared."""
-_WORTH_ALL = 0.02
-"""A probe worth less may spend only its share of the budget, so that something is left for those worth more."""
+"""Steps' worth of time that trials may lose before the load has lasted; long loads do not notice."""
+_HORIZON_STEPS = 2000
+"""A load is taken to last as long again as it has lasted, but not longer than this: then it is another one."""
+_LEAST_COST = 0.01
+"""Of a trial, as a share of its step: nothing is free."""
+_PRICE = 2.0
+"""A trial must promise so many times what it costs."""
+_CAUTION = 0.5
+"""What is not in use must be better by so many standard deviations of what is expected of it."""
 _PATIENCE = 12
-"""So many steps of the kind but of other sizes end a probe, and one that ran in its arm for nothing."""
+"""So many steps of the kind but of other sizes end a trial."""
 _REACH = 3
-"""Ranks with up to so many times its size go along with a probe, until one ran for nothing."""
-_LOSS_PER_HALVING = 0.1
-"""What log(arm / serial) is taken to rise by from a size that was measured to one of half as many tokens."""
-_LOSS_OF_ANOTHER = 0.1
-"""What an arm that was never tried is taken to lose against the simplest, once that one is known."""
+"""Ranks with up to so many times its size go along with a trial, until one was in vain."""
 _LEAST_SHARE = 0.01
+_LEAST_STEPS = 0.01
+"""What is left of a size that did not come for some 1,500 steps: it is no longer part of the load."""
 _STALE_STEPS = 500
-_FORGET = 0.95
-_REMEMBERED = 512
+_FORGET = 0.997
+"""What a step before another one counts for the load."""
+_FIRST_STEPS = 16
+"""The times of these are wanted soon."""
+_LATEST = 8
+"""So many steps of a size, and fewer than a third of them in one arm: the times of those are wanted soon."""
+
+
+@dataclass
+class _Trial:
+    """The next step of a size is to run in another arm than the one in use."""
+
+    kind: str
+    size: int
+    arm: str
+    used: str
+    strangers: int = 0
+
+
+@dataclass
+class _Load:
+    """Of a size: seconds, steps and their doublings of one token, of late; since when, and when each arm last ran."""
+
+    since: int
+    seconds: float = 0.0
+    steps: float = 0.0
+    doublings: float = 0.0
+    last: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def tokens(self) -> float:
+        return 2.0 ** (self.doublings / self.steps)
+
+    @property
+    def mean_s(self) -> float:
+        return self.seconds / self.steps
 
 
 @dataclass(frozen=True)
@@ -51,8 +94,8 @@ class PolicyStatistics:
     Attributes:
         steps: seen.
         seconds: that they took.
-        probes: that were completed.
-        lost_s: seconds by which probed steps were slower than those in use.
+        probes: steps that were tried in another arm.
+        lost_s: seconds by which they are believed to have been slower than in the arm in use.
         changes: of a setting.
         settings: kind -> what is in use.
         reasons: kind -> a sentence.
@@ -98,92 +141,90 @@ class Policy:
         self._reasons = dict.fromkeys(arms, "as it was set; nothing is measured yet")
         self._probe_share = probe_share
         self._hysteresis = hysteresis
-        self._estimates: dict[tuple[str, int, str], Estimate] = {}
-        self._load: dict[tuple[str, int], float] = {}
-        self._count: dict[tuple[str, int], float] = {}
-        self._recent: dict[int, float] = {}
+        self._model = StepModel(self._arms)
+        self._load: dict[str, dict[int, _Load]] = {kind: {} for kind in arms}
+        self._ran: dict[str, set[str]] = {kind: set() for kind in arms}  # kind -> arms
         self._in_vain: dict[tuple[str, int], int] = {}
-        self._active: dict[str, Probe] = {}  # by kind: a load without prefills must not hold up decodes
-        self._done: list[Probe] = []
-        self._steps = self._probes = self._changes = 0
+        self._trials: dict[str, _Trial] = {}  # by kind: a load without prefills must not hold up decodes
+        self._waiting: set[int] = set()  # steps that were tried, and whose times are not told yet
+        self._latest: dict[tuple[str, int], deque[str]] = {}  # kind and size -> how the latest steps ran
+        self._rare: set[int] = set()  # steps that ran unlike those, and whose times are not told yet
+        self._steps = self._told = self._probes = self._changes = 0
+        self._last_told = -1
         self._seconds = self._lost_s = 0.0
 
     # -- before a step, and after its vote ---------------------------------------------------------------------
 
     def setting(self, kind: str, tokens: int) -> Setting:
-        """What a step of this kind, with so many tokens on this rank, is to run under: a probe's arm while one is on.
+        """What a step of this kind, with so many tokens on this rank, is to run under: a trial's arm while one is on.
 
-        Ranks may hold different sizes, so a little more than the probe's own goes along.
+        Ranks may hold different sizes, so a little more than the trial's own goes along.
         """
-        probe = self._active.get(kind)
-        if probe is None or probe.wanted == probe.used:
+        trial = self._trials.get(kind)
+        if trial is None:
             return self._settings[kind]
-        reach = 2 if (kind, probe.size) in self._in_vain else _REACH
-        if not probe.size <= tokens < reach * probe.size:
+        reach = 2 if (kind, trial.size) in self._in_vain else _REACH
+        if not trial.size <= tokens < reach * trial.size:
             return self._settings[kind]
-        return Setting() if probe.other == SERIAL_ARM else Setting(probe.other, probe.size)
+        return Setting() if trial.arm == SERIAL_ARM else Setting(trial.arm, trial.size)
 
     def saw(self, step: Seen) -> int:
         """A step was voted on; returns its number, by which `learn` tells its time."""
         number, self._steps = self._steps, self._steps + 1
-        probe = self._active.get(step.kind)
-        if probe is None:
+        latest = self._latest.setdefault((step.kind, step.size), deque(maxlen=_LATEST))
+        latest.append(step.arm)
+        if 3 * latest.count(step.arm) < len(latest):
+            self._rare.add(number)
+        trial = self._trials.get(step.kind)
+        if trial is None:
             return number
-        alike = not probe.steps or abs(step.most - probe.most[0]) <= _ALIKE * probe.most[0]
-        if step.size == probe.size and step.arm == probe.wanted and alike:
-            probe.steps.append(number)
-            probe.most.append(step.most)
-            if probe.complete:
-                self._done.append(probe)
-                self._end_probe(step.kind)
-                if self._once_more(probe):
-                    self._active[step.kind] = Probe(probe.kind, probe.size, probe.used, probe.other)
-        else:
-            probe.strangers += 1
-            for_nothing = step.arm == probe.wanted != probe.used
-            if for_nothing:
-                mean_s = self._mean_s(probe.kind, step.size)
-                self._lost_s += mean_s * self._expected_loss(probe.kind, probe.size, probe.used, probe.other)
-            if for_nothing or probe.strangers > _PATIENCE:
-                key = probe.kind, probe.size
-                self._in_vain[key] = self._in_vain.get(key, 0) + 1
-                self._end_probe(step.kind)
+        if step.arm == trial.arm != self._settings[step.kind].arm_for(step.fewest):
+            del self._trials[step.kind]
+            self._waiting.add(number)
+            return number
+        trial.strangers += 1
+        if step.size == trial.size or trial.strangers > _PATIENCE:
+            key = trial.kind, trial.size
+            self._in_vain[key] = self._in_vain.get(key, 0) + 1
+            del self._trials[step.kind]
         return number
 
-    def _end_probe(self, kind: str) -> None:
-        self._active.pop(kind, None)
+    def wants_times(self, before: int) -> bool:
+        """Whether the times of the steps before that number may change what comes next; else they can wait.
+
+        It follows from what was voted and told alone: ranks whose arithmetic rounds differently still exchange alike.
+        """
+        if any(number < before for number in self._rare):
+            return True
+        return self._told < _FIRST_STEPS and before > self._last_told + _FIRST_STEPS // 4
 
     # -- now and then ------------------------------------------------------------------------------------------
 
     def learn(self, times: Mapping[int, tuple[Seen, float]]) -> None:
-        """Times of steps, by number, on their slowest rank; then settings and probes are thought over.
+        """Times of steps, by number, on their slowest rank; then settings and trials are thought over.
 
         Args:
             times: of every step since the last call, the same on every rank.
         """
-        for key in self._load:
-            self._load[key] *= _FORGET
-            self._count[key] *= _FORGET
-        for number, (seen, seconds) in times.items():
-            self._recent[number] = seconds
-            self._seconds += seconds
-            if seen.kind in self._arms:
-                key = (seen.kind, seen.size)
-                self._load[key] = self._load.get(key, 0.0) + seconds
-                self._count[key] = self._count.get(key, 0.0) + 1.0
-        waiting, self._done = self._done, []
-        for probe in waiting:
-            if probe.steps[-1] in self._recent:
-                self._measure(probe)
-            else:
-                self._done.append(probe)
-        oldest = self._steps - _REMEMBERED
-        self._recent = {number: seconds for number, seconds in self._recent.items() if number >= oldest}
+        if not times:
+            return
+        self._told += len(times)
+        self._last_told = max(times)
+        self._model.pass_time(len(times))
+        self._weigh(times)
+        for group in self._groups(times):
+            self._model.see([times[number] for number in group], tried=group[0] in self._waiting)
+        for number, (seen, _) in times.items():
+            if number in self._waiting:
+                self._probes += 1
+                self._lost_s += self._loss(seen.kind, seen.fewest, seen.arm) * self._load[seen.kind][seen.size].mean_s
+        self._waiting = {number for number in self._waiting if number > self._last_told}
+        self._rare = {number for number in self._rare if number > self._last_told}
         self._reasons = dict(self._reasons)
         for kind in self._arms:
             self._decide(kind)
-            if kind not in self._active:
-                self._begin_probe(kind)
+            if kind not in self._trials:
+                self._begin_trial(kind)
 
     @property
     def reasons(self) -> Mapping[str, str]:
@@ -202,150 +243,152 @@ class Policy:
             reasons=dict(self._reasons),
         )
 
-    def _measure(self, probe: Probe) -> None:
-        if any(step not in self._recent for step in probe.steps):
-            return  # too far apart to be compared
-        first, second, third, fourth = (
-            self._recent[step] / math.sqrt(most) for step, most in zip(probe.steps, probe.most, strict=True)
-        )  # part of a step's time grows with its tokens, and part does not
-        used, other = first + fourth, second + third
-        if used <= 0 or other <= 0:
-            return
-        self._probes += 1
-        self._lost_s += max(0.0, other - used) * math.sqrt(probe.most[0])
-        log = math.log(other / used)
-        if probe.other == SERIAL_ARM:
-            self._estimate(probe.kind, probe.size, probe.used).add(-log, self._steps)
-            return
-        base = 0.0 if probe.used == SERIAL_ARM else self._estimate(probe.kind, probe.size, probe.used).log
-        self._estimate(probe.kind, probe.size, probe.other).add(base + log, self._steps)
+    def _weigh(self, times: Mapping[int, tuple[Seen, float]]) -> None:
+        """The load of late."""
+        forget = _FORGET ** len(times)
+        for kind, sizes in self._load.items():
+            for load in sizes.values():
+                load.seconds, load.steps, load.doublings = (
+                    value * forget for value in (load.seconds, load.steps, load.doublings)
+                )
+            self._load[kind] = {size: load for size, load in sizes.items() if load.steps > _LEAST_STEPS}
+        for number, (seen, seconds) in times.items():
+            self._seconds += seconds
+            if seen.kind not in self._arms:
+                continue
+            load = self._load[seen.kind].setdefault(seen.size, _Load(number))
+            load.seconds += seconds
+            load.steps += 1.0
+            load.doublings += math.log2(seen.fewest)
+            load.last[seen.arm] = number
+            self._ran[seen.kind].add(seen.arm)
 
-    def _estimate(self, kind: str, size: int, arm: str) -> Estimate:
-        return self._estimates.setdefault((kind, size, arm), Estimate())
+    def _groups(self, times: Mapping[int, tuple[Seen, float]]) -> Iterator[list[int]]:
+        """Numbers of steps that can be learned from together; those that were tried one by one, in the end."""
+        groups: dict[tuple[str, str, int], list[int]] = {}
+        for number, (seen, _) in times.items():
+            known = seen.kind in self._arms and seen.arm in (SERIAL_ARM, *self._arms[seen.kind])
+            if known and number not in self._waiting:
+                groups.setdefault((seen.kind, seen.arm, seen.size), []).append(number)
+        yield from groups.values()
+        yield from ([number] for number in times if number in self._waiting)
 
     # -- settings ----------------------------------------------------------------------------------------------
 
-    def _table(self, kind: str) -> CostTable | None:
-        """Times relative to serial at every size of the load; a size without an estimate has its neighbour's."""
-        sizes = sorted({size for each, size in self._load if each == kind})
-        weights = {size: self._load[kind, size] for size in sizes}
-        seconds: dict[int, dict[str, float]] = {size: {SERIAL_ARM: 1.0} for size in sizes}
-        for arm in self._arms[kind]:
-            in_use = self._settings[kind].arm == arm
-            known = {
-                size: each.log if in_use else each.log + each.doubt  # what is not in use must surely be better
-                for (k, size, a), each in self._estimates.items()
-                if (k, a) == (kind, arm) and each.known
-            }
-            for size in sizes if known else ():
-                nearest = _nearest_size(known, size)
-                log = known[nearest] + _LOSS_PER_HALVING * max(0.0, math.log2(nearest / size))
-                if nearest >= size or log < 0:  # of larger steps nothing is known where smaller ones lose
-                    seconds[size][arm] = math.exp(log)
-        measured = any(len(arms) > 1 for arms in seconds.values())
-        return CostTable(seconds, weights) if measured and sum(weights.values()) > 0 else None
-
     def _decide(self, kind: str) -> None:
-        table = self._table(kind)
-        if table is None:
+        believed = self._believed(kind)
+        if not believed:
             return
-        best = choose(table, self._arms[kind]).setting
         now = self._settings[kind]
-        if best == now:
-            self._reasons[kind] = self._why(kind, table, now)
-            return
-        if table.gain(best) > table.gain(now) * (1 + self._hysteresis):
-            self._settings[kind] = best
-            self._changes += 1
-            self._reasons[kind] = self._why(kind, table, best)
-            self._end_probe(kind)  # it compares with what is no longer in use
-        else:
-            self._reasons[kind] = self._why(kind, table, now) + "; another setting is not better by enough"
+        table = self._table(kind, believed)
+        best = choose(table, self._arms[kind]).setting
+        found, note = now, ""
+        if best != now:
+            if table.gain(best) > table.gain(now) * (1 + self._hysteresis):
+                self._settings[kind] = found = best
+                self._changes += 1
+                self._trials.pop(kind, None)  # it compares with what is no longer in use
+            else:
+                note = "; another setting is not better by enough"
+        self._reasons[kind] = _in_words(found, believed) + note
 
-    def _why(self, kind: str, table: CostTable, setting: Setting) -> str:
-        sizes = []
-        for tokens in table.sizes:
-            arms = {arm: value for arm, value in table.seconds[tokens].items() if arm != SERIAL_ARM}
-            if arms:
-                arm = min(arms, key=lambda name: arms[name])
-                count = len(self._estimate(kind, tokens, arm).logs)
-                sizes.append(f"{tokens}: {arm} {1 / arms[arm]:.2f}x ({count} probes)")
-        what = "serial" if setting.threshold is None else f"{setting.arm} from {setting.threshold} tokens on"
-        return f"{what}; against serial, by tokens: {', '.join(sizes)}"
+    def _believed(self, kind: str) -> dict[int, dict[str, tuple[float, float]]]:
+        """Size -> arm -> log(arm / serial) and its standard deviation; of the arms that have run, serial among them."""
+        arms = [arm for arm in self._arms[kind] if arm in self._ran[kind]]
+        cells = [(size, arm) for size in sorted(self._load[kind]) for arm in arms]
+        if not cells or SERIAL_ARM not in self._ran[kind]:
+            return {}
+        load = self._load[kind]
+        ratios = [self._model.difference(kind, arm, SERIAL_ARM, load[size].tokens) for size, arm in cells]
+        found: dict[int, dict[str, tuple[float, float]]] = {size: {} for size in load}
+        logs, doubts = self._model.expected(ratios).tolist(), self._model.doubts(ratios).tolist()
+        for (size, arm), log, doubt in zip(cells, logs, doubts, strict=True):
+            found[size][arm] = log, doubt
+        return found
 
-    # -- probes ------------------------------------------------------------------------------------------------
-
-    def _begin_probe(self, kind: str) -> None:
-        """The one that tells most, of those that the budget has time for."""
-        total = sum(self._load.values())
-        if not self._steps or total <= 0:
-            return
-        left = self._probe_share * self._seconds + _ALLOWANCE_STEPS * self._seconds / self._steps - self._lost_s
-        found: tuple[float, Probe] | None = None
-        for (each, size), load in self._load.items():
-            share = load / total
-            if each != kind or share < _LEAST_SHARE:
-                continue
-            mean_s = self._mean_s(kind, size)
+    def _table(self, kind: str, believed: Mapping[int, Mapping[str, tuple[float, float]]]) -> CostTable:
+        """Times relative to serial; what is not in use must surely be better."""
+        seconds = {}
+        for size, arms in believed.items():
             used = self._settings[kind].arm_for(size)
-            for other in (SERIAL_ARM, *self._arms[kind]):
-                if other == used or not self._worth_trying(kind, size, used, other):
-                    continue
-                worth = share * self._worth(kind, size, used, other) / 2 ** self._in_vain.get((kind, size), 0)
-                loss = 2 * self._expected_loss(kind, size, used, other) * mean_s
-                if loss <= left * min(1.0, worth / _WORTH_ALL) and (found is None or worth > found[0]):
-                    found = worth, Probe(kind, size, used, other)
+            seconds[size] = {SERIAL_ARM: 1.0} | {
+                arm: math.exp(log if arm == used else log + _CAUTION * doubt) for arm, (log, doubt) in arms.items()
+            }
+        return CostTable(seconds, {size: load.seconds for size, load in self._load[kind].items()})
+
+    # -- trials ------------------------------------------------------------------------------------------------
+
+    def _begin_trial(self, kind: str) -> None:
+        """The one that tells most for its price, of those that the budget has time for."""
+        total = sum(load.seconds for sizes in self._load.values() for load in sizes.values())
+        sizes = {size: load for size, load in self._load[kind].items() if load.seconds > _LEAST_SHARE * total}
+        if not sizes:
+            return
+        mean_s = self._seconds / self._told
+        left = self._probe_share * self._seconds + _ALLOWANCE_STEPS * mean_s - self._lost_s
+        horizon_s = min(self._told, _HORIZON_STEPS) * mean_s
+        trials = self._possible_trials(kind, sizes)
+        differences = [self._model.difference(kind, each.arm, each.used, sizes[each.size].tokens) for each in trials]
+        expected = self._model.expected(differences)
+        worth = self._worth(trials, sizes, expected, differences) * horizon_s / total
+        likeliest = {size: min(expected[[each.size == size for each in trials]]) for size in sizes}
+        found: tuple[float, _Trial] | None = None
+        for trial, log, gain_s in zip(trials, expected.tolist(), worth.tolist(), strict=True):
+            load = sizes[trial.size]
+            cost_s = max(_LEAST_COST, math.expm1(log)) * load.mean_s
+            gain_s /= 2 ** self._in_vain.get((kind, trial.size), 0)
+            if self._is_stale(trial) and log == likeliest[trial.size]:
+                gain_s = max(gain_s, cost_s * (_PRICE + load.seconds / total))
+            if _PRICE * cost_s < gain_s and cost_s <= left and (found is None or gain_s - cost_s > found[0]):
+                found = gain_s - cost_s, trial
         if found is not None:
-            self._active[kind] = found[1]
+            self._trials[kind] = found[1]
 
-    def _mean_s(self, kind: str, size: int) -> float:
-        """Of a step, lately."""
-        count = self._count.get((kind, size), 0.0)
-        return self._load[kind, size] / count if count else self._seconds / max(1, self._steps)
+    def _possible_trials(self, kind: str, sizes: Mapping[int, _Load]) -> list[_Trial]:
+        """Of every size, all arms but the one in use."""
+        return [
+            _Trial(kind, size, arm, used)
+            for size, used in ((size, self._settings[kind].arm_for(size)) for size in sizes)
+            for arm in (SERIAL_ARM, *self._arms[kind])
+            if arm != used
+        ]
 
-    def _once_more(self, probe: Probe) -> bool:
-        """Whether the same again makes it known."""
-        arm = probe.used if probe.other == SERIAL_ARM else probe.other
-        coming = sum((each.kind, each.size) == (probe.kind, probe.size) for each in self._done)
-        return len(self._estimate(probe.kind, probe.size, arm).logs) + coming < LEAST_PROBES
+    def _worth(
+        self, trials: Sequence[_Trial], sizes: Mapping[int, _Load], expected: _Vector, differences: Sequence[Sum]
+    ) -> _Vector:
+        """Seconds that the load of late would have been faster by, on average, after each of them.
 
-    def _worth_trying(self, kind: str, size: int, used: str, other: str) -> bool:
-        """What is in use is compared with serial before it is with others; more lanes only where fewer were not bad."""
-        if other == SERIAL_ARM:
-            return True
-        if used != SERIAL_ARM and not self._estimate(kind, size, used).known:
-            return False
-        if other == self._arms[kind][0]:
-            return True
-        first = self._estimate(kind, size, self._arms[kind][0])
-        return first.known and first.log < 0.05
+        After a step is seen all that is expected moves, by a normal deviate. What then lies below the hysteresis is
+        what a change would gain.
 
-    def _worth(self, kind: str, size: int, used: str, other: str) -> float:
-        """How much the estimate of `other` against `used` may change what is decided; grows with its age."""
-        estimate = self._estimate(kind, size, used if other == SERIAL_ARM else other)
-        base = 0.0 if SERIAL_ARM in (used, other) else self._estimate(kind, size, used).log
-        distance = abs(estimate.log - base)
-        age = (self._steps - estimate.step) / _STALE_STEPS
-        doubt = estimate.doubt * (1 + age)
-        return doubt if distance < 3 * doubt else 0.05 * doubt * min(age, 1.0)
+        Args:
+            trials: all that are possible, size by size.
+            sizes: the load.
+            expected, differences: log(arm / in use) of each trial.
+        """
+        tokens = [round(sizes[each.size].tokens) for each in trials]
+        steps = [Seen(each.kind, at, at, each.arm) for each, at in zip(trials, tokens, strict=True)]
+        moves = np.maximum(self._model.moves(differences, steps), 1e-9)
+        gains = moves * mean_below((expected + self._hysteresis) / moves)
+        best = gains.reshape(len(trials), len(sizes), -1).max(axis=2)
+        return best @ np.array([load.seconds for load in sizes.values()])
 
-    def _expected_loss(self, kind: str, size: int, used: str, other: str) -> float:
-        """Of a step, as a share of its time; nothing where the other arm should be faster."""
-        logs = {SERIAL_ARM: 0.0}
-        simplest = self._nearest(kind, size, self._arms[kind][0])
-        untried = UNKNOWN_LOSS if simplest is None else simplest + _LOSS_OF_ANOTHER
-        for arm in (used, other):
-            if arm != SERIAL_ARM:
-                nearest = self._nearest(kind, size, arm)
-                logs[arm] = untried if nearest is None else nearest
-        if used != SERIAL_ARM and self._nearest(kind, size, used) is None:
-            logs[used] = 0.0  # nobody knows whether what is in use is any good
-        return max(0.0, math.exp(logs[other] - logs[used]) - 1.0)
+    def _loss(self, kind: str, tokens: int, arm: str) -> float:
+        """What a step in this arm is expected to lose, as a share of its time in the arm in use."""
+        used = self._settings[kind].arm_for(tokens)
+        return math.expm1(max(0.0, float(self._model.expected([self._model.difference(kind, arm, used, tokens)])[0])))
 
-    def _nearest(self, kind: str, size: int, arm: str) -> float | None:
-        known = {s: each.log for (k, s, a), each in self._estimates.items() if (k, a) == (kind, arm) and each.logs}
-        return known[_nearest_size(known, size)] if known else None
+    def _is_stale(self, trial: _Trial) -> bool:
+        """Whether only what is in use ran at this size for long."""
+        load = self._load[trial.kind][trial.size]
+        latest = max([load.since, *(last for arm, last in load.last.items() if arm != trial.used)])
+        return self._steps - latest >= _STALE_STEPS
 
 
-def _nearest_size(known: Mapping[int, float], size: int) -> int:
-    return min(known, key=lambda other: (abs(math.log2(other / size)), other))
+def _in_words(setting: Setting, believed: Mapping[int, Mapping[str, tuple[float, float]]]) -> str:
+    sizes = []
+    for tokens, arms in sorted(believed.items()):
+        arm, (log, doubt) = min(arms.items(), key=lambda item: item[1][0])
+        sizes.append(f"{tokens}: {arm} {math.exp(-log):.2f}x (give or take {doubt:.0%})")
+    what = "serial" if setting.threshold is None else f"{setting.arm} from {setting.threshold} tokens on"
+    return f"{what}; against serial, by tokens: {', '.join(sizes)}"
