@@ -70,17 +70,22 @@ class _Trial:
 
 @dataclass
 class _Load:
-    """Of a size: seconds, steps and their doublings of one token, of late; since when, and when each arm last ran."""
+    """Of a size: seconds, steps and the logs of their tokens, of late; since when, and when each arm last ran."""
 
     since: int
     seconds: float = 0.0
     steps: float = 0.0
-    doublings: float = 0.0
+    fewest: float = 0.0
+    most: float = 0.0
     last: dict[str, int] = field(default_factory=dict)
 
     @property
     def tokens(self) -> float:
-        return 2.0 ** (self.doublings / self.steps)
+        return math.exp(self.fewest / self.steps)
+
+    def step(self, kind: str, arm: str) -> Seen:
+        """One like them."""
+        return Seen(kind, round(self.tokens), round(math.exp(self.most / self.steps)), arm)
 
     @property
     def mean_s(self) -> float:
@@ -248,8 +253,8 @@ class Policy:
         forget = _FORGET ** len(times)
         for kind, sizes in self._load.items():
             for load in sizes.values():
-                load.seconds, load.steps, load.doublings = (
-                    value * forget for value in (load.seconds, load.steps, load.doublings)
+                load.seconds, load.steps, load.fewest, load.most = (
+                    value * forget for value in (load.seconds, load.steps, load.fewest, load.most)
                 )
             self._load[kind] = {size: load for size, load in sizes.items() if load.steps > _LEAST_STEPS}
         for number, (seen, seconds) in times.items():
@@ -259,7 +264,8 @@ class Policy:
             load = self._load[seen.kind].setdefault(seen.size, _Load(number))
             load.seconds += seconds
             load.steps += 1.0
-            load.doublings += math.log2(seen.fewest)
+            load.fewest += math.log(seen.fewest)
+            load.most += math.log(seen.most)
             load.last[seen.arm] = number
             self._ran[seen.kind].add(seen.arm)
 
@@ -366,8 +372,7 @@ class Policy:
             sizes: the load.
             expected, differences: log(arm / in use) of each trial.
         """
-        tokens = [round(sizes[each.size].tokens) for each in trials]
-        steps = [Seen(each.kind, at, at, each.arm) for each, at in zip(trials, tokens, strict=True)]
+        steps = [sizes[each.size].step(each.kind, each.arm) for each in trials]
         moves = np.maximum(self._model.moves(differences, steps), 1e-9)
         gains = moves * mean_below((expected + self._hysteresis) / moves)
         best = gains.reshape(len(trials), len(sizes), -1).max(axis=2)
