@@ -50,6 +50,8 @@ _NOISE, _NOISE_COUNTS, _NOISE_MEMORY = 0.15, 8, 200
 _LEAST_NOISE = 0.01
 _FAR = 3.0
 """Standard deviations from what was expected, from which on a step is an outlier or the world has changed."""
+_SEVERAL = 4
+"""So many steps at once are no outliers."""
 
 
 @dataclass(frozen=True)
@@ -144,8 +146,9 @@ class StepModel:
     def see(self, steps: Sequence[tuple[Seen, float]], *, tried: bool = False) -> None:
         """Steps of one kind and arm and about one size took so many seconds.
 
-        An outlier among the steps in use is cut off. A step that was tried is taken at its word: if it is far from
-        what was expected, what was known about the ratios of its kind no longer counts.
+        If they are far from what was expected, the link or the machine has changed: what was known about the ratios of
+        their kind no longer counts. A step that was tried is taken at its word; of steps in use, as each may be an
+        outlier, several together, and single ones are cut off.
         """
         kind = steps[0][0].kind
         sums = [self._log_seconds(step) for step, _ in steps]
@@ -155,9 +158,13 @@ class StepModel:
         known, noise = self._covariance[:, index[0]] @ weight[0], self._noise[kind][0]
         doubt = float(known[index[0]] @ weight[0])
         far = _FAR * math.sqrt(doubt + noise)
-        if tried and abs(off.mean()) > far:
+        jump = float(np.median(off))
+        if abs(jump) > far and (tried or len(steps) >= _SEVERAL):
             own = np.ix_(self._ratios_of[kind], self._ratios_of[kind])
             self._covariance[own] += self._first_covariance[own]
+            if not tried:
+                base = slice(self._first[kind, SERIAL_ARM], self._first[kind, SERIAL_ARM] + _KNOTS)
+                self._covariance[base, base] += jump**2
             known = self._covariance[:, index[0]] @ weight[0]
         else:
             off = np.clip(off, -far, far)

@@ -91,6 +91,21 @@ def test_a_trial_far_from_what_was_expected_is_believed() -> None:
     assert believed(model, "decode", "2", 64)[0] == pytest.approx(math.log(4 / 3), abs=0.1)
 
 
+def test_steps_in_use_that_all_take_longer_say_that_something_has_changed() -> None:
+    model = StepModel(ARMS)
+    serve(model, "decode", 64, 0.03, 64)
+    for _ in range(20):
+        model.see([(Seen("decode", 64, 64, "2"), 0.04)], tried=True)
+        serve(model, "decode", 64, 0.03, 16)
+    known = believed(model, "decode", "2", 64)
+    serve(model, "decode", 64, 0.03, 160)
+    assert believed(model, "decode", "2", 64) == pytest.approx(known, abs=0.04)
+    serve(model, "decode", 64, 0.07, 32)  # the link is slow now
+    assert believed(model, "decode", "2", 64)[1] > 0.25
+    model.see([(Seen("decode", 64, 64, "2"), 0.05)], tried=True)
+    assert believed(model, "decode", "2", 64)[0] == pytest.approx(math.log(5 / 7), abs=0.1)
+
+
 def test_noise_is_found_out() -> None:
     """The noisier the machine is, the less does one step tell."""
     doubts = []
