@@ -38,7 +38,7 @@ def test_the_best_fixed_setting_is_reckoned() -> None:
 
 def test_a_short_run(tmp_path: Path) -> None:
     file = tmp_path / "auto.json"
-    flags = ["--steps", "20", "--ratios", "0", "4", "--compared", "0.5", "--max-decode-tokens", "16"]
+    flags = ["--steps", "40", "--ratios", "0", "4", "--compared", "0.5", "--max-decode-tokens", "16"]
     assert main(["bench", "auto", str(TINY), *flags, "--max-prefill-tokens", "64", "--json", str(file)]) == 0
     results = json.loads(file.read_text())
     assert [link["ratio"] for link in results["links"]] == [0.0, 4.0]

@@ -137,7 +137,7 @@ def test_latent_attention_with_heads_of_both_kinds_gives_the_same_text(
 
 @pytest.mark.timeout(150)
 def test_training_starts(tmp_path: Path) -> None:
-    output = run_example(tmp_path, "train_eagle_head.py", "--steps", "1", "--out", str(tmp_path), timeout=140)
+    output = run_example("train_eagle_head.py", "--steps", "1", "--out", str(tmp_path), timeout=140)
     assert "mean accepted length 1." in output  # it has learned nothing yet
     assert (tmp_path / "model.safetensors").stat().st_size < 4_000_000
 
