@@ -3,8 +3,8 @@
 torch multiplies fp32 matrices on a CPU with the BLAS it was built with, usually MKL, which is slow on processors of
 other makers: on one AMD EPYC it reaches 98 GFLOP/s a core where oneDNN, which torch has on board too, reaches 230. So
 the first call of a process multiplies with either and keeps the faster one (some 30 ms); few rows and many are asked
-for apart, because with few rows what counts is how the weight is read. Everything else (other devices
-and dtypes, autocast, gradients) is `torch.nn.functional.linear`.
+for apart, because with few rows what counts is how the weight is read. Everything else (other devices and dtypes,
+autocast, gradients) is `torch.nn.functional.linear`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["PackedLinear", "kernel_rows", "linear", "packing_pays"]
 
 _FEW_ROWS = 64  # of a decode step; with few rows the weight counts, with many the arithmetic
 _PROBES = {True: (32, 512, 1024), False: (256, 512, 1024)}  # few rows or not: tokens, inputs, outputs
-_FEW_ROWS_PROBE = (8, 512, 512)
+_EXPERT_PROBE = (8, 512, 512)  # of an expert in a decode step
 _ROUNDS = 12
 _PACKED_FOR_ROWS = 64  # the layout depends on it; this one is good from 1 row to 1024
 _MARGIN = 1.05  # a library that is hardly faster is not worth leaving torch's own choice for
@@ -87,9 +87,9 @@ def kernel_rows(rows: int) -> int:
     """The rows that oneDNN is given for so many: a few more, so that few numbers of rows occur.
 
     For every number of rows it builds and keeps a kernel of its own, which costs some 0.7 ms and 1.2 MB. Up to 16 rows,
-    where padding would cost most and decoding spends its time, every number has its kernel; from 17 to 32 they grow by
-    a quarter at most. An expert of a common prefill has 65 to 1024: there they grow by a thirtieth or so, as padding is
-    time lost (with steps of 64 from 256 on, experts took 8% longer).
+    where padding would cost most and decoding spends its time, every number has its kernel; above, numbers grow by a
+    quarter at most. From 256 on, where the experts of a prefill are, it is a sixteenth: padding is time lost (with
+    steps of 64 they took 8% longer).
     """
     for limit, step in ((16, 1), (64, 4), (512, 16), (1024, 32)):
         if rows <= limit:
@@ -146,7 +146,7 @@ def _packed_is_faster() -> bool:
     if not _has_onednn():
         return False
     with torch.inference_mode():
-        tokens, inputs, outputs = _FEW_ROWS_PROBE
+        tokens, inputs, outputs = _EXPERT_PROBE
         x, weight = torch.ones(tokens, inputs, device="cpu"), torch.ones(outputs, inputs, device="cpu")
         packed = PackedLinear(weight)
         own, onednn = _best_times((lambda: linear(x, weight), lambda: packed(x)))

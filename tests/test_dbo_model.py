@@ -79,24 +79,26 @@ def test_an_outlier_in_use_is_cut_off() -> None:
     assert believed(model, "decode", "2", 64)[0] == pytest.approx(0.0, abs=0.06), seconds
 
 
+def knowing(serial_s: float, two_lanes_s: float) -> StepModel:
+    """A belief that has settled, about decodes of 64 tokens."""
+    model = StepModel(ARMS)
+    serve(model, "decode", 64, serial_s, 64)
+    for _ in range(20):
+        model.see([(Seen("decode", 64, 64, "2"), two_lanes_s)], tried=True)
+        serve(model, "decode", 64, serial_s, 16)
+    return model
+
+
 def test_a_trial_far_from_what_was_expected_is_believed() -> None:
     """The link was replaced: what was known of the arms no longer counts."""
-    model = StepModel(ARMS)
-    serve(model, "decode", 64, 0.03, 64)
-    for _ in range(20):
-        model.see([(Seen("decode", 64, 64, "2"), 0.02)], tried=True)
-        serve(model, "decode", 64, 0.03, 16)
+    model = knowing(serial_s=0.03, two_lanes_s=0.02)
     assert believed(model, "decode", "2", 64)[1] < 0.05
     model.see([(Seen("decode", 64, 64, "2"), 0.04)], tried=True)
     assert believed(model, "decode", "2", 64)[0] == pytest.approx(math.log(4 / 3), abs=0.1)
 
 
 def test_steps_in_use_that_all_take_longer_say_that_something_has_changed() -> None:
-    model = StepModel(ARMS)
-    serve(model, "decode", 64, 0.03, 64)
-    for _ in range(20):
-        model.see([(Seen("decode", 64, 64, "2"), 0.04)], tried=True)
-        serve(model, "decode", 64, 0.03, 16)
+    model = knowing(serial_s=0.03, two_lanes_s=0.04)
     known = believed(model, "decode", "2", 64)
     serve(model, "decode", 64, 0.03, 160)
     assert believed(model, "decode", "2", 64) == pytest.approx(known, abs=0.04)

@@ -48,8 +48,8 @@ class PackedExperts(GroupedExperts):
         rows = plan.token_of_row.shape[0]
         if rows * (self.hidden_size + 2 * self.intermediate_size) * hidden_states.itemsize > _CACHED_BYTES:
             return super()._run_experts(hidden_states, plan)
-        used = [experts for experts, rows in zip(self._packed, plan.rows_per_expert, strict=True) if rows]
-        lens = [rows for rows in plan.rows_per_expert if rows]
+        used = [pair for pair, count in zip(self._packed, plan.rows_per_expert, strict=True) if count]
+        lens = [count for count in plan.rows_per_expert if count]
         x = hidden_states.index_select(0, plan.token_of_row).split(lens)
         gate, up = torch.cat([first.unchecked(part) for (first, _), part in zip(used, x, strict=True)]).chunk(2, dim=-1)
         down = (F.silu(gate) * up).split(lens)
