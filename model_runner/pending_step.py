@@ -38,6 +38,7 @@ from model_runner.speculation.accept import Acceptance, DraftRows, accepted_node
 from model_runner.speculation.proposer import StepObserver
 from model_runner.speculation.tree import path_to
 from model_runner.step_streams import StepStreams
+from model_runner.tensor_parallel import TensorParallel
 from ubatch import Decision, ForwardMode
 
 __all__ = ["PendingStep", "SamplingContext", "StepOutput"]
@@ -77,6 +78,7 @@ class SamplingContext:
         together: errors inside reach the other ranks.
         streams: what steps run on.
         kv_cache: of the model; accepted drafts of trees are moved in it.
+        tensor_parallel: the ranks that must get the same tokens; None where this one is a replica by itself.
         acceptance: when drafts of sampled requests are accepted.
         observer: is told what steps computed, in their order.
     """
@@ -89,6 +91,7 @@ class SamplingContext:
     together: Callable[[], AbstractContextManager[None]]
     streams: StepStreams
     kv_cache: PagedKVCache | MLAKVCache
+    tensor_parallel: TensorParallel | None = None
     acceptance: Acceptance = Acceptance.MATCH
     observer: StepObserver | None = None
 
@@ -147,6 +150,7 @@ class PendingStep:
             StepOrderError: it was called before.
             RequestError: a request's sampling needs tokens before its own that are not known yet, or its bias is for
                 tokens that the model does not have.
+            PeerFailed, TransferTimeout, GroupBroken: another rank of the replica did not sample.
         """
         streams = self._context.streams
         with self._context.together(), streams.forward():
@@ -166,6 +170,8 @@ class PendingStep:
         tokens = sample(logits, rows)
         if drafted:
             tokens.index_copy_(0, *sample_by_rejection(logits, drafted))
+        if self._context.tensor_parallel is not None:
+            tokens = self._context.tensor_parallel.of_first_rank(tokens)
         if batch.future_owners:
             self._context.future_map.store(batch.future_places, tokens, batch.future_owners)
         if not scored:

@@ -228,6 +228,7 @@ class ModelRunner:
             together=self.together,
             streams=self.streams,
             kv_cache=self.kv_cache,
+            tensor_parallel=self.tensor_parallel,
             acceptance=acceptance,
         )
 

@@ -8,7 +8,9 @@
              experts of all ranks: the group that votes
 
 The T ranks of a replica launch the same steps and get the same tokens. Whatever follows a step is computed by all of
-them alike, from hidden states that are equal bit by bit, for they were computed once and gathered.
+them, from hidden states that are equal bit by bit, for they were computed once and gathered. What comes out may still
+differ in its last bits, as each process picks its own kernels, and two tokens may be equally likely; so tokens and
+drafts are those of the replica's first rank (`of_first_rank`).
 
 A batch, or a lane of it, of n tokens is padded to a multiple of T (`padded_len`), and every rank's share of it are
 equally many rows. The last shares may hold padding: `valid_rows` of them are tokens.
@@ -27,6 +29,7 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from attention import AttentionShape, MLAShape
 from model_runner.errors import TensorParallelMismatch
@@ -173,6 +176,22 @@ class TensorParallel:
         work = dist.all_reduce(told, dist.ReduceOp.MIN, group=connection.vote_pg, async_op=True)
         connection.wait_for_works((work,), "least")
         return int(told)
+
+    def of_first_rank(self, chosen: Tensor) -> Tensor:
+        """What the first rank of this replica chose, on all of them; of the same shape on all, and small.
+
+        Raises:
+            PeerFailed, TransferTimeout, GroupBroken: another rank did not call it.
+        """
+        connection = self.group.usable_connection()
+        told = chosen.clone()
+        # Not among the launches whose order all ranks compare: where one replica samples, another may not.
+        work = dist.broadcast(told, group=connection.pg, group_src=0, async_op=True)
+        if connection.is_stream_ordered(told.device):
+            work.wait()
+        else:
+            connection.wait_for_works((work,), "of_first_rank")
+        return told
 
 
 def make_tensor_parallel(group: CommGroup | None, size: int, link: EmulatedLink | None = None) -> TensorParallel | None:

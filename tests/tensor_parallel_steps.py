@@ -116,8 +116,10 @@ def play_all(
     idle: Mapping[int, Sequence[int]],
 ) -> dict[tuple[str, str], Played]:
     """Every checkpoint in every arm; replica `r` plays the script of seed `r`. Ranks compare the order of launches."""
-    os.environ[VARIABLE] = "1"
-    group = CommGroup.from_process_group(timeout_s=20) if world_size > 1 else None
+    group = None
+    if world_size > 1:
+        os.environ[VARIABLE] = "1"
+        group = CommGroup.from_process_group(timeout_s=20)
     replica = rank // size
     results = {}
     for family, path in paths.items():

@@ -22,8 +22,16 @@ from model_runner import FinishReason, RequestError, SamplingParams
 from serving import LLM
 from serving.cli import main
 from serving.requests import EngineDead, RequestInput
+from ubatch.launch_order import VARIABLE
 
 NO_SEED = SamplingParams(max_tokens=30, ignore_eos=True, temperature=1.0)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def ranks_compare_the_order_of_launches() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(VARIABLE, "1")
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from attention import CommonAttentionMetadata
 from model_runner.errors import RequestError
-from model_runner.host_copy import to_device, to_host
+from model_runner.host_copy import to_device
 from model_runner.request import Request
 from model_runner.speculation.draft_network import DraftNetwork
 from model_runner.speculation.draft_runner import DraftBatch, DraftRunner
@@ -144,12 +144,13 @@ class DraftProposer:
 
         Raises:
             RequestError: a request has no row: it was never admitted, or was released.
+            PeerFailed, TransferTimeout, GroupBroken: another rank of the replica did not draft.
         """
         drafts = [Draft(())] * len(requests)
         ready = [index for index, request in enumerate(requests) if counts[index] > 0 and self._has_seen(request)]
         if not ready:
             return drafts
-        with torch.inference_mode(), self._runner.streams.forward():
+        with self._runner.together(), torch.inference_mode(), self._runner.streams.forward():
             chosen = [requests[index] for index in ready]
             batch = self._draft.batch(chosen, [request.num_tokens - self._shift for request in chosen])
             hidden = self._hidden(batch)
@@ -191,7 +192,7 @@ class DraftProposer:
         for step in self._draft.chain(batch, num_steps - 1):
             hidden = step.run(chosen[-1], hidden)
             chosen.append(choice.choose(network.compute_logits(hidden)))
-        tokens = to_host(torch.stack(chosen, dim=1)).wait().tolist()
+        tokens = self._draft.read(torch.stack(chosen, dim=1))
         return [
             Draft(tuple(own[:count]), probs=None if probs is None else probs[:count])
             for own, count, probs in zip(tokens, counts, choice.distributions(), strict=True)

@@ -26,7 +26,7 @@ from attention import (
     UBatchAttention,
     make_kv_cache,
 )
-from model_runner.host_copy import to_device
+from model_runner.host_copy import to_device, to_host
 from model_runner.request import Request
 from model_runner.speculation.draft_network import DraftNetwork
 from ubatch import ForwardContext, ForwardMode, set_forward_context
@@ -78,6 +78,7 @@ class DraftRunner:
             names = ("auto", "auto")
         self.attention = UBatchAttention(shape, self.kv_cache, *names)
         self._streams = runner.streams
+        self._tensor_parallel = runner.tensor_parallel
         self._steps = MultiStepDraftAttention(shape, self.kv_cache, max(1, max_steps), self.attention.decode_name)
 
     def batch(self, requests: Sequence[Request], starts: Sequence[int]) -> DraftBatch:
@@ -161,6 +162,13 @@ class DraftRunner:
             verify,
         )
         return self.extend(metadata, ids.flatten(), positions, hidden)
+
+    def read(self, drafts: Tensor) -> list[Any]:
+        """Drafts on the host, `[R, ...]` int64; on all ranks of a replica those that its first rank made."""
+        if self._tensor_parallel is not None:
+            drafts = self._tensor_parallel.of_first_rank(drafts)
+        read: list[Any] = to_host(drafts).wait().tolist()
+        return read
 
     def run(self, plan: Any, mode: ForwardMode, ids: Tensor, positions: Tensor, hidden: Tensor) -> Tensor:
         """The network over a planned batch without padding."""

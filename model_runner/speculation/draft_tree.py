@@ -16,7 +16,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from model_runner.host_copy import to_host
 from model_runner.speculation.draft_runner import DraftBatch, DraftRunner
 from model_runner.speculation.proposer import Draft
 
@@ -70,7 +69,7 @@ def draft_trees(
         hidden = hidden.flatten(0, 1)
     everything = (torch.cat(parts, dim=1) for parts in (all_chances, all_tokens, all_parents))
     kept = select_nodes(*everything, count=max(counts))
-    trees = to_host(kept).wait().tolist()
+    trees = runner.read(kept)
     return [
         Draft(tuple(ids[:count]), tuple(parents[:count])) for (ids, parents), count in zip(trees, counts, strict=True)
     ]
