@@ -24,6 +24,7 @@ export PIP_NO_CACHE_DIR := 1
 export HF_HOME := $(CURDIR)/.cache/huggingface
 export TRITON_CACHE_DIR := $(CURDIR)/.cache/triton
 export UBATCH_AUTOTUNE_CACHE := $(CURDIR)/.cache/autotune.json
+export UBATCH_C_CACHE := $(CURDIR)/.cache/c
 export TORCHINDUCTOR_CACHE_DIR := $(CURDIR)/.cache/inductor
 export FLASHINFER_WORKSPACE_BASE := $(CURDIR)/.cache
 

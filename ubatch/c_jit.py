@@ -1,0 +1,151 @@
+"""Kernels for the CPU in C, compiled on the machine that runs them, as Triton compiles those for a GPU.
+
+For the floors above; nothing of the runtime imports it. What torch offers for a CPU reads a decode step's weights and
+keys several times, or waits for all threads after every small product; a loop in C reads them once. It takes the
+machine's own C compiler (`$CC`, or `cc`) with GNU's extensions, GCC or clang, and no headers but C's own:
+
+    source + flags + compiler + processor -> a key      ~/.cache/ubatch/c/<key>.so, or under $UBATCH_C_CACHE
+    not there yet: compile beside it, then rename       so processes that start together do not disturb each other
+    load                                                its threads are torch's own: no second pool of them
+
+Calls release Python's lock. Where there is no compiler, `compile_c` says so, and callers keep to torch.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from ubatch.errors import ConfigError
+
+__all__ = ["CACHE_VARIABLE", "OFF_VARIABLE", "compile_c", "why_not_c"]
+
+CACHE_VARIABLE = "UBATCH_C_CACHE"
+OFF_VARIABLE = "UBATCH_C_KERNELS"
+"""`0` keeps to torch."""
+_FLAGS = ("-std=gnu11", "-O3", "-march=native", "-fPIC", "-fopenmp", "-fno-math-errno", "-fno-trapping-math")
+_FLAGS_X86 = ("-mprefer-vector-width=512",)
+_PATIENCE_S = 120.0
+_PROBE = "#include <omp.h>\nint ubatch_threads(void) { return omp_get_max_threads(); }\n"
+
+_loaded: dict[str, ctypes.CDLL | ConfigError] = {}
+
+
+def compile_c(source: str) -> ctypes.CDLL:
+    """A library from C source, compiled at most once per machine; its functions have no types yet.
+
+    Raises:
+        ConfigError: no compiler, one that fails, or threads that are not torch's; with the reason. Asked again, it says
+            the same at once.
+    """
+    known = _loaded.get(source)
+    if known is None:
+        try:
+            known = _load(source)
+        except ConfigError as error:
+            known = error
+        _loaded[source] = known
+    if isinstance(known, ConfigError):
+        raise known
+    return known
+
+
+@cache
+def why_not_c() -> str | None:
+    """Why kernels in C cannot run here; None where they can. The first call compiles a line of C, where need be."""
+    try:
+        library = compile_c(_PROBE)
+    except ConfigError as error:
+        return str(error)
+    threads, found = torch.get_num_threads(), int(library.ubatch_threads())
+    if found != threads:
+        return f"the C compiler's OpenMP has {found} threads where torch has {threads}: it is another one than torch's."
+    return None
+
+
+def _load(source: str) -> ctypes.CDLL:
+    if os.environ.get(OFF_VARIABLE) == "0":
+        raise ConfigError(f"kernels in C are switched off: {OFF_VARIABLE}=0.")
+    compiler = _compiler()
+    flags = (*_FLAGS, *(_FLAGS_X86 if platform.machine() in ("x86_64", "AMD64") else ()))
+    key = hashlib.sha256("\0".join((source, *flags, compiler, _version(compiler), _processor())).encode()).hexdigest()
+    path = _folder() / f"{key[:32]}.so"
+    if not path.exists():
+        _compile(source, compiler, flags, path)
+    try:
+        # Not linked with an OpenMP library: its functions are found in the one that torch has loaded.
+        return ctypes.CDLL(str(path), mode=os.RTLD_NOW | os.RTLD_LOCAL)
+    except OSError as error:
+        raise ConfigError(f"the compiled kernel cannot be loaded beside torch: {error}") from error
+
+
+def _compiler() -> str:
+    names = [os.environ["CC"]] if os.environ.get("CC") else ["cc", "gcc", "clang"]
+    for name in names:
+        found = shutil.which(name)
+        if found is not None:
+            return found
+    raise ConfigError(f"no C compiler ({', '.join(names)}) is installed. Install one, such as gcc, or set CC.")
+
+
+def _compile(source: str, compiler: str, flags: tuple[str, ...], path: Path) -> None:
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        code, built, linked = (Path(folder) / name for name in ("kernel.c", "kernel.o", "kernel.so"))
+        code.write_text(source)
+        _run([compiler, *flags, "-c", str(code), "-o", str(built)])
+        _run([compiler, "-shared", str(built), "-lm", "-o", str(linked)])
+        linked.replace(path)
+
+
+def _run(command: list[str]) -> str:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_PATIENCE_S, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise ConfigError(f"the C compiler {command[0]} did not run: {error}") from error
+    if done.returncode:
+        raise ConfigError(f"the C compiler failed: {' '.join(command)}\n{done.stderr.strip()[-2000:]}")
+    return done.stdout
+
+
+@cache
+def _version(compiler: str) -> str:
+    return _run([compiler, "--version"])
+
+
+@cache
+def _processor() -> str:
+    """What `-march=native` looks at."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace").splitlines()
+    except OSError:
+        return platform.processor() + platform.machine()
+    kinds = ("flags", "Features", "model", "cpu family", "vendor_id", "CPU part")
+    return "\n".join(sorted({line for line in lines if line.partition(":")[0].strip() in kinds}))
+
+
+@cache
+def _folder() -> Path:
+    """Where compiled kernels are kept; where nothing can be, a folder of this process."""
+    given = os.environ.get(CACHE_VARIABLE)
+    folder = Path(given).expanduser() if given else Path.home() / ".cache" / "ubatch" / "c"
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return folder
+    except OSError:
+        if given:
+            raise ConfigError(f"{CACHE_VARIABLE}={given} cannot be written to. Choose another folder.") from None
+        _own_folders.append(tempfile.TemporaryDirectory(prefix="ubatch-c-"))
+        return Path(_own_folders[-1].name)
+
+
+_own_folders: list[tempfile.TemporaryDirectory[str]] = []  # each is deleted with the process
