@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from moe import All2All, EmulatedLink, make_all2all, packing_pays
+from moe import All2All, EmulatedLink, fastest_cpu_experts, make_all2all
 from ubatch import CommGroup, ConfigError, UBatchConfig, nearest
 
 __all__ = ["check_max_model_len", "is_fp8", "make_transport", "resolve_experts", "with_group"]
@@ -25,13 +25,15 @@ def with_group(config: UBatchConfig, group: CommGroup | None) -> UBatchConfig:
 
 
 def resolve_experts(name: str, dtype: torch.dtype, device: torch.device) -> str:
-    """What `auto` stands for: on a GPU Triton's kernels where there is Triton, on a CPU `packed` where that is faster;
-    else `grouped`. Any other name is itself."""
+    """What `auto` stands for: on a GPU Triton's kernels where there is Triton, on a CPU the fastest, else `grouped`.
+
+    Any other name is itself.
+    """
     if name != "auto":
         return name
     if device.type == "cuda" and importlib.util.find_spec("triton") is not None:
         return "triton"
-    return "packed" if packing_pays(dtype, device) else "grouped"
+    return fastest_cpu_experts(dtype, device)
 
 
 def is_fp8(kv_cache_dtype: str) -> bool:

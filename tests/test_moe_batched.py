@@ -13,7 +13,7 @@ from moe import BatchedExperts, FusedExperts, dequantize_blocks, make_experts, q
 from moe.experts.quantization import FP8
 from ubatch import ConfigError
 
-BATCHED = ["grouped", "packed", "reference"]
+BATCHED = ["grouped", "native", "packed", "reference"]
 
 
 @given(

@@ -31,7 +31,7 @@ def test_grouped_equals_the_plain_loop(
     routed = make_tokens(layer, tokens, top_k, seed, only=range(spread), unrouted=unrouted)
     slow = make_experts("reference", layer.w13, layer.w2, first)
     expected = slow(routed.x, routed.ids, routed.weights)
-    for name in ("grouped", "packed"):
+    for name in ("grouped", "packed", "native"):
         actual = make_experts(name, layer.w13, layer.w2, first)(routed.x, routed.ids, routed.weights)
         assert actual.is_contiguous()
         torch.testing.assert_close(actual, expected, atol=1e-6, rtol=1e-5)

@@ -1,50 +1,31 @@
-"""Experts for serving on a CPU: as `grouped`, but the weights are kept only as oneDNN reads them fastest.
-
-The plain weights are gone after that: there is nothing to save, to train or to move to another device. A model runner
-picks this where it pays; who needs the weights again takes `grouped`.
-"""
+"""Experts for serving on a CPU: as `grouped`, but the weights are kept only as oneDNN reads them fastest."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from moe.cpu_linear import PackedLinear, kernel_rows
-from moe.experts.grouped import GroupedExperts, RowPlan
-from ubatch import ConfigError
+from moe.experts.grouped import RowPlan
+from moe.experts.repacked import RepackedExperts
 
 __all__ = ["PackedExperts"]
 
 _CACHED_BYTES = 4 << 20  # of all experts' rows: as many may be written and read again without leaving the cache
 
 
-class PackedExperts(GroupedExperts):
-    """Experts with packed weights. CPU and float32; errors as `FusedExperts` and `PackedLinear`."""
+class PackedExperts(RepackedExperts):
+    """Experts with packed weights. CPU and float32; errors as `FusedExperts`, `PackedLinear` and `RepackedExperts`."""
 
     def __init__(self, w13: Tensor, w2: Tensor, first_expert: int = 0) -> None:
         super().__init__(w13, w2, first_expert)
         self._packed = [(PackedLinear(up), PackedLinear(down)) for up, down in zip(self.w13, self.w2, strict=True)]
         del self.w13, self.w2
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """What `to`, `cuda`, `half` and their like end in."""
-        moved = fn(torch.empty(0))
-        if moved.dtype is not self.dtype or moved.device.type != "cpu":
-            raise ConfigError(
-                f"packed experts are float32 on the CPU for good and cannot become {moved.dtype} on {moved.device}. "
-                "Use experts_backend='grouped'."
-            )
-        return super()._apply(fn, recurse)
-
-    def __deepcopy__(self, memo: dict[int, object]) -> PackedExperts:
-        raise ConfigError("packed experts cannot be copied. Use experts_backend='grouped'.")
-
     def _run_experts(self, hidden_states: Tensor, plan: RowPlan) -> Tensor:
         """See `GroupedExperts`. With few rows, what is done to each expert's is done to all at once."""
+        self.check_no_gradient(hidden_states)
         rows = plan.token_of_row.shape[0]
         if rows * (self.hidden_size + 2 * self.intermediate_size) * hidden_states.itemsize > _CACHED_BYTES:
             return super()._run_experts(hidden_states, plan)

@@ -1,0 +1,100 @@
+"""Products of rows with the weights of their experts in one call, on the CPU: what experts are made of.
+
+torch would multiply expert by expert. In a decode step each of them has a few rows, and its weight is read from memory
+at a fraction of what memory can give, by threads that start and join for 50 us of work each. Here a call is one loop
+over panels of all weights (`moe/kernels/grouped_linear.c`, compiled by `ubatch.c_jit`): two cores read them at twice
+the speed, and multiply many rows at 0.93 of what the cores can do (`docs/cpu-kernels.md`).
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ubatch import ConfigError
+from ubatch.c_jit import compile_c, why_not_c
+
+__all__ = ["GroupedLinear"]
+
+_SOURCE = Path(__file__).parent / "kernels" / "grouped_linear.c"
+
+
+class GroupedLinear:
+    """The weights of some experts, kept only in the order in which the kernel reads them.
+
+    Args:
+        weight: `[experts, out, in]` float32 on the CPU; it may be freed afterwards.
+        gated: the first half of the outputs is a gate, and `silu(gate) * other half` is what comes out.
+
+    Attributes:
+        outputs: numbers of a row that comes out: `out`, or half of it where gated.
+
+    Raises:
+        ConfigError: another dtype or device, or C cannot be compiled here.
+    """
+
+    def __init__(self, weight: Tensor, *, gated: bool = False) -> None:
+        if weight.dtype is not torch.float32 or weight.device.type != "cpu" or weight.dim() != 3:
+            raise ConfigError(
+                f"weights must be float32 [experts, out, in] on a CPU, not {weight.dtype} {list(weight.shape)} on "
+                f"{weight.device}."
+            )
+        self._kernel, lanes = _library()
+        self._gated = gated
+        self.num_experts, self._inputs = weight.shape[0], weight.shape[2]
+        halves = weight.detach().chunk(2, dim=1) if gated else (weight.detach(),)
+        self.outputs = halves[0].shape[1]
+        # Of each panel one vector of the gate and one of the other half, or two that follow each other.
+        width = lanes if gated else 2 * lanes
+        self._panels = -(-self.outputs // width)
+        missing = self._panels * width - self.outputs
+        parts = [
+            F.pad(half, (0, 0, 0, missing)).view(self.num_experts, self._panels, width, self._inputs) for half in halves
+        ]
+        self._packed = torch.cat(parts, dim=2).transpose(2, 3).contiguous()
+
+    def __call__(self, x: Tensor, first_row: Tensor, source: Tensor | None = None, *, first_expert: int = 0) -> Tensor:
+        """The rows of every expert times its weight; none of this is checked, for who knows that it is in order.
+
+        Args:
+            x: `[N, in]` float32; its rows may be apart, their numbers not.
+            first_row: `[experts + 1]` int64, where each expert's rows begin, and where the last one's end (M).
+            first_expert: which of the experts are asked, if it is not all of them.
+            source: `[M]` int64, the row of `x` that each row is; None where they are the rows of `x` as they lie.
+
+        Returns:
+            `[M, outputs]`; rows may be apart.
+        """
+        rows = x.shape[0] if source is None else source.shape[0]
+        out = x.new_empty(rows, self._packed.shape[3] // (2 if self._gated else 1) * self._panels)
+        self._kernel(
+            x.data_ptr(),
+            x.stride(0),
+            0 if source is None else source.data_ptr(),
+            first_row.data_ptr(),
+            first_row.shape[0] - 1,
+            self._panels,
+            self._inputs,
+            self._packed[first_expert].data_ptr(),
+            out.data_ptr(),
+            self._gated,
+        )
+        return out[:, : self.outputs]
+
+
+@cache
+def _library() -> tuple[ctypes._NamedFuncPointer, int]:
+    """The kernel, and how many numbers a vector has."""
+    reason = why_not_c()
+    if reason is not None:
+        raise ConfigError(reason)
+    library = compile_c(_SOURCE.read_text(encoding="utf-8"))
+    pointer, number = ctypes.c_void_p, ctypes.c_int64
+    library.grouped_linear.argtypes = [pointer, number, *[pointer] * 2, *[number] * 3, *[pointer] * 2, ctypes.c_int]
+    library.grouped_linear.restype = None
+    return library.grouped_linear, int(library.lanes())

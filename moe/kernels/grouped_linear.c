@@ -1,0 +1,115 @@
+/* Products of rows, sorted by expert, with the weights of their experts; see moe/grouped_linear.py.
+
+   A job is one panel of one expert's weight, some columns of the output, and all rows of that expert. It reads its
+   panel from memory once, and for every further tile of rows from the cache:
+
+       weight   [experts, panels, inputs, 2 * LANES]    in the order in which it is read
+       tile     up to MAX_ROWS rows x 2 * LANES columns, in registers
+
+   Each number is the sum over the inputs in their order, whoever shares the call, and however many threads there are. */
+
+#include <stdint.h>
+
+#if defined(__AVX512F__)
+#define LANES 16
+#define MAX_ROWS 12
+#else
+#define LANES 8
+#define MAX_ROWS 6
+#endif
+#define WIDTH (2 * LANES)
+#define AHEAD 1024 /* floats: what is read that much later is fetched now */
+
+typedef float vec __attribute__((vector_size(4 * LANES), aligned(4)));
+typedef int32_t ivec __attribute__((vector_size(4 * LANES), aligned(4)));
+
+int lanes(void) { return LANES; }
+
+static inline vec at_most(vec x, float limit) {
+    ivec over = x > limit;
+    return (vec)((over & (ivec)(vec)(limit - (vec){0})) | (~over & (ivec)x));
+}
+
+/* e^x, within 2 units in the last place; x is cut to what has a normal result. */
+static inline vec exponential(vec x) {
+    x = at_most(x, 88.0f);
+    x = -at_most(-x, 87.0f);
+    vec shifted = x * 1.44269504f + 12582912.0f; /* its low bits are the nearest whole number */
+    vec whole = shifted - 12582912.0f;
+    vec r = (x - whole * 0.693359375f) + whole * 2.12194440e-4f;
+    vec p = r * 1.9875691500e-4f + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * (r * r) + r + 1.0f;
+    return (vec)((ivec)p + ((ivec)shifted << 23)); /* the whole number is added to the exponent */
+}
+
+typedef void tile(const float *weight, const float *const *x, float *const *out, int64_t inputs, int gated);
+
+#define TILE(ROWS)                                                                                                     \
+    static void tile_##ROWS(                                                                                           \
+        const float *weight, const float *const *x, float *const *out, int64_t inputs, int gated) {                    \
+        vec first[ROWS], second[ROWS];                                                                                 \
+        _Pragma("GCC unroll 16") for (int r = 0; r < ROWS; r++) first[r] = second[r] = (vec){0};                       \
+        for (int64_t k = 0; k < inputs; k++, weight += WIDTH) {                                                        \
+            __builtin_prefetch(weight + AHEAD);                                                                        \
+            __builtin_prefetch(weight + AHEAD + LANES);                                                                \
+            vec u = *(const vec *)weight, v = *(const vec *)(weight + LANES);                                          \
+            _Pragma("GCC unroll 16") for (int r = 0; r < ROWS; r++) {                                                  \
+                first[r] += x[r][k] * u;                                                                               \
+                second[r] += x[r][k] * v;                                                                              \
+            }                                                                                                          \
+        }                                                                                                              \
+        for (int r = 0; r < ROWS; r++) {                                                                               \
+            if (gated) {                                                                                               \
+                *(vec *)out[r] = first[r] / (1.0f + exponential(-first[r])) * second[r];                               \
+            } else {                                                                                                   \
+                *(vec *)out[r] = first[r];                                                                             \
+                *(vec *)(out[r] + LANES) = second[r];                                                                  \
+            }                                                                                                          \
+        }                                                                                                              \
+    }
+
+TILE(1) TILE(2) TILE(3) TILE(4) TILE(5) TILE(6)
+#if MAX_ROWS == 12
+TILE(7) TILE(8) TILE(9) TILE(10) TILE(11) TILE(12)
+#endif
+
+static tile *const TILES[MAX_ROWS + 1] = {
+    0, tile_1, tile_2, tile_3, tile_4, tile_5, tile_6,
+#if MAX_ROWS == 12
+    tile_7, tile_8, tile_9, tile_10, tile_11, tile_12,
+#endif
+};
+
+/* Args:
+     x          [*, x_stride], of which row i of the output reads row source[i], or i where source is null
+     source     [rows]
+     first_row  [experts + 1], where each expert's rows begin
+     weight     [experts, panels, inputs, 2 * LANES]
+     out        [rows, panels * LANES] where gated, silu(first half of the panel) * second half; else
+                [rows, panels * 2 * LANES] */
+void grouped_linear(
+    const float *x, int64_t x_stride, const int64_t *source, const int64_t *first_row, int64_t experts, int64_t panels,
+    int64_t inputs, const float *weight, float *out, int gated) {
+    int64_t columns = gated ? LANES : WIDTH;
+#pragma omp parallel for schedule(dynamic, 1)
+    for (int64_t job = 0; job < experts * panels; job++) {
+        int64_t expert = job / panels, column = job % panels * columns;
+        for (int64_t row = first_row[expert], end = first_row[expert + 1]; row < end;) {
+            /* The last two tiles share what is left: one with few rows has little to compute on what it reads. */
+            int64_t left = end - row, rows = left;
+            if (left > MAX_ROWS) rows = left < 2 * MAX_ROWS ? (left + 1) / 2 : MAX_ROWS;
+            const float *from[MAX_ROWS];
+            float *to[MAX_ROWS];
+            for (int64_t r = 0; r < rows; r++) {
+                from[r] = x + (source ? source[row + r] : row + r) * x_stride;
+                to[r] = out + (row + r) * panels * columns + column;
+            }
+            TILES[rows](weight + job * inputs * WIDTH, from, to, inputs, gated);
+            row += rows;
+        }
+    }
+}
