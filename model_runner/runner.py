@@ -86,7 +86,8 @@ class ModelRunner:
         attention_backend: by name; `auto` picks one for the device.
         prefill_attention_backend: another one for batches with a prefill.
         decode_attention_backend: another one for decode batches.
-        experts_backend: by name; `auto` is `triton` on a GPU, `packed` on a CPU where that is faster, else `grouped`.
+        experts_backend: by name; `auto` is `triton` on a GPU, on a CPU the fastest of `native`, `packed` and `grouped`.
+            With `native`, projections are kept as the experts are: only as its kernels read them.
         block_size: tokens per KV block (page).
         kv_cache_dtype: `auto` stores what the model computes in; `fp8` one byte a number, with the checkpoint's static
             scales where it has some.

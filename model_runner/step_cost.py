@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from attention import AttentionShape
+from model_runner.models.layers import Projection
 from model_runner.tensor_parallel import Shard
 from moe import FusedExperts
 from ubatch import SplitCost
@@ -41,6 +42,7 @@ def split_cost(model: CausalLM, *, several_ranks: bool = False, tensor_parallel_
     left_out = {id(weight) for weight in model.parameters(recurse=False)}  # embedding, final norm, logits
     left_out |= {id(weight) for module in experts for weight in module.parameters()}  # counted below
     dense = sum(w.numel() for w in model.parameters() if w.dim() > 1 and id(w) not in left_out)
+    dense += sum(m.num_weights for m in model.modules() if isinstance(m, Projection) and m.weight is None)  # packed
     chosen = sum(_chosen_numbers(module, model.config.num_experts_per_tok) for module in experts)
     per_token = 2.0 * (dense + chosen / tensor_parallel_size)
     per_sent = per_token if experts and several_ranks else 0.0

@@ -38,6 +38,7 @@ from moe.experts import (
     quantize_blocks,
     register_experts_backend,
 )
+from moe.grouped_linear import NativeLinear
 from moe.modular_kernel import FusedMoEModularKernel
 from moe.placement import local_experts
 from moe.router import (
@@ -65,6 +66,7 @@ __all__ = [
     "GroupLimitedRouter",
     "LinkStatistics",
     "MarksInputs",
+    "NativeLinear",
     "PackedLinear",
     "Router",
     "ServesChunks",

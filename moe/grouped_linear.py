@@ -19,7 +19,7 @@ from torch import Tensor
 from ubatch import ConfigError
 from ubatch.c_jit import compile_c, why_not_c
 
-__all__ = ["GroupedLinear"]
+__all__ = ["GroupedLinear", "NativeLinear"]
 
 _SOURCE = Path(__file__).parent / "kernels" / "grouped_linear.c"
 
@@ -85,6 +85,38 @@ class GroupedLinear:
             self._gated,
         )
         return out[:, : self.outputs]
+
+
+class NativeLinear:
+    """A linear layer for inference, as `GroupedLinear` of one expert.
+
+    Args:
+        weight: `[out, in]` float32 on the CPU; it may be freed afterwards.
+
+    Raises:
+        ConfigError: as `GroupedLinear`.
+    """
+
+    def __init__(self, weight: Tensor) -> None:
+        self._linear = GroupedLinear(weight[None])
+        self._in_features = weight.shape[1]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """`x` `[..., in]` float32 to `[..., out]`.
+
+        Raises:
+            ConfigError: another dtype, device or width, or a gradient is wanted: there is none.
+        """
+        if x.dtype is not torch.float32 or x.device.type != "cpu" or x.shape[-1] != self._in_features:
+            raise ConfigError(
+                f"a repacked linear layer takes float32 [..., {self._in_features}] on the CPU, not {x.dtype} "
+                f"{list(x.shape)} on {x.device}."
+            )
+        if torch.is_grad_enabled() and x.requires_grad:
+            raise ConfigError("repacked weights have no gradients. Use torch.inference_mode(), or unpacked weights.")
+        rows = x.reshape(-1, self._in_features)
+        rows = rows if rows.stride(1) == 1 else rows.contiguous()
+        return self._linear(rows, torch.tensor((0, rows.shape[0]))).reshape(*x.shape[:-1], self._linear.outputs)
 
 
 @cache

@@ -177,8 +177,8 @@ def look_inside(rank: int, world_size: int, paths: dict[str, str]) -> dict[str, 
     group = CommGroup.from_process_group(timeout_s=20)
     seen: dict[str, Any] = {}
     for family, path in paths.items():
-        with make_runner(path, group, 2, dbo=UBatchConfig(**EAGER)) as runner:
-            seen[family, "held"] = {name: weight.clone() for name, weight in runner.model.named_parameters()}
+        with make_runner(path, group, 2, dbo=UBatchConfig(**EAGER), experts_backend="grouped") as runner:
+            seen[family, "held"] = {name: weight.clone() for name, weight in plain_weights(runner).items()}
             seen[family, "kv"] = runner.kv_cache.spec.bytes_per_block
             seen[family, "rows"] = rows = []
 
@@ -203,6 +203,12 @@ def look_inside(rank: int, world_size: int, paths: dict[str, str]) -> dict[str, 
     return seen
 
 
+def plain_weights(runner: ModelRunner) -> dict[str, Tensor]:
+    """`layers.0.attention.qkv`, and `.qkv_bias`; the experts must have theirs as they were loaded."""
+    named = runner.model.named_parameters()
+    return {name.removesuffix(".weight").replace(".bias", "_bias"): weight for name, weight in named}
+
+
 PROMPTS = [[5, 17, 99, 3, 42], [1, 2], list(range(20, 32))]
 _COLUMNS = ("qkv", "qkv_bias", "q_up", "w_uk", "w_uv", "gate_up", "gate_up_bias")
 SHARDED = {**dict.fromkeys(_COLUMNS, 0), "out": 1, "down": 1}
@@ -212,8 +218,8 @@ SHARDED = {**dict.fromkeys(_COLUMNS, 0), "out": 1, "down": 1}
 def test_what_ranks_hold(paths: dict[str, str]) -> None:
     ranks = run_ranks(look_inside, 2, paths)
     for family, path in paths.items():
-        with ModelRunner(path, num_kv_blocks=96, block_size=4) as alone:
-            whole = dict(alone.model.named_parameters())
+        with ModelRunner(path, num_kv_blocks=96, block_size=4, experts_backend="grouped") as alone:
+            whole = plain_weights(alone)
             expected = generate(
                 alone, PROMPTS, [SamplingParams(max_tokens=6, temperature=1.0, seed=seed) for seed in range(3)]
             )

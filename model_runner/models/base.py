@@ -54,7 +54,7 @@ class ExpertParallel:
 
     Attributes:
         all2all: the transport that all layers and lanes share; it knows which experts this rank holds.
-        experts: the experts' back end, by name.
+        experts: the experts' back end, by name; with `native`, layers keep their other weights packed, too.
         tensor: the ranks that share attention and dense MLPs; None where this one has them whole.
     """
 

@@ -23,7 +23,7 @@ from attention import MLAShape
 from model_runner.models.base import CausalLM, ExpertParallel, current_plan
 from model_runner.models.config import DecoderConfig
 from model_runner.models.latent_attention import LatentAttention
-from model_runner.models.layers import Attention, GatedMLP, frozen
+from model_runner.models.layers import Attention, GatedMLP, frozen, pack_projections
 from model_runner.models.rope import RotaryEmbedding, RotaryTable
 from model_runner.models.scatter import (
     Layout,
@@ -104,6 +104,8 @@ class DecoderLayer(nn.Module):
         else:
             sizes = hidden_size, config.intermediate_size
             self.mlp = GatedMLP(checkpoint, f"{prefix}.mlp", *sizes, bias=config.mlp_bias, shard=parallel.shard)
+        if parallel.experts == "native":
+            pack_projections(self)
 
     def forward(
         self,

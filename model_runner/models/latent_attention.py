@@ -15,11 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from attention import MLAInputs, MLAPlan, MLAShape, RopeTable
-from model_runner.models.layers import frozen
+from model_runner.models.layers import Projection, frozen
 from model_runner.models.ops import rms_norm
 from model_runner.tensor_parallel import WHOLE, Shard
 from model_runner.weights import Checkpoint
-from moe import linear
 from ubatch import Point, dbo_yield
 
 __all__ = ["LatentAttention"]
@@ -67,23 +66,25 @@ class LatentAttention(nn.Module):
         self.sizes = (q_part.size if q_lora_rank is None else q_lora_rank, rank, shape.qk_rope_head_dim)
         first = ("q_proj", q_part) if q_lora_rank is None else ("q_a_proj", q_lora_rank)
         parts = [(f"{prefix}.{name}", rows) for name, rows in (first, ("kv_a_proj_with_mqa", sum(self.sizes[1:])))]
-        self.down = frozen(checkpoint.load_fused([(f"{name}.weight", rows) for name, rows in parts], hidden_size))
+        down = checkpoint.load_fused([(f"{name}.weight", rows) for name, rows in parts], hidden_size)
         v_part = shard.part(whole_heads * shape.v_head_dim)
-        self.out = frozen(checkpoint.load(f"{prefix}.o_proj.weight", hidden_size, v_part))
+        out = checkpoint.load(f"{prefix}.o_proj.weight", hidden_size, v_part)
         self.latent_norm = frozen(checkpoint.load(f"{prefix}.kv_a_layernorm.weight", rank))
-        self.q_norm = self.q_up = None
+        self.q_norm: nn.Parameter | None = None
+        self.q_up: Projection | None = None
         if q_lora_rank is not None:
             self.q_norm = frozen(checkpoint.load(f"{prefix}.q_a_layernorm.weight", q_lora_rank))
-            self.q_up = frozen(checkpoint.load(f"{prefix}.q_b_proj.weight", q_part, q_lora_rank))
-        self.down_bias = self.out_bias = None
+            self.q_up = Projection(checkpoint.load(f"{prefix}.q_b_proj.weight", q_part, q_lora_rank))
+        down_bias = out_bias = None
         if bias:
-            self.down_bias = frozen(torch.zeros_like(self.down[:, 0]))
-            of_q, of_kv = self.down_bias.data.split([self.sizes[0], sum(self.sizes[1:])])
+            down_bias = torch.zeros_like(down[:, 0])
+            of_q, of_kv = down_bias.split([self.sizes[0], sum(self.sizes[1:])])
             checkpoint.load_into(f"{prefix}.kv_a_proj_with_mqa.bias", of_kv)
             if q_lora_rank is not None:  # an uncompressed query has none
                 checkpoint.load_into(f"{prefix}.q_a_proj.bias", of_q)
             if shard.rank == 0:  # the ranks' outputs are added up
-                self.out_bias = frozen(checkpoint.load(f"{prefix}.o_proj.bias", hidden_size))
+                out_bias = checkpoint.load(f"{prefix}.o_proj.bias", hidden_size)
+        self.down, self.out = Projection(down, down_bias), Projection(out, out_bias)
 
         up_part = shard.part(whole_heads * (shape.qk_nope_head_dim + shape.v_head_dim))
         up = checkpoint.load(f"{prefix}.kv_b_proj.weight", up_part, rank)
@@ -94,12 +95,13 @@ class LatentAttention(nn.Module):
     def forward(self, x: Tensor, rope: RopeTable, plan: MLAPlan) -> Tensor:
         """`x` `[T, hidden_size]`, normalised; the sum of the ranks' results is to be added to the residual."""
         shape = self.shape
-        q, latent, k_rope = linear(x, self.down, self.down_bias).split(self.sizes, dim=-1)
+        q, latent, k_rope = self.down(x).split(self.sizes, dim=-1)
         if self.q_norm is not None and self.q_up is not None:
-            q = linear(rms_norm(q, self.q_norm, _LATENT_NORM_EPS), self.q_up)
+            q = self.q_up(rms_norm(q, self.q_norm, _LATENT_NORM_EPS))
         heads = q.view(x.shape[0], shape.num_heads, shape.qk_head_dim)
         q_nope, q_rope = heads.split((shape.qk_nope_head_dim, shape.qk_rope_head_dim), dim=-1)
         latent = rms_norm(latent, self.latent_norm, _LATENT_NORM_EPS)
         dbo_yield(Point.ATTN_PREPARE)
         inputs = MLAInputs(q_nope, q_rope, latent, k_rope, self.w_uk, self.w_uv, rope)
-        return linear(plan.forward(inputs, self.layer).flatten(1), self.out, self.out_bias)
+        out: Tensor = self.out(plan.forward(inputs, self.layer).flatten(1))
+        return out

@@ -1,6 +1,14 @@
-"""Layers that model families share. Weights are loaded fused: one product where the checkpoint has several."""
+"""Layers that model families share. Weights are loaded fused: one product where the checkpoint has several.
+
+A `Projection` may be packed for the CPU: its weight is then kept only as the `native` experts keep theirs
+(`moe.NativeLinear`). The plain one is gone: there is nothing to save, or to move to another device.
+"""
 
 from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Self
 
 import torch
 from torch import Tensor, nn
@@ -10,15 +18,75 @@ from model_runner.models.ops import normalise_and_rotate, silu_mul
 from model_runner.models.rope import Rotation
 from model_runner.tensor_parallel import WHOLE, Shard
 from model_runner.weights import Checkpoint
-from moe import linear
-from ubatch import Point, dbo_yield
+from moe import NativeLinear, linear
+from ubatch import ConfigError, Point, dbo_yield
 
-__all__ = ["Attention", "GatedMLP", "frozen"]
+__all__ = ["Attention", "GatedMLP", "Projection", "frozen", "pack_projections"]
 
 
 def frozen(weight: Tensor) -> nn.Parameter:
     """A weight that is served, not trained."""
     return nn.Parameter(weight, requires_grad=False)
+
+
+class Projection(nn.Module):
+    """`x @ weight^T + bias`.
+
+    Args:
+        weight: `[out, in]`.
+        bias: `[out]`, or None.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        super().__init__()
+        self.num_weights = weight.numel()
+        self.weight: nn.Parameter | None = frozen(weight)
+        self.bias = None if bias is None else frozen(bias)
+        self._packed: NativeLinear | None = None
+
+    def pack(self) -> None:
+        """Keep the weight packed only; a second time changes nothing.
+
+        Raises:
+            ConfigError: it is not float32 on the CPU.
+        """
+        if self.weight is not None:
+            self._packed = NativeLinear(self.weight)
+            self.weight = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[..., in]` to `[..., out]`; packed, errors as `NativeLinear`."""
+        if self.weight is not None:
+            return linear(x, self.weight, self.bias)
+        if self._packed is None:
+            raise ConfigError("this projection has no weight: it was neither loaded nor packed.")
+        out = self._packed(x)
+        return out if self.bias is None else out.add_(self.bias)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """What `to`, `cuda`, `half` and their like end in."""
+        moved = fn(torch.empty(0))
+        if self._packed is not None and (moved.dtype is not torch.float32 or moved.device.type != "cpu"):
+            raise ConfigError(
+                f"packed weights are float32 on the CPU for good and cannot become {moved.dtype} on {moved.device}. "
+                "Use experts_backend='grouped', which packs nothing."
+            )
+        return super()._apply(fn, recurse)
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Projection:
+        if self._packed is not None:
+            raise ConfigError("packed weights cannot be copied. Use experts_backend='grouped', which packs nothing.")
+        copied = Projection.__new__(Projection)
+        memo[id(self)] = copied
+        copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return copied
+
+
+def pack_projections(model: nn.Module) -> None:
+    """Pack every `Projection` of a model, one after the other; errors as `Projection.pack`."""
+    for module in model.modules():
+        if isinstance(module, Projection):
+            module.pack()
 
 
 class Attention(nn.Module):
@@ -57,13 +125,14 @@ class Attention(nn.Module):
         q_part = shard.part(shape.num_heads * shape.head_dim)
         kv_part = shard.part(shape.num_kv_heads * shape.head_dim, most=shape.num_kv_heads)
         parts = (("q", q_part), ("k", kv_part), ("v", kv_part))
-        self.qkv = frozen(checkpoint.load_fused([(f"{prefix}.{p}_proj.weight", n) for p, n in parts], hidden_size))
-        self.out = frozen(checkpoint.load(f"{prefix}.o_proj.weight", hidden_size, q_part))
-        self.qkv_bias = self.out_bias = self.qk_norm = None
+        qkv = checkpoint.load_fused([(f"{prefix}.{p}_proj.weight", n) for p, n in parts], hidden_size)
+        out = checkpoint.load(f"{prefix}.o_proj.weight", hidden_size, q_part)
+        qkv_bias = out_bias = self.qk_norm = None
         if bias:
-            self.qkv_bias = frozen(checkpoint.load_fused([(f"{prefix}.{p}_proj.bias", n) for p, n in parts]))
+            qkv_bias = checkpoint.load_fused([(f"{prefix}.{p}_proj.bias", n) for p, n in parts])
             if shard.rank == 0:  # the ranks' outputs are added up
-                self.out_bias = frozen(checkpoint.load(f"{prefix}.o_proj.bias", hidden_size))
+                out_bias = checkpoint.load(f"{prefix}.o_proj.bias", hidden_size)
+        self.qkv, self.out = Projection(qkv, qkv_bias), Projection(out, out_bias)
         self.shape = shape = shard.grouped(shape)
         if norm_eps is not None:
             norms = (("q", shape.num_heads), ("k", shape.num_kv_heads))
@@ -77,12 +146,13 @@ class Attention(nn.Module):
         """`x` `[T, hidden_size]`, normalised; the sum of the ranks' results is to be added to the residual."""
         shape = self.shape
         num_qk = shape.num_heads + shape.num_kv_heads
-        heads = linear(x, self.qkv, self.qkv_bias).view(x.shape[0], num_qk + shape.num_kv_heads, shape.head_dim)
+        heads = self.qkv(x).view(x.shape[0], num_qk + shape.num_kv_heads, shape.head_dim)
         qk, v = heads[:, :num_qk], heads[:, num_qk:]
         qk = normalise_and_rotate(qk, rotation, self.qk_norm, self.norm_eps)
         dbo_yield(Point.ATTN_PREPARE)
         out = plan.forward(qk[:, : shape.num_heads], qk[:, shape.num_heads :], v, self.layer)
-        return linear(out.flatten(1), self.out, self.out_bias)
+        projected: Tensor = self.out(out.flatten(1))
+        return projected
 
 
 class GatedMLP(nn.Module):
@@ -101,14 +171,16 @@ class GatedMLP(nn.Module):
         super().__init__()
         columns = shard.part(intermediate_size)
         halves = [f"{prefix}.{part}_proj" for part in ("gate", "up")]
-        self.gate_up = frozen(checkpoint.load_fused([(f"{name}.weight", columns) for name in halves], hidden_size))
-        self.down = frozen(checkpoint.load(f"{prefix}.down_proj.weight", hidden_size, columns))
-        self.gate_up_bias = self.down_bias = None
+        gate_up = checkpoint.load_fused([(f"{name}.weight", columns) for name in halves], hidden_size)
+        down = checkpoint.load(f"{prefix}.down_proj.weight", hidden_size, columns)
+        gate_up_bias = down_bias = None
         if bias:
-            self.gate_up_bias = frozen(checkpoint.load_fused([(f"{name}.bias", columns) for name in halves]))
+            gate_up_bias = checkpoint.load_fused([(f"{name}.bias", columns) for name in halves])
             if shard.rank == 0:  # the ranks' outputs are added up
-                self.down_bias = frozen(checkpoint.load(f"{prefix}.down_proj.bias", hidden_size))
+                down_bias = checkpoint.load(f"{prefix}.down_proj.bias", hidden_size)
+        self.gate_up, self.down = Projection(gate_up, gate_up_bias), Projection(down, down_bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """`[T, hidden_size]` to the same; the ranks' results are to be summed."""
-        return linear(silu_mul(linear(x, self.gate_up, self.gate_up_bias)), self.down, self.down_bias)
+        out: Tensor = self.down(silu_mul(self.gate_up(x)))
+        return out

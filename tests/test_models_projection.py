@@ -1,0 +1,102 @@
+"""The linear layers of models, plain and packed: the same numbers, and what a packed one refuses."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoints import make_checkpoint
+from model_checks import PROMPTS
+from torch.nn import functional as F
+
+from model_runner import ModelRunner, SamplingParams, generate, split_cost
+from model_runner.models import ops
+from model_runner.models.layers import Projection, pack_projections
+from ubatch import ConfigError
+from ubatch.c_jit import why_not_c
+
+needs_c = pytest.mark.skipif(why_not_c() is not None, reason=f"needs kernels in C: {why_not_c()}")
+
+
+def packed_projection(bias: bool = True) -> tuple[Projection, torch.Tensor, torch.Tensor | None]:
+    weight, b = torch.randn(40, 24), torch.randn(40) if bias else None
+    projection = Projection(weight, b)
+    pack_projections(torch.nn.Sequential(projection))
+    return projection, weight, b
+
+
+@needs_c
+@pytest.mark.parametrize("bias", [False, True])
+@torch.inference_mode()
+def test_packing_changes_no_result(bias: bool) -> None:
+    packed, weight, b = packed_projection(bias)
+    for shape in ((0, 24), (1, 24), (2, 9, 24), (70, 24)):
+        x = torch.randn(shape)
+        before = x.clone()
+        for projection in (packed, Projection(weight, b)):
+            torch.testing.assert_close(projection(x), F.linear(x, weight, b), atol=1e-5, rtol=1e-5)
+        assert torch.equal(x, before)
+    again = packed(x)
+    packed.pack()
+    assert torch.equal(packed(x), again)
+
+
+@needs_c
+def test_a_packed_weight_is_kept_once_and_stays_where_it_is() -> None:
+    packed, *_ = packed_projection()
+    assert list(packed.state_dict()) == ["bias"]
+    assert packed.eval().to("cpu").float() is packed
+    with pytest.raises(ConfigError, match=r"cannot become torch.bfloat16 on cpu.*experts_backend='grouped'"):
+        packed.bfloat16()
+    with pytest.raises(ConfigError, match="cannot be copied"):
+        copy.deepcopy(packed)
+    with pytest.raises(ConfigError, match="weights must be float32"):
+        Projection(torch.randn(4, 4).bfloat16()).pack()
+
+
+def test_a_plain_one_is_a_module_like_any_other() -> None:
+    plain = Projection(torch.randn(4, 3), torch.randn(4))
+    x = torch.randn(2, 3)
+    copied = copy.deepcopy(plain)
+    assert copied.weight is not plain.weight
+    assert torch.equal(copied(x), plain(x))
+    assert copied.bfloat16()(x.bfloat16()).dtype is torch.bfloat16
+    assert plain(x).dtype is torch.float32
+
+
+@needs_c
+@pytest.mark.parametrize("family", ["Qwen3Moe", "Qwen3", "DeepseekV2"])
+def test_models_pack_their_projections_with_their_experts(tmp_path: Path, family: str) -> None:
+    checkpoint = make_checkpoint(tmp_path, family, attention_bias=True)
+    tokens, costs = [], []
+    for backend in ("grouped", "native"):
+        with ModelRunner(checkpoint, num_kv_blocks=64, experts_backend=backend) as runner:
+            projections = [module for module in runner.model.modules() if isinstance(module, Projection)]
+            assert len(projections) >= 6
+            assert all((module.weight is None) == (backend == "native") for module in projections)
+            outputs = generate(runner, PROMPTS, SamplingParams(max_tokens=8, ignore_eos=True))
+            tokens.append([output.token_ids for output in outputs])
+            costs.append(split_cost(runner.model))
+    assert tokens[0] == tokens[1]
+    assert costs[0] == costs[1]
+
+
+def test_norms_on_the_cpu_are_torchs() -> None:
+    x, update, weight = torch.randn(3, 7, 96)[:, ::2][1], torch.randn(4, 96), torch.randn(96)
+    for scale in (1e-12, 1.0, 1e12):
+        expected = F.rms_norm(x * scale, (96,), weight, 1e-6)
+        torch.testing.assert_close(ops.rms_norm(x * scale, weight, 1e-6), expected, atol=0, rtol=2e-6)
+    with torch.inference_mode():
+        normed, summed = ops.add_rms_norm(update, x, weight, 1e-6)
+    torch.testing.assert_close(normed, F.rms_norm(x + update, (96,), weight, 1e-6), atol=0, rtol=2e-6)
+    assert torch.equal(summed, x + update)
+
+
+def test_norms_have_gradients_and_keep_the_dtype() -> None:
+    x, weight = torch.randn(4, 16, requires_grad=True), torch.randn(16)
+    (own,) = torch.autograd.grad(ops.add_rms_norm(x, torch.ones(4, 16), weight, 1e-6)[0].sum(), x)
+    (torchs,) = torch.autograd.grad(F.rms_norm(x + 1, (16,), weight, 1e-6).sum(), x)
+    torch.testing.assert_close(own, torchs)
+    assert ops.rms_norm(x.detach().bfloat16(), weight.bfloat16(), 1e-6).dtype is torch.bfloat16
