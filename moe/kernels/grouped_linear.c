@@ -1,7 +1,7 @@
 /* Products of rows, sorted by expert, with the weights of their experts; see moe/grouped_linear.py.
 
-   A job is one panel of one expert's weight, some columns of the output, and all rows of that expert. It reads its
-   panel from memory once, and for every further tile of rows from the cache:
+   A job is one panel of one expert's weight, some columns of the output, and the rows of that expert, or a block of
+   them where there are many. It reads its panel from memory once, and for every further tile of rows from the cache:
 
        weight   [experts, panels, inputs, 2 * LANES]    in the order in which it is read
        tile     up to MAX_ROWS rows x 2 * LANES columns, in registers
@@ -18,6 +18,7 @@
 #define MAX_ROWS 6
 #endif
 #define WIDTH (2 * LANES)
+#define BLOCK_ROWS (40 * MAX_ROWS)
 #define AHEAD 1024 /* floats: what is read that much later is fetched now */
 
 typedef float vec __attribute__((vector_size(4 * LANES), aligned(4)));
@@ -25,15 +26,15 @@ typedef int32_t ivec __attribute__((vector_size(4 * LANES), aligned(4)));
 
 int lanes(void) { return LANES; }
 
-static inline vec at_most(vec x, float limit) {
-    ivec over = x > limit;
-    return (vec)((over & (ivec)(vec)(limit - (vec){0})) | (~over & (ivec)x));
+static inline vec where(ivec condition, vec x, vec otherwise) {
+    return (vec)((condition & (ivec)x) | (~condition & (ivec)otherwise));
 }
 
-/* e^x, within 2 units in the last place; x is cut to what has a normal result. */
+/* e^x, within 2 units in the last place; what has no normal result is infinite, or e^-87. */
 static inline vec exponential(vec x) {
-    x = at_most(x, 88.0f);
-    x = -at_most(-x, 87.0f);
+    const vec zero = {0};
+    ivec over = x > 88.0f;
+    x = where(x < -87.0f, zero - 87.0f, x);
     vec shifted = x * 1.44269504f + 12582912.0f; /* its low bits are the nearest whole number */
     vec whole = shifted - 12582912.0f;
     vec r = (x - whole * 0.693359375f) + whole * 2.12194440e-4f;
@@ -43,7 +44,8 @@ static inline vec exponential(vec x) {
     p = p * r + 1.6666665459e-1f;
     p = p * r + 5.0000001201e-1f;
     p = p * (r * r) + r + 1.0f;
-    return (vec)((ivec)p + ((ivec)shifted << 23)); /* the whole number is added to the exponent */
+    p = (vec)((ivec)p + ((ivec)shifted << 23)); /* the whole number is added to the exponent */
+    return where(over, zero + __builtin_inff(), p);
 }
 
 typedef void tile(const float *weight, const float *const *x, float *const *out, int64_t inputs, int gated);
@@ -94,11 +96,18 @@ static tile *const TILES[MAX_ROWS + 1] = {
 void grouped_linear(
     const float *x, int64_t x_stride, const int64_t *source, const int64_t *first_row, int64_t experts, int64_t panels,
     int64_t inputs, const float *weight, float *out, int gated) {
-    int64_t columns = gated ? LANES : WIDTH;
+    int64_t columns = gated ? LANES : WIDTH, blocks = 1;
+    for (int64_t expert = 0; expert < experts; expert++) {
+        int64_t own = (first_row[expert + 1] - first_row[expert] + BLOCK_ROWS - 1) / BLOCK_ROWS;
+        if (own > blocks) blocks = own;
+    }
 #pragma omp parallel for schedule(dynamic, 1)
-    for (int64_t job = 0; job < experts * panels; job++) {
-        int64_t expert = job / panels, column = job % panels * columns;
-        for (int64_t row = first_row[expert], end = first_row[expert + 1]; row < end;) {
+    for (int64_t job = 0; job < experts * blocks * panels; job++) {
+        int64_t block = job % blocks, panel = job / blocks % panels, column = panel * columns;
+        int64_t expert = job / blocks / panels, row = first_row[expert] + block * BLOCK_ROWS;
+        int64_t end = first_row[expert + 1];
+        if (end > row + BLOCK_ROWS) end = row + BLOCK_ROWS;
+        while (row < end) {
             /* The last two tiles share what is left: one with few rows has little to compute on what it reads. */
             int64_t left = end - row, rows = left;
             if (left > MAX_ROWS) rows = left < 2 * MAX_ROWS ? (left + 1) / 2 : MAX_ROWS;
@@ -108,7 +117,7 @@ void grouped_linear(
                 from[r] = x + (source ? source[row + r] : row + r) * x_stride;
                 to[r] = out + (row + r) * panels * columns + column;
             }
-            TILES[rows](weight + job * inputs * WIDTH, from, to, inputs, gated);
+            TILES[rows](weight + (expert * panels + panel) * inputs * WIDTH, from, to, inputs, gated);
             row += rows;
         }
     }

@@ -1,0 +1,134 @@
+"""Kernels in C: compiled once, found again, and where that fails a reason instead of a crash."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from ubatch import ConfigError, c_jit
+from ubatch.c_jit import CACHE_VARIABLE, OFF_VARIABLE, compile_c, why_not_c
+
+needs_c = pytest.mark.skipif(why_not_c() is not None, reason=f"needs kernels in C: {why_not_c()}")
+SOURCE = "int answer(void) { return 42; }\n"
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty one, in a process that has compiled nothing."""
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "c"))
+    monkeypatch.setattr(c_jit, "_loaded", {})
+    for cached in (c_jit._folder, c_jit._version, why_not_c):
+        monkeypatch.setattr(c_jit, cached.__name__, c_jit.cache(cached.__wrapped__))
+    return tmp_path / "c"
+
+
+def forget(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(c_jit, "_loaded", {})
+
+
+@needs_c
+def test_it_is_compiled_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert compile_c(SOURCE).answer() == 42
+    (built,) = cache.iterdir()
+    assert built.suffix == ".so"
+    before = built.stat().st_mtime_ns
+    forget(monkeypatch)
+    monkeypatch.setattr(c_jit, "_compile", None)
+    assert compile_c(SOURCE).answer() == 42
+    assert [built.stat().st_mtime_ns] == [path.stat().st_mtime_ns for path in cache.iterdir()] == [before]
+
+
+@needs_c
+def test_another_source_or_processor_is_another_kernel(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compile_c(SOURCE)
+    assert compile_c(SOURCE.replace("42", "43")).answer() == 43
+    forget(monkeypatch)
+    monkeypatch.setattr(c_jit, "_processor", lambda: "another one")
+    assert compile_c(SOURCE).answer() == 42
+    assert len(list(cache.iterdir())) == 3
+
+
+@needs_c
+def test_two_that_start_together(cache: Path) -> None:
+    answers = []
+    path = c_jit._folder() / "both.so"
+
+    def build() -> None:
+        c_jit._compile(SOURCE, c_jit._compiler(), c_jit._FLAGS, path)
+        answers.append(c_jit.ctypes.CDLL(str(path)).answer())
+
+    threads = [threading.Thread(target=build) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert answers == [42] * 4
+    assert [each.name for each in cache.iterdir()] == ["both.so"]
+
+
+@needs_c
+def test_its_threads_are_torchs(cache: Path) -> None:
+    assert c_jit.why_not_c() is None
+    library = compile_c("#include <omp.h>\nint threads(void) { return omp_get_max_threads(); }\n")
+    before = torch.get_num_threads()
+    try:
+        for count in (1, 3):
+            torch.set_num_threads(count)
+            assert library.threads() == count
+    finally:
+        torch.set_num_threads(before)
+
+
+@needs_c
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [("int answer(void) { return }", "the C compiler failed"), ("int f(void); int g(void) { return f(); }", "beside")],
+)
+def test_what_cannot_be_compiled_or_loaded_says_so(cache: Path, source: str, reason: str) -> None:
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=reason):
+            compile_c(source)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "reason"),
+    [
+        ("CC", "no-such-compiler", r"no C compiler \(no-such-compiler\) is installed"),
+        ("CC", "false", "the C compiler failed"),
+        (OFF_VARIABLE, "0", "switched off: UBATCH_C_KERNELS=0"),
+    ],
+)
+def test_without_a_compiler_there_is_a_reason(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: str, reason: str
+) -> None:
+    monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=reason):
+        compile_c(SOURCE)
+    why = c_jit.why_not_c()
+    assert why is not None
+    with pytest.raises(ConfigError, match=reason):
+        raise ConfigError(why)
+
+
+@needs_c
+def test_another_openmp_is_refused(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(c_jit, "_PROBE", "int ubatch_threads(void) { return 1234; }\n")
+    why = c_jit.why_not_c()
+    assert why is not None
+    assert "has 1234 threads" in why
+
+
+@needs_c
+def test_a_cache_that_cannot_be_written(cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    monkeypatch.setenv(CACHE_VARIABLE, str(blocked / "c"))
+    with pytest.raises(ConfigError, match="cannot be written to"):
+        compile_c(SOURCE)
+    forget(monkeypatch)
+    monkeypatch.delenv(CACHE_VARIABLE)
+    monkeypatch.setenv("HOME", str(blocked))
+    assert compile_c(SOURCE).answer() == 42

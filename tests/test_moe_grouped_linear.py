@@ -1,0 +1,145 @@
+"""The products that native experts are made of, against one product per expert."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from moe import NativeLinear, fastest_cpu_experts, make_experts
+from moe.experts import fastest
+from moe.grouped_linear import GroupedLinear
+from moe.segments import segment_offsets
+from ubatch import ConfigError, c_jit
+from ubatch.c_jit import why_not_c
+
+needs_c = pytest.mark.skipif(why_not_c() is not None, reason=f"needs kernels in C: {why_not_c()}")
+CPU = torch.device("cpu")
+
+
+def reference(x: Tensor, weight: Tensor, rows: list[int], gated: bool) -> Tensor:
+    outs = []
+    for part, own in zip(x.split(rows), weight, strict=True):
+        out = part.double() @ own.double().T
+        if gated:
+            gate, up = out.chunk(2, dim=-1)
+            out = F.silu(gate) * up
+        outs.append(out.float())
+    return torch.cat(outs)
+
+
+@needs_c
+@given(
+    rows=st.lists(st.one_of(st.integers(0, 30), st.integers(470, 500)), min_size=1, max_size=4),
+    inputs=st.integers(1, 70),
+    outputs=st.integers(1, 70),
+    gated=st.booleans(),
+    scattered=st.booleans(),
+)
+def test_against_one_product_per_expert(
+    rows: list[int], inputs: int, outputs: int, gated: bool, scattered: bool
+) -> None:
+    total = sum(rows)
+    weight = torch.randn(len(rows), outputs * (2 if gated else 1), inputs)
+    linear = GroupedLinear(weight, gated=gated)
+    given_rows = torch.randn(total + 3, inputs + 5)[:, :inputs] * inputs**-0.5
+    source = torch.randint(0, total + 3, (total,))
+    first_row = segment_offsets(torch.tensor(rows))
+    taken = given_rows[source] if scattered else given_rows[:total]
+    out = linear(given_rows if scattered else taken, first_row, source if scattered else None)
+    assert out.shape == (total, outputs)
+    torch.testing.assert_close(out, reference(taken, weight, rows, gated), atol=2e-5, rtol=2e-5)
+
+
+@needs_c
+def test_a_row_does_not_depend_on_its_company() -> None:
+    """Bit by bit: alone, among others, and by one thread or two."""
+    weight, x = torch.randn(3, 64, 100), torch.randn(40, 100)
+    linear = GroupedLinear(weight, gated=True)
+    whole = linear(x, torch.tensor([0, 13, 13, 40]))
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            assert torch.equal(linear(x, torch.tensor([0, 13, 13, 40])), whole)
+            for row in (0, 12, 13, 39):
+                alone = linear(x[row : row + 1], torch.tensor([0, 1]), first_expert=0 if row < 13 else 2)
+                assert torch.equal(alone[0], whole[row])
+    finally:
+        torch.set_num_threads(before)
+
+
+@needs_c
+def test_the_gate_of_large_and_strange_numbers() -> None:
+    values = torch.tensor([0.0, -0.0, 1e-30, 1.0, -1.0, 20.0, -20.0, 87.5, -87.5, 1e4, -1e4, 1e30, -1e30])
+    weight = torch.eye(13).repeat(2, 1)[None]
+    gates = torch.diag(values)
+    out = GroupedLinear(weight, gated=True)(gates, torch.tensor([0, 13])).diagonal()
+    expected = F.silu(values.double()) * values.double()
+    finite = expected.abs() < 1e38
+    torch.testing.assert_close(out[finite], expected[finite].float(), atol=1e-30, rtol=1e-6)
+    assert out[~finite].isinf().all()
+    nan = GroupedLinear(weight, gated=True)(torch.full((1, 13), torch.nan), torch.tensor([0, 1]))
+    assert nan.isnan().all()
+
+
+@needs_c
+def test_a_layer() -> None:
+    weight = torch.randn(40, 24)
+    layer = NativeLinear(weight)
+    for shape in ((0, 24), (24,), (1, 24), (2, 9, 24), (70, 24)):
+        x = torch.randn(shape)
+        torch.testing.assert_close(layer(x), F.linear(x, weight), atol=2e-5, rtol=2e-5)
+    across = torch.randn(24, 5).T
+    torch.testing.assert_close(layer(across), F.linear(across, weight), atol=2e-5, rtol=2e-5)
+    with pytest.raises(ConfigError, match=r"takes float32 \[..., 24\]"):
+        layer(torch.randn(2, 23))
+    with pytest.raises(ConfigError, match=r"takes float32 \[..., 24\]"):
+        layer(torch.randn(2, 24).double())
+    with pytest.raises(ConfigError, match="no gradients"):
+        layer(torch.randn(2, 24, requires_grad=True))
+    with pytest.raises(ConfigError, match="weights must be float32"):
+        NativeLinear(weight.bfloat16())
+
+
+@needs_c
+def test_native_experts_stay_what_they_are() -> None:
+    experts = make_experts("native", torch.randn(2, 32, 24), torch.randn(2, 24, 16))
+    assert not list(experts.state_dict())
+    with pytest.raises(ConfigError, match=r"cannot become torch\.bfloat16"):
+        experts.bfloat16()
+    x, ids, weights = torch.randn(3, 24, requires_grad=True), torch.tensor([[0], [1], [0]]), torch.ones(3, 1)
+    with pytest.raises(ConfigError, match="no gradients"):
+        experts(x, ids, weights)
+
+
+def test_who_is_the_fastest(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert fastest_cpu_experts(torch.bfloat16, CPU) == "grouped"
+    assert fastest_cpu_experts(torch.float32, torch.device("cuda")) == "grouped"
+    monkeypatch.setattr(fastest, "packing_pays", lambda *_: True)
+    monkeypatch.setattr(fastest, "_native_is_faster", lambda than: than == "packed")
+    monkeypatch.setattr(fastest, "why_not_c", lambda: None)
+    assert fastest_cpu_experts(torch.float32, CPU) == "native"
+    monkeypatch.setattr(fastest, "packing_pays", lambda *_: False)
+    assert fastest_cpu_experts(torch.float32, CPU) == "grouped"
+    monkeypatch.setattr(fastest, "_native_is_faster", lambda than: True)
+    monkeypatch.setattr(fastest, "why_not_c", lambda: "no compiler")
+    assert fastest_cpu_experts(torch.float32, CPU) == "grouped"
+
+
+@needs_c
+def test_it_is_measured_by_running_them() -> None:
+    assert fastest_cpu_experts(torch.float32, CPU) in ("native", "packed", "grouped")
+    assert fastest._native_is_faster("grouped"), "one loop in C is slower than products one by one"
+
+
+def test_without_c_native_experts_say_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("moe.grouped_linear.why_not_c", lambda: "no C compiler is installed.")
+    monkeypatch.setattr(
+        "moe.grouped_linear._library", c_jit.cache(__import__("moe").grouped_linear._library.__wrapped__)
+    )
+    with pytest.raises(ConfigError, match="no C compiler is installed"):
+        make_experts("native", torch.randn(2, 32, 24), torch.randn(2, 24, 16))
