@@ -78,6 +78,7 @@ bench: setup ## the CPU benchmarks; writes benchmarks/results/*.json
 	$(BIN)/ubatch bench schedules --json $(RESULTS)/schedules-qwen3-moe.json
 	$(BIN)/ubatch bench schedules --random deepseek-v3 --json $(RESULTS)/schedules-deepseek-v3.json
 	$(BIN)/ubatch bench auto examples/models/tiny-moe --json $(RESULTS)/auto.json
+	$(BIN)/ubatch bench experts --json $(RESULTS)/experts.json
 	$(BIN)/ubatch bench attention --json $(RESULTS)/attention.json
 	$(BIN)/ubatch bench engine --only scheduler --json $(RESULTS)/engine-scheduler.json
 	$(BIN)/ubatch bench engine --only overlap --json $(RESULTS)/engine-overlap.json

@@ -83,6 +83,7 @@ class GroupedLinear:
             self._packed[first_expert].data_ptr(),
             out.data_ptr(),
             self._gated,
+            torch.get_num_threads(),  # told, for a thread that has not computed yet has OpenMP's default, not torch's
         )
         return out[:, : self.outputs]
 
@@ -127,6 +128,13 @@ def _library() -> tuple[ctypes._NamedFuncPointer, int]:
         raise ConfigError(reason)
     library = compile_c(_SOURCE.read_text(encoding="utf-8"))
     pointer, number = ctypes.c_void_p, ctypes.c_int64
-    library.grouped_linear.argtypes = [pointer, number, *[pointer] * 2, *[number] * 3, *[pointer] * 2, ctypes.c_int]
+    library.grouped_linear.argtypes = [
+        pointer,
+        number,
+        *[pointer] * 2,
+        *[number] * 3,
+        *[pointer] * 2,
+        *[ctypes.c_int] * 2,
+    ]
     library.grouped_linear.restype = None
     return library.grouped_linear, int(library.lanes())

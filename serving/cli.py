@@ -26,6 +26,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "tune": ("serving.tune", "measure when overlap pays on this model, these ranks and this link; write settings"),
     "bench handoff": ("serving.bench.handoff", "what a hand-off costs, against a threading.Event ring"),
     "bench lanes": ("serving.bench.lanes", "what the lanes cost where there is nothing to overlap"),
+    "bench experts": ("serving.bench.experts", "the experts of a layer on this CPU, by every back end that runs here"),
     "bench attention": ("serving.bench.attention", "attention against plainer ways, and a model against transformers"),
     "bench overlap": ("serving.bench.overlap", "how much communication is hidden, and how close to the bound"),
     "bench auto": ("serving.bench.auto", "--dbo-auto over a mixed load, against serial and every fixed setting"),

@@ -8,7 +8,8 @@ machine's own C compiler (`$CC`, or `cc`) with GNU's extensions, GCC or clang, a
     not there yet: compile beside it, then rename       so processes that start together do not disturb each other
     load                                                its threads are torch's own: no second pool of them
 
-Calls release Python's lock. Where there is no compiler, `compile_c` says so, and callers keep to torch.
+Calls release Python's lock. Kernels are told `torch.get_num_threads()`: in a thread that has not computed yet, OpenMP's
+own default is another one. Where there is no compiler, `compile_c` says so, and callers keep to torch.
 """
 
 from __future__ import annotations

@@ -95,13 +95,13 @@ static tile *const TILES[MAX_ROWS + 1] = {
                 [rows, panels * 2 * LANES] */
 void grouped_linear(
     const float *x, int64_t x_stride, const int64_t *source, const int64_t *first_row, int64_t experts, int64_t panels,
-    int64_t inputs, const float *weight, float *out, int gated) {
+    int64_t inputs, const float *weight, float *out, int gated, int threads) {
     int64_t columns = gated ? LANES : WIDTH, blocks = 1;
     for (int64_t expert = 0; expert < experts; expert++) {
         int64_t own = (first_row[expert + 1] - first_row[expert] + BLOCK_ROWS - 1) / BLOCK_ROWS;
         if (own > blocks) blocks = own;
     }
-#pragma omp parallel for schedule(dynamic, 1)
+#pragma omp parallel for schedule(dynamic, 1) num_threads(threads)
     for (int64_t job = 0; job < experts * blocks * panels; job++) {
         int64_t block = job % blocks, panel = job / blocks % panels, column = panel * columns;
         int64_t expert = job / blocks / panels, row = first_row[expert] + block * BLOCK_ROWS;

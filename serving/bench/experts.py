@@ -1,0 +1,123 @@
+"""`ubatch bench experts`: the experts of a MoE layer on this CPU, by every back end that runs here.
+
+A layer of 32 experts of 256 with hidden size 512, of which a token visits 4, and weights of several layers taken in
+turns, so that they come from memory as in a model. With few tokens it counts how fast they come; the products of many
+count as arithmetic.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import tyro
+from pydantic import BaseModel, Field
+
+from moe import experts_backends, make_experts, packing_pays
+from serving.bench.statistics import Interval, bootstrap, environment, interleave_arms, paired, timed, write_json
+from ubatch.c_jit import why_not_c
+
+__all__ = ["Options", "run"]
+
+_EXPERTS, _HIDDEN, _INTERMEDIATE, _TOP_K, _LAYERS = 32, 512, 256, 4, 8
+_FLOP_PER_TOKEN = 2 * _TOP_K * 3 * _HIDDEN * _INTERMEDIATE
+_BYTES = 4 * _EXPERTS * 3 * _HIDDEN * _INTERMEDIATE
+
+
+class Options(BaseModel):
+    """What to measure."""
+
+    tokens: Annotated[list[int], Field(min_length=1, description="of a step")] = [16, 64, 512, 2048]
+    threads: Annotated[int, Field(ge=1, description="torch's compute threads")] = os.cpu_count() or 1
+    blocks: Annotated[int, Field(ge=2, description="A B B A blocks; 15 or more for figures to quote")] = 15
+    json_file: Annotated[
+        Path | None, tyro.conf.arg(name="json", metavar="FILE"), Field(description="write raw arms and results here")
+    ] = None
+
+
+@dataclass(frozen=True)
+class ExpertsResult:
+    """One back end at one number of tokens.
+
+    Attributes:
+        layer_ms: of a layer's experts.
+        over_grouped: how many times faster than plain torch, block by block.
+        gflops: arithmetic, per second.
+        weights_gb_s: how fast the weights were read, if each of them was read once.
+    """
+
+    layer_ms: Interval
+    over_grouped: Interval
+    gflops: float
+    weights_gb_s: float
+
+
+def run(options: Options) -> int:
+    """Measure, print, write."""
+    torch.set_num_threads(options.threads)
+    arms_ms: dict[str, Mapping[str, Sequence[float]]] = {}
+    results: dict[str, dict[str, ExpertsResult]] = {}
+    with torch.inference_mode():
+        layers = {name: _layers(name) for name in _backends()}
+        for tokens in options.tokens:
+            arms = {name: timed(_arm(of_name, tokens)) for name, of_name in layers.items()}
+            arms_ms[str(tokens)] = measured = interleave_arms(arms, options.blocks, label=f"{tokens} tokens")
+            results[str(tokens)] = {name: _result(tokens, measured, name) for name in arms}
+    for count, of_tokens in results.items():
+        for name, result in of_tokens.items():
+            print(
+                f"{count:>6} tokens, {name:10} {result.layer_ms:.2f} ms a layer, {result.over_grouped:.2f}x grouped, "
+                f"{result.gflops:.0f} GFLOP/s, weights at {result.weights_gb_s:.0f} GB/s"
+            )
+    if options.json_file is not None:
+        settings = options.model_dump(mode="json", exclude={"json_file"})
+        report: dict[str, Any] = {"environment": environment(), "options": settings, "arms_ms": arms_ms}
+        report["results"] = {
+            count: {name: vars(result) for name, result in of_tokens.items()} for count, of_tokens in results.items()
+        }
+        write_json(options.json_file, report)
+        print(f"wrote {options.json_file}")
+    return 0
+
+
+def _backends() -> list[str]:
+    """Those for a CPU that can run here; `reference` is an oracle, and slow."""
+    reason = why_not_c()
+    if reason is not None:
+        print(f"native is left out: {reason}")
+    here = {"grouped": True, "packed": packing_pays(torch.float32, torch.device("cpu")), "native": reason is None}
+    return [name for name in here if here[name] and name in experts_backends()]
+
+
+def _layers(name: str) -> list[torch.nn.Module]:
+    generator = torch.Generator().manual_seed(0)
+
+    def layer() -> torch.nn.Module:
+        w13 = torch.randn(_EXPERTS, 2 * _INTERMEDIATE, _HIDDEN, generator=generator)
+        return make_experts(name, w13, torch.randn(_EXPERTS, _HIDDEN, _INTERMEDIATE, generator=generator))
+
+    return [layer() for _ in range(_LAYERS)]
+
+
+def _arm(layers: Sequence[torch.nn.Module], tokens: int) -> Callable[[], object]:
+    """All layers once, as in a step."""
+    generator = torch.Generator().manual_seed(tokens)
+    x = torch.randn(tokens, _HIDDEN, generator=generator)
+    ids = torch.rand(tokens, _EXPERTS, generator=generator).topk(_TOP_K).indices
+    weights = torch.full((tokens, _TOP_K), 1 / _TOP_K)
+    return lambda: [layer(x, ids, weights) for layer in layers]
+
+
+def _result(tokens: int, arms: Mapping[str, Sequence[float]], name: str) -> ExpertsResult:
+    layer_ms = bootstrap([ms / _LAYERS for ms in arms[name]])
+    seconds = layer_ms.median * 1e-3
+    return ExpertsResult(
+        layer_ms=layer_ms,
+        over_grouped=paired(arms["grouped"], arms[name]),
+        gflops=tokens * _FLOP_PER_TOKEN / seconds / 1e9,
+        weights_gb_s=_BYTES / seconds / 1e9,
+    )
