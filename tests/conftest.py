@@ -26,6 +26,8 @@ import torch
 from forked import AsSpawned
 from tqdm import tqdm
 
+from ubatch import c_jit
+
 signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where a shell started us in the background
 torch.set_num_threads(1)
 tqdm.monitor_interval = 0  # no thread of its own
@@ -98,6 +100,16 @@ def _forked_ranks() -> Iterator[None]:
         if launch is not None:
             patch.setattr(launch, "multiprocessing", AsSpawned())
         yield
+
+
+@pytest.fixture
+def no_c(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A machine on which C cannot be compiled."""
+    monkeypatch.setenv(c_jit.OFF_VARIABLE, "0")
+    monkeypatch.setattr(c_jit, "_loaded", {})
+    c_jit.why_not_c.cache_clear()
+    yield
+    c_jit.why_not_c.cache_clear()
 
 
 @pytest.fixture

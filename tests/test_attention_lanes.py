@@ -101,11 +101,11 @@ def memory_of(cache: object) -> list[Tensor]:
 # -- the property ------------------------------------------------------------------------------------------------------
 
 
-def check_lanes(batch: Batch | MLABatch, slices: Sequence[UBatchSlice]) -> None:
+def check_lanes(batch: Batch | MLABatch, slices: Sequence[UBatchSlice], name: str = "torch") -> None:
     whole_cache, lane_cache = batch.new_cache(), batch.new_cache()
     everything = slice(0, len(batch.metadata.slot_mapping))
-    whole = run(UBatchAttention(batch.shape, whole_cache).plan(batch.metadata), batch, everything, 0)
-    plans = UBatchAttention(batch.shape, lane_cache).plan_lanes(split_attn_metadata(slices, batch.metadata))
+    whole = run(UBatchAttention(batch.shape, whole_cache, name).plan(batch.metadata), batch, everything, 0)
+    plans = UBatchAttention(batch.shape, lane_cache, name).plan_lanes(split_attn_metadata(slices, batch.metadata))
     assert len(plans) == len(slices)
     lanes = [run(plan, batch, piece.token_slice, 0) for plan, piece in zip(plans, slices, strict=True)]
     torch.testing.assert_close(torch.cat(lanes), whole, atol=5e-6, rtol=1e-5)
@@ -114,11 +114,12 @@ def check_lanes(batch: Batch | MLABatch, slices: Sequence[UBatchSlice]) -> None:
         assert torch.equal(ours, theirs)
 
 
+@pytest.mark.parametrize("name", ["torch", "auto"])
 @settings(max_examples=120, deadline=None)
-@given(cut_batches(mla=False))
-def test_lane_by_lane_equals_whole(case: tuple[Batch, list[UBatchSlice]]) -> None:
+@given(case=cut_batches(mla=False))
+def test_lane_by_lane_equals_whole(name: str, case: tuple[Batch, list[UBatchSlice]]) -> None:
     """The later lane sees what the earlier one wrote, in every kind of batch, wherever it is cut."""
-    check_lanes(*case)
+    check_lanes(*case, name)
 
 
 @settings(max_examples=120, deadline=None)
@@ -185,7 +186,7 @@ def test_an_empty_lane_attends_to_nothing_and_writes_nothing(make: type) -> None
 @pytest.mark.parametrize(("make", "name"), [(make_batch, "torch"), (make_mla_batch, "torch_mla")], ids=["mha", "mla"])
 def test_lanes_get_back_ends_on_the_first_step_that_overlaps_and_memory_counts_them(make: type, name: str) -> None:
     batch = make([(9, 1), (30, 1), (17, 1)])
-    attention = UBatchAttention(batch.shape, batch.new_cache())
+    attention = UBatchAttention(batch.shape, batch.new_cache(), "torch")
     assert attention.memory() == {f"whole/{name}": 0}
     attention.plan(batch.metadata)
     whole = attention.memory()[f"whole/{name}"]

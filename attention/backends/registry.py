@@ -21,6 +21,7 @@ __all__ = [
 _BACKENDS = LazyRegistry(
     "attention back end",
     {
+        "native": "attention.backends.native:NativeAttentionBackend",
         "torch": "attention.backends.torch_sdpa:TorchAttentionBackend",
         "torch_mla": "attention.backends.torch_mla:TorchMLABackend",
         "triton": "attention.backends.triton:TritonAttentionBackend",
@@ -31,7 +32,7 @@ _BACKENDS = LazyRegistry(
         "trtllm_mla": "attention.backends.trtllm_mla:TRTLLMMLABackend",
     },
 )
-_MLA_NAMES = {"torch": "torch_mla", "triton": "triton_mla", "flashinfer": "flashinfer_mla"}
+_MLA_NAMES = {"native": "torch_mla", "torch": "torch_mla", "triton": "triton_mla", "flashinfer": "flashinfer_mla"}
 """Where one name serves both kinds of attention, the class for MLA."""
 _TRTLLM_GEN = ((10, 0), (10, 3))
 """GPU architectures that TensorRT-LLM's generated kernels, the fastest, are for."""
@@ -74,8 +75,10 @@ def resolve_attention_backend(name: str, shape: Shape, kv_cache: KVCache) -> str
 def _candidates(shape: Shape, device: torch.device) -> list[str]:
     """Back ends for a device, fastest first, of those whose packages are installed; `torch` runs everything."""
     names = []
+    is_mha = isinstance(shape, AttentionShape)
+    if device.type == "cpu" and is_mha:
+        names.append("native")
     if device.type == "cuda":
-        is_mha = isinstance(shape, AttentionShape)
         if importlib.util.find_spec("flashinfer") is not None:
             if torch.cuda.get_device_capability(device) in _TRTLLM_GEN:
                 names.append("trtllm_mha" if is_mha else "trtllm_mla")

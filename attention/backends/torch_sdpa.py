@@ -24,7 +24,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import ClassVar
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -47,7 +47,7 @@ from attention.kv_cache import PagedKVCache
 from attention.lse import softmax_attention
 from attention.metadata import CommonAttentionMetadata
 
-__all__ = ["TorchAttentionBackend", "TorchAttentionPlan"]
+__all__ = ["AttentionGroup", "AttentionStep", "TorchAttentionBackend", "TorchAttentionPlan", "make_groups"]
 
 
 class TorchAttentionBackend(TorchBackend):
@@ -62,17 +62,23 @@ class TorchAttentionBackend(TorchBackend):
 
     def plan(self, metadata: CommonAttentionMetadata) -> TorchAttentionPlan:
         """Sort the requests into groups and prepare indices and masks for all layers."""
-        return TorchAttentionPlan(_Step(self.shape, self.kv_cache, metadata, self._workspace))
+        step = AttentionStep(self.shape, self.kv_cache, metadata, self._workspace)
+        return TorchAttentionPlan(step, make_groups(step, step.requests))
 
 
 @dataclass(frozen=True)
-class _Step:
+class AttentionStep:
     """What all groups of a step share."""
 
     shape: AttentionShape
     kv_cache: PagedKVCache
     metadata: CommonAttentionMetadata
     workspace: Workspace
+
+    @cached_property
+    def requests(self) -> list[Request]:
+        """Those with new tokens, in the batch's order."""
+        return list_requests(self.metadata, self.kv_cache.spec, self.shape.sliding_window)
 
     @cached_property
     def by_scores(self) -> bool:
@@ -105,10 +111,21 @@ class _Step:
         )
 
 
+class AttentionGroup(Protocol):
+    """Requests that are one call per layer."""
+
+    tokens: TokenRows
+
+    def attend(self, step: AttentionStep, q: Tensor, k: Tensor, v: Tensor, layer: int, sinks: Tensor | None) -> Tensor:
+        """Their tokens' results, `[tokens, heads, head_dim]`, in the order of `tokens.rows`; `q`, `k` and `v` are the
+        whole step's, and what is new is in the cache already."""
+        ...
+
+
 class _Fresh:
     """Requests without anything in the cache: `[n, L]` causal attention over the new tokens."""
 
-    def __init__(self, step: _Step, requests: Sequence[Request]) -> None:
+    def __init__(self, step: AttentionStep, requests: Sequence[Request]) -> None:
         device = step.metadata.slot_mapping.device
         self.tokens = TokenRows(requests, device)
         length, window = self.tokens.length, step.shape.sliding_window
@@ -119,7 +136,7 @@ class _Fresh:
             longest = max(requests, key=lambda request: request.query_len)
             self.mask = step.visible([longest], torch.arange(length, device=device)[None])
 
-    def attend(self, step: _Step, q: Tensor, k: Tensor, v: Tensor, layer: int, sinks: Tensor | None) -> Tensor:
+    def attend(self, step: AttentionStep, q: Tensor, k: Tensor, v: Tensor, layer: int, sinks: Tensor | None) -> Tensor:
         cache = step.kv_cache
         q, k, v = (self.tokens.pick(x).transpose(1, 2) for x in (q, k, v))
         k, v = as_stored(cache.key_pool, k, layer), as_stored(cache.value_pool, v, layer)
@@ -130,7 +147,7 @@ class _Fresh:
 class _Paged:
     """Requests with a prefix in the cache: gather their blocks, attend with a mask."""
 
-    def __init__(self, step: _Step, requests: Sequence[Request]) -> None:
+    def __init__(self, step: AttentionStep, requests: Sequence[Request]) -> None:
         metadata, spec = step.metadata, step.kv_cache.spec
         self.tokens = TokenRows(requests, metadata.slot_mapping.device)
         ranges = [(request.first_key, request.seq_len) for request in requests]
@@ -148,7 +165,7 @@ class _Paged:
             for request in requests
         )
 
-    def attend(self, step: _Step, q: Tensor, k: Tensor, v: Tensor, layer: int, sinks: Tensor | None) -> Tensor:
+    def attend(self, step: AttentionStep, q: Tensor, k: Tensor, v: Tensor, layer: int, sinks: Tensor | None) -> Tensor:
         cache = step.kv_cache
         buffers = step.workspace.take(*self.buffers)
         keys = self.pages.gather(cache.key_pool, layer, buffers[0]).transpose(1, 2)
@@ -158,13 +175,18 @@ class _Paged:
 
 
 class TorchAttentionPlan:
-    """The groups of one step of one lane, with their indices and masks."""
+    """The groups of one step of one lane, with their indices and masks.
 
-    def __init__(self, step: _Step) -> None:
+    Args:
+        step: that is planned.
+        groups: that hold each request with new tokens once.
+    """
+
+    def __init__(self, step: AttentionStep, groups: Sequence[AttentionGroup]) -> None:
         self._step = step
         self._num_rows = step.metadata.slot_mapping.shape[0]
         self._slots = step.kv_cache.write_slots(step.metadata.slot_mapping)
-        self._groups = _make_groups(step)
+        self._groups = groups
 
     @property
     def num_calls(self) -> int:
@@ -188,17 +210,18 @@ class TorchAttentionPlan:
         return out
 
 
-def _make_groups(step: _Step) -> list[_Fresh | _Paged]:
+def make_groups(step: AttentionStep, requests: Sequence[Request]) -> list[AttentionGroup]:
+    """The groups of this module for some of a step's requests."""
     spec = step.kv_cache.spec
     fresh: list[Request] = []
     decode: list[Request] = []
     extend: list[Request] = []
-    for request in list_requests(step.metadata, spec, step.shape.sliding_window):
+    for request in requests:
         if not request.prefix and not step.metadata.has_tree:
             fresh.append(request)
         else:
             (decode if request.query_len == 1 else extend).append(request)
     limit = gathered_tokens(spec.num_kv_heads * spec.head_dim, spec.dtype)
-    groups: list[_Fresh | _Paged] = [_Fresh(step, requests) for requests in bundle(fresh)]
+    groups: list[AttentionGroup] = [_Fresh(step, requests) for requests in bundle(fresh)]
     groups += [_Paged(step, requests) for kind in (decode, extend) for requests in bundle(kind, limit)]
     return groups

@@ -1,0 +1,192 @@
+"""The `native` back end: the `torch` back end on a CPU, its decodes by a kernel in C (`native_decode.c`).
+
+    decode                      one new token: the kernel reads keys and values where they lie in the cache, once
+    fresh, extend, verify       as `torch` does them (`attention.backends.torch_sdpa`)
+
+A request's decode is bit for bit the same alone and in any batch, and on any number of threads.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from attention.backends.base import AttentionShape, BackendTraits
+from attention.backends.torch_groups import Request, TokenRows
+from attention.backends.torch_sdpa import (
+    AttentionGroup,
+    AttentionStep,
+    TorchAttentionBackend,
+    TorchAttentionPlan,
+    make_groups,
+)
+from attention.kv_cache import KVCacheError, PagedKVCache
+from attention.metadata import CommonAttentionMetadata
+from ubatch import ConfigError
+from ubatch.c_jit import compile_c, why_not_c
+
+__all__ = ["CHUNK_KEYS", "NativeAttentionBackend"]
+
+CHUNK_KEYS = 256
+"""Keys that are one piece of work; a request that sees more is merged from several."""
+
+
+class NativeAttentionBackend(TorchAttentionBackend):
+    """Plans decodes in C over a float32 cache on a CPU, and everything else as `torch`.
+
+    Raises:
+        ConfigError: C cannot be compiled here, or the cache is not float32.
+    """
+
+    name: ClassVar[str] = "native"
+    traits: ClassVar[BackendTraits] = BackendTraits(
+        devices=("cpu",), sliding_window=True, soft_cap=True, sinks=True, tree_mask=True
+    )
+
+    def __init__(self, shape: AttentionShape, kv_cache: PagedKVCache) -> None:
+        dtype = kv_cache.spec.dtype
+        if dtype is not torch.float32:
+            raise ConfigError(f"attention back end 'native' computes in float32, not {dtype}. Choose 'torch'.")
+        reason = why_not_c()
+        if reason is not None:
+            raise ConfigError(f"attention back end 'native' needs kernels in C. {reason} Or choose 'torch'.")
+        _kernel()
+        super().__init__(shape, kv_cache)
+
+    def plan(self, metadata: CommonAttentionMetadata) -> TorchAttentionPlan:
+        """Prepare the decodes' pieces of work, and `torch`'s groups for the other requests.
+
+        Raises:
+            KVCacheError: a decode's block table names a block that the cache does not have.
+        """
+        step = AttentionStep(self.shape, self.kv_cache, metadata, self._workspace)
+        decodes: list[Request] = []
+        others: list[Request] = []
+        for request in step.requests:
+            (decodes if request.query_len == 1 and not metadata.has_tree else others).append(request)
+        groups: list[AttentionGroup] = [_Decodes(step, decodes)] if decodes else []
+        return TorchAttentionPlan(step, groups + make_groups(step, others))
+
+
+class _Plan(ctypes.Structure):
+    """`Plan` of the kernel."""
+
+    _fields_: ClassVar = [
+        *((name, ctypes.c_int64) for name in ("num_heads", "num_kv_heads", "head_dim", "block_size", "num_blocks")),
+        ("scale", ctypes.c_float),
+        ("soft_cap", ctypes.c_float),
+        *((name, ctypes.c_int64) for name in ("num_requests", "num_items", "table_stride")),
+        *((name, ctypes.c_void_p) for name in ("rows", "table", "items", "merges")),
+    ]
+
+
+class _Decodes:
+    """Requests with one new token: an `AttentionGroup` that the kernel computes."""
+
+    def __init__(self, step: AttentionStep, requests: Sequence[Request]) -> None:
+        shape, spec, metadata = step.shape, step.kv_cache.spec, step.metadata
+        self.tokens = TokenRows(requests, metadata.slot_mapping.device)
+        items, merges, num_parts = [], [], 0
+        for place, request in enumerate(requests):
+            starts = range(request.first_visible, request.seq_len, CHUNK_KEYS)
+            merges.append((num_parts, len(starts)))
+            for start in starts:
+                part = num_parts if len(starts) > 1 else -1
+                items.append((place, start, min(start + CHUNK_KEYS, request.seq_len), part))
+                num_parts += len(starts) > 1
+        table = _tables(requests, metadata, spec.blocks_for(max(request.seq_len for request in requests)))
+        rows = torch.tensor([request.start for request in requests], dtype=torch.int64)
+        pieces, parts = (torch.tensor(numbers, dtype=torch.int32) for numbers in (items, merges))
+        self._held = (table, rows, pieces, parts)  # the kernel has their addresses
+        self._plan = _Plan(
+            shape.num_heads,
+            shape.num_kv_heads,
+            shape.head_dim,
+            spec.block_size,
+            step.kv_cache.num_blocks,
+            shape.softmax_scale,
+            shape.soft_cap or 0.0,
+            len(requests),
+            len(items),
+            table.stride(0),
+            *(tensor.data_ptr() for tensor in (rows, table, pieces, parts)),
+        )
+        self._address = ctypes.addressof(self._plan)
+        self._num_parts = num_parts
+        self._scratch = num_parts * shape.num_heads * (shape.head_dim + 2)
+        step.workspace.reserve(self._scratch)
+        kernel = _kernel()
+        bad = kernel.find_bad_request(self._address)
+        if bad >= 0:
+            raise KVCacheError(
+                f"the block table of request {requests[bad].index} names a block that is not among the cache's "
+                f"{step.kv_cache.num_blocks}: {table[bad].tolist()}."
+            )
+        self._decode = kernel.decode
+
+    def attend(self, step: AttentionStep, q: Tensor, k: Tensor, v: Tensor, layer: int, sinks: Tensor | None) -> Tensor:
+        """See `AttentionGroup`.
+
+        Raises:
+            ConfigError: queries or sinks are not those of the shape, in float32.
+        """
+        heads, dim = step.shape.num_heads, step.shape.head_dim
+        if q.shape != (step.metadata.slot_mapping.shape[0], heads, dim) or q.dtype is not torch.float32:
+            raise ConfigError(f"{step.shape} needs queries of its own size in float32, not {q.dtype} {[*q.shape]}.")
+        if sinks is not None:
+            if sinks.shape != (heads,):
+                raise ConfigError(f"{step.shape} needs a sink for each of its heads, not {[*sinks.shape]}.")
+            sinks = sinks.to(torch.float32).contiguous()
+        if q.stride(2) != 1 or q.stride(1) != dim:
+            q = q.contiguous()
+        cache = step.kv_cache
+        out = q.new_empty(self.tokens.count, heads, dim)
+        self._decode(
+            self._address,
+            q.data_ptr(),
+            q.stride(0),
+            cache.keys(layer).data_ptr(),
+            cache.values(layer).data_ptr(),
+            None if sinks is None else sinks.data_ptr(),
+            out.data_ptr(),
+            step.workspace.take(self._scratch).data_ptr(),
+            self._num_parts,
+            torch.get_num_threads(),
+        )
+        return out
+
+
+def _tables(requests: Sequence[Request], metadata: CommonAttentionMetadata, num_blocks: int) -> Tensor:
+    """The requests' rows of the block table, `[n, num_blocks]` int32: a copy, as the table's owner writes it on.
+
+    Raises:
+        KVCacheError: the table has no room for so many blocks.
+    """
+    table = metadata.block_table
+    if table.shape[1] < num_blocks:
+        raise KVCacheError(f"a request of {num_blocks} blocks has a block table of {table.shape[1]}.")
+    index = torch.tensor([request.index for request in requests], dtype=torch.int64)
+    return table[:, :num_blocks].index_select(0, index).to(torch.int32)
+
+
+@cache
+def _kernel() -> Any:
+    return _load_kernel()
+
+
+def _load_kernel(lanes: int | None = None) -> Any:
+    """The compiled functions; `lanes` numbers a vector, by default what the processor has."""
+    defined = f"#define CHUNK {CHUNK_KEYS}\n" + (f"#define LANES {lanes}\n" if lanes else "")
+    library = compile_c(defined + Path(__file__).with_name("native_decode.c").read_text(encoding="utf-8"))
+    pointer, number = ctypes.c_void_p, ctypes.c_int64
+    library.find_bad_request.argtypes = [pointer]
+    library.find_bad_request.restype = number
+    library.decode.argtypes = [pointer, pointer, number, *[pointer] * 5, number, number]
+    library.decode.restype = None
+    return library
