@@ -30,7 +30,14 @@ from ubatch import ConfigError, ForwardMode
 MHA = AttentionShape(4, 2, 16)
 MLA = MLAShape(num_heads=2, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)
 PAGE = 32
-BACKENDS = [("torch", False), ("triton", False), ("trtllm_mha", False), ("torch", True), ("trtllm_mla", True)]
+BACKENDS = [
+    ("torch", False),
+    ("auto", False),
+    ("triton", False),
+    ("trtllm_mha", False),
+    ("torch", True),
+    ("trtllm_mla", True),
+]
 PREFIXES, NODES = (9, 62, 1, 31), 4
 ACCEPTED = ((0, 1, 2, 3), (4,), (8, 10), (12, 13, 15))
 """All of a chain, only a root, and paths through trees."""
@@ -153,7 +160,7 @@ def test_every_step_has_a_state_of_its_own(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(multi_step, "make_attention_backend", counted)
     rng = random.Random(0)
     batch = make([(rng.randrange(1, 40), STEPS) for _ in range(3)], mla=False)
-    states = MultiStepDraftAttention(batch.shape, batch.new_cache(), STEPS)
+    states = MultiStepDraftAttention(batch.shape, batch.new_cache(), STEPS, "torch")
     assert (states.num_steps, states.backend_name, len(set(map(id, made)))) == (STEPS, "torch", STEPS)
     lens = [seq - STEPS for seq in batch.metadata.seq_lens_cpu]
     slots = batch.metadata.slot_mapping.view(3, STEPS).T

@@ -9,6 +9,7 @@ A request's decode is bit for bit the same alone and in any batch, and on any nu
 from __future__ import annotations
 
 import ctypes
+from array import array
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -92,18 +93,21 @@ class _Decodes:
     def __init__(self, step: AttentionStep, requests: Sequence[Request]) -> None:
         shape, spec, metadata = step.shape, step.kv_cache.spec, step.metadata
         self.tokens = TokenRows(requests, metadata.slot_mapping.device)
-        items, merges, num_parts = [], [], 0
+        items, merges, num_parts = array("i"), array("i"), 0
         for place, request in enumerate(requests):
-            starts = range(request.first_visible, request.seq_len, CHUNK_KEYS)
-            merges.append((num_parts, len(starts)))
+            first, end = request.first_visible, request.seq_len
+            if end - first <= CHUNK_KEYS:
+                items.extend((place, first, end, -1))
+                merges.extend((num_parts, 1))
+                continue
+            starts = range(first, end, CHUNK_KEYS)
+            merges.extend((num_parts, len(starts)))
             for start in starts:
-                part = num_parts if len(starts) > 1 else -1
-                items.append((place, start, min(start + CHUNK_KEYS, request.seq_len), part))
-                num_parts += len(starts) > 1
+                items.extend((place, start, min(start + CHUNK_KEYS, end), num_parts))
+                num_parts += 1
         table = _tables(requests, metadata, spec.blocks_for(max(request.seq_len for request in requests)))
-        rows = torch.tensor([request.start for request in requests], dtype=torch.int64)
-        pieces, parts = (torch.tensor(numbers, dtype=torch.int32) for numbers in (items, merges))
-        self._held = (table, rows, pieces, parts)  # the kernel has their addresses
+        rows = array("q", [request.start for request in requests])
+        self._held = (table, rows, items, merges)  # the kernel has their addresses
         self._plan = _Plan(
             shape.num_heads,
             shape.num_kv_heads,
@@ -113,9 +117,12 @@ class _Decodes:
             shape.softmax_scale,
             shape.soft_cap or 0.0,
             len(requests),
-            len(items),
+            len(items) // 4,
             table.stride(0),
-            *(tensor.data_ptr() for tensor in (rows, table, pieces, parts)),
+            rows.buffer_info()[0],
+            table.data_ptr(),
+            items.buffer_info()[0],
+            merges.buffer_info()[0],
         )
         self._address = ctypes.addressof(self._plan)
         self._num_parts = num_parts
@@ -171,8 +178,10 @@ def _tables(requests: Sequence[Request], metadata: CommonAttentionMetadata, num_
     table = metadata.block_table
     if table.shape[1] < num_blocks:
         raise KVCacheError(f"a request of {num_blocks} blocks has a block table of {table.shape[1]}.")
-    index = torch.tensor([request.index for request in requests], dtype=torch.int64)
-    return table[:, :num_blocks].index_select(0, index).to(torch.int32)
+    table = table[:, :num_blocks]
+    if len(requests) < metadata.num_reqs:
+        table = table[[request.index for request in requests]]
+    return table.to(torch.int32, copy=True, memory_format=torch.contiguous_format)
 
 
 @cache

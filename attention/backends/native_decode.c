@@ -30,6 +30,12 @@
 #define FEW_FLOATS 32768 // less to read than that, and waking other threads costs more than it saves
 #define INLINE static inline __attribute__((always_inline))
 #define UNROLL _Pragma("GCC unroll 16")
+// Keeps a vector in a register that GCC would load again for every use.
+#if defined(__AVX512F__) || (defined(__AVX__) && LANES == 8)
+#define KEEP(x) __asm__("" : "+v"(x))
+#else
+#define KEEP(x)
+#endif
 
 // Vectors with the operators of C, by GNU's extension.
 typedef float vec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
@@ -125,7 +131,10 @@ INLINE void score_keys(const Plan *plan, int heads, const float *q, const float 
         UNROLL for (int i = 0; i < LANES; i++) sum[i] = all(0.0f);
         for (int d = 0; d < whole; d += LANES) {
             vec part[LANES];
-            UNROLL for (int i = 0; i < step; i++) part[i] = load(k[i] + d);
+            UNROLL for (int i = 0; i < step; i++) {
+                part[i] = load(k[i] + d);
+                KEEP(part[i]);
+            }
             UNROLL for (int h = 0; h < heads; h++) {
                 const vec own = load(q + (int64_t)h * dim + d);
                 UNROLL for (int i = 0; i < step; i++) sum[i * heads + h] += own * part[i];
@@ -360,14 +369,15 @@ void decode(const Plan *plan, const float *q, int64_t q_stride, const float *key
     floats *= kv_heads * plan->head_dim;
     #pragma omp parallel num_threads(threads) if (threads > 1 && floats > FEW_FLOATS)
     {
-        #pragma omp for schedule(dynamic, 1)
+        #pragma omp for schedule(dynamic, 1) nowait
         for (int64_t i = 0; i < plan->num_items * splits; i++) {
             const int64_t part = i % splits, heads = plan->num_heads / splits;
             run_item(plan, plan->items + 4 * (i / splits), part * heads, (part + 1) * heads, q, q_stride, keys, values,
                      sinks, out, scratch, stats);
         }
         if (num_parts) {
-            #pragma omp for schedule(dynamic, 1)
+            #pragma omp barrier
+            #pragma omp for schedule(dynamic, 1) nowait
             for (int64_t request = 0; request < plan->num_requests; request++)
                 if (plan->merges[2 * request + 1] > 1) merge(plan, request, sinks, out, scratch, stats);
         }
