@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from c_kernels import needs_c
 
 from ubatch import ConfigError, c_jit
 from ubatch.c_jit import CACHE_VARIABLE, OFF_VARIABLE, compile_c, why_not_c
 
-needs_c = pytest.mark.skipif(why_not_c() is not None, reason=f"needs kernels in C: {why_not_c()}")
 SOURCE = "int answer(void) { return 42; }\n"
 
 

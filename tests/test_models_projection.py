@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from c_kernels import needs_c
 from checkpoints import make_checkpoint
 from model_checks import PROMPTS
 from torch.nn import functional as F
@@ -15,9 +16,6 @@ from model_runner import ModelRunner, SamplingParams, generate, split_cost
 from model_runner.models import ops
 from model_runner.models.layers import Projection, pack_projections
 from ubatch import ConfigError
-from ubatch.c_jit import why_not_c
-
-needs_c = pytest.mark.skipif(why_not_c() is not None, reason=f"needs kernels in C: {why_not_c()}")
 
 
 def packed_projection(bias: bool = True) -> tuple[Projection, torch.Tensor, torch.Tensor | None]:

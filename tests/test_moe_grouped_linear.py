@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import threading
+from functools import cache
 
 import pytest
 import torch
 import torch.nn.functional as F
+from c_kernels import needs_c
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from moe import NativeLinear, fastest_cpu_experts, make_experts
+from moe import NativeLinear, fastest_cpu_experts, grouped_linear, make_experts
 from moe.experts import fastest
 from moe.grouped_linear import GroupedLinear
 from moe.segments import segment_offsets
-from ubatch import ConfigError, c_jit
-from ubatch.c_jit import why_not_c
+from ubatch import ConfigError
 
-needs_c = pytest.mark.skipif(why_not_c() is not None, reason=f"needs kernels in C: {why_not_c()}")
 CPU = torch.device("cpu")
 
 
@@ -156,9 +156,7 @@ def test_it_is_measured_by_running_them() -> None:
 
 
 def test_without_c_native_experts_say_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moe.grouped_linear.why_not_c", lambda: "no C compiler is installed.")
-    monkeypatch.setattr(
-        "moe.grouped_linear._library", c_jit.cache(__import__("moe").grouped_linear._library.__wrapped__)
-    )
+    monkeypatch.setattr(grouped_linear, "why_not_c", lambda: "no C compiler is installed.")
+    monkeypatch.setattr(grouped_linear, "_library", cache(grouped_linear._library.__wrapped__))
     with pytest.raises(ConfigError, match="no C compiler is installed"):
         make_experts("native", torch.randn(2, 32, 24), torch.randn(2, 24, 16))

@@ -1,4 +1,4 @@
-"""`ubatch bench attention`: the `torch` back end against plainer ways, a model against transformers.
+"""`ubatch bench attention`: the CPU's back ends against plainer ways, a model against transformers.
 
     decode      one layer step of 64 sequences with 512 tokens each, against loops over the sequences, on one core
     prefill     64 prompts of 128 tokens, against one dense scaled_dot_product_attention call of the same work
@@ -35,6 +35,7 @@ from serving.bench.generate import GenerateResult, measure_generate
 from serving.bench.statistics import Interval, bootstrap, environment, interleave_arms, paired, timed, write_json
 from serving.ranks import pin_rank
 from ubatch import ForwardMode, split_fixed
+from ubatch.c_jit import why_not_c
 
 __all__ = ["Options", "run"]
 
@@ -101,7 +102,7 @@ def run(options: Options) -> int:
     return 0
 
 
-def _make_step(query_len: int, seq_len: int, sequences: int) -> _Step:
+def _make_step(query_len: int, seq_len: int, sequences: int, backend: str = "torch") -> _Step:
     """Sequences of equal length, their pages scattered over the cache."""
     shape = AttentionShape(_HEADS, _KV_HEADS, _HEAD_DIM)
     generator = torch.Generator().manual_seed(0)
@@ -117,13 +118,16 @@ def _make_step(query_len: int, seq_len: int, sequences: int) -> _Step:
     tokens = query_len * sequences
     q = torch.randn(tokens, _HEADS, _HEAD_DIM, generator=generator)
     k, v = torch.randn(2, tokens, _KV_HEADS, _HEAD_DIM, generator=generator)
-    return _Step(UBatchAttention(shape, cache, "torch"), metadata, q, k, v)
+    return _Step(UBatchAttention(shape, cache, backend), metadata, q, k, v)
 
 
 def _decode(options: Options) -> dict[str, Any]:
     step = _make_step(1, options.context, options.sequences)
+    backends = {"torch": step}
+    if why_not_c() is None:
+        backends["native"] = _make_step(1, options.context, options.sequences, "native")
     arms: dict[str, Callable[[], Tensor]] = {
-        "torch": step.run,
+        **{name: own.run for name, own in backends.items()},
         "loop_sdpa": lambda: _loop(step, _attend_repeated),
         "loop_folded": lambda: _loop(step, _attend_folded),
         "loop_matmul": lambda: _loop(step, _attend_matmul),
@@ -139,9 +143,9 @@ def _decode(options: Options) -> dict[str, Any]:
     return {
         "arms_ms": measured,
         "best_loop": best,
-        "speedup": paired(measured[best], measured["torch"]),
+        "speedup": {name: paired(measured[best], measured[name]) for name in backends},
         "bandwidth_gb_s": bandwidth / 1e9,
-        "bandwidth_share": bootstrap([limit_ms / value for value in measured["torch"]]),
+        "bandwidth_share": {name: bootstrap([limit_ms / value for value in measured[name]]) for name in backends},
     }
 
 
@@ -227,10 +231,9 @@ def _print(options: Options, results: Mapping[str, Any], generated: GenerateResu
     decode, prefill = results["decode"], results["prefill"]
     print(f"decode: {options.sequences} sequences x {options.context} tokens, {_LAYERS} layers, one core")
     _print_arms(decode["arms_ms"])
-    print(f"  speed-up over {decode['best_loop']}   {decode['speedup']:.3f}")
-    print(
-        f"  share of the memory-bandwidth limit ({decode['bandwidth_gb_s']:.1f} GB/s)   {decode['bandwidth_share']:.3f}"
-    )
+    for name, speedup in decode["speedup"].items():
+        limit = f"of the memory-bandwidth limit ({decode['bandwidth_gb_s']:.1f} GB/s)"
+        print(f"  {name}: {speedup:.3f}x {decode['best_loop']}; {decode['bandwidth_share'][name]:.3f} {limit}")
     print(f"prefill: {options.sequences} prompts x {options.prompt} tokens, {_LAYERS} layers, one core")
     _print_arms(prefill["arms_ms"])
     print(f"  torch / dense   {prefill['over_dense']:.3f}")
