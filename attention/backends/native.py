@@ -2,6 +2,7 @@
 
     decode                      one new token: the kernel reads keys and values where they lie in the cache, once
     fresh, extend, verify       as `torch` does them (`attention.backends.torch_sdpa`)
+    latent attention            is `torch_mla`; this name stands for it, too (`attention.backends.registry`)
 
 A request's decode is bit for bit the same alone and in any batch, and on any number of threads.
 """

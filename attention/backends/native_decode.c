@@ -25,8 +25,8 @@
 #define VECTORS (LANES / 4)
 #define HEADS 4
 #define TILE 16
-#define PASS 32         // query heads whose scores are kept at once
-#define LINE 16         // floats of a cache line
+#define PASS 32          // query heads whose scores are kept at once
+#define LINE 16          // floats of a cache line
 #define FEW_FLOATS 32768 // less to read than that, and waking other threads costs more than it saves
 #define INLINE static inline __attribute__((always_inline))
 #define UNROLL _Pragma("GCC unroll 16")
