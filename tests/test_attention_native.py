@@ -146,14 +146,29 @@ def test_scores_so_large_that_exponents_overflow_unless_shifted() -> None:
     torch.testing.assert_close(out, run("torch", batch), atol=1e-3, rtol=1e-3)  # scores of hundreds, to 24 bits
 
 
-def test_what_is_not_a_number_stays_in_its_request() -> None:
+@pytest.mark.parametrize("spoilt", [0, 1], ids=["one-chunk", "many"])
+@pytest.mark.parametrize("where", ["query", "key"])
+def test_what_is_not_a_number_stays_in_its_request_and_is_not_lost(spoilt: int, where: str) -> None:
     batch = make_batch([(9, 1), (LONG, 1), (30, 1)])
-    q = batch.q.clone()
-    q[1, 0, 0] = math.nan
-    spoilt, clean = run("native", replace(batch, q=q)), run("native", batch)
-    assert spoilt[1, 0].isnan().all()
-    spoilt[1, 0] = clean[1, 0]
-    assert torch.equal(spoilt, clean)
+    q, past_k = batch.q.clone(), batch.past_k.clone()
+    if where == "query":
+        q[spoilt, :2, 0] = math.nan
+    else:
+        past_k[9 * spoilt + 3, 0, 0] = math.nan  # of one key, seen by the two heads that share it
+    out, clean = run("native", replace(batch, q=q, past_k=past_k)), run("native", batch)
+    assert out[spoilt, :2].isnan().all()
+    out[spoilt, :2] = clean[spoilt, :2]
+    assert torch.equal(out, clean)
+
+
+def test_the_mask_of_a_single_draft_is_obeyed() -> None:
+    batch = make_batch([(20, 1), (3, 1)], drafts="tree")
+    verify = batch.metadata.spec_verify
+    assert verify is not None
+    assert verify.custom_mask is not None
+    mask = verify.custom_mask.clone()
+    mask[4:11] = False
+    check(replace(batch, metadata=replace(batch.metadata, spec_verify=replace(verify, custom_mask=mask))))
 
 
 # -- the same whoever else is there ------------------------------------------------------------------------------------
