@@ -9,6 +9,7 @@ the speed, and multiply many rows at 0.93 of what the cores can do (`docs/cpu-ke
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
@@ -17,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ubatch import ConfigError
-from ubatch.c_jit import compile_c, why_not_c
+from ubatch.c_jit import compile_c, kernel_of, why_not_c
 
 __all__ = ["GroupedLinear", "NativeLinear"]
 
@@ -121,20 +122,12 @@ class NativeLinear:
 
 
 @cache
-def _library() -> tuple[ctypes._NamedFuncPointer, int]:
-    """The kernel, and how many numbers a vector has."""
+def _library(**defines: int) -> tuple[Callable[..., None], int]:
+    """The kernel, and how many numbers a vector has: `LANES`, by default what the processor has."""
     reason = why_not_c()
     if reason is not None:
         raise ConfigError(reason)
-    library = compile_c(_SOURCE.read_text(encoding="utf-8"))
+    library = compile_c(_SOURCE.read_text(encoding="utf-8"), **defines)
     pointer, number = ctypes.c_void_p, ctypes.c_int64
-    library.grouped_linear.argtypes = [
-        pointer,
-        number,
-        *[pointer] * 2,
-        *[number] * 3,
-        *[pointer] * 2,
-        *[ctypes.c_int] * 2,
-    ]
-    library.grouped_linear.restype = None
-    return library.grouped_linear, int(library.lanes())
+    types = (pointer, number, *[pointer] * 2, *[number] * 3, *[pointer] * 2, *[ctypes.c_int] * 2)
+    return kernel_of(library, "grouped_linear", *types), int(library.lanes())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import torch
 from c_kernels import needs_c
 
 from ubatch import ConfigError, c_jit
-from ubatch.c_jit import CACHE_VARIABLE, OFF_VARIABLE, compile_c, why_not_c
+from ubatch.c_jit import CACHE_VARIABLE, OFF_VARIABLE, compile_c, kernel_of, why_not_c
 
 SOURCE = "int answer(void) { return 42; }\n"
 
@@ -45,10 +46,11 @@ def test_it_is_compiled_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> No
 def test_another_source_or_processor_is_another_kernel(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     compile_c(SOURCE)
     assert compile_c(SOURCE.replace("42", "43")).answer() == 43
+    assert compile_c("int answer(void) { return ANSWER; }", ANSWER=44).answer() == 44
     forget(monkeypatch)
     monkeypatch.setattr(c_jit, "_processor", lambda: "another one")
     assert compile_c(SOURCE).answer() == 42
-    assert len(list(cache.iterdir())) == 3
+    assert len(list(cache.iterdir())) == 4
 
 
 @needs_c
@@ -58,7 +60,7 @@ def test_two_that_start_together(cache: Path) -> None:
 
     def build() -> None:
         c_jit._compile(SOURCE, c_jit._compiler(), c_jit._FLAGS, path)
-        answers.append(c_jit.ctypes.CDLL(str(path)).answer())
+        answers.append(ctypes.CDLL(str(path)).answer())
 
     threads = [threading.Thread(target=build) for _ in range(4)]
     for thread in threads:
@@ -80,6 +82,17 @@ def test_its_threads_are_torchs(cache: Path) -> None:
             assert library.threads() == count
     finally:
         torch.set_num_threads(before)
+
+
+@needs_c
+def test_the_profiler_sees_its_calls(cache: Path) -> None:
+    library = compile_c("static int calls; void count(int more) { calls += more; } int counted(void) { return calls; }")
+    count = kernel_of(library, "count", ctypes.c_int)
+    count(2)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        count(40)
+    assert library.counted() == 42
+    assert [event.count for event in profile.key_averages() if event.key == "ubatch::count"] == [1]
 
 
 @needs_c

@@ -40,13 +40,17 @@ def reference(x: Tensor, weight: Tensor, rows: list[int], gated: bool) -> Tensor
     outputs=st.integers(1, 70),
     gated=st.booleans(),
     scattered=st.booleans(),
+    lanes=st.sampled_from([8, 16]),
 )
 def test_against_one_product_per_expert(
-    rows: list[int], inputs: int, outputs: int, gated: bool, scattered: bool
+    rows: list[int], inputs: int, outputs: int, gated: bool, scattered: bool, lanes: int
 ) -> None:
     total = sum(rows)
     weight = torch.randn(len(rows), outputs * (2 if gated else 1), inputs)
-    linear = GroupedLinear(weight, gated=gated)
+    library = grouped_linear._library
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(grouped_linear, "_library", lambda: library(LANES=lanes))
+        linear = GroupedLinear(weight, gated=gated)
     given_rows = torch.randn(total + 3, inputs + 5)[:, :inputs] * inputs**-0.5
     source = torch.randint(0, total + 3, (total,))
     first_row = segment_offsets(torch.tensor(rows))

@@ -4,7 +4,8 @@ For the floors above; nothing of the runtime imports it. What torch offers for a
 keys several times, or waits for all threads after every small product; a loop in C reads them once. It takes the
 machine's own C compiler (`$CC`, or `cc`) with GNU's extensions, GCC or clang, and no headers but C's own:
 
-    source + flags + compiler + processor -> a key      ~/.cache/ubatch/c/<key>.so, or under $UBATCH_C_CACHE
+    c_vectors.h + source                                vectors, and what several kernels need
+    these + flags + compiler + processor -> a key       ~/.cache/ubatch/c/<key>.so, or under $UBATCH_C_CACHE
     not there yet: compile beside it, then rename       so processes that start together do not disturb each other
     load                                                its threads are torch's own: no second pool of them
 
@@ -21,33 +22,42 @@ import platform
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from ubatch.errors import ConfigError
 
-__all__ = ["CACHE_VARIABLE", "OFF_VARIABLE", "compile_c", "why_not_c"]
+__all__ = ["CACHE_VARIABLE", "OFF_VARIABLE", "compile_c", "kernel_of", "why_not_c"]
 
 CACHE_VARIABLE = "UBATCH_C_CACHE"
 OFF_VARIABLE = "UBATCH_C_KERNELS"
 """`0` keeps to torch."""
 _FLAGS = ("-std=gnu11", "-O3", "-march=native", "-fPIC", "-fopenmp", "-fno-math-errno", "-fno-trapping-math")
 _FLAGS_X86 = ("-mprefer-vector-width=512",)
+_VECTORS = Path(__file__).with_name("c_vectors.h")
 _PATIENCE_S = 120.0
 _PROBE = "#include <omp.h>\nint ubatch_threads(void) { return omp_get_max_threads(); }\n"
 
 _loaded: dict[str, ctypes.CDLL | ConfigError] = {}
 
 
-def compile_c(source: str) -> ctypes.CDLL:
+def compile_c(source: str, **defines: int) -> ctypes.CDLL:
     """A library from C source, compiled at most once per machine; its functions have no types yet.
+
+    Args:
+        source: behind `c_vectors.h`.
+        defines: constants in front of both.
 
     Raises:
         ConfigError: no compiler, one that fails, or threads that are not torch's; with the reason. Asked again, it says
             the same at once.
     """
+    constants = "".join(f"#define {name} {value}\n" for name, value in defines.items())
+    source = f"{constants}{_VECTORS.read_text(encoding='utf-8')}{source}"
     known = _loaded.get(source)
     if known is None:
         try:
@@ -58,6 +68,21 @@ def compile_c(source: str) -> ctypes.CDLL:
     if isinstance(known, ConfigError):
         raise known
     return known
+
+
+def kernel_of(library: ctypes.CDLL, name: str, *types: Any) -> Callable[..., None]:
+    """A function that returns nothing, with the ctypes of its arguments; torch's profiler sees its calls."""
+    function = getattr(library, name)
+    function.argtypes, function.restype = types, None
+
+    def call(*args: Any) -> None:
+        if torch.autograd._profiler_enabled():  # a range costs as much as a small kernel
+            with torch.profiler.record_function(f"ubatch::{name}"):
+                function(*args)
+        else:
+            function(*args)
+
+    return call
 
 
 @cache

@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import ctypes
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -31,7 +32,7 @@ from attention.backends.torch_sdpa import (
 from attention.kv_cache import KVCacheError, PagedKVCache
 from attention.metadata import CommonAttentionMetadata
 from ubatch import ConfigError
-from ubatch.c_jit import compile_c, why_not_c
+from ubatch.c_jit import compile_c, kernel_of, why_not_c
 
 __all__ = ["CHUNK_KEYS", "NativeAttentionBackend"]
 
@@ -185,18 +186,25 @@ def _tables(requests: Sequence[Request], metadata: CommonAttentionMetadata, num_
     return table.to(torch.int32, copy=True, memory_format=torch.contiguous_format)
 
 
+@dataclass(frozen=True)
+class _Kernel:
+    """The functions of `native_decode.c`."""
+
+    find_bad_request: Callable[[int], int]
+    decode: Callable[..., None]
+
+
 @cache
-def _kernel() -> Any:
+def _kernel() -> _Kernel:
     return _load_kernel()
 
 
-def _load_kernel(lanes: int | None = None) -> Any:
+def _load_kernel(lanes: int | None = None) -> _Kernel:
     """The compiled functions; `lanes` numbers a vector, by default what the processor has."""
-    defined = f"#define CHUNK {CHUNK_KEYS}\n" + (f"#define LANES {lanes}\n" if lanes else "")
-    library = compile_c(defined + Path(__file__).with_name("native_decode.c").read_text(encoding="utf-8"))
+    source = Path(__file__).with_name("native_decode.c").read_text(encoding="utf-8")
+    library = compile_c(source, CHUNK=CHUNK_KEYS, **({"LANES": lanes} if lanes else {}))
     pointer, number = ctypes.c_void_p, ctypes.c_int64
     library.find_bad_request.argtypes = [pointer]
     library.find_bad_request.restype = number
-    library.decode.argtypes = [pointer, pointer, number, *[pointer] * 5, number, number]
-    library.decode.restype = None
-    return library
+    decode = kernel_of(library, "decode", pointer, pointer, number, *[pointer] * 5, number, number)
+    return _Kernel(library.find_bad_request, decode)

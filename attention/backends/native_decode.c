@@ -10,36 +10,20 @@
 //
 // Everything is fixed by the request alone: chunks start at its first visible key, sums have one order. So a result
 // depends neither on the batch nor on the number of threads. CHUNK is defined by who compiles this.
-#include <math.h>
-#include <stddef.h>
-#include <stdint.h>
 #include <string.h>
 
-#ifndef LANES
-#ifdef __AVX512F__
-#define LANES 16
-#else
-#define LANES 8
-#endif
-#endif
 #define VECTORS (LANES / 4)
 #define HEADS 4
 #define TILE 16
 #define PASS 32          // query heads whose scores are kept at once
 #define LINE 16          // floats of a cache line
 #define FEW_FLOATS 32768 // less to read than that, and waking other threads costs more than it saves
-#define INLINE static inline __attribute__((always_inline))
-#define UNROLL _Pragma("GCC unroll 16")
 // Keeps a vector in a register that GCC would load again for every use.
 #if defined(__AVX512F__) || (defined(__AVX__) && LANES == 8)
 #define KEEP(x) __asm__("" : "+v"(x))
 #else
 #define KEEP(x)
 #endif
-
-// Vectors with the operators of C, by GNU's extension.
-typedef float vec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
-typedef int32_t ivec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 
 typedef struct {
     int64_t num_heads, num_kv_heads, head_dim;
@@ -51,29 +35,6 @@ typedef struct {
     const int32_t *items;  // [items, 4]: request, first key, end, place among the parts or -1
     const int32_t *merges; // [requests, 2]: first part, number of chunks; a single chunk is no part
 } Plan;
-
-INLINE vec load(const float *from) { return *(const vec *)from; }
-INLINE void store(float *to, vec x) { *(vec *)to = x; }
-INLINE vec all(float x) { return x - (vec){0}; }
-INLINE vec choose(ivec mask, vec a, vec b) { return (vec)((mask & (ivec)a) | (~mask & (ivec)b)); }
-
-// exp of what is at most 0, or nan; relative error 2e-7. Polynomial: Cephes' expf (Moshier).
-INLINE vec exponential(vec x) {
-    const vec least = all(-87.0f), shift = all(12582912.0f); // 1.5 * 2^23: adding it rounds to integers
-    const ivec vanishes = x < least;
-    x = choose(vanishes, least, x);
-    const vec shifted = x * 1.44269504f + shift;
-    const vec whole = shifted - shift;
-    const vec r = (x - whole * 0.693359375f) + whole * 2.12194440e-4f;
-    vec y = r * 1.9875691500e-4f + 1.3981999507e-3f;
-    y = y * r + 8.3334519073e-3f;
-    y = y * r + 4.1665795894e-2f;
-    y = y * r + 1.6666665459e-1f;
-    y = y * r + 5.0000001201e-1f;
-    y = y * (r * r) + r + 1.0f;
-    const ivec power = ((ivec)shifted - (ivec)shift + 127) << 23;
-    return (vec)((ivec)(y * (vec)power) & ~vanishes);
-}
 
 INLINE vec capped(vec x, float cap) {
     const vec y = x * (1.0f / cap);

@@ -1,52 +1,23 @@
-/* Products of rows, sorted by expert, with the weights of their experts; see moe/grouped_linear.py.
+// Products of rows, sorted by expert, with the weights of their experts; see moe/grouped_linear.py.
+//
+// A job is one panel of one expert's weight, some columns of the output, and the rows of that expert, or a block of
+// them where there are many. It reads its panel from memory once, and for every further tile of rows from the cache:
+//
+//     weight   [experts, panels, inputs, 2 * LANES]    in the order in which it is read
+//     tile     up to MAX_ROWS rows x 2 * LANES columns, in registers
+//
+// Each number is the sum over the inputs in their order, whoever shares the call, and however many threads there are.
 
-   A job is one panel of one expert's weight, some columns of the output, and the rows of that expert, or a block of
-   them where there are many. It reads its panel from memory once, and for every further tile of rows from the cache:
-
-       weight   [experts, panels, inputs, 2 * LANES]    in the order in which it is read
-       tile     up to MAX_ROWS rows x 2 * LANES columns, in registers
-
-   Each number is the sum over the inputs in their order, whoever shares the call, and however many threads there are. */
-
-#include <stdint.h>
-
-#if defined(__AVX512F__)
-#define LANES 16
+#if LANES == 16
 #define MAX_ROWS 12
 #else
-#define LANES 8
 #define MAX_ROWS 6
 #endif
 #define WIDTH (2 * LANES)
 #define BLOCK_ROWS (40 * MAX_ROWS)
-#define AHEAD 1024 /* floats: what is read that much later is fetched now */
-
-typedef float vec __attribute__((vector_size(4 * LANES), aligned(4)));
-typedef int32_t ivec __attribute__((vector_size(4 * LANES), aligned(4)));
+#define AHEAD 1024 // floats: what is read that much later is fetched now
 
 int lanes(void) { return LANES; }
-
-static inline vec where(ivec condition, vec x, vec otherwise) {
-    return (vec)((condition & (ivec)x) | (~condition & (ivec)otherwise));
-}
-
-/* e^x, within 2 units in the last place; what has no normal result is infinite, or e^-87. */
-static inline vec exponential(vec x) {
-    const vec zero = {0};
-    ivec over = x > 88.0f;
-    x = where(x < -87.0f, zero - 87.0f, x);
-    vec shifted = x * 1.44269504f + 12582912.0f; /* its low bits are the nearest whole number */
-    vec whole = shifted - 12582912.0f;
-    vec r = (x - whole * 0.693359375f) + whole * 2.12194440e-4f;
-    vec p = r * 1.9875691500e-4f + 1.3981999507e-3f;
-    p = p * r + 8.3334519073e-3f;
-    p = p * r + 4.1665795894e-2f;
-    p = p * r + 1.6666665459e-1f;
-    p = p * r + 5.0000001201e-1f;
-    p = p * (r * r) + r + 1.0f;
-    p = (vec)((ivec)p + ((ivec)shifted << 23)); /* the whole number is added to the exponent */
-    return where(over, zero + __builtin_inff(), p);
-}
 
 typedef void tile(const float *weight, const float *const *x, float *const *out, int64_t inputs, int gated);
 
@@ -54,22 +25,22 @@ typedef void tile(const float *weight, const float *const *x, float *const *out,
     static void tile_##ROWS(                                                                                           \
         const float *weight, const float *const *x, float *const *out, int64_t inputs, int gated) {                    \
         vec first[ROWS], second[ROWS];                                                                                 \
-        _Pragma("GCC unroll 16") for (int r = 0; r < ROWS; r++) first[r] = second[r] = (vec){0};                       \
+        UNROLL for (int r = 0; r < ROWS; r++) first[r] = second[r] = all(0.0f);                                        \
         for (int64_t k = 0; k < inputs; k++, weight += WIDTH) {                                                        \
             __builtin_prefetch(weight + AHEAD);                                                                        \
             __builtin_prefetch(weight + AHEAD + LANES);                                                                \
-            vec u = *(const vec *)weight, v = *(const vec *)(weight + LANES);                                          \
-            _Pragma("GCC unroll 16") for (int r = 0; r < ROWS; r++) {                                                  \
+            vec u = load(weight), v = load(weight + LANES);                                                            \
+            UNROLL for (int r = 0; r < ROWS; r++) {                                                                    \
                 first[r] += x[r][k] * u;                                                                               \
                 second[r] += x[r][k] * v;                                                                              \
             }                                                                                                          \
         }                                                                                                              \
         for (int r = 0; r < ROWS; r++) {                                                                               \
             if (gated) {                                                                                               \
-                *(vec *)out[r] = first[r] / (1.0f + exponential(-first[r])) * second[r];                               \
+                store(out[r], first[r] / (1.0f + exponential(-first[r])) * second[r]);                                 \
             } else {                                                                                                   \
-                *(vec *)out[r] = first[r];                                                                             \
-                *(vec *)(out[r] + LANES) = second[r];                                                                  \
+                store(out[r], first[r]);                                                                               \
+                store(out[r] + LANES, second[r]);                                                                      \
             }                                                                                                          \
         }                                                                                                              \
     }
@@ -86,13 +57,13 @@ static tile *const TILES[MAX_ROWS + 1] = {
 #endif
 };
 
-/* Args:
-     x          [*, x_stride], of which row i of the output reads row source[i], or i where source is null
-     source     [rows]
-     first_row  [experts + 1], where each expert's rows begin
-     weight     [experts, panels, inputs, 2 * LANES]
-     out        [rows, panels * LANES] where gated, silu(first half of the panel) * second half; else
-                [rows, panels * 2 * LANES] */
+// Args:
+//   x          [*, x_stride], of which row i of the output reads row source[i], or i where source is null
+//   source     [rows]
+//   first_row  [experts + 1], where each expert's rows begin
+//   weight     [experts, panels, inputs, 2 * LANES]
+//   out        [rows, panels * LANES] where gated, silu(first half of the panel) * second half; else
+//              [rows, panels * 2 * LANES]
 void grouped_linear(
     const float *x, int64_t x_stride, const int64_t *source, const int64_t *first_row, int64_t experts, int64_t panels,
     int64_t inputs, const float *weight, float *out, int gated, int threads) {
@@ -108,7 +79,7 @@ void grouped_linear(
         int64_t end = first_row[expert + 1];
         if (end > row + BLOCK_ROWS) end = row + BLOCK_ROWS;
         while (row < end) {
-            /* The last two tiles share what is left: one with few rows has little to compute on what it reads. */
+            // The last two tiles share what is left: one with few rows has little to compute on what it reads.
             int64_t left = end - row, rows = left;
             if (left > MAX_ROWS) rows = left < 2 * MAX_ROWS ? (left + 1) / 2 : MAX_ROWS;
             const float *from[MAX_ROWS];

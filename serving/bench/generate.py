@@ -144,7 +144,7 @@ def _gemm_flops() -> float:
 
 _KINDS = {
     "matrix products": ("mm", "addmm", "bmm", "linear", "mkldnn", "onednn"),
-    "attention": ("scaled_dot_product", "flash_attention"),
+    "attention": ("scaled_dot_product", "flash_attention", "decode"),
     "gather and scatter": ("index", "gather", "scatter", "cat", "copy", "sort", "embedding", "segment"),
 }
 
