@@ -16,6 +16,7 @@ from checkpoints import make_qwen3_moe_checkpoint
 import serving
 from model_runner import RandomDeepseekV3, make_random_checkpoint
 from serving.bench.statistics import bootstrap, interleave_arms, paired
+from serving.bench.step_setting import StepOptions, model_folder
 from serving.cli import COMMANDS, main
 from ubatch import SCHEDULES
 
@@ -185,6 +186,14 @@ def test_bench_schedules(tmp_path: Path) -> None:
         assert each["measured_ms"]["median"] > 0.95 * busy  # the link alone takes so long
         assert each["error"] == pytest.approx(each["predicted_ms"] / each["measured_ms"]["median"] - 1)
         assert 0.1 < each["predicted_ms"] / each["measured_ms"]["median"] < 10.0  # of one kind; a busy machine adds
+
+
+def test_a_random_model_has_as_many_layers_as_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    with model_folder(StepOptions(random="deepseek-v3", layers=2)) as folder:
+        config = json.loads((folder / "config.json").read_text())
+    assert (config["num_hidden_layers"], config["first_k_dense_replace"]) == (2, 1)
+    assert main(["bench", "overlap", "--model", TINY, "--layers", "3"]) == 2
+    assert "has its own" in capsys.readouterr().err
 
 
 def test_bootstrap_and_pairs() -> None:

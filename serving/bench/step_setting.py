@@ -31,7 +31,7 @@ from model_runner import (
 from model_runner.models.config import DecoderConfig
 from moe import EmulatedLink
 from serving.tuning.programs import Programs, gather_steps, traced_step
-from ubatch import CommGroup, Schedule, UBatchConfig, UBatchError, UBatchWrapper, set_forward_context
+from ubatch import CommGroup, ConfigError, Schedule, UBatchConfig, UBatchError, UBatchWrapper, set_forward_context
 from ubatch.schedule import SERIAL
 
 __all__ = [
@@ -56,6 +56,7 @@ class StepOptions(BaseModel):
         Literal["qwen3-moe", "deepseek-v3"],
         Field(description="what the random weights are of: about 100 M parameters; deepseek-v3 has shared experts"),
     ] = "qwen3-moe"
+    layers: Annotated[int | None, Field(ge=2, description="of the random model; 8 if not given")] = None
     ranks: Annotated[int, Field(ge=2, description="data- and expert-parallel ranks")] = 2
     sequences: Annotated[int, Field(ge=2, description="prompts per rank and step")] = 8
     sequence_length: Annotated[int, Field(ge=1, description="tokens of a prompt")] = 128
@@ -137,12 +138,20 @@ def _overlaps(schedule: Schedule) -> bool:
 
 @contextmanager
 def model_folder(options: StepOptions) -> Iterator[Path]:
-    """The checkpoint asked for, or a random one that is deleted at the end."""
+    """The checkpoint asked for, or a random one that is deleted at the end.
+
+    Raises:
+        ConfigError: `layers` is given for a checkpoint, which has its own.
+    """
     if options.model is not None:
+        if options.layers is not None:
+            raise ConfigError(f"layers is {options.layers}, but {options.model} has its own. Leave one of them out.")
         yield options.model
         return
+    size = RandomQwen3Moe() if options.random == "qwen3-moe" else RandomDeepseekV3()
+    if options.layers is not None:
+        size = replace(size, num_hidden_layers=options.layers)
     with tempfile.TemporaryDirectory() as folder:
-        size = RandomQwen3Moe() if options.random == "qwen3-moe" else RandomDeepseekV3()
         yield make_random_checkpoint(Path(folder) / f"random-{options.random}", size)
 
 
