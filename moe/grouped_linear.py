@@ -54,10 +54,10 @@ class GroupedLinear:
         width = lanes if gated else 2 * lanes
         self._panels = -(-self.outputs // width)
         missing = self._panels * width - self.outputs
-        parts = [
-            F.pad(half, (0, 0, 0, missing)).view(self.num_experts, self._panels, width, self._inputs) for half in halves
-        ]
-        self._packed = torch.cat(parts, dim=2).transpose(2, 3).contiguous()
+        self._packed = weight.new_empty(self.num_experts, self._panels, self._inputs, 2 * lanes)
+        for expert, packed in enumerate(self._packed):  # one by one: weights may be most of the memory
+            for half, part in zip(halves, packed.split(width, dim=2), strict=True):
+                part.copy_(F.pad(half[expert], (0, 0, 0, missing)).view(self._panels, width, -1).transpose(1, 2))
 
     def __call__(self, x: Tensor, first_row: Tensor, source: Tensor | None = None, *, first_expert: int = 0) -> Tensor:
         """The rows of every expert times its weight; none of this is checked, for who knows that it is in order.

@@ -127,6 +127,36 @@ def test_without_a_compiler_there_is_a_reason(
 
 
 @needs_c
+def test_a_compiler_may_have_arguments(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (name,) = c_jit._compiler()
+    monkeypatch.setenv("CC", f"{name} -DANSWER=7")
+    assert compile_c("int answer(void) { return ANSWER; }").answer() == 7
+
+
+@needs_c
+def test_a_folder_that_others_may_write_to_is_refused(cache: Path) -> None:
+    cache.mkdir()
+    cache.chmod(0o777)
+    with pytest.raises(ConfigError, match="can be written to by others"):
+        compile_c(SOURCE)
+
+
+@needs_c
+def test_a_kernel_that_cannot_be_loaded_is_not_kept(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: str, mode: int) -> None:
+        assert Path(path).exists()
+        raise OSError("damaged")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(c_jit.ctypes, "CDLL", refuse)
+        with pytest.raises(ConfigError, match="cannot be loaded beside torch: damaged"):
+            compile_c(SOURCE)
+    assert not list(cache.iterdir())
+    forget(monkeypatch)
+    assert compile_c(SOURCE).answer() == 42
+
+
+@needs_c
 def test_another_openmp_is_refused(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(c_jit, "_PROBE", "int ubatch_threads(void) { return 1234; }\n")
     why = c_jit.why_not_c()

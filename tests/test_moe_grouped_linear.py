@@ -154,6 +154,16 @@ def test_who_is_the_fastest(monkeypatch: pytest.MonkeyPatch) -> None:
     assert fastest_cpu_experts(torch.float32, CPU) == "grouped"
 
 
+def test_a_kernel_that_cannot_be_compiled_is_not_the_fastest(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(**defines: int) -> None:
+        raise ConfigError("the C compiler failed")
+
+    monkeypatch.setattr(grouped_linear, "_library", refuse)
+    monkeypatch.setattr(fastest, "_native_is_faster", cache(fastest._native_is_faster.__wrapped__))
+    monkeypatch.setattr(fastest, "why_not_c", lambda: None)
+    assert fastest_cpu_experts(torch.float32, CPU) in ("packed", "grouped")
+
+
 @needs_c
 def test_it_is_measured_by_running_them() -> None:
     assert fastest_cpu_experts(torch.float32, CPU) in ("native", "packed", "grouped")

@@ -19,6 +19,7 @@ import ctypes
 import hashlib
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -40,7 +41,14 @@ _FLAGS = ("-std=gnu11", "-O3", "-march=native", "-fPIC", "-fopenmp", "-fno-math-
 _FLAGS_X86 = ("-mprefer-vector-width=512",)
 _VECTORS = Path(__file__).with_name("c_vectors.h")
 _PATIENCE_S = 120.0
-_PROBE = "#include <omp.h>\nint ubatch_threads(void) { return omp_get_max_threads(); }\n"
+_PROBE = """
+int omp_get_max_threads(void);
+int ubatch_threads(void) { return omp_get_max_threads(); }
+void ubatch_probe(float *x, long n) {
+#pragma omp parallel for schedule(dynamic, 1) num_threads(2)
+    for (long i = 0; i < n; i++) store(x + i * LANES, exponential(load(x + i * LANES)));
+}
+"""
 
 _loaded: dict[str, ctypes.CDLL | ConfigError] = {}
 
@@ -87,7 +95,7 @@ def kernel_of(library: ctypes.CDLL, name: str, *types: Any) -> Callable[..., Non
 
 @cache
 def why_not_c() -> str | None:
-    """Why kernels in C cannot run here; None where they can. The first call compiles a line of C, where need be."""
+    """Why kernels in C cannot run here; None where they can. The first call compiles a few lines, where need be."""
     try:
         library = compile_c(_PROBE)
     except ConfigError as error:
@@ -101,9 +109,11 @@ def why_not_c() -> str | None:
 def _load(source: str) -> ctypes.CDLL:
     if os.environ.get(OFF_VARIABLE) == "0":
         raise ConfigError(f"kernels in C are switched off: {OFF_VARIABLE}=0.")
+    if os.name != "posix":
+        raise ConfigError(f"kernels in C are compiled and loaded on POSIX systems, not on {os.name!r}.")
     compiler = _compiler()
     flags = (*_FLAGS, *(_FLAGS_X86 if platform.machine() in ("x86_64", "AMD64") else ()))
-    key = hashlib.sha256("\0".join((source, *flags, compiler, _version(compiler), _processor())).encode()).hexdigest()
+    key = hashlib.sha256("\0".join((source, *flags, *compiler, _version(compiler), _processor())).encode()).hexdigest()
     path = _folder() / f"{key[:32]}.so"
     if not path.exists():
         _compile(source, compiler, flags, path)
@@ -111,30 +121,38 @@ def _load(source: str) -> ctypes.CDLL:
         # Not linked with an OpenMP library: its functions are found in the one that torch has loaded.
         return ctypes.CDLL(str(path), mode=os.RTLD_NOW | os.RTLD_LOCAL)
     except OSError as error:
+        path.unlink(missing_ok=True)  # it may be damaged: the next process compiles it anew
         raise ConfigError(f"the compiled kernel cannot be loaded beside torch: {error}") from error
 
 
-def _compiler() -> str:
-    names = [os.environ["CC"]] if os.environ.get("CC") else ["cc", "gcc", "clang"]
+def _compiler() -> tuple[str, ...]:
+    """The command, with the arguments that `$CC` may have (`ccache gcc`)."""
+    named = shlex.split(os.environ.get("CC", ""))
+    names = named[:1] or ["cc", "gcc", "clang"]
     for name in names:
         found = shutil.which(name)
         if found is not None:
-            return found
+            return found, *named[1:]
     raise ConfigError(f"no C compiler ({', '.join(names)}) is installed. Install one, such as gcc, or set CC.")
 
 
-def _compile(source: str, compiler: str, flags: tuple[str, ...], path: Path) -> None:
-    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-        code, built, linked = (Path(folder) / name for name in ("kernel.c", "kernel.o", "kernel.so"))
-        code.write_text(source)
-        _run([compiler, *flags, "-c", str(code), "-o", str(built)])
-        _run([compiler, "-shared", str(built), "-lm", "-o", str(linked)])
-        linked.replace(path)
+def _compile(source: str, compiler: tuple[str, ...], flags: tuple[str, ...], path: Path) -> None:
+    try:
+        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+            code, built, linked = (Path(folder) / name for name in ("kernel.c", "kernel.o", "kernel.so"))
+            code.write_text(source, encoding="utf-8")
+            _run([*compiler, *flags, "-c", str(code), "-o", str(built)])
+            _run([*compiler, "-shared", str(built), "-lm", "-o", str(linked)])
+            linked.replace(path)
+    except OSError as error:
+        raise ConfigError(f"a kernel in C cannot be written under {path.parent}: {error}") from error
 
 
 def _run(command: list[str]) -> str:
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_PATIENCE_S, check=False)
+        done = subprocess.run(
+            command, capture_output=True, text=True, errors="replace", timeout=_PATIENCE_S, check=False
+        )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise ConfigError(f"the C compiler {command[0]} did not run: {error}") from error
     if done.returncode:
@@ -143,8 +161,8 @@ def _run(command: list[str]) -> str:
 
 
 @cache
-def _version(compiler: str) -> str:
-    return _run([compiler, "--version"])
+def _version(compiler: tuple[str, ...]) -> str:
+    return _run([*compiler, "--version"])
 
 
 @cache
@@ -162,16 +180,22 @@ def _processor() -> str:
 def _folder() -> Path:
     """Where compiled kernels are kept; where nothing can be, a folder of this process."""
     given = os.environ.get(CACHE_VARIABLE)
-    folder = Path(given).expanduser() if given else Path.home() / ".cache" / "ubatch" / "c"
     try:
+        folder = Path(given).expanduser() if given else Path.home() / ".cache" / "ubatch" / "c"
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
-            return folder
-    except OSError:
+            status = folder.stat()
+    except (OSError, RuntimeError):  # RuntimeError: this user has no home
         if given:
             raise ConfigError(f"{CACHE_VARIABLE}={given} cannot be written to. Choose another folder.") from None
         _own_folders.append(tempfile.TemporaryDirectory(prefix="ubatch-c-"))
         return Path(_own_folders[-1].name)
+    if status.st_uid not in (os.getuid(), 0) or status.st_mode & 0o002:
+        raise ConfigError(
+            f"{folder} can be written to by others, and what lies there would be run. Make it yours alone, or name "
+            f"another folder: {CACHE_VARIABLE}."
+        )
+    return folder
 
 
 _own_folders: list[tempfile.TemporaryDirectory[str]] = []  # each is deleted with the process

@@ -279,9 +279,14 @@ static void run_item(const Plan *plan, const int32_t *item, int64_t first_head, 
     q += plan->rows[request] * q_stride;
     out = part < 0 ? out + request * result : parts + part * result;
     stats = part < 0 ? NULL : stats + 2 * part * plan->num_heads;
-    for (int64_t head = first_head; head < end_head; head += PASS)
-        run_pass(plan, head, head + PASS < end_head ? head + PASS : end_head, offsets, count, q, keys, values, sinks,
-                 out, stats);
+    // Passes end where groups do, or at fixed places in them, so that a head's block is the same whatever else runs.
+    const int64_t group = plan->num_heads / plan->num_kv_heads;
+    for (int64_t head = first_head, next; head < end_head; head = next) {
+        const int64_t left = group - head % group;
+        next = head + (group <= PASS ? PASS / group * group : left < PASS ? left : PASS);
+        if (next > end_head) next = end_head;
+        run_pass(plan, head, next, offsets, count, q, keys, values, sinks, out, stats);
+    }
 }
 
 // -- the batch --------------------------------------------------------------------------------------------------------

@@ -65,7 +65,7 @@ class Projection(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """What `to`, `cuda`, `half` and their like end in."""
-        moved = fn(torch.empty(0))
+        moved = fn(torch.empty(0, dtype=torch.float32, device="cpu"))
         if self._packed is not None and (moved.dtype is not torch.float32 or moved.device.type != "cpu"):
             raise ConfigError(
                 f"packed weights are float32 on the CPU for good and cannot become {moved.dtype} on {moved.device}. "

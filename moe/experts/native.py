@@ -18,18 +18,20 @@ class NativeExperts(RepackedExperts):
 
     def __init__(self, w13: Tensor, w2: Tensor, first_expert: int = 0) -> None:
         super().__init__(w13, w2, first_expert)
-        self._up, self._down = GroupedLinear(self.w13, gated=True), GroupedLinear(self.w2)
-        del self.w13, self.w2
+        self._up = GroupedLinear(self.w13, gated=True)
+        del self.w13
+        self._down = GroupedLinear(self.w2)
+        del self.w2
 
     def _run_experts(self, hidden_states: Tensor, plan: RowPlan) -> Tensor:
         """See `GroupedExperts`."""
-        self.check_no_gradient(hidden_states)
+        self.check_usable(hidden_states)
         first_row = segment_offsets(torch.tensor(plan.rows_per_expert))
         x = hidden_states if hidden_states.stride(1) == 1 else hidden_states.contiguous()
         return self._down(self._up(x, first_row, plan.token_of_row), first_row)
 
     def run_expert(self, slot: int, x: Tensor) -> Tensor:
         """See `GroupedExperts`."""
-        self.check_no_gradient(x)
+        self.check_usable(x)
         rows = torch.tensor([0, x.shape[0]])
         return self._down(self._up(x.contiguous(), rows, first_expert=slot), rows, first_expert=slot)

@@ -25,7 +25,7 @@ class PackedExperts(RepackedExperts):
 
     def _run_experts(self, hidden_states: Tensor, plan: RowPlan) -> Tensor:
         """See `GroupedExperts`. With few rows, what is done to each expert's is done to all at once."""
-        self.check_no_gradient(hidden_states)
+        self.check_usable(hidden_states)
         rows = plan.token_of_row.shape[0]
         if rows * (self.hidden_size + 2 * self.intermediate_size) * hidden_states.itemsize > _CACHED_BYTES:
             return super()._run_experts(hidden_states, plan)

@@ -23,7 +23,7 @@ class RepackedExperts(GroupedExperts):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """What `to`, `cuda`, `half` and their like end in."""
-        moved = fn(torch.empty(0))
+        moved = fn(torch.empty(0, dtype=self.dtype, device="cpu"))
         if moved.dtype is not self.dtype or moved.device.type != "cpu":
             raise ConfigError(
                 f"repacked experts are float32 on the CPU for good and cannot become {moved.dtype} on {moved.device}. "
@@ -34,12 +34,14 @@ class RepackedExperts(GroupedExperts):
     def __deepcopy__(self, memo: dict[int, object]) -> Self:
         raise ConfigError("repacked experts cannot be copied. Use experts_backend='grouped'.")
 
-    def check_no_gradient(self, x: Tensor) -> None:
-        """Refuse to be differentiated.
+    def check_usable(self, x: Tensor) -> None:
+        """Refuse what these weights cannot do.
 
         Raises:
-            ConfigError: a gradient is wanted of `x`.
+            ConfigError: `x` is not on the CPU, or a gradient is wanted of it.
         """
+        if x.device.type != "cpu":
+            raise ConfigError(f"repacked experts are on the CPU, but their input is on {x.device}. Move it.")
         if torch.is_grad_enabled() and x.requires_grad:
             raise ConfigError(
                 "repacked experts have no gradients. Use torch.inference_mode(), or experts_backend='grouped'."
