@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ubatch import ConfigError
 
-__all__ = ["PackedLinear", "kernel_rows", "linear", "packing_pays"]
+__all__ = ["PackedLinear", "best_times", "kernel_rows", "linear", "packing_pays"]
 
 _FEW_ROWS = 64  # of a decode step; with few rows the weight counts, with many the arithmetic
 _PROBES = {True: (32, 512, 1024), False: (256, 512, 1024)}  # few rows or not: tokens, inputs, outputs
@@ -136,7 +136,7 @@ def _onednn_is_faster(few_rows: bool) -> bool:
     with torch.inference_mode():
         tokens, inputs, outputs = _PROBES[few_rows]
         x, weight = torch.ones(tokens, inputs, device="cpu"), torch.ones(outputs, inputs, device="cpu")
-        own, onednn = _best_times((lambda: F.linear(x, weight), lambda: _onednn(x, weight, None)))
+        own, onednn = best_times((lambda: F.linear(x, weight), lambda: _onednn(x, weight, None)))
         return own > _MARGIN * onednn
 
 
@@ -149,7 +149,7 @@ def _packed_is_faster() -> bool:
         tokens, inputs, outputs = _EXPERT_PROBE
         x, weight = torch.ones(tokens, inputs, device="cpu"), torch.ones(outputs, inputs, device="cpu")
         packed = PackedLinear(weight)
-        own, onednn = _best_times((lambda: linear(x, weight), lambda: packed(x)))
+        own, onednn = best_times((lambda: linear(x, weight), lambda: packed(x)))
         return own > _MARGIN * onednn
 
 
@@ -157,8 +157,8 @@ def _has_onednn() -> bool:
     return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 
-def _best_times(ways: Sequence[Callable[[], Tensor]]) -> list[float]:
-    """Each one's best time, taken in turns: a busy machine slows them all down, but not in every round."""
+def best_times(ways: Sequence[Callable[[], Tensor]]) -> list[float]:
+    """Each one's best time in seconds, taken in turns: a busy machine slows them all down, but not in every round."""
     best = [math.inf] * len(ways)
     for _ in range(_ROUNDS):
         for index, way in enumerate(ways):

@@ -47,14 +47,14 @@ class GroupedLinear:
             )
         self._kernel, lanes = _library()
         self._gated = gated
-        self.num_experts, self._inputs = weight.shape[0], weight.shape[2]
+        self._inputs = weight.shape[2]
         halves = weight.detach().chunk(2, dim=1) if gated else (weight.detach(),)
         self.outputs = halves[0].shape[1]
         # Of each panel one vector of the gate and one of the other half, or two that follow each other.
         width = lanes if gated else 2 * lanes
         self._panels = -(-self.outputs // width)
         missing = self._panels * width - self.outputs
-        self._packed = weight.new_empty(self.num_experts, self._panels, self._inputs, 2 * lanes)
+        self._packed = weight.new_empty(weight.shape[0], self._panels, self._inputs, 2 * lanes)
         for expert, packed in enumerate(self._packed):  # one by one: weights may be most of the memory
             for half, part in zip(halves, packed.split(width, dim=2), strict=True):
                 part.copy_(F.pad(half[expert], (0, 0, 0, missing)).view(self._panels, width, -1).transpose(1, 2))

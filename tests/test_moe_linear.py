@@ -51,7 +51,7 @@ def test_the_faster_library_is_found_by_measuring(
     question: str, asked: list[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     measured = iter([[2.0, 1.0], [1.0, 1.0]])  # torch's own, oneDNN
-    monkeypatch.setattr(cpu_linear, "_best_times", lambda _: next(measured))
+    monkeypatch.setattr(cpu_linear, "best_times", lambda _: next(measured))
     measure = getattr(cpu_linear, question).__wrapped__
     available = torch.backends.mkldnn.is_available()
     assert measure(*asked) is available

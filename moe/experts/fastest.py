@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import math
-import time
-from functools import cache
+from functools import cache, partial
 
 import torch
 
-from moe.cpu_linear import packing_pays
+from moe.cpu_linear import best_times, packing_pays
 from moe.experts.registry import make_experts
 from ubatch import ConfigError
 from ubatch.c_jit import why_not_c
@@ -17,7 +15,6 @@ __all__ = ["fastest_cpu_experts"]
 
 _EXPERTS, _HIDDEN, _INTERMEDIATE, _TOP_K = 8, 512, 256, 4
 _TOKENS = (16, 256)  # of a decode step, and of a prefill; they count alike
-_ROUNDS = 6
 
 
 def fastest_cpu_experts(dtype: torch.dtype, device: torch.device) -> str:
@@ -38,15 +35,10 @@ def _native_is_faster(than: str) -> bool:
             both = [make_experts(name, w13, w2) for name in ("native", than)]
         except ConfigError:  # this kernel cannot be compiled, though others can
             return False
-        relative = 0.0
+        relative = 1.0
         for tokens in _TOKENS:
             x, weights = torch.ones(tokens, _HIDDEN, device="cpu"), torch.ones(tokens, _TOP_K, device="cpu")
             ids = (torch.arange(tokens, device="cpu")[:, None] + torch.arange(_TOP_K, device="cpu")) % _EXPERTS
-            best = [math.inf, math.inf]
-            for _ in range(_ROUNDS):  # in turns: a busy machine slows both down, but not in every round
-                for index, experts in enumerate(both):
-                    start = time.perf_counter()
-                    experts(x, ids, weights)
-                    best[index] = min(best[index], time.perf_counter() - start)
-            relative += math.log(best[0] / best[1])
-        return relative < 0
+            native, other = best_times([partial(experts, x, ids, weights) for experts in both])
+            relative *= native / other
+        return relative < 1
