@@ -25,7 +25,7 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def test_every_back_end_is_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "experts.json"
-    assert run(Options(tokens=[3, 9], threads=1, blocks=2, json_file=file)) == 0
+    assert run(Options(tokens=(3, 9), threads=1, blocks=2, json_file=file)) == 0
     report = json.loads(file.read_text())
     for tokens in ("3", "9"):
         found = report["results"][tokens]
@@ -40,7 +40,7 @@ def test_without_c_it_says_what_is_left_out(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(experts, "why_not_c", lambda: "no C compiler is installed.")
-    assert run(Options(tokens=[3], threads=1, blocks=2)) == 0
+    assert run(Options(tokens=(3,), threads=1, blocks=2)) == 0
     out = capsys.readouterr().out
     assert "native is left out: no C compiler is installed." in out
     assert "tokens, native" not in out

@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import torch
-import tyro
-from pydantic import BaseModel, Field
+from pydantic import Field
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -32,7 +31,8 @@ from attention import (
 )
 from model_runner import keep_freed_memory
 from serving.bench.generate import GenerateResult, measure_generate
-from serving.bench.statistics import Interval, bootstrap, environment, interleave_arms, paired, timed, write_json
+from serving.bench.options import BlockOptions
+from serving.bench.statistics import Interval, bootstrap, interleave_arms, paired, timed
 from serving.ranks import pin_rank
 from ubatch import ForwardMode, split_fixed
 from ubatch.c_jit import why_not_c
@@ -42,7 +42,7 @@ __all__ = ["Options", "run"]
 _HEADS, _KV_HEADS, _HEAD_DIM, _LAYERS, _PAGE = 8, 2, 64, 8, 16  # of the 100 M model
 
 
-class Options(BaseModel):
+class Options(BlockOptions):
     """What to measure."""
 
     sequences: Annotated[int, Field(ge=2, description="of the decode and prefill steps")] = 64
@@ -50,11 +50,7 @@ class Options(BaseModel):
     prompt: Annotated[int, Field(ge=2, description="tokens of a prompt in the prefill step")] = 128
     requests: Annotated[int, Field(ge=2, description="of the metadata that is split")] = 256
     generate: Annotated[bool, Field(description="also compare a whole model with transformers")] = True
-    blocks: Annotated[int, Field(ge=2, description="A B B A blocks; 15 or more for figures to quote")] = 15
     generate_blocks: Annotated[int, Field(ge=1, description="A B B A blocks of whole generations")] = 3
-    json_file: Annotated[
-        Path | None, tyro.conf.arg(name="json", metavar="FILE"), Field(description="write raw arms and results here")
-    ] = None
 
 
 @dataclass(frozen=True)
@@ -78,10 +74,7 @@ class _Step:
 
 def run(options: Options) -> int:
     """Measure, print, write."""
-    results: dict[str, Any] = {
-        "environment": environment(),
-        "options": options.model_dump(mode="json", exclude={"json_file"}),
-    }
+    results: dict[str, Any] = {}
     generated = None
     if options.generate:  # before this process is pinned to one core
         with tempfile.TemporaryDirectory() as folder:
@@ -96,9 +89,7 @@ def run(options: Options) -> int:
     _print(options, results, generated)
     if generated is not None:
         results["generate"] = generated.as_json()
-    if options.json_file is not None:
-        write_json(options.json_file, results)
-        print(f"wrote {options.json_file}")
+    options.write(results)
     return 0
 
 

@@ -27,13 +27,14 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import tyro
-from pydantic import BaseModel, Field
+from pydantic import Field
 from tqdm import tqdm
 
 from model_runner import InputBatch, ModelRunner
 from model_runner.dbo_auto import DboAuto
 from moe import EmulatedLink
-from serving.bench.statistics import Interval, environment, write_json
+from serving.bench.options import ReportOptions
+from serving.bench.statistics import Interval
 from serving.bench.step_setting import StepSetting, calibrate, slowest_rank
 from serving.ranks import run_ranks
 from serving.tuning.batches import kv_blocks_needed, make_batch, requests_needed
@@ -48,7 +49,7 @@ _DRIFT_BLOCKS = 20
 _RESAMPLES = 2000
 
 
-class Options(BaseModel):
+class Options(ReportOptions):
     """What to measure."""
 
     model: Annotated[tyro.conf.Positional[Path], Field(description="folder of a Hugging Face checkpoint")]
@@ -63,9 +64,6 @@ class Options(BaseModel):
     max_decode_tokens: Annotated[int, Field(ge=8, description="requests of the largest decode step of a rank")] = 128
     max_prefill_tokens: Annotated[int, Field(ge=32, description="tokens of the largest prefill step of a rank")] = 512
     seed: Annotated[int, Field(description="of the load")] = 0
-    json_file: Annotated[
-        Path | None, tyro.conf.arg(name="json", metavar="FILE"), Field(description="write raw times and results here")
-    ] = None
 
     @property
     def grid(self) -> Grid:
@@ -102,9 +100,7 @@ class AutoResult:
 def run(options: Options) -> int:
     """Measure, print each link as it is done, write."""
     results: list[AutoResult] = run_ranks(_measure_on_rank, options.ranks, options)
-    if options.json_file is not None:
-        write_json(options.json_file, as_json(options, results))
-        print(f"wrote {options.json_file}")
+    options.write(as_json(results))
     return 0
 
 
@@ -271,11 +267,9 @@ def print_result(result: AutoResult) -> None:
     print(f"  against serial {result.against_serial:.3f}, against the best {result.against_best:.3f}", flush=True)
 
 
-def as_json(options: Options, results: Sequence[AutoResult]) -> dict[str, Any]:
+def as_json(results: Sequence[AutoResult]) -> dict[str, Any]:
     """What `--json` writes."""
     return {
-        "environment": environment(),
-        "options": options.model_dump(mode="json", exclude={"json_file"}),
         "links": [
             {
                 **vars(result),

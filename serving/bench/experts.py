@@ -10,15 +10,14 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
-import tyro
-from pydantic import BaseModel, Field
+from pydantic import Field
 
 from moe import experts_backends, make_experts, packing_pays
-from serving.bench.statistics import Interval, bootstrap, environment, interleave_arms, paired, timed, write_json
+from serving.bench.options import BlockOptions
+from serving.bench.statistics import Interval, bootstrap, interleave_arms, paired, timed
 from ubatch.c_jit import why_not_c
 
 __all__ = ["Options", "run"]
@@ -28,15 +27,11 @@ _FLOP_PER_TOKEN = 2 * _TOP_K * 3 * _HIDDEN * _INTERMEDIATE
 _BYTES = 4 * _EXPERTS * 3 * _HIDDEN * _INTERMEDIATE
 
 
-class Options(BaseModel):
+class Options(BlockOptions):
     """What to measure."""
 
-    tokens: Annotated[list[int], Field(min_length=1, description="of a step")] = [16, 64, 512, 2048]
+    tokens: Annotated[tuple[int, ...], Field(min_length=1, description="of a step")] = (16, 64, 512, 2048)
     threads: Annotated[int, Field(ge=1, description="torch's compute threads")] = os.cpu_count() or 1
-    blocks: Annotated[int, Field(ge=2, description="A B B A blocks; 15 or more for figures to quote")] = 15
-    json_file: Annotated[
-        Path | None, tyro.conf.arg(name="json", metavar="FILE"), Field(description="write raw arms and results here")
-    ] = None
 
 
 @dataclass(frozen=True)
@@ -73,14 +68,10 @@ def run(options: Options) -> int:
                 f"{count:>6} tokens, {name:10} {result.layer_ms:.2f} ms a layer, {result.over_grouped:.2f}x grouped, "
                 f"{result.gflops:.0f} GFLOP/s, weights at {result.weights_gb_s:.0f} GB/s"
             )
-    if options.json_file is not None:
-        settings = options.model_dump(mode="json", exclude={"json_file"})
-        report: dict[str, Any] = {"environment": environment(), "options": settings, "arms_ms": arms_ms}
-        report["results"] = {
-            count: {name: vars(result) for name, result in of_tokens.items()} for count, of_tokens in results.items()
-        }
-        write_json(options.json_file, report)
-        print(f"wrote {options.json_file}")
+    as_plain = {
+        count: {name: vars(result) for name, result in of_tokens.items()} for count, of_tokens in results.items()
+    }
+    options.write({"arms_ms": arms_ms, "results": as_plain})
     return 0
 
 

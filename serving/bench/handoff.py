@@ -13,14 +13,13 @@ import time
 import timeit
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Annotated
 
 import torch
-import tyro
-from pydantic import BaseModel, Field
+from pydantic import Field
 
-from serving.bench.statistics import Interval, bootstrap, environment, interleave_arms, paired, write_json
+from serving.bench.options import BlockOptions
+from serving.bench.statistics import Interval, bootstrap, interleave_arms, paired
 from ubatch import dbo_yield, get_schedule
 from ubatch.wakeup import EventFdWakeUp, LockWakeUp
 from ubatch.workers import LanePool
@@ -28,14 +27,10 @@ from ubatch.workers import LanePool
 __all__ = ["Options", "run"]
 
 
-class Options(BaseModel):
+class Options(BlockOptions):
     """What to measure."""
 
-    blocks: Annotated[int, Field(ge=2, description="A B B A blocks; 15 or more for figures to quote")] = 15
     handoffs: Annotated[int, Field(ge=10, description="hand-offs per measurement, where nothing disturbs")] = 4000
-    json_file: Annotated[
-        Path | None, tyro.conf.arg(name="json", metavar="FILE"), Field(description="write raw arms and results here")
-    ] = None
 
 
 class _EventWakeUp:
@@ -70,23 +65,19 @@ def run(options: Options) -> int:
     for name, arms in settings.items():
         cells = "".join(f"{bootstrap(values):.2f}".rjust(26) for values in arms.values())
         print(f"{name:13}{cells}{format(paired(arms['dbo_yield'], arms['event']), '.2f').rjust(26)}")
-    if options.json_file is not None:
-        pinned = settings["pinned"]
-        write_json(
-            options.json_file,
-            {
-                "environment": environment(),
-                "noop_ns": noop,
-                "per_switch_us": bootstrap(pinned["dbo_yield"]),
-                "event_ring_us": bootstrap(pinned["event"]),
-                "ratio_to_event": paired(pinned["dbo_yield"], pinned["event"]),
-                "settings": {
-                    name: {arm: bootstrap(values) for arm, values in arms.items()} for name, arms in settings.items()
-                },
-                "arms_us": settings,
+    pinned = settings["pinned"]
+    options.write(
+        {
+            "noop_ns": noop,
+            "per_switch_us": bootstrap(pinned["dbo_yield"]),
+            "event_ring_us": bootstrap(pinned["event"]),
+            "ratio_to_event": paired(pinned["dbo_yield"], pinned["event"]),
+            "settings": {
+                name: {arm: bootstrap(values) for arm, values in arms.items()} for name, arms in settings.items()
             },
-        )
-        print(f"wrote {options.json_file}")
+            "arms_us": settings,
+        }
+    )
     return 0
 
 

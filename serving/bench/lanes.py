@@ -9,24 +9,23 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Annotated, Literal
 
 import torch
-import tyro
-from pydantic import BaseModel, Field
+from pydantic import Field
 from torch import Tensor, nn
 
 from model_runner import keep_freed_memory
 from moe import FusedMoEModularKernel, SoftmaxTopKRouter, make_all2all, make_experts
-from serving.bench.statistics import bootstrap, environment, interleave_arms, paired, write_json
+from serving.bench.options import BlockOptions
+from serving.bench.statistics import bootstrap, interleave_arms, paired
 from serving.ranks import pin_rank
 from ubatch import ConfigError, UBatchConfig, UBatchWrapper
 
 __all__ = ["Options", "run"]
 
 
-class Options(BaseModel):
+class Options(BlockOptions):
     """What to measure."""
 
     tokens: Annotated[int, Field(ge=4, description="tokens of the whole batch")] = 1024
@@ -35,11 +34,7 @@ class Options(BaseModel):
     experts: Annotated[int, Field(ge=1)] = 32
     intermediate_size: Annotated[int, Field(ge=1, description="of one expert")] = 256
     top_k: Annotated[int, Field(ge=1)] = 4
-    blocks: Annotated[int, Field(ge=2, description="A B B A blocks; 15 or more for figures to quote")] = 15
     device: Annotated[Literal["cpu", "cuda"], Field(description="where to run")] = "cpu"
-    json_file: Annotated[
-        Path | None, tyro.conf.arg(name="json", metavar="FILE"), Field(description="write raw arms and results here")
-    ] = None
 
 
 class _MoELayer(nn.Module):
@@ -90,18 +85,7 @@ def run(options: Options) -> int:
     for name, values in measured.items():
         print(f"  {name:13} {bootstrap(values):.2f} ms")
     print(f"  lanes / back to back   {overhead:.4f}   ({handoffs} hand-offs a step)")
-    if options.json_file is not None:
-        write_json(
-            options.json_file,
-            {
-                "environment": environment(),
-                "options": options.model_dump(mode="json", exclude={"json_file"}),
-                "handoffs": handoffs,
-                "overhead": overhead,
-                "arms_ms": measured,
-            },
-        )
-        print(f"wrote {options.json_file}")
+    options.write({"handoffs": handoffs, "overhead": overhead, "arms_ms": measured})
     wrapper.close()
     return 0
 

@@ -28,9 +28,9 @@ from typing import Annotated, Any
 
 import torch
 import torch.distributed as dist
-from pydantic import BaseModel, Field
+from pydantic import Field
 
-from serving.bench.statistics import Interval, bootstrap, environment, interleave_arms, paired, write_json
+from serving.bench.statistics import Interval, bootstrap, interleave_arms, paired
 from serving.bench.step_setting import (
     SplitCompute,
     StepOptions,
@@ -100,9 +100,7 @@ def run(options: Options) -> int:
     """Measure, print each link as it is done, write."""
     with model_folder(options) as model:
         results: list[OverlapResult] = run_ranks(_measure_on_rank, options.ranks, options, model)
-    if options.json_file is not None:
-        write_json(options.json_file, as_json(options, results))
-        print(f"wrote {options.json_file}")
+    options.write(as_json(results))
     return 1 if any(lane.void for result in results for lane in result.lanes.values()) else 0
 
 
@@ -188,14 +186,12 @@ def print_result(result: OverlapResult) -> None:
         print(f"  {lane.lanes:5} " + " ".join(f"{cell:.3f}".rjust(22) for cell in cells) + note, flush=True)
 
 
-def as_json(options: BaseModel, results: Sequence[OverlapResult]) -> dict[str, Any]:
+def as_json(results: Sequence[OverlapResult]) -> dict[str, Any]:
     """What `--json` writes; top-level figures are those of the fewest lanes at the `ratio` nearest to 1."""
     head = min(results, key=lambda result: abs(result.ratio - 1.0))
     lane = head.lanes[min(head.lanes)]
     figures = ("efficiency", "schedule_efficiency", "hidden", "speedup")
     return {
-        "environment": environment(),
-        "options": options.model_dump(mode="json", exclude={"json_file"}),
         "ratio": head.ratio,
         **{name: getattr(lane, name) for name in figures},
         "arms_ms": head.arms_ms,

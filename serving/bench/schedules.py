@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from pydantic import Field
 
-from serving.bench.statistics import Interval, bootstrap, environment, interleave_arms, paired, write_json
+from serving.bench.statistics import Interval, bootstrap, interleave_arms, paired
 from serving.bench.step_setting import (
     SplitCompute,
     StepOptions,
@@ -103,9 +103,7 @@ def run(options: Options) -> int:
     with model_folder(options) as model:
         result: SchedulesResult = run_ranks(_measure_on_rank, options.ranks, options, model)
     print_result(options, result)
-    if options.json_file is not None:
-        write_json(options.json_file, as_json(options, result))
-        print(f"wrote {options.json_file}")
+    options.write(as_json(result))
     return 0
 
 
@@ -262,11 +260,9 @@ def print_result(options: Options, result: SchedulesResult) -> None:
         print(f"  {each.name}: {each.schedule}")
 
 
-def as_json(options: Options, result: SchedulesResult) -> dict[str, Any]:
+def as_json(result: SchedulesResult) -> dict[str, Any]:
     """What `--json` writes."""
     return {
-        "environment": environment(),
-        "options": options.model_dump(mode="json", exclude={"json_file"}),
         "bytes_per_s": result.bytes_per_s,
         "latency_s": result.latency_s,
         "named": [vars(each) for each in result.named],

@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
-from pydantic import BaseModel, Field
+from pydantic import Field
 
+from serving.bench.options import BlockOptions
 from serving.bench.serve_offline import Workload, make_served_model, measure_offline
 from serving.bench.serve_overlap import measure_served_overlap
 from serving.bench.serve_scheduler import measure_scheduler
-from serving.bench.statistics import environment, write_json
 
 __all__ = ["Options", "Part", "run"]
 
@@ -36,13 +36,12 @@ class Part(StrEnum):
     SCHEDULER = "scheduler"
 
 
-class Options(BaseModel):
+class Options(BlockOptions):
     """What to measure."""
 
     only: Annotated[tuple[Part, ...], tyro.conf.EnumChoicesFromValues, Field(description="the parts to measure")] = (
         *Part,
     )
-    blocks: Annotated[int, Field(ge=2, description="A B B A blocks; 15 or more for figures to quote")] = 15
     ranks: Annotated[tuple[int, ...], Field(description="offline, served: numbers of data-parallel ranks")] = (1, 2)
     tensor_parallel_size: Annotated[
         tuple[Annotated[int, Field(ge=1)], ...],
@@ -54,9 +53,6 @@ class Options(BaseModel):
     output_len: Annotated[int, Field(ge=1, description="tokens of their answers")] = 64
     step_tokens: Annotated[int, Field(ge=1024, description="overlap: most tokens of a rank's step")] = 2048
     running: Annotated[int, Field(ge=1, description="scheduler: running requests")] = 64
-    json_file: Annotated[
-        Path | None, tyro.conf.arg(name="json", metavar="FILE"), Field(description="write raw arms and results here")
-    ] = None
 
 
 PREFILL_HEAVY = Workload(prompts=32, input_len=512, output_len=16)
@@ -73,10 +69,7 @@ def run(options: Options) -> int:
         scheduler = measure_scheduler(options.blocks, options.running)
         scheduler.print()
         parts["scheduler"] = scheduler.as_json()
-    if options.json_file is not None:
-        settings = options.model_dump(mode="json", exclude={"json_file"})
-        write_json(options.json_file, {"environment": environment(), "options": settings, **parts})
-        print(f"wrote {options.json_file}")
+    options.write(parts)
     return 0
 
 

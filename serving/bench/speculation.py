@@ -19,16 +19,16 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import torch
-import tyro
-from pydantic import BaseModel, Field
+from pydantic import Field
 
 from model_runner import SamplingParams
 from serving.bench.corpus import read_corpus
+from serving.bench.options import BlockOptions
 from serving.bench.speculation_census import Census, take_census
-from serving.bench.statistics import Interval, bootstrap, environment, interleave_arms, num_cores, paired, write_json
+from serving.bench.statistics import Interval, bootstrap, interleave_arms, num_cores, paired
 from serving.engine.build import make_core, make_runner
 from serving.engine.core import EngineCore
 from serving.engine.options import EngineOptions
@@ -45,8 +45,10 @@ _WITHOUT = "without"
 _CACHE_BYTES = 64 << 20
 
 
-class Options(BaseModel):
+class Options(BlockOptions):
     """What to measure."""
+
+    unwritten: ClassVar[frozenset[str]] = frozenset({"model", "draft"})
 
     model: Annotated[
         Path, Field(description="folder of a checkpoint with its tokenizer; by default the examples' tiny-moe")
@@ -61,12 +63,8 @@ class Options(BaseModel):
     prompts: Annotated[int, Field(ge=1, description="prompts: pieces of held-out source files")] = 8
     input_len: Annotated[int, Field(ge=1, description="their tokens")] = 64
     output_len: Annotated[int, Field(ge=2, description="tokens of their continuations")] = 64
-    blocks: Annotated[int, Field(ge=2, description="A B B A blocks; 15 or more for figures to quote")] = 15
     threads: Annotated[int | None, Field(ge=1, description="compute threads; by default one per core")] = None
     census: Annotated[bool, Field(description="also run two overlapped ranks, and count their verify steps")] = True
-    json_file: Annotated[
-        Path | None, tyro.conf.arg(name="json", metavar="FILE"), Field(description="write raw arms and results here")
-    ] = None
 
 
 @dataclass(frozen=True)
@@ -143,11 +141,7 @@ def run(options: Options) -> int:
     if options.census:
         census = take_census(options.model, _chain(options), prompts, options.output_len)
         census.print()
-    if options.json_file is not None:
-        settings = options.model_dump(mode="json", exclude={"json_file", "model", "draft"})
-        figures = {"results": list(map(asdict, results)), "census": None if census is None else asdict(census)}
-        write_json(options.json_file, {"environment": environment(), "options": settings, **figures})
-        print(f"wrote {options.json_file}")
+    options.write({"results": list(map(asdict, results)), "census": None if census is None else asdict(census)})
     return 0
 
 

@@ -13,8 +13,7 @@ from typing import Annotated, Literal
 
 import torch
 import torch.distributed as dist
-import tyro
-from pydantic import BaseModel, Field
+from pydantic import Field
 from torch import Tensor
 
 from model_runner import (
@@ -30,6 +29,7 @@ from model_runner import (
 )
 from model_runner.models.config import DecoderConfig
 from moe import EmulatedLink
+from serving.bench.options import BlockOptions
 from serving.tuning.programs import Programs, gather_steps, traced_step
 from ubatch import CommGroup, ConfigError, Schedule, UBatchConfig, UBatchError, UBatchWrapper, set_forward_context
 from ubatch.schedule import SERIAL
@@ -48,7 +48,7 @@ __all__ = [
 ]
 
 
-class StepOptions(BaseModel):
+class StepOptions(BlockOptions):
     """The steps, and the link under them."""
 
     model: Annotated[Path | None, Field(description="checkpoint folder; random weights if not given")] = None
@@ -63,10 +63,6 @@ class StepOptions(BaseModel):
     latency_us: Annotated[float, Field(ge=0, description="the link's latency")] = 20.0
     schedule: str = "mlp_shared_overlap"
     all2all_backend: Annotated[str, Field(description="what carries the data under the emulated link")] = "torch_dist"
-    blocks: Annotated[int, Field(ge=2, description="A B B A blocks; 15 or more for figures to quote")] = 15
-    json_file: Annotated[
-        Path | None, tyro.conf.arg(name="json", metavar="FILE"), Field(description="write raw arms and results here")
-    ] = None
 
 
 @dataclass
