@@ -97,7 +97,7 @@ class DboAuto:
 
     It begins with the thresholds of the modes that have some of their own in `config.modes`, as `ubatch tune` writes
     them, and serially for the others. The arms of a mode are its schedule with its lanes, with one lane more, and
-    single-batch overlap.
+    single-batch overlap; and what `add_arm` adds.
 
     Args:
         config: of the runner; schedules, lanes and the way to split are its.
@@ -132,13 +132,32 @@ class DboAuto:
         self._schedules = {kind: arms for kind, arms in self._schedules.items() if arms}
         if not self._schedules:
             raise ConfigError("dbo_auto needs a schedule that overlaps, but that of every mode is serial.")
-        self._arm_of = {
-            (kind, fingerprint(schedule.describe())): arm
-            for kind, arms in self._schedules.items()
-            for arm, schedule in arms.items()
-        }
         self._made: dict[tuple[tuple[str, Setting], ...], UBatchConfig] = {}
         self._connection: Connection | None = None
+        self._restart()
+
+    def arms(self, kind: str) -> tuple[Schedule, ...]:
+        """The schedules that steps of this kind may run in beside the serial one; none where it may not overlap."""
+        return tuple(self._schedules.get(kind, {}).values())
+
+    def is_tuned(self, kind: str) -> bool:
+        """Whether the settings already say from how many tokens on such a step overlaps."""
+        own = self._config.modes.get(kind)
+        return own is not None and own.token_threshold is not None
+
+    def add_arm(self, kind: str, schedule: Schedule) -> None:
+        """One schedule more to try for a kind that has arms, on every rank alike; what was learned is forgotten.
+
+        Raises:
+            ConfigError: the kind has no arms, or one of this name.
+        """
+        arms = self._schedules.get(kind)
+        if arms is None or schedule.name in arms:
+            raise ConfigError(
+                f"{kind} steps cannot get the arm {schedule.name!r}: "
+                + ("they do not overlap." if arms is None else "they have one of this name.")
+            )
+        arms[schedule.name] = schedule
         self._restart()
 
     def settings(self, batch: BatchShape) -> UBatchConfig:
@@ -186,11 +205,15 @@ class DboAuto:
     # -- the ranks ---------------------------------------------------------------------------------------------
 
     def _restart(self) -> None:
+        self._arm_of = {
+            (kind, fingerprint(schedule.describe())): arm
+            for kind, arms in self._schedules.items()
+            for arm, schedule in arms.items()
+        }
         start = {}
-        for kind in self._schedules:
-            own = self._config.modes.get(kind)
-            if own is not None and own.token_threshold is not None:
-                start[kind] = Setting(next(iter(self._schedules[kind])), own.token_threshold)
+        for kind, arms in self._schedules.items():
+            if self.is_tuned(kind):
+                start[kind] = Setting(next(iter(arms)), self._config.modes[kind].token_threshold)
         self._policy = self._make_policy({kind: tuple(arms) for kind, arms in self._schedules.items()}, start)
         self._running: dict[int, tuple[Seen, _Seconds]] = {}
 

@@ -107,6 +107,7 @@ class ModelRunner:
         graphs: what captures and replays; CUDA by default.
 
     Attributes:
+        link: the emulated one that the ranks talk over; None for the real one.
         graphs: the captured steps; None where all run eagerly.
         tensor_parallel: this rank's place among those that share a replica; None where it is one by itself.
 
@@ -148,6 +149,7 @@ class ModelRunner:
     ) -> None:
         self.model_path = Path(model_path)
         self.group = group
+        self.link = link
         self.device = torch.device(device)
         self.dbo = with_group(dbo if dbo is not None else UBatchConfig(), group)
         fp8 = is_fp8(kv_cache_dtype)

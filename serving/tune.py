@@ -24,6 +24,7 @@ from serving.tuning.measure import Plan, Tuner
 from serving.tuning.plot import can_draw_png, write_html, write_png
 from serving.tuning.report import Result, make_result
 from serving.tuning.state import State, load_state, state_file
+from serving.tuning.steps import ArmSteps
 from ubatch import CommGroup, ConfigError, UBatchConfig
 from ubatch.vote import MAX_LANES
 
@@ -162,7 +163,8 @@ def _tune_on_rank(rank: int, world_size: int, options: Options, device: str, sta
             raise ConfigError(
                 f"the checkpoint has {runner.max_model_len} positions, but --prompt-len and --context need {longest}."
             )
-        with Tuner(runner, plan, state, state_file(options.out), link) as tuner:
+        with ArmSteps(runner, link) as steps:
+            tuner = Tuner(runner, plan, state, state_file(options.out), steps)
             state = tuner.run()
             arms: Mapping[str, list[Arm]] = {mode: tuner.arms(mode) for mode in plan.grid.modes}
     return make_result(plan.grid.cells(), arms, state, _facts(options, device, state))

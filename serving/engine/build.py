@@ -13,6 +13,7 @@ from serving.graph_capture import capture_graphs
 from serving.logs import log_event
 from serving.runner_setup import make_link
 from serving.speculation import make_scheduler, runner_options
+from serving.tuning.auto import add_searched_arms
 from ubatch import CommGroup, ConfigError
 
 __all__ = ["make_core", "make_runner", "warm_up", "warm_up_lengths"]
@@ -76,7 +77,8 @@ def make_core(options: EngineOptions, runner: ModelRunner) -> EngineCore:
 
 
 def warm_up(options: EngineOptions, runner: ModelRunner) -> None:
-    """Capture graphs; then prompts and decode steps, so that what is made at the first use is made.
+    """Capture graphs; then prompts and decode steps, so that what is made at the first use is made. Then, with
+    `dbo_auto`, look for a schedule of the model's own, see `serving.tuning.auto`.
 
     On a CPU one short prompt will do. On a GPU kernels are tuned for every power of two of tokens, some seconds each
     where the cache of `ubatch.autotune` does not know them: better here than in the step of a request. All ranks must
@@ -91,6 +93,12 @@ def warm_up(options: EngineOptions, runner: ModelRunner) -> None:
     for length in warm_up_lengths(options):
         tokens = [0] * min(length, room)
         generate(runner, [tokens] if tokens else [], SamplingParams(max_tokens=2, ignore_eos=True))
+    drafts = 0 if options.speculation is None else options.speculation.num_draft_tokens
+    scheduler = options.scheduler
+    added = add_searched_arms(runner, scheduler.max_num_seqs, scheduler.max_num_batched_tokens, drafts)
+    for kind, arm in added.items():
+        if first:
+            log_event(_logger, "schedule found", steps=kind, schedule=arm.schedule.describe())
 
 
 def warm_up_lengths(options: EngineOptions) -> list[int]:

@@ -15,28 +15,22 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from types import TracebackType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-from model_runner import InputBatch, ModelRunner
-from moe import EmulatedLink
+from model_runner import ModelRunner
 from serving.tuning.batches import make_batch
-from serving.tuning.cells import Arm, Cell, Grid, arm_config, library_arms
-from serving.tuning.programs import gather_steps, traced_step
-from serving.tuning.stages import StageModel, best_schedules, slowest_layer_times
+from serving.tuning.cells import Arm, Cell, Grid, library_arms
+from serving.tuning.stages import best_schedules
 from serving.tuning.state import State, save_state
-from ubatch import SCHEDULES, UBatchConfig, UBatchWrapper, set_forward_context
+from serving.tuning.steps import ArmSteps
 from ubatch.cost_table import SERIAL_ARM
-from ubatch.layer_program import LayerTimes
 
 __all__ = ["Plan", "Tuner"]
 
-_TRACED_STEPS = 5
-_STAGE_LANES = (2, 4)
 _RACE_ROUNDS = 2
 _OUT_OF_THE_RACE = 1.25
 _MAX_CHUNKS = 4
@@ -69,29 +63,17 @@ class Tuner:
         plan: what to measure.
         state: what an earlier run knew; it is filled.
         state_path: rank 0 writes the state here; None for nowhere.
-        link: what the runner's ranks talk over, if it is emulated.
+        steps: runs the arms on this runner.
     """
 
-    def __init__(
-        self, runner: ModelRunner, plan: Plan, state: State, state_path: Path | None, link: EmulatedLink | None = None
-    ) -> None:
+    def __init__(self, runner: ModelRunner, plan: Plan, state: State, state_path: Path | None, steps: ArmSteps) -> None:
         self._runner = runner
         self._plan = plan
         self._state = state
         self._state_path = state_path
-        self._link = link
         self._rank = 0 if runner.group is None else runner.group.rank
-        self._wrappers: dict[str, tuple[UBatchConfig, UBatchWrapper]] = {}
+        self._steps = steps
         self._start = time.monotonic() - state.seconds
-
-    def __enter__(self) -> Tuner:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        for _, wrapper in self._wrappers.values():
-            wrapper.close()
 
     def run(self) -> State:
         """All rounds that the time allows; at least one."""
@@ -117,7 +99,7 @@ class Tuner:
     def arms(self, mode: str) -> list[Arm]:
         """Those that compete in a mode's cells."""
         chunks = self._runner.all2all.traits.max_chunks > 1 and self._runner.config.num_experts > 0
-        lanes = [count for count in self._plan.lanes if self._serves(count)]
+        lanes = [count for count in self._plan.lanes if self._steps.serves(count)]
         return [*library_arms(lanes, chunks=chunks), *self._state.searched.get(mode, [])]
 
     # -- a cell ------------------------------------------------------------------------------------------------
@@ -129,14 +111,14 @@ class Tuner:
             racing = []
             for arm in self.arms(cell.mode):
                 if arm.name not in samples:
-                    samples[arm.name] = [] if self._step(arm, batch) else None
+                    samples[arm.name] = [] if self._steps.run(arm, batch) else None
                 if samples[arm.name] is not None and not self._is_out(samples, arm):
                     racing.append(arm)
             times: dict[str, list[float]] = {arm.name: [] for arm in racing}
             for arm in racing:
-                self._step(arm, batch)  # the first after other arms finds cold caches
+                self._steps.run(arm, batch)  # the first after other arms finds cold caches
             for arm in [*racing, *reversed(racing)]:
-                times[arm.name].append(self._timed(lambda arm=arm: self._step(arm, batch)))  # type: ignore[misc]
+                times[arm.name].append(self._timed(lambda arm=arm: self._steps.run(arm, batch)))  # type: ignore[misc]
         slowest = self._slowest([sum(times[arm.name]) / 2 for arm in racing])
         for arm, seconds in zip(racing, slowest, strict=True):
             own = samples[arm.name]
@@ -150,46 +132,17 @@ class Tuner:
         best = min(median(each) for each in samples.values() if each)
         return median(times) > _OUT_OF_THE_RACE * best
 
-    def _step(self, arm: Arm, batch: InputBatch) -> bool:
-        """Vote, plan and run a step; whether it ran in this arm, the same on every rank."""
-        config, wrapper = self._wrapper(arm)
-        agreed = self._runner.coordinate(batch, config)
-        if agreed.decision.engaged == arm.is_serial:
-            return False
-        with set_forward_context(self._runner.forward_context(batch, agreed)):
-            wrapper(batch.input_ids, batch.positions)
-        return True
-
-    def _wrapper(self, arm: Arm) -> tuple[UBatchConfig, UBatchWrapper]:
-        if arm.name not in self._wrappers:
-            config = arm_config(self._runner.dbo, arm)
-            self._wrappers[arm.name] = config, UBatchWrapper(self._runner.model, config)
-        return self._wrappers[arm.name]
-
     # -- stages ------------------------------------------------------------------------------------------------
 
     def _search(self, mode: str) -> list[Arm]:
-        """Schedules for the mode's largest cell; none where nothing travels, or so few lanes cannot be measured."""
-        group, runner = self._runner.group, self._runner
-        if group is None or group.size == 1 or not self._plan.search_best or not self._serves(_STAGE_LANES[-1]):
+        """Schedules for the mode's largest cell; none where its stages cannot be measured."""
+        if not self._plan.search_best:
             return []
         cell = max((cell for cell in self._plan.grid.cells() if cell.mode == mode), key=lambda cell: cell.tokens)
-        measured = []
-        with make_batch(runner, cell, self._plan.grid, seed=self._rank) as batch:
-            for lanes in _STAGE_LANES:
-                stages = self._stages(batch, lanes)
-                if stages is None:
-                    return []
-                measured.append((lanes, stages))
-        (few, (times, layers)), (many, (more, _)) = measured
-        model = StageModel.fit(
-            (few, times),
-            (many, more),
-            layers,
-            runner.config.num_experts,
-            runner.config.num_experts_per_tok,
-            runner.all2all.traits,
-        )
+        with make_batch(self._runner, cell, self._plan.grid, seed=self._rank) as batch:
+            model = self._steps.stage_model(batch)
+        if model is None:
+            return []
         found = None
         if self._rank == 0:
             found = best_schedules(
@@ -202,19 +155,6 @@ class Tuner:
             )
         arms: list[Arm] = self._from_rank_0(found)
         return arms
-
-    @torch.inference_mode()
-    def _stages(self, batch: InputBatch, lanes: int) -> tuple[LayerTimes, int] | None:
-        """Of one lane, the mean over the lanes, the same on every rank; None where the step cannot be cut so."""
-        arm = Arm(f"one by one x{lanes}", SCHEDULES["mlp_shared_overlap"].with_lanes(lanes).one_by_one())
-        if not self._step(arm, batch):
-            return None
-        samples = [traced_step(lambda: self._step(arm, batch), self._link).programs for _ in range(_TRACED_STEPS)]
-        return slowest_layer_times(gather_steps(samples))
-
-    def _serves(self, lanes: int) -> bool:
-        most = self._runner.all2all.traits.max_lanes
-        return most is None or lanes <= most
 
     # -- the ranks ---------------------------------------------------------------------------------------------
 

@@ -20,12 +20,24 @@ from ubatch.schedule import SERIAL, Point
 from ubatch.search import Candidate, search_schedules
 from ubatch.simulate import Compute, Launch, Op, Pass, Wait, median_programs
 
-__all__ = ["HANDOFF_S", "StageModel", "best_schedules", "layer_times", "nameless", "slowest_layer_times"]
+__all__ = [
+    "HANDOFF_S",
+    "StageModel",
+    "best_schedules",
+    "better_schedule",
+    "layer_times",
+    "nameless",
+    "slowest_layer_times",
+]
 
 _SHARED_LEAST = 0.03
 """A shared expert takes more than this share of the compute, or what looks like it is the runtime's own work."""
 _AFTER = {"attn_gather": "attn_prepare", "attn_scatter": "attn_core"}
 """Transfers of tensor-parallel attention, and the stage that waits for them."""
+_MAX_CHUNKS = 4
+_POOL = 10
+_WORTH_IT = 0.01
+"""A schedule that is expected to be faster by less is not tried beside those that are there."""
 HANDOFF_S = 30e-6
 """What a hand-off of the baton costs with cold caches, see `ubatch bench handoff`."""
 
@@ -175,6 +187,18 @@ def best_schedules(
     fresh = [each.schedule for each in found if nameless(each.schedule) not in taken][:keep]
     names = [f"searched_{mode}_{place}" for place in range(1, len(fresh) + 1)]
     return [Arm(name, replace(schedule, name=name)) for name, schedule in zip(names, fresh, strict=True)]
+
+
+def better_schedule(model: StageModel, mode: str, known: Sequence[Schedule], *, max_lanes: int) -> Arm | None:
+    """The schedule that the simulator thinks fastest for `mode`; None if one of `known`, or serial, is as good."""
+    found = model.search(max_lanes=max_lanes, max_chunks=_MAX_CHUNKS, keep=_POOL + len(known))
+    taken = {nameless(schedule) for schedule in (*known, SERIAL)}
+    fresh = next((each for each in found if nameless(each.schedule) not in taken), None)
+    rival = next((each for each in found if nameless(each.schedule) in taken), None)
+    if fresh is None or (rival is not None and fresh.seconds > (1 - _WORTH_IT) * rival.seconds):
+        return None
+    name = f"searched_{mode}"
+    return Arm(name, replace(fresh.schedule, name=name))
 
 
 def nameless(schedule: Schedule) -> Schedule:

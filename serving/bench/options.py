@@ -1,0 +1,42 @@
+"""What every benchmark's options have in common: how often to measure, and where to write what was measured."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, ClassVar
+
+import tyro
+from pydantic import BaseModel, Field
+
+from serving.bench.statistics import environment, write_json
+
+__all__ = ["BlockOptions", "ReportOptions"]
+
+
+class ReportOptions(BaseModel):
+    """Where the figures go besides the terminal.
+
+    Attributes:
+        unwritten: options that are not written: secrets, and folders of this machine.
+    """
+
+    unwritten: ClassVar[frozenset[str]] = frozenset()
+
+    json_file: Annotated[
+        Path | None, tyro.conf.arg(name="json", metavar="FILE"), Field(description="write raw arms and results here")
+    ] = None
+
+    def write(self, figures: Mapping[str, Any]) -> None:
+        """Write `figures`, the machine and these options, if a file was asked for; say so."""
+        if self.json_file is None:
+            return
+        options = self.model_dump(mode="json", exclude={"json_file", *self.unwritten})
+        write_json(self.json_file, {"environment": environment(), "options": options, **figures})
+        print(f"wrote {self.json_file}")
+
+
+class BlockOptions(ReportOptions):
+    """Of a benchmark whose arms are interleaved."""
+
+    blocks: Annotated[int, Field(ge=2, description="A B B A blocks; 15 or more for figures to quote")] = 15

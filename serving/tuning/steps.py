@@ -1,0 +1,98 @@
+"""Steps of a batch in whatever arm is asked for, and from some of them what every stage costs."""
+
+from __future__ import annotations
+
+from types import TracebackType
+
+import torch
+
+from model_runner import InputBatch, ModelRunner
+from moe import EmulatedLink
+from serving.tuning.cells import Arm, arm_config
+from serving.tuning.programs import gather_steps, traced_step
+from serving.tuning.stages import StageModel, slowest_layer_times
+from ubatch import SCHEDULES, UBatchConfig, UBatchWrapper, set_forward_context
+from ubatch.layer_program import LayerTimes
+
+__all__ = ["ArmSteps"]
+
+_TRACED_STEPS = 5
+_STAGE_LANES = (2, 4)
+
+
+class ArmSteps:
+    """Runs a runner's model in arms. Every rank makes one and calls the same methods.
+
+    Args:
+        runner: the model; its settings say nothing here but the time-out.
+        link: what the runner's ranks talk over, if it is emulated.
+    """
+
+    def __init__(self, runner: ModelRunner, link: EmulatedLink | None = None) -> None:
+        self._runner = runner
+        self._link = link
+        self._wrappers: dict[str, tuple[UBatchConfig, UBatchWrapper]] = {}
+
+    def __enter__(self) -> ArmSteps:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        for _, wrapper in self._wrappers.values():
+            wrapper.close()
+
+    def run(self, arm: Arm, batch: InputBatch) -> bool:
+        """Vote, plan and run a step; whether it ran in this arm, the same on every rank."""
+        config, wrapper = self._wrapper(arm)
+        agreed = self._runner.coordinate(batch, config)
+        if agreed.decision.engaged == arm.is_serial:
+            return False
+        with set_forward_context(self._runner.forward_context(batch, agreed)):
+            wrapper(batch.input_ids, batch.positions)
+        return True
+
+    def serves(self, lanes: int) -> bool:
+        """Whether the transport does."""
+        most = self._runner.all2all.traits.max_lanes
+        return most is None or lanes <= most
+
+    @torch.inference_mode()
+    def stage_model(self, batch: InputBatch) -> StageModel | None:
+        """What the stages of such steps cost in any number of lanes, the same on every rank.
+
+        None where nothing travels to experts, or the batch or the transport cannot be cut into as many lanes as are
+        measured.
+        """
+        config, group = self._runner.config, self._runner.group
+        if group is None or group.size == 1 or not config.num_experts or not self.serves(_STAGE_LANES[-1]):
+            return None
+        measured = []
+        for lanes in _STAGE_LANES:
+            stages = self._stages(batch, lanes)
+            if stages is None:
+                return None
+            measured.append((lanes, stages))
+        (few, (times, layers)), (many, (more, _)) = measured
+        return StageModel.fit(
+            (few, times),
+            (many, more),
+            layers,
+            config.num_experts,
+            config.num_experts_per_tok,
+            self._runner.all2all.traits,
+        )
+
+    def _stages(self, batch: InputBatch, lanes: int) -> tuple[LayerTimes, int] | None:
+        """Of one lane, the mean over the lanes; None where the step cannot be cut so."""
+        arm = Arm(f"one by one x{lanes}", SCHEDULES["mlp_shared_overlap"].with_lanes(lanes).one_by_one())
+        if not self.run(arm, batch):
+            return None
+        samples = [traced_step(lambda: self.run(arm, batch), self._link).programs for _ in range(_TRACED_STEPS)]
+        return slowest_layer_times(gather_steps(samples))
+
+    def _wrapper(self, arm: Arm) -> tuple[UBatchConfig, UBatchWrapper]:
+        if arm.name not in self._wrappers:
+            config = arm_config(self._runner.dbo, arm)
+            self._wrappers[arm.name] = config, UBatchWrapper(self._runner.model, config)
+        return self._wrappers[arm.name]

@@ -1,0 +1,124 @@
+"""`--dbo-auto` and the search: a schedule that promises more than the usual arms becomes one, alike on all ranks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from checkpoints import make_qwen3_moe_checkpoint
+
+from model_runner import DboAuto, ModelRunner, SamplingParams, generate
+from model_runner.dbo_policy import Policy
+from moe import All2AllTraits
+from ranks import run_ranks
+from serving.engine import EngineOptions
+from serving.engine.build import make_runner, warm_up
+from serving.scheduler import SchedulerConfig
+from serving.tuning import auto as auto_search
+from serving.tuning.cells import Arm
+from serving.tuning.stages import StageModel, better_schedule
+from ubatch import SCHEDULES, CommGroup, ConfigError, Schedule, UBatchConfig
+from ubatch.cost_table import Setting
+from ubatch.layer_program import LayerTimes
+from ubatch.modes import ModeSettings
+
+DEFAULT = SCHEDULES["mlp_shared_overlap"]
+USUAL = (DEFAULT, DEFAULT.with_lanes(3), SCHEDULES["single_batch"])
+MINE = Schedule("mine", lanes=2, chunks=2)
+
+
+def stages(attention: float, experts: float, *, max_chunks: int = 4) -> StageModel:
+    """Communication as long as compute; nothing is paid twice."""
+    traits = All2AllTraits(True, True, False, None, max_chunks, 1, True, cuts_combine=True, once=True)
+    half = (attention + experts) / 2
+    whole = LayerTimes(attn_core=attention, experts=experts, dispatch=half, combine=half)
+    nothing = LayerTimes(attn_core=0.0, experts=0.0, dispatch=0.0, combine=0.0)
+    return StageModel(nothing, whole, 24, 32, 4, traits)
+
+
+def test_only_what_promises_more_than_the_usual_arms() -> None:
+    found = better_schedule(stages(0.3, 0.7), "prefill", USUAL, max_lanes=4)
+    assert found is not None
+    assert (found.name, found.schedule.name) == ("searched_prefill", "searched_prefill")
+    assert found.schedule.lanes * found.schedule.chunks > 2  # two lanes reach 0.83 of the bound here
+    assert better_schedule(stages(0.3, 0.7), "prefill", (*USUAL, found.schedule), max_lanes=4) is None
+    assert better_schedule(stages(0.5, 0.5), "prefill", USUAL, max_lanes=4) is None  # two lanes reach 0.99
+    dear = replace(stages(0.3, 0.7), fixed=LayerTimes(attn_core=9.0, experts=9.0, dispatch=9.0, combine=9.0))
+    assert better_schedule(dear, "prefill", USUAL, max_lanes=4) is None  # serial is best
+
+
+def test_an_arm_is_added_before_the_first_step() -> None:
+    auto = DboAuto(UBatchConfig(modes={"prefill": ModeSettings("serial")}), None, torch.device("cpu"), max_chunks=2)
+    assert auto.arms("decode") == USUAL
+    assert auto.arms("prefill") == ()
+    auto.add_arm("decode", MINE)
+    assert auto.arms("decode") == (*USUAL, MINE)
+    assert auto.arms("verify") == USUAL
+    with pytest.raises(ConfigError, match="decode steps cannot get the arm 'mine': they have one of this name"):
+        auto.add_arm("decode", MINE)
+    with pytest.raises(ConfigError, match="prefill steps cannot get the arm 'mine': they do not overlap"):
+        auto.add_arm("prefill", MINE)
+
+
+class Sure(Policy):
+    """Runs every decode in the arm that was found, and nothing else overlapped."""
+
+    def setting(self, kind: str, tokens: int) -> Setting:
+        return Setting("mine", 4) if kind == "decode" else Setting()
+
+
+def serve_on_rank(rank: int, world_size: int, path: str) -> dict[str, object]:
+    """What the search says is made up, on rank 0; that it is asked, and what becomes of its answer, is real."""
+    group = CommGroup.from_process_group(timeout_s=20)
+    dbo = UBatchConfig(timeout_s=20, modes={"prefill": ModeSettings(token_threshold=64)})
+    scheduler = SchedulerConfig(max_model_len=64, max_num_seqs=16, max_num_batched_tokens=64)
+    options = EngineOptions(
+        Path(path), dbo, dbo_auto=True, scheduler=scheduler, data_parallel_size=2, enable_expert_parallel=True
+    )
+    asked: list[tuple[StageModel, str, tuple[str, ...]]] = []
+
+    def better(model: StageModel, mode: str, known: tuple[Schedule, ...], *, max_lanes: int) -> Arm:
+        asked.append((model, mode, tuple(each.name for each in known)))
+        return Arm("mine", MINE)
+
+    with make_runner(options, group) as runner:
+        assert isinstance(runner.step_settings, DboAuto)
+        runner.step_settings._make_policy = Sure
+        free = runner.free_kv_tokens
+        with mock.patch.object(auto_search, "better_schedule", better):
+            warm_up(options, runner)
+        assert runner.free_kv_tokens == free
+        assert runner.step_settings.statistics().steps == 0  # those of warming up say nothing
+        arms = {kind: runner.step_settings.arms(kind) for kind in ("decode", "prefill", "verify")}
+        tokens, engaged = decode(runner)
+    return {"asked": asked, "arms": arms, "tokens": tokens, "engaged": engaged}
+
+
+def decode(runner: ModelRunner) -> tuple[list[tuple[int, ...]], int]:
+    before = runner.statistics().engaged
+    results = generate(runner, [[1 + each, 2, 3] for each in range(8)], SamplingParams(max_tokens=6, ignore_eos=True))
+    return [result.token_ids for result in results], runner.statistics().engaged - before
+
+
+def plain_on_rank(rank: int, world_size: int, path: str) -> list[tuple[int, ...]]:
+    group = CommGroup.from_process_group(timeout_s=20)
+    with ModelRunner(path, group=group, dbo=UBatchConfig(enable_dbo=False)) as runner:
+        return decode(runner)[0]
+
+
+def test_what_was_found_at_the_start_runs_on_all_ranks(tmp_path: Path) -> None:
+    path = str(make_qwen3_moe_checkpoint(tmp_path / "model"))
+    first, second = run_ranks(serve_on_rank, 2, path)
+    assert [mode for _, mode, _ in first["asked"]] == ["decode"]  # prefills are tuned, and nothing verifies
+    model, _, known = first["asked"][0]
+    assert known == tuple(each.name for each in USUAL)
+    assert model.layers > 0
+    assert model.whole.compute_s > 0
+    assert not second["asked"]
+    for told in (first, second):
+        assert told["arms"] == {"decode": (*USUAL, MINE), "prefill": USUAL, "verify": USUAL}
+        assert told["engaged"] == 5  # every decode step; the prefill gives the first token
+    assert [first["tokens"], second["tokens"]] == run_ranks(plain_on_rank, 2, path)
