@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -37,8 +37,9 @@ from serving.bench.options import ReportOptions
 from serving.bench.statistics import Interval
 from serving.bench.step_setting import StepSetting, calibrate, slowest_rank
 from serving.ranks import run_ranks
+from serving.tuning.auto import add_searched_arms
 from serving.tuning.batches import kv_blocks_needed, make_batch, requests_needed
-from serving.tuning.cells import Cell, Grid, arm_config, library_arms
+from serving.tuning.cells import Arm, Cell, Grid, arm_config, library_arms
 from ubatch import CommGroup, UBatchConfig
 from ubatch.cost_table import SERIAL_ARM, Setting
 
@@ -162,8 +163,9 @@ def _measure_on_rank(rank: int, world_size: int, options: Options) -> list[AutoR
 
 @torch.inference_mode()
 def _measure(runner: ModelRunner, link: EmulatedLink, ratio: float, options: Options) -> AutoResult:
-    arms = _arms(runner)
     auto = DboAuto(runner.dbo, runner.group, runner.device, max_chunks=runner.all2all.traits.max_chunks)
+    searched = add_searched_arms(auto, runner, options.max_decode_tokens, options.max_prefill_tokens)
+    arms = _arms(runner, searched.values())
     names = [*arms, "auto"]
     seconds: dict[str, list[float]] = {name: [] for name in names}
     load: list[Cell] = []
@@ -195,10 +197,10 @@ def _measure(runner: ModelRunner, link: EmulatedLink, ratio: float, options: Opt
     )
 
 
-def _arms(runner: ModelRunner) -> dict[str, UBatchConfig]:
+def _arms(runner: ModelRunner, searched: Iterable[Arm]) -> dict[str, UBatchConfig]:
     """Those that auto may choose."""
     lanes = runner.dbo.resolved_schedule().lanes
-    arms = library_arms((lanes, lanes + 1), chunks=runner.all2all.traits.max_chunks > 1)
+    arms = [*library_arms((lanes, lanes + 1), chunks=runner.all2all.traits.max_chunks > 1), *searched]
     return {arm.name: arm_config(runner.dbo, arm) for arm in arms}
 
 

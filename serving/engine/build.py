@@ -6,7 +6,7 @@ import logging
 
 import torch
 
-from model_runner import ModelRunner, SamplingParams, generate
+from model_runner import DboAuto, ModelRunner, SamplingParams, generate
 from serving.engine.core import EngineCore
 from serving.engine.options import EngineOptions
 from serving.graph_capture import capture_graphs
@@ -93,11 +93,11 @@ def warm_up(options: EngineOptions, runner: ModelRunner) -> None:
     for length in warm_up_lengths(options):
         tokens = [0] * min(length, room)
         generate(runner, [tokens] if tokens else [], SamplingParams(max_tokens=2, ignore_eos=True))
-    drafts = 0 if options.speculation is None else options.speculation.num_draft_tokens
-    scheduler = options.scheduler
-    added = add_searched_arms(runner, scheduler.max_num_seqs, scheduler.max_num_batched_tokens, drafts)
-    for kind, arm in added.items():
-        if first:
+    if isinstance(runner.step_settings, DboAuto):
+        drafts = 0 if options.speculation is None else options.speculation.num_draft_tokens
+        most = options.scheduler.max_num_seqs, options.scheduler.max_num_batched_tokens
+        added = add_searched_arms(runner.step_settings, runner, *most, drafts)
+        for kind, arm in added.items() if first else ():
             log_event(_logger, "schedule found", steps=kind, schedule=arm.schedule.describe())
 
 

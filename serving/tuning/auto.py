@@ -22,7 +22,7 @@ _FEWEST_TOKENS = 8
 
 
 def add_searched_arms(
-    runner: ModelRunner, max_num_seqs: int, max_prefill_tokens: int, draft_tokens: int = 0
+    auto: DboAuto, runner: ModelRunner, max_num_seqs: int, max_prefill_tokens: int, draft_tokens: int = 0
 ) -> dict[str, Arm]:
     """Measure the stages of a large step of every kind, and add the schedule found for it where one promises more.
 
@@ -31,7 +31,8 @@ def add_searched_arms(
     it, before the first step that counts.
 
     Args:
-        runner: its `step_settings` decide by themselves, or nothing is done.
+        auto: gets the arms.
+        runner: whose steps it decides on; one alone has nothing to measure.
         max_num_seqs: requests of a step.
         max_prefill_tokens: of a step; up to 2048 of them are measured.
         draft_tokens: of a request that verifies drafts; 0 where none does.
@@ -39,8 +40,7 @@ def add_searched_arms(
     Returns:
         What was added, by kind.
     """
-    auto = runner.step_settings
-    if not isinstance(auto, DboAuto) or runner.group is None or runner.group.size == 1:
+    if runner.group is None or runner.group.size == 1:
         return {}
     grid = _grid(runner, max_num_seqs, max_prefill_tokens, draft_tokens)
     first, replica = runner.group.rank == 0, runner.group.rank // runner.tensor_parallel_size
