@@ -269,7 +269,7 @@ def _arms(config: UBatchConfig, kind: str, max_chunks: int) -> dict[str, Schedul
     """By name, the simplest first; none where the mode's schedule is serial."""
     own = config.for_mode(_MODES[kind]).schedule
     if own.lanes == 1:
-        return {own.name: own} if own.chunks > 1 else {}
+        return {own.name: own} if own.overlaps else {}
     lanes = [own.lanes, *({own.lanes + 1} if own.lanes < _MOST_LANES else ())]
     arms = {f"{own.name} in {count} lanes": own.with_lanes(count) for count in lanes}
     single = SCHEDULES["single_batch"]

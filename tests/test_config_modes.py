@@ -134,6 +134,19 @@ def test_a_schedule_survives_its_mapping() -> None:
         assert Schedule.from_mapping(schedule.name, schedule.to_mapping()) == schedule
 
 
+def test_a_signalled_schedule_is_read_and_ranks_compare_it() -> None:
+    config = UBatchConfig.from_mapping(
+        {"schedule": "mine", "schedules": {"mine": {"lanes": 1, "comm-sms": 8, "signalled": True}}}
+    )
+    schedule = config.resolved_schedule()
+    assert schedule == Schedule("mine", lanes=1, comm_sms=8, signalled=True)
+    assert all(config.for_mode(mode).single_batch and config.for_mode(mode).overlaps for mode in ForwardMode)
+    assert schedule.describe().endswith(", combine signalled")
+    assert "signalled" not in replace(schedule, signalled=False).describe()
+    with pytest.raises(ConfigError, match="signalled must be bool, not 1"):
+        Schedule.from_mapping("mine", {"signalled": 1})
+
+
 def voted(config: UBatchConfig, mode: ForwardMode) -> Decision:
     """A rank with tokens under `config` beside one without."""
     schedule = config.for_mode(mode).schedule

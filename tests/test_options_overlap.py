@@ -64,6 +64,8 @@ def test_single_batch_overlap_alone_is_one_lane_with_two_chunks() -> None:
     assert in_force(config) == [("single_batch", 1, 2)] * 3
     assert config.for_mode(DECODE).token_threshold == 1
     assert in_force(dbo_of(SBO, "--schedule-prefill", "serial")) == [("single_batch", 1, 2)] * 3
+    signalled = dbo_of(SBO, "--schedule", "single_batch_signalled")
+    assert in_force(signalled) == [("single_batch_signalled", 1, 1)] * 3, "it overlaps without chunks"
 
 
 def test_with_two_batch_overlap_every_lane_has_two_chunks(file: Path) -> None:

@@ -29,6 +29,7 @@ CONSTANTS = load_constants()
 MODEL = read_model("deepseek-v3")
 H100 = CONSTANTS.machine("h100-ib")
 H800 = CONSTANTS.machine("h800-ib")
+SIMULATED = [schedule for schedule in SCHEDULES.values() if not schedule.signalled]
 
 
 def costs(
@@ -135,7 +136,7 @@ def test_what_chunks_cost_a_transport_that_reduces(experts: int, top_k: int, pla
     assert ratio == pytest.approx(factor, abs=0.005)
 
 
-@pytest.mark.parametrize("schedule", [*SCHEDULES.values(), Schedule("2x2", chunks=2, chunk_dispatch=False)])
+@pytest.mark.parametrize("schedule", [*SIMULATED, Schedule("2x2", chunks=2, chunk_dispatch=False)])
 def test_the_program_is_the_runtimes_with_the_transfers_kernels_in_it(schedule: Schedule) -> None:
     lane = costs().lane(schedule.lanes, schedule.chunks, schedule.chunk_dispatch)
     program, plain = lane_program(lane, 3, schedule), layer_program(lane.times, 3, schedule)

@@ -25,6 +25,7 @@ from ubatch.trace import Event, EventKind, LinkTime, SpanKind, Trace
 
 LAYERS = 200
 VLLM = get_schedule("mlp_shared_overlap")
+SIMULATED = [schedule for schedule in SCHEDULES.values() if not schedule.signalled]
 
 
 def efficiency(attention: float, experts: float, shared: float, schedule: Schedule) -> float:
@@ -64,7 +65,7 @@ def test_one_lane_hides_nothing_but_the_shared_expert() -> None:
     assert with_shared.seconds == pytest.approx(5 * 10.0)
 
 
-@pytest.mark.parametrize("name", [name for name, schedule in SCHEDULES.items() if schedule.chunks == 1])
+@pytest.mark.parametrize("name", [schedule.name for schedule in SIMULATED if schedule.chunks == 1])
 @pytest.mark.parametrize("lanes", [2, 3, 4])
 @pytest.mark.parametrize("lead", [0, 1, 2, 3, 4])
 def test_order_is_the_rings(name: str, lanes: int, lead: int) -> None:
@@ -107,10 +108,15 @@ def test_the_link_is_full_duplex() -> None:
 
 
 def test_bound_holds_for_every_schedule() -> None:
-    for schedule in SCHEDULES.values():
+    for schedule in SIMULATED:
         for shared in SharedExpert:
             chosen = replace(schedule, shared_expert=shared)
             assert 0.3 < efficiency(0.35, 0.45, 0.2, chosen) <= 1.0
+
+
+def test_a_combine_inside_a_projection_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"'single_batch_signalled' is signalled: .* Simulate it without signalled"):
+        efficiency(0.5, 0.5, 0.0, get_schedule("single_batch_signalled"))
 
 
 def test_waiting_for_what_was_not_launched_is_refused() -> None:

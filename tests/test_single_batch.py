@@ -28,6 +28,7 @@ from ubatch import (
     current_lane,
     current_schedule,
     get_forward_context,
+    get_schedule,
     set_forward_context,
     tracing,
 )
@@ -65,6 +66,19 @@ def test_a_call_runs_whole_in_the_caller_s_thread_and_is_counted() -> None:
         ("single_batch", 1, 1, "below_prefill_threshold"),
     ]
     assert current_lane() is None
+
+
+def test_a_signalled_combine_overlaps_without_chunks() -> None:
+    notes: list[Seen] = []
+    with wrapped(seeing(notes), **{**SINGLE, "schedule": "single_batch_signalled"}, require_overlap=True) as wrapper:
+        wrapper(torch.ones(6, 2))
+        assert wrapper.statistics().engaged_single == 1
+        agreed = Decision(True, None, None, ((6,),))
+        schedule = get_schedule("single_batch_signalled")
+        with set_forward_context(ForwardContext(num_tokens=6, decision=agreed, schedule=schedule)):
+            wrapper(torch.ones(6, 2))
+        assert wrapper.statistics().engaged_single == 2
+    assert [note[:3] for note in notes] == [(threading.current_thread().name, 1, 1)] * 2
 
 
 def test_what_cannot_be_split_can_be_overlapped() -> None:

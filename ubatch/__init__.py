@@ -61,6 +61,7 @@ from ubatch.dbo import (
     dbo_yield,
     dbo_yield_and_switch_from_comm_to_compute,
     dbo_yield_and_switch_from_compute_to_comm,
+    fork_comm_stream,
     on_comm_stream,
     on_compute_stream,
 )
@@ -193,6 +194,7 @@ __all__ = [
     "dbo_yield_and_switch_from_compute_to_comm",
     "decide",
     "fingerprint",
+    "fork_comm_stream",
     "get_forward_context",
     "get_schedule",
     "interleave",

@@ -67,7 +67,7 @@ class UBatchConfig:
         dbo_decode_token_threshold: a decode-only step overlaps from this many tokens on.
         dbo_prefill_token_threshold: a step with a prefill overlaps from this many tokens on.
         schedule: a name of `ubatch.schedule.SCHEDULES` or of `schedules`, or a `Schedule`. One lane with chunks
-            (`single_batch`) overlaps without splitting the batch.
+            (`single_batch`) or a signalled combine overlaps without splitting the batch.
         comm_sms: streaming multiprocessors left to communication kernels; None as the schedule has it. Nothing to
             share out on a CPU.
         tbo_token_distribution_threshold: a prefill batch so lopsided that the best split by requests leaves one lane

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from ubatch.context import _lane
+from ubatch.streams import Event
 
 __all__ = [
     "dbo_current_ubatch_id",
@@ -22,6 +23,7 @@ __all__ = [
     "dbo_yield",
     "dbo_yield_and_switch_from_comm_to_compute",
     "dbo_yield_and_switch_from_compute_to_comm",
+    "fork_comm_stream",
     "on_comm_stream",
     "on_compute_stream",
 ]
@@ -127,19 +129,32 @@ def dbo_yield_and_switch_from_comm_to_compute(point: str = "user") -> None:
         lane.join_comm()
 
 
+def fork_comm_stream() -> Event | None:
+    """Mark what the compute stream has so far, for an `on_comm_stream` later; None outside a lane.
+
+    For a transfer that is to run beside compute which is launched before it. What it writes must be allocated before
+    this: memory that is freed later may still be in use by that compute (`ubatch.lifetimes`).
+    """
+    lane = _current_lane()
+    return None if lane is None else lane.fork()
+
+
 @contextmanager
-def on_comm_stream() -> Iterator[None]:
+def on_comm_stream(fork: Event | None = None) -> Iterator[None]:
     """Launch a transfer: on the communication stream inside a lane, in place outside.
 
     The compute stream does not wait here; `Transfer.wait` joins it. Inside a lane that is on the communication stream
     already, it stays there.
+
+    Args:
+        fork: from `fork_comm_stream`: the transfer waits for what compute had then, not for what it has now.
     """
     lane = _current_lane()
     if lane is None:
         yield
         return
     was_on_comm = lane.on_comm
-    lane.enter_comm()
+    lane.enter_comm(fork=fork)
     try:
         yield
     finally:

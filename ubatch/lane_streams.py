@@ -1,6 +1,6 @@
 """The two streams as one lane sees them: where it is, what it has marked, what it still has to join.
 
-    enter_comm      fork    the communication stream waits for what compute has so far
+    enter_comm      fork    the communication stream waits for what compute has so far, or had at an earlier `fork`
     leave_comm      mark    record what the communication stream has so far, and continue on compute
     join_comm       join    the compute stream waits for a mark, and so for all before it
 
@@ -69,17 +69,29 @@ class LaneStreams:
                 self.join_comm()
         return self.ledger.settle()
 
-    def enter_comm(self, *, marked: bool = False) -> None:
+    def fork(self) -> Event:
+        """Mark what the compute stream has so far, for one `enter_comm`. Unlike the mark before a hand-off it stays as
+        it is, whatever the lane launches in between."""
+        event = self._spare.pop() if self._spare else self._streams.new_event()
+        event.record(self.compute_stream)
+        return event
+
+    def enter_comm(self, *, marked: bool = False, fork: Event | None = None) -> None:
         """Continue on the communication stream, after what the compute stream has so far.
 
         Args:
             marked: `mark_compute` was called before a hand-off; what was added since does not count.
+            fork: from `fork`; what was added since does not count.
         """
         if self._on_comm:
             return
-        if not marked:
-            self._compute_done.record(self.compute_stream)
-        self._compute_done.wait(self.comm_stream)
+        if fork is not None:
+            fork.wait(self.comm_stream)
+            self._spare.append(fork)
+        else:
+            if not marked:
+                self._compute_done.record(self.compute_stream)
+            self._compute_done.wait(self.comm_stream)
         self._streams.set_current(self.comm_stream)
         self._on_comm = True
 

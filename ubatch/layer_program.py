@@ -102,7 +102,17 @@ class UnevenTimes(LayerTimes):
 
 
 def layer_program(times: LayerTimes, layers: int, schedule: Schedule) -> list[Op]:
-    """What one lane does in `layers` MoE layers."""
+    """What one lane does in `layers` MoE layers.
+
+    Raises:
+        ConfigError: a signalled schedule, whose combine travels while the lane computes what it is made of: nobody has
+            measured from when on, and on a GPU the two share its SMs.
+    """
+    if schedule.signalled:
+        raise ConfigError(
+            f"schedule {schedule.name!r} is signalled: its combine begins inside the down projection, which the "
+            "simulator does not model. Simulate it without signalled."
+        )
     program: list[Op] = []
     for layer in range(layers):
         shared: dict[SharedExpert, list[Op]] = {where: [] for where in SharedExpert}

@@ -34,6 +34,8 @@ What model code that switches streams by hand has to do:
   - allocate on the compute stream what compute will read. What was allocated on the communication stream and is read
     by compute is safe after `dbo_switch_to_comm` and a launch, which fork anew; not after
     `dbo_yield_and_switch_from_compute_to_comm`, whose mark is older than what other lanes have computed since;
+  - allocate what a transfer behind `fork_comm_stream` writes before that mark: memory that was freed since then may
+    still be in use by compute that the transfer does not wait for;
   - name what it hands to the communication stream: `dbo_keep(x)`, if nothing else holds `x` until the switch back.
 
 Nobody calls `record_stream`: it would delay every reuse by an event query, and in a captured graph forbid it.

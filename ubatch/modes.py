@@ -114,10 +114,10 @@ class Resolved:
 
     @property
     def single_batch(self) -> bool:
-        """Whether a step overlaps without being split: one lane, with chunks of experts."""
-        return self.schedule.lanes == 1 and self.schedule.chunks > 1
+        """Whether a step overlaps without being split: one lane, with chunks of experts or a signalled combine."""
+        return self.schedule.single_batch
 
     @property
     def overlaps(self) -> bool:
         """Whether a step can overlap at all."""
-        return self.schedule.lanes > 1 or self.schedule.chunks > 1
+        return self.schedule.overlaps

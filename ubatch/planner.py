@@ -172,7 +172,7 @@ class Planner:
         if decision.num_lanes > 1:
             raise SplitError("the forward context's decision says to overlap, but it has no ubatch_slices.")
         schedule = context.schedule or self._config.for_mode(context.mode).schedule
-        if schedule.lanes > 1 or schedule.chunks == 1:
+        if not schedule.single_batch:
             raise SplitError(
                 f"the forward context's decision says to overlap in one lane, but schedule {schedule.name!r} has "
                 f"{schedule.lanes} lanes and {schedule.chunks} chunks. Give the context the schedule that was agreed."
@@ -219,7 +219,7 @@ class Planner:
         """Whether nothing overlaps; `schedule` is the mode's, None for an idle rank, which does not know the mode."""
         if not self._config.enable_dbo:
             return DeclineReason.DISABLED, "enable_dbo is off."
-        if schedule is not None and schedule.lanes == 1 and schedule.chunks == 1:
+        if schedule is not None and not schedule.overlaps:
             return DeclineReason.SERIAL_SCHEDULE, f"schedule {schedule.name!r} has one lane, and no chunks."
         return None
 

@@ -2,7 +2,7 @@
 
     lanes x chunks     name in the field
     1 x 1              serial
-    1 x k              single-batch overlap
+    1 x k              single-batch overlap; 1 x 1, too, where combine is signalled
     2 x 1              dual-batch overlap (vLLM), two-batch overlap (SGLang)
     n x k              both at once
 
@@ -94,6 +94,8 @@ class Schedule:
         recv: who runs a receive hook.
         comm_sms: a GPU's streaming multiprocessors that compute kernels leave to communication kernels, where both
             can obey (`ubatch.sm_budget`); 0 shares all of them.
+        signalled: a chunk's combine begins block by block while its down projection still runs, told by signals on the
+            device. For transports and experts that have them; on a GPU it needs `comm_sms`.
     """
 
     name: str
@@ -105,6 +107,7 @@ class Schedule:
     shared_expert: SharedExpert = SharedExpert.COMBINE
     recv: Recv = Recv.OWNER
     comm_sms: int = 0
+    signalled: bool = False
 
     def __post_init__(self) -> None:
         if self.lanes < 1:
@@ -125,6 +128,16 @@ class Schedule:
         object.__setattr__(self, "shared_expert", SharedExpert(self.shared_expert))
         object.__setattr__(self, "recv", Recv(self.recv))
 
+    @property
+    def single_batch(self) -> bool:
+        """Whether a batch overlaps without being split: one lane, with chunks or a signalled combine."""
+        return self.lanes == 1 and self.overlaps
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether anything overlaps at all."""
+        return self.lanes > 1 or self.chunks > 1 or self.signalled
+
     def active(self, point: str) -> bool:
         """Whether a lane that passes `point` hands the baton on there."""
         return point not in self.points_off
@@ -137,6 +150,7 @@ class Schedule:
             f"{self.name}: {self.lanes} lanes x {self.chunks} {chunks}, lead {self.lead}, off: {off}, "
             f"shared expert at {self.shared_expert}, received by {self.recv}"
             + (f", {self.comm_sms} SMs for communication" if self.comm_sms else "")
+            + (", combine signalled" if self.signalled else "")
         )
 
     def with_lanes(self, lanes: int) -> Schedule:
@@ -165,6 +179,7 @@ class Schedule:
             "shared_expert": str(self.shared_expert),
             "recv": str(self.recv),
             "comm_sms": self.comm_sms,
+            "signalled": self.signalled,
         }
 
     @classmethod
@@ -207,6 +222,7 @@ _FIELDS: Mapping[str, tuple[type, ...]] = {
     "shared_expert": (str,),
     "recv": (str,),
     "comm_sms": (int,),
+    "signalled": (bool,),
 }
 
 SERIAL = Schedule("serial", lanes=1)
@@ -244,6 +260,8 @@ SCHEDULES: Mapping[str, Schedule] = {
         ),
         # SGLang's single-batch overlap, with the dispatch in chunks too.
         Schedule("single_batch", lanes=1, chunks=2),
+        # SGLang's, inside one chunk: the combine begins while the down projection still runs.
+        Schedule("single_batch_signalled", lanes=1, comm_sms=16, signalled=True),
     )
 }
 

@@ -11,6 +11,7 @@ and the faster one is taken.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import takewhile
 
 from ubatch.layer_program import LayerTimes, layer_program
@@ -61,6 +62,7 @@ def predicted_cost(
     schedule: Schedule,
 ) -> float:
     """What a step of a few layers takes if it is split so, in the cost's unit times layers."""
+    plain = replace(schedule, signalled=False)  # how a batch is best split does not hang on when a combine begins
     programs = []
     starts = [0]
     for length in query_lens:
@@ -73,8 +75,8 @@ def predicted_cost(
             attention += cost.of_attention(last - first, prefix_lens[request] + first - starts[request])
         sent = cost.per_sent * piece.num_tokens / 2
         times = LayerTimes(attention, cost.per_token * piece.num_tokens, dispatch=sent, combine=sent)
-        programs.append(layer_program(times, _LAYERS, schedule))
-    return simulate(programs, schedule).seconds
+        programs.append(layer_program(times, _LAYERS, plain))
+    return simulate(programs, plain).seconds
 
 
 def _decodes_apart(

@@ -10,7 +10,8 @@ offers, and all compute the same answer here. `CommGroup.vote` carries the offer
     otherwise                                        -> yes
 
 An idle rank votes yes and goes along with any mode, and with whatever schedule the others have for it: its lanes are
-empty but pass every collective point. One lane is a yes, too, where the schedule has chunks (single-batch overlap).
+empty but pass every collective point. One lane is a yes, too, where the schedule has chunks or a signalled
+combine (single-batch overlap).
 
 Whether the step replays a CUDA graph is agreed in the same vote, overlapped or not: all ranks replay, or all run it
 eagerly. A rank without tokens goes along with any graph.

@@ -7,7 +7,7 @@ A call, in pseudo-code:
     it was captured, on all of them: replay its graph
     no:   count the reason, run the module as it is
     yes:  run the module once per lane, concatenate the outputs
-          (one lane with chunks of experts: run it as it is, as that lane)
+          (one lane that overlaps within the batch: run it as it is, as that lane)
     on any error: tell the peers, raise the original
 
 For everything but its call it stands in for the module (`facade`); whether to split is decided in `planner`, how it

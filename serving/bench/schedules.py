@@ -176,7 +176,7 @@ def _named(setting: StepSetting) -> list[Schedule]:
     most = setting.runner.all2all.traits.max_chunks
     found: dict[Schedule, Schedule] = {}
     for schedule in SCHEDULES.values():
-        if schedule != SERIAL and schedule.chunks <= most:
+        if schedule != SERIAL and schedule.chunks <= most and not schedule.signalled:  # that takes a GPU
             same = schedule
             if not setting.has_shared_experts:
                 same = replace(schedule, shared_expert=SERIAL.shared_expert)

@@ -92,7 +92,7 @@ class StepSetting:
                 self.runner.dbo,
                 num_ubatches=lowest,
                 schedule=schedule,
-                enable_dbo=_overlaps(schedule),
+                enable_dbo=schedule.overlaps,
                 dbo_decode_token_threshold=lowest,
                 dbo_prefill_token_threshold=lowest,
             )
@@ -103,7 +103,7 @@ class StepSetting:
         """Vote, plan and run one step; hidden states `[tokens, hidden]`."""
         wrapper = self.wrapper(schedule)
         agreed = self.runner.coordinate(self.batch, wrapper.ubatch_config)
-        if agreed.decision.engaged != _overlaps(schedule):
+        if agreed.decision.engaged != schedule.overlaps:
             raise UBatchError(f"{schedule.describe()}: the ranks decided otherwise: {agreed.decision.reason}.")
         with set_forward_context(self.runner.forward_context(self.batch, agreed)):
             hidden: Tensor = wrapper(self.batch.input_ids, self.batch.positions)
@@ -126,10 +126,6 @@ class StepSetting:
         """Stop all lanes."""
         for wrapper in self.wrappers.values():
             wrapper.close()
-
-
-def _overlaps(schedule: Schedule) -> bool:
-    return schedule.lanes > 1 or schedule.chunks > 1
 
 
 @contextmanager

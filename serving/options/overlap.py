@@ -82,7 +82,7 @@ def _in_force(s: Settings, setting: str, asked: Schedule | str, schedules: Mappi
             f"{s.spell(setting)}: schedule {asked!r} has {schedule.lanes} lanes, but only "
             f"{s.spell('enable_single_batch_overlap')} is given, which runs one. Add --enable-dbo to have both."
         )
-    if asked in schedules or schedule.chunks > 1:
+    if asked in schedules or schedule.chunks > 1 or schedule.signalled:
         return asked
     if schedule.lanes == 1:
         return "single_batch"

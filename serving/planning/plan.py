@@ -106,7 +106,7 @@ def make_plan(
     named = {
         name: predict_step(costs, schedule)
         for name, schedule in SCHEDULES.items()
-        if schedule.lanes <= workload.tokens and schedule != SERIAL
+        if schedule.lanes <= workload.tokens and schedule != SERIAL and not schedule.signalled
     }
     threshold = None if best is serial else _threshold(model, hardware, workload, best.schedule)
     return Plan(
