@@ -139,12 +139,16 @@ def compile_gemms(rows: int, dtype: torch.dtype, *, batched: bool, few: bool) ->
 
 
 def compile_signals() -> None:
-    """The projection that signals, and the copy that waits."""
+    """The projection that signals, the copy that waits, in order or to other places, and the sum of what it brought."""
     capacity, counts = 200, torch.zeros(EXPERTS, dtype=torch.int32)
     signals = make_signals(EXPERTS, capacity, HIDDEN, "cpu")
-    x, w2 = (numbers(EXPERTS, rows, INTERMEDIATE, dtype=torch.bfloat16) for rows in (capacity, HIDDEN))
-    y = project_down_signalling(x, w2, counts, signals, 116)
-    copy_signalled(y, counts, signals, torch.empty_like(y), 16)
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        x, w2 = (numbers(EXPERTS, rows, INTERMEDIATE, dtype=dtype) for rows in (capacity, HIDDEN))
+        y = project_down_signalling(x, w2, counts, signals, 116)
+        for places in (None, torch.zeros(EXPERTS * capacity, dtype=torch.int32)):
+            copy_signalled(y, counts, signals, torch.empty_like(y), 16, places)
+    rows, ids = numbers(4, TOP_K, HIDDEN, dtype=torch.bfloat16), torch.zeros(4, TOP_K, dtype=torch.int64)
+    sum_choices(rows, ids, 0, EXPERTS, torch.zeros(4, TOP_K), signals.alarm.gave_up)
 
 
 def main(capability: int, thorough: bool) -> None:

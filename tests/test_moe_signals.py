@@ -63,6 +63,38 @@ def test_blocks_are_signalled_copied_and_reset(
         signals.check()
 
 
+def test_rows_go_to_their_places() -> None:
+    x, rows_per_expert = batches(2, 70, 16, [66, 3])
+    w2 = torch.randn(2, 130, 16)
+    signals = make_signals(2, 70, 130, "cpu")
+    y = project_down_signalling(x, w2, rows_per_expert, signals, 2)
+    exists = (torch.arange(70) < rows_per_expert[:, None]).flatten()
+    places = torch.full((140,), 1 << 30, dtype=torch.int32)  # far away, if anybody looked
+    places[exists] = torch.randperm(75, dtype=torch.int32)[:69]
+    out = torch.full((75, 130), -7.0)
+    copy_signalled(y, rows_per_expert, signals, out, 2, places)
+    expected = torch.full((75, 130), -7.0)
+    expected[places[exists].long()] = y.flatten(0, 1)[exists]
+    assert torch.equal(out, expected)
+
+
+def test_signals_may_share_an_alarm_and_memory() -> None:
+    memory = torch.zeros(100, dtype=torch.uint8)
+    first = make_signals(2, 70, 16, "cpu")
+    second = make_signals(3, 70, 16, "cpu", memory=lambda num_bytes: memory, alarm=first.alarm)
+    assert second.counts.shape == (6,)
+    assert second.counts.data_ptr() == memory.data_ptr()
+    assert not first.alarm.rung()
+    second.counts[1] = 1
+    first.alarm.gave_up.fill_(1)
+    first.alarm.told.fill_(1)
+    assert second.alarm.rung()
+    with pytest.raises(SignalTimeout):
+        first.alarm.check(first, second)
+    assert not second.alarm.rung()
+    assert not second.counts.any()
+
+
 def test_a_block_that_nobody_finishes_does_not_hang() -> None:
     x, rows_per_expert = batches(2, 70, 16, [70, 3])
     w2 = torch.randn(2, 16, 16)
@@ -73,8 +105,10 @@ def test_a_block_that_nobody_finishes_does_not_hang() -> None:
     copy_signalled(y, rows_per_expert, signals, out, 1)
     assert (out[0, 64:] == -7.0).all(), "copied what was not done"
     torch.testing.assert_close(out[0, :64], y[0, :64])
+    assert signals.alarm.rung(), "the host is told without asking the device"
     with pytest.raises(SignalTimeout, match="looked 5 times for a block of 64 rows"):
         signals.check()
+    assert not signals.alarm.rung()
     signals.check()
     assert not signals.counts.any()
 
@@ -125,3 +159,17 @@ def test_the_copy_runs_beside_the_projection(captured: bool) -> None:
             assert torch.equal(out[expert, :count], y[expert, :count].cpu())
             expected = x[expert, :count].float() @ w2[expert].float().T
             torch.testing.assert_close(y[expert, :count].float(), expected, atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.gpu
+def test_a_device_tells_the_host() -> None:
+    """A copy without a projection gives up, and writes so to pinned memory."""
+    y, rows_per_expert = batches(2, 70, 16, [70, 3], "cuda")
+    signals = replace(make_signals(2, 70, 16, "cuda"), patience=1000)
+    assert signals.alarm.told.is_pinned()
+    copy_signalled(y, rows_per_expert, signals, torch.empty_like(y), 2)
+    torch.cuda.synchronize()
+    assert signals.alarm.rung()
+    with pytest.raises(SignalTimeout):
+        signals.check()
+    assert not signals.alarm.rung()

@@ -8,7 +8,7 @@ native       the same with products and activation in C, compiled where it runs;
 
 from __future__ import annotations
 
-from moe.experts.base import BatchedExperts, Experts, FusedExperts
+from moe.experts.base import BatchedExperts, Experts, FusedExperts, SignallingExperts
 from moe.experts.fastest import fastest_cpu_experts
 from moe.experts.quantization import dequantize_blocks, quantize_blocks
 from moe.experts.registry import experts_backends, make_experts, register_experts_backend
@@ -17,6 +17,7 @@ __all__ = [
     "BatchedExperts",
     "Experts",
     "FusedExperts",
+    "SignallingExperts",
     "dequantize_blocks",
     "experts_backends",
     "fastest_cpu_experts",

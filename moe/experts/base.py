@@ -5,7 +5,7 @@ Two layouts, as the transport brings them (`moe.all2all.base`): rows of tokens, 
 
 from __future__ import annotations
 
-from typing import ClassVar, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, ClassVar, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +13,10 @@ from torch import Tensor, nn
 from moe.experts.quantization import FP8, check_scales, dequantize_blocks
 from ubatch import ConfigError
 
-__all__ = ["BatchedExperts", "Experts", "FusedExperts"]
+if TYPE_CHECKING:
+    from moe.kernels.signals import Signals  # imports Triton
+
+__all__ = ["BatchedExperts", "Experts", "FusedExperts", "SignallingExperts"]
 
 
 class Experts(Protocol):
@@ -58,6 +61,32 @@ class BatchedExperts(Protocol):
 
         Returns:
             `[E_local, C, H]`, contiguous, dtype of the experts; rows behind the counts are undefined.
+        """
+
+
+@runtime_checkable
+class SignallingExperts(Protocol):
+    """Batched experts whose down projection says block by block what is done."""
+
+    def check_signalling(self) -> None:
+        """Refuse weights for which there is no such projection.
+
+        Raises:
+            ConfigError: says what to do.
+        """
+
+    def project_up_batched(
+        self, hidden_states: Tensor, rows_per_expert: Tensor, scales: Tensor | None = None
+    ) -> Tensor:
+        """The first half of `BatchedExperts.run_batched`, with its arguments: `[E_local, C, I]`."""
+
+    def project_down_signalling(self, rows: Tensor, rows_per_expert: Tensor, signals: Signals) -> Tensor:
+        """The second half, signalling: see `moe.kernels.signals`.
+
+        Args:
+            rows: `[E_local, C, I]`, from `project_up_batched`.
+            rows_per_expert: `[E_local]` int32 on the device.
+            signals: for `[E_local, C, H]` results.
         """
 
 

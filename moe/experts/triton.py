@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from moe.experts.quantization import FP8
-from moe.experts.triton_batched import TritonBatchedExperts, Work
+from moe.experts.triton_batched import Cuts, TritonBatchedExperts, Work
 from moe.kernels.align import align_pairs
 from moe.kernels.grouped_gemm import Rows
 from moe.kernels.quantize import quantize_rows
@@ -56,12 +56,13 @@ class TritonExperts(TritonBatchedExperts):
         def cut(ids: Tensor, tile_rows: int) -> Work:
             return Work(rows, align_pairs(ids, first, held, tile_rows), top_k, topk_weights)
 
-        pairs = self._run(
+        cuts = Cuts(
             f"{room} tokens x {top_k}",
             room * pairs_here / held,
             lambda tile_rows: cut(topk_ids, tile_rows),
-            lambda tile_rows: cut(alike(), tile_rows),
+            cache(lambda tile_rows: cut(alike(), tile_rows)),
         )
+        pairs = self._run(cuts)
         return sum_choices(pairs.unflatten(0, (num_tokens, top_k)), topk_ids, first, held)
 
     def _even_routing(self, num_tokens: int, top_k: int) -> Tensor:

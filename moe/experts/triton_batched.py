@@ -2,7 +2,7 @@
 
     tile_batches    the tiles of the rows that arrived
     project_up      silu(x w1^T) * (x w3^T)
-    project_down    . w2^T, unweighted, in place
+    project_down    . w2^T, unweighted, in place; or by the kernel that signals block by block (`moe.kernels.signals`)
 
 Nothing is read on the host, and all launches have sizes that do not depend on the routing, so a graph can capture them.
 What both layouts share is here too: weights in one of several dtypes, and the choice of the GEMMs' tiles.
@@ -24,6 +24,7 @@ from moe.kernels.align import Alignment, Tiles, tile_batches
 from moe.kernels.gemm_configs import GemmConfig, RowTile, gemm_configs, row_tiles
 from moe.kernels.grouped_gemm import Rows, Weights, project_down, project_up
 from moe.kernels.quantize import BLOCK, quantize_rows, quantize_weights
+from moe.kernels.signals import Signals, project_down_signalling
 from ubatch import ConfigError, GradientError
 from ubatch.autotune import autotune
 from ubatch.sm_budget import current_sm_budget, report_sm_use
@@ -51,6 +52,23 @@ class Work:
     cut: Alignment | Tiles
     top_k: int = 1
     topk_weights: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Cuts:
+    """How a batch can be cut into tiles, and what that is chosen by.
+
+    Attributes:
+        batch: names what else the choice depends on.
+        rows_per_expert: expected.
+        cut: of a tile's rows, makes this batch's work.
+        cut_alike: as `cut`, of a batch that is evenly routed, to time tiles with; kept.
+    """
+
+    batch: str
+    rows_per_expert: float
+    cut: Callable[[int], Work]
+    cut_alike: Callable[[int], Work]
 
 
 class TritonBatchedExperts(FusedExperts):
@@ -132,11 +150,42 @@ class TritonBatchedExperts(FusedExperts):
 
     def run_batched(self, hidden_states: Tensor, rows_per_expert: Tensor, scales: Tensor | None = None) -> Tensor:
         """See `BatchedExperts`."""
+        cuts = self._batches(hidden_states, rows_per_expert, scales)
+        if cuts is None:
+            return hidden_states.new_empty(hidden_states.shape, dtype=self.dtype)
+        return self._run(cuts).unflatten(0, hidden_states.shape[:2])
+
+    def check_signalling(self) -> None:
+        """See `SignallingExperts`."""
+        if self.weights_dtype == FP8:
+            raise ConfigError(
+                "experts 'triton_batched' in fp8 have no down projection that signals. Use weights in bfloat16, or a "
+                "schedule that is not signalled."
+            )
+
+    def project_up_batched(
+        self, hidden_states: Tensor, rows_per_expert: Tensor, scales: Tensor | None = None
+    ) -> Tensor:
+        """See `SignallingExperts`. In the tiles of `run_batched`."""
+        self.check_signalling()
+        cuts = self._batches(hidden_states, rows_per_expert, scales)
+        if cuts is None:
+            return hidden_states.new_empty(*hidden_states.shape[:2], self.intermediate_size, dtype=self.dtype)
+        tile = self._row_tile(cuts)
+        rows, _ = self._multiply_up(cuts.cut(tile.rows), tile, cuts)
+        return rows.x.unflatten(0, hidden_states.shape[:2])
+
+    def project_down_signalling(self, rows: Tensor, rows_per_expert: Tensor, signals: Signals) -> Tensor:
+        """See `SignallingExperts`."""
+        return project_down_signalling(rows, self.w2, rows_per_expert, signals, _sms(self.w2.device)[0])
+
+    def _batches(self, hidden_states: Tensor, rows_per_expert: Tensor, scales: Tensor | None) -> Cuts | None:
+        """How these batches can be cut into tiles; None if there are no rows."""
         self.check_batched_input(hidden_states, rows_per_expert, scales)
         self._check_place(hidden_states)
-        experts, capacity, _ = hidden_states.shape
+        capacity = hidden_states.shape[1]
         if not hidden_states.numel():
-            return hidden_states.new_empty(hidden_states.shape, dtype=self.dtype)
+            return None
         if self.weights_dtype != FP8:
             rows = Rows(self.dequantized(hidden_states, scales).flatten(0, 1))
         elif scales is not None:
@@ -150,74 +199,78 @@ class TritonBatchedExperts(FusedExperts):
         def cut(counts: Tensor, tile_rows: int) -> Work:
             return Work(rows, tile_batches(counts, capacity, tile_rows))
 
-        y = self._run(
+        return Cuts(
             f"batches of {room}",
             expected,
             lambda tile_rows: cut(rows_per_expert, tile_rows),
-            lambda tile_rows: cut(torch.full_like(rows_per_expert, min(expected, capacity)), tile_rows),
+            cache(lambda tile_rows: cut(torch.full_like(rows_per_expert, min(expected, capacity)), tile_rows)),
         )
-        return y.unflatten(0, (experts, capacity))
 
-    def _run(
-        self, batch: str, rows_per_expert: float, cut: Callable[[int], Work], cut_alike: Callable[[int], Work]
-    ) -> Tensor:
-        """Both GEMMs, in the tiles that suit.
+    def _run(self, cuts: Cuts) -> Tensor:
+        """Both GEMMs, in the tiles that suit."""
+        tile = self._row_tile(cuts)
+        return self._multiply(cuts.cut(tile.rows), tile, cuts)
 
-        Args:
-            batch: names what else their choice depends on.
-            rows_per_expert: expected.
-            cut: of a tile's rows, makes this batch's work.
-            cut_alike: as `cut`, of a batch that is evenly routed, to time them with.
-        """
-        cut_alike = cache(cut_alike)
-        device = self.w13.device
-        tile = autotune(
-            self._key("rows", batch),
-            row_tiles(rows_per_expert, self.weights_dtype),
-            lambda tile: self._multiply(cut_alike(tile.rows), tile, batch, cut_alike),
-            device=device,
+    def _row_tile(self, cuts: Cuts) -> RowTile:
+        return autotune(
+            self._key("rows", cuts.batch),
+            row_tiles(cuts.rows_per_expert, self.weights_dtype),
+            lambda tile: self._multiply(cuts.cut_alike(tile.rows), tile, cuts),
+            device=self.w13.device,
         )
-        return self._multiply(cut(tile.rows), tile, batch, cut_alike)
 
-    def _multiply(self, work: Work, tile: RowTile, batch: str, cut_alike: Callable[[int], Work]) -> Tensor:
-        """Both GEMMs, in tiles of so many rows; see `_run`."""
-        w13, w2 = Weights(self.w13, self.w13_scale), Weights(self.w2, self.w2_scale)
-        sms, reserved = _sms(self.w13.device)
-        report_sm_use("triton experts", obeys=True)
-
-        def up(work: Work, config: GemmConfig, *, compile_only: bool = False) -> Rows:
-            return project_up(work.rows, w13, work.cut, work.top_k, config, sms, compile_only=compile_only)
-
-        def down(work: Work, rows: Rows, config: GemmConfig, *, compile_only: bool = False) -> Tensor:
-            return project_down(
-                rows, w2, work.cut, work.topk_weights, self.dtype, config, sms, compile_only=compile_only
-            )
-
-        def choose(
-            which: str, run: Callable[[GemmConfig], object], prepare: Callable[[GemmConfig], object]
-        ) -> GemmConfig:
-            return autotune(
-                self._key(f"{which} by {tile.rows}", batch),
-                gemm_configs(tile.rows, self.weights_dtype, gated=which == "up", one_per_sm=reserved),
-                run,
-                prepare=prepare,
-                device=self.w13.device,
-            )
-
-        # Other threads compile, and must launch nothing: this batch is at hand there, the one like it may not be.
-        up_config = choose(
-            "up",
-            lambda config: up(cut_alike(tile.rows), config),
-            lambda config: up(work, config, compile_only=True),
-        )
-        rows = up(work, up_config)
-        rows_alike = cache(lambda: up(cut_alike(tile.rows), up_config))
-        down_config = choose(
+    def _multiply(self, work: Work, tile: RowTile, cuts: Cuts) -> Tensor:
+        """Both GEMMs, in tiles of so many rows."""
+        rows, up_config = self._multiply_up(work, tile, cuts)
+        rows_alike = cache(lambda: self._up(cuts.cut_alike(tile.rows), up_config))
+        down_config = self._choose(
             "down",
-            lambda config: down(cut_alike(tile.rows), rows_alike(), config),
-            lambda config: down(work, rows, config, compile_only=True),
+            tile,
+            cuts,
+            lambda config: self._down(cuts.cut_alike(tile.rows), rows_alike(), config),
+            lambda config: self._down(work, rows, config, compile_only=True),
         )
-        return down(work, rows, down_config)
+        return self._down(work, rows, down_config)
+
+    def _multiply_up(self, work: Work, tile: RowTile, cuts: Cuts) -> tuple[Rows, GemmConfig]:
+        """The first GEMM, and in which tiles."""
+        report_sm_use("triton experts", obeys=True)
+        config = self._choose(
+            "up",
+            tile,
+            cuts,
+            lambda config: self._up(cuts.cut_alike(tile.rows), config),
+            lambda config: self._up(work, config, compile_only=True),
+        )
+        return self._up(work, config), config
+
+    def _up(self, work: Work, config: GemmConfig, *, compile_only: bool = False) -> Rows:
+        weights, sms = Weights(self.w13, self.w13_scale), _sms(self.w13.device)[0]
+        return project_up(work.rows, weights, work.cut, work.top_k, config, sms, compile_only=compile_only)
+
+    def _down(self, work: Work, rows: Rows, config: GemmConfig, *, compile_only: bool = False) -> Tensor:
+        weights, sms = Weights(self.w2, self.w2_scale), _sms(self.w2.device)[0]
+        return project_down(
+            rows, weights, work.cut, work.topk_weights, self.dtype, config, sms, compile_only=compile_only
+        )
+
+    def _choose(
+        self,
+        which: str,
+        tile: RowTile,
+        cuts: Cuts,
+        run: Callable[[GemmConfig], object],
+        prepare: Callable[[GemmConfig], object],
+    ) -> GemmConfig:
+        """The tiles of one of the GEMMs. Other threads `prepare`, that is compile, and must launch nothing: this batch
+        is at hand there, the one like it may not be."""
+        return autotune(
+            self._key(f"{which} by {tile.rows}", cuts.batch),
+            gemm_configs(tile.rows, self.weights_dtype, gated=which == "up", one_per_sm=_sms(self.w13.device)[1]),
+            run,
+            prepare=prepare,
+            device=self.w13.device,
+        )
 
     def _key(self, what: str, batch: str) -> str:
         """Names a choice of the autotuner."""

@@ -11,15 +11,19 @@ __all__ = ["reference_sum_choices", "sum_choices"]
 _MAX_BLOCK = 1024  # columns of one program
 
 
-@jit("ids", "first_expert")
+@jit("ids", "weights", "gave_up", "first_expert")
 def _sum_kernel(
     out: tl.tensor,
     rows: tl.tensor,
     ids: tl.tensor,
+    weights: tl.tensor,
+    gave_up: tl.tensor,
     first_expert: tl.tensor,
     E: tl.constexpr,
     H: tl.constexpr,
     TOP_K: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+    MAY_GIVE_UP: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
     token = tl.program_id(0).to(tl.int64)
@@ -28,12 +32,25 @@ def _sum_kernel(
     for choice in tl.static_range(TOP_K):
         pair = token * TOP_K + choice
         local = tl.load(ids + pair) - first_expert
-        written = tl.where((local >= 0) & (local < E), H, 0)  # else nobody has written the row
-        total += tl.load(rows + pair * H + columns, mask=columns < written, other=0).to(tl.float32)
+        is_local = (local >= 0) & (local < E)
+        written = tl.where(is_local, H, 0)  # else nobody has written the row
+        row = tl.load(rows + pair * H + columns, mask=columns < written, other=0).to(tl.float32)
+        if WEIGHTED:
+            row *= tl.load(weights + pair, mask=is_local, other=0)
+        total += row
+    if MAY_GIVE_UP:
+        total = tl.where(tl.load(gave_up) != 0, float("nan"), total)
     tl.store(out + token * H + columns, total, mask=columns < H)
 
 
-def sum_choices(rows: Tensor, topk_ids: Tensor, first_expert: int, num_experts: int) -> Tensor:
+def sum_choices(
+    rows: Tensor,
+    topk_ids: Tensor,
+    first_expert: int,
+    num_experts: int,
+    topk_weights: Tensor | None = None,
+    gave_up: Tensor | None = None,
+) -> Tensor:
     """`out[n] = sum over j of rows[n, j]`, in float32, over the choices that are held here.
 
     Args:
@@ -41,6 +58,8 @@ def sum_choices(rows: Tensor, topk_ids: Tensor, first_expert: int, num_experts: 
         topk_ids: `[N, k]` int32 or int64, global ids.
         first_expert: global id of the first expert held here.
         num_experts: held here.
+        topk_weights: `[N, k]` float32 of rows that are not weighted yet; the others' need not be numbers.
+        gave_up: `[1]` int32, not 0 where the rows are not complete: all sums are NaN then.
 
     Returns:
         `[N, H]`, dtype of `rows`; zeros for a token without an expert here.
@@ -53,16 +72,20 @@ def sum_choices(rows: Tensor, topk_ids: Tensor, first_expert: int, num_experts: 
             out,
             rows,
             topk_ids.contiguous(),
+            None if topk_weights is None else topk_weights.contiguous(),
+            gave_up,
             first_expert,
             E=num_experts,
             H=columns,
             TOP_K=top_k,
+            WEIGHTED=topk_weights is not None,
+            MAY_GIVE_UP=gave_up is not None,
             BLOCK=block,
         )
     return out
 
 
 def reference_sum_choices(rows: Tensor, topk_ids: Tensor, first_expert: int, num_experts: int) -> Tensor:
-    """The same in torch."""
+    """The same in torch, of rows that are weighted; for others it is `moe.all2all.batches.sum_pairs`."""
     is_local = (topk_ids >= first_expert) & (topk_ids < first_expert + num_experts)
     return torch.where(is_local[:, :, None], rows.float(), 0.0).sum(1).to(rows.dtype)

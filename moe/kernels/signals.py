@@ -6,32 +6,41 @@
 So results leave while the same GEMM still runs: what single-batch overlap does inside one chunk. The combine of
 SGLang's is a changed DeepEP that waits for a changed DeepGEMM; these two are a pair of their own and need neither.
 
+They serve experts `triton_batched` and the transport `host_loopback_batched`, under a schedule that is `signalled`.
+
 A signal is one int32 for every block of 64 rows of an expert, `int32[E * ceil(C / 64)]`. Every tile of columns adds one
 when it is stored (release); a block is done when all tiles of its columns have (`threshold`). The copy reads it
 (acquire), copies the block and sets it back to 0, so that a captured graph needs nothing in between.
 
 **No dead-lock.** A program that waits holds its SM. So the two share the SMs out (`ubatch.sm_budget`), and the
-producer is launched first: its programs then have SMs to run on whatever the copy's do. Whoever waits for longer than
-`patience` looks gives up and says so (`Signals.check`), rather than hang the device.
+producer is launched first: its programs then have SMs to run on whatever the copy's do. In a graph the two are
+branches that the device starts as it likes; the share that the copy leaves is what lets the projection run there.
+
+**Never half a batch.** A copy that looks at a block for longer than `patience` gives up, rather than hang the device,
+and sets an alarm: on the device, where whoever sums what was copied writes NaN instead; and in host memory, where the
+host sees it without waiting for the device (`Alarm.rung`). It stays set until somebody has raised `SignalTimeout`.
 
 Layout: the low-latency one, rows sorted by expert, with room for `C` of each. Source: seed documents; SGLang's
 `CombineOverlapArgs` and `DownGemmOverlapArgs` (`num_sms`, `block_m`, `threshold`, `signal`); Hopper's shapes.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 import triton.language as tl
 from torch import Tensor
 
-from ubatch import UBatchError
+from ubatch import UBatchError, host_copy
 from ubatch.triton_jit import INTERPRETED, cdiv, jit, power_of_2
 
 __all__ = [
     "BLOCK_ROWS",
+    "Alarm",
     "SignalTimeout",
     "Signals",
     "copy_signalled",
+    "make_alarm",
     "make_signals",
     "project_down_signalling",
     "reference_counts",
@@ -50,19 +59,65 @@ class SignalTimeout(UBatchError):
 
 
 @dataclass(frozen=True)
+class Alarm:
+    """Whether a copy has given up. Several signals may share one.
+
+    Attributes:
+        gave_up: `[1]` int32 on the device, 1 if so.
+        told: the same for the host, in its memory (pinned for a GPU).
+    """
+
+    gave_up: Tensor
+    told: Tensor
+
+    def rung(self) -> bool:
+        """Whether a copy that is over has given up. Waits for nothing."""
+        return bool(self.told.item())
+
+    @torch.inference_mode()  # may write what was made in it
+    def check(self, *signals: "Signals") -> None:
+        """Ask the device whether all copies since the last check were complete. The host waits for it.
+
+        Args:
+            signals: all that share this alarm; zeros afterwards if it raises.
+
+        Raises:
+            SignalTimeout: one gave up.
+        """
+        if not self.gave_up.item():
+            return
+        if self.gave_up.is_cuda:  # nobody may add to what is set back
+            torch.cuda.synchronize(self.gave_up.device)
+        for tensor in (self.gave_up, self.told, *(each.counts for each in signals)):
+            tensor.zero_()
+        looks = {each.patience for each in signals}
+        raise SignalTimeout(
+            f"a copy looked {' or '.join(map(str, sorted(looks)))} times for a block of {BLOCK_ROWS} rows that was not "
+            "finished. Launch the projection before the copy, and leave it SMs to run on (comm_sms)."
+        )
+
+
+@torch.inference_mode(False)  # what is made in inference mode cannot be written outside of it
+def make_alarm(device: torch.device | str) -> Alarm:
+    """An alarm that is not set."""
+    gave_up = torch.zeros(1, dtype=torch.int32, device=device)
+    return Alarm(gave_up, host_copy.host_like(gave_up).zero_())
+
+
+@dataclass(frozen=True)
 class Signals:
     """What a producer and its copy share. One pair at a time.
 
     Attributes:
         counts: `[E * ceil(C / block_rows)]` int32, zeros between uses.
-        gave_up: `[1]` int32, whether a copy has.
+        alarm: whether a copy has given up.
         block_rows: rows that one signal is for.
         threshold: how far a signal counts until its block is done.
         patience: how often a program looks before it gives up.
     """
 
     counts: Tensor
-    gave_up: Tensor
+    alarm: Alarm
     block_rows: int
     threshold: int
     patience: int = _PATIENCE
@@ -73,24 +128,34 @@ class Signals:
         Raises:
             SignalTimeout: one gave up.
         """
-        if self.gave_up.item():
-            self.gave_up.zero_()
-            self.counts.zero_()
-            raise SignalTimeout(
-                f"a copy looked {self.patience} times for a block of {self.block_rows} rows that was not finished. "
-                "Launch the projection before the copy, and leave it SMs to run on (comm_sms)."
-            )
+        self.alarm.check(self)
 
 
-def make_signals(num_experts: int, capacity: int, columns: int, device: torch.device | str) -> Signals:
-    """Signals for `[num_experts, capacity, columns]` results, all zero."""
+def make_signals(
+    num_experts: int,
+    capacity: int,
+    columns: int,
+    device: torch.device | str,
+    *,
+    memory: Callable[[int], Tensor] | None = None,
+    alarm: Alarm | None = None,
+) -> Signals:
+    """Signals for `[num_experts, capacity, columns]` results, all zero.
+
+    Args:
+        num_experts: `E`.
+        capacity: `C`.
+        columns: of a row.
+        device: where the results are.
+        memory: gives at least so many bytes, zeros, where nobody else counts; new ones by default.
+        alarm: shared with others; one of their own by default.
+    """
     blocks = num_experts * cdiv(capacity, BLOCK_ROWS)
-    return Signals(
-        torch.zeros(blocks, dtype=torch.int32, device=device),
-        torch.zeros(1, dtype=torch.int32, device=device),
-        BLOCK_ROWS,
-        cdiv(columns, _BLOCK_COLUMNS),
-    )
+    if memory is None:
+        counts = torch.zeros(blocks, dtype=torch.int32, device=device)
+    else:
+        counts = memory(4 * blocks)[: 4 * blocks].view(torch.int32)
+    return Signals(counts, alarm or make_alarm(device), BLOCK_ROWS, cdiv(columns, _BLOCK_COLUMNS))
 
 
 @jit("rows_per_expert", "capacity")
@@ -135,17 +200,20 @@ def _down_signalling_kernel(
             tl.atomic_add(signals + block, 1, sem="release")
 
 
-@jit("rows_per_expert", "capacity", "patience")
+@jit("rows_per_expert", "places", "capacity", "patience")
 def _copy_signalled_kernel(
     out: tl.tensor,
     y: tl.tensor,
     rows_per_expert: tl.tensor,
+    places: tl.tensor,
     signals: tl.tensor,
     gave_up: tl.tensor,
+    told: tl.tensor,
     capacity: tl.tensor,
     patience: tl.tensor,
     E: tl.constexpr,
     N: tl.constexpr,
+    HAS_PLACES: tl.constexpr,
     THRESHOLD: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -161,15 +229,19 @@ def _copy_signalled_kernel(
                 looks += 1
             if done < THRESHOLD:
                 tl.atomic_xchg(gave_up, 1)
+                tl.store(told, 1)
             else:
                 tl.debug_barrier()  # no thread reads before the one that has seen the signal
                 for row in tl.range(first, tl.minimum(first + BLOCK_M, count)):
-                    begin = (expert.to(tl.int64) * capacity + row) * N
+                    here = expert.to(tl.int64) * capacity + row
+                    there = here
+                    if HAS_PLACES:
+                        there = tl.load(places + here).to(tl.int64)
                     for start in tl.range(0, N, BLOCK_N):
                         columns = start + tl.arange(0, BLOCK_N)
                         # Past the first-level cache, which another SM's stores do not reach.
-                        values = tl.load(y + begin + columns, mask=columns < N, cache_modifier=".cg")
-                        tl.store(out + begin + columns, values, mask=columns < N)
+                        values = tl.load(y + here * N + columns, mask=columns < N, cache_modifier=".cg")
+                        tl.store(out + there * N + columns, values, mask=columns < N)
                 tl.atomic_xchg(signals + block, 0, sem="relaxed")
 
 
@@ -207,13 +279,20 @@ def project_down_signalling(
             BLOCK_M=signals.block_rows,
             BLOCK_N=_BLOCK_COLUMNS,
             BLOCK_K=min(_BLOCK_DEPTH, power_of_2(depth, 16)),
-            num_warps=4,
+            num_warps=8 if x.dtype == torch.float32 else 4,  # multiplied without tensor cores, in more registers
             num_stages=3,
         )
     return y
 
 
-def copy_signalled(y: Tensor, rows_per_expert: Tensor, signals: Signals, out: Tensor, num_programs: int) -> None:
+def copy_signalled(
+    y: Tensor,
+    rows_per_expert: Tensor,
+    signals: Signals,
+    out: Tensor,
+    num_programs: int,
+    places: Tensor | None = None,
+) -> None:
     """Copy every block of `y` to `out` once it is done. Launched after the projection, on another stream that does not
     wait for it.
 
@@ -221,8 +300,10 @@ def copy_signalled(y: Tensor, rows_per_expert: Tensor, signals: Signals, out: Te
         y: `[E, C, H]`, what the projection writes.
         rows_per_expert: `[E]` int32.
         signals: the projection's; zero afterwards.
-        out: as `y`: memory that a transport sends from, such as a peer's or the host's (pinned) as this GPU sees it.
+        out: as `y`, or rows `[R, H]`: memory that a transport sends from, such as a peer's or the host's (pinned) as
+            this GPU sees it.
         num_programs: SMs to use; together with the projection's no more than there are.
+        places: `[E * C]` int32, which row of `out` each row goes to; by default they stay in order.
     """
     experts, capacity, columns = y.shape
     if y.numel():
@@ -230,12 +311,15 @@ def copy_signalled(y: Tensor, rows_per_expert: Tensor, signals: Signals, out: Te
             out,
             y,
             rows_per_expert,
+            places,
             signals.counts,
-            signals.gave_up,
+            signals.alarm.gave_up,
+            signals.alarm.told,
             capacity,
             signals.patience,
             E=experts,
             N=columns,
+            HAS_PLACES=places is not None,
             THRESHOLD=signals.threshold,
             BLOCK_M=signals.block_rows,
             BLOCK_N=min(_COPIED_COLUMNS, power_of_2(columns)),
