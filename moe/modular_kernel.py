@@ -11,6 +11,14 @@
 At `~` this lane waits and another one computes. The shared expert, which needs no communication, fills one of the two
 gaps of its own lane too: after dispatch's launch, after combine's launch, or when the baton is back from there.
 
+Where the schedule is signalled, a combine begins block by block while its experts' down projection still runs:
+
+    comp:  | prepare |~~~~~~~~~|  up  |   down    |~~~~~~~~~| finalize |
+    comm:            |dispatch |      ~| combine       |
+
+It is opened, and forked from the compute stream, between the two projections, and launched after them: at the same
+place among the points as any other combine.
+
 With chunks (blocks of experts, `moe.all2all.chunks`) the lane hides a part of its own communication, with another lane
 or alone:
 
@@ -38,9 +46,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from moe.all2all import All2All, BatchedDispatch, Dispatched, MarksInputs
+from moe.all2all import All2All, BatchedDispatch, Dispatched, MarksInputs, SignalsCombine
 from moe.all2all.chunks import blocks_of, dispatch_chunks, dispatch_cut
-from moe.experts import BatchedExperts, Experts
+from moe.experts import BatchedExperts, Experts, SignallingExperts
 from ubatch import (
     ConfigError,
     Point,
@@ -103,7 +111,8 @@ class FusedMoEModularKernel(nn.Module):
 
         Raises:
             ConfigError: wrong shapes or dtypes, `k` above the number of experts, a schedule with more lanes or chunks
-                than the transport serves, or a graph is captured that the transport or the experts cannot be in.
+                than the transport serves, or that is signalled where somebody cannot signal, or a graph is captured
+                that the transport or the experts cannot be in.
         """
         schedule = current_schedule()
         self._check(hidden_states, topk_weights, topk_ids, schedule)
@@ -126,10 +135,8 @@ class FusedMoEModularKernel(nn.Module):
         # --- experts: as a chunk's are done, its partial sums travel home ---
         combines = []
         for received in layer.arrivals.take().drain():
-            results = self._run_experts(received)
-            dbo_maybe_run_recv_hook()
-            combines.append(self.all2all.combine(results, received.handle))
-            del received, results  # while other lanes run, only the transfers keep what they still need
+            combines.append(self._signalled(received) if schedule.signalled else self._computed(received))
+            del received  # while other lanes run, only the transfers keep what they still need
 
         # --- finalize: the sums arrive ---
         if schedule.shared_expert is not SharedExpert.COMBINE_RETURN:  # else no hook: the wait comes after it
@@ -153,6 +160,21 @@ class FusedMoEModularKernel(nn.Module):
             chunks = dispatch_chunks(self.all2all, x, topk_ids, topk_weights, blocks)
             return _Arrivals([chunk.map(lambda arrived: (arrived,)) for chunk in chunks])
         return _Arrivals([dispatch_cut(self.all2all, x, topk_ids, topk_weights, blocks)])
+
+    def _computed(self, received: _Received) -> Transfer[Tensor]:
+        """Run the experts, then launch their results' way home."""
+        results = self._run_experts(received)
+        dbo_maybe_run_recv_hook()
+        return self.all2all.combine(results, received.handle)
+
+    def _signalled(self, received: _Received) -> Transfer[Tensor]:
+        """The same, but the results leave while the last projection makes them."""
+        batches, experts = cast(BatchedDispatch[Any], received), cast(SignallingExperts, self.experts)  # see `_check`
+        rows = experts.project_up_batched(batches.hidden_states, batches.rows_per_expert, batches.scales)
+        combine = cast(SignalsCombine[Any], self.all2all).open_combine(batches.handle)
+        results = experts.project_down_signalling(rows, batches.rows_per_expert, combine.signals)
+        dbo_maybe_run_recv_hook()
+        return combine.send(results)
 
     def _run_experts(self, received: _Received) -> Tensor:
         """What the experts make of what arrived, in the layout in which it arrived."""
@@ -198,6 +220,8 @@ class FusedMoEModularKernel(nn.Module):
         if not 1 <= topk_ids.shape[1] <= num_experts:
             raise ConfigError(f"top_k = {topk_ids.shape[1]} must be between 1 and the {num_experts} experts there are.")
         self._check_schedule(schedule)
+        if schedule.signalled:
+            self._check_signals(schedule, hidden_states.device)
 
     def _check_schedule(self, schedule: Schedule) -> None:
         traits, backend = self.all2all.traits, type(self.all2all).__name__
@@ -215,6 +239,25 @@ class FusedMoEModularKernel(nn.Module):
             raise ConfigError(
                 f"schedule {schedule.name!r} combines {schedule.chunks} chunks of one dispatch, but {backend} cannot "
                 "have two combines of one dispatch under way. Choose a schedule with chunk_dispatch."
+            )
+
+    def _check_signals(self, schedule: Schedule, device: torch.device) -> None:
+        signalled = f"schedule {schedule.name!r} is signalled: a combine begins while its down projection still runs"
+        if not self.all2all.traits.signals:
+            raise ConfigError(
+                f"{signalled}, which {type(self.all2all).__name__} cannot do. Use all2all back end "
+                "'host_loopback_batched', or a schedule that is not."
+            )
+        if not isinstance(self.experts, SignallingExperts):
+            raise ConfigError(
+                f"{signalled}, but {type(self.experts).__name__} do not say what is done (they have no "
+                "project_down_signalling). Use experts 'triton_batched', or a schedule that is not."
+            )
+        self.experts.check_signalling()
+        if device.type == "cuda" and not schedule.comm_sms:
+            raise ConfigError(
+                f"{signalled}, but has no SMs of its own: if the combine took all of them to wait on, nothing could "
+                "finish. Set comm_sms, such as 16."
             )
 
 

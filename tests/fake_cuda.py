@@ -4,6 +4,8 @@ A dispatch mode in every lane's thread (and in the caller's) sees each operation
 models, puts it on the thread's current fake stream, and asks two questions:
 
     race        does it come after whoever wrote what it reads or overwrites, and after whoever read what it overwrites?
+                A kernel that waits on the device for another one's signals comes after that one in what it reads behind
+                them; everything else it touches must be ordered by streams, as if there were no signals.
     lifetime    does it come after every use of the memory that it touches by an earlier tensor? The allocator hands a
                 freed block to the next allocation of the same stream, so a tensor's memory may have been that of any
                 tensor that was allocated on its stream and freed before it was made.
@@ -91,6 +93,7 @@ class _Memory:
     stream: str
     before: dict[str, Use]
     writer: Use | None = None
+    earlier_writer: Use | None = None
     readers: dict[str, Use] = field(default_factory=dict)
     uses: dict[str, Use] = field(default_factory=dict)
     touched_by: set[str] = field(default_factory=set)
@@ -105,6 +108,8 @@ class FakeCuda:
         syncs: where the host waited, in a lane, for a whole stream: "tolist in moe/experts/grouped.py".
         counts: operations per stream.
         events: how many were made.
+        signalled: of every kernel that waited for signals, whether only they ordered it after the one that set them:
+            if a stream did, too, nothing overlapped.
         launching_async: a collective is being launched that somebody waits for later. Only the baton's holder does.
         host: what the host has seen to be done.
     """
@@ -114,6 +119,7 @@ class FakeCuda:
         self.races: list[str] = []
         self.lifetimes: list[str] = []
         self.syncs: list[str] = []
+        self.signalled: list[bool] = []
         self.events = 0
         self.host: Clock = {}
         self.launching_async = False
@@ -170,9 +176,28 @@ class FakeCuda:
         for memory in read:
             memory.readers[stream.name] = use
         for memory in written:
-            memory.writer, memory.readers = use, {}
+            memory.earlier_writer, memory.writer, memory.readers = memory.writer, use, {}
         for memory in (*read, *written):
             memory.uses[stream.name] = use
+
+    def waiting_operation(
+        self, name: str, reads: list[Tensor], writes: list[Tensor], signals: Tensor, behind: Tensor
+    ) -> None:
+        """Queue a kernel that waits until `signals` say that `behind` is written."""
+        stream, counts = self.current(), self.memory_of(signals)
+        of_signals = {signals.untyped_storage()._cdata, behind.untyped_storage()._cdata}
+
+        def others(tensors: list[Tensor]) -> list[Tensor]:
+            return [tensor for tensor in tensors if tensor.untyped_storage()._cdata not in of_signals]
+
+        self.operation(name, others(reads), others(writes), stream)
+        begun = Use(name, stream.name, stream.clock[stream.name])
+        setter, before = counts.writer, counts.earlier_writer
+        self._check(begun, "looks at the signals", counts, stream, [before])  # else it sees what they said then
+        if setter is not None:
+            self.signalled.append(stream.clock.get(setter.stream, 0) < setter.number)
+            merge(stream.clock, {setter.stream: setter.number})
+        self.operation(f"{name}, past the signals", [behind, signals], [signals], stream)
 
     def _check(
         self, use: Use, verb: str, memory: _Memory, stream: FakeCudaStream, others: Iterable[Use | None]

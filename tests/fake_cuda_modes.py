@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -37,8 +38,11 @@ class Operations(TorchDispatchMode):
         kwargs = kwargs or {}
         cuda, name = self._cuda, func._schema.name.split("::")[1]
         inputs = list(_tensors((args, kwargs)))
-        for tensor in inputs:
-            cuda.memory_of(tensor)
+        memory = [cuda.memory_of(tensor) for tensor in inputs]
+        if memory and all(each.on_host for each in memory):  # the host itself does it
+            for tensor in inputs:
+                cuda.host_reads(tensor, name)
+            return func(*args, **kwargs)
         if func._schema.name.startswith("c10d::"):
             return _collective(cuda, name, inputs, lambda: func(*args, **kwargs))
         written = [tensor for tensor, writes in _arguments(func, args, kwargs) if writes]
@@ -94,6 +98,10 @@ class HostReads(TorchFunctionMode):
 # ------------------------------------------------------------------------------------------------------------ kernels
 
 
+_WAITS_FOR = {"_copy_signalled_kernel": ("signals", "y")}
+"""Kernels that wait on the device: which argument for, and which one is written then."""
+
+
 def watched_kernels(cuda: FakeCuda, launch: Callable[..., Any]) -> Callable[..., Any]:
     """Interpreted Triton kernels: they read all their tensors, and write those that change."""
 
@@ -107,7 +115,12 @@ def watched_kernels(cuda: FakeCuda, launch: Callable[..., Any]) -> Callable[...,
             changed = [
                 tensor for tensor, bits in zip(tensors, before, strict=True) if not torch.equal(_bits(tensor), bits)
             ]
-        cuda.operation(getattr(grid.fn, "__name__", "kernel"), tensors, changed, cuda.current())
+        name = getattr(grid.fn, "__name__", "kernel")
+        if name in _WAITS_FOR:
+            given = dict(zip(inspect.signature(grid.fn).parameters, args, strict=False))
+            cuda.waiting_operation(name, tensors, changed, *(given[argument] for argument in _WAITS_FOR[name]))
+        else:
+            cuda.operation(name, tensors, changed, cuda.current())
         return result
 
     return watched

@@ -53,6 +53,7 @@ CUT = replace(NAMED[1], name="chunks_of_combine", chunks=2, chunk_dispatch=False
 ONE_RANK: dict[str, dict[str, Any]] = {
     "local": {},
     "host_loopback": {"bytes_factor": 1.5},
+    "host_loopback_batched": {"bytes_factor": 1.5},
     "torch_dist": {},
     "allgather_reducescatter": {},
 }
@@ -138,7 +139,7 @@ def _cases() -> Iterator[tuple[Schedule, int]]:
 
 def _check_transports(transports: dict[str, dict[str, Any]], rank: int, group: CommGroup) -> None:
     for name, options in transports.items():
-        alone = name in ("local", "host_loopback")
+        alone = name in ("local", "host_loopback", "host_loopback_batched")
         model = Stack(make_all2all(name, group=None if alone else group, num_experts=EXPERTS, **options))
         for schedule, lanes in _cases():
             cuda = _run(model, None if alone else group, schedule, lanes, _tokens(rank))

@@ -277,6 +277,7 @@ def test_what_chunks_cost_in_bytes() -> None:
     assert traits(3).chunk_factors(32, 4, 1) == (1.0, 1.0)
     assert traits(3, routed=False).chunk_factors(32, 4, 3) == (3.0, 3.0)
     assert traits(3, per_expert=True).chunk_factors(32, 4, 3) == (1.0, 1.0)
+    assert traits(3, per_expert=True, routed=False).chunk_factors(32, 4, 3) == (3.0, 3.0)
     one = traits(1, cuts_combine=True).chunk_factors(32, 4, 2, chunk_dispatch=False)
     assert one == (1.0, pytest.approx(1.48, abs=0.005))
     assert traits(1).chunk_factors(32, 4, 2, chunk_dispatch=False) == (1.0, 2.0)

@@ -8,6 +8,7 @@
     deepep_auto                 the one or the other, step by step, as the ranks voted
     deepep_v2                   DeepEP 2's ElasticBuffer: rows, for prefill and decode
     host_loopback               one GPU, to host memory and back
+    host_loopback_batched       the same, batches by expert; results may leave while they are made
     emulated_link               another back end over a link of chosen latency and bandwidth
 
 Each is imported when first asked for, so that one which needs a library or a device does not burden the others. Which
@@ -16,7 +17,15 @@ can be captured into a CUDA graph, which waits on the host, and what chunks of e
 
 from __future__ import annotations
 
-from moe.all2all.base import All2All, All2AllTraits, BatchedDispatch, Dispatched, MarksInputs
+from moe.all2all.base import (
+    All2All,
+    All2AllTraits,
+    BatchedDispatch,
+    Dispatched,
+    MarksInputs,
+    SignalledCombine,
+    SignalsCombine,
+)
 from moe.all2all.chunks import ServesChunks
 from moe.all2all.link import EmulatedLink, LinkStatistics
 from moe.all2all.registry import all2all_backends, make_all2all, register_all2all_backend
@@ -30,6 +39,8 @@ __all__ = [
     "LinkStatistics",
     "MarksInputs",
     "ServesChunks",
+    "SignalledCombine",
+    "SignalsCombine",
     "all2all_backends",
     "make_all2all",
     "register_all2all_backend",

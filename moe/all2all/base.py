@@ -19,12 +19,15 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Generic, Protocol, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from ubatch import ConfigError, GradientError, Transfer
+
+if TYPE_CHECKING:
+    from moe.kernels.signals import Signals  # imports Triton
 
 __all__ = [
     "All2All",
@@ -34,12 +37,15 @@ __all__ = [
     "ExchangesCounts",
     "MarksInputs",
     "OnCounts",
+    "SignalledCombine",
+    "SignalsCombine",
     "at_once",
     "check_dispatch",
     "refuse_gradients",
 ]
 
 HandleT = TypeVar("HandleT")
+HandleT_contra = TypeVar("HandleT_contra", contravariant=True)
 
 
 @dataclass(frozen=True)
@@ -61,7 +67,8 @@ class All2AllTraits:
         once: in chunks, too, a token travels to a rank once, and its results come home once: chunks send no more bytes,
             in uneven shares (`chunk_shares`).
         per_expert: a token travels once for each of its experts, and its results come home one by one; else once for
-            all that a rank holds, summed.
+            all that a rank holds, summed. Where it is not `routed`, only the latter.
+        signals: a combine may begin while its down projection still runs (`SignalsCombine`).
         obeys_sms: it keeps to the SMs that a schedule reserves for communication (`ubatch.sm_budget`).
     """
 
@@ -77,6 +84,7 @@ class All2AllTraits:
     cuts_combine: bool | None = False
     per_expert: bool = False
     once: bool = False
+    signals: bool = False
 
     def chunk_bytes(self, num_tokens: int, hidden_size: int, top_k: int, dtype: torch.dtype) -> int:
         """The most bytes that one chunk sends off this rank, dispatch and combine together.
@@ -111,7 +119,7 @@ class All2AllTraits:
             chunk_dispatch: whether each has a dispatch of its own.
         """
         ranks = self.other_ranks + 1
-        if self.per_expert or self.once:
+        if (self.per_expert and self.routed) or self.once:
             apart = 1.0
         elif self.routed:
             held = num_experts // ranks
@@ -268,6 +276,40 @@ class MarksInputs(Protocol):
 
         Args:
             dispatches: how often; once for every chunk that has a dispatch of its own.
+        """
+
+
+class SignalledCombine(Protocol):
+    """A combine that was opened before the projection it brings home, for one chunk of one lane."""
+
+    @property
+    def signals(self) -> Signals:
+        """What the projection tells its blocks by."""
+
+    def send(self, y: Tensor) -> Transfer[Tensor]:
+        """Launch the results' way home, beside the projection, which has been launched.
+
+        Args:
+            y: `[E_local, C, H]`, what the projection writes.
+
+        Returns:
+            As of `All2All.combine`.
+        """
+
+
+@runtime_checkable
+class SignalsCombine(Protocol[HandleT_contra]):
+    """A back end whose combine can begin block by block (`All2AllTraits.signals`)."""
+
+    def open_combine(self, handle: HandleT_contra) -> SignalledCombine:
+        """Get everything ready, and fork the communication stream: it will not wait for what compute launches next.
+
+        Args:
+            handle: from the `BatchedDispatch` whose results come home.
+
+        Raises:
+            ConfigError: a graph is being captured, and there is no memory for a message of that size.
+            SignalTimeout: a combine before this one was not complete.
         """
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -49,8 +50,9 @@ class EmulatedLinkAll2All:
 
     @property
     def traits(self) -> All2AllTraits:
-        """The inner back end's: what it launches still waits for nobody."""
-        return self.inner.traits
+        """The inner back end's: what it launches still waits for nobody. But what a device signals, no link delays."""
+        traits = self.inner.traits
+        return replace(traits, signals=False) if traits.signals else traits
 
     @property
     def num_experts(self) -> int:

@@ -15,6 +15,8 @@ the same copies go through ordinary memory, and are done when the call returns.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -32,8 +34,9 @@ from ubatch import (
     dbo_enabled,
     on_comm_stream,
 )
+from ubatch.streams import Event
 
-__all__ = ["HostLoopbackAll2All"]
+__all__ = ["HostLoopbackAll2All", "Message", "Staging", "lane_here"]
 
 
 class HostLoopbackAll2All:
@@ -72,7 +75,7 @@ class HostLoopbackAll2All:
             routed=False,
         )
         self.bytes_factor = bytes_factor
-        self._staging: dict[tuple[int | None, torch.device], _Staging] = {}
+        self._staging: dict[tuple[int | None, torch.device], Staging] = {}
 
     def dispatch(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Transfer[Dispatched[None]]:
         """See `All2All`."""
@@ -104,15 +107,51 @@ class HostLoopbackAll2All:
         Raises:
             ConfigError: a graph is being captured, and there is no pinned memory for so many bytes.
         """
-        # Made on the compute stream, like `rows`: the transfer keeps both until that stream has joined the copies.
-        arrived = torch.empty_like(rows)
-        num_bytes = 0
-        if rows.numel():
-            source, target = _as_bytes(rows), _as_bytes(arrived)
-            host = self._host_memory(rows.device, source.numel())
-            with on_comm_stream():
-                for size in _passes(source.numel(), self.bytes_factor):
-                    host[:size].copy_(source[:size], non_blocking=True)
+        message = self.prepare(rows.shape, rows.dtype, rows.device)
+        return self.launch(name, message, lambda host: host.copy_(_as_bytes(rows), non_blocking=True), keep=(rows,))
+
+    def prepare(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Message:
+        """What a message needs, before anything of it is launched.
+
+        Raises:
+            ConfigError: see `travel`.
+        """
+        # Made on the compute stream: the transfer keeps it until that stream has joined the copies.
+        arrived = torch.empty(*shape, dtype=dtype, device=device)
+        if not arrived.numel():
+            return Message(arrived, None)
+        key = lane_here(), device
+        if key not in self._staging:
+            self._staging[key] = Staging(device)
+        return Message(arrived, self._staging[key].at_least(arrived.nbytes)[: arrived.nbytes])
+
+    def launch(
+        self,
+        name: str,
+        message: Message,
+        send: Callable[[Tensor], object],
+        *,
+        fork: Event | None = None,
+        keep: Sequence[object] = (),
+    ) -> Transfer[Tensor]:
+        """Launch a prepared message to the host and back.
+
+        Args:
+            name: for traces and errors.
+            message: from `prepare`.
+            send: called on the communication stream, writes the payload to host memory `[bytes]` uint8.
+            fork: see `on_comm_stream`.
+            keep: what `send` reads.
+        """
+        arrived, host, num_bytes = message.arrived, message.host, 0
+        if host is not None:
+            target = _as_bytes(arrived)
+            with on_comm_stream(fork):
+                for size in _passes(host.numel(), self.bytes_factor):
+                    if num_bytes:
+                        host[:size].copy_(target[:size], non_blocking=True)
+                    else:
+                        send(host)
                     target[:size].copy_(host[:size], non_blocking=True)
                     num_bytes += size
         return Transfer(
@@ -120,30 +159,41 @@ class HostLoopbackAll2All:
             (_Queued(),),
             lambda: arrived,
             stream_ordered=True,
-            keep=(rows, arrived),
+            keep=(*keep, arrived),
             bytes_sent=num_bytes,
             bytes_received=num_bytes,
         )
 
-    def _host_memory(self, device: torch.device, num_bytes: int) -> Tensor:
-        """At least so many bytes, of the lane that asks."""
-        key = dbo_current_ubatch_id() if dbo_enabled() else None, device
-        if key not in self._staging:
-            self._staging[key] = _Staging(device)
-        return self._staging[key].at_least(num_bytes)
 
-
-class _Staging:
-    """One lane's host memory.
+@dataclass(frozen=True)
+class Message:
+    """A message that may be launched.
 
     Attributes:
-        memory: `[capacity]` uint8, pinned for a GPU.
+        arrived: where it comes back to.
+        host: `[bytes]` uint8 of the lane's memory, where it passes; None if it is empty.
+    """
+
+    arrived: Tensor
+    host: Tensor | None
+
+
+class Staging:
+    """One lane's memory for messages of any size.
+
+    Args:
+        device: of the tensors that travel.
+        for_signals: whether it is the device's own memory, zeros; else the host's.
+
+    Attributes:
+        memory: `[capacity]` uint8; the host's is pinned for a GPU.
         captured: whether a graph holds the address of `memory`.
         outgrown: memory that graphs hold the address of, and newer messages do not fit into.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, for_signals: bool = False) -> None:
         self._device = device
+        self._for_signals = for_signals
         self._allocate(0)
         self.captured = False
         self.outgrown: tuple[Tensor, ...] = ()
@@ -156,9 +206,9 @@ class _Staging:
         if self.memory.numel() < num_bytes:
             if capturing():
                 raise ConfigError(
-                    f"host_loopback has pinned memory for {self.memory.numel()} bytes, not for a message of "
-                    f"{num_bytes}, and cannot make more while a graph is captured. Run the largest step once without "
-                    "a graph first."
+                    f"host_loopback has {'signals' if self._for_signals else 'pinned memory'} for "
+                    f"{self.memory.numel()} bytes, not for a message of {num_bytes}, and cannot make more while a "
+                    "graph is captured. Run the largest step once without a graph first."
                 )
             if self.captured:
                 self.outgrown, self.captured = (*self.outgrown, self.memory), False
@@ -169,7 +219,15 @@ class _Staging:
     @torch.inference_mode(False)  # what is made in inference mode cannot be written outside of it
     def _allocate(self, capacity: int) -> None:
         # Copies may still read the old memory: torch hands pinned memory out again only after them.
-        self.memory = torch.empty(capacity, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
+        if self._for_signals:
+            self.memory = torch.zeros(capacity, dtype=torch.uint8, device=self._device)
+        else:
+            self.memory = torch.empty(capacity, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
+
+
+def lane_here() -> int | None:
+    """The lane that this code runs in; None outside a lane."""
+    return dbo_current_ubatch_id() if dbo_enabled() else None
 
 
 class _Queued:

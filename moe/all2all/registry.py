@@ -22,6 +22,7 @@ _BACKENDS = LazyRegistry(
         "deepep_auto": "moe.all2all.deepep_auto:DeepEPAutoAll2All",
         "deepep_v2": "moe.all2all.deepep_v2:DeepEPV2All2All",
         "host_loopback": "moe.all2all.host_loopback:HostLoopbackAll2All",
+        "host_loopback_batched": "moe.all2all.host_loopback_batched:HostLoopbackBatchedAll2All",
         "emulated_link": "moe.all2all.emulated_link:EmulatedLinkAll2All",
     },
 )

@@ -1,0 +1,285 @@
+"""`host_loopback_batched`: as `host_loopback`, for experts that take batches; results may leave while they are made.
+
+    dispatch    pack tokens (compute) | device -> pinned host -> device (comm) | unpack, sort by expert (compute)
+    combine     a row per choice      | device -> pinned host -> device (comm) | weighted sum, in the order of choices
+
+Tokens cross once, whatever they chose. Results come home one by one, a row for each of a token's choices: of `E x C`
+rows that is all that can exist. A row for a choice without an expert crosses, too, as nobody on the host knows of it.
+
+**Signalled.** Under a schedule that is `signalled`, the first half of combine's way is a kernel's:
+
+    compute   | up | down: block 0 | block 1 | block 2 |         | sum
+    comm           ~~~~~~~~~~~~~~~~| copy 0  | copy 1  | copy 2 | pinned host -> device |
+                   ^               ^
+                 fork           signals (`moe.kernels.signals`)
+
+`open_combine` forks the communication stream before the down projection is launched, and allocates all that the way
+home writes, as compute that is launched later is not waited for. `send`, once the projection is launched, launches the
+copy. It writes the rows that exist to pinned host memory, over PCIe, from as many SMs as the schedule leaves to
+communication; the copy engines bring them back.
+
+A copy that gives up is never unnoticed: sums are NaN until somebody was told, the next dispatch or combine raises
+`SignalTimeout`, and `check` asks at once. A graph that is replayed calls neither, so ask after it. Signals, as the
+memory of `host_loopback`, are made once per lane and chunk, and never while a graph is captured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from moe.all2all.base import All2AllTraits, BatchedDispatch, check_dispatch, refuse_gradients
+from moe.all2all.batches import sort_pairs, sum_pairs
+from moe.all2all.chunks import only_block
+from moe.all2all.host_loopback import HostLoopbackAll2All, Message, Staging, lane_here
+from moe.all2all.payload import pack_rows, unpack_rows
+from ubatch import (
+    CommGroup,
+    Transfer,
+    UBatchError,
+    capturing,
+    current_sm_budget,
+    fork_comm_stream,
+    report_sm_use,
+)
+from ubatch.streams import Event
+
+if TYPE_CHECKING:
+    from moe.kernels.signals import Alarm, Signals  # imports Triton
+
+__all__ = ["BatchedHandle", "HostLoopbackBatchedAll2All"]
+
+_NAME = "host_loopback_batched"
+_PROGRAMS = 2  # of the copy, where no SMs are shared out: in the interpreter
+
+
+@dataclass(frozen=True)
+class BatchedHandle:
+    """How results come home.
+
+    Attributes:
+        topk_ids, topk_weights: `[T, k]`, as dispatched; the weight is NaN where there was no room for a row.
+        row_of_pair: see `Batches`.
+        rows_per_expert: `[E]` int32, of this chunk.
+        like: `[0, H]`, of the results' dtype and device.
+        chunk: its number.
+    """
+
+    topk_ids: Tensor
+    topk_weights: Tensor
+    row_of_pair: Tensor
+    rows_per_expert: Tensor
+    like: Tensor
+    chunk: int
+
+
+class HostLoopbackBatchedAll2All:
+    """Sends every token, and every result, through host memory; experts get batches.
+
+    Args:
+        group: None, or a group of one rank.
+        num_experts: experts of the layer; all of them are here.
+        bytes_factor: see `HostLoopbackAll2All`.
+
+    Raises:
+        ConfigError: the group has more than one rank, or a factor below 1.
+    """
+
+    def __init__(self, *, group: CommGroup | None = None, num_experts: int, bytes_factor: float = 1.0) -> None:
+        self._host = HostLoopbackAll2All(group=group, num_experts=num_experts, bytes_factor=bytes_factor)
+        self.num_experts = num_experts
+        self.experts = self._host.experts
+        self.traits = All2AllTraits(
+            is_async=True,
+            blocks_host=False,
+            capturable=True,
+            max_lanes=None,
+            max_chunks=num_experts,
+            other_ranks=0,
+            routed=False,
+            batched=True,
+            per_expert=True,
+            signals=True,
+            obeys_sms=True,
+        )
+        self._slots: dict[tuple[int | None, int, torch.device], _Slot] = {}
+        self._alarm: Alarm | None = None
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Host memory held for messages, of all lanes."""
+        return self._host.pinned_bytes
+
+    def dispatch(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Transfer[BatchedDispatch[BatchedHandle]]:
+        """See `All2All`. A token's ids must differ; an expert has room for each token once.
+
+        Raises:
+            SignalTimeout: a combine before this one was not complete.
+        """
+        return self._dispatch(x, topk_ids, topk_weights, 0)
+
+    def dispatch_chunks(
+        self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, blocks: Sequence[range]
+    ) -> Sequence[Transfer[BatchedDispatch[BatchedHandle]]]:
+        """See `ServesChunks`. Each has signals of its own, so that all may be under way."""
+        masked = [only_block(topk_ids, block, self.num_experts) for block in blocks]
+        return [self._dispatch(x, ids, topk_weights, chunk) for chunk, ids in enumerate(masked)]
+
+    def dispatch_cut(
+        self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, blocks: Sequence[range]
+    ) -> Transfer[Sequence[BatchedDispatch[BatchedHandle]]]:
+        """See `ServesChunks`. Chunks share the rows, and count their own."""
+        whole = self._dispatch(x, topk_ids, topk_weights, 0)
+        return whole.map(lambda arrived: [self._cut(arrived, block, chunk) for chunk, block in enumerate(blocks)])
+
+    def combine(self, y: Tensor, handle: BatchedHandle) -> Transfer[Tensor]:
+        """See `All2All`.
+
+        Raises:
+            SignalTimeout: a combine before this one was not complete.
+        """
+        refuse_gradients(y, name=_NAME)
+        self._listen()
+        rows = y.flatten(0, 1)
+        rows = rows.index_select(0, handle.row_of_pair.clamp(max=max(rows.shape[0] - 1, 0)))
+        return self._host.travel("combine", rows).map(lambda arrived: self._sum(arrived, handle))
+
+    def open_combine(self, handle: BatchedHandle) -> _SignalledCombine:
+        """See `SignalsCombine`."""
+        from moe.kernels.signals import make_signals
+
+        self._listen()
+        (pairs,), device = handle.row_of_pair.shape, handle.like.device
+        (tokens, _), columns = handle.topk_ids.shape, handle.like.shape[1]
+        message = self._host.prepare((pairs, columns), handle.like.dtype, device)
+        key = lane_here(), handle.chunk, device
+        if key not in self._slots:
+            self._slots[key] = _Slot(Staging(device, for_signals=True))
+        slot = self._slots[key]
+        slot.signals = make_signals(self.num_experts, tokens, columns, device, memory=slot.at_least, alarm=self._alarm)
+        self._alarm = slot.signals.alarm
+        if slot.is_open:  # its lane failed: what was signalled then says nothing now
+            slot.clear()
+        slot.is_open = True
+        numbers = torch.arange(pairs, dtype=torch.int32, device=device)
+        pair_of_row = numbers.new_empty(self.num_experts * tokens + 1).scatter_(0, handle.row_of_pair, numbers)
+        return _SignalledCombine(self, slot, handle, message, slot.signals, pair_of_row, fork_comm_stream())
+
+    def check(self) -> None:
+        """Ask the device whether all signalled combines so far were complete. The host waits for it.
+
+        Raises:
+            SignalTimeout: one was not; what it brought is NaN. The next one may be.
+        """
+        if self._alarm is None:
+            return
+        try:
+            self._alarm.check(*(slot.signals for slot in self._slots.values() if slot.signals is not None))
+        except UBatchError:
+            for slot in self._slots.values():
+                slot.clear()
+            raise
+
+    def _listen(self) -> None:
+        """Raise if a copy that is over has given up. Waits for nothing."""
+        if self._alarm is not None and not capturing() and self._alarm.rung():
+            self.check()
+
+    def _dispatch(
+        self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, chunk: int
+    ) -> Transfer[BatchedDispatch[BatchedHandle]]:
+        check_dispatch(x, topk_ids, topk_weights, name=_NAME)
+        self._listen()
+        hidden_size = x.shape[1]
+
+        def arrive(rows: Tensor) -> BatchedDispatch[BatchedHandle]:
+            return self._sort(*unpack_rows(rows, hidden_size), chunk)
+
+        return self._host.travel("dispatch", pack_rows(x, topk_ids, topk_weights)).map(arrive)
+
+    def _sort(self, x: Tensor, ids: Tensor, weights: Tensor, chunk: int) -> BatchedDispatch[BatchedHandle]:
+        batches = sort_pairs(x, ids, self.num_experts)
+        weights = torch.where(batches.overflowed, float("nan"), weights)
+        counts = batches.rows_per_expert
+        handle = BatchedHandle(
+            ids.contiguous(), weights, batches.row_of_pair, counts, x.new_empty(0, x.shape[1]), chunk
+        )
+        return BatchedDispatch(batches.hidden_states, counts, None, handle, self.experts)
+
+    def _cut(self, arrived: BatchedDispatch[BatchedHandle], block: range, chunk: int) -> BatchedDispatch[BatchedHandle]:
+        handle, here = arrived.handle, slice(block.start, block.stop)
+        counts = torch.zeros_like(arrived.rows_per_expert)
+        counts[here] = arrived.rows_per_expert[here]
+        ids = only_block(handle.topk_ids, block, self.num_experts)
+        handle = replace(handle, topk_ids=ids, rows_per_expert=counts, chunk=chunk)
+        return replace(arrived, rows_per_expert=counts, handle=handle, experts=block)
+
+    def _sum(self, rows: Tensor, handle: BatchedHandle) -> Tensor:
+        """What arrived, `[T * k, H]`, added up at its owner."""
+        ids = handle.topk_ids
+        gave_up = None if self._alarm is None else self._alarm.gave_up
+        return sum_pairs(rows.view(*ids.shape, rows.shape[1]), ids, handle.topk_weights, self.num_experts, gave_up)
+
+
+@dataclass
+class _Slot:
+    """The signals of one lane's one chunk.
+
+    Attributes:
+        memory: for them.
+        signals: those in use.
+        is_open: whether a combine was opened that has not been sent.
+    """
+
+    memory: Staging
+    signals: Signals | None = None
+    is_open: bool = False
+
+    def at_least(self, num_bytes: int) -> Tensor:
+        return self.memory.at_least(max(num_bytes, 1))  # refused in a capture, unless it was used before
+
+    @torch.inference_mode()
+    def clear(self) -> None:
+        for memory in (*self.memory.outgrown, self.memory.memory):
+            memory.zero_()
+
+
+@dataclass(frozen=True)
+class _SignalledCombine:
+    """See `SignalledCombine`.
+
+    Attributes:
+        message: where the rows pass, and arrive.
+        pair_of_row: `[E * C + 1]` int32, which row of the message each row is.
+        fork: of the communication stream.
+    """
+
+    transport: HostLoopbackBatchedAll2All
+    slot: _Slot
+    handle: BatchedHandle
+    message: Message
+    signals: Signals
+    pair_of_row: Tensor
+    fork: Event | None
+
+    def send(self, y: Tensor) -> Transfer[Tensor]:
+        from moe.kernels.signals import copy_signalled
+
+        refuse_gradients(y, name=_NAME)
+        transport, handle, signals, pair_of_row = self.transport, self.handle, self.signals, self.pair_of_row
+        arrived, counts = self.message.arrived, handle.rows_per_expert
+        budget = current_sm_budget()
+        report_sm_use(_NAME, obeys=True)
+
+        def copy(host: Tensor) -> None:
+            rows = host.view(arrived.dtype).view(arrived.shape)
+            copy_signalled(y, counts, signals, rows, budget.comm if budget else _PROGRAMS, pair_of_row)
+
+        kept = (y, counts, pair_of_row, signals)
+        home = transport._host.launch("combine", self.message, copy, fork=self.fork, keep=kept)
+        self.slot.is_open = False
+        return home.map(lambda rows: transport._sum(rows, handle))
