@@ -233,7 +233,7 @@ def _check_planted(rank: int, group: CommGroup) -> None:
     assert any("alltoall_base_ on nccl reads" in race for race in no_fork.races), no_fork.races[:3]
 
 
-def _enter_comm_without_fork(lane: Any, *, marked: bool = False) -> None:
+def _enter_comm_without_fork(lane: Any, **how: Any) -> None:
     if not lane.on_comm:
         lane._streams.set_current(lane.comm_stream)
         lane._on_comm = True

@@ -279,7 +279,7 @@ def test_a_join_that_is_left_out_is_a_race(fake: Streams, monkeypatch: pytest.Mo
 
 def test_a_fork_that_is_left_out_is_a_race(fake: Streams, monkeypatch: pytest.MonkeyPatch) -> None:
     enter = UBatchContext.enter_comm
-    monkeypatch.setattr(UBatchContext, "enter_comm", lambda self, marked=False: enter(self, marked=True))
+    monkeypatch.setattr(UBatchContext, "enter_comm", lambda self, **how: enter(self, marked=True))
     fake.run(*[model(fake, 1)] * 2, schedule=get_schedule("mlp_shared_overlap"))
     assert "dispatch 0.0 reads rows0, which nothing orders after pack 0.0" in fake.races
 
