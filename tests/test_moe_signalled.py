@@ -27,6 +27,7 @@ from ubatch.single_lane import SingleLane
 pytest.importorskip("triton", reason="Triton is not installed; `make test` installs it")
 
 from moe.all2all.host_loopback_batched import HostLoopbackBatchedAll2All
+from moe.experts import triton_batched
 from moe.experts.triton_batched import TritonBatchedExperts
 from moe.kernels import signals as signals_module
 from moe.kernels.signals import Alarm, SignalTimeout
@@ -162,6 +163,24 @@ def test_streams_alone_order_all_but_the_signals(schedule: Schedule) -> None:
     assert cuda.signalled == [True] * (2 * 2 * schedule.lanes * schedule.chunks), "a copy came after its projection"
 
 
+def test_the_sms_are_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    programs: dict[str, set[int]] = {"copy": set(), "down": set()}
+    copy, down = signals_module.copy_signalled, triton_batched.project_down_signalling
+
+    def copying(y: Tensor, counts: Tensor, signals: Any, out: Tensor, num: int, *more: Any) -> None:
+        programs["copy"].add(num)
+        copy(y, counts, signals, out, num, *more)
+
+    def projecting(x: Tensor, w2: Tensor, counts: Tensor, signals: Any, num: int) -> Tensor:
+        programs["down"].add(num)
+        return down(x, w2, counts, signals, num)
+
+    monkeypatch.setattr(signals_module, "copy_signalled", copying)
+    monkeypatch.setattr(triton_batched, "project_down_signalling", projecting)
+    on_fake_device(replace(ONE, comm_sms=20))
+    assert programs == {"copy": {20}, "down": {132 - 20}}
+
+
 def test_a_fork_after_the_projection_would_be_found() -> None:
     def late(self: LaneStreams, *, fork: Any = None, **settings: Any) -> None:
         enter(self, **settings)  # after what compute has so far
@@ -288,6 +307,13 @@ def test_a_copy_that_gives_up_spoils_its_step_and_is_told(schedule: Schedule) ->
             model.all2all.check()
         model.all2all.check()
         assert torch.equal(wrapper(*given), whole)
+        replayed = torch.ones(8, dtype=torch.uint8)  # as if a graph had signalled there, and its copy had given up
+        next(iter(model.all2all._slots.values())).memory.outgrown = (replayed,)
+        for flag in (model.all2all._alarm.gave_up, model.all2all._alarm.told):
+            flag.fill_(1)
+        with pytest.raises(SignalTimeout):
+            model.all2all.check()
+        assert not replayed.any()
     assert expected.isfinite().all()
 
 

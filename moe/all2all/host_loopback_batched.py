@@ -179,7 +179,7 @@ class HostLoopbackBatchedAll2All:
             return
         try:
             self._alarm.check(*(slot.signals for slot in self._slots.values() if slot.signals is not None))
-        except UBatchError:
+        except UBatchError:  # graphs may have signalled in memory that was outgrown
             for slot in self._slots.values():
                 slot.clear()
             raise
