@@ -2,7 +2,7 @@
 
 Every rank votes at every step, idle ones too: one small all-reduce that also tells each rank everybody's token counts.
     too few tokens, dbo off, a lane would be empty      votes no, says why
-    one lane with chunks (single-batch overlap)         votes yes, as it is
+    one lane that overlaps in itself (single-batch)     votes yes, as it is
     requests whose keys and values others of the batch need leave no place to cut    votes no (`attention.kv_order`)
     no tokens                                           votes idle: goes along, with empty lanes
     otherwise                                           votes yes, with its tokens per lane

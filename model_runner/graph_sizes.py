@@ -4,7 +4,7 @@
     shape       one graph of a family: room for so many requests, in one piece or in lanes
 
     plain       r requests                       -> the smallest shape with room for r; padding behind the last token
-    single      the same, where one batch overlaps in itself (a schedule of one lane with chunks of experts)
+    single      the same, where one batch overlaps in itself (a schedule of one lane, in chunks or signalled)
     in lanes    the split's r0, r1, ... requests -> the smallest whose lanes all have room for the largest of them;
                                                     padding behind each lane's last token
 
@@ -36,7 +36,7 @@ class GraphShape:
         lanes: 1 is plain.
         tokens_per_request: 1 for decode, 1 + drafts for verify.
         mode: decode or target-verify.
-        single: one lane, overlapped in chunks of experts.
+        single: one lane, overlapped in itself.
     """
 
     lane_requests: int

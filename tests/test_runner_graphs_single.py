@@ -54,6 +54,19 @@ def test_single_batch_steps_are_replayed_where_they_would_overlap(checkpoint: Pa
         assert seen.engaged == plain.statistics().engaged_single == 0
 
 
+def test_signalled_steps_are_captured_and_replayed(checkpoint: Path) -> None:
+    pytest.importorskip("triton", reason="Triton is not installed; `make test` installs it")
+    modes = {"decode": ModeSettings("single_batch_signalled", token_threshold=4)}
+    dbo = UBatchConfig(dbo_prefill_token_threshold=4096, modes=modes)
+    options = {"all2all_backend": "host_loopback_batched", "experts_backend": "triton_batched"}
+    with make_captured(checkpoint, dbo=dbo, **options) as captured, make_runner(checkpoint) as plain:
+        assert (4, "single_batch_signalled") in {(key.num_tokens, key.schedule) for key in captured.wrapper.graphs}
+        for count in (3, 4, 7):
+            assert decode(captured, count) == decode(plain, count)
+        seen = captured.statistics()
+        assert (seen.graph_replays, seen.engaged_single) == (3, 2)
+
+
 def test_each_mode_is_captured_with_its_own_lanes_and_threshold() -> None:
     config = UBatchConfig(
         modes={

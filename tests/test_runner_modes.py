@@ -11,7 +11,7 @@ from dense_checkpoint import make_small
 
 from model_runner import BatchShape, ModelRunner, SamplingParams, coordinate_batch_across_dp, generate, make_offer
 from ranks import run_ranks
-from ubatch import CommGroup, DeclineReason, ForwardMode, UBatchConfig, Wish, decide
+from ubatch import SCHEDULES, CommGroup, DeclineReason, ForwardMode, UBatchConfig, Wish, decide
 
 DECODE, PREFILL, MIXED, IDLE = ForwardMode.DECODE, ForwardMode.PREFILL, ForwardMode.MIXED, ForwardMode.IDLE
 LOW = {"dbo_decode_token_threshold": 3, "dbo_prefill_token_threshold": 3}
@@ -45,6 +45,9 @@ def test_each_mode_votes_with_its_own_schedule_and_threshold() -> None:
     single = coordinate_batch_across_dp(config, BatchShape([1] * 8, DECODE), None)
     assert (single.decision.engaged, single.decision.tokens, single.slices) == (True, ((8,),), None)
     assert single.schedule == config.for_mode(DECODE).schedule
+    signalled = UBatchConfig.from_mapping({"schedule": "single_batch_signalled", "dbo_decode_token_threshold": 4})
+    whole = coordinate_batch_across_dp(signalled, BatchShape([1] * 8, DECODE), None)
+    assert (whole.decision.engaged, whole.slices, whole.schedule) == (True, None, SCHEDULES["single_batch_signalled"])
     lanes = coordinate_batch_across_dp(config, BatchShape([1, 50, 50, 50], MIXED), None)
     assert lanes.slices is not None
     assert (len(lanes.slices), lanes.schedule) == (3, config.for_mode(PREFILL).schedule)

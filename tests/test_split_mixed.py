@@ -44,6 +44,8 @@ def test_decodes_stay_apart_where_a_cut_prompt_would_expand_its_prefix_twice() -
     assert [piece.request_slice for piece in apart] == [slice(0, 256), slice(256, 257)]
     faster, slower = (predicted_cost(slices, *lens, DEEPSEEK_V3, SCHEDULE) for slices in (apart, equal))
     assert faster < 0.95 * slower
+    signalled = replace(SCHEDULE, signalled=True)
+    assert split_mixed(*lens, DEEPSEEK_V3, signalled, 0.48) == apart, "not simulated as such"
 
 
 def test_few_decodes_share_the_lane_of_a_fresh_prompt() -> None:
