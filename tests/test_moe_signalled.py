@@ -1,7 +1,7 @@
 """Signalled combines in the MoE layer: right, at the same points as others, beside the projection, never half a batch.
 
 Interpreted kernels run one after the other; that they could have run at once is shown by the order of streams (the fake
-device), that they did by a `gpu` test.
+device), that they did in `test_moe_signalled_gpu`.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import torch
 from fake_cuda import FakeCuda
 from graph_cases import graphed
 from moe_layers import make_layer, make_tokens
-from signalled_cases import EXPERTS, LAYERS, ONE, SCHEDULES, SPLIT, TOP_K, Model, inputs, overlapped, plain, tokens_of
+from signalled_cases import EXPERTS, LAYERS, ONE, SCHEDULES, SPLIT, TOP_K, Model, inputs, overlapped, plain
 from torch import Tensor, nn
 
 from moe import FusedMoEModularKernel, make_all2all, make_experts
-from ubatch import ConfigError, CUDAGraphMode, Recv, Schedule, Transfer, tracing
+from ubatch import ConfigError, Recv, Schedule, Transfer, tracing
 from ubatch.lane_streams import LaneStreams
 from ubatch.single_lane import SingleLane
 
@@ -363,56 +363,3 @@ def test_a_lane_that_failed_in_between_leaves_no_signals() -> None:
         with mock.patch.object(TritonBatchedExperts, "project_down_signalling", looking):
             close(wrapper(*given), plain(*given))
     assert seen == [False, False]
-
-
-# --------------------------------------------------------------------------------------------------------------- a GPU
-
-
-GPU_SIZES, GPU_TOKENS = (16, 2048, 768), 8192  # so many that the host is ahead of what travels
-
-
-def kernels_at_once(events: Any) -> list[bool]:
-    """Of every copy, whether it began before the projection it belongs to had ended."""
-    found: dict[str, list[Any]] = {"_down_signalling_kernel": [], "_copy_signalled_kernel": []}
-    for event in events:
-        for name, spans in found.items():
-            if name in event.name and event.device_type == torch.autograd.DeviceType.CUDA:
-                spans.append(event.time_range)
-    downs, copies = (sorted(spans, key=lambda span: span.start) for spans in found.values())
-    assert len(downs) == len(copies) > 0
-    return [copy.start < down.end for down, copy in zip(downs, copies, strict=True)]
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("captured", [False, True], ids=["eager", "captured"])
-@pytest.mark.parametrize("schedule", **NAMES)
-def test_on_a_gpu_the_layer_is_right_and_the_copy_runs_beside_the_projection(
-    schedule: Schedule, captured: bool
-) -> None:
-    dtype = torch.bfloat16
-    model = Model(sizes=GPU_SIZES, dtype=dtype, device="cuda").eval()
-    reference = Model("local", "triton", sizes=GPU_SIZES, dtype=dtype, device="cuda").eval()
-    reference.load_state_dict(model.state_dict())
-    mode = CUDAGraphMode.FULL if captured else CUDAGraphMode.NONE
-    x, is_token = (each.cuda() for each in inputs(GPU_TOKENS, hidden=GPU_SIZES[1]))
-    x = x.to(dtype)
-    with overlapped(model, schedule, mode) as wrapper, wrapper.no_timeout():
-        wrapper(x, is_token)  # compiles
-        if captured:
-            wrapper.capture(x, is_token)
-        for padded in (0, 7, GPU_TOKENS - 48):
-            x = torch.randn_like(x)
-            is_token = tokens_of(GPU_TOKENS, padded).cuda()
-            actual, expected = wrapper(x, is_token).float(), reference(x, is_token).float()
-            difference = (actual - expected).norm(dim=1) / expected.norm(dim=1)
-            assert difference.max() < 2e-2
-            assert torch.equal(wrapper(x, is_token).float(), actual), "a race, or memory that was freed too early"
-        torch.cuda.synchronize()
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiled:
-            wrapper(x, torch.ones_like(is_token))
-            torch.cuda.synchronize()
-        at_once = kernels_at_once(profiled.events())
-        # Of several, a later one waits in the stream for those before it to come home, which takes longer.
-        assert all(at_once) or schedule is not ONE, at_once
-        model.all2all.check()
-        assert wrapper.statistics().graph_replays == (7 if captured else 0)
