@@ -80,6 +80,8 @@ class SamplingContext:
         kv_cache: of the model; accepted drafts of trees are moved in it.
         tensor_parallel: the ranks that must get the same tokens; None where this one is a replica by itself.
         acceptance: when drafts of sampled requests are accepted.
+        listen: raises if what was sent in a step was not complete, which comes out late where it was replayed; None
+            where it cannot happen.
         observer: is told what steps computed, in their order.
     """
 
@@ -93,6 +95,7 @@ class SamplingContext:
     kv_cache: PagedKVCache | MLAKVCache
     tensor_parallel: TensorParallel | None = None
     acceptance: Acceptance = Acceptance.MATCH
+    listen: Callable[[], None] | None = None
     observer: StepObserver | None = None
 
 
@@ -252,6 +255,7 @@ class PendingStep:
         Raises:
             StepOrderError: `sample` was not called yet.
             PeerFailed, GroupBroken, TransferTimeout: on a GPU, another rank did not take part in the step.
+            UBatchError: what was sent in it was not complete (`moe.TellsLater`).
         """
         output = self._output
         if output is None:
@@ -267,6 +271,8 @@ class PendingStep:
         """Of each share the rows that its new tokens are read from, by number within it; and what the step gave."""
         batch = self._batch
         tokens = iter(sampled.tokens.wait().tolist())
+        if self._context.listen is not None:
+            self._context.listen()
         says = [tuple(islice(tokens, count)) for count in batch.rows_per_share]
         paths = [tuple(range(count)) for count in batch.rows_per_share]
         if batch.mode is ForwardMode.TARGET_VERIFY:

@@ -53,7 +53,7 @@ from model_runner.step_cost import split_cost
 from model_runner.step_streams import StepStreams
 from model_runner.tensor_parallel import check_tensor_parallel, content_of, make_tensor_parallel
 from model_runner.weights import Checkpoint
-from moe import All2All, EmulatedLink
+from moe import All2All, EmulatedLink, TellsLater
 from ubatch import (
     CapturedGraph,
     CommGroup,
@@ -233,6 +233,7 @@ class ModelRunner:
             kv_cache=self.kv_cache,
             tensor_parallel=self.tensor_parallel,
             acceptance=acceptance,
+            listen=self.all2all.listen if isinstance(self.all2all, TellsLater) else None,
         )
 
     @property

@@ -34,6 +34,7 @@ def test_the_best_fixed_setting_is_reckoned() -> None:
         "three": [3.0, 3.0, 2.9, 2.9, 3.0],
     }
     assert best_fixed(load, seconds) == {"decode": Setting("two", 32), "prefill": Setting()}
+    assert best_fixed(load, seconds, {"two": "prefill"})["decode"] != Setting("two", 32)
 
 
 def test_a_short_run(tmp_path: Path) -> None:

@@ -18,8 +18,10 @@ from serving.engine import EngineOptions
 from serving.engine.build import make_runner, warm_up
 from serving.scheduler import SchedulerConfig
 from serving.tuning import auto as auto_search
-from serving.tuning.cells import Arm
+from serving.tuning.auto import Room, add_searched_arms
+from serving.tuning.cells import Arm, Cell, Grid
 from serving.tuning.stages import StageModel, better_schedule
+from serving.tuning.steps import ArmSteps
 from ubatch import SCHEDULES, CommGroup, ConfigError, Schedule, UBatchConfig
 from ubatch.cost_table import Setting
 from ubatch.layer_program import LayerTimes
@@ -40,14 +42,16 @@ def stages(attention: float, experts: float, *, max_chunks: int = 4) -> StageMod
 
 
 def test_only_what_promises_more_than_the_usual_arms() -> None:
-    found = better_schedule(stages(0.3, 0.7), "prefill", USUAL, max_lanes=4)
+    found = better_schedule(stages(0.3, 0.7), "prefill", USUAL)
     assert found is not None
     assert (found.name, found.schedule.name) == ("searched_prefill", "searched_prefill")
     assert found.schedule.lanes * found.schedule.chunks > 2  # two lanes reach 0.83 of the bound here
-    assert better_schedule(stages(0.3, 0.7), "prefill", (*USUAL, found.schedule), max_lanes=4) is None
-    assert better_schedule(stages(0.5, 0.5), "prefill", USUAL, max_lanes=4) is None  # two lanes reach 0.99
+    assert better_schedule(stages(0.3, 0.7), "prefill", (*USUAL, found.schedule)) is None
+    assert better_schedule(stages(0.5, 0.5), "prefill", USUAL) is None  # two lanes reach 0.99
+    spared = tuple(replace(each, comm_sms=16) for each in USUAL)  # as a configuration may have it
+    assert better_schedule(stages(0.5, 0.5), "prefill", spared) is None
     dear = replace(stages(0.3, 0.7), fixed=LayerTimes(attn_core=9.0, experts=9.0, dispatch=9.0, combine=9.0))
-    assert better_schedule(dear, "prefill", USUAL, max_lanes=4) is None  # serial is best
+    assert better_schedule(dear, "prefill", USUAL) is None  # serial is best
 
 
 def test_an_arm_is_added_before_the_first_step() -> None:
@@ -80,7 +84,7 @@ def serve_on_rank(rank: int, world_size: int, path: str) -> dict[str, object]:
     )
     asked: list[tuple[StageModel, str, tuple[str, ...]]] = []
 
-    def better(model: StageModel, mode: str, known: tuple[Schedule, ...], *, max_lanes: int) -> Arm:
+    def better(model: StageModel, mode: str, known: tuple[Schedule, ...]) -> Arm:
         asked.append((model, mode, tuple(each.name for each in known)))
         return Arm("mine", MINE)
 
@@ -95,6 +99,57 @@ def serve_on_rank(rank: int, world_size: int, path: str) -> dict[str, object]:
         arms = {kind: runner.step_settings.arms(kind) for kind in ("decode", "prefill", "verify")}
         tokens, engaged = decode(runner)
     return {"asked": asked, "arms": arms, "tokens": tokens, "engaged": engaged}
+
+
+ROOMS: list[tuple[Room, int, int, list[str]]] = [
+    (Room(1, 512), 256, 90, []),  # a prefill that fits into one request is cut into two
+    (Room(2, 512), 63, 4, []),  # an odd one into three
+    (Room(16, 512, draft_tokens=3), 4, 90, []),  # drafts do not fit into the longest request
+    (Room(16, 512, draft_tokens=3), 1, 90, []),
+    (Room(7, 512), 256, 90, ["prefill/512"]),  # too few decodes to cut
+    (Room(16, 512), 256, 63, ["decode/12", "prefill/512"]),  # as many as fit on the rank with less memory
+    (Room(16, 512, draft_tokens=3), 256, 90, ["decode/16", "prefill/512", "verify/64"]),
+]
+"""Room, longest request, blocks of 16 tokens on the first rank, and what is measured."""
+
+
+def small_rooms_on_rank(rank: int, world_size: int, path: str) -> list[tuple[list[str], bool]]:
+    """Ranks with unequal memory, and limits that leave no room for one kind of step or another."""
+    group = CommGroup.from_process_group(timeout_s=20)
+    search, found = auto_search._search, []
+
+    def recorded(auto: DboAuto, runner: ModelRunner, steps: ArmSteps, cell: Cell, grid: Grid) -> Arm | None:
+        asked.append(str(cell))
+        return search(auto, runner, steps, cell, grid)
+
+    for room, longest, blocks, _ in ROOMS:
+        asked: list[str] = []
+        with (
+            ModelRunner(
+                path,
+                group=group,
+                dbo=UBatchConfig(timeout_s=20),
+                dbo_auto=True,
+                max_num_seqs=room.max_num_seqs,
+                max_model_len=longest,
+                num_kv_blocks=blocks + 40 * rank,
+            ) as runner,
+            mock.patch.object(auto_search, "better_schedule", return_value=None),
+            mock.patch.object(auto_search, "_search", recorded),
+        ):
+            assert isinstance(runner.step_settings, DboAuto)
+            assert add_searched_arms(runner.step_settings, runner, room) == {}
+            free = runner.request_table.num_free_rows == room.max_num_seqs and not runner.allocator.num_used
+        found.append((asked, free))
+    return found
+
+
+def test_ranks_with_little_room_leave_out_the_same_kinds(tmp_path: Path) -> None:
+    path = str(make_qwen3_moe_checkpoint(tmp_path / "model"))
+    first, second = run_ranks(small_rooms_on_rank, 2, path)
+    expected = [cells for *_, cells in ROOMS]
+    assert [cells for cells, _ in first] == [cells for cells, _ in second] == expected
+    assert all(free for _, free in (*first, *second)), "rows and blocks are given back"
 
 
 def decode(runner: ModelRunner) -> tuple[list[tuple[int, ...]], int]:

@@ -113,6 +113,20 @@ def test_a_block_that_nobody_finishes_does_not_hang() -> None:
     assert not signals.counts.any()
 
 
+def test_once_a_copy_has_given_up_the_others_wait_for_nothing() -> None:
+    """Or a step of many blocks and layers would take as many times the patience, which is a hang."""
+    x, rows_per_expert = batches(3, 64, 16, [3, 64, 1])
+    w2 = torch.randn(3, 16, 16)
+    signals = make_signals(3, 64, 16, "cpu")  # as patient as ever
+    y = project_down_signalling(x, w2, rows_per_expert, signals, 1)
+    signals.counts[1:] = 0
+    signals.alarm.gave_up.fill_(1)
+    out = torch.full_like(y, -7.0)
+    copy_signalled(y, rows_per_expert, signals, out, 1)
+    torch.testing.assert_close(out[0, :3], y[0, :3])
+    assert (out[1:] == -7.0).all()
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("captured", [False, True], ids=["eager", "captured"])
 def test_the_copy_runs_beside_the_projection(captured: bool) -> None:

@@ -9,7 +9,7 @@ from runner_graph_cases import make_captured, make_checkpoint, make_runner, star
 
 from model_runner import ModelRunner, ScheduledRequest
 from model_runner.graph_sizes import graph_families
-from ubatch import ForwardMode, UBatchConfig
+from ubatch import ForwardMode, UBatchConfig, UBatchError
 from ubatch.modes import ModeSettings
 
 SINGLE = UBatchConfig(
@@ -65,6 +65,16 @@ def test_signalled_steps_are_captured_and_replayed(checkpoint: Path) -> None:
             assert decode(captured, count) == decode(plain, count)
         seen = captured.statistics()
         assert (seen.graph_replays, seen.engaged_single) == (3, 2)
+
+        # A replay calls nothing of the transport that could raise: who reads the tokens is told.
+        requests = start(captured, [3] * 4)
+        pending = captured.launch([ScheduledRequest(request, 1) for request in requests])
+        pending.sample()
+        assert captured.statistics().graph_replays == 4
+        for flag in (captured.all2all._alarm.told, captured.all2all._alarm.gave_up):  # as a copy that gives up does
+            flag.fill_(1)
+        with pytest.raises(UBatchError, match="a copy looked"):
+            pending.result()
 
 
 def test_each_mode_is_captured_with_its_own_lanes_and_threshold() -> None:

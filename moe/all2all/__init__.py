@@ -25,6 +25,7 @@ from moe.all2all.base import (
     MarksInputs,
     SignalledCombine,
     SignalsCombine,
+    TellsLater,
 )
 from moe.all2all.chunks import ServesChunks
 from moe.all2all.link import EmulatedLink, LinkStatistics
@@ -41,6 +42,7 @@ __all__ = [
     "ServesChunks",
     "SignalledCombine",
     "SignalsCombine",
+    "TellsLater",
     "all2all_backends",
     "make_all2all",
     "register_all2all_backend",

@@ -39,6 +39,7 @@ __all__ = [
     "OnCounts",
     "SignalledCombine",
     "SignalsCombine",
+    "TellsLater",
     "at_once",
     "check_dispatch",
     "refuse_gradients",
@@ -310,6 +311,17 @@ class SignalsCombine(Protocol[HandleT_contra]):
         Raises:
             ConfigError: a graph is being captured, and there is no memory for a message of that size.
             SignalTimeout: a combine before this one was not complete.
+        """
+
+
+@runtime_checkable
+class TellsLater(Protocol):
+    """A back end whose transfers may turn out to be incomplete when nobody waits for them on the host any more."""
+
+    def listen(self) -> None:
+        """Raise if one that is over was not complete. Waits for nothing.
+
+        For whoever replays graphs, which call nothing else of the back end.
         """
 
 

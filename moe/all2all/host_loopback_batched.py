@@ -19,8 +19,9 @@ copy. It writes the rows that exist to pinned host memory, over PCIe, from as ma
 communication; the copy engines bring them back.
 
 A copy that gives up is never unnoticed: sums are NaN until somebody was told, the next dispatch or combine raises
-`SignalTimeout`, and `check` asks at once. A graph that is replayed calls neither, so ask after it. Signals, as the
-memory of `host_loopback`, are made once per lane and chunk, and never while a graph is captured.
+`SignalTimeout`, and `check` asks at once. A graph that is replayed calls neither, so ask after it: the model runner
+does, whenever it reads a step's tokens (`listen`). Signals, as the memory of `host_loopback`, are made once per lane
+and chunk, and never while a graph is captured.
 """
 
 from __future__ import annotations
@@ -143,7 +144,7 @@ class HostLoopbackBatchedAll2All:
             SignalTimeout: a combine before this one was not complete.
         """
         refuse_gradients(y, name=_NAME)
-        self._listen()
+        self.listen()
         rows = y.flatten(0, 1)
         rows = rows.index_select(0, handle.row_of_pair.clamp(max=max(rows.shape[0] - 1, 0)))
         return self._host.travel("combine", rows).map(lambda arrived: self._sum(arrived, handle))
@@ -152,7 +153,7 @@ class HostLoopbackBatchedAll2All:
         """See `SignalsCombine`."""
         from moe.kernels.signals import make_signals
 
-        self._listen()
+        self.listen()
         (pairs,), device = handle.row_of_pair.shape, handle.like.device
         (tokens, _), columns = handle.topk_ids.shape, handle.like.shape[1]
         message = self._host.prepare((pairs, columns), handle.like.dtype, device)
@@ -162,12 +163,10 @@ class HostLoopbackBatchedAll2All:
         slot = self._slots[key]
         slot.signals = make_signals(self.num_experts, tokens, columns, device, memory=slot.at_least, alarm=self._alarm)
         self._alarm = slot.signals.alarm
-        if slot.is_open:  # its lane failed: what was signalled then says nothing now
-            slot.clear()
-        slot.is_open = True
+        slot.zero_signals()
         numbers = torch.arange(pairs, dtype=torch.int32, device=device)
         pair_of_row = numbers.new_empty(self.num_experts * tokens + 1).scatter_(0, handle.row_of_pair, numbers)
-        return _SignalledCombine(self, slot, handle, message, slot.signals, pair_of_row, fork_comm_stream())
+        return _SignalledCombine(self, handle, message, slot.signals, pair_of_row, fork_comm_stream())
 
     def check(self) -> None:
         """Ask the device whether all signalled combines so far were complete. The host waits for it.
@@ -184,8 +183,12 @@ class HostLoopbackBatchedAll2All:
                 slot.clear()
             raise
 
-    def _listen(self) -> None:
-        """Raise if a copy that is over has given up. Waits for nothing."""
+    def listen(self) -> None:
+        """See `TellsLater`.
+
+        Raises:
+            SignalTimeout: as `check`.
+        """
         if self._alarm is not None and not capturing() and self._alarm.rung():
             self.check()
 
@@ -193,7 +196,7 @@ class HostLoopbackBatchedAll2All:
         self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, chunk: int
     ) -> Transfer[BatchedDispatch[BatchedHandle]]:
         check_dispatch(x, topk_ids, topk_weights, name=_NAME)
-        self._listen()
+        self.listen()
         hidden_size = x.shape[1]
 
         def arrive(rows: Tensor) -> BatchedDispatch[BatchedHandle]:
@@ -232,15 +235,19 @@ class _Slot:
     Attributes:
         memory: for them.
         signals: those in use.
-        is_open: whether a combine was opened that has not been sent.
     """
 
     memory: Staging
     signals: Signals | None = None
-    is_open: bool = False
 
     def at_least(self, num_bytes: int) -> Tensor:
         return self.memory.at_least(max(num_bytes, 1))  # refused in a capture, unless it was used before
+
+    @torch.inference_mode()
+    def zero_signals(self) -> None:
+        """A lane that failed before it sent leaves some behind, for a graph's replay as well: zeros are part of it."""
+        if self.signals is not None:
+            self.signals.counts.zero_()
 
     @torch.inference_mode()
     def clear(self) -> None:
@@ -259,7 +266,6 @@ class _SignalledCombine:
     """
 
     transport: HostLoopbackBatchedAll2All
-    slot: _Slot
     handle: BatchedHandle
     message: Message
     signals: Signals
@@ -281,5 +287,4 @@ class _SignalledCombine:
 
         kept = (y, counts, pair_of_row, signals)
         home = transport._host.launch("combine", self.message, copy, fork=self.fork, keep=kept)
-        self.slot.is_open = False
         return home.map(lambda rows: transport._sum(rows, handle))

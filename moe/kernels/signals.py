@@ -50,8 +50,8 @@ BLOCK_ROWS = 64
 _BLOCK_COLUMNS = 128
 _BLOCK_DEPTH = 64
 _COPIED_COLUMNS = 1024
-_PATIENCE = 1 << 26
-"""Looks at a signal: some ten seconds."""
+_PATIENCE = 1 << 24
+"""Looks at a signal: some ten seconds, if one takes the best part of a microsecond."""
 
 
 class SignalTimeout(UBatchError):
@@ -90,6 +90,8 @@ class Alarm:
             torch.cuda.synchronize(self.gave_up.device)
         for tensor in (self.gave_up, self.told, *(each.counts for each in signals)):
             tensor.zero_()
+        if self.gave_up.is_cuda:  # nor count before it is
+            torch.cuda.synchronize(self.gave_up.device)
         looks = {each.patience for each in signals}
         raise SignalTimeout(
             f"a copy looked {' or '.join(map(str, sorted(looks)))} times for a block of {BLOCK_ROWS} rows that was not "
@@ -113,7 +115,7 @@ class Signals:
         alarm: whether a copy has given up.
         block_rows: rows that one signal is for.
         threshold: how far a signal counts until its block is done.
-        patience: how often a program looks before it gives up.
+        patience: how often a program looks before it gives up; once one has, the others wait for nothing.
     """
 
     counts: Tensor
@@ -223,7 +225,8 @@ def _copy_signalled_kernel(
         expert, first = block // blocks, block % blocks * BLOCK_M
         count = tl.minimum(tl.load(rows_per_expert + expert), capacity)
         if first < count:
-            done, looks = tl.atomic_add(signals + block, 0, sem="acquire"), 0
+            done = tl.atomic_add(signals + block, 0, sem="acquire")
+            looks = tl.where(tl.load(gave_up, volatile=True) != 0, patience, 0)  # not as long again for each block
             while (done < THRESHOLD) & (looks < patience):
                 done = tl.atomic_add(signals + block, 0, sem="acquire")
                 looks += 1

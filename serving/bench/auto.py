@@ -37,7 +37,7 @@ from serving.bench.options import ReportOptions
 from serving.bench.statistics import Interval
 from serving.bench.step_setting import StepSetting, calibrate, slowest_rank
 from serving.ranks import run_ranks
-from serving.tuning.auto import add_searched_arms
+from serving.tuning.auto import Room, add_searched_arms
 from serving.tuning.batches import kv_blocks_needed, make_batch, requests_needed
 from serving.tuning.cells import Arm, Cell, Grid, arm_config, library_arms
 from ubatch import CommGroup, UBatchConfig
@@ -119,17 +119,20 @@ def mixed_load(options: Options) -> Iterator[Cell]:
             yield Cell("decode", decoding)
 
 
-def best_fixed(load: Sequence[Cell], seconds: Mapping[str, Sequence[float]]) -> dict[str, Setting]:
+def best_fixed(
+    load: Sequence[Cell], seconds: Mapping[str, Sequence[float]], only_for: Mapping[str, str] | None = None
+) -> dict[str, Setting]:
     """Per kind of step the arm and threshold that would have taken the least time.
 
     Args:
         load: the steps.
         seconds: per arm, of every step; the serial arm among them.
+        only_for: arm -> the one kind that it is for; others are for all.
     """
-    arms = [arm for arm in seconds if arm != SERIAL_ARM]
     found = {}
     for kind in dict.fromkeys(cell.mode for cell in load):
         own = [index for index, cell in enumerate(load) if cell.mode == kind]
+        arms = [arm for arm in seconds if arm != SERIAL_ARM and (only_for or {}).get(arm, kind) == kind]
         sizes = sorted({load[index].tokens for index in own})
         settings = [Setting(), *(Setting(arm, tokens) for arm in arms for tokens in sizes)]
         found[kind] = min(settings, key=lambda setting: sum(seconds[setting.arm_for(load[i].tokens)][i] for i in own))
@@ -164,7 +167,8 @@ def _measure_on_rank(rank: int, world_size: int, options: Options) -> list[AutoR
 @torch.inference_mode()
 def _measure(runner: ModelRunner, link: EmulatedLink, ratio: float, options: Options) -> AutoResult:
     auto = DboAuto(runner.dbo, runner.group, runner.device, max_chunks=runner.all2all.traits.max_chunks)
-    searched = add_searched_arms(auto, runner, options.max_decode_tokens, options.max_prefill_tokens)
+    room = Room(requests_needed(options.grid), options.max_prefill_tokens)
+    searched = add_searched_arms(auto, runner, room)
     arms = _arms(runner, searched.values())
     names = [*arms, "auto"]
     seconds: dict[str, list[float]] = {name: [] for name in names}
@@ -181,7 +185,7 @@ def _measure(runner: ModelRunner, link: EmulatedLink, ratio: float, options: Opt
                 seconds[name].append(_timed(runner, auto if name == "auto" else arms[name], batch))
             load.append(cell)
     slowest = slowest_rank(seconds)
-    best = best_fixed(load, {name: slowest[name] for name in arms})
+    best = best_fixed(load, {name: slowest[name] for name in arms}, {arm.name: kind for kind, arm in searched.items()})
     best_s = [slowest[best[cell.mode].arm_for(cell.tokens)][index] for index, cell in enumerate(load)]
     found = auto.statistics()
     return AutoResult(

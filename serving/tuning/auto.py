@@ -2,84 +2,104 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
 
 from model_runner import DboAuto, ModelRunner
-from serving.tuning.batches import make_batch
+from serving.tuning.batches import make_batch, request_shapes
 from serving.tuning.cells import Arm, Cell, Grid
 from serving.tuning.stages import better_schedule
 from serving.tuning.steps import ArmSteps
 
-__all__ = ["add_searched_arms"]
+__all__ = ["Room", "add_searched_arms"]
 
-_MAX_LANES = 4
 _CONTEXT = 64
 _PROMPT = 128
 _MOST_PREFILL_TOKENS = 2048
 _FEWEST_TOKENS = 8
 
 
-def add_searched_arms(
-    auto: DboAuto, runner: ModelRunner, max_num_seqs: int, max_prefill_tokens: int, draft_tokens: int = 0
-) -> dict[str, Arm]:
+@dataclass(frozen=True)
+class Room:
+    """What steps may have, the same on every rank.
+
+    Attributes:
+        max_num_seqs: requests.
+        max_prefill_tokens: tokens of a step with a prefill.
+        draft_tokens: of a request that verifies drafts; 0 where none does.
+    """
+
+    max_num_seqs: int
+    max_prefill_tokens: int
+    draft_tokens: int = 0
+
+
+def add_searched_arms(auto: DboAuto, runner: ModelRunner, room: Room) -> dict[str, Arm]:
     """Measure the stages of a large step of every kind, and add the schedule found for it where one promises more.
 
-    Left out are kinds that were tuned already, those of steps that are replayed from graphs, which have to be captured
-    for every schedule, and all of them where the stages cannot be measured (`ArmSteps.stage_model`). Every rank calls
-    it, before the first step that counts.
+    Left out are kinds that were tuned already, those for whose steps there is no room, and all of them where the stages
+    cannot be measured: `ArmSteps.stage_model`, and on a GPU, whose work the host's clock does not see. Every rank calls
+    it, before the first step that counts, and all do the same.
 
     Args:
         auto: gets the arms.
         runner: whose steps it decides on; one alone has nothing to measure.
-        max_num_seqs: requests of a step.
-        max_prefill_tokens: of a step; up to 2048 of them are measured.
-        draft_tokens: of a request that verifies drafts; 0 where none does.
+        room: for the steps; of prefills, up to 2048 tokens are measured.
 
     Returns:
         What was added, by kind.
+
+    Raises:
+        PeerFailed, TransferTimeout: as of a step.
     """
-    if runner.group is None or runner.group.size == 1:
+    if runner.group is None or runner.group.size == 1 or not runner.config.num_experts or runner.streams.asynchronous:
         return {}
-    grid = _grid(runner, max_num_seqs, max_prefill_tokens, draft_tokens)
-    first, replica = runner.group.rank == 0, runner.group.rank // runner.tensor_parallel_size
     added: dict[str, Arm] = {}
-    with ArmSteps(runner, runner.link) as steps:
-        for kind, tokens in (
-            ("decode", grid.max_decode_tokens),
-            ("prefill", grid.max_prefill_tokens),
-            ("verify", grid.max_decode_tokens * (draft_tokens + 1) if draft_tokens else 0),
-        ):
-            replayed = runner.graphs is not None and kind != "prefill"
-            if tokens < _FEWEST_TOKENS or replayed or not auto.arms(kind) or auto.is_tuned(kind):
-                continue
-            with make_batch(runner, Cell(kind, tokens), grid, seed=replica) as batch:
-                model = steps.stage_model(batch)
-            if model is None:
-                continue
-            found = better_schedule(model, kind, auto.arms(kind), max_lanes=_MAX_LANES) if first else None
-            box: list[Any] = [found]
-            dist.broadcast_object_list(box, src=0)
-            arm: Arm | None = box[0]
-            if arm is not None:
-                auto.add_arm(kind, arm.schedule)
-                added[kind] = arm
+    with runner.together(), ArmSteps(runner, runner.link) as steps:
+        grid, cells = _cells(runner, room)
+        for cell in cells:
+            if auto.arms(cell.mode) and not auto.is_tuned(cell.mode):
+                arm = _search(auto, runner, steps, cell, grid)
+                if arm is not None:
+                    auto.add_arm(cell.mode, arm.schedule)
+                    added[cell.mode] = arm
     return added
 
 
-def _grid(runner: ModelRunner, max_num_seqs: int, max_prefill_tokens: int, draft_tokens: int) -> Grid:
-    """Steps as large as the server's, as far as there is memory for them."""
-    context = min(_CONTEXT, runner.max_model_len // 2)
-    prompt = min(_PROMPT, runner.max_model_len - 1)
-    spec, blocks = runner.kv_cache.spec, runner.kv_cache.num_blocks
-    decodes = min(max_num_seqs, blocks // spec.blocks_for(context + 1 + draft_tokens))
-    prompts = min(max_num_seqs, blocks // spec.blocks_for(prompt))
-    return Grid(
-        ("decode", "prefill", "verify"),
-        decodes,
-        min(max_prefill_tokens, _MOST_PREFILL_TOKENS, prompts * prompt),
-        context,
-        prompt,
-        draft_tokens,
-    )
+def _search(auto: DboAuto, runner: ModelRunner, steps: ArmSteps, cell: Cell, grid: Grid) -> Arm | None:
+    """The same on every rank."""
+    rank = dist.get_rank()
+    with make_batch(runner, cell, grid, seed=rank // runner.tensor_parallel_size) as batch:  # alike within a replica
+        model = steps.stage_model(batch)
+    if model is None:
+        return None
+    box: list[Any] = [better_schedule(model, cell.mode, auto.arms(cell.mode)) if rank == 0 else None]
+    dist.broadcast_object_list(box, src=0)
+    found: Arm | None = box[0]
+    return found
+
+
+def _cells(runner: ModelRunner, room: Room) -> tuple[Grid, list[Cell]]:
+    """Steps as large as the server's, as far as there is memory for them on the rank that has the least."""
+    box: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(box, runner.kv_cache.num_blocks)
+    blocks, longest, drafts = min(box), runner.max_model_len, room.draft_tokens
+    context, prompt = min(_CONTEXT, longest - 1 - drafts), min(_PROMPT, longest)
+    if context < 1:
+        return Grid((), 0, 0, 0, 0, 0), []
+    blocks_for = runner.kv_cache.spec.blocks_for
+    decodes = min(room.max_num_seqs, blocks // blocks_for(context + 1 + drafts))
+    prompts = min(room.max_num_seqs, blocks // blocks_for(prompt))
+    prefills = min(room.max_prefill_tokens, _MOST_PREFILL_TOKENS, prompts * prompt)
+    grid = Grid(("decode", "prefill", "verify"), decodes, prefills, context, prompt, drafts)
+    cells = [Cell("decode", decodes), Cell("prefill", prefills)]
+    if drafts:
+        cells.append(Cell("verify", decodes * (drafts + 1)))
+
+    def fits(cell: Cell) -> bool:
+        sizes = [sum(shape) for shape in request_shapes(cell, grid)]
+        return len(sizes) <= room.max_num_seqs and sum(map(blocks_for, sizes)) <= blocks
+
+    return grid, [cell for cell in cells if cell.tokens >= _FEWEST_TOKENS and fits(cell)]

@@ -10,7 +10,7 @@ import torch
 from model_runner import InputBatch, ModelRunner, Request, SamplingParams, ScheduledRequest, build_input_batch
 from serving.tuning.cells import Cell, Grid
 
-__all__ = ["kv_blocks_needed", "make_batch", "requests_needed"]
+__all__ = ["kv_blocks_needed", "make_batch", "request_shapes", "requests_needed"]
 
 
 @contextmanager
@@ -26,7 +26,7 @@ def make_batch(runner: ModelRunner, cell: Cell, grid: Grid, seed: int) -> Iterat
     generator = torch.Generator().manual_seed(seed)
     shares: list[ScheduledRequest] = []
     try:
-        for index, (cached, length, drafts) in enumerate(_shares(cell, grid)):
+        for index, (cached, length, drafts) in enumerate(request_shapes(cell, grid)):
             size = cached + length + drafts
             tokens = torch.randint(0, runner.config.vocab_size, (size,), generator=generator).tolist()
             request = Request(index, tokens[: cached + length], SamplingParams(max_tokens=1))
@@ -41,15 +41,16 @@ def make_batch(runner: ModelRunner, cell: Cell, grid: Grid, seed: int) -> Iterat
 
 def kv_blocks_needed(grid: Grid, block_size: int) -> int:
     """KV blocks that the largest cell of a grid takes."""
-    return max(sum(-(-sum(share) // block_size) for share in _shares(cell, grid)) for cell in grid.cells())  # of a rank
+    shapes = (request_shapes(cell, grid) for cell in grid.cells())  # of a rank
+    return max(sum(-(-sum(shape) // block_size) for shape in of_cell) for of_cell in shapes)
 
 
 def requests_needed(grid: Grid) -> int:
     """Requests of the cell with the most."""
-    return max(len(_shares(cell, grid)) for cell in grid.cells())
+    return max(len(request_shapes(cell, grid)) for cell in grid.cells())
 
 
-def _shares(cell: Cell, grid: Grid) -> list[tuple[int, int, int]]:
+def request_shapes(cell: Cell, grid: Grid) -> list[tuple[int, int, int]]:
     """Per request its tokens in the cache, those that it runs, and its drafts."""
     if cell.mode == "decode":
         return [(grid.context, 1, 0)] * cell.tokens

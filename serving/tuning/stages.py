@@ -34,8 +34,8 @@ _SHARED_LEAST = 0.03
 """A shared expert takes more than this share of the compute, or what looks like it is the runtime's own work."""
 _AFTER = {"attn_gather": "attn_prepare", "attn_scatter": "attn_core"}
 """Transfers of tensor-parallel attention, and the stage that waits for them."""
-_MAX_CHUNKS = 4
-_POOL = 10
+_MAX_LANES, _MAX_CHUNKS, _POOL = 4, 2, 3
+"""How far `better_schedule` looks: for seconds, where more would take a minute of a server's start."""
 _WORTH_IT = 0.01
 """A schedule that is expected to be faster by less is not tried beside those that are there."""
 HANDOFF_S = 30e-6
@@ -189,10 +189,10 @@ def best_schedules(
     return [Arm(name, replace(schedule, name=name)) for name, schedule in zip(names, fresh, strict=True)]
 
 
-def better_schedule(model: StageModel, mode: str, known: Sequence[Schedule], *, max_lanes: int) -> Arm | None:
+def better_schedule(model: StageModel, mode: str, known: Sequence[Schedule]) -> Arm | None:
     """The schedule that the simulator thinks fastest for `mode`; None if one of `known`, or serial, is as good."""
-    found = model.search(max_lanes=max_lanes, max_chunks=_MAX_CHUNKS, keep=_POOL + len(known))
-    taken = {nameless(schedule) for schedule in (*known, SERIAL)}
+    found = model.search(max_lanes=_MAX_LANES, max_chunks=_MAX_CHUNKS, keep=_POOL + len(known))
+    taken = {nameless(replace(each, comm_sms=0, signalled=False)) for each in (*known, SERIAL)}
     fresh = next((each for each in found if nameless(each.schedule) not in taken), None)
     rival = next((each for each in found if nameless(each.schedule) in taken), None)
     if fresh is None or (rival is not None and fresh.seconds > (1 - _WORTH_IT) * rival.seconds):
