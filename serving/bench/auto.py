@@ -174,7 +174,8 @@ def _measure(runner: ModelRunner, link: EmulatedLink, ratio: float, options: Opt
     seconds: dict[str, list[float]] = {name: [] for name in names}
     load: list[Cell] = []
     rank, draw = dist.get_rank(), random.Random(options.seed + 1)
-    steps = tqdm(mixed_load(options), f"communication {ratio:g}x", options.steps, disable=rank > 0, leave=False)
+    shown = None if rank == 0 else True  # a terminal decides for itself
+    steps = tqdm(mixed_load(options), f"communication {ratio:g}x", options.steps, disable=shown, leave=False)
     for number, cell in enumerate(steps):
         with make_batch(runner, cell, options.grid, seed=number * 64 + rank) as batch:
             if draw.random() >= options.compared:
