@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from moe.all2all.base import All2AllTraits, BatchedDispatch, check_dispatch, refuse_gradients
+from moe.all2all.base import BatchedDispatch, check_dispatch, refuse_gradients
 from moe.all2all.batches import sort_pairs, sum_pairs
 from moe.all2all.chunks import only_block
 from moe.all2all.host_loopback import HostLoopbackAll2All, Message, Staging, lane_here
@@ -94,19 +94,7 @@ class HostLoopbackBatchedAll2All:
         self._host = HostLoopbackAll2All(group=group, num_experts=num_experts, bytes_factor=bytes_factor)
         self.num_experts = num_experts
         self.experts = self._host.experts
-        self.traits = All2AllTraits(
-            is_async=True,
-            blocks_host=False,
-            capturable=True,
-            max_lanes=None,
-            max_chunks=num_experts,
-            other_ranks=0,
-            routed=False,
-            batched=True,
-            per_expert=True,
-            signals=True,
-            obeys_sms=True,
-        )
+        self.traits = replace(self._host.traits, batched=True, per_expert=True, signals=True, obeys_sms=True)
         self._slots: dict[tuple[int | None, int, torch.device], _Slot] = {}
         self._alarm: Alarm | None = None
 
