@@ -171,7 +171,7 @@ def test_what_was_found_at_the_start_runs_on_all_ranks(tmp_path: Path) -> None:
     model, _, known = first["asked"][0]
     assert known == tuple(each.name for each in USUAL)
     assert model.layers > 0
-    assert model.whole.compute_s > 0
+    assert model.times(2, 1, True).compute_s > 0  # of what grows with the tokens a model so small shows only noise
     assert not second["asked"]
     for told in (first, second):
         assert told["arms"] == {"decode": (*USUAL, MINE), "prefill": USUAL, "verify": USUAL}

@@ -72,9 +72,7 @@ class LaneStreams:
     def fork(self) -> Event:
         """Mark what the compute stream has so far, for one `enter_comm`. Unlike the mark before a hand-off it stays as
         it is, whatever the lane launches in between."""
-        event = self._spare.pop() if self._spare else self._streams.new_event()
-        event.record(self.compute_stream)
-        return event
+        return self._recorded(self.compute_stream)
 
     def enter_comm(self, *, marked: bool = False, fork: Event | None = None) -> None:
         """Continue on the communication stream, after what the compute stream has so far.
@@ -118,10 +116,8 @@ class LaneStreams:
 
     def mark_comm(self) -> None:
         """Record the communication stream's work, for `join_comm`."""
-        event = self._spare.pop() if self._spare else self._streams.new_event()
-        event.record(self.comm_stream)
         self.marked += 1
-        self._unjoined.append((self.marked, event))
+        self._unjoined.append((self.marked, self._recorded(self.comm_stream)))
         self.ledger.mark(self.marked)
 
     def mark_copied(self) -> Event:
@@ -151,3 +147,9 @@ class LaneStreams:
     def asynchronous(self) -> bool:
         """Whether the device works on while the host goes on; a CPU does not."""
         return not isinstance(self._streams, NullStreams)
+
+    def _recorded(self, stream: Any) -> Event:
+        """An event that marks what `stream` has so far."""
+        event = self._spare.pop() if self._spare else self._streams.new_event()
+        event.record(stream)
+        return event

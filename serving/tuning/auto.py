@@ -70,15 +70,9 @@ def add_searched_arms(auto: DboAuto, runner: ModelRunner, room: Room) -> dict[st
 
 def _search(auto: DboAuto, runner: ModelRunner, steps: ArmSteps, cell: Cell, grid: Grid) -> Arm | None:
     """The same on every rank."""
-    rank = dist.get_rank()
-    with make_batch(runner, cell, grid, seed=rank // runner.tensor_parallel_size) as batch:  # alike within a replica
-        model = steps.stage_model(batch)
-    if model is None:
-        return None
-    box: list[Any] = [better_schedule(model, cell.mode, auto.arms(cell.mode)) if rank == 0 else None]
-    dist.broadcast_object_list(box, src=0)
-    found: Arm | None = box[0]
-    return found
+    replica = dist.get_rank() // runner.tensor_parallel_size  # its ranks have the same requests
+    with make_batch(runner, cell, grid, seed=replica) as batch:
+        return steps.search(batch, lambda model: better_schedule(model, cell.mode, auto.arms(cell.mode)))
 
 
 def _cells(runner: ModelRunner, room: Room) -> tuple[Grid, list[Cell]]:

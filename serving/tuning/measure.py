@@ -139,22 +139,10 @@ class Tuner:
         if not self._plan.search_best:
             return []
         cell = max((cell for cell in self._plan.grid.cells() if cell.mode == mode), key=lambda cell: cell.tokens)
+        limits = {"max_lanes": max(self._plan.lanes), "max_chunks": _MAX_CHUNKS, "keep": self._plan.search_best}
         with make_batch(self._runner, cell, self._plan.grid, seed=self._rank) as batch:
-            model = self._steps.stage_model(batch)
-        if model is None:
-            return []
-        found = None
-        if self._rank == 0:
-            found = best_schedules(
-                model,
-                mode,
-                self.arms(mode),
-                max_lanes=max(self._plan.lanes),
-                max_chunks=_MAX_CHUNKS,
-                keep=self._plan.search_best,
-            )
-        arms: list[Arm] = self._from_rank_0(found)
-        return arms
+            found = self._steps.search(batch, lambda model: best_schedules(model, mode, self.arms(mode), **limits))
+        return found or []
 
     # -- the ranks ---------------------------------------------------------------------------------------------
 

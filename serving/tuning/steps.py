@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import TracebackType
+from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 
 from model_runner import InputBatch, ModelRunner
 from moe import EmulatedLink
@@ -15,6 +18,8 @@ from ubatch import SCHEDULES, UBatchConfig, UBatchWrapper, set_forward_context
 from ubatch.layer_program import LayerTimes
 
 __all__ = ["ArmSteps"]
+
+Found = TypeVar("Found")
 
 _TRACED_STEPS = 5
 _STAGE_LANES = (2, 4)
@@ -56,6 +61,16 @@ class ArmSteps:
         """Whether the transport does."""
         most = self._runner.all2all.traits.max_lanes
         return most is None or lanes <= most
+
+    def search(self, batch: InputBatch, find: Callable[[StageModel], Found]) -> Found | None:
+        """What `find` makes of the stages of such steps on rank 0, told to all; None as of `stage_model`."""
+        model = self.stage_model(batch)
+        if model is None:
+            return None
+        box: list[Any] = [find(model) if dist.get_rank() == 0 else None]
+        dist.broadcast_object_list(box, src=0)
+        found: Found = box[0]
+        return found
 
     @torch.inference_mode()
     def stage_model(self, batch: InputBatch) -> StageModel | None:
