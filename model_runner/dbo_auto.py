@@ -34,7 +34,7 @@ __all__ = ["DboAuto", "FixedSettings", "StepSettings", "make_step_settings"]
 _logger = logging.getLogger(__name__)
 
 _MOST_LANES = 4
-_EXCHANGE_STEPS = 16
+_EXCHANGE_STEPS = 32
 _IN_FLIGHT = 4
 """On a GPU the latest steps are not asked for their times: it may still work on them."""
 _NEVER = 2**62
@@ -134,11 +134,14 @@ class DboAuto:
             raise ConfigError("dbo_auto needs a schedule that overlaps, but that of every mode is serial.")
         self._made: dict[tuple[tuple[str, Setting], ...], UBatchConfig] = {}
         self._connection: Connection | None = None
+        self._asked: tuple[Mapping[int, Seen], Callable[[], list[float]]] | None = None
+        self._before: list[tuple[Seen, _Seconds]] = []
+        self._known: list[tuple[Seen, float]] = []
         self._restart()
 
-    def arms(self, kind: str) -> tuple[Schedule, ...]:
-        """The schedules that steps of this kind may run in beside the serial one; none where it may not overlap."""
-        return tuple(self._schedules.get(kind, {}).values())
+    def arms(self, kind: str) -> Mapping[str, Schedule]:
+        """By name, what steps of this kind may run in beside the serial arm; nothing where they may not overlap."""
+        return dict(self._schedules.get(kind, {}))
 
     def is_tuned(self, kind: str) -> bool:
         """Whether the settings already say from how many tokens on such a step overlaps."""
@@ -167,6 +170,7 @@ class DboAuto:
             PeerFailed, TransferTimeout, GroupBroken: as a vote.
         """
         self._follow_group()
+        self._learn()
         if self._exchange_is_due():
             self._exchange()
         tokens, kind = sum(batch.query_lens), mode_key(batch.mode)
@@ -182,17 +186,9 @@ class DboAuto:
         seen = self._seen(decision)
         number = self._policy.saw(seen)
         self._running[number] = seen, _unknown
-        if self._device.type == "cuda":
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
+        with self._clock() as seconds:
             yield
-            end.record()
-            self._running[number] = seen, lambda: _elapsed_s(begin, end)
-            return
-        start = time.perf_counter()
-        yield
-        seconds = time.perf_counter() - start
-        self._running[number] = seen, lambda: seconds
+        self._running[number] = seen, seconds
 
     def reasons(self) -> Mapping[str, str]:
         """See `StepSettings`."""
@@ -201,6 +197,41 @@ class DboAuto:
     def statistics(self) -> PolicyStatistics:
         """See `StepSettings`."""
         return self._policy.statistics()
+
+    # -- at the start ------------------------------------------------------------------------------------------
+
+    def arm_settings(self, kind: str, arm: str) -> UBatchConfig:
+        """Under which every step of this kind that can runs in this arm, `serial` or one of `arms`.
+
+        Raises:
+            ConfigError: there is no such arm.
+        """
+        if arm == SERIAL_ARM:
+            return self._with({kind: Setting()})
+        if arm not in self.arms(kind):
+            raise ConfigError(f"{kind} steps have no arm {arm!r}. They have: {', '.join(self.arms(kind)) or 'none'}.")
+        return self._with({kind: Setting(arm, 1)})
+
+    @contextmanager
+    def measured(self, decision: Decision) -> Iterator[None]:
+        """Like `timed`, for a step that nobody asked for: it runs for its time, which `begin` tells."""
+        with self._clock() as seconds:
+            yield
+        self._before.append((self._seen(decision), seconds))
+
+    def begin(self) -> None:
+        """Before the load, on every rank: what was `measured` is exchanged, and the settings follow from all of it.
+
+        Raises:
+            PeerFailed, TransferTimeout, GroupBroken: as a vote.
+        """
+        if not self._before:
+            return
+        self._follow_group()
+        times = self._slowest([each() for _, each in self._before])()
+        self._known += [(seen, value) for (seen, _), value in zip(self._before, times, strict=True)]
+        self._before = []
+        self._restart()
 
     # -- the ranks ---------------------------------------------------------------------------------------------
 
@@ -215,7 +246,10 @@ class DboAuto:
             if self.is_tuned(kind):
                 start[kind] = Setting(next(iter(arms)), self._config.modes[kind].token_threshold)
         self._policy = self._make_policy({kind: tuple(arms) for kind, arms in self._schedules.items()}, start)
+        if self._known:
+            self._policy.measured(self._known)
         self._running: dict[int, tuple[Seen, _Seconds]] = {}
+        self._asked = None
 
     def _follow_group(self) -> None:
         """After a failure the ranks may have counted differently: all begin anew on the new connection."""
@@ -232,19 +266,52 @@ class DboAuto:
         return old > 0 and (old >= _EXCHANGE_STEPS or self._policy.wants_times(min(self._running) + old))
 
     def _exchange(self) -> None:
-        """Every rank calls it before the same vote."""
+        """Every rank calls it before the same vote; the answer is read before the next one, and has come by then."""
         numbers = sorted(self._running)[: len(self._running) - self._in_flight]
         told = {number: self._running.pop(number) for number in numbers}
-        seconds = torch.tensor([each() for _, each in told.values()], dtype=torch.float64, device="cpu")
-        if self._connection is not None:
-            work = dist.all_reduce(seconds, dist.ReduceOp.MAX, group=self._connection.vote_pg, async_op=True)
-            self._connection.wait_for_works((work,), "step times")
-        times = dict(zip(numbers, seconds.tolist(), strict=True))
+        steps = {number: seen for number, (seen, _) in told.items()}
+        self._asked = steps, self._slowest([each() for _, each in told.values()])
+
+    def _learn(self) -> None:
+        """What was exchanged before the vote before, if anything."""
+        if self._asked is None:
+            return
+        (steps, wait), self._asked = self._asked, None
+        times = dict(zip(steps, wait(), strict=True))
         before = self._policy.statistics().settings
-        self._policy.learn({number: (told[number][0], value) for number, value in times.items() if value > 0})
+        self._policy.learn({number: (steps[number], value) for number, value in times.items() if value > 0})
         for kind, setting in self._policy.statistics().settings.items():
             if setting != before[kind] and (self._group is None or self._group.rank == 0):
                 _logger.info("dbo_auto, %s steps: %s", kind, self._policy.reasons[kind])
+
+    def _slowest(self, seconds: list[float]) -> Callable[[], list[float]]:
+        """Of every step the time on its slowest rank; waits for it when it is called."""
+        connection = self._connection
+        if connection is None:
+            return lambda: seconds
+        table = torch.tensor(seconds, dtype=torch.float64, device="cpu")
+        work = dist.all_reduce(table, dist.ReduceOp.MAX, group=connection.vote_pg, async_op=True)
+
+        def wait() -> list[float]:
+            connection.wait_for_works((work,), "step times")
+            found: list[float] = table.tolist()
+            return found
+
+        return wait
+
+    @contextmanager
+    def _clock(self) -> Iterator[_Seconds]:
+        """How long the `with` block takes, once it has ended."""
+        if self._device.type == "cuda":
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            yield lambda: _elapsed_s(begin, end)
+            end.record()
+            return
+        start = time.perf_counter()
+        times: list[float] = []
+        yield lambda: times[0]
+        times.append(time.perf_counter() - start)
 
     def _seen(self, decision: Decision) -> Seen:
         tokens = [total for total in map(sum, decision.tokens) if total]

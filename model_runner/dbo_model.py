@@ -72,8 +72,9 @@ class Seen:
 
     @property
     def size(self) -> int:
-        """The power of two below."""
-        return 1 << (self.fewest.bit_length() - 1)
+        """The power of two below, or one and a half times it."""
+        power = 1 << (self.fewest.bit_length() - 1)
+        return max(power, power + power // 2 if 2 * self.fewest >= 3 * power else 0)
 
 
 class StepModel:
@@ -172,14 +173,16 @@ class StepModel:
         self._mean += known * (off.mean() / variance)
         self._covariance -= np.outer(known, known / variance)
         if not tried and doubt < noise:
-            self._hear(kind, off, doubt)
+            self._hear(kind, np.maximum(0.0, off**2 - doubt))
+        elif len(steps) >= _SEVERAL:  # what was expected says little, but they are alike
+            self._hear(kind, (off - off.mean()) ** 2 * len(off) / (len(off) - 1))
 
-    def _hear(self, kind: str, off: _Vector, doubt: float) -> None:
+    def _hear(self, kind: str, squares: _Vector) -> None:
         """How noisy steps are."""
         noise, count = self._noise[kind]
-        for value in off:
+        for value in squares.tolist():
             count = min(count + 1, _NOISE_MEMORY)
-            noise += (max(0.0, float(value) ** 2 - doubt) - noise) / count
+            noise += (value - noise) / count
         self._noise[kind] = max(noise, _LEAST_NOISE**2), count
 
 

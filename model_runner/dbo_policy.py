@@ -51,10 +51,11 @@ _LEAST_STEPS = 0.01
 _STALE_STEPS = 500
 _FORGET = 0.997
 """What a step before another one counts for the load."""
-_FIRST_STEPS = 16
-"""The times of these are wanted soon."""
+_FIRST_STEPS, _FIRST_TOGETHER = 16, 4
+_EARLY_STEPS, _EARLY_TOGETHER = 128, 16
+"""In the beginning times are wanted when so many have come together. Later there is time: asking costs some, too."""
 _LATEST = 8
-"""So many steps of a size, and fewer than a third of them in one arm: the times of those are wanted soon."""
+"""So many steps of a size, and fewer than a third of them in one arm: the times of those are wanted at once, early."""
 
 
 @dataclass
@@ -78,6 +79,12 @@ class _Load:
     fewest: float = 0.0
     most: float = 0.0
     last: dict[str, int] = field(default_factory=dict)
+
+    def add(self, seen: Seen, seconds: float) -> None:
+        self.seconds += seconds
+        self.steps += 1.0
+        self.fewest += math.log(seen.fewest)
+        self.most += math.log(seen.most)
 
     @property
     def tokens(self) -> float:
@@ -199,11 +206,28 @@ class Policy:
 
         It follows from what was voted and told alone: ranks whose arithmetic rounds differently still exchange alike.
         """
-        if any(number < before for number in self._rare):
-            return True
-        return self._told < _FIRST_STEPS and before > self._last_told + _FIRST_STEPS // 4
+        if self._told >= _EARLY_STEPS:
+            return False
+        together = _FIRST_TOGETHER if self._told < _FIRST_STEPS else _EARLY_TOGETHER
+        return before > self._last_told + together or any(number < before for number in self._rare)
 
-    # -- now and then ------------------------------------------------------------------------------------------
+    # -- at the start, and now and then ------------------------------------------------------------------------
+
+    def measured(self, times: Sequence[tuple[Seen, float]]) -> None:
+        """Steps of a kind, and how long they took on their slowest rank, that ran for their times alone: in every arm,
+        before the load. Settings are chosen as if a step of each of their sizes had come. The same on every rank.
+        """
+        groups: dict[tuple[str, str, int], list[tuple[Seen, float]]] = {}
+        for seen, seconds in times:
+            groups.setdefault((seen.kind, seen.arm, seen.size), []).append((seen, seconds))
+        for (kind, arm, size), group in groups.items():
+            self._model.see(group, tried=True)
+            self._ran[kind].add(arm)
+            if arm == SERIAL_ARM:
+                mean_s = sum(seconds for _, seconds in group) / len(group)
+                self._load[kind].setdefault(size, _Load(0)).add(group[0][0], mean_s)
+        for kind in self._arms:
+            self._decide(kind)
 
     def learn(self, times: Mapping[int, tuple[Seen, float]]) -> None:
         """Times of steps, by number, on their slowest rank; then settings and trials are thought over.
@@ -226,7 +250,9 @@ class Policy:
         self._waiting = {number for number in self._waiting if number > self._last_told}
         self._rare = {number for number in self._rare if number > self._last_told}
         self._reasons = dict(self._reasons)
-        for kind in self._arms:
+        for kind in dict.fromkeys(seen.kind for seen, _ in times.values()):
+            if kind not in self._arms:
+                continue
             self._decide(kind)
             if kind not in self._trials:
                 self._begin_trial(kind)
@@ -262,10 +288,7 @@ class Policy:
             if seen.kind not in self._arms:
                 continue
             load = self._load[seen.kind].setdefault(seen.size, _Load(number))
-            load.seconds += seconds
-            load.steps += 1.0
-            load.fewest += math.log(seen.fewest)
-            load.most += math.log(seen.most)
+            load.add(seen, seconds)
             load.last[seen.arm] = number
             self._ran[seen.kind].add(seen.arm)
 
@@ -384,9 +407,12 @@ class Policy:
         return math.expm1(max(0.0, float(self._model.expected([self._model.difference(kind, arm, used, tokens)])[0])))
 
     def _is_stale(self, trial: _Trial) -> bool:
-        """Whether only what is in use ran at this size for long."""
-        load = self._load[trial.kind][trial.size]
-        latest = max([load.since, *(last for arm, last in load.last.items() if arm != trial.used)])
+        """Whether only what is in use ran at this size, and at those next to it, for long."""
+        latest = self._load[trial.kind][trial.size].since
+        for size, load in self._load[trial.kind].items():
+            if trial.size < 2 * size < 4 * trial.size:
+                used = self._settings[trial.kind].arm_for(size)
+                latest = max([latest, *(last for arm, last in load.last.items() if arm != used)])
         return self._steps - latest >= _STALE_STEPS
 
 

@@ -329,11 +329,11 @@ class ModelRunner:
             agreed = self.coordinate(batch, self.step_settings.settings(batch.shape))
             if agreed.all_idle:
                 return PendingStep(self._sampling, batch, agreed.decision, None, all_idle=True)
+            logits = prompt_hidden = None
             with self.step_settings.timed(agreed.decision):
                 hidden = self._hidden_states(batch, agreed)
-            logits = prompt_hidden = None
-            if batch.logits_rows.shape[0]:
-                logits = self.model.compute_logits(hidden.index_select(0, batch.logits_rows))
+                if batch.logits_rows.shape[0]:
+                    logits = self.model.compute_logits(hidden.index_select(0, batch.logits_rows))
             if batch.prompt_spans:
                 prompt_hidden = hidden.index_select(0, self._prompt_rows(batch))
             return PendingStep(self._sampling, batch, agreed.decision, logits, prompt_hidden, hidden)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from serving.bench.auto import Options, best_fixed, mixed_load
+import pytest
+
+from serving.bench.auto import Options, best_fixed, mixed_load, pooled
 from serving.cli import main
 from serving.tuning.cells import Cell
 from ubatch.cost_table import SERIAL_ARM, Setting
@@ -37,6 +39,16 @@ def test_the_best_fixed_setting_is_reckoned() -> None:
     assert best_fixed(load, seconds, {"two": "prefill"})["decode"] != Setting("two", 32)
 
 
+def test_arms_that_ran_alike_are_pooled() -> None:
+    """Auto ran the first step serially, with a little luck, and the second in an arm that was declined."""
+    seconds = {SERIAL_ARM: [1.0, 2.0], "two": [0.6, 2.4], "auto": [0.9, 1.7]}
+    schedules = {SERIAL_ARM: ["", ""], "two": ["2 lanes", ""], "auto": ["", ""]}
+    found = pooled(seconds, schedules, [0.1, 0.1])
+    assert found[SERIAL_ARM] == pytest.approx([0.9, 2.0])
+    assert found["two"] == pytest.approx([0.6, 2.0])
+    assert found["auto"] == pytest.approx([1.0, 2.1])
+
+
 def test_a_short_run(tmp_path: Path) -> None:
     file = tmp_path / "auto.json"
     flags = ["--steps", "40", "--ratios", "0", "4", "--compared", "0.5", "--max-decode-tokens", "16"]
@@ -57,5 +69,11 @@ def test_a_short_run(tmp_path: Path) -> None:
             assert link[figure]["low"] <= link[figure]["median"] <= link[figure]["high"]
             least = sum(min(link["seconds"][arm][step] for arm in arms) for step in range(len(link["load"])))
             assert link[figure]["median"] >= least / sum(link["seconds"]["auto"]) - 1e-9
+        steps = len(link["load"])
+        assert len(link["ran"]) == len(link["deciding_s"]) == steps
+        assert 0 < sum(link["deciding_s"]) < sum(link["seconds"]["auto"])
+        assert link["preparing_s"] > 0
+        serially = sum(ran == "" for ran in link["ran"]) / steps
+        assert link["pooled_serial"]["median"] < 1.0 or serially < 1.0  # deciding costs something
     fast, slow = (sum(link["seconds"]["serial"]) for link in results["links"])
     assert slow > 1.5 * fast  # the link is there

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import random
+import time
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
@@ -77,8 +78,9 @@ class Served:
         return sum(true_seconds(kind, n, settings[kind].arm_for(n), self.link) for kind, n in self.steps)
 
     def best_fixed_s(self) -> float:
-        """The best threshold and arm of every kind: all are tried."""
-        everything = [Setting(), *(Setting(arm, 1 << power) for arm in "23" for power in range(1, 13))]
+        """The best threshold and arm of every kind: all are tried, four thresholds a doubling."""
+        thresholds = sorted({round(2 ** (power / 4)) for power in range(4, 52)})
+        everything = [Setting(), *(Setting(arm, threshold) for arm in "23" for threshold in thresholds)]
         total = 0.0
         for kind in ARMS:
             own = [n for each, n in self.steps if each == kind]
@@ -94,7 +96,7 @@ def serve(link: float, seed: int, policy: Policy, spread: float = NOISE, steps: 
     for kind, tokens in mixed_load(seed, steps):
         number, seen, seconds = served.step(kind, tokens)
         pending.append((number, seen, seconds * math.exp(noise.gauss(0.0, spread))))
-        if len(pending) >= 16 or policy.wants_times(number + 1):
+        if len(pending) >= 32 or policy.wants_times(number + 1):
             policy.learn({each: (what, took) for each, what, took in pending})
             pending = []
     return served
@@ -121,6 +123,52 @@ def test_a_short_load_on_a_noisy_machine(link: float) -> None:
     auto_s = sum(load.auto_s for load in loads)
     assert sum(load.fixed_s(dict.fromkeys(ARMS, Setting())) for load in loads) / auto_s >= 0.985
     assert sum(load.best_fixed_s() for load in loads) / auto_s >= 0.97
+
+
+def measured_steps(link: float, seed: int, spread: float) -> list[tuple[Seen, float]]:
+    """Before a load: steps of three or four sizes, four times in every arm."""
+    noise = random.Random(seed)
+    return [
+        (Seen(kind, tokens, tokens, arm), true_seconds(kind, tokens, arm, link) * math.exp(noise.gauss(0.0, spread)))
+        for kind, sizes in (("decode", (256, 64, 16)), ("prefill", (2048, 512, 128, 32)))
+        for tokens in sizes
+        for _ in range(4)
+        for arm in (SERIAL_ARM, *ARMS[kind])
+    ]
+
+
+@pytest.mark.parametrize("link", [0.0, 0.25, 0.5, 1.0, 2.0, 4.0])
+def test_a_short_load_after_a_measurement(link: float) -> None:
+    """It begins with settings that are nearly right; the mean of some loads, on a noisy machine."""
+    loads, blind = [], []
+    for seed in range(6):
+        policy = Policy(ARMS)
+        policy.measured(measured_steps(link, seed, 2 * NOISE))
+        assert policy.statistics().steps == 0
+        overlaps = [setting.threshold is not None for setting in policy.statistics().settings.values()]
+        assert all(overlaps) or link < 2
+        assert not any(overlaps) or link > 0
+        loads.append(serve(link, seed, policy, spread=2 * NOISE, steps=500))
+        blind.append(serve(link, seed, Policy(ARMS), spread=2 * NOISE, steps=500))
+    auto_s = sum(load.auto_s for load in loads)
+    assert sum(load.fixed_s(dict.fromkeys(ARMS, Setting())) for load in loads) / auto_s >= 0.99
+    assert sum(load.best_fixed_s() for load in loads) / auto_s >= 0.98
+    assert auto_s < 0.99 * sum(load.auto_s for load in blind) or link != 2
+
+
+def test_an_arm_far_from_what_was_expected_is_believed_before_the_load() -> None:
+    for seconds, found in ((0.002, Setting("2", 64)), (0.02, Setting())):
+        policy = Policy({"decode": ("2",)})
+        policy.measured([(Seen("decode", 64, 64, arm), s) for arm, s in ((SERIAL_ARM, 0.01), ("2", seconds))] * 4)
+        assert policy.statistics().settings["decode"] == found
+        assert f"64: {'2 4.' if seconds < 0.01 else '2 0.5'}" in policy.reasons["decode"], policy.reasons
+
+
+def test_sizes_are_half_a_doubling_apart() -> None:
+    sizes = [
+        Seen("decode", tokens, tokens, SERIAL_ARM).size for tokens in (1, 2, 3, 4, 5, 6, 7, 8, 11, 12, 95, 96, 1000)
+    ]
+    assert sizes == [1, 2, 3, 4, 4, 6, 6, 8, 8, 12, 64, 96, 768]
 
 
 @pytest.mark.parametrize("link", [0.0, 1.0])
@@ -155,7 +203,7 @@ def test_a_link_that_changes_is_noticed() -> None:
                 times[policy.saw(seen)] = seen, true_seconds("decode", 200, arm, link)
             policy.learn(times)
         settings.append(policy.statistics().settings["decode"])
-    assert settings == [Setting("2", 128), Setting()]
+    assert settings == [Setting("2", 192), Setting()]
 
 
 def test_without_gain_by_the_hysteresis_nothing_changes() -> None:
@@ -296,6 +344,32 @@ def test_on_a_gpu_the_time_is_between_two_events(monkeypatch: pytest.MonkeyPatch
         assert log[:place].count("forward") >= waits + 4 or what != "wait"  # the last four may still run
     assert waits == 32
     assert auto.statistics().seconds == pytest.approx(waits * 0.003)
+
+
+def test_what_is_measured_before_the_load_decides_how_it_begins() -> None:
+    """And again after a reset, when all else is forgotten."""
+    auto = DboAuto(UBatchConfig(), None, torch.device("cpu"))
+    batch = BatchShape([1] * 64, ForwardMode.DECODE)
+    auto.begin()  # nothing was measured
+    assert auto.settings(batch).for_mode(ForwardMode.DECODE).token_threshold > 10**9
+    serial, lanes = (auto.arm_settings("decode", arm) for arm in (SERIAL_ARM, "mlp_shared_overlap in 2 lanes"))
+    assert serial.for_mode(ForwardMode.DECODE).token_threshold > 10**9
+    assert lanes.for_mode(ForwardMode.DECODE).token_threshold == 2
+    engaged = replace(
+        decided(64), engaged=True, schedule=fingerprint(lanes.for_mode(ForwardMode.DECODE).schedule.describe())
+    )
+    for _ in range(4):
+        for decision, seconds in ((decided(64), 0.02), (engaged, 0.002)):
+            with auto.measured(decision):
+                time.sleep(seconds)
+    assert auto.statistics().reasons["decode"] == "as it was set; nothing is measured yet"
+    auto.begin()
+    for _ in range(2):
+        assert auto.statistics().steps == 0
+        assert auto.statistics().settings["decode"] == Setting("mlp_shared_overlap in 2 lanes", 64)
+        assert auto.settings(batch).for_mode(ForwardMode.DECODE).token_threshold == 64
+        assert auto.statistics().settings["prefill"] == Setting()
+        auto._restart()
 
 
 def test_a_step_that_fails_has_no_time() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from unittest import mock
@@ -11,6 +13,7 @@ import torch
 from checkpoints import make_qwen3_moe_checkpoint
 
 from model_runner import DboAuto, ModelRunner, SamplingParams, generate
+from model_runner.dbo_model import Seen
 from model_runner.dbo_policy import Policy
 from moe import All2AllTraits
 from ranks import run_ranks
@@ -18,7 +21,7 @@ from serving.engine import EngineOptions
 from serving.engine.build import make_runner, warm_up
 from serving.scheduler import SchedulerConfig
 from serving.tuning import auto as auto_search
-from serving.tuning.auto import Room, add_searched_arms
+from serving.tuning.auto import Room, prepare_auto
 from serving.tuning.cells import Arm, Cell, Grid
 from serving.tuning.stages import StageModel, better_schedule
 from serving.tuning.steps import ArmSteps
@@ -56,19 +59,26 @@ def test_only_what_promises_more_than_the_usual_arms() -> None:
 
 def test_an_arm_is_added_before_the_first_step() -> None:
     auto = DboAuto(UBatchConfig(modes={"prefill": ModeSettings("serial")}), None, torch.device("cpu"), max_chunks=2)
-    assert auto.arms("decode") == USUAL
-    assert auto.arms("prefill") == ()
+    assert tuple(auto.arms("decode").values()) == USUAL
+    assert auto.arms("prefill") == {}
     auto.add_arm("decode", MINE)
-    assert auto.arms("decode") == (*USUAL, MINE)
-    assert auto.arms("verify") == USUAL
+    assert tuple(auto.arms("decode").values()) == (*USUAL, MINE)
+    assert tuple(auto.arms("verify").values()) == USUAL
     with pytest.raises(ConfigError, match="decode steps cannot get the arm 'mine': they have one of this name"):
         auto.add_arm("decode", MINE)
+    with pytest.raises(ConfigError, match=r"prefill steps have no arm 'mine'\. They have: none"):
+        auto.arm_settings("prefill", "mine")
     with pytest.raises(ConfigError, match="prefill steps cannot get the arm 'mine': they do not overlap"):
         auto.add_arm("prefill", MINE)
 
 
 class Sure(Policy):
     """Runs every decode in the arm that was found, and nothing else overlapped."""
+
+    told: Sequence[tuple[Seen, float]] = ()
+
+    def measured(self, times: Sequence[tuple[Seen, float]]) -> None:
+        self.told = times
 
     def setting(self, kind: str, tokens: int) -> Setting:
         return Setting("mine", 4) if kind == "decode" else Setting()
@@ -96,34 +106,46 @@ def serve_on_rank(rank: int, world_size: int, path: str) -> dict[str, object]:
             warm_up(options, runner)
         assert runner.free_kv_tokens == free
         assert runner.step_settings.statistics().steps == 0  # those of warming up say nothing
-        arms = {kind: runner.step_settings.arms(kind) for kind in ("decode", "prefill", "verify")}
+        arms = {kind: tuple(runner.step_settings.arms(kind).values()) for kind in ("decode", "prefill", "verify")}
+        measured = runner.step_settings._policy.told
         tokens, engaged = decode(runner)
-    return {"asked": asked, "arms": arms, "tokens": tokens, "engaged": engaged}
+    return {"asked": asked, "arms": arms, "tokens": tokens, "engaged": engaged, "measured": measured}
 
 
-ROOMS: list[tuple[Room, int, int, list[str]]] = [
-    (Room(1, 512), 256, 90, []),  # a prefill that fits into one request is cut into two
-    (Room(2, 512), 63, 4, []),  # an odd one into three
-    (Room(16, 512, draft_tokens=3), 4, 90, []),  # drafts do not fit into the longest request
-    (Room(16, 512, draft_tokens=3), 1, 90, []),
-    (Room(7, 512), 256, 90, ["prefill/512"]),  # too few decodes to cut
-    (Room(16, 512), 256, 63, ["decode/12", "prefill/512"]),  # as many as fit on the rank with less memory
-    (Room(16, 512, draft_tokens=3), 256, 90, ["decode/16", "prefill/512", "verify/64"]),
+PREFILLS = ["prefill/512", "prefill/128", "prefill/32", "prefill/8"]
+ROOMS: list[tuple[Room, int, int, list[str], list[str]]] = [
+    (Room(1, 512), 256, 90, [], []),  # a prefill that fits into one request is cut into two
+    (Room(2, 512), 63, 4, [], []),  # an odd one into three
+    (Room(16, 512, draft_tokens=3), 4, 90, [], []),  # drafts do not fit into the longest request
+    (Room(16, 512, draft_tokens=3), 1, 90, [], []),
+    (Room(7, 512), 256, 90, ["prefill/512"], PREFILLS),  # too few decodes to cut
+    (Room(2, 252), 63, 90, ["prefill/126"], ["prefill/126"]),  # a quarter of it would be cut into three
+    # as many as fit on the rank with less memory
+    (Room(16, 512), 256, 63, ["decode/12", "prefill/512"], ["decode/12", *PREFILLS]),
+    (
+        *(Room(16, 512, draft_tokens=3), 256, 90, ["decode/16", "prefill/512", "verify/64"]),
+        ["decode/16", *PREFILLS, "verify/64", "verify/16"],
+    ),
 ]
-"""Room, longest request, blocks of 16 tokens on the first rank, and what is measured."""
+"""Room, longest request, blocks of 16 tokens on the first rank; what is searched for, and what is run in all arms."""
 
 
-def small_rooms_on_rank(rank: int, world_size: int, path: str) -> list[tuple[list[str], bool]]:
+def small_rooms_on_rank(rank: int, world_size: int, path: str) -> list[tuple[list[str], list[str], bool]]:
     """Ranks with unequal memory, and limits that leave no room for one kind of step or another."""
     group = CommGroup.from_process_group(timeout_s=20)
-    search, found = auto_search._search, []
+    search, measure, found = auto_search._search, auto_search._measure, []
 
-    def recorded(auto: DboAuto, runner: ModelRunner, steps: ArmSteps, cell: Cell, grid: Grid) -> Arm | None:
+    def measuring(auto: DboAuto, runner: ModelRunner, cell: Cell, grid: Grid) -> None:
+        measured.append(str(cell))
+        measure(auto, runner, cell, grid)
+
+    def searching(auto: DboAuto, runner: ModelRunner, steps: ArmSteps, cell: Cell, grid: Grid) -> Arm | None:
         asked.append(str(cell))
         return search(auto, runner, steps, cell, grid)
 
-    for room, longest, blocks, _ in ROOMS:
+    for room, longest, blocks, *_ in ROOMS:
         asked: list[str] = []
+        measured: list[str] = []
         with (
             ModelRunner(
                 path,
@@ -135,21 +157,34 @@ def small_rooms_on_rank(rank: int, world_size: int, path: str) -> list[tuple[lis
                 num_kv_blocks=blocks + 40 * rank,
             ) as runner,
             mock.patch.object(auto_search, "better_schedule", return_value=None),
-            mock.patch.object(auto_search, "_search", recorded),
+            mock.patch.object(auto_search, "_search", searching),
+            mock.patch.object(auto_search, "_measure", measuring),
+            mock.patch.object(auto_search, "_below_threshold", return_value=[]),
         ):
             assert isinstance(runner.step_settings, DboAuto)
-            assert add_searched_arms(runner.step_settings, runner, room) == {}
+            assert prepare_auto(runner.step_settings, runner, room) == {}
             free = runner.request_table.num_free_rows == room.max_num_seqs and not runner.allocator.num_used
-        found.append((asked, free))
+            known = {str(Cell(seen.kind, seen.most)) for seen, _ in runner.step_settings._known}
+            assert known == set(measured)
+        found.append((asked, measured, free))
     return found
 
 
 def test_ranks_with_little_room_leave_out_the_same_kinds(tmp_path: Path) -> None:
     path = str(make_qwen3_moe_checkpoint(tmp_path / "model"))
     first, second = run_ranks(small_rooms_on_rank, 2, path)
-    expected = [cells for *_, cells in ROOMS]
-    assert [cells for cells, _ in first] == [cells for cells, _ in second] == expected
-    assert all(free for _, free in (*first, *second)), "rows and blocks are given back"
+    expected = [(asked, measured) for *_, asked, measured in ROOMS]
+    for found in (first, second):
+        assert [(asked, measured) for asked, measured, _ in found] == expected
+        assert all(free for *_, free in found), "rows and blocks are given back"
+
+
+def test_the_size_below_the_smallest_that_overlaps_is_measured_too() -> None:
+    cells = [Cell("decode", tokens) for tokens in (128, 64, 32, 16, 8)]  # the first, third and fifth were
+    for threshold, expected in ((None, []), (128, [64]), (96, [64]), (32, [16]), (24, [16]), (8, []), (1000, [])):
+        auto = mock.Mock(spec=DboAuto)
+        auto.statistics().settings = {"decode": Setting("two", threshold)}
+        assert [cell.tokens for cell in auto_search._below_threshold(auto, "decode", cells)] == expected
 
 
 def decode(runner: ModelRunner) -> tuple[list[tuple[int, ...]], int]:
@@ -173,6 +208,12 @@ def test_what_was_found_at_the_start_runs_on_all_ranks(tmp_path: Path) -> None:
     assert model.layers > 0
     assert model.times(2, 1, True).compute_s > 0  # of what grows with the tokens a model so small shows only noise
     assert not second["asked"]
+    assert first["measured"] == second["measured"]  # times of the slowest rank
+    runs = Counter((seen.kind, seen.fewest, seen.arm) for seen, _ in first["measured"])
+    assert {(kind, tokens) for kind, tokens, _ in runs} == {("decode", 16)}  # a quarter of it is too few
+    two, three = (f"{DEFAULT.name} in {lanes} lanes" for lanes in (2, 3))
+    assert {arm for *_, arm in runs} == {"serial", two, three, "single_batch", "mine"}
+    assert min(runs.values()) >= 4
     for told in (first, second):
         assert told["arms"] == {"decode": (*USUAL, MINE), "prefill": USUAL, "verify": USUAL}
         assert told["engaged"] == 5  # every decode step; the prefill gives the first token

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from ubatch.errors import ConfigError
 
@@ -100,21 +101,28 @@ class CostTable:
 
     def best(self, tokens: int) -> float:
         """The fastest arm's time."""
-        return min(self.seconds[tokens].values())
+        return self._best[tokens]
 
     def regret(self, setting: Setting) -> float:
         """How much slower than the best arm at every size, on average: 0.02 is 2%."""
-        return self._mean({tokens: self.time(setting, tokens) / self.best(tokens) for tokens in self.sizes}) - 1.0
+        best = self._best
+        return sum(share * self.time(setting, n) / best[n] for n, share in self._shares.items()) - 1.0
 
     def gain(self, setting: Setting) -> float:
         """How much faster than serial, on average."""
-        return 1.0 / self._mean(
-            {tokens: self.time(setting, tokens) / self.seconds[tokens][SERIAL_ARM] for tokens in self.sizes}
+        return 1.0 / sum(
+            share * self.time(setting, n) / self.seconds[n][SERIAL_ARM] for n, share in self._shares.items()
         )
 
-    def _mean(self, values: Mapping[int, float]) -> float:
-        weights = {tokens: self.weights.get(tokens, 0.0) if self.weights else 1.0 for tokens in values}
-        return sum(weights[tokens] * value for tokens, value in values.items()) / sum(weights.values())
+    @cached_property
+    def _best(self) -> Mapping[int, float]:
+        return {tokens: min(arms.values()) for tokens, arms in self.seconds.items()}
+
+    @cached_property
+    def _shares(self) -> Mapping[int, float]:
+        weights = {tokens: self.weights.get(tokens, 0.0) if self.weights else 1.0 for tokens in self.sizes}
+        total = sum(weights.values())
+        return {tokens: weight / total for tokens, weight in weights.items()}
 
 
 def choose(table: CostTable, simplest_first: Sequence[str] = ()) -> Choice:

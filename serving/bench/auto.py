@@ -12,6 +12,10 @@ The best of all of them is known only afterwards, and flattered by noise: the sm
 
     against serial        time of the serial arm / time of auto
     against the best      time of the best fixed setting / time of auto
+    pooled                both again, where arms that ran a step in the same schedule count as one that ran it twice
+
+On a noisy machine a step takes some per cent more or less the second time, and most steps of auto are such second times
+of an arm's. Pooled, all of them take their mean, and auto on top of it what deciding took it, which is measured too.
 """
 
 from __future__ import annotations
@@ -37,7 +41,7 @@ from serving.bench.options import ReportOptions
 from serving.bench.statistics import Interval
 from serving.bench.step_setting import StepSetting, calibrate, slowest_rank
 from serving.ranks import run_ranks
-from serving.tuning.auto import Room, add_searched_arms
+from serving.tuning.auto import Room, prepare_auto
 from serving.tuning.batches import kv_blocks_needed, make_batch, requests_needed
 from serving.tuning.cells import Arm, Cell, Grid, arm_config, library_arms
 from ubatch import CommGroup, UBatchConfig
@@ -45,6 +49,7 @@ from ubatch.cost_table import SERIAL_ARM, Setting
 
 __all__ = ["AutoResult", "Options", "best_fixed", "mixed_load", "run"]
 
+_AUTO = "auto"
 _BLOCK_SIZE = 16
 _DRIFT_BLOCKS = 20
 _RESAMPLES = 2000
@@ -83,6 +88,10 @@ class AutoResult:
         seconds: per arm, of each of them, on its slowest rank.
         best: kind -> the fixed setting that was best.
         against_serial, against_best: see the page above.
+        pooled_serial, pooled_best: the same, pooled.
+        ran: how auto ran each of the steps, as the schedule's description; "" for serial.
+        deciding_s: of each of them, what auto took to decide.
+        preparing_s: what was measured before the load took.
         decided: what auto says at the end, by kind.
         probes: that it ran.
     """
@@ -94,6 +103,11 @@ class AutoResult:
     best: Mapping[str, Setting]
     against_serial: Interval
     against_best: Interval
+    pooled_serial: Interval
+    pooled_best: Interval
+    ran: Sequence[str]
+    deciding_s: Sequence[float]
+    preparing_s: float
     decided: Mapping[str, str]
     probes: int
 
@@ -117,6 +131,28 @@ def mixed_load(options: Options) -> Iterator[Cell]:
         else:
             decoding = max(4, min(most, decoding + draw.randint(-5, 5)))
             yield Cell("decode", decoding)
+
+
+def pooled(
+    seconds: Mapping[str, Sequence[float]], schedules: Mapping[str, Sequence[str]], deciding_s: Sequence[float]
+) -> dict[str, list[float]]:
+    """Seconds of every step with the mean of the arms that ran it in the same schedule in place of each of them.
+
+    Args:
+        seconds: per arm and `auto`, of every step.
+        schedules: likewise, what it ran in.
+        deciding_s: of every step, the part of auto's seconds in which it decided; that remains its own.
+    """
+    found: dict[str, list[float]] = {name: [] for name in seconds}
+    for step, own_s in enumerate(deciding_s):
+        own = {name: own_s if name == _AUTO else 0.0 for name in seconds}
+        alike: dict[str, list[float]] = {}
+        for name, values in seconds.items():
+            alike.setdefault(schedules[name][step], []).append(values[step] - own[name])
+        for name, values in found.items():
+            times = alike[schedules[name][step]]
+            values.append(sum(times) / len(times) + own[name])
+    return found
 
 
 def best_fixed(
@@ -167,11 +203,11 @@ def _measure_on_rank(rank: int, world_size: int, options: Options) -> list[AutoR
 @torch.inference_mode()
 def _measure(runner: ModelRunner, link: EmulatedLink, ratio: float, options: Options) -> AutoResult:
     auto = DboAuto(runner.dbo, runner.group, runner.device, max_chunks=runner.all2all.traits.max_chunks)
-    room = Room(requests_needed(options.grid), options.max_prefill_tokens)
-    searched = add_searched_arms(auto, runner, room)
+    start = time.perf_counter()
+    searched = prepare_auto(auto, runner, Room(requests_needed(options.grid), options.max_prefill_tokens))
+    preparing_s = time.perf_counter() - start
     arms = _arms(runner, searched.values())
-    names = [*arms, "auto"]
-    seconds: dict[str, list[float]] = {name: [] for name in names}
+    ran: dict[str, list[_Ran]] = {name: [] for name in (*arms, _AUTO)}
     load: list[Cell] = []
     rank, draw = dist.get_rank(), random.Random(options.seed + 1)
     shown = None if rank == 0 else True  # a terminal decides for itself
@@ -182,21 +218,31 @@ def _measure(runner: ModelRunner, link: EmulatedLink, ratio: float, options: Opt
                 _run(runner, auto, batch)
                 continue
             _run(runner, arms[SERIAL_ARM], batch)  # the first finds cold caches
-            for name in names if len(load) % 2 else reversed(names):
-                seconds[name].append(_timed(runner, auto if name == "auto" else arms[name], batch))
+            for name in ran if len(load) % 2 else reversed(ran):
+                dist.barrier()
+                ran[name].append(_run(runner, auto if name == _AUTO else arms[name], batch))
             load.append(cell)
-    slowest = slowest_rank(seconds)
-    best = best_fixed(load, {name: slowest[name] for name in arms}, {arm.name: kind for kind, arm in searched.items()})
-    best_s = [slowest[best[cell.mode].arm_for(cell.tokens)][index] for index, cell in enumerate(load)]
+    seconds = slowest_rank({name: [each.seconds for each in own] for name, own in ran.items()})
+    [deciding_s] = slowest_rank({_AUTO: [each.deciding_s for each in ran[_AUTO]]}).values()
+    schedules = {name: [each.schedule for each in own] for name, own in ran.items()}
+    together = pooled(seconds, schedules, deciding_s)
+    only_for = {arm.name: kind for kind, arm in searched.items()}
+    best = best_fixed(load, {name: seconds[name] for name in arms}, only_for)
+    pooled_best = best_fixed(load, {name: together[name] for name in arms}, only_for)
     found = auto.statistics()
     return AutoResult(
         ratio=ratio,
         bytes_per_s=link.bytes_per_s,
         load=load,
-        seconds=slowest,
+        seconds=seconds,
         best=best,
-        against_serial=_ratio_of_sums(slowest[SERIAL_ARM], slowest["auto"]),
-        against_best=_ratio_of_sums(best_s, slowest["auto"]),
+        against_serial=_ratio_of_sums(seconds[SERIAL_ARM], seconds[_AUTO]),
+        against_best=_ratio_of_sums(_under(best, load, seconds), seconds[_AUTO]),
+        pooled_serial=_ratio_of_sums(together[SERIAL_ARM], together[_AUTO]),
+        pooled_best=_ratio_of_sums(_under(pooled_best, load, together), together[_AUTO]),
+        ran=schedules[_AUTO],
+        deciding_s=deciding_s,
+        preparing_s=preparing_s,
         decided=found.reasons,
         probes=found.probes,
     )
@@ -209,21 +255,25 @@ def _arms(runner: ModelRunner, searched: Iterable[Arm]) -> dict[str, UBatchConfi
     return {arm.name: arm_config(runner.dbo, arm) for arm in arms}
 
 
-def _timed(runner: ModelRunner, how: UBatchConfig | DboAuto, batch: InputBatch) -> float:
-    """Seconds of a step, from when all ranks are ready."""
-    dist.barrier()
+def _run(runner: ModelRunner, how: UBatchConfig | DboAuto, batch: InputBatch) -> _Ran:
+    """A step; all ranks are ready."""
     start = time.perf_counter()
-    _run(runner, how, batch)
-    return time.perf_counter() - start
-
-
-def _run(runner: ModelRunner, how: UBatchConfig | DboAuto, batch: InputBatch) -> None:
-    if not isinstance(how, DboAuto):
-        runner.forward(batch, runner.coordinate(batch, how))
-        return
-    agreed = runner.coordinate(batch, how.settings(batch.shape))
-    with how.timed(agreed.decision):
+    if isinstance(how, DboAuto):
+        config = how.settings(batch.shape)
+        decided = time.perf_counter()
+        agreed = runner.coordinate(batch, config)
+        forward = time.perf_counter()
+        with how.timed(agreed.decision):
+            begun = time.perf_counter()
+            runner.forward(batch, agreed)
+            ended = time.perf_counter()
+        end = time.perf_counter()
+        deciding_s = (decided - start) + (begun - forward) + (end - ended)
+    else:
+        agreed = runner.coordinate(batch, how)
         runner.forward(batch, agreed)
+        end, deciding_s = time.perf_counter(), 0.0
+    return _Ran(end - start, deciding_s, "" if agreed.schedule is None else agreed.schedule.describe())
 
 
 @torch.inference_mode()
@@ -238,7 +288,23 @@ def _set_link(runner: ModelRunner, link: EmulatedLink, ratio: float, options: Op
         setting.close()
 
 
+@dataclass(frozen=True)
+class _Ran:
+    """A step: how long it took on this rank, which part of that was deciding, and in which schedule it ran."""
+
+    seconds: float
+    deciding_s: float
+    schedule: str
+
+
 # -- results --------------------------------------------------------------------------------------------------------
+
+
+def _under(
+    settings: Mapping[str, Setting], load: Sequence[Cell], seconds: Mapping[str, Sequence[float]]
+) -> list[float]:
+    """Of every step, under fixed settings."""
+    return [seconds[settings[cell.mode].arm_for(cell.tokens)][step] for step, cell in enumerate(load)]
 
 
 def _ratio_of_sums(numerators: Sequence[float], denominators: Sequence[float]) -> Interval:
@@ -271,7 +337,10 @@ def print_result(result: AutoResult) -> None:
         print(f"  best fixed, {kind:13} {what}")
     for kind, why in result.decided.items():
         print(f"  auto, {kind:19} {why}")
-    print(f"  against serial {result.against_serial:.3f}, against the best {result.against_best:.3f}", flush=True)
+    deciding, total = sum(result.deciding_s), sum(result.seconds[_AUTO])
+    print(f"  auto measured {result.preparing_s:.1f} s before the load, and decided {deciding / total:.2%} of the time")
+    print(f"  against serial {result.against_serial:.3f}, against the best {result.against_best:.3f}")
+    print(f"  pooled         {result.pooled_serial:.3f}                   {result.pooled_best:.3f}", flush=True)
 
 
 def as_json(results: Sequence[AutoResult]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from serving.graph_capture import capture_graphs
 from serving.logs import log_event
 from serving.runner_setup import make_link
 from serving.speculation import make_scheduler, runner_options
-from serving.tuning.auto import Room, add_searched_arms
+from serving.tuning.auto import Room, prepare_auto
 from ubatch import CommGroup, ConfigError
 
 __all__ = ["make_core", "make_runner", "warm_up", "warm_up_lengths"]
@@ -96,7 +96,7 @@ def warm_up(options: EngineOptions, runner: ModelRunner) -> None:
     if isinstance(runner.step_settings, DboAuto):
         drafts = 0 if options.speculation is None else options.speculation.num_draft_tokens
         most = Room(options.scheduler.max_num_seqs, options.scheduler.max_num_batched_tokens, drafts)
-        added = add_searched_arms(runner.step_settings, runner, most)
+        added = prepare_auto(runner.step_settings, runner, most)
         for kind, arm in added.items() if first else ():
             log_event(_logger, "schedule found", steps=kind, schedule=arm.schedule.describe())
 

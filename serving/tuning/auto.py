@@ -1,10 +1,18 @@
-"""What `--dbo-auto` may try beside the usual arms: the schedule that the search likes best, looked for at the start."""
+"""What `--dbo-auto` does before the first request: it looks for more arms, and measures them all.
+
+for every kind of step     a large one of synthetic requests
+search                     its stages -> the schedule that promises more than the usual arms becomes one of them
+measure                    steps of that size, a quarter of it, a sixteenth, ... in every arm -> the first settings
+"""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from model_runner import DboAuto, ModelRunner
@@ -12,13 +20,17 @@ from serving.tuning.batches import make_batch, request_shapes
 from serving.tuning.cells import Arm, Cell, Grid
 from serving.tuning.stages import better_schedule
 from serving.tuning.steps import ArmSteps
+from ubatch.cost_table import SERIAL_ARM
 
-__all__ = ["Room", "add_searched_arms"]
+__all__ = ["Room", "prepare_auto"]
 
 _CONTEXT = 64
 _PROMPT = 128
 _MOST_PREFILL_TOKENS = 2048
 _FEWEST_TOKENS = 8
+_SECONDS = 1.0
+"""That measuring one size should take; fewer rounds than the least would say nothing, more hardly more."""
+_LEAST_ROUNDS, _MOST_ROUNDS = 4, 16
 
 
 @dataclass(frozen=True)
@@ -36,16 +48,18 @@ class Room:
     draft_tokens: int = 0
 
 
-def add_searched_arms(auto: DboAuto, runner: ModelRunner, room: Room) -> dict[str, Arm]:
-    """Measure the stages of a large step of every kind, and add the schedule found for it where one promises more.
+@torch.inference_mode()
+def prepare_auto(auto: DboAuto, runner: ModelRunner, room: Room) -> dict[str, Arm]:
+    """Add to the arms of every kind of step the schedule found for it, where one promises more; then measure all arms,
+    and begin with the settings that were best. Every rank calls it, before the first step that counts, and all do the
+    same.
 
-    Left out are kinds that were tuned already, those for whose steps there is no room, and all of them where the stages
-    cannot be measured: `ArmSteps.stage_model`, and on a GPU, whose work the host's clock does not see. Every rank calls
-    it, before the first step that counts, and all do the same.
+    Left out are kinds that were tuned already, and those for whose steps there is no room. Nothing is searched where
+    the stages cannot be measured: `ArmSteps.stage_model`, and on a GPU, whose work the host's clock does not see.
 
     Args:
-        auto: gets the arms.
-        runner: whose steps it decides on; one alone has nothing to measure.
+        auto: gets the arms and the times.
+        runner: whose steps it decides on.
         room: for the steps; of prefills, up to 2048 tokens are measured.
 
     Returns:
@@ -54,46 +68,103 @@ def add_searched_arms(auto: DboAuto, runner: ModelRunner, room: Room) -> dict[st
     Raises:
         PeerFailed, TransferTimeout: as of a step.
     """
-    if runner.group is None or runner.group.size == 1 or not runner.config.num_experts or runner.streams.asynchronous:
-        return {}
-    added: dict[str, Arm] = {}
-    with runner.together(), ArmSteps(runner, runner.link) as steps:
-        grid, cells = _cells(runner, room)
-        for cell in cells:
-            if auto.arms(cell.mode) and not auto.is_tuned(cell.mode):
-                arm = _search(auto, runner, steps, cell, grid)
+    with runner.together():
+        grid, sizes = _cells(runner, room)
+        sizes = {kind: cells for kind, cells in sizes.items() if auto.arms(kind) and not auto.is_tuned(kind)}
+        added: dict[str, Arm] = {}
+        with ArmSteps(runner, runner.link) as steps:
+            for kind, cells in sizes.items():
+                arm = None if runner.streams.asynchronous else _search(auto, runner, steps, cells[0], grid)
                 if arm is not None:
-                    auto.add_arm(cell.mode, arm.schedule)
-                    added[cell.mode] = arm
+                    auto.add_arm(kind, arm.schedule)
+                    added[kind] = arm
+        for cells in sizes.values():
+            for cell in cells[::2]:
+                _measure(auto, runner, cell, grid)
+        auto.begin()
+        for kind, cells in sizes.items():
+            for cell in _told(runner, _below_threshold(auto, kind, cells))[0]:
+                _measure(auto, runner, cell, grid)
+        auto.begin()
     return added
+
+
+def _below_threshold(auto: DboAuto, kind: str, cells: list[Cell]) -> list[Cell]:
+    """Of the cells that were left out the one just below the smallest that overlaps now, if there is one."""
+    threshold = auto.statistics().settings[kind].threshold
+    if threshold is None:
+        return []
+    overlapping = [number for number, cell in enumerate(cells) if number % 2 == 0 and cell.tokens >= threshold]
+    return cells[overlapping[-1] + 1 : overlapping[-1] + 2] if overlapping else []
 
 
 def _search(auto: DboAuto, runner: ModelRunner, steps: ArmSteps, cell: Cell, grid: Grid) -> Arm | None:
     """The same on every rank."""
-    replica = dist.get_rank() // runner.tensor_parallel_size  # its ranks have the same requests
-    with make_batch(runner, cell, grid, seed=replica) as batch:
-        return steps.search(batch, lambda model: better_schedule(model, cell.mode, auto.arms(cell.mode)))
+    with make_batch(runner, cell, grid, seed=_replica(runner)) as batch:
+        return steps.search(batch, lambda model: better_schedule(model, cell.mode, [*auto.arms(cell.mode).values()]))
 
 
-def _cells(runner: ModelRunner, room: Room) -> tuple[Grid, list[Cell]]:
-    """Steps as large as the server's, as far as there is memory for them on the rank that has the least."""
-    box: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(box, runner.kv_cache.num_blocks)
-    blocks, longest, drafts = min(box), runner.max_model_len, room.draft_tokens
+def _measure(auto: DboAuto, runner: ModelRunner, cell: Cell, grid: Grid) -> None:
+    """Such a step in every arm, in turns forwards and backwards; the first of each finds cold caches."""
+    settings = [auto.arm_settings(cell.mode, arm) for arm in (SERIAL_ARM, *auto.arms(cell.mode))]
+    with make_batch(runner, cell, grid, seed=_replica(runner)) as batch:
+        start = time.perf_counter()
+        for config in settings:
+            runner.forward(batch, runner.coordinate(batch, config))
+        slowest_s = max(_told(runner, time.perf_counter() - start))
+        for number in range(min(max(_LEAST_ROUNDS, int(_SECONDS / slowest_s)), _MOST_ROUNDS)):
+            for config in settings if number % 2 else reversed(settings):
+                agreed = runner.coordinate(batch, config)
+                with auto.measured(agreed.decision):
+                    runner.forward(batch, agreed)
+
+
+def _cells(runner: ModelRunner, room: Room) -> tuple[Grid, dict[str, list[Cell]]]:
+    """By kind, the largest first: that is as large as the server's, as far as there is memory on the rank that has the
+    least.
+    """
+    blocks = min(_told(runner, runner.kv_cache.num_blocks))
+    longest, drafts = runner.max_model_len, room.draft_tokens
     context, prompt = min(_CONTEXT, longest - 1 - drafts), min(_PROMPT, longest)
     if context < 1:
-        return Grid((), 0, 0, 0, 0, 0), []
+        return Grid((), 0, 0, 0, 0, 0), {}
     blocks_for = runner.kv_cache.spec.blocks_for
     decodes = min(room.max_num_seqs, blocks // blocks_for(context + 1 + drafts))
     prompts = min(room.max_num_seqs, blocks // blocks_for(prompt))
     prefills = min(room.max_prefill_tokens, _MOST_PREFILL_TOKENS, prompts * prompt)
     grid = Grid(("decode", "prefill", "verify"), decodes, prefills, context, prompt, drafts)
-    cells = [Cell("decode", decodes), Cell("prefill", prefills)]
-    if drafts:
-        cells.append(Cell("verify", decodes * (drafts + 1)))
 
     def fits(cell: Cell) -> bool:
         sizes = [sum(shape) for shape in request_shapes(cell, grid)]
         return len(sizes) <= room.max_num_seqs and sum(map(blocks_for, sizes)) <= blocks
 
-    return grid, [cell for cell in cells if cell.tokens >= _FEWEST_TOKENS and fits(cell)]
+    largest = [Cell("decode", decodes), Cell("prefill", prefills)]
+    if drafts:
+        largest.append(Cell("verify", decodes * (drafts + 1)))
+    return grid, {
+        each.mode: list(filter(fits, _smaller(each)))
+        for each in largest
+        if each.tokens >= _FEWEST_TOKENS and fits(each)
+    }
+
+
+def _smaller(cell: Cell) -> Iterator[Cell]:
+    """It, and half of it, and so on."""
+    tokens = cell.tokens
+    while tokens >= _FEWEST_TOKENS:
+        yield Cell(cell.mode, tokens)
+        tokens //= 2
+
+
+def _replica(runner: ModelRunner) -> int:
+    """The ranks of one have the same requests."""
+    return 0 if runner.group is None else runner.group.rank // runner.tensor_parallel_size
+
+
+def _told(runner: ModelRunner, value: Any) -> list[Any]:
+    """Every rank's."""
+    if runner.group is None:
+        return [value]
+    box: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(box, value)
+    return box
