@@ -1,9 +1,11 @@
-"""`--dbo-auto`: when steps overlap, found out while serving.
+"""`--dbo-auto`: when steps overlap, found out before the first request and while serving.
 
+    measured      a step before the load, in the arm that `arm_settings` asks for
+    begin         the load will begin with what is best by these
     settings      what this rank votes with: its settings, with the schedule and threshold that are in use or probed
     timed         the forward of a step that was agreed on
-    every so many steps, and when a trial has run, the ranks exchange how long theirs took, one small all-reduce beside
-    the vote's; the slowest rank's times go to the `Policy`, which decides alike on all of them
+    every so many steps, and when an early trial has run, the ranks exchange how long theirs took, one small all-reduce
+    beside the vote's; the slowest rank's times go to the `Policy`, which decides alike on all of them
 
 A step's time is that of its forward: on a GPU between two events of its stream, so that nothing waits for it.
 """
@@ -34,7 +36,7 @@ __all__ = ["DboAuto", "FixedSettings", "StepSettings", "make_step_settings"]
 _logger = logging.getLogger(__name__)
 
 _MOST_LANES = 4
-_EXCHANGE_STEPS = 32
+_EXCHANGE_STEPS = 64
 _IN_FLIGHT = 4
 """On a GPU the latest steps are not asked for their times: it may still work on them."""
 _NEVER = 2**62
@@ -96,8 +98,8 @@ class DboAuto:
     """Chooses the settings of every step.
 
     It begins with the thresholds of the modes that have some of their own in `config.modes`, as `ubatch tune` writes
-    them, and serially for the others. The arms of a mode are its schedule with its lanes, with one lane more, and
-    single-batch overlap; and what `add_arm` adds.
+    them, and with what was `measured` for the others; serially where nothing was. The arms of a mode are its schedule
+    with its lanes, with one lane more, and single-batch overlap; and what `add_arm` adds.
 
     Args:
         config: of the runner; schedules, lanes and the way to split are its.

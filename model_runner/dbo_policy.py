@@ -51,9 +51,9 @@ _LEAST_STEPS = 0.01
 _STALE_STEPS = 500
 _FORGET = 0.997
 """What a step before another one counts for the load."""
-_FIRST_STEPS, _FIRST_TOGETHER = 16, 4
-_EARLY_STEPS, _EARLY_TOGETHER = 128, 16
-"""In the beginning times are wanted when so many have come together. Later there is time: asking costs some, too."""
+_FEWEST_TOLD, _SHARE_TOLD = 4, 4
+"""Times are wanted when so many have come together, or one for so many that were told: asking costs some, too."""
+_EARLY_STEPS = 128
 _LATEST = 8
 """So many steps of a size, and fewer than a third of them in one arm: the times of those are wanted at once, early."""
 
@@ -206,10 +206,9 @@ class Policy:
 
         It follows from what was voted and told alone: ranks whose arithmetic rounds differently still exchange alike.
         """
-        if self._told >= _EARLY_STEPS:
-            return False
-        together = _FIRST_TOGETHER if self._told < _FIRST_STEPS else _EARLY_TOGETHER
-        return before > self._last_told + together or any(number < before for number in self._rare)
+        if self._told < _EARLY_STEPS and any(number < before for number in self._rare):
+            return True
+        return before > self._last_told + max(_FEWEST_TOLD, self._told // _SHARE_TOLD)
 
     # -- at the start, and now and then ------------------------------------------------------------------------
 

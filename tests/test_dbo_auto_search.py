@@ -179,6 +179,18 @@ def test_ranks_with_little_room_leave_out_the_same_kinds(tmp_path: Path) -> None
         assert all(free for *_, free in found), "rows and blocks are given back"
 
 
+def test_one_rank_alone_measures_its_arms(tmp_path: Path) -> None:
+    """Nothing travels and nothing is searched; on a CPU lanes gain nothing then."""
+    with ModelRunner(make_qwen3_moe_checkpoint(tmp_path / "model"), dbo_auto=True, max_num_seqs=8) as runner:
+        auto = runner.step_settings
+        assert isinstance(auto, DboAuto)
+        assert prepare_auto(auto, runner, Room(8, 16)) == {}
+        assert {(seen.kind, seen.most) for seen, _ in auto._known} == {("decode", 8), ("prefill", 16)}
+        assert all(seconds > 0 for _, seconds in auto._known)
+        assert auto.reasons()["decode"].split(";")[1].startswith(" against serial, by tokens: 8: ")
+        assert auto.statistics().steps == 0
+
+
 def test_the_size_below_the_smallest_that_overlaps_is_measured_too() -> None:
     cells = [Cell("decode", tokens) for tokens in (128, 64, 32, 16, 8)]  # the first, third and fifth were
     for threshold, expected in ((None, []), (128, [64]), (96, [64]), (32, [16]), (24, [16]), (8, []), (1000, [])):

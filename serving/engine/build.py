@@ -78,7 +78,7 @@ def make_core(options: EngineOptions, runner: ModelRunner) -> EngineCore:
 
 def warm_up(options: EngineOptions, runner: ModelRunner) -> None:
     """Capture graphs; then prompts and decode steps, so that what is made at the first use is made. Then, with
-    `dbo_auto`, look for a schedule of the model's own, see `serving.tuning.auto`.
+    `dbo_auto`, measure the arms that it chooses from, see `serving.tuning.auto`.
 
     On a CPU one short prompt will do. On a GPU kernels are tuned for every power of two of tokens, some seconds each
     where the cache of `ubatch.autotune` does not know them: better here than in the step of a request. All ranks must
@@ -99,6 +99,8 @@ def warm_up(options: EngineOptions, runner: ModelRunner) -> None:
         added = prepare_auto(runner.step_settings, runner, most)
         for kind, arm in added.items() if first else ():
             log_event(_logger, "schedule found", steps=kind, schedule=arm.schedule.describe())
+        for kind, setting in runner.step_settings.statistics().settings.items() if first else ():
+            log_event(_logger, "dbo_auto begins", steps=kind, arm=setting.arm, from_tokens=setting.threshold)
 
 
 def warm_up_lengths(options: EngineOptions) -> list[int]:

@@ -23,7 +23,7 @@ class EngineOptions:
     Attributes:
         model: folder of a Hugging Face checkpoint.
         dbo: when and how to overlap; its group is set on the rank.
-        dbo_auto: find out while serving when steps overlap; see `model_runner.DboAuto`.
+        dbo_auto: find out at the start and while serving when steps overlap; see `model_runner.DboAuto`.
         scheduler: how steps are filled.
         speculation: who guesses tokens ahead, and how many; None for nobody.
         data_parallel_size: ranks that requests are dealt out to, over all nodes.

@@ -96,7 +96,7 @@ class Overlap(Group):
     enable_two_batch_overlap: Annotated[bool, Field(description="SGLang's name of --enable-dbo")] = False
     dbo_auto: Annotated[
         bool,
-        Field(description="find out while serving when steps overlap; begins serially, or as the file's modes say"),
+        Field(description="find out when steps overlap, at the start (modes without a threshold) and while serving"),
     ] = False
     ubatch_size: Annotated[int, Field(ge=2, le=MAX_LANES, description=f"microbatches, 2 to {MAX_LANES}")] = 2
     dbo_decode_token_threshold: Annotated[int, Field(description="fewest tokens of a decode step that overlaps")] = 32

@@ -28,9 +28,10 @@ _CONTEXT = 64
 _PROMPT = 128
 _MOST_PREFILL_TOKENS = 2048
 _FEWEST_TOKENS = 8
-_SECONDS = 1.0
-"""That measuring one size should take; fewer rounds than the least would say nothing, more hardly more."""
-_LEAST_ROUNDS, _MOST_ROUNDS = 4, 16
+_SECONDS, _MOST_ROUNDS = 1.0, 16
+"""Measuring one size should take so long; more rounds would hardly tell more."""
+_LEAST_ROUNDS, _LONG_ROUND_S = 4, 2.0
+"""Fewer would tell nothing; but of rounds as long as this, whose steps are less noisy, two do."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,8 @@ def _measure(auto: DboAuto, runner: ModelRunner, cell: Cell, grid: Grid) -> None
         for config in settings:
             runner.forward(batch, runner.coordinate(batch, config))
         slowest_s = max(_told(runner, time.perf_counter() - start))
-        for number in range(min(max(_LEAST_ROUNDS, int(_SECONDS / slowest_s)), _MOST_ROUNDS)):
+        least = _LEAST_ROUNDS if slowest_s < _LONG_ROUND_S else 2
+        for number in range(min(max(least, int(_SECONDS / slowest_s)), _MOST_ROUNDS)):
             for config in settings if number % 2 else reversed(settings):
                 agreed = runner.coordinate(batch, config)
                 with auto.measured(agreed.decision):
