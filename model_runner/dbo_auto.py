@@ -7,7 +7,7 @@
     every so many steps, and when an early trial has run, the ranks exchange how long theirs took, one small all-reduce
     beside the vote's; the slowest rank's times go to the `Policy`, which decides alike on all of them
 
-A step's time is that of its forward: on a GPU between two events of its stream, so that nothing waits for it.
+A step's time is that of its forward and logits: on a GPU between two events of its stream, for which nothing waits.
 """
 
 from __future__ import annotations
@@ -53,7 +53,9 @@ class StepSettings(Protocol):
         """What this rank votes with for its next step; None for the runner's own settings."""
 
     def timed(self, decision: Decision) -> AbstractContextManager[None]:
-        """The forward of a step that was agreed on, in the `with` block; not for one in which all ranks are idle."""
+        """The forward and logits of a step that was agreed on, in the `with` block; not for one in which all ranks are
+        idle.
+        """
 
     def reasons(self) -> Mapping[str, str]:
         """What was decided for each kind of step, and why, in words; empty where nothing is."""
@@ -106,7 +108,7 @@ class DboAuto:
         group: the ranks that vote; None for one alone.
         device: where steps run.
         max_chunks: blocks of experts that the transport can tell apart; single-batch overlap needs two.
-        policy: decides; one with its usual budget if None. Called anew when the group was reset.
+        policy: makes what decides, at first and whenever all begin anew; by default with the usual budget.
 
     Raises:
         ConfigError: overlap is switched off or required, or no mode has a schedule that overlaps.
@@ -151,7 +153,8 @@ class DboAuto:
         return own is not None and own.token_threshold is not None
 
     def add_arm(self, kind: str, schedule: Schedule) -> None:
-        """One schedule more to try for a kind that has arms, on every rank alike; what was learned is forgotten.
+        """One schedule more to try for a kind that has arms, on every rank alike; what was learned from the load, or
+        measured since `begin`, is forgotten.
 
         Raises:
             ConfigError: the kind has no arms, or one of this name.
@@ -215,10 +218,14 @@ class DboAuto:
         return self._with({kind: Setting(arm, 1)})
 
     @contextmanager
-    def measured(self, decision: Decision) -> Iterator[None]:
-        """Like `timed`, for a step that nobody asked for: it runs for its time, which `begin` tells."""
+    def measured(self, decision: Decision) -> Iterator[_Seconds]:
+        """Like `timed`, for a step that nobody asked for: it runs for its time, which `begin` tells the others.
+
+        What the `with` statement gives is to be called after the block: seconds, on this rank.
+        """
+        self._follow_group()
         with self._clock() as seconds:
-            yield
+            yield seconds
         self._before.append((self._seen(decision), seconds))
 
     def begin(self) -> None:
@@ -227,12 +234,11 @@ class DboAuto:
         Raises:
             PeerFailed, TransferTimeout, GroupBroken: as a vote.
         """
+        self._follow_group()
         if not self._before:
             return
-        self._follow_group()
         times = self._slowest([each() for _, each in self._before])()
-        self._known += [(seen, value) for (seen, _), value in zip(self._before, times, strict=True)]
-        self._before = []
+        self._known += [(seen, value) for (seen, _), value in zip(self._before, times, strict=True) if value > 0]
         self._restart()
 
     # -- the ranks ---------------------------------------------------------------------------------------------
@@ -252,6 +258,7 @@ class DboAuto:
             self._policy.measured(self._known)
         self._running: dict[int, tuple[Seen, _Seconds]] = {}
         self._asked = None
+        self._before = []
 
     def _follow_group(self) -> None:
         """After a failure the ranks may have counted differently: all begin anew on the new connection."""

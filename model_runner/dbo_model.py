@@ -43,6 +43,8 @@ _BASE_SPREAD = 5.0
 
 _DRIFT = 0.015
 """How far a kind's base may wander from one step to the next."""
+_OTHER_LOAD = 0.7
+"""How far the base of a load may be from that of steps that were made up: its requests are longer, say."""
 _FADING_STEPS = 20_000.0
 """In so many steps most of what is known about ratios fades."""
 _NOISE, _NOISE_COUNTS, _NOISE_MEMORY = 0.15, 8, 200
@@ -74,7 +76,7 @@ class Seen:
     def size(self) -> int:
         """The power of two below, or one and a half times it."""
         power = 1 << (self.fewest.bit_length() - 1)
-        return max(power, power + power // 2 if 2 * self.fewest >= 3 * power else 0)
+        return power + power // 2 if 2 * self.fewest >= 3 * power else power
 
 
 class StepModel:
@@ -143,6 +145,12 @@ class StepModel:
         self._covariance *= kept
         self._covariance += (1 - kept) * self._faded
         self._covariance += steps * self._drift
+
+    def begin_load(self) -> None:
+        """What was seen so far were steps that were made up: their ratios count for the load, their bases hardly."""
+        for kind in self._ratios_of:
+            base = slice(self._first[kind, SERIAL_ARM], self._first[kind, SERIAL_ARM] + _KNOTS)
+            self._covariance[base, base] += _OTHER_LOAD**2
 
     def see(self, steps: Sequence[tuple[Seen, float]], *, tried: bool = False) -> None:
         """Steps of one kind and arm and about one size took so many seconds.

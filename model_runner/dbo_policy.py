@@ -7,7 +7,7 @@ steps at once, how long it took on the slowest rank. Every rank tells it the sam
     what is expected of a kind's sizes                 -> `ubatch.cost_table.choose`
     the setting in use is worse than that by the hysteresis                  -> change it
     a step in another arm would tell more than it costs, and the budget has it   -> the next step of that size tries it
-    nothing but what is in use has run for long        -> likewise
+    nothing but what is in use has run for long, at that size and close to it                  -> likewise
 
 What a step would tell: how much faster the load would run, for as long as it has lasted, if the arm proved better than
 expected by what one step can show. The price: how much slower it is expected to be.
@@ -48,6 +48,8 @@ _REACH = 3
 _LEAST_SHARE = 0.01
 _LEAST_STEPS = 0.01
 """What is left of a size that did not come for some 1,500 steps: it is no longer part of the load."""
+_MADE_UP = 0.1
+"""What a size that was measured before the load counts for it, in steps."""
 _STALE_STEPS = 500
 _FORGET = 0.997
 """What a step before another one counts for the load."""
@@ -80,11 +82,11 @@ class _Load:
     most: float = 0.0
     last: dict[str, int] = field(default_factory=dict)
 
-    def add(self, seen: Seen, seconds: float) -> None:
-        self.seconds += seconds
-        self.steps += 1.0
-        self.fewest += math.log(seen.fewest)
-        self.most += math.log(seen.most)
+    def add(self, seen: Seen, seconds: float, weight: float = 1.0) -> None:
+        self.seconds += weight * seconds
+        self.steps += weight
+        self.fewest += weight * math.log(seen.fewest)
+        self.most += weight * math.log(seen.most)
 
     @property
     def tokens(self) -> float:
@@ -217,14 +219,15 @@ class Policy:
         before the load. Settings are chosen as if a step of each of their sizes had come. The same on every rank.
         """
         groups: dict[tuple[str, str, int], list[tuple[Seen, float]]] = {}
-        for seen, seconds in times:
+        for seen, seconds in filter(lambda each: self._knows(each[0]), times):
             groups.setdefault((seen.kind, seen.arm, seen.size), []).append((seen, seconds))
         for (kind, arm, size), group in groups.items():
             self._model.see(group, tried=True)
             self._ran[kind].add(arm)
             if arm == SERIAL_ARM:
                 mean_s = sum(seconds for _, seconds in group) / len(group)
-                self._load[kind].setdefault(size, _Load(0)).add(group[0][0], mean_s)
+                self._load[kind].setdefault(size, _Load(0)).add(group[0][0], mean_s, _MADE_UP)
+        self._model.begin_load()
         for kind in self._arms:
             self._decide(kind)
 
@@ -291,12 +294,14 @@ class Policy:
             load.last[seen.arm] = number
             self._ran[seen.kind].add(seen.arm)
 
+    def _knows(self, seen: Seen) -> bool:
+        return seen.kind in self._arms and seen.arm in (SERIAL_ARM, *self._arms[seen.kind])
+
     def _groups(self, times: Mapping[int, tuple[Seen, float]]) -> Iterator[list[int]]:
         """Numbers of steps that can be learned from together; those that were tried one by one, in the end."""
         groups: dict[tuple[str, str, int], list[int]] = {}
         for number, (seen, _) in times.items():
-            known = seen.kind in self._arms and seen.arm in (SERIAL_ARM, *self._arms[seen.kind])
-            if known and number not in self._waiting:
+            if self._knows(seen) and number not in self._waiting:
                 groups.setdefault((seen.kind, seen.arm, seen.size), []).append(number)
         yield from groups.values()
         yield from ([number] for number in times if number in self._waiting)

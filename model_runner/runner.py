@@ -175,7 +175,7 @@ class ModelRunner:
         spec = shape.cache_spec(self.config.num_layers, block_size, dtype, fp8=fp8)
         num_blocks = memory.num_blocks(spec)
         if self.tensor_parallel is not None:  # what fits here may not fit there, but all must admit the same requests
-            num_blocks = self.tensor_parallel.least(num_blocks)
+            num_blocks = int(self.tensor_parallel.group.least(num_blocks))
         self.kv_cache = make_kv_cache(spec, num_blocks, self.device)
         if fp8:
             load_kv_scales(checkpoint, self.kv_cache)

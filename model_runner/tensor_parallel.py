@@ -27,7 +27,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -164,18 +163,6 @@ class TensorParallel:
     def shard(self) -> Shard:
         """What this rank holds."""
         return Shard(self.rank, self.size)
-
-    def least(self, number: int) -> int:
-        """The smallest that any rank of this replica gives: a number that all of them must agree on, such as KV blocks.
-
-        Raises:
-            PeerFailed, TransferTimeout, GroupBroken: as a vote.
-        """
-        connection = self.group.usable_connection()
-        told = torch.tensor([number], dtype=torch.int64, device="cpu")
-        work = dist.all_reduce(told, dist.ReduceOp.MIN, group=connection.vote_pg, async_op=True)
-        connection.wait_for_works((work,), "least")
-        return int(told)
 
     def of_first_rank(self, chosen: Tensor) -> Tensor:
         """What the first rank of this replica chose, on all of them; of the same shape on all, and small.

@@ -143,7 +143,10 @@ def test_a_short_load_after_a_measurement(link: float) -> None:
     loads, blind = [], []
     for seed in range(6):
         policy = Policy(ARMS)
-        policy.measured(measured_steps(link, seed, 2 * NOISE))
+        scale = (0.4, 1.0, 1.5)[
+            seed % 3
+        ]  # the requests of the load are longer than those that were made up, or shorter
+        policy.measured([(seen, scale * seconds) for seen, seconds in measured_steps(link, seed, 2 * NOISE)])
         assert policy.statistics().steps == 0
         overlaps = [setting.threshold is not None for setting in policy.statistics().settings.values()]
         assert all(overlaps) or link < 2
@@ -370,6 +373,27 @@ def test_what_is_measured_before_the_load_decides_how_it_begins() -> None:
         assert auto.settings(batch).for_mode(ForwardMode.DECODE).token_threshold == 64
         assert auto.statistics().settings["prefill"] == Setting()
         auto._restart()
+
+
+def test_what_was_measured_when_the_group_broke_is_not_exchanged() -> None:
+    """A rank that failed in a step that was measured has one less than the others."""
+
+    class Group:
+        rank, size, connection = 0, 2, object()
+
+        def usable_connection(self) -> object:
+            return self.connection
+
+    group = Group()
+    auto = DboAuto(UBatchConfig(), group, torch.device("cpu"))  # type: ignore[arg-type]
+    for _ in range(3):
+        with auto.measured(decided(64, 64)):
+            pass
+    assert len(auto._before) == 3
+    group.connection = object()
+    auto.begin()  # an exchange would need a real group
+    assert not auto._known
+    assert not auto._before
 
 
 def test_a_step_that_fails_has_no_time() -> None:

@@ -161,6 +161,20 @@ class CommGroup:
             order.launches.clear()
         return decide([decode_offer(row[:OFFER_WIDTH]) for row in rows], self.rank)
 
+    def least(self, number: float) -> float:
+        """The smallest that any rank gives: a number that all must agree on, such as how much memory there is.
+
+        Raises:
+            PeerFailed, TransferTimeout, GroupBroken: as a vote.
+        """
+        if self.size == 1:
+            return number
+        connection = self.usable_connection()
+        told = torch.tensor([number], dtype=torch.float64, device="cpu")
+        work = dist.all_reduce(told, dist.ReduceOp.MIN, group=connection.vote_pg, async_op=True)
+        connection.wait_for_works((work,), "least")
+        return float(told)
+
     @contextmanager
     def step(self) -> Iterator[None]:
         """What the ranks do together, a vote included. An error in it breaks the group, and the peers are told.

@@ -14,8 +14,9 @@ The best of all of them is known only afterwards, and flattered by noise: the sm
     against the best      time of the best fixed setting / time of auto
     pooled                both again, where arms that ran a step in the same schedule count as one that ran it twice
 
-On a noisy machine a step takes some per cent more or less the second time, and most steps of auto are such second times
-of an arm's. Pooled, all of them take their mean, and auto on top of it what deciding took it, which is measured too.
+On a noisy machine a forward takes some per cent more or less the second time, and most of auto's are such second times
+of an arm's. Pooled, the forwards of a step that ran in the same schedule take their mean. What comes before and after
+them, deciding, voting and bookkeeping, stays every arm's own; only what auto might do to the forward itself is lost.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -89,9 +91,9 @@ class AutoResult:
         best: kind -> the fixed setting that was best.
         against_serial, against_best: see the page above.
         pooled_serial, pooled_best: the same, pooled.
+        forwards: per arm, the part of `seconds` that the forwards took.
         ran: how auto ran each of the steps, as the schedule's description; "" for serial.
-        deciding_s: of each of them, what auto took to decide.
-        preparing_s: what was measured before the load took.
+        preparing_s: what auto measured before the load took; it is in none of the figures.
         decided: what auto says at the end, by kind.
         probes: that it ran.
     """
@@ -105,8 +107,8 @@ class AutoResult:
     against_best: Interval
     pooled_serial: Interval
     pooled_best: Interval
+    forwards: Mapping[str, Sequence[float]]
     ran: Sequence[str]
-    deciding_s: Sequence[float]
     preparing_s: float
     decided: Mapping[str, str]
     probes: int
@@ -134,24 +136,25 @@ def mixed_load(options: Options) -> Iterator[Cell]:
 
 
 def pooled(
-    seconds: Mapping[str, Sequence[float]], schedules: Mapping[str, Sequence[str]], deciding_s: Sequence[float]
+    seconds: Mapping[str, Sequence[float]],
+    forwards: Mapping[str, Sequence[float]],
+    schedules: Mapping[str, Sequence[str]],
 ) -> dict[str, list[float]]:
-    """Seconds of every step with the mean of the arms that ran it in the same schedule in place of each of them.
+    """Seconds of every step with the mean forward of the arms that ran it in the same schedule in place of each one's.
 
     Args:
-        seconds: per arm and `auto`, of every step.
+        seconds: per arm, of every step.
+        forwards: likewise, the part of them that the forward took.
         schedules: likewise, what it ran in.
-        deciding_s: of every step, the part of auto's seconds in which it decided; that remains its own.
     """
     found: dict[str, list[float]] = {name: [] for name in seconds}
-    for step, own_s in enumerate(deciding_s):
-        own = {name: own_s if name == _AUTO else 0.0 for name in seconds}
+    for step in range(len(seconds[SERIAL_ARM])):
         alike: dict[str, list[float]] = {}
-        for name, values in seconds.items():
-            alike.setdefault(schedules[name][step], []).append(values[step] - own[name])
+        for name, values in forwards.items():
+            alike.setdefault(schedules[name][step], []).append(values[step])
         for name, values in found.items():
             times = alike[schedules[name][step]]
-            values.append(sum(times) / len(times) + own[name])
+            values.append(seconds[name][step] - forwards[name][step] + sum(times) / len(times))
     return found
 
 
@@ -223,9 +226,9 @@ def _measure(runner: ModelRunner, link: EmulatedLink, ratio: float, options: Opt
                 ran[name].append(_run(runner, auto if name == _AUTO else arms[name], batch))
             load.append(cell)
     seconds = slowest_rank({name: [each.seconds for each in own] for name, own in ran.items()})
-    [deciding_s] = slowest_rank({_AUTO: [each.deciding_s for each in ran[_AUTO]]}).values()
+    forwards = slowest_rank({name: [each.forward_s for each in own] for name, own in ran.items()})
     schedules = {name: [each.schedule for each in own] for name, own in ran.items()}
-    together = pooled(seconds, schedules, deciding_s)
+    together = pooled(seconds, forwards, schedules)
     only_for = {arm.name: kind for kind, arm in searched.items()}
     best = best_fixed(load, {name: seconds[name] for name in arms}, only_for)
     pooled_best = best_fixed(load, {name: together[name] for name in arms}, only_for)
@@ -240,8 +243,8 @@ def _measure(runner: ModelRunner, link: EmulatedLink, ratio: float, options: Opt
         against_best=_ratio_of_sums(_under(best, load, seconds), seconds[_AUTO]),
         pooled_serial=_ratio_of_sums(together[SERIAL_ARM], together[_AUTO]),
         pooled_best=_ratio_of_sums(_under(pooled_best, load, together), together[_AUTO]),
+        forwards=forwards,
         ran=schedules[_AUTO],
-        deciding_s=deciding_s,
         preparing_s=preparing_s,
         decided=found.reasons,
         probes=found.probes,
@@ -258,22 +261,13 @@ def _arms(runner: ModelRunner, searched: Iterable[Arm]) -> dict[str, UBatchConfi
 def _run(runner: ModelRunner, how: UBatchConfig | DboAuto, batch: InputBatch) -> _Ran:
     """A step; all ranks are ready."""
     start = time.perf_counter()
-    if isinstance(how, DboAuto):
-        config = how.settings(batch.shape)
-        decided = time.perf_counter()
-        agreed = runner.coordinate(batch, config)
-        forward = time.perf_counter()
-        with how.timed(agreed.decision):
-            begun = time.perf_counter()
-            runner.forward(batch, agreed)
-            ended = time.perf_counter()
-        end = time.perf_counter()
-        deciding_s = (decided - start) + (begun - forward) + (end - ended)
-    else:
-        agreed = runner.coordinate(batch, how)
+    agreed = runner.coordinate(batch, how.settings(batch.shape) if isinstance(how, DboAuto) else how)
+    with how.timed(agreed.decision) if isinstance(how, DboAuto) else nullcontext():
+        begun = time.perf_counter()
         runner.forward(batch, agreed)
-        end, deciding_s = time.perf_counter(), 0.0
-    return _Ran(end - start, deciding_s, "" if agreed.schedule is None else agreed.schedule.describe())
+        ended = time.perf_counter()
+    schedule = "" if agreed.schedule is None else agreed.schedule.describe()
+    return _Ran(time.perf_counter() - start, ended - begun, schedule)
 
 
 @torch.inference_mode()
@@ -290,10 +284,10 @@ def _set_link(runner: ModelRunner, link: EmulatedLink, ratio: float, options: Op
 
 @dataclass(frozen=True)
 class _Ran:
-    """A step: how long it took on this rank, which part of that was deciding, and in which schedule it ran."""
+    """A step: how long it took on this rank, and its forward of that, and in which schedule it ran."""
 
     seconds: float
-    deciding_s: float
+    forward_s: float
     schedule: str
 
 
@@ -337,8 +331,9 @@ def print_result(result: AutoResult) -> None:
         print(f"  best fixed, {kind:13} {what}")
     for kind, why in result.decided.items():
         print(f"  auto, {kind:19} {why}")
-    deciding, total = sum(result.deciding_s), sum(result.seconds[_AUTO])
-    print(f"  auto measured {result.preparing_s:.1f} s before the load, and decided {deciding / total:.2%} of the time")
+    beside = {name: sum(result.seconds[name]) - sum(result.forwards[name]) for name in (SERIAL_ARM, _AUTO)}
+    print(f"  beside the forwards: serial {beside[SERIAL_ARM]:.2f} s, auto {beside[_AUTO]:.2f} s")
+    print(f"  auto measured for {result.preparing_s:.1f} s before the load")
     print(f"  against serial {result.against_serial:.3f}, against the best {result.against_best:.3f}")
     print(f"  pooled         {result.pooled_serial:.3f}                   {result.pooled_best:.3f}", flush=True)
 

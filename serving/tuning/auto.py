@@ -7,19 +7,17 @@ measure                    steps of that size, a quarter of it, a sixteenth, ...
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from model_runner import DboAuto, ModelRunner
+from model_runner import DboAuto, InputBatch, ModelRunner
 from serving.tuning.batches import make_batch, request_shapes
 from serving.tuning.cells import Arm, Cell, Grid
 from serving.tuning.stages import better_schedule
 from serving.tuning.steps import ArmSteps
+from ubatch import UBatchConfig
 from ubatch.cost_table import SERIAL_ARM
 
 __all__ = ["Room", "prepare_auto"]
@@ -84,19 +82,21 @@ def prepare_auto(auto: DboAuto, runner: ModelRunner, room: Room) -> dict[str, Ar
                 _measure(auto, runner, cell, grid)
         auto.begin()
         for kind, cells in sizes.items():
-            for cell in _told(runner, _below_threshold(auto, kind, cells))[0]:
-                _measure(auto, runner, cell, grid)
+            tokens = _least(runner, _below_threshold(auto, kind, cells))
+            if tokens:
+                _measure(auto, runner, Cell(kind, int(tokens)), grid)
         auto.begin()
     return added
 
 
-def _below_threshold(auto: DboAuto, kind: str, cells: list[Cell]) -> list[Cell]:
-    """Of the cells that were left out the one just below the smallest that overlaps now, if there is one."""
+def _below_threshold(auto: DboAuto, kind: str, cells: list[Cell]) -> int:
+    """Of the cells that were left out the one just below the smallest that overlaps now: its tokens, 0 if there is
+    none.
+    """
     threshold = auto.statistics().settings[kind].threshold
-    if threshold is None:
-        return []
-    overlapping = [number for number, cell in enumerate(cells) if number % 2 == 0 and cell.tokens >= threshold]
-    return cells[overlapping[-1] + 1 : overlapping[-1] + 2] if overlapping else []
+    overlapping = [cell for cell in cells[::2] if threshold is not None and cell.tokens >= threshold]
+    smaller = [cell.tokens for cell in cells[1::2] if overlapping and cell.tokens < overlapping[-1].tokens]
+    return max(smaller, default=0)
 
 
 def _search(auto: DboAuto, runner: ModelRunner, steps: ArmSteps, cell: Cell, grid: Grid) -> Arm | None:
@@ -109,23 +109,29 @@ def _measure(auto: DboAuto, runner: ModelRunner, cell: Cell, grid: Grid) -> None
     """Such a step in every arm, in turns forwards and backwards; the first of each finds cold caches."""
     settings = [auto.arm_settings(cell.mode, arm) for arm in (SERIAL_ARM, *auto.arms(cell.mode))]
     with make_batch(runner, cell, grid, seed=_replica(runner)) as batch:
-        start = time.perf_counter()
         for config in settings:
             runner.forward(batch, runner.coordinate(batch, config))
-        slowest_s = max(_told(runner, time.perf_counter() - start))
+        first = [_run(auto, runner, batch, config) for config in reversed(settings)]
+        slowest_s = -_least(runner, -sum(seconds() for seconds in first))
         least = _LEAST_ROUNDS if slowest_s < _LONG_ROUND_S else 2
-        for number in range(min(max(least, int(_SECONDS / slowest_s)), _MOST_ROUNDS)):
+        for number in range(1, min(max(least, int(_SECONDS / slowest_s)), _MOST_ROUNDS)):
             for config in settings if number % 2 else reversed(settings):
-                agreed = runner.coordinate(batch, config)
-                with auto.measured(agreed.decision):
-                    runner.forward(batch, agreed)
+                _run(auto, runner, batch, config)
+
+
+def _run(auto: DboAuto, runner: ModelRunner, batch: InputBatch, config: UBatchConfig) -> Callable[[], float]:
+    """A step that counts; its seconds on this rank, when they are asked for."""
+    agreed = runner.coordinate(batch, config)
+    with auto.measured(agreed.decision) as seconds:
+        runner.forward(batch, agreed)
+    return seconds
 
 
 def _cells(runner: ModelRunner, room: Room) -> tuple[Grid, dict[str, list[Cell]]]:
     """By kind, the largest first: that is as large as the server's, as far as there is memory on the rank that has the
     least.
     """
-    blocks = min(_told(runner, runner.kv_cache.num_blocks))
+    blocks = int(_least(runner, runner.kv_cache.num_blocks))
     longest, drafts = runner.max_model_len, room.draft_tokens
     context, prompt = min(_CONTEXT, longest - 1 - drafts), min(_PROMPT, longest)
     if context < 1:
@@ -138,7 +144,7 @@ def _cells(runner: ModelRunner, room: Room) -> tuple[Grid, dict[str, list[Cell]]
 
     def fits(cell: Cell) -> bool:
         sizes = [sum(shape) for shape in request_shapes(cell, grid)]
-        return len(sizes) <= room.max_num_seqs and sum(map(blocks_for, sizes)) <= blocks
+        return 0 < len(sizes) <= room.max_num_seqs and sum(map(blocks_for, sizes)) <= blocks
 
     largest = [Cell("decode", decodes), Cell("prefill", prefills)]
     if drafts:
@@ -163,10 +169,6 @@ def _replica(runner: ModelRunner) -> int:
     return 0 if runner.group is None else runner.group.rank // runner.tensor_parallel_size
 
 
-def _told(runner: ModelRunner, value: Any) -> list[Any]:
-    """Every rank's."""
-    if runner.group is None:
-        return [value]
-    box: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(box, value)
-    return box
+def _least(runner: ModelRunner, number: float) -> float:
+    """The smallest that any rank gives."""
+    return number if runner.group is None else runner.group.least(number)
