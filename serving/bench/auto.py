@@ -1,8 +1,8 @@
 """`ubatch bench auto`: `--dbo-auto` over a mixed load, against serial steps and every fixed setting.
 
 Two expert-parallel ranks run a load of decodes, whose batch grows and shrinks, between few, many and hardly any
-prefills. Auto runs every step. Some steps, drawn at random, are run by every arm, in turns forwards and backwards, so
-that what drifts with the machine drifts in all of them, and these are compared:
+prefills. Auto runs every step. Some steps, drawn at random, are run by every arm, in an order that is drawn too: what
+drifts with the machine drifts in all of them, and none is always first, where caches are cold. These are compared:
 
     serial, and each arm that auto may choose     under fixed settings
     auto                                          as it decides, its probes and exchanges included
@@ -221,7 +221,7 @@ def _measure(runner: ModelRunner, link: EmulatedLink, ratio: float, options: Opt
                 _run(runner, auto, batch)
                 continue
             _run(runner, arms[SERIAL_ARM], batch)  # the first finds cold caches
-            for name in ran if len(load) % 2 else reversed(ran):
+            for name in draw.sample(list(ran), len(ran)):
                 dist.barrier()
                 ran[name].append(_run(runner, auto if name == _AUTO else arms[name], batch))
             load.append(cell)
