@@ -345,9 +345,16 @@ def as_json(results: Sequence[AutoResult]) -> dict[str, Any]:
             {
                 **vars(result),
                 "load": [str(cell) for cell in result.load],
+                "seconds": _rounded(result.seconds),
+                "forwards": _rounded(result.forwards),
                 "bytes_per_s": None if np.isinf(result.bytes_per_s) else result.bytes_per_s,
                 "best": {kind: vars(setting) for kind, setting in result.best.items()},
             }
             for result in results
         ],
     }
+
+
+def _rounded(seconds: Mapping[str, Sequence[float]]) -> dict[str, list[float]]:
+    """To microseconds."""
+    return {name: [round(value, 6) for value in values] for name, values in seconds.items()}
