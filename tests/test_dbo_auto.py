@@ -375,16 +375,18 @@ def test_what_is_measured_before_the_load_decides_how_it_begins() -> None:
         auto._restart()
 
 
+class BrokenGroup:
+    """Two ranks; another connection is another group."""
+
+    rank, size, connection = 0, 2, object()
+
+    def usable_connection(self) -> object:
+        return self.connection
+
+
 def test_what_was_measured_when_the_group_broke_is_not_exchanged() -> None:
     """A rank that failed in a step that was measured has one less than the others."""
-
-    class Group:
-        rank, size, connection = 0, 2, object()
-
-        def usable_connection(self) -> object:
-            return self.connection
-
-    group = Group()
+    group = BrokenGroup()
     auto = DboAuto(UBatchConfig(), group, torch.device("cpu"))  # type: ignore[arg-type]
     for _ in range(3):
         with auto.measured(decided(64, 64)):
@@ -408,14 +410,7 @@ def test_a_step_that_fails_has_no_time() -> None:
 
 def test_ranks_begin_anew_after_a_reset() -> None:
     """They may have counted differently when the group broke."""
-
-    class Group:
-        rank, size, connection = 0, 2, object()
-
-        def usable_connection(self) -> object:
-            return self.connection
-
-    group = Group()
+    group = BrokenGroup()
     auto = DboAuto(UBatchConfig(), group, torch.device("cpu"))  # type: ignore[arg-type]
     for _ in range(3):
         auto.settings(BatchShape([1] * 64, ForwardMode.DECODE))

@@ -2,7 +2,8 @@
 
 for every kind of step     a large one of synthetic requests
 search                     its stages -> the schedule that promises more than the usual arms becomes one of them
-measure                    steps of that size, a quarter of it, a sixteenth, ... in every arm -> the first settings
+measure                    steps of that size, a quarter of it, a sixteenth, ... in every arm -> the first settings,
+                           and of half the smallest size that overlaps under these -> the settings to begin with
 """
 
 from __future__ import annotations
