@@ -70,7 +70,7 @@ def test_a_short_run(tmp_path: Path) -> None:
         for figure, arms in (("against_serial", ["serial"]), ("against_best", link["seconds"])):
             assert link[figure]["low"] <= link[figure]["median"] <= link[figure]["high"]
             least = sum(min(link["seconds"][arm][step] for arm in arms) for step in range(len(link["load"])))
-            assert link[figure]["median"] >= least / sum(link["seconds"]["auto"]) - 1e-9
+            assert link[figure]["median"] >= least / sum(link["seconds"]["auto"]) - 1e-3  # written to microseconds
         steps = len(link["load"])
         assert len(link["ran"]) == steps
         for arm, seconds in link["seconds"].items():
