@@ -49,7 +49,7 @@ from serving.tuning.cells import Arm, Cell, Grid, arm_config, library_arms
 from ubatch import CommGroup, UBatchConfig
 from ubatch.cost_table import SERIAL_ARM, Setting
 
-__all__ = ["AutoResult", "Options", "best_fixed", "mixed_load", "run"]
+__all__ = ["AutoResult", "Options", "best_fixed", "mixed_load", "pooled", "run"]
 
 _AUTO = "auto"
 _BLOCK_SIZE = 16
@@ -259,7 +259,7 @@ def _arms(runner: ModelRunner, searched: Iterable[Arm]) -> dict[str, UBatchConfi
 
 
 def _run(runner: ModelRunner, how: UBatchConfig | DboAuto, batch: InputBatch) -> _Ran:
-    """A step; all ranks are ready."""
+    """A step, and what it took on this rank, the vote and `auto`'s deciding included."""
     start = time.perf_counter()
     agreed = runner.coordinate(batch, how.settings(batch.shape) if isinstance(how, DboAuto) else how)
     with how.timed(agreed.decision) if isinstance(how, DboAuto) else nullcontext():
