@@ -8,20 +8,20 @@ from dataclasses import replace
 import torch
 
 from moe import All2All, EmulatedLink, fastest_cpu_experts, make_all2all
-from ubatch import CommGroup, ConfigError, UBatchConfig, nearest
+from ubatch import CommGroup, ConfigError, UBatchConfig, Verify, nearest
 
 __all__ = ["check_max_model_len", "is_fp8", "make_transport", "resolve_experts", "with_group"]
 
 
 def with_group(config: UBatchConfig, group: CommGroup | None) -> UBatchConfig:
-    """`config` with the runner's group.
+    """`config` with the runner's group, and nothing to prove: tests prove its models, and its steps say where to cut.
 
     Raises:
         ConfigError: it has another one.
     """
     if config.group is not None and config.group is not group:
         raise ConfigError("dbo.group and group are different groups; give the runner `group` alone.")
-    return replace(config, group=group)
+    return replace(config, group=group, verify=Verify.OFF.value)
 
 
 def resolve_experts(name: str, dtype: torch.dtype, device: torch.device) -> str:

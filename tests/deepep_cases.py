@@ -99,6 +99,7 @@ def lanes_of(model: nn.Module, group: CommGroup, schedule: Schedule | str, lanes
     return UBatchWrapper(
         model,
         UBatchConfig(
+            verify="off",
             group=group,
             schedule=schedule,
             num_ubatches=lanes,

@@ -105,7 +105,7 @@ def graphed(module: nn.Module | None = None, device: str = "cpu", **settings: An
     """A module wrapped with graphs, in inference mode, with thresholds as low as they can be."""
     module = (Net() if module is None else module).eval().to(device)
     lanes = settings.get("num_ubatches", 2)
-    low = {"dbo_decode_token_threshold": lanes, "dbo_prefill_token_threshold": lanes}
+    low = {"dbo_decode_token_threshold": lanes, "dbo_prefill_token_threshold": lanes, "verify": "off"}
     config = UBatchConfig(**{**low, **settings})
     fake = FakeGraphs() if device == "cpu" else None
     given: GraphBackend | None = fake
@@ -171,6 +171,6 @@ def _memory(device: str) -> int:
         return torch.cuda.memory_allocated()
     storages: dict[int, int] = {}
     for each in gc.get_objects():
-        if type(each) is Tensor or type(each) is nn.Parameter:
+        if type(each) in (Tensor, nn.Parameter) and each.layout is torch.strided:
             storages[each.untyped_storage()._cdata] = each.untyped_storage().nbytes()
     return sum(storages.values())

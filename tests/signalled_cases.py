@@ -59,7 +59,12 @@ def overlapped(
     model: nn.Module, schedule: Schedule, mode: CUDAGraphMode = CUDAGraphMode.NONE
 ) -> Iterator[UBatchWrapper]:
     config = UBatchConfig(
-        **SPLIT, schedule=schedule, dbo_prefill_token_threshold=2, dbo_decode_token_threshold=2, require_overlap=True
+        verify="off",
+        **SPLIT,
+        schedule=schedule,
+        dbo_prefill_token_threshold=2,
+        dbo_decode_token_threshold=2,
+        require_overlap=True,
     )
     wrapper = UBatchWrapper(model, config, mode)
     try:

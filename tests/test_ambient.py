@@ -260,7 +260,7 @@ class Model(nn.Module):
 @pytest.fixture
 def wrapper() -> Iterator[UBatchWrapper]:
     made = UBatchWrapper(
-        Model(), UBatchConfig(num_ubatches=LANES, dbo_prefill_token_threshold=LANES, require_overlap=True)
+        Model(), UBatchConfig(verify="off", num_ubatches=LANES, dbo_prefill_token_threshold=LANES, require_overlap=True)
     )
     yield made
     made.close()
@@ -313,7 +313,7 @@ def test_the_output_is_what_the_module_would_give(wrapper: UBatchWrapper) -> Non
 
 def test_autocast_and_its_gradients() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-    wrapper = UBatchWrapper(model, UBatchConfig(dbo_prefill_token_threshold=2, require_overlap=True))
+    wrapper = UBatchWrapper(model, UBatchConfig(verify="off", dbo_prefill_token_threshold=2, require_overlap=True))
     x = torch.randn(4, 8)
     with autocast():
         overlapped, plain = wrapper(x), model(x)

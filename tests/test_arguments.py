@@ -34,9 +34,11 @@ def refusal(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Dec
 # ----------------------------------------------------------------------------------------------------------- names
 
 
-def test_split_is_by_name_and_never_by_size() -> None:
+def test_what_is_split_by_size_is_proved_and_else_refused() -> None:
     table = rows(6)  # as many rows as the batch, and yet no batch
-    call_both(lambda x, table: x @ table.T, rows(), table, declines=AMBIGUOUS_ARGUMENT)
+    call_both(lambda x, table: x @ table.T, rows(), table, declines=DeclineReason.CANNOT_MERGE)
+    call_both(lambda x, table: x @ table.T, rows(5), table)
+    call_both(lambda x, table: x + table, rows(), table)
     reason, message = refusal(lambda x, table: None, rows(), table)
     assert (reason, "'table'" in message, "split_dims={'table': 0}" in message) == (AMBIGUOUS_ARGUMENT, True, True)
     for dim in (None, 0):
@@ -108,13 +110,16 @@ def test_positions_are_broadcast_or_split_or_refused() -> None:
     for positions in (torch.arange(6)[None], torch.arange(24).reshape(4, 6)):
         call_both(embed, ids, positions)
     call_both(lambda input_ids, attention_mask: input_ids + attention_mask, ids, torch.ones(1, 6, dtype=torch.long))
-    call_both(embed, ids, torch.arange(6), declines=AMBIGUOUS_ARGUMENT)  # not per row
+    call_both(embed, ids, torch.arange(6))  # not per row
+    assert refusal(embed, ids, torch.arange(6))[0] is AMBIGUOUS_ARGUMENT
     square = torch.arange(16).reshape(4, 4)
-    call_both(embed, square, torch.arange(4), declines=AMBIGUOUS_ARGUMENT)  # per row or per column?
+    assert refusal(embed, square, torch.arange(4))[0] is AMBIGUOUS_ARGUMENT, "per row or per column?"
+    call_both(embed, square, torch.arange(4), declines=DeclineReason.LANE_FAILED)
     call_both(embed, square, torch.arange(4), settings={"split_dims": {"position_ids": None}})
     call_both(lambda tokens, positions: tokens + positions, torch.arange(6), torch.arange(6))
     rope = torch.zeros(3, 4, 6, dtype=torch.long)  # multimodal: [3, B, S]
-    call_both(lambda input_ids, position_ids: input_ids + position_ids[0], ids, rope, declines=AMBIGUOUS_ARGUMENT)
+    call_both(lambda input_ids, position_ids: input_ids + position_ids[0], ids, rope)
+    assert refusal(lambda input_ids, position_ids: None, ids, rope)[0] is AMBIGUOUS_ARGUMENT
     settings = {"split_dims": {"position_ids": 1}}
     call_both(lambda input_ids, position_ids: input_ids + position_ids[0], ids, rope, settings=settings)
     one_row = refusal(lambda input_ids, labels: None, ids, torch.zeros(1, 6))
@@ -123,7 +128,7 @@ def test_positions_are_broadcast_or_split_or_refused() -> None:
 
 def test_nothing_to_split() -> None:
     call_both(lambda scale=1.0: torch.ones(3) * scale, declines=DeclineReason.NO_BATCH)
-    call_both(lambda x: x * 2, torch.tensor(2.0), declines=AMBIGUOUS_ARGUMENT)
+    call_both(lambda x: x * 2, torch.tensor(2.0), declines=DeclineReason.NO_BATCH)
     call_both(lambda x: x * 2, rows(), settings={"split_dims": {"x": None}}, declines=DeclineReason.NO_BATCH)
 
 
@@ -235,7 +240,7 @@ def test_a_cache_stays_as_it_was_when_the_outputs_cannot_be_merged(monkeypatch: 
     plain, overlapped = Slots(torch.zeros(1, 6)), Slots(torch.zeros(1, 6))
     module = Plain(lambda x, cache: append(x, cache)[0].sum())
     expected = module(rows(), plain)
-    with wrapped(module) as wrapper:
+    with wrapped(module, verify="first") as wrapper:
         assert torch.equal(wrapper(rows(), overlapped), expected)
         assert wrapper.statistics().declined == {DeclineReason.ZERO_DIM_OUTPUT: 1}
     assert torch.equal(overlapped.values, plain.values), "appended once, not twice"

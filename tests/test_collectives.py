@@ -222,7 +222,9 @@ def tensor_parallel(rank: int, world_size: int) -> dict[str, Any]:
     group = CommGroup.from_process_group(timeout_s=20.0)
     seen: dict[str, Any] = {}
     for lanes in (2, 3):
-        config = UBatchConfig(num_ubatches=lanes, dbo_prefill_token_threshold=4, group=group, require_overlap=True)
+        config = UBatchConfig(
+            verify="off", num_ubatches=lanes, dbo_prefill_token_threshold=4, group=group, require_overlap=True
+        )
         model = UBatchWrapper(Mlp(group), config)
         with torch.no_grad(), tracing() as trace:
             seen[f"{lanes} lanes"] = model(data(0, 0, 13, 16) / 9)
@@ -231,7 +233,7 @@ def tensor_parallel(rank: int, world_size: int) -> dict[str, Any]:
         seen[f"{lanes} spans"] = list(trace.spans)
         model.close()
 
-    model = UBatchWrapper(Mlp(group), UBatchConfig(dbo_prefill_token_threshold=4, group=group))
+    model = UBatchWrapper(Mlp(group), UBatchConfig(verify="off", dbo_prefill_token_threshold=4, group=group))
     x = data(0, 0, 13, 16) / 9
     with pytest.raises(GradientError, match=r"lane 0.*requires grad.*no_grad"):
         model(x)
@@ -295,7 +297,7 @@ def refusals(rank: int, world_size: int) -> None:
             launch()
 
     # A wrapper without a group did not vote, so nothing is launched in its lanes, on any rank.
-    unvoted = UBatchWrapper(Mlp(group), UBatchConfig(dbo_prefill_token_threshold=4))
+    unvoted = UBatchWrapper(Mlp(group), UBatchConfig(verify="off", dbo_prefill_token_threshold=4))
     with torch.no_grad(), pytest.raises(UnvotedCollectiveError, match=r"ranks \[0, 1\] in lane 0.*UBatchConfig.group"):
         unvoted(torch.ones(8, 16))
     unvoted.close()

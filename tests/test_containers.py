@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from wrapping import Plain, assert_same, call_both, rows, wrapped
 
-from ubatch import DeclineReason
+from ubatch import CannotSplit, DeclineReason
 from ubatch.containers import children_of, rebuild
 
-AMBIGUOUS_OUTPUT = DeclineReason.AMBIGUOUS_OUTPUT
+CANNOT_MERGE = DeclineReason.CANNOT_MERGE
 NO_SPLITTER = DeclineReason.NO_SPLITTER
 
 
@@ -144,7 +144,7 @@ def test_containers_that_cannot_be_made_anew_run_unsplit() -> None:
     call_both(lambda batch: batch[0]["x"] * 2, Needy([{"x": rows()}], "m"), declines=NO_SPLITTER)
     call_both(lambda batch: batch["0"] + batch[0], {0: rows(), "0": rows()}, declines=NO_SPLITTER)
     call_both(lambda x: Needy([x * 2], "m")[0], rows())
-    call_both(lambda x: Needy([x * 2], "m"), rows(), declines=AMBIGUOUS_OUTPUT)
+    call_both(lambda x: Needy([x * 2], "m"), rows(), declines=CANNOT_MERGE)
 
 
 def test_arguments_that_are_not_split_are_the_callers_own() -> None:
@@ -173,7 +173,7 @@ def test_output_dims() -> None:
     call_both(lambda x: {"deep": Frozen(x.T)}, rows(), settings={"output_dims": {"x": 1}})
     call_both(lambda x: (x.T, x.T * 2), rows(), settings={"output_dims": {"output": 1}})
     call_both(lambda x: (x.T, x), rows(), settings={"output_dims": {"0": 1}})
-    call_both(lambda x: x.T, rows(), settings={"output_dims": {"output": 2}}, declines=AMBIGUOUS_OUTPUT)
+    call_both(lambda x: x.T, rows(), settings={"output_dims": {"output": 2}}, declines=CANNOT_MERGE)
 
 
 UNCLEAR: dict[str, Callable[[Tensor], Any]] = {
@@ -190,36 +190,55 @@ UNCLEAR: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
+PROVED = {"its size is no multiple of the rows", "a value per row"}
+"""What a proof finds out."""
+
+
 @pytest.mark.parametrize("unclear", UNCLEAR)
-def test_outputs_that_are_not_clear_run_unsplit(unclear: str) -> None:
+def test_outputs_that_are_not_clear_run_whole(unclear: str) -> None:
+    reason = NO_SPLITTER if unclear == "an unknown object" else CANNOT_MERGE
+    with wrapped(Plain(UNCLEAR[unclear]), verify="first") as wrapper:
+        for _ in range(2):
+            result = wrapper(rows(8))
+            if unclear != "an unknown object":
+                assert_same(result, UNCLEAR[unclear](rows(8)))
+        seen = wrapper.statistics()
+        assert (seen.engaged, seen.declined) == ((1, {}) if unclear in PROVED else (0, {reason: 2}))
+
+
+@pytest.mark.parametrize("unclear", UNCLEAR)
+def test_outputs_that_are_not_clear_are_refused_where_nobody_proves_them(unclear: str) -> None:
     module = Plain(UNCLEAR[unclear])
     with wrapped(module) as wrapper:
-        result = wrapper(rows(8))
-        assert wrapper.statistics().declined == {AMBIGUOUS_OUTPUT: 1}
-        assert "output_dims" in str(wrapper.statistics().last_reason)
-    if unclear != "an unknown object":
-        assert_same(result, UNCLEAR[unclear](rows(8)))
+        with pytest.raises(CannotSplit, match="output_dims") as refused:
+            wrapper(rows(8))
+        assert refused.value.reason is CANNOT_MERGE
+        assert len(module.calls) <= 2, "not a second time"
 
 
 def test_an_output_whose_layers_match_the_rows_by_accident() -> None:
+    x = torch.randn(8, 6, 3)
     for layers in (1, 2, 3, 4):  # 4 rows a lane
         module = nn.LSTM(3, 5, layers, batch_first=True)
-        with wrapped(module) as wrapper:
-            assert_same(wrapper(torch.ones(8, 6, 3)), module(torch.ones(8, 6, 3)))
-            assert wrapper.statistics().declined == {AMBIGUOUS_OUTPUT: 1}
-    dims = {"1": 1}
-    with wrapped(nn.LSTM(3, 5, 4, batch_first=True), output_dims=dims) as wrapper:
-        x = torch.randn(8, 6, 3)
+        with wrapped(module, verify="first") as wrapper:
+            for _ in range(2):
+                assert_same(wrapper(x), module(x))
+            assert wrapper.statistics().engaged == 1
+        with wrapped(module) as wrapper, pytest.raises(CannotSplit, match="output_dims"):
+            wrapper(x)
+    with wrapped(nn.LSTM(3, 5, 4, batch_first=True), output_dims={"1": 1}) as wrapper:
         assert_same(wrapper(x), wrapper.module(x))
         assert wrapper.statistics().engaged == 1
 
 
 def test_square_outputs_are_batch_first_where_the_length_says_so() -> None:
     embed = rows(10, 5)
-    call_both(lambda input_ids: embed[input_ids], torch.zeros(8, 4, dtype=torch.long))  # [4, 4, 5] per lane
-    settings = {"split_dims": {"x": 1}}
-    call_both(lambda x: x.sum(2), rows(4, 8, 2), settings=settings, declines=AMBIGUOUS_OUTPUT)
-    call_both(lambda x: x.sum(2), rows(4, 8, 2), settings={**settings, "output_dims": {"output": 1}})
+    with wrapped(Plain(lambda input_ids: embed[input_ids])) as wrapper:  # [4, 4, 5] per lane
+        assert wrapper(torch.zeros(8, 4, dtype=torch.long)).shape == (8, 4, 5)
+    square = Plain(lambda x: x.sum(2))
+    with wrapped(square, split_dims={"x": 1}) as wrapper, pytest.raises(CannotSplit, match="output_dims"):
+        wrapper(rows(4, 8, 2))
+    call_both(lambda x: x.sum(2), rows(4, 8, 2), settings={"split_dims": {"x": 1}})
 
 
 def test_flattened_tokens_are_merged() -> None:
@@ -239,20 +258,24 @@ def test_a_buffer_that_both_lanes_write_is_no_output() -> None:
         buffer[: len(x)] = x * 2
         return buffer[: len(x)]
 
-    module = Plain(static)
-    with wrapped(module) as wrapper:
-        assert torch.equal(wrapper(rows(8)), rows(8) * 2)
-        assert "same memory" in str(wrapper.statistics().last_reason)
+    with wrapped(Plain(static), verify="first") as wrapper:
+        for _ in range(2):
+            assert torch.equal(wrapper(rows(8)), rows(8) * 2)
+        assert wrapper.statistics().declined == {DeclineReason.MODULE_KEEPS_STATE: 2}
+    for count in (8, 7):  # lanes of equal and of unequal size
+        with wrapped(Plain(static)) as wrapper, pytest.raises(CannotSplit, match="same memory"):
+            wrapper(rows(count))
 
 
 def test_a_zero_dim_output_is_found_out_once() -> None:
     module = Plain(lambda x, labels=None: {"loss": x.mean()} if labels is not None else {"y": x})
-    with wrapped(module) as wrapper:
+    with wrapped(module, verify="first") as wrapper:
         for runs in (3, 1, 1):  # two lanes and the whole, then the whole only
             module.calls.clear()
             assert torch.equal(wrapper(rows(), labels=rows())["loss"], rows().mean())
             assert len(module.calls) == runs
         assert wrapper.statistics().declined == {DeclineReason.ZERO_DIM_OUTPUT: 3}
+        wrapper(rows())
         module.calls.clear()
         wrapper(rows())
         assert len(module.calls) == 2, "without labels it has another output"
@@ -261,9 +284,10 @@ def test_a_zero_dim_output_is_found_out_once() -> None:
 
 def test_a_loss_in_training_says_nothing_about_evaluation() -> None:
     module = Plain(lambda x: x.mean() if module.training else x)
-    with wrapped(module) as wrapper:
+    with wrapped(module, verify="first") as wrapper:
         wrapper.train()(rows())
-        assert torch.equal(wrapper.eval()(rows()), rows())
+        for _ in range(2):
+            assert torch.equal(wrapper.eval()(rows()), rows())
         seen = wrapper.statistics()
         assert (seen.engaged, dict(seen.declined)) == (1, {DeclineReason.ZERO_DIM_OUTPUT: 1})
 

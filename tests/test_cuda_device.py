@@ -169,7 +169,7 @@ class Layers(nn.Module):
 @torch.inference_mode()
 def test_a_wrapped_module_with_ranges_and_a_budget() -> None:
     model = Layers().to(CUDA)
-    config = UBatchConfig(dbo_prefill_token_threshold=2, comm_sms=8)
+    config = UBatchConfig(verify="off", dbo_prefill_token_threshold=2, comm_sms=8)
     wrapper = UBatchWrapper(model, config)
     x = torch.randn(32, 64, device=CUDA)
     expected = model(x)
@@ -215,7 +215,10 @@ class Collectives(nn.Module):
 
 def _wrapped(group: CommGroup, **settings: Any) -> UBatchWrapper:
     return UBatchWrapper(
-        Collectives(group), UBatchConfig(group=group, dbo_prefill_token_threshold=2), device=CUDA, **settings
+        Collectives(group),
+        UBatchConfig(verify="off", group=group, dbo_prefill_token_threshold=2),
+        device=CUDA,
+        **settings,
     )
 
 

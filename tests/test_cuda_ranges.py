@@ -42,7 +42,7 @@ def profiled(body: Callable[[], object]) -> list[Any]:
 @pytest.mark.parametrize("lanes", [2, 3])
 def test_every_lane_and_point_has_a_range(lanes: int) -> None:
     wrapper = UBatchWrapper(
-        Layers(), UBatchConfig(num_ubatches=lanes, dbo_prefill_token_threshold=lanes, profile_ranges=True)
+        Layers(), UBatchConfig(verify="off", num_ubatches=lanes, dbo_prefill_token_threshold=lanes, profile_ranges=True)
     )
     x = torch.randn(lanes * 2, 4)
     wrapper(x)
@@ -78,7 +78,7 @@ def test_ranges_of_a_lane_follow_one_another_and_hold_what_it_ran() -> None:
 
 
 def test_nobody_asked() -> None:
-    wrapper = UBatchWrapper(Layers(), UBatchConfig(dbo_prefill_token_threshold=2))
+    wrapper = UBatchWrapper(Layers(), UBatchConfig(verify="off", dbo_prefill_token_threshold=2))
     x = torch.randn(4, 4)
     wrapper(x)
     assert not profiled(lambda: wrapper(x))

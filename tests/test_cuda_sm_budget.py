@@ -44,7 +44,7 @@ def overlapped(
     model: nn.Module, schedule: Schedule | str = "mlp_shared_overlap", comm_sms: int | None = None
 ) -> Mapping[str, bool]:
     """What two overlapped calls say about their SM use."""
-    config = UBatchConfig(schedule=schedule, comm_sms=comm_sms, dbo_prefill_token_threshold=2)
+    config = UBatchConfig(verify="off", schedule=schedule, comm_sms=comm_sms, dbo_prefill_token_threshold=2)
     wrapper = UBatchWrapper(model, config)
     try:
         for _ in range(2):
@@ -92,7 +92,7 @@ def test_what_leaves_nothing_is_refused_before_a_lane_starts(cuda: FakeCuda) -> 
         overlapped(model, comm_sms=132)
     assert model.steps == 0
     with pytest.raises(ConfigError, match="comm_sms must be at least 0, not -1"):
-        UBatchConfig(comm_sms=-1)
+        UBatchConfig(verify="off", comm_sms=-1)
     with pytest.raises(ConfigError, match="comm-sms must be int or None, not 'all'"):
         UBatchConfig.from_mapping({"comm-sms": "all"})
 

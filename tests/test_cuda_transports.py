@@ -107,7 +107,12 @@ def _run(model: nn.Module, group: CommGroup | None, schedule: Schedule, lanes: i
     """Two steps in lanes, checked; the caller works on beside them. The result must be that of the plain call."""
     expected = model(x)
     config = UBatchConfig(
-        group=group, schedule=schedule, num_ubatches=max(lanes, 2), dbo_prefill_token_threshold=3, timeout_s=20.0
+        verify="off",
+        group=group,
+        schedule=schedule,
+        num_ubatches=max(lanes, 2),
+        dbo_prefill_token_threshold=3,
+        timeout_s=20.0,
     )
     with FakeCuda().installed() as cuda, mock.patch.object(torch_dist_chunks, "_true_places", _true_places_on_cuda):
         wrapper = UBatchWrapper(model, config)

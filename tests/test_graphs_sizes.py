@@ -160,14 +160,25 @@ def test_what_cannot_be_cut_to_fewer_rows_is_refused(
 
 
 def test_what_cannot_be_merged_is_captured_unsplit_only() -> None:
-    with graphed(Embedding(lambda hidden: (hidden, 3)), cudagraph_capture_sizes=(8, 4)) as case:
+    settings: dict[str, Any] = {"cudagraph_capture_sizes": (8, 4), "verify": "first"}
+    with graphed(Embedding(lambda hidden: (hidden, 3)), **settings) as case:
+        captured = case.wrapper.capture_sizes(torch.randint(16, (8, 1)))
+        assert [graph.key.tokens for graph in captured] == [(4, 4), (8,), (2, 2), (4,)], "proved first"
+        assert case.wrapper.statistics().proved == 1
+    mean = Embedding(lambda hidden: (hidden, hidden.mean()))
+    with graphed(mean, output_dims={"1": None}, **settings) as case:
         captured = case.wrapper.capture_sizes(torch.randint(16, (8, 1)))
         assert [graph.key.tokens for graph in captured] == [(8,), (4,)]
         assert case.wrapper.capture(torch.randint(16, (6, 1))).key.tokens == (6,)
-        ids = torch.randint(16, (3, 1))
-        result, three = case.wrapper(ids)
-        assert torch.equal(result, case.eager(ids)[0])
-        assert (three, case.wrapper.statistics().graph_replays) == (3, 1)
+        ids = torch.randint(16, (4, 1))
+        for result, expected in zip(case.wrapper(ids), case.eager(ids), strict=True):
+            assert torch.equal(result, expected)
+        assert case.wrapper.statistics().graph_replays == 1
+    with (
+        graphed(Embedding(lambda hidden: (hidden, len(hidden))), **settings) as case,
+        pytest.raises(ConfigError, match=r"output\.1 is 8 for 8 rows and 7 for 7, which a graph cannot give back"),
+    ):
+        case.wrapper.capture_sizes(torch.randint(16, (8, 1)))
 
 
 def test_sizes_that_cannot_be_captured_are_refused_before_anything_runs() -> None:

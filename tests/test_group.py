@@ -89,7 +89,9 @@ def rows_of(rank: int, call: int) -> int:
 def whatever_batches(rank: int, world_size: int, calls: int, lanes: int) -> dict[str, Any]:
     group = CommGroup.from_process_group(timeout_s=20.0)
     module = Experts(group)
-    model = UBatchWrapper(module, UBatchConfig(num_ubatches=lanes, dbo_prefill_token_threshold=6, group=group))
+    model = UBatchWrapper(
+        module, UBatchConfig(verify="off", num_ubatches=lanes, dbo_prefill_token_threshold=6, group=group)
+    )
     generator = torch.Generator().manual_seed(rank)
     expected_engaged = 0
     with torch.inference_mode():
@@ -145,7 +147,7 @@ def ids(rows: int, length: int = 4) -> Tensor:
 
 def every_reason(rank: int, world_size: int) -> dict[str, list[str | None]]:
     group = CommGroup.from_process_group(timeout_s=20.0)
-    config = UBatchConfig(dbo_decode_token_threshold=4, dbo_prefill_token_threshold=8, group=group)
+    config = UBatchConfig(verify="off", dbo_decode_token_threshold=4, dbo_prefill_token_threshold=8, group=group)
     module = Rowwise(group)
     seen: dict[str, list[str | None]] = {}
 
@@ -182,9 +184,10 @@ def every_reason(rank: int, world_size: int) -> dict[str, list[str | None]]:
     with set_forward_context(ForwardContext(attn_metadata=object(), num_tokens=32) if rank == 1 else None):
         call("not requested", config, ids(8))
 
-    # What only the outputs can tell is found out in lanes, together; then the ranks repeat the step, and remember.
-    call("zero dimensions", config, ids(8), module=Rowwise(group, lambda y: y.float().mean()), times=2)
-    call("ambiguous output", config, ids(8), module=Rowwise(group, lambda y: y.new_ones(5)), times=2)
+    # What only the outputs can tell is found out in a proof, together, and remembered.
+    first = replace(config, verify="first")
+    call("zero dimensions", first, ids(8), module=Rowwise(group, lambda y: y.float().mean()), times=2)
+    call("ambiguous output", first, ids(8), module=Rowwise(group, lambda y: y.sum(0)), times=2)
 
     return seen
 
@@ -210,7 +213,7 @@ def test_every_reason_that_ranks_can_have_is_seen() -> None:
         "no splitter": [peer, DeclineReason.NO_SPLITTER],
         "not requested": [peer, DeclineReason.NOT_REQUESTED],
         "zero dimensions": [DeclineReason.ZERO_DIM_OUTPUT] * 2,
-        "ambiguous output": [DeclineReason.AMBIGUOUS_OUTPUT] * 2,
+        "ambiguous output": [DeclineReason.CANNOT_MERGE] * 2,
     }
     assert first == {name: [reasons[0]] for name, reasons in expected.items()}
     assert second == {name: [reasons[1]] for name, reasons in expected.items()}
@@ -221,7 +224,7 @@ def test_every_reason_that_ranks_can_have_is_seen() -> None:
 
 def voting(rank: int, world_size: int) -> None:
     group = CommGroup.from_process_group(timeout_s=5.0)
-    config = UBatchConfig(dbo_prefill_token_threshold=8, group=group)
+    config = UBatchConfig(verify="off", dbo_prefill_token_threshold=8, group=group)
     no = Offer(Wish.NO, (1,), 2, DeclineReason.DISABLED)
 
     # Small calls vote as well: what rank 0 calls, rank 1 answers vote by vote.
@@ -264,10 +267,14 @@ def voting(rank: int, world_size: int) -> None:
     assert torch.equal(model(torch.ones(8, 2)), torch.ones(8, 2))
     model.close()
 
-    # Outputs that one rank can merge and another cannot: no rank repeats the step alone.
-    model = UBatchWrapper(Rowwise(group, lambda y: y if rank else y.sum()), config)
+    # Outputs that one rank can merge and another cannot, unlike in their proof: no rank repeats the step alone.
+    rows_only = [True]
+    rowwise = Rowwise(group, lambda y: y if rank or rows_only[0] else y.sum())
+    model = UBatchWrapper(rowwise, replace(config, verify="first"))
+    model(ids(8))
+    rows_only[0] = False
     if rank == 0:
-        with pytest.raises(SplitError, match=r"ranks \[0\] could not merge .*zero_dim_output"):
+        with pytest.raises(SplitError, match=r"ranks \[0\] could not merge .*cannot_merge"):
             model(ids(8))
     else:
         model(ids(8))
@@ -310,7 +317,7 @@ def test_making_groups() -> None:
     with pytest.raises(ConfigError, match=r"Call torch.distributed.init_process_group first"):
         CommGroup.from_process_group()
     with pytest.raises(ConfigError, match="group must be a CommGroup, not str"):
-        UBatchConfig(group="world")  # type: ignore[arg-type]
+        UBatchConfig(verify="off", group="world")  # type: ignore[arg-type]
     run_ranks(making, 2)
 
 

@@ -229,18 +229,22 @@ def test_a_cache_of_another_batch_is_no_split(model: Qwen3MoeForCausalLM, wrappe
     assert "holds 4 sequences, but the call has 6 rows" in str(wrapper.statistics().last_reason)
 
 
-def test_other_outputs(model: Qwen3MoeForCausalLM, wrapper: UBatchWrapper) -> None:
+def test_other_outputs(model: Qwen3MoeForCausalLM) -> None:
     """A loss has no dimensions; router logits have one row per token."""
     ids = prompts()
-    result, expected = wrapper(ids, labels=ids), model(ids, labels=ids)
-    torch.testing.assert_close(result.loss, expected.loss)
-    assert wrapper.statistics().declined == {DeclineReason.ZERO_DIM_OUTPUT: 1}
+    with wrapped(model, verify="first") as wrapper:
+        for others in ({"labels": ids}, {"output_router_logits": True}):
+            for _ in range(2):
+                expected = model(ids, use_cache=False, **others)
+                assert_same(wrapper(ids, use_cache=False, **others), expected)
+        assert wrapper.statistics().declined == {DeclineReason.ZERO_DIM_OUTPUT: 4}
+        expected = model(ids)
+        for keep, columns in ((1, [-1]), (torch.tensor([0, 2]), [0, 2])):
+            for _ in range(2):
+                kept = wrapper(ids, logits_to_keep=keep)
+                torch.testing.assert_close(kept.logits, expected.logits[:, columns])
+        assert wrapper.statistics().engaged == 2
     with wrapped(model, output_dims={"aux_loss": None}) as other:
         result, expected = (each(ids, output_router_logits=True) for each in (other, model))
         assert other.statistics().engaged == 1
         assert_same(result.router_logits, expected.router_logits)
-    last = wrapper(ids, logits_to_keep=1)
-    torch.testing.assert_close(last.logits, expected.logits[:, -1:])
-    kept = wrapper(ids, logits_to_keep=torch.tensor([0, 2]))
-    torch.testing.assert_close(kept.logits, expected.logits[:, [0, 2]])
-    assert wrapper.statistics().engaged == 2

@@ -58,6 +58,7 @@ def sharded(mesh: DeviceMesh) -> nn.Sequential:
 
 def config(lanes: int = 2) -> UBatchConfig:
     return UBatchConfig(
+        verify="off",
         num_ubatches=lanes,
         dbo_prefill_token_threshold=lanes,
         dbo_decode_token_threshold=lanes,
@@ -179,7 +180,7 @@ class Summing(nn.Module):
 
 def on_unvoted_ranks(rank: int, world_size: int) -> tuple[str, str]:
     model = sharded(init_device_mesh("cpu", (world_size,)))
-    alone = UBatchWrapper(model, UBatchConfig(dbo_prefill_token_threshold=2), intercept_collectives=True)
+    alone = UBatchWrapper(model, UBatchConfig(verify="off", dbo_prefill_token_threshold=2), intercept_collectives=True)
     with torch.inference_mode(), pytest.raises(UnvotedCollectiveError) as unvoted:
         alone(torch.ones(8, HIDDEN))
     alone.close()
@@ -216,7 +217,7 @@ def test_calls_that_record_gradients_run_as_they_are(
     trained: bool, x_grad: bool, enabled: bool, declines: bool
 ) -> None:
     x = torch.ones(4, HIDDEN, requires_grad=x_grad)
-    settings = UBatchConfig(dbo_prefill_token_threshold=2)
+    settings = UBatchConfig(verify="off", dbo_prefill_token_threshold=2)
     wrapper = UBatchWrapper(Affine(trained), settings, intercept_collectives=True)
     with torch.set_grad_enabled(enabled):
         result = wrapper(x)

@@ -142,7 +142,7 @@ def test_shared_experts_run_inside_the_kernel() -> None:
     lanes: list[int] = []
     shared[0].register_forward_pre_hook(lambda module, args: lanes.append(dbo_current_ubatch_id()))
     with tracing() as trace:
-        wrapper = UBatchWrapper(model, UBatchConfig(dbo_prefill_token_threshold=2))
+        wrapper = UBatchWrapper(model, UBatchConfig(verify="off", dbo_prefill_token_threshold=2))
         wrapper(prompts(0), use_cache=False)
         wrapper.close()
     assert lanes == [0, 1]
@@ -173,7 +173,7 @@ def _check_model(make: Any, rank: int, group: CommGroup) -> None:
         torch.testing.assert_close(model(ids).logits, expected, atol=1e-5, rtol=1e-5)
         if link is not None:
             assert link.statistics().transfers == 2 * len(held)
-        wrapper = UBatchWrapper(model, UBatchConfig(dbo_prefill_token_threshold=2, timeout_s=20.0))
+        wrapper = UBatchWrapper(model, UBatchConfig(verify="off", dbo_prefill_token_threshold=2, timeout_s=20.0))
         assert wrapper.ubatch_config.group is group, "the wrapper votes over the group of the experts"
         overlapped = wrapper(ids, use_cache=False)
         assert wrapper.statistics().engaged == 1, wrapper.statistics()

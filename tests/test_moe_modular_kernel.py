@@ -95,7 +95,12 @@ class Stack(nn.Module):
 
 def overlapping(model: nn.Module, schedule: Schedule | str, lanes: int = 2) -> UBatchWrapper:
     config = UBatchConfig(
-        num_ubatches=lanes, dbo_prefill_token_threshold=lanes, schedule=schedule, require_overlap=True, timeout_s=10.0
+        verify="off",
+        num_ubatches=lanes,
+        dbo_prefill_token_threshold=lanes,
+        schedule=schedule,
+        require_overlap=True,
+        timeout_s=10.0,
     )
     return UBatchWrapper(model, config)
 

@@ -181,7 +181,12 @@ def _wrap(model: nn.Module, group: CommGroup, schedule: str, lanes: int) -> UBat
     return UBatchWrapper(
         model,
         UBatchConfig(
-            group=group, schedule=schedule, num_ubatches=lanes, dbo_prefill_token_threshold=lanes, timeout_s=20.0
+            verify="off",
+            group=group,
+            schedule=schedule,
+            num_ubatches=lanes,
+            dbo_prefill_token_threshold=lanes,
+            timeout_s=20.0,
         ),
     )
 

@@ -106,7 +106,7 @@ def swallowing(rank: int, world_size: int) -> None:
 
     group = CommGroup.from_process_group(timeout_s=GROUP_TIMEOUT_S)
     probe = Swallow(group)
-    model = UBatchWrapper(probe, UBatchConfig(dbo_prefill_token_threshold=4, group=group))
+    model = UBatchWrapper(probe, UBatchConfig(verify="off", dbo_prefill_token_threshold=4, group=group))
     if rank == 0:
         with pytest.raises(BoomError), group.step():
             vote_and_fail(group)
@@ -202,7 +202,7 @@ class TwoGroups(nn.Module):
 def several_groups(rank: int, world_size: int) -> None:
     voting, other, apart = (CommGroup.from_process_group(timeout_s=GROUP_TIMEOUT_S) for _ in range(3))
     module = TwoGroups(voting, other)
-    model = UBatchWrapper(module, UBatchConfig(dbo_prefill_token_threshold=4, group=voting))
+    model = UBatchWrapper(module, UBatchConfig(verify="off", dbo_prefill_token_threshold=4, group=voting))
     for step, (rows, late) in enumerate([(8, False), (3, False), (8, True), (3, True)]):
         # Rank 0 fails without a word on `other`, where rank 1 may be waiting for it, or with a transfer left there.
         module.step, module.fail, module.fail_late = step, rank == 0 and not late, rank == 0 and late
@@ -260,7 +260,7 @@ def sub_groups(rank: int, world_size: int) -> None:
                 x = ubatch.all_reduce(x, pair)
             return x
 
-    config = UBatchConfig(dbo_prefill_token_threshold=4, group=everybody, require_overlap=True)
+    config = UBatchConfig(verify="off", dbo_prefill_token_threshold=4, group=everybody, require_overlap=True)
     model = UBatchWrapper(Pairs(), config)
     assert torch.equal(model(torch.ones(6, 1)), torch.full((6, 1), (2.0, 3.0, 3.0)[rank]))
     model.close()
@@ -277,7 +277,7 @@ def alone(rank: int, world_size: int) -> None:
     group = CommGroup.from_process_group(timeout_s=GROUP_TIMEOUT_S)
     for own_group in (group, None):
         module = TwoGroups(group, group)
-        config = UBatchConfig(dbo_prefill_token_threshold=4, group=own_group)
+        config = UBatchConfig(verify="off", dbo_prefill_token_threshold=4, group=own_group)
         model = UBatchWrapper(module, config)
         module.fail = True
         for rows in (8, 3):

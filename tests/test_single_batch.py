@@ -170,6 +170,7 @@ def on_ranks(rank: int, world_size: int) -> tuple[list[Any], list[str]]:
         {
             "dbo_prefill_token_threshold": 4,
             "dbo_decode_token_threshold": 2,
+            "verify": "off",
             "schedules": {"mine": {"lanes": 3, "chunks": 2}},
             "decode": {"schedule": "single_batch"},
             "prefill": {"schedule": "mine"},
@@ -184,7 +185,7 @@ def on_ranks(rank: int, world_size: int) -> tuple[list[Any], list[str]]:
     counts = wrapper.statistics()
     wrapper.close()
     if rank == 1:  # as if it was started with other settings
-        config = UBatchConfig()
+        config = UBatchConfig(verify="off")
     wrapper = UBatchWrapper(model, replace(config, group=group))
     with pytest.raises(PeerFailed if rank == 0 else ConfigError) as wrong:
         wrapper(torch.ones((6, 0)[rank], 2, dtype=torch.long))

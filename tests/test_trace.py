@@ -340,7 +340,7 @@ class Model(nn.Module):
 
 
 def test_the_wrapper_counts_steps_and_records_unsplit_calls() -> None:
-    wrapper = UBatchWrapper(Model(), UBatchConfig(dbo_prefill_token_threshold=4))
+    wrapper = UBatchWrapper(Model(), UBatchConfig(verify="off", dbo_prefill_token_threshold=4))
     with tracing() as trace:
         begun = time.monotonic()
         assert wrapper(torch.zeros(2)).tolist() == [0, 0]
@@ -368,7 +368,7 @@ def test_an_unsplit_call_that_fails_is_recorded_too() -> None:
         def forward(self, x: Tensor) -> Tensor:
             raise ValueError("original")
 
-    wrapper = UBatchWrapper(Fails())
+    wrapper = UBatchWrapper(Fails(), UBatchConfig(verify="off"))
     with tracing() as trace:
         with pytest.raises(ValueError, match="original"):
             wrapper(torch.zeros(2))

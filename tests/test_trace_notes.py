@@ -13,24 +13,27 @@ from ubatch.trace import StepNote, note_outcome, note_step, traced_step
 
 @torch.inference_mode()
 def test_every_step_has_a_note() -> None:
-    wrapper = UBatchWrapper(Model().eval(), UBatchConfig(dbo_prefill_token_threshold=4, dbo_decode_token_threshold=6))
+    config = UBatchConfig(dbo_prefill_token_threshold=4, dbo_decode_token_threshold=6)
+    wrapper = UBatchWrapper(Model().eval(), config)
     with tracing() as trace:
+        wrapper(x_of(6))
         wrapper(x_of(6))
         wrapper(x_of(3))
         with set_forward_context(ForwardContext(num_tokens=5, mode=ForwardMode.DECODE)):
             wrapper(x_of(5))
     wrapper.close()
     assert [(n.step, n.mode, n.tokens, n.schedule, n.lanes, n.chunks, n.reason) for n in trace.notes] == [
-        (1, "prefill", 6, "mlp_shared_overlap", 2, 1, None),
-        (2, "prefill", 3, "mlp_shared_overlap", 1, 1, "below_prefill_threshold"),
-        (3, "decode", 5, "mlp_shared_overlap", 1, 1, "below_decode_threshold"),
+        (1, "prefill", 6, "mlp_shared_overlap", 1, 1, "proved"),
+        (2, "prefill", 6, "mlp_shared_overlap", 2, 1, None),
+        (3, "prefill", 3, "mlp_shared_overlap", 1, 1, "below_prefill_threshold"),
+        (4, "decode", 5, "mlp_shared_overlap", 1, 1, "below_decode_threshold"),
     ]
     for note in trace.notes:
         spans = [span for span in trace.spans if span.step == note.step]
         assert spans
         assert all(note.start <= span.start <= span.end <= note.end for span in spans)
     trace.clear()
-    assert (trace.notes, trace.step) == ([], 3)
+    assert (trace.notes, trace.step) == ([], 4)
 
 
 def test_a_step_that_fails_has_none_and_leaves_none() -> None:
@@ -61,6 +64,6 @@ def test_the_last_word_counts_and_without_a_trace_there_is_none() -> None:
         with traced_step():
             note_step("decode", 3, "s")
             note_outcome(lanes=2)
-            note_outcome(reason="ambiguous_output", declined_by=1)
+            note_outcome(reason="cannot_merge", declined_by=1)
     (note,) = trace.notes
-    assert note == StepNote(1, "decode", 3, "s", 1, 1, "ambiguous_output", 1, note.start, note.end)
+    assert note == StepNote(1, "decode", 3, "s", 1, 1, "cannot_merge", 1, note.start, note.end)

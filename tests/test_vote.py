@@ -159,10 +159,10 @@ def test_all_ranks_reach_the_same_answer(made: list[Offer], again: bool) -> None
 
 
 def test_a_step_is_repeated_by_all_ranks_or_by_none() -> None:
-    repeat = replace(NO, reason=DeclineReason.AMBIGUOUS_OUTPUT, again=True)
-    assert decide([repeat, repeat], 1).reason is DeclineReason.AMBIGUOUS_OUTPUT
+    repeat = replace(NO, reason=DeclineReason.CANNOT_MERGE, again=True)
+    assert decide([repeat, repeat], 1).reason is DeclineReason.CANNOT_MERGE
     for made in ([YES, repeat], [repeat, NO], [IDLE, repeat]):
-        with pytest.raises(SplitError, match=r"ranks \[\d\] could not merge.*ambiguous_output.*output_dims"):
+        with pytest.raises(SplitError, match=r"ranks \[\d\] could not merge.*cannot_merge.*output_dims"):
             decide(made)
 
 

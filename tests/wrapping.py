@@ -20,22 +20,29 @@ class Plain(nn.Module):
 
     def __init__(self, function: Function) -> None:
         super().__init__()
-        self.calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+        calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
 
         @functools.wraps(function)
         def forward(*args: Any, **kwargs: Any) -> Any:
-            self.calls.append((args, kwargs))
+            calls.append((args, kwargs))
             dbo_yield()
             return function(*args, **kwargs)
 
         self.forward = forward
+        self._calls = lambda: calls  # not an attribute of its own: that would be state
+
+    @property
+    def calls(self) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
+        """The arguments of every call so far."""
+        return self._calls()
 
 
 @contextmanager
 def wrapped(module: nn.Module, **settings: Any) -> Iterator[UBatchWrapper]:
-    """`module` wrapped, with thresholds as low as they can be; closed at the end."""
+    """`module` wrapped, with thresholds as low as they can be, and overlapping from the first call on; closed at the
+    end."""
     lanes = settings.get("num_ubatches", 2)
-    low = {"dbo_decode_token_threshold": lanes, "dbo_prefill_token_threshold": lanes}
+    low = {"dbo_decode_token_threshold": lanes, "dbo_prefill_token_threshold": lanes, "verify": "off"}
     wrapper = UBatchWrapper(module, UBatchConfig(**{**low, **settings}))
     try:
         yield wrapper
@@ -50,17 +57,19 @@ def call_both(
     declines: DeclineReason | None = None,
     **kw: Any,
 ) -> tuple[Any, Plain]:
-    """Call a module made from `function` in lanes: equal to the plain call, and overlapped unless it `declines`.
+    """Call a module made from `function` twice, proved and in lanes: equal to the plain call, and overlapped unless it
+    `declines`.
 
     Returns the overlapped result, and the module with the calls that its lanes made.
     """
     module = Plain(function)
     expected = module(*args, **kw)
-    module.calls.clear()
-    with wrapped(module, **(settings or {})) as wrapper:
+    with wrapped(module, **{"verify": "first", **(settings or {})}) as wrapper:
+        assert_same(wrapper(*args, **kw), expected)
+        module.calls.clear()
         result = wrapper(*args, **kw)
         seen = wrapper.statistics()
-    assert (seen.engaged, dict(seen.declined)) == ((1, {}) if declines is None else (0, {declines: 1})), seen
+    assert (seen.engaged, dict(seen.declined)) == ((1, {}) if declines is None else (0, {declines: 2})), seen
     assert_same(result, expected)
     return result, module
 

@@ -48,7 +48,7 @@ from ubatch.collectives import (
     launch_reduce_scatter,
     reduce_scatter,
 )
-from ubatch.config import CUDAGraphMode, UBatchConfig
+from ubatch.config import CUDAGraphMode, UBatchConfig, Verify
 from ubatch.context import UBatchContext, current_lane, current_schedule, make_ubatch_contexts
 from ubatch.dbo import (
     dbo_current_ubatch_id,
@@ -171,6 +171,7 @@ __all__ = [
     "UBatchTimeout",
     "UBatchWrapper",
     "UnvotedCollectiveError",
+    "Verify",
     "Wish",
     "all_gather",
     "all_reduce",

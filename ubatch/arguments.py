@@ -1,18 +1,20 @@
 """Cutting a call's arguments into lanes.
 
-Arguments are split by *parameter name*, never because a size happens to match:
-
     tensor    its name (or path) in `split_dims`, else in the table of well-known names, else, if it is the call's
-              only tensor, along dimension 0; anything else is ambiguous
+              only tensor, along dimension 0
     cache     through its registered splitter
     tuple, list, dict, dataclass      leaf by leaf
     number, string, None, dtype, ...  the same for every lane
+
+Anything else is ambiguous. Where the cut will be proved (`ubatch.proof`), it is *tried*: along dimension 0 if that has
+as many rows as the batch, else every lane gets the whole. Where nobody proves it, the call is refused instead.
 
 What cannot be split is reported with a reason and a sentence, and nothing has run yet.
 """
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import inspect
@@ -21,17 +23,20 @@ import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ubatch.caches import CacheSplitter, splitter_for
-from ubatch.containers import PLAIN, children_of, rebuild
+from ubatch.containers import PLAIN, children_of, rebuild, tensors_in
 from ubatch.errors import ConfigError, SplitError, nearest
 from ubatch.vote import DeclineReason
 
 __all__ = [
-    "CacheParts",
     "CallPlan",
     "CannotSplit",
+    "Copier",
+    "LaneParts",
+    "Leaf",
     "check_split_dims",
     "even_bounds",
     "longest_named",
@@ -60,7 +65,7 @@ class CannotSplit(SplitError):
 
 
 @dataclasses.dataclass(frozen=True)
-class _Leaf:
+class Leaf:
     """One tensor, list or cache of the call.
 
     Attributes:
@@ -75,7 +80,16 @@ class _Leaf:
     dim: int | None
     splitter: CacheSplitter | None = None
 
+    def sizes_beside(self) -> set[int]:
+        """All of its sizes but that of the rows."""
+        if isinstance(self.value, Tensor):
+            return {size for at, size in enumerate(self.value.shape) if at != self.dim}
+        if self.splitter is not None:
+            return {size for tensor in tensors_in(self.value) for size in tensor.shape}
+        return set() if self.dim is not None or not isinstance(self.value, list | tuple) else {len(self.value)}
+
     def cut(self, bounds: Sequence[slice]) -> list[Any]:
+        """The parts of lanes with these rows."""
         if self.splitter is not None:
             parts = self.splitter.split(self.value, bounds)
             if len(parts) != len(bounds):
@@ -102,7 +116,7 @@ class CallPlan:
         args, kwargs: the call, every positional argument with its parameter's name.
     """
 
-    leaves: tuple[_Leaf, ...]
+    leaves: tuple[Leaf, ...]
     rows: int
     tokens_per_row: int
     decode: bool
@@ -116,8 +130,44 @@ class CallPlan:
         """Tokens of the whole call."""
         return self.rows * self.tokens_per_row
 
-    def cut(self, bounds: Sequence[slice]) -> tuple[list[tuple[tuple[Any, ...], dict[str, Any]]], CacheParts]:
-        """Every lane's arguments, and the caches that must be merged afterwards.
+    @property
+    def dims(self) -> tuple[int | None, ...]:
+        """Where each leaf is cut."""
+        return tuple(leaf.dim for leaf in self.leaves)
+
+    def copied(self, order: Sequence[int] | None) -> CallPlan:
+        """The same call on copies of everything that lanes could write to.
+
+        Args:
+            order: the rows that the copies have, by their number in this call; None for all of them, as they are.
+
+        Raises:
+            CannotSplit: an argument cannot be copied.
+        """
+        copier = Copier(order)
+        leaves = []
+        for leaf in self.leaves:
+            try:
+                leaves.append(dataclasses.replace(leaf, value=copier.copy(leaf.value, leaf.dim, leaf.splitter)))
+            except (MemoryError, torch.OutOfMemoryError):
+                raise
+            except Exception as error:
+                raise CannotSplit(
+                    DeclineReason.CANNOT_PROVE,
+                    f"argument {leaf.path!r} is a {type(leaf.value).__name__} that cannot be copied ({error}), so "
+                    'overlap cannot be proved. Set verify="off" if the module\'s rows do not depend on each other.',
+                ) from error
+        own = {leaf.path: leaf.value for leaf in leaves}
+        return dataclasses.replace(
+            self,
+            leaves=tuple(leaves),
+            rows=self.rows if order is None else len(order),
+            args=tuple((name, _pick(name, value, own)) for name, value in self.args),
+            kwargs={name: _pick(name, value, own) for name, value in self.kwargs.items()},
+        )
+
+    def cut(self, bounds: Sequence[slice]) -> tuple[list[tuple[tuple[Any, ...], dict[str, Any]]], LaneParts]:
+        """Every lane's arguments, and what they were made of.
 
         Raises:
             CannotSplit: a cache, or a container of an unusual class, cannot be taken apart.
@@ -128,9 +178,6 @@ class CallPlan:
                 parts[leaf.path] = leaf.cut(bounds)
             except SplitError as error:
                 raise CannotSplit(DeclineReason.NO_SPLITTER, f"argument {leaf.path!r}: {error}") from error
-        caches = CacheParts(
-            [(leaf.splitter, leaf.value, parts[leaf.path]) for leaf in self.leaves if leaf.splitter is not None]
-        )
         calls = []
         for lane in range(len(bounds)):
             own = {path: lanes[lane] for path, lanes in parts.items()}
@@ -140,7 +187,7 @@ class CallPlan:
                     {name: _pick(name, value, own) for name, value in self.kwargs.items()},
                 )
             )
-        return calls, caches
+        return calls, LaneParts(self.leaves, parts, [rows.stop - rows.start for rows in bounds])
 
 
 def _pick(path: str, value: Any, parts: Mapping[str, Any]) -> Any:
@@ -163,20 +210,79 @@ def _pick(path: str, value: Any, parts: Mapping[str, Any]) -> Any:
         ) from error
 
 
-class CacheParts:
-    """The caches of a call, with the parts that the lanes changed."""
+class Copier:
+    """Copies the leaves of a call: what is one object in the call is one object in the copy.
 
-    def __init__(self, caches: Sequence[tuple[CacheSplitter, Any, Sequence[Any]]]) -> None:
-        self._caches = caches
+    Args:
+        order: see `CallPlan.copied`.
+    """
 
-    def whole_of(self, part: object) -> Any | None:
+    def __init__(self, order: Sequence[int] | None) -> None:
+        self._order = order
+        self._made: dict[tuple[int, int | None], Any] = {}
+
+    def copy(self, value: Any, dim: int | None, splitter: CacheSplitter | None = None) -> Any:
+        """A copy of one leaf that is cut along `dim`, with the rows of `order`."""
+        key = id(value), dim
+        if key not in self._made:
+            self._made[key] = self._copy(value, dim, splitter)
+        return self._made[key]
+
+    def _copy(self, value: Any, dim: int | None, splitter: CacheSplitter | None) -> Any:
+        order = self._order if dim is not None or splitter is not None else None
+        if isinstance(value, Tensor):
+            return _copy_tensor(value, dim, order)
+        if order is None:
+            stateless = not isinstance(value, list | tuple) and not any(True for _ in tensors_in(value))
+            return value if stateless else copy.deepcopy(value)
+        if splitter is None:
+            return type(value)(value[row] for row in order)
+        size = max(order, default=-1) + 1
+        single = splitter.split(copy.deepcopy(value), [slice(row, row + 1) for row in range(size)])
+        return splitter.merge([copy.deepcopy(single[row]) for row in order], None)
+
+
+def _copy_tensor(value: Tensor, dim: int | None, order: Sequence[int] | None) -> Tensor:
+    in_graph = value.requires_grad and not value.is_leaf and torch.is_grad_enabled()
+    source = value if in_graph else value.detach()
+    if order is None or dim is None:
+        made = source.clone()
+    else:
+        made = source.index_select(dim, torch.tensor(order, dtype=torch.long, device=value.device))
+    return made if in_graph else made.requires_grad_(value.requires_grad)
+
+
+class LaneParts:
+    """What the lanes of a call got in place of its leaves.
+
+    Args:
+        leaves: of the call.
+        parts: of every leaf, by path, one per lane.
+        rows: of every lane.
+    """
+
+    def __init__(self, leaves: Sequence[Leaf], parts: Mapping[str, Sequence[Any]], rows: Sequence[int]) -> None:
+        self.rows = tuple(rows)
+        self._wholes = {leaf.path: leaf.value for leaf in leaves}
+        self._parts = parts
+        self._caches = [(leaf.splitter, leaf.value, parts[leaf.path]) for leaf in leaves if leaf.splitter is not None]
+
+    def of(self, path: str) -> Sequence[Any]:
+        """The parts of the leaf at `path`."""
+        return self._parts[path]
+
+    def whole(self, path: str) -> Any:
+        """The leaf at `path`, as the caller gave it."""
+        return self._wholes[path]
+
+    def cache_of(self, part: object) -> Any | None:
         """The cache that `part` was cut from, or None."""
         for _, whole, parts in self._caches:
             if any(part is own for own in parts):
                 return whole
         return None
 
-    def merge(self) -> None:
+    def merge_caches(self) -> None:
         """Put what the lanes wrote into the caller's caches."""
         for splitter, whole, parts in self._caches:
             splitter.merge(parts, whole)
@@ -214,8 +320,16 @@ def plan_call(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
     split_dims: Mapping[str, int | None],
+    *,
+    tried: bool = False,
 ) -> CallPlan:
     """How to split this call.
+
+    Args:
+        names: of the positional parameters; see `parameter_names`.
+        args, kwargs: the call.
+        split_dims: what the user said.
+        tried: the cut will be proved, so what is ambiguous is tried instead of refused.
 
     Raises:
         CannotSplit: with the counted reason and a sentence that names the argument and says what to do.
@@ -226,38 +340,9 @@ def plan_call(
         for index, value in enumerate(args)
     )
     found = [leaf for name, value in (*named, *kwargs.items()) for leaf in _find(name, value, split_dims)]
-    tensors = [path for path, value, _, _ in found if isinstance(value, Tensor) and value.dim() > 0]
-    leaves: list[_Leaf] = []
-    for path, value, dim, known in found:
-        splitter = None if known and dim is None else splitter_for(value)
-        if splitter is not None:
-            leaves.append(_Leaf(path, value, None, splitter))
-        elif known:
-            leaves.append(_checked(path, value, dim))
-        elif isinstance(value, Tensor):
-            if value.dim() == 0:
-                continue
-            if len(tensors) > 1:
-                raise CannotSplit(
-                    DeclineReason.AMBIGUOUS_ARGUMENT,
-                    f"argument {path!r} is a tensor of shape {tuple(value.shape)} whose batch dimension is not known. "
-                    f"Say it: split_dims={{{path!r}: 0}}, or None to give every lane the whole of it.",
-                )
-            leaves.append(_Leaf(path, value, 0))
-        elif isinstance(value, list | tuple):
-            raise CannotSplit(
-                DeclineReason.AMBIGUOUS_ARGUMENT,
-                f"argument {path!r} is a {type(value).__name__} of {len(value)} values: one per row, or the same for "
-                f"all? Say which: split_dims={{{path!r}: 0}} or {{{path!r}: None}}.",
-            )
-        else:
-            raise CannotSplit(
-                DeclineReason.NO_SPLITTER,
-                f"argument {path!r} is a {type(value).__name__}, which nobody registered a splitter for. "
-                f"Use ubatch.register_splitter, or split_dims={{{path!r}: None}} if every lane may share it.",
-            )
+    leaves = _tried(found, split_dims) if tried else _known(found)
     plan = _with_rows(leaves, named, kwargs)
-    for leaf in plan.leaves:
+    for leaf in plan.leaves if not tried else ():
         if _rows_or_columns(leaf, plan) and longest_named(leaf.path, split_dims) is None:
             raise CannotSplit(
                 DeclineReason.AMBIGUOUS_ARGUMENT,
@@ -268,7 +353,105 @@ def plan_call(
     return plan
 
 
-def _find(path: str, value: Any, split_dims: Mapping[str, int | None]) -> Iterator[tuple[str, Any, int | None, bool]]:
+_Found = tuple[str, Any, int | None, bool]
+"""A leaf before its place is settled: path, value, dimension, and whether that is known."""
+
+
+def _known(found: Sequence[_Found]) -> list[Leaf]:
+    """The leaves, where every one's place must be known."""
+    tensors = [path for path, value, _, _ in found if isinstance(value, Tensor) and value.dim() > 0]
+    leaves: list[Leaf] = []
+    for path, value, dim, known in found:
+        settled = _settled_at_once(path, value, dim, known)
+        if settled is not None:
+            leaves.append(settled)
+        elif isinstance(value, Tensor):
+            if len(tensors) > 1:
+                raise CannotSplit(
+                    DeclineReason.AMBIGUOUS_ARGUMENT,
+                    f"argument {path!r} is a tensor of shape {tuple(value.shape)} whose batch dimension is not known. "
+                    f"Say it: split_dims={{{path!r}: 0}}, or None to give every lane the whole of it.",
+                )
+            leaves.append(Leaf(path, value, 0))
+        else:
+            raise CannotSplit(
+                DeclineReason.AMBIGUOUS_ARGUMENT,
+                f"argument {path!r} is a {type(value).__name__} of {len(value)} values: one per row, or the same for "
+                f"all? Say which: split_dims={{{path!r}: 0}} or {{{path!r}: None}}.",
+            )
+    return leaves
+
+
+def _tried(found: Sequence[_Found], split_dims: Mapping[str, int | None]) -> list[Leaf]:
+    """The leaves, where the cut is proved later: what has as many rows as the batch is cut, the rest is shared."""
+    rows = _rows_to_try(found, split_dims)
+    leaves: list[Leaf] = []
+    for path, value, dim, known in found:
+        by_name = known and dim is not None and longest_named(path, split_dims) is None
+        settled = _settled_at_once(path, value, dim, known and not by_name)
+        if settled is None:
+            place = dim or 0
+            if path.rpartition(".")[2] in _POSITIONS and isinstance(value, Tensor) and value.dim() > 2:
+                place = 1  # multimodal rope has [3, B, S]
+            settled = Leaf(path, value, place if _dims(value) > place else None)
+            if rows is not None and settled.dim is not None and _size(settled) != rows:
+                settled = dataclasses.replace(settled, dim=None)
+        leaves.append(settled)
+    return leaves
+
+
+def _rows_to_try(found: Sequence[_Found], split_dims: Mapping[str, int | None]) -> int | None:
+    """How many rows the batch seems to have: those of what the user named, else of the token ids, else of what has a
+    well-known name, else of the first tensor."""
+
+    def rank(leaf: _Found) -> int:
+        path, _, dim, known = leaf
+        if longest_named(path, split_dims) is not None:
+            return 0
+        name = path.rpartition(".")[2]
+        if known and dim is not None:
+            return 1 if name in _TOKEN_IDS else 3 if name in _MAY_BROADCAST else 2
+        return 4
+
+    candidates = [
+        leaf
+        for leaf in found
+        if isinstance(leaf[1], Tensor) and leaf[1].dim() > 0 and (not leaf[3] or leaf[2] is not None)
+    ]
+    if not candidates:
+        return None
+    path, value, dim, _ = min(candidates, key=rank)
+    return _size(_checked(path, value, dim or 0))
+
+
+def _settled_at_once(path: str, value: Any, dim: int | None, known: bool) -> Leaf | None:
+    """A leaf whose place needs no guess; None for one that does.
+
+    Raises:
+        CannotSplit: nobody knows how to cut it.
+    """
+    if isinstance(value, Tensor) and (value.is_nested or value.layout is not torch.strided):
+        layout = "nested" if value.is_nested else str(value.layout)
+        raise CannotSplit(
+            DeclineReason.TENSOR_LAYOUT, f"argument {path!r} is a {layout} tensor, which cannot be cut into rows."
+        )
+    splitter = None if known and dim is None else splitter_for(value)
+    if splitter is not None:
+        return Leaf(path, value, None, splitter)
+    if known:
+        return _checked(path, value, dim)
+    if isinstance(value, Tensor):
+        return Leaf(path, value, None) if value.dim() == 0 else None
+    if isinstance(value, list | tuple):
+        return None
+    raise CannotSplit(
+        DeclineReason.NO_SPLITTER,
+        f"argument {path!r} is a {type(value).__name__}, which nobody registered a splitter for. "
+        f"Use ubatch.register_splitter, or split_dims={{{path!r}: None}} if every lane may share it.",
+    )
+
+
+def _find(path: str, value: Any, split_dims: Mapping[str, int | None]) -> Iterator[_Found]:
     """Leaves that matter: `(path, value, dim, known)`."""
     dim, known = _lookup(path, value, split_dims)
     if isinstance(value, (*PLAIN, *_FUNCTIONS)):
@@ -278,8 +461,7 @@ def _find(path: str, value: Any, split_dims: Mapping[str, int | None]) -> Iterat
         return
     children = children_of(value)
     if children is None:
-        if not known or dim is not None:
-            yield path, value, dim, False
+        yield path, value, dim, known and dim is None
         return
     if children and isinstance(value, list | tuple) and all(isinstance(child, PLAIN) for _, child in children):
         if not all(child is None for _, child in children):
@@ -309,19 +491,19 @@ def _lookup(path: str, value: Any, split_dims: Mapping[str, int | None]) -> tupl
     return None, name in _SAME_FOR_ALL
 
 
-def _checked(path: str, value: Any, dim: int | None) -> _Leaf:
+def _checked(path: str, value: Any, dim: int | None) -> Leaf:
     if dim is None:
-        return _Leaf(path, value, None)
-    dims = value.dim() if isinstance(value, Tensor) else 1
+        return Leaf(path, value, None)
+    dims = _dims(value)
     if not -dims <= dim < dims:
         raise CannotSplit(
             DeclineReason.AMBIGUOUS_ARGUMENT,
             f"argument {path!r} has {dims} dimensions, so it cannot be split along dimension {dim}. Mend split_dims.",
         )
-    return _Leaf(path, value, dim % dims)
+    return Leaf(path, value, dim % dims)
 
 
-def _with_rows(leaves: list[_Leaf], args: tuple[tuple[str, Any], ...], kwargs: Mapping[str, Any]) -> CallPlan:
+def _with_rows(leaves: list[Leaf], args: tuple[tuple[str, Any], ...], kwargs: Mapping[str, Any]) -> CallPlan:
     """Check that all split leaves agree on the number of rows; size 1 broadcasts where the field's names do."""
     sizes = {leaf.path: _size(leaf) for leaf in leaves if leaf.dim is not None}
     if not sizes:
@@ -352,14 +534,14 @@ def _with_rows(leaves: list[_Leaf], args: tuple[tuple[str, Any], ...], kwargs: M
     )
 
 
-def _rows_or_columns(leaf: _Leaf, plan: CallPlan) -> bool:
+def _rows_or_columns(leaf: Leaf, plan: CallPlan) -> bool:
     """Whether positions `[n]` could belong to the rows or to the columns of token ids `[n, n]`."""
     name = leaf.path.rpartition(".")[2]
     square = leaf.dim is not None and plan.rows == plan.tokens_per_row > 1
     return square and name in _POSITIONS and isinstance(leaf.value, Tensor) and leaf.value.dim() == 1
 
 
-def _tokens_per_row(leaves: Sequence[_Leaf]) -> int | None:
+def _tokens_per_row(leaves: Sequence[Leaf]) -> int | None:
     """S of the call's token ids `[B, S]` or embeddings `[B, S, hidden]`; None where it has neither."""
     for name in _TOKEN_IDS:
         for leaf in leaves:
@@ -369,15 +551,19 @@ def _tokens_per_row(leaves: Sequence[_Leaf]) -> int | None:
     return None
 
 
-def _size_beside(leaf: _Leaf) -> int | None:
+def _size_beside(leaf: Leaf) -> int | None:
     """Where a tensor is split along one of its first two dimensions, the size of the other one."""
     if not isinstance(leaf.value, Tensor) or leaf.value.dim() < 2 or leaf.dim not in (0, 1):
         return None
     return int(leaf.value.shape[1 - leaf.dim])
 
 
-def _size(leaf: _Leaf) -> int:
+def _size(leaf: Leaf) -> int:
     return int(leaf.value.shape[leaf.dim or 0]) if isinstance(leaf.value, Tensor) else len(leaf.value)
+
+
+def _dims(value: Any) -> int:
+    return value.dim() if isinstance(value, Tensor) else 1
 
 
 def even_bounds(rows: int, lanes: int) -> list[slice]:

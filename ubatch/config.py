@@ -17,7 +17,7 @@ from ubatch.schedule import SCHEDULES, Schedule, check_runnable
 from ubatch.split_cost import SplitBy
 from ubatch.vote import MAX_LANES, Decision, fingerprint
 
-__all__ = ["CUDAGraphMode", "UBatchConfig"]
+__all__ = ["CUDAGraphMode", "UBatchConfig", "Verify"]
 
 
 class CUDAGraphMode(StrEnum):
@@ -38,6 +38,17 @@ class CUDAGraphMode(StrEnum):
         return cls(mode)
 
 
+class Verify(StrEnum):
+    """Which calls of a module are proved before they overlap: run whole and in lanes, and compared."""
+
+    FIRST = "first"
+    """the first of every signature (two in 16 bits)"""
+    ALWAYS = "always"
+    """every one, for development; nothing gets faster"""
+    OFF = "off"
+    """none: who wraps knows that the rows of a batch do not depend on each other, and how outputs merge"""
+
+
 _KINDS: Mapping[str, type | tuple[type, ...]] = {
     "enable_dbo": bool,
     "num_ubatches": int,
@@ -51,6 +62,7 @@ _KINDS: Mapping[str, type | tuple[type, ...]] = {
     "split_dims": Mapping,
     "output_dims": Mapping,
     "require_overlap": bool,
+    "verify": str,
     "profile_ranges": bool,
     "cudagraph_capture_sizes": (list, tuple),
     "schedules": Mapping,
@@ -80,10 +92,12 @@ class UBatchConfig:
         split_dims: parameter name (or `name.key` inside a nested argument) -> the dimension to split, None to give
             every lane the whole argument.
         output_dims: output name (or path; `output` where there is no name) -> the dimension to concatenate, None
-            where every lane returns the same. What is not named is concatenated along dimension 0, where that is the
-            rows or tokens of the call.
+            where every lane returns the same. Needed with `verify="off"` alone: there, what is not named is
+            concatenated along dimension 0, where that is the rows or tokens of the call. A proof finds out by itself,
+            and refuses what is named otherwise.
         profile_ranges: show every lane's stages as ranges in torch.profiler and NVTX (`ubatch.ranges`).
-        require_overlap: raise `OverlapDeclined` instead of running unsplit.
+        require_overlap: raise `OverlapDeclined` instead of running unsplit. A proving call is allowed.
+        verify: `first`, `always` or `off`; see `Verify`.
         cudagraph_capture_sizes: tokens of the graphs that `UBatchWrapper.capture_sizes` captures; smaller calls are
             padded to the next one.
         schedules: schedules of one's own; their names may stand wherever a schedule's name may.
@@ -108,6 +122,7 @@ class UBatchConfig:
     output_dims: Mapping[str, int | None] = field(default_factory=dict)
     profile_ranges: bool = False
     require_overlap: bool = False
+    verify: str = Verify.FIRST.value
     cudagraph_capture_sizes: tuple[int, ...] = ()
     schedules: Mapping[str, Schedule] = field(default_factory=dict)
     modes: Mapping[str, ModeSettings] = field(default_factory=dict)
@@ -146,6 +161,8 @@ class UBatchConfig:
             )
         if self.split_by not in tuple(SplitBy):
             raise ConfigError(f"unknown split_by {self.split_by!r}{nearest(self.split_by, tuple(SplitBy))}")
+        if self.verify not in tuple(Verify):
+            raise ConfigError(f"unknown verify {self.verify!r}{nearest(self.verify, tuple(Verify))}")
         if not self.timeout_s > 0:
             raise ConfigError(f"timeout_s must be positive, not {self.timeout_s}.")
         if self.group is not None and not isinstance(self.group, CommGroup):
@@ -260,13 +277,20 @@ class UBatchConfig:
         arguments: dict[str, Any] = {}
         for key, value in values.items():
             name = str(key).replace("-", "_")
+            if name == "verify" and not isinstance(value, Mapping):  # of the proof; a mapping is of the verify steps
+                arguments["verify"] = "off" if value is False else value  # as YAML reads `off`
+                continue
             if name not in _KINDS and name not in MODE_KEYS:
                 raise ConfigError(f"unknown key {key!r}{nearest(name, {*_KINDS, *MODE_KEYS})}")
             if name in arguments:
                 raise ConfigError(f"{key!r} is given twice, with hyphens and with underscores. Remove one.")
             _check_type(str(key), value, Mapping if name in MODE_KEYS else _KINDS[name])
             arguments[name] = value
-        modes = {key: ModeSettings.from_mapping(key, arguments.pop(key)) for key in MODE_KEYS if key in arguments}
+        modes = {
+            key: ModeSettings.from_mapping(key, arguments.pop(key))
+            for key in MODE_KEYS
+            if isinstance(arguments.get(key), Mapping)
+        }
         schedules = {name: _own_schedule(name, each) for name, each in arguments.pop("schedules", {}).items()}
         return cls(**arguments, schedules=schedules, modes=modes)
 

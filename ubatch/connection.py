@@ -109,6 +109,10 @@ class Connection:
         if self.broken is not None:
             raise GroupBroken(f"the group of ranks {list(self.ranks)} is out of step: {self.broken} Call reset().")
 
+    def used(self, other: Connection) -> bool:
+        """Whether `other` was launched on in a step of this one."""
+        return other in self._dependents
+
     def note_launch(self, lane: int, name: str, x: Tensor) -> None:
         """A transfer is launched here, in the steps of the connection whose ranks vote. See `ubatch.launch_order`."""
         order = (_leader.get() or self).order

@@ -10,13 +10,14 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections import UserDict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from enum import Enum
 from typing import Any
 
 import torch
+from torch import Tensor
 
-__all__ = ["PLAIN", "children_of", "rebuild"]
+__all__ = ["PLAIN", "children_of", "rebuild", "tensors_in"]
 
 PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout, type, Enum)
 """Classes of values that are the same for every row."""
@@ -54,3 +55,19 @@ def rebuild(value: Any, children: list[Any]) -> Any:
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*children)
     return type(value)(children)
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Every tensor in a value: in containers, and in the attributes of other objects."""
+    seen: set[int] = set()
+    waiting = [value]
+    while waiting:
+        each = waiting.pop()
+        if id(each) in seen or isinstance(each, PLAIN):
+            continue
+        seen.add(id(each))
+        if isinstance(each, Tensor):
+            yield each
+            continue
+        children = children_of(each)
+        waiting += [child for _, child in children] if children is not None else getattr(each, "__dict__", {}).values()

@@ -77,10 +77,24 @@ class Execution:
             ConfigError: `context` has slices, but not what lanes need.
             Others: what the lanes raised; see `LanePool.run`.
         """
-        contexts = _lane_contexts(intent, decision, context)
-        outputs = self._run(cut.calls, intent.schedule, contexts, capture)
+        outputs = self.outputs(intent, cut, decision, context, capture)
         with nullcontext() if capture is None else capture.part():
-            return merge_outputs(outputs, cut.plan, cut.bounds, cut.caches, self._config.output_dims)
+            if cut.rule is None:
+                return merge_outputs(outputs, cut.plan, cut.parts, self._config.output_dims)
+            merged = cut.rule.merge("output", outputs, cut.parts)
+            cut.parts.merge_caches()
+            return merged
+
+    def outputs(
+        self,
+        intent: Intent,
+        cut: CutCall,
+        decision: Decision,
+        context: ForwardContext | None,
+        capture: Capture | None = None,
+    ) -> list[Any]:
+        """Run a call in lanes; returns what each of them returned. Errors as `lanes`."""
+        return self._run(cut.calls, intent.schedule, _lane_contexts(intent, decision, context), capture)
 
     def single(
         self,

@@ -8,6 +8,7 @@ methods (`generate`, ...) run on a *twin*: an object of a subclass that shares t
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -74,7 +75,7 @@ class ModuleFacade(nn.Module):
 def _twin_kind_of(kind: type[nn.Module]) -> type[nn.Module]:
     """A subclass that goes by the same name. The slot is the twin's own, where the `__dict__` is the module's."""
 
-    @functools.wraps(kind.forward)
+    @functools.wraps(inspect.getattr_static(kind, "forward"))  # a compiled module's is no function
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         return self._ubatch_facade.forward(*args, **kwargs)
 

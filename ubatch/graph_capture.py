@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ubatch.arguments import CallPlan, CannotSplit
 from ubatch.caches import splitter_for
-from ubatch.config import UBatchConfig
+from ubatch.config import UBatchConfig, Verify
 from ubatch.errors import ConfigError
 from ubatch.execution import Execution
 from ubatch.forward_context import ForwardContext
@@ -48,31 +48,35 @@ class Capturer:
         config: its group, capture sizes and output dimensions count here.
         planner, execution: of the module.
         table: where graphs go.
+        decide: gives the ranks' decision.
+        prove: proves a call that was decided on.
     """
 
     def __init__(
-        self, model: nn.Module, config: UBatchConfig, planner: Planner, execution: Execution, table: GraphTable
+        self,
+        model: nn.Module,
+        config: UBatchConfig,
+        planner: Planner,
+        execution: Execution,
+        table: GraphTable,
+        *,
+        decide: Callable[[Intent], Decision],
+        prove: Callable[[_Call, Intent, Decision], object],
     ) -> None:
         self._model = model
         self._config = config
         self._planner = planner
         self._execution = execution
         self._table = table
+        self._decide = decide
+        self._prove = prove
 
-    def one(
-        self,
-        call: _Call,
-        context: ForwardContext | None,
-        decide_on: Callable[[Intent], Decision],
-        decide_again: Callable[[Intent, CannotSplit], Decision],
-    ) -> CapturedGraph:
-        """Capture a call as it would run now.
+    def one(self, call: _Call, context: ForwardContext | None) -> CapturedGraph:
+        """Capture a call as it would run now, once it is proved.
 
         Args:
             call: positional and keyword arguments.
             context: the current forward context.
-            decide_on: gives the ranks' decision.
-            decide_again: the same, where only the outputs told that they cannot be merged.
 
         Raises:
             CaptureFailed, ConfigError: see `_record`.
@@ -81,16 +85,20 @@ class Capturer:
         intent = self._planner.intent(*static, context)
         if not intent.num_tokens:
             raise ConfigError(f"the call has no tokens that could be counted. {intent.why or ''}".strip())
-        decision = decide_on(intent)
-        if intent.engages(decision):
-            try:
-                return self._capture(leaves, static, intent, decision, context)
-            except CannotSplit as cannot:  # found out while warming up
-                if context is not None and context.ubatch_slices is not None:
-                    raise
-                self._planner.remember_unmergeable(*static, cannot)
-                decision, intent = decide_again(intent, cannot), replace(intent, cut=None, single=False)
+        intent, decision = self._proved(static, intent, context)
         return self._capture(leaves, static, intent, decision, context)
+
+    def _proved(self, static: _Call, intent: Intent, context: ForwardContext | None) -> tuple[Intent, Decision]:
+        """What the ranks decide on a call, once all of them have proved it or found that they cannot."""
+        decision = self._decide(intent)
+        with self._rehearsing():
+            while decision.prove:
+                self._prove(static, intent, decision)
+                intent = self._planner.intent(*static, context)
+                decision = self._decide(intent)
+                if self._config.verify == Verify.ALWAYS:
+                    break
+        return intent, decision
 
     def sizes(
         self, call: _Call, context: ForwardContext | None, progress: Callable[[CapturedGraph], None] | None
@@ -158,25 +166,30 @@ class Capturer:
         plan = self._planner.plan(*call)
         if plan.rows == 1:
             return None
-        shapes = []
+        shapes, plain = [], []
         with self._rehearsing(), self._table.backend.warming_up():
             for rows in (plan.rows, plan.rows - 1):
                 part = plan.cut([slice(0, rows)])[0][0]
                 intent = replace(self._planner.intent(*part, context), cut=None, single=False)
                 output = self._execution.unsplit(*part, intent, self._as_if_voted(intent, False), context)
                 shapes.append(GraphOutput(output).shapes())
+                plain.append(GraphOutput(output).plain())
+        for path in plain[0]:
+            more, fewer = plain[0][path], plain[1].get(path)
+            if more != fewer:
+                raise ConfigError(
+                    f"{path} is {more!r} for {plan.rows} rows and {fewer!r} for {plan.rows - 1}, which a graph cannot "
+                    "give back. Return a tensor."
+                )
         return find_row_dims(shapes[0], shapes[1], (plan.rows, plan.rows - 1), self._config.output_dims)
 
     def _one_size(
         self, part: _Call, context: ForwardContext | None, row_dims: RowDims | None
     ) -> Iterable[CapturedGraph]:
         leaves, static = self._static(part)
-        intent = self._planner.intent(*static, context)
-        if intent.single or intent.cut is not None:
-            try:
-                yield self._capture(leaves, static, intent, self._as_if_voted(intent, True), context, row_dims)
-            except CannotSplit as cannot:
-                self._planner.remember_unmergeable(*static, cannot)
+        intent, decision = self._proved(static, self._planner.intent(*static, context), context)
+        if intent.engages(decision):
+            yield self._capture(leaves, static, intent, decision, context, row_dims)
         whole = replace(intent, cut=None, single=False)
         yield self._capture(leaves, static, whole, self._as_if_voted(whole, False), context, row_dims)
 

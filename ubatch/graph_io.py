@@ -11,7 +11,7 @@ needs: sizes share it, so that many graphs cost no more memory than one.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -252,9 +252,11 @@ class GraphOutput:
 
     def shapes(self) -> dict[str, torch.Size]:
         """Of every tensor in it."""
-        found: dict[str, torch.Size] = {}
-        self._visit("output", self._value, lambda path, tensor: found.update({path: tensor.shape}))
-        return found
+        return {path: leaf.shape for path, leaf in self._leaves("output", self._value) if isinstance(leaf, Tensor)}
+
+    def plain(self) -> dict[str, Any]:
+        """Every other value in it; a graph gives back what it was at capture."""
+        return {path: leaf for path, leaf in self._leaves("output", self._value) if not isinstance(leaf, Tensor)}
 
     def cut_along(self, row_dims: RowDims, rows: int) -> None:
         """Let fewer rows be copied.
@@ -287,11 +289,9 @@ class GraphOutput:
             return value
         return rebuild(value, [self._copy(f"{path}.{key}", child, rows) for key, child in children])
 
-    def _visit(self, path: str, value: Any, see: Callable[[str, Tensor], None]) -> None:
-        if isinstance(value, Tensor):
-            see(path, value)
-            return
-        if isinstance(value, PLAIN):
+    def _leaves(self, path: str, value: Any) -> Iterator[tuple[str, Any]]:
+        if isinstance(value, (Tensor, *PLAIN)):
+            yield path, value
             return
         children = _children(value)
         if children is None:
@@ -300,7 +300,7 @@ class GraphOutput:
                 "containers of them (use_cache=False in Hugging Face models)."
             )
         for key, child in children:
-            self._visit(f"{path}.{key}", child, see)
+            yield from self._leaves(f"{path}.{key}", child)
 
 
 def find_row_dims(

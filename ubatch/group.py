@@ -189,10 +189,11 @@ class CommGroup:
         with connection.leading():
             try:
                 yield
-                connection.check_usable()
+                self._connection.check_usable()  # another one if the step itself has reset the group
             except OverlapDeclined:
                 raise
             except BaseException as error:
+                connection = self._connection
                 if self.size > 1:
                     what = f"{type(error).__name__}: {error}".splitlines()[0][:500]
                     connection.fail(f"rank {connection.rank} failed with {what}.")
@@ -215,6 +216,25 @@ class CommGroup:
         for group in list(_groups):  # whoever failed told its peers on every group it had used, before it came here
             with suppress(dist.DistError):
                 group._connection.adopt_failure()
+
+    def recover(self, what: str) -> None:
+        """Give a part of a step up, on every rank, and make the group and all others used in it usable again.
+
+        Every rank must come here: who failed tells the others, which fail where they wait for it.
+
+        Args:
+            what: happened on this rank.
+
+        Raises:
+            TransferTimeout, GroupBroken: as `reset`.
+        """
+        connection = self._connection
+        connection.fail(f"rank {connection.rank} gave up a part of its step after {what.splitlines()[0][:500]}.")
+        used = [group for group in _groups if connection.used(group._connection)]
+        self.reset()
+        parts = set(self._parts.values())
+        for group in sorted(set(used) - parts - {self}, key=lambda each: each._name):
+            group.reset()
 
     def _connect(self) -> Connection:
         store = c10d._get_default_store()

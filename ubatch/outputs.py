@@ -1,4 +1,4 @@
-"""Putting the lanes' outputs together: the walk of `arguments` in the other direction.
+"""Putting together the lanes' outputs of a call that nobody proved: the walk of `arguments` in the other direction.
 
     tensor    concatenated along the dimension that `output_dims` names, else along dimension 0 if that, and no other,
               is the call's rows or tokens; anything else is ambiguous, and 0 dimensions cannot be concatenated
@@ -7,7 +7,8 @@
     number, string, None, ...         as it is, where all lanes have the same; an int might count a lane's rows, so it
                                       must be named
 
-Only when everything could be merged do the caller's caches change.
+Only when everything could be merged do the caller's caches change. How the outputs of a proved call are put together
+was learned in the proof (`ubatch.merging`).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ubatch.arguments import CacheParts, CallPlan, CannotSplit, longest_named
+from ubatch.arguments import CallPlan, CannotSplit, LaneParts, longest_named
 from ubatch.caches import splitter_for
 from ubatch.containers import PLAIN, children_of, rebuild
 from ubatch.vote import DeclineReason
@@ -29,27 +30,21 @@ __all__ = ["merge_outputs", "named_dim"]
 
 
 def merge_outputs(
-    outputs: Sequence[Any],
-    plan: CallPlan,
-    bounds: Sequence[slice],
-    caches: CacheParts,
-    output_dims: Mapping[str, int | None],
+    outputs: Sequence[Any], plan: CallPlan, parts: LaneParts, output_dims: Mapping[str, int | None]
 ) -> Any:
     """The lanes' outputs as the unsplit model would have returned them.
 
     Args:
         outputs: one per lane, of one structure.
         plan: how the arguments were split.
-        bounds: the rows of every lane.
-        caches: the call's caches; merged in place when everything else could be.
+        parts: what the lanes got; its caches are merged in place when everything else could be.
         output_dims: where to concatenate what is not batch-first; None where all lanes return the same.
 
     Raises:
         CannotSplit: an output has no batch dimension, or not one that follows the rows.
     """
-    rows = [part.stop - part.start for part in bounds]
-    merged = _Merger(rows, plan.multiples, plan.batch_first, caches, output_dims).merge("output", outputs)
-    caches.merge()
+    merged = _Merger(parts.rows, plan.multiples, plan.batch_first, parts, output_dims).merge("output", outputs)
+    parts.merge_caches()
     return merged
 
 
@@ -70,7 +65,7 @@ class _Merger:
     rows: Sequence[int]
     multiples: frozenset[int]
     batch_first: bool
-    caches: CacheParts
+    parts: LaneParts
     dims: Mapping[str, int | None]
 
     def merge(self, path: str, values: Sequence[Any]) -> Any:
@@ -90,7 +85,7 @@ class _Merger:
             return self._concatenate(path, values)
         splitter = splitter_for(first)
         if splitter is not None:
-            whole = self.caches.whole_of(first)
+            whole = self.parts.cache_of(first)
             return whole if whole is not None else splitter.merge(values, None)
         columns = [children_of(value) for value in values]
         if columns[0] is None:
@@ -126,11 +121,13 @@ class _Merger:
                 "Compute it outside the wrapped module.",
             )
         dim, named = named_dim(path, self.dims)
-        if all(_is_view_of_same(value, first) for value in values):
-            if not self._follows_rows([value.shape[0] for value in values]):
+        if all(_overlap(value, first) for value in values[1:]):
+            if all(_is_same_view(value, first) for value in values) and not self._follows_rows(
+                [value.shape[0] for value in values]
+            ):
                 return first  # a parameter or buffer handed through
             raise CannotSplit(
-                DeclineReason.AMBIGUOUS_OUTPUT,
+                DeclineReason.CANNOT_MERGE,
                 f"{path} is the same memory in all lanes, so one has overwritten the other's. Return a new tensor.",
             )
         dim = dim or 0
@@ -165,13 +162,25 @@ class _Merger:
         return all(count * rows == total * own for count, own in zip(counts, self.rows, strict=True))
 
 
-def _is_view_of_same(a: Tensor, b: Tensor) -> bool:
-    return a.numel() > 0 and a.shape == b.shape and a.stride() == b.stride() and a.data_ptr() == b.data_ptr()
+def _is_same_view(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and a.stride() == b.stride() and a.data_ptr() == b.data_ptr()
+
+
+def _overlap(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors lie in the same memory, as far as the span of each tells."""
+    if not a.numel() or not b.numel() or a.untyped_storage().data_ptr() != b.untyped_storage().data_ptr():
+        return False
+    return a.data_ptr() < _end(b) and b.data_ptr() < _end(a)
+
+
+def _end(value: Tensor) -> int:
+    last = sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
+    return value.data_ptr() + (last + 1) * value.element_size()
 
 
 def _ambiguous(path: str, what: str) -> CannotSplit:
     return CannotSplit(
-        DeclineReason.AMBIGUOUS_OUTPUT,
+        DeclineReason.CANNOT_MERGE,
         f"{path} {what}, so the lanes' outputs cannot be merged. Name its batch dimension in output_dims, or None "
         "there if every lane returns the same.",
     )

@@ -4,8 +4,9 @@ In pseudo-code:
     the forward context says where to cut     -> cut there, or refuse by name
     the arguments cannot be cut               -> no: which argument, and what to do about it
     switched off, too small, not safe         -> no, with the reason
+    its like was proved not to be equal       -> no, with what was found
     the mode's schedule has one lane          -> as it is, in chunks of experts
-    otherwise                                 -> cut evenly
+    otherwise                                 -> cut evenly; to be proved first, if its like was not yet
 
 The arguments are cut here already, not once the ranks have voted: what cannot be cut must be known before.
 """
@@ -13,21 +14,24 @@ The arguments are cut here already, not once the ranks have voted: what cannot b
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ubatch.arguments import CacheParts, CallPlan, CannotSplit, even_bounds, parameter_names, plan_call
-from ubatch.config import UBatchConfig
+from ubatch.arguments import CallPlan, CannotSplit, LaneParts, even_bounds, parameter_names, plan_call
+from ubatch.config import UBatchConfig, Verify
 from ubatch.errors import SplitError
 from ubatch.forward_context import ForwardContext, ForwardMode
 from ubatch.graph_io import leaves_of
+from ubatch.merging import Rule
 from ubatch.modes import mode_key
+from ubatch.proof_table import ProofTable
 from ubatch.schedule import Schedule
+from ubatch.signature import signature_of
 from ubatch.split import UBatchSlice
 from ubatch.vote import MAX_LANES, Decision, DeclineReason, Offer, Wish, fingerprint
 
@@ -42,13 +46,15 @@ class CutCall:
         plan: how.
         bounds: the rows of every lane.
         calls: the arguments of every lane.
-        caches: what must be merged afterwards.
+        parts: what the lanes got in place of the call's leaves.
+        rule: how the outputs merge, where a proof has shown it.
     """
 
     plan: CallPlan
     bounds: tuple[slice, ...]
     calls: Sequence[tuple[tuple[Any, ...], dict[str, Any]]]
-    caches: CacheParts
+    parts: LaneParts
+    rule: Rule | None = None
 
 
 @dataclass(frozen=True)
@@ -64,6 +70,7 @@ class Intent:
         mode: decode or prefill.
         num_tokens: of the whole call.
         plan: how the call would be cut; None where it cannot be.
+        signature: of a call that needs a proof, or has one.
     """
 
     offer: Offer
@@ -74,6 +81,7 @@ class Intent:
     num_tokens: int
     plan: CallPlan | None = None
     single: bool = False
+    signature: Hashable = None
 
     def engages(self, decision: Decision) -> bool:
         """Whether the call overlaps, now that the ranks have decided."""
@@ -90,6 +98,7 @@ class Planner:
 
     Attributes:
         names: of the module's positional parameters; see `ubatch.arguments.parameter_names`.
+        proofs: what is known of the module's calls.
     """
 
     def __init__(self, model: nn.Module, config: UBatchConfig, *, intercept: bool = False) -> None:
@@ -98,7 +107,7 @@ class Planner:
         self._config = config
         self.names = parameter_names(model.forward)
         self._suspects = [item for item in model.named_modules() if _is_suspect(item[1])]
-        self._unmergeable: dict[tuple[object, ...], tuple[DeclineReason, str]] = {}
+        self.proofs = ProofTable()
 
     def intent(self, args: tuple[Any, ...], kwargs: dict[str, Any], context: ForwardContext | None) -> Intent:
         """What this rank would do with the call `module(*args, **kwargs)` under `context`.
@@ -114,14 +123,14 @@ class Planner:
         mode = context.mode if context is not None and num_tokens else ForwardMode.PREFILL
         plan: CallPlan | None = None
         try:
-            plan = self.plan(args, kwargs)
+            plan = self.plan(args, kwargs, tried=self._config.verify != Verify.OFF)
             if plan.decode and not num_tokens:
                 mode = ForwardMode.DECODE
             num_tokens = plan.num_tokens
             no = self._objection(plan, mode, args, kwargs, context)
             if no is not None:
                 return self._no(*no, num_tokens, mode, plan)
-            return self._even(plan, mode, self._config.for_mode(mode).schedule)
+            return self._with_proof(self._even(plan, mode, self._config.for_mode(mode).schedule))
         except CannotSplit as cannot:
             return self._no(cannot.reason, str(cannot), num_tokens, mode, plan)
 
@@ -136,17 +145,37 @@ class Planner:
         schedule = self._config.agreed_schedule(decision, intent.mode)
         return intent if schedule == intent.schedule else self._even(intent.plan, intent.mode, schedule)
 
-    def plan(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallPlan:
-        """How the call can be cut.
+    def plan(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, tried: bool = False) -> CallPlan:
+        """How the call can be cut; `tried` where that will be proved, so that it may be guessed.
 
         Raises:
             CannotSplit: it cannot be.
         """
-        return plan_call(self.names, args, kwargs, self._config.split_dims)
+        return plan_call(self.names, args, kwargs, self._config.split_dims, tried=tried)
 
-    def remember_unmergeable(self, args: tuple[Any, ...], kwargs: dict[str, Any], cannot: CannotSplit) -> None:
-        """The outputs of such a call could not be merged: do not try again."""
-        self._unmergeable[self._call_key(args, kwargs)] = cannot.reason, str(cannot)
+    def may_run_again(self, intent: Intent) -> bool:
+        """Whether a call that has run in lanes may run once more, whole: its proof showed that nobody would notice."""
+        return intent.signature is not None and not self.proofs.find(intent.signature).writes
+
+    def _with_proof(self, intent: Intent) -> Intent:
+        """The intent, with how its outputs merge, or with the wish to find that out; or a no, if it was found wanting.
+
+        A rank without rows has nothing to prove, and merges nothing.
+        """
+        verify, plan, cut = self._config.verify, intent.plan, intent.cut
+        if verify == Verify.OFF or plan is None or cut is None or not plan.rows:
+            return intent
+        signature = signature_of(self._model, plan, intent.mode, intent.schedule.lanes)
+        standing = self.proofs.find(signature)
+        if standing.retired is not None:
+            return self._no(*standing.retired, intent.num_tokens, intent.mode, plan)
+        unproved = standing.rule is None or verify == Verify.ALWAYS
+        return replace(
+            intent,
+            offer=replace(intent.offer, unproved=unproved),
+            cut=replace(cut, rule=standing.rule),
+            signature=signature,
+        )
 
     def _requested(
         self,
@@ -158,7 +187,7 @@ class Planner:
         plan = self.plan(args, kwargs)
         bounds = _explicit_bounds(slices, plan)
         schedule = context.schedule or self._config.for_mode(context.mode).schedule
-        no = self._switched_off(schedule) or self._batch_dependence() or self._gradients(args, kwargs)
+        no = self._switched_off(schedule) or self._not_in_lanes(plan, args, kwargs)
         if no is not None:
             raise CannotSplit(no[0], f"the forward context has ubatch_slices, but {no[1]}")
         return self._yes(
@@ -212,8 +241,30 @@ class Planner:
             return None
         if plan.rows < lanes:
             return DeclineReason.LAST_UBATCH_EMPTY, f"{plan.rows} rows leave a lane of {lanes} empty."
-        known = self._unmergeable.get(self._call_key(args, kwargs))
-        return known or self._batch_dependence() or self._gradients(args, kwargs)
+        return self._not_in_lanes(plan, args, kwargs)
+
+    def _not_in_lanes(
+        self, plan: CallPlan, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[DeclineReason, str] | None:
+        """What is known without running."""
+        return self._layout(plan) or self._batch_dependence() or self._gradients(args, kwargs)
+
+    def _layout(self, plan: CallPlan) -> tuple[DeclineReason, str] | None:
+        """A module whose batch is known to lie elsewhere, or which lanes cannot run."""
+        model = self._model
+        if isinstance(model, torch.jit.ScriptModule | torch.jit.ScriptFunction):
+            return (
+                DeclineReason.JIT_MODULE,
+                "the module is compiled by torch.jit, so no lane can stop at a point in it.",
+            )
+        for leaf in plan.leaves:
+            if leaf.dim == 0 and leaf.path not in self._config.split_dims and _is_sequence_first(model):
+                return (
+                    DeclineReason.SEQUENCE_FIRST,
+                    f"{type(model).__name__} has batch_first=False, so dimension 0 of {leaf.path!r} is the sequence. "
+                    f"Say split_dims={{{leaf.path!r}: 1}}.",
+                )
+        return None
 
     def _switched_off(self, schedule: Schedule | None) -> tuple[DeclineReason, str] | None:
         """Whether nothing overlaps; `schedule` is the mode's, None for an idle rank, which does not know the mode."""
@@ -245,14 +296,6 @@ class Planner:
             if module.training and any(rate > 0 for rate in _dropout_rates(module)):
                 return DeclineReason.DROPOUT_IN_TRAINING, f"{where} drops out at random; call eval()."
         return None
-
-    def _call_key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[object, ...]:
-        """Calls with the same arguments present, and the same switches, have outputs of the same structure."""
-        return (
-            self._model.training,
-            *map(_switch, args),
-            *((name, _switch(value)) for name, value in sorted(kwargs.items()) if value is not None),
-        )
 
     def _no(self, reason: DeclineReason, why: str, tokens: int, mode: ForwardMode, plan: CallPlan | None) -> Intent:
         schedule = self._config.for_mode(mode).schedule
@@ -319,8 +362,15 @@ def _explicit_bounds(slices: Sequence[UBatchSlice], plan: CallPlan) -> list[slic
     return bounds
 
 
-def _switch(value: object) -> object:
-    return value if value is None or isinstance(value, bool | str) else type(value)
+def _is_sequence_first(module: nn.Module) -> bool:
+    """Whether torch itself says that this module's batch is its arguments' dimension 1."""
+    if isinstance(module, nn.Sequential) and len(module):
+        return _is_sequence_first(module[0])
+    if isinstance(module, nn.TransformerEncoder | nn.TransformerDecoder) and len(module.layers):
+        module = module.layers[0]
+    if isinstance(module, nn.TransformerEncoderLayer | nn.TransformerDecoderLayer):
+        module = module.self_attn
+    return isinstance(module, nn.Transformer | nn.MultiheadAttention | nn.RNNBase) and not module.batch_first
 
 
 def _is_suspect(module: nn.Module) -> bool:

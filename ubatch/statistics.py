@@ -19,6 +19,8 @@ class UBatchStatistics:
         calls: all calls.
         engaged: calls that ran in lanes.
         engaged_single: calls that overlapped in one piece (single-batch overlap).
+        proved: calls that ran whole, and showed that their like may overlap (`ubatch.proof`).
+        proof_seconds: what proofs have cost beside the calls themselves, also those that failed.
         declined: calls that ran unsplit, by reason.
         handoffs: switches from one lane to another.
         lane_threads_started: worker threads made; more than the lanes means some hung and were replaced.
@@ -42,3 +44,5 @@ class UBatchStatistics:
     graph_misses_by_reason: Mapping[GraphMiss, int] = field(default_factory=dict)
     last_graph_miss: str | None = None
     engaged_single: int = 0
+    proved: int = 0
+    proof_seconds: float = 0.0

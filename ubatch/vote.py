@@ -13,6 +13,8 @@ An idle rank votes yes and goes along with any mode, and with whatever schedule 
 empty but pass every collective point. One lane is a yes, too, where the schedule has chunks or a signalled
 combine (single-batch overlap).
 
+A step that some rank has yet to prove (`ubatch.proof`) is proved by all of them.
+
 Whether the step replays a CUDA graph is agreed in the same vote, overlapped or not: all ranks replay, or all run it
 eagerly. A rank without tokens goes along with any graph.
 """
@@ -21,7 +23,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum, StrEnum
 
 from ubatch.errors import ConfigError, SplitError
@@ -60,7 +62,7 @@ class DeclineReason(StrEnum):
     AMBIGUOUS_ARGUMENT = "ambiguous_argument"
     NO_SPLITTER = "no_splitter"
     ZERO_DIM_OUTPUT = "zero_dim_output"
-    AMBIGUOUS_OUTPUT = "ambiguous_output"
+    CANNOT_MERGE = "cannot_merge"
     DROPOUT_IN_TRAINING = "dropout_in_training"
     BATCH_NORM_IN_TRAINING = "batch_norm_in_training"
     ALL_IDLE = "all_idle"
@@ -71,13 +73,22 @@ class DeclineReason(StrEnum):
     KV_ORDER = "kv_order"
     MODE_NOT_SPLIT = "mode_not_split"
     GRADIENTS = "gradients"
+    ROWS_DEPEND = "rows_depend"
+    MODULE_KEEPS_STATE = "module_keeps_state"
+    DRAWS_RANDOM = "draws_random"
+    ARGUMENTS_CHANGED = "arguments_changed"
+    LANE_FAILED = "lane_failed"
+    CANNOT_PROVE = "cannot_prove"
+    SEQUENCE_FIRST = "sequence_first"
+    JIT_MODULE = "jit_module"
+    TENSOR_LAYOUT = "tensor_layout"
 
 
 _REASONS = tuple(DeclineReason)
 
 MAX_LANES = 8
 """The vote carries a fixed number of lanes, so that ranks with different settings can still read each other."""
-OFFER_WIDTH = 8 + MAX_LANES
+OFFER_WIDTH = 9 + MAX_LANES
 
 
 @dataclass(frozen=True)
@@ -94,6 +105,7 @@ class Offer:
         graph_mode: what this rank could replay, as a fingerprint of the graphs it has for such a step; 0 runs eagerly.
         again: the step has run in lanes, but this rank could not merge its outputs, and would repeat it unsplit.
         content: fingerprint of what it runs, where some ranks must run the same (tensor parallelism); else 0.
+        unproved: the step would have to be proved first (`ubatch.proof`).
 
     Raises:
         ConfigError: an offer that contradicts itself, or more than `MAX_LANES` lanes.
@@ -108,6 +120,7 @@ class Offer:
     graph_mode: int = 0
     again: bool = False
     content: int = 0
+    unproved: bool = False
 
     def __post_init__(self) -> None:
         if not 1 <= self.lanes <= MAX_LANES:
@@ -134,6 +147,7 @@ class Decision:
         modes: the forward mode's fingerprint of every rank; that of a rank without tokens means nothing.
         schedule: the fingerprint of the schedule that they run when engaged, 0 otherwise.
         contents: of every rank, where any has one; see `Offer.content`.
+        prove: engaged, but a rank has yet to prove the step, so all do.
     """
 
     engaged: bool
@@ -144,6 +158,7 @@ class Decision:
     modes: tuple[int, ...] = ()
     schedule: int = 0
     contents: tuple[int, ...] = ()
+    prove: bool = False
 
     @property
     def num_lanes(self) -> int:
@@ -155,6 +170,11 @@ class Decision:
         """The mode's fingerprint of the first rank with tokens; all such ranks of an engaged step have the same."""
         busy = (mode for mode, row in zip(self.modes, self.tokens, strict=False) if any(row))
         return next(busy, None)
+
+    def whole(self) -> Decision:
+        """The same step, but every rank runs it unsplit."""
+        tokens = tuple((sum(row),) for row in self.tokens)
+        return replace(self, engaged=False, tokens=tokens, schedule=0, prove=False)
 
     def lane_tokens(self, lane: int) -> tuple[int, ...]:
         """Tokens of every rank in `lane`."""
@@ -190,7 +210,8 @@ def decide(offers: Sequence[Offer], rank: int = 0) -> Decision:
         busy = next(offer for offer in offers if offer.wish is Wish.YES)
         nothing = (0,) * busy.lanes
         tokens = tuple(nothing if offer.wish is Wish.IDLE else offer.tokens for offer in offers)
-        return Decision(True, None, None, tokens, graph_mode, modes, busy.schedule, contents)
+        prove = any(offer.unproved for offer in offers)
+        return Decision(True, None, None, tokens, graph_mode, modes, busy.schedule, contents, prove)
     if declined_by is not None and offers[rank].wish is Wish.NO:
         reason = offers[rank].reason
     elif declined_by is not None:
@@ -224,14 +245,14 @@ def _objection(offers: Sequence[Offer]) -> tuple[DeclineReason | None, int | Non
 def encode_offer(offer: Offer) -> list[int]:
     """The offer as `OFFER_WIDTH` integers, for one small all-reduce."""
     reason = _REASONS.index(offer.reason) + 1 if offer.reason is not None else 0
-    prints = [offer.schedule, offer.mode, offer.graph_mode, int(offer.again), offer.content]
+    prints = [offer.schedule, offer.mode, offer.graph_mode, int(offer.again), offer.content, int(offer.unproved)]
     head = [int(offer.wish), offer.lanes, reason, *prints]
     return head + list(offer.tokens) + [0] * (OFFER_WIDTH - len(head) - len(offer.tokens))
 
 
 def decode_offer(row: Sequence[int]) -> Offer:
     """The inverse of `encode_offer`."""
-    wish, lanes, reason, schedule, mode, graph_mode, again, content, *counts = (int(value) for value in row)
+    wish, lanes, reason, schedule, mode, graph_mode, again, content, unproved, *counts = (int(value) for value in row)
     tokens = tuple(counts[: 1 if wish == Wish.NO else lanes])
     why = _REASONS[reason - 1] if reason else None
-    return Offer(Wish(wish), tokens, lanes, why, schedule, mode, graph_mode, bool(again), content)
+    return Offer(Wish(wish), tokens, lanes, why, schedule, mode, graph_mode, bool(again), content, bool(unproved))

@@ -2,11 +2,12 @@
 
 A call, in pseudo-code:
     refuse to run inside a lane, or while another call runs
-    may this call be split, is it big enough?  cut it            -> an offer: yes, no (reason), idle
+    may this call be split, is it big enough?  cut it            -> an offer: yes, no (reason), idle; proved or not
     several ranks: vote                                          -> the same decision on all of them
     it was captured, on all of them: replay its graph
     no:   count the reason, run the module as it is
-    yes:  run the module once per lane, concatenate the outputs
+    yes, unproved: run the module as it is, then in lanes on copies, and compare (`proof`)
+    yes:  run the module once per lane, put the outputs together
           (one lane that overlaps within the batch: run it as it is, as that lane)
     on any error: tell the peers, raise the original
 
@@ -42,6 +43,7 @@ from ubatch.graph_table import GraphTable, Hit
 from ubatch.graphs import CapturedGraph, CaptureFailed, GraphBackend, GraphKey
 from ubatch.group import CommGroup
 from ubatch.planner import Intent, Planner
+from ubatch.proof import Prover
 from ubatch.schedule import Schedule
 from ubatch.sm_budget import merge_sm_use
 from ubatch.statistics import UBatchStatistics
@@ -110,6 +112,7 @@ class UBatchWrapper(ModuleFacade):
         self._keep("_ubatch_config", config)
         self._keep("_ubatch_planner", planner)
         self._keep("_ubatch_execution", execution)
+        self._keep("_ubatch_prover", Prover(model, config, execution, planner.proofs))
         self._keep("_ubatch_pools", execution.pools)
         self._keep("_ubatch_device", checked)
         self._keep("_ubatch_given_graphs", graphs)
@@ -121,6 +124,8 @@ class UBatchWrapper(ModuleFacade):
         self._keep("_ubatch_engaged", 0)
         self._keep("_ubatch_engaged_single", 0)
         self._keep("_ubatch_declined", Counter())
+        self._keep("_ubatch_proved", 0)
+        self._keep("_ubatch_proof_seconds", 0.0)
         self._keep("_ubatch_last_reason", None)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -151,11 +156,7 @@ class UBatchWrapper(ModuleFacade):
             Others: see `forward`.
         """
         context = get_forward_context()
-        return self._capture(
-            lambda capturer: capturer.one(
-                (args, kwargs), context, lambda intent: self._decide(intent, context), self._decide_again
-            )
-        )
+        return self._capture(context, lambda capturer: capturer.one((args, kwargs), context))
 
     def capture_sizes(
         self, *args: Any, progress: Callable[[CapturedGraph], None] | None = None, **kwargs: Any
@@ -172,7 +173,8 @@ class UBatchWrapper(ModuleFacade):
             CaptureFailed, ConfigError: as `capture`; or the call cannot be cut to these sizes, its output not to fewer
                 rows, or ranks disagree.
         """
-        return self._capture(lambda capturer: capturer.sizes((args, kwargs), get_forward_context(), progress))
+        context = get_forward_context()
+        return self._capture(context, lambda capturer: capturer.sizes((args, kwargs), context, progress))
 
     @property
     def graphs(self) -> Mapping[GraphKey, CapturedGraph]:
@@ -208,7 +210,7 @@ class UBatchWrapper(ModuleFacade):
             self._keep("_ubatch_owner", 0)
             self._ubatch_busy.release()
 
-    def _capture(self, work: Callable[[Capturer], T]) -> T:
+    def _capture(self, context: ForwardContext | None, work: Callable[[Capturer], T]) -> T:
         table: GraphTable | None = self._ubatch_table
         if table is None:
             raise ConfigError("nothing is captured with cudagraph_mode NONE. Make the UBatchWrapper with FULL.")
@@ -217,7 +219,16 @@ class UBatchWrapper(ModuleFacade):
         config, planner, execution = self._ubatch_config, self._ubatch_planner, self._ubatch_execution
         try:
             with self._alone():
-                return work(Capturer(self._ubatch_model, config, planner, execution, table))
+                capturer = Capturer(
+                    self._ubatch_model,
+                    config,
+                    planner,
+                    execution,
+                    table,
+                    decide=lambda intent: self._decide(intent, context),
+                    prove=lambda call, intent, decision: self._prove(*call, intent, decision, context),
+                )
+                return work(capturer)
         except CaptureFailed as failed:  # its cause says where; the frames in between hold the static inputs
             traceback.clear_frames(failed.__traceback__)
             raise
@@ -254,18 +265,40 @@ class UBatchWrapper(ModuleFacade):
             self._count_engaged(1, intent.schedule.chunks)
             return execution.single(args, kwargs, intent, decision, context)
         if decision.engaged and intent.cut is not None:
+            if decision.prove:
+                return self._prove(args, kwargs, intent, decision, context)
             try:
                 output = execution.lanes(intent, intent.cut, decision, context)
                 self._count_engaged(len(intent.cut.bounds), intent.schedule.chunks)
                 return output
             except CannotSplit as cannot:  # only the outputs could tell
-                if context is not None and context.ubatch_slices is not None:
+                if not planner.may_run_again(intent):
                     raise
-                planner.remember_unmergeable(args, kwargs, cannot)
+                planner.proofs.failed(intent.signature, cannot.reason, str(cannot))
                 decision = self._decide_again(intent, cannot)
                 intent = replace(intent, why=str(cannot))
         self._count_declined(decision, intent.why)
         return execution.unsplit(args, kwargs, intent, decision, context)
+
+    def _prove(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        intent: Intent,
+        decision: Decision,
+        context: ForwardContext | None,
+    ) -> Any:
+        """Run a call as it is, and find out whether its like may overlap."""
+        prover: Prover = self._ubatch_prover
+        outcome = prover.prove(args, kwargs, intent, decision, context)
+        self._keep("_ubatch_proof_seconds", self._ubatch_proof_seconds + outcome.seconds)
+        if outcome.reason is None:
+            self._keep("_ubatch_proved", self._ubatch_proved + 1)
+            note_outcome(reason="proved")
+        else:
+            no = replace(decision.whole(), reason=outcome.reason, declined_by=outcome.declined_by)
+            self._count_declined(no, outcome.why)
+        return outcome.result
 
     def _replay(self, hit: Hit, decision: Decision | None, why: str | None, schedule: Schedule) -> Any:
         key = hit.entry.graph.key
@@ -314,6 +347,8 @@ class UBatchWrapper(ModuleFacade):
             )
 
     def _module_changed(self, how: str) -> None:
+        if how.startswith(("attribute", "register_")):
+            self._ubatch_planner.proofs.clear()
         table: GraphTable | None = self._ubatch_table
         if table is not None:  # hooks and attributes are not in a graph; of the rest only what moves memory counts
             table.module_changed(how, certainly=how.startswith(("attribute", "register_")))
@@ -356,6 +391,8 @@ class UBatchWrapper(ModuleFacade):
             graph_misses_by_reason={} if table is None else dict(table.misses),
             last_graph_miss=None if table is None else table.last_miss,
             engaged_single=self._ubatch_engaged_single,
+            proved=self._ubatch_proved,
+            proof_seconds=self._ubatch_proof_seconds,
         )
 
     def no_timeout(self) -> AbstractContextManager[None]:

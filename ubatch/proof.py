@@ -1,0 +1,374 @@
+"""The proof: the first call of a signature that would overlap runs whole, once more in lanes, and the two are compared.
+
+    copy what the call could write to; where the batch is small, with its rows repeated
+    run whole, on the real arguments                  this result is the caller's
+    it wrote to the module, or drew random numbers    the signature runs whole for good; nothing runs twice
+    ranks: all go on, or none does
+    run the copies in two lanes of unequal size
+    learn how the outputs merge (`merging`), compare values, arguments, caches (`closeness`), the module once more
+    ranks: all found them equal, or none overlaps
+
+The lanes differ in size from each other and from every other size of the call, so nothing matches by chance. What a
+call in 16 bits shows could be a router's near-tie, so such a signature is proved by two calls with different cuts.
+Unequal values are final after a second call that shows them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ubatch.arguments import CallPlan, CannotSplit, LaneParts
+from ubatch.closeness import Comparison, Unequal, identical
+from ubatch.config import UBatchConfig
+from ubatch.containers import children_of
+from ubatch.errors import GroupBroken, PeerFailed
+from ubatch.execution import Execution
+from ubatch.forward_context import ForwardContext
+from ubatch.merging import Learner
+from ubatch.module_state import ModuleState, RandomState
+from ubatch.planner import CutCall, Intent
+from ubatch.proof_table import ProofTable
+from ubatch.trace import current_trace, tracing
+from ubatch.vote import Decision, DeclineReason, Offer, Wish, decide, fingerprint
+
+__all__ = ["Outcome", "Prover"]
+
+_No = tuple[DeclineReason, str]
+_MORE_ROWS = 64
+"""So many repeated rows are tried, and so many cuts to both sides of the middle."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a proving call ended.
+
+    Attributes:
+        result: of the call that ran whole.
+        reason: why the signature is not proved; None if it is, or this call did its part.
+        why: the same in a sentence.
+        declined_by: the first rank that found so, or None.
+        seconds: what the proof cost beside the call itself.
+    """
+
+    result: Any
+    reason: DeclineReason | None
+    why: str | None
+    declined_by: int | None
+    seconds: float
+
+
+@dataclass(frozen=True)
+class _Rehearsal:
+    """The call in lanes, on copies.
+
+    Attributes:
+        plan: of the copies.
+        order: which rows of the call they have.
+        bounds: of the two lanes.
+    """
+
+    plan: CallPlan
+    order: Sequence[int]
+    bounds: tuple[slice, slice]
+
+
+class Prover:
+    """Proves calls of one module.
+
+    Args:
+        model: the module.
+        config: its group and output dimensions count here.
+        execution: runs it.
+        table: where what was found is kept.
+    """
+
+    def __init__(self, model: nn.Module, config: UBatchConfig, execution: Execution, table: ProofTable) -> None:
+        self._model = model
+        self._config = config
+        self._execution = execution
+        self._table = table
+
+    def prove(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        intent: Intent,
+        decision: Decision,
+        context: ForwardContext | None,
+    ) -> Outcome:
+        """Run a call as it is, and prove its signature.
+
+        Args:
+            args, kwargs: the call.
+            intent: to overlap it in lanes.
+            decision: of all ranks, to do so.
+            context: the current forward context.
+
+        Raises:
+            What the call raises where it runs whole; what `CommGroup.reset` raises, if a lane failed on some rank.
+        """
+        begun = time.monotonic()
+        attempt = _Attempt(self, intent, context)
+        attempt.prepare(args, kwargs)
+        started = time.monotonic()
+        result = self._execution.unsplit(args, kwargs, intent, decision.whole(), context)
+        ended = time.monotonic()
+        try:
+            reason, why, by = attempt.rehearse(result, args, kwargs)
+        finally:
+            if RandomState() != attempt.random and attempt.ran_in_lanes:
+                attempt.random.restore()
+        return Outcome(result, reason, why, by, time.monotonic() - ended + started - begun)
+
+
+class _Attempt:
+    """One proof: what was noted before the call, and what came of it."""
+
+    def __init__(self, prover: Prover, intent: Intent, context: ForwardContext | None) -> None:
+        if intent.cut is None:
+            raise ValueError("a proof needs a call that would run in lanes.")
+        self._model, self._config = prover._model, prover._config
+        self._execution, self._table = prover._execution, prover._table
+        self._intent, self._context = intent, context
+        self._plan = intent.cut.plan
+        self._rehearsal: _Rehearsal | None = None
+        self._no: _No | None = None
+        self.writes = False
+        self.ran_in_lanes = False
+
+    def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Before the call: copy its arguments, and note what it may change."""
+        try:
+            self._rehearsal = self._copies()
+        except CannotSplit as cannot:
+            self._no = cannot.reason, str(cannot)
+        except (MemoryError, torch.OutOfMemoryError) as error:
+            self._no = DeclineReason.CANNOT_PROVE, f"there is no memory for a copy of the arguments ({error})."
+        self._containers = _shape_of((args, kwargs))
+        self._versions = [_version_of(leaf.value) for leaf in self._plan.leaves]
+        self.random = RandomState()
+        self._module = ModuleState(self._model)
+
+    def rehearse(
+        self, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[DeclineReason | None, str | None, int | None]:
+        """After the call: run it in lanes and compare, if all ranks do. Returns why not, and the rank that found it."""
+        self._no = self._no or self._side_effect(args, kwargs)
+        rehearsal = self._rehearsal
+        intent = self._intent if rehearsal is None else self._intent_of(rehearsal)
+        agreed = self._agree(intent)
+        if agreed.engaged and rehearsal is not None and intent.cut is not None:
+            self.ran_in_lanes = True
+            try:
+                self._no = self._in_lanes(intent, intent.cut, rehearsal, agreed, result)
+                agreed = self._agree(intent)
+            except Exception as error:  # on this rank or another one: what its lanes have launched pairs with nothing
+                agreed = self._failed(error)
+        signature = self._intent.signature
+        if signature is not None and self._no is not None:
+            self._table.failed(signature, *self._no)
+        if agreed.engaged:
+            return None, None, None
+        reason, why = self._no or (agreed.reason or DeclineReason.PEER_DECLINED, None)
+        return reason, why, agreed.declined_by
+
+    def _copies(self) -> _Rehearsal:
+        plan = self._plan
+        if not plan.rows:
+            return _Rehearsal(plan, (), (slice(0, 0), slice(0, 0)))
+        rows, cut = _cut_of(plan, self._intent, self._table.cuts_of(self._intent.signature))
+        order = [row % plan.rows for row in range(rows)]
+        copied = plan.copied(order if rows > plan.rows else None)
+        return _Rehearsal(copied, order, (slice(0, cut), slice(cut, rows)))
+
+    def _side_effect(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _No | None:
+        """What the whole call did beside returning a result, if that cannot be done in lanes."""
+        changed = self._module.change()
+        if changed is not None:
+            return (
+                DeclineReason.MODULE_KEEPS_STATE,
+                f"the module changed {changed!r} in the call. Hand over in an argument what it keeps between calls.",
+            )
+        if RandomState() != self.random:
+            return (
+                DeclineReason.DRAWS_RANDOM,
+                "the call drew random numbers, and lanes would draw others. Draw them outside the wrapped module.",
+            )
+        if _shape_of((args, kwargs)) != self._containers:
+            return (
+                DeclineReason.ARGUMENTS_CHANGED,
+                "the call changed a container that it was given. Return what it adds or removes instead.",
+            )
+        versions = [_version_of(leaf.value) for leaf in self._plan.leaves]
+        self.writes = any(one is None or one != other for one, other in zip(self._versions, versions, strict=True))
+        if self.writes and _share_memory([leaf.value for leaf in self._plan.leaves]):
+            return (
+                DeclineReason.CANNOT_PROVE,
+                "the call writes to arguments that share memory with each other. Give it tensors of their own.",
+            )
+        return None
+
+    def _intent_of(self, rehearsal: _Rehearsal) -> Intent:
+        plan, bounds = rehearsal.plan, rehearsal.bounds
+        schedule = self._intent.schedule.with_lanes(2)
+        tokens = tuple((rows.stop - rows.start) * plan.tokens_per_row for rows in bounds)
+        offer = replace(
+            self._intent.offer,
+            wish=Wish.YES if any(tokens) else Wish.IDLE,
+            tokens=tokens,
+            lanes=2,
+            schedule=fingerprint(schedule.describe()),
+            unproved=False,
+            graph_mode=0,
+        )
+        try:
+            calls, parts = plan.cut(bounds)
+        except CannotSplit as cannot:
+            self._no = self._no or (cannot.reason, str(cannot))
+            return self._intent
+        cut = CutCall(plan, bounds, calls, parts)
+        return replace(self._intent, offer=offer, schedule=schedule, cut=cut, num_tokens=sum(tokens), plan=plan)
+
+    def _agree(self, intent: Intent) -> Decision:
+        """Whether all ranks are for going on."""
+        offer, group = intent.offer, self._config.group
+        if self._no is not None:
+            offer = Offer(Wish.NO, (sum(offer.tokens),), offer.lanes, self._no[0])
+        return decide([offer]) if group is None else group.vote(offer)
+
+    def _in_lanes(
+        self, intent: Intent, cut: CutCall, rehearsal: _Rehearsal, decision: Decision, result: Any
+    ) -> _No | None:
+        """Run the copies in lanes; returns what is not as in the whole call."""
+        kept = [(tensor, tensor.detach().clone()) for tensor in _results_in(result)]
+        with nullcontext() if current_trace() is None else tracing():  # the caller's trace shows its call, not this
+            outputs = self._execution.outputs(intent, cut, decision, self._context)
+        overwritten = [(tensor, was) for tensor, was in kept if not identical(tensor, was)]
+        if overwritten:
+            with torch.inference_mode():  # where any tensor may be written to
+                for tensor, was in overwritten:
+                    tensor.copy_(was)
+            return (
+                DeclineReason.MODULE_KEEPS_STATE,
+                "the module writes its result into memory that it uses again. Return a new tensor.",
+            )
+        if not self._plan.rows:
+            return None
+        try:
+            return self._compare(rehearsal, cut.parts, result, outputs)
+        except CannotSplit as cannot:
+            return cannot.reason, str(cannot)
+        except Unequal as unequal:
+            return (
+                DeclineReason.ROWS_DEPEND,
+                f"{unequal}: what one row gives depends on the others, or on where the batch is cut. If it is cut "
+                "along the wrong dimension, say the right one in split_dims.",
+            )
+
+    def _compare(self, rehearsal: _Rehearsal, parts: LaneParts, result: Any, outputs: Sequence[Any]) -> _No | None:
+        """Learn how the outputs merge.
+
+        Raises:
+            CannotSplit, Unequal: see there.
+        """
+        compare = Comparison(_is_coarse(self._model, self._plan), len(rehearsal.order), rehearsal.bounds[1].start)
+        learner = Learner(compare, parts, self._plan, rehearsal.order, self._config.output_dims)
+        rule = learner.learn("output", result, outputs)
+        parts.merge_caches()
+        for leaf, copied in zip(self._plan.leaves, rehearsal.plan.leaves, strict=True):
+            learner.check_argument(leaf, copied)
+        changed = self._module.change()
+        if changed is not None:
+            return DeclineReason.MODULE_KEEPS_STATE, f"the module changed {changed!r}, in lanes only."
+        signature = self._intent.signature
+        if signature is None:
+            return None
+        return self._table.passed(signature, rule, compare, writes=self.writes)
+
+    def _failed(self, error: Exception) -> Decision:
+        """A lane raised, here or on another rank."""
+        group = self._config.group
+        if group is not None and group.size > 1:
+            group.recover(f"{type(error).__name__}: {error}")
+        if isinstance(error, PeerFailed | GroupBroken):
+            return Decision(False, DeclineReason.PEER_DECLINED, getattr(error, "rank", None), ((0,),))
+        self._no = (
+            DeclineReason.LANE_FAILED,
+            f"{type(error).__name__}: {error} (raised in a lane, where the whole call raised nothing). A module may "
+            "need the whole batch, or its arguments another split_dims.",
+        )
+        return Decision(False, DeclineReason.LANE_FAILED, None, ((0,),))
+
+
+def _cut_of(plan: CallPlan, intent: Intent, used: Sequence[int]) -> tuple[int, int]:
+    """Rows of the copies, and where they are cut: into two sizes that nothing else of the call has.
+
+    Raises:
+        CannotSplit: there are none.
+    """
+    taken = {size for leaf in plan.leaves for size in leaf.sizes_beside()}
+    for rows in range(max(plan.rows, 3), plan.rows + _MORE_ROWS):
+        half = rows // 2
+        if plan.rows // intent.schedule.lanes == 1:  # lanes of a single row are proved with one
+            cuts = [1, rows - 1]
+            taken.discard(1)
+        else:
+            near = range(max(2, half - _MORE_ROWS), min(rows - 1, half + _MORE_ROWS))
+            cuts = sorted(near, key=lambda cut: (abs(2 * cut - rows), cut))
+        for cut in cuts:
+            if 2 * cut != rows and cut not in used and not taken & {cut, rows - cut}:
+                return rows, cut
+    raise CannotSplit(
+        DeclineReason.CANNOT_PROVE,
+        "the call has too many different sizes to tell its rows from. Use another batch size.",
+    )
+
+
+def _is_coarse(model: nn.Module, plan: CallPlan) -> bool:
+    """Whether anything in the call is computed in 16 bits or fewer."""
+    if torch.is_autocast_enabled("cpu") or (torch.cuda.is_available() and torch.is_autocast_enabled("cuda")):
+        return True
+    given = (leaf.value for leaf in plan.leaves if isinstance(leaf.value, Tensor))
+    return any(
+        tensor.is_floating_point() and tensor.element_size() < 4
+        for tensors in (model.parameters(), model.buffers(), given)
+        for tensor in tensors
+    )
+
+
+def _shape_of(value: Any) -> object:
+    """What tells whether a container was changed: its keys, and which objects it holds."""
+    children = children_of(value)
+    if children is None:
+        return id(value)
+    return type(value), tuple((key, _shape_of(child)) for key, child in children)
+
+
+def _version_of(value: Any) -> int | None:
+    """A tensor's version; None where writes are not counted."""
+    if not isinstance(value, Tensor):
+        return 0 if isinstance(value, list | tuple) else None
+    return None if value.is_inference() else value._version
+
+
+def _share_memory(values: Sequence[Any]) -> bool:
+    """Whether two different tensors lie in one storage."""
+    different = {id(value): value for value in values if isinstance(value, Tensor) and value.numel()}
+    storages = [value.untyped_storage().data_ptr() for value in different.values()]
+    return len(set(storages)) < len(storages)
+
+
+def _results_in(result: Any) -> Iterator[Tensor]:
+    if isinstance(result, Tensor):
+        if result.layout is torch.strided and not result.is_nested:
+            yield result
+        return
+    for _, child in children_of(result) or ():
+        yield from _results_in(child)

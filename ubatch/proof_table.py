@@ -1,0 +1,89 @@
+"""What was found of every signature: proved, with the rule that merges its outputs, or not, and why."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+from ubatch.closeness import Comparison
+from ubatch.merging import Rule
+from ubatch.vote import DeclineReason
+
+__all__ = ["ProofTable", "Standing"]
+
+_LIMIT = 1024
+"""Signatures kept; a module that is given another string with every call must not fill the memory."""
+_MAY_BE_CHANCE = frozenset({DeclineReason.ROWS_DEPEND, DeclineReason.LANE_FAILED, DeclineReason.CANNOT_PROVE})
+
+
+@dataclass
+class Standing:
+    """How a signature stands.
+
+    Attributes:
+        rule: merges its outputs; None until it is proved.
+        writes: whether the call writes to its arguments.
+        retired: why it runs whole for good, or None.
+        strikes: proofs that failed in a way that might have been chance.
+        cuts: of the proofs in 16 bits that passed.
+        beside: leaves that were off beside those cuts.
+    """
+
+    rule: Rule | None = None
+    writes: bool = False
+    retired: tuple[DeclineReason, str] | None = None
+    strikes: int = 0
+    cuts: tuple[int, ...] = ()
+    beside: frozenset[str] = frozenset()
+
+
+class ProofTable:
+    """The signatures of one module."""
+
+    def __init__(self) -> None:
+        self._standings: OrderedDict[Hashable, Standing] = OrderedDict()
+
+    def find(self, signature: Hashable) -> Standing:
+        """How a signature stands."""
+        standing = self._standings.get(signature)
+        if standing is None:
+            standing = self._standings[signature] = Standing()
+            if len(self._standings) > _LIMIT:
+                self._standings.popitem(last=False)
+        return standing
+
+    def cuts_of(self, signature: Hashable) -> Sequence[int]:
+        """Where its earlier proofs have cut the batch."""
+        return self.find(signature).cuts[-1:]
+
+    def passed(
+        self, signature: Hashable, rule: Rule, compare: Comparison, *, writes: bool
+    ) -> tuple[DeclineReason, str] | None:
+        """A call and its lanes were equal. Returns why that is not enough, together with an earlier proof."""
+        standing = self.find(signature)
+        off = standing.beside & compare.beside
+        if off:
+            return (
+                DeclineReason.ROWS_DEPEND,
+                f"{min(off)} is off beside the cut, wherever the batch is cut: a row depends on the one before or "
+                "behind it.",
+            )
+        standing.cuts = (*standing.cuts[-1:], compare.cut)
+        standing.beside = frozenset(compare.beside)
+        standing.writes = writes
+        if not compare.coarse or len(standing.cuts) > 1:
+            standing.rule = rule
+        return None
+
+    def failed(self, signature: Hashable, reason: DeclineReason, why: str) -> None:
+        """A proof failed: the signature runs whole for good, at once or after a second one."""
+        standing = self.find(signature)
+        standing.rule = None
+        standing.strikes += 1
+        if reason not in _MAY_BE_CHANCE or standing.strikes > 1:
+            standing.retired = reason, why
+
+    def clear(self) -> None:
+        """The module was changed: nothing is known of it any more."""
+        self._standings.clear()

@@ -1,0 +1,71 @@
+"""What makes two calls of a module alike enough that what was proved of one holds for the other.
+
+Names, structure, dtypes, ranks of shapes, types of numbers, values of bools and strings, where the arguments are cut,
+the mode, training, gradients, autocast. No sizes, but for one: lanes of a single row are a case of their own, for a
+module that squeezes treats them unlike any other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ubatch.arguments import CallPlan
+from ubatch.containers import children_of
+from ubatch.forward_context import ForwardMode
+
+__all__ = ["signature_of"]
+
+_BY_VALUE = (type(None), bool, str, Enum, torch.dtype, torch.device, torch.layout)
+_BY_TYPE = (int, float, complex, bytes)
+
+
+def signature_of(model: nn.Module, plan: CallPlan, mode: ForwardMode, lanes: int) -> Hashable:
+    """The signature of a call.
+
+    Args:
+        model: the module that is called.
+        plan: of the call.
+        mode: what the step does.
+        lanes: in so many the call would run.
+    """
+    return (
+        mode,
+        model.training,
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu"),
+        torch.cuda.is_available() and torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda"),
+        plan.rows // lanes == 1,
+        plan.dims,
+        *[(name, _kind(value)) for name, value in plan.args],
+        *[(name, _kind(value)) for name, value in sorted_items(plan.kwargs)],
+    )
+
+
+def sorted_items(kwargs: Mapping[str, Any]) -> Sequence[tuple[str, Any]]:
+    """Keyword arguments in an order that does not depend on how the call was written."""
+    return sorted(kwargs.items()) if len(kwargs) > 1 else list(kwargs.items())
+
+
+def _kind(value: Any) -> object:
+    if isinstance(value, Tensor):
+        return value.dtype, value.dim(), value.requires_grad
+    if isinstance(value, _BY_VALUE):
+        return value
+    kind = type(value)
+    if kind in _BY_TYPE:
+        return kind
+    children = children_of(value)
+    if children is None:
+        return kind, getattr(value, "__qualname__", "")
+    inside = tuple((key, _kind(child)) for key, child in children)
+    if len(inside) > 1 and isinstance(value, list | tuple):
+        kinds = {each for _, each in inside}
+        if len(kinds) == 1 and not isinstance(children[0][1], _BY_VALUE):
+            return kind, kinds.pop()  # as many as there may be: a list per row
+    return kind, inside
