@@ -4,20 +4,53 @@
     grad mode, inference mode       thread-local in torch
     autocast                        per device type: enabled, dtype, cache
     default device                  `torch.set_default_device` and `with torch.device(...)`
+    saved-tensor hooks              the innermost pair, which is the one that counts; or that hooks are forbidden
+    flags                           threads of the backward, DTensor's implicit replication, flushing of denormals, ...
     intra-op threads                a new thread would start an OpenMP pool of its own size
 
-The CUDA device and stream are the lane context's business.
+The CUDA device and stream are the lane context's business. A call under what no lane can take over runs whole: see
+`ubatch.torch_modes`. Torch does not tell under which `torch.cuda.use_mem_pool` a thread is, so lanes allocate as usual.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch._C import _autograd
+from torch.autograd.graph import disable_saved_tensors_hooks, saved_tensors_hooks
 
 __all__ = ["Ambient"]
+
+_SMALLEST_NORMAL = sys.float_info.min
+
+
+def _flushes_denormals() -> bool:
+    """As the processor is set in this thread; torch has no question for it."""
+    return _SMALLEST_NORMAL * 0.5 == 0.0
+
+
+def _flags() -> tuple[tuple[Callable[[], bool], Callable[[bool], object]], ...]:
+    """How to read and set each flag that torch keeps per thread. Not every torch has all of them."""
+    names = (
+        ("_is_multithreading_enabled", "_set_multithreading_enabled"),
+        ("_is_view_replay_enabled", "_set_view_replay_enabled"),
+        ("_is_fwd_grad_enabled", "_set_fwd_grad_enabled"),
+        ("_is_grad_layout_enforcement_enabled", "_set_grad_layout_enforcement_enabled"),
+        ("_get_dtensor_allow_implicit_replication", "_set_dtensor_allow_implicit_replication"),
+    )
+    known = [(getattr(torch._C, get, None), getattr(torch._C, set_, None)) for get, set_ in names]
+    return (
+        *((get, set_) for get, set_ in known if get is not None and set_ is not None),
+        (_flushes_denormals, torch.set_flush_denormal),
+    )
+
+
+_FLAGS = _flags()
 
 
 @dataclass(frozen=True)
@@ -32,6 +65,24 @@ class _Autocast:
 
 
 @dataclass(frozen=True)
+class _SavedTensorHooks:
+    """What becomes of tensors that are saved for a backward.
+
+    Attributes:
+        pair: packs and unpacks; None if nobody does.
+        forbidden: the message for who sets hooks where they are forbidden; None if they are not.
+    """
+
+    pair: tuple[Callable[..., Any], Callable[..., Any]] | None
+    forbidden: str | None
+
+    @classmethod
+    def current(cls) -> _SavedTensorHooks:
+        pair = _autograd._top_saved_tensors_default_hooks(False)
+        return cls(pair, _autograd._saved_tensors_hooks_get_disabled_error_message())
+
+
+@dataclass(frozen=True)
 class Ambient:
     """A snapshot of the calling thread; `capture` takes it, a lane runs inside `applied`."""
 
@@ -40,6 +91,8 @@ class Ambient:
     autocast: tuple[_Autocast, ...]
     autocast_cache: bool
     default_device: torch.device
+    saved_tensors: _SavedTensorHooks
+    flags: tuple[bool, ...]
     threads: int
 
     @classmethod
@@ -52,6 +105,8 @@ class Ambient:
             autocast=tuple(_Autocast.current(kind) for kind in kinds),
             autocast_cache=torch.is_autocast_cache_enabled(),
             default_device=torch.get_default_device(),
+            saved_tensors=_SavedTensorHooks.current(),
+            flags=tuple(get() for get, _ in _FLAGS),
             threads=torch.get_num_threads(),
         )
 
@@ -76,4 +131,12 @@ class Ambient:
                     )
             if self.default_device != torch.get_default_device():
                 stack.enter_context(torch.device(self.default_device))
+            for (get, set_), flag in zip(_FLAGS, self.flags, strict=True):
+                if flag != get():
+                    stack.callback(set_, not flag)
+                    set_(flag)
+            if self.saved_tensors.pair is not None:
+                stack.enter_context(saved_tensors_hooks(*self.saved_tensors.pair))
+            if self.saved_tensors.forbidden is not None:
+                stack.enter_context(disable_saved_tensors_hooks(self.saved_tensors.forbidden))
             yield

@@ -8,8 +8,14 @@
 
 A range is open only while its lane holds the baton, and a lane has one at a time, so those of one thread follow one
 another. In NVTX they are start/end ranges, not pushed ones: a range that the model itself pushes may span points, and
-a pop takes whatever is on top. `torch.profiler` shows all lanes' threads only with
-`experimental_config=torch._C._profiler._ExperimentalConfig(profile_all_threads=True)`.
+a pop takes whatever is on top.
+
+`torch.profiler` looks at the thread that starts it, and lanes are others: without its switch for all threads it shows
+neither their ranges nor their operations. In torch 2.11 to 2.13 that is
+
+    all_threads = torch.profiler._ExperimentalConfig(profile_all_threads=True)
+    with torch.profiler.profile(experimental_config=all_threads) as profiler:
+        wrapper(x)
 """
 
 from __future__ import annotations

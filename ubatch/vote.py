@@ -82,6 +82,8 @@ class DeclineReason(StrEnum):
     SEQUENCE_FIRST = "sequence_first"
     JIT_MODULE = "jit_module"
     TENSOR_LAYOUT = "tensor_layout"
+    FUNCTION_TRANSFORM = "function_transform"
+    TORCH_MODE = "torch_mode"
 
 
 _REASONS = tuple(DeclineReason)

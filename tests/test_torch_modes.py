@@ -1,0 +1,454 @@
+"""Torch's transforms, modes and hooks around a call: lanes take them over, or the call runs whole and says why."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+from lanes import lane_pool, run
+from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
+from torch.autograd import forward_ad
+from torch.autograd.graph import (
+    allow_mutation_on_saved_tensors,
+    disable_saved_tensors_hooks,
+    save_on_cpu,
+    saved_tensors_hooks,
+)
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+from ubatch import DeclineReason, UBatchConfig, UBatchWrapper, dbo_yield
+from ubatch.torch_modes import why_not_in_lanes
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.*is deprecated:DeprecationWarning")
+"""Torch's forward-mode gradients use it themselves."""
+
+Surrounding = Callable[[], AbstractContextManager[Any]]
+TRANSFORM, MODE = DeclineReason.FUNCTION_TRANSFORM, DeclineReason.TORCH_MODE
+
+
+class Functions(TorchFunctionMode):
+    """Sees functions."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+class Operations(TorchDispatchMode):
+    """Sees operations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen[str(func)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+# ------------------------------------------------------------------------------------------------ what is recognised
+
+
+def profiling() -> AbstractContextManager[Any]:
+    return torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
+
+
+FREE: dict[str, Surrounding] = {
+    "nothing": nullcontext,
+    "no_grad": torch.no_grad,
+    "inference_mode": torch.inference_mode,
+    "not inference_mode": lambda: torch.inference_mode(False),
+    "autocast": lambda: torch.autocast("cpu", dtype=torch.bfloat16),
+    "no autocast": lambda: torch.autocast("cpu", enabled=False),
+    "a device": lambda: torch.device("meta"),
+    "save_on_cpu": save_on_cpu,
+    "no hooks": lambda: disable_saved_tensors_hooks("not here"),
+    "a profiler": profiling,
+    "one thread for the backward": lambda: torch.autograd.set_multithreading_enabled(False),
+}
+
+
+REFUSED = [{"save_on_cpu", "no hooks"}, {"a profiler"}, {"mutation of what was saved", "no hooks"}]
+"""Torch itself refuses these together."""
+
+
+@pytest.mark.parametrize(("outer", "inner"), [(a, b) for a in FREE for b in FREE if {a, b} not in REFUSED])
+def test_what_lanes_take_over_is_no_reason_to_decline(outer: str, inner: str) -> None:
+    with FREE[outer](), FREE[inner]():
+        assert why_not_in_lanes() is None
+    assert why_not_in_lanes() is None
+
+
+BOUND: dict[str, tuple[Surrounding, DeclineReason, str]] = {
+    "flops": (lambda: FlopCounterMode(display=False), MODE, "torch dispatch mode _FlopCounterMode"),
+    "fake tensors": (FakeTensorMode, MODE, "torch dispatch mode FakeTensorMode"),
+    "a dispatch mode": (Operations, MODE, "torch dispatch mode Operations"),
+    "a function mode": (Functions, MODE, "torch function mode Functions"),
+    "mutation of what was saved": (allow_mutation_on_saved_tensors, MODE, "torch dispatch mode"),
+    "no functions": (torch._C.DisableTorchFunction, MODE, "switches torch functions off"),
+    "no functions of subclasses": (torch._C.DisableTorchFunctionSubclass, MODE, "switches torch functions off"),
+    "below autograd": (torch._C._AutoDispatchBelowAutograd, MODE, "changes the keys of torch's dispatcher"),
+    "no dispatch to Python": (torch._C._DisableTorchDispatch, MODE, "changes the keys of torch's dispatcher"),
+    "forward mode": (forward_ad.dual_level, TRANSFORM, "forward-mode gradients"),
+}
+
+
+SAME = [{"below autograd", "inference_mode"}]
+"""The inner one changes nothing there."""
+
+
+@pytest.mark.parametrize(
+    ("around", "name"), [(a, b) for a in FREE for b in BOUND if {a, b} not in REFUSED and {a, b} not in SAME]
+)
+def test_what_they_cannot_take_over_is_named(around: str, name: str) -> None:
+    surrounding, reason, what = BOUND[name]
+    with FREE[around](), surrounding():
+        no = why_not_in_lanes()
+    assert no is not None
+    assert no[0] is reason
+    assert what in no[1]
+    assert why_not_in_lanes() is None
+
+
+def sums(x: Tensor) -> Tensor:
+    return (x * x.sin()).sum()
+
+
+TRANSFORMS: dict[str, tuple[Callable[[Any], Any], DeclineReason, str]] = {
+    "grad": (lambda f: torch.func.grad(f)(torch.ones(3)), TRANSFORM, "Grad"),
+    "vjp": (lambda f: torch.func.vjp(f, torch.ones(3)), TRANSFORM, "Grad"),
+    "jvp": (lambda f: torch.func.jvp(f, (torch.ones(3),), (torch.ones(3),)), TRANSFORM, "Jvp"),
+    "vmap": (lambda f: torch.func.vmap(f)(torch.ones(2, 3)), TRANSFORM, "Vmap"),
+    "vmap of grad": (lambda f: torch.func.vmap(torch.func.grad(f))(torch.ones(2, 3)), TRANSFORM, "Grad"),
+    "hessian": (lambda f: torch.func.hessian(f)(torch.ones(3)), TRANSFORM, "Grad"),
+    "functionalize": (lambda f: torch.func.functionalize(f)(torch.ones(3)), TRANSFORM, "Functionalize"),
+    "jit.trace": (lambda f: torch.jit.trace(f, torch.ones(3), check_trace=False), MODE, "torch.jit.trace"),
+    "make_fx": (lambda f: make_fx(f)(torch.ones(3)), MODE, "mode"),
+    "checkpoint": (
+        lambda f: checkpoint(f, torch.ones(3, requires_grad=True), use_reentrant=False).backward(),
+        MODE,
+        "a checkpoint",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_a_function_that_is_transformed_or_recorded_stays_in_its_thread(name: str) -> None:
+    transform, reason, what = TRANSFORMS[name]
+    found = []
+
+    def looks(x: Tensor) -> Tensor:
+        found.append(why_not_in_lanes())
+        return sums(x)
+
+    transform(looks)
+    assert found
+    for no in found:
+        assert no is not None
+        assert no[0] is reason
+        assert what in no[1]
+    assert why_not_in_lanes() is None
+
+
+def test_another_threads_modes_are_nobody_elses() -> None:
+    with FlopCounterMode(display=False):
+        found: list[object] = []
+        thread = threading.Thread(target=lambda: found.append(why_not_in_lanes()))
+        thread.start()
+        thread.join()
+    assert found == [None]
+
+
+# ------------------------------------------------------------------------------------------- what lanes take over
+
+
+def flushing() -> bool:
+    return (torch.tensor([1e-40]) * 1.0).item() == 0.0
+
+
+@contextmanager
+def set_to(set_: Callable[[bool], object], value: bool) -> Iterator[None]:
+    set_(value)
+    try:
+        yield
+    finally:
+        set_(not value)
+
+
+FLAGS: dict[str, tuple[Surrounding, Callable[[], Any]]] = {
+    "backward's threads": (
+        lambda: torch.autograd.set_multithreading_enabled(False),
+        lambda: torch._C._is_multithreading_enabled(),
+    ),
+    "denormals": (lambda: set_to(torch.set_flush_denormal, True), flushing),
+    "replay of views": (
+        lambda: torch.autograd.grad_mode._force_original_view_tracking(True),
+        lambda: torch._C._is_view_replay_enabled(),
+    ),
+    "forbidden hooks": (
+        lambda: disable_saved_tensors_hooks("not here"),
+        lambda: torch._C._autograd._saved_tensors_hooks_get_disabled_error_message(),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FLAGS)
+def test_lanes_see_the_flags_of_the_caller(name: str) -> None:
+    surrounding, look = FLAGS[name]
+    with lane_pool() as pool:
+        outside = look()
+        assert run(pool, look, look) == [outside] * 2, "their threads have started before"
+        with surrounding():
+            inside = look()
+            assert inside != outside
+            assert run(pool, look, look) == [inside] * 2
+        assert run(pool, look, look) == [outside] * 2
+
+
+def test_dtensors_see_the_flag_of_the_caller() -> None:
+    experimental = pytest.importorskip("torch.distributed.tensor.experimental")
+    from torch.distributed.tensor import DTensor
+
+    def look() -> bool:
+        return bool(DTensor._op_dispatcher._allow_implicit_replication)
+
+    with lane_pool() as pool:
+        with experimental.implicit_replication():
+            assert run(pool, look, look) == [True, True]
+        assert run(pool, look, look) == [False, False]
+
+
+class Model(nn.Module):
+    """Two layers with points around them, in double precision."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(5)
+        self.first, self.second = (nn.Linear(6, 6, dtype=torch.float64) for _ in range(2))
+        for parameter in self.parameters():
+            parameter.data.normal_(generator=generator)
+
+    def forward(self, x: Tensor) -> Tensor:
+        dbo_yield()
+        x = torch.tanh(self.first(x))
+        dbo_yield()
+        x = x + self.second(x)
+        dbo_yield()
+        return x
+
+
+def rows(n: int = 6) -> Tensor:
+    return torch.randn(n, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(n))
+
+
+@pytest.fixture
+def wrapper() -> Iterator[UBatchWrapper]:
+    made = UBatchWrapper(Model(), UBatchConfig(dbo_prefill_token_threshold=2))
+    for gradients in (torch.enable_grad, torch.no_grad):  # calls like these overlap from now on
+        with gradients():
+            made(rows())
+            made(rows().requires_grad_())
+    yield made
+    made.close()
+
+
+def engaged(wrapper: UBatchWrapper, call: Callable[[], Any]) -> tuple[int, Counter[DeclineReason]]:
+    """How often calls overlapped, and why they did not, while `call` ran."""
+    before = wrapper.statistics()
+    call()
+    after = wrapper.statistics()
+    return after.engaged - before.engaged, Counter(after.declined) - Counter(before.declined)
+
+
+def in_halves(model: nn.Module, x: Tensor) -> Tensor:
+    return torch.cat([model(half) for half in x.chunk(2)])
+
+
+def test_hooks_of_the_caller_see_what_lanes_save(wrapper: UBatchWrapper) -> None:
+    packed: list[Tensor] = []
+    unpacked: list[int] = []
+
+    def pack(x: Tensor) -> int:
+        packed.append(x.detach())
+        return len(packed) - 1
+
+    def unpack(place: int) -> Tensor:
+        unpacked.append(place)
+        return packed[place]
+
+    x, model = rows(), wrapper.module
+    with saved_tensors_hooks(pack, unpack):
+        expected = in_halves(model, x)
+        halves = len(packed)
+        output = wrapper(x)
+        assert wrapper.statistics().declined == {}
+    assert len(packed) == 2 * halves, "as many as two halves save, one after the other"
+    found = torch.autograd.grad(output.square().sum(), list(model.parameters()))
+    assert sorted(unpacked) == list(range(halves, 2 * halves))
+    torch.testing.assert_close(found, torch.autograd.grad(expected.square().sum(), list(model.parameters())))
+
+
+def test_the_innermost_hooks_count(wrapper: UBatchWrapper) -> None:
+    outer: list[int] = []
+    inner: list[int] = []
+
+    def noting(where: list[int]) -> saved_tensors_hooks:
+        return saved_tensors_hooks(lambda x: (where.append(1), x.detach())[1], lambda x: x)
+
+    with noting(outer):
+        with noting(inner):
+            wrapper(rows())
+        assert inner
+        assert not outer
+        wrapper(rows())
+    assert len(outer) == len(inner)
+
+
+def test_hooks_of_the_caller_end_with_its_block(wrapper: UBatchWrapper) -> None:
+    packed: list[int] = []
+    with saved_tensors_hooks(lambda x: (packed.append(1), x.detach())[1], lambda x: x):
+        wrapper(rows())
+    before = len(packed)
+    wrapper(rows())
+    assert len(packed) == before > 0
+
+
+def test_save_on_cpu_gives_the_same_gradients(wrapper: UBatchWrapper) -> None:
+    x, model = rows(), wrapper.module
+    with save_on_cpu():
+        assert engaged(wrapper, lambda: wrapper(x)) == (1, {})
+        output = wrapper(x)
+    found = torch.autograd.grad(output.square().sum(), list(model.parameters()))
+    torch.testing.assert_close(found, torch.autograd.grad(model(x).square().sum(), list(model.parameters())))
+
+
+def test_hooks_that_are_forbidden_are_so_in_lanes(wrapper: UBatchWrapper) -> None:
+    class Saving(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            with save_on_cpu():
+                return x * 2
+
+    saving = UBatchWrapper(Saving(), UBatchConfig(dbo_prefill_token_threshold=2))
+    with disable_saved_tensors_hooks("not here"), pytest.raises(RuntimeError, match="not here"):
+        saving(rows())
+    saving.close()
+
+
+# ------------------------------------------------------------------------------------------ calls that stay whole
+
+
+def test_gradients_by_torch_func(wrapper: UBatchWrapper) -> None:
+    x, model = rows(), wrapper.module
+
+    def loss(module: nn.Module) -> Callable[[Tensor], Tensor]:
+        return lambda x: module(x).square().sum()
+
+    found: list[Tensor] = []
+    assert engaged(wrapper, lambda: found.append(torch.func.grad(loss(wrapper))(x))) == (0, {TRANSFORM: 1})
+    torch.testing.assert_close(found[0], torch.func.grad(loss(model))(x))
+    assert found[0].abs().max() > 0.1
+
+
+def test_gradients_of_parameters_by_functional_call(wrapper: UBatchWrapper) -> None:
+    x, model = rows(), wrapper.module
+
+    def gradients(module: nn.Module) -> list[Tensor]:
+        given = {name: parameter.detach() for name, parameter in module.named_parameters()}
+        found = torch.func.grad(lambda given: torch.func.functional_call(module, given, x).square().sum())(given)
+        return [found[name] for name in sorted(found)]
+
+    assert engaged(wrapper, lambda: torch.testing.assert_close(gradients(wrapper), gradients(model))) == (
+        0,
+        {TRANSFORM: 1},
+    )
+
+
+def test_directional_derivatives(wrapper: UBatchWrapper) -> None:
+    x, tangent, model = rows(), rows().cos(), wrapper.module
+    found: list[Any] = []
+    counts = engaged(wrapper, lambda: found.extend(torch.func.jvp(wrapper, (x,), (tangent,))))
+    assert counts == (0, {TRANSFORM: 1})
+    torch.testing.assert_close(tuple(found), torch.func.jvp(model, (x,), (tangent,)))
+    assert found[1].abs().max() > 0.1
+
+    def duals(module: nn.Module) -> Tensor:
+        with forward_ad.dual_level():
+            return forward_ad.unpack_dual(module(forward_ad.make_dual(x, tangent))).tangent.clone()
+
+    assert engaged(wrapper, lambda: torch.testing.assert_close(duals(wrapper), found[1])) == (0, {TRANSFORM: 1})
+
+
+def test_vmap_over_a_wrapper(wrapper: UBatchWrapper) -> None:
+    x, model = rows(24).reshape(4, 6, 6), wrapper.module
+    found: list[Tensor] = []
+    assert engaged(wrapper, lambda: found.append(torch.func.vmap(wrapper)(x))) == (0, {TRANSFORM: 1})
+    torch.testing.assert_close(found[0], model(x))
+
+
+def test_flops_are_those_of_the_module(wrapper: UBatchWrapper) -> None:
+    x, model = rows(), wrapper.module
+
+    def flops(module: nn.Module) -> tuple[int, dict[Any, int]]:
+        with FlopCounterMode(display=False) as counter:
+            module(x).sum().backward()
+        return counter.get_total_flops(), counter.get_flop_counts()["Global"]
+
+    assert engaged(wrapper, lambda: flops(wrapper)) == (0, {MODE: 1})
+    assert flops(wrapper) == flops(model)
+    assert flops(wrapper)[0] > 0
+
+
+def test_modes_see_every_operation(wrapper: UBatchWrapper) -> None:
+    def operations(module: nn.Module) -> Counter[str]:
+        with Operations() as mode:
+            module(rows())
+        return mode.seen
+
+    assert operations(wrapper) == operations(wrapper.module)
+    with Functions():
+        assert engaged(wrapper, lambda: wrapper(rows())) == (0, {MODE: 1})
+
+
+@pytest.mark.parametrize("early_stop", [True, False])
+def test_a_checkpoint_around_a_wrapper(wrapper: UBatchWrapper, early_stop: bool) -> None:
+    """The forward may be the first call like it and its recomputation the second: both run whole."""
+    x, model = rows().requires_grad_(), wrapper.module
+
+    def gradients(module: nn.Module) -> list[Tensor]:
+        with torch.utils.checkpoint.set_checkpoint_early_stop(early_stop):
+            output = checkpoint(module, x, use_reentrant=False)
+        return list(torch.autograd.grad(output.square().sum(), [x, *model.parameters()]))
+
+    found: list[list[Tensor]] = []
+    assert engaged(wrapper, lambda: found.append(gradients(wrapper))) == (0, {MODE: 2})
+    torch.testing.assert_close(found[0], gradients(model))
+
+
+def test_calls_overlap_again_afterwards(wrapper: UBatchWrapper) -> None:
+    with Operations():
+        wrapper(rows())
+    assert engaged(wrapper, lambda: wrapper(rows())) == (1, {})
+
+
+# ---------------------------------------------------------------------------------------------- the profiler's switch
+
+
+@pytest.mark.parametrize("switched", [False, True])
+def test_the_profiler_shows_the_operations_of_all_lanes_if_told_to(wrapper: UBatchWrapper, switched: bool) -> None:
+    config = torch.profiler._ExperimentalConfig(profile_all_threads=switched)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], experimental_config=config) as seen:
+        wrapper(rows())
+    events = seen.events()
+    assert events is not None
+    products = [event for event in events if event.name == "aten::addmm"]
+    assert len(products) == (2 * 2 if switched else 0), "two layers in two lanes"
+    assert len({event.thread for event in products}) == (2 if switched else 0)

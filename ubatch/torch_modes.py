@@ -1,0 +1,91 @@
+"""What torch keeps per thread and no lane can take over: a call under it runs whole, in the caller's thread.
+
+What lanes do take over is in `ubatch.ambient`. Of the rest there are two kinds:
+
+    function transforms     `torch.func.grad`, `jvp`, `vmap`, `functionalize`, and forward-mode gradients: the tensors
+                            of the call belong to a transform of the caller's thread, and lanes would do without it
+    modes                   `FlopCounterMode`, `FakeTensorMode` and all others that see every operation of a thread;
+                            `jit.trace`; blocks that switch torch functions off or change the dispatcher's keys; and
+                            non-reentrant checkpoints: their recomputation must save what the forward has saved, so that
+                            it must not be that one of the two overlaps and the other does not
+
+Torch profilers are bound to a thread, too, but they change no result: see `ubatch.ranges` for the switch that shows all
+threads.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from typing import Any
+
+import torch
+from torch import is_inference_mode_enabled
+from torch._C import _autograd, _functorch
+from torch._C import _dispatch_tls_local_exclude_set as exclude_set
+from torch._C import _dispatch_tls_local_include_set as include_set
+from torch.autograd import forward_ad
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
+from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+from ubatch.vote import DeclineReason
+
+__all__ = ["function_transform", "why_not_in_lanes"]
+
+
+def why_not_in_lanes() -> tuple[DeclineReason, str] | None:
+    """Why a call that this thread makes now must not run in lanes; None if it may. Takes some microseconds."""
+    transform = function_transform()
+    if transform is not None:
+        return DeclineReason.FUNCTION_TRANSFORM, f"the call is inside {transform}, which lanes would not see."
+    mode = _mode()
+    if mode is not None:
+        return DeclineReason.TORCH_MODE, f"the call is inside {mode}, which lanes would not see."
+    return None
+
+
+def function_transform() -> str | None:
+    """The function transform that this thread is in, in words; None if it is in none."""
+    interpreter: Any = _functorch.peek_interpreter_stack()
+    if interpreter is not None:
+        return f"torch.func's transform {interpreter.key().name}"
+    if forward_ad._current_level >= 0:
+        return "a level of forward-mode gradients (torch.autograd.forward_ad)"
+    return None
+
+
+def _mode() -> str | None:
+    """What sees or changes this thread's operations, in words."""
+    if torch._C._len_torch_function_stack():
+        for mode in _get_current_function_mode_stack():
+            if type(mode) is not DeviceContext:  # the default device, which lanes take over
+                return f"the torch function mode {type(mode).__name__}"
+    if torch._C._len_torch_dispatch_stack():
+        return f"the torch dispatch mode {type(_get_current_dispatch_mode()).__name__}"
+    if not torch._C._is_torch_function_enabled():
+        return "a block that switches torch functions off"
+    if torch._C._is_tracing():
+        return "torch.jit.trace"
+    hooks: Any = _autograd._top_saved_tensors_default_hooks(False)
+    if hooks is not None and getattr(hooks[0], "__module__", None) == "torch.utils.checkpoint":
+        return "a checkpoint"
+    included, excluded = _usual_keys(is_inference_mode_enabled())
+    if include_set().raw_repr() & ~included or exclude_set().raw_repr() & ~excluded:
+        return "a block that changes the keys of torch's dispatcher"
+    return None
+
+
+@functools.cache
+def _usual_keys(inference: bool) -> tuple[int, int]:
+    """What a fresh thread includes and excludes, in inference mode or not, as bits. Autocast takes some away."""
+    seen: list[tuple[int, int]] = []
+
+    def look() -> None:
+        with torch.inference_mode(inference):
+            seen.append((include_set().raw_repr(), exclude_set().raw_repr()))
+
+    thread = threading.Thread(target=look, name="ubatch-usual-keys")
+    thread.start()
+    thread.join()
+    return seen[0]
