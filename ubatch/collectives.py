@@ -7,6 +7,13 @@ Two layers: `launch_*` returns a `Transfer` (for all-to-all back ends, which pla
 functions without prefix launch, pass the point and wait. All are functional: the input is never written.
 Shapes: `x` is split and concatenated along `dim`, 0 unless said otherwise.
 
+Outside a lane the functions without prefix are differentiable (`ubatch.collective_gradients`): a rank gets the gradient
+of the sum over all ranks of what they differentiate, as from `torch.distributed.nn`: where all compute the same loss,
+divide it by the number of ranks. The backward runs collectives of its own, so **every rank of the group takes part in
+it**, in the same order: a rank that does not use a result, or does not call backward, lets the others wait until their
+time-out. Let its loss depend on the result: `loss + 0 * y.sum()`.
+Inside a lane what requires grad is refused, and so it is by `launch_*` anywhere, for a transfer has no gradient.
+
 On CUDA a lane's communication stream carries the transfer from launch to end, though NCCL runs it on a stream of its
 own: the launch makes the communication stream wait for that one. So marking and joining the communication stream is
 enough, whoever waits, and when nobody does. Results are allocated on the compute stream, which reads them.
@@ -14,6 +21,7 @@ enough, whoever waits, and when nobody does. Results are allocated on the comput
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -22,6 +30,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ubatch.collective_gradients import differentiable
 from ubatch.connection import Connection, Work
 from ubatch.context import current_lane
 from ubatch.dbo import (
@@ -31,9 +40,10 @@ from ubatch.dbo import (
     on_comm_stream,
     on_compute_stream,
 )
-from ubatch.errors import ConfigError, GradientError, UnvotedCollectiveError
+from ubatch.errors import ConfigError
 from ubatch.group import CommGroup
 from ubatch.host_copy import CopiedWork, check_not_capturing, host_like, mark_copied
+from ubatch.launch_checks import block_sizes, check_launch, check_summable, rows_of
 from ubatch.schedule import Point
 from ubatch.transfer import Transfer
 
@@ -57,11 +67,18 @@ Carry = Callable[[Transfer[Tensor]], Transfer[Tensor]]
 def all_reduce(x: Tensor, group: CommGroup) -> Tensor:
     """The sum of every rank's `x`; same shape and dtype.
 
+    Its gradient is the sum of every rank's gradients: all ranks take part in the backward.
+
     Raises:
-        GradientError, UnvotedCollectiveError, GroupBroken: before anything is launched.
+        GradientError: `x` requires grad, in a lane.
+        UnvotedCollectiveError, GroupBroken: before anything is launched.
         PeerFailed, TransferTimeout: while it waits.
     """
-    return _overlapped(lambda: launch_all_reduce(x, group))
+
+    def reduce(x: Tensor, name: str = "all_reduce") -> Tensor:
+        return _overlapped(lambda: launch_all_reduce(x, group, name=name))
+
+    return differentiable(x, reduce, functools.partial(reduce, name="gradient of all_reduce"))
 
 
 def all_gather(
@@ -76,6 +93,8 @@ def all_gather(
 ) -> Tensor:
     """Every rank's `x`, concatenated along `dim`. Errors as `all_reduce`.
 
+    Its gradient is this rank's block of the sum of every rank's gradients: all ranks take part in the backward.
+
     Args:
         x: equal shapes, but for `dim` where `sizes` are given.
         group: the ranks.
@@ -85,9 +104,8 @@ def all_gather(
         name: for traces and errors.
         carry: takes the launched transfer, and may delay it: an emulated link's.
     """
-    moved = x if dim == 0 else x.movedim(dim, 0)
-    gathered = _overlapped(lambda: launch_all_gather(moved, group, sizes=sizes, name=name), point, carry)
-    return gathered if dim == 0 else gathered.movedim(0, dim).contiguous()
+    there, back = _gatherer(group, sizes, point, name, carry), _scatterer(group, sizes, point, _back(name), carry)
+    return _along(dim, x, lambda rows: differentiable(rows, there, back))
 
 
 def reduce_scatter(
@@ -102,6 +120,7 @@ def reduce_scatter(
 ) -> Tensor:
     """This rank's block along `dim` of the sum of every rank's `x`.
 
+    Its gradient is every rank's gradients, concatenated: all ranks take part in the backward.
     Errors as `all_reduce`, and `ConfigError` where the size does not divide by the ranks, or is not that of `sizes`.
 
     Args:
@@ -113,9 +132,8 @@ def reduce_scatter(
         name: for traces and errors.
         carry: as for `all_gather`.
     """
-    moved = x if dim == 0 else x.movedim(dim, 0)
-    scattered = _overlapped(lambda: launch_reduce_scatter(moved, group, sizes=sizes, name=name), point, carry)
-    return scattered if dim == 0 else scattered.movedim(0, dim).contiguous()
+    there, back = _scatterer(group, sizes, point, name, carry), _gatherer(group, sizes, point, _back(name), carry)
+    return _along(dim, x, lambda rows: differentiable(rows, there, back))
 
 
 def all_to_all_single(
@@ -124,8 +142,47 @@ def all_to_all_single(
     output_split_sizes: Sequence[int] | None = None,
     input_split_sizes: Sequence[int] | None = None,
 ) -> Tensor:
-    """Block r of `x` goes to rank r; returns the blocks received, in rank order. Errors as `all_reduce`."""
-    return _overlapped(lambda: launch_all_to_all_single(x, group, output_split_sizes, input_split_sizes))
+    """Block r of `x` goes to rank r; returns the blocks received, in rank order. Errors as `all_reduce`.
+
+    Its gradient travels back to where `x` came from: all ranks take part in the backward.
+    """
+    sent = None if input_split_sizes is None else list(input_split_sizes)
+    received = None if output_split_sizes is None else list(output_split_sizes)
+    rows = x.shape[0] if x.dim() else 0  # without a dimension, nothing is launched
+
+    def there(x: Tensor) -> Tensor:
+        return _overlapped(lambda: launch_all_to_all_single(x, group, received, sent))
+
+    def back(grad: Tensor) -> Tensor:
+        own = [rows // group.size] * group.size if sent is None else sent
+        theirs = own if received is None else received
+        return _overlapped(lambda: launch_all_to_all_single(grad, group, own, theirs, name=_back("all_to_all")))
+
+    return differentiable(x, there, back)
+
+
+def _gatherer(
+    group: CommGroup, sizes: Sequence[int] | None, point: str, name: str, carry: Carry | None
+) -> Callable[[Tensor], Tensor]:
+    own = None if sizes is None else list(sizes)
+    return lambda x: _overlapped(lambda: launch_all_gather(x, group, sizes=own, name=name), point, carry)
+
+
+def _scatterer(
+    group: CommGroup, sizes: Sequence[int] | None, point: str, name: str, carry: Carry | None
+) -> Callable[[Tensor], Tensor]:
+    own = None if sizes is None else list(sizes)
+    return lambda x: _overlapped(lambda: launch_reduce_scatter(x, group, sizes=own, name=name), point, carry)
+
+
+def _along(dim: int, x: Tensor, rows: Callable[[Tensor], Tensor]) -> Tensor:
+    """What a function of rows does, along another dimension."""
+    return rows(x) if dim == 0 else rows(x.movedim(dim, 0)).movedim(0, dim).contiguous()
+
+
+def _back(name: str) -> str:
+    """What traces and errors call the way back of a gradient."""
+    return f"gradient of {name}"
 
 
 def _overlapped(
@@ -162,7 +219,7 @@ def launch_all_to_all_single(
         A transfer of `[sum(output_split_sizes), ...]`.
     """
     connection = check_launch(x, group, name)
-    sent = _block_sizes(x, group, input_split_sizes, "input_split_sizes")
+    sent = block_sizes(x, group, input_split_sizes, "input_split_sizes")
     received = sent if output_split_sizes is None else list(output_split_sizes)
     if len(received) != group.size or min(received) < 0:
         raise ConfigError(f"output_split_sizes {received} must be {group.size} numbers of rows, one per rank.")
@@ -205,7 +262,7 @@ def launch_all_gather(
         A transfer of `[sum(sizes), ...]`, in rank order.
     """
     connection = check_launch(x, group, name)
-    rows = _rows(x)
+    rows = rows_of(x)
     sizes = [rows] * group.size if sizes is None else list(sizes)
     if len(sizes) != group.size or min(sizes) < 0 or sizes[group.rank] != rows:
         raise ConfigError(f"sizes {sizes} must have one number per rank ({group.size}), and this rank has {rows} rows.")
@@ -239,7 +296,7 @@ def launch_all_gather(
 def launch_all_reduce(x: Tensor, group: CommGroup, *, name: str = "all_reduce") -> Transfer[Tensor]:
     """Launch a sum over the ranks; a transfer of `x`'s shape. Counts a ring's bytes: 2 (R - 1) / R of `x` each way."""
     connection = check_launch(x, group, name)
-    _check_summable(x)
+    check_summable(x)
     with on_compute_stream():
         result = torch.empty_like(x, memory_format=torch.contiguous_format)
     result.copy_(x)
@@ -273,67 +330,11 @@ def launch_reduce_scatter(
         A transfer of `[sizes[rank], ...]`.
     """
     check_launch(x, group)
-    _check_summable(x)
-    sent = _block_sizes(x, group, sizes, "sizes")
+    check_summable(x)
+    sent = block_sizes(x, group, sizes, "sizes")
     own, shape = sent[group.rank], x.shape[1:]
     blocks = launch_all_to_all_single(x, group, [own] * group.size, sent, name=name)
     return blocks.map(lambda received: received.view(group.size, own, *shape).sum(0, dtype=received.dtype))
-
-
-def _block_sizes(x: Tensor, group: CommGroup, sizes: Sequence[int] | None, what: str) -> list[int]:
-    rows = _rows(x)
-    if sizes is None:
-        if rows % group.size:
-            raise ConfigError(f"{rows} rows do not divide by {group.size} ranks; pad them, or give {what}.")
-        return [rows // group.size] * group.size
-    if len(sizes) != group.size or min(sizes) < 0 or sum(sizes) != rows:
-        raise ConfigError(f"{what} {list(sizes)} must be {group.size} numbers, one per rank, that sum to {rows} rows.")
-    return list(sizes)
-
-
-def _rows(x: Tensor) -> int:
-    if x.dim() == 0:
-        raise ConfigError("a 0-dim tensor has no rows to send to other ranks. Give it a dimension: x.view(1).")
-    return x.shape[0]
-
-
-def _check_summable(x: Tensor) -> None:
-    if x.dtype in _FP8:
-        raise ConfigError(f"{x.dtype} travels, but nobody sums it. Convert it first, for example to bfloat16.")
-
-
-def check_launch(x: Tensor, group: CommGroup, launches: str | None = None) -> Connection:
-    """What to launch on, once everything is known to be right. For transports that launch by other means, too.
-
-    Args:
-        x: what travels.
-        group: the ranks.
-        launches: the name of what is launched next, for `ubatch.launch_order`; None if that is checked once more.
-
-    Raises:
-        ConfigError: `group` is none.
-        GradientError, UnvotedCollectiveError, GroupBroken: see `all_reduce`.
-    """
-    if not isinstance(group, CommGroup):
-        raise ConfigError(
-            f"group must be a CommGroup, not {type(group).__name__}. Make one: CommGroup.from_process_group(pg)."
-        )
-    lane = current_lane()
-    if lane is not None:
-        if x.requires_grad and torch.is_grad_enabled():
-            raise GradientError(
-                f"a collective in lane {lane.id} got a tensor of shape {tuple(x.shape)} that requires grad. "
-                "Run under torch.no_grad() or torch.inference_mode(); training with collectives runs unsplit."
-            )
-        if group.size > 1 and not lane.voted_ranks.issuperset(group.ranks):
-            raise UnvotedCollectiveError(
-                f"a collective over ranks {list(group.ranks)} in lane {lane.id}, but they did not vote on this split, "
-                "so they could dead-lock. Set UBatchConfig.group to a CommGroup of all these ranks."
-            )
-    connection = group.usable_connection()
-    if launches is not None:
-        connection.note_launch(-1 if lane is None else lane.id, launches, x)
-    return connection
 
 
 def _new_result(source: Tensor, rows: int) -> Tensor:
@@ -392,8 +393,6 @@ class _CarriedWork:
     def wait(self, timeout: object = None) -> bool:
         return True
 
-
-_FP8 = frozenset({torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz})
 
 # Its name since torch 2.13, and before.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

@@ -35,7 +35,7 @@ from ubatch.errors import GroupBroken, PeerFailed, TransferTimeout
 from ubatch.launch_order import LaunchOrder
 from ubatch.peer_watch import PeerWatch, weak_call
 
-__all__ = ["Connection", "Work"]
+__all__ = ["Connection", "Work", "lead_again", "leading_connection"]
 
 _SLICE = timedelta(milliseconds=200)
 _LOOK_S = 0.02
@@ -357,6 +357,21 @@ def _not_split_off(default: dist.ProcessGroup) -> Iterator[None]:
 
 
 _leader: ContextVar[Connection | None] = ContextVar("ubatch_leading_connection", default=None)
+
+
+def leading_connection() -> Connection | None:
+    """The connection whose ranks take the current step together; None outside of steps."""
+    return _leader.get()
+
+
+@contextmanager
+def lead_again(leader: Connection | None) -> Iterator[None]:
+    """Let `leader` lead in this thread too, for what comes later of its step; nothing if it broke, or another leads."""
+    if leader is None or leader.broken is not None or _leader.get() is not None:
+        yield
+        return
+    with leader.leading():
+        yield
 
 
 # A process group's destructor waits for what is stuck in it, up to the transport's time-out, also at exit. So nobody

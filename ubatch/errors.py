@@ -71,7 +71,7 @@ class ForkedLaneError(UBatchError):
 
 
 class GradientError(UBatchError):
-    """A collective inside a lane got a tensor that requires grad. Use `torch.no_grad()`, or run unsplit."""
+    """What requires grad would lose it: in a lane, or by `launch_*`. Use `torch.no_grad()`, or run unsplit."""
 
 
 class UnvotedCollectiveError(UBatchError):

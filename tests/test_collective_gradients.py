@@ -1,0 +1,431 @@
+"""Gradients through collectives on two ranks: torch's own, and the slope of the sum over all ranks, in fp64."""
+
+from __future__ import annotations
+
+import contextvars
+import os
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.nn.functional as torchs
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+
+import ubatch
+from ranks import run_ranks
+from ubatch import (
+    CommGroup,
+    ConfigError,
+    GradientError,
+    TransferTimeout,
+    UBatchConfig,
+    UBatchWrapper,
+    launch_all_gather,
+    launch_all_reduce,
+    launch_all_to_all_single,
+    launch_reduce_scatter,
+)
+from ubatch.launch_order import VARIABLE
+
+EPS = 1e-6
+Call = Callable[[Tensor], Tensor]
+
+
+def data(seed: int, *shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(shape, dtype=dtype, generator=torch.Generator().manual_seed(seed))
+
+
+@dataclass(frozen=True)
+class Case:
+    """A collective, this rank's input, and what torch.distributed.nn makes of it, where it has such a function."""
+
+    name: str
+    x: Tensor
+    call: Call
+    torchs: Call | None = None
+
+
+def cases(group: CommGroup) -> list[Case]:
+    rank, size = group.rank, group.size
+    world = dist.group.WORLD
+    swap = {"received": [1, 3] if rank == 0 else [0, 2], "sent": [1, 0] if rank == 0 else [3, 2]}
+
+    def mine(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
+        return data(10 * len(made) + rank, *shape, dtype=dtype)
+
+    def theirs_scatter(x: Tensor) -> Tensor:
+        return torchs.reduce_scatter(torch.empty_like(x[: len(x) // size]), list(x.chunk(size)), group=world)
+
+    def theirs_swap(x: Tensor) -> Tensor:
+        into = x.new_empty(sum(swap["received"]), *x.shape[1:])
+        return torchs.all_to_all_single(into, x, swap["received"], swap["sent"], group=world)
+
+    made: list[Case] = []
+    for shape in ((3, 4), (5,), (), (0, 2)):
+        made.append(Case(f"all_reduce {shape}", mine(*shape), lambda x: ubatch.all_reduce(x, group), torchs.all_reduce))
+    made.append(Case("all_reduce complex", mine(3, dtype=torch.complex128), lambda x: ubatch.all_reduce(x, group)))
+    made.append(Case("all_reduce strided", mine(4, 3).t(), lambda x: ubatch.all_reduce(x, group)))
+    made.append(
+        Case(
+            "all_gather",
+            mine(2, 3),
+            lambda x: ubatch.all_gather(x, group),
+            lambda x: torch.cat(torchs.all_gather(x, group=world)),
+        )
+    )
+    for dim in (1, -1, -2):
+        made.append(Case(f"all_gather {dim}", mine(2, 3, 2), lambda x, d=dim: ubatch.all_gather(x, group, d)))
+    for sizes in ([1, 3], [0, 2]):
+        made.append(
+            Case(
+                f"all_gather {sizes}",
+                mine(2, sizes[rank]),
+                lambda x, s=sizes: ubatch.all_gather(x, group, 1, sizes=s),
+            )
+        )
+    made.append(Case("reduce_scatter", mine(4, 3), lambda x: ubatch.reduce_scatter(x, group), theirs_scatter))
+    for dim in (1, -1):
+        made.append(Case(f"reduce_scatter {dim}", mine(3, 4), lambda x, d=dim: ubatch.reduce_scatter(x, group, d)))
+    for sizes in ([1, 3], [4, 0]):
+        made.append(
+            Case(
+                f"reduce_scatter {sizes}",
+                mine(4, 2),
+                lambda x, s=sizes: ubatch.reduce_scatter(x, group, sizes=s),
+            )
+        )
+    made.append(
+        Case(
+            "all_to_all",
+            mine(4, 3),
+            lambda x: ubatch.all_to_all_single(x, group),
+            lambda x: torchs.all_to_all_single(torch.empty_like(x), x, group=world),
+        )
+    )
+    made.append(
+        Case(
+            "all_to_all uneven",
+            mine(sum(swap["sent"]), 3),
+            lambda x: ubatch.all_to_all_single(x, group, swap["received"], swap["sent"]),
+            theirs_swap,
+        )
+    )
+    made.append(
+        Case(
+            "all_to_all, uneven only as received",
+            mine(4 if rank == 0 else 2, 3),
+            lambda x: ubatch.all_to_all_single(x, group, [2, 1]),
+        )
+    )
+    return made
+
+
+def summed_over_ranks(x: Tensor) -> float:
+    """The sum of every rank's number, without what is tested."""
+    total = x.detach().clone().double().reshape(1)
+    dist.all_reduce(total)
+    return total.item()
+
+
+def inner(a: Tensor, b: Tensor) -> Tensor:
+    return (a.conj() * b).real.sum()
+
+
+def loss_of(call: Call, rank: int) -> Callable[[Tensor], Tensor]:
+    """Another one on every rank, and not linear."""
+
+    def loss(x: Tensor) -> Tensor:
+        y = call(x)
+        weights = data(500 + rank, *y.shape, dtype=y.dtype)
+        return inner(weights, y.sin()) + inner(y, y) * (0.3 + rank)
+
+    return loss
+
+
+def slope(f: Callable[[Tensor], Tensor], x: Tensor, along: Tensor) -> float:
+    """Of the sum of every rank's `f`, as all ranks' inputs move along their `along`."""
+    with torch.no_grad():
+        return (summed_over_ranks(f(x + EPS * along)) - summed_over_ranks(f(x - EPS * along))) / (2 * EPS)
+
+
+def gradient(f: Callable[[Tensor], Tensor], x: Tensor, **options: bool) -> Tensor:
+    x = x.detach().clone().requires_grad_()
+    (found,) = torch.autograd.grad(f(x), x, **options)
+    return found
+
+
+# --------------------------------------------------------------------------------------------------- the gradients
+
+
+@contextmanager
+def torch_warns() -> Iterator[None]:
+    """It would rather have its functional collectives used."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def every_case(rank: int, world_size: int) -> int:
+    group = CommGroup.from_process_group(timeout_s=20.0)
+    compared = 0
+    for case in cases(group):
+        loss = loss_of(case.call, rank)
+        found = gradient(loss, case.x)
+        along = data(900 + rank, *case.x.shape, dtype=case.x.dtype)
+        expected = slope(loss, case.x, along)
+        assert summed_over_ranks(inner(found, along)) == pytest.approx(expected, rel=1e-6, abs=1e-7), case.name
+        if case.torchs is not None:
+            with torch_warns():
+                theirs = gradient(loss_of(case.torchs, rank), case.x)
+            torch.testing.assert_close(found, theirs, rtol=1e-12, atol=1e-12, msg=case.name)
+            compared += 1
+        # A gradient that is expanded, and one that is strided.
+        torch.testing.assert_close(
+            gradient(lambda x, c=case: inner(c.call(x), torch.ones(())), case.x),
+            gradient(lambda x, c=case: inner(torch.ones_like(y := c.call(x)), y), case.x),
+            msg=case.name,
+        )
+        if case.x.dim() == 2:
+            weights = data(700 + rank, *case.call(case.x.detach()).shape).to(case.x.dtype)
+            torch.testing.assert_close(
+                gradient(lambda x, c=case, w=weights: inner(w.t().contiguous(), c.call(x).t()), case.x),
+                gradient(lambda x, c=case, w=weights: inner(w, c.call(x)), case.x),
+                msg=case.name,
+            )
+    return compared
+
+
+def test_gradients_are_torchs_and_the_slope_of_the_sum_over_ranks() -> None:
+    assert run_ranks(every_case, 2) == [8, 8]
+
+
+def every_penalty(rank: int, world_size: int) -> None:
+    """The gradient of a gradient: what a gradient penalty differentiates."""
+    group = CommGroup.from_process_group(timeout_s=20.0)
+    for case in cases(group):
+        if case.x.is_complex() or case.name.startswith("all_gather -"):
+            continue
+        loss = loss_of(case.call, rank)
+
+        def penalty(x: Tensor, loss: Callable[[Tensor], Tensor] = loss) -> Tensor:
+            with torch.enable_grad():
+                x = x if x.requires_grad else x.detach().requires_grad_()
+                (first,) = torch.autograd.grad(loss(x), x, create_graph=True)
+            return first.square().sum()
+
+        along = data(900 + rank, *case.x.shape)
+        expected = slope(penalty, case.x, along)
+        found = summed_over_ranks(inner(gradient(penalty, case.x), along))
+        assert found == pytest.approx(expected, rel=1e-6, abs=1e-6), case.name
+
+
+def test_gradients_of_gradients() -> None:
+    run_ranks(every_penalty, 2)
+
+
+def transforms(rank: int, world_size: int) -> None:
+    group = CommGroup.from_process_group(timeout_s=20.0)
+    for case in cases(group):
+        if case.x.is_complex():
+            continue
+        x, along = case.x.contiguous(), data(900 + rank, *case.x.shape)
+        loss = loss_of(case.call, rank)
+        expected = gradient(loss, x)
+        torch.testing.assert_close(torch.func.grad(loss)(x), expected, msg=case.name)
+        total = summed_over_ranks(torch.func.jvp(loss, (x,), (along,))[1])
+        assert total == pytest.approx(summed_over_ranks(inner(expected, along)), rel=1e-9, abs=1e-12), case.name
+        with forward_ad.dual_level():
+            tangent = forward_ad.unpack_dual(loss(forward_ad.make_dual(x, along))).tangent
+        assert summed_over_ranks(tangent) == pytest.approx(total, rel=1e-9, abs=1e-12), case.name
+        several = torch.stack([x, 2 * x, x.cos()], 1) if x.dim() else torch.stack([x, 2 * x, x.cos()])
+        place = 1 if x.dim() else 0
+        torch.testing.assert_close(
+            torch.func.vmap(case.call, in_dims=place, out_dims=0)(several),
+            torch.stack([case.call(part) for part in several.unbind(place)]),
+            msg=case.name,
+        )
+    x = data(rank, 2, 3)
+    jacobian = torch.func.jacrev(lambda x: ubatch.all_gather(x, group))(x)
+    assert jacobian.shape == (4, 3, 2, 3)
+    own = jacobian[2 * rank : 2 * rank + 2].reshape(6, 6)
+    assert torch.equal(own, 2 * torch.eye(6, dtype=torch.float64)), "of the sum over both ranks, that have it twice"
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*is deprecated:DeprecationWarning")
+def test_function_transforms() -> None:
+    run_ranks(transforms, 2)
+
+
+# ------------------------------------------------------------------------------------------------------- a module
+
+
+class Mlp(nn.Module):
+    """Column, then row parallel: each rank has its part of the hidden units."""
+
+    def __init__(self, group: CommGroup | None, layers: int = 3, width: int = 8) -> None:
+        super().__init__()
+        self.group = group
+        up, down = data(1, layers, 4 * width, width) / 3, data(2, layers, width, 4 * width) / 6
+        if group is not None:
+            up, down = up.chunk(group.size, 1)[group.rank], down.chunk(group.size, 2)[group.rank]
+        self.up, self.down = nn.Parameter(up.clone()), nn.Parameter(down.clone())
+
+    def forward(self, x: Tensor) -> Tensor:
+        for up, down in zip(self.up, self.down, strict=True):
+            y = torch.tanh(x @ up.T) @ down.T
+            x = x + (y if self.group is None else ubatch.all_reduce(y, self.group))
+        return x
+
+
+def sharded_training(rank: int, world_size: int) -> tuple[float, float, Tensor, Tensor]:
+    group = CommGroup.from_process_group(timeout_s=20.0)
+    x = data(3, 6, 8)
+    whole, part = Mlp(None), Mlp(group)
+    whole(x).square().sum().backward()
+
+    def norm_of(model: nn.Module) -> float:
+        model.zero_grad()
+        (model(x).square().sum() / world_size).backward()  # all ranks compute the same loss
+        assert part.up.grad is not None
+        assert part.down.grad is not None
+        return summed_over_ranks(part.up.grad.square().sum() + part.down.grad.square().sum()) ** 0.5
+
+    norm = norm_of(part)
+    wrapper = UBatchWrapper(part, UBatchConfig(dbo_prefill_token_threshold=64, group=group))
+    assert norm_of(wrapper) == pytest.approx(norm, rel=1e-12), "a wrapper that runs the module whole changes nothing"
+    wrapper.close()
+    assert whole.up.grad is not None
+    assert whole.down.grad is not None
+    assert part.up.grad is not None
+    torch.testing.assert_close(part.up.grad, whole.up.grad.chunk(world_size, 1)[rank], rtol=1e-11, atol=1e-11)
+    expected = (whole.up.grad.square().sum() + whole.down.grad.square().sum()).sqrt().item()
+    return norm, expected, part.up.grad, whole.up.grad
+
+
+def test_a_sharded_module_has_the_gradients_of_the_whole_one() -> None:
+    for norm, expected, *_ in run_ranks(sharded_training, 2):
+        assert norm == pytest.approx(expected, rel=1e-11)
+
+
+# ------------------------------------------------------------------------------ other threads, other ranks, refusals
+
+
+def in_a_fresh_thread(body: Callable[[], object]) -> None:
+    """Where none of the caller's contextvars are, as in autograd's threads of a device."""
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            body()
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=contextvars.Context().run, args=(run,))
+    thread.start()
+    thread.join()
+    if errors:
+        raise errors[0]
+
+
+def led_backward(rank: int, world_size: int) -> None:
+    os.environ[VARIABLE] = "1"
+    voting, other = (CommGroup.from_process_group(timeout_s=20.0) for _ in range(2))
+    x = data(rank, 2, 3).requires_grad_()
+    with voting.step():
+        y = ubatch.all_gather(x, other, name="mine")
+        order = voting.usable_connection().order
+        assert order is not None
+        assert order.launches == ["no lane: mine float64 [*, 3]"]
+        in_a_fresh_thread(y.square().sum().backward)
+        assert order.launches[1:] == ["no lane: gradient of mine float64 [*, 3]"]
+    torch.testing.assert_close(x.grad, 4 * x.detach())
+
+    z = ubatch.all_reduce(x, other).sum()
+    with voting.step():
+        y = ubatch.all_reduce(x, other).sum()
+    for group in (voting, other):
+        group.reset()
+    x.grad = None
+    in_a_fresh_thread((y + z).backward)  # what led then is gone
+    torch.testing.assert_close(x.grad, torch.full_like(x, 4.0))
+
+
+def test_the_backward_belongs_to_the_step_of_its_forward_in_any_thread() -> None:
+    run_ranks(led_backward, 2)
+
+
+def missing_backward(rank: int, world_size: int) -> None:
+    group = CommGroup.from_process_group(timeout_s=1.0)
+    x = data(rank, 3).requires_grad_()
+    y = ubatch.all_reduce(x, group)
+    if rank == 0:
+        with pytest.raises(TransferTimeout, match=r"'gradient of all_reduce' longer than 1\.0 s"):
+            y.sum().backward()
+    dist.barrier()
+    group.reset()
+    loss = ubatch.all_reduce(x, group)
+    (loss.sum() if rank == 0 else 0 * loss.sum()).backward()  # every rank's loss depends on it
+    assert x.grad is not None
+    assert torch.equal(x.grad, torch.ones_like(x))
+
+
+def test_a_rank_that_runs_no_backward_is_missed() -> None:
+    run_ranks(missing_backward, 2)
+
+
+def sizes_are_kept(group: CommGroup) -> None:
+    """A caller that uses its lists again for the next layer does not change the gradient of this one."""
+    rank = group.rank
+    received, sent = ([1, 3], [1, 0]) if rank == 0 else ([0, 2], [3, 2])
+    x = data(rank, sum(sent), 2).requires_grad_()
+    y = ubatch.all_to_all_single(x, group, received, sent)
+    received.clear()
+    sent.clear()
+    rows = [1, 3]
+    z = ubatch.all_gather(x[: rows[rank]], group, sizes=rows)
+    rows.clear()
+    (y.sum() + 0 * z.sum()).backward()
+    assert x.grad is not None
+    assert torch.equal(x.grad, torch.ones_like(x))
+
+
+def refusals(rank: int, world_size: int) -> None:
+    group = CommGroup.from_process_group(timeout_s=20.0)
+    x = data(rank, 4, 2).requires_grad_()
+    sizes_are_kept(group)
+    launches: Sequence[Any] = (launch_all_reduce, launch_all_gather, launch_reduce_scatter, launch_all_to_all_single)
+    for launch in launches:
+        with pytest.raises(GradientError, match=r"\(4, 2\) that requires grad .* no gradient\. Use all_reduce"):
+            launch(x, group)
+        with pytest.raises(GradientError, match=r"belongs to torch\.func's transform Jvp"):
+            torch.func.jvp(lambda x, go=launch: go(x, group).wait(), (x.detach(),), (x.detach(),))
+        with forward_ad.dual_level(), pytest.raises(GradientError, match="forward-mode gradients"):
+            launch(forward_ad.make_dual(x.detach(), x.detach()), group)
+        with forward_ad.dual_level():
+            assert launch(x.detach(), group).wait().dtype == x.dtype
+        with torch.no_grad():
+            assert not launch(x, group).wait().requires_grad
+
+    # Numbers that nobody differentiates, and gradients that nobody sums.
+    assert ubatch.all_gather(torch.tensor([rank]), group).tolist() == [0, 1]
+    small = x.to(torch.float8_e4m3fn)
+    assert small.requires_grad
+    gathered = ubatch.all_gather(small, group)
+    with pytest.raises(ConfigError, match="float8_e4m3fn travels, but nobody sums it"):
+        gathered.double().sum().backward()
+    swapped = ubatch.all_to_all_single(small, group)
+    swapped.double().sum().backward()  # it only moves
+    assert x.grad is not None
+    assert torch.equal(x.grad, torch.ones_like(x))
+    assert not ubatch.all_gather(small.detach(), group).requires_grad
+
+
+def test_what_has_no_gradient_is_refused() -> None:
+    run_ranks(refusals, 2)

@@ -1,0 +1,112 @@
+"""What is refused before a collective is launched: once one rank has launched, it is too late for the others."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch._C import _functorch
+from torch.autograd import forward_ad
+
+from ubatch.connection import Connection
+from ubatch.context import UBatchContext, current_lane
+from ubatch.errors import ConfigError, GradientError, UnvotedCollectiveError
+from ubatch.group import CommGroup
+from ubatch.torch_modes import function_transform
+
+__all__ = ["block_sizes", "check_launch", "check_summable", "rows_of"]
+
+_FP8 = frozenset({torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz})
+
+
+def check_launch(x: Tensor, group: CommGroup, launches: str | None = None) -> Connection:
+    """What to launch on, once everything is known to be right. For transports that launch by other means, too.
+
+    Args:
+        x: what travels.
+        group: the ranks.
+        launches: the name of what is launched next, for `ubatch.launch_order`; None if that is checked once more.
+
+    Raises:
+        ConfigError: `group` is none.
+        GradientError: `x` carries gradients, which a transfer does not.
+        UnvotedCollectiveError, GroupBroken: see `all_reduce`.
+    """
+    if not isinstance(group, CommGroup):
+        raise ConfigError(
+            f"group must be a CommGroup, not {type(group).__name__}. Make one: CommGroup.from_process_group(pg)."
+        )
+    lane = current_lane()
+    _check_gradients(x, lane)
+    if lane is not None and group.size > 1 and not lane.voted_ranks.issuperset(group.ranks):
+        raise UnvotedCollectiveError(
+            f"a collective over ranks {list(group.ranks)} in lane {lane.id}, but they did not vote on this split, "
+            "so they could dead-lock. Set UBatchConfig.group to a CommGroup of all these ranks."
+        )
+    connection = group.usable_connection()
+    if launches is not None:
+        connection.note_launch(-1 if lane is None else lane.id, launches, x)
+    return connection
+
+
+def _check_gradients(x: Tensor, lane: UBatchContext | None) -> None:
+    if x.requires_grad and torch.is_grad_enabled():
+        what = "requires grad"
+    elif (transform := function_transform()) is not None and _is_transformed(x):
+        what = f"belongs to {transform}"
+    else:
+        return
+    if lane is not None:
+        raise GradientError(
+            f"a collective in lane {lane.id} got a tensor of shape {tuple(x.shape)} that {what}. "
+            "Run under torch.no_grad() or torch.inference_mode(); training with collectives runs unsplit."
+        )
+    raise GradientError(
+        f"a tensor of shape {tuple(x.shape)} that {what} was to be launched, but a transfer has no gradient. Use "
+        "all_reduce, all_gather, reduce_scatter or all_to_all_single, which have one, or launch x.detach()."
+    )
+
+
+def _is_transformed(x: Tensor) -> bool:
+    """Whether a function transform, or forward-mode gradients, look at this tensor."""
+    if _functorch.is_functorch_wrapped_tensor(x):
+        return True
+    return forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None
+
+
+def check_summable(x: Tensor) -> None:
+    """Refuse dtypes that no transport adds up.
+
+    Raises:
+        ConfigError: it is one of those.
+    """
+    if x.dtype in _FP8:
+        raise ConfigError(f"{x.dtype} travels, but nobody sums it. Convert it first, for example to bfloat16.")
+
+
+def rows_of(x: Tensor) -> int:
+    """How many rows `x` has.
+
+    Raises:
+        ConfigError: it has no dimension.
+    """
+    if x.dim() == 0:
+        raise ConfigError("a 0-dim tensor has no rows to send to other ranks. Give it a dimension: x.view(1).")
+    return x.shape[0]
+
+
+def block_sizes(x: Tensor, group: CommGroup, sizes: Sequence[int] | None, what: str) -> list[int]:
+    """The rows of `x` for every rank: `sizes`, or equal blocks if None.
+
+    Raises:
+        ConfigError: they are not those of `x`; `what` is what the message calls them.
+    """
+    rows = rows_of(x)
+    if sizes is None:
+        if rows % group.size:
+            raise ConfigError(f"{rows} rows do not divide by {group.size} ranks; pad them, or give {what}.")
+        return [rows // group.size] * group.size
+    if len(sizes) != group.size or min(sizes) < 0 or sum(sizes) != rows:
+        raise ConfigError(f"{what} {list(sizes)} must be {group.size} numbers, one per rank, that sum to {rows} rows.")
+    return list(sizes)
