@@ -6,16 +6,20 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from datetime import timedelta
+from typing import Any, cast
 
 import pytest
+import torch
 from failure_cases import endless, usable
 from lanes import FakeWork, lane_pool, lane_threads, no_lane_threads_within, run, walker, within
+from torch import Tensor, nn
 
-from ubatch import workers
+from ubatch import UBatchConfig, UBatchWrapper, workers
+from ubatch.connection import Connection, Work
 from ubatch.dbo import dbo_current_ubatch_id, dbo_yield
 from ubatch.errors import LaneAborted, UBatchTimeout
 from ubatch.ring import interleave
@@ -165,20 +169,127 @@ def test_the_time_out_can_be_suspended() -> None:
         assert usable(pool)
 
 
-def test_a_wait_for_a_transfer_is_no_hang() -> None:
-    """It has a time-out of its own, which knows the peer."""
-    work = FakeWork()
+@dataclass
+class Bounded:
+    """A connection, as far as a wait looks at it."""
 
-    def waits() -> int:
-        transfer = Transfer("slow link", [work], lambda: 7)
-        dbo_yield()
+    longest_wait_s: float
+
+    def wait_for_works(self, works: Iterable[Work], name: str, check: Callable[[], None] | None) -> None:
+        for work in works:
+            work.wait(timedelta(seconds=0.1))
+
+
+def waits_for(work: Work, **settings: Any) -> Callable[[], int]:
+    """A lane that waits for one transfer."""
+
+    def body() -> int:
+        transfer = Transfer("slow link", [work], lambda: 7, **settings)
+        dbo_yield("before")
         return transfer.wait()
 
+    return body
+
+
+def bounded(longest_wait_s: float) -> Any:
+    return {"connection": cast(Connection, Bounded(longest_wait_s))}
+
+
+def test_a_wait_on_a_connection_is_no_hang() -> None:
+    """It has a time-out of its own, which knows the peer."""
+    work = FakeWork()
     timer = threading.Timer(1.2, work.finish)
     with lane_pool(timeout_s=0.5) as pool:
         timer.start()
-        assert run(pool, waits, walker("a", "x")) == [7, "x"]
+        assert run(pool, waits_for(work, **bounded(10.0)), walker("a", "x")) == [7, "x"]
     timer.join()
+
+
+class Endless:
+    """A transport's work that is never over, until the test is."""
+
+    def __init__(self, *, regards_timeout: bool) -> None:
+        self.regards_timeout = regards_timeout
+        self.end = threading.Event()
+
+    def is_completed(self) -> bool:
+        return self.end.is_set()
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        seconds = 30.0 if timeout is None or not self.regards_timeout else timeout.total_seconds()
+        if not self.end.wait(seconds):
+            raise RuntimeError("Operation timed out!")
+        return True
+
+
+@contextmanager
+def endless_work(*, regards_timeout: bool) -> Iterator[Endless]:
+    work = Endless(regards_timeout=regards_timeout)
+    try:
+        yield work
+    finally:
+        work.end.set()
+
+
+@pytest.mark.parametrize("settings", [{}, bounded(0.3), {"stream_ordered": True}])
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_transfer_that_nobody_ends_is_a_hang(which: int, settings: dict[str, Any]) -> None:
+    """It belongs to no connection, or its work takes no regard of the connection's time-out."""
+    with lane_pool(timeout_s=0.5) as pool, endless_work(regards_timeout=False) as work:
+        assert usable(pool)
+        bodies: list[Callable[[], Any]] = [endless, endless]
+        bodies[which] = waits_for(work, **settings)
+        start = time.monotonic()
+        with pytest.raises(UBatchTimeout) as caught:
+            run(pool, *bodies)
+        assert time.monotonic() - start < SOON_S
+        assert f"lane {which} held the baton for" in str(caught.value)
+        assert "last point 'before', 1 points passed, waiting for 'slow link'" in str(caught.value)
+        assert usable(pool)
+
+
+def test_the_time_out_of_a_transfer_can_be_suspended() -> None:
+    with lane_pool(timeout_s=0.2) as pool, endless_work(regards_timeout=True) as work:
+        timer = threading.Timer(0.8, work.end.set)
+        timer.start()
+        with pool.no_timeout():
+            assert run(pool, waits_for(work), walker("a", "x")) == [7, "x"]
+        timer.join()
+
+
+def test_a_transfer_that_is_known_to_arrive_late_is_no_hang() -> None:
+    def body() -> int:
+        work = FakeWork()
+        work.finish()
+        transfer = Transfer("emulated", [work], lambda: 7)
+        transfer.delay_until(time.monotonic() + 1.2)
+        dbo_yield()
+        return transfer.wait()
+
+    with lane_pool(timeout_s=0.4) as pool:
+        assert run(pool, body, walker("a", "x")) == [7, "x"]
+
+
+def test_a_wrapper_whose_transfer_is_stuck_works_again() -> None:
+    class Sending(nn.Module):
+        work: Endless | None = None
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.work is not None:
+                Transfer("mine", [self.work], lambda: None).wait()
+            dbo_yield()
+            return x + 1
+
+    module = Sending()
+    wrapper = UBatchWrapper(module, UBatchConfig(dbo_prefill_token_threshold=2, timeout_s=0.5))
+    x = torch.zeros(4, 2)
+    for _ in range(2):
+        assert torch.equal(wrapper(x), x + 1)
+    with endless_work(regards_timeout=True) as module.work, pytest.raises(UBatchTimeout, match="waiting for 'mine'"):
+        wrapper(x)
+    module.work = None
+    assert torch.equal(wrapper(x), x + 1)
+    wrapper.close()
 
 
 def test_a_lane_that_never_gets_ready_is_a_time_out() -> None:

@@ -12,7 +12,9 @@ import torch.distributed as dist
 
 import ubatch
 from ranks import run_ranks
-from ubatch import CommGroup, Transfer
+from ubatch import CommGroup, Schedule, Transfer
+from ubatch.single_lane import SingleLane
+from ubatch.transfer import transfers_end_within
 
 
 class FakeWork:
@@ -105,6 +107,71 @@ def test_a_deadline_delays_arrival_and_is_slept_through() -> None:
     assert time.monotonic() - begun >= 0.2
     assert time.process_time() - cpu < 0.1
     assert transfer.done()
+
+
+class Late(FakeWork):
+    """Says nothing, or False, when its time is over."""
+
+    def __init__(self, *, says: object) -> None:
+        super().__init__()
+        self.says = says
+        self.given: list[float | None] = []
+
+    def wait(self, timeout: Any = None) -> Any:
+        self.given.append(None if timeout is None else timeout.total_seconds())
+        if timeout is not None and not self.completed:
+            time.sleep(timeout.total_seconds())
+        if self.completed or self.says is False:
+            return self.completed
+        raise RuntimeError("Operation timed out!")
+
+
+@pytest.mark.parametrize("says", [None, False])
+def test_a_transfer_without_a_connection_ends_with_its_surroundings(says: object) -> None:
+    transfer: Transfer[int] = Transfer("lost", (Late(says=says),), lambda: 5)
+    with transfers_end_within(0.2):
+        for _ in range(2):
+            with pytest.raises(ubatch.TransferTimeout, match=r"transfer 'lost' did not arrive within 0\.2 s"):
+                transfer.wait()
+
+    work = Late(says=says)
+    in_time: Transfer[int] = Transfer("in time", (work,), lambda: 5)
+    work.completed = True
+    with transfers_end_within(7.0):
+        assert in_time.wait() == 5
+    assert work.given == [7.0]
+
+    work = Late(says=says)
+    device: Transfer[int] = Transfer("on the device", (work,), lambda: 5, stream_ordered=True)
+    work.completed = True
+    with transfers_end_within(7.0), transfers_end_within(None):
+        assert device.wait() == 5
+    assert work.given == [None]
+
+
+def test_what_fails_at_once_has_not_run_out_of_time() -> None:
+    class Broken(FakeWork):
+        def wait(self, timeout: Any = None) -> bool:
+            raise RuntimeError("the link is down")
+
+    with transfers_end_within(20.0), pytest.raises(RuntimeError, match="the link is down"):
+        Transfer("broken", (Broken(),), lambda: 5).wait()
+
+
+def test_a_single_lanes_time_out_ends_its_transfers() -> None:
+    schedule = Schedule("one", lanes=1, chunks=2)
+    lane = SingleLane(torch.device("cpu"), timeout_s=0.2)
+    with pytest.raises(ubatch.TransferTimeout, match="'lost'"):
+        lane.run([lambda: Transfer("lost", (Late(says=False),), lambda: 5).wait()], schedule, [None])
+    work = Late(says=False)
+    with lane.no_timeout():
+
+        def body() -> int:
+            work.completed = True
+            return Transfer("patient", (work,), lambda: 5).wait()
+
+        assert lane.run([body], schedule, [None]) == [5]
+    assert work.given == [None]
 
 
 def races(rank: int, world_size: int) -> None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import statistics
 import tempfile
@@ -248,12 +249,12 @@ def _taking_long() -> Iterator[None]:
     if lane is None or lane.waiting is not None:  # what is tuned may tune itself
         yield
         return
-    lane.waiting = "autotuning"
+    lane.waiting, lane.waits_until = "autotuning", math.inf
     try:
         yield
     finally:
         lane.baton.since = time.monotonic()
-        lane.waiting = None
+        lane.waiting, lane.waits_until = None, 0.0
 
 
 def _prepare(configs: Sequence[C], prepare: Callable[[C], object], device: torch.device) -> None:

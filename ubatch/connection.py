@@ -41,6 +41,8 @@ _SLICE = timedelta(milliseconds=200)
 _LOOK_S = 0.02
 _GRACE_S = 0.5
 """How long the last rank missing at a roll call may take to answer, before it is named."""
+_WAIT_SLACK_S = 1.0
+"""What slices of waiting and looks into the store may add to a time-out."""
 _TRANSPORT_SLACK = 4
 """The transport's own time-out is this much longer than ours, so that ours, which names the peer, fires first."""
 
@@ -161,6 +163,11 @@ class Connection:
                         f"{self.broken} No peer of ranks {list(self.ranks)} reported a failure. If the step really is "
                         "that slow, raise timeout_s; else a rank does not take part in it. Call reset()."
                     )
+
+    @property
+    def longest_wait_s(self) -> float:
+        """How long `wait_for_works` may take: until its time-out, and then for a roll call."""
+        return 2 * self.timeout_s + _WAIT_SLACK_S
 
     def is_stream_ordered(self, device: torch.device) -> bool:
         """Whether waiting for a work only orders the device's streams and returns, as NCCL's does (gloo's blocks)."""

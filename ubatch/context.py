@@ -66,7 +66,9 @@ class UBatchContext(LaneStreams):
         voted_ranks: global ranks that agreed to this split; collectives over others are refused. Set per step.
         trace: where to record spans, or None. Set per step.
         last_point, points_passed: for notes and hang reports.
-        waiting: the transfer that the lane waits for right now, which has a time-out of its own.
+        waiting: what the lane waits for right now, such as a transfer.
+        waits_until: when that ends at the latest, by `time.monotonic`: until then a lane that holds the baton for long
+            does not hang. 0 where nothing else ends it.
         ledger: transfers not yet waited for, and what the communication stream still uses.
         sm_budget: how the device's SMs are shared out, or None. Set per step.
         sm_users: who said whether they keep to it (`report_sm_use`).
@@ -101,6 +103,7 @@ class UBatchContext(LaneStreams):
         self.last_point = "start"
         self.points_passed = 0
         self.waiting: str | None = None
+        self.waits_until = 0.0
         self._hook: Hook | None = None
         self._hook_joins = True
         self._ranges: LaneRanges | None = None
@@ -277,9 +280,9 @@ class UBatchContext(LaneStreams):
             self._end_stage(EventKind.LAUNCH, key)
         return key
 
-    def begin_wait(self, name: str) -> None:
-        """The lane starts to wait for transfer `name`."""
-        self.waiting = name
+    def begin_wait(self, name: str, until: float) -> None:
+        """The lane starts to wait for transfer `name`, which ends by itself at `until`, or never if 0."""
+        self.waiting, self.waits_until = name, until
         if self.trace is not None:
             self._wait = (time.monotonic(), time.process_time())
 
@@ -288,7 +291,7 @@ class UBatchContext(LaneStreams):
 
         The event is the launcher's, also when a peer ran its receive hook: it belongs to the launcher's program.
         """
-        self.waiting = None
+        self.waiting, self.waits_until = None, 0.0
         self.baton.since = now = time.monotonic()
         trace = self.trace
         if trace is None or self._wait is None:

@@ -55,11 +55,8 @@ class _TorchWork:
         return self._result is None
 
     def wait(self, timeout: Any = None) -> object:
-        """Wait in torch, which has no look-out: the baton's time-out counts meanwhile."""
+        """Wait in torch, which has no look-out, and no regard for `timeout`: the baton's time-out counts meanwhile."""
         result, self._result = self._result, None
-        lane = current_lane()
-        if lane is not None:
-            lane.waiting = None
         return None if result is None else _torch_waits(result)
 
 

@@ -6,13 +6,13 @@ that is a lane's context. So the batch runs as lane 0 of 1: its points hand on t
 is due; no thread is started, nothing is waited for at a barrier.
 
 What it does not have is somebody who looks for a hang: like an unsplit call, it hangs where the module does. Transfers
-keep their own time-outs.
+keep their own time-outs; one that has none ends within `timeout_s`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from ubatch.lifetimes import abandon_transfers
 from ubatch.schedule import Schedule
 from ubatch.sm_budget import merge_sm_use, share_out_sms
 from ubatch.streams import StreamBackend, make_streams
+from ubatch.transfer import transfers_end_within
 from ubatch.workers import PoolStatistics
 
 __all__ = ["SingleLane"]
@@ -44,6 +45,7 @@ class SingleLane:
     Args:
         device: whose streams the lane uses.
         streams: the stream back end; the device's own by default.
+        timeout_s: the longest wait for a transfer that has no time-out of its own; None waits for ever.
 
     Attributes:
         lanes: 1.
@@ -52,8 +54,12 @@ class SingleLane:
 
     lanes = 1
 
-    def __init__(self, device: torch.device, streams: StreamBackend | None = None) -> None:
+    def __init__(
+        self, device: torch.device, streams: StreamBackend | None = None, timeout_s: float | None = None
+    ) -> None:
+        self.timeout_s = timeout_s
         self.failure: tuple[int, str] | None = None
+        self._patience = 0
         self._streams = streams if streams is not None else make_streams(device)
         self._comm_stream = self._streams.new_stream()
         self._context: UBatchContext | None = None
@@ -92,7 +98,7 @@ class SingleLane:
             capture.begin()
             part = capture.part()
         try:
-            with part, context:
+            with part, context, transfers_end_within(None if self._patience else self.timeout_s):
                 result = bodies[0]()
         except BaseException as error:
             self.failure = 0, str(context.last_point)
@@ -111,9 +117,14 @@ class SingleLane:
         """Counts since it was made."""
         return PoolStatistics(self._steps, 0, 0, dict(self._sm_users))
 
-    def no_timeout(self) -> AbstractContextManager[None]:
-        """There is no hang check to suspend."""
-        return nullcontext()
+    @contextmanager
+    def no_timeout(self) -> Iterator[None]:
+        """Suspend `timeout_s` for steps that begin in the `with` block."""
+        self._patience += 1
+        try:
+            yield
+        finally:
+            self._patience -= 1
 
     def close(self) -> None:
         """There is no thread to stop."""

@@ -5,6 +5,10 @@
                              |            `finish` runs here, once, in the thread that waits
                              the later of: the transport completed, the emulated link's deadline
 
+No wait is without end where somebody knows how long it may take: a connection ends it by its own time-out; a lane that
+holds the baton for too long is found (`ubatch.workers`); elsewhere a transfer without a connection ends with the
+`transfers_end_within` that it is in.
+
 Buffers stay referenced until the transport is done with them, also when the lane that launched them fails; which
 streams have to come first is in `ubatch.lifetimes`.
 
@@ -16,17 +20,23 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from datetime import timedelta
 from typing import Generic, TypeVar, cast
 
 from ubatch.connection import Connection, Work
 from ubatch.context import UBatchContext, current_lane
-from ubatch.errors import UBatchError
+from ubatch.errors import TransferTimeout, UBatchError
 from ubatch.graphs import capturing
 from ubatch.lifetimes import abandon_transfers
 from ubatch.trace import UNSPLIT, LinkTime, SpanKind, current_trace
 
-__all__ = ["Transfer"]
+__all__ = ["Transfer", "transfers_end_within"]
+
+_LATE_S = 1.0
+"""How much later than it is due a lane may be back from sleep."""
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -140,7 +150,7 @@ class Transfer(Generic[T]):
         Raises:
             PeerFailed: another rank of the group failed or died.
             GroupBroken: the group broke in another thread, or was reset, since the launch.
-            TransferTimeout: it did not arrive within the group's time-out.
+            TransferTimeout: it did not arrive within the group's time-out, or that of the surroundings.
         """
         if self._finish is None:
             if self._error is not None:
@@ -149,7 +159,7 @@ class Transfer(Generic[T]):
         lane, launcher = (current_lane(), self._lane) if self._works else (None, None)
         start, arrived, link = time.monotonic(), 0.0, LinkTime()
         if lane is not None:
-            lane.begin_wait(self.name)
+            lane.begin_wait(self.name, self._ends_at(start))
         try:
             self._arrive(lane)
             arrived = self._deadline or time.monotonic()
@@ -176,15 +186,24 @@ class Transfer(Generic[T]):
             return LinkTime()
         return self._link or LinkTime(arrived - self._started, arrived - self._started)
 
-    def _arrive(self, lane: UBatchContext | None) -> None:
+    def _ends_at(self, start: float) -> float:
+        """When a wait for the works that begins at `start` is over at the latest, by a time-out of its own; else 0."""
         if self._stream_ordered or self._connection is None:
-            for work in self._works:
-                work.wait()
-        else:
+            return 0.0
+        return start + self._connection.longest_wait_s
+
+    def _arrive(self, lane: UBatchContext | None) -> None:
+        if self._connection is not None and not self._stream_ordered:
             check = None if lane is None else functools.partial(lane.baton.check, lane.id)
             self._connection.wait_for_works(self._works, self.name, check)
+        else:
+            limit_s = None if self._stream_ordered else _limit_s.get()
+            for work in self._works:
+                _wait(work, self.name, limit_s)
         remaining = self._deadline - time.monotonic()
         if remaining > 0:
+            if lane is not None:
+                lane.waits_until = self._deadline + _LATE_S
             time.sleep(remaining)
 
     def _record(self, start: float, arrived: float) -> None:
@@ -223,3 +242,49 @@ class Transfer(Generic[T]):
             for work in self._works:
                 work.wait()
         return self._stream_ordered
+
+
+def _wait(work: Work, name: str, limit_s: float | None) -> None:
+    """Wait for a work that belongs to no connection.
+
+    Raises:
+        TransferTimeout: it is not over within `limit_s`.
+        Others: whatever the work raises.
+    """
+    if limit_s is None:
+        work.wait()
+        return
+    begun = time.monotonic()
+    try:
+        arrived = work.wait(timedelta(seconds=limit_s)) is not False
+    except RuntimeError:
+        if not work.is_completed() and time.monotonic() - begun < limit_s:
+            raise  # no time-out
+        arrived = False
+    if arrived:
+        return
+    if not work.is_completed():
+        raise TransferTimeout(
+            f"transfer {name!r} did not arrive within {limit_s} s. It belongs to no group, so nobody knows why. If it "
+            "really is that slow, raise timeout_s."
+        )
+    work.wait()  # over at once; it may have completed just after the time-out did
+
+
+_limit_s: ContextVar[float | None] = ContextVar("ubatch_transfer_limit_s", default=None)
+
+
+@contextmanager
+def transfers_end_within(seconds: float | None) -> Iterator[None]:
+    """End the wait for a transfer without a connection, in the `with` block, by `TransferTimeout` after `seconds`.
+
+    For where no lane's time-out would find it. A work that takes no regard of the time-out it is given cannot be ended.
+
+    Args:
+        seconds: None waits for ever.
+    """
+    token = _limit_s.set(seconds)
+    try:
+        yield
+    finally:
+        _limit_s.reset(token)

@@ -324,7 +324,7 @@ class LanePool:
         if state.holder < 0 or self._patience or state.held_s <= self.timeout_s:
             return
         holder = crew.contexts[state.holder]
-        if holder.waiting is not None:  # a transfer has its own time-out, which can name the peer
+        if time.monotonic() < holder.waits_until:  # that has a time-out of its own, which can name the peer
             return
         raise UBatchTimeout(
             f"lane {holder.id} held the baton for {state.held_s:.1f} s (timeout_s = {self.timeout_s}); last point "
