@@ -38,10 +38,10 @@ def why_not_in_lanes() -> tuple[DeclineReason, str] | None:
     """Why a call that this thread makes now must not run in lanes; None if it may. Takes some microseconds."""
     transform = function_transform()
     if transform is not None:
-        return DeclineReason.FUNCTION_TRANSFORM, f"the call is inside {transform}, which lanes would not see."
+        return DeclineReason.FUNCTION_TRANSFORM, f"the call is inside {transform}; it stays in its thread."
     mode = _mode()
     if mode is not None:
-        return DeclineReason.TORCH_MODE, f"the call is inside {mode}, which lanes would not see."
+        return DeclineReason.TORCH_MODE, f"the call is inside {mode}; it stays in its thread."
     return None
 
 
@@ -69,7 +69,7 @@ def _mode() -> str | None:
         return "torch.jit.trace"
     hooks: Any = _autograd._top_saved_tensors_default_hooks(False)
     if hooks is not None and getattr(hooks[0], "__module__", None) == "torch.utils.checkpoint":
-        return "a checkpoint"
+        return "a checkpoint, whose recomputation must save what the forward has saved"
     included, excluded = _usual_keys(is_inference_mode_enabled())
     if include_set().raw_repr() & ~included or exclude_set().raw_repr() & ~excluded:
         return "a block that changes the keys of torch's dispatcher"
