@@ -207,17 +207,20 @@ def test_a_cache_is_untouched_when_a_lane_fails(model: Qwen3MoeForCausalLM, wrap
     torch.testing.assert_close(result.logits, model(prompts()[:, :1], past_key_values=before).logits)
 
 
-def test_a_static_cache_runs_unsplit(model: Qwen3MoeForCausalLM, wrapper: UBatchWrapper) -> None:
+def test_a_static_cache_stays_where_it_is(model: Qwen3MoeForCausalLM, wrapper: UBatchWrapper) -> None:
     expected = generate(model, left_padded())
     assert torch.equal(generate(wrapper, left_padded(), cache_implementation="static"), expected)
-    seen = wrapper.statistics()
-    assert (seen.engaged, dict(seen.declined)) == (0, {DeclineReason.NO_SPLITTER: NEW})
-    assert "StaticCache" in str(seen.last_reason)
-    cache = StaticCache(config=model.config, max_cache_len=16)
+    assert (wrapper.statistics().engaged, wrapper.statistics().declined) == (NEW, {})
+    ours, plain = (StaticCache(config=model.config, max_cache_len=16) for _ in range(2))
     with torch.inference_mode():
-        wrapper(prompts(), past_key_values=cache)
-    assert wrapper.statistics().declined == {DeclineReason.NO_SPLITTER: NEW + 1}
-    assert cache.get_seq_length() == LENGTH
+        wrapper(prompts(), past_key_values=ours)
+        places = [layer.keys.data_ptr() for layer in ours.layers]
+        model(prompts(), past_key_values=plain)
+        for cache, called in ((ours, wrapper), (plain, model)):
+            called(prompts()[:, :1], past_key_values=cache)
+    assert wrapper.statistics().engaged == NEW + 2
+    assert_caches_equal(ours, plain)
+    assert [layer.keys.data_ptr() for layer in ours.layers] == places
 
 
 def test_a_cache_of_another_batch_is_no_split(model: Qwen3MoeForCausalLM, wrapper: UBatchWrapper) -> None:
