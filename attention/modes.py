@@ -11,7 +11,7 @@ from enum import StrEnum
 
 from ubatch import ConfigError, ForwardMode
 
-__all__ = ["MODES", "Kernel", "ModeTraits", "SplitKind", "refuse_unsupported_model"]
+__all__ = ["MODES", "Captured", "Kernel", "ModeTraits", "SplitKind", "refuse_unsupported_model"]
 
 
 class SplitKind(StrEnum):
@@ -37,6 +37,15 @@ class Kernel(StrEnum):
     NONE = "none"
 
 
+class Captured(StrEnum):
+    """Whether the model runner replays steps of a mode as CUDA graphs (`model_runner.graph_sizes`)."""
+
+    YES = "yes"
+    CHAINS = "chains"
+    """where all drafts are chains; with trees they run eagerly"""
+    NO = "no"
+
+
 @dataclass(frozen=True)
 class ModeTraits:
     """One row of the table.
@@ -45,8 +54,9 @@ class ModeTraits:
         tokens_per_request: in words.
         split: how it is cut.
         kernel: what runs it.
-        graph: whether its shapes are fixed, so that a CUDA graph can be captured. An idle batch has those of whatever
-            graph it is padded to.
+        graph: whether its shapes are fixed, so that back ends can plan it for a CUDA graph. An idle batch has those of
+            whatever graph it is padded to.
+        captured: whether the runner makes use of that.
         sglang: what SGLang calls it.
         refused: what does not work in it, in words; empty for nothing.
     """
@@ -55,17 +65,27 @@ class ModeTraits:
     split: SplitKind
     kernel: Kernel
     graph: bool
+    captured: Captured
     sglang: str
     refused: str = ""
 
 
 MODES: Mapping[ForwardMode, ModeTraits] = {
-    ForwardMode.DECODE: ModeTraits("1", SplitKind.FIXED, Kernel.DECODE, graph=True, sglang="DECODE"),
+    ForwardMode.DECODE: ModeTraits(
+        "1",
+        SplitKind.FIXED,
+        Kernel.DECODE,
+        graph=True,
+        captured=Captured.YES,
+        sglang="DECODE",
+        refused="capture of a draft network's steps: they run eagerly",
+    ),
     ForwardMode.PREFILL: ModeTraits(
         "any number (SGLang: extend)",
         SplitKind.BY_LENGTH,
         Kernel.PREFILL,
         graph=False,
+        captured=Captured.NO,
         sglang="EXTEND",
         refused="capture: its shapes are not fixed",
     ),
@@ -74,25 +94,30 @@ MODES: Mapping[ForwardMode, ModeTraits] = {
         SplitKind.BY_LENGTH,
         Kernel.PREFILL,
         graph=False,
+        captured=Captured.NO,
         sglang="MIXED",
         refused="capture, as above; drafts: its decodes run without",
     ),
-    ForwardMode.IDLE: ModeTraits("no request", SplitKind.EMPTY, Kernel.NONE, graph=True, sglang="IDLE"),
+    ForwardMode.IDLE: ModeTraits(
+        "no request", SplitKind.EMPTY, Kernel.NONE, graph=True, captured=Captured.YES, sglang="IDLE"
+    ),
     ForwardMode.TARGET_VERIFY: ModeTraits(
         "the drafts, all alike",
         SplitKind.FIXED,
         Kernel.DECODE,
         graph=True,
+        captured=Captured.CHAINS,
         sglang="TARGET_VERIFY",
-        refused="a cut inside a request; trees on back ends without a tree mask, and in graphs (they run eagerly)",
+        refused="a cut inside a request; trees on back ends without a tree mask",
     ),
     ForwardMode.DRAFT_EXTEND: ModeTraits(
         "the accepted drafts, 1 or more",
         SplitKind.NEVER,
         Kernel.DECODE,
         graph=True,
+        captured=Captured.NO,
         sglang="DRAFT_EXTEND_V2",
-        refused="lanes: draft steps are never overlapped",
+        refused="lanes and capture: drafting runs alone, and eagerly",
     ),
 }
 """Every forward mode. SGLang's DRAFT_EXTEND_V2 is `DRAFT_EXTEND` here; its first version is gone there, too."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import sys
 import types
@@ -15,6 +16,7 @@ from attention import MODES
 from model_runner import UnknownArchitecture, model_class
 from model_runner.models import registry
 
+README = Path(__file__).parents[1] / "README.md"
 ADDING_A_MODEL = Path(__file__).parents[1] / "docs" / "adding-a-model.md"
 
 
@@ -44,7 +46,15 @@ def test_files_that_the_document_names_exist() -> None:
 
 
 def test_the_readme_shows_the_table_of_forward_modes() -> None:
-    readme = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
-    rows = [line.strip("| ").split(" | ") for line in readme.splitlines() if line.endswith(("| yes |", "| no |"))]
-    shown = {row[0].split(" (")[0]: (row[3], row[4] == "yes") for row in rows}
-    assert shown == {str(mode).replace("_", " "): (str(traits.kernel), traits.graph) for mode, traits in MODES.items()}
+    shown = {row[0].split(" (")[0]: (row[3], row[4]) for row in table_below("| mode | tokens per request |")}
+    assert shown == {
+        str(mode).replace("_", " "): (str(traits.kernel), str(traits.captured)) for mode, traits in MODES.items()
+    }
+
+
+def table_below(heading: str) -> list[list[str]]:
+    """Rows of the README's table whose first line begins like this, cell by cell."""
+    lines = README.read_text(encoding="utf-8").splitlines()
+    (start,) = [number for number, line in enumerate(lines) if line.startswith(heading)]
+    rows = itertools.takewhile(lambda line: line.startswith("|"), lines[start + 2 :])
+    return [line.strip("| ").split(" | ") for line in rows]

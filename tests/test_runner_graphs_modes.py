@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from runner_graph_cases import EXPERTS, TINY, Job, make_captured, make_checkpoint, make_load, make_runner, serve, start
 
+from attention import MODES, Captured
 from model_runner import (
     PENDING_TOKEN,
     ModelRunner,
@@ -74,6 +75,17 @@ def test_verify_steps(checkpoint: Path, lanes: int) -> None:
         statistics = runner.statistics()
         assert statistics.graph_replays == counts.count(DRAFTS)
         assert statistics.engaged >= (len(counts) if lanes else 0)
+
+
+def test_the_table_of_modes_says_what_is_captured(checkpoint: Path) -> None:
+    """Of a runner with all the graphs that there are. Trees are in `test_speculation_core_steps`."""
+    tokens = {ForwardMode.DECODE: 1, ForwardMode.TARGET_VERIFY: 1 + DRAFTS, ForwardMode.DRAFT_EXTEND: 1 + DRAFTS}
+    with make_captured(checkpoint, num_speculative_tokens=DRAFTS) as runner:
+        assert runner.graphs is not None
+        for mode, traits in MODES.items():
+            requests = 0 if mode is ForwardMode.IDLE else 2
+            offered = runner.graphs.offer(BatchShape([tokens.get(mode, 3)] * requests, mode), 8)
+            assert (offered != 0) == (traits.captured is not Captured.NO), mode
 
 
 # -- launched ahead ---------------------------------------------------------------------------------------------------
