@@ -205,6 +205,8 @@ NEVER_ASKED_FOR = {
     DeclineReason.CANNOT_PROVE,
 }
 """What slices say is not proved, so nobody knows."""
+OF_TORCH = {DeclineReason.FUNCTION_TRANSFORM, DeclineReason.TORCH_MODE}
+"""Seen in test_torch_modes.py."""
 OF_INTERCEPTION = {DeclineReason.GRADIENTS}
 """Seen in test_intercept.py."""
 
@@ -216,7 +218,7 @@ def seed(number: int) -> None:
 
 
 def test_every_reason_is_seen_here_or_between_ranks() -> None:
-    elsewhere = BETWEEN_RANKS | OF_THE_RUNNER | OF_INTERCEPTION
+    elsewhere = BETWEEN_RANKS | OF_THE_RUNNER | OF_INTERCEPTION | OF_TORCH
     assert set(DECLINES) | elsewhere == set(DeclineReason)
     assert not set(DECLINES) & elsewhere
 

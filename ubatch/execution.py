@@ -31,6 +31,7 @@ from ubatch.schedule import Schedule
 from ubatch.single_lane import SingleLane
 from ubatch.streams import make_streams
 from ubatch.trace import UNSPLIT, SpanKind, current_trace
+from ubatch.transfer import transfers_end_within
 from ubatch.vote import Decision
 from ubatch.workers import LanePool
 
@@ -155,7 +156,8 @@ class Execution:
         around: AbstractContextManager[Any] = nullcontext()
         if self._config.group is not None and (context is None or context.decision is None):
             around = set_forward_context(self._whole_context(intent, decision, context))
-        with around, span("unsplit"):
+        patient = self._patience or capture is not None
+        with around, transfers_end_within(None if patient else self._config.timeout_s), span("unsplit"):
             if capture is None:
                 return self._model(*args, **kwargs)
             capture.begin()
@@ -190,7 +192,9 @@ class Execution:
             device = device_of(self._model)
         if (lanes, device) not in self.pools:
             self.pools[lanes, device] = (
-                SingleLane(device) if lanes == 1 else LanePool(lanes, device, self._config.timeout_s)
+                SingleLane(device, timeout_s=self._config.timeout_s)
+                if lanes == 1
+                else LanePool(lanes, device, self._config.timeout_s)
             )
         return self.pools[lanes, device]
 

@@ -33,6 +33,7 @@ from ubatch.proof_table import ProofTable
 from ubatch.schedule import Schedule
 from ubatch.signature import signature_of
 from ubatch.split import UBatchSlice
+from ubatch.torch_modes import why_not_in_lanes
 from ubatch.vote import MAX_LANES, Decision, DeclineReason, Offer, Wish, fingerprint
 
 __all__ = ["CutCall", "Intent", "Planner"]
@@ -247,7 +248,7 @@ class Planner:
         self, plan: CallPlan, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[DeclineReason, str] | None:
         """What is known without running."""
-        return self._layout(plan) or self._batch_dependence() or self._gradients(args, kwargs)
+        return self._layout(plan) or why_not_in_lanes() or self._batch_dependence() or self._gradients(args, kwargs)
 
     def _layout(self, plan: CallPlan) -> tuple[DeclineReason, str] | None:
         """A module whose batch is known to lie elsewhere, or which lanes cannot run."""

@@ -47,6 +47,7 @@ from ubatch.proof import Prover
 from ubatch.schedule import Schedule
 from ubatch.sm_budget import merge_sm_use
 from ubatch.statistics import UBatchStatistics
+from ubatch.torch_modes import why_not_in_lanes
 from ubatch.trace import note_outcome, note_step, traced_step
 from ubatch.vote import Decision, DeclineReason, Offer, Wish, decide
 
@@ -242,6 +243,8 @@ class UBatchWrapper(ModuleFacade):
         planner: Planner = self._ubatch_planner
         execution: Execution = self._ubatch_execution
         table: GraphTable | None = self._ubatch_table
+        if table is not None and why_not_in_lanes() is not None:
+            table = None  # a replay would do without the caller's modes, too
         group: CommGroup | None = self._ubatch_config.group
         several_ranks = group is not None and group.size > 1
         if table is not None and context is not None:

@@ -1,0 +1,143 @@
+"""Ranks prove together or not at all; what fails on one of them is declined by all, within that call."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import ubatch
+from ranks import run_ranks
+from ubatch import CommGroup, DeclineReason, UBatchConfig, UBatchWrapper, dbo_enabled
+
+PEER = DeclineReason.PEER_DECLINED
+
+
+class Summing(nn.Module):
+    """Adds up over the ranks what every row is; `change` may spoil it."""
+
+    def __init__(self, group: CommGroup) -> None:
+        super().__init__()
+        self.group = group
+        self.change = lambda x: x
+
+    def forward(self, x: Tensor) -> Tensor:
+        ones = ubatch.all_reduce(torch.ones(1), self.group)
+        x = self.change(x * ones)
+        return x + ubatch.all_reduce(torch.ones(1), self.group)
+
+
+def seen(wrapper: UBatchWrapper) -> tuple[int, int, dict[Any, int]]:
+    statistics = wrapper.statistics()
+    return statistics.engaged, statistics.proved, dict(statistics.declined)
+
+
+def proving(rank: int, world_size: int) -> dict[str, Any]:
+    group = CommGroup.from_process_group(timeout_s=20.0)
+    config = UBatchConfig(group=group, dbo_prefill_token_threshold=2)
+    model = Summing(group)
+    found: dict[str, Any] = {}
+    sizes = (8, 5)
+
+    def call(name: str, *rows: tuple[int, int], wrapper: UBatchWrapper | None = None) -> UBatchWrapper:
+        made = UBatchWrapper(model, config) if wrapper is None else wrapper
+        for of_ranks in rows:
+            x = torch.randn(of_ranks[rank], 3)
+            torch.testing.assert_close(made(x), x * world_size + world_size)
+        found[name] = seen(made)
+        return made
+
+    with torch.inference_mode():
+        call("alike", sizes, sizes, sizes).close()
+        # A rank that was idle in the proof is unproved when it gets rows: all prove again.
+        call("idle", (8, 0), (8, 0), (8, 5), (8, 5), (0, 5)).close()
+
+        def alone(x: Tensor) -> Tensor:
+            return x - x.mean(0) if rank == 1 else x
+
+        def raising(x: Tensor) -> Tensor:
+            if rank == 1 and dbo_enabled():
+                raise ValueError("not in a lane")
+            return x
+
+        def drawing(x: Tensor) -> Tensor:
+            return x + 0 * torch.rand(1) if rank == 1 else x
+
+        for change in (alone, raising, drawing):
+            model.change = change
+            wrapper = UBatchWrapper(model, config)
+            for _ in range(4):
+                x = torch.randn(sizes[rank], 3)
+                torch.testing.assert_close(wrapper(x), model(x))
+            assert group.broken is None
+            found[change.__name__] = seen(wrapper)
+            wrapper.close()
+        model.change = lambda x: x
+        call("and the group is as good as new", sizes, sizes).close()
+    return found
+
+
+def test_ranks_prove_together() -> None:
+    first, second = run_ranks(proving, 2)
+    assert first["alike"] == second["alike"] == (2, 1, {})
+    assert first["idle"] == second["idle"] == (3, 2, {})
+    assert first["alone"] == (0, 0, {PEER: 4})
+    assert second["alone"] == (0, 0, {DeclineReason.ROWS_DEPEND: 4})
+    assert first["raising"] == (0, 0, {PEER: 4})
+    assert second["raising"] == (0, 0, {DeclineReason.LANE_FAILED: 4})
+    assert first["drawing"] == (0, 0, {PEER: 4})
+    assert second["drawing"] == (0, 0, {DeclineReason.DRAWS_RANDOM: 4})
+    assert first["and the group is as good as new"] == second["and the group is as good as new"] == (1, 1, {})
+
+
+def several_groups(rank: int, world_size: int) -> tuple[int, int, dict[Any, int]]:
+    """A module whose collectives go over a group of its own: both are made usable again."""
+    voting, data = (CommGroup.from_process_group(timeout_s=20.0) for _ in range(2))
+    model = Summing(data)
+    wrapper = UBatchWrapper(model, UBatchConfig(group=voting, dbo_prefill_token_threshold=2))
+
+    def raising(x: Tensor) -> Tensor:
+        if rank == 0 and dbo_enabled():
+            raise ValueError("not in a lane")
+        return x
+
+    model.change = raising
+    with torch.inference_mode():
+        for _ in range(3):
+            x = torch.randn(6, 3)
+            torch.testing.assert_close(wrapper(x), x * world_size + world_size)
+    assert voting.broken is None
+    assert data.broken is None
+    wrapper.close()
+    return seen(wrapper)
+
+
+def test_every_group_of_the_step_is_reset() -> None:
+    first, second = run_ranks(several_groups, 2)
+    assert first == (0, 0, {DeclineReason.LANE_FAILED: 3})
+    assert second == (0, 0, {PEER: 3})
+
+
+def required(rank: int, world_size: int) -> list[str]:
+    """`require_overlap` allows a proving call, and refuses one whose proof has failed on any rank."""
+    group = CommGroup.from_process_group(timeout_s=20.0)
+    config = UBatchConfig(group=group, dbo_prefill_token_threshold=2, require_overlap=True)
+    model = Summing(group)
+    wrapper = UBatchWrapper(model, config)
+    x = torch.randn(6, 3)
+    with torch.inference_mode():
+        wrapper(x)
+        wrapper(x)
+        assert seen(wrapper) == (1, 1, {})
+        wrapper.change = (lambda x: x.cumsum(0)) if rank else (lambda x: x)
+        with pytest.raises(ubatch.OverlapDeclined) as declined:
+            wrapper(x)
+    assert group.broken is None
+    wrapper.close()
+    return [declined.value.reason]
+
+
+def test_overlap_that_is_required() -> None:
+    assert run_ranks(required, 2) == [[PEER], [DeclineReason.ROWS_DEPEND]]
