@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import json
 import re
+import statistics
 import sys
 import types
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,6 +19,7 @@ from attention import MODES
 from model_runner import UnknownArchitecture, model_class
 from model_runner.models import registry
 
+RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 README = Path(__file__).parents[1] / "README.md"
 ADDING_A_MODEL = Path(__file__).parents[1] / "docs" / "adding-a-model.md"
 
@@ -50,6 +54,40 @@ def test_the_readme_shows_the_table_of_forward_modes() -> None:
     assert shown == {
         str(mode).replace("_", " "): (str(traits.kernel), str(traits.captured)) for mode, traits in MODES.items()
     }
+
+
+def test_the_readme_shows_the_measured_overlap() -> None:
+    """Every row of the table of links, from the two files that `make bench` writes; where they differ, put in these."""
+    shown = table_below("| communication | lanes | best serial |")
+    rows = [row for name in ("overlap-ratios", "overlap") for row in measured_rows(RESULTS / f"{name}.json")]
+    expected = [row for _, row in sorted(rows, key=lambda ratio_and_row: ratio_and_row[0])]
+    shown[0][0] = shown[0][0].removesuffix(" compute")  # said once
+    assert shown == expected, "\n".join("| " + " | ".join(row) + " |" for row in expected)
+
+
+def measured_rows(file: Path) -> Iterator[tuple[tuple[float, int], list[str]]]:
+    """Rows of the README's table, by link and number of lanes."""
+    for link in json.loads(file.read_text(encoding="utf-8"))["links"]:
+        medians = {arm: statistics.median(values) for arm, values in link["arms_ms"].items()}
+        serial = min(value for arm, value in medians.items() if arm.startswith("serial_"))
+        for lanes, figures in link["lanes"].items():
+            efficiency, schedule, hidden, speedup = (
+                [figures[name][part] for part in ("median", "low", "high")]
+                for name in ("efficiency", "schedule_efficiency", "hidden", "speedup")
+            )
+            yield (
+                (link["ratio"], int(lanes)),
+                [
+                    f"{link['ratio']:g}x",
+                    lanes,
+                    f"{serial:.0f} ms",
+                    f"{medians[f'overlapped_{lanes}']:.0f} ms",
+                    "{:.2f} [{:.2f}, {:.2f}]".format(*efficiency),
+                    "{:.2f} [{:.2f}, {:.2f}]".format(*schedule),
+                    f"{hidden[0]:.2f}",
+                    "{:.2f}x [{:.2f}, {:.2f}]".format(*speedup),
+                ],
+            )
 
 
 def table_below(heading: str) -> list[list[str]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from moe import EmulatedLink
-from serving.tuning.programs import predict_step, traced_step
+from serving.tuning.programs import middle_steps, predict_step, read_steps, traced_step, write_steps
 from serving.tuning.stages import slowest_layer_times
 from ubatch import Transfer
 from ubatch.schedule import get_schedule
@@ -58,3 +58,22 @@ def test_prediction_is_of_every_step_with_all_ranks_together() -> None:
     assert predict_step([even, uneven, slow], schedule) == 10.0
     times, layers = slowest_layer_times([even, uneven, slow])
     assert (times.experts, times.attn_prepare, layers) == (3.0, 1.0, 2)
+
+
+def test_steps_in_a_file_predict_the_same() -> None:
+    """Of any number of steps, those in the middle are enough."""
+    schedule = get_schedule("mlp_shared_overlap")
+
+    def rank(seconds: float) -> list[list[Op]]:
+        there = Launch("dispatch of layer 0", 0.25, 0.5, hooked=False)
+        lane: list[Op] = [Compute(seconds), there, Pass("dispatch"), Wait(there.key), Launch("x", 0.125, 0.125)]
+        return [lane, lane]
+
+    for count in (1, 2, 5, 6):
+        steps = [[rank(1.0 + 7 * step % count), rank(2.0)] for step in range(count)]
+        kept = middle_steps(steps, schedule)
+        assert len(kept) == 2 - count % 2
+        assert read_steps(write_steps(kept)) == kept
+        assert predict_step(kept, schedule) == predict_step(steps, schedule)
+    with pytest.raises(ValueError, match="'nonsense 1' is no operation of a lane"):
+        read_steps([[[["nonsense 1"]]]])

@@ -39,6 +39,7 @@ __all__ = [
     "StepLoad",
     "StepOptions",
     "StepSetting",
+    "block_means",
     "calibrate",
     "measure_load",
     "model_folder",
@@ -67,12 +68,17 @@ class StepOptions(BlockOptions):
 
 @dataclass
 class StepSetting:
-    """One rank's model, batch and link, and what its arms record beside their times."""
+    """One rank's model, batch and link, and what its arms record beside their times.
+
+    Attributes:
+        cpu_ms: CPU time of the last step that was timed, of all threads of this rank, which have one core.
+    """
 
     runner: ModelRunner
     batch: InputBatch
     link: EmulatedLink
     wrappers: dict[Schedule, UBatchWrapper] = field(default_factory=dict)
+    cpu_ms: float = 0.0
 
     @property
     def has_shared_experts(self) -> bool:
@@ -112,8 +118,9 @@ class StepSetting:
     def timed(self, schedule: Schedule) -> float:
         """Milliseconds of a step, from when all ranks are ready."""
         dist.barrier(self.runner.group.pg if self.runner.group is not None else None)
-        start = time.perf_counter()
+        start, cpu_start = time.perf_counter(), time.process_time()
         self.step(schedule)
+        self.cpu_ms = (time.process_time() - cpu_start) * 1e3
         return (time.perf_counter() - start) * 1e3
 
     def check_equal(self, schedules: Sequence[Schedule]) -> None:
@@ -251,17 +258,16 @@ class SplitCompute:
         return self._wall_ms
 
     def _step(self) -> None:
-        start = time.process_time()
         self._wall_ms = self._setting.timed(self._schedule)
-        self._cpu_ms.append((time.process_time() - start) * 1e3)
+        self._cpu_ms.append(self._setting.cpu_ms)
 
     def compute_ms(self, blocks: int) -> list[float]:
         """CPU time per block: split compute."""
-        return _block_means(self._cpu_ms, blocks)
+        return block_means(self._cpu_ms, blocks)
 
     def communication_ms(self, blocks: int) -> list[float]:
         """The link's busy time per block."""
-        return _block_means(self._link_ms, blocks)
+        return block_means(self._link_ms, blocks)
 
     def steps(self) -> list[list[Programs]]:
         """For the simulator, of all steps but the first every rank's programs; every rank calls it."""
@@ -272,7 +278,7 @@ class SplitCompute:
         return slowest_rank({"": [median(self._around_ms)]})[""][0]
 
 
-def _block_means(values: Sequence[float], blocks: int) -> list[float]:
+def block_means(values: Sequence[float], blocks: int) -> list[float]:
     """Two recorded values a block, after one warm-up value."""
     kept = list(values)[-2 * blocks :]
     return [(a + b) / 2 for a, b in zip(kept[::2], kept[1::2], strict=True)]

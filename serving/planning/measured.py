@@ -3,7 +3,7 @@
 `ubatch bench overlap` runs lanes one after the other, with every stage timed, and interleaved. From the first the
 simulator says what the second must take.
 
-    a results file    every link's own stage times, already simulated there (`ideal_2`), beside what was measured
+    a results file    every link's own stage times, as they were measured there, simulated again
     live              stage times once, the transfers reckoned anew for every link; lanes over all links, and what
                       the stages are timed by, take turns, so that a machine that drifts drifts in all of them
 """
@@ -31,8 +31,9 @@ from serving.bench.step_setting import (
 )
 from serving.planning.gates import Gate
 from serving.ranks import run_ranks
-from serving.tuning.programs import predict_step
+from serving.tuning.programs import predict_step, read_steps
 from serving.tuning.stages import HANDOFF_S
+from ubatch import Schedule
 from ubatch.errors import ConfigError
 from ubatch.simulate import Launch, Op
 
@@ -42,7 +43,7 @@ _LIMIT = 0.05
 
 
 def gates_of_results(path: Path) -> list[Gate]:
-    """All links and numbers of lanes in what `ubatch bench overlap --json` wrote.
+    """All links and numbers of lanes in what `ubatch bench overlap --json` wrote: its stages, simulated now.
 
     Raises:
         ConfigError: the file is not that.
@@ -51,9 +52,12 @@ def gates_of_results(path: Path) -> list[Gate]:
     try:
         for link in json.loads(path.read_text(encoding="utf-8"))["links"]:
             for lanes in link["lanes"]:
-                predicted, measured = (median(link["arms_ms"][f"{arm}_{lanes}"]) for arm in ("ideal", "overlapped"))
+                stages = link["stages"][lanes]
+                schedule = Schedule.from_mapping("measured", stages["schedule"])
+                predicted = predict_step(read_steps(stages["steps"]), schedule, HANDOFF_S) * 1e3 + stages["around_ms"]
+                measured = median(link["arms_ms"][f"overlapped_{lanes}"])
                 gates.append(_gate(f"{path.name}, {lanes} lanes", link["ratio"], predicted, measured))
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, ConfigError) as error:
         raise ConfigError(f"{path} is not what `ubatch bench overlap --json` writes: {error!r}.") from error
     return gates
 

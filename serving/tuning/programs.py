@@ -24,10 +24,19 @@ import torch.distributed as dist
 
 from moe import EmulatedLink
 from ubatch import Schedule, tracing
-from ubatch.simulate import Op, programs_of, simulate_ranks
+from ubatch.simulate import Compute, Launch, Op, Pass, Wait, programs_of, simulate_ranks
 from ubatch.trace import SpanKind
 
-__all__ = ["Programs", "TracedStep", "gather_steps", "predict_step", "traced_step"]
+__all__ = [
+    "Programs",
+    "TracedStep",
+    "gather_steps",
+    "middle_steps",
+    "predict_step",
+    "read_steps",
+    "traced_step",
+    "write_steps",
+]
 
 Programs = list[list[Op]]
 
@@ -77,4 +86,58 @@ def predict_step(steps: Sequence[Sequence[Programs]], schedule: Schedule, handof
     Raises:
         ConfigError: see `simulate_ranks`.
     """
-    return median(max(line.seconds for line in simulate_ranks(ranks, schedule, handoff_s)) for ranks in steps)
+    return median(_seconds(ranks, schedule, handoff_s) for ranks in steps)
+
+
+def middle_steps(steps: Sequence[Sequence[Programs]], schedule: Schedule) -> list[Sequence[Programs]]:
+    """The step that `predict_step` says the time of, or the two that it is between: enough to say it again."""
+    ordered = sorted(steps, key=lambda ranks: _seconds(ranks, schedule, 0.0))
+    return ordered[(len(steps) - 1) // 2 : len(steps) // 2 + 1]
+
+
+def _seconds(ranks: Sequence[Programs], schedule: Schedule, handoff_s: float) -> float:
+    return max(line.seconds for line in simulate_ranks(ranks, schedule, handoff_s))
+
+
+# -- in a file: of every step, rank and lane a line per operation ------------------------------------------------------
+
+
+def write_steps(steps: Sequence[Sequence[Programs]]) -> list[list[list[list[str]]]]:
+    """What `read_steps` reads, for a JSON file."""
+    return [[[[_line(op) for op in lane] for lane in programs] for programs in ranks] for ranks in steps]
+
+
+def read_steps(lines: Sequence[Sequence[Sequence[Sequence[str]]]]) -> list[list[Programs]]:
+    """Of every step every rank's programs, as `write_steps` wrote them.
+
+    Raises:
+        ValueError: a line is no operation.
+    """
+    return [[[[_op(line) for line in lane] for lane in programs] for programs in ranks] for ranks in lines]
+
+
+def _line(op: Op) -> str:
+    match op:
+        case Compute(seconds):
+            return f"compute {seconds:.9f}"
+        case Pass(point):
+            return f"pass {point}"
+        case Wait(key):
+            return f"wait {key}"
+        case Launch(key, seconds, receive_s, hooked):
+            received = seconds if receive_s is None else receive_s
+            return f"launch {seconds:.9f} {received:.9f} {'hooked' if hooked else 'free'} {key}"
+
+
+def _op(line: str) -> Op:
+    kind, _, rest = line.partition(" ")
+    if kind == "compute":
+        return Compute(float(rest))
+    if kind == "pass":
+        return Pass(rest)
+    if kind == "wait":
+        return Wait(rest)
+    if kind == "launch":
+        seconds, received, hooked, key = rest.split(" ", 3)
+        return Launch(key, float(seconds), float(received), hooked=hooked == "hooked")
+    raise ValueError(f"{line!r} is no operation of a lane")
