@@ -233,13 +233,18 @@ class Copier:
         if isinstance(value, Tensor):
             return _copy_tensor(value, dim, order)
         if order is None:
-            stateless = not isinstance(value, list | tuple) and not any(True for _ in tensors_in(value))
-            return value if stateless else copy.deepcopy(value)
+            kept = splitter is None and not isinstance(value, list | tuple) and not any(True for _ in tensors_in(value))
+            return value if kept else _copy_object(value)
         if splitter is None:
             return type(value)(value[row] for row in order)
         size = max(order, default=-1) + 1
-        single = splitter.split(copy.deepcopy(value), [slice(row, row + 1) for row in range(size)])
-        return splitter.merge([copy.deepcopy(single[row]) for row in order], None)
+        single = splitter.split(_copy_object(value), [slice(row, row + 1) for row in range(size)])
+        return splitter.merge([_copy_object(single[row]) for row in order], None)
+
+
+def _copy_object(value: Any) -> Any:
+    """A deep copy; `copy.deepcopy` alone refuses tensors that were computed with gradients."""
+    return copy.deepcopy(value, {id(tensor): _copy_tensor(tensor, None, None) for tensor in tensors_in(value)})
 
 
 def _copy_tensor(value: Tensor, dim: int | None, order: Sequence[int] | None) -> Tensor:
@@ -292,12 +297,20 @@ def parameter_names(forward: Callable[..., Any]) -> tuple[tuple[str, ...], str |
     """Names of a forward's positional parameters, and of its `*args` if it has them."""
     positional: list[str] = []
     rest: str | None = None
-    for parameter in inspect.signature(forward).parameters.values():
+    for parameter in _parameters(forward).values():
         if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD):
             positional.append(parameter.name)
         elif parameter.kind is parameter.VAR_POSITIONAL:
             rest = parameter.name
     return tuple(positional), rest
+
+
+def _parameters(forward: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    """Of a forward; of one that tells nothing (torch.jit's), what takes anything."""
+    try:
+        return inspect.signature(forward).parameters
+    except ValueError:
+        return inspect.signature(lambda *args, **kwargs: None).parameters
 
 
 def check_split_dims(forward: Callable[..., Any], split_dims: Mapping[str, int | None]) -> None:
@@ -306,7 +319,7 @@ def check_split_dims(forward: Callable[..., Any], split_dims: Mapping[str, int |
     Raises:
         ConfigError: with the nearest name.
     """
-    parameters = inspect.signature(forward).parameters
+    parameters = _parameters(forward)
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return
     for path in split_dims:

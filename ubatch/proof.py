@@ -2,7 +2,7 @@
 
     copy what the call could write to; where the batch is small, with its rows repeated
     run whole, on the real arguments                  this result is the caller's
-    it wrote to the module, or drew random numbers    the signature runs whole for good; nothing runs twice
+    it wrote to the module, or drew random numbers    the call is over; nothing runs twice
     ranks: all go on, or none does
     run the copies in two lanes of unequal size
     learn how the outputs merge (`merging`), compare values, arguments, caches (`closeness`), the module once more
@@ -10,7 +10,8 @@
 
 The lanes differ in size from each other and from every other size of the call, so nothing matches by chance. What a
 call in 16 bits shows could be a router's near-tie, so such a signature is proved by two calls with different cuts.
-Unequal values are final after a second call that shows them.
+What is found wanting runs whole for good: at once, or after a second call that shows it (`proof_table`), for unequal
+values may be chance, and many modules make something ready in their first call.
 """
 
 from __future__ import annotations
@@ -271,6 +272,8 @@ class _Attempt:
                 f"{unequal}: what one row gives depends on the others, or on where the batch is cut. If it is cut "
                 "along the wrong dimension, say the right one in split_dims.",
             )
+        except Exception as error:  # the other ranks wait for a word
+            return DeclineReason.CANNOT_PROVE, f"its result cannot be compared: {type(error).__name__}: {error}."
 
     def _compare(self, rehearsal: _Rehearsal, parts: LaneParts, result: Any, outputs: Sequence[Any]) -> _No | None:
         """Learn how the outputs merge.

@@ -14,7 +14,14 @@ __all__ = ["ProofTable", "Standing"]
 
 _LIMIT = 1024
 """Signatures kept; a module that is given another string with every call must not fill the memory."""
-_MAY_BE_CHANCE = frozenset({DeclineReason.ROWS_DEPEND, DeclineReason.LANE_FAILED, DeclineReason.CANNOT_PROVE})
+_MAY_BE_CHANCE = frozenset(
+    {
+        DeclineReason.ROWS_DEPEND,
+        DeclineReason.LANE_FAILED,
+        DeclineReason.CANNOT_PROVE,
+        DeclineReason.MODULE_KEEPS_STATE,  # what is made ready once, in the first call, is no state to speak of
+    }
+)
 
 
 @dataclass
