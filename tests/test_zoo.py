@@ -1,0 +1,75 @@
+"""The zoo: modules from elsewhere, wrapped. Each is equal and overlapped, or equal and declined with its reason."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from pathlib import Path
+
+import pytest
+from torch import nn
+from write_zoo_page import page
+from zoo import ENTRIES
+from zoo_check import act_on, assert_same, built, compare_at, compare_over_batches, generator_states, seeded, state_of
+from zoo_entry import DRAWS_RANDOM, KEEPS_STATE, OVERLAPS, Entry, forward
+
+PAGE = Path(__file__).parents[1] / "docs" / "zoo.md"
+
+_built = functools.cache(built)
+
+
+def module_of(entry: Entry, batch: int) -> nn.Module:
+    """The entry's module; tests run copies of it."""
+    return _built(entry, batch if entry.per_batch else 0)
+
+
+@pytest.mark.parametrize("name", ENTRIES)
+def test_equal_and_overlapped_or_declined(name: str) -> None:
+    """Thrice at every batch, and one wrapper at all of them."""
+    entry = ENTRIES[name]
+    outcomes = {batch: compare_at(entry, module_of(entry, batch), batch) for batch in entry.batches}
+    wrong = {batch: seen for batch, seen in outcomes.items() if not seen <= entry.expected(batch)}
+    assert not wrong, f"{wrong} where {[sorted(entry.expected(batch)) for batch in wrong]} is right"
+    if not entry.per_batch:
+        compare_over_batches(entry, module_of(entry, 0))
+
+
+@pytest.mark.parametrize("name", ENTRIES)
+def test_the_bare_module_is_what_the_entry_says(name: str) -> None:
+    """Copies of it do the same; only an entry that says so draws random numbers, or is changed by calls."""
+    entry, batch = ENTRIES[name], 2
+    one, other = (copy.deepcopy(module_of(entry, batch)) for _ in range(2))
+    before = state_of(one)
+    for number in range(2):
+        after = act_on(entry, one, one, batch, number)
+        assert_same(act_on(entry, other, other, batch, number), after)
+    if entry.act is not forward:
+        return  # a training step makes gradients, and sampling draws
+    with seeded(1000 * batch + number):
+        entry.arguments(batch)
+        drew = not _same(after.generators, generator_states())
+    assert drew == bool(entry.outcomes & {DRAWS_RANDOM, "dropout_in_training"}), f"it draws random numbers: {drew}"
+    if _same(after.state, before):
+        assert entry.outcomes != {KEEPS_STATE}, "no call changes it"
+    else:
+        assert entry.outcomes & {KEEPS_STATE, "batch_norm_in_training"}, "a call changes it"
+
+
+def _same(one: object, other: object) -> bool:
+    try:
+        assert_same(one, other)
+    except AssertionError:
+        return False
+    return True
+
+
+def test_there_are_enough_and_most_overlap() -> None:
+    certain = [entry for entry in ENTRIES.values() if entry.outcomes == {OVERLAPS}]
+    assert len(ENTRIES) >= 80
+    assert len(certain) >= 50
+    assert 2 * len(certain) > len(ENTRIES)
+
+
+def test_the_page_shows_the_expected_outcomes() -> None:
+    """`PYTHONPATH=. python tests/write_zoo_page.py` runs all and writes it."""
+    assert PAGE.read_text(encoding="utf-8") == page()

@@ -1,0 +1,295 @@
+"""The zoo's models with state between calls: state-space and hybrid models, given caches, `generate`, training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import transformers
+from torch import nn
+from transformers import DynamicCache, StaticCache
+from zoo_entry import (
+    KEEPS_STATE,
+    NO_SPLITTER,
+    OVERLAPS,
+    VOCABULARY,
+    Act,
+    Call,
+    Entry,
+    Outcome,
+    generating,
+    given,
+    left_padded_tokens,
+    one_of,
+    padded_tokens,
+    pretrained,
+    token_ids,
+    tokens,
+    training_step,
+)
+from zoo_language import BASE, GPT, LLAMA, MOE, NO_ENDS, SEQ2SEQ, T5, encoded_and_decoded
+
+HEADS = 4
+SSM: dict[str, Any] = {**LLAMA, "state_size": 4, "conv_kernel": 3}
+MAMBA2: dict[str, Any] = {**SSM, "num_heads": 4, "head_dim": 8, "n_groups": 1, "chunk_size": 4, "expand": 2}
+JAMBA: dict[str, Any] = {
+    **MOE,
+    "attn_layer_period": 2,
+    "attn_layer_offset": 1,
+    "expert_layer_period": 2,
+    "expert_layer_offset": 1,
+    "mamba_d_state": 4,
+    "mamba_d_conv": 3,
+    "mamba_dt_rank": 4,
+    "use_mamba_kernels": False,
+}
+LFM2: dict[str, Any] = {**LLAMA, "layer_types": ["conv", "full_attention"], "conv_L_cache": 3}
+NEXT: dict[str, Any] = {
+    **MOE,
+    "head_dim": 8,
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 4,
+    "linear_value_head_dim": 4,
+    "linear_conv_kernel_dim": 3,
+    "shared_expert_intermediate_size": 8,
+}
+BAMBA: dict[str, Any] = {
+    **LLAMA,
+    "mamba_n_heads": 4,
+    "mamba_d_head": 8,
+    "mamba_d_state": 4,
+    "mamba_d_conv": 3,
+    "mamba_n_groups": 1,
+    "mamba_chunk_size": 4,
+    "mamba_expand": 2,
+    "attn_layer_indices": [1],
+}
+RWKV: dict[str, Any] = {"vocab_size": VOCABULARY, "hidden_size": 16, "num_hidden_layers": 2, "context_length": 32}
+GRIFFIN: dict[str, Any] = {**LLAMA, "block_types": ["recurrent", "attention"], "lru_width": 16, "conv1d_width": 3}
+KEEPS_STATE_OR_CACHE = one_of(KEEPS_STATE, NO_SPLITTER)
+
+
+def chunks(cache: Callable[[nn.Module], Any], name: str = "past_key_values") -> Act:
+    """A prefill, a second chunk and a decode step, with a cache that is given and changed in place."""
+
+    def act(module: Any, call: Call) -> Any:
+        given_cache = cache(module)
+        results = []
+        for ids in call.kwargs["input_ids"].split([4, 2, 1], 1):
+            output = module(input_ids=ids, **{name: given_cache}, use_cache=True)
+            same = output[name] is given_cache
+            results.append((output.logits, same))
+        return results, given_cache
+
+    return act
+
+
+def returned_cache(module: Any, call: Call) -> Any:
+    """A prefill that makes a cache, and two steps with what was returned."""
+    cache, results = None, []
+    for ids in call.kwargs["input_ids"].split([5, 1, 1], 1):
+        output = module(input_ids=ids, past_key_values=cache, use_cache=True)
+        cache = output.past_key_values
+        results.append(output.logits)
+    return results, cache
+
+
+def rwkv_steps(module: Any, call: Call) -> Any:
+    """RWKV's `state`, tensors of `[batch, hidden, layers]` in a list."""
+    state, results = None, []
+    for ids in call.kwargs["input_ids"].split([5, 1, 1], 1):
+        output = module(input_ids=ids, state=state, use_cache=True)
+        state = output.state
+        results.append(output.logits)
+    return results, state
+
+
+def seven_tokens(batch: int) -> Call:
+    return given(input_ids=token_ids(batch, 7))
+
+
+def static_cache(module: Any) -> StaticCache:
+    return StaticCache(config=module.config, max_cache_len=16)
+
+
+def growing(build: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+    return lambda: build().train()
+
+
+def _generate(kind: str, config: dict[str, Any], how: str, outcome: Outcome = OVERLAPS, **options: Any) -> Entry:
+    at: dict[int, Outcome] = {1: outcome} if options.get("num_beams", 1) > 1 else {}
+    arguments = options.pop("arguments", left_padded_tokens)
+    return Entry(
+        f"{kind}.generate, {how}",
+        "generate",
+        pretrained(kind, **config),
+        arguments,
+        outcome,
+        HEADS,
+        "heads",
+        at=at,
+        act=generating(**options),
+    )
+
+
+def _hybrid(
+    kind: str, config: dict[str, Any], outcome: Outcome = OVERLAPS, generates: Outcome = OVERLAPS
+) -> list[Entry]:
+    """A call, and `generate` with the cache of its own."""
+    build, generate = pretrained(kind, **config), generating(max_new_tokens=3)
+    return [
+        Entry(kind, "state-space", build, padded_tokens, outcome, HEADS, "heads, states"),
+        Entry(f"{kind}.generate", "state-space", build, tokens, generates, 3, "new tokens", act=generate),
+    ]
+
+
+def rwkv() -> nn.Module:
+    """It notes at its first call that its weights are not scaled."""
+    return transformers.RwkvForCausalLM(transformers.RwkvConfig(**RWKV, rescale_every=0)).eval()
+
+
+TRAINED = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
+NO_DROPOUT = {"dropout": 0.0, "attention_dropout": 0.0, "activation_dropout": 0.0}
+
+ENTRIES = [
+    *_hybrid("MambaForCausalLM", SSM),
+    *_hybrid("Mamba2ForCausalLM", MAMBA2),
+    *_hybrid("JambaForCausalLM", JAMBA),
+    *_hybrid("Lfm2ForCausalLM", LFM2),
+    *_hybrid("Qwen3NextForCausalLM", NEXT),
+    *_hybrid("FalconH1ForCausalLM", {**BAMBA, "mamba_d_ssm": 32}),
+    *_hybrid("BambaForCausalLM", BAMBA),
+    *_hybrid("RecurrentGemmaForCausalLM", GRIFFIN, KEEPS_STATE, KEEPS_STATE_OR_CACHE),
+    Entry("RwkvForCausalLM", "state-space", rwkv, tokens, one_of(OVERLAPS, KEEPS_STATE)),
+    Entry(
+        "RwkvForCausalLM with its state",
+        "state-space",
+        rwkv,
+        seven_tokens,
+        one_of(OVERLAPS, KEEPS_STATE),
+        act=rwkv_steps,
+    ),
+    Entry(
+        "LlamaForCausalLM, a DynamicCache given",
+        "caches",
+        pretrained("LlamaForCausalLM", **LLAMA),
+        seven_tokens,
+        collides=HEADS,
+        with_what="heads",
+        act=chunks(lambda module: DynamicCache(config=module.config)),
+    ),
+    Entry(
+        "MistralForCausalLM, a sliding cache given",
+        "caches",
+        pretrained("MistralForCausalLM", **LLAMA, sliding_window=4),
+        seven_tokens,
+        collides=HEADS,
+        with_what="heads, window",
+        act=chunks(lambda module: DynamicCache(config=module.config)),
+    ),
+    Entry(
+        "LlamaForCausalLM, a StaticCache given",
+        "caches",
+        pretrained("LlamaForCausalLM", **LLAMA),
+        seven_tokens,
+        NO_SPLITTER,
+        HEADS,
+        "heads",
+        act=chunks(static_cache),
+    ),
+    Entry(
+        "Qwen3MoeForCausalLM, the returned cache",
+        "caches",
+        pretrained("Qwen3MoeForCausalLM", **MOE, head_dim=4),
+        seven_tokens,
+        collides=HEADS,
+        with_what="heads",
+        act=returned_cache,
+    ),
+    Entry(
+        "Lfm2ForCausalLM, the returned cache",
+        "caches",
+        pretrained("Lfm2ForCausalLM", **LFM2),
+        seven_tokens,
+        collides=HEADS,
+        with_what="heads",
+        act=returned_cache,
+    ),
+    Entry(
+        "GPT2LMHeadModel, the returned cache",
+        "caches",
+        pretrained("GPT2LMHeadModel", **GPT),
+        seven_tokens,
+        collides=HEADS,
+        with_what="heads",
+        act=returned_cache,
+    ),
+    _generate("LlamaForCausalLM", LLAMA, "greedy"),
+    _generate("LlamaForCausalLM", LLAMA, "without a cache", use_cache=False),
+    _generate("GPT2LMHeadModel", GPT, "3 beams", num_beams=3),
+    _generate("Qwen3MoeForCausalLM", {**MOE, "head_dim": 4}, "sampling", do_sample=True, top_k=20),
+    _generate(
+        "Qwen3MoeForCausalLM",
+        {**MOE, "head_dim": 4},
+        "2 beams, scores and states",
+        num_beams=2,
+        return_dict_in_generate=True,
+        output_scores=True,
+        output_hidden_states=True,
+    ),
+    _generate("MixtralForCausalLM", MOE, "sampling in beams", num_beams=2, do_sample=True),
+    _generate("GPTNeoXForCausalLM", {**BASE, **NO_ENDS}, "greedy, penalised", repetition_penalty=1.5),
+    _generate("T5ForConditionalGeneration", T5, "greedy", one_of(OVERLAPS, NO_SPLITTER), arguments=padded_tokens),
+    _generate(
+        "BartForConditionalGeneration",
+        SEQ2SEQ,
+        "2 beams",
+        one_of(OVERLAPS, NO_SPLITTER),
+        num_beams=2,
+        arguments=padded_tokens,
+    ),
+    Entry(
+        "GPT2LMHeadModel, training step",
+        "training",
+        growing(pretrained("GPT2LMHeadModel", **GPT, **TRAINED)),
+        tokens,
+        grad=True,
+        act=training_step,
+    ),
+    Entry(
+        "LlamaForCausalLM, training step",
+        "training",
+        growing(pretrained("LlamaForCausalLM", **LLAMA)),
+        padded_tokens,
+        grad=True,
+        act=training_step,
+    ),
+    Entry(
+        "MixtralForCausalLM, training step",
+        "training",
+        growing(pretrained("MixtralForCausalLM", **MOE)),
+        tokens,
+        collides=HEADS,
+        with_what="heads, experts",
+        grad=True,
+        act=training_step,
+    ),
+    Entry(
+        "BartModel, training step",
+        "training",
+        growing(pretrained("BartModel", **SEQ2SEQ, **NO_DROPOUT)),
+        encoded_and_decoded,
+        grad=True,
+        act=training_step,
+    ),
+    Entry(
+        "BertModel, gradients in eval",
+        "training",
+        pretrained("BertModel", **BASE),
+        padded_tokens,
+        grad=True,
+        act=training_step,
+    ),
+]

@@ -1,0 +1,199 @@
+"""The bare module and the wrapped one side by side: the same calls, and everything that a call may change compared."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import random
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from wrapping import wrapped
+from zoo_entry import OVERLAPS, Call, Entry
+
+from ubatch import UBatchConfig, UBatchStatistics, tracing
+
+VERIFY = {"verify": "first"} if any(each.name == "verify" for each in dataclasses.fields(UBatchConfig)) else {}
+ROUNDING = {torch.float64: 1e-4, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
+"""By how much a value may differ, as a part of the tensor's largest."""
+NOT_STATE = frozenset({"_modules", "training", "config", "forward"})
+
+
+@dataclasses.dataclass(frozen=True)
+class After:
+    """Everything that one act leaves behind.
+
+    Attributes:
+        result: what it returned.
+        call: its arguments, afterwards.
+        state: what the module keeps, by submodule and attribute.
+        generators: the states of torch's, Python's and numpy's.
+    """
+
+    result: Any
+    call: Call
+    state: Mapping[str, Any]
+    generators: Mapping[str, Any]
+
+
+def act_on(entry: Entry, module: Any, owner: nn.Module, batch: int, number: int) -> After:
+    """Do what the entry does, with the arguments of this batch and number.
+
+    Args:
+        module: what is called: bare, or wrapped.
+        owner: what keeps state: the bare module in it.
+    """
+    with seeded(1000 * batch + number):
+        call = entry.arguments(batch)
+        with torch.set_grad_enabled(entry.grad):
+            result = entry.act(module, call)
+        return After(result, call, state_of(owner), generator_states())
+
+
+def built(entry: Entry, batch: int) -> nn.Module:
+    """The entry's module, with the same weights each time. What constructors advise is not the zoo's business."""
+    with seeded(0), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return entry.build(batch) if entry.per_batch else entry.build()
+
+
+def compare_at(entry: Entry, module: nn.Module, batch: int) -> set[str]:
+    """Act repeatedly on a bare and on a wrapped copy of the module, and compare; returns the outcomes of the last act.
+
+    Raises:
+        AssertionError: something is not equal; it says where.
+    """
+    bare, inner = copy.deepcopy(module), copy.deepcopy(module)
+    outcomes: set[str] = set()
+    with wrapped(inner, **VERIFY) as wrapper:
+        for number in range(entry.acts):
+            expected = act_on(entry, bare, bare, batch, number)
+            before = wrapper.statistics()
+            with tracing() as trace:
+                after = act_on(entry, wrapper, inner, batch, number)
+            assert_same(after, expected, f"batch {batch}, act {number}: ")
+            outcomes = outcomes_of(before, wrapper.statistics(), {lane for lane, _ in trace.order})
+    return outcomes
+
+
+def compare_over_batches(entry: Entry, module: nn.Module) -> None:
+    """One wrapper, called at every batch: a signature has no sizes, so what is learned at one holds for the others."""
+    bare, inner = copy.deepcopy(module), copy.deepcopy(module)
+    with wrapped(inner, **VERIFY) as wrapper:
+        for number, batch in enumerate((*entry.batches[1:], *entry.batches[:1])):
+            expected = act_on(entry, bare, bare, batch, number)
+            after = act_on(entry, wrapper, inner, batch, number)
+            assert_same(after, expected, f"one wrapper, batch {batch}, act {number}: ")
+
+
+def outcomes_of(before: UBatchStatistics, after: UBatchStatistics, lanes: set[int]) -> set[str]:
+    """What came of the calls in between: `overlaps`, or the reasons that were counted; there may be several."""
+    counts = {str(why): count - before.declined.get(why, 0) for why, count in after.declined.items()}
+    engaged = after.engaged - before.engaged
+    if engaged:
+        counts[OVERLAPS if len(lanes) > 1 else f"overlaps, with lanes {sorted(lanes)} in the trace"] = engaged
+    counts["neither counted as overlapped nor as declined"] = after.calls - before.calls - sum(counts.values())
+    return {what for what, count in counts.items() if count}
+
+
+# ------------------------------------------------------------------------------------------------- what is compared
+
+
+@contextmanager
+def seeded(number: int) -> Iterator[None]:
+    """The block draws the same random numbers each time, and leaves no trace in the generators."""
+    kept = torch.get_rng_state(), random.getstate(), np.random.get_state()
+    torch.manual_seed(number)
+    random.seed(number)
+    np.random.seed(number)
+    try:
+        yield
+    finally:
+        torch.set_rng_state(kept[0])
+        random.setstate(kept[1])
+        np.random.set_state(kept[2])
+
+
+def generator_states() -> dict[str, Any]:
+    _, keys, *rest = np.random.get_state()
+    numpy = keys.tobytes(), *rest
+    return {"torch": torch.get_rng_state(), "python": hash(random.getstate()), "numpy": hash(numpy)}
+
+
+def state_of(module: nn.Module) -> dict[str, Any]:
+    """What a module and its submodules keep, copied: parameters, gradients, buffers and plain attributes."""
+    state: dict[str, Any] = {}
+    for name, part in module.named_modules():
+        for key, value in vars(part).items():
+            if key in NOT_STATE or "hook" in key or callable(value):
+                continue
+            state[f"{name}.{key}"] = kept_value(value)
+        state[f"{name} training"] = part.training
+    return state
+
+
+def kept_value(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    if isinstance(value, Mapping):
+        return {key: kept_value(child) for key, child in value.items()}
+    if type(value) in (list, tuple):
+        return [kept_value(child) for child in value]
+    return value if isinstance(value, bool | int | float | str | None) else type(value).__name__
+
+
+def assert_same(result: Any, expected: Any, path: str = "") -> None:
+    """Equal within rounding, with the same classes all the way down.
+
+    Raises:
+        AssertionError: with the path to the first difference.
+    """
+    assert type(result) is type(expected), f"{path} is a {type(result).__name__}, not a {type(expected).__name__}"
+    if isinstance(expected, Tensor):
+        _assert_same_tensor(result, expected, path)
+    elif isinstance(expected, float):
+        close = torch.tensor(result).isclose(torch.tensor(expected), rtol=1e-4, equal_nan=True)
+        assert close, f"{path} is {result}, not {expected}"
+    elif callable(expected):
+        return
+    elif (children := _children(expected)) is not None:
+        others = _children(result) or {}
+        assert list(others) == list(children), f"{path} has {list(others)}, not {list(children)}"
+        for key, child in children.items():
+            assert_same(others[key], child, f"{path}.{key}")
+    else:
+        assert result == expected, f"{path} is {result!r}, not {expected!r}"
+
+
+def _children(value: Any) -> dict[Any, Any] | None:
+    """What a container or a cache is made of; None for a plain value."""
+    if isinstance(value, Mapping):
+        return dict(value)
+    if isinstance(value, list | tuple):
+        return dict(enumerate(value))
+    compared_by_identity = type(value).__eq__ is object.__eq__ and hasattr(value, "__dict__")
+    return dict(vars(value)) if dataclasses.is_dataclass(value) or compared_by_identity else None
+
+
+def _assert_same_tensor(result: Tensor, expected: Tensor, path: str) -> None:
+    ours = result.layout, result.dtype, tuple(result.shape), result.requires_grad
+    theirs = expected.layout, expected.dtype, tuple(expected.shape), expected.requires_grad
+    assert ours == theirs, f"{path} is {ours}, not {theirs}"
+    if expected.layout is not torch.strided:
+        result, expected = result.to_dense(), expected.to_dense()
+    if not expected.is_floating_point():
+        assert torch.equal(result, expected), f"{path} has other integers"
+        return
+    result, expected = result.detach(), expected.detach()
+    largest = expected[expected.isfinite()].abs().max().item() if expected.isfinite().any() else 0.0
+    tolerance = ROUNDING[expected.dtype] * largest + 1e-6
+    close = torch.isclose(result, expected, rtol=0.0, atol=tolerance, equal_nan=True)
+    if not close.all():
+        worst = (result - expected)[~close].abs().max().item()
+        where = (~close).nonzero()[0].tolist()
+        raise AssertionError(f"{path} differs by {worst:.3g} (largest value {largest:.3g}), first at {where}")

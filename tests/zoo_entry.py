@@ -1,0 +1,208 @@
+"""What an entry of the zoo is: a module from elsewhere, how it is called, and what must come of it.
+
+The outcomes say what is right, not what some version of the code does. A call at a batch
+
+    overlaps                  it ran in lanes, and was equal to the bare call
+    <a DeclineReason>         it was the bare call, and this reason was counted
+
+Whatever the outcome, the result is the bare module's. Outcomes are strings: `DeclineReason` is a `StrEnum`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+
+OVERLAPS = "overlaps"
+ROWS_DEPEND = "rows_depend"
+KEEPS_STATE = "module_keeps_state"
+DRAWS_RANDOM = "draws_random"
+CANNOT_MERGE = "cannot_merge"
+LANE_FAILED = "lane_failed"
+SEQUENCE_FIRST = "sequence_first"
+NO_SPLITTER = "no_splitter"
+AMBIGUOUS = "ambiguous_argument"
+LOSS = frozenset({"zero_dim_output", CANNOT_MERGE})
+"""A mean over the rows."""
+TOO_SMALL = frozenset({"last_ubatch_empty", "below_prefill_threshold", "below_decode_threshold"})
+"""One row is not cut; which of the three is said first depends on the number of its tokens."""
+
+ODD = 7
+VOCABULARY = 64
+SEQUENCE = 5
+"""Tokens of a row, and the usual batch that collides with another size of the call."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """The arguments of one call."""
+
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+
+def given(*args: Any, **kwargs: Any) -> Call:
+    return Call(args, kwargs)
+
+
+Act = Callable[[Any, Call], Any]
+Outcome = str | frozenset[str]
+
+
+def forward(module: Any, call: Call) -> Any:
+    """One call of the module."""
+    return module(*call.args, **call.kwargs)
+
+
+@dataclass(frozen=True, eq=False)
+class Entry:
+    """One module of the zoo.
+
+    Attributes:
+        name: unique; the test's id and the row of the page.
+        family: what kind of a module it is; the page is sorted by it.
+        build: makes the module, ready to be called; with the batch, if `per_batch`.
+        arguments: makes the arguments for a batch, from torch's generator.
+        outcome: what must come of a batch of two or more rows; several, where each would be right.
+        collides: a batch that equals another size of the call, `with_what`.
+        at: outcomes at some batches that differ.
+        act: what is done with the module: a call, `generate`, a training step, several calls.
+        grad: whether gradients are recorded.
+        per_batch: whether the module holds tensors of the batch's size.
+        acts: how often it is done; what overlaps does so from the last one on at the latest.
+    """
+
+    name: str
+    family: str
+    build: Callable[..., nn.Module]
+    arguments: Callable[[int], Call]
+    outcome: Outcome = OVERLAPS
+    collides: int = SEQUENCE
+    with_what: str = "sequence"
+    at: Mapping[int, Outcome] = field(default_factory=dict)
+    act: Act = forward
+    grad: bool = False
+    per_batch: bool = False
+    acts: int = 3
+
+    @property
+    def batches(self) -> tuple[int, ...]:
+        """The batches that it is tried at; the one that collides is the last."""
+        return *(batch for batch in (1, 2, ODD) if batch != self.collides), self.collides
+
+    @property
+    def outcomes(self) -> frozenset[str]:
+        """The outcomes that are right for several rows, as a rule."""
+        return _set(self.outcome)
+
+    def expected(self, batch: int) -> frozenset[str]:
+        """The outcomes that are right at this batch."""
+        if batch in self.at:
+            return _set(self.at[batch])
+        return self.outcomes if batch > 1 else (self.outcomes - {OVERLAPS}) | TOO_SMALL
+
+
+def _set(outcome: Outcome) -> frozenset[str]:
+    return frozenset({outcome}) if isinstance(outcome, str) else outcome
+
+
+def one_of(*outcomes: str) -> frozenset[str]:
+    """Several outcomes, each of which would be right."""
+    return frozenset(outcomes)
+
+
+# ------------------------------------------------------------------------------------------------------- arguments
+
+
+def token_ids(batch: int, length: int = SEQUENCE) -> Tensor:
+    return torch.randint(3, VOCABULARY, (batch, length))
+
+
+def tokens(batch: int) -> Call:
+    return given(input_ids=token_ids(batch))
+
+
+def padded_tokens(batch: int) -> Call:
+    """Token ids with a mask; every second row is shorter."""
+    ids, mask = token_ids(batch), torch.ones(batch, SEQUENCE, dtype=torch.long)
+    ids[1::2, -2:], mask[1::2, -2:] = 0, 0
+    return given(input_ids=ids, attention_mask=mask)
+
+
+def left_padded_tokens(batch: int) -> Call:
+    """As decoders take them."""
+    ids, mask = token_ids(batch), torch.ones(batch, SEQUENCE, dtype=torch.long)
+    ids[1::2, :2], mask[1::2, :2] = 0, 0
+    return given(input_ids=ids, attention_mask=mask)
+
+
+def floats(*beside: int) -> Callable[[int], Call]:
+    """One tensor, `[batch, *beside]`."""
+    return lambda batch: given(torch.randn(batch, *beside))
+
+
+def pixels(size: int = 16, channels: int = 3) -> Callable[[int], Call]:
+    return lambda batch: given(pixel_values=torch.randn(batch, channels, size, size))
+
+
+# ---------------------------------------------------------------------------------------------------------- modules
+
+
+class Of(nn.Module):
+    """A module whose forward is a function of its arguments alone."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.forward = function
+
+
+def of(function: Callable[..., Any]) -> Callable[[], nn.Module]:
+    return lambda: Of(function).eval()
+
+
+def pretrained(kind: str, **config: Any) -> Callable[[], nn.Module]:
+    """A class of transformers by name, with random weights and a tiny configuration of its own class."""
+
+    def build() -> nn.Module:
+        model: nn.Module = getattr(transformers, kind)
+        return model(model.config_class(**config)).eval()
+
+    return build
+
+
+# ------------------------------------------------------------------------------------------------------------- acts
+
+
+def generating(**options: Any) -> Act:
+    """Four new tokens by transformers' `generate`."""
+
+    def generate(module: Any, call: Call) -> Any:
+        return module.generate(**call.kwargs, **{"max_new_tokens": 4, "do_sample": False, **options})
+
+    return generate
+
+
+def training_step(module: Any, call: Call) -> Any:
+    """Forward and backward; the outputs and all gradients."""
+    module.zero_grad()
+    output = module(*call.args, **call.kwargs)
+    losses = [tensor.square().mean() for tensor in float_tensors(output) if tensor.requires_grad]
+    torch.stack(losses).sum().backward()
+    inputs = [tensor.grad for tensor in (*call.args, *call.kwargs.values()) if isinstance(tensor, Tensor)]
+    return output, inputs, {name: parameter.grad for name, parameter in module.named_parameters()}
+
+
+def float_tensors(value: Any) -> list[Tensor]:
+    """The float tensors in nested containers."""
+    if isinstance(value, Tensor):
+        return [value] if value.is_floating_point() else []
+    if isinstance(value, Mapping):
+        return [tensor for child in value.values() for tensor in float_tensors(child)]
+    if isinstance(value, list | tuple):
+        return [tensor for child in value for tensor in float_tensors(child)]
+    return []

@@ -1,0 +1,229 @@
+"""The zoo's vision, audio and multimodal models."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from zoo_entry import (
+    CANNOT_MERGE,
+    DRAWS_RANDOM,
+    OVERLAPS,
+    ROWS_DEPEND,
+    Call,
+    Entry,
+    Outcome,
+    given,
+    one_of,
+    pixels,
+    pretrained,
+    token_ids,
+)
+from zoo_language import BASE, LLAMA, SEQ2SEQ
+
+VIT: dict[str, Any] = {
+    "image_size": 16,
+    "patch_size": 8,
+    "num_channels": 3,
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 32,
+    "initializer_range": 0.2,
+}
+SPEECH: dict[str, Any] = {
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 32,
+    "conv_dim": (8, 8),
+    "conv_kernel": (6, 4),
+    "conv_stride": (4, 2),
+    "num_conv_pos_embeddings": 4,
+    "num_conv_pos_embedding_groups": 2,
+    "num_feat_extract_layers": 2,
+    "feat_extract_norm": "group",
+    "vocab_size": 32,
+}
+MATRIX = one_of(CANNOT_MERGE, ROWS_DEPEND)
+"""Every image against every text."""
+PATCHES = 5
+"""Four patches of an image and a class token."""
+
+
+def detr() -> nn.Module:
+    backbone = transformers.ResNetConfig(
+        embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], layer_type="basic", out_features=["stage2"]
+    )
+    config = transformers.DetrConfig(
+        use_timm_backbone=False,
+        backbone_config=backbone,
+        num_queries=4,
+        d_model=16,
+        encoder_layers=1,
+        decoder_layers=1,
+        encoder_attention_heads=4,
+        decoder_attention_heads=4,
+        encoder_ffn_dim=32,
+        decoder_ffn_dim=32,
+    )
+    return transformers.DetrForObjectDetection(config).eval()
+
+
+def two_towers(kind: str) -> nn.Module:
+    """CLIP and those like it: a text tower, a vision tower, and all pairs of both."""
+    model = getattr(transformers, kind)
+    text = {**BASE, "max_position_embeddings": 16, "projection_dim": 8, "bos_token_id": 1, "eos_token_id": 2}
+    towers = {"text_config": text, "vision_config": {**VIT, "projection_dim": 8}}
+    return model(model.config_class(**towers)).eval()
+
+
+def llava() -> nn.Module:
+    vision = transformers.CLIPVisionConfig(**VIT, projection_dim=8)
+    config = transformers.LlavaConfig(
+        vision_config=vision,
+        text_config=transformers.LlamaConfig(**LLAMA),
+        image_token_id=1,
+        vision_feature_layer=-1,
+        vision_feature_select_strategy="default",
+    )
+    return transformers.LlavaForConditionalGeneration(config).eval()
+
+
+def image_and_text(batch: int) -> Call:
+    return given(input_ids=token_ids(batch), pixel_values=torch.randn(batch, 3, 16, 16))
+
+
+def image_in_text(batch: int) -> Call:
+    """Four of the tokens stand for the image."""
+    ids = token_ids(batch, 8)
+    ids[:, 1:5] = 1
+    return given(input_ids=ids, pixel_values=torch.randn(batch, 3, 16, 16))
+
+
+def frames(batch: int) -> Call:
+    return given(pixel_values=torch.randn(batch, 2, 3, 16, 16))
+
+
+def sound(batch: int) -> Call:
+    return given(input_values=torch.randn(batch, 200))
+
+
+def spectrogram(batch: int) -> Call:
+    return given(input_features=torch.randn(batch, 8, 16), decoder_input_ids=token_ids(batch, 3))
+
+
+def _vision(kind: str, outcome: Outcome = OVERLAPS, **config: Any) -> Entry:
+    size = config.pop("size", 16)
+    return Entry(kind, "vision", pretrained(kind, **config), pixels(size), outcome, 3, "channels")
+
+
+def _patches(kind: str, outcome: Outcome = OVERLAPS, **config: Any) -> Entry:
+    """A transformer over patches."""
+    return Entry(kind, "vision", pretrained(kind, **{**VIT, **config}), pixels(), outcome, PATCHES, "patches")
+
+
+ENTRIES = [
+    _patches("ViTForImageClassification"),
+    _patches("BeitModel"),
+    _patches("Dinov2Model"),
+    _patches("YolosForObjectDetection", num_detection_tokens=3, image_size=[16, 16]),
+    _patches(
+        "ViTMAEModel",
+        DRAWS_RANDOM,
+        decoder_hidden_size=16,
+        decoder_num_hidden_layers=1,
+        decoder_num_attention_heads=4,
+        decoder_intermediate_size=32,
+    ),
+    _patches("CLIPVisionModel"),
+    _patches("SiglipVisionModel"),
+    _vision("SwinModel", image_size=16, patch_size=4, embed_dim=8, depths=[1, 1], num_heads=[2, 4], window_size=2),
+    _vision("ConvNextModel", num_channels=3, hidden_sizes=[8, 16], depths=[1, 1], num_stages=2),
+    _vision("ResNetForImageClassification", embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], layer_type="basic"),
+    _vision(
+        "PoolFormerModel",
+        hidden_sizes=[8, 16],
+        depths=[1, 1],
+        num_encoder_blocks=2,
+        patch_sizes=[3, 3],
+        strides=[2, 2],
+        padding=[1, 1],
+    ),
+    _vision(
+        "SegformerForSemanticSegmentation",
+        num_encoder_blocks=2,
+        depths=[1, 1],
+        sr_ratios=[2, 1],
+        hidden_sizes=[8, 16],
+        num_attention_heads=[1, 2],
+        patch_sizes=[3, 3],
+        strides=[2, 2],
+        mlp_ratios=[2, 2],
+        decoder_hidden_size=16,
+        num_labels=3,
+    ),
+    Entry("DetrForObjectDetection", "vision", detr, pixels(32), OVERLAPS, 4, "queries"),
+    Entry(
+        "TimesformerModel",
+        "vision",
+        pretrained("TimesformerModel", **VIT, num_frames=2),
+        frames,
+        OVERLAPS,
+        4,
+        "patches",
+    ),
+    Entry(
+        "VivitModel",
+        "vision",
+        pretrained("VivitModel", **VIT, num_frames=2, tubelet_size=[2, 8, 8]),
+        frames,
+        OVERLAPS,
+        4,
+        "patches",
+    ),
+    Entry("CLIPModel", "multimodal", lambda: two_towers("CLIPModel"), image_and_text, MATRIX),
+    Entry(
+        "CLIPTextModelWithProjection",
+        "multimodal",
+        pretrained("CLIPTextModelWithProjection", **{**BASE, "projection_dim": 8, "eos_token_id": 2}),
+        lambda batch: given(input_ids=token_ids(batch)),
+    ),
+    Entry("LlavaForConditionalGeneration", "multimodal", llava, image_in_text, OVERLAPS, 3, "channels"),
+    Entry(
+        "WhisperForConditionalGeneration",
+        "audio",
+        pretrained(
+            "WhisperForConditionalGeneration",
+            **{**SEQ2SEQ, "num_mel_bins": 8, "max_source_positions": 8, "max_target_positions": 16},
+        ),
+        spectrogram,
+        OVERLAPS,
+        3,
+        "decoder's length",
+    ),
+    Entry("Wav2Vec2ForCTC", "audio", pretrained("Wav2Vec2ForCTC", **SPEECH), sound, OVERLAPS, 8, "channels"),
+    Entry("HubertModel", "audio", pretrained("HubertModel", **SPEECH), sound, OVERLAPS, 8, "channels"),
+    Entry(
+        "ASTModel",
+        "audio",
+        pretrained(
+            "ASTModel",
+            hidden_size=16,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            intermediate_size=32,
+            patch_size=4,
+            max_length=8,
+            num_mel_bins=8,
+            frequency_stride=4,
+            time_stride=4,
+        ),
+        lambda batch: given(input_values=torch.randn(batch, 8, 8)),
+        OVERLAPS,
+        8,
+        "length",
+    ),
+]
