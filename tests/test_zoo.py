@@ -10,8 +10,9 @@ import pytest
 from torch import nn
 from write_zoo_page import page
 from zoo import ENTRIES
-from zoo_check import act_on, assert_same, built, compare_at, compare_over_batches, generator_states, seeded, state_of
-from zoo_entry import DRAWS_RANDOM, KEEPS_STATE, OVERLAPS, Entry, forward
+from zoo_check import Twins, act_on, assert_same, built, generator_states, seeded, state_of
+from zoo_entry import DRAWS_RANDOM, KEEPS_STATE, OVERLAPS, ROWS_DEPEND, Entry, forward
+from zoo_rows import rows_are_independent
 
 PAGE = Path(__file__).parents[1] / "docs" / "zoo.md"
 
@@ -27,11 +28,15 @@ def module_of(entry: Entry, batch: int) -> nn.Module:
 def test_equal_and_overlapped_or_declined(name: str) -> None:
     """Thrice at every batch, and one wrapper at all of them."""
     entry = ENTRIES[name]
-    outcomes = {batch: compare_at(entry, module_of(entry, batch), batch) for batch in entry.batches}
+    outcomes = {}
+    twins = Twins.of(entry, module_of(entry, 1))
+    for batch in entry.batches:
+        twins = Twins.of(entry, module_of(entry, batch)) if entry.per_batch else twins
+        outcomes[batch] = twins.compare(batch)
     wrong = {batch: seen for batch, seen in outcomes.items() if not seen <= entry.expected(batch)}
     assert not wrong, f"{wrong} where {[sorted(entry.expected(batch)) for batch in wrong]} is right"
     if not entry.per_batch:
-        compare_over_batches(entry, module_of(entry, 0))
+        twins.compare_over_batches()
 
 
 @pytest.mark.parametrize("name", ENTRIES)
@@ -40,12 +45,11 @@ def test_the_bare_module_is_what_the_entry_says(name: str) -> None:
     entry, batch = ENTRIES[name], 2
     one, other = (copy.deepcopy(module_of(entry, batch)) for _ in range(2))
     before = state_of(one)
-    for number in range(2):
-        after = act_on(entry, one, one, batch, number)
-        assert_same(act_on(entry, other, other, batch, number), after)
+    after = act_on(entry, one, one, batch, 0)
+    assert_same(act_on(entry, other, other, batch, 0), after)
     if entry.act is not forward:
         return  # a training step makes gradients, and sampling draws
-    with seeded(1000 * batch + number):
+    with seeded(1000 * batch):
         entry.arguments(batch)
         drew = not _same(after.generators, generator_states())
     assert drew == bool(entry.outcomes & {DRAWS_RANDOM, "dropout_in_training"}), f"it draws random numbers: {drew}"
@@ -61,6 +65,20 @@ def _same(one: object, other: object) -> bool:
     except AssertionError:
         return False
     return True
+
+
+BY_HAND = [
+    name
+    for name, entry in ENTRIES.items()
+    if entry.act is forward and not entry.per_batch and entry.outcomes in ({OVERLAPS}, {ROWS_DEPEND})
+]
+
+
+@pytest.mark.parametrize("name", BY_HAND)
+def test_the_expected_outcome_is_right(name: str) -> None:
+    """By hand, with the bare module alone: where rows are independent a call should overlap, and only there."""
+    entry = ENTRIES[name]
+    assert rows_are_independent(entry, module_of(entry, 0)) == (entry.outcomes == {OVERLAPS})
 
 
 def test_there_are_enough_and_most_overlap() -> None:

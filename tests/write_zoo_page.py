@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from zoo import ENTRIES
-from zoo_check import built, compare_at
+from zoo_check import Twins, built
 from zoo_entry import OVERLAPS, Entry
 
 HEAD = """# The zoo
@@ -66,7 +66,7 @@ def unexpected(entry: Entry) -> Iterator[str]:
     """What an entry does that it should not."""
     for batch in entry.batches:
         try:
-            seen = compare_at(entry, built(entry, batch), batch)
+            seen = Twins.of(entry, built(entry, batch)).compare(batch)
         except Exception as error:
             seen = {f"{type(error).__name__}: {error}"}
         if not seen <= entry.expected(batch):

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from wrapping import wrapped
 from zoo_entry import OVERLAPS, Call, Entry
 
-from ubatch import UBatchConfig, UBatchStatistics, tracing
+from ubatch import UBatchConfig, UBatchStatistics, UBatchWrapper, tracing
 
 VERIFY = {"verify": "first"} if any(each.name == "verify" for each in dataclasses.fields(UBatchConfig)) else {}
 ROUNDING = {torch.float64: 1e-4, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
@@ -62,33 +62,43 @@ def built(entry: Entry, batch: int) -> nn.Module:
         return entry.build(batch) if entry.per_batch else entry.build()
 
 
-def compare_at(entry: Entry, module: nn.Module, batch: int) -> set[str]:
-    """Act repeatedly on a bare and on a wrapped copy of the module, and compare; returns the outcomes of the last act.
+@dataclasses.dataclass(frozen=True)
+class Twins:
+    """Two copies of an entry's module with the same history: one is called bare, the other one wrapped."""
 
-    Raises:
-        AssertionError: something is not equal; it says where.
-    """
-    bare, inner = copy.deepcopy(module), copy.deepcopy(module)
-    outcomes: set[str] = set()
-    with wrapped(inner, **VERIFY) as wrapper:
-        for number in range(entry.acts):
-            expected = act_on(entry, bare, bare, batch, number)
-            before = wrapper.statistics()
-            with tracing() as trace:
-                after = act_on(entry, wrapper, inner, batch, number)
-            assert_same(after, expected, f"batch {batch}, act {number}: ")
-            outcomes = outcomes_of(before, wrapper.statistics(), {lane for lane, _ in trace.order})
-    return outcomes
+    entry: Entry
+    bare: nn.Module
+    inner: nn.Module
 
+    @classmethod
+    def of(cls, entry: Entry, module: nn.Module) -> Twins:
+        return cls(entry, copy.deepcopy(module), copy.deepcopy(module))
 
-def compare_over_batches(entry: Entry, module: nn.Module) -> None:
-    """One wrapper, called at every batch: a signature has no sizes, so what is learned at one holds for the others."""
-    bare, inner = copy.deepcopy(module), copy.deepcopy(module)
-    with wrapped(inner, **VERIFY) as wrapper:
-        for number, batch in enumerate((*entry.batches[1:], *entry.batches[:1])):
-            expected = act_on(entry, bare, bare, batch, number)
-            after = act_on(entry, wrapper, inner, batch, number)
-            assert_same(after, expected, f"one wrapper, batch {batch}, act {number}: ")
+    def compare(self, batch: int) -> set[str]:
+        """Act repeatedly, with a new wrapper, and compare; returns the outcomes of the last act.
+
+        Raises:
+            AssertionError: something is not equal; it says where.
+        """
+        outcomes: set[str] = set()
+        with wrapped(self.inner, **VERIFY) as wrapper:
+            for number in range(self.entry.acts):
+                outcomes = self._act(wrapper, batch, number)
+        return outcomes
+
+    def compare_over_batches(self) -> None:
+        """With one wrapper at every batch: a signature has no sizes, so what is learned at one holds for the others."""
+        with wrapped(self.inner, **VERIFY) as wrapper:
+            for number, batch in enumerate((*self.entry.batches[1:], *self.entry.batches[:1])):
+                self._act(wrapper, batch, number)
+
+    def _act(self, wrapper: UBatchWrapper, batch: int, number: int) -> set[str]:
+        expected = act_on(self.entry, self.bare, self.bare, batch, number)
+        before = wrapper.statistics()
+        with tracing() as trace:
+            after = act_on(self.entry, wrapper, self.inner, batch, number)
+        assert_same(after, expected, f"batch {batch}, act {number}: ")
+        return outcomes_of(before, wrapper.statistics(), {lane for lane, _ in trace.order})
 
 
 def outcomes_of(before: UBatchStatistics, after: UBatchStatistics, lanes: set[int]) -> set[str]:
@@ -161,8 +171,8 @@ def assert_same(result: Any, expected: Any, path: str = "") -> None:
         assert close, f"{path} is {result}, not {expected}"
     elif callable(expected):
         return
-    elif (children := _children(expected)) is not None:
-        others = _children(result) or {}
+    elif (children := children_of(expected)) is not None:
+        others = children_of(result) or {}
         assert list(others) == list(children), f"{path} has {list(others)}, not {list(children)}"
         for key, child in children.items():
             assert_same(others[key], child, f"{path}.{key}")
@@ -170,7 +180,7 @@ def assert_same(result: Any, expected: Any, path: str = "") -> None:
         assert result == expected, f"{path} is {result!r}, not {expected!r}"
 
 
-def _children(value: Any) -> dict[Any, Any] | None:
+def children_of(value: Any) -> dict[Any, Any] | None:
     """What a container or a cache is made of; None for a plain value."""
     if isinstance(value, Mapping):
         return dict(value)
@@ -186,9 +196,11 @@ def _assert_same_tensor(result: Tensor, expected: Tensor, path: str) -> None:
     assert ours == theirs, f"{path} is {ours}, not {theirs}"
     if expected.layout is not torch.strided:
         result, expected = result.to_dense(), expected.to_dense()
-    if not expected.is_floating_point():
-        assert torch.equal(result, expected), f"{path} has other integers"
+    if torch.equal(result, expected):
         return
+    if expected.is_complex():
+        result, expected = torch.view_as_real(result), torch.view_as_real(expected)
+    assert expected.is_floating_point(), f"{path} has other integers"
     result, expected = result.detach(), expected.detach()
     largest = expected[expected.isfinite()].abs().max().item() if expected.isfinite().any() else 0.0
     tolerance = ROUNDING[expected.dtype] * largest + 1e-6
