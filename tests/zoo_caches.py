@@ -168,7 +168,7 @@ ENTRIES = [
         "state-space",
         rwkv,
         seven_tokens,
-        one_of(OVERLAPS, KEEPS_STATE),
+        one_of(OVERLAPS, KEEPS_STATE, "cannot_merge"),  # with a state, transformers gives logits of shape [B, B, V]
         act=rwkv_steps,
     ),
     Entry(
@@ -194,9 +194,8 @@ ENTRIES = [
         "caches",
         pretrained("LlamaForCausalLM", **LLAMA),
         seven_tokens,
-        NO_SPLITTER,
-        HEADS,
-        "heads",
+        collides=HEADS,
+        with_what="heads",
         act=chunks(static_cache),
     ),
     Entry(

@@ -184,7 +184,7 @@ ENTRIES = [
         "recurrent",
         lambda: Tagger(False),
         lambda batch: given(token_ids(batch)),
-        SEQUENCE_FIRST,
+        one_of(SEQUENCE_FIRST, ROWS_DEPEND),
     ),
     Entry("LSTM, batch first, under a head", "recurrent", lambda: Tagger(True), lambda batch: given(token_ids(batch))),
     Entry("GRU, classified by its last state", "recurrent", LastState, floats(5, WIDTH)),

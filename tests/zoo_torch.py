@@ -317,6 +317,6 @@ ENTRIES = [
         "torch.nn",
         inference(lambda: SelfAttention(False)),
         sequences,
-        SEQUENCE_FIRST,
+        one_of(SEQUENCE_FIRST, ROWS_DEPEND),
     ),
 ]

@@ -144,7 +144,7 @@ class CallPlan:
         Raises:
             CannotSplit: an argument cannot be copied.
         """
-        copier = Copier(order)
+        copier = Copier(order, self.rows)
         leaves = []
         for leaf in self.leaves:
             try:
@@ -215,10 +215,12 @@ class Copier:
 
     Args:
         order: see `CallPlan.copied`.
+        rows: of the call.
     """
 
-    def __init__(self, order: Sequence[int] | None) -> None:
+    def __init__(self, order: Sequence[int] | None, rows: int) -> None:
         self._order = order
+        self._rows = rows
         self._made: dict[tuple[int, int | None], Any] = {}
 
     def copy(self, value: Any, dim: int | None, splitter: CacheSplitter | None = None) -> Any:
@@ -237,8 +239,7 @@ class Copier:
             return value if kept else _copy_object(value)
         if splitter is None:
             return type(value)(value[row] for row in order)
-        size = max(order, default=-1) + 1
-        single = splitter.split(_copy_object(value), [slice(row, row + 1) for row in range(size)])
+        single = splitter.split(_copy_object(value), [slice(row, row + 1) for row in range(self._rows)])
         return splitter.merge([_copy_object(single[row]) for row in order], None)
 
 

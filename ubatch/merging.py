@@ -229,7 +229,7 @@ class Learner:
 
     def rows_of_cache(self, cache: Any) -> Any:
         """A cache of the whole call, with the rows of the call in lanes."""
-        return Copier(self._order).copy(cache, None, splitter_for(cache)) if self._repeats else cache
+        return Copier(self._order, self._rows).copy(cache, None, splitter_for(cache)) if self._repeats else cache
 
     def check_argument(self, leaf: Leaf, copied: Leaf) -> None:
         """Compare an argument after the whole call with its copy after the lanes.

@@ -185,7 +185,7 @@ class _Attempt:
         if not plan.rows:
             return _Rehearsal(plan, (), (slice(0, 0), slice(0, 0)))
         rows, cut = _cut_of(plan, self._intent, self._table.cuts_of(self._intent.signature))
-        order = [row % plan.rows for row in range(rows)]
+        order = _order_of(plan.rows, rows, cut)
         copied = plan.copied(order if rows > plan.rows else None)
         return _Rehearsal(copied, order, (slice(0, cut), slice(cut, rows)))
 
@@ -332,6 +332,15 @@ def _cut_of(plan: CallPlan, intent: Intent, used: Sequence[int]) -> tuple[int, i
         DeclineReason.CANNOT_PROVE,
         "the call has too many different sizes to tell its rows from. Use another batch size.",
     )
+
+
+def _order_of(rows: int, copies: int, cut: int) -> list[int]:
+    """Which row of the call each of the copies is. Both lanes repeat rows of their own alone: what couples a row with
+    one that only the other lane has, shows."""
+    if copies == rows:
+        return list(range(rows))
+    first = 1 if cut == 1 else rows - 1 if copies - cut == 1 else rows // 2
+    return [row % first for row in range(cut)] + [first + row % (rows - first) for row in range(copies - cut)]
 
 
 def _is_coarse(model: nn.Module, plan: CallPlan) -> bool:
