@@ -129,6 +129,42 @@ def test_every_functional_collective() -> None:
         torch.testing.assert_close(overlapped, halves)
 
 
+class SummingInPlace(nn.Module):
+    """Torch's own all-reduce, which waits at once: in place, and of a group that is not named."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[rows, HIDDEN]` to the same."""
+        y = x * 2
+        assert dist.all_reduce(y) is None
+        late = y + 1
+        work = dist.all_reduce(late, dist.ReduceOp.MAX, async_op=True)
+        work.wait()
+        return y * late
+
+
+def on_all_reduces_that_wait_at_once(rank: int, world_size: int) -> tuple[Tensor, Tensor, list[Any], int, str]:
+    x = torch.randn(6, HIDDEN, generator=torch.Generator().manual_seed(rank))
+    wrapper = UBatchWrapper(SummingInPlace().eval(), config(), intercept_collectives=True)
+    plain = wrapper.module(x)
+    wrapper(x)
+    overlapped, trace = traced(wrapper, x)
+    wrapper.close()
+    alone = UBatchWrapper(SummingInPlace(), UBatchConfig(dbo_prefill_token_threshold=2), intercept_collectives=True)
+    with pytest.raises(UnvotedCollectiveError) as unvoted:
+        alone(x)
+    alone.close()
+    transfers = sum(span.kind is SpanKind.TRANSFER for span in trace.spans)
+    return plain, overlapped, trace.order, transfers, str(unvoted.value)
+
+
+def test_all_reduces_that_wait_at_once() -> None:
+    for plain, overlapped, order, transfers, unvoted in run_ranks(on_all_reduces_that_wait_at_once, 2):
+        torch.testing.assert_close(overlapped, plain)
+        assert order == [(0, "collective"), (1, "collective"), (0, "end"), (1, "end")]
+        assert transfers == 2, "what the module waits for by itself is its own business"
+        assert "torch's all_reduce over ranks [0, 1]" in unvoted
+
+
 def on_a_llama(rank: int, world_size: int) -> tuple[Tensor, Tensor, Tensor, int]:
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -238,8 +274,11 @@ def test_calls_that_record_gradients_run_as_they_are(
 
 def test_outside_of_the_block_torch_is_as_it_was() -> None:
     before = {name: value for name, value in vars(functional).items() if callable(value)}
+    reduces = dist.all_reduce
     with intercepting():
         with intercepting():
             assert functional.wait_tensor is not before["wait_tensor"]
         assert functional.all_reduce is not before["all_reduce"]
+        assert dist.all_reduce is not reduces
     assert {name: value for name, value in vars(functional).items() if callable(value)} == before
+    assert dist.all_reduce is reduces

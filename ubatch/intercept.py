@@ -8,8 +8,11 @@ hands the baton on first:
     h = h + y              the result is needed: point "collective"  -> the other lanes compute
                            wait for it                               <- the baton is back
 
-Outside of lanes nothing changes. `torch.distributed._functional_collectives` is the one place through which all of it
-goes; its functions are replaced while somebody intercepts, and put back after the last one.
+`torch.distributed.all_reduce` waits at once. For a lane it is launched, and the wait becomes such a point, too: with it
+transformers sums the outputs of its row-parallel layers.
+
+Outside of lanes nothing changes. `torch.distributed._functional_collectives` is the one place through which the rest of
+it goes; its functions are replaced while somebody intercepts, and put back after the last one.
 
 What it cannot do: torch waits without looking out for peers. A peer that fails is noticed when the lane has held the
 baton for `timeout_s` (`UBatchTimeout`), not by its error.
@@ -42,6 +45,7 @@ from ubatch.transfer import Transfer
 __all__ = ["intercepting"]
 
 _torch_waits: Callable[[Tensor], Tensor] = functional.wait_tensor
+_torch_reduces: Callable[..., Any] = dist.all_reduce
 
 
 class _TorchWork:
@@ -81,24 +85,28 @@ class _Patches:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._users = 0
-        self._replaced: dict[str, Callable[..., Any]] = {}
+        self._replaced: list[tuple[Any, str, Callable[..., Any]]] = []
 
     def enter(self) -> None:
         with self._lock:
             self._users += 1
             if self._users > 1:
                 return
-            self._replaced = {"wait_tensor": _torch_waits} | {name: getattr(functional, name) for name in _launchers()}
-            for name, function in self._replaced.items():
-                replacement = _wait_tensor if name == "wait_tensor" else _noted(name, function)
-                setattr(functional, name, replacement)
+            self._replace(functional, "wait_tensor", _wait_tensor)
+            for name in _launchers():
+                self._replace(functional, name, _noted(name, getattr(functional, name)))
+            self._replace(dist, "all_reduce", _all_reduce)
 
     def leave(self) -> None:
         with self._lock:
             self._users -= 1
-            if not self._users:
-                for name, function in self._replaced.items():
-                    setattr(functional, name, function)
+            while self._replaced and not self._users:
+                module, name, function = self._replaced.pop()
+                setattr(module, name, function)
+
+    def _replace(self, module: Any, name: str, replacement: Callable[..., Any]) -> None:
+        self._replaced.append((module, name, getattr(module, name)))
+        setattr(module, name, replacement)
 
 
 _patches = _Patches()
@@ -170,6 +178,23 @@ def _wait_tensor(tensor: Tensor) -> Tensor:
     dbo_yield(Point.COLLECTIVE)
     transfer.wait()
     return tensor
+
+
+@functools.wraps(_torch_reduces)
+def _all_reduce(tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False) -> Any:
+    lane = current_lane()
+    if lane is None or async_op:  # who waits by itself hands on by itself
+        return _torch_reduces(tensor, op, group, async_op)
+    _check(lane, "all_reduce", [tensor], dist.group.WORLD if group is None else group)
+    dbo_maybe_run_recv_hook()
+    work = _torch_reduces(tensor, op, group, True)
+    if work is not None:  # else this is none of the group's ranks
+        size = tensor.nbytes
+        transfer = Transfer("all_reduce", [work], lambda: None, keep=[tensor], bytes_sent=size, bytes_received=size)
+        dbo_register_recv_hook(transfer.wait)
+        dbo_yield(Point.COLLECTIVE)
+        transfer.wait()
+    return None
 
 
 def _check(lane: UBatchContext, name: str, inputs: Sequence[Tensor], group: Any) -> None:
