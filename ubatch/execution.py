@@ -23,6 +23,7 @@ from torch import nn
 from ubatch.config import UBatchConfig
 from ubatch.errors import ConfigError
 from ubatch.forward_context import ForwardContext, set_forward_context
+from ubatch.fsdp import sharing_weights
 from ubatch.graphs import Capture
 from ubatch.outputs import merge_outputs
 from ubatch.planner import CutCall, Intent
@@ -130,7 +131,7 @@ class Execution:
         patience = pool.no_timeout() if self._patience or capture is not None else nullcontext()
         self.failure = None
         try:
-            with profile_ranges(self._config.profile_ranges), patience, self._intercepting():
+            with profile_ranges(self._config.profile_ranges), patience, self._intercepting(), sharing_weights():
                 return pool.run(bodies, schedule, contexts, voted, capture)
         finally:
             self.failure = pool.failure

@@ -1,0 +1,100 @@
+"""Weights that torch gathers module by module (`fully_shard`), under lanes: the last lane that leaves frees them.
+
+torch gathers a module's weights when a call of it begins, frees them when it ends, and counts on one call at a time. Of
+two lanes, the first that leaves would take the weights from the one that is still inside:
+
+    lane 0    | gather, layer ~~~~~~~ layer |                       leaves: lane 1 is inside, nothing is freed
+    lane 1                    | layer ~~~~~~~~~~~ layer, free |     finds them gathered, and frees them
+
+`torch.distributed.fsdp` has no place for this, so two of its methods are replaced while lanes run. Outside of lanes
+they do what they did.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from ubatch.context import UBatchContext, current_lane
+from ubatch.errors import UnvotedCollectiveError
+
+__all__ = ["sharing_weights"]
+
+_FSDP = "torch.distributed.fsdp._fully_shard._fsdp_param_group"
+
+_inside: WeakKeyDictionary[Any, set[int]] = WeakKeyDictionary()
+"""The lanes that are inside a module, by torch's object for its weights."""
+_lock = threading.Lock()
+_users = 0
+_torchs: tuple[Any, Any] = (None, None)
+
+
+@contextmanager
+def sharing_weights() -> Iterator[None]:
+    """Let the lanes that run in the `with` block share what `fully_shard` gathers; does nothing if nobody uses it."""
+    module = sys.modules.get(_FSDP)
+    if module is None:
+        yield
+        return
+    _enter(module.FSDPParamGroup)
+    try:
+        yield
+    finally:
+        _leave(module.FSDPParamGroup)
+
+
+def _enter(kind: Any) -> None:
+    global _users, _torchs
+    with _lock:
+        _users += 1
+        if _users == 1:
+            _torchs = kind.pre_forward, kind.post_forward
+            kind.pre_forward, kind.post_forward = _pre_forward, _post_forward
+
+
+def _leave(kind: Any) -> None:
+    global _users
+    with _lock:
+        _users -= 1
+        if not _users:
+            kind.pre_forward, kind.post_forward = _torchs
+            _inside.clear()  # lanes that failed have not left
+
+
+def _pre_forward(weights: Any, *args: Any) -> Any:
+    lane = current_lane()
+    if lane is not None:
+        if not weights.is_unsharded:
+            _check_voted(lane, weights)
+        _inside.setdefault(weights, set()).add(lane.id)
+    return _torchs[0](weights, *args)
+
+
+def _post_forward(weights: Any, module: Any, inputs: Any, output: Any) -> Any:
+    lane = current_lane()
+    if lane is not None:
+        others = _inside.get(weights, set())
+        others.discard(lane.id)
+        if others:
+            return output
+    return _torchs[1](weights, module, inputs, output)
+
+
+def _check_voted(lane: UBatchContext, weights: Any) -> None:
+    """Refuse to gather what could dead-lock.
+
+    Raises:
+        UnvotedCollectiveError: over ranks that did not vote on this split.
+    """
+    import torch.distributed as dist
+
+    ranks = dist.get_process_group_ranks(weights._all_gather_process_group)
+    if len(ranks) > 1 and not lane.voted_ranks.issuperset(ranks):
+        raise UnvotedCollectiveError(
+            f"fully_shard gathers weights over ranks {ranks} in lane {lane.id}, but they did not vote on this split, "
+            "so they could dead-lock. Set UBatchConfig.group to a CommGroup of all these ranks."
+        )
