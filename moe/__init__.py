@@ -6,6 +6,7 @@
     experts/          how a rank computes its experts
     cpu_linear        a linear layer by whichever CPU library is faster
     expert_parallel   replaces the MoE blocks of a Hugging Face model
+    transformers_parallel   carries the tokens of a model that transformers itself shards
 
 Stands on `ubatch` alone.
 """
@@ -54,6 +55,7 @@ from moe.router import (
     mask_padding,
     route,
 )
+from moe.transformers_parallel import TransformersUnsupportedError, register_with_transformers
 
 __all__ = [
     "NO_EXPERT",
@@ -80,6 +82,7 @@ __all__ = [
     "SignalsCombine",
     "SoftmaxTopKRouter",
     "TellsLater",
+    "TransformersUnsupportedError",
     "UnsupportedModelError",
     "all2all_backends",
     "dequantize_blocks",
@@ -95,5 +98,6 @@ __all__ = [
     "quantize_blocks",
     "register_all2all_backend",
     "register_experts_backend",
+    "register_with_transformers",
     "route",
 ]

@@ -25,7 +25,7 @@ from moe.experts import make_experts
 from moe.modular_kernel import FusedMoEModularKernel
 from ubatch import CommGroup, ConfigError
 
-__all__ = ["ExpertParallelMoE", "UnsupportedModelError", "expert_parallel"]
+__all__ = ["ExpertParallelMoE", "UnsupportedModelError", "expert_parallel", "make_transport"]
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
@@ -142,7 +142,7 @@ def expert_parallel(
         raise UnsupportedModelError(f"{type(model).__name__} has no MoE block. Known families: {_KNOWN}.")
     options = dict(all2all_options or {})
     transports = {
-        count: _transport(all2all_backend, group, count, link, options)
+        count: make_transport(all2all_backend, group, count, link, options)
         for count in {_num_experts(block) for _, block in blocks}
     }
     replaced: dict[int, ExpertParallelMoE] = {}  # a block used in two places stays one block
@@ -156,9 +156,10 @@ def expert_parallel(
     return model
 
 
-def _transport(
+def make_transport(
     backend: str, group: CommGroup | None, num_experts: int, link: EmulatedLink | None, options: dict[str, object]
 ) -> All2All[Any]:
+    """The back end, over an emulated link if there is one; arguments as of `expert_parallel`."""
     if link is not None:
         options, backend = {**options, "inner": backend, "link": link}, "emulated_link"
     return make_all2all(backend, group=group, num_experts=num_experts, **options)

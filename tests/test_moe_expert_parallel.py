@@ -160,6 +160,8 @@ def _two_ranks(rank: int, ranks: int) -> None:
             _check_model(make, rank, group)
         _check_generate(rank, group)
     _check_refusals(group)
+    part = expert_parallel(qwen3_moe(), group)
+    assert UBatchWrapper(nn.Sequential(part)).ubatch_config.group is group, "a part of the module may be spread"
 
 
 def _check_model(make: Any, rank: int, group: CommGroup) -> None:

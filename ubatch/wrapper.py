@@ -66,8 +66,8 @@ class UBatchWrapper(ModuleFacade):
         device: where the model runs; its first parameter's device by default.
         graphs: what captures; `CudaGraphs` of the device by default.
         intercept_collectives: what the module launches inside torch (`parallelize_module`, DTensor, functional
-            collectives) are transfers, and torch's own waits points; see `ubatch.intercept`. For inference: a call that
-            records gradients declines.
+            collectives, `torch.distributed.all_reduce`) are transfers, and torch's own waits points; see
+            `ubatch.intercept`. For inference: a call that records gradients declines.
 
     A call overlaps when the forward context carries `ubatch_slices`; otherwise the thresholds decide, from the
     number of tokens (token ids `[B, S]` count B x S, decode if S = 1; otherwise the size of the split dimension).
@@ -103,7 +103,7 @@ class UBatchWrapper(ModuleFacade):
         mode = CUDAGraphMode.of(cudagraph_mode)
         config = config if config is not None else UBatchConfig()
         check_split_dims(model.forward, config.split_dims)
-        group: Any = getattr(model, "_ubatch_group", None)
+        group = _group_of(model)
         if config.group is None and group is not None:
             config = replace(config, group=group)
         checked = None if device is None else checked_device(device)
@@ -426,6 +426,12 @@ class UBatchWrapper(ModuleFacade):
 
     def _graph_mode(self) -> CUDAGraphMode:
         return CUDAGraphMode.NONE if self._ubatch_table is None else CUDAGraphMode.FULL
+
+
+def _group_of(model: nn.Module) -> CommGroup | None:
+    """The ranks that the module's experts are spread over, as whoever spread them noted on it or on a part of it."""
+    noted = (getattr(module, "_ubatch_group", None) for module in model.modules())
+    return next((group for group in noted if isinstance(group, CommGroup)), None)
 
 
 def _table(
