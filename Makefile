@@ -75,6 +75,7 @@ bench: setup ## the CPU benchmarks; writes benchmarks/results/*.json
 	$(BIN)/ubatch bench lanes --json $(RESULTS)/lanes.json
 	$(BIN)/ubatch bench overlap --ratios 1 --json $(RESULTS)/overlap.json
 	$(BIN)/ubatch bench overlap --ratios 0.25 0.5 2 4 --lanes 2 --json $(RESULTS)/overlap-ratios.json
+	$(BIN)/ubatch bench transformers --json $(RESULTS)/transformers.json
 	$(BIN)/ubatch bench schedules --json $(RESULTS)/schedules-qwen3-moe.json
 	$(BIN)/ubatch bench schedules --random deepseek-v3 --json $(RESULTS)/schedules-deepseek-v3.json
 	$(BIN)/ubatch bench auto examples/models/tiny-moe --json $(RESULTS)/auto.json

@@ -32,6 +32,10 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "bench auto": ("serving.bench.auto", "--dbo-auto over a mixed load, against serial and every fixed setting"),
     "bench schedules": ("serving.bench.schedules", "named schedules beside those that the search picks"),
     "bench speculation": ("serving.bench.speculation", "tokens guessed ahead against none: speed, and how often right"),
+    "bench transformers": (
+        "serving.bench.transformers_step",
+        "a model that transformers itself shards, wrapped against not wrapped",
+    ),
     "bench serve": ("serving.bench.serve", "a load on an OpenAI-compatible server, and what its clients see"),
     "bench engine": (
         "serving.bench.serve_compare",

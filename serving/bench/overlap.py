@@ -37,9 +37,9 @@ from pydantic import Field
 
 from serving.bench.statistics import Interval, bootstrap, interleave_arms, paired
 from serving.bench.step_setting import (
+    Setting,
     SplitCompute,
     StepOptions,
-    StepSetting,
     block_means,
     calibrate,
     model_folder,
@@ -139,7 +139,7 @@ def _measure_on_rank(rank: int, world_size: int, options: Options, model: Path) 
 
 
 @torch.inference_mode()
-def measure_overlap(setting: StepSetting, *, lanes: Sequence[int], ratio: float, blocks: int) -> OverlapResult:
+def measure_overlap(setting: Setting, *, lanes: Sequence[int], ratio: float, blocks: int) -> OverlapResult:
     """Calibrate the link to `ratio`, run all arms, and reckon the figures. Every rank calls it; all get the same.
 
     Args:
@@ -188,7 +188,7 @@ def measure_overlap(setting: StepSetting, *, lanes: Sequence[int], ratio: float,
     return OverlapResult(ratio, bandwidth, link.latency_s, slowest, results, stages)
 
 
-def _overlapped(setting: StepSetting, lanes: int, own_ms: list[float]) -> float:
+def _overlapped(setting: Setting, lanes: int, own_ms: list[float]) -> float:
     """Milliseconds of a step in lanes; its CPU time goes to `own_ms`."""
     wall_ms = setting.timed(setting.schedule(lanes))
     own_ms.append(setting.cpu_ms)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -35,6 +36,7 @@ from ubatch import CommGroup, ConfigError, Schedule, UBatchConfig, UBatchError, 
 from ubatch.schedule import SERIAL
 
 __all__ = [
+    "Setting",
     "SplitCompute",
     "StepLoad",
     "StepOptions",
@@ -66,19 +68,57 @@ class StepOptions(BlockOptions):
     all2all_backend: Annotated[str, Field(description="what carries the data under the emulated link")] = "torch_dist"
 
 
-@dataclass
-class StepSetting:
-    """One rank's model, batch and link, and what its arms record beside their times.
+class Setting(ABC):
+    """One rank's model, batch and link, whoever runs the model.
 
     Attributes:
         cpu_ms: CPU time of the last step that was timed, of all threads of this rank, which have one core.
     """
 
+    link: EmulatedLink
+    cpu_ms = 0.0
+
+    @property
+    @abstractmethod
+    def group(self) -> CommGroup | None:
+        """The ranks that take a step together; None for one."""
+
+    @abstractmethod
+    def schedule(self, lanes: int) -> Schedule:
+        """What overlaps in so many lanes; `SERIAL` for one."""
+
+    @abstractmethod
+    def step(self, schedule: Schedule) -> Tensor:
+        """Run one step; what it computes for every token."""
+
+    def timed(self, schedule: Schedule) -> float:
+        """Milliseconds of a step, from when all ranks are ready."""
+        dist.barrier(self.group.pg if self.group is not None else None)
+        start, cpu_start = time.perf_counter(), time.process_time()
+        self.step(schedule)
+        self.cpu_ms = (time.process_time() - cpu_start) * 1e3
+        return (time.perf_counter() - start) * 1e3
+
+    def check_equal(self, schedules: Sequence[Schedule]) -> None:
+        """All of them compute the same as an unsplit step, before anything is timed."""
+        plain = self.step(SERIAL)
+        for schedule in schedules:
+            torch.testing.assert_close(self.step(schedule), plain, atol=1e-3, rtol=1e-3)
+
+
+@dataclass
+class StepSetting(Setting):
+    """One rank's model in our runner, its batch and link."""
+
     runner: ModelRunner
     batch: InputBatch
     link: EmulatedLink
     wrappers: dict[Schedule, UBatchWrapper] = field(default_factory=dict)
-    cpu_ms: float = 0.0
+
+    @property
+    def group(self) -> CommGroup | None:
+        """The runner's."""
+        return self.runner.group
 
     @property
     def has_shared_experts(self) -> bool:
@@ -114,20 +154,6 @@ class StepSetting:
         with set_forward_context(self.runner.forward_context(self.batch, agreed)):
             hidden: Tensor = wrapper(self.batch.input_ids, self.batch.positions)
         return hidden
-
-    def timed(self, schedule: Schedule) -> float:
-        """Milliseconds of a step, from when all ranks are ready."""
-        dist.barrier(self.runner.group.pg if self.runner.group is not None else None)
-        start, cpu_start = time.perf_counter(), time.process_time()
-        self.step(schedule)
-        self.cpu_ms = (time.process_time() - cpu_start) * 1e3
-        return (time.perf_counter() - start) * 1e3
-
-    def check_equal(self, schedules: Sequence[Schedule]) -> None:
-        """All of them compute the same as an unsplit step, before anything is timed."""
-        plain = self.step(SERIAL)
-        for schedule in schedules:
-            torch.testing.assert_close(self.step(schedule), plain, atol=1e-3, rtol=1e-3)
 
     def close(self) -> None:
         """Stop all lanes."""
@@ -205,7 +231,7 @@ class StepLoad:
         return self.num_bytes / travel_s
 
 
-def measure_load(setting: StepSetting, lanes: int) -> StepLoad:
+def measure_load(setting: Setting, lanes: int) -> StepLoad:
     """Of the runner's own schedule, its lanes one by one. Every rank calls it; all get the same."""
     link, serial = setting.link, setting.schedule(lanes).one_by_one()
     times = []
@@ -223,7 +249,7 @@ def measure_load(setting: StepSetting, lanes: int) -> StepLoad:
     return StepLoad(*facts.tolist())
 
 
-def calibrate(setting: StepSetting, lanes: int, ratio: float) -> float:
+def calibrate(setting: Setting, lanes: int, ratio: float) -> float:
     """Set the link's bandwidth so that its busy time is `ratio` times the CPU time of the split step."""
     setting.link.bytes_per_s = measure_load(setting, lanes).bandwidth(ratio, setting.link.latency_s)
     return setting.link.bytes_per_s
@@ -239,7 +265,7 @@ class SplitCompute:
         schedule: whose lanes, chunks and place of the shared expert.
     """
 
-    def __init__(self, setting: StepSetting, schedule: Schedule) -> None:
+    def __init__(self, setting: Setting, schedule: Schedule) -> None:
         self._setting = setting
         self._schedule = schedule.one_by_one()
         self._cpu_ms: list[float] = []

@@ -1,0 +1,135 @@
+"""`ubatch bench transformers`: a model that transformers itself shards, wrapped against not wrapped.
+
+Every rank has prompts of its own (`DistributedConfig(fsdp_size=ranks, ep_size=ranks)`). In all arms the tokens reach
+their experts by `ep_implementation="ubatch"` over an emulated link, whose bandwidth is set so that communication takes
+a chosen share of compute. Arms and figures are those of `ubatch bench overlap`; `serial_unsplit` is the model as
+transformers gives it, without a wrapper:
+
+    over_not_wrapped   serial_unsplit / overlapped
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+
+from moe import EmulatedLink, register_with_transformers
+from serving.bench.overlap import OverlapResult, as_json, measure_overlap, print_result
+from serving.bench.statistics import paired
+from serving.bench.step_setting import Setting, StepOptions, model_folder
+from serving.ranks import run_ranks
+from ubatch import CommGroup, Schedule, UBatchConfig, UBatchError, UBatchWrapper
+from ubatch.schedule import SERIAL
+
+__all__ = ["Options", "TransformersSetting", "run"]
+
+
+class Options(StepOptions):
+    """What to measure."""
+
+    lanes: Annotated[int, Field(ge=2, description="of the wrapped model")] = 2
+    ratio: Annotated[float, Field(gt=0, description="communication as a multiple of split compute")] = 1.0
+
+
+class TransformersSetting(Setting):
+    """One rank's model as transformers shards it, its batch and link.
+
+    Args:
+        model: sharded with `ep_implementation="ubatch"`, over `link`.
+        ids: `[sequences, length]`, this rank's prompts.
+        link: of this rank.
+        group: all ranks.
+        schedule: what the lanes run under.
+    """
+
+    def __init__(self, model: nn.Module, ids: Tensor, link: EmulatedLink, group: CommGroup, schedule: str) -> None:
+        self.link = link
+        self._model = model
+        self._ids = ids
+        self._group = group
+        self._schedule = schedule
+        self._wrappers: dict[Schedule, UBatchWrapper] = {}
+
+    @property
+    def group(self) -> CommGroup | None:
+        """All ranks."""
+        return self._group
+
+    def schedule(self, lanes: int) -> Schedule:
+        """The one that was asked for, in so many lanes."""
+        return UBatchConfig(schedule=self._schedule).resolved_schedule().with_lanes(lanes)
+
+    def step(self, schedule: Schedule) -> Tensor:
+        """Logits of all prompts, `[sequences, length, vocab]`; of the bare model under `SERIAL`."""
+        with torch.inference_mode(False), torch.no_grad():  # `fully_shard` refuses inference tensors
+            if schedule == SERIAL:
+                return self._logits(self._model)
+            wrapper = self._wrapper(schedule)
+            engaged = wrapper.statistics().engaged
+            logits = self._logits(wrapper)
+        if wrapper.statistics().engaged == engaged:
+            raise UBatchError(f"{schedule.describe()}: the call declined: {wrapper.statistics().last_reason}.")
+        return logits
+
+    def close(self) -> None:
+        """Stop all lanes."""
+        for wrapper in self._wrappers.values():
+            wrapper.close()
+
+    def _logits(self, model: nn.Module) -> Tensor:
+        logits: Tensor = model(self._ids, use_cache=False).logits
+        return logits
+
+    def _wrapper(self, schedule: Schedule) -> UBatchWrapper:
+        if schedule not in self._wrappers:
+            config = UBatchConfig(
+                num_ubatches=schedule.lanes,
+                schedule=schedule,
+                dbo_decode_token_threshold=schedule.lanes,
+                dbo_prefill_token_threshold=schedule.lanes,
+                timeout_s=300.0,
+            )
+            self._wrappers[schedule] = UBatchWrapper(self._model, config)
+            self._logits(self._wrappers[schedule])  # a first call may run whole
+        return self._wrappers[schedule]
+
+
+@contextmanager
+def open_transformers(rank: int, options: Options, folder: Path) -> Iterator[TransformersSetting]:
+    """This rank's shard and prompts over an emulated link, infinitely fast so far; every rank calls it."""
+    from transformers import AutoModelForCausalLM
+    from transformers.distributed import DistributedConfig
+
+    group = CommGroup.from_process_group(timeout_s=300.0)
+    link = EmulatedLink(options.latency_us * 1e-6, float("inf"))
+    register_with_transformers(group, all2all_backend=options.all2all_backend, link=link)
+    layout = DistributedConfig(fsdp_size=options.ranks, ep_size=options.ranks, ep_implementation="ubatch")
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, distributed_config=layout)
+    size = (options.sequences, options.sequence_length)
+    ids = torch.randint(0, model.config.vocab_size, size, generator=torch.Generator().manual_seed(rank))
+    setting = TransformersSetting(model.eval(), ids, link, group, options.schedule)
+    yield setting
+    setting.close()
+
+
+def run(options: Options) -> int:
+    """Measure, print, write."""
+    with model_folder(options) as model:
+        result: OverlapResult = run_ranks(_measure_on_rank, options.ranks, options, model)
+    print_result(result)
+    over_not_wrapped = paired(result.arms_ms["serial_unsplit"], result.arms_ms[f"overlapped_{options.lanes}"])
+    print(f"  wrapped, over not wrapped   {over_not_wrapped:.3f}")
+    figures: dict[str, Any] = as_json([result])
+    options.write({"over_not_wrapped": over_not_wrapped, **figures})
+    return 1 if result.lanes[options.lanes].void else 0
+
+
+def _measure_on_rank(rank: int, world_size: int, options: Options, folder: Path) -> OverlapResult:
+    with open_transformers(rank, options, folder) as setting:
+        return measure_overlap(setting, lanes=(options.lanes,), ratio=options.ratio, blocks=options.blocks)
