@@ -60,8 +60,8 @@ def register_with_transformers(
 
     Call it on every rank before `from_pretrained`. Models that are loaded afterwards use this transport; calling it
     again changes it for the next ones. A `UBatchWrapper` around such a model votes over the group. All ranks must call
-    the model equally often: every call is collective. For inference only; run under `torch.no_grad()` or
-    `torch.inference_mode()`.
+    the model equally often: every call is collective. For inference only: run under `torch.no_grad()`; with `fsdp_size`
+    torch itself refuses `torch.inference_mode()`.
 
     Args:
         group: all ranks that share the model; made of the default process group when the first model is loaded, if

@@ -44,6 +44,13 @@ def test_wrap_transformers() -> None:
     assert output.count("generated tokens equal, 7 steps overlapped, not overlapped: {}") == 2
 
 
+def test_wrap_transformers_parallel() -> None:
+    output = run_example("wrap_transformers_parallel.py")
+    assert output.count("generated tokens equal") == 2
+    assert output.count("steps overlapped, not overlapped: {}") == 2
+    assert output.count("communication hidden: ") == 2
+
+
 @pytest.mark.timeout(170)
 def test_demo(tmp_path: Path) -> None:
     output = run_example("demo.py", "--out", str(tmp_path), "--blocks", "2", "--max-tokens", "4", timeout=160)

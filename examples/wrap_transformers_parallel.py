@@ -1,0 +1,114 @@
+"""Overlap in a model that transformers itself shards over two ranks: one line, and the model is not touched.
+
+    python examples/wrap_transformers_parallel.py [--model FOLDER]
+
+`AutoModelForCausalLM.from_pretrained(..., distributed_config=DistributedConfig(...))` shards a model while it loads it.
+Two forms, each with and without the wrapper; logits and `generate` must equal the whole model's:
+
+    transformers' own all-to-all    attention and experts are shared by ranks with the same batch;
+                                    `intercept_collectives=True` makes the waits inside torch points
+    ep_implementation="ubatch"      each rank has a batch of its own (`fsdp_size`), and tokens reach their experts over
+                                    this project's transports, of every MoE that has an expert-parallel plan
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.distributed import DistributedConfig
+
+from moe import register_with_transformers
+from serving.ranks import run_ranks
+from ubatch import CommGroup, UBatchConfig, UBatchWrapper, tracing
+from ubatch.trace_export import summarise
+
+MODEL = Path(__file__).parent / "models" / "tiny-moe"
+PROMPTS = ("import os\n", "class Server:\n    def __init__(self", "def main(", "    for line in ", "def test_")
+
+
+@dataclass(frozen=True)
+class Result:
+    """What rank 0 saw of one form."""
+
+    largest_difference: float
+    same_tokens: bool
+    engaged: int
+    declined: dict[str, int]
+    hidden: float
+
+
+@torch.no_grad()  # not inference_mode(): there torch gathers weights in place of activations, and `fully_shard` fails
+def rank_main(rank: int, world_size: int, folder: Path) -> dict[str, Result]:
+    """One rank: the whole model, then both forms."""
+    whole = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    same, own = prompts(folder, 0), prompts(folder, rank)
+    config = UBatchConfig(
+        group=CommGroup.from_process_group(), dbo_prefill_token_threshold=16, dbo_decode_token_threshold=4
+    )
+
+    model = load(folder, DistributedConfig(tp_size=world_size, ep_size=world_size, ep_implementation="all_to_all"))
+    overlapped = UBatchWrapper(model, config, intercept_collectives=True)
+    results = {"all_to_all": compare(overlapped, whole, same)}
+
+    register_with_transformers()
+    model = load(folder, DistributedConfig(fsdp_size=world_size, ep_size=world_size, ep_implementation="ubatch"))
+    overlapped = UBatchWrapper(model, config)
+    return {**results, "ubatch": compare(overlapped, whole, own)}
+
+
+def load(folder: Path, layout: DistributedConfig) -> Any:
+    """This rank's shard."""
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, distributed_config=layout)
+
+
+def prompts(folder: Path, rank: int) -> Mapping[str, Tensor]:
+    """What a rank is asked: the last rank has one prompt less."""
+    tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
+    inputs = tokenizer(list(PROMPTS[rank:]), return_tensors="pt", padding=True)
+    return {name: inputs[name] for name in ("input_ids", "attention_mask")}
+
+
+def compare(overlapped: UBatchWrapper, whole: Any, inputs: Mapping[str, Tensor]) -> Result:
+    """The wrapped shard against the whole model."""
+    expected, real = whole(**inputs).logits, inputs["attention_mask"].bool()
+    overlapped(**inputs)  # a first call may run whole
+    with tracing() as trace:
+        logits = overlapped(**inputs).logits
+    tokens, expected_tokens = (
+        model.generate(**inputs, do_sample=False, min_new_tokens=8, max_new_tokens=8) for model in (overlapped, whole)
+    )
+    statistics = overlapped.statistics()
+    overlapped.close()
+    return Result(
+        largest_difference=float((logits - expected)[real].abs().max()),
+        same_tokens=torch.equal(tokens, expected_tokens),
+        engaged=statistics.engaged,
+        declined={str(reason): count for reason, count in statistics.declined.items()},
+        hidden=summarise(trace.spans).hidden_fraction,
+    )
+
+
+def main() -> int:
+    """Run two ranks and print what happened; exit status 1 if anything differs or nothing overlapped."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--model", type=Path, default=MODEL, help="folder of a MoE checkpoint that transformers shards")
+    results: dict[str, Result] = run_ranks(rank_main, 2, parser.parse_args().model)
+    for form, result in results.items():
+        print(f"{form}: logits differ by at most {result.largest_difference:.1e}, generated tokens ", end="")
+        print("equal" if result.same_tokens else "DIFFERENT", end="")
+        print(f", {result.engaged} steps overlapped, not overlapped: {result.declined}")
+        print(f"   communication hidden: {result.hidden:.0%}")
+    good = (result.same_tokens and result.largest_difference < 1e-3 and result.engaged for result in results.values())
+    return 0 if all(good) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
