@@ -26,6 +26,8 @@ One line per group of files:
     split, split_*, arguments, caches what is cut
     outputs, containers               how it is put together again
     config, modes, planner, execution whether a call overlaps, and running it
+    proof, proof_table, signature     whether lanes are equal to the whole, found out once per kind of call
+    closeness, merging, module_state  what equal means, how outputs merge, what a call leaves behind
     wrapper, facade, statistics       what a user sees
     graphs, graph_*                   what is captured, replayed, and why not
     trace, trace_*                    what happened, and

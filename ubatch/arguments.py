@@ -40,6 +40,7 @@ __all__ = [
     "check_split_dims",
     "even_bounds",
     "longest_named",
+    "merge_cache",
     "parameter_names",
     "plan_call",
 ]
@@ -291,7 +292,23 @@ class LaneParts:
     def merge_caches(self) -> None:
         """Put what the lanes wrote into the caller's caches."""
         for splitter, whole, parts in self._caches:
-            splitter.merge(parts, whole)
+            merge_cache(splitter, parts, whole)
+
+
+def merge_cache(splitter: CacheSplitter, parts: Sequence[Any], whole: Any | None) -> Any:
+    """The lanes' parts of a cache, in the whole one if there is one.
+
+    Raises:
+        CannotSplit: they do not go together.
+    """
+    try:
+        return splitter.merge(parts, whole)
+    except CannotSplit:
+        raise
+    except SplitError as error:
+        raise CannotSplit(
+            DeclineReason.CANNOT_MERGE, f"the lanes' parts of a {type(parts[0]).__name__} cannot be merged: {error}"
+        ) from error
 
 
 def parameter_names(forward: Callable[..., Any]) -> tuple[tuple[str, ...], str | None]:

@@ -19,6 +19,7 @@ from typing import cast
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
+from torch.utils.checkpoint import _StopRecomputationError
 
 from ubatch.connection import Connection
 from ubatch.errors import ConfigError, GroupBroken, LaunchOrderError, OverlapDeclined, TransferTimeout
@@ -179,7 +180,7 @@ class CommGroup:
     def step(self) -> Iterator[None]:
         """What the ranks do together, a vote included. An error in it breaks the group, and the peers are told.
 
-        Other groups that the step uses break with it. `OverlapDeclined` comes before anything is launched and breaks
+        Other groups that the step uses break with it. `OverlapDeclined` comes where all ranks are in step and breaks
         nothing.
 
         Raises:
@@ -190,7 +191,7 @@ class CommGroup:
             try:
                 yield
                 self._connection.check_usable()  # another one if the step itself has reset the group
-            except OverlapDeclined:
+            except (OverlapDeclined, _StopRecomputationError):  # the latter ends a checkpoint's recomputation early
                 raise
             except BaseException as error:
                 connection = self._connection

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ubatch.arguments import CallPlan, CannotSplit, Copier, LaneParts, Leaf
+from ubatch.arguments import CallPlan, CannotSplit, Copier, LaneParts, Leaf, merge_cache
 from ubatch.caches import splitter_for
 from ubatch.closeness import Comparison, identical
 from ubatch.containers import PLAIN, children_of, rebuild
@@ -94,7 +94,7 @@ class Cached(Rule):
         if splitter is None or any(type(value) is not type(values[0]) for value in values):
             raise _unlike(path, values)
         whole = parts.cache_of(values[0])
-        return whole if whole is not None else splitter.merge(values, None)
+        return whole if whole is not None else merge_cache(splitter, values, None)
 
 
 @dataclass(frozen=True)
@@ -224,7 +224,7 @@ class Learner:
         if splitter is None:
             raise _cannot(path, f"is a {type(whole).__name__}, which nobody registered a splitter for")
         if self._parts.cache_of(lanes[0]) is None:
-            self._compare.trees(path, self.rows_of_cache(whole), splitter.merge(list(lanes), None))
+            self._compare.trees(path, self.rows_of_cache(whole), merge_cache(splitter, lanes, None))
         return Cached()
 
     def rows_of_cache(self, cache: Any) -> Any:

@@ -15,6 +15,7 @@ tensors count none; the sums are for these.
 
 from __future__ import annotations
 
+import pickle
 import random
 import sys
 from collections import deque
@@ -126,7 +127,7 @@ class _Walk:
         if isinstance(value, nn.Module):
             yield from self.module(f"{path}.", value)
             return
-        if id(value) in self._seen or isinstance(value, _OPAQUE) or getattr(type(value), "_ubatch_no_state", False):
+        if id(value) in self._seen or isinstance(value, _OPAQUE):
             return
         self._seen.add(id(value))
         if isinstance(value, Tensor):
@@ -135,6 +136,8 @@ class _Walk:
             yield path, bytes(value.get_state().tolist())
         elif isinstance(value, random.Random):
             yield path, value.getstate()
+        elif type(value).__module__.startswith("numpy.random"):
+            yield path, pickle.dumps(value)
         elif isinstance(value, Mapping):
             if plain:
                 yield f"{path}.keys", (type(value), len(value))

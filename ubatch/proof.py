@@ -153,7 +153,7 @@ class _Attempt:
         except (MemoryError, torch.OutOfMemoryError) as error:
             self._no = DeclineReason.CANNOT_PROVE, f"there is no memory for a copy of the arguments ({error})."
         self._containers = _shape_of((args, kwargs))
-        self._versions = [_version_of(leaf.value) for leaf in self._plan.leaves]
+        self._versions = self._versions_now()
         self.random = RandomState()
         self._module = ModuleState(self._model)
 
@@ -207,14 +207,18 @@ class _Attempt:
                 DeclineReason.ARGUMENTS_CHANGED,
                 "the call changed a container that it was given. Return what it adds or removes instead.",
             )
-        versions = [_version_of(leaf.value) for leaf in self._plan.leaves]
-        self.writes = any(one is None or one != other for one, other in zip(self._versions, versions, strict=True))
+        now = self._versions_now()
+        self.writes = any(one is None or one != other for one, other in zip(self._versions, now, strict=True))
         if self.writes and _share_memory([leaf.value for leaf in self._plan.leaves]):
             return (
                 DeclineReason.CANNOT_PROVE,
                 "the call writes to arguments that share memory with each other. Give it tensors of their own.",
             )
         return None
+
+    def _versions_now(self) -> list[int | None]:
+        """Of every argument that lanes would write to in place; of caches, only merging changes the caller's."""
+        return [0 if leaf.splitter is not None else _version_of(leaf.value) for leaf in self._plan.leaves]
 
     def _intent_of(self, rehearsal: _Rehearsal) -> Intent:
         plan, bounds = rehearsal.plan, rehearsal.bounds

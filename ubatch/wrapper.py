@@ -71,6 +71,14 @@ class UBatchWrapper(ModuleFacade):
 
     A call overlaps when the forward context carries `ubatch_slices`; otherwise the thresholds decide, from the
     number of tokens (token ids `[B, S]` count B x S, decode if S = 1; otherwise the size of the split dimension).
+
+    Equal or whole: a call returns what the bare module would have returned (values within the rounding of another batch
+    size, structure, types, writes to arguments and caches, the module's state, at most its random numbers), or it *is*
+    the bare call, once, with a counted reason. The exceptions: coupling between rows that the proved call did not show
+    (token dropping by capacity, a rope that follows the longest row); and hooks and effects outside torch happen twice
+    in a proving call. That is the first call of a signature that would overlap: it runs whole on the real arguments and
+    once more in lanes on copies, and the two are compared (`ubatch.proof`, `UBatchConfig.verify`).
+
     Attributes, parameters, `state_dict`, `to`, `eval` are the module's; attributes set here are set on the module.
 
     A graph has the module's addresses and flags in it. What changes those through the wrapper drops the graphs (`to`,
@@ -135,7 +143,8 @@ class UBatchWrapper(ModuleFacade):
         Raises:
             NestedUBatchError: called from inside a lane, or from inside its own unsplit call.
             ConcurrentCallError: another thread is in a call.
-            SplitError: the forward context asks for a split that these arguments do not allow.
+            SplitError: the forward context asks for a split that these arguments do not allow; or the outputs cannot be
+                merged, unlike those of the proof (or without one), and the call wrote to its arguments.
             OverlapDeclined: `require_overlap` is set and the call ran into a reason not to.
             UBatchTimeout, PeerFailed, TransferTimeout, GroupBroken: see there.
         """
