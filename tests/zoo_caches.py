@@ -9,8 +9,8 @@ import transformers
 from torch import nn
 from transformers import DynamicCache, StaticCache
 from zoo_entry import (
+    CANNOT_MERGE,
     KEEPS_STATE,
-    NO_SPLITTER,
     OVERLAPS,
     VOCABULARY,
     Act,
@@ -68,7 +68,6 @@ BAMBA: dict[str, Any] = {
 }
 RWKV: dict[str, Any] = {"vocab_size": VOCABULARY, "hidden_size": 16, "num_hidden_layers": 2, "context_length": 32}
 GRIFFIN: dict[str, Any] = {**LLAMA, "block_types": ["recurrent", "attention"], "lru_width": 16, "conv1d_width": 3}
-KEEPS_STATE_OR_CACHE = one_of(KEEPS_STATE, NO_SPLITTER)
 
 
 def chunks(cache: Callable[[nn.Module], Any], name: str = "past_key_values") -> Act:
@@ -161,14 +160,14 @@ ENTRIES = [
     *_hybrid("Qwen3NextForCausalLM", NEXT),
     *_hybrid("FalconH1ForCausalLM", {**BAMBA, "mamba_d_ssm": 32}),
     *_hybrid("BambaForCausalLM", BAMBA),
-    *_hybrid("RecurrentGemmaForCausalLM", GRIFFIN, KEEPS_STATE, KEEPS_STATE_OR_CACHE),
+    *_hybrid("RecurrentGemmaForCausalLM", GRIFFIN, KEEPS_STATE, KEEPS_STATE),
     Entry("RwkvForCausalLM", "state-space", rwkv, tokens, one_of(OVERLAPS, KEEPS_STATE)),
     Entry(
         "RwkvForCausalLM with its state",
         "state-space",
         rwkv,
         seven_tokens,
-        one_of(OVERLAPS, KEEPS_STATE, "cannot_merge"),  # with a state, transformers gives logits of shape [B, B, V]
+        one_of(OVERLAPS, CANNOT_MERGE),  # its step broadcasts the states [B, E] over the rows: logits [B, B, V]
         act=rwkv_steps,
     ),
     Entry(
@@ -240,12 +239,11 @@ ENTRIES = [
     ),
     _generate("MixtralForCausalLM", MOE, "sampling in beams", num_beams=2, do_sample=True),
     _generate("GPTNeoXForCausalLM", {**BASE, **NO_ENDS}, "greedy, penalised", repetition_penalty=1.5),
-    _generate("T5ForConditionalGeneration", T5, "greedy", one_of(OVERLAPS, NO_SPLITTER), arguments=padded_tokens),
+    _generate("T5ForConditionalGeneration", T5, "greedy", arguments=padded_tokens),
     _generate(
         "BartForConditionalGeneration",
         SEQ2SEQ,
         "2 beams",
-        one_of(OVERLAPS, NO_SPLITTER),
         num_beams=2,
         arguments=padded_tokens,
     ),

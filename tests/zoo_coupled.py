@@ -24,7 +24,7 @@ from zoo_entry import (
 )
 
 WIDTH = 4
-PAIRS = one_of(ROWS_DEPEND, CANNOT_MERGE)
+PAIRS = CANNOT_MERGE
 """An output `[B, B]`: neither dimension can be put together from the lanes."""
 
 

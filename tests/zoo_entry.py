@@ -25,9 +25,7 @@ DRAWS_RANDOM = "draws_random"
 CANNOT_MERGE = "cannot_merge"
 LANE_FAILED = "lane_failed"
 SEQUENCE_FIRST = "sequence_first"
-NO_SPLITTER = "no_splitter"
-AMBIGUOUS = "ambiguous_argument"
-LOSS = frozenset({"zero_dim_output", CANNOT_MERGE})
+LOSS = "zero_dim_output"
 """A mean over the rows."""
 TOO_SMALL = frozenset({"last_ubatch_empty", "below_prefill_threshold", "below_decode_threshold"})
 """One row is not cut; which of the three is said first depends on the number of its tokens."""

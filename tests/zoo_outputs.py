@@ -13,8 +13,8 @@ from transformers.modeling_outputs import BaseModelOutput
 from zoo_entry import (
     CANNOT_MERGE,
     LANE_FAILED,
+    LOSS,
     OVERLAPS,
-    ROWS_DEPEND,
     Call,
     Entry,
     floats,
@@ -24,8 +24,7 @@ from zoo_entry import (
 )
 
 WIDTH = 4
-OR_WHOLE = one_of(OVERLAPS, CANNOT_MERGE)
-SUMS = one_of(CANNOT_MERGE, ROWS_DEPEND)
+SUMS = CANNOT_MERGE
 """What adds up over the rows is neither rows nor the same in all lanes."""
 
 
@@ -123,13 +122,11 @@ ENTRIES = [
     Entry("several heads", "outputs", lambda: ManyHeads().eval(), floats(WIDTH), collides=7, with_what="head c"),
     _entry("empty outputs", lambda x: (x + 1, [], {}, (), x[:, :0])),
     _entry("None outputs", lambda x: (None, x + 1, None)),
-    _entry("nothing but None", lambda x: None, one_of(OVERLAPS, CANNOT_MERGE)),
+    _entry("nothing but None", lambda x: None),
     _entry("its argument", lambda x: x),
     _entry("its argument, changed in place", lambda x: x.mul_(2).add_(1)),
     _entry("a view of its argument", lambda x: (x[:, 1:], x.T), collides=3, with_what="width of the view"),
-    Entry(
-        "its parameter and a buffer", "outputs", Tied, floats(WIDTH), one_of(OVERLAPS, "zero_dim_output"), 4, "width"
-    ),
+    Entry("its parameter and a buffer", "outputs", Tied, floats(WIDTH), OVERLAPS, 4, "width"),
     _entry("transposed, batch last", lambda x: x.T * 2),
     _entry(
         "batch in the middle",
@@ -144,47 +141,47 @@ ENTRIES = [
     _entry("rows in pairs", lambda x: torch.cat([x, -x], 1).reshape(-1, WIDTH)),
     _entry("causal mask [1, S, S]", causal, arguments=floats(5, 3), collides=5, with_what="sequence"),
     _entry("a constant [1]", lambda x: (x + 1, torch.ones(1))),
-    _entry("a constant of no dimensions", lambda x: (x + 1, torch.tensor(0.5)), one_of(OVERLAPS, "zero_dim_output")),
+    _entry("a constant of no dimensions", lambda x: (x + 1, torch.tensor(0.5))),
     _entry("mean over rows, [1, width]", lambda x: (x + 1, x.mean(0, keepdim=True)), SUMS),
     _entry("Python float of the batch", lambda x: (x + 1, float(x.shape[0])), CANNOT_MERGE),
     _entry("Python int of the batch", lambda x: (x + 1, x.shape[0]), CANNOT_MERGE),
-    _entry("Python ints and floats, constant", lambda x: (x + 1, 3, 0.5, True), OR_WHOLE),
+    _entry("Python ints and floats, constant", lambda x: (x + 1, 3, 0.5, True)),
     _entry("Python float of the values", lambda x: (x + 1, x.sum().item()), CANNOT_MERGE),
     _entry("the batch's shape", lambda x: (x + 1, x.shape), CANNOT_MERGE),
-    _entry("list per row", lambda x: list(x * 2), OR_WHOLE),
-    _entry("list per row of Python floats", lambda x: [row.sum().item() for row in x], OR_WHOLE),
-    _entry("list per row, unbound tuple", lambda x: x.unbind(0), OR_WHOLE),
+    _entry("list per row", lambda x: list(x * 2)),
+    _entry("list per row of Python floats", lambda x: [row.sum().item() for row in x]),
+    _entry("list per row, unbound tuple", lambda x: x.unbind(0)),
     Entry(
         "detection, as many boxes per row",
         "detection",
         lambda: Detector(True).eval(),
         floats(WIDTH),
-        OR_WHOLE,
+        OVERLAPS,
         3,
         "boxes",
     ),
     Entry(
-        "detection, boxes by score", "detection", lambda: Detector(False).eval(), floats(WIDTH), OR_WHOLE, 3, "boxes"
+        "detection, boxes by score", "detection", lambda: Detector(False).eval(), floats(WIDTH), OVERLAPS, 3, "boxes"
     ),
     Entry(
         "detection, a list of images",
         "detection",
         lambda: ListDetector(False).eval(),
         lambda batch: given([torch.randn(WIDTH) for _ in range(batch)]),
-        one_of(OVERLAPS, CANNOT_MERGE, LANE_FAILED, "ambiguous_argument", "no_batch"),
+        LANE_FAILED,
         3,
         "boxes",
     ),
     Entry("token counts [E]", "outputs", lambda: Router().eval(), floats(WIDTH), SUMS, 8, "twice the experts"),
     Entry("token counts [E], as many as rows", "outputs", lambda: Router().eval(), floats(WIDTH), SUMS, 4, "experts"),
-    _entry("squeezed", lambda x: x.sum(-1, keepdim=True).squeeze(), OR_WHOLE | {"zero_dim_output"}),
+    _entry("squeezed", lambda x: x.sum(-1, keepdim=True).squeeze(), one_of(OVERLAPS, CANNOT_MERGE)),
     _entry("squeezed along the sequence", lambda x: x[:, :1].squeeze(1)),
-    _entry("only rows that pass", lambda x: x[x[:, 0] > 0], one_of(OVERLAPS, CANNOT_MERGE, ROWS_DEPEND)),
+    _entry("only rows that pass", lambda x: x[x[:, 0] > 0], one_of(OVERLAPS, CANNOT_MERGE)),
     _entry("complex and integers", lambda x: (torch.fft.rfft(x), x.argmax(-1), x > 0)),
     _entry("NaN and infinity", lambda x: (x.log(), x / 0), arguments=nan_rows),
     _entry(
         "loss over the rows",
         lambda x: (F.cross_entropy(x, torch.zeros(len(x), dtype=torch.long)), x),
-        one_of("zero_dim_output", CANNOT_MERGE),
+        LOSS,
     ),
 ]

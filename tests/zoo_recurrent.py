@@ -9,10 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence
 from zoo_entry import (
-    AMBIGUOUS,
     CANNOT_MERGE,
     LANE_FAILED,
-    NO_SPLITTER,
     OVERLAPS,
     ROWS_DEPEND,
     SEQUENCE_FIRST,
@@ -25,9 +23,9 @@ from zoo_entry import (
 )
 
 WIDTH, HIDDEN, LAYERS = 6, 8, 2
-STATES = one_of(OVERLAPS, LANE_FAILED, AMBIGUOUS)
+STATES = LANE_FAILED
 """States `[layers, batch, hidden]` as arguments: the batch is dimension 1 there, and 0 beside."""
-NEIGHBOURS = one_of(LANE_FAILED, ROWS_DEPEND, AMBIGUOUS, CANNOT_MERGE)
+NEIGHBOURS = LANE_FAILED
 
 
 class Tagger(nn.Module):
@@ -41,6 +39,17 @@ class Tagger(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         return self.head(self.rnn(self.embedding(tokens))[0])
+
+
+class Turned(nn.Module):
+    """Takes `[batch, sequence, width]`, whatever the layout of the LSTM inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn = nn.LSTM(WIDTH, HIDDEN)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.rnn(x.transpose(0, 1))[0].transpose(0, 1)
 
 
 class LastState(nn.Module):
@@ -177,15 +186,16 @@ ENTRIES = [
         "recurrent",
         _lstm(batch_first=True),
         packed,
-        one_of(LANE_FAILED, AMBIGUOUS, ROWS_DEPEND, CANNOT_MERGE, NO_SPLITTER),
+        one_of(LANE_FAILED, ROWS_DEPEND),
     ),
     Entry(
         "LSTM in the default layout, under a head",
         "recurrent",
         lambda: Tagger(False),
         lambda batch: given(token_ids(batch)),
-        one_of(SEQUENCE_FIRST, ROWS_DEPEND),
+        ROWS_DEPEND,
     ),
+    Entry("LSTM in the default layout, turned by its module", "recurrent", Turned, floats(5, WIDTH)),
     Entry("LSTM, batch first, under a head", "recurrent", lambda: Tagger(True), lambda batch: given(token_ids(batch))),
     Entry("GRU, classified by its last state", "recurrent", LastState, floats(5, WIDTH)),
     Entry(
@@ -208,7 +218,7 @@ ENTRIES = [
         GraphLayer,
         lambda batch: given(torch.randn(batch, 5, WIDTH), adjacency_of(5)),
         with_what="nodes",
-        at={5: NEIGHBOURS | {OVERLAPS}},
+        at={5: one_of(OVERLAPS, LANE_FAILED, ROWS_DEPEND, CANNOT_MERGE)},
     ),
     Entry(
         "graphs [B, N, E], an adjacency for each",

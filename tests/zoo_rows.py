@@ -23,15 +23,15 @@ def rows_are_independent(entry: Entry, module: nn.Module) -> bool:
         rows = next(tensor.shape[0] for _, tensor in tensors_in((call.args, call.kwargs)))
         bounds = [slice(0, rows // 2), slice(rows // 2, rows)]
         parts = [copy.deepcopy(cut((call.args, call.kwargs), rows, part)) for part in bounds]
-        outputs = [copy.deepcopy(module)(*args, **kwargs) for args, kwargs in parts]
+        one, other = (copy.deepcopy(module)(*args, **kwargs) for args, kwargs in parts)
         whole = dict(tensors_in(copy.deepcopy(module)(*call.args, **call.kwargs)))
-    lanes = [dict(tensors_in(output)) for output in outputs]
     try:
+        joined = dict(tensors_in(join(one, other)))
         for path, tensor in whole.items():
-            assert_same(merged(*(lane[path] for lane in lanes)), tensor.data, path)
+            assert_same(joined[path].data, tensor.data, path)
     except (AssertionError, RuntimeError, KeyError):
         return False
-    return all(lane.keys() == whole.keys() for lane in lanes)
+    return joined.keys() == whole.keys()
 
 
 def cut(value: Any, rows: int, part: slice) -> Any:
@@ -43,13 +43,23 @@ def cut(value: Any, rows: int, part: slice) -> Any:
     return type(value)(cut(child, rows, part) for child in value) if isinstance(value, list | tuple) else value
 
 
-def merged(one: Tensor, other: Tensor) -> Tensor:
-    """Two parts put together; one of them where nothing follows the rows."""
-    differing = [dim for dim in range(one.dim()) if one.shape[dim] != other.shape[dim]]
-    if differing:
-        return torch.cat([one, other], differing[0])
-    assert_same(one.data, other.data)
-    return one.data
+def join(one: Any, other: Any) -> Any:
+    """What two parts are together: end to end in the dimension or the list that differs, else one of them.
+
+    Raises:
+        AssertionError: they do not differ in size, but in what they hold.
+    """
+    if isinstance(one, Tensor):
+        differing = [dim for dim in range(one.dim()) if one.shape[dim] != other.shape[dim]]
+        if not differing:
+            assert_same(one.data, other.data)
+        return torch.cat([one, other], differing[0]) if differing else one
+    if isinstance(one, list | tuple) and len(one) != len(other):
+        return [*one, *other]
+    children = None if callable(one) else children_of(one)
+    if children is None:
+        return one
+    return {key: join(child, children_of(other)[key]) for key, child in children.items()}
 
 
 def tensors_in(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:

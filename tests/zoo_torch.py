@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from zoo_entry import (
-    AMBIGUOUS,
     CANNOT_MERGE,
     LANE_FAILED,
     OVERLAPS,
@@ -116,7 +115,7 @@ def inference(module: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
     return lambda: module().eval()
 
 
-SQUARE_MASK = one_of(OVERLAPS, AMBIGUOUS, LANE_FAILED, ROWS_DEPEND, CANNOT_MERGE)
+SQUARE_MASK = one_of(OVERLAPS, LANE_FAILED, ROWS_DEPEND, CANNOT_MERGE)
 """A mask `[S, S]` at batch S reads as one row per sample, too."""
 
 ENTRIES = [
@@ -171,7 +170,7 @@ ENTRIES = [
         "torch.nn",
         lambda: nn.EmbeddingBag(64, WIDTH),
         bags,
-        one_of(LANE_FAILED, ROWS_DEPEND, CANNOT_MERGE, AMBIGUOUS),
+        one_of(LANE_FAILED, CANNOT_MERGE),
         3,
         "tokens of a bag",
     ),
@@ -226,9 +225,7 @@ ENTRIES = [
         with_what="channels, height",
     ),
     Entry("LayerNorm", "torch.nn", lambda: nn.LayerNorm(WIDTH), floats(5, WIDTH)),
-    Entry(
-        "LayerNorm over [B, S]", "torch.nn", NormOverBatch, floats(5), one_of(LANE_FAILED, ROWS_DEPEND), per_batch=True
-    ),
+    Entry("LayerNorm over [B, S]", "torch.nn", NormOverBatch, floats(5), LANE_FAILED, per_batch=True),
     Entry(
         "layer_norm over the whole shape", "torch.nn", of(lambda x: F.layer_norm(x, x.shape)), floats(5), ROWS_DEPEND
     ),
@@ -317,6 +314,6 @@ ENTRIES = [
         "torch.nn",
         inference(lambda: SelfAttention(False)),
         sequences,
-        one_of(SEQUENCE_FIRST, ROWS_DEPEND),
+        ROWS_DEPEND,
     ),
 ]

@@ -11,12 +11,10 @@ from zoo_entry import (
     CANNOT_MERGE,
     DRAWS_RANDOM,
     OVERLAPS,
-    ROWS_DEPEND,
     Call,
     Entry,
     Outcome,
     given,
-    one_of,
     pixels,
     pretrained,
     token_ids,
@@ -47,7 +45,7 @@ SPEECH: dict[str, Any] = {
     "feat_extract_norm": "group",
     "vocab_size": 32,
 }
-MATRIX = one_of(CANNOT_MERGE, ROWS_DEPEND)
+MATRIX = CANNOT_MERGE
 """Every image against every text."""
 PATCHES = 5
 """Four patches of an image and a class token."""
