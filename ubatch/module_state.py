@@ -7,7 +7,7 @@ A proving call asks this after it ran whole, before anything runs a second time.
     number, string, bool, None         the value
     list, dict, ...                    item by item
     random generator                   its state
-    any other object                   the tensors and generators in it
+    any other object                   the tensors and generators in it; torch's own are not looked into
 
 Some operators write without counting a version (batch normalisation its running mean, numpy, `.data`), and inference
 tensors count none; the sums are for these.
@@ -82,8 +82,8 @@ def _block_sums(tensor: Tensor) -> Tensor | None:
     """Sums over blocks of a tensor's bytes; None where its bytes cannot be seen."""
     if type(tensor) not in (Tensor, nn.Parameter, nn.Buffer) or tensor.layout is not torch.strided or tensor.is_meta:
         return None
-    if tensor.is_quantized or not tensor.numel():
-        return None
+    if tensor.is_quantized or not tensor.numel() or not tensor.untyped_storage().nbytes():
+        return None  # without memory: a shard that is not gathered
     flat = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
     whole = flat.numel() // 8 * 8
     words = flat[:whole].view(torch.int64) if flat.storage_offset() % 8 == 0 else flat[:0].view(torch.int64)
@@ -127,6 +127,9 @@ class _Walk:
         if isinstance(value, nn.Module):
             yield from self.module(f"{path}.", value)
             return
+        if isinstance(value, nn.Parameter):  # under every name: tied ones may be one object or two (FSDP)
+            yield path, _TensorMark(value)
+            return
         if id(value) in self._seen or isinstance(value, _OPAQUE):
             return
         self._seen.add(id(value))
@@ -153,7 +156,7 @@ class _Walk:
                 yield f"{path}.length", (type(value), len(value))
         elif callable(getattr(value, "tobytes", None)):  # an array of numpy's
             yield path, value.tobytes()
-        elif hasattr(value, "__dict__") and not callable(value):
+        elif hasattr(value, "__dict__") and not callable(value) and not type(value).__module__.startswith("torch."):
             for name, child in list(vars(value).items()):
                 yield from self.value(f"{path}.{name}", child, plain=False)
 
