@@ -9,6 +9,7 @@ and no third thread is involved in a hand-off:
 Aborting keeps the invariant. A lane that fails marks the baton aborted and hands it on as usual; each other lane
 wakes in ring order, finds the mark, unwinds alone and hands on in turn. So clean-up code never runs in two lanes
 at once either. Only `abandon`, for a lane that hangs, takes the baton from its holder; the small lock is for that.
+What is left where the caller was interrupted is dismissed as a whole (`stop`, `discard`).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import os
 import threading
 import time
 import weakref
+from contextlib import suppress
 from dataclasses import dataclass
 
 from ubatch.errors import LaneAborted, UBatchError
@@ -24,6 +26,9 @@ from ubatch.ring import Ring
 from ubatch.wakeup import WakeUp, make_wakeup
 
 __all__ = ["Baton", "BatonStatistics"]
+
+_LOCK_S = 0.1
+"""A lane has the lock for microseconds. Who has it for longer was interrupted, and does not come back to it."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +56,8 @@ class Baton:
     def __init__(self, lanes: int) -> None:
         self._ring = Ring(lanes)
         self._wake: list[WakeUp] = [make_wakeup() for _ in range(lanes)]
-        self._lock = threading.Lock()
+        # A lane that is alone runs in the caller's thread, which Ctrl-C may leave with the lock.
+        self._lock = threading.Lock() if lanes > 1 else threading.RLock()
         self._abandoned: set[int] = set()
         self.handoffs = 0
         self.since = time.monotonic()
@@ -129,6 +135,26 @@ class Baton:
             self._abandoned.add(lane)
             if self._ring.holder == lane:
                 self._hand_on_from(lane)
+
+    def stop(self) -> None:
+        """The caller gives the step up: every lane unwinds, in ring order, or at once where none has begun."""
+        self.abort(self._ring.lanes)
+        holder = self._ring.holder
+        for wakeup in self._wake[holder : holder + 1] if self.running else self._wake:
+            wakeup.set()
+
+    def discard(self) -> None:
+        """Nobody uses this baton any more: every lane that is still there unwinds by itself, wherever it is parked.
+
+        May be called in any state, also with the lock left locked, and again.
+        """
+        self.abort(self._ring.lanes)
+        self._abandoned.update(lane for lane, alive in enumerate(self._ring.alive) if alive)
+        self._lock.acquire(timeout=_LOCK_S)
+        with suppress(RuntimeError):  # it is that of a lane that was alone, in a thread that is gone
+            self._lock.release()
+        for wakeup in self._wake:
+            wakeup.set()
 
     def abandoned(self, lane: int) -> bool:
         """Whether the baton was taken from `lane` for good."""

@@ -17,11 +17,12 @@ rank's next one. `CommGroup.reset` makes a new connection; what was launched on 
 from __future__ import annotations
 
 import ctypes
+import os
 import re
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from contextvars import ContextVar
 from datetime import timedelta
 from typing import Any, Protocol, cast
@@ -32,6 +33,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
 from ubatch.errors import GroupBroken, PeerFailed, TransferTimeout
+from ubatch.interrupts import changing
 from ubatch.launch_order import LaunchOrder
 from ubatch.peer_watch import PeerWatch, weak_call
 
@@ -83,21 +85,17 @@ class Connection:
         self.vote_pg = self._process_group("gloo", f"{name}/vote")
         weakref.finalize(self, _keep, (self.pg, self.vote_pg), _TRANSPORT_SLACK * timeout_s)
         self._watch: PeerWatch | None = None
+        _connections.add(self)
         if torch.cuda.is_available() and self.is_stream_ordered(torch.device("cuda")):
             self.watch()
 
-    @contextmanager
-    def leading(self) -> Iterator[None]:
+    def leading(self) -> AbstractContextManager[object]:
         """Make this the connection whose ranks take the current step together.
 
         Whoever waits on another connection in that step looks out here too, for the peer that failed may never come
         there; and when this connection breaks, so do those that its steps used, for they are out of step as well.
         """
-        token = _leader.set(self)
-        try:
-            yield
-        finally:
-            _leader.reset(token)
+        return changing(_leader, self)
 
     def check_usable(self) -> None:
         """Refuse to launch on a connection that is out of step.
@@ -362,6 +360,17 @@ def _not_split_off(default: dist.ProcessGroup) -> Iterator[None]:
     finally:
         default.bound_device_id = bound
 
+
+_connections: weakref.WeakSet[Connection] = weakref.WeakSet()
+
+
+def _after_fork_in_child() -> None:
+    for connection in [each for each in _connections if len(each.ranks) > 1]:
+        connection.broken = "this process was forked, and its peers know its parent only. Make a group here."
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork_in_child)
 
 _leader: ContextVar[Connection | None] = ContextVar("ubatch_leading_connection", default=None)
 

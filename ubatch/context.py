@@ -26,7 +26,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ubatch.baton import Baton
-from ubatch.errors import ConfigError, ForkedLaneError, LaneAborted, UBatchError
+from ubatch.errors import ConfigError, ForkedLaneError, LaneAborted, UBatchError, describe, note
 from ubatch.forward_context import ForwardContext, _forward_context
 from ubatch.lane_streams import LaneStreams
 from ubatch.lifetimes import Launched
@@ -148,7 +148,7 @@ class UBatchContext(LaneStreams):
             if error is None:
                 self.baton.abort(self.id)
                 raise
-            error.add_note(f"leaving lane {self.id} failed too: {late!r}")
+            note(error, f"leaving lane {self.id} failed too: {describe(late)}")
         finally:
             if error is not None and not isinstance(error, LaneAborted):
                 self.baton.abort(self.id)
@@ -259,7 +259,7 @@ class UBatchContext(LaneStreams):
         try:
             hook()
         except Exception as error:
-            error.add_note(f"in the receive hook of lane {owner.id}, run by lane {self.id}")
+            note(error, f"in the receive hook of lane {owner.id}, run by lane {self.id}")
             raise
         if was_on_comm:
             self.enter_comm()

@@ -7,7 +7,8 @@ is a `BaseException` that `except Exception` in a model cannot swallow, and it n
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import Any
 
 __all__ = [
@@ -26,7 +27,9 @@ __all__ = [
     "UBatchError",
     "UBatchTimeout",
     "UnvotedCollectiveError",
+    "describe",
     "nearest",
+    "note",
 ]
 
 
@@ -104,6 +107,21 @@ class GroupBroken(UBatchError):
 
 class LaneAborted(BaseException):
     """Another lane failed; this lane unwinds. Raised again at every later point; do not catch it."""
+
+
+def note(error: BaseException, text: str) -> None:
+    """Add a note to anybody's error, if it takes one: its class may shadow `add_note`, or refuse what that sets. The
+    error counts, and comes out as itself."""
+    with suppress(Exception):
+        BaseException.add_note(error, text)
+
+
+def describe(error: BaseException, how: Callable[[object], str] = repr) -> str:
+    """Anybody's error, for another one's message: `how(error)`, or the name of its class where that fails."""
+    try:
+        return how(error)
+    except Exception:
+        return f"{type(error).__name__} (which cannot be printed)"
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

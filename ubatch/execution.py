@@ -9,6 +9,7 @@ In one of three ways:
 
 from __future__ import annotations
 
+import contextvars
 import functools
 import itertools
 import time
@@ -25,6 +26,7 @@ from ubatch.errors import ConfigError
 from ubatch.forward_context import ForwardContext, set_forward_context
 from ubatch.fsdp import sharing_weights
 from ubatch.graphs import Capture
+from ubatch.interrupts import Marks
 from ubatch.outputs import merge_outputs
 from ubatch.planner import CutCall, Intent
 from ubatch.ranges import profile_ranges
@@ -61,7 +63,7 @@ class Execution:
         self._device = device
         self._intercept = intercept
         self.pools: dict[tuple[int, torch.device], LanePool | SingleLane] = {}
-        self._patience = 0
+        self._patient = Marks()
         self.failure: tuple[int, str] | None = None
 
     def lanes(
@@ -128,11 +130,14 @@ class Execution:
         group = self._config.group
         voted = frozenset(group.ranks) if group is not None else frozenset()
         pool = self._pool(len(calls))
-        patience = pool.no_timeout() if self._patience or capture is not None else nullcontext()
         self.failure = None
+
+        def run() -> list[Any]:
+            with profile_ranges(self._config.profile_ranges), self._intercepting(), sharing_weights():
+                return pool.run(bodies, schedule, contexts, voted, capture, patient=bool(self._patient))
+
         try:
-            with profile_ranges(self._config.profile_ranges), patience, self._intercepting(), sharing_weights():
-                return pool.run(bodies, schedule, contexts, voted, capture)
+            return contextvars.copy_context().run(run)  # what a lane sets there stays there, also one in this thread
         finally:
             self.failure = pool.failure
 
@@ -173,14 +178,9 @@ class Execution:
         across = decision.lane_tokens(0) if base.tokens_across_ranks is None else base.tokens_across_ranks
         return replace(base, tokens_across_ranks=across, decision=decision)
 
-    @contextmanager
-    def no_timeout(self) -> Iterator[None]:
+    def no_timeout(self) -> AbstractContextManager[None]:
         """Suspend the hang check in the `with` block."""
-        self._patience += 1
-        try:
-            yield
-        finally:
-            self._patience -= 1
+        return self._patient.marked()
 
     def close(self) -> None:
         """Stop the lanes' threads."""

@@ -6,14 +6,14 @@ in a module global, because two lanes read it at once and must each see their ow
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from enum import StrEnum
 
 from torch import Tensor
 
+from ubatch.interrupts import changing
 from ubatch.schedule import Schedule
 from ubatch.split import UBatchSlice
 from ubatch.vote import Decision
@@ -81,11 +81,6 @@ def get_forward_context() -> ForwardContext | None:
     return _forward_context.get()
 
 
-@contextmanager
-def set_forward_context(context: ForwardContext | None) -> Iterator[ForwardContext | None]:
+def set_forward_context(context: ForwardContext | None) -> AbstractContextManager[ForwardContext | None]:
     """Make `context` current for the `with` block; the previous one is restored even on error."""
-    token = _forward_context.set(context)
-    try:
-        yield context
-    finally:
-        _forward_context.reset(token)
+    return changing(_forward_context, context)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from ubatch.arguments import CallPlan, CannotSplit
 from ubatch.caches import splitter_for
 from ubatch.config import UBatchConfig, Verify
-from ubatch.errors import ConfigError
+from ubatch.errors import ConfigError, describe
 from ubatch.execution import Execution
 from ubatch.forward_context import ForwardContext
 from ubatch.graph_io import CallLeaves, GraphInputs, GraphOutput, RowDims, find_row_dims, leaves_of, replace_tensors
@@ -316,7 +316,7 @@ def _record(
         traceback.clear_frames(error.__traceback__)  # they hold tensors of the pool, for as long as the error lives
         lane, point = where() or (None, None)
         op = _operation(error.__traceback__, attempt.last_op)
-        raise CaptureFailed(key, lane, point, op, f"{type(error).__name__}: {error}") from error
+        raise CaptureFailed(key, lane, point, op, f"{type(error).__name__}: {describe(error, str)}") from error
     recording, output = attempt
     return CapturedGraph(key, recording.nbytes, time.monotonic() - started, recording), output
 

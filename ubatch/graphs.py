@@ -18,8 +18,7 @@ must be as it was when the graph was captured, or the call runs eagerly (`GraphM
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -29,6 +28,7 @@ import torch
 
 from ubatch.errors import UBatchError
 from ubatch.forward_context import ForwardMode
+from ubatch.interrupts import changing
 
 __all__ = [
     "PLAIN",
@@ -205,11 +205,6 @@ def capturing() -> bool:
     return _capturing.get() or (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
 
 
-@contextmanager
-def mark_capturing() -> Iterator[None]:
+def mark_capturing() -> AbstractContextManager[object]:
     """Let `capturing()` be true in the `with` block, and in lanes that are started from it."""
-    token = _capturing.set(True)
-    try:
-        yield
-    finally:
-        _capturing.reset(token)
+    return changing(_capturing, True)

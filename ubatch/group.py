@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, suppress
+from types import TracebackType
 from typing import cast
 
 import torch
@@ -22,7 +23,7 @@ from torch.distributed import distributed_c10d as c10d
 from torch.utils.checkpoint import _StopRecomputationError
 
 from ubatch.connection import Connection
-from ubatch.errors import ConfigError, GroupBroken, LaunchOrderError, OverlapDeclined, TransferTimeout
+from ubatch.errors import ConfigError, GroupBroken, LaunchOrderError, OverlapDeclined, TransferTimeout, describe, note
 from ubatch.launch_order import BALLOT_WIDTH, check_ballots, first_difference
 from ubatch.vote import OFFER_WIDTH, Decision, Offer, decide, decode_offer, encode_offer
 
@@ -176,8 +177,7 @@ class CommGroup:
         connection.wait_for_works((work,), "least")
         return float(told)
 
-    @contextmanager
-    def step(self) -> Iterator[None]:
+    def step(self) -> AbstractContextManager[None]:
         """What the ranks do together, a vote included. An error in it breaks the group, and the peers are told.
 
         Other groups that the step uses break with it. `OverlapDeclined` comes where all ranks are in step and breaks
@@ -186,20 +186,7 @@ class CommGroup:
         Raises:
             GroupBroken: the group broke, and the code inside caught the error that said so; its result is worthless.
         """
-        connection = self._connection
-        with connection.leading():
-            try:
-                yield
-                self._connection.check_usable()  # another one if the step itself has reset the group
-            except (OverlapDeclined, _StopRecomputationError):  # the latter ends a checkpoint's recomputation early
-                raise
-            except BaseException as error:
-                connection = self._connection
-                if self.size > 1:
-                    what = f"{type(error).__name__}: {error}".splitlines()[0][:500]
-                    connection.fail(f"rank {connection.rank} failed with {what}.")
-                    _note_order(error, connection)
-                raise
+        return _Step(self)
 
     def reset(self) -> None:
         """Make the group usable again after a failure. Every rank must call it; waits until all have.
@@ -285,6 +272,40 @@ class CommGroup:
         )
 
 
+class _Step(AbstractContextManager[None]):
+    """A step of a group, in a `with` block. No generator: one that Ctrl-C leaves open ends late, elsewhere."""
+
+    def __init__(self, group: CommGroup) -> None:
+        self._group = group
+        self._leading = group._connection.leading()
+
+    def __enter__(self) -> None:
+        self._leading.__enter__()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        try:
+            if error is not None:
+                self._failed(error)
+                return
+            try:
+                self._group._connection.check_usable()  # another one if the step itself has reset the group
+            except BaseException as late:
+                self._failed(late)
+                raise
+        finally:
+            self._leading.__exit__(kind, error, traceback)
+
+    def _failed(self, error: BaseException) -> None:
+        connection = self._group._connection
+        in_step = isinstance(error, OverlapDeclined | _StopRecomputationError)  # the latter ends a checkpoint early
+        if len(connection.ranks) > 1 and not in_step:
+            what = f"{type(error).__name__}: {describe(error, str)}".splitlines()[0][:500]
+            connection.fail(f"rank {connection.rank} failed with {what}.")
+            _note_order(error, connection)
+
+
 def _update(
     store: dist.Store, change: Callable[[int, frozenset[int]], tuple[int, frozenset[int]]]
 ) -> tuple[int, frozenset[int]]:
@@ -308,7 +329,7 @@ def _note_order(error: BaseException, connection: Connection) -> None:
         return
     told = first_difference(connection.orders(_PATIENCE_S), ended=False)
     if told is not None:
-        error.add_note(f"since the last vote, {told}")
+        note(error, f"since the last vote, {told}")
 
 
 _groups: weakref.WeakSet[CommGroup] = weakref.WeakSet()

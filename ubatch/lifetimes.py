@@ -45,11 +45,13 @@ Tests hold the code to this with `tests/fake_cuda.py`, which sees every operatio
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Collection, Iterable
 from typing import Protocol
 
 from ubatch.graphs import capturing
+from ubatch.interrupts import holding
 
 __all__ = ["Launched", "Ledger", "abandon_transfers"]
 
@@ -109,13 +111,28 @@ class Ledger:
 
 
 _abandoned: list[Launched] = []
-_abandoned_lock = threading.Lock()
+_of_the_parent: list[Launched] = []
+_abandoned_lock = threading.RLock()
+
+
+def _after_fork_in_child() -> None:
+    global _abandoned_lock
+    _abandoned_lock = threading.RLock()  # another thread of the parent may have held it
+    _of_the_parent.extend(_abandoned)  # the transport's threads, which end them, live there
+    _abandoned.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 def abandon_transfers(transfers: Collection[Launched]) -> None:
     """Keep transfers of a failed lane, and so their buffers, until the transport is done with them."""
     if not transfers and not _abandoned:
         return
-    with _abandoned_lock:
+
+    def keep() -> None:
         waiting = [*_abandoned, *transfers]
         _abandoned[:] = waiting if capturing() else [transfer for transfer in waiting if not transfer.over]
+
+    holding(_abandoned_lock, keep)

@@ -20,13 +20,14 @@ neither their ranges nor their operations. In torch 2.11 to 2.13 that is
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import Any
 
 import torch
 from torch.profiler import record_function
+
+from ubatch.interrupts import changing
 
 __all__ = ["LaneRanges", "profile_ranges", "ranges_wanted"]
 
@@ -70,15 +71,10 @@ def ranges_wanted() -> bool:
     return _wanted.get()
 
 
-@contextmanager
-def profile_ranges(wanted: bool = True) -> Iterator[None]:
+def profile_ranges(wanted: bool = True) -> AbstractContextManager[object]:
     """Show the stages of the lanes of every wrapper call in the `with` block.
 
     Args:
         wanted: False leaves things as they are around the block.
     """
-    token = _wanted.set(wanted or _wanted.get())
-    try:
-        yield
-    finally:
-        _wanted.reset(token)
+    return changing(_wanted, wanted or _wanted.get())

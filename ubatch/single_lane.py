@@ -19,7 +19,7 @@ import torch
 
 from ubatch.baton import Baton
 from ubatch.context import UBatchContext
-from ubatch.errors import ConfigError
+from ubatch.errors import ConfigError, note
 from ubatch.forward_context import ForwardContext
 from ubatch.graphs import Capture
 from ubatch.lifetimes import abandon_transfers
@@ -63,6 +63,7 @@ class SingleLane:
         self._streams = streams if streams is not None else make_streams(device)
         self._comm_stream = self._streams.new_stream()
         self._context: UBatchContext | None = None
+        self._in_step = False
         self._steps = 0
         self._sm_users: dict[str, bool] = {}
 
@@ -73,6 +74,8 @@ class SingleLane:
         forward_contexts: Sequence[ForwardContext | None],
         voted_ranks: frozenset[int] = frozenset(),
         capture: Capture | None = None,
+        *,
+        patient: bool = False,
     ) -> list[Any]:
         """Run the one body in this thread. See `LanePool.run`.
 
@@ -87,12 +90,15 @@ class SingleLane:
             )
         self.failure = None
         self._steps += 1
-        context = self._context or self._new_context()
-        self._context = None  # one that fails, or is forked, is not used again
+        if self._in_step:
+            self._discard()
+        context = self._context = self._context or self._new_context()
+        self._in_step = True
         context.baton.prepare(schedule.lead)
         context.baton.start()
         budget = share_out_sms(schedule.comm_sms, self._streams)
-        context.begin_step(forward_contexts[0], schedule, voted_ranks, self._streams.current(), budget)
+        stream = self._streams.current()
+        context.begin_step(forward_contexts[0], schedule, voted_ranks, stream, budget)
         part: AbstractContextManager[None] = nullcontext()
         if capture is not None:
             capture.begin()
@@ -102,15 +108,17 @@ class SingleLane:
                 result = bodies[0]()
         except BaseException as error:
             self.failure = 0, str(context.last_point)
-            error.add_note(
+            note(
+                error,
                 f"raised in a step of one lane, last point {str(context.last_point)!r}, {context.points_passed} "
-                "points passed"
+                "points passed",
             )
+            self._streams.set_current(stream)  # Ctrl-C may have come in place of leaving the lane
+            self._discard()
             raise
-        finally:
-            merge_sm_use(self._sm_users, context.sm_users)
-            abandon_transfers(context.settle())
-        self._context = context
+        merge_sm_use(self._sm_users, context.sm_users)
+        abandon_transfers(context.settle())
+        self._in_step = False
         return [result]
 
     def statistics(self) -> PoolStatistics:
@@ -128,6 +136,14 @@ class SingleLane:
 
     def close(self) -> None:
         """There is no thread to stop."""
+
+    def _discard(self) -> None:
+        """Let go of a context that failed, was interrupted or forked; what it launched lives as long as it must."""
+        if self._context is not None and not self._context.baton.forked:
+            self._context.baton.discard()
+            merge_sm_use(self._sm_users, self._context.sm_users)
+            abandon_transfers(self._context.settle())
+        self._context = None
 
     def _new_context(self) -> UBatchContext:
         stream = self._streams.current()

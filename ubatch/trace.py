@@ -10,10 +10,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from typing import cast
+
+from ubatch.interrupts import changing
 
 __all__ = [
     "UNSPLIT",
@@ -177,19 +180,14 @@ def current_trace() -> Trace | None:
     return _trace.get()
 
 
-@contextmanager
-def tracing(trace: Trace | None = None) -> Iterator[Trace]:
+def tracing(trace: Trace | None = None) -> AbstractContextManager[Trace]:
     """Record every wrapper call and transfer of the `with` block, lanes included.
 
     Args:
         trace: where to; a new one by default.
     """
     chosen = trace if trace is not None else Trace()
-    token = _trace.set(chosen)
-    try:
-        yield chosen
-    finally:
-        _trace.reset(token)
+    return cast("AbstractContextManager[Trace]", changing(_trace, chosen))
 
 
 def note_step(mode: str, tokens: int, schedule: str) -> None:

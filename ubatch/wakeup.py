@@ -34,10 +34,12 @@ class WakeUp(Protocol):
 class EventFdWakeUp:
     """A Linux eventfd."""
 
-    __slots__ = ("__weakref__", "_fd", "_poll")
+    __slots__ = ("__weakref__", "_fd", "_owner", "_poll")
 
     def __init__(self) -> None:
-        self._fd = os.eventfd(0, os.EFD_CLOEXEC)
+        # Closed in C where the last reference goes: in a `__del__` Ctrl-C would be lost.
+        self._owner = select.epoll.fromfd(os.eventfd(0, os.EFD_CLOEXEC))
+        self._fd = self._owner.fileno()
         self._poll: select.poll | None = None
         _eventfds.add(self)
 
@@ -67,9 +69,6 @@ class EventFdWakeUp:
         os.dup2(own, self._fd, inheritable=False)
         os.close(own)
         self._poll = None
-
-    def __del__(self) -> None:
-        os.close(self._fd)
 
 
 _eventfds: weakref.WeakSet[EventFdWakeUp] = weakref.WeakSet()

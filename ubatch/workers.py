@@ -8,7 +8,8 @@ A step, in pseudo-code:
     return the results, or raise the first failure with its traceback
 
 A crew (threads, contexts, baton, barriers) is kept from step to step. After a step that did not run its course (a
-lane hung or could not even start, Ctrl-C) it may hold a wake-up that nobody took: it is replaced as a whole.
+lane hung or could not even start, Ctrl-C) it may hold a wake-up that nobody took: it is replaced as a whole. It is
+marked while a step runs, so that one which Ctrl-C left behind, at whatever line, is found by the next step.
 
 Threads are daemons and hold no reference to the pool, so a pool that is dropped closes itself. After a fork the
 child has no workers; its next step makes new ones.
@@ -23,18 +24,20 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import torch
 
 from ubatch.ambient import Ambient
-from ubatch.context import UBatchContext, make_ubatch_contexts
-from ubatch.errors import LaneAborted, UBatchError, UBatchTimeout
+from ubatch.baton import Baton
+from ubatch.context import UBatchContext, current_lane, make_ubatch_contexts
+from ubatch.errors import LaneAborted, UBatchError, UBatchTimeout, describe, note
 from ubatch.forward_context import ForwardContext
 from ubatch.graphs import Capture
+from ubatch.interrupts import Marks, is_inside
 from ubatch.lifetimes import abandon_transfers
 from ubatch.schedule import Schedule
 from ubatch.sm_budget import merge_sm_use, share_out_sms
@@ -137,16 +140,46 @@ def _end_forked_child(error: BaseException | None) -> NoReturn:
 
 @dataclass
 class _Crew:
-    """All that belongs together and is replaced together: contexts, baton, barriers, threads."""
+    """All that belongs together and is replaced together: contexts, baton, barriers, threads.
+
+    Attributes:
+        in_step: it was made, or a step began, and no step has run its course since.
+        thread: whose step that is.
+        patient: the step is one of those that may take very long.
+    """
 
     contexts: list[UBatchContext]
     ready: Gate
     done: Gate
     workers: list[_Worker]
     pid: int
+    in_step: bool = True
+    thread: int = 0
+    patient: bool = False
+
+    @property
+    def baton(self) -> Baton:
+        """The one of all lanes."""
+        return self.contexts[0].baton
+
+    def settle(self) -> None:
+        """The step is over for the caller: what is still under way is kept alive by itself."""
+        abandon_transfers([transfer for context in self.contexts for transfer in context.settle()])
+
+    def discard(self) -> None:
+        """Let the threads stop as soon as they can, without waiting for them. May be called again."""
+        if self.pid != os.getpid():
+            return
+        self.baton.discard()
+        for worker in self.workers:
+            worker.give(None)
+        self.settle()
 
     def dismiss(self) -> None:
-        """Stop the threads; in a forked child there are none."""
+        """Stop the threads, after the step that runs; in a forked child there are none."""
+        if self.in_step and not is_inside(self.thread, LanePool.run.__code__, "crew", self):
+            self.discard()
+            return
         if self.pid != os.getpid():
             return
         for worker in self.workers:
@@ -179,7 +212,7 @@ class LanePool:
         self._comm_stream = self._streams.new_stream()
         self._crew: _Crew | None = None
         self._closer: weakref.finalize[..., Any] | None = None
-        self._patience = 0
+        self._patient = Marks()
         self._steps = 0
         self._handoffs = 0
         self._threads_started = 0
@@ -192,6 +225,8 @@ class LanePool:
         forward_contexts: Sequence[ForwardContext | None],
         voted_ranks: frozenset[int] = frozenset(),
         capture: Capture | None = None,
+        *,
+        patient: bool = False,
     ) -> list[Any]:
         """Run one body per lane and return their results in lane order.
 
@@ -201,15 +236,41 @@ class LanePool:
             forward_contexts: one per lane.
             voted_ranks: global ranks that agreed to this split.
             capture: begun when all lanes are parked; each runs as a part of it. The caller ends it.
+            patient: without the hang check; a capture always is.
 
         Raises:
             UBatchTimeout: a lane held the baton too long.
+            UBatchError: called inside a lane; or a lane's thread could not be started.
             BaseException: whatever the first failing lane raised, with a note that names the lane.
         """
+        outer = current_lane()
+        if outer is not None:
+            raise UBatchError(f"a pool of lanes was entered from inside lane {outer.id}.")
         self.failure = None
-        crew = self._crew_for_this_process()
-        baton = crew.contexts[0].baton
-        baton.prepare(schedule.lead)
+        crew = self._crew_for_a_step()
+        try:
+            crew.patient = patient or capture is not None
+            jobs = self._jobs(crew, bodies, schedule, forward_contexts, voted_ranks, capture)
+            if self._watch(crew, jobs, capture):
+                self._count(crew)
+                crew.settle()
+                crew.in_step = False
+        finally:
+            if crew.in_step:
+                self._discard()
+        return self._results(jobs)
+
+    def _jobs(
+        self,
+        crew: _Crew,
+        bodies: Sequence[Callable[[], Any]],
+        schedule: Schedule,
+        forward_contexts: Sequence[ForwardContext | None],
+        voted_ranks: frozenset[int],
+        capture: Capture | None,
+    ) -> list[_Job]:
+        """Prepare the crew for a step; returns what its workers are to do."""
+        crew.baton.prepare(schedule.lead)
         ambient = Ambient.capture()
         compute_stream = self._streams.current()
         crew.ready.close_again()
@@ -221,31 +282,21 @@ class LanePool:
             jobs.append(_Job(context, body, ambient, contextvars.copy_context(), crew.done))
             if capture is not None:
                 jobs[-1].part = capture.part
-        handoffs = baton.handoffs
         self._steps += 1
-        ran_its_course = False
-        try:
-            ran_its_course = self._watch(crew, jobs, capture)
-        finally:
-            if not ran_its_course:
-                self._replace(crew, jobs)
-            self._handoffs += baton.handoffs - handoffs
-            merge_sm_use(self._sm_users, *(context.sm_users for context in crew.contexts))
-            abandon_transfers([transfer for context in crew.contexts for transfer in context.settle()])
-        return self._results(jobs)
+        return jobs
+
+    def _count(self, crew: _Crew) -> None:
+        self._handoffs += crew.baton.handoffs
+        crew.baton.handoffs = 0
+        merge_sm_use(self._sm_users, *(context.sm_users for context in crew.contexts))
 
     def statistics(self) -> PoolStatistics:
         """Counts since the pool was made."""
         return PoolStatistics(self._steps, self._handoffs, self._threads_started, dict(self._sm_users))
 
-    @contextmanager
-    def no_timeout(self) -> Iterator[None]:
+    def no_timeout(self) -> AbstractContextManager[None]:
         """Suspend the hang check: during warm-up, compilation and capture a lane may take very long."""
-        self._patience += 1
-        try:
-            yield
-        finally:
-            self._patience -= 1
+        return self._patient.marked()
 
     def close(self) -> None:
         """Stop the threads. The next step would make new ones."""
@@ -253,9 +304,10 @@ class LanePool:
             self._closer()
         self._crew = self._closer = None
 
-    def _crew_for_this_process(self) -> _Crew:
-        if self._crew is not None and self._crew.pid != os.getpid():
-            self._forget()
+    def _crew_for_a_step(self) -> _Crew:
+        """The crew, marked; a new one in a forked child, and where Ctrl-C left the old one in a step."""
+        if self._crew is not None and (self._crew.in_step or self._crew.pid != os.getpid()):
+            self._discard()
         if self._crew is None:
             ready, done = Gate(self.lanes), Gate(self.lanes)
             contexts = make_ubatch_contexts(
@@ -270,12 +322,24 @@ class LanePool:
             self._crew = _Crew(contexts, ready, done, workers, os.getpid())
             self._closer = weakref.finalize(self, self._crew.dismiss)
             for worker in workers:
-                worker.start()
+                try:
+                    worker.start()
+                except RuntimeError as error:  # the process has as many threads as it may have
+                    self._discard()
+                    raise UBatchError(
+                        f"thread {worker.name!r} could not be started: {error}. Nothing ran. Allow this process more "
+                        "threads (ulimit -u, the container's pids limit), or end some."
+                    ) from error
                 self._threads_started += 1
+        self._crew.thread = threading.get_ident()
+        self._crew.in_step = True
         return self._crew
 
-    def _forget(self) -> None:
-        """Let go of a crew without waiting for its threads: they hang, or belong to the parent process."""
+    def _discard(self) -> None:
+        """Let go of the crew without waiting for its threads: they hang, unwind, or belong to the parent process."""
+        if self._crew is not None:
+            self._crew.discard()
+            self._count(self._crew)
         if self._closer is not None:
             self._closer.detach()
         self._crew = self._closer = None
@@ -285,10 +349,12 @@ class LanePool:
 
         Returns whether every lane could start and ended, well or badly.
         """
-        baton = crew.contexts[0].baton
+        baton = crew.baton
+        given: list[_Job] = []
         try:
             for worker, job in zip(crew.workers, jobs, strict=True):
                 worker.give(job)
+                given.append(job)
             all_ready = self._await_ready(crew, jobs)
             if capture is not None and all_ready:
                 capture.begin()
@@ -299,10 +365,8 @@ class LanePool:
             if baton.running and isinstance(error, UBatchTimeout):
                 baton.abandon(baton.statistics().holder)
             else:
-                baton.abort(len(crew.contexts))
-                if not baton.running:
-                    baton.start()
-            self._unwind(crew, jobs)
+                baton.stop()
+            self._unwind(crew, given)
             raise
         return all_ready
 
@@ -312,16 +376,16 @@ class LanePool:
         while not crew.ready.wait_for(min(_LOOK_UP_S, self.timeout_s)):
             stillborn = [job.context.id for job in jobs if job.ended]
             for lane in stillborn:
-                crew.contexts[0].baton.abandon(lane)
+                crew.baton.abandon(lane)
             if stillborn:
                 return False
-            if time.monotonic() - begun > self.timeout_s and not self._patience:
+            if time.monotonic() - begun > self.timeout_s and not (crew.patient or self._patient):
                 raise UBatchTimeout(f"lanes were not ready within {self.timeout_s} s.\n{_report(crew.contexts)}")
         return True
 
     def _check_hang(self, crew: _Crew) -> None:
-        state = crew.contexts[0].baton.statistics()
-        if state.holder < 0 or self._patience or state.held_s <= self.timeout_s:
+        state = crew.baton.statistics()
+        if state.holder < 0 or crew.patient or self._patient or state.held_s <= self.timeout_s:
             return
         holder = crew.contexts[state.holder]
         if time.monotonic() < holder.waits_until:  # that has a time-out of its own, which can name the peer
@@ -333,18 +397,10 @@ class LanePool:
 
     def _unwind(self, crew: _Crew, jobs: Sequence[_Job]) -> None:
         """Give aborted lanes a moment to end."""
-        baton = crew.contexts[0].baton
+        baton = crew.baton
         deadline = time.monotonic() + min(_UNWIND_S, self.timeout_s)
         while time.monotonic() < deadline and not all(job.ended or baton.abandoned(job.context.id) for job in jobs):
             crew.done.wait_for(0.02)
-
-    def _replace(self, crew: _Crew, jobs: Sequence[_Job]) -> None:
-        """Abandon the lanes that did not end, let the threads stop once they can, and get a new crew."""
-        self._forget()
-        for worker, job in zip(crew.workers, jobs, strict=True):
-            if not job.ended:
-                crew.contexts[0].baton.abandon(job.context.id)
-            worker.give(None)
 
     def _results(self, jobs: Sequence[_Job]) -> list[Any]:
         failed = [job for job in jobs if job.error is not None]
@@ -358,8 +414,8 @@ class LanePool:
         _note(error, culprit.context, len(jobs))
         self.failure = culprit.context.id, str(culprit.context.last_point)
         for job in failed:
-            if job is not culprit and not isinstance(job.error, LaneAborted):
-                error.add_note(f"lane {job.context.id} also raised {job.error!r} while it unwound")
+            if job is not culprit and job.error is not None and not isinstance(job.error, LaneAborted):
+                note(error, f"lane {job.context.id} also raised {describe(job.error)} while it unwound")
         for job in jobs:
             job.error = job.result = None  # their tracebacks hold the lanes' tensors,
             job.body = _nothing  # and the error's, which lives on, holds the job
@@ -370,9 +426,10 @@ class LanePool:
 
 
 def _note(error: BaseException, context: UBatchContext, lanes: int) -> None:
-    error.add_note(
+    note(
+        error,
         f"raised in lane {context.id} of {lanes}, last point {str(context.last_point)!r}, "
-        f"{context.points_passed} points passed"
+        f"{context.points_passed} points passed",
     )
 
 

@@ -22,8 +22,8 @@ import gc
 import threading
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -33,7 +33,14 @@ from torch import nn
 from ubatch.arguments import CannotSplit, check_split_dims
 from ubatch.config import CUDAGraphMode, UBatchConfig
 from ubatch.context import current_lane
-from ubatch.errors import ConcurrentCallError, ConfigError, NestedUBatchError, OverlapDeclined
+from ubatch.errors import (
+    ConcurrentCallError,
+    ConfigError,
+    ForkedLaneError,
+    NestedUBatchError,
+    OverlapDeclined,
+    UBatchError,
+)
 from ubatch.execution import Execution, checked_device, device_of, span
 from ubatch.facade import ModuleFacade
 from ubatch.forward_context import ForwardContext, get_forward_context
@@ -42,6 +49,7 @@ from ubatch.graph_cuda import CudaGraphs
 from ubatch.graph_table import GraphTable, Hit
 from ubatch.graphs import CapturedGraph, CaptureFailed, GraphBackend, GraphKey
 from ubatch.group import CommGroup
+from ubatch.interrupts import Claim, Claims, apart
 from ubatch.planner import Intent, Planner
 from ubatch.proof import Prover
 from ubatch.schedule import Schedule
@@ -127,8 +135,7 @@ class UBatchWrapper(ModuleFacade):
         self._keep("_ubatch_given_graphs", graphs)
         self._keep("_ubatch_intercepts", intercept_collectives)
         self._keep("_ubatch_table", _table(mode, graphs, planner, model, checked))
-        self._keep("_ubatch_busy", threading.Lock())
-        self._keep("_ubatch_owner", 0)
+        self._keep("_ubatch_claims", Claims())
         self._keep("_ubatch_calls", 0)
         self._keep("_ubatch_engaged", 0)
         self._keep("_ubatch_engaged_single", 0)
@@ -148,8 +155,12 @@ class UBatchWrapper(ModuleFacade):
             OverlapDeclined: `require_overlap` is set and the call ran into a reason not to.
             UBatchTimeout, PeerFailed, TransferTimeout, GroupBroken: see there.
         """
-        with self._alone(), traced_step():
-            return self._step(args, kwargs)
+
+        def call() -> Any:
+            with traced_step():
+                return self._step(args, kwargs)
+
+        return self._alone(call)
 
     def capture(self, *args: Any, **kwargs: Any) -> CapturedGraph:
         """Capture this call as it would run now: in lanes or unsplit, under the current forward context.
@@ -199,26 +210,27 @@ class UBatchWrapper(ModuleFacade):
 
     # -- one call -----------------------------------------------------------------------------------------------
 
-    @contextmanager
-    def _alone(self) -> Iterator[None]:
-        """One call at a time, and of all ranks together."""
+    def _alone(self, work: Callable[[], T]) -> T:
+        """Run one call at a time, and of all ranks together."""
         lane = current_lane()
+        if lane is not None and lane.baton.forked:
+            raise ForkedLaneError(
+                f"a UBatchWrapper was called in the child of lane {lane.id}, which was forked. Fork outside of calls."
+            )
         if lane is not None:
             raise NestedUBatchError(
                 f"a UBatchWrapper was called inside lane {lane.id}. Wrap only the outermost module."
             )
-        if not self._ubatch_busy.acquire(blocking=False):
-            if self._ubatch_owner == threading.get_ident():
-                raise NestedUBatchError("a UBatchWrapper was called from inside its own call. Wrap a module once.")
-            raise ConcurrentCallError("another thread is in a call of this UBatchWrapper. Use one wrapper per thread.")
-        group = self._ubatch_config.group
-        try:
-            self._keep("_ubatch_owner", threading.get_ident())
-            with group.step() if group is not None else nullcontext():
-                yield
-        finally:
-            self._keep("_ubatch_owner", 0)
-            self._ubatch_busy.release()
+        claims: Claims = self._ubatch_claims
+        group: CommGroup | None = self._ubatch_config.group
+        if group is None:
+            return claims.alone(work, _refuse)
+
+        def step() -> T:
+            with group.step():
+                return work()
+
+        return claims.alone(lambda: apart(step), _refuse)
 
     def _capture(self, context: ForwardContext | None, work: Callable[[Capturer], T]) -> T:
         table: GraphTable | None = self._ubatch_table
@@ -228,17 +240,16 @@ class UBatchWrapper(ModuleFacade):
             gc.collect()  # what cycles hold would count as a graph's memory
         config, planner, execution = self._ubatch_config, self._ubatch_planner, self._ubatch_execution
         try:
-            with self._alone():
-                capturer = Capturer(
-                    self._ubatch_model,
-                    config,
-                    planner,
-                    execution,
-                    table,
-                    decide=lambda intent: self._decide(intent, context),
-                    prove=lambda call, intent, decision: self._prove(*call, intent, decision, context),
-                )
-                return work(capturer)
+            capturer = Capturer(
+                self._ubatch_model,
+                config,
+                planner,
+                execution,
+                table,
+                decide=lambda intent: self._decide(intent, context),
+                prove=lambda call, intent, decision: self._prove(*call, intent, decision, context),
+            )
+            return self._alone(lambda: apart(lambda: work(capturer)))
         except CaptureFailed as failed:  # its cause says where; the frames in between hold the static inputs
             traceback.clear_frames(failed.__traceback__)
             raise
@@ -441,6 +452,13 @@ def _group_of(model: nn.Module) -> CommGroup | None:
     """The ranks that the module's experts are spread over, as whoever spread them noted on it or on a part of it."""
     noted = (getattr(module, "_ubatch_group", None) for module in model.modules())
     return next((group for group in noted if isinstance(group, CommGroup)), None)
+
+
+def _refuse(other: Claim) -> UBatchError:
+    """What a call raises while `other` is in one."""
+    if other.thread == threading.get_ident():
+        return NestedUBatchError("a UBatchWrapper was called from inside its own call. Wrap a module once.")
+    return ConcurrentCallError("another thread is in a call of this UBatchWrapper. Use one wrapper per thread.")
 
 
 def _table(

@@ -1,0 +1,167 @@
+"""Ctrl-C before any line of the caller: the call ends, and the wrapper works at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+from fake_graphs import FakeGraphs
+from interrupting import PACKAGE, PLACES, AtOnce, interrupted_at, lines_of, nothing_is_left
+from lanes import lane_threads, no_lane_threads_within, within
+from torch import Tensor
+from wrapper_cases import Model, x_of
+
+from ubatch import CommGroup, CUDAGraphMode, UBatchConfig, UBatchWrapper
+
+LANES = 2
+LOW = {"dbo_decode_token_threshold": LANES, "dbo_prefill_token_threshold": LANES, "timeout_s": 20.0}
+
+
+class Case:
+    """A wrapper, and calls of it.
+
+    Args:
+        rows: of the argument.
+        settings: of the wrapper's configuration.
+        graphs: the call is captured first, and what is interrupted is its replay.
+        intercept: torch's waits are points.
+        patient: without the hang check.
+    """
+
+    def __init__(
+        self, rows: int = 4, graphs: bool = False, intercept: bool = False, patient: bool = False, **settings: Any
+    ) -> None:
+        self.model = Model().eval()
+        self.x = x_of(rows)
+        with torch.no_grad():
+            self.expected = self.model(self.x)
+        self.graphs = graphs
+        options: dict[str, Any] = {"cudagraph_mode": CUDAGraphMode.FULL, "graphs": FakeGraphs()} if graphs else {}
+        options["intercept_collectives"] = intercept
+        self.patient = patient
+        self.wrapper = UBatchWrapper(self.model, UBatchConfig(**{**LOW, **settings}), **options)
+
+    @torch.no_grad()
+    def call(self) -> Tensor:
+        if self.patient:
+            with self.wrapper.no_timeout():
+                return self.wrapper(self.x)
+        return self.wrapper(self.x)
+
+    @torch.no_grad()
+    def capture(self) -> None:
+        self.wrapper.capture(self.x)
+
+    def check(self) -> None:
+        """Everything is as after any other call."""
+        nothing_is_left()
+        with AtOnce():
+            output = self.call()
+        torch.testing.assert_close(output, self.expected)
+        nothing_is_left()
+        assert within(5, lambda: len(lane_threads()) <= LANES)
+
+
+MODES: dict[str, dict[str, Any]] = {
+    "lanes": {},
+    "unsplit": {"rows": 1},
+    "one lane with chunks": {"schedule": "single_batch"},
+    "no hang check, ranges": {"patient": True, "profile_ranges": True},
+    "replay": {"graphs": True},
+    "intercepting": {"intercept": True},
+    "a group of one": {"group": True},
+    "unsplit, a group of one": {"rows": 1, "group": True},
+}
+
+
+@pytest.fixture(scope="module")
+def group() -> Iterator[CommGroup]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield CommGroup.from_process_group()
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.fixture
+def make(request: pytest.FixtureRequest) -> Iterator[Callable[[str], Case]]:
+    """Makes a case of a mode; all are closed at the end."""
+    made: list[Case] = []
+
+    def make(mode: str) -> Case:
+        settings = dict(MODES[mode])
+        if settings.get("group"):
+            settings["group"] = request.getfixturevalue("group")
+        made.append(Case(**settings))
+        return made[-1]
+
+    functions = {name: value for name, value in vars(functional).items() if callable(value)}
+    yield make
+    for case in made:
+        case.wrapper.close()
+    assert no_lane_threads_within(5)
+    assert {name: value for name, value in vars(functional).items() if callable(value)} == functions
+
+
+def interrupt_everywhere(
+    call: Callable[[], object], check: Callable[[], None], places: tuple[str, ...] = PLACES
+) -> int:
+    """Press Ctrl-C once before every line that `call` runs, and check after each; returns how many there were."""
+    lines = lines_of(call, places)
+    for number in range(lines):
+        error = interrupted_at(number, call, places)
+        assert error is None or type(error) is KeyboardInterrupt, repr(error)
+        try:
+            check()
+        except BaseException as failed:
+            failed.add_note(f"interrupted at line event {number}: {error}")
+            raise
+    return lines
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_later_calls(mode: str, make: Callable[[str], Case]) -> None:
+    case = make(mode)
+    if case.graphs:
+        case.capture()
+    case.call()  # what is imported and compiled late is there now
+    case.check()
+    before = case.wrapper.statistics()
+    lines = interrupt_everywhere(case.call, case.check)
+    after = case.wrapper.statistics()
+    assert not case.wrapper._ubatch_execution._patient
+    assert lines > 100
+    assert after.engaged - before.engaged >= (lines if before.engaged else 0), "every call that checks overlapped"
+    assert after.engaged_single - before.engaged_single >= (lines if before.engaged_single else 0)
+
+
+@pytest.mark.parametrize("mode", ["lanes", "one lane with chunks", "intercepting"])
+def test_first_calls(mode: str, make: Callable[[str], Case]) -> None:
+    cases = [make(mode)]
+
+    def call() -> None:
+        cases[-1].call()
+
+    def check() -> None:
+        cases[-1].check()
+        cases[-1].wrapper.close()
+        cases.append(make(mode))
+
+    cases[0].call()
+    check()
+    interrupt_everywhere(call, check)
+
+
+def test_captures(make: Callable[[str], Case]) -> None:
+    case = make("replay")
+    case.capture()
+    case.check()
+    interrupt_everywhere(case.capture, case.check, PACKAGE)  # the fake's own `with` statements are not under test
+    case.capture()
+    replays = case.wrapper.statistics().graph_replays
+    case.check()
+    assert case.wrapper.statistics().graph_replays == replays + 1
