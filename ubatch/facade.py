@@ -1,20 +1,31 @@
 """Standing in for a module: everything but its call is the module's own.
 
-Attributes, parameters, `state_dict`, `to`, `eval` act on the module itself; what is set here is set there. Its other
-methods (`generate`, ...) run on a *twin*: an object of a subclass that shares the module's `__dict__` and whose
-`forward` is the stand-in's, so that what they call goes through it. The module is not changed.
+Parameters, `state_dict`, `to`, `eval` act on the module itself, data that it has is its own, and what is set here is
+set there. Its other methods and properties (`generate`, ...) run on its *twin*: an object of a subclass that shares
+the module's `__dict__` and whose `forward` is the stand-in's, so that what they call goes through it. The module is not
+changed. Who holds whom, so that a stand-in that is dropped is gone at once, and a method that is kept still works:
+
+    stand-in ----> twin ----> core: an object with the stand-in's `__dict__`, but without a twin
+                   twin - - > stand-in (weak): what a method returns that returns its `self`
 """
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
+import weakref
 from collections.abc import Callable
+from types import MethodType
 from typing import Any
 
+import torch
 from torch import nn
+from torch.fx._symbolic_trace import is_fx_tracing
 
-__all__ = ["ModuleFacade"]
+from ubatch.errors import ConfigError
+
+__all__ = ["ModuleFacade", "refuse_tracing", "uncompiled"]
 
 _READING = frozenset(
     {"buffers", "children", "extra_repr", "get_buffer", "get_extra_state", "get_parameter", "get_submodule", "modules"}
@@ -22,14 +33,23 @@ _READING = frozenset(
     | {"_named_members", "_save_to_state_dict"}
 )
 """Methods of `nn.Module` that change nothing."""
+_NOTHING: Any = object()
+_NEVER_RETURN_SELF = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
+_TRACED = (
+    "{0} cannot see into a UBatchWrapper, whose lanes are threads of their own. Give it the module itself "
+    "(wrapper.module), and wrap what it returns if that shall overlap."
+)
 
 
 class ModuleFacade(nn.Module):
     """A stand-in for `model`. Subclasses define `forward`; their own state has names that begin with `_ubatch_`."""
 
+    __slots__ = ("_ubatch_twin",)
+
     def __init__(self, model: nn.Module) -> None:
         self._keep("_ubatch_model", model)
         self._keep("_ubatch_twin_kind", _twin_kind_of(type(model)))
+        self._keep("_ubatch_methods", {})
 
     def _keep(self, name: str, value: Any) -> None:
         """Set an attribute of the stand-in itself."""
@@ -42,16 +62,44 @@ class ModuleFacade(nn.Module):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_ubatch_"):
             raise AttributeError(f"{type(self).__name__}.__init__ did not run: no {name}")
-        return getattr(self._twin(), name)
+        model = self._ubatch_model
+        if not _runs_code(model, name):
+            value = getattr(model, name)
+            bound = isinstance(value, MethodType) and value.__self__ is model
+            return MethodType(value.__func__, self._twin()) if bound else value
+        twin = self._twin()
+        value = getattr(twin, name)
+        if value is twin:
+            return self
+        if isinstance(value, MethodType) and value.__self__ is twin:
+            return MethodType(self._method(name, value.__func__), twin)
+        return value
 
-    def _twin(self) -> nn.Module:
-        """An object that *is* the module (same `__dict__`), but whose call and forward go through the stand-in.
+    def _method(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        """The same function every time, so that two looks at a method are equal, as the module's are."""
+        if any(check(method) for check in _NEVER_RETURN_SELF):
+            return method
+        made: dict[str, Any] = self._ubatch_methods
+        if name not in made or made[name].__wrapped__ is not method:
+            made[name] = _returning_the_facade(method)
+        found: Callable[..., Any] = made[name]
+        return found
 
-        It refers to the stand-in, not the other way round, so that a stand-in that is dropped is gone at once.
-        """
-        twin: nn.Module = object.__new__(self._ubatch_twin_kind)
-        object.__setattr__(twin, "__dict__", self._ubatch_model.__dict__)
-        object.__setattr__(twin, "_ubatch_facade", self)
+    def _twin(self) -> Any:
+        """The object that *is* the module (same `__dict__`), but whose call and forward go through the stand-in."""
+        model = self._ubatch_model
+        try:
+            twin = object.__getattribute__(self, "_ubatch_twin")
+        except AttributeError:
+            twin = None
+        if twin is None or twin.__dict__ is not model.__dict__:
+            core = object.__new__(type(self))
+            object.__setattr__(core, "__dict__", self.__dict__)
+            twin = object.__new__(self._ubatch_twin_kind)
+            object.__setattr__(twin, "__dict__", model.__dict__)
+            object.__setattr__(twin, "_ubatch_core", core)
+            object.__setattr__(twin, "_ubatch_facade", weakref.ref(self))
+            self._keep("_ubatch_twin", twin)
         return twin
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -65,6 +113,10 @@ class ModuleFacade(nn.Module):
     def _module_changed(self, how: str) -> None:
         """Something was set, or a method that may change the module ran (`how` is its name). For subclasses."""
 
+    def __prepare_scriptable__(self) -> nn.Module:
+        """What `torch.jit.script` asks for first, also of a module's children."""
+        raise ConfigError(_TRACED.format("torch.jit.script"))
+
     def __dir__(self) -> list[str]:
         return sorted({*object.__dir__(self), *dir(self._ubatch_model)})
 
@@ -72,15 +124,111 @@ class ModuleFacade(nn.Module):
         return f"{type(self).__name__}({self._ubatch_model!r})"
 
 
+def refuse_tracing() -> None:
+    """Refuse what records one thread's operations: it would take what the lanes compute for constants.
+
+    Raises:
+        ConfigError: `torch.jit.trace`, `torch.export` or `torch.fx` is at work.
+    """
+    if torch._C._get_tracing_state() is not None:
+        raise ConfigError(_TRACED.format("torch.jit.trace"))
+    if torch.compiler.is_exporting():
+        raise ConfigError(_TRACED.format("torch.export"))
+    if is_fx_tracing():
+        raise ConfigError(_TRACED.format("torch.fx"))
+
+
+def uncompiled(work: Callable[..., Any], *args: Any) -> Any:
+    """`work(*args)`, into which `torch.compile` shall not look: what it compiles there are locks and threads."""
+    global _disabled
+    if _disabled is None:
+        _disabled = torch.compiler.disable(_call)  # not at import, for it imports the compiler
+    return _disabled(work, *args)
+
+
+def _call(work: Callable[..., Any], *args: Any) -> Any:
+    return work(*args)
+
+
+_disabled: Callable[..., Any] | None = None
+
+
+def _runs_code(model: nn.Module, name: str) -> bool:
+    """Whether looking `name` up gives a method, or runs code of the module's class, which then needs the twin."""
+    kind = type(model)
+    if kind.__getattribute__ is not object.__getattribute__:
+        return True
+    found = next((vars(each)[name] for each in kind.__mro__ if name in vars(each)), _NOTHING)
+    if found is _NOTHING:  # parameters, buffers and submodules; and nothing, which is an error of the module's
+        return kind.__getattr__ is not nn.Module.__getattr__ and name not in vars(model)
+    if isinstance(found, staticmethod | classmethod) or not hasattr(type(found), "__get__"):
+        return False
+    return hasattr(type(found), "__set__") or name not in vars(model)
+
+
 def _twin_kind_of(kind: type[nn.Module]) -> type[nn.Module]:
-    """A subclass that goes by the same name. The slot is the twin's own, where the `__dict__` is the module's."""
+    """A subclass that passes for `kind`. Its slots are the twin's own, where the `__dict__` is the module's."""
 
     @functools.wraps(inspect.getattr_static(kind, "forward"))  # a compiled module's is no function
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return self._ubatch_facade.forward(*args, **kwargs)
+        return self._ubatch_core.forward(*args, **kwargs)
 
-    body = {"__call__": forward, "forward": forward, "__module__": kind.__module__, "__slots__": ("_ubatch_facade",)}
-    return type(kind.__name__, (kind,), body)
+    def new(cls: type[nn.Module], *args: Any, **kwargs: Any) -> nn.Module:
+        return kind(*args, **kwargs)  # a method that makes another one, as type(self)(...)
+
+    body: dict[str, Any] = {
+        "__module__": kind.__module__,
+        "__qualname__": kind.__qualname__,
+        "__doc__": kind.__doc__,
+        "__slots__": ("_ubatch_core", "_ubatch_facade"),
+        "__class__": property(lambda self: kind),
+        "__new__": new,
+        "__call__": forward,
+        "forward": forward,
+        "__copy__": lambda self: copy.copy(_itself(self)),
+        "__deepcopy__": lambda self, memo: copy.deepcopy(_facade_of(self), memo),
+        "__reduce_ex__": lambda self, protocol: (_unchanged, (_facade_of(self),)),
+    }
+    if hasattr(kind, "__del__"):
+        body["__del__"] = lambda self: None  # the module still lives, and has its own
+    if kind.__eq__ is object.__eq__ and kind.__hash__ is object.__hash__:
+        body["__eq__"] = lambda self, other: _itself(self) is _itself(other)
+        body["__hash__"] = lambda self: hash(_itself(self))
+    return _passing_for(kind)(kind.__name__, (kind,), body)
+
+
+def _passing_for(kind: type[nn.Module]) -> type[type]:
+    """A metaclass whose classes equal `kind`, for methods that compare their `type(self)` or look it up."""
+    body = {"__eq__": lambda cls, other: other is cls or other is kind, "__hash__": lambda cls: hash(kind)}
+    return type(type(kind).__name__, (type(kind),), body)
+
+
+def _returning_the_facade(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A method of a twin; where it returns the twin, the stand-in is returned. A copy of it is a stand-in's method."""
+
+    @functools.wraps(method)
+    def called(self: Any, *args: Any, **kwargs: Any) -> Any:
+        self = self._twin() if isinstance(self, ModuleFacade) else self
+        result = method(self, *args, **kwargs)
+        return _facade_of(self) if result is self else result
+
+    return called
+
+
+def _facade_of(twin: Any) -> Any:
+    """The stand-in; its core where only a method of it was kept."""
+    facade = twin._ubatch_facade()
+    return twin._ubatch_core if facade is None else facade
+
+
+def _unchanged(facade: ModuleFacade) -> ModuleFacade:
+    return facade
+
+
+def _itself(module: object) -> object:
+    """The module that a twin is, or `module`."""
+    core = getattr(type(module), "_ubatch_core", None)
+    return module if core is None else core.__get__(module)._ubatch_model
 
 
 def _delegate(name: str) -> Callable[..., Any]:
