@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import random
+import signal
+import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -165,3 +169,36 @@ def test_captures(make: Callable[[str], Case]) -> None:
     replays = case.wrapper.statistics().graph_replays
     case.check()
     assert case.wrapper.statistics().graph_replays == replays + 1
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # Ctrl-C in a `__del__` of torch's
+@pytest.mark.parametrize("mode", ["lanes", "unsplit", "one lane with chunks"])
+def test_signals_at_any_time(mode: str, make: Callable[[str], Case]) -> None:
+    """The real thing, which may also come within a line."""
+    case = make(mode)
+    case.call()
+    case.check()
+    chance, main = random.Random(0), threading.main_thread().ident
+    assert main is not None
+    came = 0
+    for _ in range(60):
+        pressed, armed = threading.Event(), threading.Event()
+        seconds = chance.uniform(0.0, 0.01)
+
+        def press(seconds: float = seconds, armed: threading.Event = armed, pressed: threading.Event = pressed) -> None:
+            armed.wait(20)
+            time.sleep(seconds)
+            signal.pthread_kill(main, signal.SIGINT)
+            pressed.set()
+
+        presser = threading.Thread(target=press, name="presser")
+        presser.start()
+        try:
+            armed.set()
+            while not pressed.is_set():
+                case.call()
+        except KeyboardInterrupt:
+            came += 1
+        presser.join(20)
+        case.check()
+    assert came > 30

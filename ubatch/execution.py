@@ -131,15 +131,14 @@ class Execution:
         voted = frozenset(group.ranks) if group is not None else frozenset()
         pool = self._pool(len(calls))
         self.failure = None
-
-        def run() -> list[Any]:
-            with profile_ranges(self._config.profile_ranges), self._intercepting(), sharing_weights():
-                return pool.run(bodies, schedule, contexts, voted, capture, patient=bool(self._patient))
-
-        try:
-            return contextvars.copy_context().run(run)  # what a lane sets there stays there, also one in this thread
+        try:  # what a lane sets in its context stays there, also where it runs in this thread
+            return contextvars.copy_context().run(self._run_in, pool, bodies, schedule, contexts, voted, capture)
         finally:
             self.failure = pool.failure
+
+    def _run_in(self, pool: LanePool | SingleLane, *step: Any) -> list[Any]:
+        with profile_ranges(self._config.profile_ranges), self._intercepting(), sharing_weights():
+            return pool.run(*step, patient=bool(self._patient))
 
     def _intercepting(self) -> AbstractContextManager[None]:
         if not self._intercept:
@@ -162,7 +161,7 @@ class Execution:
         around: AbstractContextManager[Any] = nullcontext()
         if self._config.group is not None and (context is None or context.decision is None):
             around = set_forward_context(self._whole_context(intent, decision, context))
-        patient = self._patience or capture is not None
+        patient = bool(self._patient) or capture is not None
         with around, transfers_end_within(None if patient else self._config.timeout_s), span("unsplit"):
             if capture is None:
                 return self._model(*args, **kwargs)

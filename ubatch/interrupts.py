@@ -69,8 +69,8 @@ class Claims:
     def __init__(self) -> None:
         self._claims: list[Claim] = []
 
-    def alone(self, work: Callable[[], T], refuse: Callable[[Claim], Exception]) -> T:
-        """Run `work` if nobody else is in here.
+    def alone(self, refuse: Callable[[Claim], Exception], work: Callable[..., T], *args: Any) -> T:
+        """Run `work(*args)` if nobody else is in here.
 
         Raises:
             What `refuse` returns: for the claim of whoever is.
@@ -82,7 +82,7 @@ class Claims:
                 other = self._before(claim)
                 if other is not None:
                     raise refuse(other)
-            return work()
+            return work(*args)
         finally:
             if claim in self._claims:
                 self._claims.remove(claim)
@@ -123,14 +123,14 @@ class Marks:
             self._marks.discard(mark)
 
 
-def apart(work: Callable[[], T]) -> T:
-    """Run `work` in a copy of the caller's context. This package's variables end with it, all others are carried over.
+def apart(work: Callable[..., T], *args: Any) -> T:
+    """Run `work(*args)` in a copy of the caller's context. This package's variables end with it, others go over.
 
     A variable of the caller's that `work` resets by a token of the caller's cannot be: tokens belong to one context.
     """
     context = contextvars.copy_context()
     try:
-        return context.run(work)
+        return context.run(work, *args)
     finally:
         for variable, value in context.items():
             if not variable.name.startswith(_OWN) and variable.get(_MISSING) is not value:

@@ -42,7 +42,7 @@ from ubatch.errors import (
     UBatchError,
 )
 from ubatch.execution import Execution, checked_device, device_of, span
-from ubatch.facade import ModuleFacade
+from ubatch.facade import ModuleFacade, refuse_tracing, uncompiled
 from ubatch.forward_context import ForwardContext, get_forward_context
 from ubatch.graph_capture import Capturer
 from ubatch.graph_cuda import CudaGraphs
@@ -155,12 +155,7 @@ class UBatchWrapper(ModuleFacade):
             OverlapDeclined: `require_overlap` is set and the call ran into a reason not to.
             UBatchTimeout, PeerFailed, TransferTimeout, GroupBroken: see there.
         """
-
-        def call() -> Any:
-            with traced_step():
-                return self._step(args, kwargs)
-
-        return self._alone(call)
+        return self._alone(self._traced, args, kwargs)
 
     def capture(self, *args: Any, **kwargs: Any) -> CapturedGraph:
         """Capture this call as it would run now: in lanes or unsplit, under the current forward context.
@@ -210,8 +205,11 @@ class UBatchWrapper(ModuleFacade):
 
     # -- one call -----------------------------------------------------------------------------------------------
 
-    def _alone(self, work: Callable[[], T]) -> T:
-        """Run one call at a time, and of all ranks together."""
+    def _alone(self, work: Callable[..., Any], *args: Any) -> Any:
+        """Run `work(*args)`: one call at a time, and of all ranks together."""
+        if torch.compiler.is_dynamo_compiling():
+            return uncompiled(self._alone, work, *args)
+        refuse_tracing()
         lane = current_lane()
         if lane is not None and lane.baton.forked:
             raise ForkedLaneError(
@@ -224,13 +222,8 @@ class UBatchWrapper(ModuleFacade):
         claims: Claims = self._ubatch_claims
         group: CommGroup | None = self._ubatch_config.group
         if group is None:
-            return claims.alone(work, _refuse)
-
-        def step() -> T:
-            with group.step():
-                return work()
-
-        return claims.alone(lambda: apart(step), _refuse)
+            return claims.alone(_refuse, work, *args)
+        return claims.alone(_refuse, apart, _in_step, group, work, *args)
 
     def _capture(self, context: ForwardContext | None, work: Callable[[Capturer], T]) -> T:
         table: GraphTable | None = self._ubatch_table
@@ -249,13 +242,18 @@ class UBatchWrapper(ModuleFacade):
                 decide=lambda intent: self._decide(intent, context),
                 prove=lambda call, intent, decision: self._prove(*call, intent, decision, context),
             )
-            return self._alone(lambda: apart(lambda: work(capturer)))
+            result: T = self._alone(apart, work, capturer)
+            return result
         except CaptureFailed as failed:  # its cause says where; the frames in between hold the static inputs
             traceback.clear_frames(failed.__traceback__)
             raise
         finally:
             if not table.graphs:
                 table.buffers.clear()
+
+    def _traced(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with traced_step():
+            return self._step(args, kwargs)
 
     def _step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._keep("_ubatch_calls", self._ubatch_calls + 1)
@@ -452,6 +450,11 @@ def _group_of(model: nn.Module) -> CommGroup | None:
     """The ranks that the module's experts are spread over, as whoever spread them noted on it or on a part of it."""
     noted = (getattr(module, "_ubatch_group", None) for module in model.modules())
     return next((group for group in noted if isinstance(group, CommGroup)), None)
+
+
+def _in_step(group: CommGroup, work: Callable[..., T], *args: Any) -> T:
+    with group.step():
+        return work(*args)
 
 
 def _refuse(other: Claim) -> UBatchError:

@@ -1,0 +1,133 @@
+"""A process that is forked while a wrapper is in a call: the child's wrapper works, or says why it does not."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from wrapping import Plain, wrapped
+
+from ubatch import CommGroup, ForkedLaneError, UBatchWrapper, dbo_yield
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+
+X = torch.arange(12.0).reshape(4, 3)
+
+
+def exit_code_of_child(body: Callable[[], object]) -> int:
+    """Fork; the child runs `body` in this thread. 0 if it returned; fails if it hangs."""
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            body()
+            status = 0
+        finally:
+            os._exit(status)
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        done, waited = os.waitpid(child, os.WNOHANG)
+        if done:
+            return os.waitstatus_to_exitcode(waited)
+        time.sleep(0.01)
+    os.kill(child, 9)
+    os.waitpid(child, 0)
+    return -9
+
+
+class Pausing:
+    """A module that stops in the middle of a call, once, until the test lets it go on."""
+
+    def __init__(self) -> None:
+        self.inside, self.leave = threading.Event(), threading.Event()
+        self.pid = os.getpid()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        dbo_yield()
+        if os.getpid() == self.pid and not self.leave.is_set():
+            self.inside.set()
+            assert self.leave.wait(20)
+        dbo_yield()
+        return x + 1
+
+
+def works(wrapper: UBatchWrapper) -> None:
+    """In lanes, and unsplit."""
+    engaged = wrapper.statistics().engaged
+    for x in (X, X[:1], X):
+        torch.testing.assert_close(wrapper(x), x + 1)
+    assert wrapper.statistics().engaged >= engaged + 2
+
+
+@pytest.mark.parametrize("rows", [4, 1])
+@pytest.mark.parametrize("settings", [{}, {"schedule": "single_batch"}])
+def test_another_thread_forks_during_a_call(rows: int, settings: dict[str, str]) -> None:
+    module = Pausing()
+    with wrapped(Plain(module), **settings) as wrapper:
+        results: list[Tensor] = []
+        caller = threading.Thread(target=lambda: results.append(wrapper(X[:rows])))
+        caller.start()
+        assert module.inside.wait(20)
+
+        def child() -> None:
+            for x in (X, X[:1], X):
+                torch.testing.assert_close(wrapper(x), x + 1)
+
+        codes = [exit_code_of_child(child) for _ in range(2)]
+        module.leave.set()
+        caller.join(20)
+        assert codes == [0, 0]
+        torch.testing.assert_close(results, [X[:rows] + 1])
+        torch.testing.assert_close(wrapper(X), X + 1)
+
+
+def test_the_wrapper_says_why_in_the_child_of_a_lane() -> None:
+    codes: list[int] = []
+    parent = os.getpid()
+
+    def child() -> None:
+        with pytest.raises(ForkedLaneError, match="in the child of lane 0"):
+            wrapper(X)
+
+    def forking(x: Tensor) -> Tensor:
+        dbo_yield()
+        if os.getpid() == parent and not codes:
+            codes.append(exit_code_of_child(child))
+        dbo_yield()
+        return x + 1
+
+    with wrapped(Plain(forking)) as wrapper:
+        torch.testing.assert_close(wrapper(X), X + 1)
+        assert codes == [0]
+        works(wrapper)
+
+
+def test_a_fork_inside_an_unsplit_call_leaves_both_in_it() -> None:
+    codes: list[int] = []
+
+    def forking(x: Tensor) -> Tensor:
+        if len(x) == 1 and not codes:
+            codes.append(exit_code_of_child(lambda: None))
+        return x + 1
+
+    with wrapped(Plain(forking)) as wrapper:
+        torch.testing.assert_close(wrapper(X[:1]), X[:1] + 1)
+        assert codes == [0]
+        works(wrapper)
+
+
+def test_a_group_of_one_works_in_the_child() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with wrapped(Plain(lambda x: x + 1), group=CommGroup.from_process_group()) as wrapper:
+            works(wrapper)
+            assert exit_code_of_child(lambda: works(wrapper)) == 0
+            works(wrapper)
+    finally:
+        dist.destroy_process_group()
