@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.fx._symbolic_trace import is_fx_tracing
+from torch.fx import _symbolic_trace as fx
 
 from ubatch.errors import ConfigError
 
@@ -134,7 +134,7 @@ def refuse_tracing() -> None:
         raise ConfigError(_TRACED.format("torch.jit.trace"))
     if torch.compiler.is_exporting():
         raise ConfigError(_TRACED.format("torch.export"))
-    if is_fx_tracing():
+    if fx._is_fx_tracing_flag:
         raise ConfigError(_TRACED.format("torch.fx"))
 
 
