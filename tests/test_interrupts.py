@@ -22,7 +22,7 @@ from wrapper_cases import Model, x_of
 from ubatch import CommGroup, CUDAGraphMode, UBatchConfig, UBatchWrapper
 
 LANES = 2
-LOW = {"dbo_decode_token_threshold": LANES, "dbo_prefill_token_threshold": LANES, "timeout_s": 20.0}
+LOW = {"dbo_decode_token_threshold": LANES, "dbo_prefill_token_threshold": LANES, "timeout_s": 20.0, "verify": "off"}
 
 
 class Case:
@@ -79,6 +79,7 @@ MODES: dict[str, dict[str, Any]] = {
     "intercepting": {"intercept": True},
     "a group of one": {"group": True},
     "unsplit, a group of one": {"rows": 1, "group": True},
+    "proving": {"verify": "always"},
 }
 
 
@@ -127,7 +128,7 @@ def interrupt_everywhere(
     return lines
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "proving"])
 def test_later_calls(mode: str, make: Callable[[str], Case]) -> None:
     case = make(mode)
     if case.graphs:
@@ -158,6 +159,16 @@ def test_first_calls(mode: str, make: Callable[[str], Case]) -> None:
     cases[0].call()
     check()
     interrupt_everywhere(call, check)
+
+
+def test_proving_calls(make: Callable[[str], Case]) -> None:
+    case = make("proving")
+    case.call()
+    case.check()
+    interrupt_everywhere(case.call, case.check, PACKAGE, 11)
+    proved = case.wrapper.statistics().proved
+    case.check()
+    assert case.wrapper.statistics().proved == proved + 1
 
 
 def test_captures(make: Callable[[str], Case]) -> None:

@@ -33,7 +33,7 @@ One line per group of files:
     trace, trace_*                    what happened, and
     ranges, sm_budget                 what profilers see, and how a GPU is shared out
     layer_program, simulate, search   what would happen, and which schedule is best
-    intercept, fsdp                   waits inside torch as points, and weights that torch gathers and frees
+    intercept, fsdp, patches          waits inside torch as points, and weights that torch gathers and frees
     forward_context, registry, errors what the rest shares
 """
 

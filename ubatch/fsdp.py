@@ -13,14 +13,14 @@ they do what they did.
 from __future__ import annotations
 
 import sys
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from ubatch.context import UBatchContext, current_lane
 from ubatch.errors import UnvotedCollectiveError
+from ubatch.patches import Patches, Replacement
 
 __all__ = ["sharing_weights"]
 
@@ -28,60 +28,46 @@ _FSDP = "torch.distributed.fsdp._fully_shard._fsdp_param_group"
 
 _inside: WeakKeyDictionary[Any, set[int]] = WeakKeyDictionary()
 """The lanes that are inside a module, by torch's object for its weights."""
-_lock = threading.Lock()
-_users = 0
-_torchs: tuple[Any, Any] = (None, None)
 
 
-@contextmanager
-def sharing_weights() -> Iterator[None]:
+def sharing_weights() -> AbstractContextManager[None]:
     """Let the lanes that run in the `with` block share what `fully_shard` gathers; does nothing if nobody uses it."""
-    module = sys.modules.get(_FSDP)
-    if module is None:
-        yield
-        return
-    _enter(module.FSDPParamGroup)
-    try:
-        yield
-    finally:
-        _leave(module.FSDPParamGroup)
+    return nullcontext() if _FSDP not in sys.modules else _patches.applied()
 
 
-def _enter(kind: Any) -> None:
-    global _users, _torchs
-    with _lock:
-        _users += 1
-        if _users == 1:
-            _torchs = kind.pre_forward, kind.post_forward
-            kind.pre_forward, kind.post_forward = _pre_forward, _post_forward
+def _replacements() -> Iterator[Replacement]:
+    _inside.clear()  # lanes that failed have not left
+    kind = sys.modules[_FSDP].FSDPParamGroup
+    yield kind, "pre_forward", kind.pre_forward, _sharing_pre_forward(kind.pre_forward)
+    yield kind, "post_forward", kind.post_forward, _sharing_post_forward(kind.post_forward)
 
 
-def _leave(kind: Any) -> None:
-    global _users
-    with _lock:
-        _users -= 1
-        if not _users:
-            kind.pre_forward, kind.post_forward = _torchs
-            _inside.clear()  # lanes that failed have not left
+_patches = Patches(_replacements)
 
 
-def _pre_forward(weights: Any, *args: Any) -> Any:
-    lane = current_lane()
-    if lane is not None:
-        if not weights.is_unsharded:
-            _check_voted(lane, weights)
-        _inside.setdefault(weights, set()).add(lane.id)
-    return _torchs[0](weights, *args)
+def _sharing_pre_forward(torchs: Callable[..., Any]) -> Callable[..., Any]:
+    def pre_forward(weights: Any, *args: Any) -> Any:
+        lane = current_lane()
+        if lane is not None:
+            if not weights.is_unsharded:
+                _check_voted(lane, weights)
+            _inside.setdefault(weights, set()).add(lane.id)
+        return torchs(weights, *args)
+
+    return pre_forward
 
 
-def _post_forward(weights: Any, module: Any, inputs: Any, output: Any) -> Any:
-    lane = current_lane()
-    if lane is not None:
-        others = _inside.get(weights, set())
-        others.discard(lane.id)
-        if others:
-            return output
-    return _torchs[1](weights, module, inputs, output)
+def _sharing_post_forward(torchs: Callable[..., Any]) -> Callable[..., Any]:
+    def post_forward(weights: Any, module: Any, inputs: Any, output: Any) -> Any:
+        lane = current_lane()
+        if lane is not None:
+            others = _inside.get(weights, set())
+            others.discard(lane.id)
+            if others:
+                return output
+        return torchs(weights, module, inputs, output)
+
+    return post_forward
 
 
 def _check_voted(lane: UBatchContext, weights: Any) -> None:

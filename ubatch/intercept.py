@@ -25,13 +25,10 @@ from __future__ import annotations
 
 import functools
 import inspect
-import os
-import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import Any
-from weakref import WeakSet
 
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
@@ -41,7 +38,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ubatch.context import UBatchContext, current_lane
 from ubatch.dbo import dbo_maybe_run_recv_hook, dbo_register_recv_hook, dbo_yield
 from ubatch.errors import GradientError, UnvotedCollectiveError
-from ubatch.interrupts import Mark, holding
+from ubatch.patches import Patches, Replacement
 from ubatch.schedule import Point
 from ubatch.transfer import Transfer
 
@@ -72,73 +69,20 @@ _under_way: WeakIdKeyDictionary = WeakIdKeyDictionary()
 _launching: ContextVar[bool] = ContextVar("ubatch_launching_in_torch", default=False)
 
 
-@contextmanager
-def intercepting() -> Iterator[None]:
+def intercepting() -> AbstractContextManager[None]:
     """Make torch's waits points of the lanes, in the `with` block; may be nested, also from several threads."""
-    user = Mark()
-    try:
-        try:
-            _patches.enter(user)
-            yield
-        finally:
-            _patches.leave(user)
-    finally:  # once more, where Ctrl-C came in place of the first time
-        _patches.leave(user)
+    return _patches.applied()
 
 
-class _Patches:
-    """torch's functions, replaced for as long as anybody intercepts."""
-
-    def __init__(self) -> None:
-        self.lock = threading.RLock()
-        self._users: WeakSet[Mark] = WeakSet()
-        self._replaced: list[tuple[Any, str, Callable[..., Any], Callable[..., Any]]] = []
-
-    def enter(self, user: Mark) -> None:
-        """Replace them, unless somebody has."""
-
-        def replace() -> None:
-            self._users.add(user)
-            if not self._replaced:
-                self._replaced = [
-                    (functional, "wait_tensor", _torch_waits, _wait_tensor),
-                    *_launching_functions(),
-                    (dist, "all_reduce", dist.all_reduce, _all_reduce),
-                ]
-            for module, name, function, replacement in self._replaced:
-                if getattr(module, name) is function:
-                    setattr(module, name, replacement)
-
-        holding(self.lock, replace)
-
-    def leave(self, user: Mark) -> None:
-        """Put them back if nobody else intercepts. May be called again."""
-
-        def put_back() -> None:
-            self._users.discard(user)
-            if not len(self._users):
-                for module, name, function, _ in self._replaced:
-                    setattr(module, name, function)
-                self._replaced = []
-
-        holding(self.lock, put_back)
-
-
-def _launching_functions() -> Iterator[tuple[Any, str, Callable[..., Any], Callable[..., Any]]]:
+def _replacements() -> Iterator[Replacement]:
+    yield functional, "wait_tensor", _torch_waits, _wait_tensor
     for name in _launchers():
         function = getattr(functional, name)
         yield functional, name, function, _noted(name, function)
+    yield dist, "all_reduce", dist.all_reduce, _all_reduce
 
 
-_patches = _Patches()
-
-
-def _after_fork_in_child() -> None:
-    _patches.lock = threading.RLock()  # another thread of the parent may have held it
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork_in_child)
+_patches = Patches(_replacements)
 
 
 @functools.cache
