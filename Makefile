@@ -28,7 +28,7 @@ export UBATCH_C_CACHE := $(CURDIR)/.cache/c
 export TORCHINDUCTOR_CACHE_DIR := $(CURDIR)/.cache/inductor
 export FLASHINFER_WORKSPACE_BASE := $(CURDIR)/.cache
 
-.PHONY: help setup setup-test setup-gpu demo test lint bench test-gpu bench-gpu clean
+.PHONY: help setup setup-test setup-gpu demo test test-slow lint bench test-gpu bench-gpu clean
 
 help: ## this list
 	@grep --extended-regexp '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -61,8 +61,11 @@ $(VENV)/.installed-gpu: $(VENV)/.installed
 demo: setup ## two expert-parallel ranks generate text, with and without overlap; writes demo/trace.html
 	$(BIN)/python examples/demo.py --out demo
 
-test: setup-test ## the tests
-	$(BIN)/python -m pytest
+test: setup-test ## the tests, but for those that are long by nature
+	$(BIN)/python -m pytest -m "not slow"
+
+test-slow: setup-test ## the rest of the tests: most of the zoo, and of the interrupts
+	$(BIN)/python -m pytest -m slow
 
 lint: setup ## ruff, mypy, and the floors (import-linter)
 	$(BIN)/ruff check .

@@ -222,7 +222,7 @@ def test_weak_references_live_as_long_as_the_wrapper(wrapper: UBatchWrapper) -> 
 
 
 def test_a_dropped_wrapper_is_gone_at_once(model: Rich) -> None:
-    wrapper = UBatchWrapper(model, UBatchConfig(dbo_prefill_token_threshold=2))
+    wrapper = UBatchWrapper(model, UBatchConfig(dbo_prefill_token_threshold=2, verify="off"))
     with torch.no_grad():
         wrapper.configure(2.0).twice(X)
     assert engaged(wrapper) == 2

@@ -128,7 +128,14 @@ def interrupt_everywhere(
     return lines
 
 
-@pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "proving"])
+SLOW = frozenset({"intercepting", "no hang check, ranges", "a group of one"})
+
+
+def modes(*named: str) -> list[Any]:
+    return [pytest.param(mode, marks=pytest.mark.slow if mode in SLOW else []) for mode in named]
+
+
+@pytest.mark.parametrize("mode", modes(*(mode for mode in MODES if mode != "proving")))
 def test_later_calls(mode: str, make: Callable[[str], Case]) -> None:
     case = make(mode)
     if case.graphs:
@@ -144,7 +151,7 @@ def test_later_calls(mode: str, make: Callable[[str], Case]) -> None:
     assert after.engaged_single - before.engaged_single >= (lines if before.engaged_single else 0)
 
 
-@pytest.mark.parametrize("mode", ["lanes", "one lane with chunks", "intercepting"])
+@pytest.mark.parametrize("mode", modes("lanes", "one lane with chunks", "intercepting"))
 def test_first_calls(mode: str, make: Callable[[str], Case]) -> None:
     cases = [make(mode)]
 
@@ -171,6 +178,7 @@ def test_proving_calls(make: Callable[[str], Case]) -> None:
     assert case.wrapper.statistics().proved == proved + 1
 
 
+@pytest.mark.slow
 def test_captures(make: Callable[[str], Case]) -> None:
     case = make("replay")
     case.capture()

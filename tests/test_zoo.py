@@ -16,6 +16,13 @@ from zoo_rows import rows_are_independent
 
 PAGE = Path(__file__).parents[1] / "docs" / "zoo.md"
 
+QUICK = frozenset({"torch.nn", "outputs", "coupled"})
+SAMPLED = [
+    pytest.param(name, marks=[] if entry.family in QUICK or number % 4 == 0 else pytest.mark.slow)
+    for number, (name, entry) in enumerate(ENTRIES.items())
+]
+"""All entries; of the large models every fourth is in the usual run."""
+
 _built = functools.cache(built)
 
 
@@ -24,7 +31,7 @@ def module_of(entry: Entry, batch: int) -> nn.Module:
     return _built(entry, batch if entry.per_batch else 0)
 
 
-@pytest.mark.parametrize("name", ENTRIES)
+@pytest.mark.parametrize("name", SAMPLED)
 def test_equal_and_overlapped_or_declined(name: str) -> None:
     """Thrice at every batch, and one wrapper at all of them."""
     entry = ENTRIES[name]
@@ -39,7 +46,7 @@ def test_equal_and_overlapped_or_declined(name: str) -> None:
         twins.compare_over_batches()
 
 
-@pytest.mark.parametrize("name", ENTRIES)
+@pytest.mark.parametrize("name", SAMPLED)
 def test_the_bare_module_is_what_the_entry_says(name: str) -> None:
     """Copies of it do the same; only an entry that says so draws random numbers, or is changed by calls."""
     entry, batch = ENTRIES[name], 2

@@ -18,11 +18,11 @@ from __future__ import annotations
 import contextvars
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from contextvars import ContextVar, Token
 from threading import RLock, get_ident
 from types import CodeType, TracebackType
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 from weakref import WeakSet
 
 __all__ = ["Claim", "Claims", "Mark", "Marks", "apart", "changing", "holding", "is_inside"]
@@ -137,7 +137,7 @@ def apart(work: Callable[..., T], *args: Any) -> T:
                 variable.set(value)
 
 
-class changing(Generic[T]):  # noqa: N801 - reads like the functions of contextlib
+class changing(AbstractContextManager[T]):  # noqa: N801 - reads like the functions of contextlib
     """Set a context variable in the `with` block. No generator: one that is collected late would set it back late."""
 
     __slots__ = ("_token", "_value", "_variable")

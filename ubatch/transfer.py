@@ -20,8 +20,8 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from datetime import timedelta
 from typing import Generic, TypeVar, cast
@@ -30,6 +30,7 @@ from ubatch.connection import Connection, Work
 from ubatch.context import UBatchContext, current_lane
 from ubatch.errors import TransferTimeout, UBatchError
 from ubatch.graphs import capturing
+from ubatch.interrupts import changing
 from ubatch.lifetimes import abandon_transfers
 from ubatch.trace import UNSPLIT, LinkTime, SpanKind, current_trace
 
@@ -274,8 +275,7 @@ def _wait(work: Work, name: str, limit_s: float | None) -> None:
 _limit_s: ContextVar[float | None] = ContextVar("ubatch_transfer_limit_s", default=None)
 
 
-@contextmanager
-def transfers_end_within(seconds: float | None) -> Iterator[None]:
+def transfers_end_within(seconds: float | None) -> AbstractContextManager[object]:
     """End the wait for a transfer without a connection, in the `with` block, by `TransferTimeout` after `seconds`.
 
     For where no lane's time-out would find it. A work that takes no regard of the time-out it is given cannot be ended.
@@ -283,8 +283,4 @@ def transfers_end_within(seconds: float | None) -> Iterator[None]:
     Args:
         seconds: None waits for ever.
     """
-    token = _limit_s.set(seconds)
-    try:
-        yield
-    finally:
-        _limit_s.reset(token)
+    return changing(_limit_s, seconds)
