@@ -16,7 +16,9 @@ from zoo_rows import rows_are_independent
 
 PAGE = Path(__file__).parents[1] / "docs" / "zoo.md"
 
-QUICK = frozenset({"torch.nn", "outputs", "coupled"})
+QUICK = frozenset(
+    {"torch.nn", "outputs", "coupled rows", "keeps state", "recurrent", "random", "detection", "labels", "graph"}
+)
 SAMPLED = [
     pytest.param(name, marks=[] if entry.family in QUICK or number % 4 == 0 else pytest.mark.slow)
     for number, (name, entry) in enumerate(ENTRIES.items())
