@@ -13,7 +13,8 @@ from torch import Tensor
 from wrapping import Plain, call_both, rows, wrapped
 
 from ubatch import CannotSplit, ConfigError, DeclineReason, SplitError, register_splitter
-from ubatch.arguments import even_bounds, parameter_names, plan_call
+from ubatch.arguments import parameter_names, plan_call
+from ubatch.call_plan import even_bounds
 
 AMBIGUOUS_ARGUMENT = DeclineReason.AMBIGUOUS_ARGUMENT
 NO_SPLITTER = DeclineReason.NO_SPLITTER

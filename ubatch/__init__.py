@@ -23,7 +23,8 @@ One line per group of files:
     transfer, collectives, host_copy  what it launches and waits for
     vote, group, connection           what ranks agree on, and
     peer_watch, launch_order          what they see when one fails, or launches in another order
-    split, split_*, arguments, caches what is cut
+    split, split_*, caches            what is cut
+    arguments, call_plan, copies      how a call is cut, and copied for its proof
     outputs, containers               how it is put together again
     config, modes, planner, execution whether a call overlaps, and running it
     proof, proof_table, signature     whether lanes are equal to the whole, found out once per kind of call
@@ -37,8 +38,8 @@ One line per group of files:
     forward_context, registry, errors what the rest shares
 """
 
-from ubatch.arguments import CannotSplit
 from ubatch.caches import CacheSplitter, register_splitter
+from ubatch.call_plan import CannotSplit
 from ubatch.collectives import (
     all_gather,
     all_reduce,

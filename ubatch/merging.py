@@ -22,10 +22,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ubatch.arguments import CallPlan, CannotSplit, Copier, LaneParts, Leaf, merge_cache
 from ubatch.caches import splitter_for
+from ubatch.call_plan import CallPlan, CannotSplit, LaneParts, Leaf, merge_cache
 from ubatch.closeness import Comparison, identical
 from ubatch.containers import PLAIN, children_of, rebuild
+from ubatch.copies import Copier
 from ubatch.outputs import named_dim
 from ubatch.vote import DeclineReason
 

@@ -21,8 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ubatch.arguments import CallPlan, CannotSplit, LaneParts, longest_named
+from ubatch.arguments import longest_named
 from ubatch.caches import splitter_for
+from ubatch.call_plan import CallPlan, CannotSplit, LaneParts
 from ubatch.containers import PLAIN, children_of, rebuild
 from ubatch.vote import DeclineReason
 

@@ -22,7 +22,8 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ubatch.arguments import CallPlan, CannotSplit, LaneParts, even_bounds, parameter_names, plan_call
+from ubatch.arguments import parameter_names, plan_call
+from ubatch.call_plan import CallPlan, CannotSplit, LaneParts, even_bounds
 from ubatch.config import UBatchConfig, Verify
 from ubatch.errors import SplitError
 from ubatch.forward_context import ForwardContext, ForwardMode

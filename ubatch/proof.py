@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ubatch.arguments import CallPlan, CannotSplit, LaneParts
+from ubatch.call_plan import CallPlan, CannotSplit, LaneParts
 from ubatch.closeness import Comparison, Unequal, identical
 from ubatch.config import UBatchConfig
 from ubatch.containers import children_of

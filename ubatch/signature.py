@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ubatch.arguments import CallPlan
+from ubatch.call_plan import CallPlan
 from ubatch.containers import children_of
 from ubatch.forward_context import ForwardMode
 

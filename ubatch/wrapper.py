@@ -30,7 +30,8 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from ubatch.arguments import CannotSplit, check_split_dims
+from ubatch.arguments import check_split_dims
+from ubatch.call_plan import CannotSplit
 from ubatch.config import CUDAGraphMode, UBatchConfig
 from ubatch.context import current_lane
 from ubatch.errors import (

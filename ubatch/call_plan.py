@@ -1,0 +1,234 @@
+"""A call, cut into lanes: its leaves, every lane's arguments, and what becomes of the caches in it.
+
+How the leaves were found, and where they are cut, is decided in `ubatch.arguments`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ubatch.caches import CacheSplitter
+from ubatch.containers import children_of, rebuild, tensors_in
+from ubatch.copies import Copier
+from ubatch.errors import SplitError
+from ubatch.vote import DeclineReason
+
+__all__ = ["CallPlan", "CannotSplit", "LaneParts", "Leaf", "even_bounds", "merge_cache"]
+
+
+class CannotSplit(SplitError):
+    """Why a call runs unsplit; `reason` is counted."""
+
+    def __init__(self, reason: DeclineReason, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+    """One tensor, list or cache of the call.
+
+    Attributes:
+        path: `name`, or `name.key` inside a nested argument.
+        value: the whole.
+        dim: where to cut it; None gives every lane the whole.
+        splitter: for caches.
+    """
+
+    path: str
+    value: Any
+    dim: int | None
+    splitter: CacheSplitter | None = None
+
+    def sizes_beside(self) -> set[int]:
+        """All of its sizes but that of the rows."""
+        if isinstance(self.value, Tensor):
+            return {size for at, size in enumerate(self.value.shape) if at != self.dim}
+        if self.splitter is not None:
+            return {size for tensor in tensors_in(self.value) for size in tensor.shape}
+        return set() if self.dim is not None or not isinstance(self.value, list | tuple) else {len(self.value)}
+
+    def cut(self, bounds: Sequence[slice]) -> list[Any]:
+        """The parts of lanes with these rows."""
+        if self.splitter is not None:
+            parts = self.splitter.split(self.value, bounds)
+            if len(parts) != len(bounds):
+                raise SplitError(f"its splitter made {len(parts)} parts for {len(bounds)} lanes.")
+            return parts
+        if self.dim is None:
+            return [self.value] * len(bounds)
+        if isinstance(self.value, Tensor):
+            return [self.value.narrow(self.dim, rows.start, rows.stop - rows.start) for rows in bounds]
+        return [self.value[rows] for rows in bounds]
+
+
+@dataclasses.dataclass(frozen=True)
+class CallPlan:
+    """How one call is split.
+
+    Attributes:
+        leaves: what varies between lanes, and what would, were it not shared.
+        rows: size of the split dimension.
+        tokens_per_row: tokens that one row stands for: S for token ids `[B, S]`, else 1.
+        decode: whether every row has one token of a token-ids argument of two dimensions.
+        multiples: rows of output that may stand for one row of the call: 1, or what a row of an argument holds.
+        batch_first: whether every tensor that is split is split along dimension 0.
+        args, kwargs: the call, every positional argument with its parameter's name.
+    """
+
+    leaves: tuple[Leaf, ...]
+    rows: int
+    tokens_per_row: int
+    decode: bool
+    multiples: frozenset[int]
+    batch_first: bool
+    args: tuple[tuple[str, Any], ...]
+    kwargs: Mapping[str, Any]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the whole call."""
+        return self.rows * self.tokens_per_row
+
+    @property
+    def dims(self) -> tuple[int | None, ...]:
+        """Where each leaf is cut."""
+        return tuple(leaf.dim for leaf in self.leaves)
+
+    def copied(self, order: Sequence[int] | None) -> CallPlan:
+        """The same call on copies of everything that lanes could write to.
+
+        Args:
+            order: the rows that the copies have, by their number in this call; None for all of them, as they are.
+
+        Raises:
+            CannotSplit: an argument cannot be copied.
+        """
+        copier = Copier(order, self.rows)
+        leaves = []
+        for leaf in self.leaves:
+            try:
+                leaves.append(dataclasses.replace(leaf, value=copier.copy(leaf.value, leaf.dim, leaf.splitter)))
+            except (MemoryError, torch.OutOfMemoryError):
+                raise
+            except Exception as error:
+                raise CannotSplit(
+                    DeclineReason.CANNOT_PROVE,
+                    f"argument {leaf.path!r} is a {type(leaf.value).__name__} that cannot be copied ({error}), so "
+                    'overlap cannot be proved. Set verify="off" if the module\'s rows do not depend on each other.',
+                ) from error
+        own = {leaf.path: leaf.value for leaf in leaves}
+        return dataclasses.replace(
+            self,
+            leaves=tuple(leaves),
+            rows=self.rows if order is None else len(order),
+            args=tuple((name, _pick(name, value, own)) for name, value in self.args),
+            kwargs={name: _pick(name, value, own) for name, value in self.kwargs.items()},
+        )
+
+    def cut(self, bounds: Sequence[slice]) -> tuple[list[tuple[tuple[Any, ...], dict[str, Any]]], LaneParts]:
+        """Every lane's arguments, and what they were made of.
+
+        Raises:
+            CannotSplit: a cache, or a container of an unusual class, cannot be taken apart.
+        """
+        parts: dict[str, list[Any]] = {}
+        for leaf in self.leaves:
+            try:
+                parts[leaf.path] = leaf.cut(bounds)
+            except SplitError as error:
+                raise CannotSplit(DeclineReason.NO_SPLITTER, f"argument {leaf.path!r}: {error}") from error
+        calls = []
+        for lane in range(len(bounds)):
+            own = {path: lanes[lane] for path, lanes in parts.items()}
+            calls.append(
+                (
+                    tuple(_pick(name, value, own) for name, value in self.args),
+                    {name: _pick(name, value, own) for name, value in self.kwargs.items()},
+                )
+            )
+        return calls, LaneParts(self.leaves, parts, [rows.stop - rows.start for rows in bounds])
+
+
+def _pick(path: str, value: Any, parts: Mapping[str, Any]) -> Any:
+    """An argument with its split leaves replaced by one lane's parts."""
+    if path in parts:
+        return parts[path]
+    children = children_of(value)
+    if not children:
+        return value
+    picked = [_pick(f"{path}.{key}", child, parts) for key, child in children]
+    if all(own is child for own, (_, child) in zip(picked, children, strict=True)):
+        return value  # nothing in it is split: every lane gets the caller's own object
+    try:
+        return rebuild(value, picked)
+    except (TypeError, ValueError) as error:
+        raise CannotSplit(
+            DeclineReason.NO_SPLITTER,
+            f"argument {path!r} is a {type(value).__name__}, which cannot be made anew from its items ({error}). "
+            "Use ubatch.register_splitter.",
+        ) from error
+
+
+class LaneParts:
+    """What the lanes of a call got in place of its leaves.
+
+    Args:
+        leaves: of the call.
+        parts: of every leaf, by path, one per lane.
+        rows: of every lane.
+    """
+
+    def __init__(self, leaves: Sequence[Leaf], parts: Mapping[str, Sequence[Any]], rows: Sequence[int]) -> None:
+        self.rows = tuple(rows)
+        self._wholes = {leaf.path: leaf.value for leaf in leaves}
+        self._parts = parts
+        self._caches = [(leaf.splitter, leaf.value, parts[leaf.path]) for leaf in leaves if leaf.splitter is not None]
+
+    def of(self, path: str) -> Sequence[Any]:
+        """The parts of the leaf at `path`."""
+        return self._parts[path]
+
+    def whole(self, path: str) -> Any:
+        """The leaf at `path`, as the caller gave it."""
+        return self._wholes[path]
+
+    def cache_of(self, part: object) -> Any | None:
+        """The cache that `part` was cut from, or None."""
+        for _, whole, parts in self._caches:
+            if any(part is own for own in parts):
+                return whole
+        return None
+
+    def merge_caches(self) -> None:
+        """Put what the lanes wrote into the caller's caches."""
+        for splitter, whole, parts in self._caches:
+            merge_cache(splitter, parts, whole)
+
+
+def merge_cache(splitter: CacheSplitter, parts: Sequence[Any], whole: Any | None) -> Any:
+    """The lanes' parts of a cache, in the whole one if there is one.
+
+    Raises:
+        CannotSplit: they do not go together.
+    """
+    try:
+        return splitter.merge(parts, whole)
+    except CannotSplit:
+        raise
+    except SplitError as error:
+        raise CannotSplit(
+            DeclineReason.CANNOT_MERGE, f"the lanes' parts of a {type(parts[0]).__name__} cannot be merged: {error}"
+        ) from error
+
+
+def even_bounds(rows: int, lanes: int) -> list[slice]:
+    """Row ranges of `lanes` lanes, as equal as can be."""
+    edges = [rows * lane // lanes for lane in range(lanes + 1)]
+    return [slice(a, b) for a, b in itertools.pairwise(edges)]
