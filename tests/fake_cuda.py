@@ -32,7 +32,17 @@ from fake_cuda_modes import FakeCollectives, HostReads, Operations, merge, watch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ubatch import CommGroup, collectives, dbo_current_ubatch_id, dbo_enabled, host_copy, single_lane, workers
+from ubatch import (
+    CommGroup,
+    collectives,
+    dbo_current_ubatch_id,
+    dbo_enabled,
+    host_copy,
+    planner,
+    single_lane,
+    workers,
+    wrapper,
+)
 from ubatch.connection import Connection
 
 Clock = dict[str, int]
@@ -287,6 +297,8 @@ class FakeCuda:
                 (workers, "make_streams", lambda device: self),
                 (single_lane, "make_streams", lambda device: self),
                 (workers._Job, "_run_in_context", watched_lane),
+                (planner, "why_not_in_lanes", lambda: None),  # its own modes are in every lane
+                (wrapper, "why_not_in_lanes", lambda: None),
                 (CommGroup, "vote", unwatched_vote),
                 (Connection, "is_stream_ordered", lambda connection, device: True),
                 (collectives, "dist", FakeCollectives(self)),

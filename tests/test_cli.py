@@ -151,7 +151,7 @@ def test_bench_overlap(tmp_path: Path) -> None:
     arms |= {
         f"{arm}_{n}"
         for n in (2, 3)
-        for arm in ("serial", "split", "overlapped", "split_compute", "ideal", "communication")
+        for arm in ("serial", "split", "overlapped", "split_compute", "own_compute", "ideal", "communication")
     }
     assert set(results["arms_ms"]) == arms
     assert [link["ratio"] for link in results["links"]] == [1.0, 8.0]
