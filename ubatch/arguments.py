@@ -15,9 +15,7 @@ What cannot be split is reported with a reason and a sentence, and nothing has r
 from __future__ import annotations
 
 import dataclasses
-import functools
 import inspect
-import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -26,7 +24,7 @@ from torch import Tensor
 
 from ubatch.caches import splitter_for
 from ubatch.call_plan import CallPlan, CannotSplit, Leaf
-from ubatch.containers import PLAIN, children_of
+from ubatch.containers import FUNCTIONS, PLAIN, children_of
 from ubatch.errors import ConfigError, nearest
 from ubatch.vote import DeclineReason
 
@@ -46,7 +44,6 @@ _SAME_FOR_ALL = frozenset({"cache_position", "logits_to_keep"})
 _TOKEN_IDS = ("input_ids", "token_ids", "tokens", "input_tokens", "inputs_embeds", "input_embeds")
 _MAY_BROADCAST = frozenset({"attention_mask", "position_ids", "positions"})
 _POSITIONS = frozenset({"position_ids", "positions"})
-_FUNCTIONS = (types.FunctionType, types.MethodType, types.BuiltinFunctionType, functools.partial)
 
 
 def parameter_names(forward: Callable[..., Any]) -> tuple[tuple[str, ...], str | None]:
@@ -109,6 +106,9 @@ def plan_call(
         for index, value in enumerate(args)
     )
     found = [leaf for name, value in (*named, *kwargs.items()) for leaf in _find(name, value, split_dims)]
+    if tried:  # the order in which keywords were written must not tell rows from others
+        place = {name: at for at, name in enumerate(positional)}
+        found.sort(key=lambda leaf: (place.get(leaf[0].partition(".")[0], len(place)), leaf[0]))
     leaves = _tried(found, split_dims) if tried else _known(found)
     plan = _with_rows(leaves, named, kwargs)
     for leaf in plan.leaves if not tried else ():
@@ -204,6 +204,10 @@ def _settled_at_once(path: str, value: Any, dim: int | None, known: bool) -> Lea
         raise CannotSplit(
             DeclineReason.TENSOR_LAYOUT, f"argument {path!r} is a {layout} tensor, which cannot be cut into rows."
         )
+    if isinstance(value, torch.Generator):
+        raise CannotSplit(
+            DeclineReason.DRAWS_RANDOM, f"argument {path!r} is a random generator, which lanes would share."
+        )
     splitter = None if known and dim is None else splitter_for(value)
     if splitter is not None:
         return Leaf(path, value, None, splitter)
@@ -223,7 +227,7 @@ def _settled_at_once(path: str, value: Any, dim: int | None, known: bool) -> Lea
 def _find(path: str, value: Any, split_dims: Mapping[str, int | None]) -> Iterator[_Found]:
     """Leaves that matter: `(path, value, dim, known)`."""
     dim, known = _lookup(path, value, split_dims)
-    if isinstance(value, (*PLAIN, *_FUNCTIONS)):
+    if isinstance(value, (*PLAIN, *FUNCTIONS)):
         return
     if isinstance(value, Tensor) or splitter_for(value) is not None:
         yield path, value, dim, known

@@ -97,9 +97,16 @@ class CallPlan:
         return self.rows * self.tokens_per_row
 
     @property
-    def dims(self) -> tuple[int | None, ...]:
-        """Where each leaf is cut."""
-        return tuple(leaf.dim for leaf in self.leaves)
+    def dims(self) -> tuple[tuple[str, int | None], ...]:
+        """Where each leaf is cut, by path."""
+        return tuple(sorted((leaf.path, leaf.dim) for leaf in self.leaves))
+
+    def shares_memory(self) -> bool:
+        """Whether two different tensors of the call lie in one storage."""
+        values = (leaf.value for leaf in self.leaves)
+        different = {id(value): value for value in values if isinstance(value, Tensor) and value.numel()}
+        storages = [value.untyped_storage().data_ptr() for value in different.values()]
+        return len(set(storages)) < len(storages)
 
     def copied(self, order: Sequence[int] | None) -> CallPlan:
         """The same call on copies of everything that lanes could write to.

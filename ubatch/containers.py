@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
+import types
 from collections import UserDict
 from collections.abc import Iterator, Mapping
 from enum import Enum
@@ -17,10 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["PLAIN", "children_of", "rebuild", "tensors_in"]
+__all__ = ["FUNCTIONS", "PLAIN", "children_of", "rebuild", "tensors_in"]
 
 PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout, type, Enum)
 """Classes of values that are the same for every row."""
+FUNCTIONS = (types.FunctionType, types.MethodType, types.BuiltinFunctionType, functools.partial)
 
 
 def children_of(value: Any) -> list[tuple[str, Any]] | None:

@@ -5,7 +5,8 @@
     Listed     a list's length follows the batch                chains the lists
     Given      the call returned one of its arguments           returns the caller's
     Cached     a cache                                          the caller's, with the lanes' parts in it, or a new one
-    Items      a container                                      item by item
+    Each       a list or tuple of items that all merge alike    item by item, however many there are
+    Items      any other container                              item by item
     Same       anything else, equal in all lanes                takes the first lane's
 
 Two lanes of unequal size, and the whole, tell what follows the batch: a size that is `k` times the rows in all three.
@@ -96,6 +97,21 @@ class Cached(Rule):
             raise _unlike(path, values)
         whole = parts.cache_of(values[0])
         return whole if whole is not None else merge_cache(splitter, values, None)
+
+
+@dataclass(frozen=True)
+class Each(Rule):
+    """A list or tuple of `kind`, whose items all merge by one rule."""
+
+    kind: type[Any]
+    rule: Rule
+
+    def merge(self, path: str, values: Sequence[Any], parts: LaneParts) -> Any:
+        same = all(type(value) is self.kind for value in values) and len({len(value) for value in values}) == 1
+        if not same:
+            raise _unlike(path, values)
+        columns = list(zip(*values, strict=True))
+        return self.kind([self.rule.merge(f"{path}.{at}", column, parts) for at, column in enumerate(columns)])
 
 
 @dataclass(frozen=True)
@@ -195,6 +211,8 @@ class Learner:
     def _tensor(self, path: str, whole: Tensor, lanes: Sequence[Tensor], named: int | None) -> Rule:
         if whole.layout is not torch.strided or whole.is_nested:
             raise _cannot(path, f"is a {whole.layout} tensor")
+        if any(lane.requires_grad != whole.requires_grad for lane in lanes):
+            raise _cannot(path, "carries gradients in the whole call or in lanes, but not in both")
         if len({each.dim() for each in (whole, *lanes)}) > 1:
             raise _cannot(path, f"has {_shapes(whole, lanes)}")
         differ = [
@@ -269,8 +287,32 @@ class Learner:
             key: self.learn(f"{path}.{key}", child, [column[at][1] for column in columns])
             for at, (key, child) in enumerate(children)
         }
-        _rebuilt(path, whole, [child for _, child in children])
+        self._check_rebuilt(path, whole, children)
+        alike = set(map(repr, rules.values()))
+        if type(whole) in (list, tuple) and len(alike) == 1:
+            return Each(type(whole), next(iter(rules.values())))
         return Items(type(whole), rules)
+
+    def _check_rebuilt(self, path: str, whole: Any, children: Sequence[tuple[str, Any]]) -> None:
+        """Whether a container that is made anew from its items is the same.
+
+        Raises:
+            CannotSplit: it has, or does, something else.
+        """
+        made = _rebuilt(path, whole, [child for _, child in children])
+        again = children_of(made) or []
+        changed = any(one is not other for (_, one), (_, other) in zip(children, again, strict=False))
+        names = {key for key, _ in children}
+        mine, others = getattr(whole, "__dict__", {}), getattr(made, "__dict__", {})
+        extra = [name for name in mine if name not in names]
+        lost = any(name not in others or not self._alike(mine[name], others[name]) for name in extra)
+        if changed or lost or len(again) != len(children):
+            raise _cannot(path, f"is a {type(whole).__name__}, which is another one when made anew from its items")
+
+    @staticmethod
+    def _alike(one: Any, other: Any) -> bool:
+        """Whether an attribute beside the items is the same for all rows."""
+        return not isinstance(one, Tensor) and (one is other or identical(one, other))
 
     def _follow(self, sizes: Sequence[int]) -> bool:
         """Whether these sizes, of the whole and of each lane, are the same multiple of the rows."""

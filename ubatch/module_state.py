@@ -2,12 +2,11 @@
 
 A proving call asks this after it ran whole, before anything runs a second time. Weights are not copied:
 
-    parameter                          its version counter
-    other tensor of the module         the same object, its version counter, and sums over blocks of its bytes
+    tensor of the module               the same object, its version counter, sums over blocks of its bytes, its gradient
     number, string, bool, None         the value
     list, dict, ...                    item by item
     random generator                   its state
-    any other object                   the tensors and generators in it; torch's own are not looked into
+    any other object                   its attributes; of this project's only tensors, of torch's own none
 
 Some operators write without counting a version (batch normalisation its running mean, numpy, `.data`), and inference
 tensors count none; the sums are for these.
@@ -25,14 +24,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
-from ubatch.containers import PLAIN
+from ubatch.containers import FUNCTIONS, PLAIN
 
-__all__ = ["ModuleState", "RandomState"]
+__all__ = ["ModuleState", "RandomState", "TensorMark"]
 
 _BLOCK = 1024
 _OWN = frozenset(vars(nn.Module())) - {"_parameters", "_buffers", "_modules", "training"}
 """What torch keeps in every module: hooks, mostly."""
+_OURS = frozenset({"ubatch", "moe", "attention", "model_runner"})
+"""Packages whose objects keep counts of their own, which lanes are made for."""
 _OPAQUE = (ModuleType, type, torch.device, torch.dtype)
 
 
@@ -51,23 +53,20 @@ class ModuleState:
         return next((path for path, mark in self._marks.items() if mark != now[path]), None)
 
 
-class _TensorMark:
+class TensorMark:
     """What tells whether a tensor was written to, or replaced."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor  # kept alive, so that no other one gets its id
-        self._version = -1 if tensor.is_inference() else tensor._version
-        is_weight = isinstance(tensor, nn.Parameter) and not tensor.is_inference()
-        self._sums = None if is_weight else _block_sums(tensor)
+        lazy = is_lazy(tensor)
+        self._version = -1 if lazy or tensor.is_inference() else tensor._version
+        self._sums = None if lazy else _block_sums(tensor)
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, _TensorMark):
+        if not isinstance(other, TensorMark):
             return False
-        if isinstance(self._tensor, nn.Parameter) and isinstance(other._tensor, nn.Parameter):
-            if self._tensor is not other._tensor:
-                return True  # a sharded weight was gathered or let go (FSDP); the module computes with the same values
-        elif self._tensor is not other._tensor:
-            return False
+        if self._tensor is not other._tensor:  # a sharded weight is gathered and let go (FSDP), with the same values
+            return any(hasattr(each, "to_local") for each in (self._tensor, other._tensor))
         if self._version != other._version:
             return False
         if self._sums is None or other._sums is None:
@@ -128,13 +127,15 @@ class _Walk:
             yield from self.module(f"{path}.", value)
             return
         if isinstance(value, nn.Parameter):  # under every name: tied ones may be one object or two (FSDP)
-            yield path, _TensorMark(value)
+            yield path, TensorMark(value)
+            if value.grad is not None:
+                yield f"{path}.grad", TensorMark(value.grad)
             return
         if id(value) in self._seen or isinstance(value, _OPAQUE):
             return
         self._seen.add(id(value))
         if isinstance(value, Tensor):
-            yield path, _TensorMark(value)
+            yield path, TensorMark(value)
         elif isinstance(value, torch.Generator):
             yield path, bytes(value.get_state().tolist())
         elif isinstance(value, random.Random):
@@ -154,11 +155,12 @@ class _Walk:
         elif isinstance(value, set | frozenset):
             if plain:
                 yield f"{path}.length", (type(value), len(value))
-        elif callable(getattr(value, "tobytes", None)):  # an array of numpy's
+        elif callable(getattr(type(value), "tobytes", None)):  # an array of numpy's
             yield path, value.tobytes()
-        elif hasattr(value, "__dict__") and not callable(value) and not type(value).__module__.startswith("torch."):
-            for name, child in list(vars(value).items()):
-                yield from self.value(f"{path}.{name}", child, plain=False)
+        elif isinstance(getattr(value, "__dict__", None), dict) and not isinstance(value, FUNCTIONS):
+            package = type(value).__module__.partition(".")[0]
+            for name, child in list(vars(value).items()) if package != "torch" else ():
+                yield from self.value(f"{path}.{name}", child, plain=package not in _OURS)
 
 
 class RandomState:

@@ -171,6 +171,9 @@ class Planner:
         standing = self.proofs.find(signature)
         if standing.retired is not None:
             return self._no(*standing.retired, intent.num_tokens, intent.mode, plan)
+        if standing.writes and plan.shares_memory():
+            why = "the call writes to arguments that share memory with each other. Give it tensors of their own."
+            return self._no(DeclineReason.CANNOT_PROVE, why, intent.num_tokens, intent.mode, plan)
         unproved = standing.rule is None or verify == Verify.ALWAYS
         return replace(
             intent,

@@ -16,6 +16,7 @@ values may be chance, and many modules make something ready in their first call.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
@@ -33,7 +34,7 @@ from ubatch.errors import GroupBroken, PeerFailed
 from ubatch.execution import Execution
 from ubatch.forward_context import ForwardContext
 from ubatch.merging import Learner
-from ubatch.module_state import ModuleState, RandomState
+from ubatch.module_state import ModuleState, RandomState, TensorMark
 from ubatch.planner import CutCall, Intent
 from ubatch.proof_table import ProofTable
 from ubatch.trace import current_trace, tracing
@@ -44,6 +45,9 @@ __all__ = ["Outcome", "Prover"]
 _No = tuple[DeclineReason, str]
 _MORE_ROWS = 64
 """So many repeated rows are tried, and so many cuts to both sides of the middle."""
+_APART = ((210, 0), (6, 0), (6, 8), (1, _MORE_ROWS))
+"""What the place of the cut shall have no divisor in common with, and with how many more rows: a cut between groups of
+two or three rows would not show that they belong together."""
 
 
 @dataclass(frozen=True)
@@ -146,22 +150,28 @@ class _Attempt:
 
     def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Before the call: copy its arguments, and note what it may change."""
+        self.random = RandomState()
         try:
             self._rehearsal = self._copies()
+            self._containers = _shape_of((args, kwargs))
+            self._marks = self._marks_now()
+            self._module = ModuleState(self._model)
         except CannotSplit as cannot:
             self._no = cannot.reason, str(cannot)
         except (MemoryError, torch.OutOfMemoryError) as error:
             self._no = DeclineReason.CANNOT_PROVE, f"there is no memory for a copy of the arguments ({error})."
-        self._containers = _shape_of((args, kwargs))
-        self._versions = self._versions_now()
-        self.random = RandomState()
-        self._module = ModuleState(self._model)
+        except Exception as error:  # nobody's business but the proof's
+            self._no = (
+                DeclineReason.CANNOT_PROVE,
+                f"what it could change is not known ({type(error).__name__}: {error}).",
+            )
 
     def rehearse(
         self, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[DeclineReason | None, str | None, int | None]:
         """After the call: run it in lanes and compare, if all ranks do. Returns why not, and the rank that found it."""
-        self._no = self._no or self._side_effect(args, kwargs)
+        if self._no is None:
+            self._no = self._side_effect(args, kwargs)
         rehearsal = self._rehearsal
         intent = self._intent if rehearsal is None else self._intent_of(rehearsal)
         agreed = self._agree(intent)
@@ -207,18 +217,27 @@ class _Attempt:
                 DeclineReason.ARGUMENTS_CHANGED,
                 "the call changed a container that it was given. Return what it adds or removes instead.",
             )
-        now = self._versions_now()
-        self.writes = any(one is None or one != other for one, other in zip(self._versions, now, strict=True))
-        if self.writes and _share_memory([leaf.value for leaf in self._plan.leaves]):
+        self.writes = self._marks_now() != self._marks
+        if self.writes and self._plan.shares_memory():
             return (
                 DeclineReason.CANNOT_PROVE,
                 "the call writes to arguments that share memory with each other. Give it tensors of their own.",
             )
+        if self.writes and torch.is_grad_enabled() and any(each.requires_grad for each in self._tensors()):
+            return (
+                DeclineReason.GRADIENTS,
+                "the call writes to its arguments and records gradients: to torch, the lanes' parts are one tensor, "
+                "which the second lane changes after the first has saved it. Write to a new tensor.",
+            )
         return None
 
-    def _versions_now(self) -> list[int | None]:
+    def _marks_now(self) -> list[TensorMark]:
         """Of every argument that lanes would write to in place; of caches, only merging changes the caller's."""
-        return [0 if leaf.splitter is not None else _version_of(leaf.value) for leaf in self._plan.leaves]
+        return [TensorMark(leaf.value) for leaf in self._plan.leaves if isinstance(leaf.value, Tensor)]
+
+    def _tensors(self) -> Iterator[Tensor]:
+        yield from self._model.parameters()
+        yield from (leaf.value for leaf in self._plan.leaves if isinstance(leaf.value, Tensor))
 
     def _intent_of(self, rehearsal: _Rehearsal) -> Intent:
         plan, bounds = rehearsal.plan, rehearsal.bounds
@@ -235,8 +254,9 @@ class _Attempt:
         )
         try:
             calls, parts = plan.cut(bounds)
-        except CannotSplit as cannot:
-            self._no = self._no or (cannot.reason, str(cannot))
+        except Exception as error:  # a splitter may raise anything, and the other ranks wait
+            reason = error.reason if isinstance(error, CannotSplit) else DeclineReason.NO_SPLITTER
+            self._no = self._no or (reason, str(error))
             return self._intent
         cut = CutCall(plan, bounds, calls, parts)
         return replace(self._intent, offer=offer, schedule=schedule, cut=cut, num_tokens=sum(tokens), plan=plan)
@@ -321,17 +341,15 @@ def _cut_of(plan: CallPlan, intent: Intent, used: Sequence[int]) -> tuple[int, i
         CannotSplit: there are none.
     """
     taken = {size for leaf in plan.leaves for size in leaf.sizes_beside()}
-    for rows in range(max(plan.rows, 3), plan.rows + _MORE_ROWS):
-        half = rows // 2
-        if plan.rows // intent.schedule.lanes == 1:  # lanes of a single row are proved with one
-            cuts = [1, rows - 1]
-            taken.discard(1)
-        else:
-            near = range(max(2, half - _MORE_ROWS), min(rows - 1, half + _MORE_ROWS))
-            cuts = sorted(near, key=lambda cut: (abs(2 * cut - rows), cut))
-        for cut in cuts:
-            if 2 * cut != rows and cut not in used and not taken & {cut, rows - cut}:
-                return rows, cut
+    single = plan.rows // intent.schedule.lanes == 1  # lanes of a single row are proved with one
+    for divisors, more in _APART:
+        for rows in range(max(plan.rows, 3), max(plan.rows, 3) + more + 1):
+            near = range(max(2, rows // 2 - _MORE_ROWS), min(rows - 1, rows // 2 + _MORE_ROWS))
+            cuts = [1, rows - 1] if single else sorted(near, key=lambda cut: (abs(2 * cut - rows), cut))
+            for cut in cuts:
+                chance = (taken - {1} if single else taken) & {cut, rows - cut}
+                if 2 * cut != rows and cut not in used and not chance and (single or math.gcd(cut, divisors) == 1):
+                    return rows, cut
     raise CannotSplit(
         DeclineReason.CANNOT_PROVE,
         "the call has too many different sizes to tell its rows from. Use another batch size.",
@@ -365,20 +383,6 @@ def _shape_of(value: Any) -> object:
     if children is None:
         return id(value)
     return type(value), tuple((key, _shape_of(child)) for key, child in children)
-
-
-def _version_of(value: Any) -> int | None:
-    """A tensor's version; None where writes are not counted."""
-    if not isinstance(value, Tensor):
-        return 0 if isinstance(value, list | tuple) else None
-    return None if value.is_inference() else value._version
-
-
-def _share_memory(values: Sequence[Any]) -> bool:
-    """Whether two different tensors lie in one storage."""
-    different = {id(value): value for value in values if isinstance(value, Tensor) and value.numel()}
-    storages = [value.untyped_storage().data_ptr() for value in different.values()]
-    return len(set(storages)) < len(storages)
 
 
 def _results_in(result: Any) -> Iterator[Tensor]:

@@ -33,8 +33,8 @@ class Standing:
         writes: whether the call writes to its arguments.
         retired: why it runs whole for good, or None.
         strikes: proofs that failed in a way that might have been chance.
-        cuts: of the proofs in 16 bits that passed.
-        beside: leaves that were off beside those cuts.
+        cuts: of the last two proofs that passed.
+        beside: leaves that were off beside the cut of the last one.
     """
 
     rule: Rule | None = None
@@ -58,6 +58,8 @@ class ProofTable:
             standing = self._standings[signature] = Standing()
             if len(self._standings) > _LIMIT:
                 self._standings.popitem(last=False)
+        else:
+            self._standings.move_to_end(signature)
         return standing
 
     def cuts_of(self, signature: Hashable) -> Sequence[int]:

@@ -7,7 +7,7 @@ module that squeezes treats them unlike any other.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable
 from enum import Enum
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ubatch.call_plan import CallPlan
-from ubatch.containers import children_of
+from ubatch.containers import FUNCTIONS, children_of
 from ubatch.forward_context import ForwardMode
 
 __all__ = ["signature_of"]
@@ -43,13 +43,8 @@ def signature_of(model: nn.Module, plan: CallPlan, mode: ForwardMode, lanes: int
         plan.rows // lanes == 1,
         plan.dims,
         *[(name, _kind(value)) for name, value in plan.args],
-        *[(name, _kind(value)) for name, value in sorted_items(plan.kwargs)],
+        *[(name, _kind(value)) for name, value in sorted(plan.kwargs.items())],
     )
-
-
-def sorted_items(kwargs: Mapping[str, Any]) -> Sequence[tuple[str, Any]]:
-    """Keyword arguments in an order that does not depend on how the call was written."""
-    return sorted(kwargs.items()) if len(kwargs) > 1 else list(kwargs.items())
 
 
 def _kind(value: Any) -> object:
@@ -60,9 +55,11 @@ def _kind(value: Any) -> object:
     kind = type(value)
     if kind in _BY_TYPE:
         return kind
+    if isinstance(value, FUNCTIONS):
+        return value  # another function is another call
     children = children_of(value)
     if children is None:
-        return kind, getattr(value, "__qualname__", "")
+        return kind
     inside = tuple((key, _kind(child)) for key, child in children)
     if len(inside) > 1 and isinstance(value, list | tuple):
         kinds = {each for _, each in inside}

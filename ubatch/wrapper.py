@@ -299,6 +299,17 @@ class UBatchWrapper(ModuleFacade):
                 planner.proofs.failed(intent.signature, cannot.reason, str(cannot))
                 decision = self._decide_again(intent, cannot)
                 intent = replace(intent, why=str(cannot))
+            except UBatchError:
+                raise
+            except Exception as error:  # of the module's own; whole it may raise nothing, as in its proof
+                if several_ranks or not planner.may_run_again(intent):
+                    raise
+                failed = CannotSplit(DeclineReason.LANE_FAILED, f"{type(error).__name__}: {error} (raised in a lane)")
+                decision, intent = self._decide_again(intent, failed), replace(intent, why=str(failed))
+                output = execution.unsplit(args, kwargs, intent, decision, context)
+                planner.proofs.failed(intent.signature, failed.reason, str(failed))  # whole it did not raise
+                self._count_declined(decision, intent.why)
+                return output
         self._count_declined(decision, intent.why)
         return execution.unsplit(args, kwargs, intent, decision, context)
 
@@ -369,7 +380,7 @@ class UBatchWrapper(ModuleFacade):
             )
 
     def _module_changed(self, how: str) -> None:
-        if how.startswith(("attribute", "register_")):
+        if how not in _SAME_MODULE:
             self._ubatch_planner.proofs.clear()
         table: GraphTable | None = self._ubatch_table
         if table is not None:  # hooks and attributes are not in a graph; of the rest only what moves memory counts
@@ -445,6 +456,10 @@ class UBatchWrapper(ModuleFacade):
 
     def _graph_mode(self) -> CUDAGraphMode:
         return CUDAGraphMode.NONE if self._ubatch_table is None else CUDAGraphMode.FULL
+
+
+_SAME_MODULE = frozenset({"train", "eval", "zero_grad", "requires_grad_"})
+"""Methods after which the module computes what it did, or another signature."""
 
 
 def _group_of(model: nn.Module) -> CommGroup | None:
