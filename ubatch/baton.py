@@ -79,11 +79,7 @@ class Baton:
 
     def acquire(self, lane: int) -> None:
         """Park until the baton comes to `lane` for the first time."""
-        try:
-            self._wake[lane].wait()
-        except BaseException:
-            self._interrupted(lane)
-            raise
+        self._wake[lane].wait()
         self.check(lane)
 
     def pass_on(self, lane: int) -> bool:
@@ -109,7 +105,7 @@ class Baton:
         except BaseException:  # Ctrl-C, where the main thread runs a lane
             if not woken:
                 self._wake[following].set()
-            self._interrupted(lane)
+            self.interrupted(lane)
             raise
         if self.aborted_by is not None or ring.holder != lane:
             self.check(lane)
@@ -183,7 +179,7 @@ class Baton:
         held = time.monotonic() - self.since
         return BatonStatistics(ring.holder, self.handoffs, held, tuple(ring.alive), self.aborted_by is not None)
 
-    def _interrupted(self, lane: int) -> None:
+    def interrupted(self, lane: int) -> None:
         """Ctrl-C while the main thread was parked, as a lane: it unwinds as any failed lane, when its turn comes."""
         self.abort(lane)
         if self._ring.holder != lane:

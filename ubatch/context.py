@@ -121,10 +121,12 @@ class UBatchContext(LaneStreams):
         self._streams.warm_up()
         self._streams.set_current(self.compute_stream)
         self._tokens = (_lane.set(self), _forward_context.set(self.forward_context))
-        self._ready.arrive()
         try:
+            self._ready.arrive()
             self.baton.acquire(self.id)
-        except BaseException:
+        except BaseException as error:
+            if not isinstance(error, Exception | LaneAborted):  # Ctrl-C, where the main thread runs a lane
+                self.baton.interrupted(self.id)
             self._leave()
             raise
         if ranges_wanted():
