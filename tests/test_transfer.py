@@ -211,3 +211,10 @@ def races(rank: int, world_size: int) -> None:
 
 def test_waiting_for_works() -> None:
     run_ranks(races, 1)
+
+
+def test_a_limit_that_is_left_open_is_gone_with_its_block() -> None:
+    block = transfers_end_within(0.01)
+    block.__enter__()
+    del block  # as Ctrl-C in place of its end leaves it
+    test_an_error_of_the_transport_is_raised_by_every_wait()

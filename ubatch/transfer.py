@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import functools
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
@@ -198,7 +199,7 @@ class Transfer(Generic[T]):
             check = None if lane is None else functools.partial(lane.baton.check, lane.id)
             self._connection.wait_for_works(self._works, self.name, check)
         else:
-            limit_s = None if self._stream_ordered else _limit_s.get()
+            limit_s = None if self._stream_ordered else _limit_now()
             for work in self._works:
                 _wait(work, self.name, limit_s)
         remaining = self._deadline - time.monotonic()
@@ -272,7 +273,30 @@ def _wait(work: Work, name: str, limit_s: float | None) -> None:
     work.wait()  # over at once; it may have completed just after the time-out did
 
 
-_limit_s: ContextVar[float | None] = ContextVar("ubatch_transfer_limit_s", default=None)
+class _Limit:
+    """How long a wait may take; gone with the block that set it, also where Ctrl-C has left that open."""
+
+    def __init__(self, seconds: float | None) -> None:
+        self.seconds = seconds
+
+
+class _Within(changing["weakref.ref[_Limit] | None"]):
+    """The block that keeps a limit alive."""
+
+    __slots__ = ("_limit",)
+
+    def __init__(self, limit: _Limit) -> None:
+        super().__init__(_limit, weakref.ref(limit))
+        self._limit = limit
+
+
+_limit: ContextVar[weakref.ref[_Limit] | None] = ContextVar("ubatch_transfer_limit", default=None)
+
+
+def _limit_now() -> float | None:
+    reference = _limit.get()
+    limit = None if reference is None else reference()
+    return None if limit is None else limit.seconds
 
 
 def transfers_end_within(seconds: float | None) -> AbstractContextManager[object]:
@@ -283,4 +307,4 @@ def transfers_end_within(seconds: float | None) -> AbstractContextManager[object
     Args:
         seconds: None waits for ever.
     """
-    return changing(_limit_s, seconds)
+    return _Within(_Limit(seconds))
