@@ -65,6 +65,14 @@ def test_the_readme_shows_the_measured_overlap() -> None:
     assert shown == expected, "\n".join("| " + " | ".join(row) + " |" for row in expected)
 
 
+@pytest.mark.parametrize("name", ["overlap.json", "overlap-ratios.json"])
+def test_no_measured_step_passes_the_bound(name: str) -> None:
+    for link in json.loads((RESULTS / name).read_text(encoding="utf-8"))["links"]:
+        for lanes, figures in link["lanes"].items():
+            assert figures["efficiency"]["high"] <= 1.0, (link["ratio"], lanes)
+            assert figures["hidden"]["high"] <= 1.0, (link["ratio"], lanes)
+
+
 def measured_rows(file: Path) -> Iterator[tuple[tuple[float, int], list[str]]]:
     """Rows of the README's table, by link and number of lanes."""
     for link in json.loads(file.read_text(encoding="utf-8"))["links"]:

@@ -7,7 +7,7 @@
     measure     the best of these, every named schedule, and each one's work, lanes one after the other: interleaved
                 A B B A
 
-Per schedule, besides `efficiency` and `speedup` (see `ubatch bench overlap`; here over the best serial arm):
+Per schedule, besides `speedup` over the best serial arm, and `efficiency`, max(split compute, communication) / T:
 
     predicted   the simulator's time for the step, from the stage times of the split arms, which overlap nothing and
                 wait for nothing (`serving.tuning.programs`), and what these steps take around their lanes
@@ -66,7 +66,7 @@ class ScheduleResult:
     Attributes:
         name: its own, or its place in the search.
         schedule: what it is, in a line.
-        efficiency, speedup: see `ubatch bench overlap`.
+        efficiency, speedup: see above.
         predicted_ms, measured_ms: of a step.
         error: predicted / measured - 1.
     """
