@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from children import exit_code, in_child
 from lanes import (
     CPU,
     EVERY_POINT,
@@ -174,32 +175,6 @@ def test_a_pool_cannot_run_inside_its_own_lane() -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------- fork
-
-
-def in_child(body: Callable[[], object]) -> int:
-    """Fork; the child runs `body` and exits with 0, or 1 where it raises. Returns the child's id."""
-    child = os.fork()
-    if child == 0:
-        status = 1
-        try:
-            body()
-            status = 0
-        finally:
-            os._exit(status)
-    return child
-
-
-def exit_code(child: int) -> int:
-    """Wait for a child, at most 30 seconds."""
-    deadline = time.monotonic() + 30
-    while time.monotonic() < deadline:
-        done, status = os.waitpid(child, os.WNOHANG)
-        if done:
-            return os.waitstatus_to_exitcode(status)
-        time.sleep(0.01)
-    os.kill(child, 9)
-    os.waitpid(child, 0)
-    pytest.fail("the child hangs")
 
 
 @forks

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 import threading
-import time
-from collections.abc import Callable
 
 import pytest
 import torch
 import torch.distributed as dist
+from children import exit_code, in_child
 from torch import Tensor
 from wrapping import Plain, wrapped
 
@@ -18,27 +17,6 @@ from ubatch import CommGroup, ForkedLaneError, UBatchWrapper, dbo_yield
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 
 X = torch.arange(12.0).reshape(4, 3)
-
-
-def exit_code_of_child(body: Callable[[], object]) -> int:
-    """Fork; the child runs `body` in this thread. 0 if it returned; fails if it hangs."""
-    child = os.fork()
-    if child == 0:
-        status = 1
-        try:
-            body()
-            status = 0
-        finally:
-            os._exit(status)
-    deadline = time.monotonic() + 30
-    while time.monotonic() < deadline:
-        done, waited = os.waitpid(child, os.WNOHANG)
-        if done:
-            return os.waitstatus_to_exitcode(waited)
-        time.sleep(0.01)
-    os.kill(child, 9)
-    os.waitpid(child, 0)
-    return -9
 
 
 class Pausing:
@@ -79,7 +57,7 @@ def test_another_thread_forks_during_a_call(rows: int, settings: dict[str, str])
             for x in (X, X[:1], X):
                 torch.testing.assert_close(wrapper(x), x + 1)
 
-        codes = [exit_code_of_child(child) for _ in range(2)]
+        codes = [exit_code(in_child(child)) for _ in range(2)]
         module.leave.set()
         caller.join(20)
         assert codes == [0, 0]
@@ -98,7 +76,7 @@ def test_the_wrapper_says_why_in_the_child_of_a_lane() -> None:
     def forking(x: Tensor) -> Tensor:
         dbo_yield()
         if os.getpid() == parent and not codes:
-            codes.append(exit_code_of_child(child))
+            codes.append(exit_code(in_child(child)))
         dbo_yield()
         return x + 1
 
@@ -113,7 +91,7 @@ def test_a_fork_inside_an_unsplit_call_leaves_both_in_it() -> None:
 
     def forking(x: Tensor) -> Tensor:
         if len(x) == 1 and not codes:
-            codes.append(exit_code_of_child(lambda: None))
+            codes.append(exit_code(in_child(lambda: None)))
         return x + 1
 
     with wrapped(Plain(forking)) as wrapper:
@@ -127,7 +105,7 @@ def test_a_group_of_one_works_in_the_child() -> None:
     try:
         with wrapped(Plain(lambda x: x + 1), group=CommGroup.from_process_group()) as wrapper:
             works(wrapper)
-            assert exit_code_of_child(lambda: works(wrapper)) == 0
+            assert exit_code(in_child(lambda: works(wrapper))) == 0
             works(wrapper)
     finally:
         dist.destroy_process_group()

@@ -15,7 +15,7 @@ import itertools
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -38,7 +38,25 @@ from ubatch.transfer import transfers_end_within
 from ubatch.vote import Decision
 from ubatch.workers import LanePool
 
-__all__ = ["Execution", "checked_device", "device_of", "span"]
+__all__ = ["Execution", "Step", "checked_device", "device_of", "span"]
+
+
+@dataclass(frozen=True)
+class Step:
+    """One call that was decided on.
+
+    Attributes:
+        args, kwargs: the call.
+        intent: what this rank would do with it.
+        decision: what the ranks do.
+        context: the caller's forward context, or None.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    intent: Intent
+    decision: Decision
+    context: ForwardContext | None
 
 
 class Execution:
@@ -66,22 +84,15 @@ class Execution:
         self._patient = Marks()
         self.failure: tuple[int, str] | None = None
 
-    def lanes(
-        self,
-        intent: Intent,
-        cut: CutCall,
-        decision: Decision,
-        context: ForwardContext | None,
-        capture: Capture | None = None,
-    ) -> Any:
-        """Run a call in lanes; returns the merged outputs.
+    def lanes(self, step: Step, cut: CutCall, capture: Capture | None = None) -> Any:
+        """Run a call in lanes, cut like this; returns the merged outputs.
 
         Raises:
             CannotSplit: the outputs cannot be merged.
             ConfigError: `context` has slices, but not what lanes need.
             Others: what the lanes raised; see `LanePool.run`.
         """
-        outputs = self.outputs(intent, cut, decision, context, capture)
+        outputs = self.outputs(step, cut, capture)
         with nullcontext() if capture is None else capture.part():
             if cut.rule is None:
                 return merge_outputs(outputs, cut.plan, cut.parts, self._config.output_dims)
@@ -89,34 +100,18 @@ class Execution:
             cut.parts.merge_caches()
             return merged
 
-    def outputs(
-        self,
-        intent: Intent,
-        cut: CutCall,
-        decision: Decision,
-        context: ForwardContext | None,
-        capture: Capture | None = None,
-    ) -> list[Any]:
+    def outputs(self, step: Step, cut: CutCall, capture: Capture | None = None) -> list[Any]:
         """Run a call in lanes; returns what each of them returned. Errors as `lanes`."""
-        return self._run(cut.calls, intent.schedule, _lane_contexts(intent, decision, context), capture)
+        return self._run(cut.calls, step.intent.schedule, _lane_contexts(step), capture)
 
-    def single(
-        self,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        intent: Intent,
-        decision: Decision,
-        context: ForwardContext | None,
-        capture: Capture | None = None,
-    ) -> Any:
+    def single(self, step: Step, capture: Capture | None = None) -> Any:
         """Run a call as it is, as the only lane of the schedule.
 
         Raises:
             What the module raised; see `SingleLane.run`.
         """
-        (output,) = self._run(
-            [(args, kwargs)], intent.schedule, [self._whole_context(intent, decision, context)], capture
-        )
+        call = step.args, step.kwargs
+        (output,) = self._run([call], step.intent.schedule, [self._whole_context(step)], capture)
         return output
 
     def _run(
@@ -147,35 +142,27 @@ class Execution:
 
         return intercepting()
 
-    def unsplit(
-        self,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        intent: Intent,
-        decision: Decision,
-        context: ForwardContext | None,
-        capture: Capture | None = None,
-    ) -> Any:
+    def unsplit(self, step: Step, capture: Capture | None = None) -> Any:
         """Run a call as it is. Where ranks voted, its forward context tells it what they decided."""
         self.failure = None
         around: AbstractContextManager[Any] = nullcontext()
-        if self._config.group is not None and (context is None or context.decision is None):
-            around = set_forward_context(self._whole_context(intent, decision, context))
+        if self._config.group is not None and (step.context is None or step.context.decision is None):
+            around = set_forward_context(self._whole_context(step))
         patient = bool(self._patient) or capture is not None
         with around, transfers_end_within(None if patient else self._config.timeout_s), span("unsplit"):
             if capture is None:
-                return self._model(*args, **kwargs)
+                return self._model(*step.args, **step.kwargs)
             capture.begin()
             with capture.part():
-                return self._model(*args, **kwargs)
+                return self._model(*step.args, **step.kwargs)
 
-    def _whole_context(self, intent: Intent, decision: Decision, context: ForwardContext | None) -> ForwardContext:
+    def _whole_context(self, step: Step) -> ForwardContext:
         """What a call that is not split knows: the caller's context, and what the ranks decided."""
-        base = context if context is not None else ForwardContext(num_tokens=intent.num_tokens, mode=intent.mode)
+        base = step.context or ForwardContext(num_tokens=step.intent.num_tokens, mode=step.intent.mode)
         if self._config.group is None or base.decision is not None:
             return base
-        across = decision.lane_tokens(0) if base.tokens_across_ranks is None else base.tokens_across_ranks
-        return replace(base, tokens_across_ranks=across, decision=decision)
+        across = step.decision.lane_tokens(0) if base.tokens_across_ranks is None else base.tokens_across_ranks
+        return replace(base, tokens_across_ranks=across, decision=step.decision)
 
     def no_timeout(self) -> AbstractContextManager[None]:
         """Suspend the hang check in the `with` block."""
@@ -223,7 +210,8 @@ def _call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     return model(*args, **kwargs)
 
 
-def _lane_contexts(intent: Intent, decision: Decision, context: ForwardContext | None) -> list[ForwardContext]:
+def _lane_contexts(step: Step) -> list[ForwardContext]:
+    intent, decision, context = step.intent, step.decision, step.context
     if context is not None and context.lane_contexts is not None:
         if len(context.lane_contexts) != len(intent.offer.tokens):
             raise ConfigError(

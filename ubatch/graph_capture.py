@@ -20,7 +20,7 @@ from ubatch.caches import splitter_for
 from ubatch.call_plan import CallPlan, CannotSplit
 from ubatch.config import UBatchConfig, Verify
 from ubatch.errors import ConfigError, describe
-from ubatch.execution import Execution
+from ubatch.execution import Execution, Step
 from ubatch.forward_context import ForwardContext
 from ubatch.graph_io import CallLeaves, GraphInputs, GraphOutput, RowDims, find_row_dims, leaves_of, replace_tensors
 from ubatch.graph_table import Entry, GraphTable, Setting, wants_gradients
@@ -61,7 +61,7 @@ class Capturer:
         table: GraphTable,
         *,
         decide: Callable[[Intent], Decision],
-        prove: Callable[[_Call, Intent, Decision], object],
+        prove: Callable[[Step], object],
     ) -> None:
         self._model = model
         self._config = config
@@ -85,20 +85,19 @@ class Capturer:
         intent = self._planner.intent(*static, context)
         if not intent.num_tokens:
             raise ConfigError(f"the call has no tokens that could be counted. {intent.why or ''}".strip())
-        intent, decision = self._proved(static, intent, context)
-        return self._capture(leaves, static, intent, decision, context)
+        return self._capture(leaves, self._proved(static, intent, context))
 
-    def _proved(self, static: _Call, intent: Intent, context: ForwardContext | None) -> tuple[Intent, Decision]:
+    def _proved(self, static: _Call, intent: Intent, context: ForwardContext | None) -> Step:
         """What the ranks decide on a call, once all of them have proved it or found that they cannot."""
-        decision = self._decide(intent)
+        step = Step(*static, intent, self._decide(intent), context)
         with self._rehearsing():
-            while decision.prove:
-                self._prove(static, intent, decision)
+            while step.decision.prove:
+                self._prove(step)
                 intent = self._planner.intent(*static, context)
-                decision = self._decide(intent)
+                step = Step(*static, intent, self._decide(intent), context)
                 if self._config.verify == Verify.ALWAYS:
                     break
-        return intent, decision
+        return step
 
     def sizes(
         self, call: _Call, context: ForwardContext | None, progress: Callable[[CapturedGraph], None] | None
@@ -171,7 +170,7 @@ class Capturer:
             for rows in (plan.rows, plan.rows - 1):
                 part = plan.cut([slice(0, rows)])[0][0]
                 intent = replace(self._planner.intent(*part, context), cut=None, single=False)
-                output = self._execution.unsplit(*part, intent, self._as_if_voted(intent, False), context)
+                output = self._execution.unsplit(Step(*part, intent, self._as_if_voted(intent, False), context))
                 shapes.append(GraphOutput(output).shapes())
                 plain.append(GraphOutput(output).plain())
         for path in plain[0]:
@@ -187,11 +186,12 @@ class Capturer:
         self, part: _Call, context: ForwardContext | None, row_dims: RowDims | None
     ) -> Iterable[CapturedGraph]:
         leaves, static = self._static(part)
-        intent, decision = self._proved(static, self._planner.intent(*static, context), context)
-        if intent.engages(decision):
-            yield self._capture(leaves, static, intent, decision, context, row_dims)
-        whole = replace(intent, cut=None, single=False)
-        yield self._capture(leaves, static, whole, self._as_if_voted(whole, False), context, row_dims)
+        step = self._proved(static, self._planner.intent(*static, context), context)
+        if step.intent.engages(step.decision):
+            yield self._capture(leaves, step, row_dims)
+        whole = replace(step.intent, cut=None, single=False)
+        step = replace(step, intent=whole, decision=self._as_if_voted(whole, False))
+        yield self._capture(leaves, step, row_dims)
 
     def _as_if_voted(self, intent: Intent, engaged: bool) -> Decision:
         """All ranks capture the same, so nobody needs to be asked."""
@@ -227,20 +227,12 @@ class Capturer:
         statics = self._table.buffers.static(leaves.tensors)
         return CallLeaves(statics, leaves.others), replace_tensors(names, *call, statics)
 
-    def _capture(
-        self,
-        leaves: CallLeaves,
-        static: _Call,
-        intent: Intent,
-        decision: Decision,
-        context: ForwardContext | None,
-        output_rows: RowDims | None = None,
-    ) -> CapturedGraph:
+    def _capture(self, leaves: CallLeaves, step: Step, output_rows: RowDims | None = None) -> CapturedGraph:
         """Record a call, and put it into the table. `output_rows`: given if calls of fewer rows may be padded to it."""
-        table, plan = self._table, intent.plan
-        setting = Setting.current(self._model, table.backend.device, context)
-        run = functools.partial(self._run, static, intent, decision, context)  # a closure would outlive a failure
-        key = table.key(intent, engaged=intent.engages(decision))
+        table, plan = self._table, step.intent.plan
+        setting = Setting.current(self._model, table.backend.device, step.context)
+        run = functools.partial(self._run, step)  # a closure would outlive a failure
+        key = table.key(step.intent, engaged=step.intent.engages(step.decision))
         with self._rehearsing():
             graph, output = _record(table.backend, key, leaves.tensors, run, lambda: self._execution.failure)
         padded = output_rows is not None and plan is not None
@@ -263,19 +255,12 @@ class Capturer:
         with self._execution.no_timeout(), nullcontext() if current_trace() is None else tracing():
             yield
 
-    def _run(
-        self,
-        call: _Call,
-        intent: Intent,
-        decision: Decision,
-        context: ForwardContext | None,
-        capture: Capture | None,
-    ) -> Any:
-        if decision.engaged and intent.single:
-            return self._execution.single(*call, intent, decision, context, capture)
-        if decision.engaged and intent.cut is not None:
-            return self._execution.lanes(intent, intent.cut, decision, context, capture)
-        return self._execution.unsplit(*call, intent, decision, context, capture)
+    def _run(self, step: Step, capture: Capture | None) -> Any:
+        if step.decision.engaged and step.intent.single:
+            return self._execution.single(step, capture)
+        if step.decision.engaged and step.intent.cut is not None:
+            return self._execution.lanes(step, step.intent.cut, capture)
+        return self._execution.unsplit(step, capture)
 
 
 def _record(

@@ -156,7 +156,7 @@ class Learner:
     Args:
         compare: of this call.
         parts: what the lanes got.
-        whole: the call that ran whole.
+        whole: the plan of the call that ran whole.
         order: which rows of the whole call those of the call in lanes are.
         output_dims: see `UBatchConfig`.
     """

@@ -31,8 +31,7 @@ from ubatch.closeness import Comparison, Unequal, identical
 from ubatch.config import UBatchConfig
 from ubatch.containers import children_of
 from ubatch.errors import GroupBroken, PeerFailed
-from ubatch.execution import Execution
-from ubatch.forward_context import ForwardContext
+from ubatch.execution import Execution, Step
 from ubatch.merging import Learner
 from ubatch.module_state import ModuleState, RandomState, TensorMark
 from ubatch.planner import CutCall, Intent
@@ -40,7 +39,7 @@ from ubatch.proof_table import ProofTable
 from ubatch.trace import current_trace, tracing
 from ubatch.vote import Decision, DeclineReason, Offer, Wish, decide, fingerprint
 
-__all__ = ["Outcome", "Prover"]
+__all__ = ["Outcome", "Proof"]
 
 _No = tuple[DeclineReason, str]
 _MORE_ROWS = 64
@@ -84,76 +83,58 @@ class _Rehearsal:
     bounds: tuple[slice, slice]
 
 
-class Prover:
-    """Proves calls of one module.
+class Proof:
+    """One proof.
 
     Args:
         model: the module.
         config: its group and output dimensions count here.
         execution: runs it.
         table: where what was found is kept.
+        step: a call that would overlap, and whose signature is not proved.
     """
 
-    def __init__(self, model: nn.Module, config: UBatchConfig, execution: Execution, table: ProofTable) -> None:
+    def __init__(
+        self, model: nn.Module, config: UBatchConfig, execution: Execution, table: ProofTable, step: Step
+    ) -> None:
+        if step.intent.cut is None:
+            raise ValueError("a proof needs a call that would run in lanes.")
         self._model = model
         self._config = config
         self._execution = execution
         self._table = table
+        self._step = step
+        self._intent = step.intent
+        self._plan = step.intent.cut.plan
+        self._rehearsal: _Rehearsal | None = None
+        self._no: _No | None = None
+        self._writes = False
+        self._ran_in_lanes = False
 
-    def prove(
-        self,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        intent: Intent,
-        decision: Decision,
-        context: ForwardContext | None,
-    ) -> Outcome:
-        """Run a call as it is, and prove its signature.
-
-        Args:
-            args, kwargs: the call.
-            intent: to overlap it in lanes.
-            decision: of all ranks, to do so.
-            context: the current forward context.
+    def run(self) -> Outcome:
+        """Run the call as it is, and prove its signature.
 
         Raises:
             What the call raises where it runs whole; what `CommGroup.reset` raises, if a lane failed on some rank.
         """
         begun = time.monotonic()
-        attempt = _Attempt(self, intent, context)
-        attempt.prepare(args, kwargs)
+        self._prepare()
         started = time.monotonic()
-        result = self._execution.unsplit(args, kwargs, intent, decision.whole(), context)
+        result = self._execution.unsplit(replace(self._step, decision=self._step.decision.whole()))
         ended = time.monotonic()
         try:
-            reason, why, by = attempt.rehearse(result, args, kwargs)
+            reason, why, by = self._rehearse(result)
         finally:
-            if RandomState() != attempt.random and attempt.ran_in_lanes:
-                attempt.random.restore()
+            if RandomState() != self._random and self._ran_in_lanes:
+                self._random.restore()
         return Outcome(result, reason, why, by, time.monotonic() - ended + started - begun)
 
-
-class _Attempt:
-    """One proof: what was noted before the call, and what came of it."""
-
-    def __init__(self, prover: Prover, intent: Intent, context: ForwardContext | None) -> None:
-        if intent.cut is None:
-            raise ValueError("a proof needs a call that would run in lanes.")
-        self._model, self._config = prover._model, prover._config
-        self._execution, self._table = prover._execution, prover._table
-        self._intent, self._context = intent, context
-        self._plan = intent.cut.plan
-        self._rehearsal: _Rehearsal | None = None
-        self._no: _No | None = None
-        self.writes = False
-        self.ran_in_lanes = False
-
-    def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _prepare(self) -> None:
         """Before the call: copy its arguments, and note what it may change."""
-        self.random = RandomState()
+        self._random = RandomState()
         try:
             self._rehearsal = self._copies()
-            self._containers = _shape_of((args, kwargs))
+            self._containers = self._containers_now()
             self._marks = self._marks_now()
             self._module = ModuleState(self._model)
         except CannotSplit as cannot:
@@ -166,19 +147,18 @@ class _Attempt:
                 f"what it could change is not known ({type(error).__name__}: {error}).",
             )
 
-    def rehearse(
-        self, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[DeclineReason | None, str | None, int | None]:
+    def _rehearse(self, result: Any) -> tuple[DeclineReason | None, str | None, int | None]:
         """After the call: run it in lanes and compare, if all ranks do. Returns why not, and the rank that found it."""
         if self._no is None:
-            self._no = self._side_effect(args, kwargs)
+            self._no = self._side_effect()
         rehearsal = self._rehearsal
         intent = self._intent if rehearsal is None else self._intent_of(rehearsal)
         agreed = self._agree(intent)
         if agreed.engaged and rehearsal is not None and intent.cut is not None:
-            self.ran_in_lanes = True
+            self._ran_in_lanes = True
             try:
-                self._no = self._in_lanes(intent, intent.cut, rehearsal, agreed, result)
+                step = replace(self._step, intent=intent, decision=agreed)
+                self._no = self._in_lanes(step, intent.cut, rehearsal, result)
                 agreed = self._agree(intent)
             except Exception as error:  # on this rank or another one: what its lanes have launched pairs with nothing
                 agreed = self._failed(error)
@@ -199,7 +179,7 @@ class _Attempt:
         copied = plan.copied(order if rows > plan.rows else None)
         return _Rehearsal(copied, order, (slice(0, cut), slice(cut, rows)))
 
-    def _side_effect(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _No | None:
+    def _side_effect(self) -> _No | None:
         """What the whole call did beside returning a result, if that cannot be done in lanes."""
         changed = self._module.change()
         if changed is not None:
@@ -207,23 +187,23 @@ class _Attempt:
                 DeclineReason.MODULE_KEEPS_STATE,
                 f"the module changed {changed!r} in the call. Hand over in an argument what it keeps between calls.",
             )
-        if RandomState() != self.random:
+        if RandomState() != self._random:
             return (
                 DeclineReason.DRAWS_RANDOM,
                 "the call drew random numbers, and lanes would draw others. Draw them outside the wrapped module.",
             )
-        if _shape_of((args, kwargs)) != self._containers:
+        if self._containers_now() != self._containers:
             return (
                 DeclineReason.ARGUMENTS_CHANGED,
                 "the call changed a container that it was given. Return what it adds or removes instead.",
             )
-        self.writes = self._marks_now() != self._marks
-        if self.writes and self._plan.shares_memory():
+        self._writes = self._marks_now() != self._marks
+        if self._writes and self._plan.shares_memory():
             return (
                 DeclineReason.CANNOT_PROVE,
                 "the call writes to arguments that share memory with each other. Give it tensors of their own.",
             )
-        if self.writes and torch.is_grad_enabled() and any(each.requires_grad for each in self._tensors()):
+        if self._writes and torch.is_grad_enabled() and any(each.requires_grad for each in self._tensors()):
             return (
                 DeclineReason.GRADIENTS,
                 "the call writes to its arguments and records gradients: to torch, the lanes' parts are one tensor, "
@@ -234,6 +214,9 @@ class _Attempt:
     def _marks_now(self) -> list[TensorMark]:
         """Of every argument that lanes would write to in place; of caches, only merging changes the caller's."""
         return [TensorMark(leaf.value) for leaf in self._plan.leaves if isinstance(leaf.value, Tensor)]
+
+    def _containers_now(self) -> object:
+        return _shape_of((self._step.args, self._step.kwargs))
 
     def _tensors(self) -> Iterator[Tensor]:
         yield from self._model.parameters()
@@ -268,13 +251,11 @@ class _Attempt:
             offer = Offer(Wish.NO, (sum(offer.tokens),), offer.lanes, self._no[0])
         return decide([offer]) if group is None else group.vote(offer)
 
-    def _in_lanes(
-        self, intent: Intent, cut: CutCall, rehearsal: _Rehearsal, decision: Decision, result: Any
-    ) -> _No | None:
+    def _in_lanes(self, step: Step, cut: CutCall, rehearsal: _Rehearsal, result: Any) -> _No | None:
         """Run the copies in lanes; returns what is not as in the whole call."""
         kept = [(tensor, tensor.detach().clone()) for tensor in _results_in(result)]
         with nullcontext() if current_trace() is None else tracing():  # the caller's trace shows its call, not this
-            outputs = self._execution.outputs(intent, cut, decision, self._context)
+            outputs = self._execution.outputs(step, cut)
         overwritten = [(tensor, was) for tensor, was in kept if not identical(tensor, was)]
         if overwritten:
             with torch.inference_mode():  # where any tensor may be written to
@@ -317,7 +298,7 @@ class _Attempt:
         signature = self._intent.signature
         if signature is None:
             return None
-        return self._table.passed(signature, rule, compare, writes=self.writes)
+        return self._table.passed(signature, rule, compare, writes=self._writes)
 
     def _failed(self, error: Exception) -> Decision:
         """A lane raised, here or on another rank."""

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ubatch.graphs import GraphMiss
-from ubatch.vote import DeclineReason
+from ubatch.trace import note_outcome
+from ubatch.vote import Decision, DeclineReason
 
-__all__ = ["UBatchStatistics"]
+__all__ = ["Tally", "UBatchStatistics"]
 
 
 @dataclass(frozen=True)
@@ -46,3 +48,41 @@ class UBatchStatistics:
     engaged_single: int = 0
     proved: int = 0
     proof_seconds: float = 0.0
+
+
+@dataclass
+class Tally:
+    """Counts a wrapper's calls, and notes in the trace how each ended. Attributes as in `UBatchStatistics`."""
+
+    calls: int = 0
+    engaged: int = 0
+    engaged_single: int = 0
+    proved: int = 0
+    proof_seconds: float = 0.0
+    declined: Counter[DeclineReason] = field(default_factory=Counter)
+    last_reason: str | None = None
+
+    def overlapped(self, lanes: int, chunks: int) -> None:
+        """A call overlaps, in lanes or in one piece."""
+        if lanes > 1:
+            self.engaged += 1
+        else:
+            self.engaged_single += 1
+        note_outcome(lanes=lanes, chunks=chunks)
+
+    def passed(self) -> None:
+        """A call has shown that its like may overlap."""
+        self.proved += 1
+        note_outcome(reason="proved")
+
+    def unsplit(self, decision: Decision | None, why: str | None) -> DeclineReason:
+        """A call runs unsplit. Returns the reason; `why` is the same in a sentence."""
+        reason, by = DeclineReason.NOT_REQUESTED, None
+        if decision is not None:
+            reason, by = decision.reason or reason, decision.declined_by
+        if by is not None:
+            why = why or f"{reason} (rank {by})"
+        self.declined[reason] += 1
+        self.last_reason = f"{reason}: {why}" if why else str(reason)
+        note_outcome(reason=reason, declined_by=by)
+        return reason

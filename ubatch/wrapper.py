@@ -21,7 +21,6 @@ import copy
 import gc
 import threading
 import traceback
-from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -42,7 +41,7 @@ from ubatch.errors import (
     OverlapDeclined,
     UBatchError,
 )
-from ubatch.execution import Execution, checked_device, device_of, span
+from ubatch.execution import Execution, Step, checked_device, device_of, span
 from ubatch.facade import ModuleFacade, refuse_tracing, uncompiled
 from ubatch.forward_context import ForwardContext, get_forward_context
 from ubatch.graph_capture import Capturer
@@ -51,13 +50,13 @@ from ubatch.graph_table import GraphTable, Hit
 from ubatch.graphs import CapturedGraph, CaptureFailed, GraphBackend, GraphKey
 from ubatch.group import CommGroup
 from ubatch.interrupts import Claim, Claims, apart
-from ubatch.planner import Intent, Planner
-from ubatch.proof import Prover
+from ubatch.planner import CutCall, Intent, Planner
+from ubatch.proof import Proof
 from ubatch.schedule import Schedule
 from ubatch.sm_budget import merge_sm_use
-from ubatch.statistics import UBatchStatistics
+from ubatch.statistics import Tally, UBatchStatistics
 from ubatch.torch_modes import why_not_in_lanes
-from ubatch.trace import note_outcome, note_step, traced_step
+from ubatch.trace import note_step, traced_step
 from ubatch.vote import Decision, DeclineReason, Offer, Wish, decide
 
 __all__ = ["UBatchWrapper"]
@@ -130,20 +129,13 @@ class UBatchWrapper(ModuleFacade):
         self._keep("_ubatch_config", config)
         self._keep("_ubatch_planner", planner)
         self._keep("_ubatch_execution", execution)
-        self._keep("_ubatch_prover", Prover(model, config, execution, planner.proofs))
         self._keep("_ubatch_pools", execution.pools)
         self._keep("_ubatch_device", checked)
         self._keep("_ubatch_given_graphs", graphs)
         self._keep("_ubatch_intercepts", intercept_collectives)
         self._keep("_ubatch_table", _table(mode, graphs, planner, model, checked))
         self._keep("_ubatch_claims", Claims())
-        self._keep("_ubatch_calls", 0)
-        self._keep("_ubatch_engaged", 0)
-        self._keep("_ubatch_engaged_single", 0)
-        self._keep("_ubatch_declined", Counter())
-        self._keep("_ubatch_proved", 0)
-        self._keep("_ubatch_proof_seconds", 0.0)
-        self._keep("_ubatch_last_reason", None)
+        self._keep("_ubatch_tally", Tally())
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module on these arguments, overlapped where it pays. Hooks of the module run once per lane.
@@ -241,7 +233,7 @@ class UBatchWrapper(ModuleFacade):
                 execution,
                 table,
                 decide=lambda intent: self._decide(intent, context),
-                prove=lambda call, intent, decision: self._prove(*call, intent, decision, context),
+                prove=self._prove,
             )
             result: T = self._alone(apart, work, capturer)
             return result
@@ -257,7 +249,8 @@ class UBatchWrapper(ModuleFacade):
             return self._step(args, kwargs)
 
     def _step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self._keep("_ubatch_calls", self._ubatch_calls + 1)
+        tally: Tally = self._ubatch_tally
+        tally.calls += 1
         context = get_forward_context()
         planner: Planner = self._ubatch_planner
         execution: Execution = self._ubatch_execution
@@ -283,60 +276,58 @@ class UBatchWrapper(ModuleFacade):
             hit = lookup.settle(decision, several_ranks=several_ranks)
             if hit is not None:
                 return self._replay(hit, decision, intent.why, intent.schedule)
+        step = Step(args, kwargs, intent, decision, context)
         if decision.engaged and intent.single:
-            self._count_engaged(1, intent.schedule.chunks)
-            return execution.single(args, kwargs, intent, decision, context)
+            tally.overlapped(1, intent.schedule.chunks)
+            return execution.single(step)
         if decision.engaged and intent.cut is not None:
-            if decision.prove:
-                return self._prove(args, kwargs, intent, decision, context)
-            try:
-                output = execution.lanes(intent, intent.cut, decision, context)
-                self._count_engaged(len(intent.cut.bounds), intent.schedule.chunks)
-                return output
-            except CannotSplit as cannot:  # only the outputs could tell
-                if not planner.may_run_again(intent):
-                    raise
-                planner.proofs.failed(intent.signature, cannot.reason, str(cannot))
-                decision = self._decide_again(intent, cannot)
-                intent = replace(intent, why=str(cannot))
-            except UBatchError:
-                raise
-            except Exception as error:  # of the module's own; whole it may raise nothing, as in its proof
-                if several_ranks or not planner.may_run_again(intent):
-                    raise
-                failed = CannotSplit(DeclineReason.LANE_FAILED, f"{type(error).__name__}: {error} (raised in a lane)")
-                decision, intent = self._decide_again(intent, failed), replace(intent, why=str(failed))
-                output = execution.unsplit(args, kwargs, intent, decision, context)
-                planner.proofs.failed(intent.signature, failed.reason, str(failed))  # whole it did not raise
-                self._count_declined(decision, intent.why)
-                return output
+            return self._prove(step) if decision.prove else self._in_lanes(step, intent.cut)
         self._count_declined(decision, intent.why)
-        return execution.unsplit(args, kwargs, intent, decision, context)
+        return execution.unsplit(step)
 
-    def _prove(
-        self,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        intent: Intent,
-        decision: Decision,
-        context: ForwardContext | None,
-    ) -> Any:
+    def _in_lanes(self, step: Step, cut: CutCall) -> Any:
+        """Run a call in lanes; then whole, if it was unlike its proof and may run once more."""
+        tally: Tally = self._ubatch_tally
+        planner: Planner = self._ubatch_planner
+        execution: Execution = self._ubatch_execution
+        group: CommGroup | None = self._ubatch_config.group
+        try:
+            output = execution.lanes(step, cut)
+            tally.overlapped(len(cut.bounds), step.intent.schedule.chunks)
+            return output
+        except CannotSplit as cannot:  # only the outputs could tell
+            if not planner.may_run_again(step.intent):
+                raise
+            reason, why = cannot.reason, str(cannot)
+        except UBatchError:
+            raise
+        except Exception as error:  # of the module's own; whole it may raise nothing, as in its proof
+            if (group is not None and group.size > 1) or not planner.may_run_again(step.intent):
+                raise
+            reason, why = DeclineReason.LANE_FAILED, f"{type(error).__name__}: {error} (raised in a lane)"
+        decision = self._decide_again(step.intent, reason)
+        output = execution.unsplit(replace(step, decision=decision))  # what it raises here, it would have raised bare
+        planner.proofs.failed(step.intent.signature, reason, why)
+        self._count_declined(decision, why)
+        return output
+
+    def _prove(self, step: Step) -> Any:
         """Run a call as it is, and find out whether its like may overlap."""
-        prover: Prover = self._ubatch_prover
-        outcome = prover.prove(args, kwargs, intent, decision, context)
-        self._keep("_ubatch_proof_seconds", self._ubatch_proof_seconds + outcome.seconds)
+        tally: Tally = self._ubatch_tally
+        proofs = self._ubatch_planner.proofs
+        outcome = Proof(self._ubatch_model, self._ubatch_config, self._ubatch_execution, proofs, step).run()
+        tally.proof_seconds += outcome.seconds
         if outcome.reason is None:
-            self._keep("_ubatch_proved", self._ubatch_proved + 1)
-            note_outcome(reason="proved")
+            tally.passed()
         else:
-            no = replace(decision.whole(), reason=outcome.reason, declined_by=outcome.declined_by)
+            no = replace(step.decision.whole(), reason=outcome.reason, declined_by=outcome.declined_by)
             self._count_declined(no, outcome.why)
         return outcome.result
 
     def _replay(self, hit: Hit, decision: Decision | None, why: str | None, schedule: Schedule) -> Any:
         key = hit.entry.graph.key
         if key.overlapped:
-            self._count_engaged(len(key.tokens), schedule.chunks)
+            self._ubatch_tally.overlapped(len(key.tokens), schedule.chunks)
         else:
             self._count_declined(decision, why)
         with span("replay"):
@@ -348,17 +339,11 @@ class UBatchWrapper(ModuleFacade):
             return context.decision
         return decide([intent.offer]) if group is None else group.vote(intent.offer)
 
-    def _decide_again(self, intent: Intent, cannot: CannotSplit) -> Decision:
+    def _decide_again(self, intent: Intent, reason: DeclineReason) -> Decision:
         """Repeat the step unsplit, if all ranks do: one that could merge its outputs is at its next step already."""
         group: CommGroup | None = self._ubatch_config.group
-        offer = Offer(Wish.NO, (sum(intent.offer.tokens),), intent.offer.lanes, cannot.reason, again=True)
+        offer = Offer(Wish.NO, (sum(intent.offer.tokens),), intent.offer.lanes, reason, again=True)
         return decide([offer]) if group is None else group.vote(offer)
-
-    def _count_engaged(self, lanes: int, chunks: int) -> None:
-        """Count a call that overlapped, in lanes or in one piece."""
-        counter = "_ubatch_engaged" if lanes > 1 else "_ubatch_engaged_single"
-        self._keep(counter, getattr(self, counter) + 1)
-        note_outcome(lanes=lanes, chunks=chunks)
 
     def _count_declined(self, decision: Decision | None, why: str | None) -> None:
         """Count a call that runs unsplit.
@@ -366,18 +351,10 @@ class UBatchWrapper(ModuleFacade):
         Raises:
             OverlapDeclined: it must overlap.
         """
-        reason = DeclineReason.NOT_REQUESTED
-        if decision is not None and decision.reason is not None:
-            reason = decision.reason
-        if decision is not None and decision.declined_by is not None:
-            why = why or f"{reason} (rank {decision.declined_by})"
-        self._ubatch_declined[reason] += 1
-        note_outcome(reason=reason, declined_by=None if decision is None else decision.declined_by)
-        self._keep("_ubatch_last_reason", f"{reason}: {why}" if why else str(reason))
+        tally: Tally = self._ubatch_tally
+        reason = tally.unsplit(decision, why)
         if self._ubatch_config.require_overlap:
-            raise OverlapDeclined(
-                f"require_overlap is set, but the call declined: {reason}. {why or ''}".strip(), reason
-            )
+            raise OverlapDeclined(f"require_overlap is set, but the call declined: {tally.last_reason}", reason)
 
     def _module_changed(self, how: str) -> None:
         if how not in _SAME_MODULE:
@@ -411,21 +388,22 @@ class UBatchWrapper(ModuleFacade):
         sm_use: dict[str, bool] = {}
         merge_sm_use(sm_use, *(pool.sm_users for pool in pools))
         table: GraphTable | None = self._ubatch_table
+        tally: Tally = self._ubatch_tally
         return UBatchStatistics(
-            calls=self._ubatch_calls,
-            engaged=self._ubatch_engaged,
-            declined=dict(self._ubatch_declined),
+            calls=tally.calls,
+            engaged=tally.engaged,
+            declined=dict(tally.declined),
             handoffs=sum(pool.handoffs for pool in pools),
             lane_threads_started=sum(pool.threads_started for pool in pools),
             sm_budget=sm_use,
-            last_reason=self._ubatch_last_reason,
+            last_reason=tally.last_reason,
             graph_replays=0 if table is None else table.replays,
             graph_misses=0 if table is None else table.misses.total(),
             graph_misses_by_reason={} if table is None else dict(table.misses),
             last_graph_miss=None if table is None else table.last_miss,
-            engaged_single=self._ubatch_engaged_single,
-            proved=self._ubatch_proved,
-            proof_seconds=self._ubatch_proof_seconds,
+            engaged_single=tally.engaged_single,
+            proved=tally.proved,
+            proof_seconds=tally.proof_seconds,
         )
 
     def no_timeout(self) -> AbstractContextManager[None]:
