@@ -65,6 +65,12 @@ def test_the_readme_shows_the_measured_overlap() -> None:
     assert shown == expected, "\n".join("| " + " | ".join(row) + " |" for row in expected)
 
 
+def test_the_readme_shows_what_wrapping_a_model_of_transformers_gives() -> None:
+    measured = json.loads((RESULTS / "transformers.json").read_text(encoding="utf-8"))["over_not_wrapped"]
+    figures = "{median:.2f}x [{low:.2f}, {high:.2f}]".format(**measured)
+    assert [row[1] for row in table_below("| what | measured |") if "that transformers shards" in row[0]] == [figures]
+
+
 @pytest.mark.parametrize("name", ["overlap.json", "overlap-ratios.json"])
 def test_no_measured_step_passes_the_bound(name: str) -> None:
     for link in json.loads((RESULTS / name).read_text(encoding="utf-8"))["links"]:

@@ -17,6 +17,7 @@ NEW, ROWS = 6, 5
 
 HYBRID = ["lfm2", "jamba", "qwen3_next", "mamba", "mamba2", "falcon_mamba", "bamba", "falcon_h1", "zamba2", "minimax"]
 OTHERS = ["gemma3", "deepseek_v4", "glm_moe_dsa", "t5", "bart"]
+QUICK = ["lfm2", "mamba2", "qwen3_next", "gemma3", "t5"]
 STATIC = {"cache_implementation": "static"}
 SPLIT_DIMS = {"decoder_input_ids": 0, "decoder_attention_mask": 0, "encoder_outputs": 0}
 WAYS: dict[str, dict[str, Any]] = {
@@ -36,7 +37,9 @@ def settings(model: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", [*HYBRID, *OTHERS])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in [*HYBRID, *OTHERS]]
+)
 def test_the_tokens_are_the_untouched_models(name: str, way: str) -> None:
     model = model_of(name)
     expected = generate(model, **WAYS[way])
