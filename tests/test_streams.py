@@ -13,10 +13,13 @@ from streams_cases import Streams, model, opened_streams, switching
 from ubatch.context import UBatchContext
 from ubatch.dbo import (
     dbo_current_ubatch_id,
+    dbo_get_previous_event,
     dbo_maybe_run_recv_hook,
     dbo_register_recv_hook,
     dbo_switch_to_comm,
+    dbo_switch_to_comm_sync,
     dbo_switch_to_compute,
+    dbo_switch_to_compute_sync,
     dbo_yield,
     dbo_yield_and_switch_from_comm_to_compute,
     dbo_yield_and_switch_from_compute_to_comm,
@@ -137,6 +140,48 @@ def test_switches_without_a_point(fake: Streams) -> None:
     fake.run(body, body, body)
     assert not fake.races
     assert not fake.excess()
+
+
+def test_vllms_synchronised_switches_order_both_ways(fake: Streams) -> None:
+    def body() -> None:
+        lane = dbo_current_ubatch_id()
+        fake.work(f"write {lane}", writes=[f"x{lane}"])
+        dbo_switch_to_comm_sync()
+        fake.work(f"send {lane}", reads=[f"x{lane}"], writes=[f"y{lane}"])
+        dbo_switch_to_compute_sync()
+        fake.work(f"read {lane}", reads=[f"y{lane}"], writes=[f"x{lane}"])
+        dbo_yield()
+
+    fake.run(body, body)
+    assert not fake.races
+    dbo_switch_to_comm_sync()
+    dbo_switch_to_compute_sync()
+    assert fake.current() is fake.compute
+
+
+def test_vllms_previous_event_is_made_on_the_compute_stream(fake: Streams) -> None:
+    """From whichever stream the lane is on, and without an edge between the two."""
+    seen = []
+
+    def capture(name: str, *, end: str) -> str:
+        seen.append(fake.current())
+        return name + end
+
+    def body() -> None:
+        assert dbo_get_previous_event(capture, "event", end="!") == "event!"
+        dbo_switch_to_comm()
+        before = list(fake.log)
+        assert dbo_get_previous_event(capture, "event", end="?") == "event?"
+        assert not [line for line in fake.log[len(before) :] if "wait" in line or "record" in line]
+        with pytest.raises(ZeroDivisionError):
+            dbo_get_previous_event(lambda: 1 / 0)
+        assert fake.current() is fake.comm
+        dbo_switch_to_compute()
+
+    fake.run(body, lambda: None)
+    assert seen == [fake.compute, fake.compute]
+    assert dbo_get_previous_event(capture, "outside", end="") is None
+    assert len(seen) == 2, "outside a lane nothing is called, as in vLLM"
 
 
 def test_a_plain_point_before_a_launch_waits_for_what_the_others_compute(fake: Streams) -> None:

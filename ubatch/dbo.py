@@ -1,13 +1,22 @@
 """What model code calls inside a lane. Outside a lane all of it returns at once: a `ContextVar` that is unset costs
 tens of nanoseconds.
 
-Names are vLLM's. Each function looks up the lane it runs in; what happens there is in `ubatch.context`.
+Names are vLLM's. Each function looks up the lane it runs in; what happens there is in `ubatch.context`. Beside vLLM's
+own there are `dbo_keep`, `on_comm_stream`, `on_compute_stream` and `fork_comm_stream`. What differs:
+
+    dbo_switch_to_comm, dbo_switch_to_compute   are ordered here, as vLLM's `_sync` ones are: memory that two streams
+                                                share lives by it. To leave compute without waiting for the
+                                                transfer, launch it in `on_comm_stream`, and wait in a receive hook
+    dbo_start                                   vLLM's lanes of old were deaf to points until they called it. There is
+                                                none: lanes start together, and a schedule's `points_off` names the
+                                                points at which nobody hands on
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import ParamSpec, TypeVar
 
 from ubatch.context import _lane
 from ubatch.streams import Event
@@ -15,11 +24,14 @@ from ubatch.streams import Event
 __all__ = [
     "dbo_current_ubatch_id",
     "dbo_enabled",
+    "dbo_get_previous_event",
     "dbo_keep",
     "dbo_maybe_run_recv_hook",
     "dbo_register_recv_hook",
     "dbo_switch_to_comm",
+    "dbo_switch_to_comm_sync",
     "dbo_switch_to_compute",
+    "dbo_switch_to_compute_sync",
     "dbo_yield",
     "dbo_yield_and_switch_from_comm_to_compute",
     "dbo_yield_and_switch_from_compute_to_comm",
@@ -27,6 +39,9 @@ __all__ = [
     "on_comm_stream",
     "on_compute_stream",
 ]
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 _current_lane = _lane.get
 
@@ -105,6 +120,23 @@ def dbo_switch_to_compute() -> None:
     if lane is not None:
         lane.leave_comm()
         lane.join_comm()
+
+
+dbo_switch_to_comm_sync = dbo_switch_to_comm
+"""vLLM's name of the ordered switch, which is the only one here."""
+dbo_switch_to_compute_sync = dbo_switch_to_compute
+"""The same."""
+
+
+def dbo_get_previous_event(record: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | None:
+    """What `record(...)` returns, called with the lane's compute stream current: an event of a library's own, such as
+    `buffer.capture()` of DeepEP. None outside a lane, where nothing is called.
+
+    Call it before a hand-off: afterwards the event would cover the other lanes' work, too. It orders nothing by itself,
+    and does not cover what a receive hook adds when the baton is back.
+    """
+    lane = _current_lane()
+    return None if lane is None else lane.on_compute(lambda: record(*args, **kwargs))
 
 
 def dbo_yield_and_switch_from_compute_to_comm(point: str = "user") -> None:

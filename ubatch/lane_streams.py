@@ -13,14 +13,16 @@ half: which tensors live until which join.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeVar
 
 from ubatch.lifetimes import Launched, Ledger
 from ubatch.streams import Event, NullStreams, StreamBackend
 
 __all__ = ["LaneStreams"]
+
+T = TypeVar("T")
 
 
 class LaneStreams:
@@ -99,6 +101,16 @@ class LaneStreams:
             self.mark_comm()
             self._streams.set_current(self.compute_stream)
             self._on_comm = False
+
+    def on_compute(self, record: Callable[[], T]) -> T:
+        """What `record` returns, called with the compute stream current. Nothing is marked, and nothing waits."""
+        if not self._on_comm:
+            return record()
+        self._streams.set_current(self.compute_stream)
+        try:
+            return record()
+        finally:
+            self._streams.set_current(self.comm_stream)
 
     def join_comm(self, upto: int | None = None) -> None:
         """Let the compute stream wait for what this lane put on the communication stream, if it has not yet.
