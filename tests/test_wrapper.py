@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import io
+import logging
 import pickle
 import threading
 from collections.abc import Callable, Iterator
@@ -48,6 +49,14 @@ def wrapper(model: Model) -> Iterator[UBatchWrapper]:
 
 
 # ------------------------------------------------------------------------------------------------ overlapped and right
+
+
+def test_every_split_is_a_line_for_the_log(wrapper: UBatchWrapper, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.DEBUG, "ubatch"):
+        wrapper(x_of(7))
+        wrapper(x_of(1))
+    (line,) = [each.getMessage() for each in caplog.records if each.name == "ubatch.statistics"]
+    assert line.startswith("split: 3 + 4 tokens, run by schedule mlp_shared_overlap: 2 lanes x 1 chunks")
 
 
 @pytest.mark.parametrize("lanes", [2, 3, 4])

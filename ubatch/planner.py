@@ -58,6 +58,11 @@ class CutCall:
     parts: LaneParts
     rule: Rule | None = None
 
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """Of every lane."""
+        return tuple((rows.stop - rows.start) * self.plan.tokens_per_row for rows in self.bounds)
+
 
 @dataclass(frozen=True)
 class Intent:

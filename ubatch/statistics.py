@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ubatch.graphs import GraphMiss
+from ubatch.schedule import Schedule
 from ubatch.trace import note_outcome
 from ubatch.vote import Decision, DeclineReason
 
 __all__ = ["Tally", "UBatchStatistics"]
+
+_logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -62,13 +66,23 @@ class Tally:
     declined: Counter[DeclineReason] = field(default_factory=Counter)
     last_reason: str | None = None
 
-    def overlapped(self, lanes: int, chunks: int) -> None:
-        """A call overlaps, in lanes or in one piece."""
+    def overlapped(self, tokens: Sequence[int], schedule: Schedule, *, replayed: bool = False) -> None:
+        """A call overlaps, in lanes or in one piece.
+
+        Args:
+            tokens: of every lane.
+            schedule: what it overlaps with.
+            replayed: as a graph.
+        """
+        lanes = len(tokens)
         if lanes > 1:
             self.engaged += 1
         else:
             self.engaged_single += 1
-        note_outcome(lanes=lanes, chunks=chunks)
+        note_outcome(lanes=lanes, chunks=schedule.chunks)
+        if _logger.isEnabledFor(logging.DEBUG):
+            shares, how = " + ".join(map(str, tokens)), "replayed" if replayed else "run"
+            _logger.debug("split: %s tokens, %s by schedule %s", shares, how, schedule.describe())
 
     def passed(self) -> None:
         """A call has shown that its like may overlap."""

@@ -278,7 +278,7 @@ class UBatchWrapper(ModuleFacade):
                 return self._replay(hit, decision, intent.why, intent.schedule)
         step = Step(args, kwargs, intent, decision, context)
         if decision.engaged and intent.single:
-            tally.overlapped(1, intent.schedule.chunks)
+            tally.overlapped((intent.num_tokens,), intent.schedule)
             return execution.single(step)
         if decision.engaged and intent.cut is not None:
             return self._prove(step) if decision.prove else self._in_lanes(step, intent.cut)
@@ -293,7 +293,7 @@ class UBatchWrapper(ModuleFacade):
         group: CommGroup | None = self._ubatch_config.group
         try:
             output = execution.lanes(step, cut)
-            tally.overlapped(len(cut.bounds), step.intent.schedule.chunks)
+            tally.overlapped(cut.tokens, step.intent.schedule)
             return output
         except CannotSplit as cannot:  # only the outputs could tell
             if not planner.may_run_again(step.intent):
@@ -327,7 +327,7 @@ class UBatchWrapper(ModuleFacade):
     def _replay(self, hit: Hit, decision: Decision | None, why: str | None, schedule: Schedule) -> Any:
         key = hit.entry.graph.key
         if key.overlapped:
-            self._ubatch_tally.overlapped(len(key.tokens), schedule.chunks)
+            self._ubatch_tally.overlapped(key.tokens, schedule, replayed=True)
         else:
             self._count_declined(decision, why)
         with span("replay"):
