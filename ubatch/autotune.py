@@ -116,6 +116,7 @@ class Autotuner:
         *,
         device: torch.device,
         prepare: Callable[[C], object] | None = None,
+        also: Sequence[Callable[[C], object]] = (),
     ) -> C:
         """The fastest of `configs`; see `autotune`."""
         chosen: C | None = self._chosen.get((device, key))  # the path of every launch: no lock
@@ -125,13 +126,13 @@ class Autotuner:
         if len(configs) == 1 or not self._timer.tunes(device):
             return configs[0]
         with self._lock:
-            return self._choose(key, configs, run, device, prepare)
+            return self._choose(key, configs, (run, *also), device, prepare)
 
     def _choose(
         self,
         key: str,
         configs: Sequence[C],
-        run: Callable[[C], object],
+        runs: Sequence[Callable[[C], object]],
         device: torch.device,
         prepare: Callable[[C], object] | None,
     ) -> C:
@@ -147,18 +148,22 @@ class Autotuner:
             with _taking_long():
                 if prepare is not None:
                     _prepare(configs, prepare, device)
-                chosen = self._fastest(key, configs, run, device)
+                chosen = self._fastest(key, configs, runs, device)
             self._store(fingerprint, key, _entry(chosen))
         self._chosen[device, key] = chosen
         return chosen
 
-    def _fastest(self, key: str, configs: Sequence[C], run: Callable[[C], object], device: torch.device) -> C:
+    def _fastest(
+        self, key: str, configs: Sequence[C], runs: Sequence[Callable[[C], object]], device: torch.device
+    ) -> C:
         times: list[tuple[float, int]] = []
         failure: Exception | None = None
         for index, config in enumerate(configs):
             try:
-                run(config)  # compiles
-                times.append((self._timer.seconds(partial(run, config), device), index))
+                for run in runs:
+                    run(config)  # compiles
+                taken = [self._timer.seconds(partial(run, config), device) for run in runs]
+                times.append((math.prod(taken) ** (1 / len(taken)), index))
             except UBatchError:
                 raise
             except Exception as error:  # does not compile, or needs more shared memory than there is
@@ -200,6 +205,7 @@ def autotune(
     *,
     device: torch.device,
     prepare: Callable[[C], object] | None = None,
+    also: Sequence[Callable[[C], object]] = (),
 ) -> C:
     """The config of `configs` with which `run` is fastest.
 
@@ -214,11 +220,13 @@ def autotune(
         device: where it runs.
         prepare: compiles the kernel without running it; called before anything is timed, for several configs at the
             same time, each in a thread of its own.
+        also: launches of other sizes; a config's time is then the geometric mean over all sizes.
 
     Raises:
         ConfigError: no configs, or ones that are no dataclasses; every config fails; the file cannot be read.
     """
-    return _process_wide(os.environ.get(_CACHE_VARIABLE)).choose(key, configs, run, device=device, prepare=prepare)
+    tuner = _process_wide(os.environ.get(_CACHE_VARIABLE))
+    return tuner.choose(key, configs, run, device=device, prepare=prepare, also=also)
 
 
 def autotune_path() -> Path:

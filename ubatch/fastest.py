@@ -1,0 +1,128 @@
+"""Which of several back ends is fastest on this device: measured once, then remembered in `ubatch.autotune`'s file.
+
+    chosen = fastest("experts of 768 over 2048", {"ours": make_ours, "theirs": make_theirs}, ("64 tokens",), device=gpu)
+
+A back end is made when its turn comes, timed with every batch, and dropped before the next one is made: no two have
+their weights or workspaces at once. The times of the batches count alike (geometric mean). One that fails is left out,
+and the log says why.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from importlib import metadata
+
+import torch
+
+from ubatch.autotune import autotune, autotune_path
+from ubatch.errors import describe
+
+__all__ = ["Chosen", "Launches", "fastest", "measured"]
+
+_logger = logging.getLogger(__name__)
+
+_DEVICES = ("cuda",)
+
+Launches = Sequence[Callable[[], object]]
+"""What a back end computes, one launch per batch."""
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """A back end that was chosen.
+
+    Attributes:
+        name: which.
+        reason: why, as the rest of a sentence.
+    """
+
+    name: str
+    reason: str
+
+
+def measured(device: torch.device) -> bool:
+    """Whether back ends for this device are chosen here; for others the caller knows."""
+    return device.type in _DEVICES
+
+
+def fastest(
+    what: str,
+    makers: Mapping[str, Callable[[], Launches]],
+    batches: Sequence[str],
+    *,
+    device: torch.device,
+    packages: Sequence[str] = (),
+) -> Chosen:
+    """The fastest of several back ends; where nothing can be timed and nothing is remembered, the first.
+
+    Args:
+        what: names the work, with all that the choice depends on: shapes, dtypes.
+        makers: name -> makes it, and returns a launch for every batch.
+        batches: what is timed, in words.
+        device: where.
+        packages: distributions whose versions the choice depends on, too.
+
+    Raises:
+        ConfigError: none of them works here; or the file cannot be read, see `autotune`.
+    """
+    names = tuple(makers)
+    if len(names) == 1:
+        return Chosen(names[0], "the only one that can run here")
+    versions = [f"{package} {_version(package)}" for package in packages]
+    key = ", ".join([f"{what}: {' or '.join(names)}", *batches, *versions])
+    bench = _Bench(what, makers)
+    first, *rest = (partial(bench.run, batch) for batch in range(len(batches)))
+    with torch.inference_mode():
+        way = autotune(key, [_Way(name) for name in names], first, device=device, also=rest)
+    bench.clear()
+    others = f"fastest of {', '.join(names)} with {' and '.join(batches)}"
+    return Chosen(way.name, f"{others} on this device, kept in {autotune_path()}")
+
+
+@dataclass(frozen=True)
+class _Way:
+    name: str
+
+
+class _Bench:
+    """The back end whose turn it is."""
+
+    def __init__(self, what: str, makers: Mapping[str, Callable[[], Launches]]) -> None:
+        self._what = what
+        self._makers = makers
+        self._name = ""
+        self._launches: Launches = ()
+
+    def clear(self) -> None:
+        """Let go of it."""
+        self._name, self._launches = "", ()
+
+    def run(self, batch: int, way: _Way) -> None:
+        """Launch a batch on a back end.
+
+        Raises:
+            _LeftOut: it fails, whatever the error is: another library's are of any kind.
+        """
+        try:
+            if self._name != way.name:
+                self.clear()
+                self._launches = tuple(self._makers[way.name]())
+                self._name = way.name
+            self._launches[batch]()
+        except Exception as error:
+            _logger.warning("%s: %s is left out, as it fails here: %s", self._what, way.name, describe(error))
+            raise _LeftOut(way.name) from error
+
+
+class _LeftOut(Exception):
+    """Not a `UBatchError`: the autotuner passes over it, and goes on."""
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "none"
