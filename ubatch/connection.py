@@ -47,6 +47,8 @@ _WAIT_SLACK_S = 1.0
 """What slices of waiting and looks into the store may add to a time-out."""
 _TRANSPORT_SLACK = 4
 """The transport's own time-out is this much longer than ours, so that ours, which names the peer, fires first."""
+_PATIENCE = _TRANSPORT_SLACK - 1
+"""How many time-outs to wait for peers that may be busy with something long."""
 
 
 class Work(Protocol):
@@ -135,20 +137,24 @@ class Connection:
                 time.sleep(_LOOK_S)
         return orders
 
-    def wait_for_works(self, works: Iterable[Work], name: str, check: Callable[[], None] | None = None) -> None:
+    def wait_for_works(
+        self, works: Iterable[Work], name: str, check: Callable[[], None] | None = None, *, patient: bool = False
+    ) -> None:
         """Wait for a transport's works without using the CPU, looking out for failed peers.
 
         Args:
             works: what the transport returned.
             name: what errors call them.
             check: called now and then; may raise to end the wait.
+            patient: the peers may be busy with something long; wait three time-outs.
 
         Raises:
             PeerFailed: a rank reported an error, or died.
             GroupBroken: this rank failed while it waited, in another thread, or `reset()` was called.
             TransferTimeout: not over within `timeout_s`.
         """
-        deadline = time.monotonic() + self.timeout_s
+        patience_s = self.timeout_s * (_PATIENCE if patient else 1)
+        deadline = time.monotonic() + patience_s
         for work in works:
             while not self._arrived(work, name):
                 if check is not None:
@@ -156,7 +162,7 @@ class Connection:
                 (_leader.get() or self)._look_out(name)
                 self._look_out(name)
                 if time.monotonic() > deadline:
-                    self.fail(f"rank {self.rank} waited for {name!r} longer than {self.timeout_s} s.")
+                    self.fail(f"rank {self.rank} waited for {name!r} longer than {patience_s} s.")
                     raise TransferTimeout(
                         f"{self.broken} No peer of ranks {list(self.ranks)} reported a failure. If the step really is "
                         "that slow, raise timeout_s; else a rank does not take part in it. Call reset()."

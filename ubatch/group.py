@@ -163,8 +163,12 @@ class CommGroup:
             order.launches.clear()
         return decide([decode_offer(row[:OFFER_WIDTH]) for row in rows], self.rank)
 
-    def least(self, number: float) -> float:
+    def least(self, number: float, *, patient: bool = False) -> float:
         """The smallest that any rank gives: a number that all must agree on, such as how much memory there is.
+
+        Args:
+            number: this rank's.
+            patient: ranks may come from measuring or compiling, some much later than others; wait three time-outs.
 
         Raises:
             PeerFailed, TransferTimeout, GroupBroken: as a vote.
@@ -174,7 +178,7 @@ class CommGroup:
         connection = self.usable_connection()
         told = torch.tensor([number], dtype=torch.float64, device="cpu")
         work = dist.all_reduce(told, dist.ReduceOp.MIN, group=connection.vote_pg, async_op=True)
-        connection.wait_for_works((work,), "least")
+        connection.wait_for_works((work,), "least", patient=patient)
         return float(told)
 
     def step(self) -> AbstractContextManager[None]:
