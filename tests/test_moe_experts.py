@@ -1,14 +1,20 @@
-"""`grouped` against the plain loop: every load, every dtype, gradients."""
+"""`grouped` and its kin against the plain loop: every load, every dtype, gradients, capture."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
+import torch.nn.functional as F
+from fake_graphs import FakeGraphs
 from hypothesis import given
 from hypothesis import strategies as st
 from moe_layers import make_layer, make_tokens
+from torch import Tensor
 
 from moe import experts_backends, make_experts, register_experts_backend
+from moe.experts import grouped_mm
 from moe.segments import segment_offsets, segment_sum
 from ubatch import ConfigError
 
@@ -35,6 +41,94 @@ def test_grouped_equals_the_plain_loop(
         actual = make_experts(name, layer.w13, layer.w2, first)(routed.x, routed.ids, routed.weights)
         assert actual.is_contiguous()
         torch.testing.assert_close(actual, expected, atol=1e-6, rtol=1e-5)
+
+
+@given(
+    tokens=st.integers(0, 12),
+    num_experts=st.integers(1, 6),
+    first=st.integers(0, 4),
+    spread=st.integers(1, 12),
+    unrouted=st.sampled_from([0.0, 0.4, 1.0]),
+    seed=st.integers(0, 99),
+    data=st.data(),
+)
+def test_grouped_mm_equals_the_plain_loop(
+    tokens: int, num_experts: int, first: int, spread: int, unrouted: float, seed: int, data: st.DataObject
+) -> None:
+    """Whatever lies behind the last group, where torch's kernel writes nothing."""
+    layer = make_layer(num_experts, hidden=16, intermediate=8, seed=seed)
+    routed = make_tokens(layer, tokens, data.draw(st.integers(1, spread)), seed, only=range(spread), unrouted=unrouted)
+    expected = make_experts("reference", layer.w13, layer.w2, first)(routed.x, routed.ids, routed.weights)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(grouped_mm.F, "grouped_mm", _poisoned(F.grouped_mm))
+        actual = make_experts("grouped_mm", layer.w13, layer.w2, first)(routed.x, routed.ids.int(), routed.weights)
+    assert actual.is_contiguous()
+    torch.testing.assert_close(actual, expected, atol=1e-6, rtol=1e-5)
+
+
+def _poisoned(product: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def call(rows: Tensor, weights: Tensor, *, offs: Tensor) -> Tensor:
+        out = product(rows, weights, offs=offs)
+        out[int(offs[-1]) :] = float("nan")
+        return out
+
+    return call
+
+
+def test_grouped_mm_can_be_captured() -> None:
+    """Nothing is read on the host, and one capture serves every routing."""
+    layer = make_layer(4, hidden=16, intermediate=8)
+    experts = make_experts("grouped_mm", layer.w13, layer.w2)
+    assert experts.capturable
+    one, other = make_tokens(layer, 6, seed=1), make_tokens(layer, 6, seed=2, unrouted=0.5)
+    held = [tensor.clone() for tensor in (one.x, one.ids, one.weights)]
+    with FakeGraphs().capture() as capture:
+        capture.begin()
+        with capture.part():
+            out = experts(*held)
+        graph = capture.end()
+        for routed in (other, one):
+            for mine, new in zip(held, (routed.x, routed.ids, routed.weights), strict=True):
+                mine.copy_(new)
+            graph.replay()
+            torch.testing.assert_close(out, layer.expected(routed), atol=1e-6, rtol=1e-5)
+
+
+def test_grouped_mm_refuses_what_torch_has_no_kernel_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="multiples of 8, not hidden 4 and intermediate 3"):
+        make_experts("grouped_mm", torch.zeros(2, 6, 4), torch.zeros(2, 4, 3))
+    experts = make_experts("grouped_mm", torch.zeros(2, 16, 8).bfloat16(), torch.zeros(2, 8, 8).bfloat16())
+    for capability, dtype, refused in (
+        ((9, 0), torch.bfloat16, None),
+        ((10, 3), torch.bfloat16, None),
+        ((8, 9), torch.bfloat16, "torch.bfloat16 on 8.9"),
+        ((9, 0), torch.float16, "torch.float16 on 9.0"),
+    ):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, capability=capability: capability)
+        experts.dtype = dtype
+        if refused is None:
+            experts._check_gpu()
+        else:
+            with pytest.raises(ConfigError, match=f"compute capability 9 and 10, not in {refused}"):
+                experts._check_gpu()
+    monkeypatch.delattr(grouped_mm.F, "grouped_mm")
+    with pytest.raises(ConfigError, match=r"has no torch\.nn\.functional\.grouped_mm\. Install torch 2\.10"):
+        make_experts("grouped_mm", torch.zeros(2, 16, 8), torch.zeros(2, 8, 8))
+
+
+@pytest.mark.gpu
+def test_grouped_mm_on_a_gpu() -> None:
+    """Against float32 over the same rounded numbers, and the same numbers twice."""
+    layer = make_layer(8, hidden=256, intermediate=128, dtype=torch.bfloat16)
+    routed = make_tokens(layer, 64, 4, only=range(2, 14))
+    held = make_experts("grouped_mm", layer.w13.cuda(), layer.w2.cuda(), 4)
+    given = routed.x.cuda(), routed.ids.cuda(), routed.weights.cuda()
+    out = held(*given)
+    exact = make_experts("reference", layer.w13.float(), layer.w2.float(), 4)
+    torch.testing.assert_close(
+        out.cpu().float(), exact(routed.x.float(), routed.ids, routed.weights), atol=2e-2, rtol=2e-2
+    )
+    assert torch.equal(out, held(*given))
 
 
 def test_the_plain_loop_is_the_formula() -> None:

@@ -19,6 +19,7 @@ _BACKENDS = LazyRegistry(
     {
         "flashinfer": "moe.experts.flashinfer:FlashInferExperts",
         "grouped": "moe.experts.grouped:GroupedExperts",
+        "grouped_mm": "moe.experts.grouped_mm:GroupedMMExperts",
         "native": "moe.experts.native:NativeExperts",
         "packed": "moe.experts.packed:PackedExperts",
         "reference": "moe.experts.reference:ReferenceExperts",
