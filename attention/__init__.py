@@ -25,9 +25,11 @@ from attention.backends import (
     MLAShape,
     RopeTable,
     attention_backends,
+    fastest_attention_backend,
     make_attention_backend,
     register_attention_backend,
     resolve_attention_backend,
+    usable_attention_backends,
 )
 from attention.kv_cache import (
     CacheSpec,
@@ -77,6 +79,7 @@ __all__ = [
     "SplitKind",
     "UBatchAttention",
     "attention_backends",
+    "fastest_attention_backend",
     "make_attention_backend",
     "make_kv_cache",
     "reads_of_later_writes",
@@ -86,4 +89,5 @@ __all__ = [
     "register_attention_backend",
     "resolve_attention_backend",
     "split_attn_metadata",
+    "usable_attention_backends",
 ]

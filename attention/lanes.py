@@ -91,7 +91,7 @@ class UBatchAttention:
     def __init__(self, shape: Shape, kv_cache: KVCache, prefill: str = "auto", decode: str | None = None) -> None:
         self.shape = shape
         self.kv_cache = kv_cache
-        self.prefill_name = resolve_attention_backend(prefill, shape, kv_cache)
+        self.prefill_name = resolve_attention_backend(prefill, shape, kv_cache, decode=False)
         self.decode_name = resolve_attention_backend(prefill if decode is None else decode, shape, kv_cache)
         self._whole = self._make()
         self._lanes: list[_Pair] = []

@@ -28,6 +28,7 @@ from attention import (
     UBatchAttention,
     make_kv_cache,
 )
+from model_runner.backend_choice import resolve_attention, resolve_experts
 from model_runner.dbo_auto import make_step_settings
 from model_runner.dp import Coordination, coordinate_batch_across_dp
 from model_runner.future_map import FutureMap
@@ -45,7 +46,7 @@ from model_runner.models.registry import model_class
 from model_runner.pending_step import PendingStep, SamplingContext, StepOutput
 from model_runner.request import Request, ScheduledRequest
 from model_runner.request_memory import RequestMemory
-from model_runner.runner_options import check_max_model_len, is_fp8, make_transport, resolve_experts, with_group
+from model_runner.runner_options import check_max_model_len, is_fp8, make_transport, with_group
 from model_runner.speculation.accept import Acceptance, check_acceptance
 from model_runner.speculation.proposer import StepObserver
 from model_runner.step_context import step_context
@@ -83,11 +84,12 @@ class ModelRunner:
         link: deliver what the ranks send to each other's experts, gather and scatter over this emulated link.
         dbo: when and how to overlap; its `group` is set to `group`.
         dbo_auto: find out while steps run when they overlap, see `DboAuto`; `step_settings.statistics()` says what.
-        attention_backend: by name; `auto` picks one for the device.
+        attention_backend: by name; `auto` is the fastest that this model can use, see `model_runner.backend_choice`.
         prefill_attention_backend: another one for batches with a prefill.
         decode_attention_backend: another one for decode batches.
-        experts_backend: by name; `auto` is `triton` on a GPU, on a CPU the fastest of `native`, `packed` and `grouped`.
-            With `native`, projections are kept as the experts are: only as its kernels read them.
+        experts_backend: by name; `auto` is the fastest, on a GPU of `triton`, `flashinfer` and `grouped_mm`, on a CPU
+            of `native`, `packed` and `grouped`. With `native`, projections are kept as the experts are: only as its
+            kernels read them.
         block_size: tokens per KV block (page).
         kv_cache_dtype: `auto` stores what the model computes in; `fp8` one byte a number, with the checkpoint's static
             scales where it has some.
@@ -167,7 +169,9 @@ class ModelRunner:
         self.tensor_parallel = make_tensor_parallel(group, tensor_parallel_size, link)
         of_experts = None if self.tensor_parallel is not None and not self.config.num_experts else link
         self.all2all: All2All = make_transport(all2all_backend, group, of_experts, self.config.num_experts)
-        experts = resolve_experts(experts_backend, dtype, self.device)
+        experts = resolve_experts(
+            experts_backend, self.config, self.all2all, dtype, self.device, dbo=self.dbo, group=group
+        )
         parallel = ExpertParallel(self.all2all, experts, self.tensor_parallel)
         self.model: CausalLM = kind.load(self.config, checkpoint, parallel).eval()
 
@@ -183,12 +187,14 @@ class ModelRunner:
         self.allocator = BlockAllocator(self.kv_cache.num_blocks)
         self.request_table = RequestToTokenTable(max_num_seqs, spec.blocks_for(self.max_model_len), block_size)
         self._memory = RequestMemory(self.request_table, self.allocator, spec.blocks_for, self.max_model_len)
-        self.attention = UBatchAttention(
+        backends = resolve_attention(
+            prefill_attention_backend or attention_backend,
+            decode_attention_backend or attention_backend,
             shape,
             self.kv_cache,
-            prefill=prefill_attention_backend or attention_backend,
-            decode=decode_attention_backend or attention_backend,
+            group=group,
         )
+        self.attention = UBatchAttention(shape, self.kv_cache, *backends)
         self.split_cost = split_cost(
             self.model,
             several_ranks=group is not None and group.size > 1,

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import replace
 
-import torch
-
-from moe import All2All, EmulatedLink, fastest_cpu_experts, make_all2all
+from moe import All2All, EmulatedLink, make_all2all
 from ubatch import CommGroup, ConfigError, UBatchConfig, Verify, nearest
 
-__all__ = ["check_max_model_len", "is_fp8", "make_transport", "resolve_experts", "with_group"]
+__all__ = ["check_max_model_len", "is_fp8", "make_transport", "with_group"]
 
 
 def with_group(config: UBatchConfig, group: CommGroup | None) -> UBatchConfig:
@@ -22,18 +19,6 @@ def with_group(config: UBatchConfig, group: CommGroup | None) -> UBatchConfig:
     if config.group is not None and config.group is not group:
         raise ConfigError("dbo.group and group are different groups; give the runner `group` alone.")
     return replace(config, group=group, verify=Verify.OFF.value)
-
-
-def resolve_experts(name: str, dtype: torch.dtype, device: torch.device) -> str:
-    """What `auto` stands for: on a GPU Triton's kernels where there is Triton, on a CPU the fastest, else `grouped`.
-
-    Any other name is itself.
-    """
-    if name != "auto":
-        return name
-    if device.type == "cuda" and importlib.util.find_spec("triton") is not None:
-        return "triton"
-    return fastest_cpu_experts(dtype, device)
 
 
 def is_fp8(kv_cache_dtype: str) -> bool:

@@ -34,14 +34,17 @@ from moe.expert_parallel import ExpertParallelMoE, UnsupportedModelError, expert
 from moe.experts import (
     BatchedExperts,
     Experts,
+    ExpertsShape,
     FusedExperts,
     SignallingExperts,
     dequantize_blocks,
     experts_backends,
     fastest_cpu_experts,
+    fastest_experts,
     make_experts,
     quantize_blocks,
     register_experts_backend,
+    usable_experts,
 )
 from moe.grouped_linear import NativeLinear
 from moe.modular_kernel import FusedMoEModularKernel
@@ -67,6 +70,7 @@ __all__ = [
     "EmulatedLink",
     "ExpertParallelMoE",
     "Experts",
+    "ExpertsShape",
     "FusedExperts",
     "FusedMoEModularKernel",
     "GroupLimitedRouter",
@@ -89,6 +93,7 @@ __all__ = [
     "expert_parallel",
     "experts_backends",
     "fastest_cpu_experts",
+    "fastest_experts",
     "linear",
     "local_experts",
     "make_all2all",
@@ -100,4 +105,5 @@ __all__ = [
     "register_experts_backend",
     "register_with_transformers",
     "route",
+    "usable_experts",
 ]

@@ -113,6 +113,7 @@ def generate_on_rank(rank: int, world_size: int, options: Options, config: UBatc
             group=group,
             tensor_parallel_size=options.tensor_parallel_size,
             all2all_backend=options.all2all_backend,
+            experts_backend=options.moe_backend,
             link=make_link(options.emulated_link),
             dbo=config,
             attention_backend=options.attention_backend,

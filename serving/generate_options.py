@@ -11,6 +11,7 @@ import tyro
 from pydantic import BaseModel, Field
 
 from attention import attention_backends
+from moe import experts_backends
 from serving.options import Speculation, read_speculation
 from serving.runner_setup import choose_dtype, count_gpus, read_config, tensor_parallel_faults
 from serving.speculation import SpeculationConfig
@@ -56,6 +57,7 @@ class Options(BaseModel):
     dbo_prefill_token_threshold: Annotated[int | None, Field(description="fewest tokens with a prefill (512)")] = None
     schedule: Annotated[str | None, Field(description="a named schedule (mlp_shared_overlap)")] = None
     all2all_backend: Annotated[str | None, Field(description="how tokens reach their experts")] = None
+    moe_backend: Annotated[str, Field(description=f"auto, or one of {', '.join(experts_backends())}")] = "auto"
     device: Annotated[
         Literal["auto", "cpu", "cuda"], Field(description="auto is a GPU for one rank, if there is one")
     ] = "auto"

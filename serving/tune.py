@@ -15,6 +15,7 @@ from pydantic import BaseModel, Field, field_validator
 
 from attention import attention_backends
 from model_runner import Checkpoint, ModelRunner
+from moe import experts_backends
 from serving.bench.statistics import environment
 from serving.ranks import run_ranks
 from serving.runner_setup import choose_dtype, count_gpus, make_link
@@ -67,6 +68,7 @@ class Options(BaseModel):
     device: Annotated[
         Literal["auto", "cpu", "cuda"], Field(description="auto is a GPU for each rank, if there are as many")
     ] = "auto"
+    moe_backend: Annotated[str, Field(description=f"auto, or one of {', '.join(experts_backends())}")] = "auto"
     attention_backend: Annotated[str, Field(description=f"one of {', '.join(attention_backends())}")] = "auto"
     block_size: Annotated[int, Field(ge=1, description="tokens per KV page")] = 16
 
@@ -149,6 +151,7 @@ def _tune_on_rank(rank: int, world_size: int, options: Options, device: str, sta
         options.model,
         group=group,
         all2all_backend=options.all2all_backend,
+        experts_backend=options.moe_backend,
         link=link,
         dbo=UBatchConfig(timeout_s=_TIMEOUT_S),
         device=place,

@@ -6,11 +6,16 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+from dense_checkpoint import DenseQwen3
 
+from model_runner import make_random_qwen3_moe
+from moe import FusedExperts
 from serving.cli import main
-from serving.options import describe_settings, notes, read_serve_command, resolve_settings, to_engine_options
-from serving.options.sources import read_file
-from ubatch import SCHEDULES, ForwardMode, Schedule, UBatchConfig
+from serving.engine.build import make_runner
+from serving.options import Machine, describe_settings, notes, read_serve_command, resolve_settings, to_engine_options
+from serving.options.sources import read_file, read_keywords
+from ubatch import SCHEDULES, ConfigError, ForwardMode, Schedule, UBatchConfig
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 TINY = str(REPOSITORY / "examples" / "models" / "tiny-moe")
@@ -150,3 +155,62 @@ def test_notes_know_both_flags(file: Path) -> None:
     assert noted(*EP, SBO) == ""
     assert "--ubatch-size without --enable-dbo: one batch is not split" in noted(*EP, SBO, "--ubatch-size", "3")
     assert "--schedule-decode without --enable-dbo: no step overlaps" in noted(*EP, "--schedule-decode", "serial")
+
+
+# ----------------------------------------------------------------------------------------- SMs, ranges, experts
+
+
+def test_comm_sms_and_profile_ranges_reach_the_runtime() -> None:
+    gpu = Machine(gpus=2)
+    words = {"enable_dbo": True, "data_parallel_size": 2, "enable_expert_parallel": True, "comm_sms": 24}
+    settings = resolve_settings(read_keywords({"model": TINY, **words}), machine=gpu)
+    config = to_engine_options(settings).dbo
+    assert {config.for_mode(mode).schedule.comm_sms for mode in (DECODE, PREFILL, VERIFY)} == {24}
+    assert not config.profile_ranges
+    assert dbo_of("--enable-dbo", "--profile-ranges").profile_ranges
+    assert dbo_of("--enable-dbo").comm_sms is None
+
+
+def test_comm_sms_and_profile_ranges_may_be_in_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "serve.yaml"
+    file.write_text("enable-dbo: true\ncomm-sms: 0\nprofile-ranges: true\nmoe-backend: reference\n")
+    options = to_engine_options(read_serve_command("ubatch serve", "", [TINY, *EP, "--config", str(file)]).settings)
+    assert (options.dbo.comm_sms, options.dbo.profile_ranges, options.moe_backend) == (0, True, "reference")
+    file.write_text("comm-sms: 0\nprofile-ranges: true\n")
+    assert UBatchConfig.from_yaml(file).profile_ranges
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            [*EP, "--enable-dbo", "--comm-sms", "20"],
+            "--comm-sms shares out a GPU's SMs, and the ranks run on a CPU. Remove it.",
+        ),
+        ([*EP, "--enable-dbo", "--comm-sms", "-1"], "--comm-sms -1: it should be at least 0."),
+        (["--moe-backend", "flashinfr"], "--moe-backend flashinfr: unknown name; did you mean 'flashinfer'?"),
+    ],
+)
+def test_what_is_refused_of_them(capsys: pytest.CaptureFixture[str], words: list[str], message: str) -> None:
+    assert main(["serve", TINY, *words, "--device", "cpu"]) == 2
+    assert capsys.readouterr().err.strip().startswith(f"ubatch serve: {message}")
+
+
+def test_without_overlap_they_are_noted() -> None:
+    settings = read_serve_command("ubatch serve", "", [TINY, "--profile-ranges", "--device", "cpu"]).settings
+    assert any("--profile-ranges without --enable-dbo: no step overlaps" in line for line in notes(settings))
+
+
+def test_the_experts_back_end_reaches_the_runner() -> None:
+    options = to_engine_options(
+        read_serve_command("ubatch serve", "", [TINY, "--moe-backend", "reference", "--device", "cpu"]).settings
+    )
+    with make_runner(replace(options, kv_cache_memory=1 << 20)) as runner:
+        experts = {type(each).__name__ for each in runner.model.modules() if isinstance(each, FusedExperts)}
+    assert experts == {"ReferenceExperts"}
+
+
+def test_a_dense_model_has_no_experts_to_choose_for(tmp_path: Path) -> None:
+    make_random_qwen3_moe(tmp_path, 0, size=DenseQwen3(), dtype=torch.float32)
+    with pytest.raises(ConfigError, match=r"--moe-backend grouped: the checkpoint is a dense model\."):
+        read_serve_command("ubatch serve", "", [str(tmp_path), "--moe-backend", "grouped", "--device", "cpu"])

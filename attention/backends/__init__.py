@@ -14,9 +14,11 @@ from attention.backends.base import (
 )
 from attention.backends.registry import (
     attention_backends,
+    fastest_attention_backend,
     make_attention_backend,
     register_attention_backend,
     resolve_attention_backend,
+    usable_attention_backends,
 )
 
 __all__ = [
@@ -31,7 +33,9 @@ __all__ = [
     "MLAShape",
     "RopeTable",
     "attention_backends",
+    "fastest_attention_backend",
     "make_attention_backend",
     "register_attention_backend",
     "resolve_attention_backend",
+    "usable_attention_backends",
 ]

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Sequence
 from typing import cast
 
 import torch
 
 from attention.backends.base import AttentionBackend, AttentionShape, BackendTraits, KVCache, Shape
+from attention.backends.fastest import fastest_attention
 from attention.kv_cache import MLAKVCache
 from ubatch import ConfigError, LazyRegistry
+from ubatch.fastest import Chosen
 
 __all__ = [
     "attention_backends",
+    "fastest_attention_backend",
     "make_attention_backend",
     "register_attention_backend",
     "resolve_attention_backend",
+    "usable_attention_backends",
 ]
 
 _BACKENDS = LazyRegistry(
@@ -56,24 +61,65 @@ def attention_backends() -> tuple[str, ...]:
     return ("auto", *(name for name in _BACKENDS.names() if name not in _MLA_NAMES.values()))
 
 
-def resolve_attention_backend(name: str, shape: Shape, kv_cache: KVCache) -> str:
-    """What `auto` stands for here: the first of the device's back ends that this model and this cache can use.
+def usable_attention_backends(shape: Shape, kv_cache: KVCache) -> dict[str, str | None]:
+    """The back ends that `auto` chooses from, the default first, each with why it cannot be used, or None.
 
-    Any other name is itself, whether it can be used or not.
+    `torch` runs everything, so it is only among them where nothing else does: its steps cannot be captured.
+    """
+    found: dict[str, str | None] = {}
+    for candidate in _candidates(shape, kv_cache.device):
+        if candidate == "torch" and None in found.values():
+            continue
+        try:
+            make_attention_backend(candidate, shape, kv_cache)
+        except ConfigError as error:
+            found[candidate] = str(error)
+        else:
+            found[candidate] = None
+    return found
+
+
+def fastest_attention_backend(names: Sequence[str], shape: Shape, kv_cache: KVCache, *, decode: bool) -> Chosen:
+    """Which of some usable back ends is taken: on a GPU the fastest, measured once; on a CPU the first.
+
+    Args:
+        names: from `usable_attention_backends`.
+        shape: of the model's attention.
+        kv_cache: of the model; it is left alone.
+        decode: for batches without a prefill.
+
+    Raises:
+        ConfigError: none of them works here.
+    """
+
+    def make(name: str, own_cache: KVCache) -> AttentionBackend:
+        return make_attention_backend(name, shape, own_cache)
+
+    return fastest_attention(names, make, shape, kv_cache.spec, kv_cache.device, decode=decode)
+
+
+def resolve_attention_backend(name: str, shape: Shape, kv_cache: KVCache, *, decode: bool = True) -> str:
+    """What `auto` stands for here; any other name is itself, whether it can be used or not.
+
+    Args:
+        name: by name, or `auto`.
+        shape: of the model's attention.
+        kv_cache: of the model.
+        decode: for batches without a prefill.
+
+    Raises:
+        ConfigError: as `fastest_attention_backend`.
     """
     if name != "auto":
         return name
-    for candidate in _candidates(shape, kv_cache.device):
-        try:
-            make_attention_backend(candidate, shape, kv_cache)
-        except ConfigError:
-            continue
-        return candidate
-    return "torch"
+    usable = [name for name, why_not in usable_attention_backends(shape, kv_cache).items() if why_not is None]
+    if not usable:
+        return "torch"  # who makes it is told why it cannot be
+    return fastest_attention_backend(usable, shape, kv_cache, decode=decode).name
 
 
 def _candidates(shape: Shape, device: torch.device) -> list[str]:
-    """Back ends for a device, fastest first, of those whose packages are installed; `torch` runs everything."""
+    """Back ends for a device, the likeliest first, of those whose packages are installed; `torch` runs everything."""
     names = []
     is_mha = isinstance(shape, AttentionShape)
     if device.type == "cpu" and is_mha:

@@ -47,6 +47,11 @@ class ModelConfig:
         """Columns of the dense MLPs that tensor-parallel ranks share; None where no layer has one."""
         return None
 
+    @property
+    def expert_intermediate_size(self) -> int | None:
+        """Columns of a routed expert; None for a dense model. Without it `auto` does not measure the experts."""
+        return None
+
 
 @dataclass(frozen=True)
 class ExpertParallel:

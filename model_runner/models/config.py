@@ -94,6 +94,11 @@ class DecoderConfig(ModelConfig):
         all_sparse = self.moe is not None and self.moe.layers.issuperset(range(self.num_layers))
         return None if all_sparse else self.intermediate_size
 
+    @property
+    def expert_intermediate_size(self) -> int | None:
+        """See `ModelConfig`."""
+        return None if self.moe is None else self.moe.intermediate_size
+
 
 def read_decoder(
     config: HFConfig,

@@ -16,12 +16,13 @@ from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
 
+from model_runner.backend_choice import resolve_experts
 from model_runner.models.base import CausalLM, ExpertParallel, ModelConfig
 from model_runner.models.decoder import DecoderLM
 from model_runner.models.eagle import EAGLE_ARCHITECTURE, EagleHead
 from model_runner.models.mtp import MTPLayer
 from model_runner.models.registry import model_class
-from model_runner.runner_options import make_transport, resolve_experts
+from model_runner.runner_options import make_transport
 from model_runner.weights import Checkpoint
 from ubatch import ConfigError, nearest
 
@@ -115,11 +116,11 @@ def _load_eagle(runner: ModelRunner, checkpoint: Checkpoint) -> DraftNetwork:
         )
     for name, wanted in (("hidden_size", runner.config.hidden_size), ("vocab_size", runner.config.vocab_size)):
         _check_fits(checkpoint, name, wanted)
-    return EagleHead(_decoder(runner), checkpoint, _alone(runner, 0)).eval()
+    return EagleHead(_decoder(runner), checkpoint, _alone(runner, None)).eval()
 
 
 def _load_mtp(runner: ModelRunner, checkpoint: Checkpoint) -> DraftNetwork:
-    return MTPLayer(_decoder(runner), checkpoint, _alone(runner, runner.config.num_experts)).eval()
+    return MTPLayer(_decoder(runner), checkpoint, _alone(runner, runner.config)).eval()
 
 
 def _load_model(runner: ModelRunner, checkpoint: Checkpoint) -> DraftNetwork:
@@ -133,7 +134,7 @@ def _load_model(runner: ModelRunner, checkpoint: Checkpoint) -> DraftNetwork:
             f"{checkpoint.path} has {config.max_position_embeddings} positions, the target runs sequences of "
             f"{runner.max_model_len}. Lower max_model_len, or choose another draft model."
         )
-    return DraftModel(kind.load(config, checkpoint, _alone(runner, config.num_experts)).eval())
+    return DraftModel(kind.load(config, checkpoint, _alone(runner, config)).eval())
 
 
 _LOADERS: dict[str, Callable[[ModelRunner, Checkpoint], DraftNetwork]] = {
@@ -166,7 +167,8 @@ def _check_fits(checkpoint: Checkpoint, name: str, wanted: int) -> None:
         )
 
 
-def _alone(runner: ModelRunner, num_experts: int) -> ExpertParallel:
-    """All experts on this rank."""
-    transport = make_transport(None, None, None, num_experts)
-    return ExpertParallel(transport, resolve_experts("auto", runner.kv_cache.spec.dtype, runner.device))
+def _alone(runner: ModelRunner, config: ModelConfig | None) -> ExpertParallel:
+    """All experts on this rank, which chooses how it computes them by itself; None for a network without."""
+    transport = make_transport(None, None, None, 0 if config is None else config.num_experts)
+    dtype = runner.kv_cache.spec.dtype
+    return ExpertParallel(transport, resolve_experts("auto", config, transport, dtype, runner.device))

@@ -4,24 +4,33 @@ reference    plain loop, the oracle of the tests
 grouped      torch: sort by expert, one pair of GEMMs per expert; CPU and CUDA
 packed       the same on a CPU, with weights kept only as oneDNN reads them fastest; for serving
 native       the same with products and activation in C, compiled where it runs; the fastest of them on a CPU
+grouped_mm   torch's grouped product, one launch per projection; bfloat16 on GPUs
+flashinfer   flashinfer's CUTLASS kernels, where it is installed; bfloat16 and float16 on GPUs
+triton       this project's Triton kernels; GPUs, both layouts, fp8
+triton_batched   the same for the low-latency layout alone
+
+`fastest` says which of them `auto` takes, and how that is found out.
 """
 
 from __future__ import annotations
 
 from moe.experts.base import BatchedExperts, Experts, FusedExperts, SignallingExperts
-from moe.experts.fastest import fastest_cpu_experts
+from moe.experts.fastest import ExpertsShape, fastest_cpu_experts, fastest_experts, usable_experts
 from moe.experts.quantization import dequantize_blocks, quantize_blocks
 from moe.experts.registry import experts_backends, make_experts, register_experts_backend
 
 __all__ = [
     "BatchedExperts",
     "Experts",
+    "ExpertsShape",
     "FusedExperts",
     "SignallingExperts",
     "dequantize_blocks",
     "experts_backends",
     "fastest_cpu_experts",
+    "fastest_experts",
     "make_experts",
     "quantize_blocks",
     "register_experts_backend",
+    "usable_experts",
 ]

@@ -1,20 +1,136 @@
-"""Which experts are the fastest on this machine's CPU: asked once per process, by running them."""
+"""Which experts are the fastest on this machine: asked by running them.
+
+On a CPU once per process, by a fixed probe. On a GPU with the model's own sizes, before its weights are loaded, and
+kept in the file of `ubatch.autotune`: well-kept kernels of other libraries against ours, which come first in the list
+and so are what is taken where nothing can be timed.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache, partial
 
 import torch
+from torch import Tensor
 
 from moe.cpu_linear import best_times, packing_pays
+from moe.experts.base import BatchedExperts, SignallingExperts
 from moe.experts.registry import make_experts
 from ubatch import ConfigError
 from ubatch.c_jit import why_not_c
+from ubatch.fastest import Chosen, Launches, fastest, measured
 
-__all__ = ["fastest_cpu_experts"]
+__all__ = ["ExpertsShape", "fastest_cpu_experts", "fastest_experts", "usable_experts"]
 
 _EXPERTS, _HIDDEN, _INTERMEDIATE, _TOP_K = 8, 512, 256, 4
 _TOKENS = (16, 256)  # of a decode step, and of a prefill; they count alike
+_CANDIDATES = ("triton", "flashinfer", "grouped_mm")  # all of them can be captured
+_GPU_TOKENS = (64, 4096)  # as above
+_PACKAGES = ("flashinfer-python",)
+
+
+@dataclass(frozen=True)
+class ExpertsShape:
+    """The experts of one layer.
+
+    Attributes:
+        held: experts on this rank.
+        num_experts: on all ranks.
+        top_k: experts that a token visits.
+        hidden_size, intermediate_size: `H` and `I`.
+    """
+
+    held: int
+    num_experts: int
+    top_k: int
+    hidden_size: int
+    intermediate_size: int
+
+
+def usable_experts(
+    shape: ExpertsShape, dtype: torch.dtype, device: torch.device, *, batched: bool = False, signalled: bool = False
+) -> dict[str, str | None]:
+    """The experts back ends that `auto` chooses from, the default first, each with why it cannot be used, or None.
+
+    Args:
+        shape: of a layer.
+        dtype: of the weights.
+        device: where they are.
+        batched: the transport brings rows in batches by expert.
+        signalled: some schedule combines by signals.
+    """
+    if not measured(device):
+        return {fastest_cpu_experts(dtype, device): None}
+    found = {name: _why_not(name, shape, dtype, device, batched, signalled) for name in _CANDIDATES}
+    return found if None in found.values() else {**found, "grouped": None}
+
+
+def fastest_experts(names: Sequence[str], shape: ExpertsShape, dtype: torch.dtype, device: torch.device) -> Chosen:
+    """The fastest of some experts back ends; on a CPU, and where nothing can be timed, the first.
+
+    Raises:
+        ConfigError: none of them works here.
+    """
+    if not measured(device):
+        return Chosen(names[0], f"the fastest for {dtype} on this machine's {device.type}")
+    inputs = cache(partial(_inputs, shape, dtype, device))  # made only if something is timed
+
+    def make(name: str) -> Launches:
+        w13, w2, batches = inputs()
+        experts = make_experts(name, w13, w2, num_experts=shape.num_experts)
+        return [partial(experts, *batch) for batch in batches]
+
+    chosen = fastest(
+        f"experts {shape.held} of {shape.num_experts}, top {shape.top_k}, {shape.hidden_size} x "
+        f"{shape.intermediate_size} {dtype}",
+        {name: partial(make, name) for name in names},
+        [f"{tokens} tokens" for tokens in _GPU_TOKENS],
+        device=device,
+        packages=_PACKAGES,
+    )
+    inputs.cache_clear()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # the weights come next
+    return chosen
+
+
+def _why_not(
+    name: str, shape: ExpertsShape, dtype: torch.dtype, device: torch.device, batched: bool, signalled: bool
+) -> str | None:
+    """Asked of one expert of the right size."""
+    w13 = torch.empty(1, 2 * shape.intermediate_size, shape.hidden_size, dtype=dtype, device=device)
+    w2 = torch.empty(1, shape.hidden_size, shape.intermediate_size, dtype=dtype, device=device)
+    try:
+        made = make_experts(name, w13, w2, num_experts=shape.num_experts)
+        if signalled and isinstance(made, SignallingExperts):
+            made.check_signalling()
+    except (ConfigError, ImportError) as error:
+        return str(error)
+    if batched and not isinstance(made, BatchedExperts):
+        return "takes no rows in batches by expert, as the transport brings them"
+    if signalled and not isinstance(made, SignallingExperts):
+        return "does not signal, as a schedule wants"
+    return None
+
+
+def _inputs(
+    shape: ExpertsShape, dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, Tensor, list[tuple[Tensor, Tensor, Tensor]]]:
+    """Weights of a layer, and evenly routed batches; on every rank the same."""
+    generator = torch.Generator(device).manual_seed(0)
+
+    def draw(*size: int) -> Tensor:
+        return torch.randn(size, dtype=dtype, device=device, generator=generator)
+
+    def batch(tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+        scores = torch.rand(tokens, shape.num_experts, device=device, generator=generator)
+        weights, ids = scores.topk(shape.top_k, dim=1)
+        return draw(tokens, shape.hidden_size), ids, weights / weights.sum(1, keepdim=True)
+
+    w13 = draw(shape.held, 2 * shape.intermediate_size, shape.hidden_size).mul_(shape.hidden_size**-0.5)
+    w2 = draw(shape.held, shape.hidden_size, shape.intermediate_size).mul_(shape.intermediate_size**-0.5)
+    return w13, w2, [batch(tokens) for tokens in _GPU_TOKENS]
 
 
 def fastest_cpu_experts(dtype: torch.dtype, device: torch.device) -> str:

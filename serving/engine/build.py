@@ -39,6 +39,7 @@ def make_runner(options: EngineOptions, group: CommGroup | None = None, *, devic
         group=group,
         tensor_parallel_size=options.tensor_parallel_size,
         all2all_backend=options.all2all_backend,
+        experts_backend=options.moe_backend,
         link=make_link(options.emulated_link),
         dbo=options.dbo,
         dbo_auto=options.dbo_auto,

@@ -31,6 +31,7 @@ class EngineOptions:
             consecutive, rank = data-parallel rank * tensor_parallel_size + tensor-parallel rank, and on one node.
         enable_expert_parallel: all processes share the experts, and step together.
         all2all_backend: how tokens reach their experts.
+        moe_backend: who computes the experts, `ModelRunner`'s `experts_backend`.
         emulated_link: latency in microseconds and bandwidth in MB/s of a link to deliver over; None for none.
         attention_backend: see `ModelRunner`, also for the next three.
         prefill_attention_backend: another one for prefills.
@@ -64,6 +65,7 @@ class EngineOptions:
     tensor_parallel_size: int = 1
     enable_expert_parallel: bool = False
     all2all_backend: str | None = None
+    moe_backend: str = "auto"
     emulated_link: tuple[float, float] | None = None
     attention_backend: str = "auto"
     prefill_attention_backend: str | None = None

@@ -75,6 +75,8 @@ _ONLY_OVERLAPPED = (
     "dbo_prefill_token_threshold",
     "schedule",
     *(f"schedule_{key}" for key in MODE_KEYS),
+    "comm_sms",
+    "profile_ranges",
     *FILE_ONLY,
 )
 
@@ -191,6 +193,8 @@ def _checkpoint(s: Settings, model: ModelConfig) -> Iterator[str]:
     yield from tensor_parallel_faults(
         model, s["tensor_parallel_size"], s.spell("tensor_parallel_size"), expert_parallel=s["enable_expert_parallel"]
     )
+    if model.num_experts == 0 and s["moe_backend"] != "auto":
+        yield f"{s.spell('moe_backend')} {s['moe_backend']}: the checkpoint is a dense model. Remove it."
     if not s["enable_expert_parallel"]:
         return
     ranks = _num_processes(s)
@@ -216,6 +220,8 @@ def _device(s: Settings, machine: Machine) -> Iterator[str]:
         for name in _SIZES:
             if s[name] is not None:
                 yield f"{s.spell(name)} is for CUDA graphs, and the ranks run on a CPU. Remove it."
+        if s["comm_sms"]:
+            yield f"{s.spell('comm_sms')} shares out a GPU's SMs, and the ranks run on a CPU. Remove it."
     elif machine.gpus == 0:
         yield f"{s.spell('device')} cuda: there is no GPU here that torch can use. Use --device cpu."
     elif local > machine.gpus:

@@ -15,7 +15,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, Field
 from pydantic.fields import FieldInfo
 
 from attention import attention_backends
-from moe import all2all_backends
+from moe import all2all_backends, experts_backends
 from serving.options.fields import Group, Positive, derived, one_of, parse_bytes
 from ubatch import SCHEDULES, SplitBy
 from ubatch.vote import MAX_LANES
@@ -73,6 +73,11 @@ class Parallelism(Group):
         one_of(all2all_backends()),
         Field(description=f"how tokens reach their experts: {', '.join(TRANSPORTS)}"),
     ] = None
+    moe_backend: Annotated[
+        str,
+        one_of(("auto", *experts_backends())),
+        Field(description=f"who computes the experts: auto, the fastest here, or {', '.join(experts_backends())}"),
+    ] = "auto"
     emulated_link: Annotated[
         tuple[Annotated[float, Field(ge=0)], Annotated[float, Field(gt=0)]] | None,
         BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value),  # YAML has no tuples
@@ -107,6 +112,13 @@ class Overlap(Group):
     schedule_decode: Annotated[ScheduleName, Field(description="another one for decode steps")] = None
     schedule_prefill: Annotated[ScheduleName, Field(description="another one for steps with a prefill")] = None
     schedule_verify: Annotated[ScheduleName, Field(description="another one for steps that verify drafts")] = None
+    comm_sms: Annotated[
+        int | None,
+        derived("INT", "the schedule's"),
+        Field(
+            ge=0, description="a GPU's streaming multiprocessors left to communication kernels; 0 shares all of them"
+        ),
+    ] = None
     split_by: Annotated[
         str, one_of(SplitBy), Field(description="what lanes with prefills share equally: tokens, or cost")
     ] = SplitBy.TOKENS.value
@@ -119,6 +131,9 @@ class Overlap(Group):
         ),
     ] = 0.48
     timeout_s: Annotated[float, Field(gt=0, description="seconds after which a lane or a rank counts as hung")] = 60.0
+    profile_ranges: Annotated[
+        bool, Field(description="show the lanes' stages as ranges in torch.profiler and NVTX (Nsight Systems)")
+    ] = False
     enable_single_batch_overlap: Annotated[
         bool,
         Field(description="overlap inside a batch, experts in two chunks; with --enable-dbo, inside each microbatch"),

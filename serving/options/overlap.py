@@ -23,6 +23,8 @@ _CHUNKS = 2
 _SAME_NAME = (
     "dbo_decode_token_threshold",
     "dbo_prefill_token_threshold",
+    "comm_sms",
+    "profile_ranges",
     "split_by",
     "tbo_token_distribution_threshold",
     "timeout_s",

@@ -201,6 +201,7 @@ _SAME_NAME = (
     "tensor_parallel_size",
     "enable_expert_parallel",
     "all2all_backend",
+    "moe_backend",
     "emulated_link",
     "attention_backend",
     "prefill_attention_backend",

@@ -1,0 +1,164 @@
+"""Which back ends compute experts and attention where `auto` is asked for: the same on every rank, and logged with why.
+
+On a GPU each rank finds out what it can use and which of that is fastest (`moe.experts.fastest`,
+`attention.backends.fastest`), all at the same time. Only what every rank can use counts, and the first rank's finding
+holds for all: else some might capture their steps and others not, or a step would take as long as the slowest's choice.
+On a CPU, where nothing is captured, every rank chooses for itself.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+
+import torch
+
+from attention import (
+    AttentionShape,
+    MLAKVCache,
+    MLAShape,
+    PagedKVCache,
+    attention_backends,
+    fastest_attention_backend,
+    usable_attention_backends,
+)
+from model_runner.models.base import ModelConfig
+from moe import (
+    All2All,
+    ExpertsShape,
+    experts_backends,
+    fastest_cpu_experts,
+    fastest_experts,
+    usable_experts,
+)
+from ubatch import CommGroup, ConfigError, ForwardMode, UBatchConfig
+from ubatch.fastest import Chosen, measured
+
+__all__ = ["resolve_attention", "resolve_experts"]
+
+_logger = logging.getLogger(__name__)
+
+
+def resolve_experts(
+    name: str,
+    config: ModelConfig | None,
+    all2all: All2All,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    dbo: UBatchConfig | None = None,
+    group: CommGroup | None = None,
+) -> str:
+    """What `auto` stands for; any other name is itself. With a group on a GPU it is collective.
+
+    Args:
+        name: of a back end of `moe.experts`, or `auto`.
+        config: of the model; None for a network without experts.
+        all2all: brings the tokens.
+        dtype: of the weights.
+        device: where they will be; they are not loaded yet, so there is room to measure in.
+        dbo: whose schedules the experts must serve.
+        group: the ranks that choose together; None for one by itself.
+
+    Raises:
+        ConfigError: no back end can be used on every rank, or none works here.
+        PeerFailed, TransferTimeout, GroupBroken: see `CommGroup.least`.
+    """
+    if name != "auto":
+        return name
+    width = None if config is None else config.expert_intermediate_size
+    if config is None or width is None:  # nothing to measure
+        return fastest_cpu_experts(dtype, device) if device.type == "cpu" else "triton"
+    held = len(all2all.experts)
+    shape = ExpertsShape(held, config.num_experts, config.num_experts_per_tok, config.hidden_size, width)
+    signalled = (
+        dbo is not None and dbo.enable_dbo and any(dbo.for_mode(mode).schedule.signalled for mode in ForwardMode)
+    )
+    usable = usable_experts(shape, dtype, device, batched=all2all.traits.batched, signalled=signalled)
+    return _choose(
+        "experts back end",
+        experts_backends(),
+        usable,
+        lambda names: fastest_experts(names, shape, dtype, device),
+        group if measured(device) else None,
+    )
+
+
+def resolve_attention(
+    prefill: str,
+    decode: str,
+    shape: AttentionShape | MLAShape,
+    kv_cache: PagedKVCache | MLAKVCache,
+    *,
+    group: CommGroup | None = None,
+) -> tuple[str, str]:
+    """What `auto` stands for in batches with a prefill and in others; any other name is itself.
+
+    Args:
+        prefill: of a back end of `attention.backends`, or `auto`.
+        decode: the same.
+        shape: of the model's attention.
+        kv_cache: of the model; it is left alone.
+        group: the ranks that choose together; None for one by itself.
+
+    Raises:
+        ConfigError, PeerFailed, TransferTimeout, GroupBroken: see `resolve_experts`.
+    """
+
+    def resolve(name: str, *, decode: bool) -> str:
+        if name != "auto":
+            return name
+        usable = usable_attention_backends(shape, kv_cache)
+        return _choose(
+            f"{'decode' if decode else 'prefill'} attention back end",
+            attention_backends(),
+            usable,
+            lambda names: fastest_attention_backend(names, shape, kv_cache, decode=decode),
+            group if measured(kv_cache.device) else None,
+        )
+
+    return resolve(prefill, decode=False), resolve(decode, decode=True)
+
+
+def _choose(
+    what: str,
+    known: Sequence[str],
+    usable: Mapping[str, str | None],
+    fastest: Callable[[Sequence[str]], Chosen],
+    group: CommGroup | None,
+) -> str:
+    """The fastest of what is usable on every rank, as the first rank finds it.
+
+    Args:
+        what: for messages.
+        known: all names, the same on every rank.
+        usable: this rank's candidates, the default first, each with why it cannot be used, or None.
+        fastest: of some names; called on every rank.
+        group: None for this rank by itself.
+    """
+    left_out = {name: why for name, why in usable.items() if why is not None}
+    names = [name for name in usable if name not in left_out]
+    with nullcontext() if group is None else group.step():
+        if group is not None:
+            everywhere = {name: group.least(float(name in names), patient=True) for name in known}
+            left_out |= {name: "another rank cannot use it" for name in names if not everywhere[name]}
+            names = [name for name in names if everywhere[name]]
+        if not names:
+            reasons = "; ".join(f"{name}: {why}" for name, why in left_out.items())
+            raise ConfigError(f"auto finds no {what} that every rank can use ({reasons}). Choose one by name.")
+        chosen = fastest(names)
+        if group is not None:
+            chosen = _of_first_rank(chosen, known, group)
+    for name, why in left_out.items():
+        _logger.info("%s %s is left out: %s", what, name, why)
+    _logger.info("%s: %s, %s", what, chosen.name, chosen.reason)
+    return chosen.name
+
+
+def _of_first_rank(own: Chosen, known: Sequence[str], group: CommGroup) -> Chosen:
+    offered = known.index(own.name) if group.rank == 0 else len(known)
+    name = known[int(group.least(offered, patient=True))]
+    if name == own.name:
+        return own
+    return Chosen(name, f"as rank {group.ranks[0]} found; here {own.name} was the {own.reason}")
