@@ -45,7 +45,7 @@ from attention.kv_order import reads_of_later_writes
 from attention.kv_tables import BlockAllocator, RequestToTokenTable
 from attention.lanes import UBatchAttention
 from attention.metadata import CommonAttentionMetadata, split_attn_metadata
-from attention.modes import MODES, Captured, Kernel, ModeTraits, SplitKind, refuse_unsupported_model
+from attention.modes import MODES, Kernel, ModeTraits, SplitKind, refuse_unsupported_model
 from attention.multi_step import MultiStepDraftAttention
 from attention.reference import reference_attention, reference_mla
 from attention.spec_verify import SpecVerifyInput
@@ -58,7 +58,6 @@ __all__ = [
     "BackendTraits",
     "BlockAllocator",
     "CacheSpec",
-    "Captured",
     "CommonAttentionMetadata",
     "GraphLimits",
     "KVCacheError",

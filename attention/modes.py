@@ -11,7 +11,7 @@ from enum import StrEnum
 
 from ubatch import ConfigError, ForwardMode
 
-__all__ = ["MODES", "Captured", "Kernel", "ModeTraits", "SplitKind", "refuse_unsupported_model"]
+__all__ = ["MODES", "Kernel", "ModeTraits", "SplitKind", "refuse_unsupported_model"]
 
 
 class SplitKind(StrEnum):
@@ -37,15 +37,6 @@ class Kernel(StrEnum):
     NONE = "none"
 
 
-class Captured(StrEnum):
-    """Whether the model runner replays steps of a mode as CUDA graphs (`model_runner.graph_sizes`)."""
-
-    YES = "yes"
-    CHAINS = "chains"
-    """where all drafts are chains; with trees they run eagerly"""
-    NO = "no"
-
-
 @dataclass(frozen=True)
 class ModeTraits:
     """One row of the table.
@@ -54,9 +45,8 @@ class ModeTraits:
         tokens_per_request: in words.
         split: how it is cut.
         kernel: what runs it.
-        graph: whether its shapes are fixed, so that back ends can plan it for a CUDA graph. An idle batch has those of
-            whatever graph it is padded to.
-        captured: whether the runner makes use of that.
+        graph: whether its shapes are fixed, so that back ends plan it for a CUDA graph, and runners capture it. An idle
+            batch has those of whatever graph it is padded to.
         sglang: what SGLang calls it.
         refused: what does not work in it, in words; empty for nothing.
     """
@@ -65,7 +55,6 @@ class ModeTraits:
     split: SplitKind
     kernel: Kernel
     graph: bool
-    captured: Captured
     sglang: str
     refused: str = ""
 
@@ -76,16 +65,13 @@ MODES: Mapping[ForwardMode, ModeTraits] = {
         SplitKind.FIXED,
         Kernel.DECODE,
         graph=True,
-        captured=Captured.YES,
         sglang="DECODE",
-        refused="capture of a draft network's steps: they run eagerly",
     ),
     ForwardMode.PREFILL: ModeTraits(
         "any number (SGLang: extend)",
         SplitKind.BY_LENGTH,
         Kernel.PREFILL,
         graph=False,
-        captured=Captured.NO,
         sglang="EXTEND",
         refused="capture: its shapes are not fixed",
     ),
@@ -94,19 +80,15 @@ MODES: Mapping[ForwardMode, ModeTraits] = {
         SplitKind.BY_LENGTH,
         Kernel.PREFILL,
         graph=False,
-        captured=Captured.NO,
         sglang="MIXED",
         refused="capture, as above; drafts: its decodes run without",
     ),
-    ForwardMode.IDLE: ModeTraits(
-        "no request", SplitKind.EMPTY, Kernel.NONE, graph=True, captured=Captured.YES, sglang="IDLE"
-    ),
+    ForwardMode.IDLE: ModeTraits("no request", SplitKind.EMPTY, Kernel.NONE, graph=True, sglang="IDLE"),
     ForwardMode.TARGET_VERIFY: ModeTraits(
         "the drafts, all alike",
         SplitKind.FIXED,
         Kernel.DECODE,
         graph=True,
-        captured=Captured.CHAINS,
         sglang="TARGET_VERIFY",
         refused="a cut inside a request; trees on back ends without a tree mask",
     ),
@@ -115,9 +97,8 @@ MODES: Mapping[ForwardMode, ModeTraits] = {
         SplitKind.NEVER,
         Kernel.DECODE,
         graph=True,
-        captured=Captured.NO,
         sglang="DRAFT_EXTEND_V2",
-        refused="lanes and capture: drafting runs alone, and eagerly",
+        refused="lanes: drafting runs alone",
     ),
 }
 """Every forward mode. SGLang's DRAFT_EXTEND_V2 is `DRAFT_EXTEND` here; its first version is gone there, too."""

@@ -3,8 +3,9 @@
     step i     one row per request: the token at place seq_len + i, which sees seq_len + i + 1 tokens
     state i    a back end of its own (workspace, plan), because plans of one object may share buffers
 
-So nothing is planned between two draft steps, and nothing waits there. Lengths are known beforehand, because a draft
-model accepts what it drafts. Drafts are one token per request and step; only decode back ends are made, no prefill.
+So nothing is planned between two draft steps, and nothing waits there; all of them together can be one CUDA graph.
+Lengths are known beforehand, because a draft model accepts what it drafts. Drafts are one token per request and step;
+only decode back ends are made, no prefill.
 (For a tree of drafts, each level is a verify batch with a mask: `SpecVerifyInput`.)
 
 Source: the multi-step draft back ends of SGLang, where this is `speculative_step_id` and `skip_prefill`.
@@ -17,7 +18,7 @@ from typing import Any
 
 from torch import Tensor
 
-from attention.backends.base import AttentionBackend, KVCache, Shape
+from attention.backends.base import AttentionBackend, GraphLimits, KVCache, Shape
 from attention.backends.registry import make_attention_backend, resolve_attention_backend
 from attention.metadata import CommonAttentionMetadata
 from ubatch import ConfigError, ForwardMode
@@ -65,18 +66,49 @@ class MultiStepDraftAttention:
         Raises:
             ConfigError: more steps than `num_steps`, or sizes that contradict each other.
         """
+        batches = self._batches(seq_lens, block_table, slots)
+        return [state.plan(batch) for state, batch in zip(self._states, batches, strict=False)]
+
+    def init_graph_buffers(self, limits: GraphLimits) -> None:
+        """Make the buffers of captured steps, for every state.
+
+        Raises:
+            ConfigError: the back end cannot be captured.
+        """
+        for state in self._states:
+            state.init_graph_buffers(limits)
+
+    def plan_for_graph(self, metadata: CommonAttentionMetadata) -> list[Any]:
+        """The plans of all `num_steps` that a graph is captured with, for a decode batch of its size.
+
+        Raises:
+            ConfigError: there are no graph buffers for one this large.
+        """
+        return [state.plan_for_graph(metadata) for state in self._states]
+
+    def replan(self, plans: Sequence[Any], seq_lens: Sequence[int], block_table: Tensor, slots: Tensor) -> None:
+        """Before a replay: make plans of `plan_for_graph` describe these steps, padded. Arguments as `plan`.
+
+        Raises:
+            ConfigError: the requests do not fit the plans, or sizes contradict each other.
+        """
+        batches = self._batches(seq_lens, block_table, slots)
+        for state, plan, batch in zip(self._states, plans, batches, strict=True):
+            state.replan(plan, batch)
+
+    def _batches(self, seq_lens: Sequence[int], block_table: Tensor, slots: Tensor) -> list[CommonAttentionMetadata]:
         steps = slots.shape[0]
         if steps > self.num_steps:
             raise ConfigError(
                 f"{steps} draft steps were planned, but there are states for {self.num_steps}; make more of them."
             )
-        plans = []
-        for step_id, (state, own) in enumerate(zip(self._states, slots, strict=False)):
-            lens = [length + step_id + 1 for length in seq_lens]
-            ones = [1] * len(lens)
-            metadata = CommonAttentionMetadata.build(ones, lens, block_table, own, ForwardMode.DECODE)
-            plans.append(state.plan(metadata))
-        return plans
+        ones = [1] * len(seq_lens)
+        return [
+            CommonAttentionMetadata.build(
+                ones, [length + step + 1 for length in seq_lens], block_table, own, ForwardMode.DECODE
+            )
+            for step, own in enumerate(slots)
+        ]
 
     def memory(self) -> Mapping[str, int]:
         """Bytes that every state holds now, by name: `step 0/torch`, ..."""

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from attention import UBatchAttention
+from model_runner.tensor_parallel import TensorParallel
 from moe import FusedMoEModularKernel
 from ubatch import ConfigError, CUDAGraphMode, nearest
 
@@ -26,7 +27,8 @@ def resolve_graph_mode(
     attention: UBatchAttention,
     *,
     simulated: bool = False,
-    tensor_parallel_size: int = 1,
+    tensor_parallel: TensorParallel | None = None,
+    steps: str = "steps",
 ) -> CUDAGraphMode:
     """The mode in force.
 
@@ -36,8 +38,8 @@ def resolve_graph_mode(
         model: whose experts and transport must be capturable.
         attention: whose decode back end must be.
         simulated: something else than CUDA captures, so any device does.
-        tensor_parallel_size: ranks of a replica; only 1 is captured, as the number of tokens in each rank's share of a
-            captured step would have to be read on the device.
+        tensor_parallel: the ranks of a replica, whose gathers must be capturable.
+        steps: what is captured, for the log.
 
     Raises:
         ConfigError: an unknown mode, or `full` where something cannot be captured.
@@ -48,14 +50,14 @@ def resolve_graph_mode(
         return CUDAGraphMode.NONE
     on_gpu = device.type == "cuda" or simulated
     obstacle = _obstacle(model, attention) if on_gpu else f"CUDA graphs need a GPU, and the model runs on {device}"
-    if tensor_parallel_size > 1:
-        obstacle = f"steps of tensor-parallel ranks (tensor_parallel_size {tensor_parallel_size}) are not captured"
+    if obstacle is None and tensor_parallel is not None:
+        obstacle = _obstacle_to_gathers(tensor_parallel)
     if obstacle is None:
         return CUDAGraphMode.FULL
     if asked == CUDAGraphMode.FULL:
         raise ConfigError(f"cudagraph_mode full: {obstacle}. Change that, or use cudagraph_mode none.")
     if on_gpu:
-        _logger.warning("steps are not captured as CUDA graphs: %s", obstacle)
+        _logger.warning("%s are not captured as CUDA graphs: %s", steps, obstacle)
     return CUDAGraphMode.NONE
 
 
@@ -70,4 +72,16 @@ def _obstacle(model: nn.Module, attention: UBatchAttention) -> str | None:
             return f"the all2all back end {type(kernel.all2all).__name__} cannot be captured"
         if not kernel.experts.capturable:
             return f"the experts back end {type(kernel.experts).__name__} cannot be captured"
+    return None
+
+
+def _obstacle_to_gathers(tensor_parallel: TensorParallel) -> str | None:
+    """The same of what the ranks of a replica send each other in every layer."""
+    if tensor_parallel.carry is not None:
+        return "an emulated link holds back what tensor-parallel ranks send each other, which no graph can do"
+    if not tensor_parallel.group.stream_ordered(torch.device("cuda")):
+        return (
+            f"tensor-parallel ranks (tensor_parallel_size {tensor_parallel.size}) gather over "
+            f"{tensor_parallel.group.backend}, which blocks the host, and only NCCL's gathers can be captured"
+        )
     return None

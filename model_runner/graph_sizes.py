@@ -15,8 +15,8 @@ every one of them: so all replay the same shape, and buffers are equal everywher
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from attention import MODES, SplitKind
@@ -35,8 +35,9 @@ class GraphShape:
         lane_requests: requests that each lane has room for; of the whole batch if there is one lane.
         lanes: 1 is plain.
         tokens_per_request: 1 for decode, 1 + drafts for verify.
-        mode: decode or target-verify.
+        mode: decode or target-verify; of a draft network draft-extend, too.
         single: one lane, overlapped in itself.
+        tree: drafts have a mask, so that they may be trees.
     """
 
     lane_requests: int
@@ -44,6 +45,7 @@ class GraphShape:
     tokens_per_request: int
     mode: ForwardMode
     single: bool = False
+    tree: bool = False
 
     @property
     def engaged(self) -> bool:
@@ -85,6 +87,17 @@ class GraphFamily:
     mode: ForwardMode
     tokens_per_request: int
     shapes: tuple[GraphShape, ...]
+
+    @classmethod
+    def plain(cls, sizes: Iterable[int], mode: ForwardMode, tokens: int, *, tree: bool = False) -> GraphFamily:
+        """One unsplit graph of each size, which is in requests of `tokens` each."""
+        shapes = (GraphShape(size, 1, tokens, mode, tree=tree) for size in sizes)
+        return cls(mode, tokens, tuple(sorted(shapes)))
+
+    @property
+    def tree(self) -> bool:
+        """Whether its drafts have a mask."""
+        return self.shapes[0].tree
 
     @cached_property
     def fingerprint(self) -> int:
@@ -152,32 +165,32 @@ def capture_sizes(max_num_seqs: int, sizes: Iterable[int] | None = None, largest
     return chosen
 
 
-def graph_families(sizes: Sequence[int], config: UBatchConfig, num_speculative_tokens: int = 0) -> list[GraphFamily]:
+def graph_families(
+    sizes: Sequence[int], config: UBatchConfig, num_speculative_tokens: int = 0, *, trees: bool = False
+) -> list[GraphFamily]:
     """What is captured: every size plain, and overlapped where a step that is padded to it may overlap.
 
     Args:
         sizes: in requests.
         config: thresholds, lanes and chunks.
         num_speculative_tokens: drafts of a verify step; 0 for no such steps.
+        trees: they may be trees, so that every verify step has a mask.
     """
-    kinds = [(ForwardMode.DECODE, 1)]
+    plain = [GraphFamily.plain(sizes, ForwardMode.DECODE, 1)]
     if num_speculative_tokens:
-        kinds.append((ForwardMode.TARGET_VERIFY, 1 + num_speculative_tokens))
-    families = []
-    for mode, tokens in kinds:
-        plain = {GraphShape(size, 1, tokens, mode) for size in sizes}
-        split = {shape for size in sizes if (shape := _overlapped(size, tokens, mode, config)) is not None}
-        families.append(GraphFamily(mode, tokens, tuple(sorted(plain | split))))
-    return families
+        plain.append(GraphFamily.plain(sizes, ForwardMode.TARGET_VERIFY, 1 + num_speculative_tokens, tree=trees))
+    return [replace(family, shapes=tuple(sorted({*family.shapes, *_overlapped(family, config)}))) for family in plain]
 
 
-def _overlapped(size: int, tokens: int, mode: ForwardMode, config: UBatchConfig) -> GraphShape | None:
-    settings = config.for_mode(mode)
+def _overlapped(family: GraphFamily, config: UBatchConfig) -> Iterator[GraphShape]:
+    """One for every plain graph whose steps may overlap."""
+    settings = config.for_mode(family.mode)
     lanes = settings.schedule.lanes
-    never = not config.enable_dbo or not settings.overlaps or MODES[mode].split is SplitKind.NEVER
-    if never or size < lanes or size * tokens < settings.token_threshold:
-        return None
-    return GraphShape(-(-size // lanes), lanes, tokens, mode, single=lanes == 1)
+    if not config.enable_dbo or not settings.overlaps or MODES[family.mode].split is SplitKind.NEVER:
+        return
+    for shape in family.shapes:
+        if shape.lane_requests >= lanes and shape.num_tokens >= settings.token_threshold:
+            yield replace(shape, lane_requests=-(-shape.lane_requests // lanes), lanes=lanes, single=lanes == 1)
 
 
 def tokens_needed(decision: Decision) -> tuple[int, int]:

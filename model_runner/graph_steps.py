@@ -16,24 +16,18 @@ from __future__ import annotations
 import importlib.util
 import logging
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from attention import (
-    CommonAttentionMetadata,
-    GraphLimits,
-    MLAKVCache,
-    PagedKVCache,
-    UBatchAttention,
-    split_attn_metadata,
-)
+from attention import GraphLimits, UBatchAttention, split_attn_metadata
 from model_runner.dp import BatchShape, Coordination
+from model_runner.graph_batches import GraphSetting, batch_to_capture
 from model_runner.graph_sizes import GraphFamily, GraphShape, tokens_needed
 from model_runner.input_batch import InputBatch
+from model_runner.tensor_parallel import padded_len
 from ubatch import (
     CapturedGraph,
     ConfigError,
@@ -73,12 +67,14 @@ class GraphSteps:
         families: what is captured.
         attention: of the model.
         wrapper: of the model; it captures and replays.
-        max_seq_len: tokens of the longest sequence that ever comes.
+        setting: of the runner.
         num_ranks: that step together.
-        planning: entered around what plans attention; see `StepStreams.planning`.
+        tensor_parallel_size: so many of them share a replica.
 
     Attributes:
         families: see above.
+        setting: see above.
+        takes_trees: verify steps were captured with a mask, and must have one.
 
     Raises:
         ConfigError: the attention back end cannot be captured.
@@ -90,19 +86,22 @@ class GraphSteps:
         families: Sequence[GraphFamily],
         attention: UBatchAttention,
         wrapper: UBatchWrapper,
+        setting: GraphSetting,
         *,
-        max_seq_len: int,
         num_ranks: int = 1,
-        planning: Callable[[], AbstractContextManager[None]] = nullcontext,
+        tensor_parallel_size: int = 1,
     ) -> None:
         self.families = tuple(families)
+        self.setting = setting
+        self.takes_trees = any(family.tree for family in families)
         self._by_kind = {(family.mode, family.tokens_per_request): family for family in families}
         self._by_fingerprint = {family.fingerprint: family for family in families}
         self._attention = attention
         self._wrapper = wrapper
-        self._max_seq_len = max_seq_len
+        self._max_seq_len = setting.max_seq_len
         self._num_ranks = num_ranks
-        self._planning = planning
+        self._tensor_parallel_size = tensor_parallel_size
+        self._planning = setting.planning
         self._captured: dict[GraphShape, _Captured] = {}
         self._said: set[ForwardMode] = set()
 
@@ -117,7 +116,7 @@ class GraphSteps:
         self._place = _placement(device)
         requests = max(shape.lanes * shape.lane_requests for shape in shapes)
         per_request = max(family.tokens_per_request for family in families)
-        limits = GraphLimits(requests, requests * per_request, max_seq_len)
+        limits = GraphLimits(requests, requests * per_request, self._max_seq_len)
         attention.init_graph_buffers(limits, self._num_lanes if self._num_lanes > 1 else 0)
 
     @property
@@ -127,6 +126,11 @@ class GraphSteps:
         return tuple(sorted(shapes, key=lambda shape: (shape.num_tokens, shape), reverse=True))
 
     # -- capture ------------------------------------------------------------------------------------------------
+
+    @property
+    def captured(self) -> bool:
+        """Whether `capture` was called, and has ended well."""
+        return bool(self._captured)
 
     @torch.inference_mode()
     def capture(self, progress: Callable[[CapturedGraph], None] | None = None) -> list[CapturedGraph]:
@@ -164,7 +168,7 @@ class GraphSteps:
         zeros = torch.zeros(rows, dtype=torch.int64, device=self._ids.device)
         for number in range(shape.lanes):
             self._place(self._static, (zeros, zeros), slice(0, rows), number * rows, rows, number)
-        lane = _any_batch(shape, self._attention.kv_cache)
+        lane = batch_to_capture(shape, self._attention.kv_cache)
         if shape.lanes == 1:
             plans = [self._attention.plan_for_graph(lane)]
         else:
@@ -173,6 +177,9 @@ class GraphSteps:
 
     def _context(self, shape: GraphShape, plans: Sequence[Any]) -> ForwardContext:
         rows = ((shape.lane_tokens,) * shape.lanes,) * self._num_ranks
+        # Tensor-parallel ranks of a replica have equal shares, of which the last ones are padding.
+        lane_rows = padded_len(shape.lane_tokens, self._tensor_parallel_size)
+        share = lane_rows // self._tensor_parallel_size
         schedule = self._wrapper.ubatch_config.for_mode(shape.mode).schedule if shape.engaged else None
         decision = Decision(
             shape.engaged,
@@ -187,10 +194,12 @@ class GraphSteps:
                 attn_metadata=plan,
                 num_tokens=shape.lane_tokens,
                 mode=shape.mode,
-                tokens_across_ranks=decision.lane_tokens(lane),
+                tokens_across_ranks=(share,) * self._num_ranks,
                 decision=decision,
                 num_valid=self._num_valid[lane],
                 schedule=schedule if shape.single else None,
+                local_dp_buffer_len=lane_rows,
+                global_dp_buffer_len=share * self._num_ranks,
             )
             for lane, plan in enumerate(plans)
         )
@@ -199,7 +208,7 @@ class GraphSteps:
         return ForwardContext(
             num_tokens=shape.num_tokens,
             mode=shape.mode,
-            tokens_across_ranks=(shape.num_tokens,) * self._num_ranks,
+            tokens_across_ranks=(share * shape.lanes,) * self._num_ranks,
             ubatch_slices=shape.slices,
             lane_contexts=lanes,
             decision=decision,
@@ -208,19 +217,20 @@ class GraphSteps:
 
     # -- a step -------------------------------------------------------------------------------------------------
 
-    def offer(self, batch: BatchShape, max_seq_len: int) -> int:
+    def offer(self, batch: BatchShape, max_seq_len: int, *, tree: bool = False) -> int:
         """What this rank says in the vote: 0 for a step that must run eagerly here; see `Offer.graph_mode`.
 
         Args:
             batch: this rank's.
             max_seq_len: tokens of its longest sequence.
+            tree: its drafts have a mask.
         """
         if not self._captured:
             return 0
         if not batch.query_lens:
             return _ANY_GRAPH
         family = self._by_kind.get((batch.mode, batch.query_lens[0]))
-        if family is None or max_seq_len > self._max_seq_len:
+        if family is None or family.tree is not tree or max_seq_len > self._max_seq_len:
             return 0
         if len(batch.query_lens) > family.max_requests:
             self._say_once(family, len(batch.query_lens))
@@ -314,12 +324,3 @@ def _pieces(batch: InputBatch, agreed: Coordination, shape: GraphShape) -> list[
 def _padded(decided: Decision, captured: Decision | None) -> Decision:
     """The step's decision with the graph's rows for its tokens: what runs, and why not in lanes where it does not."""
     return decided if captured is None else replace(decided, tokens=captured.tokens)
-
-
-def _any_batch(shape: GraphShape, kv_cache: PagedKVCache | MLAKVCache) -> CommonAttentionMetadata:
-    """A lane's batch to capture with: every place taken by the shortest sequence; its keys and values are not kept."""
-    requests, tokens, device = shape.lane_requests, shape.tokens_per_request, kv_cache.device
-    lens = [tokens] * requests
-    table = torch.zeros(requests, kv_cache.spec.blocks_for(tokens), dtype=torch.int32, device=device)
-    slots = torch.full((requests * tokens,), -1, dtype=torch.int64, device=device)
-    return CommonAttentionMetadata.build(lens, lens, table, slots, shape.mode)

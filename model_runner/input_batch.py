@@ -81,6 +81,8 @@ def build_input_batch(
     table: RequestToTokenTable,
     spec: CacheSpec,
     device: torch.device | str = "cpu",
+    *,
+    mask_chains: bool = False,
 ) -> InputBatch:
     """Flatten the requests' next tokens, and their drafts.
 
@@ -89,6 +91,7 @@ def build_input_batch(
         table: has every request's blocks.
         spec: of the KV cache.
         device: where the tensors go.
+        mask_chains: drafts that are chains have a mask, too: graphs that verify trees read one.
 
     Raises:
         RequestError: a share is empty, or longer than what is left of its request, or the request has no row; drafts
@@ -105,7 +108,9 @@ def build_input_batch(
     mode = ForwardMode.TARGET_VERIFY if num_drafts else _mode(query_lens, computed)
 
     positions, slots = _places(table, rows, query_lens, computed)
-    trees = DraftTrees.of([share.parents for share in shares], num_drafts) if num_drafts else None
+    trees = None
+    if num_drafts:
+        trees = DraftTrees.of([share.parents for share in shares], num_drafts, chains=mask_chains)
     if trees is not None:
         positions = trees.positions(computed)
     pages = table.page_table(rows)

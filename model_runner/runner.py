@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -32,6 +33,7 @@ from model_runner.backend_choice import resolve_attention, resolve_experts
 from model_runner.dbo_auto import make_step_settings
 from model_runner.dp import Coordination, coordinate_batch_across_dp
 from model_runner.future_map import FutureMap
+from model_runner.graph_batches import CapturedSteps, GraphSetting
 from model_runner.graph_mode import resolve_graph_mode
 from model_runner.graph_sizes import GraphShape, capture_sizes, graph_families
 from model_runner.graph_steps import GraphSteps
@@ -60,6 +62,7 @@ from ubatch import (
     CommGroup,
     ConfigError,
     CUDAGraphMode,
+    CudaGraphs,
     ForwardContext,
     GraphBackend,
     UBatchConfig,
@@ -98,10 +101,12 @@ class ModelRunner:
         gpu_memory_utilization: by what the model leaves of this share of a GPU's memory; see `KVMemory`.
         max_num_seqs: most requests that run at once.
         max_model_len: longest sequence, prompt and output together; the model's own limit by default.
-        cudagraph_mode: `none`; `full` replays decode and verify steps as CUDA graphs, once `capture_graphs` was called;
-            `auto` is `full` on a GPU, where attention, experts and transport can be captured. Prefills run eagerly.
+        cudagraph_mode: `none`; `full` replays decode, verify and draft steps as CUDA graphs, once `capture_graphs` was
+            called; `auto` is `full` on a GPU, where attention, experts and transport can be captured. Prefills run
+            eagerly.
         cudagraph_capture_sizes: requests of the steps that are captured; those of `dbo`, or the usual ones by default.
-        num_speculative_tokens: drafts of the verify steps that are captured; 0 for none. Trees are verified eagerly.
+        num_speculative_tokens: drafts of the verify steps that are captured; 0 for none.
+        speculative_trees: they may be trees. Captured steps of chains have a mask, too, then.
         acceptance: when drafts of sampled requests are accepted.
         dtype: what the model computes in, and the KV cache stores.
         device: where it runs.
@@ -110,6 +115,7 @@ class ModelRunner:
 
     Attributes:
         link: the emulated one that the ranks talk over; None for the real one.
+        experts_backend: the one in force; draft networks use it, too.
         graphs: the captured steps; None where all run eagerly.
         tensor_parallel: this rank's place among those that share a replica; None where it is one by itself.
 
@@ -143,6 +149,7 @@ class ModelRunner:
         cudagraph_mode: str = "none",
         cudagraph_capture_sizes: Sequence[int] | None = None,
         num_speculative_tokens: int = 0,
+        speculative_trees: bool = False,
         acceptance: Acceptance = Acceptance.MATCH,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
@@ -169,10 +176,10 @@ class ModelRunner:
         self.tensor_parallel = make_tensor_parallel(group, tensor_parallel_size, link)
         of_experts = None if self.tensor_parallel is not None and not self.config.num_experts else link
         self.all2all: All2All = make_transport(all2all_backend, group, of_experts, self.config.num_experts)
-        experts = resolve_experts(
+        self.experts_backend = resolve_experts(
             experts_backend, self.config, self.all2all, dtype, self.device, dbo=self.dbo, group=group
         )
-        parallel = ExpertParallel(self.all2all, experts, self.tensor_parallel)
+        parallel = ExpertParallel(self.all2all, self.experts_backend, self.tensor_parallel)
         self.model: CausalLM = kind.load(self.config, checkpoint, parallel).eval()
 
         shape = parallel.shard.attention(self.config.attention)
@@ -202,30 +209,32 @@ class ModelRunner:
         )
         self.step_settings = make_step_settings(self.dbo, group, self.device, self.all2all, auto=dbo_auto)
         self.streams = StepStreams(self.device, streams, group)
-        simulated = graphs is not None
         mode = resolve_graph_mode(
             cudagraph_mode,
             self.device,
             self.model,
             self.attention,
-            simulated=simulated,
-            tensor_parallel_size=tensor_parallel_size,
+            simulated=graphs is not None,
+            tensor_parallel=self.tensor_parallel,
         )
-        self.wrapper = UBatchWrapper(
-            self.model, self.dbo, mode, self.device, graphs if mode is CUDAGraphMode.FULL else None
-        )
-        self.graphs: GraphSteps | None = None
+        backend = None
         if mode is CUDAGraphMode.FULL:
+            backend = CudaGraphs(self.device) if graphs is None else graphs
+        self.wrapper = UBatchWrapper(self.model, self.dbo, mode, self.device, backend)
+        self.graphs: GraphSteps | None = None
+        self._beside: list[CapturedSteps] = []
+        if backend is not None:
             if cudagraph_capture_sizes is None:
                 cudagraph_capture_sizes = self.dbo.cudagraph_capture_sizes or None
             sizes = capture_sizes(max_num_seqs, cudagraph_capture_sizes)
+            longest = self.request_table.max_blocks * block_size
             self.graphs = GraphSteps(
-                graph_families(sizes, self.dbo, num_speculative_tokens),
+                graph_families(sizes, self.dbo, num_speculative_tokens, trees=speculative_trees),
                 self.attention,
                 self.wrapper,
-                max_seq_len=self.request_table.max_blocks * block_size,
+                GraphSetting(cudagraph_mode, sizes, longest, backend, self.streams.planning),
                 num_ranks=1 if group is None else group.size,
-                planning=self.streams.planning,
+                tensor_parallel_size=tensor_parallel_size,
             )
         self._sampling = SamplingContext(
             compute_logits=lambda hidden: self.model.compute_logits(hidden),
@@ -271,10 +280,18 @@ class ModelRunner:
     @property
     def graph_shapes(self) -> tuple[GraphShape, ...]:
         """What `capture_graphs` captures, in its order; empty where all steps run eagerly."""
-        return () if self.graphs is None else self.graphs.shapes
+        return () if self.graphs is None else tuple(chain(*(steps.shapes for steps in (self.graphs, *self._beside))))
+
+    def capture_beside(self, steps: CapturedSteps) -> None:
+        """Capture other steps (a draft network's) when `capture_graphs` is called, or now if it was."""
+        self._beside.append(steps)
+        if self.graphs is not None and self.graphs.captured:
+            with self.streams.forward():
+                steps.capture()
 
     def capture_graphs(self, progress: Callable[[CapturedGraph], None] | None = None) -> list[CapturedGraph]:
-        """Capture decode (and verify) steps, plain and in lanes; once, before the first step. Collective.
+        """Capture decode (and verify) steps, plain and in lanes, and what runs beside; once, before the first step.
+        Collective.
 
         Args:
             progress: called after each graph.
@@ -286,7 +303,7 @@ class ModelRunner:
         if self.graphs is None:
             return []
         with self.together(), self.streams.forward():
-            return self.graphs.capture(progress)
+            return [graph for steps in (self.graphs, *self._beside) for graph in steps.capture(progress)]
 
     def set_observer(self, observer: StepObserver | None) -> None:
         """Tell what every step from the next one on computed, hidden states and new tokens, when its result is read.
@@ -328,7 +345,9 @@ class ModelRunner:
         """
         with self.together(), self.streams.forward():
             check_acceptance(scheduled, self._sampling.acceptance)
-            batch = build_input_batch(scheduled, self.request_table, self.kv_cache.spec, self.device)
+            masked = self.graphs is not None and self.graphs.takes_trees
+            table, spec = self.request_table, self.kv_cache.spec
+            batch = build_input_batch(scheduled, table, spec, self.device, mask_chains=masked)
             batch = replace(batch, input_ids=self._sampling.future_map.resolve(batch.input_ids, batch.pending))
             for span in batch.prompt_spans:
                 self._sampling.prompt_carry.launch(span)
@@ -347,8 +366,9 @@ class ModelRunner:
     def coordinate(self, batch: InputBatch, dbo: UBatchConfig | None = None) -> Coordination:
         """Vote with the other ranks on a step, under `dbo` in place of the runner's own settings if given."""
         could_replay = 0
-        if self.graphs is not None and not batch.metadata.has_tree:  # graphs are captured without a tree's mask
-            could_replay = self.graphs.offer(batch.shape, batch.metadata.max_seq_len)
+        if self.graphs is not None:
+            metadata = batch.metadata
+            could_replay = self.graphs.offer(batch.shape, metadata.max_seq_len, tree=metadata.has_tree)
         size = self.tensor_parallel_size
         content = content_of(batch.scheduled) if size > 1 else 0
         shape = replace(batch.shape, cost=self.split_cost, graph_mode=could_replay, content=content)

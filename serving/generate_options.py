@@ -67,7 +67,7 @@ class Options(BaseModel):
     ] = "auto"
     cudagraph_mode: Annotated[
         Literal["auto", "none", "full"],
-        Field(description="full replays decode steps as CUDA graphs; auto does so on a GPU, where all can be captured"),
+        Field(description="full replays steps without prefills as CUDA graphs; auto does so on a GPU, where it can"),
     ] = "auto"
     cudagraph_capture_sizes: Annotated[
         tuple[int, ...] | None,

@@ -88,8 +88,11 @@ def runner_options(config: SpeculationConfig | None) -> dict[str, Any]:
     """What `ModelRunner` is told: how drafts are accepted, and how many a captured verify step has."""
     if config is None:
         return {}
-    captured = 0 if config.makes_trees else config.num_draft_tokens  # the mask of a tree differs from step to step
-    return {"acceptance": config.acceptance, "num_speculative_tokens": captured}
+    return {
+        "acceptance": config.acceptance,
+        "num_speculative_tokens": config.num_draft_tokens,
+        "speculative_trees": config.makes_trees,
+    }
 
 
 def make_proposer(config: SpeculationConfig, runner: ModelRunner) -> Proposer:
@@ -136,7 +139,7 @@ def make_scheduler(scheduler: SchedulerConfig, config: SpeculationConfig | None,
         scheduler = replace(
             scheduler,
             num_speculative_tokens=config.num_draft_tokens,
-            fill_drafts=bool(runner.graph_shapes) and not config.makes_trees,  # those of trees are not captured
+            fill_drafts=bool(runner.graph_shapes),
             num_draft_places=proposer.num_places if isinstance(proposer, DraftProposer) else 0,
         )
     return Scheduler(

@@ -1,7 +1,8 @@
 """An attention back end that can be captured and is fast on a CPU: plain torch over static tensors.
 
-Prefills run as in `torch`. Decode and verify batches gather every request's whole row of the table, as many blocks as
-the longest sequence may have, and mask: nothing is read on the host, so a graph replays it for any lengths.
+Prefills run as in `torch`. Of the other batches every row gathers its request's whole row of the table, as many blocks
+as the longest sequence may have, and masks: nothing is read on the host, so a graph replays it for any lengths, for
+requests of different lengths, and for trees of drafts.
 """
 
 from __future__ import annotations
@@ -21,31 +22,47 @@ NAME = "static_torch"
 
 @dataclass(frozen=True)
 class StaticPlan:
-    """A batch of requests with equally many queries, at addresses that stay."""
+    """A batch of requests with few queries, at addresses that stay.
+
+    Attributes:
+        requests, rows: of the graph.
+        mask: of trees of drafts, flat as in `SpecVerifyInput`; None where there are none.
+    """
 
     shape: AttentionShape
     kv_cache: PagedKVCache
-    seq_lens: Tensor
-    block_table: Tensor
-    slots: Tensor
+    requests: int
+    rows: int
     buffers: GraphBuffers
+    mask: Tensor | None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, layer: int, sinks: Tensor | None = None) -> Tensor:
         """See `AttentionPlan`."""
-        self.kv_cache.write(layer, k, v, self.slots)
-        requests, queries = self.seq_lens.shape[0], q.shape[0] // self.seq_lens.shape[0]
-        table = self.block_table.long()
+        buffers, count = self.buffers, self.requests
+        slots = buffers.slot_mapping[: self.rows]
+        self.kv_cache.write(layer, k, v, slots)
+        starts, ends = buffers.query_start_loc[:count], buffers.query_start_loc[1 : count + 1]
+        row = torch.arange(self.rows, dtype=torch.int32, device=q.device)
+        owner = torch.searchsorted(ends, row, right=True).clamp(max=count - 1)
+        number = row - starts[owner]  # of the query in its request
+        lens, queries = buffers.seq_lens[owner], (ends - starts)[owner]
+        table = buffers.block_table[owner].long()
         keys, values = (
             blocks[table].flatten(1, 2) for blocks in (self.kv_cache.keys(layer), self.kv_cache.values(layer))
         )
         place = torch.arange(keys.shape[1], device=q.device)
-        last = self.seq_lens[:, None] - queries + torch.arange(queries, device=q.device)  # [R, Q], what a query sees
-        visible = (place <= last[:, :, None])[:, None, None]
-        rows = q.view(requests, queries, self.shape.num_kv_heads, self.shape.group_size, -1).permute(0, 2, 3, 1, 4)
-        scores = rows @ keys.permute(0, 2, 3, 1)[:, :, None] * self.shape.softmax_scale
-        weights = scores.masked_fill(~visible, float("-inf")).softmax(-1).nan_to_num(0.0)  # padding may see nothing
-        out = (weights @ values.permute(0, 2, 1, 3)[:, :, None]).permute(0, 3, 1, 2, 4).reshape(q.shape)
-        return out.masked_fill((self.slots == self.kv_cache.hidden_slot)[:, None, None], 0)
+        visible = place <= (lens - queries + number)[:, None]
+        if self.mask is not None:
+            sizes = buffers.seq_lens[:count] * (ends - starts)
+            first = (sizes.cumsum(0) - sizes)[owner] + number * lens
+            entry = (first[:, None] + place).clamp(0, self.mask.shape[0] - 1)
+            visible = (place < lens[:, None]) & self.mask[entry]
+        heads = q.view(self.rows, self.shape.num_kv_heads, self.shape.group_size, -1)
+        scores = torch.einsum("tkgd,tskd->tkgs", heads, keys) * self.shape.softmax_scale
+        # Padding may see nothing.
+        weights = scores.masked_fill(~visible[:, None, None], float("-inf")).softmax(-1).nan_to_num(0.0)
+        out = torch.einsum("tkgs,tskd->tkgd", weights, values).reshape(q.shape)
+        return out.masked_fill((slots == self.kv_cache.hidden_slot)[:, None, None], 0)
 
 
 class StaticAttention(TorchAttentionBackend):
@@ -54,30 +71,32 @@ class StaticAttention(TorchAttentionBackend):
     name: ClassVar[str] = NAME
     traits: ClassVar = replace(TorchAttentionBackend.traits, graphs=True)
     buffers: GraphBuffers | None = None
+    mask: Tensor | None = None
 
+    @torch.inference_mode(False)
     def init_graph_buffers(self, limits: GraphLimits) -> None:
         """See `AttentionBackend`."""
         cache = self.kv_cache
         self.buffers = GraphBuffers(limits, cache.spec.block_size, cache.device, hidden_slot=cache.hidden_slot)
+        self.mask = torch.zeros(limits.max_tokens * limits.max_seq_len, dtype=torch.bool, device=cache.device)
 
     def plan_for_graph(self, metadata: CommonAttentionMetadata) -> StaticPlan:
         """See `AttentionBackend`."""
         assert self.buffers is not None
-        requests, buffers = metadata.num_reqs, self.buffers
-        plan = StaticPlan(
-            self.shape,
-            self.kv_cache,
-            buffers.seq_lens[:requests],
-            buffers.block_table[:requests],
-            buffers.slot_mapping[: metadata.slot_mapping.shape[0]],
-            buffers,
-        )
+        size = metadata.num_reqs, metadata.slot_mapping.shape[0]
+        mask = self.mask if metadata.has_tree else None
+        plan = StaticPlan(self.shape, self.kv_cache, *size, self.buffers, mask)
         self.replan(plan, metadata)
         return plan
 
     def replan(self, plan: StaticPlan, metadata: CommonAttentionMetadata) -> None:
         """See `AttentionBackend`."""
-        plan.buffers.fill(metadata, plan.seq_lens.shape[0], plan.slots.shape[0])
+        assert not metadata.num_actual_tokens or metadata.has_tree is (plan.mask is not None)
+        plan.buffers.fill(metadata, plan.requests, plan.rows)
+        if plan.mask is not None and metadata.spec_verify is not None:
+            shown = metadata.spec_verify.custom_mask
+            assert shown is not None
+            plan.mask[: shown.shape[0]].copy_(shown)
 
 
 def register() -> None:

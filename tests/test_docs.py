@@ -52,7 +52,8 @@ def test_files_that_the_document_names_exist() -> None:
 def test_the_readme_shows_the_table_of_forward_modes() -> None:
     shown = {row[0].split(" (")[0]: (row[3], row[4]) for row in table_below("| mode | tokens per request |")}
     assert shown == {
-        str(mode).replace("_", " "): (str(traits.kernel), str(traits.captured)) for mode, traits in MODES.items()
+        str(mode).replace("_", " "): (str(traits.kernel), "yes" if traits.graph else "no")
+        for mode, traits in MODES.items()
     }
 
 

@@ -34,7 +34,7 @@ from attention import CommonAttentionMetadata, UBatchAttention
 from model_runner import ModelRunner, Request, SamplingParams, ScheduledRequest
 from model_runner.errors import RequestError
 from model_runner.speculation import Acceptance, Draft, DraftProposer, load_draft
-from model_runner.speculation.draft_sampling import DraftChoice
+from model_runner.speculation.draft_sampling import DraftDraws, choose_drafts
 from ranks import run_ranks
 from ubatch import CommGroup, ConfigError, ForwardMode, UBatchConfig
 
@@ -240,8 +240,8 @@ def test_drawn_drafts_say_what_they_were_drawn_from(made: SimpleNamespace, runne
 def test_drawn_drafts_follow_the_distribution() -> None:
     logits = torch.tensor([0.0, 1.0, 2.0, -1.0, 0.5])
     requests = [Request(index, [1], SamplingParams(temperature=0.7, seed=index)) for index in range(4000)]
-    choice = DraftChoice(requests, 2, sampled=True, device=torch.device("cpu"))
-    first, second = (choice.choose(logits.expand(len(requests), -1)) for _ in range(2))
+    draws = DraftDraws.of(requests, 2, torch.device("cpu"))
+    first, second = (choose_drafts(logits.expand(len(requests), -1), draws, step)[0] for step in range(2))
     pairs = (first * 5 + second).bincount(minlength=25)
     chances = (logits / 0.7).softmax(dim=-1)
     expected = chances.outer(chances).flatten() * len(requests)

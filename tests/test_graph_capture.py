@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from draft_cases import make_head
 from fake_graphs import FakeGraphs
-from runner_graph_cases import make_checkpoint, make_runner
+from runner_graph_cases import TINY, make_checkpoint, make_runner
 
 from model_runner import ModelRunner, SamplingParams
 from serving.engine.build import make_core, warm_up, warm_up_lengths
@@ -17,7 +18,7 @@ from serving.engine.options import EngineOptions
 from serving.graph_capture import capture_graphs
 from serving.requests import EngineStatistics, RequestInput
 from serving.scheduler import SchedulerConfig
-from serving.speculation import Algorithm, SpeculationConfig
+from serving.speculation import Algorithm, SpeculationConfig, runner_options
 
 
 @pytest.fixture(scope="module")
@@ -41,10 +42,15 @@ def requests() -> list[RequestInput]:
 
 
 def run(
-    runner: ModelRunner, checkpoint: Path, requests: list[RequestInput], *, overlap: bool, drafts: int = 0
+    runner: ModelRunner,
+    checkpoint: Path,
+    requests: list[RequestInput],
+    *,
+    overlap: bool,
+    speculation: SpeculationConfig | None = None,
+    step_tokens: int = 24,
 ) -> tuple[dict[str, list[int]], EngineStatistics]:
-    scheduler = SchedulerConfig(max_num_seqs=5, max_num_batched_tokens=24, max_model_len=128)
-    speculation = SpeculationConfig(Algorithm.NGRAM, drafts) if drafts else None
+    scheduler = SchedulerConfig(max_num_seqs=5, max_num_batched_tokens=step_tokens, max_model_len=128)
     options = EngineOptions(checkpoint, scheduler=scheduler, speculation=speculation, overlap_schedule=overlap)
     warm_up(options, runner)
     core = make_core(options, runner)
@@ -65,8 +71,9 @@ def test_engines_give_the_same_outputs(
 ) -> None:
     with make_runner(checkpoint) as eager:
         expected, without = run(eager, checkpoint, requests, overlap=False)
+    speculation = SpeculationConfig(Algorithm.NGRAM, drafts) if drafts else None
     with runner_of(checkpoint, num_speculative_tokens=drafts, cudagraph_capture_sizes=(2, 5)) as runner:
-        tokens, statistics = run(runner, checkpoint, requests, overlap=overlap, drafts=drafts)
+        tokens, statistics = run(runner, checkpoint, requests, overlap=overlap, speculation=speculation)
         replays = runner.statistics().graph_replays
     assert tokens == expected
     assert without.graph_replays == 0
@@ -74,6 +81,27 @@ def test_engines_give_the_same_outputs(
     assert statistics.graph_replays == sum(uniform.values()) > 5  # drafts are filled up, so that all verify steps fit
     assert replays > statistics.graph_replays  # those of the warm-up
     assert drafts == 0 or (statistics.accepted_tokens > 0 and any(step.startswith("target_verify") for step in uniform))
+
+
+@pytest.mark.parametrize(("topk", "drafts"), [(1, 3), (2, 5)], ids=["chains", "trees"])
+def test_a_draft_network_is_replayed_beside_the_model(
+    checkpoint: Path, requests: list[RequestInput], tmp_path: Path, topk: int, drafts: int
+) -> None:
+    """All verify steps are replayed, as all requests are filled up to as many drafts; and so is what drafts."""
+    make_head(tmp_path / "head", hidden_size=TINY.hidden_size, vocab_size=TINY.vocab_size)
+    speculation = SpeculationConfig(Algorithm.EAGLE, drafts, 3, topk, tmp_path / "head")
+    with make_runner(checkpoint) as eager:
+        expected, _ = run(eager, checkpoint, requests, overlap=False, step_tokens=60)
+    graphs = FakeGraphs()
+    options = {"graphs": graphs, "cudagraph_capture_sizes": (2, 5), **runner_options(speculation)}
+    with runner_of(checkpoint, **options) as runner:
+        tokens, statistics = run(runner, checkpoint, requests, overlap=False, speculation=speculation, step_tokens=60)
+        of_model = runner.statistics().graph_replays
+    assert tokens == expected
+    uniform = {step: count for step, count in statistics.steps.items() if step.startswith(("decode", "target_verify"))}
+    assert statistics.graph_replays == sum(uniform.values())
+    assert any(step.startswith("target_verify") for step in uniform)
+    assert graphs.replays - of_model >= 2 * statistics.graph_replays - 3  # a chain, or levels; and an extend
 
 
 def test_capturing_is_logged(checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:

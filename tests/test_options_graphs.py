@@ -18,6 +18,7 @@ from ubatch import ConfigError
 
 TINY = str(Path(__file__).resolve().parent.parent / "examples" / "models" / "tiny-moe")
 GPU = Machine(gpus=1)
+SHARED = ["--tensor-parallel-size", "2", "--enable-expert-parallel"]
 
 
 def resolve(*words: str, machine: Machine = GPU) -> Settings:
@@ -47,10 +48,12 @@ def test_by_default_a_gpu_captures_what_vllm_captures_and_a_cpu_nothing() -> Non
         (["--cudagraph-mode", "full", "--max-num-seqs", "9"], "full", (1, 2, 4, 8, 9)),
         (["--max-cudagraph-capture-size", "20"], "auto", (1, 2, 4, 8, 16, 20)),
         (["--cudagraph-capture-sizes", "7", "3", "7"], "auto", (7, 3, 7)),
+        (SHARED, "auto", (1, 2, 4, *range(8, 257, 8))),
+        ([*SHARED, "--cudagraph-mode", "full", "--cudagraph-capture-sizes", "2"], "full", (2,)),
     ],
 )
 def test_what_the_engine_gets(words: list[str], mode: str, sizes: tuple[int, ...] | None) -> None:
-    options = to_engine_options(resolve(*words))
+    options = to_engine_options(resolve(*words, machine=Machine(gpus=2)))
     assert (options.cudagraph_mode, options.cudagraph_capture_sizes) == (mode, sizes)
 
 

@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from draft_cases import admitted, drafted_tokens, prefill
 from runner_graph_cases import TINY, make_captured, make_checkpoint, make_load, make_runner, serve, start
 
-from model_runner import ScheduledRequest
+from model_runner import SamplingParams, ScheduledRequest, generate
+from model_runner.speculation import DraftProposer, load_draft
 
 pytestmark = pytest.mark.gpu
 
@@ -43,6 +45,27 @@ def test_tokens_are_those_of_eager_steps(checkpoint: Path, lanes: int) -> None:
         statistics = runner.statistics()
     assert statistics.graph_replays == sum(size <= 7 for size in expected[1])
     assert statistics.lane_threads_started == before.lane_threads_started
+
+
+@pytest.mark.parametrize("shape", [{"num_steps": 3}, {"num_steps": 3, "topk": 2, "num_draft_tokens": 5}])
+def test_drafts_of_graphs(checkpoint: Path, shape: dict[str, int]) -> None:
+    """The model drafts for itself, chains and trees, so that drafts are right; tokens are those without drafts."""
+    prompts, drafts = [[n + 1] * (n + 3) for n in range(5)], shape.get("num_draft_tokens", 3)
+    with make_runner(checkpoint, **ON_GPU) as eager:
+        params = SamplingParams(max_tokens=24, ignore_eos=True)
+        expected = [list(output.token_ids) for output in generate(eager, prompts, params)]
+    options = {"num_speculative_tokens": drafts, "speculative_trees": "topk" in shape}
+    with make_captured(checkpoint, **CAPTURED, **options) as runner:
+        proposer = DraftProposer(runner, load_draft("draft_model", checkpoint, runner), **shape)
+        runner.set_observer(proposer)
+        requests = admitted(runner, prompts, ignore_eos=True)
+        prefill(runner, requests)
+        lengths = drafted_tokens(runner, proposer, requests, 24, drafts)
+        assert [request.output_token_ids[:24] for request in requests] == expected
+        assert sum(lengths) / len(lengths) > 3
+        graphs = proposer._draft.graphs
+        assert graphs is not None
+        assert graphs.replays >= runner.statistics().graph_replays > 0
 
 
 @pytest.mark.parametrize("lanes", [0, 2])

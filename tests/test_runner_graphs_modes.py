@@ -14,7 +14,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from runner_graph_cases import EXPERTS, TINY, Job, make_captured, make_checkpoint, make_load, make_runner, serve, start
 
-from attention import MODES, Captured
 from model_runner import (
     PENDING_TOKEN,
     ModelRunner,
@@ -40,52 +39,59 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # -- verify -----------------------------------------------------------------------------------------------------------
 
 
-def speculate(runner: ModelRunner, expected: Sequence[Sequence[int]], counts: Sequence[int]) -> list[list[int]]:
-    """Verify steps with so many drafts each, of which two thirds are right; the tokens of `start`'s requests."""
+def speculate(
+    runner: ModelRunner, expected: Sequence[Sequence[int]], counts: Sequence[int], *, trees: bool = False
+) -> list[list[int]]:
+    """Verify steps with so many drafts each, of which two thirds are right; the tokens of `start`'s requests.
+
+    As trees, every third step: the right drafts of a chain, and behind each of its nodes one that is wrong.
+    """
     rng = random.Random(0)
     requests = start(runner, [3, 6, 1, 5, 2], room=30)
-    for drafts in counts:
+    for number, drafts in enumerate(counts):
         shares = []
         for request, known in zip(requests, expected, strict=True):
             ahead = [*known, *[0] * 20][request.num_output_tokens :][:drafts]
             guesses = tuple(token if rng.random() < 0.7 else rng.randrange(TINY.vocab_size) for token in ahead)
-            shares.append(ScheduledRequest(request, 1, guesses))
+            parents = None
+            if trees and number % 2 == 0:
+                guesses = tuple(
+                    ahead[place // 2] if place % 2 else (ahead[place // 2] + 1) % 61 for place in range(drafts)
+                )
+                parents = tuple(place // 2 * 2 for place in range(drafts))
+            shares.append(ScheduledRequest(request, 1, guesses, parents))
         for share, tokens in zip(shares, runner.execute(shares).tokens, strict=True):
             share.request.token_ids += tokens
             share.request.num_computed_tokens += len(tokens)
     return [request.output_token_ids for request in requests]
 
 
-@pytest.mark.parametrize("lanes", [0, 2])
-def test_verify_steps(checkpoint: Path, lanes: int) -> None:
-    """Steps with as many drafts as were captured are replayed, others run eagerly; the tokens are the same."""
-    counts = [DRAFTS, DRAFTS, 1, DRAFTS, 2, DRAFTS]
+@pytest.fixture(scope="module")
+def expected(checkpoint: Path) -> list[list[int]]:
+    """The tokens of `start`'s requests without drafts or graphs."""
     with make_runner(checkpoint) as eager:
         requests = start(eager, [3, 6, 1, 5, 2], room=30)
         for _ in range(24):
             output = eager.execute([ScheduledRequest(request, 1) for request in requests])
             for request, (token,) in zip(requests, output.tokens, strict=True):
                 request.advance(1, token)
-        expected = [request.output_token_ids for request in requests]
-    with make_captured(checkpoint, lanes=lanes, num_speculative_tokens=DRAFTS) as runner:
+        return [request.output_token_ids for request in requests]
+
+
+@pytest.mark.parametrize("trees", [False, True])
+@pytest.mark.parametrize("lanes", [0, 2])
+def test_verify_steps(checkpoint: Path, expected: list[list[int]], lanes: int, trees: bool) -> None:
+    """Steps with as many drafts as were captured are replayed, others run eagerly; the tokens are the same."""
+    counts = [DRAFTS, DRAFTS, 1, DRAFTS, 2, DRAFTS]
+    options = {"num_speculative_tokens": DRAFTS, "speculative_trees": trees}
+    with make_captured(checkpoint, lanes=lanes, **options) as runner:
         assert {shape.mode for shape in runner.graph_shapes} == {ForwardMode.DECODE, ForwardMode.TARGET_VERIFY}
-        for tokens, known in zip(speculate(runner, expected, counts), expected, strict=True):
+        for tokens, known in zip(speculate(runner, expected, counts, trees=trees), expected, strict=True):
             assert tokens == known[: len(tokens)]
             assert len(tokens) > len(counts)
         statistics = runner.statistics()
         assert statistics.graph_replays == counts.count(DRAFTS)
         assert statistics.engaged >= (len(counts) if lanes else 0)
-
-
-def test_the_table_of_modes_says_what_is_captured(checkpoint: Path) -> None:
-    """Of a runner with all the graphs that there are. Trees are in `test_speculation_core_steps`."""
-    tokens = {ForwardMode.DECODE: 1, ForwardMode.TARGET_VERIFY: 1 + DRAFTS, ForwardMode.DRAFT_EXTEND: 1 + DRAFTS}
-    with make_captured(checkpoint, num_speculative_tokens=DRAFTS) as runner:
-        assert runner.graphs is not None
-        for mode, traits in MODES.items():
-            requests = 0 if mode is ForwardMode.IDLE else 2
-            offered = runner.graphs.offer(BatchShape([tokens.get(mode, 3)] * requests, mode), 8)
-            assert (offered != 0) == (traits.captured is not Captured.NO), mode
 
 
 # -- launched ahead ---------------------------------------------------------------------------------------------------

@@ -280,7 +280,7 @@ def test_the_document_has_the_table_of_modes() -> None:
             traits.tokens_per_request,
             str(traits.split),
             str(traits.kernel),
-            str(traits.captured),
+            "yes" if traits.graph else "no",
             traits.refused,
         ]
         for mode, traits in MODES.items()

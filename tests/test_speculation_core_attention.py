@@ -15,6 +15,7 @@ from trtllm_cases import install
 from attention import (
     AttentionShape,
     CommonAttentionMetadata,
+    GraphLimits,
     MLAShape,
     MultiStepDraftAttention,
     make_attention_backend,
@@ -147,6 +148,28 @@ def test_steps_that_are_planned_at_once(name: str, mla: bool) -> None:
         positions = torch.tensor(PREFIXES) + step
         own = pick(batch, torch.arange(len(PREFIXES)) * STEPS + step, positions, metadata)
         torch.testing.assert_close(forward(plan, own), own.expected(cache=slow), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("name", "mla"), [("triton", False), ("trtllm_mha", False), ("trtllm_mla", True)])
+def test_captured_steps_are_planned_at_once(name: str, mla: bool) -> None:
+    """Plans for a graph with room for more requests, captured with the shortest: every step has buffers of its own."""
+    count, room = len(PREFIXES), len(PREFIXES) + 2
+    batch = make([(prefix, STEPS) for prefix in PREFIXES], mla)
+    slots = batch.metadata.slot_mapping.view(count, STEPS).T.contiguous()
+    fast, slow = batch.new_cache(), batch.new_cache()
+    states = MultiStepDraftAttention(batch.shape, fast, STEPS, name)
+    states.init_graph_buffers(GraphLimits(room, room, 4 * PAGE))
+    nothing = torch.zeros(room, 1, dtype=torch.int32), torch.full((room,), -1)
+    plans = states.plan_for_graph(CommonAttentionMetadata.build([1] * room, [1] * room, *nothing, ForwardMode.DECODE))
+    states.replan(plans, PREFIXES, batch.metadata.block_table, slots)
+    for step, plan in enumerate(plans):
+        lens = [prefix + step + 1 for prefix in PREFIXES]
+        table = batch.metadata.block_table
+        metadata = CommonAttentionMetadata.build([1] * count, lens, table, slots[step], ForwardMode.DECODE)
+        rows, positions = torch.arange(count) * STEPS + step, torch.tensor(PREFIXES) + step
+        padded = pick(batch, *(torch.cat((each, each[:2])) for each in (rows, positions)), metadata)
+        expected = pick(batch, rows, positions, metadata).expected(cache=slow)
+        torch.testing.assert_close(forward(plan, padded)[:count], expected, atol=1e-5, rtol=1e-5)
 
 
 def test_every_step_has_a_state_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -140,13 +140,21 @@ def test_the_observer_of_replayed_steps(tmp_path: Path) -> None:
         assert runner.statistics().graph_replays == 3
 
 
-def test_trees_run_eagerly_beside_graphs(tmp_path: Path) -> None:
-    with graphs.make_captured(graphs.make_checkpoint(tmp_path / "tiny"), num_speculative_tokens=3) as runner:
-        (request,) = graphs.start(runner, [4])
-        for parents, replayed in ((None, True), ((0, 1, 2), True), ((0, 0, 1), False)):
-            share = ScheduledRequest(request, 1, (1, 2, 3), parents)
-            batch = build_input_batch([share], runner.request_table, runner.kv_cache.spec)
-            assert (runner.coordinate(batch).graph is not None) is replayed
+@pytest.mark.parametrize("trees", [False, True])
+def test_trees_beside_graphs(tmp_path: Path, trees: bool) -> None:
+    """Captured without masks, trees run eagerly; with masks, chains have one, too."""
+    options = {"num_speculative_tokens": 3, "speculative_trees": trees}
+    with graphs.make_captured(graphs.make_checkpoint(tmp_path / "tiny"), **options) as runner:
+        (request,) = graphs.start(runner, [4], room=30)
+        for parents, replayed in ((None, True), ((0, 1, 2), True), ((0, 0, 1), trees)):
+            before = runner.statistics().graph_replays
+            verify(runner, [request], [Draft((1, 2, 3), parents)])
+            assert (runner.statistics().graph_replays > before) is replayed
+        share = ScheduledRequest(request, 1, (1, 2, 3))
+        batch = build_input_batch([share], runner.request_table, runner.kv_cache.spec)
+        assert (runner.coordinate(batch).graph is not None) is not trees, (
+            "a batch without a mask fits no graph with one"
+        )
 
 
 def test_trees_are_refused_where_attention_takes_no_mask(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,7 +29,7 @@ from ubatch.planner import Intent, Planner
 from ubatch.trace import current_trace, tracing
 from ubatch.vote import Decision, DeclineReason, Offer, Wish, decide, fingerprint
 
-__all__ = ["Capturer"]
+__all__ = ["Capturer", "record"]
 
 _WARM_UP_RUNS = 2
 """The first run compiles and allocates; the second one finds what the first has left behind."""
@@ -79,7 +79,7 @@ class Capturer:
             context: the current forward context.
 
         Raises:
-            CaptureFailed, ConfigError: see `_record`.
+            CaptureFailed, ConfigError: see `record`.
         """
         leaves, static = self._static(call)
         intent = self._planner.intent(*static, context)
@@ -106,7 +106,7 @@ class Capturer:
         where it would overlap, and unsplit.
 
         Raises:
-            CaptureFailed, ConfigError: see `_record`; or the call cannot be cut to these sizes, or ranks disagree.
+            CaptureFailed, ConfigError: see `record`; or the call cannot be cut to these sizes, or ranks disagree.
         """
         if context is not None and (context.attn_metadata is not None or context.ubatch_slices is not None):
             raise ConfigError(
@@ -234,7 +234,7 @@ class Capturer:
         run = functools.partial(self._run, step)  # a closure would outlive a failure
         key = table.key(step.intent, engaged=step.intent.engages(step.decision))
         with self._rehearsing():
-            graph, output = _record(table.backend, key, leaves.tensors, run, lambda: self._execution.failure)
+            graph, output = record(table.backend, key, leaves.tensors, run, lambda: self._execution.failure)
         padded = output_rows is not None and plan is not None
         rows, row_dims = 0, {}
         if output_rows is not None and plan is not None:
@@ -263,7 +263,7 @@ class Capturer:
         return self._execution.unsplit(step, capture)
 
 
-def _record(
+def record(
     backend: GraphBackend,
     key: GraphKey,
     statics: Mapping[str, Tensor],
@@ -276,7 +276,7 @@ def _record(
         backend: captures.
         key: for the result, and for errors.
         statics: the call's static inputs, which it must not change.
-        run: runs the call on them, as a part of a capture if given one.
+        run: runs the call on them; given a capture, begins it and runs as a part of it.
         where: the lane that failed in the last run, and its last point.
 
     Raises:

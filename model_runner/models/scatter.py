@@ -30,6 +30,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cached_property
 
 from torch import Tensor
 from torch.nn import functional as F
@@ -67,22 +68,27 @@ class Layout:
         num_tokens: of this rank's replica.
         rows: of its padded lane: `ForwardContext.local_dp_buffer_len`.
         tokens_across_ranks: every rank's own tokens, as in the `ForwardContext`.
+        num_valid: how many of `num_tokens` are tokens, in a captured step; see `ForwardContext`.
     """
 
     parallel: TensorParallel
     num_tokens: int
     rows: int
     tokens_across_ranks: tuple[int, ...]
+    num_valid: Tensor | None = None
 
     @property
     def share(self) -> slice:
         """This rank's rows of its replica's."""
         return share_rows(self.num_tokens, self.parallel.rank, self.parallel.size)
 
-    @property
-    def share_tokens(self) -> int:
-        """How many of them are tokens; padding is behind them."""
-        return valid_rows(self.num_tokens, self.share)
+    @cached_property
+    def share_tokens(self) -> int | Tensor:
+        """How many of them are tokens; padding is behind them. In a captured step the number is on the device."""
+        share = self.share
+        if self.num_valid is None:
+            return valid_rows(self.num_tokens, share)
+        return (self.num_valid - share.start).clamp(0, share.stop - share.start)
 
     def own(self, x: Tensor) -> Tensor:
         """This rank's share of rows that every rank of the replica has: `[num_tokens, ...]` to `[rows / T, ...]`."""
@@ -141,7 +147,8 @@ def current_layout(parallel: TensorParallel | None) -> Layout | None:
             "a tensor-parallel model was called, but the forward context does not say how many rows the ranks have. "
             "Call it through ModelRunner, which votes and fills local_dp_buffer_len and tokens_across_ranks."
         )
-    return Layout(parallel, context.num_tokens, context.local_dp_buffer_len, context.tokens_across_ranks)
+    rows, across = context.local_dp_buffer_len, context.tokens_across_ranks
+    return Layout(parallel, context.num_tokens, rows, across, context.num_valid)
 
 
 def comm_prepare_attn(

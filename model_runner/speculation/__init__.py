@@ -8,8 +8,9 @@ extend      the batch that refills a draft model's keys and values with accepted
 ngram            drafts by prompt lookup
 draft_network    the networks that draft: a head, a multi-token-prediction layer, a small model
 draft_runner     a draft network's own keys and values, and the batches that it runs
+draft_graphs     those batches as CUDA graphs
 draft_tree       trees of drafts, grown where they are likely
-draft_sampling   drafts that are drawn, for acceptance by rejection
+draft_sampling   chains of drafts, and drafts that are drawn, for acceptance by rejection
 draft_proposer   the proposer around a draft network
 """
 

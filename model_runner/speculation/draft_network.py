@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from model_runner.backend_choice import resolve_experts
 from model_runner.models.base import CausalLM, ExpertParallel, ModelConfig
@@ -33,7 +33,7 @@ __all__ = ["DraftModel", "DraftNetwork", "load_draft"]
 
 
 class DraftNetwork(Protocol):
-    """What drafts, one token of a chain at a time, or one level of a tree.
+    """What drafts, one token of a chain at a time, or one level of a tree. To be captured it must be an `nn.Module`.
 
     Attributes:
         config: its attention, layers and sizes.
@@ -65,17 +65,18 @@ class DraftNetwork(Protocol):
         ...
 
 
-class DraftModel:
+class DraftModel(nn.Module):
     """A causal language model as a draft network."""
 
     reads_hidden = False
 
     def __init__(self, model: CausalLM) -> None:
+        super().__init__()
         self._model = model
         self.config = model.config
         self.compute_logits = model.compute_logits
 
-    def __call__(self, input_ids: Tensor, positions: Tensor, hidden: Tensor) -> Tensor:
+    def forward(self, input_ids: Tensor, positions: Tensor, hidden: Tensor) -> Tensor:
         """See `DraftNetwork`."""
         out: Tensor = self._model(input_ids, positions)
         return out
@@ -168,7 +169,8 @@ def _check_fits(checkpoint: Checkpoint, name: str, wanted: int) -> None:
 
 
 def _alone(runner: ModelRunner, config: ModelConfig | None) -> ExpertParallel:
-    """All experts on this rank, which chooses how it computes them by itself; None for a network without."""
+    """All experts on this rank, computed as the target's; None for a network without."""
     transport = make_transport(None, None, None, 0 if config is None else config.num_experts)
+    name = "auto" if runner.all2all.traits.batched else runner.experts_backend  # here they arrive as rows
     dtype = runner.kv_cache.spec.dtype
-    return ExpertParallel(transport, resolve_experts("auto", config, transport, dtype, runner.device))
+    return ExpertParallel(transport, resolve_experts(name, config, transport, dtype, runner.device))

@@ -32,9 +32,9 @@ from attention import CommonAttentionMetadata
 from model_runner.errors import RequestError
 from model_runner.host_copy import to_device
 from model_runner.request import Request
+from model_runner.speculation.draft_graphs import DraftShape
 from model_runner.speculation.draft_network import DraftNetwork
 from model_runner.speculation.draft_runner import DraftBatch, DraftRunner
-from model_runner.speculation.draft_sampling import DraftChoice
 from model_runner.speculation.draft_tree import draft_trees, most_nodes
 from model_runner.speculation.extend import draft_extend_batch
 from model_runner.speculation.proposer import Draft
@@ -78,7 +78,7 @@ class DraftProposer:
         count = num_steps if num_draft_tokens is None else num_draft_tokens
         _check_numbers(num_steps, topk, count, sampled)
         self._runner = runner
-        self._draft = DraftRunner(runner, draft, num_steps - 1)
+        self._draft = DraftRunner(runner, draft, DraftShape(num_steps, topk, count, sampled))
         if topk > 1 and not self._draft.attention.takes_trees:
             raise ConfigError(
                 f"attention back end {self._draft.attention.decode_name!r} has no tree masks, so the draft network "
@@ -86,7 +86,6 @@ class DraftProposer:
             )
         self._num_steps = num_steps
         self._topk = topk
-        self._sampled = sampled
         self._reads_hidden = draft.reads_hidden
         self._shift = int(draft.reads_hidden)  # from the place to the token that is read there
         self.num_places = max(count, (num_steps - 1) * topk if topk > 1 else 0)
@@ -185,18 +184,13 @@ class DraftProposer:
         return last
 
     def _draft_chains(self, batch: DraftBatch, hidden: Tensor, counts: Sequence[int]) -> list[Draft]:
-        num_steps = min(self._num_steps, max(counts))
-        network = self._draft.network
-        choice = DraftChoice(batch.requests, num_steps, sampled=self._sampled, device=hidden.device)
-        chosen = [choice.choose(network.compute_logits(hidden))]
-        for step in self._draft.chain(batch, num_steps - 1):
-            hidden = step.run(chosen[-1], hidden)
-            chosen.append(choice.choose(network.compute_logits(hidden)))
-        tokens = self._draft.read(torch.stack(chosen, dim=1))
-        return [
-            Draft(tuple(own[:count]), probs=None if probs is None else probs[:count])
-            for own, count, probs in zip(tokens, counts, choice.distributions(), strict=True)
-        ]
+        drafts, sources = self._draft.chain(batch, hidden, min(self._num_steps, max(counts)))
+        made = []
+        for index, (own, count) in enumerate(zip(self._draft.read(drafts), counts, strict=True)):
+            greedy = batch.requests[index].params.greedy
+            probs = None if sources is None or greedy else sources[index, :count]
+            made.append(Draft(tuple(own[:count]), probs=probs))
+        return made
 
 
 def _following(batch: InputBatch, tokens: Sequence[tuple[int, ...]]) -> list[int]:

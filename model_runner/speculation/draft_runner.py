@@ -4,6 +4,8 @@
     chain     steps of one place per request; all of them are planned before the first one runs
     level     the nodes of one level of each request's tree, which see the prefix, their ancestors and themselves
 
+Where the target's steps are captured as CUDA graphs, so are these (`model_runner.speculation.draft_graphs`).
+
 Its cache has few layers, and otherwise the target's pages: what the target puts at a slot, the draft network puts at
 the same slot here. So whatever happens to pages (allocation, sharing of prefixes, retraction) happens to both.
 
@@ -28,13 +30,15 @@ from attention import (
 )
 from model_runner.host_copy import to_device, to_host
 from model_runner.request import Request
+from model_runner.speculation.draft_graphs import DraftGraphs, DraftShape, can_capture
 from model_runner.speculation.draft_network import DraftNetwork
+from model_runner.speculation.draft_sampling import DraftDraws, draft_chain
 from ubatch import ForwardContext, ForwardMode, set_forward_context
 
 if TYPE_CHECKING:  # the runner's batches import what builds trees, which is in this package
     from model_runner.runner import ModelRunner
 
-__all__ = ["ChainStep", "DraftBatch", "DraftRunner"]
+__all__ = ["DraftBatch", "DraftRunner"]
 
 
 @dataclass(frozen=True)
@@ -62,24 +66,37 @@ class DraftRunner:
     Args:
         runner: of the target; its device, pages and attention back ends are used.
         network: the draft network.
-        max_steps: steps of a chain.
+        shape: what it drafts.
+
+    Attributes:
+        graphs: its captured steps; None where all run eagerly.
+
+    Raises:
+        ConfigError: graphs were asked for by name, and it cannot be captured.
     """
 
-    def __init__(self, runner: ModelRunner, network: DraftNetwork, max_steps: int) -> None:
+    def __init__(self, runner: ModelRunner, network: DraftNetwork, shape: DraftShape) -> None:
         self.network = network
         self.device = runner.device
         self._table = runner.request_table
-        shape, spec = network.config.attention, runner.kv_cache.spec
-        own_spec = shape.cache_spec(network.config.num_layers, spec.block_size, spec.dtype)
+        self._shape = shape
+        heads, spec = network.config.attention, runner.kv_cache.spec
+        own_spec = heads.cache_spec(network.config.num_layers, spec.block_size, spec.dtype)
         self.kv_cache = make_kv_cache(own_spec, runner.kv_cache.num_blocks, runner.device)
         target = runner.attention
         names = (target.prefill_name, target.decode_name)
-        if type(target.shape) is not type(shape):  # the target's may not know this kind of attention
+        if type(target.shape) is not type(heads):  # the target's may not know this kind of attention
             names = ("auto", "auto")
-        self.attention = UBatchAttention(shape, self.kv_cache, *names)
+        self.attention = UBatchAttention(heads, self.kv_cache, *names)
         self._streams = runner.streams
         self._tensor_parallel = runner.tensor_parallel
-        self._steps = MultiStepDraftAttention(shape, self.kv_cache, max(1, max_steps), self.attention.decode_name)
+        num_steps = max(1, shape.num_steps - 1)  # the last draft is not run
+        self._steps = MultiStepDraftAttention(heads, self.kv_cache, num_steps, self.attention.decode_name)
+        self.graphs: DraftGraphs | None = None
+        setting = None if runner.graphs is None else runner.graphs.setting
+        if setting is not None and can_capture(network, self.attention, setting):
+            self.graphs = DraftGraphs(network, self.attention, self._steps, setting, shape)
+            runner.capture_beside(self.graphs)
 
     def batch(self, requests: Sequence[Request], starts: Sequence[int]) -> DraftBatch:
         """The requests of a call; see `DraftBatch`."""
@@ -90,9 +107,14 @@ class DraftRunner:
 
     def extend(self, metadata: CommonAttentionMetadata, ids: Tensor, positions: Tensor, hidden: Tensor) -> Tensor:
         """Run places as the metadata says; see `DraftNetwork.__call__`."""
+        graph = None if self.graphs is None else self.graphs.find(metadata)
+        if self.graphs is not None and graph is not None:
+            return self.graphs.step(graph, metadata, ids, positions, hidden)
         with self._streams.planning():  # extends and levels come one after the other, over the same back end
             plan = self.attention.plan(metadata)
-        return self.run(plan, metadata.mode, ids, positions, hidden)
+        context = ForwardContext(attn_metadata=plan, num_tokens=ids.shape[0], mode=metadata.mode)
+        with set_forward_context(context):
+            return self.network(ids, positions, hidden)
 
     def catch_up(self, batch: DraftBatch, ids: Sequence[Sequence[int]], hidden: Tensor) -> Tensor:
         """Run the last places before each request's `start`, from tokens alone: `[R, hidden_size]` of the last ones.
@@ -113,15 +135,32 @@ class DraftRunner:
         metadata = CommonAttentionMetadata.build(lens, batch.starts, batch.block_table, slots, ForwardMode.DRAFT_EXTEND)
         return self.extend(metadata, flat, places, hidden).index_select(0, last)
 
-    def chain(self, batch: DraftBatch, num_steps: int) -> list[ChainStep]:
-        """The steps of a chain, planned at once: step `i` runs the place `start + i` of every request."""
-        if not num_steps:
-            return []
-        places = torch.tensor(batch.starts) + torch.arange(num_steps)[:, None]
-        slots = self._table.slots(batch.rows.expand(num_steps, -1), places)
-        places, slots = to_device((places, slots), self.device)
+    def chain(self, batch: DraftBatch, hidden: Tensor, num_drafts: int) -> tuple[Tensor, Tensor | None]:
+        """A chain for every request: draft `i` is run at the place `start + i`, but for the last one.
+
+        Args:
+            batch: the requests.
+            hidden: `[R, hidden_size]`, from which the first drafts come.
+            num_drafts: how many are wanted; where a graph is replayed there are as many as it makes.
+
+        Returns:
+            `[R, drafts]` int64; and `[R, drafts, vocab]` float32, what they were drawn from, None where none was drawn.
+        """
+        graph = None if self.graphs is None else self.graphs.find_chain(batch.starts)
+        made = num_drafts if graph is None else self._shape.num_steps
+        draws = None
+        if self._shape.sampled and (graph is not None or not all(each.params.greedy for each in batch.requests)):
+            draws = DraftDraws.of(batch.requests, made, self.device)
+        places = torch.tensor(batch.starts) + torch.arange(num_drafts - 1)[:, None]
+        slots = torch.full((made - 1, len(batch.starts)), -1)  # drafts that nobody wants are not kept
+        slots[: num_drafts - 1] = self._table.slots(batch.rows.expand(num_drafts - 1, -1), places)
+        (slots,) = to_device([slots], self.device)
+        if self.graphs is not None and graph is not None:
+            where = (batch.starts, batch.block_table, slots, batch.starts_device)
+            return self.graphs.chain(graph, *where, hidden, draws)
         plans = self._steps.plan(batch.starts, batch.block_table, slots)
-        return [ChainStep(self, plan, positions) for plan, positions in zip(plans, places, strict=True)]
+        context = ForwardContext(num_tokens=len(batch.starts), mode=ForwardMode.DECODE)
+        return draft_chain(self.network, context, plans, batch.starts_device, hidden, draws)
 
     def level(self, batch: DraftBatch, depth: int, ids: Tensor, hidden: Tensor, ancestors: Tensor) -> Tensor:
         """The nodes of one level of the trees, `[R * width, hidden_size]`.
@@ -169,27 +208,3 @@ class DraftRunner:
             drafts = self._tensor_parallel.of_first_rank(drafts)
         read: list[Any] = to_host(drafts).wait().tolist()
         return read
-
-    def run(self, plan: Any, mode: ForwardMode, ids: Tensor, positions: Tensor, hidden: Tensor) -> Tensor:
-        """The network over a planned batch without padding."""
-        with set_forward_context(ForwardContext(attn_metadata=plan, num_tokens=ids.shape[0], mode=mode)):
-            return self.network(ids, positions, hidden)
-
-
-@dataclass(frozen=True)
-class ChainStep:
-    """One planned step of a chain.
-
-    Attributes:
-        runner: runs it.
-        plan: of attention.
-        positions: `[R]` int64.
-    """
-
-    runner: DraftRunner
-    plan: Any
-    positions: Tensor
-
-    def run(self, ids: Tensor, hidden: Tensor) -> Tensor:
-        """`[R, hidden_size]`, from `ids` `[R]` and `hidden` `[R, hidden_size]`."""
-        return self.runner.run(self.plan, ForwardMode.DECODE, ids, self.positions, hidden)

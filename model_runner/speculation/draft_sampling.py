@@ -1,4 +1,6 @@
-"""How a draft is chosen from the draft network's logits: the most likely token, or one that is drawn.
+"""Chains of drafts: each is chosen from the draft network's logits, and run to get the next one's.
+
+    chosen     the most likely token, or one that is drawn
 
 Drawn drafts are for acceptance by rejection: a draft is right more often if it follows the distribution that it is
 checked against, and the check must know which one it was drawn from. A greedy request's drafts are never drawn.
@@ -7,58 +9,106 @@ checked against, and the check must know which one it was drawn from. A greedy r
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from model_runner.host_copy import to_device
 from model_runner.request import Request
+from model_runner.speculation.draft_network import DraftNetwork
+from ubatch import ForwardContext, set_forward_context
 
-__all__ = ["DraftChoice"]
+__all__ = ["DraftDraws", "choose_drafts", "draft_chain"]
 
 
-class DraftChoice:
-    """Chooses the drafts of a chain, step by step.
+@dataclass(frozen=True)
+class DraftDraws:
+    """How the drafts of a chain are drawn, where any are.
 
-    Args:
-        requests: whose.
-        num_steps: drafts of each.
-        sampled: draw those of requests that are sampled, at their temperature.
-        device: of the logits.
+    Attributes:
+        temperatures: `[R, 1]` float32; 1 where nothing is drawn.
+        draws: `[R, steps]` float64, from 0 to 1.
+        is_drawn: `[R]` bool.
     """
 
-    def __init__(self, requests: Sequence[Request], num_steps: int, *, sampled: bool, device: torch.device) -> None:
-        self._drawn = [sampled and not request.params.greedy for request in requests]
-        self._probabilities: list[Tensor] = []
-        if not any(self._drawn):
-            return
-        pairs = list(zip(requests, self._drawn, strict=True))
-        temperatures = torch.tensor([request.params.temperature if drawn else 1.0 for request, drawn in pairs])
+    temperatures: Tensor
+    draws: Tensor
+    is_drawn: Tensor
+
+    @classmethod
+    def of(cls, requests: Sequence[Request], num_steps: int, device: torch.device) -> DraftDraws:
+        """Those of sampled requests are drawn, at their temperature.
+
+        Args:
+            requests: whose drafts.
+            num_steps: drafts of each.
+            device: of the logits.
+        """
+        drawn = [not request.params.greedy for request in requests]
+        pairs = list(zip(requests, drawn, strict=True))
+        temperatures = torch.tensor([request.params.temperature if own else 1.0 for request, own in pairs])
         # The draw of a place does not depend on how many steps it took to get there.
         draws = [
-            [request.draft_draw(request.num_output_tokens + step) if drawn else 0.0 for request, drawn in pairs]
-            for step in range(num_steps)
+            [request.draft_draw(request.num_output_tokens + step) if own else 0.0 for step in range(num_steps)]
+            for request, own in pairs
         ]
-        host = (temperatures[:, None], torch.tensor(draws, dtype=torch.float64)[:, :, None], torch.tensor(self._drawn))
-        self._temperatures, self._draws, self._is_drawn = to_device(host, device)
+        host = (temperatures[:, None], torch.tensor(draws, dtype=torch.float64), torch.tensor(drawn))
+        return cls(*to_device(host, device))
 
-    def choose(self, logits: Tensor) -> Tensor:
-        """The next draft of every request, `[R]` int64, from `[R, vocab]`."""
-        best = logits.argmax(dim=-1)
-        if not any(self._drawn):
-            return best
-        probabilities = (logits.float() / self._temperatures).softmax(dim=-1)
-        cumulative = probabilities.double().cumsum(dim=-1)
-        total = cumulative[:, -1:]
-        place = torch.searchsorted(cumulative, self._draws[len(self._probabilities)] * total, right=True)
-        self._probabilities.append(probabilities)
-        # A draw next to 1 may round up to the total: the last token that has any probability.
-        drawn = torch.minimum(place, (cumulative < total).sum(dim=-1, keepdim=True)).squeeze(1)
-        return torch.where(self._is_drawn, drawn, best)
 
-    def distributions(self) -> list[Tensor | None]:
-        """Of each request `[steps, vocab]` float32, what its drafts were drawn from; None where they were not."""
-        if not self._probabilities:
-            return [None] * len(self._drawn)
-        each = torch.stack(self._probabilities, dim=1).unbind()
-        return [own if drawn else None for own, drawn in zip(each, self._drawn, strict=True)]
+def choose_drafts(logits: Tensor, draws: DraftDraws | None, step: int) -> tuple[Tensor, Tensor | None]:
+    """The next draft of every request, and what it was drawn from.
+
+    Args:
+        logits: `[R, vocab]`.
+        draws: None where nothing is drawn.
+        step: which of its draws.
+
+    Returns:
+        `[R]` int64, and `[R, vocab]` float32 or None.
+    """
+    best = logits.argmax(dim=-1)
+    if draws is None:
+        return best, None
+    probabilities = (logits.float() / draws.temperatures).softmax(dim=-1)
+    cumulative = probabilities.double().cumsum(dim=-1)
+    total = cumulative[:, -1:]
+    place = torch.searchsorted(cumulative, draws.draws[:, step, None] * total, right=True)
+    # A draw next to 1 may round up to the total: the last token that has any probability.
+    drawn = torch.minimum(place, (cumulative < total).sum(dim=-1, keepdim=True)).squeeze(1)
+    return torch.where(draws.is_drawn, drawn, best), probabilities
+
+
+def draft_chain(
+    network: DraftNetwork,
+    context: ForwardContext,
+    plans: Sequence[Any],
+    positions: Tensor,
+    hidden: Tensor,
+    draws: DraftDraws | None,
+) -> tuple[Tensor, Tensor | None]:
+    """One draft more than there are plans, of every request.
+
+    Args:
+        network: drafts.
+        context: of every step, but for its plan.
+        plans: of attention, one per draft that is run: all but the last.
+        positions: `[R]` int64, the places of the first drafts.
+        hidden: `[R, hidden_size]`, from which those come.
+        draws: as for `choose_drafts`.
+
+    Returns:
+        `[R, drafts]` int64, and `[R, drafts, vocab]` float32 or None: what they were drawn from.
+    """
+    chosen, sources = [], []
+    for step in range(len(plans) + 1):
+        drafts, source = choose_drafts(network.compute_logits(hidden), draws, step)
+        chosen.append(drafts)
+        if source is not None:
+            sources.append(source)
+        if step < len(plans):
+            with set_forward_context(replace(context, attn_metadata=plans[step])):
+                hidden = network(drafts, positions + step, hidden)
+    return torch.stack(chosen, dim=1), torch.stack(sources, dim=1) if sources else None

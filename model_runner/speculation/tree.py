@@ -83,11 +83,14 @@ class DraftTrees:
     sees: Tensor
 
     @classmethod
-    def of(cls, parents: Sequence[tuple[int, ...] | None], num_drafts: int) -> DraftTrees | None:
-        """The trees of a step whose requests have `num_drafts` drafts each; None if all of them are chains."""
+    def of(
+        cls, parents: Sequence[tuple[int, ...] | None], num_drafts: int, *, chains: bool = False
+    ) -> DraftTrees | None:
+        """The trees of a step whose requests have `num_drafts` drafts each; None if all of them are chains, unless
+        those count as trees (`chains`)."""
         chain = tuple(range(num_drafts))
         trees = [chain if each is None else tuple(each) for each in parents]
-        if all(tree == chain for tree in trees):
+        if not chains and all(tree == chain for tree in trees):
             return None
         grown = [_grow(tree) for tree in trees]
         return cls(*(torch.stack(parts) for parts in zip(*grown, strict=True)))

@@ -158,18 +158,11 @@ def _memory(s: Settings) -> Iterator[str]:
 def _graphs(s: Settings) -> Iterator[str]:
     if s["enforce_eager"] and s["cudagraph_mode"] == "full":
         yield f"{s.spell('enforce_eager')} and {s.spell('cudagraph_mode')} full contradict each other. Remove one."
-    if s["cudagraph_mode"] == "full" and s["tensor_parallel_size"] > 1:
-        yield (
-            f"{s.spell('cudagraph_mode')} full with {s.spell('tensor_parallel_size')} {s['tensor_parallel_size']}: no "
-            "step of several tensor-parallel processes can be captured. Remove one."
-        )
     off = None
     if s["enforce_eager"]:
         off = s.spell("enforce_eager")
     elif s["cudagraph_mode"] == "none":
         off = f"{s.spell('cudagraph_mode')} none"
-    elif s["tensor_parallel_size"] > 1:
-        off = f"{s.spell('tensor_parallel_size')} {s['tensor_parallel_size']}"
     for name in _SIZES:
         if s[name] is not None and off is not None:
             yield f"{s.spell(name)} has no effect with {off}: nothing is captured. Remove one."

@@ -205,7 +205,7 @@ class Attention(Group):
 
 
 class Graphs(Group):
-    """CUDA graphs: decode and verify steps are captured at the start, and replayed with one launch."""
+    """CUDA graphs: decode, verify and draft steps are captured at the start, and replayed with one launch."""
 
     cudagraph_mode: Annotated[
         Literal["auto", "none", "full"],

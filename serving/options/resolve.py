@@ -45,7 +45,6 @@ __all__ = [
 _MAX_NUM_SEQS, _MAX_NUM_BATCHED_TOKENS = 256, 2048
 _GPU_MEMORY_UTILIZATION = 0.9
 _SECRETS = ("api_key",)
-_SHARED = "tensor_parallel_size"
 
 
 @dataclass(frozen=True)
@@ -151,9 +150,8 @@ def _derive_steps(s: Settings) -> Settings:
 
 def _derive_graphs(s: Settings) -> Settings:
     """After these, mode `auto` means: if attention, experts and transport can be captured, which the ranks know."""
-    shared = s["tensor_parallel_size"] > 1
-    if s["cudagraph_mode"] == "auto" and (s["device"] == "cpu" or s["enforce_eager"] or shared):
-        why = "on a CPU" if s["device"] == "cpu" else s.spell("enforce_eager" if s["enforce_eager"] else _SHARED)
+    if s["cudagraph_mode"] == "auto" and (s["device"] == "cpu" or s["enforce_eager"]):
+        why = "on a CPU" if s["device"] == "cpu" else s.spell("enforce_eager")
         s = s.derive("cudagraph_mode", "none", why)
     if s["cudagraph_mode"] == "none" or s["device"] == "cpu":
         return s

@@ -1,0 +1,301 @@
+"""A draft network's steps as CUDA graphs: captured with the model's, and replayed wherever a batch fits one.
+
+    chain     all drafts of a chain in one graph: one is chosen and run, the next one is chosen and run, ...
+    level     one level of the trees of drafts: a verify batch with a mask, `topk` nodes of every request
+    extend    what a step of the model has settled: a draft-extend batch, 1 to D + 1 places of every request
+
+A draft network calls no collective, so nobody votes. A batch is padded to the smallest graph with room for its
+requests; what fits none, prompts above all, runs eagerly. Inputs have places of their own, and padding is as in
+`model_runner.graph_steps`: token and position 0, no slot, no expert.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from attention import CommonAttentionMetadata, GraphLimits, MultiStepDraftAttention, UBatchAttention
+from model_runner.graph_batches import GraphSetting, batch_to_capture
+from model_runner.graph_mode import resolve_graph_mode
+from model_runner.graph_sizes import GraphFamily, GraphShape
+from model_runner.speculation.draft_network import DraftNetwork
+from model_runner.speculation.draft_sampling import DraftDraws, draft_chain
+from ubatch import (
+    CapturedGraph,
+    ConfigError,
+    CUDAGraphMode,
+    ForwardContext,
+    ForwardMode,
+    GraphKey,
+    set_forward_context,
+)
+from ubatch.graph_capture import record
+from ubatch.graph_io import GraphOutput
+from ubatch.graphs import PLAIN, Capture
+
+__all__ = ["DraftGraphs", "DraftShape", "can_capture"]
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class DraftShape:
+    """What a proposer drafts.
+
+    Attributes:
+        num_steps: drafts of a chain, or levels of a tree.
+        topk: nodes of a level; 1 for chains.
+        num_drafts: of a request in a verify step.
+        sampled: those of sampled requests are drawn.
+    """
+
+    num_steps: int
+    topk: int
+    num_drafts: int
+    sampled: bool
+
+
+def can_capture(network: DraftNetwork, attention: UBatchAttention, setting: GraphSetting) -> bool:
+    """Whether the network's steps are captured; if not, and `auto` was asked for, the log says why.
+
+    Raises:
+        ConfigError: graphs were asked for by name, and the network or its attention cannot be captured.
+    """
+    if not isinstance(network, nn.Module):
+        raise ConfigError(
+            f"{type(network).__name__} drafts, but is no nn.Module, so nobody knows whether it can be captured. Make "
+            "it one, or use cudagraph_mode none."
+        )
+    device = attention.kv_cache.device
+    mode = resolve_graph_mode(setting.asked, device, network, attention, simulated=True, steps="draft steps")
+    return mode is CUDAGraphMode.FULL
+
+
+_Input = tuple[Tensor, Tensor, int]
+"""A static input, what goes there, and what is behind that."""
+
+
+@dataclass(frozen=True)
+class _Captured:
+    """One graph: what it is replayed by, what it gives, and its attention plan, or one per step of a chain."""
+
+    graph: CapturedGraph
+    output: GraphOutput
+    plan: Any
+
+
+class DraftGraphs:
+    """The captured steps of one draft network.
+
+    Args:
+        network: drafts; `can_capture` says that it can be captured.
+        attention: of its extends and levels.
+        steps: of its chains.
+        setting: of the runner.
+        shape: what is drafted.
+
+    Attributes:
+        replays: how often a graph ran.
+
+    Raises:
+        ConfigError: the attention back end has no tree masks, and drafts are trees.
+    """
+
+    @torch.inference_mode(False)
+    def __init__(
+        self,
+        network: DraftNetwork,
+        attention: UBatchAttention,
+        steps: MultiStepDraftAttention,
+        setting: GraphSetting,
+        shape: DraftShape,
+    ) -> None:
+        self.replays = 0
+        self._network = network
+        self._attention = attention
+        self._steps = steps
+        self._setting = setting
+        self._captured: dict[GraphShape, _Captured] = {}
+        sizes, several = setting.sizes, shape.num_steps > 1
+        chains, trees = several and shape.topk == 1, several and shape.topk > 1
+        extends = GraphFamily.plain(sizes, ForwardMode.DRAFT_EXTEND, 1 + shape.num_drafts)
+        self._batches = {ForwardMode.DECODE: extends, ForwardMode.DRAFT_EXTEND: extends}
+        if trees:
+            levels = GraphFamily.plain(sizes, ForwardMode.TARGET_VERIFY, shape.topk, tree=True)
+            self._batches[ForwardMode.TARGET_VERIFY] = levels
+        self._chains = GraphFamily.plain(sizes, ForwardMode.DECODE, 1) if chains else None
+
+        most, longest, cache = sizes[-1], setting.max_seq_len, attention.kv_cache
+        rows = most * max(family.tokens_per_request for family in self._batches.values())
+        attention.init_graph_buffers(GraphLimits(most, rows, longest))
+        if chains:
+            steps.init_graph_buffers(GraphLimits(most, most, longest))
+        self._num_valid = torch.zeros((), dtype=torch.int64, device=cache.device)
+        self._ids = torch.zeros(rows, dtype=torch.int64, device=cache.device)
+        self._positions = torch.zeros_like(self._ids)
+        # A network that reads tokens alone gets no rows.
+        width, dtype = network.config.hidden_size, cache.spec.dtype
+        self._hidden = torch.zeros(rows if network.reads_hidden else 0, width, dtype=dtype, device=cache.device)
+        self._first = torch.zeros(most, width, dtype=dtype, device=cache.device)
+        self._draws: DraftDraws | None = None
+        if shape.sampled:
+            self._draws = DraftDraws(
+                torch.ones(most, 1, device=cache.device),
+                torch.zeros(most, shape.num_steps, dtype=torch.float64, device=cache.device),
+                torch.zeros(most, dtype=torch.bool, device=cache.device),
+            )
+
+    @property
+    def shapes(self) -> tuple[GraphShape, ...]:
+        """Everything that is captured, in the order of capture: largest first."""
+        families = {*self._batches.values(), *(() if self._chains is None else (self._chains,))}
+        shapes = (shape for family in families for shape in family.shapes)
+        return tuple(sorted(shapes, key=lambda shape: (shape.num_tokens, shape), reverse=True))
+
+    # -- capture ------------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def capture(self, progress: Callable[[CapturedGraph], None] | None = None) -> list[CapturedGraph]:
+        """Capture every shape.
+
+        Args:
+            progress: called after each graph.
+
+        Raises:
+            CaptureFailed: see there; nothing is replayed then.
+        """
+        captured = {}
+        for shape in self.shapes:
+            captured[shape] = self._capture(shape)
+            if progress is not None:
+                progress(captured[shape].graph)
+        self._captured = captured
+        graphs = [each.graph for each in captured.values()]
+        _logger.info(
+            "captured %d graphs of a draft network, %.1f MiB, in %.1f s",
+            len(graphs),
+            sum(graph.nbytes for graph in graphs) / 2**20,
+            sum(graph.seconds for graph in graphs),
+        )
+        return graphs
+
+    def _capture(self, shape: GraphShape) -> _Captured:
+        batch, rows = batch_to_capture(shape, self._attention.kv_cache), shape.num_tokens
+        is_chain = shape.mode is ForwardMode.DECODE
+        plan: Any
+        with self._setting.planning():
+            plan = self._steps.plan_for_graph(batch) if is_chain else self._attention.plan_for_graph(batch)
+        self._num_valid.fill_(rows)
+        context = ForwardContext(attn_metadata=plan, num_tokens=rows, mode=shape.mode, num_valid=self._num_valid)
+        positions = self._positions[:rows]
+        body: Callable[[], Any]
+        if is_chain:
+            inputs = {"positions": positions, "hidden": self._first[:rows]}
+            body = partial(draft_chain, self._network, context, plan, **inputs, draws=_first_rows(self._draws, rows))
+        else:
+            inputs = {"input_ids": self._ids[:rows], "positions": positions, "hidden": self._hidden[:rows]}
+            body = partial(self._network, **inputs)
+
+        def run(capture: Capture | None) -> Any:
+            with set_forward_context(context):
+                if capture is None:
+                    return body()
+                capture.begin()
+                with capture.part():
+                    return body()
+
+        key = GraphKey((rows,), PLAIN, shape.mode)
+        return _Captured(*record(self._setting.backend, key, inputs, run, lambda: None), plan)
+
+    # -- a step -------------------------------------------------------------------------------------------------
+
+    def find(self, metadata: CommonAttentionMetadata) -> GraphShape | None:
+        """The graph for an extend or a level; None where it must run eagerly."""
+        family = self._batches.get(metadata.mode)
+        if family is None or metadata.has_tree is not family.tree:
+            return None
+        if max(metadata.max_query_len, 1) > family.tokens_per_request:
+            return None
+        return self._fit(family, metadata.num_reqs, metadata.max_seq_len)
+
+    def find_chain(self, starts: Sequence[int]) -> GraphShape | None:
+        """The graph for chains whose first drafts go to these places; None where they must be drafted eagerly."""
+        if self._chains is None:
+            return None
+        return self._fit(self._chains, len(starts), max(starts) + self._steps.num_steps)
+
+    def _fit(self, family: GraphFamily, requests: int, longest: int) -> GraphShape | None:
+        if not self._captured or longest > self._setting.max_seq_len:
+            return None
+        return family.fit(1, requests * family.tokens_per_request)
+
+    def step(
+        self, shape: GraphShape, metadata: CommonAttentionMetadata, ids: Tensor, positions: Tensor, hidden: Tensor
+    ) -> Tensor:
+        """Run an extend or a level as the graph that `find` gave; arguments and result as of `DraftNetwork`."""
+        with self._setting.planning():
+            self._attention.replan(self._captured[shape].plan, metadata)
+        inputs: list[_Input] = [(self._ids, ids, 0), (self._positions, positions, 0)]
+        if self._network.reads_hidden:
+            inputs.append((self._hidden, hidden, 0))
+        out: Tensor = self._replay(shape, ids.shape[0], inputs)
+        return out[: ids.shape[0]]
+
+    def chain(
+        self,
+        shape: GraphShape,
+        starts: Sequence[int],
+        block_table: Tensor,
+        slots: Tensor,
+        positions: Tensor,
+        hidden: Tensor,
+        draws: DraftDraws | None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Draft chains as the graph that `find_chain` gave: as many drafts as a chain has.
+
+        Args:
+            shape: of the graph.
+            starts: the place of each request's first draft.
+            block_table: `[R, pages]` int32.
+            slots: `[drafts - 1, R]` int64, where the drafts go; -1 for those that nobody wants.
+            positions: `starts` on the device, `[R]` int64.
+            hidden: `[R, hidden_size]`.
+            draws: where drafts are drawn.
+
+        Returns:
+            As `draft_chain`.
+        """
+        count = len(starts)
+        with self._setting.planning():
+            self._steps.replan(self._captured[shape].plan, starts, block_table, slots)
+        inputs: list[_Input] = [(self._positions, positions, 0), (self._first, hidden, 0)]
+        if self._draws is not None and draws is not None:
+            own = self._draws
+            inputs += [(own.temperatures, draws.temperatures, 1), (own.draws, draws.draws, 0)]
+            inputs.append((own.is_drawn, draws.is_drawn, 0))
+        drafts, sources = self._replay(shape, count, inputs)
+        return drafts[:count], None if sources is None else sources[:count]
+
+    def _replay(self, shape: GraphShape, count: int, inputs: Sequence[_Input]) -> Any:
+        """Put `count` rows to their places and padding behind them, launch, and copy all that comes out."""
+        captured = self._captured[shape]
+        captured.graph.recording.take_turn()
+        for static, values, padding in inputs:
+            static[:count].copy_(values)
+            static[count : shape.num_tokens].fill_(padding)
+        self._num_valid.fill_(count)
+        captured.graph.recording.replay()
+        self.replays += 1
+        return captured.output.copy()
+
+
+def _first_rows(draws: DraftDraws | None, rows: int) -> DraftDraws | None:
+    if draws is None:
+        return None
+    return DraftDraws(draws.temperatures[:rows], draws.draws[:rows], draws.is_drawn[:rows])
