@@ -10,9 +10,11 @@ from unittest import mock
 import pytest
 import torch
 from checkpoints import make_checkpoint as make_family
+from draft_cases import PROMPTS, admitted, drafted_tokens, make_head, plain_tokens, prefill
 from runner_graph_cases import EXPERTS, make_captured, make_checkpoint, make_runner, start
 
 from model_runner import ModelRunner, SamplingParams, ScheduledRequest, generate
+from model_runner.speculation import DraftProposer, load_draft
 from moe import EmulatedLink
 from ranks import run_ranks
 from ubatch import CommGroup, ConfigError, capturing
@@ -109,6 +111,68 @@ def test_two_replicas_of_two_ranks(tmp_path: Path) -> None:
             assert results[name]["tokens"] == results["alone"]["tokens"], (rank, name)
             assert results[name]["visits"] == results["eager"]["visits"], (rank, name)
             assert results[name]["replays"] == ranks[0][name]["replays"] >= 8
+
+
+def latent_on_rank(rank: int, world_size: int, path: str) -> tuple[Any, Any, int]:
+    """Tokens of one rank and of two, and how many steps were replayed."""
+    prompts, params = [[1, 2, 3], [4]], [SamplingParams(max_tokens=4, ignore_eos=True)] * 2
+    with make_runner(Path(path), attention_backend="torch") as alone:
+        expected = [output.token_ids for output in generate(alone, prompts, params)]
+    with mock.patch.object(Connection, "is_stream_ordered", like_nccl):
+        options = {
+            "group": CommGroup.from_process_group(timeout_s=60),
+            "tensor_parallel_size": 2,
+            "all2all_backend": "allgather_reducescatter",
+            "attention_backend": "torch",
+            "decode_attention_backend": "triton",
+            "max_model_len": 32,
+            "cudagraph_capture_sizes": (3,),
+        }
+        with make_captured(Path(path), **options) as runner:
+            tokens = [output.token_ids for output in generate(runner, prompts, params)]
+            return expected, tokens, runner.statistics().graph_replays
+
+
+def test_latent_attention(tmp_path: Path) -> None:
+    """Ranks share its heads, and each keeps all latents; the model has a dense layer, and shared experts."""
+    path = make_family(tmp_path, "DeepseekV3", num_hidden_layers=2)
+    for expected, tokens, replays in run_ranks(latent_on_rank, 2, str(path)):
+        assert tokens == expected
+        assert replays == 3
+
+
+def draft_on_rank(rank: int, world_size: int, path: str, head: str) -> tuple[list[list[int]], int]:
+    """Tokens with trees of drafts, and how often what drafts them was replayed."""
+    with mock.patch.object(Connection, "is_stream_ordered", like_nccl):
+        options = {
+            "group": CommGroup.from_process_group(timeout_s=60),
+            "tensor_parallel_size": 2,
+            "all2all_backend": "allgather_reducescatter",
+            "num_speculative_tokens": 5,
+            "speculative_trees": True,
+            "cudagraph_capture_sizes": (3,),
+        }
+        with make_captured(Path(path), lanes=2, threshold=2, **options) as runner:
+            network = load_draft("eagle", head, runner)
+            proposer = DraftProposer(runner, network, num_steps=3, topk=2, num_draft_tokens=5)
+            runner.set_observer(proposer)
+            requests = admitted(runner, ignore_eos=True)
+            prefill(runner, requests)
+            before = runner.statistics().graph_replays
+            steps = len(drafted_tokens(runner, proposer, requests, 8, 5)) // 3
+            assert runner.statistics().graph_replays - before >= steps
+            assert proposer._draft.graphs is not None
+            return [request.output_token_ids[:8] for request in requests], proposer._draft.graphs.replays
+
+
+def test_ranks_that_draft(tmp_path: Path) -> None:
+    """Each drafts by itself, over graphs of its own, between the steps that both replay."""
+    path = make_family(tmp_path / "target", "Qwen3Moe")
+    make_head(tmp_path / "head")
+    expected = plain_tokens(path, PROMPTS, 8)
+    for tokens, replays in run_ranks(draft_on_rank, 2, str(path), str(tmp_path / "head")):
+        assert tokens == expected
+        assert replays >= 3 * 4
 
 
 def refuse_on_rank(rank: int, world_size: int, path: str) -> None:
