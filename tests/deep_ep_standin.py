@@ -12,13 +12,15 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from deep_ep_standin_events import EventHandle, EventOverlap, Launch, calls, launched, note, receive, require
 from torch import Tensor
+
+from ubatch import capturing
 
 __version__ = "1.2.1+standin"
 topk_idx_t = torch.int64
@@ -57,19 +59,19 @@ class Config:
 
 @dataclass
 class Route:
-    """Who sends which tokens where, as all ranks know it after a dispatch."""
+    """Who sends which tokens where, as all ranks know it after a dispatch. In a graph, after each replay of it."""
 
     pg: dist.ProcessGroup
     tokens: int
-    sent: list[list[int]]  # [rank]: tokens that go there
-    received: list[int]  # [rank]: how many come from there
+    sent: list[list[int]] = field(default_factory=list)  # [rank]: tokens that go there
+    received: list[int] = field(default_factory=list)  # [rank]: how many come from there
 
-    @classmethod
-    def agree(cls, pg: dist.ProcessGroup, is_in_rank: Tensor) -> Route:
-        sent = [column.nonzero().flatten().tolist() for column in is_in_rank.t()]
-        counts, received = torch.tensor([len(rows) for rows in sent]), torch.empty(len(sent), dtype=torch.int64)
-        dist.all_to_all_single(received, counts, group=pg)
-        return cls(pg, is_in_rank.shape[0], sent, received.tolist())
+    def agree(self, is_in_rank: Tensor) -> None:
+        self.sent = [column.nonzero().flatten().tolist() for column in is_in_rank.t()]
+        counts = torch.tensor([len(rows) for rows in self.sent])
+        received = torch.empty_like(counts)
+        dist.all_to_all_single(received, counts, group=self.pg)
+        self.received = received.tolist()
 
     def forward(self, rows: Tensor) -> tuple[Tensor, Any]:
         """Tokens' rows to their experts' ranks; the result, and what to wait for."""
@@ -204,13 +206,18 @@ class Buffer:
     def _layout(
         self, launch: Launch, topk_idx: Tensor, num_experts: int
     ) -> tuple[Tensor, Tensor | None, Tensor, Tensor, EventOverlap]:
-        check_ids(topk_idx, topk_idx.shape[0], num_experts)
-        held = num_experts // self.group_size
-        is_in_rank = (topk_idx.div(held, rounding_mode="floor")[:, None] == torch.arange(self.group_size)[:, None]).any(
-            -1
-        )
-        per_expert = torch.bincount(topk_idx[topk_idx >= 0], minlength=num_experts).int()
-        per_rank = is_in_rank.sum(0).int()
+        held, ranks = num_experts // self.group_size, torch.arange(self.group_size)[:, None]
+        per_rank = torch.empty(self.group_size, dtype=torch.int32)
+        per_expert = torch.empty(num_experts, dtype=torch.int32)
+        is_in_rank = torch.empty(topk_idx.shape[0], self.group_size, dtype=torch.bool)
+
+        def count() -> None:
+            check_ids(topk_idx, topk_idx.shape[0], num_experts)
+            is_in_rank.copy_((topk_idx.div(held, rounding_mode="floor")[:, None] == ranks).any(-1))
+            per_expert.copy_(torch.bincount(topk_idx[topk_idx >= 0], minlength=num_experts))
+            per_rank.copy_(is_in_rank.sum(0))
+
+        launch.kernel(count, [topk_idx, ranks, per_rank, per_expert, is_in_rank])
         event = launch.finished(lambda: None, [topk_idx], [per_rank, per_expert, is_in_rank])
         return per_rank, None, per_expert, is_in_rank, event
 
@@ -246,27 +253,38 @@ class Buffer:
     ) -> tuple[Any, Tensor | None, Tensor | None, list[int], tuple[Any, ...], EventOverlap]:
         _, num_tokens_per_expert, is_token_in_rank = layout
         experts = num_tokens_per_expert.shape[0]
-        rows, scales = check_rows(x, topk_idx, experts)
-        check_weights(topk_weights, topk_idx)
+        rows, scales = x if isinstance(x, tuple) else (x, None)
         require(is_token_in_rank.shape == (rows.shape[0], self.group_size), "the layout of other tokens")
         needed = config.get_nvl_buffer_size_hint(rows.shape[1] * 2, self.group_size)
         require(needed <= self.num_nvl_bytes, "buffer size")
-        route = Route.agree(self.group, is_token_in_rank)
-        got = sum(route.received)
-        require(not num_worst_tokens or got <= num_worst_tokens, "more tokens came than num_worst_tokens")
-        room = num_worst_tokens or got
+        route, arriving = Route(self.group, rows.shape[0]), list[Any]()
+        sources = [rows, topk_idx, topk_weights, *([] if scales is None else [scales])]
+
+        def send() -> None:
+            check_rows(x, topk_idx, experts)
+            check_weights(topk_weights, topk_idx)
+            route.agree(is_token_in_rank)
+            require(
+                not num_worst_tokens or sum(route.received) <= num_worst_tokens,
+                "more tokens came than num_worst_tokens",
+            )
+            arriving[:] = [route.forward(source) for source in sources]
+
+        if not num_worst_tokens:
+            require(not capturing(), "the host waits for counts while a graph is captured")
+            send()
+        room = num_worst_tokens or sum(route.received)
         out = [poisoned(room, rows.shape[1], dtype=rows.dtype)]
-        sources = [rows, topk_idx, topk_weights]
         out += [torch.full((room, topk_idx.shape[1]), -7), poisoned(room, topk_idx.shape[1], dtype=torch.float32)]
         if scales is not None:
-            sources.append(scales)
             out.append(poisoned(room, scales.shape[1], dtype=torch.float32))
-        arriving = [route.forward(source) for source in sources]
+        if num_worst_tokens:
+            launch.kernel(send, [*sources, *layout])
 
         def arrive() -> None:
             for _, work in arriving:
                 receive(work)
-            held = experts // self.group_size
+            got, held = sum(route.received), experts // self.group_size
             values = [value for value, _ in arriving]
             values[1:3] = localized(values[1], values[2], self.rank * held, held)
             for target, value in zip(out, values, strict=True):
@@ -296,7 +314,7 @@ class Buffer:
         require(x.shape[0] == room, f"{x.shape[0]} rows for a dispatch of {room}")
         event = getattr(previous_event, "event", None)
         with launched("combine", event, async_finish, allocate_on_comm_stream) as launch:
-            combined, arrive = bring_home(route, x)
+            combined, arrive = bring_home(launch, route, x)
             return combined, None, launch.finished(arrive, [x], [combined])
 
     def clean_low_latency_buffer(self, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int) -> None:
@@ -337,12 +355,14 @@ class Buffer:
         return self._low_latency.combine(x, topk_idx, topk_weights, handle)
 
 
-def bring_home(route: Route, x: Tensor) -> tuple[Tensor, Callable[[], None]]:
+def bring_home(launch: Launch, route: Route, x: Tensor) -> tuple[Tensor, Callable[[], None]]:
     """Launch the results' way back: where they will be, and what makes them be there."""
     combined = poisoned(route.tokens, x.shape[1], dtype=torch.bfloat16)
-    arriving, work = route.back(x)
+    sent: list[Any] = []
+    launch.kernel(lambda: sent.append(route.back(x)), [x])
 
     def arrive() -> None:
+        arriving, work = sent.pop()
         receive(work)
         combined.copy_(route.sum_up(arriving))
 

@@ -10,6 +10,8 @@ from deep_ep_standin import Route, bring_home, check_rows, check_weights, locali
 from deep_ep_standin_events import EventHandle, EventOverlap, Launch, launched, note, receive, require
 from torch import Tensor
 
+from ubatch import capturing
+
 
 class EPHandle:
     """What a dispatch leaves; only what the adapter may know has DeepEP's name."""
@@ -97,22 +99,31 @@ class ElasticBuffer:
     ) -> tuple[Any, Tensor | None, Tensor | None, EPHandle, EventOverlap]:
         assert topk_idx is not None
         assert topk_weights is not None
-        rows, scales = check_rows(x, topk_idx, num_experts)
-        check_weights(topk_weights, topk_idx)
+        rows, scales = x if isinstance(x, tuple) else (x, None)
         require((rows.shape[1], topk_idx.shape[1], scales is not None) == self._made_for, "a buffer of another shape")
         require(rows.shape[0] <= most <= self.num_max_tokens_per_rank, "more tokens than num_max_tokens_per_rank")
-        everyone: list[Any] = [None] * self.num_ranks
-        dist.all_gather_object(everyone, most, self.group)
-        require(set(everyone) == {most}, f"ranks have room for different numbers of tokens: {everyone}")
         held = num_experts // self.num_ranks
-        ranks = torch.arange(self.num_ranks)[:, None]
-        is_in_rank = (topk_idx.div(held, rounding_mode="floor")[:, None] == ranks).any(-1)
-        route = Route.agree(self.group, is_in_rank)
-        got = sum(route.received)
-        room = got if do_cpu_sync or do_cpu_sync is None else most * self.num_ranks
+        route, arriving = Route(self.group, rows.shape[0]), list[Any]()
+        counted = do_cpu_sync or do_cpu_sync is None
+
+        def send() -> None:
+            check_rows(x, topk_idx, num_experts)
+            check_weights(topk_weights, topk_idx)
+            everyone: list[Any] = [None] * self.num_ranks
+            dist.all_gather_object(everyone, most, self.group)
+            require(set(everyone) == {most}, f"ranks have room for different numbers of tokens: {everyone}")
+            ranks = torch.arange(self.num_ranks)[:, None]
+            route.agree((topk_idx.div(held, rounding_mode="floor")[:, None] == ranks).any(-1))
+            arriving[:] = [route.forward(topk_idx), route.forward(topk_weights)]
+
+        if counted:
+            require(not capturing(), "the host waits for counts while a graph is captured")
+            send()
+        else:
+            launch.kernel(send, [rows, scales, topk_idx, topk_weights])
+        room = sum(route.received) if counted else most * self.num_ranks
         psum = torch.full((self.num_ranks,), -7, dtype=torch.int32)
-        received, arrive_rows = _launch(route, rows, scales, room)
-        (ids, ids_work), (weights, weights_work) = route.forward(topk_idx), route.forward(topk_weights)
+        received, arrive_rows = _launch(launch, route, rows, scales, room)
         out_ids, out_weights = (
             torch.zeros(room, topk_idx.shape[1], dtype=torch.int64),
             poisoned(room, topk_idx.shape[1], dtype=torch.float32),
@@ -120,8 +131,9 @@ class ElasticBuffer:
 
         def arrive() -> None:
             arrive_rows()
-            receive(ids_work)
-            receive(weights_work)
+            for _, work in arriving:
+                receive(work)
+            got, (ids, weights) = sum(route.received), (value for value, _ in arriving)
             out_ids[:got], out_weights[:got] = localized(ids, weights, self.rank_idx * held, held)
             psum.copy_(torch.tensor(route.received).cumsum(0))
 
@@ -145,7 +157,7 @@ class ElasticBuffer:
         require(topk_idx is None and not do_cpu_sync, "a cached handle brings its ids, and no count")
         require(handle._buffer is self and num_sms == handle.num_sms, "the handle of another buffer, or other SMs")
         rows, scales = check_rows(x, handle.topk_idx, num_experts)
-        received, arrive = _launch(handle._route, rows, scales, handle._room)
+        received, arrive = _launch(launch, handle._route, rows, scales, handle._room)
         parts = received if isinstance(received, tuple) else (received,)
         return received, None, None, handle, launch.finished(arrive, [rows, scales], parts)
 
@@ -168,20 +180,21 @@ class ElasticBuffer:
         require(x.dtype == torch.bfloat16 and x.is_contiguous(), f"x is {x.dtype}")
         require(x.shape[0] == handle._room, f"{x.shape[0]} rows for a dispatch of {handle._room}")
         with launched("combine", previous_event, async_with_compute_stream, allocate_on_comm_stream) as launch:
-            combined, arrive = bring_home(handle._route, x)
+            combined, arrive = bring_home(launch, handle._route, x)
             return combined, None, launch.finished(arrive, [x], [combined])
 
 
-def _launch(route: Route, rows: Tensor, scales: Tensor | None, room: int) -> tuple[Any, Any]:
+def _launch(launch: Launch, route: Route, rows: Tensor, scales: Tensor | None, room: int) -> tuple[Any, Any]:
     """Hidden states on their way: where they will be, and what makes them be there."""
-    got = sum(route.received)
     sources = [rows] if scales is None else [rows, scales]
     out = [poisoned(room, source.shape[1], dtype=source.dtype) for source in sources]
-    arriving = [route.forward(source) for source in sources]
+    sent: list[Any] = []
+    launch.kernel(lambda: sent.extend(route.forward(source) for source in sources), sources)
 
     def arrive() -> None:
-        for target, (value, work) in zip(out, arriving, strict=True):
+        for target, (value, work) in zip(out, sent, strict=True):
             receive(work)
-            target[:got] = value
+            target[: sum(route.received)] = value
+        sent.clear()
 
     return (out[0] if scales is None else tuple(out)), arrive

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from fake_graphs import run_kernel
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -83,6 +84,10 @@ class Launch:
         self._name = name
         self._asynchronous = asynchronous
 
+    def kernel(self, run: Callable[[], None], used: Sequence[Tensor | None]) -> None:
+        """Run what a launch does at once; a graph that is captured replays it."""
+        run_kernel(self._name, run, [tensor for tensor in used if tensor is not None])
+
     def finished(
         self, arrive: Callable[[], None], reads: Sequence[Tensor | None], writes: Sequence[Tensor | None]
     ) -> EventOverlap:
@@ -93,7 +98,7 @@ class Launch:
             reads, writes: what its kernels read, and what they have made.
         """
         if not self._asynchronous:
-            arrive()
+            self.kernel(arrive, [*reads, *writes])
             return EventOverlap(None)
         event = EventHandle.__new__(EventHandle)
         event.arrive, event._mark = arrive, None

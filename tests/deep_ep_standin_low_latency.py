@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from deep_ep_standin import check_ids, check_weights, poisoned
 from deep_ep_standin_events import EventOverlap, note, receive, require
+from fake_graphs import run_kernel
 from torch import Tensor
 
 from moe import quantize_blocks
@@ -64,30 +65,34 @@ class LowLatency:
     ) -> tuple[Any, Tensor, tuple[Any, ...], EventOverlap, Callable[[], None]]:
         self._launch("low_latency_dispatch")
         self._check_x(x, max_tokens, num_experts)
-        check_ids(topk_idx, x.shape[0], num_experts)
         require(x.shape[0] <= max_tokens, "more tokens than num_max_dispatch_tokens_per_rank")
         require(topk_idx.shape[1] <= 11 and max_tokens * self.size % 4 == 0, "top-k, or tokens that TMA cannot take")
         require(not use_fp8 or x.shape[1] % 512 == 0, "fp8 needs a multiple of 512")
         require(max_tokens * 2 + 2 <= 1024, "the queues' depth")
         held, hidden = num_experts // self.size, x.shape[1]
-        tokens_of = [(topk_idx == expert).any(1).nonzero().flatten() for expert in range(num_experts)]
-        posted = x.new_zeros(num_experts, max_tokens, hidden)
-        source = torch.full((num_experts, max_tokens), -1, dtype=torch.int32)
-        for expert, tokens in enumerate(tokens_of):
-            posted[expert, : len(tokens)] = x[tokens]
-            source[expert, : len(tokens)] = tokens.int()
-        sources = [*(quantize_blocks(posted) if use_fp8 else (posted,)), source]
-        arriving = [self._post(each) for each in sources]
+        arriving: list[tuple[Tensor, Any]] = []
 
+        def send() -> None:
+            check_ids(topk_idx, x.shape[0], num_experts)
+            tokens_of = [(topk_idx == expert).any(1).nonzero().flatten() for expert in range(num_experts)]
+            posted = x.new_zeros(num_experts, max_tokens, hidden)
+            source = torch.full((num_experts, max_tokens), -1, dtype=torch.int32)
+            for expert, tokens in enumerate(tokens_of):
+                posted[expert, : len(tokens)] = x[tokens]
+                source[expert, : len(tokens)] = tokens.int()
+            sources = [*(quantize_blocks(posted) if use_fp8 else (posted,)), source]
+            arriving[:] = [self._post(each) for each in sources]
+
+        run_kernel("low_latency_dispatch", send, [x, topk_idx])
         room = self.size * max_tokens
-        out = [poisoned(held, room, hidden, dtype=sources[0].dtype)]
+        out = [poisoned(held, room, hidden, dtype=torch.float8_e4m3fn if use_fp8 else x.dtype)]
         if use_fp8:  # column-major, as the real ones
             out.append(poisoned(held, hidden // 128, room, dtype=torch.float32).transpose(1, 2))
         src_info = torch.full((held, room), -7, dtype=torch.int32)
         layout_range = torch.full((held, self.size), -7, dtype=torch.int64)
         count = torch.full((held,), -7, dtype=torch.int32)
 
-        def hook() -> None:
+        def arrive() -> None:
             for _, work in arriving:
                 receive(work)
             values = [value.view(self.size, held, max_tokens, -1) for value, _ in arriving]
@@ -100,6 +105,9 @@ class LowLatency:
                     layout_range[expert, rank] = begin << 32 | rows
                     begin += rows
                 count[expert] = begin
+
+        def hook() -> None:
+            run_kernel("hook", arrive, [*out, src_info, layout_range, count])
             self._received()
 
         handle = (src_info, layout_range, max_tokens, hidden, num_experts)
@@ -113,19 +121,25 @@ class LowLatency:
         self._check_x(x, max_tokens, num_experts)
         held = num_experts // self.size
         require(x.shape == (held, self.size * max_tokens, hidden), f"x is {list(x.shape)}")
-        require(int(layout_range.min()) >= 0, "combine before its dispatch was received")
-        check_ids(topk_idx, topk_idx.shape[0], num_experts)
-        check_weights(topk_weights, topk_idx)
-        posted = poisoned(self.size, held, max_tokens, hidden, dtype=torch.bfloat16)
-        for expert in range(held):
-            for rank in range(self.size):
-                begin, rows = divmod(int(layout_range[expert, rank]), 1 << 32)
-                place = src_info[expert, begin : begin + rows].long()
-                posted[rank, expert, place] = x[expert, begin : begin + rows]
-        arriving, work = self._post(posted)
+        sent: list[tuple[Tensor, Any]] = []
+
+        def send() -> None:
+            require(int(layout_range.min()) >= 0, "combine before its dispatch was received")
+            check_ids(topk_idx, topk_idx.shape[0], num_experts)
+            check_weights(topk_weights, topk_idx)
+            posted = poisoned(self.size, held, max_tokens, hidden, dtype=torch.bfloat16)
+            for expert in range(held):
+                for rank in range(self.size):
+                    begin, rows = divmod(int(layout_range[expert, rank]), 1 << 32)
+                    place = src_info[expert, begin : begin + rows].long()
+                    posted[rank, expert, place] = x[expert, begin : begin + rows]
+            sent.append(self._post(posted))
+
+        run_kernel("low_latency_combine", send, [x, topk_idx, topk_weights, src_info, layout_range])
         combined = poisoned(topk_idx.shape[0], hidden, dtype=torch.bfloat16)
 
-        def hook() -> None:
+        def arrive() -> None:
+            arriving, work = sent.pop()
             receive(work)
             results = arriving.view(num_experts, max_tokens, hidden)
             for token, (ids, weights) in enumerate(zip(topk_idx.tolist(), topk_weights, strict=True)):
@@ -134,6 +148,9 @@ class LowLatency:
                 for expert, weight in chosen:
                     total += weight * results[expert, token].float()
                 combined[token] = total.to(torch.bfloat16)
+
+        def hook() -> None:
+            run_kernel("hook", arrive, [combined, topk_idx, topk_weights])
             self._received()
 
         return combined, EventOverlap(None), hook

@@ -278,6 +278,24 @@ class _Reads(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+def run_kernel(name: str, run: Callable[[], Any], used: Sequence[Tensor]) -> None:
+    """Run one launch of a library's kernel, which may do what torch may not: read what it computes.
+
+    A capture of this thread records it as one operation, which a replay runs again on the same tensors.
+
+    Args:
+        name: for errors.
+        run: changes tensors in place.
+        used: all tensors that it reads or changes.
+    """
+    capture: FakeCapture | None = getattr(_thread, "capture", None)
+    if capture is None:
+        run()
+        return
+    with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():  # what runs is no operation of torch's
+        capture.add(name, run, used, used)
+
+
 def _has_data_dependent_shape(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     if name in ("index", "index_put", "index_put_", "_unsafe_index"):
         masks = [index for index in args[1] if index is not None and index.dtype in (torch.bool, torch.uint8)]
@@ -323,8 +341,7 @@ def _patch_triton() -> None:
             original(executor, *args, **kwargs)
             return
         used = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        with _python_dispatch._disable_current_modes(), torch._C.DisableTorchFunction():
-            capture.add(executor.fn.__name__, lambda: original(executor, *args, **kwargs), used, used)
+        run_kernel(executor.fn.__name__, lambda: original(executor, *args, **kwargs), used)
 
     launch.launches = original  # type: ignore[attr-defined]
     GridExecutor.__call__ = launch

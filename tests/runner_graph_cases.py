@@ -63,6 +63,11 @@ class StaticExperts(FusedExperts):
         weights = (topk_weights[:, :, None] * (topk_ids[:, :, None] == experts)).sum(1)
         return torch.einsum("enh,ne->nh", rows, weights.to(rows.dtype))
 
+    def run_batched(self, hidden_states: Tensor, rows_per_expert: Tensor, scales: Tensor | None = None) -> Tensor:
+        """See `BatchedExperts`."""
+        gate, up = (hidden_states @ self.w13.mT).chunk(2, dim=-1)
+        return F.silu(gate) * up @ self.w2.mT
+
 
 register_experts_backend(EXPERTS, "runner_graph_cases:StaticExperts")
 static_attention.register()
