@@ -24,10 +24,14 @@ from moe.all2all import (
     ServesChunks,
     SignalledCombine,
     SignalsCombine,
+    StepSizes,
     TellsLater,
     all2all_backends,
+    check_all2all_options,
+    default_all2all_options,
     make_all2all,
     register_all2all_backend,
+    traits_in,
 )
 from moe.cpu_linear import PackedLinear, linear, packing_pays
 from moe.expert_parallel import ExpertParallelMoE, UnsupportedModelError, expert_parallel
@@ -47,7 +51,7 @@ from moe.experts import (
     usable_experts,
 )
 from moe.grouped_linear import NativeLinear
-from moe.modular_kernel import FusedMoEModularKernel
+from moe.modular_kernel import FusedMoEModularKernel, check_schedule
 from moe.placement import local_experts
 from moe.router import (
     NO_EXPERT,
@@ -85,10 +89,14 @@ __all__ = [
     "SignallingExperts",
     "SignalsCombine",
     "SoftmaxTopKRouter",
+    "StepSizes",
     "TellsLater",
     "TransformersUnsupportedError",
     "UnsupportedModelError",
     "all2all_backends",
+    "check_all2all_options",
+    "check_schedule",
+    "default_all2all_options",
     "dequantize_blocks",
     "expert_parallel",
     "experts_backends",
@@ -105,5 +113,6 @@ __all__ = [
     "register_experts_backend",
     "register_with_transformers",
     "route",
+    "traits_in",
     "usable_experts",
 ]

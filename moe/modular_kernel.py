@@ -29,6 +29,10 @@ All dispatches are launched together, so that the link never idles while there i
 combine leaves as soon as its experts are done. Between chunks there is no point: the peer would take over just when
 this lane's next chunk has arrived. `ubatch.layer_program` is the same for the simulator; a test compares the two.
 
+Where a rank has more tokens than a dispatch has room for (`All2AllTraits.max_tokens`), the layer runs in pieces of the
+batch: the first as drawn, the others one after the other in its experts' place, without a point between them. All ranks
+run as many pieces, which the vote has told them; an idle rank's are empty.
+
 A token's output is the sum over chunks of what one chunk would give it for its experts there, added in the order of
 the chunks: within rounding the same as in one chunk, and independent of how the batch is split into lanes.
 
@@ -46,7 +50,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from moe.all2all import All2All, BatchedDispatch, Dispatched, MarksInputs, SignalsCombine
+from moe.all2all import All2All, All2AllTraits, BatchedDispatch, Dispatched, MarksInputs, SignalsCombine
 from moe.all2all.chunks import blocks_of, dispatch_chunks, dispatch_cut
 from moe.experts import BatchedExperts, Experts, SignallingExperts
 from ubatch import (
@@ -60,10 +64,11 @@ from ubatch import (
     dbo_maybe_run_recv_hook,
     dbo_register_recv_hook,
     dbo_yield,
+    get_forward_context,
 )
 from ubatch.handover import Handover, Left
 
-__all__ = ["FusedMoEModularKernel"]
+__all__ = ["FusedMoEModularKernel", "check_schedule"]
 
 
 class FusedMoEModularKernel(nn.Module):
@@ -119,13 +124,14 @@ class FusedMoEModularKernel(nn.Module):
         if capturing():
             self._check_capturable()
         layer = _Layer()
+        first, *others = self._pieces(hidden_states, topk_weights, topk_ids)
 
         # --- prepare: tokens travel to their experts ---
         if self._marks_inputs is not None:
-            self._marks_inputs.inputs_ready(hidden_states, schedule.chunks if schedule.chunk_dispatch else 1)
+            self._marks_inputs.inputs_ready(first[0], schedule.chunks if schedule.chunk_dispatch else 1)
         dbo_yield(Point.SELECT)
         dbo_maybe_run_recv_hook()
-        arrivals = self._dispatch(hidden_states, topk_weights, topk_ids, schedule)
+        arrivals = self._dispatch(*first, schedule)
         self._run_shared(hidden_states, SharedExpert.DISPATCH, schedule, layer)
         dbo_register_recv_hook(arrivals.first.wait, joins=False)  # only the first: the other chunks travel on
         layer.arrivals.leave(arrivals)
@@ -137,6 +143,9 @@ class FusedMoEModularKernel(nn.Module):
         for received in layer.arrivals.take().drain():
             combines.append(self._signalled(received) if schedule.signalled else self._computed(received))
             del received  # while other lanes run, only the transfers keep what they still need
+        for piece in others:
+            dbo_maybe_run_recv_hook()
+            combines += [self._computed(received) for received in self._dispatch(*piece, schedule).drain()]
 
         # --- finalize: the sums arrive ---
         if schedule.shared_expert is not SharedExpert.COMBINE_RETURN:  # else no hook: the wait comes after it
@@ -146,12 +155,26 @@ class FusedMoEModularKernel(nn.Module):
         del combines
         dbo_yield(Point.COMBINE)
         self._run_shared(hidden_states, SharedExpert.COMBINE_RETURN, schedule, layer)
-        output = _sum_of_chunks(_wait_for_all(layer.combines.take()))
+        output = _put_together(_wait_for_all(layer.combines.take()), schedule.chunks)
         dbo_yield(Point.OUTPUT)
         if self.shared_experts is not None:
             output = output + layer.shared.take()
         layer.end()
         return output
+
+    def _pieces(self, x: Tensor, topk_weights: Tensor, topk_ids: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
+        """The arguments of as many dispatches as the rank with most tokens needs, one after the other.
+
+        Where the ranks did not vote they cannot know how many, so it is one, which the transport refuses if too large.
+        """
+        room, context = self.all2all.traits.max_tokens, get_forward_context()
+        voted = context.tokens_across_ranks if context is not None else None
+        count = -(-max(voted) // room) if room is not None and voted else 1
+        if count <= 1:
+            return [(x, topk_weights, topk_ids)]
+        tokens = x.shape[0]
+        bounds = [slice(piece * tokens // count, (piece + 1) * tokens // count) for piece in range(count)]
+        return [(x[rows], topk_weights[rows], topk_ids[rows]) for rows in bounds]
 
     def _dispatch(self, x: Tensor, topk_weights: Tensor, topk_ids: Tensor, schedule: Schedule) -> _Arrivals:
         """Launch all chunks' way here."""
@@ -219,27 +242,9 @@ class FusedMoEModularKernel(nn.Module):
             )
         if not 1 <= topk_ids.shape[1] <= num_experts:
             raise ConfigError(f"top_k = {topk_ids.shape[1]} must be between 1 and the {num_experts} experts there are.")
-        self._check_schedule(schedule)
+        check_schedule(schedule, self.all2all, self.all2all.traits)
         if schedule.signalled:
             self._check_signals(schedule, hidden_states.device)
-
-    def _check_schedule(self, schedule: Schedule) -> None:
-        traits, backend = self.all2all.traits, type(self.all2all).__name__
-        if traits.max_lanes is not None and schedule.lanes > traits.max_lanes:
-            raise ConfigError(
-                f"schedule {schedule.name!r} has {schedule.lanes} lanes, but the all2all back end serves "
-                f"{traits.max_lanes}. Lower num_ubatches."
-            )
-        if schedule.chunks > traits.max_chunks:
-            raise ConfigError(
-                f"schedule {schedule.name!r} has {schedule.chunks} chunks, but all2all back end {backend} with "
-                f"{len(self.all2all.experts)} experts a rank serves {traits.max_chunks}. Choose a schedule with fewer."
-            )
-        if schedule.chunks > 1 and not schedule.chunk_dispatch and traits.cuts_combine is None:
-            raise ConfigError(
-                f"schedule {schedule.name!r} combines {schedule.chunks} chunks of one dispatch, but {backend} cannot "
-                "have two combines of one dispatch under way. Choose a schedule with chunk_dispatch."
-            )
 
     def _check_signals(self, schedule: Schedule, device: torch.device) -> None:
         signalled = f"schedule {schedule.name!r} is signalled: a combine begins while its down projection still runs"
@@ -300,8 +305,43 @@ class _Layer(Handover):
     shared: Left[Tensor] = field(default_factory=partial(Left, "shared"))
 
 
+def check_schedule(schedule: Schedule, all2all: All2All, traits: All2AllTraits) -> None:
+    """Refuse what a back end cannot serve.
+
+    Args:
+        schedule: of a step.
+        all2all: the back end.
+        traits: what it can do in that step.
+
+    Raises:
+        ConfigError: too many lanes or chunks, or several combines of one dispatch where there can be but one.
+    """
+    backend = type(all2all).__name__
+    if traits.max_lanes is not None and schedule.lanes > traits.max_lanes:
+        raise ConfigError(
+            f"schedule {schedule.name!r} has {schedule.lanes} lanes, but the all2all back end serves "
+            f"{traits.max_lanes}. Lower num_ubatches."
+        )
+    if schedule.chunks > traits.max_chunks:
+        raise ConfigError(
+            f"schedule {schedule.name!r} has {schedule.chunks} chunks, but all2all back end {backend} with "
+            f"{len(all2all.experts)} experts a rank serves {traits.max_chunks}. Choose a schedule with fewer."
+        )
+    if schedule.chunks > 1 and not schedule.chunk_dispatch and traits.cuts_combine is None:
+        raise ConfigError(
+            f"schedule {schedule.name!r} combines {schedule.chunks} chunks of one dispatch, but {backend} cannot "
+            "have two combines of one dispatch under way. Choose a schedule with chunk_dispatch."
+        )
+
+
 def _wait_for_all(transfers: Sequence[Transfer[Tensor]]) -> list[Tensor]:
     return [transfer.wait() for transfer in transfers]
+
+
+def _put_together(parts: list[Tensor], chunks: int) -> Tensor:
+    """The layer's output from those of every piece's chunks."""
+    sums = [_sum_of_chunks(parts[start : start + chunks]) for start in range(0, len(parts), chunks)]
+    return sums[0] if len(sums) == 1 else torch.cat(sums)
 
 
 def _sum_of_chunks(parts: list[Tensor]) -> Tensor:

@@ -11,6 +11,9 @@
     host_loopback_batched       the same, batches by expert; results may leave while they are made
     emulated_link               another back end over a link of chosen latency and bandwidth
 
+Options of a back end that nobody gives follow from the steps that there will be (`StepSizes`). A step that is larger
+than a back end has room for goes in pieces (`moe.modular_kernel`).
+
 Each is imported when first asked for, so that one which needs a library or a device does not burden the others. Which
 can be captured into a CUDA graph, which waits on the host, and what chunks of experts cost it is in their `traits`.
 """
@@ -21,20 +24,30 @@ from moe.all2all.base import (
     All2All,
     All2AllTraits,
     BatchedDispatch,
+    DiffersBySteps,
     Dispatched,
     MarksInputs,
     SignalledCombine,
     SignalsCombine,
+    StepSizes,
     TellsLater,
+    traits_in,
 )
 from moe.all2all.chunks import ServesChunks
 from moe.all2all.link import EmulatedLink, LinkStatistics
-from moe.all2all.registry import all2all_backends, make_all2all, register_all2all_backend
+from moe.all2all.registry import (
+    all2all_backends,
+    check_all2all_options,
+    default_all2all_options,
+    make_all2all,
+    register_all2all_backend,
+)
 
 __all__ = [
     "All2All",
     "All2AllTraits",
     "BatchedDispatch",
+    "DiffersBySteps",
     "Dispatched",
     "EmulatedLink",
     "LinkStatistics",
@@ -42,8 +55,12 @@ __all__ = [
     "ServesChunks",
     "SignalledCombine",
     "SignalsCombine",
+    "StepSizes",
     "TellsLater",
     "all2all_backends",
+    "check_all2all_options",
+    "default_all2all_options",
     "make_all2all",
     "register_all2all_backend",
+    "traits_in",
 ]

@@ -17,14 +17,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import TYPE_CHECKING, Generic, Protocol, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from ubatch import ConfigError, GradientError, Transfer
+from ubatch import ConfigError, ForwardMode, GradientError, Transfer
 
 if TYPE_CHECKING:
     from moe.kernels.signals import Signals  # imports Triton
@@ -33,16 +33,19 @@ __all__ = [
     "All2All",
     "All2AllTraits",
     "BatchedDispatch",
+    "DiffersBySteps",
     "Dispatched",
     "ExchangesCounts",
     "MarksInputs",
     "OnCounts",
     "SignalledCombine",
     "SignalsCombine",
+    "StepSizes",
     "TellsLater",
     "at_once",
     "check_dispatch",
     "refuse_gradients",
+    "traits_in",
 ]
 
 HandleT = TypeVar("HandleT")
@@ -71,6 +74,8 @@ class All2AllTraits:
             all that a rank holds, summed. Where it is not `routed`, only the latter.
         signals: a combine may begin while its down projection still runs (`SignalsCombine`).
         obeys_sms: it keeps to the SMs that a schedule reserves for communication (`ubatch.sm_budget`).
+        max_tokens: the most tokens of a rank that a dispatch has room for; None for any number. A layer with more sends
+            them in pieces, one after the other, as many as the rank with most tokens needs.
     """
 
     is_async: bool
@@ -86,6 +91,7 @@ class All2AllTraits:
     per_expert: bool = False
     once: bool = False
     signals: bool = False
+    max_tokens: int | None = None
 
     def chunk_bytes(self, num_tokens: int, hidden_size: int, top_k: int, dtype: torch.dtype) -> int:
         """The most bytes that one chunk sends off this rank, dispatch and combine together.
@@ -323,6 +329,44 @@ class TellsLater(Protocol):
 
         For whoever replays graphs, which call nothing else of the back end.
         """
+
+
+@dataclass(frozen=True)
+class StepSizes:
+    """What a transport may be asked for: from this follow defaults of its options (`registry.default_all2all_options`).
+
+    Attributes:
+        decode: the most tokens of a rank in a decode or verify step.
+        prefill: the most tokens of a rank in any other step; None where nobody knows.
+        captured: decode and verify steps shall be captured into CUDA graphs.
+    """
+
+    decode: int
+    prefill: int | None = None
+    captured: bool = False
+
+    @property
+    def largest(self) -> int | None:
+        """The most tokens of a rank in any step; None where nobody knows."""
+        return None if self.prefill is None else max(self.decode, self.prefill)
+
+    def shared_by(self, ranks: int) -> StepSizes:
+        """Those of each of so many ranks that share a step's tokens equally."""
+        prefill = None if self.prefill is None else -(-self.prefill // ranks)
+        return replace(self, decode=-(-self.decode // ranks), prefill=prefill)
+
+
+@runtime_checkable
+class DiffersBySteps(Protocol):
+    """A back end that can do other things in one step than in another."""
+
+    def traits_for(self, mode: ForwardMode, tokens: int) -> All2AllTraits:
+        """What it can do in a step of `mode`, of which no rank has more than `tokens` tokens."""
+
+
+def traits_in(all2all: All2All[Any], mode: ForwardMode, tokens: int) -> All2AllTraits:
+    """What a back end can do in a step of `mode`, of which no rank has more than `tokens` tokens."""
+    return all2all.traits_for(mode, tokens) if isinstance(all2all, DiffersBySteps) else all2all.traits
 
 
 def check_dispatch(x: Tensor, topk_ids: Tensor, topk_weights: Tensor, *, name: str) -> None:

@@ -14,13 +14,13 @@ role (decode or prefill) instead.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
 
-from moe.all2all.base import All2AllTraits, BatchedDispatch, Dispatched
+from moe.all2all.base import All2AllTraits, BatchedDispatch, Dispatched, StepSizes
 from moe.all2all.chunks import dispatch_chunks, dispatch_cut
 from moe.all2all.deepep_high_throughput import DeepEPHighThroughputAll2All, HighThroughputHandle
 from moe.all2all.deepep_low_latency import DeepEPLowLatencyAll2All, LowLatencyHandle
@@ -70,10 +70,23 @@ class DeepEPAutoAll2All:
         self.num_experts = num_experts
         self.experts = self.low_latency.experts
 
+    @staticmethod
+    def default_options(sizes: StepSizes, num_ranks: int) -> Mapping[str, object]:
+        """See `FollowsSteps`: decode and verify by low latency, as far as there is room, else without counts if they
+        shall be captured."""
+        low_latency = DeepEPLowLatencyAll2All.default_options(sizes, num_ranks)
+        if low_latency["max_tokens_per_rank"] >= sizes.decode:
+            return low_latency
+        return {**low_latency, **DeepEPHighThroughputAll2All.default_options(sizes, num_ranks)}
+
     @property
     def traits(self) -> All2AllTraits:
         """Those of the back end that this step uses; batches may arrive in the next one."""
         return replace(self._chosen().traits, batched=True)
+
+    def traits_for(self, mode: ForwardMode, tokens: int) -> All2AllTraits:
+        """See `DiffersBySteps`."""
+        return replace(self._suited({fingerprint(mode)}, tokens).traits, batched=True)
 
     def inputs_ready(self, x: Tensor, dispatches: int = 1) -> None:
         """See `MarksInputs`."""
@@ -120,5 +133,9 @@ class DeepEPAutoAll2All:
                 "no decision. Set UBatchConfig.group, or choose one of the two back ends."
             )
         busy = {mode for mode, row in zip(decision.modes, decision.tokens, strict=True) if any(row)}
-        fits = max(tokens) <= self.low_latency.max_tokens_per_rank
-        return self.low_latency if fits and busy <= _LOW_LATENCY else self.high_throughput
+        return self._suited(busy, max(tokens))
+
+    def _suited(self, modes: Set[int], tokens: int) -> DeepEPLowLatencyAll2All | DeepEPHighThroughputAll2All:
+        """What serves a step of these modes (fingerprints), in which a rank has so many tokens at most."""
+        fits = tokens <= self.low_latency.max_tokens_per_rank
+        return self.low_latency if fits and modes <= _LOW_LATENCY else self.high_throughput

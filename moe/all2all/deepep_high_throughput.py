@@ -17,12 +17,13 @@ Not yet run on several GPUs: see `moe.all2all.deepep`. Source: DeepEP's README; 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
-from moe.all2all.base import Dispatched, refuse_gradients
+from moe.all2all.base import Dispatched, StepSizes, refuse_gradients
 from moe.all2all.deepep import NODE, DeepEPBuffers, DeepEPStreamed, Payload
 from moe.all2all.voted import voted_tokens
 from ubatch import CommGroup, ConfigError, Transfer, capturing, current_sm_budget, report_sm_use
@@ -85,6 +86,11 @@ class DeepEPHighThroughputAll2All(DeepEPStreamed):
         self._default_sms = int(self.deep_ep.Buffer.num_sms)
         self._config("get_dispatch_config", self._default_sms)  # refuses a number of ranks that has none
         self._buffers = DeepEPBuffers(self.name, self._make_buffer)
+
+    @staticmethod
+    def default_options(sizes: StepSizes, num_ranks: int) -> Mapping[str, object]:
+        """See `FollowsSteps`: without counts where steps shall be captured, and the ranks are one node's."""
+        return {"worst_case": sizes.captured and num_ranks <= NODE}
 
     def capture(self) -> Any:
         """See `DeepEPStreamed`."""

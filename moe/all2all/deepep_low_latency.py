@@ -21,18 +21,22 @@ Where lanes share one buffer (`share_buffer`), whoever launches receives first w
 do: a transfer then travels until the next lane's launch, not until the lane's own turn. Beyond one node there is no
 choice: DeepEP can join the ranks once in a process.
 
+**Larger steps**, such as prefills, go in pieces of `max_tokens_per_rank`, where the ranks voted on them: it works, but
+`deepep_auto` sends them by other kernels, which are made for that.
+
 Not yet run on several GPUs: see `moe.all2all.deepep`. Source: DeepEP's README; vLLM's `DeepEPLLPrepareAndFinalize`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 
-from moe.all2all.base import All2AllTraits, BatchedDispatch, refuse_gradients
+from moe.all2all.base import All2AllTraits, BatchedDispatch, StepSizes, refuse_gradients
 from moe.all2all.chunks import only_block
 from moe.all2all.deepep import NODE, DeepEPBuffers, DeepEPTransport, Queued
 from ubatch import CommGroup, ConfigError, Transfer, dbo_current_ubatch_id, report_sm_use
@@ -130,7 +134,15 @@ class DeepEPLowLatencyAll2All(DeepEPTransport):
             batched=True,
             cuts_combine=None,
             per_expert=True,
+            max_tokens=max_tokens_per_rank,
         )
+
+    @staticmethod
+    def default_options(sizes: StepSizes, num_ranks: int) -> Mapping[str, int]:
+        """See `FollowsSteps`: room for the largest decode or verify step, as far as the queues are deep enough."""
+        unit = 4 // math.gcd(num_ranks, 4)
+        room = -(-sizes.decode // unit) * unit
+        return {"max_tokens_per_rank": min(room, _MAX_TOKENS // unit * unit)}
 
     def dispatch(
         self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor
@@ -218,7 +230,8 @@ class DeepEPLowLatencyAll2All(DeepEPTransport):
         if tokens > self.max_tokens_per_rank:
             raise ConfigError(
                 f"all2all back end {self.name!r} has room for {self.max_tokens_per_rank} tokens of a rank at once, not "
-                f"{tokens}. Raise max_tokens_per_rank (on every rank), or use 'deepep_auto' for prefill."
+                f"{tokens}. Let the ranks vote on the step (UBatchConfig.group), so that it goes in pieces, or raise "
+                "max_tokens_per_rank on every rank."
             )
 
     def _make_buffer(self, connection: Connection, key: tuple[int, ...]) -> _Buffer:

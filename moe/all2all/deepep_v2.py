@@ -18,13 +18,14 @@ Not yet run on several GPUs: see `moe.all2all.deepep`. Source: DeepEP's `deep_ep
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from moe.all2all.base import Dispatched, refuse_gradients
+from moe.all2all.base import Dispatched, StepSizes, refuse_gradients
 from moe.all2all.deepep import DeepEPBuffers, DeepEPStreamed, Payload
 from moe.all2all.voted import voted_tokens
 from ubatch import CommGroup, ConfigError, Transfer, current_sm_budget, report_sm_use
@@ -92,7 +93,14 @@ class DeepEPV2All2All(DeepEPStreamed):
         if max_tokens_per_rank < 1:
             raise ConfigError(f"max_tokens_per_rank must be at least 1, not {max_tokens_per_rank}.")
         self.max_tokens_per_rank = max_tokens_per_rank
+        self.traits = replace(self.traits, max_tokens=max_tokens_per_rank)
         self._buffers = DeepEPBuffers(self.name, self._make_buffer)
+
+    @staticmethod
+    def default_options(sizes: StepSizes, num_ranks: int) -> Mapping[str, object]:
+        """See `FollowsSteps`: room for the largest step; without counts where steps shall be captured."""
+        room = {} if sizes.largest is None else {"max_tokens_per_rank": sizes.largest}
+        return {**room, "worst_case": sizes.captured}
 
     def capture(self) -> Any:
         """See `DeepEPStreamed`."""
@@ -200,7 +208,8 @@ class DeepEPV2All2All(DeepEPStreamed):
         if x.shape[0] > self.max_tokens_per_rank:
             raise ConfigError(
                 f"all2all back end {self.name!r} has room for {self.max_tokens_per_rank} tokens of a rank at once, not "
-                f"{x.shape[0]}. Raise max_tokens_per_rank on every rank."
+                f"{x.shape[0]}. Let the ranks vote on the step (UBatchConfig.group), so that it goes in pieces, or "
+                "raise max_tokens_per_rank on every rank."
             )
 
     def _num_sms(self) -> int:

@@ -8,11 +8,11 @@ from typing import Any
 
 from torch import Tensor
 
-from moe.all2all.base import All2AllTraits, ExchangesCounts, MarksInputs
+from moe.all2all.base import All2AllTraits, ExchangesCounts, MarksInputs, traits_in
 from moe.all2all.chunks import dispatch_chunks, dispatch_cut
 from moe.all2all.link import EmulatedLink
 from moe.all2all.registry import make_all2all
-from ubatch import CommGroup, ConfigError, Transfer
+from ubatch import CommGroup, ConfigError, ForwardMode, Transfer
 
 __all__ = ["EmulatedLinkAll2All"]
 
@@ -51,8 +51,11 @@ class EmulatedLinkAll2All:
     @property
     def traits(self) -> All2AllTraits:
         """The inner back end's: what it launches still waits for nobody. But what a device signals, no link delays."""
-        traits = self.inner.traits
-        return replace(traits, signals=False) if traits.signals else traits
+        return _without_signals(self.inner.traits)
+
+    def traits_for(self, mode: ForwardMode, tokens: int) -> All2AllTraits:
+        """See `DiffersBySteps`."""
+        return _without_signals(traits_in(self.inner, mode, tokens))
 
     @property
     def num_experts(self) -> int:
@@ -89,3 +92,7 @@ class EmulatedLinkAll2All:
     def combine(self, y: Tensor, handle: Any) -> Transfer[Tensor]:
         """See `All2All`."""
         return self.link.carry(self.inner.combine(y, handle))
+
+
+def _without_signals(traits: All2AllTraits) -> All2AllTraits:
+    return replace(traits, signals=False) if traits.signals else traits

@@ -1,15 +1,23 @@
-"""Which transports there are, by name."""
+"""Which transports there are, by name, and what options they take."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from typing import Any, cast
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any, Protocol, cast, get_args, get_type_hints, runtime_checkable
 
-from moe.all2all.base import All2All
-from ubatch import CommGroup, ConfigError, LazyRegistry
+from moe.all2all.base import All2All, StepSizes
+from ubatch import CommGroup, ConfigError, LazyRegistry, nearest
 
-__all__ = ["all2all_backends", "make_all2all", "register_all2all_backend"]
+__all__ = [
+    "FollowsSteps",
+    "all2all_backends",
+    "check_all2all_options",
+    "default_all2all_options",
+    "make_all2all",
+    "register_all2all_backend",
+]
 
 _BACKENDS = LazyRegistry(
     "all2all back end",
@@ -26,6 +34,17 @@ _BACKENDS = LazyRegistry(
         "emulated_link": "moe.all2all.emulated_link:EmulatedLinkAll2All",
     },
 )
+_PLACE = ("self", "group", "num_experts")
+"""What every back end is given; all else are its options."""
+
+
+@runtime_checkable
+class FollowsSteps(Protocol):
+    """A class of back ends some of whose options follow from the steps that there will be."""
+
+    @staticmethod
+    def default_options(sizes: StepSizes, num_ranks: int) -> Mapping[str, object]:
+        """Options for these steps on so many ranks, where the user gives none."""
 
 
 def register_all2all_backend(name: str, target: str) -> None:
@@ -45,6 +64,51 @@ def register_all2all_backend(name: str, target: str) -> None:
 def all2all_backends() -> tuple[str, ...]:
     """The known names, sorted."""
     return _BACKENDS.names()
+
+
+def check_all2all_options(name: str, options: Mapping[str, object]) -> None:
+    """Refuse options that a back end does not take, before anything is made.
+
+    Args:
+        name: one of `all2all_backends()`.
+        options: what would be given to `make_all2all` beside group and experts.
+
+    Raises:
+        ConfigError: an unknown back end or option, or a value of another type.
+    """
+    make: Any = _BACKENDS.load(name)
+    parameters = inspect.signature(make).parameters
+    known = [option for option in parameters if option not in _PLACE]
+    types: Mapping[str, object] = {}
+    with suppress(NameError):  # a type that is imported for type checkers only: the class checks its values itself
+        types = get_type_hints(make.__init__)
+    for option, value in options.items():
+        if option not in known:
+            takes = nearest(option, known) if known else "; it takes none."
+            raise ConfigError(f"all2all back end {name!r} has no option {option!r}{takes}")
+        wanted = types.get(option)
+        kinds = get_args(wanted) or (wanted,)
+        accepted = {bool, int, float, str} & set(kinds)
+        if type(value) is int and float in accepted:
+            continue
+        if accepted and type(value) not in kinds:
+            names = " or ".join(sorted(kind.__name__ for kind in accepted))
+            raise ConfigError(f"all2all back end {name!r}: option {option} must be {names}, not {value!r}.")
+
+
+def default_all2all_options(name: str, sizes: StepSizes, num_ranks: int) -> dict[str, object]:
+    """The options of a back end that follow from the steps that there will be.
+
+    Args:
+        name: one of `all2all_backends()`.
+        sizes: of the steps.
+        num_ranks: that share the experts.
+
+    Raises:
+        ConfigError: an unknown back end.
+    """
+    make = _BACKENDS.load(name)
+    return dict(make.default_options(sizes, num_ranks)) if isinstance(make, FollowsSteps) else {}
 
 
 def make_all2all(name: str, *, group: CommGroup | None, num_experts: int, **options: object) -> All2All[Any]:
