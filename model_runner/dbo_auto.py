@@ -25,6 +25,7 @@ import torch.distributed as dist
 from model_runner.dbo_model import Seen
 from model_runner.dbo_policy import Policy, PolicyStatistics
 from model_runner.dp import BatchShape
+from model_runner.transport import most_chunks
 from moe import All2All
 from ubatch import SCHEDULES, CommGroup, ConfigError, Decision, ForwardMode, Schedule, UBatchConfig, fingerprint
 from ubatch.connection import Connection
@@ -93,7 +94,7 @@ def make_step_settings(
     """
     if not auto:
         return FixedSettings()
-    return DboAuto(config, group, device, max_chunks=transport.traits.max_chunks)
+    return DboAuto(config, group, device, max_chunks=most_chunks(transport))
 
 
 class DboAuto:

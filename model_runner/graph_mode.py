@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import nn
 
 from attention import UBatchAttention
+from model_runner.graph_sizes import GraphFamily, GraphShape
 from model_runner.tensor_parallel import TensorParallel
-from moe import FusedMoEModularKernel
-from ubatch import ConfigError, CUDAGraphMode, nearest
+from moe import All2All, FusedMoEModularKernel, traits_in
+from ubatch import ConfigError, CUDAGraphMode, ForwardMode, nearest
 
-__all__ = ["AUTO", "resolve_graph_mode"]
+__all__ = ["AUTO", "capturable_families", "resolve_graph_mode"]
 
 _logger = logging.getLogger(__name__)
 
@@ -68,8 +71,8 @@ def _obstacle(model: nn.Module, attention: UBatchAttention) -> str | None:
     for kernel in model.modules():
         if not isinstance(kernel, FusedMoEModularKernel):
             continue
-        if not kernel.all2all.traits.capturable:
-            return f"the all2all back end {type(kernel.all2all).__name__} cannot be captured"
+        if not traits_in(kernel.all2all, ForwardMode.DECODE, 1).capturable:
+            return f"the all2all back end {type(kernel.all2all).__name__} cannot be captured in decode steps"
         if not kernel.experts.capturable:
             return f"the experts back end {type(kernel.experts).__name__} cannot be captured"
     return None
@@ -85,3 +88,40 @@ def _obstacle_to_gathers(tensor_parallel: TensorParallel) -> str | None:
             f"{tensor_parallel.group.backend}, which blocks the host, and only NCCL's gathers can be captured"
         )
     return None
+
+
+def capturable_families(
+    families: Sequence[GraphFamily], all2all: All2All, asked: str, tensor_parallel_size: int = 1
+) -> list[GraphFamily]:
+    """What of the families the transport can be captured in: a step may be too large for the way that can be.
+
+    Args:
+        families: what would be captured.
+        all2all: of the model, which decode steps of one token can be captured with.
+        asked: `auto` leaves out what cannot be captured, and says so; `full` refuses it.
+        tensor_parallel_size: ranks of a replica, which share its tokens.
+
+    Raises:
+        ConfigError: `full`, and something cannot be captured.
+    """
+
+    def fits(shape: GraphShape) -> bool:
+        return traits_in(all2all, shape.mode, -(-shape.lane_tokens // tensor_parallel_size)).capturable
+
+    too_large = [shape for family in families for shape in family.shapes if not fits(shape)]
+    if not too_large:
+        return list(families)
+    least = min(too_large, key=lambda shape: shape.lane_tokens)
+    what = (
+        f"{least.mode} steps of {least.lane_tokens} tokens or more do not fit the way of "
+        f"{type(all2all).__name__} that can be captured"
+    )
+    advice = (
+        "Raise max_tokens_per_rank or set worst_case among the all2all options (--all2all-options), or lower "
+        "--cudagraph-capture-sizes"
+    )
+    if asked == CUDAGraphMode.FULL:
+        raise ConfigError(f"cudagraph_mode full: {what}. {advice}, or use cudagraph_mode auto.")
+    _logger.warning("%s: larger steps run eagerly. %s.", what, advice)
+    kept = [replace(family, shapes=tuple(filter(fits, family.shapes))) for family in families]
+    return [family for family in kept if any(not shape.engaged for shape in family.shapes)]

@@ -14,7 +14,7 @@ tokens, because its experts are needed. When no rank has requests, nothing runs 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from itertools import chain
@@ -34,7 +34,7 @@ from model_runner.dbo_auto import make_step_settings
 from model_runner.dp import Coordination, coordinate_batch_across_dp
 from model_runner.future_map import FutureMap
 from model_runner.graph_batches import CapturedSteps, GraphSetting
-from model_runner.graph_mode import resolve_graph_mode
+from model_runner.graph_mode import capturable_families, resolve_graph_mode
 from model_runner.graph_sizes import GraphShape, capture_sizes, graph_families
 from model_runner.graph_steps import GraphSteps
 from model_runner.host_copy import to_device
@@ -48,15 +48,16 @@ from model_runner.models.registry import model_class
 from model_runner.pending_step import PendingStep, SamplingContext, StepOutput
 from model_runner.request import Request, ScheduledRequest
 from model_runner.request_memory import RequestMemory
-from model_runner.runner_options import check_max_model_len, is_fp8, make_transport, with_group
+from model_runner.runner_options import check_max_model_len, is_fp8, with_group
 from model_runner.speculation.accept import Acceptance, check_acceptance
 from model_runner.speculation.proposer import StepObserver
 from model_runner.step_context import step_context
 from model_runner.step_cost import split_cost
 from model_runner.step_streams import StepStreams
 from model_runner.tensor_parallel import check_tensor_parallel, content_of, make_tensor_parallel
+from model_runner.transport import check_schedules, make_transport
 from model_runner.weights import Checkpoint
-from moe import All2All, EmulatedLink, TellsLater
+from moe import All2All, EmulatedLink, StepSizes, TellsLater
 from ubatch import (
     CapturedGraph,
     CommGroup,
@@ -83,7 +84,8 @@ class ModelRunner:
         group: all ranks, which share the experts and vote; None for one rank alone.
         tensor_parallel_size: so many ranks share a replica's attention and dense MLPs, rank = dp_rank * this + tp_rank;
             they launch the same steps. See `model_runner.tensor_parallel`.
-        all2all_backend: how tokens reach their experts; by default `local` for one rank, `torch_dist` for several.
+        all2all_backend: how tokens reach their experts; `auto` and None choose, see `model_runner.transport`.
+        all2all_options: its options; what is left out follows from the three numbers of steps below.
         link: deliver what the ranks send to each other's experts, gather and scatter over this emulated link.
         dbo: when and how to overlap; its `group` is set to `group`.
         dbo_auto: find out while steps run when they overlap, see `DboAuto`; `step_settings.statistics()` says what.
@@ -100,12 +102,13 @@ class ModelRunner:
         kv_cache_memory: in bytes, 256 MiB by default; or
         gpu_memory_utilization: by what the model leaves of this share of a GPU's memory; see `KVMemory`.
         max_num_seqs: most requests that run at once.
+        max_num_batched_tokens: most tokens of a step, where somebody sees to it.
         max_model_len: longest sequence, prompt and output together; the model's own limit by default.
         cudagraph_mode: `none`; `full` replays decode, verify and draft steps as CUDA graphs, once `capture_graphs` was
             called; `auto` is `full` on a GPU, where attention, experts and transport can be captured. Prefills run
             eagerly.
         cudagraph_capture_sizes: requests of the steps that are captured; those of `dbo`, or the usual ones by default.
-        num_speculative_tokens: drafts of the verify steps that are captured; 0 for none.
+        num_speculative_tokens: most drafts of a request in a verify step; 0 for none.
         speculative_trees: they may be trees. Captured steps of chains have a mask, too, then.
         acceptance: when drafts of sampled requests are accepted.
         dtype: what the model computes in, and the KV cache stores.
@@ -132,6 +135,7 @@ class ModelRunner:
         group: CommGroup | None = None,
         tensor_parallel_size: int = 1,
         all2all_backend: str | None = None,
+        all2all_options: Mapping[str, object] | None = None,
         link: EmulatedLink | None = None,
         dbo: UBatchConfig | None = None,
         dbo_auto: bool = False,
@@ -145,6 +149,7 @@ class ModelRunner:
         kv_cache_memory: int | None = None,
         gpu_memory_utilization: float | None = None,
         max_num_seqs: int = 256,
+        max_num_batched_tokens: int | None = None,
         max_model_len: int | None = None,
         cudagraph_mode: str = "none",
         cudagraph_capture_sizes: Sequence[int] | None = None,
@@ -175,7 +180,16 @@ class ModelRunner:
             raise ConfigError(f"{kind.__name__} does not serve tensor parallelism; run it with tensor_parallel_size 1.")
         self.tensor_parallel = make_tensor_parallel(group, tensor_parallel_size, link)
         of_experts = None if self.tensor_parallel is not None and not self.config.num_experts else link
-        self.all2all: All2All = make_transport(all2all_backend, group, of_experts, self.config.num_experts)
+        steps = StepSizes(
+            max_num_seqs * (1 + num_speculative_tokens),
+            max_num_batched_tokens,
+            captured=cudagraph_mode != CUDAGraphMode.NONE and (self.device.type == "cuda" or graphs is not None),
+        ).shared_by(tensor_parallel_size)
+        self.all2all: All2All = make_transport(
+            all2all_backend, group, of_experts, self.config.num_experts, all2all_options, steps
+        )
+        if self.config.num_experts:
+            check_schedules(self.dbo, self.all2all, verifies=num_speculative_tokens > 0)
         self.experts_backend = resolve_experts(
             experts_backend, self.config, self.all2all, dtype, self.device, dbo=self.dbo, group=group
         )
@@ -227,15 +241,18 @@ class ModelRunner:
             if cudagraph_capture_sizes is None:
                 cudagraph_capture_sizes = self.dbo.cudagraph_capture_sizes or None
             sizes = capture_sizes(max_num_seqs, cudagraph_capture_sizes)
+            families = graph_families(sizes, self.dbo, num_speculative_tokens, trees=speculative_trees)
+            families = capturable_families(families, self.all2all, cudagraph_mode, tensor_parallel_size)
             longest = self.request_table.max_blocks * block_size
-            self.graphs = GraphSteps(
-                graph_families(sizes, self.dbo, num_speculative_tokens, trees=speculative_trees),
-                self.attention,
-                self.wrapper,
-                GraphSetting(cudagraph_mode, sizes, longest, backend, self.streams.planning),
-                num_ranks=1 if group is None else group.size,
-                tensor_parallel_size=tensor_parallel_size,
-            )
+            if families:
+                self.graphs = GraphSteps(
+                    families,
+                    self.attention,
+                    self.wrapper,
+                    GraphSetting(cudagraph_mode, sizes, longest, backend, self.streams.planning),
+                    num_ranks=1 if group is None else group.size,
+                    tensor_parallel_size=tensor_parallel_size,
+                )
         self._sampling = SamplingContext(
             compute_logits=lambda hidden: self.model.compute_logits(hidden),
             vocab_size=self.config.vocab_size,

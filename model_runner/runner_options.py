@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from moe import All2All, EmulatedLink, make_all2all
 from ubatch import CommGroup, ConfigError, UBatchConfig, Verify, nearest
 
-__all__ = ["check_max_model_len", "is_fp8", "make_transport", "with_group"]
+__all__ = ["check_max_model_len", "is_fp8", "with_group"]
 
 
 def with_group(config: UBatchConfig, group: CommGroup | None) -> UBatchConfig:
@@ -43,20 +42,3 @@ def check_max_model_len(asked: int | None, limit: int) -> int:
     if not 1 <= asked <= limit:
         raise ConfigError(f"max_model_len must be from 1 to the model's {limit} positions, not {asked}.")
     return asked
-
-
-def make_transport(name: str | None, group: CommGroup | None, link: EmulatedLink | None, num_experts: int) -> All2All:
-    """How tokens reach their experts; `local` for one rank, `torch_dist` for several, over `link` if there is one.
-
-    Raises:
-        ConfigError: an unknown back end, or one for a dense model.
-    """
-    if num_experts == 0:
-        if name is not None or link is not None:
-            raise ConfigError("a dense model has no experts to reach: leave all2all_backend and link out.")
-        return make_all2all("local", group=None, num_experts=1)  # never asked for anything
-    if name is None:
-        name = "local" if group is None or group.size == 1 else "torch_dist"
-    if link is None:
-        return make_all2all(name, group=group, num_experts=num_experts)
-    return make_all2all("emulated_link", group=group, num_experts=num_experts, link=link, inner=name)

@@ -113,6 +113,8 @@ def generate_on_rank(rank: int, world_size: int, options: Options, config: UBatc
             group=group,
             tensor_parallel_size=options.tensor_parallel_size,
             all2all_backend=options.all2all_backend,
+            all2all_options=options.all2all_options,
+            max_num_batched_tokens=options.max_num_batched_tokens,
             experts_backend=options.moe_backend,
             link=make_link(options.emulated_link),
             dbo=config,

@@ -13,6 +13,7 @@ from pydantic import BaseModel, Field
 from attention import attention_backends
 from moe import experts_backends
 from serving.options import Speculation, read_speculation
+from serving.options.fields import NamedValues
 from serving.runner_setup import choose_dtype, count_gpus, read_config, tensor_parallel_faults
 from serving.speculation import SpeculationConfig
 from ubatch import ConfigError, UBatchConfig
@@ -56,7 +57,8 @@ class Options(BaseModel):
     dbo_decode_token_threshold: Annotated[int | None, Field(description="fewest tokens of a decode step (32)")] = None
     dbo_prefill_token_threshold: Annotated[int | None, Field(description="fewest tokens with a prefill (512)")] = None
     schedule: Annotated[str | None, Field(description="a named schedule (mlp_shared_overlap)")] = None
-    all2all_backend: Annotated[str | None, Field(description="how tokens reach their experts")] = None
+    all2all_backend: Annotated[str | None, Field(description="how tokens reach their experts (auto)")] = None
+    all2all_options: Annotated[NamedValues, Field(description="its options")] = None
     moe_backend: Annotated[str, Field(description=f"auto, or one of {', '.join(experts_backends())}")] = "auto"
     device: Annotated[
         Literal["auto", "cpu", "cuda"], Field(description="auto is a GPU for one rank, if there is one")
@@ -108,8 +110,12 @@ def prepare(options: Options) -> UBatchConfig:
             "all experts."
         )
     if not options.enable_expert_parallel:
-        if options.all2all_backend is not None:
-            raise ConfigError("--all2all-backend needs --enable-expert-parallel; without it no token travels.")
+        for flag, value in (
+            ("--all2all-backend", options.all2all_backend),
+            ("--all2all-options", options.all2all_options),
+        ):
+            if value:
+                raise ConfigError(f"{flag} needs --enable-expert-parallel; without it no token travels.")
         if options.emulated_link is not None and options.tensor_parallel_size == 1:
             raise ConfigError(
                 "--emulated-link needs --enable-expert-parallel, or --tensor-parallel-size 2 or more; without them "

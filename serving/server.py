@@ -201,6 +201,9 @@ class _Serve:
             log_event(_logger, "engine", rank=rank, pid=pid, **place)
         for line in client.info.memory.splitlines():
             log_event(_logger, f"memory of {line}")
+        transport = self.settings.all["all2all_backend"]
+        if transport.value is not None:
+            log_event(_logger, f"all2all back end {transport.value}", reason=transport.detail or "asked for")
         self._log_overlap()
         log_event(_logger, f"ready on {_url(self.listener)}", model=self.settings["served_model_name"])
 

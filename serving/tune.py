@@ -15,8 +15,10 @@ from pydantic import BaseModel, Field, field_validator
 
 from attention import attention_backends
 from model_runner import Checkpoint, ModelRunner
+from model_runner.transport import resolve_all2all
 from moe import experts_backends
 from serving.bench.statistics import environment
+from serving.options.fields import NamedValues
 from serving.ranks import run_ranks
 from serving.runner_setup import choose_dtype, count_gpus, make_link
 from serving.tuning.batches import kv_blocks_needed, requests_needed
@@ -41,7 +43,8 @@ class Options(BaseModel):
     model: Annotated[tyro.conf.Positional[Path], Field(description="folder of a Hugging Face checkpoint")]
     out: Annotated[Path, Field(description="YAML file to write; .html and .png beside it")] = Path("dbo.yaml")
     data_parallel_size: Annotated[int, Field(ge=2, description="ranks; they share the experts")] = 2
-    all2all_backend: Annotated[str | None, Field(description="how tokens reach their experts")] = None
+    all2all_backend: Annotated[str | None, Field(description="how tokens reach their experts (auto)")] = None
+    all2all_options: Annotated[NamedValues, Field(description="its options")] = None
     emulated_link: Annotated[
         tuple[float, float] | None,
         tyro.conf.arg(metavar="US MB/S"),
@@ -147,10 +150,12 @@ def _tune_on_rank(rank: int, world_size: int, options: Options, device: str, sta
     shared = [state]  # under a launcher every rank has looked for the file by itself
     dist.broadcast_object_list(shared, src=0)
     state = shared[0]
+    backend, _ = resolve_all2all(options.all2all_backend, group)
     with ModelRunner(
         options.model,
         group=group,
-        all2all_backend=options.all2all_backend,
+        all2all_backend=backend,
+        all2all_options=options.all2all_options,
         experts_backend=options.moe_backend,
         link=link,
         dbo=UBatchConfig(timeout_s=_TIMEOUT_S),
@@ -160,6 +165,7 @@ def _tune_on_rank(rank: int, world_size: int, options: Options, device: str, sta
         block_size=options.block_size,
         num_kv_blocks=kv_blocks_needed(plan.grid, options.block_size),
         max_num_seqs=requests_needed(plan.grid),
+        max_num_batched_tokens=options.max_prefill_tokens,
     ) as runner:
         longest = max(options.prompt_len, options.context + 1 + options.draft_tokens)
         if longest > runner.max_model_len:
@@ -170,7 +176,7 @@ def _tune_on_rank(rank: int, world_size: int, options: Options, device: str, sta
             tuner = Tuner(runner, plan, state, state_file(options.out), steps)
             state = tuner.run()
             arms: Mapping[str, list[Arm]] = {mode: tuner.arms(mode) for mode in plan.grid.modes}
-    return make_result(plan.grid.cells(), arms, state, _facts(options, device, state))
+    return make_result(plan.grid.cells(), arms, state, _facts(options, backend, device, state))
 
 
 def _device(options: Options) -> str:
@@ -203,14 +209,14 @@ def _key(options: Options, device: str) -> dict[str, Any]:
     }
 
 
-def _facts(options: Options, device: str, state: State) -> dict[str, Any]:
+def _facts(options: Options, backend: str, device: str, state: State) -> dict[str, Any]:
     link = "the real one"
     if options.emulated_link is not None:
         link = f"emulated, {options.emulated_link[0]:g} us and {options.emulated_link[1]:g} MB/s"
     machine = environment() | {"device": environment()["device"] if device == "cuda" else "cpu"}
     return {
         "model": options.model.name,
-        "ranks": f"{options.data_parallel_size}, experts shared, {options.all2all_backend or 'torch_dist'}",
+        "ranks": f"{options.data_parallel_size}, experts shared, {backend}",
         "link": link,
         "machine": ", ".join(f"{name} {value}" for name, value in machine.items()),
         "measured": f"{state.rounds} whole rounds in {state.seconds:.0f} s; medians, arms interleaved A B B A",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from runner_graph_cases import make_captured, make_checkpoint, make_runner
 
@@ -60,6 +61,41 @@ def replay_on_rank(rank: int, world_size: int, path: str) -> dict[str, Any]:
                 "experts": len(runner.model.layers[0].mlp.kernel.experts.expert_range),  # type: ignore[index,union-attr]
             }
     return results
+
+
+def default_on_rank(rank: int, world_size: int, path: str) -> dict[str, Any]:
+    """A runner that was not told a transport, over gloo as if it were NCCL."""
+    with make_runner(Path(path)) as alone:
+        expected = tokens_of(alone, rank)
+    group = CommGroup.from_process_group(timeout_s=20)
+    # Gloo's own order is what collectives see; the runner and its transport see NCCL's.
+    with mock.patch.object(CommGroup, "stream_ordered", return_value=True):
+        runner = make_captured(Path(path), group=group, cudagraph_mode="auto", cudagraph_capture_sizes=SIZES)
+    with runner:
+        tokens = tokens_of(runner, rank)
+        return {
+            "same": tokens == expected,
+            "transport": type(runner.all2all).__name__,
+            "replays": runner.statistics().graph_replays,
+        }
+
+
+def test_the_default_inside_a_node_is_captured(tmp_path: Path) -> None:
+    for result in run_ranks(default_on_rank, 2, str(make_checkpoint(tmp_path / "tiny"))):
+        assert result["same"]
+        assert result["transport"] == "AllGatherReduceScatterAll2All"
+        assert result["replays"] >= 8
+
+
+def machines_on_rank(rank: int, world_size: int) -> tuple[bool, bool]:
+    group = CommGroup.from_process_group(timeout_s=20)
+    with mock.patch("ubatch.group.machine_name", return_value=f"machine {rank}"):
+        apart = group.on_one_machine()
+    return group.on_one_machine(), apart
+
+
+def test_ranks_know_whether_they_are_on_one_machine() -> None:
+    assert run_ranks(machines_on_rank, 2) == [(True, False)] * 2
 
 
 def test_ranks_replay_the_same_graphs(tmp_path: Path) -> None:

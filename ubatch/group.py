@@ -25,7 +25,8 @@ from torch.utils.checkpoint import _StopRecomputationError
 from ubatch.connection import Connection
 from ubatch.errors import ConfigError, GroupBroken, LaunchOrderError, OverlapDeclined, TransferTimeout, describe, note
 from ubatch.launch_order import BALLOT_WIDTH, check_ballots, first_difference
-from ubatch.vote import OFFER_WIDTH, Decision, Offer, decide, decode_offer, encode_offer
+from ubatch.machine import machine_name
+from ubatch.vote import OFFER_WIDTH, Decision, Offer, decide, decode_offer, encode_offer, fingerprint
 
 __all__ = ["CommGroup"]
 
@@ -180,6 +181,15 @@ class CommGroup:
         work = dist.all_reduce(told, dist.ReduceOp.MIN, group=connection.vote_pg, async_op=True)
         connection.wait_for_works((work,), "least", patient=patient)
         return float(told)
+
+    def on_one_machine(self) -> bool:
+        """Whether all ranks run on one machine. Every rank must call it.
+
+        Raises:
+            PeerFailed, TransferTimeout, GroupBroken: as a vote.
+        """
+        number = fingerprint(machine_name())
+        return self.least(number) == -self.least(-number)
 
     def step(self) -> AbstractContextManager[None]:
         """What the ranks do together, a vote included. An error in it breaks the group, and the peers are told.

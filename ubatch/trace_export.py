@@ -14,13 +14,13 @@ from __future__ import annotations
 
 import itertools
 import json
-import platform
 import re
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from ubatch.machine import machine_name
 from ubatch.trace import UNSPLIT, Span, SpanKind, StepNote
 
 __all__ = ["Clock", "Mark", "TraceSummary", "points", "summarise", "to_chrome", "write_chrome"]
@@ -158,9 +158,7 @@ class Clock:
     @staticmethod
     def here() -> Clock:
         """This machine's."""
-        boot = Path("/proc/sys/kernel/random/boot_id")
-        host = boot.read_text(encoding="ascii").strip() if boot.is_file() else platform.node()
-        return Clock(host, time.time() - time.monotonic())
+        return Clock(machine_name(), time.time() - time.monotonic())
 
 
 def to_chrome(

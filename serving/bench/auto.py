@@ -38,6 +38,7 @@ from tqdm import tqdm
 
 from model_runner import InputBatch, ModelRunner
 from model_runner.dbo_auto import DboAuto
+from model_runner.transport import most_chunks
 from moe import EmulatedLink
 from serving.bench.options import ReportOptions
 from serving.bench.statistics import Interval
@@ -205,7 +206,7 @@ def _measure_on_rank(rank: int, world_size: int, options: Options) -> list[AutoR
 
 @torch.inference_mode()
 def _measure(runner: ModelRunner, link: EmulatedLink, ratio: float, options: Options) -> AutoResult:
-    auto = DboAuto(runner.dbo, runner.group, runner.device, max_chunks=runner.all2all.traits.max_chunks)
+    auto = DboAuto(runner.dbo, runner.group, runner.device, max_chunks=most_chunks(runner.all2all))
     start = time.perf_counter()
     searched = prepare_auto(auto, runner, Room(requests_needed(options.grid), options.max_prefill_tokens))
     preparing_s = time.perf_counter() - start
@@ -254,7 +255,7 @@ def _measure(runner: ModelRunner, link: EmulatedLink, ratio: float, options: Opt
 def _arms(runner: ModelRunner, searched: Iterable[Arm]) -> dict[str, UBatchConfig]:
     """Those that auto may choose."""
     lanes = runner.dbo.resolved_schedule().lanes
-    arms = [*library_arms((lanes, lanes + 1), chunks=runner.all2all.traits.max_chunks > 1), *searched]
+    arms = [*library_arms((lanes, lanes + 1), chunks=most_chunks(runner.all2all) > 1), *searched]
     return {arm.name: arm_config(runner.dbo, arm) for arm in arms}
 
 

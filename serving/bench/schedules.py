@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 from pydantic import Field
 
+from model_runner.transport import most_chunks
 from serving.bench.statistics import Interval, bootstrap, interleave_arms, paired
 from serving.bench.step_setting import (
     SplitCompute,
@@ -173,7 +174,7 @@ def describe_work(work: Schedule) -> str:
 
 def _named(setting: StepSetting) -> list[Schedule]:
     """Those that the transport serves, each work and order once."""
-    most = setting.runner.all2all.traits.max_chunks
+    most = most_chunks(setting.runner.all2all)
     found: dict[Schedule, Schedule] = {}
     for schedule in SCHEDULES.values():
         if schedule != SERIAL and schedule.chunks <= most and not schedule.signalled:  # that takes a GPU

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -30,7 +31,8 @@ class EngineOptions:
         tensor_parallel_size: processes of each of them, which share its attention and dense layers. They are
             consecutive, rank = data-parallel rank * tensor_parallel_size + tensor-parallel rank, and on one node.
         enable_expert_parallel: all processes share the experts, and step together.
-        all2all_backend: how tokens reach their experts.
+        all2all_backend: how tokens reach their experts; None chooses, see `model_runner.transport`.
+        all2all_options: its options; those left out follow from the steps that there will be.
         moe_backend: who computes the experts, `ModelRunner`'s `experts_backend`.
         emulated_link: latency in microseconds and bandwidth in MB/s of a link to deliver over; None for none.
         attention_backend: see `ModelRunner`, also for the next three.
@@ -65,6 +67,7 @@ class EngineOptions:
     tensor_parallel_size: int = 1
     enable_expert_parallel: bool = False
     all2all_backend: str | None = None
+    all2all_options: Mapping[str, object] | None = None
     moe_backend: str = "auto"
     emulated_link: tuple[float, float] | None = None
     attention_backend: str = "auto"
@@ -104,8 +107,9 @@ class EngineOptions:
                 "enable_expert_parallel needs data_parallel_size 2 or more, or tensor_parallel_size; one rank has all "
                 "experts."
             )
-        if not self.enable_expert_parallel and self.all2all_backend is not None:
-            raise ConfigError("all2all_backend needs enable_expert_parallel: else no token travels to its experts.")
+        for name in ("all2all_backend", "all2all_options"):
+            if getattr(self, name) and not self.enable_expert_parallel:
+                raise ConfigError(f"{name} needs enable_expert_parallel: else no token travels to its experts.")
         if self.step_size == 1 and self.emulated_link is not None:
             raise ConfigError("emulated_link needs enable_expert_parallel or tensor_parallel_size: nothing travels.")
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from model_runner import ModelConfig
+from moe import check_all2all_options
 from serving.options.flags import FILE_ONLY, SETTINGS
 from serving.options.overlap import overlap_config
 from serving.options.sources import Settings
@@ -45,7 +46,8 @@ def check_with_model(settings: Settings, model: ModelConfig, machine: Machine) -
     Raises:
         ConfigError: a setting is more than the checkpoint or the machine has, or contradicts another.
     """
-    for check in (_checkpoint(settings, model), _device(settings, machine), _steps(settings), _graph_sizes(settings)):
+    checks = (_checkpoint(settings, model), _device(settings, machine), _steps(settings), _graph_sizes(settings))
+    for check in (*checks, _transport(settings)):
         for message in check:
             raise ConfigError(message)
 
@@ -117,8 +119,9 @@ def _parallelism(s: Settings) -> Iterator[str]:
                 "how fast it is."
             )
         return
-    if s["all2all_backend"] is not None:
-        yield f"{s.spell('all2all_backend')} needs --enable-expert-parallel; without it no token travels."
+    for name in ("all2all_backend", "all2all_options"):
+        if s[name]:
+            yield f"{s.spell(name)} needs --enable-expert-parallel; without it no token travels."
     if s["emulated_link"] is not None and s["tensor_parallel_size"] == 1:
         yield (
             f"{s.spell('emulated_link')} needs --enable-expert-parallel, or --tensor-parallel-size 2 or more; without "
@@ -248,3 +251,11 @@ def _graph_sizes(s: Settings) -> Iterator[str]:
                 f"{s.spell(name)} has {largest}, above {s.spell('max_num_seqs')} ({s['max_num_seqs']}): no step has so "
                 "many requests. Lower the one or raise the other."
             )
+
+
+def _transport(s: Settings) -> Iterator[str]:
+    if s["all2all_backend"] is not None:
+        try:
+            check_all2all_options(s["all2all_backend"], s["all2all_options"] or {})
+        except ConfigError as error:
+            yield f"{s.spell('all2all_options')}: {error}"

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import Annotated, Any
 
 import tyro
+import yaml
 from pydantic import (
     AfterValidator,
     BaseModel,
@@ -16,10 +17,11 @@ from pydantic import (
     ValidationError,
     model_validator,
 )
+from tyro.constructors import PrimitiveConstructorSpec
 
 from ubatch import UBatchError, nearest
 
-__all__ = ["Group", "Positive", "WrongValue", "derived", "one_of", "parse_bytes"]
+__all__ = ["Group", "NamedValues", "Positive", "WrongValue", "derived", "one_of", "parse_bytes"]
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
@@ -98,3 +100,35 @@ def derived(metavar: str, how: str) -> Any:
 
 
 Positive = Annotated[int, Field(ge=1)]
+
+
+def _read_values(words: list[str]) -> dict[str, Any]:
+    """`name=value` each; true, false and numbers are what they say, all else is text.
+
+    Raises:
+        ValueError: a word without a name, or a name twice.
+    """
+    values: dict[str, Any] = {}
+    for word in words:
+        name, equals, text = word.partition("=")
+        name = name.replace("-", "_")
+        if not (name and equals and text):
+            raise ValueError(f"expected name=value, not {word!r}")
+        if name in values:
+            raise ValueError(f"{name} is given twice")
+        value = yaml.safe_load(text)
+        values[name] = value if isinstance(value, bool | int | float) else text
+    return values
+
+
+NamedValues = Annotated[
+    dict[str, bool | int | float | str] | None,
+    PrimitiveConstructorSpec(
+        nargs="*",
+        metavar="NAME=VALUE ...",
+        instance_from_str=_read_values,
+        is_instance=lambda value: value is None or isinstance(value, dict),
+        str_from_instance=lambda values: [f"{name}={value}" for name, value in (values or {}).items()],
+    ),
+]
+"""A mapping in a file, words on the command line."""

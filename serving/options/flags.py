@@ -15,8 +15,9 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, Field
 from pydantic.fields import FieldInfo
 
 from attention import attention_backends
+from model_runner.transport import AUTO
 from moe import all2all_backends, experts_backends
-from serving.options.fields import Group, Positive, derived, one_of, parse_bytes
+from serving.options.fields import Group, NamedValues, Positive, derived, one_of, parse_bytes
 from ubatch import SCHEDULES, SplitBy
 from ubatch.vote import MAX_LANES
 
@@ -69,9 +70,14 @@ class Parallelism(Group):
     enable_expert_parallel: Annotated[bool, Field(description="the ranks share the experts, and step together")] = False
     all2all_backend: Annotated[
         str | None,
-        derived("STR", "torch_dist"),
-        one_of(all2all_backends()),
-        Field(description=f"how tokens reach their experts: {', '.join(TRANSPORTS)}"),
+        derived("STR", "auto"),
+        one_of((AUTO, *all2all_backends())),
+        Field(description=f"how tokens reach their experts: {', '.join((AUTO, *TRANSPORTS))}"),
+    ] = None
+    all2all_options: Annotated[
+        NamedValues,
+        tyro.conf.arg(help_behavior_hint="(default: what --max-num-seqs and the other sizes of steps ask for)"),
+        Field(description="its options, such as max_tokens_per_rank=256 use_fp8=true worst_case=true"),
     ] = None
     moe_backend: Annotated[
         str,

@@ -14,6 +14,7 @@ from model_runner import (
     ModelConfig,
     capture_sizes,
 )
+from model_runner.transport import AUTO, choose_all2all
 from serving.engine.options import EngineOptions
 from serving.options.checks import Machine, check_alone, check_with_model
 from serving.options.overlap import overlap_config
@@ -118,8 +119,8 @@ def _derive(s: Settings, model: ModelConfig, stored_dtype: str, machine: Machine
         s = s.derive("gpu_memory_utilization", _GPU_MEMORY_UTILIZATION, "on a GPU")
     elif s["kv_cache_memory"] is None and not on_gpu:
         s = s.derive("kv_cache_memory", DEFAULT_KV_CACHE_MEMORY, "on a CPU")
-    if s["all2all_backend"] is None and s["enable_expert_parallel"]:
-        s = s.derive("all2all_backend", "torch_dist", "the ranks share experts")
+    if s["all2all_backend"] in (None, AUTO) and s["enable_expert_parallel"]:
+        s = s.derive("all2all_backend", *choose_all2all(stream_ordered=on_gpu, one_machine=s["nnodes"] == 1))
     if s["max_model_len"] is None:
         s = s.derive("max_model_len", model.max_position_embeddings, "the checkpoint's")
     if s["served_model_name"] is None:
@@ -199,6 +200,7 @@ _SAME_NAME = (
     "tensor_parallel_size",
     "enable_expert_parallel",
     "all2all_backend",
+    "all2all_options",
     "moe_backend",
     "emulated_link",
     "attention_backend",

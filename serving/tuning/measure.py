@@ -22,6 +22,7 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 from model_runner import ModelRunner
+from model_runner.transport import most_chunks
 from serving.tuning.batches import make_batch
 from serving.tuning.cells import Arm, Cell, Grid, library_arms
 from serving.tuning.stages import best_schedules
@@ -98,7 +99,7 @@ class Tuner:
 
     def arms(self, mode: str) -> list[Arm]:
         """Those that compete in a mode's cells."""
-        chunks = self._runner.all2all.traits.max_chunks > 1 and self._runner.config.num_experts > 0
+        chunks = most_chunks(self._runner.all2all) > 1 and self._runner.config.num_experts > 0
         lanes = [count for count in self._plan.lanes if self._steps.serves(count)]
         return [*library_arms(lanes, chunks=chunks), *self._state.searched.get(mode, [])]
 

@@ -1,0 +1,124 @@
+"""How tokens reach their experts: the transport of a runner, its options, and whether its steps can be captured.
+
+What `auto` stands for, where several ranks share experts:
+
+    NCCL, all ranks on one machine      allgather_reducescatter     decode steps are captured
+    NCCL, several machines              torch_dist                  they run eagerly, and the host waits for counts
+    gloo                                torch_dist                  the same; there is nothing to capture
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+
+import torch
+
+from moe import (
+    All2All,
+    EmulatedLink,
+    StepSizes,
+    check_all2all_options,
+    check_schedule,
+    default_all2all_options,
+    make_all2all,
+    traits_in,
+)
+from ubatch import CommGroup, ConfigError, ForwardMode, UBatchConfig
+
+__all__ = ["AUTO", "check_schedules", "choose_all2all", "make_transport", "most_chunks", "resolve_all2all"]
+
+_logger = logging.getLogger(__name__)
+
+AUTO = "auto"
+
+
+def choose_all2all(*, stream_ordered: bool, one_machine: bool) -> tuple[str, str]:
+    """What `auto` stands for among several ranks that share experts, and why.
+
+    Args:
+        stream_ordered: collectives run in the order of the device's streams (NCCL's do), so they can be captured.
+        one_machine: all ranks are on it.
+    """
+    if stream_ordered and one_machine:
+        return "allgather_reducescatter", "ranks of one machine over NCCL: it waits for no counts and can be captured"
+    if stream_ordered:
+        return "torch_dist", "several machines: rows travel only to ranks that hold their experts; it is not captured"
+    return "torch_dist", "rows travel only to ranks that hold their experts"
+
+
+def resolve_all2all(name: str | None, group: CommGroup | None) -> tuple[str, str]:
+    """What a name stands for on these ranks, and why. Every rank of the group must call this.
+
+    Args:
+        name: of the back end; `auto` or None for `local` on one rank, else what `choose_all2all` says.
+        group: the ranks that share the experts; None for one alone.
+    """
+    if name is not None and name != AUTO:
+        return name, "asked for"
+    if group is None or group.size == 1:
+        return "local", "one rank has all experts"
+    ordered = group.stream_ordered(torch.device("cuda"))
+    return choose_all2all(stream_ordered=ordered, one_machine=ordered and group.on_one_machine())
+
+
+def make_transport(
+    name: str | None,
+    group: CommGroup | None,
+    link: EmulatedLink | None,
+    num_experts: int,
+    options: Mapping[str, object] | None = None,
+    sizes: StepSizes | None = None,
+) -> All2All:
+    """The transport of a model. Every rank of the group must call this.
+
+    Args:
+        name, group: see `resolve_all2all`.
+        link: deliver over it.
+        num_experts: of all ranks; 0 for a dense model.
+        options: of the back end.
+        sizes: of the steps, from which follow the options that are not given; None for the back end's own defaults.
+
+    Raises:
+        ConfigError: an unknown back end or option, or one for a dense model.
+    """
+    if num_experts == 0:
+        if name not in (None, AUTO) or link is not None or options:
+            raise ConfigError("a dense model has no experts to reach: leave all2all_backend, its options and link out.")
+        return make_all2all("local", group=None, num_experts=1)  # never asked for anything
+    name, why = resolve_all2all(name, group)
+    ranks, options = 1 if group is None else group.size, dict(options or {})
+    check_all2all_options(name, options)
+    if sizes is not None:
+        options = default_all2all_options(name, sizes, ranks) | options
+    if ranks > 1:
+        _logger.info("all2all back end %s (%s), options %s", name, why, options or "none")
+    if link is None:
+        return make_all2all(name, group=group, num_experts=num_experts, **options)
+    return make_all2all("emulated_link", group=group, num_experts=num_experts, link=link, inner=name, **options)
+
+
+def check_schedules(config: UBatchConfig, all2all: All2All, *, verifies: bool) -> None:
+    """Refuse a schedule that the transport cannot serve in the steps it is for, before any step runs.
+
+    Args:
+        config: of the runner.
+        all2all: of its model, which has experts.
+        verifies: there are verify steps.
+
+    Raises:
+        ConfigError: see `moe.check_schedule`.
+    """
+    modes = (ForwardMode.DECODE, ForwardMode.PREFILL, *([ForwardMode.TARGET_VERIFY] if verifies else []))
+    for mode in modes:
+        settings = config.for_mode(mode)
+        if config.enable_dbo and settings.overlaps:
+            try:
+                check_schedule(settings.schedule, all2all, traits_in(all2all, mode, 1))
+            except ConfigError as error:
+                raise ConfigError(f"{mode} steps: {error}") from None
+
+
+def most_chunks(all2all: All2All) -> int:
+    """How many blocks of experts a layer may be cut into, in steps of any mode."""
+    return min(traits_in(all2all, mode, 1).max_chunks for mode in (ForwardMode.DECODE, ForwardMode.PREFILL))

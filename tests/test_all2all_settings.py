@@ -1,0 +1,181 @@
+"""Transports and their options as settings: what is chosen and why, what follows from the steps, what is refused."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+from unittest import mock
+
+import deep_ep_standin
+import pytest
+import yaml
+
+from model_runner.graph_mode import capturable_families
+from model_runner.graph_sizes import graph_families
+from model_runner.transport import check_schedules, most_chunks
+from moe import StepSizes, default_all2all_options, make_all2all, traits_in
+from serving.options import Machine, Settings, describe_settings, resolve_settings, to_engine_options
+from serving.options.sources import Source, read_command_line, read_file, read_keywords
+from ubatch import CommGroup, ConfigError, ForwardMode, UBatchConfig
+from ubatch.modes import ModeSettings
+
+TINY = str(Path(__file__).resolve().parent.parent / "examples" / "models" / "tiny-moe")
+EP = ("--data-parallel-size", "2", "--enable-expert-parallel")
+GPUS, CPU = Machine(gpus=2), Machine()
+DECODE, PREFILL, VERIFY = ForwardMode.DECODE, ForwardMode.PREFILL, ForwardMode.TARGET_VERIFY
+
+
+def resolve(*words: str, machine: Machine = GPUS) -> Settings:
+    return resolve_settings(read_command_line("ubatch serve", "", [TINY, *words]).settings, machine=machine)
+
+
+@contextmanager
+def group_of(ranks: int) -> Iterator[CommGroup]:
+    """A group that nobody sends anything over, beside the stand-in for DeepEP."""
+    group = cast(CommGroup, mock.create_autospec(CommGroup, instance=True))
+    group.rank, group.size = 0, ranks
+    with deep_ep_standin.installed():
+        yield group
+
+
+# -- options ---------------------------------------------------------------------------------------------------------
+
+
+def test_options_come_from_the_line_a_file_and_python(tmp_path: Path) -> None:
+    wanted = {"max_tokens_per_rank": 64, "use_fp8": True}
+    words = ("--all2all-backend", "deepep_auto", "--all2all-options", "max-tokens-per-rank=64", "use_fp8=true")
+    from_line = resolve(*EP, *words)
+    assert to_engine_options(from_line).all2all_options == wanted
+    keywords = {"model": TINY, "data_parallel_size": 2, "enable_expert_parallel": True}
+    from_python = read_keywords(keywords | {"all2all_backend": "deepep_auto", "all2all_options": wanted})
+    assert to_engine_options(resolve_settings(from_python, machine=GPUS)).all2all_options == wanted
+    file = tmp_path / "serve.yaml"
+    file.write_text(describe_settings(from_line))
+    assert yaml.safe_load(file.read_text())["all2all-options"] == wanted
+    assert to_engine_options(resolve_settings(read_file(file), machine=GPUS)) == to_engine_options(from_line)
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        (("--all2all-options", "use_fp8=true"), "--all2all-options needs --enable-expert-parallel"),
+        (
+            (*EP, "--all2all-options", "use_fp8=true"),
+            "'allgather_reducescatter' has no option 'use_fp8'; it takes none",
+        ),
+        (
+            (*EP, "--all2all-backend", "deepep_v2", "--all2all-options", "worst-cases=true"),
+            "'deepep_v2' has no option 'worst_cases'; did you mean 'worst_case'",
+        ),
+        (
+            (*EP, "--all2all-backend", "deepep_v2", "--all2all-options", "max_tokens_per_rank=true"),
+            "option max_tokens_per_rank must be int, not True",
+        ),
+        (
+            (*EP, "--all2all-backend", "deepep_low_latency", "--all2all-options", "share_buffer=2"),
+            "option share_buffer must be bool, not 2",
+        ),
+        ((*EP, "--all2all-options", "use_fp8"), "expected name=value, not 'use_fp8'"),
+        ((*EP, "--all2all-options", "a=1", "a=2"), "a is given twice"),
+    ],
+)
+def test_options_that_nothing_takes_are_refused_at_once(words: tuple[str, ...], complaint: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        resolve(*words)
+    assert complaint in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "ranks", "options"),
+    [
+        ("deepep_low_latency", StepSizes(256, 2048), 2, {"max_tokens_per_rank": 256}),
+        ("deepep_low_latency", StepSizes(9), 2, {"max_tokens_per_rank": 10}),  # times 2 ranks a multiple of 4
+        ("deepep_low_latency", StepSizes(9), 3, {"max_tokens_per_rank": 12}),
+        ("deepep_low_latency", StepSizes(1024), 2, {"max_tokens_per_rank": 510}),  # what the queues are deep enough for
+        ("deepep_auto", StepSizes(256, 2048, captured=True), 8, {"max_tokens_per_rank": 256}),
+        ("deepep_auto", StepSizes(1024, captured=True), 8, {"max_tokens_per_rank": 511, "worst_case": True}),
+        ("deepep_auto", StepSizes(1024, captured=True), 16, {"max_tokens_per_rank": 511, "worst_case": False}),
+        ("deepep_high_throughput", StepSizes(256, captured=True), 8, {"worst_case": True}),
+        ("deepep_high_throughput", StepSizes(256, captured=True), 16, {"worst_case": False}),
+        ("deepep_v2", StepSizes(256, 8192, captured=True), 16, {"max_tokens_per_rank": 8192, "worst_case": True}),
+        ("deepep_v2", StepSizes(256), 2, {"worst_case": False}),
+        ("torch_dist", StepSizes(256, 8192, captured=True), 2, {}),
+    ],
+)
+def test_options_follow_from_the_steps(name: str, sizes: StepSizes, ranks: int, options: dict[str, Any]) -> None:
+    assert default_all2all_options(name, sizes, ranks) == options
+
+
+# -- what can be captured --------------------------------------------------------------------------------------------
+
+
+def test_auto_is_judged_by_the_way_that_a_step_goes() -> None:
+    with group_of(2) as group:
+        auto = make_all2all("deepep_auto", group=group, num_experts=8, max_tokens_per_rank=64)
+        assert traits_in(auto, DECODE, 64).capturable
+        assert traits_in(auto, VERIFY, 64).capturable
+        assert not traits_in(auto, DECODE, 65).capturable, "high throughput, which waits for counts"
+        assert not traits_in(auto, PREFILL, 64).capturable
+        without_counts = make_all2all("deepep_auto", group=group, num_experts=8, worst_case=True)
+        assert traits_in(without_counts, PREFILL, 4096).capturable
+        assert not traits_in(make_all2all("torch_dist", group=group, num_experts=8), DECODE, 1).capturable
+
+
+def test_steps_that_do_not_fit_are_not_captured_or_refused(caplog: pytest.LogCaptureFixture) -> None:
+    families = graph_families((32, 64, 128), UBatchConfig(dbo_decode_token_threshold=128), num_speculative_tokens=1)
+    with group_of(2) as group:
+        auto = make_all2all("deepep_auto", group=group, num_experts=8, max_tokens_per_rank=64)
+        with caplog.at_level(logging.WARNING):
+            kept = capturable_families(families, auto, "auto")
+        advice = "Raise max_tokens_per_rank or set worst_case among the all2all options (--all2all-options)"
+        assert "decode steps of 128 tokens or more" in caplog.text
+        assert advice in caplog.text
+        shapes = {(shape.mode, shape.lanes, shape.lane_tokens) for family in kept for shape in family.shapes}
+        assert shapes == {(DECODE, 1, 32), (DECODE, 1, 64), (DECODE, 2, 64), (VERIFY, 1, 64), (VERIFY, 2, 64)}
+        with pytest.raises(ConfigError, match="cudagraph_mode full: decode steps of 128 tokens or more"):
+            capturable_families(families, auto, "full")
+        assert capturable_families(families, auto, "full", tensor_parallel_size=4) == families
+        roomy = make_all2all("deepep_auto", group=group, num_experts=8, max_tokens_per_rank=256)
+        assert capturable_families(families, roomy, "full") == families
+
+
+def test_schedules_that_a_way_cannot_serve_are_refused_before_any_step() -> None:
+    config = UBatchConfig(schedule="single_batch")
+    with group_of(2) as group:
+        auto = make_all2all("deepep_auto", group=group, num_experts=8, share_buffer=True)
+        assert most_chunks(auto) == 1
+        with pytest.raises(ConfigError, match=r"^decode steps: schedule 'single_batch' has 2 chunks, but .* serves 1"):
+            check_schedules(config, auto, verifies=False)
+        check_schedules(replace(config, modes={"decode": ModeSettings("serial")}), auto, verifies=False)
+        check_schedules(config, make_all2all("deepep_auto", group=group, num_experts=8), verifies=True)
+
+
+# -- what auto is ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "machine", "name", "why"),
+    [
+        ((), GPUS, "allgather_reducescatter", "ranks of one machine over NCCL"),
+        (("--all2all-backend", "auto"), GPUS, "allgather_reducescatter", "can be captured"),
+        (
+            ("--nnodes", "2", "--master-addr", "10.0.0.1", "--master-port", "29500"),
+            GPUS,
+            "torch_dist",
+            "several machines",
+        ),
+        ((), CPU, "torch_dist", "rows travel only to ranks that hold their experts"),
+    ],
+)
+def test_auto_says_what_it_chose_and_why(words: tuple[str, ...], machine: Machine, name: str, why: str) -> None:
+    settings = resolve(*EP, *words, machine=machine)
+    assert settings.all["all2all_backend"].source is Source.DERIVED
+    assert to_engine_options(settings).all2all_backend == name
+    line = next(line for line in describe_settings(settings).splitlines() if line.startswith("all2all-backend:"))
+    assert json.dumps(name) in line
+    assert why in line
