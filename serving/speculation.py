@@ -85,7 +85,7 @@ class SpeculationConfig:
 
 
 def runner_options(config: SpeculationConfig | None) -> dict[str, Any]:
-    """What `ModelRunner` is told: how drafts are accepted, how many a verify step has, and whether they may be trees."""
+    """What `ModelRunner` is told: how drafts are accepted, how many a step verifies, and whether in trees."""
     if config is None:
         return {}
     return {
