@@ -29,6 +29,7 @@ from torch import Tensor
 from triton.runtime.jit import JITFunction
 
 from moe.kernels.align import align_pairs, tile_batches
+from moe.kernels.copy import copy_on_sms
 from moe.kernels.gemm_configs import GemmConfig, gemm_configs
 from moe.kernels.grouped_gemm import Rows, Weights, project_down, project_up
 from moe.kernels.quantize import quantize_rows
@@ -108,7 +109,7 @@ def forget() -> None:
 
 
 def compile_gemms(rows: int, dtype: torch.dtype, *, batched: bool, few: bool) -> None:
-    """Both GEMMs with every config for tiles of `rows`, or only the first."""
+    """Both GEMMs with every config for tiles of `rows`, dealt and claimed, or only the first ones."""
     tokens, capacity = 16, 64
     up, down = weights(dtype, 2 * INTERMEDIATE, HIDDEN), weights(dtype, HIDDEN, INTERMEDIATE)
     result = torch.bfloat16 if dtype == FP8 else dtype
@@ -122,7 +123,8 @@ def compile_gemms(rows: int, dtype: torch.dtype, *, batched: bool, few: bool) ->
         x, h = rows_of(tokens, dtype, HIDDEN), rows_of(tokens * TOP_K, dtype, INTERMEDIATE)
         routed = torch.zeros(tokens, TOP_K)
     for gated in (True, False):
-        for config in gemm_configs(rows, dtype, gated=gated)[: 1 if few else None]:
+        dealt, claimed = (gemm_configs(rows, dtype, gated=gated, claimed=claimed) for claimed in (False, True))
+        for config in (dealt[0], claimed[0]) if few else (*dealt, *claimed):
             use(
                 config,
                 shared_memory(config, rows, dtype, gated=gated),
@@ -159,6 +161,7 @@ def main(capability: int, thorough: bool) -> None:
     quantize_rows(numbers(4, HIDDEN, dtype=torch.bfloat16))
     sum_choices(numbers(4, TOP_K, HIDDEN, dtype=torch.bfloat16), torch.zeros(4, TOP_K, dtype=torch.int64), 0, 4)
     compile_signals()
+    copy_on_sms(*torch.empty(2, 1 << 20, dtype=torch.uint8), 16)
     for dtype in (torch.bfloat16, FP8):
         for rows in (16, 128) if not thorough else (16, 32, 64, 128):
             compile_gemms(rows, dtype, batched=False, few=not thorough)

@@ -32,6 +32,7 @@ FIGURES = {
         "communication 1x compute: schedule_efficiency",
         "communication 1x compute: speed-up",
     ],
+    "sms": ["least slow-down", "claimed / dealt, alone", "claimed beside: slow-down", "reserved beside: slow-down"],
     "decode": ["plain: CPU of replay()", "plain: CPU of a whole step", "overlapped: CPU of replay()"],
     "lanes": ["hand-offs per layer", "lanes' cost per hand-off, launching"],
 }

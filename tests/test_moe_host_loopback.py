@@ -11,7 +11,7 @@ import torch
 from fake_cuda import FakeCuda
 from lanes import lane_pool, run
 from moe_layers import Layer, Routed, make_layer, make_tokens
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -27,6 +27,8 @@ from ubatch import (
     Point,
     Schedule,
     Transfer,
+    UBatchConfig,
+    UBatchWrapper,
     dbo_yield,
     tracing,
 )
@@ -39,8 +41,8 @@ STEPS = 2
 LAYERS = 3
 
 
-def loopback(layer: Layer, bytes_factor: float = 1.0) -> HostLoopbackAll2All:
-    return HostLoopbackAll2All(num_experts=layer.num_experts, bytes_factor=bytes_factor)
+def loopback(layer: Layer, bytes_factor: float = 1.0, sms: int = 0) -> HostLoopbackAll2All:
+    return HostLoopbackAll2All(num_experts=layer.num_experts, bytes_factor=bytes_factor, sms=sms)
 
 
 def memory_of(transport: HostLoopbackAll2All, lane: int | None, device: torch.device = CPU) -> Tensor:
@@ -99,6 +101,54 @@ def test_more_bytes_cross_and_the_payload_stays_the_same(factor: float) -> None:
     assert torch.equal(home.wait(), y)
     assert home.bytes_sent == round(factor * y.nbytes)
     assert copied.bytes == 2 * home.bytes_sent, "to the host, and back"
+
+
+@pytest.mark.parametrize("factor", [1.0, 1.3])
+@pytest.mark.parametrize("rows", [1, 70, 400])
+def test_sms_move_every_byte(rows: int, factor: float, programs: list[int]) -> None:
+    """Sizes that no word divides, blocks for fewer and for more programs than asked for."""
+    y = torch.randint(0, 256, (rows, 87), dtype=torch.uint8)
+    home = loopback(make_layer(), factor, sms=3).travel("combine", y)
+    assert torch.equal(home.wait(), y)
+    assert home.bytes_sent == round(factor * y.nbytes)
+    assert max(programs) == {1: 1, 70: 2, 400: 3}[rows]
+
+
+def test_what_a_schedule_reserves_comes_before_what_the_transport_is_given(programs: list[int]) -> None:
+    model = TwoLayers(loopback(make_layer(num_experts=4), sms=3))
+    for comm_sms, expected in ((0, 3), (5, 5)):
+        programs.clear()
+        config = UBatchConfig(verify="off", dbo_prefill_token_threshold=2, comm_sms=comm_sms)
+        with FakeCuda().installed() as cuda, closing(UBatchWrapper(model, config)) as wrapper, torch.inference_mode():
+            wrapper(torch.randn(800, 12))
+            cuda.check()
+            assert wrapper.statistics().engaged == 1
+            assert wrapper.statistics().sm_budget == ({"host_loopback": True} if comm_sms else {})
+        assert max(programs) == expected
+
+
+def test_a_cpu_has_no_sms(monkeypatch: pytest.MonkeyPatch, programs: list[int]) -> None:
+    monkeypatch.setattr("ubatch.triton_jit.INTERPRETED", False)
+    with pytest.raises(ConfigError, match=r"host_loopback's sms are a GPU's\. Leave them out"):
+        loopback(make_layer(), sms=3).travel("combine", torch.ones(4))
+    assert not programs
+
+
+@pytest.fixture
+def programs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The programs of every copy."""
+    pytest.importorskip("triton", reason="Triton is not installed; `make test` installs it")
+    from moe.kernels import copy
+
+    kernel, launched = copy._copy_kernel, list[int]()
+
+    class Noting:
+        def __getitem__(self, grid: tuple[int, ...]) -> object:
+            launched.append(grid[0])
+            return kernel[grid]
+
+    monkeypatch.setattr(copy, "_copy_kernel", Noting())
+    return launched
 
 
 @pytest.mark.parametrize("lanes", [2, 3])
@@ -215,6 +265,8 @@ def test_what_cannot_be_is_refused() -> None:
     for factor in (0.5, 0.0, float("inf"), float("nan")):
         with pytest.raises(ConfigError, match="bytes_factor must be at least 1"):
             HostLoopbackAll2All(num_experts=8, bytes_factor=factor)
+    with pytest.raises(ConfigError, match=r"sms must be at least 0 \(0 takes none\), not -1"):
+        HostLoopbackAll2All(num_experts=8, sms=-1)
     routed = make_tokens(layer, 3)
     with pytest.raises(GradientError, match="'host_loopback' got a tensor that requires grad"):
         loopback(layer).dispatch(routed.x.requires_grad_(), routed.ids, routed.weights)
@@ -223,12 +275,13 @@ def test_what_cannot_be_is_refused() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("sms", [0, 4])
 @pytest.mark.usefixtures("no_thread_leaks")
 @torch.inference_mode()
-def test_on_a_gpu_eager_lanes_and_a_graph_give_what_one_batch_does() -> None:
+def test_on_a_gpu_eager_lanes_and_a_graph_give_what_one_batch_does(sms: int) -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     layer = make_layer(num_experts=8, hidden=256, intermediate=64, dtype=torch.bfloat16)
-    transport = loopback(layer, bytes_factor=1.5)
+    transport = loopback(layer, bytes_factor=1.5, sms=sms)
     kernel = FusedMoEModularKernel(transport, make_experts("grouped", layer.w13.to(device), layer.w2.to(device)))
     routed = make_tokens(layer, 96)
     x, ids, weights = routed.x.to(device), routed.ids.to(device), routed.weights.to(device)
@@ -257,6 +310,19 @@ def test_on_a_gpu_eager_lanes_and_a_graph_give_what_one_batch_does() -> None:
     graph.replay()
     assert torch.equal(home, x * 2)
     assert torch.equal(arrived.topk_ids, sent.topk_ids)
+
+
+class TwoLayers(nn.Module):
+    def __init__(self, transport: HostLoopbackAll2All) -> None:
+        super().__init__()
+        layer = make_layer(num_experts=4)
+        self.kernel = FusedMoEModularKernel(transport, DenseExperts(layer.w13, layer.w2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        ids = torch.arange(2).expand(x.shape[0], 2)
+        for _ in range(2):
+            x = x + self.kernel(x * 1, torch.ones(ids.shape), ids)
+        return x
 
 
 class CountCopies(TorchDispatchMode):

@@ -62,10 +62,18 @@ def test_every_kernel_fits_an_sm(compiled: list[list[str]]) -> None:
 
 def test_shared_memory_is_what_was_expected(compiled: list[list[str]]) -> None:
     gemms = [line for line in compiled if len(line) > 6]
-    assert len(gemms) == 12
+    assert len(gemms) == 24
     for line in gemms:
         shared, expected = int(line[1]), int(line[6])
         assert 0.9 * expected - 1024 <= shared <= expected, line
+
+
+def test_a_copy_on_sms_holds_them(compiled: list[list[str]]) -> None:
+    """What it leaves of an SM's registers is too little for another copy, or for a GEMM's program that has an SM."""
+    taken = [(line[0], int(line[3]) * int(line[4])) for line in compiled if line[2] == "1"]
+    (copy,) = (registers for name, registers in taken if name == "_copy_kernel")
+    gemms = [registers for name, registers in taken if name == "_grouped_gemm_kernel"]
+    assert REGISTERS - copy < min(copy, *gemms)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn], ids=str)

@@ -89,7 +89,8 @@ def test_batches(dtype: torch.dtype, arrives_in_fp8: bool) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, FP8], ids=str)
 @pytest.mark.parametrize("rows", [16, 32, 64, 128])
 @pytest.mark.parametrize("gated", [True, False], ids=["up", "down"])
-def test_every_choice_of_tiles_is_right(dtype: torch.dtype, rows: int, gated: bool) -> None:
+@pytest.mark.parametrize("claimed", [False, True], ids=["dealt", "claimed"])
+def test_every_choice_of_tiles_is_right(dtype: torch.dtype, rows: int, gated: bool, claimed: bool) -> None:
     """The autotuner looks at nothing but the time."""
     from moe.kernels.align import align_pairs
     from moe.kernels.gemm_configs import gemm_configs
@@ -108,7 +109,7 @@ def test_every_choice_of_tiles_is_right(dtype: torch.dtype, rows: int, gated: bo
         up, down, tokens_in = Weights(w13), Weights(w2), Rows(x)
     default_up, default_down = (gemm_configs(rows, dtype, gated=which)[0] for which in (True, False))
     expected = answer(w13, w2, x, ids, routed)
-    for config in gemm_configs(rows, dtype, gated=gated):
+    for config in gemm_configs(rows, dtype, gated=gated, claimed=claimed):
         for programs in (sms, 7):
             h = project_up(tokens_in, up, work, K, config if gated else default_up, programs)
             y = project_down(h, down, work, routed, base, default_down if gated else config, programs)
@@ -117,6 +118,42 @@ def test_every_choice_of_tiles_is_right(dtype: torch.dtype, rows: int, gated: bo
                 check(found, expected, dtype)
             except AssertionError as error:
                 raise AssertionError(f"wrong with {config} on {programs} SMs") from error
+    assert not work.tiles.counters[1:].any()
+
+
+def test_no_tile_waits_for_an_sm_that_is_held() -> None:
+    """A copy holds all SMs but a few; the products beside it are done first."""
+    from moe.kernels.align import align_pairs
+    from moe.kernels.copy import copy_on_sms
+    from moe.kernels.gemm_configs import gemm_configs
+    from moe.kernels.grouped_gemm import Rows, Weights, project_up
+
+    (w13, _), (x, ids, _) = weights(torch.bfloat16), tokens(2000, torch.bfloat16)
+    work, (config, *_) = align_pairs(ids, 0, E, 128), gemm_configs(128, torch.bfloat16, gated=True, claimed=True)
+    sms = torch.cuda.get_device_properties(0).multi_processor_count
+    there, host = (
+        torch.zeros(1 << 28, dtype=torch.uint8, device="cuda"),
+        torch.empty(1 << 28, dtype=torch.uint8).pin_memory(),
+    )
+    side, (begun, held, done) = torch.cuda.Stream(), (torch.cuda.Event(enable_timing=True) for _ in range(3))
+
+    def products() -> Tensor:
+        return project_up(Rows(x), Weights(w13), work, K, config, sms).x
+
+    expected = products()
+    copy_on_sms(host, there, sms - 8)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(side):
+        begun.record()
+        copy_on_sms(host, there, sms - 8)
+        held.record()
+    begun.synchronize()
+    found = products()
+    done.record()
+    torch.cuda.synchronize()
+    rows = int((ids >= 0).sum())
+    assert torch.equal(found[:rows], expected[:rows])
+    assert done.elapsed_time(held) > 0
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, FP8], ids=str)

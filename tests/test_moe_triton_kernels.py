@@ -55,7 +55,7 @@ def test_pairs_are_aligned(
     found = align_pairs(ids.to(DEVICE), first, num_experts, rows)
     pairs, tiles = reference_align_pairs(ids, first, num_experts, rows)
     assert found.pair_of_row[: len(pairs)].tolist() == pairs
-    count = int(found.tiles.count)
+    count = int(found.tiles.counters[0])
     assert count <= found.tiles.most
     assert [tuple(tile) for tile in found.tiles.table[:count].tolist()] == tiles
 
@@ -63,14 +63,14 @@ def test_pairs_are_aligned(
 @pytest.mark.parametrize("ids", [[[2**40, -(2**40)]], [[2**32 + 1, 1]]], ids=["far", "wraps"])
 def test_ids_are_not_cut_to_32_bits(ids: list[list[int]]) -> None:
     found = align_pairs(torch.tensor(ids, device=DEVICE), 0, 4, 16)
-    assert int(found.tiles.count) == sum(0 <= expert < 4 for expert in ids[0])
+    assert int(found.tiles.counters[0]) == sum(0 <= expert < 4 for expert in ids[0])
 
 
 def test_batches_are_cut_into_tiles() -> None:
     counts = torch.tensor([3, 0, 20, 7], dtype=torch.int32, device=DEVICE)
     found = tile_batches(counts, 20, 8)
     expected = [[0, 0, 3], [2, 40, 48], [2, 48, 56], [2, 56, 60], [3, 60, 67]]
-    assert int(found.count) == 5
+    assert int(found.counters[0]) == 5
     assert found.table[:5].tolist() == expected
     assert found.most == 12
 
@@ -106,15 +106,15 @@ def test_quantized_rows_of_batches_stop_at_the_counts() -> None:
 
 
 @pytest.mark.parametrize("swap", [False, True], ids=["", "swap"])
-@pytest.mark.parametrize("flatten", [False, True], ids=["", "flatten"])
+@pytest.mark.parametrize("loop", ["dealt", "flatten", "claimed"])
 @pytest.mark.parametrize(("hidden", "intermediate"), [(64, 48), (40, 20), (13, 7)], ids=["tma", "masks", "pointers"])
-def test_projections_of_one_expert(swap: bool, flatten: bool, hidden: int, intermediate: int) -> None:
+def test_projections_of_one_expert(swap: bool, loop: str, hidden: int, intermediate: int) -> None:
     """Every row of two tiles against the formula, on both ways to read; more programs than tiles, and fewer."""
     x, w13, w2 = torch.randn(20, hidden), torch.randn(1, 2 * intermediate, hidden), torch.randn(1, hidden, intermediate)
     assert (descriptor(w13[0].to(DEVICE), (16, 32)) is None) == (hidden == 13)
     weights = torch.rand(20, 1)
     alignment = align_pairs(torch.zeros(20, 1, dtype=torch.int64, device=DEVICE), 0, 1, 16)
-    config = GemmConfig(32, 32, 2, swap=swap, flatten=flatten, group=2)
+    config = GemmConfig(32, 32, 2, swap=swap, flatten=loop == "flatten", claimed=loop == "claimed", group=2)
     for programs in (1, 3, 99):
         up = project_up(Rows(x.to(DEVICE)), Weights(w13.to(DEVICE)), alignment, 1, config, programs)
         down = project_down(up, Weights(w2.to(DEVICE)), alignment, weights.to(DEVICE), torch.float32, config, programs)
@@ -146,6 +146,8 @@ def test_configs_are_consistent(monkeypatch: pytest.MonkeyPatch, dtype: torch.dt
     alone = gemm_configs.__wrapped__(rows, dtype, gated=gated, one_per_sm=True)
     assert {config.per_sm for config in alone} == {1}
     assert len(alone) == len(set(alone))
+    claimed = gemm_configs.__wrapped__(rows, dtype, gated=gated, claimed=True)
+    assert {(config.claimed, config.flatten) for config in claimed} == {(True, False)}
     for config in configs:
         assert math.log2(config.columns).is_integer()
         assert math.log2(config.depth).is_integer()

@@ -8,6 +8,9 @@ down. A schedule with `comm_sms` shares the SMs out, but only kernels that take 
         launch(num_sms=budget.compute)      or budget.comm, for a transport
         report_sm_use("my_gemm", obeys=True)
 
+Without a budget no SM is idle while nothing travels. The grouped GEMM's programs then take tile by tile what no other
+has (`moe.kernels.grouped_gemm`), so that no tile waits for an SM that a transport holds.
+
 Who kept to it is in `UBatchWrapper.statistics().sm_budget`. Kernels that a captured graph replays keep the budget that
 they were captured with.
 

@@ -35,11 +35,12 @@ class Plan:
 
 
 SECTIONS: Mapping[str, Plan] = {
-    "moe-decode": Plan("Fused MoE, decode sizes", "benchmarks.gpu.experts:decode", 90),
-    "moe-prefill": Plan("Fused MoE, prefill sizes", "benchmarks.gpu.experts:prefill", 70),
+    "moe-decode": Plan("Fused MoE, decode sizes", "benchmarks.gpu.experts:decode", 85),
+    "moe-prefill": Plan("Fused MoE, prefill sizes", "benchmarks.gpu.experts:prefill", 62),
     "attention": Plan("Paged decode attention", "benchmarks.gpu.attention:decode", 40),
-    "prefill": Plan("Overlapped prefill over host memory, in graphs", "benchmarks.gpu.prefill:measure", 160),
-    "decode": Plan("Decode steps as graphs", "benchmarks.gpu.decode:measure", 50),
+    "prefill": Plan("Overlapped prefill over host memory, in graphs", "benchmarks.gpu.prefill:measure", 152),
+    "sms": Plan("Grouped GEMM beside a transport on SMs", "benchmarks.gpu.sms:measure", 20),
+    "decode": Plan("Decode steps as graphs", "benchmarks.gpu.decode:measure", 45),
     "lanes": Plan("Eager lanes", "benchmarks.gpu.lanes:measure", 20),
 }
 

@@ -2,8 +2,8 @@
 
 The stand-in for a network where there is one GPU, and named so: no token reaches another rank. But the bytes are real,
 packed as `torch_dist` packs them; they leave the GPU and return over PCIe, moved by its copy engines on the
-communication stream, so they take time and no SM, as a network card's do. It works eagerly and in a CUDA graph, in
-lanes and outside.
+communication stream, so they take time and no SM, as a network card's do. With `sms`, kernels move them that hold so
+many SMs as long as they send, as NCCL's and DeepEP's do. It works eagerly and in a CUDA graph, in lanes and outside.
 
     dispatch    pack rows (compute) | device -> pinned host -> device (comm) | unpack (compute, in `wait`)
     combine     results             | device -> pinned host -> device (comm) | the results
@@ -30,9 +30,11 @@ from ubatch import (
     ConfigError,
     Transfer,
     capturing,
+    current_sm_budget,
     dbo_current_ubatch_id,
     dbo_enabled,
     on_comm_stream,
+    report_sm_use,
 )
 from ubatch.streams import Event
 
@@ -47,15 +49,19 @@ class HostLoopbackAll2All:
         num_experts: experts of the layer; all of them are here.
         bytes_factor: bytes that cross for one byte of payload, at least 1: the payload crosses once, then parts of it
             again. For measurements that need slower communication; nothing waits artificially.
+        sms: how many SMs move the bytes, where a schedule reserves none for communication (`comm_sms`); 0 leaves it to
+            the copy engines. By Triton: a CPU needs its interpreter.
 
     Attributes:
         bytes_factor: as above; may be set between two steps, not once a graph was captured.
 
     Raises:
-        ConfigError: the group has more than one rank, or a factor below 1.
+        ConfigError: the group has more than one rank, a factor below 1, or fewer than no SMs.
     """
 
-    def __init__(self, *, group: CommGroup | None = None, num_experts: int, bytes_factor: float = 1.0) -> None:
+    def __init__(
+        self, *, group: CommGroup | None = None, num_experts: int, bytes_factor: float = 1.0, sms: int = 0
+    ) -> None:
         if group is not None and group.size != 1:
             raise ConfigError(
                 f"all2all back end 'host_loopback' stands in for a network: it serves one rank, not {group.size}. "
@@ -63,6 +69,8 @@ class HostLoopbackAll2All:
             )
         if not 1 <= bytes_factor < float("inf"):
             raise ConfigError(f"bytes_factor must be at least 1 (the payload itself crosses), not {bytes_factor}.")
+        if sms < 0:
+            raise ConfigError(f"sms must be at least 0 (0 takes none), not {sms}.")
         self.num_experts = num_experts
         self.experts = local_experts(num_experts, 0, 1)
         self.traits = All2AllTraits(
@@ -73,8 +81,10 @@ class HostLoopbackAll2All:
             max_chunks=num_experts,
             other_ranks=0,
             routed=False,
+            obeys_sms=sms > 0,
         )
         self.bytes_factor = bytes_factor
+        self._sms = sms
         self._staging: dict[tuple[int | None, torch.device], Staging] = {}
 
     def dispatch(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Transfer[Dispatched[None]]:
@@ -108,7 +118,7 @@ class HostLoopbackAll2All:
             ConfigError: a graph is being captured, and there is no pinned memory for so many bytes.
         """
         message = self.prepare(rows.shape, rows.dtype, rows.device)
-        return self.launch(name, message, lambda host: host.copy_(_as_bytes(rows), non_blocking=True), keep=(rows,))
+        return self.launch(name, message, lambda host: self._copy(host, _as_bytes(rows)), keep=(rows,))
 
     def prepare(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Message:
         """What a message needs, before anything of it is launched.
@@ -149,10 +159,10 @@ class HostLoopbackAll2All:
             with on_comm_stream(fork):
                 for size in _passes(host.numel(), self.bytes_factor):
                     if num_bytes:
-                        host[:size].copy_(target[:size], non_blocking=True)
+                        self._copy(host[:size], target[:size])
                     else:
                         send(host)
-                    target[:size].copy_(host[:size], non_blocking=True)
+                    self._copy(target[:size], host[:size])
                     num_bytes += size
         return Transfer(
             name,
@@ -163,6 +173,23 @@ class HostLoopbackAll2All:
             bytes_sent=num_bytes,
             bytes_received=num_bytes,
         )
+
+    def _copy(self, out: Tensor, x: Tensor) -> None:
+        """Launch a copy of bytes, one of them the host's."""
+        if not self._sms:
+            out.copy_(x, non_blocking=True)
+            return
+        from moe.kernels.copy import copy_on_sms
+        from ubatch.triton_jit import INTERPRETED
+
+        if not (INTERPRETED or out.is_cuda or x.is_cuda):
+            raise ConfigError(
+                "host_loopback's sms are a GPU's. Leave them out; for tests, set TRITON_INTERPRET=1 before Triton is "
+                "imported."
+            )
+        budget = current_sm_budget()
+        report_sm_use("host_loopback", obeys=True)
+        copy_on_sms(out, x, self._sms if budget is None else budget.comm)
 
 
 @dataclass(frozen=True)

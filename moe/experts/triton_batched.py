@@ -25,7 +25,7 @@ from moe.kernels.gemm_configs import GemmConfig, RowTile, gemm_configs, row_tile
 from moe.kernels.grouped_gemm import Rows, Weights, project_down, project_up
 from moe.kernels.quantize import BLOCK, quantize_rows, quantize_weights
 from moe.kernels.signals import Signals, project_down_signalling
-from ubatch import ConfigError, GradientError
+from ubatch import ConfigError, GradientError, current_schedule
 from ubatch.autotune import autotune
 from ubatch.sm_budget import current_sm_budget, report_sm_use
 from ubatch.triton_jit import INTERPRETED, power_of_2
@@ -75,7 +75,8 @@ class TritonBatchedExperts(FusedExperts):
     """Experts of the low-latency layout. CUDA, bfloat16, float16, float32 and fp8; a CPU in Triton's interpreter only.
 
     In fp8, weights have a scale for every block of 128 x 128, and activations one for every 128 numbers of a row; they
-    are rounded here where they do not arrive so. Both GEMMs keep to the SM budget of a schedule that reserves SMs.
+    are rounded here where they do not arrive so. Both GEMMs keep to the SM budget of a schedule that reserves SMs. In a
+    lane that overlaps, where communication kernels may hold SMs, their programs claim their tiles one by one.
 
     Attributes:
         weights_dtype: what is multiplied; `dtype` is what comes out.
@@ -177,7 +178,7 @@ class TritonBatchedExperts(FusedExperts):
 
     def project_down_signalling(self, rows: Tensor, rows_per_expert: Tensor, signals: Signals) -> Tensor:
         """See `SignallingExperts`."""
-        return project_down_signalling(rows, self.w2, rows_per_expert, signals, _sms(self.w2.device)[0])
+        return project_down_signalling(rows, self.w2, rows_per_expert, signals, _share(self.w2.device).sms)
 
     def _batches(self, hidden_states: Tensor, rows_per_expert: Tensor, scales: Tensor | None) -> Cuts | None:
         """How these batches can be cut into tiles; None if there are no rows."""
@@ -245,11 +246,11 @@ class TritonBatchedExperts(FusedExperts):
         return self._up(work, config), config
 
     def _up(self, work: Work, config: GemmConfig, *, compile_only: bool = False) -> Rows:
-        weights, sms = Weights(self.w13, self.w13_scale), _sms(self.w13.device)[0]
+        weights, sms = Weights(self.w13, self.w13_scale), _share(self.w13.device).sms
         return project_up(work.rows, weights, work.cut, work.top_k, config, sms, compile_only=compile_only)
 
     def _down(self, work: Work, rows: Rows, config: GemmConfig, *, compile_only: bool = False) -> Tensor:
-        weights, sms = Weights(self.w2, self.w2_scale), _sms(self.w2.device)[0]
+        weights, sms = Weights(self.w2, self.w2_scale), _share(self.w2.device).sms
         return project_down(
             rows, weights, work.cut, work.topk_weights, self.dtype, config, sms, compile_only=compile_only
         )
@@ -264,9 +265,12 @@ class TritonBatchedExperts(FusedExperts):
     ) -> GemmConfig:
         """The tiles of one of the GEMMs. Other threads `prepare`, that is compile, and must launch nothing: this batch
         is at hand there, the one like it may not be."""
+        share, gated = _share(self.w13.device), which == "up"
         return autotune(
             self._key(f"{which} by {tile.rows}", cuts.batch),
-            gemm_configs(tile.rows, self.weights_dtype, gated=which == "up", one_per_sm=_sms(self.w13.device)[1]),
+            gemm_configs(
+                tile.rows, self.weights_dtype, gated=gated, one_per_sm=share.reserved, claimed=share.overlapped
+            ),
             run,
             prepare=prepare,
             device=self.w13.device,
@@ -274,10 +278,11 @@ class TritonBatchedExperts(FusedExperts):
 
     def _key(self, what: str, batch: str) -> str:
         """Names a choice of the autotuner."""
-        sms, reserved = _sms(self.w13.device)
+        share = _share(self.w13.device)
+        tiles = " (others reserved)" * share.reserved + ", tiles claimed" * share.overlapped
         return (
             f"moe {what}, {batch}, E={len(self.expert_range)}/{self.num_experts} H={self.hidden_size} "
-            f"I={self.intermediate_size} {self.weights_dtype} {self.dtype} {sms} SMs{' (others reserved)' * reserved}"
+            f"I={self.intermediate_size} {self.weights_dtype} {self.dtype} {share.sms} SMs{tiles}"
         )
 
     def _check_place(self, hidden_states: Tensor) -> None:
@@ -315,14 +320,26 @@ def _contiguous(w: Tensor) -> Tensor:
     return nn.Parameter(w.contiguous(), w.requires_grad) if isinstance(w, nn.Parameter) else w.contiguous()
 
 
-def _sms(device: torch.device) -> tuple[int, bool]:
-    """SMs for the GEMMs, and whether others are reserved for communication."""
-    budget = current_sm_budget()
+@dataclass(frozen=True)
+class _Share:
+    """What the GEMMs have of the device.
+
+    Attributes:
+        sms: how many SMs.
+        reserved: whether others are reserved for communication.
+        overlapped: whether communication kernels may hold SMs meanwhile, these included.
+    """
+
+    sms: int
+    reserved: bool
+    overlapped: bool
+
+
+def _share(device: torch.device) -> _Share:
+    budget, overlapped = current_sm_budget(), current_schedule().overlaps
     if budget is not None:
-        return budget.compute, True
-    if device.type != "cuda":
-        return _INTERPRETED_SMS, False
-    return _sms_of(device), False
+        return _Share(budget.compute, True, overlapped)
+    return _Share(_INTERPRETED_SMS if device.type != "cuda" else _sms_of(device), False, overlapped)
 
 
 @cache

@@ -7,9 +7,9 @@
     count       chunk of pairs -> how many of them go to each expert
     place       chunk of pairs -> each pair's row, from the counts of the chunks before it; and the tiles
 
-Nothing is sorted and nothing is atomic, so rows are in the same order in every run. How many tiles there are is known
-on the device only; the grids and buffers are for the most there can be, so one captured graph serves every routing.
-The low-latency layout has its rows in place already and needs only tiles.
+Nothing is sorted and nothing is atomic here, so rows are in the same order in every run. How many tiles there are is
+known on the device only; the grids and buffers are for the most there can be, so one captured graph serves every
+routing. The low-latency layout has its rows in place already and needs only tiles.
 
 Source: the block alignment of vLLM's and SGLang's fused MoE, here without padding rows.
 """
@@ -36,14 +36,15 @@ class Tiles:
     """The work of a grouped GEMM.
 
     Attributes:
-        table: `[T, 3]` int32: each tile's expert, first row, and one past its last row. Those behind `count` are
+        table: `[T, 3]` int32: each tile's expert, first row, and one past its last row. Those behind the last are
             undefined.
-        count: `[1]` int32.
+        counters: `[3]` int32: how many tiles there are; how many are claimed of the projection up, and of that down:
+            0 between launches.
         rows: of a tile at most.
     """
 
     table: Tensor
-    count: Tensor
+    counters: Tensor
     rows: int
 
     @property
@@ -77,7 +78,7 @@ def _one_hot(ids: tl.tensor, first_expert: tl.tensor, inside: tl.tensor, E: tl.c
 @jit()
 def _write_tiles(
     table: tl.tensor,
-    count: tl.tensor,
+    counters: tl.tensor,
     starts: tl.tensor,
     totals: tl.tensor,
     ROWS: tl.constexpr,
@@ -96,7 +97,9 @@ def _write_tiles(
         tl.store(place + 1, row, mask=exists)
         tl.store(place + 2, tl.minimum(row + ROWS, starts + totals), mask=exists)
     if program == 0:
-        tl.store(count, tl.sum(tiles, 0))
+        tl.store(counters, tl.sum(tiles, 0))
+        tl.store(counters + 1, 0)
+        tl.store(counters + 2, 0)
 
 
 @jit("ids", "num_pairs", "first_expert", "chunk")
@@ -125,7 +128,7 @@ def _count_kernel(
 def _place_kernel(
     pair_of_row: tl.tensor,
     table: tl.tensor,
-    count: tl.tensor,
+    counters: tl.tensor,
     counts: tl.tensor,
     ids: tl.tensor,
     num_pairs: tl.tensor,
@@ -146,7 +149,7 @@ def _place_kernel(
         totals += tl.sum(found, 0)
         before += tl.sum(tl.where((chunks < program)[:, None], found, 0), 0)
     starts = tl.cumsum(totals, 0) - totals
-    _write_tiles(table, count, starts, totals, ROWS, BINS)
+    _write_tiles(table, counters, starts, totals, ROWS, BINS)
 
     free = starts + before
     begin = program * chunk
@@ -162,7 +165,7 @@ def _place_kernel(
 @jit("rows_per_expert", "capacity")
 def _tile_batches_kernel(
     table: tl.tensor,
-    count: tl.tensor,
+    counters: tl.tensor,
     rows_per_expert: tl.tensor,
     capacity: tl.tensor,
     E: tl.constexpr,
@@ -172,7 +175,7 @@ def _tile_batches_kernel(
     experts = tl.arange(0, BINS)
     totals = tl.load(rows_per_expert + experts, mask=experts < E, other=0)
     totals = tl.minimum(tl.maximum(totals, 0), capacity)
-    _write_tiles(table, count, experts * capacity, totals, ROWS, BINS)
+    _write_tiles(table, counters, experts * capacity, totals, ROWS, BINS)
 
 
 def align_pairs(topk_ids: Tensor, first_expert: int, num_experts: int, rows_per_tile: int) -> Alignment:
@@ -196,7 +199,7 @@ def align_pairs(topk_ids: Tensor, first_expert: int, num_experts: int, rows_per_
     most_tiles = num_pairs // rows_per_tile + min(num_experts, num_pairs)
     tiles = Tiles(
         torch.empty(most_tiles, 3, dtype=torch.int32, device=device),
-        torch.empty(1, dtype=torch.int32, device=device),
+        torch.empty(3, dtype=torch.int32, device=device),
         rows_per_tile,
     )
     _count_kernel[(chunks,)](
@@ -205,7 +208,7 @@ def align_pairs(topk_ids: Tensor, first_expert: int, num_experts: int, rows_per_
     _place_kernel[(chunks,)](
         pair_of_row,
         tiles.table,
-        tiles.count,
+        tiles.counters,
         counts,
         ids,
         num_pairs,
@@ -233,12 +236,12 @@ def tile_batches(rows_per_expert: Tensor, capacity: int, rows_per_tile: int) -> 
     per_expert = cdiv(capacity, rows_per_tile)
     tiles = Tiles(
         torch.empty(num_experts * per_expert, 3, dtype=torch.int32, device=device),
-        torch.empty(1, dtype=torch.int32, device=device),
+        torch.empty(3, dtype=torch.int32, device=device),
         rows_per_tile,
     )
     _tile_batches_kernel[(min(per_expert, _MAX_PROGRAMS),)](
         tiles.table,
-        tiles.count,
+        tiles.counters,
         rows_per_expert.contiguous(),
         capacity,
         E=num_experts,

@@ -10,10 +10,11 @@ many rows (prefill)   128 x 256 results per program (gate and up are two of 128)
                       memory; 64 rows waste less on the last tile of an expert.
 
 One program per SM with deep buffers against several with shallow ones; `flatten` lets the first load the next tile
-while it finishes one, which the second get from each other. Which wins is measured.
+while it finishes one, which the second get from each other. Which wins is measured. Where tiles are claimed
+(`moe.kernels.grouped_gemm`), the next one is not known before it is claimed, and no loop is flat.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -51,6 +52,7 @@ class GemmConfig:
         per_sm: programs that share an SM.
         swap: multiply weights by rows, and transpose the result.
         flatten: the loop over tiles and the one inside become one.
+        claimed: programs claim tiles from a counter instead of being dealt every n-th; not with `flatten`.
         group: tiles of rows that are computed beside each other for each tile of columns, so that they find the weights
             in the L2 cache.
     """
@@ -62,6 +64,7 @@ class GemmConfig:
     per_sm: int = 1
     swap: bool = False
     flatten: bool = False
+    claimed: bool = False
     group: int = 8
 
 
@@ -83,7 +86,9 @@ def row_tiles(rows_per_expert: float, dtype: torch.dtype) -> tuple[RowTile, ...]
 
 
 @cache
-def gemm_configs(rows: int, dtype: torch.dtype, *, gated: bool, one_per_sm: bool = False) -> tuple[GemmConfig, ...]:
+def gemm_configs(
+    rows: int, dtype: torch.dtype, *, gated: bool, one_per_sm: bool = False, claimed: bool = False
+) -> tuple[GemmConfig, ...]:
     """What to try, the default first.
 
     Args:
@@ -91,11 +96,14 @@ def gemm_configs(rows: int, dtype: torch.dtype, *, gated: bool, one_per_sm: bool
         dtype: that is multiplied.
         gated: gate and up side by side, so twice the columns.
         one_per_sm: only configs with one program per SM, which can keep to a number of SMs.
+        claimed: for a GEMM beside kernels that may hold SMs: no program's tiles wait for it to start.
     """
-    configs = tuple(_candidates(rows, dtype, gated))
+    configs: Iterable[GemmConfig] = _candidates(rows, dtype, gated)
     if one_per_sm:
-        configs = tuple(dict.fromkeys(replace(config, per_sm=1) for config in configs))
-    return configs
+        configs = (replace(config, per_sm=1) for config in configs)
+    if claimed:
+        configs = (replace(config, flatten=False, claimed=True) for config in configs)
+    return tuple(dict.fromkeys(configs))
 
 
 def _candidates(rows: int, dtype: torch.dtype, gated: bool) -> Iterator[GemmConfig]:

@@ -1,4 +1,4 @@
-"""The loop at the heart of the grouped GEMM: a tile of rows by one of columns, along the inner dimension.
+"""A tile of the grouped GEMM: rows by columns, summed along the inner dimension, activated or weighted, and stored.
 
 Rows and weights, `[rows, K]` and `[columns, K]`, both lie densely along K. They come through the tensor memory
 accelerator (TMA) where `a` or `w` is a descriptor, else by their addresses; Triton's pipeline keeps several turns'
@@ -9,10 +9,10 @@ from typing import Any
 
 import triton.language as tl
 
-from moe.kernels.quantize import BLOCK
-from ubatch.triton_jit import constant, jit
+from moe.kernels.quantize import BLOCK, block_scale
+from ubatch.triton_jit import constant, jit, to_fp8
 
-__all__ = ["multiply", "multiply_fp8"]
+__all__ = ["compute_tile"]
 
 _SCALED = constant(BLOCK)
 
@@ -87,7 +87,7 @@ def _add_scaled(
 
 
 @jit()
-def multiply(
+def _multiply(
     sums: tl.tensor,
     a: tl.tensor,
     a_row: tl.tensor,
@@ -120,7 +120,7 @@ def multiply(
 
 
 @jit()
-def multiply_fp8(
+def _multiply_fp8(
     sums: tl.tensor,
     a: tl.tensor,
     a_row: tl.tensor,
@@ -141,7 +141,7 @@ def multiply_fp8(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ) -> Any:
-    """`multiply` in fp8, a block of scales in every turn. `a_scales` points to each row's first scale.
+    """`_multiply` in fp8, a block of scales in every turn. `a_scales` points to each row's first scale.
 
     Scales are loaded a turn before they are used: Triton's pipeline is for what is multiplied.
     """
@@ -166,3 +166,112 @@ def multiply_fp8(
             sums = _add_scaled(sums, x, gate, row_scale, gate_scale, SWAP, UPCAST)
         row_scale, gate_scale = next_row_scale, next_gate_scale
     return sums, up_sums
+
+
+@jit()
+def compute_tile(
+    out: tl.tensor,
+    out_scales: tl.tensor,
+    a: tl.tensor,
+    a_stride: tl.tensor,
+    a_scales: tl.tensor,
+    a_scales_stride_expert: tl.tensor,
+    a_scales_stride_row: tl.tensor,
+    a_scales_stride_block: tl.tensor,
+    w: tl.tensor,
+    w_scales: tl.tensor,
+    pair_weights: tl.tensor,
+    capacity: tl.tensor,
+    column_tile: tl.tensor,
+    expert: tl.tensor,
+    first_row: tl.tensor,
+    last_row: tl.tensor,
+    pairs: tl.tensor,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    TOP_K: tl.constexpr,
+    GATED: tl.constexpr,
+    GATHER: tl.constexpr,
+    SCATTER: tl.constexpr,
+    FP8: tl.constexpr,
+    TMA_A: tl.constexpr,
+    TMA_W: tl.constexpr,
+    SWAP: tl.constexpr,
+    UPCAST: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+) -> None:
+    """Compute and store a tile; the arguments are the kernel's (`moe.kernels.grouped_gemm`), and where the tile is.
+
+    `column_tile` is its place among the tiles of columns, `first_row` and `last_row` bound its rows, all of `expert`;
+    `pairs` are theirs, where rows are gathered or scattered.
+    """
+    COLUMN_TILES: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    W_ROWS: tl.constexpr = 2 * N if GATED else N  # of an expert
+    rows = first_row + tl.arange(0, BLOCK_M)
+    is_row = rows < last_row
+    first_column = column_tile * BLOCK_N
+    first_weight = expert * W_ROWS + first_column
+    a_rows = pairs // TOP_K if GATHER else tl.where(is_row, rows, first_row)
+    a_row = a_rows.to(tl.int64) * a_stride
+
+    sums = tl.zeros([BLOCK_N, BLOCK_M] if SWAP else [BLOCK_M, BLOCK_N], tl.float32)
+    if FP8:
+        row_scales = a_scales + expert.to(tl.int64) * a_scales_stride_expert
+        row_scales += (a_rows - expert * capacity).to(tl.int64) * a_scales_stride_row
+        sums, up_sums = _multiply_fp8(
+            sums,
+            a,
+            a_row,
+            row_scales,
+            a_scales_stride_block,
+            first_row,
+            w,
+            w_scales,
+            first_weight,
+            N - first_column,
+            N,
+            K,
+            GATED,
+            TMA_A,
+            TMA_W,
+            SWAP,
+            UPCAST,
+            BLOCK_N,
+            BLOCK_K,
+        )
+    else:
+        sums, up_sums = _multiply(
+            sums,
+            a,
+            a_row,
+            first_row,
+            w,
+            first_weight,
+            N - first_column,
+            N,
+            K,
+            GATED,
+            TMA_A,
+            TMA_W,
+            SWAP,
+            UPCAST,
+            BLOCK_N,
+            BLOCK_K,
+        )
+
+    if GATED:
+        sums = sums / (1.0 + tl.exp(tl.minimum(-sums, 80.0))) * up_sums  # never overflows
+    if SWAP:
+        sums = tl.trans(sums)
+    if SCATTER:
+        sums *= tl.load(pair_weights + pairs, mask=is_row, other=0)[:, None]
+    columns = first_column + tl.arange(0, BLOCK_N)
+    out_rows = (pairs if SCATTER else rows).to(tl.int64)
+    if FP8 and GATED:
+        scale = block_scale(sums)
+        tl.store(out_scales + out_rows * COLUMN_TILES + column_tile, scale, mask=is_row)
+        sums = to_fp8(sums / scale[:, None])
+    place = out + out_rows[:, None] * N + columns[None, :]
+    tl.store(place, sums.to(out.dtype.element_ty), mask=is_row[:, None] & (columns < N)[None, :])

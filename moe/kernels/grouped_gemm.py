@@ -3,10 +3,17 @@
     project_up      rows of tokens (gathered) or of batches -> silu(x w1^T) * (x w3^T), a row each
     project_down    those rows -> . w2^T, times the router's weight and at the pair's place, or unweighted and in order
 
-A tile is up to `Tiles.rows` rows of one expert by some columns. Programs stride over the list of tiles, which is as
-long as the rows that arrived make it: nobody looks at an expert without rows. Weights are read through the tensor
-memory accelerator where there is one, and so are rows that lie side by side; gathered rows are loaded by their
-addresses. What a tile reads beyond its expert's last row or column is never stored.
+A tile is up to `Tiles.rows` rows of one expert by some columns. The list of tiles is as long as the rows that arrived
+make it: nobody looks at an expert without rows. Weights are read through the tensor memory accelerator where there is
+one, and so are rows that lie side by side; gathered rows are loaded by their addresses. What a tile reads beyond its
+expert's last row or column is never stored.
+
+    dealt      each of n programs has every n-th tile, for where all of them start at once
+    claimed    a program takes the next tile that nobody has (`GemmConfig.claimed`), for where other kernels hold SMs:
+               of a program that starts late, the others have computed the tiles
+
+The counters for that lie beside the number of tiles, one for each projection, zero when the tiles are made. Every
+program claims once in vain; the last one sets the counter back to 0, for whoever launches on the same tiles again.
 
 In fp8 every 128 steps of the inner dimension are summed alone and scaled; `project_up` leaves its result in fp8 too.
 
@@ -24,9 +31,9 @@ from torch import Tensor
 
 from moe.kernels.align import Alignment, Tiles
 from moe.kernels.gemm_configs import GemmConfig
-from moe.kernels.gemm_tile import multiply, multiply_fp8
-from moe.kernels.quantize import BLOCK, block_scale
-from ubatch.triton_jit import INTERPRETED, cdiv, descriptor, jit, to_fp8, undefined
+from moe.kernels.gemm_tile import compute_tile
+from moe.kernels.quantize import BLOCK
+from ubatch.triton_jit import INTERPRETED, cdiv, descriptor, jit, undefined
 
 __all__ = ["Rows", "Weights", "project_down", "project_up", "reference_project_down", "reference_project_up"]
 
@@ -84,7 +91,16 @@ def _load_tile(
     return nth // size, expert, first_row, last_row, pairs
 
 
-@jit("tiles", "num_tiles", "pair_of_row", "pair_weights", "capacity")
+@jit()
+def _claim(claims: tl.tensor, tiles: tl.tensor) -> Any:
+    """The next tile that no program has; `tiles` or more if there is none."""
+    tile = tl.atomic_add(claims, 1, sem="relaxed")
+    if tile == tiles + tl.num_programs(0) - 1:  # the last one of all
+        tl.atomic_xchg(claims, 0, sem="relaxed")
+    return tile
+
+
+@jit("tiles", "counters", "pair_of_row", "pair_weights", "capacity")
 def _grouped_gemm_kernel(
     out: tl.tensor,
     out_scales: tl.tensor,
@@ -97,7 +113,7 @@ def _grouped_gemm_kernel(
     w: tl.tensor,
     w_scales: tl.tensor,
     tiles: tl.tensor,
-    num_tiles: tl.tensor,
+    counters: tl.tensor,
     pair_of_row: tl.tensor,
     pair_weights: tl.tensor,
     capacity: tl.tensor,
@@ -112,6 +128,7 @@ def _grouped_gemm_kernel(
     TMA_W: tl.constexpr,
     SWAP: tl.constexpr,
     FLATTEN: tl.constexpr,
+    CLAIMED: tl.constexpr,
     GROUP: tl.constexpr,
     UPCAST: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -119,84 +136,93 @@ def _grouped_gemm_kernel(
     BLOCK_K: tl.constexpr,
 ) -> None:
     COLUMN_TILES: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
-    W_ROWS: tl.constexpr = 2 * N if GATED else N  # of an expert
     HAS_PAIRS: tl.constexpr = GATHER or SCATTER
-    row_tiles, program, programs = tl.load(num_tiles), tl.program_id(0), tl.num_programs(0)
-    column_tile, expert, first_row, last_row, pairs = _load_tile(
-        tiles, pair_of_row, program, row_tiles, COLUMN_TILES, GROUP, HAS_PAIRS, BLOCK_M
-    )
-    for tile in tl.range(program, row_tiles * COLUMN_TILES, programs, flatten=FLATTEN):
-        next_column_tile, next_expert, next_first_row, next_last_row, next_pairs = _load_tile(
-            tiles, pair_of_row, tile + programs, row_tiles, COLUMN_TILES, GROUP, HAS_PAIRS, BLOCK_M
-        )
-        rows = first_row + tl.arange(0, BLOCK_M)
-        is_row = rows < last_row
-        first_column = column_tile * BLOCK_N
-        first_weight = expert * W_ROWS + first_column
-        a_rows = pairs // TOP_K if GATHER else tl.where(is_row, rows, first_row)
-        a_row = a_rows.to(tl.int64) * a_stride
-
-        sums = tl.zeros([BLOCK_N, BLOCK_M] if SWAP else [BLOCK_M, BLOCK_N], tl.float32)
-        if FP8:
-            row_scales = a_scales + expert.to(tl.int64) * a_scales_stride_expert
-            row_scales += (a_rows - expert * capacity).to(tl.int64) * a_scales_stride_row
-            sums, up_sums = multiply_fp8(
-                sums,
+    row_tiles, programs = tl.load(counters), tl.num_programs(0)
+    num_tiles, claims = row_tiles * COLUMN_TILES, counters + (1 if GATED else 2)
+    if CLAIMED:
+        tile = _claim(claims, num_tiles)
+        while tile < num_tiles:
+            column_tile, expert, first_row, last_row, pairs = _load_tile(
+                tiles, pair_of_row, tile, row_tiles, COLUMN_TILES, GROUP, HAS_PAIRS, BLOCK_M
+            )
+            compute_tile(
+                out,
+                out_scales,
                 a,
-                a_row,
-                row_scales,
+                a_stride,
+                a_scales,
+                a_scales_stride_expert,
+                a_scales_stride_row,
                 a_scales_stride_block,
-                first_row,
                 w,
                 w_scales,
-                first_weight,
-                N - first_column,
-                N,
-                K,
-                GATED,
-                TMA_A,
-                TMA_W,
-                SWAP,
-                UPCAST,
-                BLOCK_N,
-                BLOCK_K,
-            )
-        else:
-            sums, up_sums = multiply(
-                sums,
-                a,
-                a_row,
+                pair_weights,
+                capacity,
+                column_tile,
+                expert,
                 first_row,
-                w,
-                first_weight,
-                N - first_column,
+                last_row,
+                pairs,
                 N,
                 K,
+                TOP_K,
                 GATED,
+                GATHER,
+                SCATTER,
+                FP8,
                 TMA_A,
                 TMA_W,
                 SWAP,
                 UPCAST,
+                BLOCK_M,
                 BLOCK_N,
                 BLOCK_K,
             )
-
-        if GATED:
-            sums = sums / (1.0 + tl.exp(tl.minimum(-sums, 80.0))) * up_sums  # never overflows
-        if SWAP:
-            sums = tl.trans(sums)
-        if SCATTER:
-            sums *= tl.load(pair_weights + pairs, mask=is_row, other=0)[:, None]
-        columns = first_column + tl.arange(0, BLOCK_N)
-        out_rows = (pairs if SCATTER else rows).to(tl.int64)
-        if FP8 and GATED:
-            scale = block_scale(sums)
-            tl.store(out_scales + out_rows * COLUMN_TILES + column_tile, scale, mask=is_row)
-            sums = to_fp8(sums / scale[:, None])
-        place = out + out_rows[:, None] * N + columns[None, :]
-        tl.store(place, sums.to(out.dtype.element_ty), mask=is_row[:, None] & (columns < N)[None, :])
-        column_tile, expert, first_row, last_row = next_column_tile, next_expert, next_first_row, next_last_row
-        pairs = next_pairs
+            tile = _claim(claims, num_tiles)
+    else:
+        program = tl.program_id(0)
+        column_tile, expert, first_row, last_row, pairs = _load_tile(
+            tiles, pair_of_row, program, row_tiles, COLUMN_TILES, GROUP, HAS_PAIRS, BLOCK_M
+        )
+        for dealt in tl.range(program, num_tiles, programs, flatten=FLATTEN):
+            next_column_tile, next_expert, next_first_row, next_last_row, next_pairs = _load_tile(
+                tiles, pair_of_row, dealt + programs, row_tiles, COLUMN_TILES, GROUP, HAS_PAIRS, BLOCK_M
+            )
+            compute_tile(
+                out,
+                out_scales,
+                a,
+                a_stride,
+                a_scales,
+                a_scales_stride_expert,
+                a_scales_stride_row,
+                a_scales_stride_block,
+                w,
+                w_scales,
+                pair_weights,
+                capacity,
+                column_tile,
+                expert,
+                first_row,
+                last_row,
+                pairs,
+                N,
+                K,
+                TOP_K,
+                GATED,
+                GATHER,
+                SCATTER,
+                FP8,
+                TMA_A,
+                TMA_W,
+                SWAP,
+                UPCAST,
+                BLOCK_M,
+                BLOCK_N,
+                BLOCK_K,
+            )
+            column_tile, expert, first_row, last_row = next_column_tile, next_expert, next_first_row, next_last_row
+            pairs = next_pairs
 
 
 def project_up(
@@ -308,7 +334,7 @@ def _launch(
         w if w_desc is None else w_desc,
         weights.scales,
         tiles.table,
-        tiles.count,
+        tiles.counters,
         work.pair_of_row if isinstance(work, Alignment) else None,
         topk_weights,
         capacity,
@@ -323,6 +349,7 @@ def _launch(
         TMA_W=w_desc is not None,
         SWAP=config.swap,
         FLATTEN=config.flatten,
+        CLAIMED=config.claimed,
         GROUP=config.group,
         UPCAST=INTERPRETED,
         BLOCK_M=tiles.rows,
