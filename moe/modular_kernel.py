@@ -17,7 +17,11 @@ Where the schedule is signalled, a combine begins block by block while its exper
     comm:            |dispatch |      ~| combine       |
 
 It is opened, and forked from the compute stream, between the two projections, and launched after them: at the same
-place among the points as any other combine.
+place among the points as any other combine. A transport without signals on the device may send what blocks of experts
+have completed, each as soon as the host has launched, or computed, that block:
+
+    comp:  | prepare |~~~~~~~~~| block 0 | block 1 | block 2 |~~~~~~~~~| finalize |
+    comm:            |dispatch |         | rows 0  | rows 1  | rows 2 |
 
 With chunks (blocks of experts, `moe.all2all.chunks`) the lane hides a part of its own communication, with another lane
 or alone:
@@ -42,7 +46,7 @@ registered only after everything that shall overlap with the transfer.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast
@@ -50,9 +54,17 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from moe.all2all import All2All, All2AllTraits, BatchedDispatch, Dispatched, MarksInputs, SignalsCombine
+from moe.all2all import (
+    All2All,
+    All2AllTraits,
+    BatchedDispatch,
+    Dispatched,
+    MarksInputs,
+    SendsBlocks,
+    SignalsCombine,
+)
 from moe.all2all.chunks import blocks_of, dispatch_chunks, dispatch_cut
-from moe.experts import BatchedExperts, Experts, SignallingExperts
+from moe.experts import BatchedExperts, BlockwiseExperts, Experts, SignallingExperts
 from ubatch import (
     ConfigError,
     Point,
@@ -139,9 +151,9 @@ class FusedMoEModularKernel(nn.Module):
         dbo_yield(Point.DISPATCH)
 
         # --- experts: as a chunk's are done, its partial sums travel home ---
-        combines = []
+        combines: list[_Combine] = []
         for received in layer.arrivals.take().drain():
-            combines.append(self._signalled(received) if schedule.signalled else self._computed(received))
+            combines.append(self._results_of(received, schedule))
             del received  # while other lanes run, only the transfers keep what they still need
         for piece in others:
             dbo_maybe_run_recv_hook()
@@ -178,11 +190,20 @@ class FusedMoEModularKernel(nn.Module):
 
     def _dispatch(self, x: Tensor, topk_weights: Tensor, topk_ids: Tensor, schedule: Schedule) -> _Arrivals:
         """Launch all chunks' way here."""
+        if schedule.signalled and self.all2all.traits.sends_blocks:
+            whole = cast(SendsBlocks, self.all2all).dispatch_blocks(x, topk_ids, topk_weights)
+            return _Arrivals([whole.map(lambda arrived: (arrived,))])
         blocks = blocks_of(len(self.all2all.experts), schedule.chunks)
         if schedule.chunk_dispatch or len(blocks) == 1:
             chunks = dispatch_chunks(self.all2all, x, topk_ids, topk_weights, blocks)
             return _Arrivals([chunk.map(lambda arrived: (arrived,)) for chunk in chunks])
         return _Arrivals([dispatch_cut(self.all2all, x, topk_ids, topk_weights, blocks)])
+
+    def _results_of(self, received: _Received, schedule: Schedule) -> _Combine:
+        """Run the experts of a chunk; its results are on their way home."""
+        if not schedule.signalled:
+            return self._computed(received)
+        return self._in_blocks(received) if self.all2all.traits.sends_blocks else self._signalled(received)
 
     def _computed(self, received: _Received) -> Transfer[Tensor]:
         """Run the experts, then launch their results' way home."""
@@ -198,6 +219,17 @@ class FusedMoEModularKernel(nn.Module):
         results = experts.project_down_signalling(rows, batches.rows_per_expert, combine.signals)
         dbo_maybe_run_recv_hook()
         return combine.send(results)
+
+    def _in_blocks(self, received: _Received) -> _InBlocks:
+        """The same, but what a block of experts has completed leaves while the next one is computed."""
+        rows, experts = cast(Dispatched[Any], received), cast(BlockwiseExperts, self.experts)  # see `_check`
+        combine = cast(SendsBlocks, self.all2all).combine_blocks(rows.handle)
+        sums = experts.run_blocks(rows.hidden_states, rows.topk_ids, rows.topk_weights, combine.blocks, rows.scales)
+        transfers = []
+        for y in sums:
+            dbo_maybe_run_recv_hook()
+            transfers.append(combine.send(y))
+        return _InBlocks(transfers, combine.sum_up)
 
     def _run_experts(self, received: _Received) -> Tensor:
         """What the experts make of what arrived, in the layout in which it arrived."""
@@ -247,16 +279,30 @@ class FusedMoEModularKernel(nn.Module):
             self._check_signals(schedule, hidden_states.device)
 
     def _check_signals(self, schedule: Schedule, device: torch.device) -> None:
-        signalled = f"schedule {schedule.name!r} is signalled: a combine begins while its down projection still runs"
-        if not self.all2all.traits.signals:
+        signalled = f"schedule {schedule.name!r} is signalled: a combine begins while its experts are still computed"
+        traits, backend, experts = self.all2all.traits, type(self.all2all).__name__, type(self.experts).__name__
+        if traits.sends_blocks:
+            if schedule.chunks > 1:
+                raise ConfigError(
+                    f"{signalled}, which {backend} does by blocks of experts of one dispatch, not of "
+                    f"{schedule.chunks}. Set chunks to 1, or leave signalled out."
+                )
+            if not isinstance(self.experts, BlockwiseExperts):
+                raise ConfigError(
+                    f"{signalled}, but {experts} run all at once (they have no run_blocks). Use experts 'grouped', or "
+                    "a schedule in chunks, such as 'single_batch'."
+                )
+            return
+        if not traits.signals:
             raise ConfigError(
-                f"{signalled}, which {type(self.all2all).__name__} cannot do. Use all2all back end "
-                "'host_loopback_batched', or a schedule that is not."
+                f"{signalled}, which {backend} cannot do: what it launches waits for no signal, and takes the results "
+                "of a dispatch in one piece. Use a schedule in chunks, such as 'single_batch', or all2all back end "
+                "'torch_dist' or 'host_loopback_batched'."
             )
         if not isinstance(self.experts, SignallingExperts):
             raise ConfigError(
-                f"{signalled}, but {type(self.experts).__name__} do not say what is done (they have no "
-                "project_down_signalling). Use experts 'triton_batched', or a schedule that is not."
+                f"{signalled}, but {experts} do not say what is done (they have no project_down_signalling). Use "
+                "experts 'triton_batched', or a schedule that is not."
             )
         self.experts.check_signalling()
         if device.type == "cuda" and not schedule.comm_sms:
@@ -267,6 +313,29 @@ class FusedMoEModularKernel(nn.Module):
 
 
 _Received = Dispatched[Any] | BatchedDispatch[Any]
+
+
+class _InBlocks:
+    """A combine whose results come home in several transfers.
+
+    Args:
+        transfers: in the order in which they were launched.
+        sum_up: makes the output of what they bring.
+    """
+
+    def __init__(self, transfers: Sequence[Transfer[Tensor]], sum_up: Callable[[Sequence[Tensor]], Tensor]) -> None:
+        self._transfers, self._sum_up = list(transfers), sum_up
+        self._output: Tensor | None = None
+
+    def wait(self) -> Tensor:
+        """`[T, H]`; a second call returns the same."""
+        if self._output is None:
+            self._output = self._sum_up(_wait_for_all(self._transfers))
+            self._transfers = []
+        return self._output
+
+
+_Combine = Transfer[Tensor] | _InBlocks
 
 
 class _Arrivals:
@@ -301,7 +370,7 @@ class _Layer(Handover):
     """
 
     arrivals: Left[_Arrivals] = field(default_factory=partial(Left, "arrivals"))
-    combines: Left[list[Transfer[Tensor]]] = field(default_factory=partial(Left, "combines"))
+    combines: Left[list[_Combine]] = field(default_factory=partial(Left, "combines"))
     shared: Left[Tensor] = field(default_factory=partial(Left, "shared"))
 
 
@@ -334,7 +403,7 @@ def check_schedule(schedule: Schedule, all2all: All2All, traits: All2AllTraits) 
         )
 
 
-def _wait_for_all(transfers: Sequence[Transfer[Tensor]]) -> list[Tensor]:
+def _wait_for_all(transfers: Sequence[_Combine]) -> list[Tensor]:
     return [transfer.wait() for transfer in transfers]
 
 

@@ -1,10 +1,15 @@
-"""Which rank holds which expert: contiguous blocks of equal size, in rank order."""
+"""Which rank holds which expert: contiguous blocks of equal size, in rank order; and which of its blocks."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
 from ubatch import ConfigError
 
-__all__ = ["local_experts"]
+__all__ = ["block_of", "local_experts"]
 
 
 def local_experts(num_experts: int, rank: int, num_ranks: int) -> range:
@@ -28,3 +33,16 @@ def local_experts(num_experts: int, rank: int, num_ranks: int) -> range:
         )
     each = num_experts // num_ranks
     return range(rank * each, (rank + 1) * each)
+
+
+def block_of(slots: Tensor, blocks: Sequence[range]) -> Tensor:
+    """Which block an expert is in; of the shape and dtype of `slots`. Anything for a slot in none of them.
+
+    Args:
+        slots: places among a rank's experts.
+        blocks: all of the rank's experts, in order.
+    """
+    block = torch.zeros_like(slots)
+    for each in blocks[1:]:
+        block += slots >= each.start
+    return block

@@ -175,13 +175,15 @@ def test_bench_schedules(tmp_path: Path) -> None:
     assert main(["bench", "schedules", *flags, "--top", "2", "--max-lanes", "2", "--json", str(file)]) == 0
     results = json.loads(file.read_text())
     assert [each["name"] for each in results["named"]] == [
-        name for name, schedule in SCHEDULES.items() if schedule.overlaps and not schedule.signalled
+        name for name, schedule in SCHEDULES.items() if schedule.overlaps
     ]
     assert [each["name"] for each in results["searched"]] == ["searched 1", "searched 2"]
     arms = results["arms_ms"]
     assert {"one_by_one 2x1, shared at combine", "split 2x1, shared at combine"} <= set(arms)
     assert "split 1x2, shared at combine" in arms
     assert "one_by_one 1x2, shared at combine" not in arms  # its chunks overlap: no serial arm
+    assert "split 1x1, shared at combine, signalled" in arms
+    assert not any(arm.startswith("one_by_one") and "signalled" in arm for arm in arms)  # its blocks do
     busy = min(results["arms_ms"]["communication 2x1, shared at combine"])
     for each in (*results["named"], *results["searched"]):
         assert each["efficiency"]["low"] <= each["efficiency"]["median"] <= each["efficiency"]["high"]

@@ -48,6 +48,11 @@ SCHEDULES = [
 ]
 SINGLE = get_schedule("single_batch")
 ALONE = [SINGLE, replace(SINGLE, name="one_dispatch", chunks=3, chunk_dispatch=False)]
+SIGNALLED = [
+    (get_schedule("single_batch_signalled"), 1),
+    (replace(NAMED[0], name="signalled", signalled=True), 2),
+    (replace(NAMED[0], name="peer_signalled", signalled=True, recv=Recv.PEER), 3),
+]
 CUT = replace(NAMED[1], name="chunks_of_combine", chunks=2, chunk_dispatch=False)
 
 ONE_RANK: dict[str, dict[str, Any]] = {
@@ -146,7 +151,8 @@ def _check_transports(transports: dict[str, dict[str, Any]], rank: int, group: C
     for name, options in transports.items():
         alone = name in ("local", "host_loopback", "host_loopback_batched")
         model = Stack(make_all2all(name, group=None if alone else group, num_experts=EXPERTS, **options))
-        for schedule, lanes in _cases():
+        in_blocks = model.kernels[0].all2all.traits.sends_blocks
+        for schedule, lanes in (*_cases(), *(SIGNALLED if in_blocks else ())):
             cuda = _run(model, None if alone else group, schedule, lanes, _tokens(rank))
             what = f"{name}, {schedule.name}, {lanes} lanes"
             cuda.check(what)

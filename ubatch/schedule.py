@@ -93,9 +93,9 @@ class Schedule:
         shared_expert: where the shared expert runs.
         recv: who runs a receive hook.
         comm_sms: a GPU's streaming multiprocessors that compute kernels leave to communication kernels, where both
-            can obey (`ubatch.sm_budget`); 0 shares all of them.
-        signalled: a chunk's combine begins block by block while its down projection still runs, told by signals on the
-            device. For transports and experts that have them; on a GPU it needs `comm_sms`.
+            can obey (`ubatch.sm_budget`); 0 shares all of them, and GEMMs leave no tile to a program that finds none.
+        signalled: a combine begins block by block while its experts are still computed. Told by signals on the device,
+            which needs `comm_sms` there, or by the host between blocks of experts: as transport and experts can.
     """
 
     name: str
@@ -158,7 +158,7 @@ class Schedule:
         return self if lanes == self.lanes else replace(self, lanes=lanes)
 
     def one_by_one(self) -> Schedule:
-        """The same lanes, chunks and place of the shared expert, one lane after the other: for measuring its stages."""
+        """The same work in the same pieces, one lane after the other: for measuring its stages."""
         return Schedule(
             "one_by_one",
             lanes=self.lanes,
@@ -166,6 +166,8 @@ class Schedule:
             chunk_dispatch=self.chunk_dispatch or self.chunks == 1,
             points_off=KNOWN_POINTS,
             shared_expert=self.shared_expert,
+            comm_sms=self.comm_sms,
+            signalled=self.signalled,
         )
 
     def to_mapping(self) -> dict[str, object]:
@@ -260,7 +262,7 @@ SCHEDULES: Mapping[str, Schedule] = {
         ),
         # SGLang's single-batch overlap, with the dispatch in chunks too.
         Schedule("single_batch", lanes=1, chunks=2),
-        # SGLang's, inside one chunk: the combine begins while the down projection still runs.
+        # SGLang's, inside one chunk: the combine begins while the experts are still computed.
         Schedule("single_batch_signalled", lanes=1, comm_sms=16, signalled=True),
     )
 }

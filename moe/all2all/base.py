@@ -16,7 +16,7 @@ Tokens arrive in one of two layouts, and every back end says in its traits which
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, runtime_checkable
@@ -33,11 +33,13 @@ __all__ = [
     "All2All",
     "All2AllTraits",
     "BatchedDispatch",
+    "BlockCombine",
     "DiffersBySteps",
     "Dispatched",
     "ExchangesCounts",
     "MarksInputs",
     "OnCounts",
+    "SendsBlocks",
     "SignalledCombine",
     "SignalsCombine",
     "StepSizes",
@@ -72,7 +74,9 @@ class All2AllTraits:
             in uneven shares (`chunk_shares`).
         per_expert: a token travels once for each of its experts, and its results come home one by one; else once for
             all that a rank holds, summed. Where it is not `routed`, only the latter.
-        signals: a combine may begin while its down projection still runs (`SignalsCombine`).
+        signals: a combine may begin while its down projection still runs, told by the device (`SignalsCombine`).
+        sends_blocks: a combine may send what blocks of experts have completed while the host launches, or computes, the
+            next ones (`SendsBlocks`).
         obeys_sms: it keeps to the SMs that a schedule reserves for communication (`ubatch.sm_budget`).
         max_tokens: the most tokens of a rank that a dispatch has room for; None for any number. A layer with more sends
             them in pieces, one after the other, as many as the rank with most tokens needs.
@@ -92,6 +96,7 @@ class All2AllTraits:
     once: bool = False
     signals: bool = False
     max_tokens: int | None = None
+    sends_blocks: bool = False
 
     def chunk_bytes(self, num_tokens: int, hidden_size: int, top_k: int, dtype: torch.dtype) -> int:
         """The most bytes that one chunk sends off this rank, dispatch and combine together.
@@ -317,6 +322,39 @@ class SignalsCombine(Protocol[HandleT_contra]):
         Raises:
             ConfigError: a graph is being captured, and there is no memory for a message of that size.
             SignalTimeout: a combine before this one was not complete.
+        """
+
+
+class BlockCombine(Protocol):
+    """A combine of one dispatch that was opened before the experts ran, and sends as they are done."""
+
+    @property
+    def blocks(self) -> Sequence[range]:
+        """Of local experts, in the order in which they are to run."""
+
+    def send(self, y: Tensor) -> Transfer[Tensor]:
+        """Launch the way home of what the next block has completed.
+
+        Args:
+            y: `[n, H]`, the sums of the rows whose last expert is in that block, in the order in which rows arrived.
+        """
+
+    def sum_up(self, arrived: Sequence[Tensor]) -> Tensor:
+        """What `All2All.combine` brings, from what every block's transfer has brought."""
+
+
+@runtime_checkable
+class SendsBlocks(Protocol):
+    """A back end whose combine can go home block by block of experts (`All2AllTraits.sends_blocks`)."""
+
+    def dispatch_blocks(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Transfer[Dispatched[Any]]:
+        """As `All2All.dispatch`, for `combine_blocks` to bring home."""
+
+    def combine_blocks(self, handle: Any) -> BlockCombine:
+        """Open the way home.
+
+        Args:
+            handle: from a `Dispatched` that `dispatch_blocks` brought.
         """
 
 

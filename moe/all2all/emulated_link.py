@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, cast
 
 from torch import Tensor
 
-from moe.all2all.base import All2AllTraits, ExchangesCounts, MarksInputs, traits_in
+from moe.all2all.base import (
+    All2AllTraits,
+    BlockCombine,
+    Dispatched,
+    ExchangesCounts,
+    MarksInputs,
+    SendsBlocks,
+    traits_in,
+)
 from moe.all2all.chunks import dispatch_chunks, dispatch_cut
 from moe.all2all.link import EmulatedLink
 from moe.all2all.registry import make_all2all
@@ -92,6 +100,32 @@ class EmulatedLinkAll2All:
     def combine(self, y: Tensor, handle: Any) -> Transfer[Tensor]:
         """See `All2All`."""
         return self.link.carry(self.inner.combine(y, handle))
+
+    def dispatch_blocks(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Transfer[Dispatched[Any]]:
+        """See `SendsBlocks`. Where the inner back end does (`traits`)."""
+        return self.link.carry(cast("SendsBlocks", self.inner).dispatch_blocks(x, topk_ids, topk_weights))
+
+    def combine_blocks(self, handle: Any) -> BlockCombine:
+        """See `SendsBlocks`."""
+        return _LinkedBlocks(cast("SendsBlocks", self.inner).combine_blocks(handle), self.link)
+
+
+@dataclass(frozen=True)
+class _LinkedBlocks:
+    """See `BlockCombine`."""
+
+    inner: BlockCombine
+    link: EmulatedLink
+
+    @property
+    def blocks(self) -> Sequence[range]:
+        return self.inner.blocks
+
+    def send(self, y: Tensor) -> Transfer[Tensor]:
+        return self.link.carry(self.inner.send(y))
+
+    def sum_up(self, arrived: Sequence[Tensor]) -> Tensor:
+        return self.inner.sum_up(arrived)
 
 
 def _without_signals(traits: All2AllTraits) -> All2AllTraits:

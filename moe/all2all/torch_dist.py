@@ -13,7 +13,8 @@ each other's token counts from the vote, `allgather_reducescatter` does without.
 alone, not for what the device has queued beside them; everything after them has a size that the host knows.
 
 Chunks of experts exchange their counts together, so the host waits once for all of them, and send together what one
-chunk would (`moe.all2all.torch_dist_chunks`).
+chunk would (`moe.all2all.torch_dist_chunks`). A signalled combine sends what blocks of experts have completed
+(`moe.all2all.torch_dist_blocks`).
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -28,12 +30,15 @@ from torch import Tensor
 from moe.all2all.base import All2AllTraits, Dispatched, OnCounts, at_once, check_dispatch, refuse_gradients
 from moe.all2all.chunks import only_block
 from moe.all2all.payload import pack_rows, unpack_rows
+from moe.all2all.torch_dist_blocks import BlockRoutes, BlocksHandle, TorchDistBlocks
 from moe.all2all.torch_dist_chunks import ChunkedRows, ChunkHandle, Cube, Routes, tokens_of, visits_of
 from moe.placement import local_experts
 from moe.segments import segment_sum
 from ubatch import CommGroup, ConfigError, Transfer, copy_to_host, launch_all_to_all_single
 
 __all__ = ["TorchDistAll2All"]
+
+H = TypeVar("H")
 
 
 @dataclass(frozen=True)
@@ -83,6 +88,7 @@ class TorchDistAll2All:
             routed=True,
             cuts_combine=True,
             once=True,
+            sends_blocks=True,
         )
 
     def dispatch(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Transfer[Dispatched[Handle]]:
@@ -95,9 +101,25 @@ class TorchDistAll2All:
         rows = rows.index_select(0, tokens_of(hit, sum(sent)))
         visits = visits_of(hit, sum(sent))
         (received,) = counts.received()
-        handle = Handle(sent, received, *visits)
-        payload = launch_all_to_all_single(rows, self.group, received, sent, name="dispatch")
-        return payload.map(lambda arrived: self._unpack(arrived, x.shape[1], handle))
+        return self._send(rows, sent, received, x.shape[1], Handle(sent, received, *visits))
+
+    def dispatch_blocks(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Transfer[Dispatched[BlocksHandle]]:
+        """See `SendsBlocks`."""
+        check_dispatch(x, topk_ids, topk_weights, name="torch_dist")
+        routes = BlockRoutes(topk_ids, self.group.size, len(self.experts))
+        counts = self._exchange(routes.counts)
+        rows = pack_rows(x, topk_ids, topk_weights)
+        sent = counts.sent()
+        going = _sum_of(sent)
+        rows = rows.index_select(0, tokens_of(routes.hit, sum(going)))
+        visits = visits_of(routes.hit, sum(going), routes.rows)
+        received = counts.received()
+        handle = BlocksHandle(routes.blocks, sent, received, *visits)
+        return self._send(rows, going, _sum_of(received), x.shape[1], handle)
+
+    def combine_blocks(self, handle: BlocksHandle) -> TorchDistBlocks:
+        """See `SendsBlocks`."""
+        return TorchDistBlocks(self.group, handle)
 
     def dispatch_chunks(
         self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, blocks: Sequence[range]
@@ -178,9 +200,12 @@ class TorchDistAll2All:
         theirs = self.on_counts(theirs)
         return _Counts(copy_to_host(counts, group=self.group, name="dispatch_counts"), theirs)
 
-    def _unpack(self, rows: Tensor, hidden_size: int, handle: Handle) -> Dispatched[Handle]:
-        hidden_states, topk_ids, topk_weights = unpack_rows(rows, hidden_size)
-        return Dispatched(hidden_states, topk_ids, topk_weights, handle, self.experts)
+    def _send(
+        self, rows: Tensor, sent: list[int], received: list[int], hidden_size: int, handle: H
+    ) -> Transfer[Dispatched[H]]:
+        """Launch one dispatch's packed rows."""
+        payload = launch_all_to_all_single(rows, self.group, received, sent, name="dispatch")
+        return payload.map(lambda arrived: Dispatched(*unpack_rows(arrived, hidden_size), handle, self.experts))
 
 
 @dataclass(frozen=True)

@@ -201,14 +201,16 @@ def tokens_of(hit: Tensor, rows: int) -> Tensor:
     return _true_places(hit, rows)[:, 1]
 
 
-def visits_of(hit: Tensor, visits: int) -> tuple[Tensor, Tensor]:
+def visits_of(hit: Tensor, visits: int, row_of_hit: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """The row of every visit in token order, and where each token's begin.
 
     Args:
-        hit: `[groups, T]` bool; rows are its true entries, group by group.
-        visits: how many there are.
+        hit: `[groups, T]` bool.
+        visits: how many of it are true.
+        row_of_hit: `[groups, T]`, their rows; by default they lie group by group.
     """
-    row_of_hit = (hit.flatten().cumsum(0) - 1).view_as(hit)
+    if row_of_hit is None:
+        row_of_hit = (hit.flatten().cumsum(0) - 1).view_as(hit)
     by_token = hit.t()
     token, group = _true_places(by_token, visits).unbind(1)
     return row_of_hit[group, token], segment_offsets(by_token.sum(1))

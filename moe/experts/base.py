@@ -5,6 +5,7 @@ Two layouts, as the transport brings them (`moe.all2all.base`): rows of tokens, 
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, ClassVar, Protocol, runtime_checkable
 
 import torch
@@ -16,7 +17,7 @@ from ubatch import ConfigError
 if TYPE_CHECKING:
     from moe.kernels.signals import Signals  # imports Triton
 
-__all__ = ["BatchedExperts", "Experts", "FusedExperts", "SignallingExperts"]
+__all__ = ["BatchedExperts", "BlockwiseExperts", "Experts", "FusedExperts", "SignallingExperts"]
 
 
 class Experts(Protocol):
@@ -61,6 +62,29 @@ class BatchedExperts(Protocol):
 
         Returns:
             `[E_local, C, H]`, contiguous, dtype of the experts; rows behind the counts are undefined.
+        """
+
+
+@runtime_checkable
+class BlockwiseExperts(Protocol):
+    """Experts that can be computed block after block, for a transport that sends what a block has completed."""
+
+    def run_blocks(
+        self,
+        hidden_states: Tensor,
+        topk_ids: Tensor,
+        topk_weights: Tensor,
+        blocks: Sequence[range],
+        scales: Tensor | None = None,
+    ) -> Iterator[Tensor]:
+        """Each row's weighted sum, as soon as its last expert is done; the arguments are `Experts.__call__`'s.
+
+        Args:
+            blocks: of local experts, together all of them, in order.
+
+        Yields:
+            for every block `[n, H]`: the sums of those rows, in the rows' order, whose last expert is in it. Rows
+            without an expert here come with the first block. Computed only when asked for.
         """
 
 

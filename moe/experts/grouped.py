@@ -12,8 +12,10 @@ into a CUDA graph.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from functools import cached_property
+from itertools import accumulate, pairwise
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +23,7 @@ from torch import Tensor
 
 from moe.cpu_linear import linear
 from moe.experts.base import FusedExperts
+from moe.placement import block_of
 from moe.segments import segment_offsets, segment_sum
 
 __all__ = ["GroupedExperts", "RowPlan"]
@@ -38,10 +41,41 @@ class GroupedExperts(FusedExperts):
         plan = _plan(topk_ids, self.expert_range)
         if not plan.token_of_row.shape[0]:
             return hidden_states.new_zeros(hidden_states.shape)
-        rows = self._run_experts(hidden_states, plan)
-        weights = topk_weights.flatten() if plan.pair_is_local is None else topk_weights[plan.pair_is_local]
-        weights = weights.to(hidden_states.dtype)
-        return segment_sum(rows, plan.row_of_pair, plan.pair_offsets, weights)
+        rows = self._run_experts(hidden_states, plan, range(len(self.expert_range)))
+        return segment_sum(rows, plan.row_of_pair, plan.pair_offsets, plan.weights(topk_weights, rows.dtype))
+
+    def run_blocks(
+        self,
+        hidden_states: Tensor,
+        topk_ids: Tensor,
+        topk_weights: Tensor,
+        blocks: Sequence[range],
+        scales: Tensor | None = None,
+    ) -> Iterator[Tensor]:
+        """See `BlockwiseExperts`. Bit by bit what `forward` gives, where a product does not depend on those beside."""
+        self.check_input(hidden_states, topk_ids, topk_weights, scales)
+        hidden_states = self.dequantized(hidden_states, scales)
+        plan = _plan(topk_ids, self.expert_range)
+        weights = plan.weights(topk_weights, hidden_states.dtype)
+        slots = topk_ids - self.expert_range.start
+        is_local = (slots >= 0) & (slots < len(self.expert_range))
+        last = torch.where(is_local, block_of(slots, blocks), 0).amax(1).long()
+        by_block = torch.argsort(last, stable=True)  # tokens
+        lengths = plan.pair_offsets.diff()
+        pairs = torch.argsort(last.repeat_interleave(lengths, output_size=plan.row_of_pair.shape[0]), stable=True)
+        row_of_pair, weights = plan.row_of_pair[pairs], weights[pairs]
+        offsets = segment_offsets(lengths[by_block])
+        tokens = torch.bincount(last, minlength=len(blocks)).cumsum(0)
+        ends = [(0, 0), *zip(tokens.tolist(), offsets[tokens].tolist(), strict=True)]  # of tokens and pairs
+
+        rows = hidden_states.new_empty(plan.row_of_pair.shape[0], self.hidden_size)
+        for block, ((token, pair), (next_token, next_pair)) in zip(blocks, pairwise(ends), strict=True):
+            here = plan.rows_of(block)
+            if here:
+                rows[here.start : here.stop] = self._run_experts(hidden_states, plan, block)
+            yield segment_sum(
+                rows, row_of_pair[pair:next_pair], offsets[token : next_token + 1] - pair, weights[pair:next_pair]
+            )
 
     def run_batched(self, hidden_states: Tensor, rows_per_expert: Tensor, scales: Tensor | None = None) -> Tensor:
         """See `BatchedExperts`. The counts are read on the host."""
@@ -53,18 +87,16 @@ class GroupedExperts(FusedExperts):
                 results[slot, :rows] = self.run_expert(slot, self.dequantized(hidden_states[slot, :rows], scale))
         return results
 
-    def _run_experts(self, hidden_states: Tensor, plan: RowPlan) -> Tensor:
-        """All rows' results, `[M, H]`."""
-        ends = list(accumulate(plan.rows_per_expert))
+    def _run_experts(self, hidden_states: Tensor, plan: RowPlan, slots: range) -> Tensor:
+        """The results of these experts' rows, `[m, H]`; there is at least one."""
 
         def run(slot: int) -> Tensor:
-            rows = plan.rows_per_expert[slot]
-            start = ends[slot] - rows
+            rows, start = plan.rows_per_expert[slot], plan.starts[slot]
             # Where an expert takes more rows than it has, the rows behind them, which are others', fill them up.
             tokens = plan.token_of_row[start : start + self.rows_of_call(rows)]
             return self.run_expert(slot, hidden_states.index_select(0, tokens))[:rows]
 
-        return torch.cat([run(slot) for slot, rows in enumerate(plan.rows_per_expert) if rows])
+        return torch.cat([run(slot) for slot in slots if plan.rows_per_expert[slot]])
 
     def rows_of_call(self, rows: int) -> int:
         """How many rows `run_expert` is best given for so many; it is given fewer at the end of the batch."""
@@ -86,6 +118,7 @@ class RowPlan:
         pair_is_local: `[N, k]` bool; None where all of them are.
         row_of_pair: `[M]`, the row of each local pair, pairs in token order.
         pair_offsets: `[N + 1]`, where each token's local pairs begin.
+        starts: where each expert's rows begin, and where the last one's end.
     """
 
     rows_per_expert: list[int]
@@ -93,6 +126,19 @@ class RowPlan:
     pair_is_local: Tensor | None
     row_of_pair: Tensor
     pair_offsets: Tensor
+
+    @cached_property
+    def starts(self) -> list[int]:
+        return [0, *accumulate(self.rows_per_expert)]
+
+    def rows_of(self, slots: range) -> range:
+        """Where the rows of experts that follow each other are."""
+        return range(self.starts[slots.start], self.starts[slots.stop])
+
+    def weights(self, topk_weights: Tensor, dtype: torch.dtype) -> Tensor:
+        """`[M]`, of the pairs, from those of all choices."""
+        weights = topk_weights.flatten() if self.pair_is_local is None else topk_weights[self.pair_is_local]
+        return weights.to(dtype)
 
 
 def _plan(topk_ids: Tensor, held: range) -> RowPlan:

@@ -23,12 +23,15 @@ class NativeExperts(RepackedExperts):
         self._down = GroupedLinear(self.w2)
         del self.w2
 
-    def _run_experts(self, hidden_states: Tensor, plan: RowPlan) -> Tensor:
+    def _run_experts(self, hidden_states: Tensor, plan: RowPlan, slots: range) -> Tensor:
         """See `GroupedExperts`."""
         self.check_usable(hidden_states)
-        first_row = segment_offsets(torch.tensor(plan.rows_per_expert))
+        first_row = segment_offsets(torch.tensor(plan.rows_per_expert[slots.start : slots.stop]))
+        rows = plan.rows_of(slots)
+        tokens = plan.token_of_row[rows.start : rows.stop]
         x = hidden_states if hidden_states.stride(1) == 1 else hidden_states.contiguous()
-        return self._down(self._up(x, first_row, plan.token_of_row), first_row)
+        inner = self._up(x, first_row, tokens, first_expert=slots.start)
+        return self._down(inner, first_row, first_expert=slots.start)
 
     def run_expert(self, slot: int, x: Tensor) -> Tensor:
         """See `GroupedExperts`."""

@@ -23,16 +23,17 @@ class PackedExperts(RepackedExperts):
         self._packed = [(PackedLinear(up), PackedLinear(down)) for up, down in zip(self.w13, self.w2, strict=True)]
         del self.w13, self.w2
 
-    def _run_experts(self, hidden_states: Tensor, plan: RowPlan) -> Tensor:
+    def _run_experts(self, hidden_states: Tensor, plan: RowPlan, slots: range) -> Tensor:
         """See `GroupedExperts`. With few rows, what is done to each expert's is done to all at once."""
         self.check_usable(hidden_states)
-        rows = plan.token_of_row.shape[0]
-        if rows * (self.hidden_size + 2 * self.intermediate_size) * hidden_states.itemsize > _CACHED_BYTES:
-            return super()._run_experts(hidden_states, plan)
-        used = [pair for pair, count in zip(self._packed, plan.rows_per_expert, strict=True) if count]
-        lens = [count for count in plan.rows_per_expert if count]
-        x = hidden_states.index_select(0, plan.token_of_row).split(lens)
-        gate, up = torch.cat([first.unchecked(part) for (first, _), part in zip(used, x, strict=True)]).chunk(2, dim=-1)
+        rows = plan.rows_of(slots)
+        if len(rows) * (self.hidden_size + 2 * self.intermediate_size) * hidden_states.itemsize > _CACHED_BYTES:
+            return super()._run_experts(hidden_states, plan, slots)
+        used = [self._packed[slot] for slot in slots if plan.rows_per_expert[slot]]
+        lens = [count for count in plan.rows_per_expert[slots.start : slots.stop] if count]
+        x = hidden_states.index_select(0, plan.token_of_row[rows.start : rows.stop]).split(lens)
+        both = torch.cat([first.unchecked(part) for (first, _), part in zip(used, x, strict=True)])
+        gate, up = both.chunk(2, dim=-1)
         down = (F.silu(gate) * up).split(lens)
         return torch.cat([second.unchecked(part) for (_, second), part in zip(used, down, strict=True)])
 

@@ -132,7 +132,7 @@ def measure_schedules(setting: StepSetting, options: Options) -> SchedulesResult
     arms |= {
         f"one_by_one {describe_work(work)}": functools.partial(setting.timed, work)
         for work in works
-        if work.chunks == 1  # what hides nothing; chunks overlap within their lane, whatever the lanes do
+        if work.chunks == 1 and not work.signalled  # what hides nothing; these overlap within their lane
     }
     arms |= {f"split {describe_work(work)}": arm for work, arm in split.items()}
     arms |= {name: functools.partial(setting.timed, schedule) for name, schedule in schedules.items()}
@@ -169,15 +169,18 @@ def work_of(setting: StepSetting, schedule: Schedule) -> Schedule:
 def describe_work(work: Schedule) -> str:
     """A few words: lanes x chunks, what is chunked, where the shared expert runs."""
     chunks = "" if work.chunk_dispatch else " of combine"
-    return f"{work.lanes}x{work.chunks}{chunks}, shared at {work.shared_expert}"
+    signalled = ", signalled" if work.signalled else ""
+    return f"{work.lanes}x{work.chunks}{chunks}, shared at {work.shared_expert}{signalled}"
 
 
 def _named(setting: StepSetting) -> list[Schedule]:
     """Those that the transport serves, each work and order once."""
-    most = most_chunks(setting.runner.all2all)
+    runner = setting.runner
+    most = most_chunks(runner.all2all)
+    in_blocks = runner.all2all.traits.sends_blocks and runner.device.type == "cpu"  # whose experts run in blocks
     found: dict[Schedule, Schedule] = {}
     for schedule in SCHEDULES.values():
-        if schedule != SERIAL and schedule.chunks <= most and not schedule.signalled:  # that takes a GPU
+        if schedule != SERIAL and schedule.chunks <= most and (in_blocks or not schedule.signalled):
             same = schedule
             if not setting.has_shared_experts:
                 same = replace(schedule, shared_expert=SERIAL.shared_expert)

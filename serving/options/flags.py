@@ -142,7 +142,11 @@ class Overlap(Group):
     ] = False
     enable_single_batch_overlap: Annotated[
         bool,
-        Field(description="overlap inside a batch, experts in two chunks; with --enable-dbo, inside each microbatch"),
+        Field(
+            description="overlap inside a batch: experts in two chunks, each with its own dispatch and combine; with "
+            "--enable-dbo, inside each microbatch. --schedule single_batch_signalled sends what blocks of experts have "
+            "completed instead: over torch_dist, on a CPU, or host_loopback_batched"
+        ),
     ] = False
 
 

@@ -3,6 +3,7 @@
     --enable-dbo                                     lanes, under the schedule of the step's mode
     --enable-single-batch-overlap                    one lane, experts in two chunks: `single_batch`
     both                                             lanes whose experts are in two chunks
+    the second, and --schedule single_batch_signalled    one lane that sends what blocks of experts have completed
 
 SGLang has the same two flags and lets them exclude each other. A schedule of the file's `schedules` is taken as it is
 written, chunks included.
