@@ -50,8 +50,7 @@ SINGLE = get_schedule("single_batch")
 ALONE = [SINGLE, replace(SINGLE, name="one_dispatch", chunks=3, chunk_dispatch=False)]
 SIGNALLED = [
     (get_schedule("single_batch_signalled"), 1),
-    (replace(NAMED[0], name="signalled", signalled=True), 2),
-    (replace(NAMED[0], name="peer_signalled", signalled=True, recv=Recv.PEER), 3),
+    (replace(NAMED[0], name="peer_signalled", signalled=True, recv=Recv.PEER), 2),
 ]
 CUT = replace(NAMED[1], name="chunks_of_combine", chunks=2, chunk_dispatch=False)
 
