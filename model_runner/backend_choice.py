@@ -34,6 +34,7 @@ from moe import (
 )
 from ubatch import CommGroup, ConfigError, ForwardMode, UBatchConfig
 from ubatch.fastest import Chosen, measured
+from ubatch.long_calls import taking_long
 
 __all__ = ["resolve_attention", "resolve_experts"]
 
@@ -141,13 +142,14 @@ def _choose(
     names = [name for name in usable if name not in left_out]
     with nullcontext() if group is None else group.step():
         if group is not None:
-            everywhere = {name: group.least(float(name in names), patient=True) for name in known}
+            everywhere = {name: group.least(float(name in names)) for name in known}
             left_out |= {name: "another rank cannot use it" for name in names if not everywhere[name]}
             names = [name for name in names if everywhere[name]]
         if not names:
             reasons = "; ".join(f"{name}: {why}" for name, why in left_out.items())
             raise ConfigError(f"auto finds no {what} that every rank can use ({reasons}). Choose one by name.")
-        chosen = fastest(names)
+        with taking_long(f"measuring for the {what}"):
+            chosen = fastest(names)
         if group is not None:
             chosen = _of_first_rank(chosen, known, group)
     for name, why in left_out.items():
@@ -158,7 +160,7 @@ def _choose(
 
 def _of_first_rank(own: Chosen, known: Sequence[str], group: CommGroup) -> Chosen:
     offered = known.index(own.name) if group.rank == 0 else len(known)
-    name = known[int(group.least(offered, patient=True))]
+    name = known[int(group.least(offered))]
     if name == own.name:
         return own
     return Chosen(name, f"as rank {group.ranks[0]} found; here {own.name} was the {own.reason}")

@@ -71,6 +71,7 @@ from ubatch import (
     UBatchWrapper,
     set_forward_context,
 )
+from ubatch.long_calls import taking_long
 from ubatch.streams import StreamBackend
 
 __all__ = ["ModelRunner"]
@@ -194,7 +195,8 @@ class ModelRunner:
             experts_backend, self.config, self.all2all, dtype, self.device, dbo=self.dbo, group=group
         )
         parallel = ExpertParallel(self.all2all, self.experts_backend, self.tensor_parallel)
-        self.model: CausalLM = kind.load(self.config, checkpoint, parallel).eval()
+        with taking_long("loading the model"):
+            self.model: CausalLM = kind.load(self.config, checkpoint, parallel).eval()
 
         shape = parallel.shard.attention(self.config.attention)
         spec = shape.cache_spec(self.config.num_layers, block_size, dtype, fp8=fp8)

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import time
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
+import deep_ep_standin
 import pytest
 import torch
 import torch.distributed as dist
+from deepep_cases import Stack, close, layer_of, rows_of, transport
 from lanes import within
 
 from ranks import run_ranks
-from ubatch import CommGroup, GroupBroken
-from ubatch.peer_watch import PeerWatch
+from ubatch import CommGroup, GroupBroken, UBatchConfig, UBatchWrapper
+from ubatch.long_calls import holding_gil
+from ubatch.peer_watch import PeerWatch, silence
 
 
 def _watched(timeout_s: float) -> tuple[CommGroup, list[str]]:
@@ -76,7 +80,78 @@ def _healthy(rank: int, ranks: int) -> None:
     _expect_one_abort(aborted, "reset() was called meanwhile.")
 
 
-CASES: list[tuple[Callable[..., Any], tuple[int, ...]]] = [(_reported, ()), (_died, (1,)), (_healthy, ())]
+def _hold_the_gil(seconds: int) -> None:
+    """As a call into C does that does not give Python's lock back."""
+    ctypes.PyDLL(None).sleep(seconds)
+
+
+def _silent_together(rank: int, ranks: int) -> None:
+    """Both ranks hold Python's lock at the same time, as where both wait for a third; whoever is first is patient."""
+    group, aborted = _watched(1.0)
+    dist.barrier()
+    for _ in range(2):
+        with holding_gil("counts of peers", 10.0):
+            _hold_the_gil(2 + rank)
+        time.sleep(0.3)
+    dist.barrier()
+    assert group.broken is None
+    assert not aborted
+
+
+def _dispatches(rank: int, ranks: int) -> None:
+    """DeepEP's dispatch waits with Python's lock held for longer than the time-out, in a lane and outside of one."""
+    dispatch = deep_ep_standin.Buffer.dispatch
+
+    def slow(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if rank == 1:
+            _hold_the_gil(2)
+        return dispatch(self, *args, **kwargs)
+
+    with deep_ep_standin.installed(), torch.inference_mode():
+        group = CommGroup.from_process_group(timeout_s=1.0)
+        group.usable_connection().watch(beat_s=0.05)
+        layer = layer_of()
+        model = Stack([layer], transport("deepep_high_throughput", group))
+        config = UBatchConfig(verify="off", group=group, dbo_prefill_token_threshold=4, timeout_s=1.0)
+        wrapper = UBatchWrapper(model, config)
+        with mock.patch.object(deep_ep_standin.Buffer, "dispatch", slow):
+            for tokens in (8, 3):
+                x = rows_of(tokens, rank)
+                close(wrapper(x), model.expected(x), f"{tokens} tokens")
+        assert wrapper.statistics().engaged == 1
+        wrapper.close()
+        assert group.broken is None
+        assert within(5, lambda: connection_silence(group, 1 - rank) == b"0"), "withdrawn when nobody dispatches"
+
+
+def connection_silence(group: CommGroup, rank: int) -> bytes:
+    """What a rank has told last about its silence."""
+    said: bytes = group.usable_connection()._store.get(f"silence/{rank}")
+    return said
+
+
+def _died_in_a_silent_call(rank: int, ranks: int) -> None:
+    """Patience is longer then, not without end."""
+    group, aborted = _watched(0.5)
+    dist.barrier()
+    if rank == 1:
+        with silence(1.5):
+            os._exit(0)
+    begun = time.monotonic()
+    assert within(20, lambda: group.broken is not None)
+    assert time.monotonic() - begun > 1.5
+    assert group.broken == "rank 1 gave no sign of life for 0.5 s."
+    _expect_one_abort(aborted, group.broken)
+
+
+CASES: list[tuple[Callable[..., Any], tuple[int, ...]]] = [
+    (_reported, ()),
+    (_died, (1,)),
+    (_healthy, ()),
+    (_silent_together, ()),
+    (_dispatches, ()),
+    (_died_in_a_silent_call, (1,)),
+]
 
 
 @pytest.mark.parametrize(("case", "dying"), CASES, ids=[case.__name__.strip("_") for case, _ in CASES])
@@ -97,6 +172,19 @@ def test_a_store_that_is_gone() -> None:
     watch = PeerWatch(0, (0, 1), store, 1.0, failed=lambda: False, lost=lost.append, beat_s=0.01)
     watch.start()
     assert within(5, lambda: lost == [-1])
+
+
+def test_a_watch_that_could_not_look_blames_nobody() -> None:
+    """Its own process was stopped, or held Python's lock and did not say so; the peers' beats may have come or not."""
+    store, lost = dist.HashStore(), list[int]()
+    store.set("beat/1", "1")
+    watch = PeerWatch(0, (0, 1), store, 0.5, failed=lambda: False, lost=lost.append, beat_s=0.05)
+    watch.start()
+    assert within(5, lambda: store.add("beat/0", 0) > 2)
+    _hold_the_gil(2)
+    time.sleep(0.2)
+    assert not lost
+    assert within(5, lambda: lost == [1]), "but while it does look, it counts"
 
 
 def _alone(rank: int, ranks: int) -> None:

@@ -28,7 +28,6 @@ from ubatch import (
     SplitError,
     TransferTimeout,
     UBatchConfig,
-    UBatchError,
     UBatchSlice,
     UBatchWrapper,
     Wish,
@@ -339,18 +338,3 @@ def vote_latency(rank: int, world_size: int) -> float:
 def test_a_vote_is_cheap() -> None:
     """A fraction of a millisecond; the bound only catches votes that all wait for a slice or sleep between looks."""
     assert max(run_ranks(vote_latency, 2)) < 0.05
-
-
-def _comes_late(rank: int, world_size: int, patient: bool) -> str:
-    group = CommGroup.from_process_group(timeout_s=1.0)
-    if rank == 1:
-        time.sleep(1.6)
-    try:
-        return f"{group.least(float(rank + 3), patient=patient):g}"
-    except UBatchError as error:
-        return type(error).__name__
-
-
-def test_who_measures_for_longer_than_the_time_out_is_waited_for() -> None:
-    assert run_ranks(_comes_late, 2, True) == ["3", "3"]
-    assert run_ranks(_comes_late, 2, False)[0] == "TransferTimeout"

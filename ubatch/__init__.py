@@ -23,6 +23,7 @@ One line per group of files:
     transfer, collectives, host_copy  what it launches and waits for
     vote, group, connection           what ranks agree on, and
     peer_watch, launch_order          what they see when one fails, or launches in another order
+    lateness, long_calls, cores       what may take longer than a time-out, and how many threads compile
     split, split_*, caches            what is cut
     arguments, call_plan, copies      how a call is cut, and copied for its proof
     outputs, containers               how it is put together again

@@ -15,15 +15,12 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import os
 import statistics
 import tempfile
 import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import asdict, is_dataclass
 from functools import cache, partial
 from importlib import metadata
@@ -32,9 +29,10 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from ubatch.context import current_lane
+from ubatch.cores import num_cores
 from ubatch.errors import ConfigError, UBatchError
 from ubatch.graphs import capturing
+from ubatch.long_calls import taking_long
 
 __all__ = ["Autotuner", "CudaTimer", "Timer", "autotune", "autotune_path"]
 
@@ -145,7 +143,7 @@ class Autotuner:
             if not self._timer.can_time(device):
                 self._warn_untuned(key, device)
                 return configs[0]
-            with _taking_long():
+            with taking_long("autotuning"):
                 if prepare is not None:
                     _prepare(configs, prepare, device)
                 chosen = self._fastest(key, configs, runs, device)
@@ -250,21 +248,6 @@ def _fingerprint(device: torch.device) -> str:
     return f"{torch.cuda.get_device_name(device)} | torch {torch.__version__} | triton {triton}"
 
 
-@contextmanager
-def _taking_long() -> Iterator[None]:
-    """A lane that compiles and measures holds the baton for longer than `timeout_s` may be, and does not hang."""
-    lane = current_lane()
-    if lane is None or lane.waiting is not None:  # what is tuned may tune itself
-        yield
-        return
-    lane.waiting, lane.waits_until = "autotuning", math.inf
-    try:
-        yield
-    finally:
-        lane.baton.since = time.monotonic()
-        lane.waiting, lane.waits_until = None, 0.0
-
-
 def _prepare(configs: Sequence[C], prepare: Callable[[C], object], device: torch.device) -> None:
     """Compile what can be compiled; what cannot fails again, and is skipped, where it is timed."""
 
@@ -278,7 +261,7 @@ def _prepare(configs: Sequence[C], prepare: Callable[[C], object], device: torch
         except Exception as error:
             _logger.debug("autotune: %s does not compile: %s", config, error)
 
-    with ThreadPoolExecutor(min(len(configs), 1 + (os.cpu_count() or 1)), "ubatch-compile") as pool:
+    with ThreadPoolExecutor(min(len(configs), 1 + num_cores()), "ubatch-compile") as pool:
         list(pool.map(compile_one, configs))
 
 

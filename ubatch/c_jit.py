@@ -31,6 +31,7 @@ from typing import Any
 import torch
 
 from ubatch.errors import ConfigError
+from ubatch.long_calls import taking_long
 
 __all__ = ["CACHE_VARIABLE", "OFF_VARIABLE", "compile_c", "kernel_of", "why_not_c"]
 
@@ -116,7 +117,8 @@ def _load(source: str) -> ctypes.CDLL:
     key = hashlib.sha256("\0".join((source, *flags, *compiler, _version(compiler), _processor())).encode()).hexdigest()
     path = _folder() / f"{key[:32]}.so"
     if not path.exists():
-        _compile(source, compiler, flags, path)
+        with taking_long("compiling a kernel in C"):
+            _compile(source, compiler, flags, path)
     try:
         # Not linked with an OpenMP library: its functions are found in the one that torch has loaded.
         return ctypes.CDLL(str(path), mode=os.RTLD_NOW | os.RTLD_LOCAL)

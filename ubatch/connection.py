@@ -34,6 +34,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from ubatch.errors import GroupBroken, PeerFailed, TransferTimeout
 from ubatch.interrupts import changing
+from ubatch.lateness import LATE_S, Patience, late_ranks
 from ubatch.launch_order import LaunchOrder
 from ubatch.peer_watch import PeerWatch, weak_call
 
@@ -46,9 +47,7 @@ _GRACE_S = 0.5
 _WAIT_SLACK_S = 1.0
 """What slices of waiting and looks into the store may add to a time-out."""
 _TRANSPORT_SLACK = 4
-"""The transport's own time-out is this much longer than ours, so that ours, which names the peer, fires first."""
-_PATIENCE = _TRANSPORT_SLACK - 1
-"""How many time-outs to wait for peers that may be busy with something long."""
+"""The transport's own time-out is so many of ours, and a late rank's time: ours, which names the peer, fires first."""
 
 
 class Work(Protocol):
@@ -85,7 +84,7 @@ class Connection:
         _let_go_of_expired()
         self.pg = self._process_group(backend, f"{name}/data")
         self.vote_pg = self._process_group("gloo", f"{name}/vote")
-        weakref.finalize(self, _keep, (self.pg, self.vote_pg), _TRANSPORT_SLACK * timeout_s)
+        weakref.finalize(self, _keep, (self.pg, self.vote_pg), self._transport_timeout_s)
         self._watch: PeerWatch | None = None
         _connections.add(self)
         if torch.cuda.is_available() and self.is_stream_ordered(torch.device("cuda")):
@@ -137,32 +136,29 @@ class Connection:
                 time.sleep(_LOOK_S)
         return orders
 
-    def wait_for_works(
-        self, works: Iterable[Work], name: str, check: Callable[[], None] | None = None, *, patient: bool = False
-    ) -> None:
+    def wait_for_works(self, works: Iterable[Work], name: str, check: Callable[[], None] | None = None) -> None:
         """Wait for a transport's works without using the CPU, looking out for failed peers.
 
         Args:
             works: what the transport returned.
             name: what errors call them.
             check: called now and then; may raise to end the wait.
-            patient: the peers may be busy with something long; wait three time-outs.
 
         Raises:
             PeerFailed: a rank reported an error, or died.
             GroupBroken: this rank failed while it waited, in another thread, or `reset()` was called.
-            TransferTimeout: not over within `timeout_s`.
+            TransferTimeout: not over within `timeout_s`, beside the time in which a peer was late (`ubatch.lateness`).
         """
-        patience_s = self.timeout_s * (_PATIENCE if patient else 1)
-        deadline = time.monotonic() + patience_s
+        leader = _leader.get() or self
+        patience = Patience(self.timeout_s, {*leader.ranks, *self.ranks} - {self.rank})
         for work in works:
             while not self._arrived(work, name):
                 if check is not None:
                     check()
-                (_leader.get() or self)._look_out(name)
+                leader._look_out(name)
                 self._look_out(name)
-                if time.monotonic() > deadline:
-                    self.fail(f"rank {self.rank} waited for {name!r} longer than {patience_s} s.")
+                if patience.over():
+                    self.fail(f"rank {self.rank} waited for {name!r} longer than {self.timeout_s} s.")
                     raise TransferTimeout(
                         f"{self.broken} No peer of ranks {list(self.ranks)} reported a failure. If the step really is "
                         "that slow, raise timeout_s; else a rank does not take part in it. Call reset()."
@@ -170,7 +166,7 @@ class Connection:
 
     @property
     def longest_wait_s(self) -> float:
-        """How long `wait_for_works` may take: until its time-out, and then for a roll call."""
+        """How long `wait_for_works` may take while no peer is late: until its time-out, and then for a roll call."""
         return 2 * self.timeout_s + _WAIT_SLACK_S
 
     def is_stream_ordered(self, device: torch.device) -> bool:
@@ -302,7 +298,8 @@ class Connection:
         """Who does not answer is dead. All that wait on this connection answer within a slice.
 
         A rank that computes answers late, so while two or more are missing there is no telling which one died; when
-        one is left it must be that one, for no connection is lost without a cause.
+        one is left it must be that one, for no connection is lost without a cause. Who has said that it is late counts
+        for missing only where nobody else is.
         """
         self._store.set(f"alive/{self.rank}", "1")
         begun = time.monotonic()
@@ -310,8 +307,9 @@ class Connection:
         while missing and time.monotonic() - begun < (self.timeout_s if len(missing) > 1 else _GRACE_S):
             if self._store.check(["failed"]):
                 return self._peer_failed(name)
-            missing = {rank for rank in missing if not self._store.check([f"alive/{rank}"])}
-            time.sleep(0.02)
+            silent = {rank for rank in self.ranks if not self._store.check([f"alive/{rank}"])}
+            missing = silent - late_ranks(silent).keys() or silent
+            time.sleep(_LOOK_S)
         if not missing:
             self.fail(f"the transport failed, though every rank is alive ({cause}).")
             return GroupBroken(f"{self.broken} (This rank waited for {name!r}.) Call reset() on every rank.")
@@ -349,8 +347,12 @@ class Connection:
             )
         pg: dist.ProcessGroup = made[0]
         c10d._world.pg_group_ranks[pg] = {rank: index for index, rank in enumerate(self.ranks)}
-        c10d._set_pg_timeout(patience * _TRANSPORT_SLACK, pg)
+        c10d._set_pg_timeout(timedelta(seconds=self._transport_timeout_s), pg)
         return pg
+
+    @property
+    def _transport_timeout_s(self) -> float:
+        return _TRANSPORT_SLACK * self.timeout_s + LATE_S
 
 
 @contextmanager

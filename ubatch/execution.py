@@ -27,6 +27,7 @@ from ubatch.forward_context import ForwardContext, set_forward_context
 from ubatch.fsdp import sharing_weights
 from ubatch.graphs import Capture
 from ubatch.interrupts import Marks
+from ubatch.long_calls import taking_long
 from ubatch.outputs import merge_outputs
 from ubatch.planner import CutCall, Intent
 from ubatch.ranges import profile_ranges
@@ -164,9 +165,11 @@ class Execution:
         across = step.decision.lane_tokens(0) if base.tokens_across_ranks is None else base.tokens_across_ranks
         return replace(base, tokens_across_ranks=across, decision=step.decision)
 
-    def no_timeout(self) -> AbstractContextManager[None]:
-        """Suspend the hang check in the `with` block."""
-        return self._patient.marked()
+    @contextmanager
+    def no_timeout(self) -> Iterator[None]:
+        """Suspend the hang check in the `with` block, and let peers wait for this rank."""
+        with self._patient.marked(), taking_long("warming up"):
+            yield
 
     def close(self) -> None:
         """Stop the lanes' threads."""

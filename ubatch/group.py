@@ -24,6 +24,7 @@ from torch.utils.checkpoint import _StopRecomputationError
 
 from ubatch.connection import Connection
 from ubatch.errors import ConfigError, GroupBroken, LaunchOrderError, OverlapDeclined, TransferTimeout, describe, note
+from ubatch.lateness import Patience
 from ubatch.launch_order import BALLOT_WIDTH, check_ballots, first_difference
 from ubatch.machine import machine_name
 from ubatch.vote import OFFER_WIDTH, Decision, Offer, decide, decode_offer, encode_offer, fingerprint
@@ -164,12 +165,11 @@ class CommGroup:
             order.launches.clear()
         return decide([decode_offer(row[:OFFER_WIDTH]) for row in rows], self.rank)
 
-    def least(self, number: float, *, patient: bool = False) -> float:
+    def least(self, number: float) -> float:
         """The smallest that any rank gives: a number that all must agree on, such as how much memory there is.
 
         Args:
             number: this rank's.
-            patient: ranks may come from measuring or compiling, some much later than others; wait three time-outs.
 
         Raises:
             PeerFailed, TransferTimeout, GroupBroken: as a vote.
@@ -179,7 +179,7 @@ class CommGroup:
         connection = self.usable_connection()
         told = torch.tensor([number], dtype=torch.float64, device="cpu")
         work = dist.all_reduce(told, dist.ReduceOp.MIN, group=connection.vote_pg, async_op=True)
-        connection.wait_for_works((work,), "least", patient=patient)
+        connection.wait_for_works((work,), "least")
         return float(told)
 
     def on_one_machine(self) -> bool:
@@ -267,8 +267,8 @@ class CommGroup:
         if me not in here:
             return joined
         try:
-            deadline = time.monotonic() + self.timeout_s
-            while time.monotonic() < deadline:
+            patience = Patience(self.timeout_s, everyone - {me})
+            while not patience.over():
                 epoch, here = _update(store, look)
                 if epoch > joined:
                     return epoch

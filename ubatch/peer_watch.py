@@ -7,6 +7,11 @@ at last in a device synchronisation that a dead peer would never let end. So one
                         somebody posted a failure               -> break the connection, abort the communicator
                         a peer's beat has not changed within the time-out   -> it died; the same
 
+Python's lock keeps a beat from coming, too: DeepEP's dispatch waits for its peers with it, for up to 100 s. Whoever
+makes such a call says so before (`silence`), by `silence/R`: how many seconds longer rank R's beat may stand still.
+That is withdrawn when no such call was made for some beats, so that a step with many costs few looks into the store.
+And what counts is how long this thread has looked: while it could not run either, nobody was silent.
+
 An aborted communicator lets its kernels end, so the host comes back, with rubbish; the end of the step, or the next
 launch, then raises `GroupBroken`, which names the cause. Torch's own watchdog ends the *process* instead; its time-out
 is longer, so it only comes in when nobody failed and a collective still hangs.
@@ -16,16 +21,20 @@ Not yet run on several GPUs: tests drive it over gloo, with a communicator that 
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 
 import torch.distributed as dist
 
-__all__ = ["PeerWatch", "weak_call"]
+__all__ = ["PeerWatch", "silence", "weak_call"]
 
 _BEAT_S = 1.0
+_BEATS_ASIDE = 2
+"""So many beats may lie between two looks of this thread, else it stood still; and between two silent calls."""
 
 
 class PeerWatch:
@@ -53,30 +62,51 @@ class PeerWatch:
         lost: Callable[[int], object],
         beat_s: float = _BEAT_S,
     ) -> None:
-        self._own, self._store = f"beat/{rank}", store
+        self._own, self._silence, self._store = f"beat/{rank}", f"silence/{rank}", store
         self._peers = [each for each in ranks if each != rank]
         self._patience_s, self._beat_s = patience_s, beat_s
         self._failed, self._lost = failed, lost
         self._stop = threading.Event()
+        self._looked_s = 0.0  # in all; times below are by this clock
         self._seen: dict[int, tuple[bytes, float]] = {}
+        self._lock = threading.Lock()
+        self._told_s = 0.0
         self._thread = threading.Thread(target=self._look, name="ubatch-peer-watch", daemon=True)
 
     def start(self) -> None:
         """Begin to look."""
+        _watches.add(self)
+        self.tell_silence(_silences.longest_s())
         self._thread.start()
 
     def stop(self) -> None:
         """Look no more; returns at once."""
         self._stop.set()
+        _watches.discard(self)
+
+    def tell_silence(self, limit_s: float) -> None:
+        """Let peers bear with this rank that much longer, from before this returns."""
+        with self._lock, suppress(dist.DistError):  # a store that is gone: the thread finds out
+            if limit_s > self._told_s:
+                self._store.set(self._silence, str(limit_s))
+                self._told_s = limit_s
+
+    def _withdraw_silence(self) -> None:
+        """After a beat, so that nobody who finds it withdrawn has missed that."""
+        with self._lock:
+            if self._told_s and not _silences.in_force(_BEATS_ASIDE * self._beat_s):
+                self._store.set(self._silence, "0")
+                self._told_s = 0.0
 
     def _look(self) -> None:
-        begun = time.monotonic()
+        last = time.monotonic()
         while not self._stop.is_set():
             try:
                 self._store.add(self._own, 1)
+                self._withdraw_silence()
                 if self._failed():
                     return
-                silent = self._silent_peer(begun)
+                silent = self._silent_peer()
             except dist.DistError:
                 silent = -1
             if silent is not None:
@@ -84,21 +114,86 @@ class PeerWatch:
                     self._lost(silent)
                 return
             self._stop.wait(self._beat_s)
+            now = time.monotonic()
+            self._looked_s += min(now - last, _BEATS_ASIDE * self._beat_s)
+            last = now
 
-    def _silent_peer(self, begun: float) -> int | None:
+    def _silent_peer(self) -> int | None:
         """A peer whose beat has stood still for too long, if there is one."""
         keys = [f"beat/{peer}" for peer in self._peers]
-        now = time.monotonic()
+        now = self._looked_s
         if not self._store.check(keys):  # multi_get would block
             missing = [peer for peer, key in zip(self._peers, keys, strict=True) if not self._store.check([key])]
-            return missing[0] if missing and now - begun > self._patience_s else None
+            return next((peer for peer in missing if now > self._patience_with(peer)), None)
         for peer, beat in zip(self._peers, self._store.multi_get(keys), strict=True):
             before = self._seen.get(peer)
             if before is None or before[0] != beat:
                 self._seen[peer] = (beat, now)
-            elif now - before[1] > self._patience_s:
+            elif now - before[1] > self._patience_s and self._is_silent(peer, *before):
                 return peer
         return None
+
+    def _is_silent(self, peer: int, beat: bytes, since: float) -> bool:
+        if self._looked_s - since <= self._patience_with(peer):
+            return False
+        return self._store.get(f"beat/{peer}") == beat  # else it has withdrawn its silence meanwhile
+
+    def _patience_with(self, peer: int) -> float:
+        key = f"silence/{peer}"
+        return self._patience_s + (float(self._store.get(key)) if self._store.check([key]) else 0.0)
+
+
+class _Call:
+    """A call that keeps this process silent."""
+
+    def __init__(self, limit_s: float) -> None:
+        self.limit_s = limit_s
+
+
+class _Silences:
+    """The silent calls of this process. One that an interrupt left open goes with its frame."""
+
+    def __init__(self) -> None:
+        self.calls: weakref.WeakSet[_Call] = weakref.WeakSet()
+        self.ended = -float("inf")
+
+    def longest_s(self) -> float:
+        return max((call.limit_s for call in list(self.calls)), default=0.0)
+
+    def in_force(self, aside_s: float) -> bool:
+        return len(self.calls) > 0 or time.monotonic() - self.ended < aside_s
+
+
+_silences = _Silences()
+_watches: weakref.WeakSet[PeerWatch] = weakref.WeakSet()
+
+
+@contextmanager
+def silence(limit_s: float) -> Iterator[None]:
+    """Let no peer take this process for dead in the `with` block, because its watches cannot beat.
+
+    Args:
+        limit_s: so much longer than their time-out at most.
+    """
+    call = _Call(limit_s)
+    _silences.calls.add(call)
+    for watch in list(_watches):
+        watch.tell_silence(limit_s)
+    try:
+        yield
+    finally:
+        _silences.calls.discard(call)
+        _silences.ended = time.monotonic()
+
+
+def _after_fork_in_child() -> None:
+    global _silences
+    _watches.clear()  # they look in the parent
+    _silences = _Silences()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 def weak_call(method: Callable[..., object]) -> Callable[..., object]:

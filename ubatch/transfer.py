@@ -196,7 +196,7 @@ class Transfer(Generic[T]):
 
     def _arrive(self, lane: UBatchContext | None) -> None:
         if self._connection is not None and not self._stream_ordered:
-            check = None if lane is None else functools.partial(lane.baton.check, lane.id)
+            check = None if lane is None else functools.partial(self._look_up, lane)
             self._connection.wait_for_works(self._works, self.name, check)
         else:
             limit_s = None if self._stream_ordered else _limit_now()
@@ -207,6 +207,11 @@ class Transfer(Generic[T]):
             if lane is not None:
                 lane.waits_until = self._deadline + _LATE_S
             time.sleep(remaining)
+
+    def _look_up(self, lane: UBatchContext) -> None:
+        """The connection still counts the time, which may be longer where a peer is late."""
+        lane.baton.check(lane.id)
+        lane.waits_until = self._ends_at(time.monotonic())
 
     def _record(self, start: float, arrived: float) -> None:
         if self._trace is None or not self._works:

@@ -407,7 +407,7 @@ class UBatchWrapper(ModuleFacade):
         )
 
     def no_timeout(self) -> AbstractContextManager[None]:
-        """Suspend the hang check in the `with` block: first calls may compile or autotune for minutes."""
+        """Suspend the hang check in the `with` block, and let peers wait: first calls may compile or tune long."""
         execution: Execution = self._ubatch_execution
         return execution.no_timeout()
 

@@ -9,6 +9,9 @@ and RDMA between nodes. Its `Buffer` is registered memory, made by all ranks tog
 A rank that fails leaves the others' kernels waiting inside DeepEP; after DeepEP's own time-out (100 s) those end their
 process. So unlike a gloo group, a group that runs DeepEP does not survive a failed rank by `CommGroup.reset`.
 
+While a dispatch waits for its peers' counts, and while a buffer is made, Python's lock is held and nothing else of the
+process runs: `ubatch.long_calls.holding_gil` tells the peers before.
+
 **Not yet run on several GPUs.** These adapters were proved with a stand-in for `deep_ep` that has its signatures,
 checks arguments and the order of calls, and exchanges over gloo (`tests/deep_ep_standin.py`).
 """
@@ -30,8 +33,10 @@ from moe.experts.quantization import quantize_blocks
 from moe.placement import local_experts
 from ubatch import CommGroup, ConfigError, capturing, dbo_current_ubatch_id, on_comm_stream
 from ubatch.connection import Connection
+from ubatch.long_calls import holding_gil
 
 __all__ = [
+    "GIL_HELD_S",
     "NODE",
     "DeepEPBuffers",
     "DeepEPStreamed",
@@ -45,6 +50,10 @@ __all__ = [
 BufferT = TypeVar("BufferT")
 Payload = Tensor | tuple[Tensor, Tensor]
 
+GIL_HELD_S = 100.0
+"""How long the older buffer's dispatch waits for its peers' counts, inside a node with Python's lock held."""
+_BUFFER_S = 300.0
+"""How long all ranks may take to make a buffer, or to end one; Python's lock is held, and DeepEP sets no limit."""
 NODE = 8
 """Ranks that DeepEP takes to be one node's, joined by NVLink."""
 _ROW_BYTES = 512
@@ -254,7 +263,9 @@ class DeepEPBuffers(Generic[BufferT]):
             ConfigError: it would have to be made while a graph is captured.
         """
         if connection is not self._connection:
-            self._buffers.clear()
+            if self._buffers:  # each waits for its peers when it goes
+                with holding_gil("DeepEP's buffers", _BUFFER_S):
+                    self._buffers.clear()
             self._connection = connection
         if key not in self._buffers:
             if capturing():
@@ -262,7 +273,8 @@ class DeepEPBuffers(Generic[BufferT]):
                     f"all2all back end {self._name!r} has no buffer for this lane and shape yet, and cannot make one "
                     "while a graph is captured. Run the same step once before."
                 )
-            self._buffers[key] = self._make(connection, key)
+            with holding_gil("DeepEP's buffer", _BUFFER_S):
+                self._buffers[key] = self._make(connection, key)
         return self._buffers[key]
 
     def __len__(self) -> int:

@@ -18,17 +18,19 @@ Not yet run on several GPUs: see `moe.all2all.deepep`. Source: DeepEP's README; 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
 from moe.all2all.base import Dispatched, StepSizes, refuse_gradients
-from moe.all2all.deepep import NODE, DeepEPBuffers, DeepEPStreamed, Payload
+from moe.all2all.deepep import GIL_HELD_S, NODE, DeepEPBuffers, DeepEPStreamed, Payload
 from moe.all2all.voted import voted_tokens
 from ubatch import CommGroup, ConfigError, Transfer, capturing, current_sm_budget, report_sm_use
 from ubatch.collectives import check_launch
 from ubatch.connection import Connection
+from ubatch.long_calls import holding_gil
 
 __all__ = ["DeepEPHighThroughputAll2All", "HighThroughputHandle"]
 
@@ -111,18 +113,19 @@ class DeepEPHighThroughputAll2All(DeepEPStreamed):
             )
             if "previous_event" in order:
                 order["previous_event"] = laid_out
-            rows, local_ids, row_weights, _, layout, event = sized.buffer.dispatch(
-                prepared.payload,
-                num_tokens_per_rank=to_rank,
-                num_tokens_per_rdma_rank=to_node,
-                is_token_in_rank=is_in_rank,
-                num_tokens_per_expert=to_expert,
-                topk_idx=ids,
-                topk_weights=weights,
-                num_worst_tokens=worst_tokens,
-                config=self._config("get_dispatch_config", num_sms),
-                **order,
-            )
+            with nullcontext() if worst_tokens else holding_gil("counts of peers", GIL_HELD_S):
+                rows, local_ids, row_weights, _, layout, event = sized.buffer.dispatch(
+                    prepared.payload,
+                    num_tokens_per_rank=to_rank,
+                    num_tokens_per_rdma_rank=to_node,
+                    is_token_in_rank=is_in_rank,
+                    num_tokens_per_expert=to_expert,
+                    topk_idx=ids,
+                    topk_weights=weights,
+                    num_worst_tokens=worst_tokens,
+                    config=self._config("get_dispatch_config", num_sms),
+                    **order,
+                )
         handle = HighThroughputHandle(sized.buffer, layout, num_sms)
         return Transfer(
             "dispatch",

@@ -31,11 +31,15 @@ from moe.all2all.voted import voted_tokens
 from ubatch import CommGroup, ConfigError, Transfer, current_sm_budget, report_sm_use
 from ubatch.collectives import check_launch
 from ubatch.connection import Connection
+from ubatch.long_calls import holding_gil
 
 __all__ = ["DeepEPV2All2All", "ElasticHandle"]
 
 _MAX_TOP_K = 32
 _MIN_SMS = 2
+_GIL_HELD_S = 300.0
+"""DeepEP's own limit of its wait for counts (`num_cpu_timeout_secs`). Every kernel is compiled at its first call, too,
+with Python's lock held."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +119,7 @@ class DeepEPV2All2All(DeepEPStreamed):
         ids, weights = self.ids(topk_ids), topk_weights.contiguous()
         buffer = self._buffers.get(connection, x.shape[1], topk_ids.shape[1], x.device.index or 0)
         counted = not self.worst_case
-        with self.ordered(prepared) as order:
+        with self.ordered(prepared) as order, holding_gil("counts of peers", _GIL_HELD_S):
             rows, local_ids, row_weights, route, event = buffer.dispatch(
                 prepared.payload,
                 topk_idx=ids,
@@ -148,7 +152,7 @@ class DeepEPV2All2All(DeepEPStreamed):
         self._check_shape(x, handle.topk_ids.shape[1])
         check_launch(x, self.group, "dispatch")
         prepared, route = self.take_prepared(x), handle.route
-        with self.ordered(prepared) as order:
+        with self.ordered(prepared) as order, holding_gil("DeepEP's compiler", _GIL_HELD_S):
             rows, _, _, _, event = handle.buffer.dispatch(
                 prepared.payload, num_experts=self.num_experts, num_sms=route.num_sms, handle=route, **order
             )
@@ -165,7 +169,7 @@ class DeepEPV2All2All(DeepEPStreamed):
         refuse_gradients(y, name=self.name)
         self.check_results(y)
         check_launch(y, self.group, "combine")
-        with self.ordered(self.prepare(y, quantized=False)) as order:
+        with self.ordered(self.prepare(y, quantized=False)) as order, holding_gil("DeepEP's compiler", _GIL_HELD_S):
             results, _, event = handle.buffer.combine(y, handle.route, **order)
         return Transfer(
             "combine", (self.after(event, order),), lambda: results, stream_ordered=True, keep=(y, handle, results)

@@ -19,7 +19,6 @@ the client it hears only `Shutdown`, which matters where its leader is gone.
 
 from __future__ import annotations
 
-import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -48,6 +47,7 @@ from serving.engine.options import EngineOptions
 from serving.engine.rendezvous import post_turns_address, turns_address
 from serving.requests import RequestInput
 from ubatch import TransferTimeout, UBatchError
+from ubatch.lateness import Patience
 
 __all__ = ["FollowerLink", "LeaderLink", "Link", "OutOfStep", "join_turns"]
 
@@ -190,7 +190,7 @@ class FollowerLink:
             TransferTimeout: the leader hands on nothing any more.
             Others: see `join_turns`, `look_out`.
         """
-        deadline = time.monotonic() + self._timeout_s
+        patience = Patience(self._timeout_s)
         while not self._socket.poll(int((wait_s or _LOOK_OUT_S) * 1000)):
             if any(isinstance(message, Shutdown) for message in self._link.receive()):
                 yield Shutdown()
@@ -198,7 +198,7 @@ class FollowerLink:
             if wait_s:
                 return
             self._look_out()
-            if time.monotonic() > deadline:
+            if patience.over():
                 raise TransferTimeout(
                     f"{self._leader} has begun no step for {self._timeout_s} s, and {self._name} waits for it. If its "
                     f"host really is that slow, raise timeout_s."

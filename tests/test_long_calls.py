@@ -1,0 +1,187 @@
+"""A rank that compiles, tunes or loads for longer than `timeout_s`: its peers wait for it, and for nobody else."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from peer_failure_cases import healthy_step, lasting, promptly, wrap
+from torch import Tensor, nn
+
+import ubatch
+import ubatch.lateness
+from ranks import run_ranks
+from ubatch import CommGroup, PeerFailed, TransferTimeout, UBatchConfig, UBatchWrapper, dbo_current_ubatch_id
+from ubatch.autotune import Autotuner
+from ubatch.lateness import Patience, late, late_ranks
+
+TIMEOUT_S, LATE_S = 1.0, 2.5
+
+
+@dataclass(frozen=True)
+class Config:
+    rows: int
+
+
+class Timer:
+    """Tunes on a CPU; every config takes as long."""
+
+    def tunes(self, device: torch.device) -> bool:
+        return True
+
+    def can_time(self, device: torch.device) -> bool:
+        return True
+
+    def fingerprint(self, device: torch.device) -> str:
+        return "machine"
+
+    def seconds(self, run: Callable[[], object], device: torch.device) -> float:
+        run()
+        return 1.0
+
+
+class Tuned(nn.Module):
+    """Sums over the ranks; the second lane (or, unsplit, the call) of a rank tunes a kernel in front of it."""
+
+    def __init__(self, group: CommGroup, path: Path, slow: bool) -> None:
+        super().__init__()
+        self.group, self.slow = group, slow
+        self.tuner = Autotuner(Timer(), path)
+        self.number = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        if dbo_current_ubatch_id() == 1 or x.shape[0] < 4:
+            self.number += 1
+            self.tuner.choose(f"kernel {self.number}", (Config(1), Config(2)), self._run, device=x.device)
+        return ubatch.all_reduce(x, self.group)
+
+    def _run(self, config: Config) -> None:
+        if self.slow:
+            time.sleep(LATE_S / 4)
+
+
+def tunes(rank: int, ranks: int, folder: str) -> None:
+    """Rank 1 tunes longer than the time-out, in a lane and outside of one; then everything has its time-out again."""
+    group = CommGroup.from_process_group(timeout_s=TIMEOUT_S)
+    config = UBatchConfig(
+        group=group, dbo_prefill_token_threshold=4, dbo_decode_token_threshold=4, timeout_s=TIMEOUT_S, verify="off"
+    )
+    model = UBatchWrapper(Tuned(group, Path(folder) / f"{rank}.json", slow=rank == 1), config)
+    for tokens in (8, 2):
+        x = torch.ones(tokens, 2)
+        assert torch.equal(model(x), ranks * x)
+    assert model.statistics().engaged == 1
+    model.close()
+    assert late_ranks(None) == {}
+
+
+def test_peers_wait_for_a_rank_that_tunes(tmp_path: Path) -> None:
+    run_ranks(tunes, 2, str(tmp_path))
+
+
+def warms_up(rank: int, ranks: int) -> None:
+    """With `no_timeout`, what takes long on one rank is waited for on all: in votes, transfers, and meetings."""
+    group = CommGroup.from_process_group(timeout_s=TIMEOUT_S)
+    model, probe = wrap(group)
+    for wait in (
+        lambda: healthy_step(model, probe, 1, 8),
+        lambda: healthy_step(model, probe, 1, 3),
+        lambda: ubatch.all_reduce(torch.ones(1), group),
+        group.reset,
+        lambda: CommGroup.from_process_group(timeout_s=TIMEOUT_S),
+    ):
+        if rank == 1:
+            with model.no_timeout():
+                time.sleep(LATE_S)
+        wait()
+    if rank == 0:
+        with lasting(TIMEOUT_S), pytest.raises(TransferTimeout):
+            ubatch.all_reduce(torch.ones(1), group)
+    else:
+        time.sleep(2 * TIMEOUT_S)
+    group.reset()
+    model.close()
+
+
+def test_peers_wait_for_a_rank_that_warms_up() -> None:
+    run_ranks(warms_up, 2)
+
+
+def dies_while_another_is_late(rank: int, ranks: int) -> tuple[int, str]:
+    """Neither answers when rank 0's transport fails, but one of them has said why."""
+    group = CommGroup.from_process_group(timeout_s=20.0)
+    if rank == 1:
+        with late("compiling"):
+            dist.barrier()
+            time.sleep(6.0)
+        return -1, ""
+    dist.barrier()
+    if rank == 2:
+        os._exit(9)
+    with promptly():
+        error = group.usable_connection()._connection_lost("vote", RuntimeError("closed by peer"))
+    assert isinstance(error, PeerFailed)
+    return error.rank, str(error)
+
+
+def test_who_is_late_is_not_taken_for_the_one_that_died() -> None:
+    found = run_ranks(dies_while_another_is_late, 3, dying=[2])
+    assert found[0][0] == 2
+    assert "rank 2 died" in found[0][1]
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> dist.Store:
+    store = dist.HashStore()
+    monkeypatch.setattr(ubatch.lateness, "_store", lambda: store)
+    monkeypatch.setattr(dist, "get_rank", lambda: 1)
+    return store
+
+
+def test_blocks_in_blocks_count_once(store: dist.Store) -> None:
+    with late("starting"), late("compiling"):
+        assert late_ranks([0, 1]) == {1: b"1 starting"}
+    assert late_ranks([0, 1]) == {}
+    with suppress(KeyError), late("tuning"):
+        assert late_ranks([1]) == {1: b"2 tuning"}
+        assert late_ranks([0]) == {}
+        raise KeyError
+    assert store.add("ubatch/late", 0) == 0
+
+
+def test_patience_with_one_that_hangs_in_a_compiler_ends(store: dist.Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 1000.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    with late("compiling"):
+        patience = Patience(60.0, [1])
+        assert not patience.over()
+        now += ubatch.lateness.LATE_S - 1
+        assert not patience.over()
+        now += 59
+        assert not patience.over()
+        now += 2
+        assert patience.over()
+    with late("compiling again"):
+        patience = Patience(60.0, [1])
+        now += 100
+        assert not patience.over()
+    now += 59
+    assert not patience.over()
+    now += 2
+    assert patience.over()
+
+
+def test_without_other_ranks_nothing_is_said() -> None:
+    with late("compiling"):
+        assert late_ranks(None) == {}
+        patience: Any = Patience(0.0)
+        time.sleep(0.01)
+        assert patience.over()

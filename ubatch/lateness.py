@@ -1,0 +1,137 @@
+"""A rank that compiles, tunes or loads says so, and its peers wait for it longer than `timeout_s`.
+
+Ranks do not compile equally fast: one finds in a cache what the other works out. What is said stands in the job's
+rendezvous store, where whoever waits on any group looks:
+
+    ubatch/late        how many ranks are late now; one look is enough as long as it is 0
+    ubatch/late/R      "number what": rank R is, for the so many-th time; "" when it is no more
+
+Time in which a peer is late does not count for a wait, up to `LATE_S` at a time: a rank that hangs in a compiler is
+given up then.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, suppress
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+__all__ = ["LATE_S", "Patience", "late", "late_ranks"]
+
+LATE_S = 900.0
+"""How long a rank may be late at a time."""
+_COUNT = "ubatch/late"
+
+
+class _Late:
+    """What this process has said; blocks may be nested, and several threads may be in one."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.depth = 0
+        self.times = 0
+        self.told: tuple[dist.Store, str] | None = None
+
+    def enter(self, what: str) -> None:
+        with self.lock:
+            self.depth += 1
+            store = _store()
+            if self.told is not None or store is None:
+                return
+            key = f"{_COUNT}/{dist.get_rank()}"
+            with suppress(dist.DistError):  # a store that is gone: whoever waits learns that by itself
+                self.times += 1
+                store.set(key, f"{self.times} {what}")
+                store.add(_COUNT, 1)
+                self.told = store, key
+
+    def leave(self) -> None:
+        with self.lock:
+            self.depth -= 1
+            if self.depth or self.told is None:
+                return
+            (store, key), self.told = self.told, None
+            with suppress(dist.DistError):
+                store.add(_COUNT, -1)
+                store.set(key, "")
+
+
+_own = _Late()
+
+
+@contextmanager
+def late(what: str) -> Iterator[None]:
+    """Let peers wait for this rank in the `with` block. Nothing where there are none.
+
+    Args:
+        what: it does, for whoever reads the store.
+    """
+    own = _own
+    own.enter(what)
+    try:
+        yield
+    finally:
+        own.leave()
+
+
+def late_ranks(ranks: Collection[int] | None) -> dict[int, bytes]:
+    """Which of these global ranks (None: all) are late now, each with what it says. One look where nobody is."""
+    store = _store()
+    if store is None:
+        return {}
+    said: dict[int, bytes] = {}
+    with suppress(dist.DistError):
+        if not store.add(_COUNT, 0):
+            return {}
+        for rank in range(dist.get_world_size()) if ranks is None else ranks:
+            key = f"{_COUNT}/{rank}"
+            if store.check([key]) and (what := store.get(key)):
+                said[rank] = what
+    return said
+
+
+class Patience:
+    """How long to wait for others, from now on.
+
+    Args:
+        timeout_s: that long, beside the time in which one of them is late.
+        peers: their global ranks; None for all of the job.
+    """
+
+    __slots__ = ("_deadline", "_first_said", "_peers", "_timeout_s")
+
+    def __init__(self, timeout_s: float, peers: Collection[int] | None = None) -> None:
+        self._timeout_s = timeout_s
+        self._deadline = time.monotonic() + timeout_s
+        self._peers = peers
+        self._first_said: dict[tuple[int, bytes], float] = {}
+
+    def over(self) -> bool:
+        """Whether the time is up; looks into the store, so ask now and then only."""
+        now = time.monotonic()
+        for said in late_ranks(self._peers).items():
+            if now - self._first_said.setdefault(said, now) < LATE_S:
+                self._deadline = now + self._timeout_s
+        return now > self._deadline
+
+
+def _store() -> dist.Store | None:
+    """The job's; None where there is no other rank."""
+    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+        return None
+    store: dist.Store = c10d._get_default_store()
+    return store
+
+
+def _after_fork_in_child() -> None:
+    global _own
+    _own = _Late()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork_in_child)
