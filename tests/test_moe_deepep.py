@@ -7,6 +7,7 @@ import importlib.util
 import inspect
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import deep_ep_standin
 import pytest
@@ -28,9 +29,10 @@ from deepep_cases import (
     transport,
 )
 
-from moe import BatchedDispatch, Dispatched, local_experts
+from moe import BatchedDispatch, Dispatched, local_experts, quantize_blocks
 from ubatch import (
     CommGroup,
+    ConfigError,
     ForwardContext,
     Recv,
     SpanKind,
@@ -43,6 +45,11 @@ from ubatch import (
 
 def test_results() -> None:
     run_checks(_results, _without_counts, _layouts)
+
+
+def test_fp8_is_one_kernel() -> None:
+    """Tokens are quantised by the Triton kernel, with the numbers of the torch reference."""
+    run_checks(_quantised_by_the_kernel)
 
 
 def test_inside_lanes() -> None:
@@ -225,6 +232,28 @@ def _mark_before_the_hand_off(rank: int, group: CommGroup) -> None:
             *(["layout 0"] * layout + ["dispatch 0"] + ["layout 1"] * layout + ["dispatch 1"]),
             *("capture 0", "combine 0", "capture 1", "combine 1"),
         ]
+
+
+def _quantised_by_the_kernel(rank: int, group: CommGroup) -> None:
+    from moe.kernels import quantize
+
+    x = torch.cat([rows_of(5, rank), torch.zeros(1, HIDDEN, dtype=torch.bfloat16)])
+    expected, expected_scales = quantize_blocks(x)
+    for name in ("deepep_high_throughput", "deepep_v2"):
+        with mock.patch.object(quantize, "quantize_rows", wraps=quantize.quantize_rows) as kernel:
+            check_layer(
+                layer_of().kernel(transport(name, group, use_fp8=True)),
+                layer_of(),
+                tokens_of(layer_of(), 6),
+                name,
+                True,
+            )
+            assert kernel.call_count == 1, f"{name}: for the dispatch, and for nothing else"
+            payload, scales = transport(name, group, use_fp8=True).prepare(x, quantized=True).payload
+        assert torch.equal(payload.float(), expected.float())
+        torch.testing.assert_close(scales, expected_scales, rtol=1e-6, atol=0)
+        with pytest.raises(ConfigError, match="fp8 needs floating rows of a multiple of 128"):
+            transport(name, group, use_fp8=True).prepare(x[:, :100], quantized=True)
 
 
 # --------------------------------------------------------------------------------------------- without a rank

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from moe.all2all.base import All2AllTraits, check_dispatch
-from moe.experts.quantization import quantize_blocks
+from moe.experts.quantization import quantize_tokens
 from moe.placement import local_experts
 from ubatch import CommGroup, ConfigError, capturing, dbo_current_ubatch_id, on_comm_stream
 from ubatch.connection import Connection
@@ -208,7 +208,7 @@ class DeepEPStreamed(DeepEPTransport, ABC):
 
     def prepare(self, x: Tensor, *, quantized: bool) -> Prepared:
         """Let `x` be what travels next."""
-        payload: Payload = quantize_blocks(x) if quantized else x.contiguous()
+        payload: Payload = quantize_tokens(x) if quantized else x.contiguous()
         return Prepared(x, payload, None if capturing() else self.capture())
 
     @contextmanager

@@ -8,12 +8,15 @@ one by one. A block of zeros gets a tiny scale, not none. Source: DeepSeek-V3 (1
 
 from __future__ import annotations
 
+import importlib.util
+from functools import cache
+
 import torch
 from torch import Tensor
 
 from ubatch import ConfigError
 
-__all__ = ["BLOCK", "FP8", "check_scales", "dequantize_blocks", "quantize_blocks"]
+__all__ = ["BLOCK", "FP8", "check_scales", "dequantize_blocks", "quantize_blocks", "quantize_tokens"]
 
 BLOCK = 128
 FP8 = torch.float8_e4m3fn
@@ -42,6 +45,24 @@ def quantize_blocks(x: Tensor, block: int = BLOCK) -> tuple[Tensor, Tensor]:
     # Dividing may round to a hair above the largest number, which this dtype knows only as NaN.
     quantized = (blocks / scales.unsqueeze(-1)).clamp(-_LARGEST, _LARGEST).to(FP8)
     return quantized.flatten(-2), scales
+
+
+def quantize_tokens(x: Tensor) -> tuple[Tensor, Tensor]:
+    """`quantize_blocks` of `[T, H]`, by one kernel where Triton runs: on a GPU, and in its interpreter."""
+    if x.dim() != 2 or x.shape[1] % BLOCK or not x.is_floating_point() or not _in_triton(x.device.type):
+        return quantize_blocks(x)
+    from moe.kernels.quantize import quantize_rows  # imports Triton
+
+    return quantize_rows(x)
+
+
+@cache
+def _in_triton(device_type: str) -> bool:
+    if importlib.util.find_spec("triton") is None:
+        return False
+    from ubatch.triton_jit import INTERPRETED
+
+    return device_type == "cuda" or INTERPRETED
 
 
 def dequantize_blocks(x: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
