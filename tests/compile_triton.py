@@ -31,7 +31,6 @@ from attention.backends.triton import TritonAttentionBackend
 from attention.backends.triton_mla import TritonMLABackend
 from attention.graph_buffers import GraphBuffers
 from attention.kernels import tuning
-from attention.kernels.cache import read_page_table
 from attention.kernels.fill import fill_batch
 from attention.kernels.merge import merge_states
 from attention.kernels.ragged import pad_ragged, unpad_ragged
@@ -176,7 +175,6 @@ def main(capability: int, *, every_choice: bool) -> None:
     x = torch.zeros(8, 4, 64, dtype=BF16)
     unpad_ragged(pad_ragged(x, starts, 5), starts, 8)
     merge_states(x, torch.zeros(8, 4), x, torch.zeros(8, 4))
-    read_page_table(torch.zeros(2, 4, dtype=torch.int32), torch.zeros(4, 64, dtype=torch.int32), starts, starts, 16)
 
 
 if __name__ == "__main__":

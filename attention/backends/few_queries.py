@@ -65,11 +65,7 @@ class FewQueryBuffers:
     def __init__(self, max_reqs: int, max_tokens: int, device: torch.device) -> None:
         self.seq_lens = torch.zeros(max_reqs, dtype=torch.int32, device=device)
         self.query_lens = torch.zeros(max_reqs, dtype=torch.int32, device=device)
-        self.rows = torch.arange(max_tokens, dtype=torch.int32, device=device)
-        self.pad_index = torch.zeros(max_tokens, dtype=torch.int64, device=device)
-        self.unpad_index = torch.zeros(max_tokens, dtype=torch.int64, device=device)
-        self.owner = torch.zeros(max_tokens, dtype=torch.int64, device=device)
-        self.start_of_owner = torch.zeros(max_tokens, dtype=torch.int32, device=device)
+        self.query_start_loc = torch.zeros(max_reqs + 1, dtype=torch.int32, device=device)
         self.is_padding = torch.zeros(max_tokens, dtype=torch.bool, device=device)
 
     @property
@@ -81,7 +77,7 @@ class FewQueryBuffers:
 class FewQueries:
     """The queries of one batch, or of one captured size.
 
-    Nothing here allocates after the constructor, and no pointer moves: kernels of a captured graph read the buffers.
+    Describing a batch allocates nothing, and no pointer moves: kernels of a captured graph read the buffers.
 
     Args:
         buffers: for at least this many requests and rows.
@@ -105,12 +101,7 @@ class FewQueries:
         self.seq_lens = buffers.seq_lens[:num_reqs]
         self.is_padding = buffers.is_padding[:num_rows]
         self._query_lens = buffers.query_lens[:num_reqs]
-        self._query = buffers.rows[:num_queries]
-        self._row = buffers.rows[:num_rows]
-        self._pad_index = buffers.pad_index[: num_reqs * num_queries]
-        self._unpad_index = buffers.unpad_index[:num_rows]
-        self._owner = buffers.owner[:num_rows]
-        self._start_of_owner = buffers.start_of_owner[:num_rows]
+        self._query_start_loc = buffers.query_start_loc[: num_reqs + 1]
 
     @classmethod
     def for_step(cls, batch: RequestBatch) -> FewQueries:
@@ -151,28 +142,27 @@ class FewQueries:
         if not self.ragged:
             torch.clamp(seq_lens, min=self.num_queries, out=self.seq_lens)
             return
-        starts, ends = query_start_loc[:-1], query_start_loc[1:]
-        torch.sub(ends, starts, out=self._query_lens)
+        self._query_start_loc.copy_(query_start_loc)
+        torch.sub(query_start_loc[1:], query_start_loc[:-1], out=self._query_lens)
         torch.sub(seq_lens, self._query_lens, out=self.seq_lens).add_(self.num_queries)
-        padded = self._pad_index.view(self.num_reqs, self.num_queries)
-        torch.add(starts[:, None], self._query, out=padded).clamp_(max=self.num_rows - 1)
-        # A row's owner is the first request that ends behind it; rows behind the last request have none.
-        torch.searchsorted(ends, self._row, right=True, out=self._owner).clamp_(max=self.num_reqs - 1)
-        torch.index_select(starts, 0, self._owner, out=self._start_of_owner)
-        torch.mul(self._owner, self.num_queries, out=self._unpad_index)
-        self._unpad_index.add_(self._row).sub_(self._start_of_owner)
-        self._unpad_index.clamp_(max=self.num_reqs * self.num_queries - 1)
 
     def pad(self, x: Tensor) -> Tensor:
-        """`[T, ...]` as `[R * Q, ...]`; rows that stand for nothing repeat others."""
+        """`[T, ...]` as `[R * Q, ...]`; rows that stand for nothing are 0."""
         if not self.ragged:
             return x[: self.num_reqs * self.num_queries]
-        # As bytes, if it is fp8: torch has no indexing of those.
-        return _as_bytes(x).index_select(0, self._pad_index).view(x.dtype)
+        from attention.kernels.ragged import pad_ragged  # imports Triton
+
+        # As bytes, if it is fp8: only some GPUs know those.
+        return pad_ragged(_as_bytes(x), self._query_start_loc, self.num_queries).view(x.dtype).flatten(0, 1)
 
     def unpad(self, x: Tensor) -> Tensor:
-        """`[R * Q, ...]` as rows of the step, `[T, ...]`; rows that are nobody's hold anything."""
-        return x.index_select(0, self._unpad_index) if self.ragged else x
+        """`[R * Q, ...]` as rows of the step, `[T, ...]`; those that are nobody's are 0 if requests may have fewer."""
+        if not self.ragged:
+            return x
+        from attention.kernels.ragged import unpad_ragged  # imports Triton
+
+        padded = x.unflatten(0, (self.num_reqs, self.num_queries))
+        return unpad_ragged(padded, self._query_start_loc, self.num_rows)
 
     def zero_padding(self, out: Tensor) -> Tensor:
         """`out` `[T, heads, d]` with zeros, in place, in the rows that are nobody's; in a graph only."""

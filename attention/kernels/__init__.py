@@ -4,7 +4,7 @@ tile      the loop that all attention kernels share: a tile of queries against a
 decode    few queries per request, a long cache: the keys are split, and the parts reduced
 prefill   many queries per request: tiles of queries, each against all its keys
 planning  what has to be worked out once per step, on the device
-cache     writing keys and values, and the page table
+cache     writing keys and values
 ragged    padding requests of different lengths to a rectangle, and back
 merge     two attention states over different keys
 

@@ -1,4 +1,4 @@
-"""Writing keys and values to their slots, and reading the page table out of the request-to-token table."""
+"""Writing keys and values to their slots."""
 
 import triton.language as tl
 from torch import Tensor
@@ -6,7 +6,7 @@ from torch import Tensor
 from attention.kv_cache import PagedKVCache
 from ubatch.triton_jit import cdiv, jit, power_of_2, rows_contiguous, to_fp8
 
-__all__ = ["quantize", "read_page_table", "write_kv"]
+__all__ = ["quantize", "write_kv"]
 
 _MAX_BLOCK = 1024  # numbers that one program moves
 
@@ -50,27 +50,6 @@ def _write_kernel(
     tl.store(values + slot * ROW + place, value, mask=inside)
 
 
-@jit("source_stride", "table_stride", "num_pages", "rows", "seq_lens")
-def _page_table_kernel(
-    table: tl.tensor,
-    table_stride: tl.tensor,
-    num_pages: tl.tensor,
-    slots: tl.tensor,
-    source_stride: tl.tensor,
-    rows: tl.tensor,
-    seq_lens: tl.tensor,
-    PAGE: tl.constexpr,
-    BLOCK: tl.constexpr,
-) -> None:
-    request = tl.program_id(0)
-    page = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    owned = page * PAGE < tl.load(seq_lens + request)
-    row = slots + tl.load(rows + request).to(tl.int64) * source_stride
-    first_slot = tl.load(row + page * PAGE, mask=owned, other=0)
-    target = table + request.to(tl.int64) * table_stride + page
-    tl.store(target, first_slot // PAGE, mask=page < num_pages)
-
-
 def write_kv(cache: PagedKVCache, layer: int, k: Tensor, v: Tensor, slots: Tensor) -> None:
     """Store new keys and values, quantised with the layer's scales if the cache is fp8.
 
@@ -103,34 +82,5 @@ def write_kv(cache: PagedKVCache, layer: int, k: Tensor, v: Tensor, slots: Tenso
         ROW=row,
         HEAD_DIM=spec.head_dim,
         FP8=spec.fp8,
-        BLOCK=block,
-    )
-
-
-def read_page_table(table: Tensor, slots: Tensor, rows: Tensor, seq_lens: Tensor, block_size: int) -> None:
-    """Every `block_size`-th slot of a request, divided by `block_size`, is a block: the table read with a stride.
-
-    Args:
-        table: `[R, num_pages]` int32, dense rows, written; 0 past a request's length.
-        slots: `[max_num_reqs, max_tokens]` int32, dense rows: the slot of every token of every request.
-        rows: `[R]` integer, which row of `slots` is each request's.
-        seq_lens: `[R]` integer, tokens of each request.
-        block_size: tokens per block.
-
-    Source: the page-strided table of SGLang's TensorRT-LLM back ends.
-    """
-    num_reqs, num_pages = table.shape
-    if not table.numel():
-        return
-    block = min(power_of_2(num_pages), _MAX_BLOCK)
-    _page_table_kernel[num_reqs, cdiv(num_pages, block)](
-        table,
-        table.stride(0),
-        num_pages,
-        slots,
-        slots.stride(0),
-        rows,
-        seq_lens,
-        PAGE=block_size,
         BLOCK=block,
     )

@@ -9,7 +9,7 @@ A row is anything; heads and their dimension are what attention pads.
 import triton.language as tl
 from torch import Tensor
 
-from ubatch.triton_jit import cdiv, jit, power_of_2
+from ubatch.triton_jit import cdiv, jit, power_of_2, rows_contiguous
 
 __all__ = ["pad_ragged", "unpad_ragged"]
 
@@ -55,24 +55,21 @@ def _unpad_kernel(
     tl.store(ragged + token * ROW + place, row, mask=inside)
 
 
-def pad_ragged(x: Tensor, query_start_loc: Tensor, max_query_len: int, out: Tensor | None = None) -> Tensor:
+def pad_ragged(x: Tensor, query_start_loc: Tensor, max_query_len: int) -> Tensor:
     """One row of tokens per request, all as long as the longest.
 
     Args:
         x: `[T, ...]`.
         query_start_loc: `[R + 1]` int32; no request has more than `max_query_len` tokens.
         max_query_len: tokens of a padded request.
-        out: `[R, max_query_len, ...]`, contiguous; made if None.
 
     Returns:
-        `out`; rows past a request's tokens are 0.
+        `[R, max_query_len, ...]`, contiguous; rows past a request's tokens are 0.
     """
     num_reqs = query_start_loc.shape[0] - 1
-    if out is None:
-        out = x.new_empty(num_reqs, max_query_len, *x.shape[1:])
+    out = x.new_empty(num_reqs, max_query_len, *x.shape[1:])
     if out.numel():
-        flat = x.reshape(x.shape[0], -1)
-        flat = flat if flat.stride(1) == 1 else flat.contiguous()
+        flat = rows_contiguous(x.reshape(x.shape[0], -1))
         row = flat.shape[1]
         block = min(power_of_2(row), _MAX_BLOCK)
         _pad_kernel[max_query_len, num_reqs, cdiv(row, block)](
@@ -81,20 +78,18 @@ def pad_ragged(x: Tensor, query_start_loc: Tensor, max_query_len: int, out: Tens
     return out
 
 
-def unpad_ragged(padded: Tensor, query_start_loc: Tensor, num_tokens: int, out: Tensor | None = None) -> Tensor:
+def unpad_ragged(padded: Tensor, query_start_loc: Tensor, num_tokens: int) -> Tensor:
     """The inverse of `pad_ragged`.
 
     Args:
         padded: `[R, max_query_len, ...]`.
         query_start_loc: `[R + 1]` int32.
         num_tokens: rows of the result; those that no request owns are padding.
-        out: `[num_tokens, ...]`, contiguous; made if None.
 
     Returns:
-        `out`; rows of padding are 0 if it was made here, else as they were.
+        `[num_tokens, ...]`, contiguous; rows of padding are 0.
     """
-    if out is None:
-        out = padded.new_zeros(num_tokens, *padded.shape[2:])
+    out = padded.new_zeros(num_tokens, *padded.shape[2:])
     if padded.numel():
         padded = padded.contiguous()
         num_reqs, max_query_len = padded.shape[:2]
