@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
@@ -23,7 +24,8 @@ from serving.generate_options import (
     speculation_of,
 )
 from serving.graph_capture import capture_graphs
-from serving.ranks import pin_rank, run_ranks
+from serving.pinning import pin_rank
+from serving.ranks import run_ranks
 from serving.requests import DraftCounts
 from serving.runner_setup import describe_memory, make_link
 from serving.speculation import SpeculationConfig, runner_options
@@ -76,7 +78,7 @@ def run(options: Options) -> int:
 def on_every_rank(fn: Callable[..., Any], options: Options, config: UBatchConfig) -> Any:
     """Call `fn(rank, world_size, options, config)` on all ranks, here if there is one; returns rank 0's result."""
     if options.num_processes == 1:
-        pin_rank(0, 1)
+        pin_rank(0, 1, torch.device("cuda", torch.cuda.current_device()) if choose_device(options) == "cuda" else None)
         return fn(0, 1, options, config)
     return run_ranks(fn, options.num_processes, options, config)
 

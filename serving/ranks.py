@@ -1,4 +1,4 @@
-"""Ranks on this machine: one process each, gloo between them, one core each where there are enough.
+"""Ranks on this machine: one process each, gloo between them, pinned to cores (`serving.pinning`).
 
 Under `torchrun` (RANK and WORLD_SIZE in the environment) the launcher has made the processes already; this one joins
 them. Otherwise the ranks are spawned here, and the first that fails ends the others.
@@ -22,9 +22,10 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from serving.pinning import pin_rank
 from ubatch import ConfigError, UBatchError
 
-__all__ = ["RankFailed", "free_port", "pin_rank", "run_ranks"]
+__all__ = ["RankFailed", "free_port", "run_ranks"]
 
 _START_TIMEOUT = timedelta(minutes=5)
 
@@ -33,11 +34,17 @@ class RankFailed(UBatchError):
     """A rank's process ended with an error; the message has its traceback."""
 
 
-def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any) -> Any:
+def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, device: str = "cpu") -> Any:
     """Call `fn(rank, world_size, *args)` on every rank; returns rank 0's (picklable) result.
 
-    `fn` must be a function of a module. Every rank computes on one thread, pinned to one core if there are enough.
-    Under a launcher the result is None on the other ranks.
+    `fn` must be a function of a module. Under a launcher the result is None on the other ranks.
+
+    Args:
+        fn: see above.
+        world_size: how many ranks.
+        args: of `fn`, which can be pickled.
+        device: `cpu`, where every rank computes on one thread, pinned to one core if there are enough; or `cuda`, where
+            it is pinned to the cores near its GPU, the one of its local number.
 
     Raises:
         ConfigError: a launcher started another number of ranks.
@@ -47,7 +54,7 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any) -> Any:
         launched = int(os.environ["WORLD_SIZE"])
         if launched != world_size:
             raise ConfigError(f"{world_size} ranks asked for, but the launcher started {launched}. Make them agree.")
-        return _run_rank(fn, int(os.environ["RANK"]), world_size, args)
+        return _run_rank(fn, int(os.environ["RANK"]), world_size, device, args)
     context = mp.get_context("spawn")
     port = free_port()
     readers, ranks = [], []
@@ -55,7 +62,9 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any) -> Any:
         try:
             for rank in range(world_size):
                 reader, writer = context.Pipe(duplex=False)
-                process = context.Process(target=_spawned, args=(fn, rank, world_size, port, writer, args), daemon=True)
+                process = context.Process(
+                    target=_spawned, args=(fn, rank, world_size, port, writer, device, args), daemon=True
+                )
                 process.start()
                 writer.close()  # the rank holds the other copy; when it dies, the reader ends
                 readers.append(reader)
@@ -104,33 +113,23 @@ def _terminated_as_exit() -> Iterator[None]:
         signal.signal(signal.SIGTERM, previous)
 
 
-def pin_rank(local_rank: int, local_size: int) -> int | None:
-    """Pin this process to one core, its lanes' hand-offs then cost a fifth; returns the core, None if too few."""
-    torch.set_num_threads(1)
-    if not hasattr(os, "sched_setaffinity"):
-        return None
-    cores = sorted(os.sched_getaffinity(0))
-    if len(cores) < local_size:
-        return None
-    core = cores[local_rank]
-    os.sched_setaffinity(0, {core})
-    return core
-
-
-def _spawned(fn: Callable[..., Any], rank: int, world_size: int, port: int, writer: Any, args: Any) -> None:
+def _spawned(
+    fn: Callable[..., Any], rank: int, world_size: int, port: int, writer: Any, device: str, args: Any
+) -> None:
     os.environ.update(
         MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size)
     )
     try:
-        writer.send((_run_rank(fn, rank, world_size, args), None))
+        writer.send((_run_rank(fn, rank, world_size, device, args), None))
     except BaseException:
         writer.send((None, traceback.format_exc()))
         sys.exit(1)
 
 
-def _run_rank(fn: Callable[..., Any], rank: int, world_size: int, args: Any) -> Any:
+def _run_rank(fn: Callable[..., Any], rank: int, world_size: int, device: str, args: Any) -> Any:
     local = int(os.environ.get("LOCAL_RANK", rank))
-    pin_rank(local, int(os.environ.get("LOCAL_WORLD_SIZE", world_size)))
+    gpu = torch.device("cuda", local) if device == "cuda" else None
+    pin_rank(local, int(os.environ.get("LOCAL_WORLD_SIZE", world_size)), gpu)
     dist.init_process_group("gloo", rank=rank, world_size=world_size, timeout=_START_TIMEOUT)
     try:
         result = fn(rank, world_size, *args)

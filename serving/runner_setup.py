@@ -12,7 +12,15 @@ from model_runner import Checkpoint, ModelConfig, ModelRunner, check_tensor_para
 from moe import EmulatedLink
 from ubatch import ConfigError
 
-__all__ = ["choose_dtype", "count_gpus", "describe_memory", "make_link", "read_config", "tensor_parallel_faults"]
+__all__ = [
+    "choose_dtype",
+    "count_gpus",
+    "describe_memory",
+    "describe_transport",
+    "make_link",
+    "read_config",
+    "tensor_parallel_faults",
+]
 
 
 def count_gpus() -> int:
@@ -79,3 +87,21 @@ def describe_memory(runner: ModelRunner) -> str:
     parts = [f"{name} {size / 2**20:.2f} MiB" for name, size in runner.attention.memory().items()]
     pages = f"{cache.num_blocks} pages of {cache.spec.block_size} tokens"
     return f"KV cache {cache.nbytes / 2**20:.1f} MiB ({pages}); attention back ends: {', '.join(parts)}"
+
+
+def describe_transport(runner: ModelRunner) -> str:
+    """What the runner's transport can do, in words; `dense model` where nothing travels to experts."""
+    config, traits = runner.config, runner.all2all.traits
+    if not config.num_experts:
+        return "dense model"
+    lanes = "any number of lanes" if traits.max_lanes is None else f"up to {traits.max_lanes} lanes"
+    sent = traits.chunk_bytes(1, config.hidden_size, config.num_experts_per_tok, runner.kv_cache.spec.dtype)
+    parts = [
+        "travels beside compute" if traits.is_async else "complete when launched: lanes hide nothing",
+        "the host waits for counts" if traits.blocks_host else "no wait on the host",
+        "capturable" if traits.capturable else "eager only",
+        f"{lanes}, up to {traits.max_chunks} chunks",
+        "keeps to reserved SMs" if traits.obeys_sms else "takes SMs as it likes",
+        f"up to {sent / 1024:.1f} KiB a token, layer and chunk",
+    ]
+    return f"{type(runner.all2all).__name__}: {'; '.join(parts)}"

@@ -120,7 +120,7 @@ def run(options: Options) -> int:
     else:
         print(f"going on after {state.seconds:.0f} s and {state.rounds} whole rounds of an earlier run ({path})")
     options.out.parent.mkdir(parents=True, exist_ok=True)
-    result: Result | None = run_ranks(_tune_on_rank, options.data_parallel_size, options, device, state)
+    result: Result | None = run_ranks(_tune_on_rank, options.data_parallel_size, options, device, state, device=device)
     if result is None:  # under a launcher, another rank than 0
         return 0
     result.print()

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from model_runner import ModelRunner, PendingStep, SamplingParams, ScheduledRequest
-from serving.engine import EngineClient, EngineOptions
+from serving.engine import EngineClient, EngineOptions, process
 from serving.engine.process import run_engine
 from serving.requests import RequestInput
 from serving.scheduler import SchedulerConfig
@@ -50,6 +50,22 @@ def run_poisonable_engine(options: EngineOptions, rank: int, host: str, port: in
         return launch(runner, scheduled)
 
     ModelRunner.launch = poisoned  # type: ignore[method-assign]
+    run_engine(options, rank, host, port)
+
+
+LATE_S = 12.0
+"""How much later than rank 0 rank 1 has its model, with `run_uneven_engine`."""
+
+
+def run_uneven_engine(options: EngineOptions, rank: int, host: str, port: int) -> None:
+    """`run_engine`, in which rank 1 takes long to load, as if it compiled what others do not."""
+    load = process.make_runner
+
+    def load_late(*args: Any, **kwargs: Any) -> ModelRunner:
+        time.sleep(LATE_S * rank)
+        return load(*args, **kwargs)
+
+    process.make_runner = load_late
     run_engine(options, rank, host, port)
 
 

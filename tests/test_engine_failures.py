@@ -9,14 +9,25 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine_mains import POISON, exit_at_once, is_alive, run_poisonable_engine, tiny, tokens_of, wait_for, wait_until
+from engine_mains import (
+    LATE_S,
+    POISON,
+    exit_at_once,
+    is_alive,
+    run_poisonable_engine,
+    run_uneven_engine,
+    tiny,
+    tokens_of,
+    wait_for,
+    wait_until,
+)
 
 from model_runner import CheckpointError, SamplingParams
 from serving.engine import EngineClient, EngineOptions
 from serving.engine.launch import EngineMain
 from serving.engine.process import run_engine
 from serving.requests import EngineDead
-from ubatch import ConfigError
+from ubatch import ConfigError, UBatchConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 LONG = SamplingParams(max_tokens=400, ignore_eos=True)
@@ -60,6 +71,20 @@ def test_the_rank_that_raised_is_blamed_with_its_own_error() -> None:
                 assert str(outcome) in {f"rank {rank} failed: ZeroDivisionError: poisoned" for rank in (0, 1)}
                 assert "in poisoned" in "".join(outcome.__notes__)
             assert await wait_for(lambda: not any(map(is_alive, pids)))
+        finally:
+            await client.close()
+
+    asyncio.run(scenario())
+
+
+def test_ranks_that_start_at_different_speeds_wait_for_each_other() -> None:
+    """Longer than `timeout_s`: in its first vote rank 0 waits until rank 1 has loaded, too."""
+    dbo = UBatchConfig(dbo_decode_token_threshold=4, dbo_prefill_token_threshold=8, timeout_s=LATE_S - 2)
+
+    async def scenario() -> None:
+        client = await EngineClient.start(tiny(2, expert_parallel=True, dbo=dbo), engine_main=run_uneven_engine)
+        try:
+            assert len(await tokens_of(client, "one", [1, 2, 3], SamplingParams(max_tokens=4, ignore_eos=True))) == 4
         finally:
             await client.close()
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import time
+from dataclasses import fields
+from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
 
@@ -12,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from moe_layers import make_layer, make_tokens
 
+from attention.backends.base import BackendTraits
 from moe import All2AllTraits, EmulatedLink, LinkStatistics, all2all_backends, make_all2all
 from moe.all2all.payload import pack_rows, unpack_rows
 from ubatch import CommGroup, ConfigError, LinkTime, Transfer
@@ -85,6 +89,16 @@ def test_what_a_chunk_costs() -> None:
     assert traits(2, routed=True).chunk_bytes(10, 16, 4, torch.bfloat16) == 10 * 2 * one_way_and_back
     assert traits(7, routed=False).chunk_bytes(10, 16, 4, torch.bfloat16) == 10 * 7 * one_way_and_back
     assert make_all2all("local", group=None, num_experts=8).traits.chunk_bytes(10, 16, 4, torch.float32) == 0
+
+
+def test_every_trait_is_read() -> None:
+    """What a back end states and nobody asks is a promise that nothing keeps."""
+    root = Path(__file__).parents[1]
+    packages = ("ubatch", "moe", "attention", "model_runner", "serving")
+    source = "\n".join(file.read_text() for package in packages for file in sorted((root / package).rglob("*.py")))
+    for traits in (All2AllTraits, BackendTraits):
+        for name in (field.name for field in fields(traits)):
+            assert re.search(rf"(traits|self)\.{name}\b|\(\"{name}\", shape", source), f"{traits.__name__}.{name}"
 
 
 class FakeClock:

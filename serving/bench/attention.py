@@ -33,7 +33,7 @@ from model_runner import keep_freed_memory
 from serving.bench.generate import GenerateResult, measure_generate
 from serving.bench.options import BlockOptions
 from serving.bench.statistics import Interval, bootstrap, interleave_arms, paired, timed
-from serving.ranks import pin_rank
+from serving.pinning import pin_rank
 from ubatch import ForwardMode, split_fixed
 from ubatch.c_jit import why_not_c
 

@@ -7,7 +7,6 @@ count as arithmetic.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated
@@ -19,6 +18,7 @@ from moe import experts_backends, make_experts, packing_pays
 from serving.bench.options import BlockOptions
 from serving.bench.statistics import Interval, bootstrap, interleave_arms, paired, timed
 from ubatch.c_jit import why_not_c
+from ubatch.cores import num_cores
 
 __all__ = ["Options", "run"]
 
@@ -31,7 +31,7 @@ class Options(BlockOptions):
     """What to measure."""
 
     tokens: Annotated[tuple[int, ...], Field(min_length=1, description="of a step")] = (16, 64, 512, 2048)
-    threads: Annotated[int, Field(ge=1, description="torch's compute threads")] = os.cpu_count() or 1
+    threads: Annotated[int, Field(ge=1, description="torch's compute threads")] = num_cores()
 
 
 @dataclass(frozen=True)

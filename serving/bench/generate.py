@@ -16,8 +16,9 @@ from torch import Tensor
 
 from model_runner import ModelRunner, SamplingParams, generate, make_random_qwen3_moe, split_cost
 from moe import linear
-from serving.bench.statistics import Interval, bootstrap, interleave_arms, num_cores, paired, timed
+from serving.bench.statistics import Interval, bootstrap, interleave_arms, paired, timed
 from ubatch import UBatchConfig, UBatchError
+from ubatch.cores import num_cores
 
 __all__ = ["GenerateResult", "measure_generate", "transformers_arm"]
 

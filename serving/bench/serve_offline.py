@@ -28,9 +28,10 @@ from model_runner import RandomQwen3Moe, SamplingParams, make_random_qwen3_moe
 from serving.bench.generate import transformers_arm
 from serving.bench.serve_process import running_server
 from serving.bench.serve_requests import Server, Status, Task, send_all
-from serving.bench.statistics import Interval, bootstrap, interleave_arms, num_cores, paired, timed
+from serving.bench.statistics import Interval, bootstrap, interleave_arms, paired, timed
 from serving.llm import LLM
 from ubatch import UBatchError
+from ubatch.cores import num_cores
 
 __all__ = ["OfflineResult", "Workload", "make_served_model", "measure_offline", "random_prompts"]
 

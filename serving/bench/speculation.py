@@ -28,7 +28,7 @@ from model_runner import SamplingParams
 from serving.bench.corpus import read_corpus
 from serving.bench.options import BlockOptions
 from serving.bench.speculation_census import Census, take_census
-from serving.bench.statistics import Interval, bootstrap, interleave_arms, num_cores, paired
+from serving.bench.statistics import Interval, bootstrap, interleave_arms, paired
 from serving.engine.build import make_core, make_runner
 from serving.engine.core import EngineCore
 from serving.engine.options import EngineOptions
@@ -37,6 +37,7 @@ from serving.scheduler import SchedulerConfig
 from serving.speculation import Algorithm, SpeculationConfig
 from serving.text import load_tokenizer
 from ubatch import ConfigError, UBatchError
+from ubatch.cores import num_cores
 
 __all__ = ["Options", "SpeculationResult", "held_out_prompts", "run"]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +14,9 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-__all__ = ["Interval", "bootstrap", "environment", "interleave_arms", "num_cores", "paired", "timed", "write_json"]
+from ubatch.cores import num_cores
+
+__all__ = ["Interval", "bootstrap", "environment", "interleave_arms", "paired", "timed", "write_json"]
 
 _RESAMPLES = 2000
 
@@ -76,11 +77,6 @@ def timed(arm: Callable[[], object]) -> Callable[[], float]:
         return (time.perf_counter() - start) * 1e3
 
     return run
-
-
-def num_cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def environment() -> dict[str, Any]:

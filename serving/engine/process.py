@@ -28,7 +28,7 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -60,10 +60,11 @@ from serving.engine.messages import (
 from serving.engine.options import EngineOptions
 from serving.engine.rendezvous import client_address, connect_store, init_ranks
 from serving.logs import configure_logging, log_event
-from serving.ranks import pin_rank
+from serving.pinning import pin_rank
 from serving.requests import RequestOutput
-from serving.runner_setup import describe_memory
+from serving.runner_setup import describe_memory, describe_transport
 from ubatch import CommGroup, ConfigError, GroupBroken, PeerFailed, UBatchError
+from ubatch.long_calls import taking_long
 
 __all__ = ["Engine", "Orphaned", "run_engine"]
 
@@ -91,7 +92,10 @@ def run_engine(options: EngineOptions, rank: int, store_host: str, store_port: i
         link = join_turns(client, address, options, rank, store, partial(_check_parent, parent))
         with _loaded(options, rank, store) as runner:
             memory = describe_memory(runner)
-            log_event(_logger, "engine ready", memory=memory, overlap_schedule=options.overlaps_schedule)
+            transport = describe_transport(runner)
+            log_event(
+                _logger, "engine ready", memory=memory, transport=transport, overlap_schedule=options.overlaps_schedule
+            )
             ready = Ready(rank, options.scheduler.max_model_len, runner.config.vocab_size, memory)
             Engine(ready, make_core(options, runner), runner.group, link, parent, options.dp_rank(rank)).serve()
     except BaseException as error:
@@ -119,15 +123,21 @@ def _loaded(options: EngineOptions, rank: int, store: dist.Store) -> Iterator[Mo
     local_rank = rank - options.local_ranks.start
     if options.device == "cuda":
         _choose_gpu(local_rank, options.local_size)
-    if options.local_size > 1:
+        pin_rank(local_rank, options.local_size, torch.device("cuda", local_rank))
+    elif options.local_size > 1:
         pin_rank(local_rank, options.local_size)
     collective = options.step_size > 1
     tqdm.set_lock(threading.RLock())  # its own one is a semaphore of the system, which a killed process leaves behind
-    with tqdm(total=3, desc="engine", unit="stage", disable=None if rank == 0 else True, leave=False) as bar:
+    with (
+        tqdm(total=3, desc="engine", unit="stage", disable=None if rank == 0 else True, leave=False) as bar,
+        ExitStack() as starting,
+    ):
         bar.set_postfix_str("meet the other ranks")
         group = None
         if collective:
             init_ranks(store, rank, options)
+        starting.enter_context(taking_long("starting"))  # ranks load and compile at different speeds
+        if collective:
             group = CommGroup.from_process_group(timeout_s=options.dbo.timeout_s)
         bar.update()
         bar.set_postfix_str("load the model")
@@ -139,6 +149,7 @@ def _loaded(options: EngineOptions, rank: int, store: dist.Store) -> Iterator[Mo
             bar.close()
             gc.collect()
             gc.freeze()  # the collector need not walk through the model again
+            starting.close()
             yield runner
     if collective:
         dist.destroy_process_group()

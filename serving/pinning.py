@@ -1,0 +1,64 @@
+"""Which cores a rank's threads run on.
+
+on a CPU     one core of its own: the lanes' hand-offs then cost a fifth
+on a GPU     those of the GPU's NUMA node: the engine, its lanes, the transports' threads and compilers all need some
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ubatch.cores import num_cores
+
+__all__ = ["pin_rank"]
+
+_PCI_DEVICES = Path("/sys/bus/pci/devices")
+
+
+def pin_rank(local_rank: int, local_size: int, gpu: torch.device | None = None) -> frozenset[int] | None:
+    """Pin this thread, and those that it starts, and size torch's pool of threads.
+
+    Args:
+        local_rank: this process among those of this machine.
+        local_size: how many those are.
+        gpu: that the rank computes on; None for the CPU.
+
+    Returns:
+        The cores; None where nothing was pinned. On a CPU, there are fewer cores than ranks; on a GPU, the system does
+        not tell which are near, or those would be fewer than this rank's share of all.
+    """
+    usable = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+    if gpu is None:
+        torch.set_num_threads(1)
+        return _pin([usable[local_rank]] if len(usable) >= local_size else [])
+    torch.set_num_threads(max(1, num_cores() // local_size))
+    near = _cores_near(gpu)
+    cores = [core for core in usable if core in near]
+    return _pin(cores if len(cores) >= len(usable) // max(2, local_size) else [])
+
+
+def _cores_near(gpu: torch.device) -> set[int]:
+    """The cores of a GPU's NUMA node; none where the system does not tell."""
+    properties: Any = torch.cuda.get_device_properties(gpu)
+    address = f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
+    try:
+        return _parse_cores((_PCI_DEVICES / address / "local_cpulist").read_text())
+    except (OSError, ValueError):
+        return set()
+
+
+def _parse_cores(text: str) -> set[int]:
+    """`0-3,8` as the kernel writes lists of cores."""
+    ranges = (part.partition("-") for part in text.strip().split(",") if part)
+    return {core for first, _, last in ranges for core in range(int(first), int(last or first) + 1)}
+
+
+def _pin(cores: list[int]) -> frozenset[int] | None:
+    if not cores:
+        return None
+    os.sched_setaffinity(0, cores)
+    return frozenset(cores)
