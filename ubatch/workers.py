@@ -390,6 +390,8 @@ class LanePool:
         holder = crew.contexts[state.holder]
         if time.monotonic() < holder.waits_until:  # that has a time-out of its own, which can name the peer
             return
+        if crew.baton.statistics().held_s <= self.timeout_s:  # that wait has just ended, or the lane has handed on
+            return
         raise UBatchTimeout(
             f"lane {holder.id} held the baton for {state.held_s:.1f} s (timeout_s = {self.timeout_s}); last point "
             f"{holder.last_point!r}. What this step wrote is invalid.\n{_report(crew.contexts)}"
