@@ -1,6 +1,7 @@
 """Floor 3: models from Hugging Face checkpoints, run step by step over a paged KV cache.
 
 weights, hf_config    a checkpoint's tensors and config, read lazily and checked
+weight_pass           the files from front to back, by pinned memory to a device
 models                families, one file each
 step_cost             what a token and an attended pair cost, for splits by cost
 request               a sequence while it is generated, and its share of one step

@@ -56,6 +56,7 @@ from model_runner.step_cost import split_cost
 from model_runner.step_streams import StepStreams
 from model_runner.tensor_parallel import check_tensor_parallel, content_of, make_tensor_parallel
 from model_runner.transport import check_schedules, make_transport
+from model_runner.weight_pass import Progress
 from model_runner.weights import Checkpoint
 from moe import All2All, EmulatedLink, StepSizes, TellsLater
 from ubatch import (
@@ -116,6 +117,7 @@ class ModelRunner:
         device: where it runs.
         streams: what the device offers for its steps to run on; its own streams by default.
         graphs: what captures and replays; CUDA by default.
+        on_weights: told how many bytes of the weights are read, and how many this rank reads.
 
     Attributes:
         link: the emulated one that the ranks talk over; None for the real one.
@@ -161,6 +163,7 @@ class ModelRunner:
         device: torch.device | str = "cpu",
         streams: StreamBackend | None = None,
         graphs: GraphBackend | None = None,
+        on_weights: Progress | None = None,
     ) -> None:
         self.model_path = Path(model_path)
         self.group = group
@@ -172,7 +175,7 @@ class ModelRunner:
         if self.device.type == "cpu":
             keep_freed_memory()
 
-        checkpoint = Checkpoint(model_path, dtype=dtype, device=self.device)
+        checkpoint = Checkpoint(model_path, dtype=dtype, device=self.device, streams=streams, progress=on_weights)
         kind = model_class(checkpoint.architecture, checkpoint.config)
         self.config: ModelConfig = kind.read_config(checkpoint.config, checkpoint.generation_config())
         self.max_model_len = check_max_model_len(max_model_len, self.config.max_position_embeddings)

@@ -1,9 +1,17 @@
-"""Hugging Face checkpoints: tensors are read one by one, straight into the place where the model wants them.
+"""Hugging Face checkpoints: tensors are read straight into the place where the model wants them.
 
 A checkpoint is a folder with `config.json` and either `model.safetensors` or shards behind
 `model.safetensors.index.json`. Files are mapped, not read: a rank that asks for an eighth of the experts reads an
 eighth of their bytes, and one that asks for a `Part` of a tensor's rows or columns reads that part. Conversion to the
-compute dtype happens in the copy.
+compute dtype happens on the way.
+
+    norm = checkpoint.load(name, size)          read at once
+    with checkpoint.one_pass():
+        norm = checkpoint.load(name, size)      memory, which the end of the block fills: names and shapes are checked
+        with checkpoint.once_read(fuse):        `fuse` is called when the tensors that this block asks for are read
+            ...
+
+One pass reads the files from front to back, whatever order the model asks in, see `model_runner.weight_pass`.
 """
 
 from __future__ import annotations
@@ -11,7 +19,8 @@ from __future__ import annotations
 import difflib
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +31,8 @@ from torch import Tensor
 
 from model_runner.errors import CheckpointError, CheckpointFileMissing, TensorMissing, WrongShape
 from model_runner.hf_config import HFConfig
+from model_runner.weight_pass import Progress, Wanted, WeightPass
+from ubatch.streams import StreamBackend
 
 __all__ = ["Checkpoint", "Part"]
 
@@ -64,18 +75,30 @@ class Checkpoint:
         path: the folder.
         dtype: what tensors are converted to.
         device: where they go.
+        streams: what the device offers; its own by default.
+        progress: told how far a pass is; see `one_pass`.
 
     Raises:
         CheckpointFileMissing: the folder, its config, its weights or one of its shards is not there.
         CheckpointError: a file is not what its name says.
     """
 
+    _pass: WeightPass | None = None
+
     def __init__(
-        self, path: str | Path, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+        self,
+        path: str | Path,
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+        streams: StreamBackend | None = None,
+        progress: Progress | None = None,
     ) -> None:
         self.path = Path(path)
         self.dtype = dtype
         self.device = torch.device(device)
+        self._streams = streams
+        self._progress = progress
         if not self.path.is_dir():
             raise CheckpointFileMissing(f"{self.path} is not a folder; give the folder of a Hugging Face checkpoint.")
         self.config = HFConfig(_read_json(self.path / "config.json"), self.path / "config.json")
@@ -104,8 +127,34 @@ class Checkpoint:
         path = self.path / "generation_config.json"
         return HFConfig(_read_json(path) if path.exists() else {}, path)
 
+    @contextmanager
+    def one_pass(self) -> Iterator[None]:
+        """What the body asks for is read at its end, front to back. Who looks at a tensor before waits for `once_read`.
+
+        A block inside another one is part of that.
+        """
+        if self._pass is not None:
+            yield
+            return
+        reading = self._pass = self._new_pass()
+        try:
+            yield
+        finally:
+            self._pass = None
+        reading.run(self._progress)
+
+    @contextmanager
+    def once_read(self, action: Callable[[], None]) -> Iterator[None]:
+        """Call `action` when all that the body asks for is read: at its end, or in a pass as soon as it is."""
+        if self._pass is not None:
+            with self._pass.once_read(action):
+                yield
+        else:
+            yield
+            action()
+
     def load(self, name: str, *shape: Size) -> Tensor:
-        """A tensor, or the part of it that `shape` names, converted to the compute dtype.
+        """A tensor, or the part of it that `shape` names, converted to the compute dtype; see `one_pass`.
 
         Raises:
             TensorMissing, WrongShape: see there.
@@ -119,9 +168,7 @@ class Checkpoint:
         shape = self._handle(name).get_slice(name).get_shape()
         if math.prod(shape) != 1:
             raise WrongShape(name, shape, ())
-        out = torch.empty(shape, dtype=torch.float32)
-        self.load_into(name, out)
-        return float(out)
+        return float(self._handle(name).get_tensor(name).to(torch.float32))
 
     def load_fused(self, tensors: Sequence[tuple[str, Size]], *rest: int) -> Tensor:
         """Several tensors stacked along dimension 0, so that one product computes them all.
@@ -147,13 +194,18 @@ class Checkpoint:
             whole = tuple(size.total if isinstance(size, Part) else size for size in shape)
             if tuple(stored.get_shape()) != whole:
                 raise WrongShape(name, stored.get_shape(), whole)
-            if whole == tuple(out.shape):
-                out.copy_(handle.get_tensor(name))
-            else:
-                out.copy_(stored[tuple(size.slice if isinstance(size, Part) else slice(None) for size in shape)])
+            mapped = handle.get_tensor(name)
         except SafetensorError as error:
             file = self.path / self._file_of[name]
             raise CheckpointError(f"{file}: cannot read tensor {name!r}: {error}") from error
+        part = mapped[tuple(size.slice if isinstance(size, Part) else slice(None) for size in shape)]
+        reading = self._new_pass() if self._pass is None else self._pass
+        reading.want(Wanted(self._file_of[name], part, out))
+        if self._pass is None:
+            reading.run()
+
+    def _new_pass(self) -> WeightPass:
+        return WeightPass(self.device, self._streams)
 
     def close(self) -> None:
         """Unmap the files. Tensors that were loaded stay."""

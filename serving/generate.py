@@ -27,7 +27,7 @@ from serving.graph_capture import capture_graphs
 from serving.pinning import pin_rank
 from serving.ranks import run_ranks
 from serving.requests import DraftCounts
-from serving.runner_setup import describe_memory, make_link
+from serving.runner_setup import WeightsBar, describe_memory, make_link
 from serving.speculation import SpeculationConfig, runner_options
 from ubatch import CommGroup, UBatchConfig
 
@@ -125,6 +125,7 @@ def generate_on_rank(rank: int, world_size: int, options: Options, config: UBatc
             decode_attention_backend=options.decode_attention_backend,
             block_size=options.block_size,
             kv_cache_dtype=options.kv_cache_dtype,
+            on_weights=WeightsBar(show=rank == 0),
         ) as runner,
     ):
         capture_graphs(runner, show=rank == 0)

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import torch
+from tqdm import tqdm
 
 from model_runner import Checkpoint, ModelConfig, ModelRunner, check_tensor_parallel, model_class
 from moe import EmulatedLink
+from serving.logs import log_event
 from ubatch import ConfigError
 
 __all__ = [
+    "WeightsBar",
     "choose_dtype",
     "count_gpus",
     "describe_memory",
@@ -21,6 +27,8 @@ __all__ = [
     "read_config",
     "tensor_parallel_faults",
 ]
+
+_logger = logging.getLogger(__name__)
 
 
 def count_gpus() -> int:
@@ -79,6 +87,30 @@ def tensor_parallel_faults(model: ModelConfig, size: int, flag: str, *, expert_p
         check_tensor_parallel(model, size)
     except ConfigError as error:
         yield f"{flag}: {error}"
+
+
+class WeightsBar:
+    """A progress bar for `ModelRunner(on_weights=...)`, and at its end a line in the log.
+
+    Args:
+        show: the bar, where standard error is a terminal.
+    """
+
+    def __init__(self, *, show: bool = True) -> None:
+        self._hidden = None if show else True
+        self._bar: Any = None
+
+    def __call__(self, done: int, total: int) -> None:
+        """So many bytes are read, of so many."""
+        if self._bar is None:
+            units = {"unit": "B", "unit_scale": True, "unit_divisor": 1024}
+            self._bar = tqdm(total=total, desc="weights", **units, disable=self._hidden, leave=False)
+            self._begun = time.monotonic()
+        self._bar.update(done - self._bar.n)
+        if done == total:
+            self._bar.close()
+            seconds = time.monotonic() - self._begun
+            log_event(_logger, "weights loaded", memory=f"{total / 2**20:.1f} MiB", seconds=seconds)
 
 
 def describe_memory(runner: ModelRunner) -> str:

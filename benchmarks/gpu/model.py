@@ -68,6 +68,7 @@ class _RandomWeights(Checkpoint):
         self.path = Path("random")
         self.dtype = dtype
         self.device = device
+        self._streams = self._progress = None
 
     def _copy(self, name: str, shape: Sequence[object], out: Tensor) -> None:
         """What every tensor is read by. Norms pass their input through; products keep the size of theirs."""

@@ -52,7 +52,8 @@ class DecoderLM(CausalLM):
     @classmethod
     def load(cls, config: DecoderConfig, checkpoint: Checkpoint, parallel: ExpertParallel) -> DecoderLM:
         """See `CausalLM.load`."""
-        return cls(config, checkpoint, parallel)
+        with checkpoint.one_pass():
+            return cls(config, checkpoint, parallel)
 
     def __init__(self, config: DecoderConfig, checkpoint: Checkpoint, parallel: ExpertParallel) -> None:
         super().__init__()
@@ -90,8 +91,17 @@ class DecoderLayer(nn.Module):
 
     def __init__(self, config: DecoderConfig, checkpoint: Checkpoint, parallel: ExpertParallel, layer: int) -> None:
         super().__init__()
-        prefix, hidden_size = f"model.layers.{layer}", config.hidden_size
         self.eps = config.rms_norm_eps
+
+        def pack() -> None:
+            if parallel.experts == "native":
+                pack_projections(self)
+
+        with checkpoint.once_read(pack):
+            self._load(config, checkpoint, parallel, layer)
+
+    def _load(self, config: DecoderConfig, checkpoint: Checkpoint, parallel: ExpertParallel, layer: int) -> None:
+        prefix, hidden_size = f"model.layers.{layer}", config.hidden_size
         self.input_norm = frozen(checkpoint.load(f"{prefix}.input_layernorm.weight", hidden_size))
         self.attention = _attention(config, checkpoint, f"{prefix}.self_attn", layer, parallel.shard)
         self.post_attention_norm = frozen(checkpoint.load(f"{prefix}.post_attention_layernorm.weight", hidden_size))
@@ -104,8 +114,6 @@ class DecoderLayer(nn.Module):
         else:
             sizes = hidden_size, config.intermediate_size
             self.mlp = GatedMLP(checkpoint, f"{prefix}.mlp", *sizes, bias=config.mlp_bias, shard=parallel.shard)
-        if parallel.experts == "native":
-            pack_projections(self)
 
     def forward(
         self,

@@ -61,7 +61,6 @@ class LatentAttention(nn.Module):
         self.layer = layer
         whole_heads, rank = shape.num_heads, shape.kv_lora_rank
         self.shape = shape = replace(shape, num_heads=whole_heads // shard.size)
-        heads = shape.num_heads
         q_part = shard.part(whole_heads * shape.qk_head_dim)
         self.sizes = (q_part.size if q_lora_rank is None else q_lora_rank, rank, shape.qk_rope_head_dim)
         first = ("q_proj", q_part) if q_lora_rank is None else ("q_a_proj", q_lora_rank)
@@ -87,8 +86,15 @@ class LatentAttention(nn.Module):
         self.down, self.out = Projection(down, down_bias), Projection(out, out_bias)
 
         up_part = shard.part(whole_heads * (shape.qk_nope_head_dim + shape.v_head_dim))
-        up = checkpoint.load(f"{prefix}.kv_b_proj.weight", up_part, rank)
-        keys, values = up.view(heads, -1, rank).split((shape.qk_nope_head_dim, shape.v_head_dim), dim=1)
+        up: list[Tensor] = []
+        with checkpoint.once_read(lambda: self._split_up(*up)):
+            up.append(checkpoint.load(f"{prefix}.kv_b_proj.weight", up_part, rank))
+
+    def _split_up(self, up: Tensor) -> None:
+        """What makes keys and values of latents, each as the back ends want it."""
+        shape = self.shape
+        heads = up.view(shape.num_heads, -1, shape.kv_lora_rank)
+        keys, values = heads.split((shape.qk_nope_head_dim, shape.v_head_dim), dim=1)
         self.w_uk = frozen(keys.contiguous())
         self.w_uv = frozen(values.transpose(1, 2).contiguous())
 

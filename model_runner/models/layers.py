@@ -7,7 +7,7 @@ A `Projection` may be packed for the CPU: its weight is then kept only as the `n
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Self
 
 import torch
@@ -127,20 +127,24 @@ class Attention(nn.Module):
         parts = (("q", q_part), ("k", kv_part), ("v", kv_part))
         qkv = checkpoint.load_fused([(f"{prefix}.{p}_proj.weight", n) for p, n in parts], hidden_size)
         out = checkpoint.load(f"{prefix}.o_proj.weight", hidden_size, q_part)
-        qkv_bias = out_bias = self.qk_norm = None
+        qkv_bias = out_bias = None
         if bias:
             qkv_bias = checkpoint.load_fused([(f"{prefix}.{p}_proj.bias", n) for p, n in parts])
             if shard.rank == 0:  # the ranks' outputs are added up
                 out_bias = checkpoint.load(f"{prefix}.o_proj.bias", hidden_size)
         self.qkv, self.out = Projection(qkv, qkv_bias), Projection(out, out_bias)
         self.shape = shape = shard.grouped(shape)
+        self.qk_norm: nn.Parameter | None = None
         if norm_eps is not None:
-            norms = (("q", shape.num_heads), ("k", shape.num_kv_heads))
-            weights = [
-                checkpoint.load(f"{prefix}.{part}_norm.weight", shape.head_dim).expand(heads, -1)
-                for part, heads in norms
-            ]
-            self.qk_norm = frozen(torch.cat(weights))
+            norms: list[Tensor] = []
+            with checkpoint.once_read(lambda: self._repeat_norms(norms)):
+                norms += [checkpoint.load(f"{prefix}.{part}_norm.weight", shape.head_dim) for part in ("q", "k")]
+
+    def _repeat_norms(self, norms: Sequence[Tensor]) -> None:
+        """One row for each query head, then one for each key head."""
+        heads = (self.shape.num_heads, self.shape.num_kv_heads)
+        rows = [norm.expand(number, -1) for norm, number in zip(norms, heads, strict=True)]
+        self.qk_norm = frozen(torch.cat(rows))
 
     def forward(self, x: Tensor, rotation: Rotation, plan: AttentionPlan) -> Tensor:
         """`x` `[T, hidden_size]`, normalised; the sum of the ranks' results is to be added to the residual."""

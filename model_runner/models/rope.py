@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from attention import RopeTable
 from model_runner.hf_config import HFConfig
+from model_runner.host_copy import to_device
 
 __all__ = [
     "LinearRope",
@@ -229,7 +230,8 @@ class RotaryEmbedding(nn.Module):
         super().__init__()
         self.factor = rope.attention_factor
         self.dtype = dtype
-        self.register_buffer("inv_freq", rope.inverse_frequencies(head_dim).to(device), persistent=False)
+        (inv_freq,) = to_device([rope.inverse_frequencies(head_dim)], device)
+        self.register_buffer("inv_freq", inv_freq, persistent=False)
 
     def forward(self, positions: Tensor) -> Rotation:
         """Of tokens at `positions` `[T]`."""
@@ -264,7 +266,8 @@ class RotaryTable(nn.Module):
         positions = torch.arange(num_positions, dtype=torch.float32)
         angles = positions[:, None] * rope.inverse_frequencies(rope_dim)
         table = torch.cat((angles.cos(), angles.sin()), dim=-1) * rope.attention_factor
-        self.register_buffer("cos_sin", table.to(device), persistent=False)
+        (cos_sin,) = to_device([table], device)
+        self.register_buffer("cos_sin", cos_sin, persistent=False)
 
     def forward(self, positions: Tensor) -> RopeTable:
         """Of tokens at `positions` `[T]`."""

@@ -61,9 +61,16 @@ class SparseMLP(nn.Module):
         if config.shared_intermediate_size:
             shared = GatedMLP(checkpoint, f"{prefix}.shared_experts", hidden_size, config.shared_intermediate_size)
         held = parallel.all2all.experts
-        w13, w2 = _load_experts(checkpoint, prefix, held, hidden_size, config.intermediate_size, config.names)
-        experts = make_experts(parallel.experts, w13, w2, held.start, num_experts=num_experts)
-        self.kernel = FusedMoEModularKernel(parallel.all2all, experts, shared)
+        weights: list[Tensor] = []
+
+        def make_kernel() -> None:  # back ends may look at the weights: pack them, or put them in another order
+            w13, w2 = weights
+            weights.clear()
+            experts = make_experts(parallel.experts, w13, w2, held.start, num_experts=num_experts)
+            self.kernel = FusedMoEModularKernel(parallel.all2all, experts, shared)
+
+        with checkpoint.once_read(make_kernel):
+            weights += _load_experts(checkpoint, prefix, held, hidden_size, config.intermediate_size, config.names)
 
     def forward(self, x: Tensor, num_tokens: int | Tensor) -> Tensor:
         """`[T, hidden_size]` to the same; padding behind `num_tokens` visits no routed expert. See `mask_padding`."""

@@ -117,11 +117,13 @@ def _load_eagle(runner: ModelRunner, checkpoint: Checkpoint) -> DraftNetwork:
         )
     for name, wanted in (("hidden_size", runner.config.hidden_size), ("vocab_size", runner.config.vocab_size)):
         _check_fits(checkpoint, name, wanted)
-    return EagleHead(_decoder(runner), checkpoint, _alone(runner, None)).eval()
+    with checkpoint.one_pass():
+        return EagleHead(_decoder(runner), checkpoint, _alone(runner, None)).eval()
 
 
 def _load_mtp(runner: ModelRunner, checkpoint: Checkpoint) -> DraftNetwork:
-    return MTPLayer(_decoder(runner), checkpoint, _alone(runner, runner.config)).eval()
+    with checkpoint.one_pass():
+        return MTPLayer(_decoder(runner), checkpoint, _alone(runner, runner.config)).eval()
 
 
 def _load_model(runner: ModelRunner, checkpoint: Checkpoint) -> DraftNetwork:

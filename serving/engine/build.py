@@ -11,7 +11,7 @@ from serving.engine.core import EngineCore
 from serving.engine.options import EngineOptions
 from serving.graph_capture import capture_graphs
 from serving.logs import log_event
-from serving.runner_setup import make_link
+from serving.runner_setup import WeightsBar, make_link
 from serving.speculation import make_scheduler, runner_options
 from serving.tuning.auto import Room, prepare_auto
 from ubatch import CommGroup, ConfigError
@@ -59,6 +59,7 @@ def make_runner(options: EngineOptions, group: CommGroup | None = None, *, devic
         **runner_options(options.speculation),
         dtype=_dtype(options.dtype),
         device=f"cuda:{device_index}" if options.device == "cuda" else options.device,
+        on_weights=WeightsBar(show=group is None or group.rank == 0),
     )
 
 

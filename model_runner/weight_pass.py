@@ -1,0 +1,228 @@
+"""One pass over a checkpoint's files: what a rank wants of them is read once, in the order of the files.
+
+    want       while the model is built: this tensor of a file, or a part of it, goes to that place in memory
+    run        reader threads    mapped file -> pinned buffer, converted to the dtype of the place
+               caller            pinned buffer -> place, a copy that the host does not wait for, on the current stream
+    once_read  what is made of several tensors (packed, reordered) is made as soon as they are in their places
+
+    readers    | read 0 | read 1 | read 2 | ...
+    stream              | copy 0 | copy 1 | ...         a buffer is written again when its last copy is done
+
+A place is on the device, so a copy from the mapped file itself would be one from pageable memory, which the host waits
+for. On a CPU nothing needs to travel: the reader is the caller, and the place is written from the file.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ubatch.streams import Event, NullStreams, StreamBackend, make_streams
+
+__all__ = ["PINNED_BYTES", "Progress", "WeightPass"]
+
+PINNED_BYTES = 128 << 20
+"""Pinned host memory that a pass uses at most."""
+_BUFFERS = 8
+_READERS = 4
+"""Files are read this many buffers ahead of the copies; the other buffers are being copied meanwhile."""
+_ALIGNMENT = 256
+
+Progress = Callable[[int, int], None]
+"""Told how many bytes are in their places, and how many will be."""
+
+Index = tuple[int | slice, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Wanted:
+    """A tensor of a file, and where it goes.
+
+    Attributes:
+        file: its name; files are read in the order of their names.
+        source: the tensor, or the part of it that is wanted, as the mapped file has it: no byte of it is read yet.
+        out: its place, of the same shape.
+    """
+
+    file: str
+    source: Tensor
+    out: Tensor
+
+    @property
+    def position(self) -> tuple[str, int]:
+        """What is read first is smaller."""
+        return self.file, self.source.data_ptr()
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """A part of a `Wanted` that fits a buffer, and the byte of the buffer at which it begins."""
+
+    wanted: Wanted
+    index: Index
+    start: int
+    last: bool
+
+    @property
+    def place(self) -> Tensor:
+        return self.wanted.out[self.index]
+
+    def staged(self, buffer: Tensor) -> Tensor:
+        place = self.place
+        return buffer[self.start : self.start + place.nbytes].view(place.dtype).view(place.shape)
+
+
+@dataclass
+class _Buffer:
+    """Pinned memory, and the end of the last copy from it."""
+
+    memory: Tensor
+    copied: Event
+
+
+@dataclass
+class _Action:
+    """What is done once everything it waits for is in place."""
+
+    run: Callable[[], None]
+    missing: int
+
+
+@dataclass
+class WeightPass:
+    """What is wanted, and how it gets there.
+
+    Args:
+        device: of the places.
+        streams: what the device offers; its own by default.
+        pinned_bytes: most pinned memory at once.
+    """
+
+    device: torch.device
+    streams: StreamBackend | None = None
+    pinned_bytes: int = PINNED_BYTES
+    _wanted: list[Wanted] = field(default_factory=list)
+    _waiting: dict[Wanted, list[_Action]] = field(default_factory=dict)
+
+    def want(self, wanted: Wanted) -> None:
+        """Note what is to be read."""
+        if wanted.out.numel():
+            self._wanted.append(wanted)
+
+    @contextmanager
+    def once_read(self, action: Callable[[], None]) -> Iterator[None]:
+        """Call `action` when all that is wanted in the `with` block is in its place, in the stream's order."""
+        first = len(self._wanted)
+        yield
+        needed = self._wanted[first:]
+        waiting = _Action(action, len(needed))
+        for wanted in needed:
+            self._waiting.setdefault(wanted, []).append(waiting)
+        if not needed:
+            action()
+
+    @torch.no_grad()
+    def run(self, progress: Progress | None = None) -> None:
+        """Read everything that is wanted, once. Places that nobody holds but the pass are let go as they are filled."""
+        ordered = deque(sorted(self._wanted, key=lambda each: each.position))
+        self._wanted.clear()
+        total, done = sum(each.out.nbytes for each in ordered), 0
+
+        def placed(piece: _Piece) -> None:
+            nonlocal done
+            done += piece.place.nbytes
+            if progress is not None:
+                progress(done, total)
+            for action in self._waiting.pop(piece.wanted, ()) if piece.last else ():
+                action.missing -= 1
+                if not action.missing:
+                    action.run()
+
+        streams = make_streams(self.device) if self.streams is None else self.streams
+        if isinstance(streams, NullStreams):
+            while ordered:
+                wanted = ordered.popleft()
+                wanted.out.copy_(wanted.source)
+                placed(_Piece(wanted, (), 0, last=True))
+        else:
+            self._by_pinned_memory(ordered, streams, placed)
+
+    def _by_pinned_memory(
+        self, ordered: deque[Wanted], streams: StreamBackend, placed: Callable[[_Piece], None]
+    ) -> None:
+        room = self.pinned_bytes // _BUFFERS
+        buffers: list[_Buffer] = []
+        reading: deque[tuple[_Buffer, list[_Piece], Future[None]]] = deque()
+
+        def send() -> None:
+            buffer, pieces, read = reading.popleft()
+            read.result()
+            for piece in pieces:
+                piece.place.copy_(piece.staged(buffer.memory), non_blocking=True)
+            buffer.copied.record(streams.current())
+            for piece in pieces:
+                placed(piece)
+
+        with ThreadPoolExecutor(_READERS, thread_name_prefix="weights") as readers:
+            for number, pieces in enumerate(_batches(ordered, room)):
+                if len(buffers) < _BUFFERS:
+                    buffers.append(_Buffer(self._pinned(room), streams.new_event()))
+                buffer = buffers[number % _BUFFERS]
+                buffer.copied.synchronize()
+                reading.append((buffer, pieces, readers.submit(_fill, buffer.memory, pieces)))
+                if len(reading) > _READERS:
+                    send()
+            while reading:
+                send()
+        for buffer in buffers:  # they are freed here
+            buffer.copied.synchronize()
+
+    @torch.inference_mode(False)  # other threads write to it
+    def _pinned(self, nbytes: int) -> Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
+
+
+def _fill(memory: Tensor, pieces: Sequence[_Piece]) -> None:
+    """Read the pieces into a buffer, each converted to the dtype of its place."""
+    with torch.no_grad():
+        for piece in pieces:
+            piece.staged(memory).copy_(piece.wanted.source[piece.index])
+
+
+def _batches(ordered: deque[Wanted], room: int) -> Iterator[list[_Piece]]:
+    """Pieces in order, as many in each list as `room` bytes hold; what was taken is let go."""
+    batch: list[_Piece] = []
+    start = 0
+    while ordered:
+        wanted = ordered.popleft()
+        out = wanted.out
+        indices = list(_indices(tuple(out.shape), out.dtype.itemsize, room))
+        for index in indices:
+            nbytes = out[index].nbytes
+            if start + nbytes > room:
+                yield batch
+                batch, start = [], 0
+            batch.append(_Piece(wanted, index, start, index is indices[-1]))
+            start += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+    if batch:
+        yield batch
+
+
+def _indices(shape: tuple[int, ...], itemsize: int, room: int) -> Iterator[Index]:
+    """Indices of the pieces of a tensor of `shape` that are at most `room` bytes each."""
+    if math.prod(shape) * itemsize <= room:
+        yield ()
+        return
+    rows = room // (math.prod(shape[1:]) * itemsize)
+    for start in range(0, shape[0], max(1, rows)):
+        if rows:
+            yield (slice(start, start + rows),)
+        else:
+            yield from ((start, *rest) for rest in _indices(shape[1:], itemsize, room))
