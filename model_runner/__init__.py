@@ -2,6 +2,7 @@
 
 weights, hf_config    a checkpoint's tensors and config, read lazily and checked
 weight_pass           the files from front to back, by pinned memory to a device
+memory_profile        what a step and graphs take, so that the KV cache gets the rest
 models                families, one file each
 step_cost             what a token and an attended pair cost, for splits by cost
 request               a sequence while it is generated, and its share of one step

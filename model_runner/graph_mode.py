@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -13,14 +13,33 @@ from attention import UBatchAttention
 from model_runner.graph_sizes import GraphFamily, GraphShape
 from model_runner.tensor_parallel import TensorParallel
 from moe import All2All, FusedMoEModularKernel, traits_in
-from ubatch import ConfigError, CUDAGraphMode, ForwardMode, nearest
+from ubatch import ConfigError, CUDAGraphMode, ForwardMode, GraphBackend, nearest
 
-__all__ = ["AUTO", "capturable_families", "resolve_graph_mode"]
+__all__ = ["AUTO", "GraphsAsked", "capturable_families", "resolve_graph_mode"]
 
 _logger = logging.getLogger(__name__)
 
 AUTO = "auto"
 _MODES = (AUTO, *(mode.value for mode in CUDAGraphMode))
+
+
+@dataclass(frozen=True)
+class GraphsAsked:
+    """What a runner is asked to capture.
+
+    Attributes:
+        mode: `auto`, `none` or `full`.
+        backend: captures and replays; None for CUDA.
+        sizes: requests of the steps; None for the usual ones.
+        num_speculative_tokens: drafts of verify steps; 0 for none.
+        trees: they may be trees.
+    """
+
+    mode: str
+    backend: GraphBackend | None
+    sizes: Sequence[int] | None
+    num_speculative_tokens: int
+    trees: bool
 
 
 def resolve_graph_mode(

@@ -133,11 +133,14 @@ class GraphSteps:
         return bool(self._captured)
 
     @torch.inference_mode()
-    def capture(self, progress: Callable[[CapturedGraph], None] | None = None) -> list[CapturedGraph]:
+    def capture(
+        self, progress: Callable[[CapturedGraph], None] | None = None, only: Sequence[GraphShape] | None = None
+    ) -> list[CapturedGraph]:
         """Capture every shape. With several ranks all must call it: captured steps are collective, too.
 
         Args:
             progress: called after each graph.
+            only: some of `shapes`, in their order; all by default.
 
         Raises:
             ConfigError: it was called before.
@@ -147,7 +150,7 @@ class GraphSteps:
             raise ConfigError("the graphs of this runner were captured already; capture them once.")
         graphs = []
         captured: dict[GraphShape, _Captured] = {}
-        for shape in self.shapes:
+        for shape in self.shapes if only is None else only:
             with self._planning():
                 prepared = self._prepare(shape)
             with set_forward_context(prepared.context):

@@ -1,7 +1,8 @@
-"""How many KV blocks a runner has: a number, some bytes, or what a GPU has left beside the weights."""
+"""How many KV blocks a runner has: a number, some bytes, or what a GPU has left beside all else."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -23,9 +24,10 @@ class KVMemory:
         device: where the cache will be.
         num_kv_blocks: in blocks.
         kv_cache_memory: in bytes.
-        gpu_memory_utilization: share of the GPU's memory that this process may use, weights included, above 0 and at
-            most 1; the cache gets what is left of it once the model is loaded. What other processes hold does not
-            count as the GPU's. The rest is for a step's own tensors and the attention back ends' workspaces.
+        gpu_memory_utilization: share of the GPU's memory that this process may use, above 0 and at most 1; the cache
+            gets what weights, the largest step and graphs leave of it, see `model_runner.memory_profile`. What other
+            processes hold does not count as the GPU's.
+        simulated: something else than CUDA tells what memory there is, so any device does.
 
     Raises:
         ConfigError: at construction, for two of them, a share that cannot be, or a share of a device that is no GPU.
@@ -35,6 +37,7 @@ class KVMemory:
     num_kv_blocks: int | None = None
     kv_cache_memory: int | None = None
     gpu_memory_utilization: float | None = None
+    simulated: bool = False
 
     def __post_init__(self) -> None:
         names = ("num_kv_blocks", "kv_cache_memory", "gpu_memory_utilization")
@@ -46,14 +49,18 @@ class KVMemory:
             return
         if not 0 < share <= 1:
             raise ConfigError(f"gpu_memory_utilization must be above 0 and at most 1, not {share}.")
-        if self.device.type != "cuda":
+        if self.device.type != "cuda" and not self.simulated:
             raise ConfigError(
                 f"gpu_memory_utilization is {share}, but the model runs on {self.device.type!r}; give kv_cache_memory "
                 f"(bytes) instead."
             )
 
-    def num_blocks(self, spec: CacheSpec) -> int:
+    def num_blocks(self, spec: CacheSpec, measure: Callable[[float], int]) -> int:
         """Blocks of the cache; to be called when the model is loaded.
+
+        Args:
+            spec: of the cache.
+            measure: blocks that fit in a share of the GPU's memory.
 
         Raises:
             ConfigError: not even one block fits.
@@ -61,16 +68,19 @@ class KVMemory:
         if self.num_kv_blocks is not None:
             return self.num_kv_blocks
         if self.gpu_memory_utilization is not None:
-            torch.cuda.empty_cache()
-            free, _ = torch.cuda.mem_get_info(self.device)
-            held = torch.cuda.memory_reserved(self.device)
-            allowed = int((free + held) * self.gpu_memory_utilization)
-            return blocks_beside(spec, allowed, held, self.gpu_memory_utilization)
+            return measure(self.gpu_memory_utilization)
         return spec.blocks_in(DEFAULT_KV_CACHE_MEMORY if self.kv_cache_memory is None else self.kv_cache_memory)
 
 
-def blocks_beside(spec: CacheSpec, allowed: int, held: int, share: float) -> int:
+def blocks_beside(spec: CacheSpec, allowed: int, held: int, share: float, parts: str = "") -> int:
     """Blocks that fit in `allowed` bytes beside `held` ones; the cache has one block more, for padding.
+
+    Args:
+        spec: of the cache.
+        allowed: bytes of this process.
+        held: by all but the cache.
+        share: that was asked for.
+        parts: what `held` consists of, for the message.
 
     Raises:
         ConfigError: none fits.
@@ -78,7 +88,8 @@ def blocks_beside(spec: CacheSpec, allowed: int, held: int, share: float) -> int
     blocks = (allowed - held) // spec.bytes_per_block - 1
     if blocks < 1:
         raise ConfigError(
-            f"gpu_memory_utilization {share} allows {allowed} bytes; the model takes {held}, and two KV blocks "
-            f"{2 * spec.bytes_per_block}. Raise it, or free memory of the GPU."
+            f"gpu_memory_utilization {share} allows {allowed} bytes; the model takes {held}{parts and f' ({parts})'}, "
+            f"and two KV blocks {2 * spec.bytes_per_block}. Raise it, lower max_num_batched_tokens, or free memory of "
+            "the GPU."
         )
     return blocks

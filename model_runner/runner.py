@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
 
@@ -25,6 +26,9 @@ from torch import Tensor
 
 from attention import (
     BlockAllocator,
+    CacheSpec,
+    MLAKVCache,
+    PagedKVCache,
     RequestToTokenTable,
     UBatchAttention,
     make_kv_cache,
@@ -34,7 +38,7 @@ from model_runner.dbo_auto import make_step_settings
 from model_runner.dp import Coordination, coordinate_batch_across_dp
 from model_runner.future_map import FutureMap
 from model_runner.graph_batches import CapturedSteps, GraphSetting
-from model_runner.graph_mode import capturable_families, resolve_graph_mode
+from model_runner.graph_mode import GraphsAsked, capturable_families, resolve_graph_mode
 from model_runner.graph_sizes import GraphShape, capture_sizes, graph_families
 from model_runner.graph_steps import GraphSteps
 from model_runner.host_copy import to_device
@@ -43,6 +47,7 @@ from model_runner.input_batch import InputBatch, build_input_batch
 from model_runner.kv_memory import KVMemory
 from model_runner.kv_scales import load_kv_scales
 from model_runner.logprobs import PromptCarry
+from model_runner.memory_profile import CudaMemory, DeviceMemory, measured_blocks
 from model_runner.models.base import CausalLM, ExpertParallel, ModelConfig
 from model_runner.models.registry import model_class
 from model_runner.pending_step import PendingStep, SamplingContext, StepOutput
@@ -102,9 +107,10 @@ class ModelRunner:
             scales where it has some.
         num_kv_blocks: size of the KV cache in blocks; or
         kv_cache_memory: in bytes, 256 MiB by default; or
-        gpu_memory_utilization: by what the model leaves of this share of a GPU's memory; see `KVMemory`.
+        gpu_memory_utilization: by what all else leaves of this share of a GPU's memory, which is measured: the largest
+            step runs, and graphs are captured for it and given back; collective. See `KVMemory`.
         max_num_seqs: most requests that run at once.
-        max_num_batched_tokens: most tokens of a step, where somebody sees to it.
+        max_num_batched_tokens: most tokens of a step, where somebody sees to it; what memory and transports are for.
         max_model_len: longest sequence, prompt and output together; the model's own limit by default.
         cudagraph_mode: `none`; `full` replays decode, verify and draft steps as CUDA graphs, once `capture_graphs` was
             called; `auto` is `full` on a GPU, where attention, experts and transport can be captured. Prefills run
@@ -117,6 +123,7 @@ class ModelRunner:
         device: where it runs.
         streams: what the device offers for its steps to run on; its own streams by default.
         graphs: what captures and replays; CUDA by default.
+        memory: what tells how much memory the device has; CUDA by default.
         on_weights: told how many bytes of the weights are read, and how many this rank reads.
 
     Attributes:
@@ -130,6 +137,12 @@ class ModelRunner:
         ConfigError: an unknown back end, experts that do not divide by the ranks, heads or dense MLPs that do not
             divide by `tensor_parallel_size`, settings that contradict each other.
     """
+
+    kv_cache: PagedKVCache | MLAKVCache
+    attention: UBatchAttention
+    wrapper: UBatchWrapper
+    graphs: GraphSteps | None
+    _sampling: SamplingContext
 
     def __init__(
         self,
@@ -163,6 +176,7 @@ class ModelRunner:
         device: torch.device | str = "cpu",
         streams: StreamBackend | None = None,
         graphs: GraphBackend | None = None,
+        memory: DeviceMemory | None = None,
         on_weights: Progress | None = None,
     ) -> None:
         self.model_path = Path(model_path)
@@ -170,8 +184,9 @@ class ModelRunner:
         self.link = link
         self.device = torch.device(device)
         self.dbo = with_group(dbo if dbo is not None else UBatchConfig(), group)
+        self.max_num_seqs = max_num_seqs
         fp8 = is_fp8(kv_cache_dtype)
-        memory = KVMemory(self.device, num_kv_blocks, kv_cache_memory, gpu_memory_utilization)
+        size = KVMemory(self.device, num_kv_blocks, kv_cache_memory, gpu_memory_utilization, memory is not None)
         if self.device.type == "cpu":
             keep_freed_memory()
 
@@ -201,26 +216,6 @@ class ModelRunner:
         with taking_long("loading the model"):
             self.model: CausalLM = kind.load(self.config, checkpoint, parallel).eval()
 
-        shape = parallel.shard.attention(self.config.attention)
-        spec = shape.cache_spec(self.config.num_layers, block_size, dtype, fp8=fp8)
-        num_blocks = memory.num_blocks(spec)
-        if self.tensor_parallel is not None:  # what fits here may not fit there, but all must admit the same requests
-            num_blocks = int(self.tensor_parallel.group.least(num_blocks))
-        self.kv_cache = make_kv_cache(spec, num_blocks, self.device)
-        if fp8:
-            load_kv_scales(checkpoint, self.kv_cache)
-        checkpoint.close()
-        self.allocator = BlockAllocator(self.kv_cache.num_blocks)
-        self.request_table = RequestToTokenTable(max_num_seqs, spec.blocks_for(self.max_model_len), block_size)
-        self._memory = RequestMemory(self.request_table, self.allocator, spec.blocks_for, self.max_model_len)
-        backends = resolve_attention(
-            prefill_attention_backend or attention_backend,
-            decode_attention_backend or attention_backend,
-            shape,
-            self.kv_cache,
-            group=group,
-        )
-        self.attention = UBatchAttention(shape, self.kv_cache, *backends)
         self.split_cost = split_cost(
             self.model,
             several_ranks=group is not None and group.size > 1,
@@ -228,49 +223,98 @@ class ModelRunner:
         )
         self.step_settings = make_step_settings(self.dbo, group, self.device, self.all2all, auto=dbo_auto)
         self.streams = StepStreams(self.device, streams, group)
+        shape = parallel.shard.attention(self.config.attention)
+        spec = shape.cache_spec(self.config.num_layers, block_size, dtype, fp8=fp8)
+        backends = prefill_attention_backend or attention_backend, decode_attention_backend or attention_backend
+
+        def make_attention(kv_cache: PagedKVCache | MLAKVCache) -> UBatchAttention:
+            return UBatchAttention(shape, kv_cache, *resolve_attention(*backends, shape, kv_cache, group=group))
+
+        self._acceptance = acceptance
+        self._graph_backend: GraphBackend | None = None
+        self._beside: list[CapturedSteps] = []
+        if cudagraph_capture_sizes is None:
+            cudagraph_capture_sizes = self.dbo.cudagraph_capture_sizes or None
+        asked = GraphsAsked(cudagraph_mode, graphs, cudagraph_capture_sizes, num_speculative_tokens, speculative_trees)
+        open_cache = partial(self._open_cache, spec, make_attention, checkpoint, asked)
+
+        def measure(share: float) -> int:
+            device = CudaMemory(self.device) if memory is None else memory
+            return measured_blocks(self, spec, share, open_cache, device, max_num_batched_tokens)
+
+        num_blocks = size.num_blocks(spec, measure)
+        if self.tensor_parallel is not None:  # what fits here may not fit there, but all must admit the same requests
+            num_blocks = int(self.tensor_parallel.group.least(num_blocks))
+        open_cache(num_blocks)
+        checkpoint.close()
+
+    def _open_cache(
+        self,
+        spec: CacheSpec,
+        make_attention: Callable[[PagedKVCache | MLAKVCache], UBatchAttention],
+        checkpoint: Checkpoint,
+        capture: GraphsAsked,
+        num_blocks: int,
+    ) -> None:
+        """Make a KV cache and all that has its addresses; the one before is closed."""
+        if hasattr(self, "kv_cache"):
+            self.streams.close()
+            self.wrapper.drop_graphs()
+            del self.kv_cache, self.attention, self.graphs, self._sampling
+        self.kv_cache = make_kv_cache(spec, num_blocks, self.device)
+        if spec.fp8:
+            load_kv_scales(checkpoint, self.kv_cache)
+        self.allocator = BlockAllocator(self.kv_cache.num_blocks)
+        self.request_table = RequestToTokenTable(
+            self.max_num_seqs, spec.blocks_for(self.max_model_len), spec.block_size
+        )
+        self._memory = RequestMemory(self.request_table, self.allocator, spec.blocks_for, self.max_model_len)
+        self.attention = make_attention(self.kv_cache)
         mode = resolve_graph_mode(
-            cudagraph_mode,
+            capture.mode,
             self.device,
             self.model,
             self.attention,
-            simulated=graphs is not None,
+            simulated=capture.backend is not None,
             tensor_parallel=self.tensor_parallel,
         )
-        backend = None
-        if mode is CUDAGraphMode.FULL:
-            backend = CudaGraphs(self.device) if graphs is None else graphs
-        self.wrapper = UBatchWrapper(self.model, self.dbo, mode, self.device, backend)
-        self.graphs: GraphSteps | None = None
-        self._beside: list[CapturedSteps] = []
-        if backend is not None:
-            if cudagraph_capture_sizes is None:
-                cudagraph_capture_sizes = self.dbo.cudagraph_capture_sizes or None
-            sizes = capture_sizes(max_num_seqs, cudagraph_capture_sizes)
-            families = graph_families(sizes, self.dbo, num_speculative_tokens, trees=speculative_trees)
-            families = capturable_families(families, self.all2all, cudagraph_mode, tensor_parallel_size)
-            longest = self.request_table.max_blocks * block_size
-            if families:
-                self.graphs = GraphSteps(
-                    families,
-                    self.attention,
-                    self.wrapper,
-                    GraphSetting(cudagraph_mode, sizes, longest, backend, self.streams.planning),
-                    num_ranks=1 if group is None else group.size,
-                    tensor_parallel_size=tensor_parallel_size,
-                )
+        if not hasattr(self, "wrapper"):
+            if mode is CUDAGraphMode.FULL:
+                self._graph_backend = CudaGraphs(self.device) if capture.backend is None else capture.backend
+            self.wrapper = UBatchWrapper(self.model, self.dbo, mode, self.device, self._graph_backend)
+        self.graphs = self._make_graphs(capture, spec)
         self._sampling = SamplingContext(
             compute_logits=lambda hidden: self.model.compute_logits(hidden),
             vocab_size=self.config.vocab_size,
             # Some checkpoints name tokens that only their tokenizer has: they never come, so nothing must forbid them.
             eos_token_ids=tuple(token for token in self.config.eos_token_ids if token < self.config.vocab_size),
-            future_map=FutureMap(max_num_seqs, self.device),
+            future_map=FutureMap(self.max_num_seqs, self.device),
             prompt_carry=PromptCarry(),
             together=self.together,
             streams=self.streams,
             kv_cache=self.kv_cache,
             tensor_parallel=self.tensor_parallel,
-            acceptance=acceptance,
+            acceptance=self._acceptance,
             listen=self.all2all.listen if isinstance(self.all2all, TellsLater) else None,
+        )
+
+    def _make_graphs(self, asked: GraphsAsked, spec: CacheSpec) -> GraphSteps | None:
+        """What is captured of this runner's steps, with the cache that it has now."""
+        if self._graph_backend is None:
+            return None
+        sizes = capture_sizes(self.max_num_seqs, asked.sizes)
+        families = graph_families(sizes, self.dbo, asked.num_speculative_tokens, trees=asked.trees)
+        families = capturable_families(families, self.all2all, asked.mode, self.tensor_parallel_size)
+        if not families:
+            return None
+        longest = self.request_table.max_blocks * spec.block_size
+        return GraphSteps(
+            families,
+            self.attention,
+            self.wrapper,
+            GraphSetting(asked.mode, sizes, longest, self._graph_backend, self.streams.planning),
+            num_ranks=1 if self.group is None else self.group.size,
+            tensor_parallel_size=self.tensor_parallel_size,
         )
 
     @property
@@ -311,12 +355,15 @@ class ModelRunner:
             with self.streams.forward():
                 steps.capture()
 
-    def capture_graphs(self, progress: Callable[[CapturedGraph], None] | None = None) -> list[CapturedGraph]:
+    def capture_graphs(
+        self, progress: Callable[[CapturedGraph], None] | None = None, only: Sequence[GraphShape] | None = None
+    ) -> list[CapturedGraph]:
         """Capture decode (and verify) steps, plain and in lanes, and what runs beside; once, before the first step.
         Collective.
 
         Args:
             progress: called after each graph.
+            only: some of `graph_shapes`, in their order; all by default.
 
         Raises:
             CaptureFailed: see there. The runner then runs its steps eagerly.
@@ -325,7 +372,8 @@ class ModelRunner:
         if self.graphs is None:
             return []
         with self.together(), self.streams.forward():
-            return [graph for steps in (self.graphs, *self._beside) for graph in steps.capture(progress)]
+            graphs = self.graphs.capture(progress, only)
+            return graphs + [graph for steps in self._beside for graph in steps.capture(progress)]
 
     def set_observer(self, observer: StepObserver | None) -> None:
         """Tell what every step from the next one on computed, hidden states and new tokens, when its result is read.

@@ -169,9 +169,9 @@ class GraphTable:
             family = self._families.setdefault(key.mode, _Family(key.mode))
             (family.overlapped if key.overlapped else family.plain)[key.num_tokens] = entry
 
-    def drop(self, why: str) -> None:
-        """Give all graphs and static inputs back."""
-        if self._entries:
+    def drop(self, why: str | None = None) -> None:
+        """Give all graphs and static inputs back, and say why, unless whoever uses them asked for it."""
+        if self._entries and why is not None:
             _log.warning("%s: %d captured graphs are dropped. Capture again.", why, len(self._entries))
         for key in list(self._entries):
             self._remove(key)

@@ -194,7 +194,7 @@ class UBatchWrapper(ModuleFacade):
     def drop_graphs(self) -> None:
         """Give all captured graphs back, such as after the module was changed. Calls run eagerly until new captures."""
         if self._ubatch_table is not None:
-            self._ubatch_table.drop("drop_graphs()")
+            self._ubatch_table.drop()
 
     # -- one call -----------------------------------------------------------------------------------------------
 

@@ -1,0 +1,213 @@
+"""What a runner needs of a GPU beside its KV cache, measured before the cache is made: the cache gets the rest.
+
+    weights    what is held once the model is loaded
+    step       what the largest step takes beyond that: its own tensors, and the attention back ends' workspaces. It
+               runs with a small cache, twice: what is compiled, tuned and allocated once is so in the first run
+    graphs     by how much free memory shrinks with them. Of every kind the two largest are captured, and given back:
+               the others, which are smaller and share the pool, take at most what the second one took
+
+    pages      allowed - weights - step - graphs
+
+With several ranks all of them must measure together: steps and captures are collective.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from attention import CacheSpec
+from model_runner.graph_sizes import GraphShape
+from model_runner.kv_memory import blocks_beside
+from model_runner.request import Request, ScheduledRequest
+from model_runner.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from model_runner.runner import ModelRunner
+
+__all__ = ["CudaMemory", "DeviceMemory", "MemoryUse", "graphs_in_all", "largest_step", "measured_blocks"]
+
+_logger = logging.getLogger(__name__)
+
+_SAMPLED = SamplingParams(max_tokens=1, temperature=1.0, top_k=50, top_p=0.9, seed=0, logprobs=1)
+"""Sampling that makes most of the tensors that sampling can make."""
+
+
+_USUAL_TOKENS = 2048
+"""Of the largest step, where nobody says more."""
+
+
+class DeviceMemory(Protocol):
+    """The memory of one device, in bytes. All of it is asked with nothing under way."""
+
+    def held(self) -> int:
+        """What this process's tensors hold; what the allocator keeps for later is given back first."""
+
+    def free(self) -> int:
+        """What nobody holds, after the same."""
+
+    def reset_peak(self) -> None:
+        """Forget the peak."""
+
+    def peak(self) -> int:
+        """The most that the allocator held since then."""
+
+
+class CudaMemory:
+    """The memory of a GPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def held(self) -> int:
+        """See `DeviceMemory`."""
+        self._trim()
+        return torch.cuda.memory_reserved(self._device)
+
+    def free(self) -> int:
+        """See `DeviceMemory`."""
+        self._trim()
+        return torch.cuda.mem_get_info(self._device)[0]
+
+    def reset_peak(self) -> None:
+        """See `DeviceMemory`."""
+        self._trim()
+        torch.cuda.reset_peak_memory_stats(self._device)
+
+    def peak(self) -> int:
+        """See `DeviceMemory`."""
+        torch.cuda.synchronize(self._device)
+        return torch.cuda.max_memory_reserved(self._device)
+
+    def _trim(self) -> None:
+        torch.cuda.synchronize(self._device)
+        torch.cuda.empty_cache()
+
+
+@dataclass(frozen=True)
+class MemoryUse:
+    """Bytes beside the KV cache.
+
+    Attributes:
+        weights, step, graphs: see the module.
+    """
+
+    weights: int
+    step: int = 0
+    graphs: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.step + self.graphs
+
+    def __str__(self) -> str:
+        return f"weights {self.weights}, the largest step {self.step}, graphs {self.graphs}"
+
+
+def measured_blocks(
+    runner: ModelRunner,
+    spec: CacheSpec,
+    share: float,
+    open_cache: Callable[[int], None],
+    memory: DeviceMemory,
+    max_num_batched_tokens: int | None,
+) -> int:
+    """Blocks of the KV cache that fit beside everything else in a share of the device's memory. Collective.
+
+    Args:
+        runner: with its model, and no cache yet.
+        spec: of the cache.
+        share: of the memory that is free but for this process's tensors.
+        open_cache: gives the runner a cache of so many blocks, and closes the one it had.
+        memory: of the device.
+        max_num_batched_tokens: tokens of the largest step; None for the usual number.
+
+    Raises:
+        ConfigError: not even one block fits.
+    """
+    tokens = _USUAL_TOKENS if max_num_batched_tokens is None else max_num_batched_tokens
+    weights = memory.held()
+    room = blocks_beside(spec, int(share * (memory.free() + weights)), weights, share)
+    # Half of what is left at most: no step is larger than what the cache holds, and the step needs memory, too.
+    requests, length = largest_step(spec, tokens, runner.max_num_seqs, runner.max_model_len, room // 2)
+    open_cache(requests * spec.blocks_for(length + 1))
+    cache = runner.kv_cache.nbytes
+    for _ in range(2):
+        memory.reset_peak()
+        _run(runner, requests, length)
+    step = memory.peak() - weights - cache
+    allowed = int(share * (memory.free() + memory.held()))
+    use = MemoryUse(weights, step, _graphs(runner, memory))
+    blocks = blocks_beside(spec, allowed, use.total, share, str(use))
+    _logger.info("of %d bytes: %s, KV cache %d", allowed, use, blocks * spec.bytes_per_block)
+    return blocks
+
+
+def largest_step(
+    spec: CacheSpec, tokens: int, max_num_seqs: int, max_model_len: int, num_blocks: int
+) -> tuple[int, int]:
+    """Prompts of the step that takes most: as many as may run at once, all of which are sampled, and their length.
+
+    Args:
+        spec: of the KV cache.
+        tokens: of the step, at most.
+        max_num_seqs: most prompts.
+        max_model_len: of a prompt and the token it gives.
+        num_blocks: that hold all of it.
+    """
+    requests = max(1, min(max_num_seqs, tokens, num_blocks // spec.blocks_for(2)))
+    held = num_blocks // requests * spec.block_size - 1
+    return requests, max(1, min(tokens // requests, max_model_len - 1, held))
+
+
+def graphs_in_all(shapes: Iterable[GraphShape], sampled: Sequence[tuple[GraphShape, int]]) -> int:
+    """Bytes that all graphs take, from those that were captured.
+
+    Args:
+        shapes: all that will be captured.
+        sampled: in order of capture, largest first: a shape, and bytes that its graph took.
+    """
+    left: defaultdict[object, int] = defaultdict(int)
+    for shape in shapes:
+        left[_kind(shape)] += 1
+    total, last = 0, dict.fromkeys(left, 0)
+    for shape, nbytes in sampled:
+        total, left[_kind(shape)], last[_kind(shape)] = total + nbytes, left[_kind(shape)] - 1, nbytes
+    return total + sum(count * last[kind] for kind, count in left.items())
+
+
+def _kind(shape: GraphShape) -> object:
+    return shape.mode, shape.tokens_per_request, shape.lanes, shape.single
+
+
+def _run(runner: ModelRunner, num_requests: int, length: int) -> None:
+    requests = [Request(number, [0] * length, _SAMPLED) for number in range(num_requests)]
+    try:
+        for request in requests:
+            runner.admit(request, length + 1)
+        with runner.wrapper.no_timeout():
+            runner.execute([ScheduledRequest(request, length) for request in requests])
+    finally:
+        for request in requests:
+            runner.release(request)
+
+
+def _graphs(runner: ModelRunner, memory: DeviceMemory) -> int:
+    """What the runner's graphs will take; those that are captured for it are given back when its cache is closed."""
+    seen: defaultdict[object, int] = defaultdict(int)
+    samples = []
+    for shape in runner.graph_shapes:
+        seen[_kind(shape)] += 1
+        if seen[_kind(shape)] <= 2:
+            samples.append(shape)
+    free = [memory.free()]
+    runner.capture_graphs(lambda _: free.append(memory.free()), only=samples)
+    took = (max(0, before - after) for before, after in pairwise(free))
+    sampled = list(zip(samples, took, strict=True))
+    return graphs_in_all(runner.graph_shapes, sampled)

@@ -1,0 +1,216 @@
+"""The size of a KV cache on a GPU: what is left beside weights, the largest step and graphs, measured and added up."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fake_graphs import FakeGraphs
+from runner_graph_cases import SIZES, make_checkpoint, make_runner
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from attention import KVCacheSpec
+from model_runner import GraphShape, ModelRunner, SamplingParams, generate
+from model_runner.kv_memory import blocks_beside
+from model_runner.memory_profile import MemoryUse, graphs_in_all, largest_step
+from ubatch import ConfigError, ForwardMode
+from ubatch.workers import _Job
+
+TOTAL = 48 << 20
+SHARE = 0.75
+TOKENS = 120
+
+
+class Memory(TorchDispatchMode):
+    """A device with so many bytes, which every tensor that torch makes takes some of. A `DeviceMemory`.
+
+    Attributes:
+        asked: what was asked of it, in order.
+    """
+
+    def __init__(self, total: int = TOTAL, shared: Memory | None = None) -> None:
+        super().__init__()
+        self._total = total
+        self._now = {"held": 0, "peak": 0} if shared is None else shared._now
+        self.asked: list[str] = []
+
+    def held(self) -> int:
+        self.asked.append("held")
+        return self._now["held"]
+
+    def free(self) -> int:
+        self.asked.append("free")
+        return self._total - self._now["held"]
+
+    def reset_peak(self) -> None:
+        self.asked.append("reset")
+        self._now["peak"] = self._now["held"]
+
+    def peak(self) -> int:
+        self.asked.append("peak")
+        return self._now["peak"]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        known = {_key(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor) and _key(leaf) not in known:
+                known.add(_key(leaf))
+                self._take(leaf.untyped_storage().nbytes())
+                weakref.finalize(leaf.untyped_storage(), self._take, -leaf.untyped_storage().nbytes()).atexit = False
+        return result
+
+    def _take(self, nbytes: int) -> None:
+        self._now["held"] += nbytes
+        self._now["peak"] = max(self._now.values())
+
+
+def _key(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("memory") / "tiny")
+
+
+@contextmanager
+def measured(checkpoint: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> Iterator[tuple[ModelRunner, Memory]]:
+    """A runner whose cache fills a share of such a device."""
+    memory = Memory()
+    for user in ("planner", "wrapper"):
+        monkeypatch.setattr(f"ubatch.{user}.why_not_in_lanes", lambda: None)  # the mode is in every lane, too
+    run = _Job._run_in_context
+
+    def run_in_lane(job: _Job) -> None:
+        with Memory(shared=memory):
+            run(job)
+
+    monkeypatch.setattr(_Job, "_run_in_context", run_in_lane)
+    settings: dict[str, Any] = {"num_kv_blocks": None, "gpu_memory_utilization": SHARE, "memory": memory}
+    settings |= {"max_num_batched_tokens": TOKENS, "max_model_len": 64}
+    with memory, make_runner(checkpoint, **(settings | options)) as runner:
+        yield runner, memory
+
+
+def test_a_full_cache_leaves_room_for_the_largest_step(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with measured(checkpoint, monkeypatch, lanes=2) as (runner, memory):
+        assert memory.asked[:2] == ["held", "free"], "once the model is loaded"
+        assert runner.free_kv_tokens == runner.kv_cache.num_blocks * runner.kv_cache.spec.block_size
+        memory.reset_peak()
+        prompts = [[1] * (TOKENS // 9)] * 9
+        generate(runner, prompts, SamplingParams(max_tokens=3, temperature=1.0, top_p=0.8, seed=1))
+        assert 0.93 * SHARE * TOTAL < memory.peak() <= SHARE * TOTAL
+
+
+@pytest.mark.parametrize("lanes", [0, 2])
+def test_and_for_all_graphs(checkpoint: Path, lanes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    with measured(checkpoint, monkeypatch, lanes=lanes) as (eager, _):
+        most, spec = eager.kv_cache.num_blocks, eager.kv_cache.spec
+    fake = FakeGraphs()
+    graphs = {"cudagraph_mode": "full", "cudagraph_capture_sizes": (1, 2, 4, 9), "graphs": fake}
+    with measured(checkpoint, monkeypatch, lanes=lanes, **graphs) as (runner, _):
+        assert fake.captures == (2 if lanes == 0 else 4), "the two largest of each kind"
+        assert fake.alive == 0, "and given back"
+        assert not runner.wrapper.graphs
+        room = (most - runner.kv_cache.num_blocks) * spec.bytes_per_block
+        taken = sum(graph.nbytes for graph in runner.capture_graphs())
+        assert 0 < taken <= room + spec.bytes_per_block
+        out = generate(runner, [[1] * 9] * 9, SamplingParams(max_tokens=3, ignore_eos=True))
+        assert runner.statistics().graph_replays == 2
+    with make_runner(checkpoint) as plain:
+        expected = generate(plain, [[1] * 9] * 9, SamplingParams(max_tokens=3, ignore_eos=True))
+    assert [each.token_ids for each in out] == [each.token_ids for each in expected]
+
+
+def test_the_memory_of_the_cache_is_the_only_one(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing keeps the small cache that was measured with."""
+    caches = []
+    make = ModelRunner._open_cache
+
+    def noted(runner: ModelRunner, *args: Any) -> None:
+        make(runner, *args)
+        caches.append(weakref.ref(runner.kv_cache))
+
+    monkeypatch.setattr(ModelRunner, "_open_cache", noted)
+    with measured(checkpoint, monkeypatch) as (runner, _):
+        assert [cache() is runner.kv_cache for cache in caches] == [False, True]
+        assert caches[0]() is None
+    with make_runner(checkpoint):
+        assert len(caches) == 3, "with a given size there is nothing to measure"
+
+
+def test_what_does_not_fit_is_refused_with_all_numbers(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with (
+        pytest.raises(ConfigError, match=r"takes \d+ \(weights \d+, the largest step \d+, graphs 0\), and two"),
+        measured(checkpoint, monkeypatch, max_num_batched_tokens=10**5, gpu_memory_utilization=0.012),
+    ):
+        pass
+    with (
+        pytest.raises(ConfigError, match=r"the model takes \d+, and two KV blocks"),
+        measured(checkpoint, monkeypatch, gpu_memory_utilization=0.001),
+    ):
+        pass
+
+
+# -------------------------------------------------------------------------------------------------------- arithmetic
+
+
+def test_the_cache_gets_what_is_left() -> None:
+    spec = KVCacheSpec(2, 1, 8, block_size=4)
+    use = MemoryUse(weights=1000, step=300, graphs=200)
+    assert use.total == 1500
+    assert blocks_beside(spec, 1500 + 11 * spec.bytes_per_block, use.total, 0.5) == 10, "one is for padding"
+    assert blocks_beside(spec, 1499 + 11 * spec.bytes_per_block, use.total, 0.5) == 9
+    with pytest.raises(ConfigError, match=r"takes 1500 \(weights 1000, the largest step 300, graphs 200\), and two"):
+        blocks_beside(spec, 1500 + spec.bytes_per_block, use.total, 0.5, str(use))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "seqs", "model_len", "blocks", "expected"),
+    [
+        (2048, 256, 4096, 10**6, (256, 8)),
+        (2048, 4, 4096, 10**6, (4, 512)),
+        (2048, 4, 100, 10**6, (4, 99)),
+        (3, 256, 100, 10**6, (3, 1)),
+        (2048, 4, 4096, 8, (4, 31)),
+        (2048, 256, 4096, 8, (8, 15)),
+        (2048, 256, 4096, 0, (1, 1)),
+    ],
+    ids=["many", "few", "short", "small", "little memory", "fewer requests", "none"],
+)
+def test_the_largest_step(tokens: int, seqs: int, model_len: int, blocks: int, expected: tuple[int, int]) -> None:
+    spec = KVCacheSpec(2, 1, 8, block_size=16)
+    requests, length = largest_step(spec, tokens, seqs, model_len, blocks)
+    assert (requests, length) == expected
+    assert requests * length <= tokens
+    assert length < model_len
+    assert requests * spec.blocks_for(length + 1) <= max(1, blocks)
+
+
+def test_graphs_that_were_not_captured_take_what_the_last_of_their_kind_took() -> None:
+    plain = [GraphShape(size, 1, 1, ForwardMode.DECODE) for size in (8, 4, 2, 1)]
+    split = [GraphShape(size, 2, 1, ForwardMode.DECODE) for size in (4, 2)]
+    sampled = [(plain[0], 100), (split[0], 70), (plain[1], 10), (split[1], 5)]
+    assert graphs_in_all([*plain, *split], sampled) == 100 + 70 + 10 + 5 + 2 * 10
+    assert graphs_in_all(plain[:1], sampled[:1]) == 100
+    assert graphs_in_all((), ()) == 0
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_all_of_it_fits(checkpoint: Path) -> None:
+    torch.cuda.empty_cache()
+    free = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved()
+    options: dict[str, Any] = {"cudagraph_mode": "full", "cudagraph_capture_sizes": SIZES, "device": "cuda"}
+    with make_runner(checkpoint, num_kv_blocks=None, gpu_memory_utilization=0.5, **options) as runner:
+        runner.capture_graphs()
+        generate(runner, [[1] * 50] * 9, SamplingParams(max_tokens=3))
+        torch.cuda.synchronize()
+        assert 0.4 * free < torch.cuda.max_memory_reserved() <= 0.5 * free
