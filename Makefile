@@ -13,8 +13,10 @@ RESULTS := benchmarks/results
 SUPPORTED := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 13))
 PYTHON ?= $(shell for p in python3 python3.12 python3.11; do $$p -c '$(SUPPORTED)' 2>/dev/null && echo $$p && break; done)
 
-# Files with a GPU test. Named one by one, so that a machine that lacks what the other tests import still runs these.
-GPU_TESTS = $(shell grep --files-with-matches 'mark\.gpu' tests/test_*.py)
+# The interpreter whose torch sees the GPU; `cpu` for a rehearsal that measures nothing; and options, `--only SECTION...`.
+GPU_PYTHON ?= $$(.ci/gpu-python)
+GPU_DEVICE ?= cuda
+GPU_OPTIONS ?=
 
 # One compute thread per process, and no cache outside the tree.
 export OMP_NUM_THREADS ?= 1
@@ -28,7 +30,7 @@ export UBATCH_C_CACHE := $(CURDIR)/.cache/c
 export TORCHINDUCTOR_CACHE_DIR := $(CURDIR)/.cache/inductor
 export FLASHINFER_WORKSPACE_BASE := $(CURDIR)/.cache
 
-.PHONY: help setup setup-test setup-gpu demo test test-slow lint bench test-gpu bench-gpu clean
+.PHONY: help setup setup-test setup-gpu demo test test-slow lint bench gpu test-gpu bench-gpu clean
 
 help: ## this list
 	@grep --extended-regexp '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -89,15 +91,21 @@ bench: setup ## the CPU benchmarks; writes benchmarks/results/*.json
 	$(BIN)/ubatch bench speculation --json $(RESULTS)/speculation.json
 	$(BIN)/ubatch bench engine --only offline served --json $(RESULTS)/engine-offline.json
 
-test-gpu: ## the tests that need a GPU, with this machine's own torch if it is a CUDA build
-	@test -n "$(GPU_TESTS)" || { echo "No test is marked gpu." >&2; exit 1; }
-	python="$$(.ci/gpu-python)"; \
-	"$$python" -c "import pytest" || { echo "$$python has torch for this GPU, but no pytest: install it there." >&2; exit 1; }; \
-	PYTHONPATH=. "$$python" -m pytest -m gpu -W ignore::pytest.PytestConfigWarning $(GPU_TESTS)
+# First what decides whether the rest makes sense, and the headline. What fails hides nothing that comes later.
+gpu: ## both of the next two, what matters most first: for whoever has a GPU for ten minutes
+	@python="$(GPU_PYTHON)"; status=0; \
+	for part in first rest; do for target in test-gpu bench-gpu; do \
+	    $(MAKE) --no-print-directory $$target GPU_PYTHON="$$python" GPU_OPTIONS="--only $$part" || status=1; \
+	done; done; exit $$status
+
+test-gpu: ## the tests that need a GPU, with this machine's own torch if it is a CUDA build; writes gpu-tests.json
+	python="$(GPU_PYTHON)"; \
+	PYTHONPATH=".:$${PYTHONPATH:-}" "$$python" -m benchmarks.gpu.checks --device $(GPU_DEVICE) --json $(RESULTS)/gpu-tests.json $(GPU_OPTIONS)
 
 bench-gpu: ## the GPU benchmarks, made for 8 minutes at most; writes benchmarks/results/gpu.json and gpu.md
-	python="$$(.ci/gpu-python)"; \
-	PYTHONPATH=. "$$python" -m benchmarks.gpu --json $(RESULTS)/gpu.json --markdown $(RESULTS)/gpu.md
+	python="$(GPU_PYTHON)"; \
+	PYTHONPATH=".:$${PYTHONPATH:-}" "$$python" -m benchmarks.gpu --device $(GPU_DEVICE) $(if $(filter cpu,$(GPU_DEVICE)),--tiny --blocks 1) \
+	    --json $(RESULTS)/gpu.json --markdown $(RESULTS)/gpu.md $(GPU_OPTIONS)
 
 clean: ## remove the virtual environment, caches and what `make demo` wrote
 	rm -rf $(VENV) .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis build demo *.egg-info

@@ -1,5 +1,7 @@
 """The GPU benchmarks: `make bench-gpu`, or `python -m benchmarks.gpu`.
 
+    checks      the tests that need a GPU, in sections too: `make test-gpu`; `pytest_lines` writes what each gave
+    parts       which sections come first
     report      figures with their goals, tables, JSON, markdown
     bench       what sections share: the device, timing on it, its ceilings, the time budget
     sections    one by one, each in a process of its own, so that what breaks one leaves the others alone

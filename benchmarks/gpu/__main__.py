@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 _NEEDED = ("torch", "triton", "numpy", "tqdm", "safetensors")
 
@@ -44,15 +46,25 @@ def main(argv: list[str] | None = None) -> int:
         blocks=options.blocks,
         json_file=options.json,
         markdown_file=options.markdown,
+        graphs=_fake_graphs() if options.device == "cpu" else None,
     )
     return run(chosen, in_process=options.in_process)
 
 
+def _fake_graphs() -> Any:
+    """What captures in a rehearsal: the tests' recorder, or nothing where there are no tests."""
+    sys.path.append(str(Path(__file__).resolve().parents[2] / "tests"))
+    if find_spec("fake_graphs") is None:
+        return None
+    return import_module("fake_graphs").FakeGraphs("cpu")
+
+
 def _parse(argv: list[str] | None) -> argparse.Namespace:
+    from benchmarks.gpu.parts import FIRST, REST
     from benchmarks.gpu.sections import SECTIONS
 
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description="The GPU benchmarks.")
-    parser.add_argument("--only", nargs="+", choices=[*SECTIONS], help="these sections; all by default")
+    parser.add_argument("--only", nargs="+", choices=[FIRST, REST, *SECTIONS], help="these sections; all by default")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--tiny", action="store_true", help="shapes for a smoke test, which measures nothing")
     parser.add_argument("--blocks", type=int, default=15, help="A B B A blocks; 15 or more for figures to quote")

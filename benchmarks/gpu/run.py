@@ -20,8 +20,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from benchmarks.gpu.bench import Bench, describe_machine
+from benchmarks.gpu.parts import names_in
 from benchmarks.gpu.report import Section, as_markdown, as_text
-from benchmarks.gpu.sections import SECTIONS, run_section
+from benchmarks.gpu.sections import HEADLINE, SECTIONS, run_section
 from serving.bench import write_json
 
 if TYPE_CHECKING:
@@ -127,5 +128,5 @@ def read_results(file: Path) -> Mapping[str, Any]:
 
 
 def names_of(asked: Sequence[str] | None) -> tuple[str, ...]:
-    """The sections that were asked for, in order; all if none was."""
-    return tuple(name for name in SECTIONS if asked is None or name in asked)
+    """The sections that were asked for, in order; all if none was. See `benchmarks.gpu.parts`."""
+    return names_in(SECTIONS, HEADLINE, asked)

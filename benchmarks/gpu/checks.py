@@ -1,0 +1,176 @@
+"""`python -m benchmarks.gpu.checks`: the tests that need a GPU; first those that decide whether the rest makes sense.
+
+    streams       lanes on two streams, events, memory that crosses streams
+    capture       a graph captured over several threads, and replayed
+    kernels       every Triton kernel once, against torch
+    runner        a model in graphs, the overlap loop, weights
+    transports    what travels while lanes compute: host memory, NCCL with a group of one, signals
+    numbers       the kernels in every dtype and choice of tiles, tuned and captured
+    benchmarks    every section of `make bench-gpu` on tiny shapes
+    others        tests marked `gpu` of all other files
+
+Every section runs in a process of its own, with a time budget of its own: what breaks one, or hangs, leaves the others
+alone. What a test gave is in the file of results when the next one begins. `--device cpu` runs the same files without
+a GPU: what they test there, with interpreted kernels and under the fakes, and skips what needs a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu.parts import FIRST, REST, names_in
+
+__all__ = ["SECTIONS", "Section", "main"]
+
+ROOT = Path(__file__).resolve().parents[2]
+LINES = "UBATCH_TEST_LINES"
+"""Environment variable: where `pytest_lines` writes a line per test."""
+
+
+@dataclass(frozen=True)
+class Section:
+    """Tests that run together.
+
+    Attributes:
+        files: in `tests/`, without `test_` and `.py`.
+        budget_s: seconds until its process is ended.
+    """
+
+    files: tuple[str, ...]
+    budget_s: float
+
+
+SECTIONS: Mapping[str, Section] = {
+    "streams": Section(("cuda_device", "step_streams_gpu", "cuda_lifetimes"), 60),
+    "capture": Section(("graphs", "graphs_failures", "graphs_sizes", "graphs_triton"), 60),
+    "kernels": Section(("kernels_once",), 120),
+    "runner": Section(
+        ("runner_graphs_gpu", "runner_launch", "engine_loops", "weight_pass", "memory_profile", "dbo_auto_gpu"), 120
+    ),
+    "transports": Section(
+        ("moe_transports_gpu", "moe_host_loopback", "moe_chunks_gpu", "moe_signals", "moe_signalled_gpu"), 120
+    ),
+    "numbers": Section(
+        ("moe_triton_gpu", "attention_triton", "attention_latent_kernel", "kernels_norm_rope", "router_triton"), 240
+    ),
+    "benchmarks": Section(("bench_gpu",), 240),
+    "others": Section((), 240),
+}
+DECIDING = ("streams", "capture", "kernels")
+"""Those that come first: where they fail, the others mean little."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run sections, print and write what they gave; 0 if all passed."""
+    options = _parse(argv)
+    if find_spec("pytest") is None:
+        print(f"{sys.executable} has no pytest: install it there.", file=sys.stderr)
+        return 1
+    environment = _environment()
+    failed = []
+    for name in names_in(SECTIONS, DECIDING, options.only):
+        print(f"\n==> {name}", flush=True)
+        found = {**_run(name, options.device), "environment": environment}
+        print(f"==> {name}: {found['outcome']} in {found['seconds']} s", flush=True)
+        if found["status"] or "failed" in found["counts"]:
+            failed.append(name)
+        if options.json is not None:
+            _write(options.json, options.device, name, found)
+    if failed:
+        print(f"\nNot everything passed: {', '.join(failed)}.", file=sys.stderr)
+    return 1 if failed else 0
+
+
+def files_of(name: str) -> list[Path]:
+    """A section's files; those that no section names are in the last one."""
+    tests = ROOT / "tests"
+    named = {file for section in SECTIONS.values() for file in section.files}
+    if SECTIONS[name].files:
+        return [tests / f"test_{file}.py" for file in SECTIONS[name].files]
+    return [
+        path
+        for path in sorted(tests.glob("test_*.py"))
+        if path.stem.removeprefix("test_") not in named and "mark.gpu" in path.read_text(encoding="utf-8")
+    ]
+
+
+def _run(name: str, device: str) -> dict[str, Any]:
+    """One section in a process of its own: how it ended, and what every test gave."""
+    with tempfile.TemporaryDirectory() as folder:
+        lines = Path(folder) / "lines"
+        lines.touch()
+        selected = "gpu" if device == "cuda" else "not slow"
+        command = [sys.executable, "-m", "pytest", "-p", "benchmarks.gpu.pytest_lines", "-m", selected]
+        command += ["-W", "ignore::pytest.PytestConfigWarning", *map(str, files_of(name))]
+        begun = time.monotonic()
+        status = _end_in_time(command, SECTIONS[name].budget_s, {**os.environ, LINES: str(lines)})
+        found = [json.loads(line) for line in lines.read_text(encoding="utf-8").splitlines()]
+    seconds = round(time.monotonic() - begun, 1)
+    counts = Counter(each["outcome"] for each in found)
+    if status is None:
+        status, ended = 124, f"out of time ({SECTIONS[name].budget_s:.0f} s)"
+    elif status == 5:  # pytest's: nothing was selected
+        status, ended = 0, "no test here"
+    elif status not in (0, 1):
+        ended = f"its process ended with status {status}"
+    else:
+        ended = "done"
+    told = ", ".join(f"{count} {outcome}" for outcome, count in sorted(counts.items()))
+    outcome = f"{ended}: {told}" if told else ended
+    return {"outcome": outcome, "status": status, "seconds": seconds, "counts": dict(counts), "tests": found}
+
+
+def _end_in_time(command: list[str], budget_s: float, environment: Mapping[str, str]) -> int | None:
+    """The status of a process, or None if it was ended, with all that it had started."""
+    process = subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True)
+    try:
+        return process.wait(budget_s)
+    except subprocess.TimeoutExpired:
+        return None
+    finally:
+        if process.returncode is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def _write(file: Path, device: str, name: str, found: Mapping[str, Any]) -> None:
+    """Put a section in its place, and leave those of earlier runs on such a device as they are."""
+    old = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    sections = {**(old["sections"] if old.get("device") == device else {}), name: found}
+    ordered = {each: sections[each] for each in SECTIONS if each in sections}
+    file.write_text(json.dumps({"device": device, "sections": ordered}, indent=1) + "\n", encoding="utf-8")
+
+
+def _environment() -> Any:
+    """The machine, asked in a process of its own: nothing here should touch the device."""
+    ask = "import json; from benchmarks.gpu.bench import describe_machine; print(json.dumps(describe_machine()))"
+    try:
+        done = subprocess.run([sys.executable, "-c", ask], cwd=ROOT, capture_output=True, timeout=60, check=True)
+        return json.loads(done.stdout)
+    except (subprocess.SubprocessError, ValueError) as error:
+        return {"error": f"{type(error).__name__}: {error}"}
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.checks", description="The tests that need a GPU.")
+    parser.add_argument("--only", nargs="+", choices=[FIRST, REST, *SECTIONS], help="these sections; all by default")
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--json", type=Path, help="write what every test gave here, section by section")
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
