@@ -119,7 +119,7 @@ def test_a_section_that_breaks_loses_nothing_of_itself_or_of_others(
     for name, text in BREAKING.items():
         (tmp_path / f"test_{name}.py".replace(" ", "_")).write_text(text)
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n    slow: long\n")
-    sections = {name: checks.Section((name.replace(" ", "_"),), 12.0 if name == "hang" else 60.0) for name in BREAKING}
+    sections = {name: checks.Section((name.replace(" ", "_"),), 4.0 if name == "hang" else 20.0) for name in BREAKING}
     monkeypatch.setattr(checks, "SECTIONS", sections)
     monkeypatch.setattr(checks, "files_of", lambda name: [tmp_path / f"test_{sections[name].files[0]}.py"])
     monkeypatch.setattr(checks, "_environment", dict)

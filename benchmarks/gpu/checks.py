@@ -11,7 +11,7 @@
 
 Every section runs in a process of its own, with a time budget of its own: what breaks one, or hangs, leaves the others
 alone. What a test gave is in the file of results when the next one begins. `--device cpu` runs the same files without
-a GPU: what they test there, with interpreted kernels and under the fakes, and skips what needs a GPU.
+a GPU, with thrice the budget: what they test there, with interpreted kernels and under the fakes; it skips the rest.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.parts import FIRST, REST, names_in
+from benchmarks.gpu.parts import FIRST, REHEARSAL, REST, names_in
 
 __all__ = ["SECTIONS", "Section", "main"]
 
@@ -46,7 +46,7 @@ class Section:
 
     Attributes:
         files: in `tests/`, without `test_` and `.py`.
-        budget_s: seconds until its process is ended.
+        budget_s: seconds until its process is ended, on a GPU.
     """
 
     files: tuple[str, ...]
@@ -109,6 +109,7 @@ def files_of(name: str) -> list[Path]:
 
 def _run(name: str, device: str) -> dict[str, Any]:
     """One section in a process of its own: how it ended, and what every test gave."""
+    budget_s = SECTIONS[name].budget_s * (1 if device == "cuda" else REHEARSAL)
     with tempfile.TemporaryDirectory() as folder:
         lines = Path(folder) / "lines"
         lines.touch()
@@ -116,12 +117,12 @@ def _run(name: str, device: str) -> dict[str, Any]:
         command = [sys.executable, "-m", "pytest", "-p", "benchmarks.gpu.pytest_lines", "-m", selected]
         command += ["-W", "ignore::pytest.PytestConfigWarning", *map(str, files_of(name))]
         begun = time.monotonic()
-        status = _end_in_time(command, SECTIONS[name].budget_s, {**os.environ, LINES: str(lines)})
+        status = _end_in_time(command, budget_s, {**os.environ, LINES: str(lines)})
         found = [json.loads(line) for line in lines.read_text(encoding="utf-8").splitlines()]
     seconds = round(time.monotonic() - begun, 1)
     counts = Counter(each["outcome"] for each in found)
     if status is None:
-        status, ended = 124, f"out of time ({SECTIONS[name].budget_s:.0f} s)"
+        status, ended = 124, f"out of time ({budget_s:.0f} s)"
     elif status == 5:  # pytest's: nothing was selected
         status, ended = 0, "no test here"
     elif status not in (0, 1):

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-__all__ = ["FIRST", "REST", "names_in"]
+__all__ = ["FIRST", "REHEARSAL", "REST", "names_in"]
 
 FIRST, REST = "first", "rest"
+REHEARSAL = 3
+"""So many times the budget is a section's without a GPU, where kernels are interpreted and nothing is measured."""
 
 
 def names_in(sections: Iterable[str], first: Sequence[str], asked: Sequence[str] | None) -> tuple[str, ...]:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from benchmarks.gpu.bench import Bench, describe_machine
-from benchmarks.gpu.parts import names_in
+from benchmarks.gpu.parts import REHEARSAL, names_in
 from benchmarks.gpu.report import Section, as_markdown, as_text
 from benchmarks.gpu.sections import HEADLINE, SECTIONS, run_section
 from serving.bench import write_json
@@ -79,10 +79,14 @@ def run_here(options: Options, name: str) -> Section:
         torch.device(options.device, index) if index is not None else torch.device(options.device),
         tiny=options.tiny,
         blocks=options.blocks,
-        budget_s=SECTIONS[name].budget_s,
+        budget_s=_budget_s(options, name),
         graphs=options.graphs,
     )
     return run_section(name, bench)
+
+
+def _budget_s(options: Options, name: str) -> float:
+    return SECTIONS[name].budget_s * (1 if options.device == "cuda" else REHEARSAL)
 
 
 def _run_apart(options: Options, name: str) -> Section:
@@ -94,7 +98,11 @@ def _run_apart(options: Options, name: str) -> Section:
         command += ["--device", options.device, "--blocks", str(options.blocks), *(["--tiny"] if options.tiny else [])]
         try:
             done = subprocess.run(
-                command, timeout=plan.budget_s + _SLACK_S, stdout=subprocess.DEVNULL, env={**os.environ}, check=False
+                command,
+                timeout=_budget_s(options, name) + _SLACK_S,
+                stdout=subprocess.DEVNULL,
+                env={**os.environ},
+                check=False,
             )
             ended = f"its process ended with status {done.returncode}"
         except subprocess.TimeoutExpired as late:
