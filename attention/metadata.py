@@ -24,6 +24,7 @@ from torch import Tensor
 
 from attention.spec_verify import SpecVerifyInput
 from ubatch import ConfigError, ForwardMode, SplitError, UBatchSlice
+from ubatch.small_copies import to_device
 
 __all__ = ["CommonAttentionMetadata", "split_attn_metadata"]
 
@@ -70,6 +71,7 @@ class CommonAttentionMetadata:
         slot_mapping: Tensor,
         mode: ForwardMode = ForwardMode.PREFILL,
         spec_verify: SpecVerifyInput | None = None,
+        lengths: tuple[Tensor, Tensor] | None = None,
     ) -> CommonAttentionMetadata:
         """Metadata from the lengths on the host; tensors land on `slot_mapping`'s device.
 
@@ -80,6 +82,7 @@ class CommonAttentionMetadata:
             slot_mapping: `[T]` int64.
             mode: what the batch is.
             spec_verify: of a target-verify batch.
+            lengths: `query_start_loc` and `seq_lens`, where they are on the device already; copied there by default.
 
         Raises:
             ConfigError: lengths, table and slots are not of one batch.
@@ -95,10 +98,13 @@ class CommonAttentionMetadata:
                     f"{spec_verify.prefix_lens}; the batch has queries {list(query_lens)} of {list(seq_lens)} tokens."
                 )
         starts = (0, *accumulate(query_lens))
-        device = slot_mapping.device
+        if lengths is None:
+            host = [torch.tensor(values, dtype=torch.int32) for values in (starts, tuple(seq_lens))]
+            on_device = to_device(host, slot_mapping.device)
+            lengths = on_device[0], on_device[1]
         return cls(
-            query_start_loc=torch.tensor(starts, dtype=torch.int32, device=device),
-            seq_lens=torch.tensor(tuple(seq_lens), dtype=torch.int32, device=device),
+            query_start_loc=lengths[0],
+            seq_lens=lengths[1],
             block_table=block_table,
             slot_mapping=slot_mapping,
             query_start_loc_cpu=starts,

@@ -6,22 +6,29 @@ Everything that is needed after the launch is written down here: the requests go
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 
 import torch
 from torch import Tensor
 
-from attention import CacheSpec, CommonAttentionMetadata, KVCacheExhausted, RequestToTokenTable, reads_of_later_writes
+from attention import (
+    CacheSpec,
+    CommonAttentionMetadata,
+    KVCacheExhausted,
+    RequestToTokenTable,
+    SpecVerifyInput,
+    reads_of_later_writes,
+)
 from model_runner.dp import BatchShape
 from model_runner.errors import RequestError
-from model_runner.host_copy import to_device
 from model_runner.logprobs import PromptSpan
 from model_runner.request import PENDING_TOKEN, Request, ScheduledRequest
 from model_runner.speculation.tree import DraftTrees, chain_of_drafts
 from model_runner.verify import drafts_per_request
 from ubatch import ForwardMode
+from ubatch.small_copies import to_device
 
 __all__ = ["InputBatch", "build_input_batch"]
 
@@ -114,7 +121,6 @@ def build_input_batch(
     if trees is not None:
         positions = trees.positions(computed)
     pages = table.page_table(rows)
-    metadata = CommonAttentionMetadata.build(query_lens, seq_lens, pages, slots, mode)
     ids, pending = _input_ids(shares, computed)
     lengths = [share.request.num_tokens for share in shares]
     owners: list[tuple[Request, int, int]] = []
@@ -129,13 +135,18 @@ def build_input_batch(
 
     future_places = [row + 1 for _, _, row in owners]
     host = [torch.tensor(values, dtype=torch.int64) for values in (ids, sampled_rows, future_places)]
-    input_ids, logits_rows, places, positions, metadata = _on_device((*host, positions), metadata, device)
+    host += [torch.tensor(values, dtype=torch.int32) for values in (starts, seq_lens)]
+    on_device = to_device((*host, positions, pages, slots), device)
+    input_ids, logits_rows, places, query_start_loc, lens, positions, table_on_device, slots = on_device
+    drafts: SpecVerifyInput | None = None
     if num_drafts:
         if trees is None:
             drafts = chain_of_drafts(num_drafts, computed, input_ids, positions)
         else:
             drafts = trees.verify_input(computed, input_ids, positions)
-        metadata = replace(metadata, spec_verify=drafts)
+    metadata = CommonAttentionMetadata.build(
+        query_lens, seq_lens, table_on_device, slots, mode, drafts, (query_start_loc, lens)
+    )
     late_reads = partial(reads_of_later_writes, query_lens, seq_lens, pages, spec.block_size)
     return InputBatch(
         scheduled=shares,
@@ -166,16 +177,6 @@ def _places(
     owner = torch.repeat_interleave(lengths)
     positions = torch.arange(num_tokens) + (done - lengths.cumsum(0) + lengths)[owner]
     return positions, table.slots(row_of_request[owner], positions)
-
-
-def _on_device(
-    host: tuple[Tensor, ...], metadata: CommonAttentionMetadata, device: torch.device
-) -> tuple[Tensor, Tensor, Tensor, Tensor, CommonAttentionMetadata]:
-    """Everything on the device, in one go."""
-    whole = (metadata.query_start_loc, metadata.seq_lens, metadata.block_table, metadata.slot_mapping)
-    ids, logits_rows, places, positions, starts, seq_lens, table, slots = to_device((*host, *whole), device)
-    metadata = replace(metadata, query_start_loc=starts, seq_lens=seq_lens, block_table=table, slot_mapping=slots)
-    return ids, logits_rows, places, positions, metadata
 
 
 def _input_ids(

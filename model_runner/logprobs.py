@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from model_runner.errors import RequestError
-from model_runner.host_copy import to_host
 from model_runner.request import Request
+from ubatch.small_copies import to_host
 
 __all__ = [
     "PromptCarry",

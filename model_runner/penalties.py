@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from model_runner.errors import RequestError
-from model_runner.host_copy import to_device
 from model_runner.sampling_params import SamplingParams
+from ubatch.small_copies import to_device
 
 __all__ = ["SamplingRow", "adjust_logits"]
 

@@ -21,7 +21,6 @@ from torch import Tensor
 from attention import MLAKVCache, PagedKVCache
 from model_runner.errors import RequestError, StepOrderError
 from model_runner.future_map import FutureMap
-from model_runner.host_copy import HostCopy, to_device, to_host
 from model_runner.input_batch import InputBatch
 from model_runner.logprobs import (
     PromptCarry,
@@ -40,6 +39,7 @@ from model_runner.speculation.tree import path_to
 from model_runner.step_streams import StepStreams
 from model_runner.tensor_parallel import TensorParallel
 from ubatch import Decision, ForwardMode
+from ubatch.small_copies import HostCopy, to_device, to_host
 
 __all__ = ["PendingStep", "SamplingContext", "StepOutput"]
 

@@ -41,7 +41,6 @@ from model_runner.graph_batches import CapturedSteps, GraphSetting
 from model_runner.graph_mode import GraphsAsked, capturable_families, resolve_graph_mode
 from model_runner.graph_sizes import GraphShape, capture_sizes, graph_families
 from model_runner.graph_steps import GraphSteps
-from model_runner.host_copy import to_device
 from model_runner.host_memory import keep_freed_memory
 from model_runner.input_batch import InputBatch, build_input_batch
 from model_runner.kv_memory import KVMemory
@@ -78,6 +77,7 @@ from ubatch import (
     set_forward_context,
 )
 from ubatch.long_calls import taking_long
+from ubatch.small_copies import to_device
 from ubatch.streams import StreamBackend
 
 __all__ = ["ModelRunner"]

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from model_runner.flashinfer_sampling import keep_most_likely, truncates
-from model_runner.host_copy import to_device
 from model_runner.penalties import SamplingRow, adjust_logits
+from ubatch.small_copies import to_device
 
 __all__ = ["distributions", "fall", "sample"]
 

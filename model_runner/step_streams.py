@@ -23,7 +23,8 @@ here until an event says that the other stream is done:
     uploaded tensors      made on upload, read on forward      until the block that used them is done (`keep`)
     downloaded tensors    made on forward, read on download    until the copy is done
     pinned buffers        the host writes them again           once the copy that reads them is done, or the host has
-                                                               read what was copied into them
+                                                               read what was copied into them; staged ones, which a
+                                                               library copies from, once the block is done
 
 Everything else of a step lives and dies on the forward stream, in its order. One thread uses these objects.
 
@@ -39,9 +40,9 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 import torch
 from torch import Tensor
 
-from model_runner.host_copy import HostCopy, Packing, carried_by
 from ubatch import CommGroup, GroupBroken, PeerFailed, TransferTimeout
 from ubatch.host_copy import CopiedWork
+from ubatch.small_copies import HostCopy, Packing, carried_by
 from ubatch.streams import Event, NullStreams, StreamBackend, make_streams
 
 __all__ = ["PinnedBuffers", "StepStreams"]
@@ -78,7 +79,8 @@ class StepStreams:
         self._pinned = PinnedBuffers(pin=device.type == "cuda")
         # Of the block that runs now; of blocks that may still run; of copies that may.
         self._block: list[object] = []
-        self._blocks: deque[tuple[Event, list[object]]] = deque()
+        self._staged: list[Tensor] = []
+        self._blocks: deque[tuple[Event, list[object], list[Tensor]]] = deque()
         self._downloads: deque[HostCopy] = deque()
         self._running = False
 
@@ -112,11 +114,12 @@ class StepStreams:
             self._running = False
             streams.set_current(caller)
             block, self._block = self._block, []
+            staged, self._staged = self._staged, []
             done = self._events.new()
             done.record(self._forward)
             if join:
                 done.wait(caller)
-            self._blocks.append((done, block))
+            self._blocks.append((done, block, staged))
 
     @contextmanager
     def planning(self) -> Iterator[None]:
@@ -167,8 +170,10 @@ class StepStreams:
     def _let_go(self) -> None:
         """Forget what the device no longer uses."""
         while self._blocks and self._blocks[0][0].query():
-            done, _ = self._blocks.popleft()
+            done, _, staged = self._blocks.popleft()
             self._events.again(done)
+            for buffer in staged:
+                self._pinned.give(buffer)
         while self._downloads and self._downloads[0].done():
             self._downloads.popleft()
 
@@ -192,6 +197,14 @@ class StepStreams:
         self.keep(there)
         self._pinned.lend(staged, arrived, self._events.again)
         return packing.read(there)
+
+    def stage(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """See `Carrier`; in a block only."""
+        packing = Packing.of(tensors)
+        buffer = self._pinned.take(packing.nbytes)
+        packing.write(buffer, tensors)
+        self._staged.append(buffer)
+        return packing.read(buffer)
 
     def download(self, tensor: Tensor) -> HostCopy:
         """See `Carrier`."""

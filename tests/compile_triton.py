@@ -33,6 +33,7 @@ from attention.graph_buffers import GraphBuffers
 from attention.kernels import tuning
 from attention.kernels.fill import fill_batch
 from attention.kernels.merge import merge_states
+from attention.kernels.pages import list_pages
 from attention.kernels.ragged import pad_ragged, unpad_ragged
 from model_runner.kernels.activation import silu_mul
 from model_runner.kernels.norm import add_rms_norm, rms_norm
@@ -155,6 +156,10 @@ def compile_steps() -> None:
         seq_len_fill=1,
         hidden_slot=99,
     )
+    for padded in (0, 4):
+        pages = torch.zeros(21, dtype=torch.int32)
+        tensors = batch.block_table, batch.query_start_loc, batch.seq_lens
+        list_pages(pages, *tensors, block_size=16, most_pages=19, padded_queries=padded)
 
 
 def main(capability: int, *, every_choice: bool) -> None:

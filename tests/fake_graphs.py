@@ -244,7 +244,7 @@ class _Operations(TorchDispatchMode):
         kwargs = kwargs or {}
         capture, name = self._capture, func.overloadpacket.__name__
         used = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        if name in HOST_READS or _has_data_dependent_shape(name, args, kwargs):
+        if name in HOST_READS or has_data_dependent_shape(name, args, kwargs):
             if any(map(capture.is_the_devices, used)):
                 raise capture.spoil(str(func), "reads what the device has not computed yet")
             return func(*args, **kwargs)
@@ -296,7 +296,7 @@ def run_kernel(name: str, run: Callable[[], Any], used: Sequence[Tensor]) -> Non
         capture.add(name, run, used, used)
 
 
-def _has_data_dependent_shape(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+def has_data_dependent_shape(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     if name in ("index", "index_put", "index_put_", "_unsafe_index"):
         masks = [index for index in args[1] if index is not None and index.dtype in (torch.bool, torch.uint8)]
         filled = name.startswith("index_put") and args[2].numel() == 1  # becomes masked_fill

@@ -1,11 +1,14 @@
 """Stand-ins for flashinfer's wrappers, and the arithmetic of all stand-ins; see `flashinfer_standin`.
 
 A wrapper runs what it was planned for. In a graph it reads the buffers that it was given when it was made, and nothing
-else; planning copies into them.
+else; planning copies into them. Its copies are to be seen by whoever watches, as their sources are our choice; what it
+computes is not: kernels are no operations of torch.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -22,10 +25,18 @@ __all__ = [
     "causal",
     "check_ints",
     "check_table",
+    "opaque",
 ]
 
 DECODE_PLAN_OPTIONS = {"sm_scale", "window_left", "logits_soft_cap", "q_data_type", "kv_data_type"}
 """Keywords of the decode wrapper's plan, whose signature does not tell them."""
+
+
+@contextmanager
+def opaque() -> Iterator[None]:
+    """What is done in the `with` block is the library's: nobody who watches torch sees it."""
+    with _disable_current_modes(), torch._C.DisableTorchFunction():
+        yield
 
 
 def check_ints(*tensors: Tensor, size: int) -> None:
@@ -80,18 +91,18 @@ class _Wrapper:
     """who counts calls and checks workspaces"""
 
     def _keep(self, name: str, value: Tensor, used: int | None = None) -> None:
-        with _disable_current_modes():  # what flashinfer allocates is not ours to count
-            if not self._use_cuda_graph:
-                setattr(self, name, value.clone())
-                return
-            buffer = getattr(self, name)
-            assert buffer is not None, f"{name} is needed in a graph"
-            if used is None:
-                assert buffer.shape == value.shape
-                buffer.copy_(value)
-            else:
-                assert used <= buffer.shape[0]
-                buffer[:used].copy_(value)
+        if not self._use_cuda_graph:
+            there = self._workspace.new_empty(value.shape, dtype=value.dtype)
+            setattr(self, name, there.copy_(value, non_blocking=True))
+            return
+        buffer = getattr(self, name)
+        assert buffer is not None, f"{name} is needed in a graph"
+        if used is None:
+            assert buffer.shape == value.shape
+            buffer.copy_(value, non_blocking=True)
+        else:
+            assert used <= buffer.shape[0]
+            buffer[:used].copy_(value, non_blocking=True)
 
     def buffers(self) -> dict[str, int]:
         """Where its tensors are."""
@@ -141,7 +152,7 @@ class BatchPrefillWithPagedKVCacheWrapper(_Wrapper):
         self._indices = paged_kv_indices_buf
         self._last = paged_kv_last_page_len_buf
         self._mask = custom_mask_buf
-        self._mask_indptr = mask_indptr_buf
+        self._mask_indptr_buf = mask_indptr_buf
         self._max_rows = None
 
     def plan(
@@ -162,43 +173,37 @@ class BatchPrefillWithPagedKVCacheWrapper(_Wrapper):
             self._max_rows = rows if self._max_rows is None else self._max_rows
             assert rows <= self._max_rows
         self._rows, self._page = rows, page_size
-        with _disable_current_modes():
-            packed = self._pack(custom_mask, qo_indptr, paged_kv_indptr, paged_kv_last_page_len)
+        assert custom_mask is None, "to pack it, flashinfer waits for the device"
+        assert seq_lens is not None, "lengths that flashinfer works out by itself it copies from pageable memory"
         self._keep("_starts", qo_indptr)
         self._keep("_indptr", paged_kv_indptr)
         self._keep("_last", paged_kv_last_page_len)
         self._keep("_indices", paged_kv_indices, len(paged_kv_indices))
-        self._has_mask = packed is not None
-        if packed is not None:
-            self._keep("_mask", packed[0], len(packed[0]))
-            self._keep("_mask_indptr", packed[1])
+        self._has_mask = packed_custom_mask is not None
+        if self._has_mask:
+            lens = _lens_of(paged_kv_indptr, paged_kv_last_page_len, page_size)
+            bits = [int(qo_indptr[i + 1] - qo_indptr[i]) * length for i, length in enumerate(lens)]
+            assert packed_custom_mask.dtype == torch.uint8
+            assert packed_custom_mask.shape == (sum(-(-each // 8) for each in bits),)
+            self._keep("_mask", packed_custom_mask, len(packed_custom_mask))
+            with opaque():  # flashinfer's own copy, from pageable memory: in bits, though its kernels read bytes
+                self._keep("_mask_indptr_buf", torch.tensor(np.cumsum([0, *bits]).astype(np.int32)))
         self._dtypes = (q_data_type, kv_data_type or q_data_type)
         self._options = {key: arguments[key] for key in ("sm_scale", "window_left", "logits_soft_cap", "causal")}
         self._heads = (num_qo_heads, num_kv_heads, head_dim_qk)
         self.standins.note("prefill_plan", self._options)
-
-    def _pack(self, mask, starts, indptr, last):
-        """The mask's bits, every request's from a byte of its own on, and where each starts."""
-        if mask is None:
-            return None
-        assert mask.dtype == torch.bool
-        lens = _lens_of(indptr, last, self._page)
-        sizes = [int(starts[i + 1] - starts[i]) * length for i, length in enumerate(lens)]
-        assert mask.shape == (sum(sizes),)
-        parts = [np.packbits(part.numpy(), bitorder="little") for part in mask.split(sizes)]
-        edges = np.cumsum([0, *map(len, parts)]).astype(np.int32)
-        return torch.from_numpy(np.concatenate(parts)), torch.from_numpy(edges)
 
     def _unpack(self, lens):
         if not self._has_mask:
             return None
         masks = []
         for request, length in enumerate(lens):
-            packed = self._mask[self._mask_indptr[request] : self._mask_indptr[request + 1]].numpy()
+            packed = self._mask[self._mask_indptr_buf[request] : self._mask_indptr_buf[request + 1]].numpy()
             size = int(self._starts[request + 1] - self._starts[request]) * length
             masks.append(torch.from_numpy(np.unpackbits(packed, bitorder="little")[:size].astype(bool)))
         return masks
 
+    @opaque()
     def run(
         self, q, paged_kv_cache, *args, q_scale=None, k_scale=None, v_scale=None, out=None, lse=None, return_lse=False,
         lse_base="log2", lse_layout="NH", enable_pdl=None, window_left=None, sinks=None, kv_cache_sf=None,
@@ -249,6 +254,7 @@ class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
         self._options = {key: kwargs[key] for key in ("sm_scale", "window_left", "logits_soft_cap")}
         self.standins.note("decode_plan", self._options)
 
+    @opaque()
     def run(
         self, q, paged_kv_cache, *args, q_scale=None, k_scale=None, v_scale=None, out=None, lse=None, return_lse=False,
         enable_pdl=None, window_left=None, sinks=None, q_len_per_req=None, skip_softmax_threshold_scale_factor=None,
@@ -296,6 +302,7 @@ class BatchMLAPagedAttentionWrapper(_Wrapper):
         self._page = page_size
         self.standins.note("mla_plan", self._options)
 
+    @opaque()
     def run(
         self, q_nope=None, q_pe=None, ckv_cache=None, kpe_cache=None, out=None, lse=None, return_lse=False,
         profiler_buffer=None, kv_len=None, page_table=None, return_lse_base_on_e=False, o_scale=None, *, query=None,

@@ -7,7 +7,8 @@ Here device and host share one memory, so what is whose is worked out from where
     host      what was made from Python numbers, the runner's tables, what came of those; not looked at further
     pinned    the step's staging buffers: the host reads and writes them at once, copies when their stream gets there
 
-An operation that mixes device and host, or makes the host wait for the device, would fail or stall on a GPU.
+An operation that mixes device and host, or makes the host wait for the device, would fail or stall on a GPU. So would
+what `step_host` sees: copies past pinned memory, and the host's looks at what the device computes.
 """
 
 from __future__ import annotations
@@ -16,11 +17,12 @@ import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import Any
 
 import pytest
+from fake_graphs import HOST_READS, has_data_dependent_shape
 from fake_streams import FakeStream, FakeStreams, Operation
+from step_host import HostSide, Place, watched_launches
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -33,27 +35,8 @@ from model_runner import (
     SamplingParams,
     ScheduledRequest,
 )
-from model_runner.step_streams import PinnedBuffers, StepStreams
+from model_runner.step_streams import PinnedBuffers
 from ubatch.workers import _Job
-
-ASKS_THE_DEVICE = (
-    "_local_scalar_dense",
-    "nonzero",
-    "masked_select",
-    "unique",
-    "equal",
-    "is_nonzero",
-    "repeat_interleave",
-)
-
-
-class Place(Enum):
-    """Whose a storage is."""
-
-    DEVICE = "device"
-    HOST = "host"
-    PINNED = "pinned"
-    OPEN = "made from nothing, by either"
 
 
 @dataclass(eq=False)
@@ -119,17 +102,12 @@ class StepStreamsFake(FakeStreams):
 
 
 class Recorder(TorchDispatchMode):
-    """Puts every operation on the fake streams.
-
-    Attributes:
-        planning: attention is planned; back ends make tensors on the device from Python numbers, in ways of their own.
-    """
+    """Puts every operation on the fake streams."""
 
     def __init__(self, fake: StepStreamsFake, device: Iterable[Tensor], host: Iterable[Tensor] = ()) -> None:
         super().__init__()
         self.fake = fake
         self._memory: weakref.WeakKeyDictionary[Any, Memory] = weakref.WeakKeyDictionary()
-        self.planning = False
         for place, tensors in ((Place.DEVICE, device), (Place.HOST, host)):
             for tensor in tensors:
                 self.memory(tensor).place = place
@@ -157,14 +135,14 @@ class Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         inputs = [self.memory(tensor) for tensor in given]
-        self._check_host_waits(func, inputs)
+        self._check_host_waits(func, inputs, args, kwargs)
         result = func(*args, **kwargs)
         outputs = [self.memory(leaf) for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         changed = self._changed(func, args, kwargs)
         fresh = [memory for memory in outputs if memory not in inputs]
         if str(func).startswith("aten.lift_fresh"):
             for memory in outputs:
-                memory.place = Place.DEVICE if self.planning else Place.HOST
+                memory.place = Place.HOST
         elif (changed or fresh) and not str(func).startswith("aten.empty"):
             self._record(func, inputs, changed, fresh, given)
         return result
@@ -176,10 +154,33 @@ class Recorder(TorchDispatchMode):
         )
         return [self.memory(leaf) for leaf in tree_leaves(list(written)) if isinstance(leaf, Tensor)]
 
-    def _check_host_waits(self, func: Any, inputs: list[Memory]) -> None:
+    def _check_host_waits(self, func: Any, inputs: list[Memory], args: Any, kwargs: Any) -> None:
         name = func._schema.name.removeprefix("aten::")
-        if not self.planning and name in ASKS_THE_DEVICE and any(memory.place is Place.DEVICE for memory in inputs):
-            self.fake.faults.append(f"{self.fake.tag}{name} makes the host wait for the device")
+        waits = name in HOST_READS or has_data_dependent_shape(name, args, kwargs)
+        if waits and any(memory.place is Place.DEVICE for memory in inputs):
+            self.fault(f"{name} makes the host wait for the device")
+
+    # -- what `step_host` sees ------------------------------------------------------------------------------------
+
+    def place_of(self, tensor: Tensor) -> Place:
+        return self.memory(tensor).place
+
+    def put(self, tensor: Tensor, place: Place) -> None:
+        memory = self.memory(tensor)
+        if memory.place is Place.OPEN:
+            memory.place = place
+
+    def fault(self, what: str) -> None:
+        self.fake.faults.append(f"{self.fake.tag}{what}")
+
+    def launched(self, name: str, tensors: list[Tensor], changed: list[Tensor]) -> None:
+        memories = [self.memory(tensor) for tensor in tensors]
+        if any(memory.place in (Place.HOST, Place.PINNED) for memory in memories):
+            self.fault(f"{name} is launched with a tensor of the host")
+        self._settle(memories, Place.DEVICE)
+        self._work(f"{self.fake.tag}{name}", memories, [self.memory(tensor) for tensor in changed])
+
+    # -- operations -----------------------------------------------------------------------------------------------
 
     def _record(
         self, func: Any, inputs: list[Memory], changed: list[Memory], fresh: list[Memory], given: list[Tensor]
@@ -227,38 +228,35 @@ class Recorder(TorchDispatchMode):
 @contextmanager
 def recording(runner: ModelRunner, fake: StepStreamsFake, monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorder]:
     """All of the runner's steps in the `with` block go to the fake streams."""
-    monkeypatch.setattr("ubatch.planner.why_not_in_lanes", lambda: None)  # the recorder is in every lane, too
     device = [*runner.model.parameters(), *runner.model.buffers(), *tensors_of(runner.kv_cache)]
     device += tensors_of(runner._sampling.future_map)
     recorder = Recorder(fake, device, tensors_of(runner.request_table))
-    take, plan = PinnedBuffers.take, StepStreams.planning
+    with recorded(recorder, monkeypatch):
+        yield recorder
+
+
+@contextmanager
+def recorded(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """All that is done in the `with` block, and by lanes, goes to the recorder's fake streams."""
+    monkeypatch.setattr("ubatch.planner.why_not_in_lanes", lambda: None)  # the recorder is in every lane, too
+    take = PinnedBuffers.take
 
     def pinned(self: PinnedBuffers, nbytes: int) -> Tensor:
         buffer = take(self, nbytes)
         recorder.memory(buffer).place = Place.PINNED
         return buffer
 
-    @contextmanager
-    def planning(self: StepStreams) -> Iterator[None]:
-        with plan(self):
-            recorder.planning = True
-            try:
-                yield
-            finally:
-                recorder.planning = False
-
     run = _Job._run_in_context
 
     def run_in_lane(job: _Job) -> None:
-        with recorder.for_another_thread():
+        with recorder.for_another_thread() as other, HostSide(other):
             run(job)
 
     with monkeypatch.context() as patch:
         patch.setattr(_Job, "_run_in_context", run_in_lane)
         patch.setattr(PinnedBuffers, "take", pinned)
-        patch.setattr(StepStreams, "planning", planning)
-        with recorder:
-            yield recorder
+        with recorder, HostSide(recorder), watched_launches(Recorder):
+            yield
 
 
 @dataclass

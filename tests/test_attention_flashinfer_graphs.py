@@ -70,7 +70,7 @@ def test_a_replay_longer_than_the_capture(kernels: StandIns, kind: str, mla: boo
 
 @pytest.mark.parametrize(("kind", "mla"), CASES)
 def test_replan_allocates_nothing(kernels: StandIns, kind: str, mla: bool) -> None:
-    """But for the mask of a tree, which is completed for the requests of padding."""
+    """But for the mask of a tree, which is completed for the requests of padding, and packed."""
     num_queries, options, first, second = GRAPHS[kind]
     captured, later = (padded(requests, num_queries, mla=mla, **options) for requests in (first, second))
     cache = (MLAKVCache if mla else PagedKVCache)(captured.spec, 64)
@@ -80,7 +80,7 @@ def test_replan_allocates_nothing(kernels: StandIns, kind: str, mla: bool) -> No
     before = backend.nbytes
     with allocations() as count:
         backend.replan(plan, later.metadata)
-    assert count() == (2 if "tree" in kind else 0)
+    assert (count() > 0) is ("tree" in kind)
     assert backend.nbytes == before
 
 

@@ -24,9 +24,9 @@ from model_runner import (
     build_input_batch,
     generate,
 )
-from model_runner.host_copy import to_device, to_host
 from model_runner.kv_memory import KVMemory, blocks_beside
 from ubatch import ConfigError, UBatchConfig
+from ubatch.small_copies import to_device, to_host
 
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6], [53], [58, 97, 93, 23, 84], [62, 64, 33] * 7]
 NEW = 10

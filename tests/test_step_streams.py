@@ -17,7 +17,8 @@ import torch
 from dense_checkpoint import make_small
 from fake_device import run
 from fake_streams import FakeEvent, FakeStream
-from step_cases import Ahead, Place, StepStreamsFake, recording
+from step_cases import Ahead, StepStreamsFake, recording
+from step_host import Place
 
 from model_runner import ModelRunner, Request, SamplingParams, ScheduledRequest, generate
 from serving.engine import EngineCore

@@ -22,8 +22,8 @@ from model_runner import (
     ScheduledRequest,
     generate,
 )
-from model_runner.host_copy import to_device
 from ubatch import UBatchConfig
+from ubatch.small_copies import to_device
 
 ON_GPU = pytest.param("cuda", marks=pytest.mark.gpu)
 NEW = 24

@@ -6,12 +6,13 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from step_cases import Memory, Place, StepStreamsFake
+from step_cases import Memory, StepStreamsFake
+from step_host import Place
 
-from model_runner.host_copy import HostCopy, Packing, to_device, to_host
 from model_runner.step_streams import PinnedBuffers, StepStreams
 from ubatch import PeerFailed
 from ubatch.host_copy import CopiedWork
+from ubatch.small_copies import HostCopy, Packing, staged, to_device, to_host
 
 
 def test_the_last_plan_is_copied_before_the_next_is_written() -> None:
@@ -72,6 +73,24 @@ def test_buffers_and_events_are_used_again() -> None:
         counts.append(len(made))
     assert sizes[-1] == sizes[3]
     assert counts[-1] == counts[3]
+
+
+def test_what_is_staged_stays_until_its_block_is_done() -> None:
+    """A library copies from it whenever it likes in the block."""
+    fake = StepStreamsFake()
+    streams = StepStreams(torch.device("cpu"), fake)
+    staging: list[torch.Tensor] = []
+    for number in range(4):
+        if number == 3:
+            fake.host |= fake.streams["forward"].done
+        with streams.forward():
+            own = staged([torch.tensor([number]), torch.arange(3)], torch.device("cpu"))
+            staging.append(own[0])
+            fake.work(f"the library's copy {number}")
+        assert own[1].tolist() == [0, 1, 2]
+    assert [each.item() for each in staging[:3]] != [0, 1, 2], "the last one took the place of one whose block is done"
+    assert len({each.data_ptr() for each in staging}) == 3
+    assert staging[3].item() == 3
 
 
 def test_pinned_buffers() -> None:

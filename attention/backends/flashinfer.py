@@ -17,8 +17,8 @@ Source: flashinfer's documentation of `BatchPrefillWithPagedKVCacheWrapper` and 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import accumulate
+from collections.abc import Callable
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -27,6 +27,7 @@ from torch import Tensor
 from attention.backends.base import AttentionShape, BackendTraits
 from attention.backends.few_queries import FewQueries
 from attention.backends.flashinfer_pages import (
+    PackedMask,
     PageLists,
     PlannedWrapper,
     WrapperBackend,
@@ -35,7 +36,6 @@ from attention.backends.flashinfer_pages import (
 from attention.backends.store import store_kv
 from attention.backends.trtllm_common import (
     FlashInferKernel,
-    RequestBatch,
     find_kernel,
     pad_rows,
     without_graph_buffers,
@@ -71,21 +71,20 @@ class FlashInferBackend(WrapperBackend):
 
     def plan(self, metadata: CommonAttentionMetadata) -> FlashInferPlan:
         """See `AttentionBackend`; makes this object's earlier plans of the same kind stale."""
-        batch = RequestBatch.of(metadata, self.kv_cache.spec.block_size)
-        slots = self.kv_cache.write_slots(metadata.slot_mapping)
-        if not batch.num_reqs:
+        slots, num_tokens = self.kv_cache.write_slots(metadata.slot_mapping), metadata.num_actual_tokens
+        if not num_tokens:
             return FlashInferPlan(self, PlannedWrapper(None), 0, slots, 0)
-        pages = PageLists.of(batch, self.kv_cache.spec.block_size)
+        pages = PageLists.of(metadata, self.kv_cache.spec.block_size)
         mask = tree_mask(metadata.spec_verify, self.shape.sliding_window)
-        if batch.is_decode and mask is None:
+        if metadata.max_query_len == 1 and mask is None:
             if self._decode is None:
                 self._decode = self._new_decode_wrapper()
             version = self._plan_decode(self._decode, pages)
-            return FlashInferPlan(self, self._decode, version, slots, batch.num_tokens)
+            return FlashInferPlan(self, self._decode, version, slots, num_tokens)
         if self._prefill is None:
             self._prefill = self._new_prefill_wrapper()
-        version = self._plan_prefill(self._prefill, batch.query_lens, pages, mask)
-        return FlashInferPlan(self, self._prefill, version, slots, batch.num_tokens)
+        version = self._plan_prefill(self._prefill, pages, mask)
+        return FlashInferPlan(self, self._prefill, version, slots, num_tokens)
 
     @torch.inference_mode(False)
     def plan_for_graph(self, metadata: CommonAttentionMetadata) -> FlashInferPlan:
@@ -141,8 +140,7 @@ class FlashInferBackend(WrapperBackend):
             plan.version = self._plan_decode(plan.wrapper, pages)
             return
         mask = self._captured_mask(metadata.spec_verify, queries) if plan.has_tree else None
-        query_lens = (queries.num_queries,) * queries.num_reqs
-        plan.version = self._plan_prefill(plan.wrapper, query_lens, pages, mask)
+        plan.version = self._plan_prefill(plan.wrapper, pages, mask)
 
     def _captured_mask(self, verify: SpecVerifyInput | None, queries: FewQueries) -> Tensor:
         """The mask of a captured size: requests of padding see all of the few tokens that they count as."""
@@ -171,25 +169,21 @@ class FlashInferBackend(WrapperBackend):
             **self._options(windowed=True),
         )
 
-    def _plan_prefill(
-        self, wrapper: PlannedWrapper, query_lens: Sequence[int], pages: PageLists, mask: Tensor | None
-    ) -> int:
-        starts = torch.tensor((0, *accumulate(query_lens)), dtype=torch.int32)
-        indptr, last_page_len = pages.indptr, pages.last_page_len
-        if mask is not None:
-            # A mask is packed on the device, by these.
-            starts, indptr, last_page_len = (x.to(mask.device) for x in (starts, indptr, last_page_len))
-        return wrapper.plan(
-            starts,
-            indptr,
+    def _plan_prefill(self, wrapper: PlannedWrapper, pages: PageLists, mask: Tensor | None) -> int:
+        plan: Callable[..., int] = (
+            wrapper.plan if mask is None else partial(wrapper.plan_masked, PackedMask.of(mask, pages))
+        )
+        return plan(
+            pages.query_starts,
+            pages.indptr,
             pages.indices,
-            last_page_len,
+            pages.last_page_len,
             self.shape.num_heads,
             self.shape.num_kv_heads,
             self.shape.head_dim,
             self.kv_cache.spec.block_size,
-            custom_mask=mask,
             causal=mask is None,
+            seq_lens=pages.lens,  # else flashinfer copies lengths of its own, from pageable memory
             **self._options(windowed=mask is None),
         )
 

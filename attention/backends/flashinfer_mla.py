@@ -12,8 +12,6 @@ Source: flashinfer's documentation of `BatchMLAPagedAttentionWrapper`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import accumulate
 from typing import Any, ClassVar
 
 import torch
@@ -29,7 +27,6 @@ from attention.backends.flashinfer_pages import (
 from attention.backends.store import store_latents
 from attention.backends.trtllm_common import (
     FlashInferKernel,
-    RequestBatch,
     absorb,
     compute_capability,
     find_kernel,
@@ -69,15 +66,14 @@ class FlashInferMLABackend(WrapperBackend):
             ConfigError: a tree mask.
         """
         refuse_tree_mask(self.name, metadata)
-        batch = RequestBatch.of(metadata, self.kv_cache.spec.block_size)
         slots = self.kv_cache.write_slots(metadata.slot_mapping)
-        if not batch.num_reqs:
+        if not metadata.num_actual_tokens:
             return FlashInferMLAPlan(self, PlannedWrapper(None), 0, slots, 0)
-        pages = PageLists.of(batch, self.kv_cache.spec.block_size)
+        pages = PageLists.of(metadata, self.kv_cache.spec.block_size)
         if self._eager is None:
             self._eager = self._make_wrapper()
-        version = self._plan(self._eager, batch.query_lens, pages)
-        return FlashInferMLAPlan(self, self._eager, version, slots, batch.num_tokens)
+        version = self._plan(self._eager, pages)
+        return FlashInferMLAPlan(self, self._eager, version, slots, metadata.num_actual_tokens)
 
     @torch.inference_mode(False)
     def plan_for_graph(self, metadata: CommonAttentionMetadata) -> FlashInferMLAPlan:
@@ -112,17 +108,17 @@ class FlashInferMLABackend(WrapperBackend):
             raise without_graph_buffers(self.name)
         refuse_tree_mask(self.name, metadata)
         pages = self._graphs.fill_pages(queries, metadata)
-        plan.version = self._plan(plan.wrapper, (queries.num_queries,) * queries.num_reqs, pages)
+        plan.version = self._plan(plan.wrapper, pages)
 
     def _make_wrapper(self, **buffers: Any) -> PlannedWrapper:
         # Left to itself, flashinfer may choose kernels that cannot be planned a second time in a graph.
         kernels = "fa3" if compute_capability(self.kv_cache.device) == (9, 0) else "fa2"
         return self.new_wrapper(self._wrapper_class, backend=kernels, **buffers)
 
-    def _plan(self, wrapper: PlannedWrapper, query_lens: Sequence[int], pages: PageLists) -> int:
+    def _plan(self, wrapper: PlannedWrapper, pages: PageLists) -> int:
         shape, spec = self.shape, self.kv_cache.spec
         return wrapper.plan(
-            qo_indptr=torch.tensor((0, *accumulate(query_lens)), dtype=torch.int32),
+            qo_indptr=pages.query_starts,
             kv_indptr=pages.indptr,
             kv_indices=pages.indices,
             kv_len_arr=pages.lens,

@@ -1,38 +1,50 @@
 """What both back ends on flashinfer's wrappers share: which plan a wrapper holds, and the pages that it is told.
 
-flashinfer wants the pages of all requests in one list, not in a table, and some of the rest on the host. In a CUDA
-graph a wrapper copies what it is told into buffers that it was given, so that kernels read the same addresses ever
-after. Planning happens between replays. The lists are made without allocating; flashinfer itself takes temporary memory
-while it plans.
+flashinfer wants the pages of all requests in one list, not in a table, and the rest on the host. The list is made on
+the device, out of the block table there; what the host knows lies in pinned memory, so that flashinfer's own copies of
+it do not block. In a CUDA graph a wrapper copies what it is told into buffers that it was given, so that kernels read
+the same addresses ever after. Planning happens between replays. The lists are made without allocating; flashinfer
+itself takes temporary memory while it plans.
+
+The mask of a tree is packed here. flashinfer would do it, too, but waits for the device to learn how long it becomes.
 
 Source: flashinfer's documentation of its wrappers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import importlib.util
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from attention.backends.base import BackendTraits, GraphLimits
 from attention.backends.few_queries import FewQueries, GraphState
 from attention.backends.trtllm_common import (
-    RequestBatch,
     Workspace,
     compute_capability,
-    ragged_positions,
     refuse_dtype,
 )
 from attention.kv_cache import MLAKVCache, PagedKVCache
 from attention.metadata import CommonAttentionMetadata
 from ubatch import ConfigError
+from ubatch.small_copies import staged, to_device
 
-__all__ = ["INT_WORKSPACE_BYTES", "FlashInferGraphs", "PageLists", "PlannedWrapper", "WrapperBackend", "WrapperPlan"]
+__all__ = [
+    "INT_WORKSPACE_BYTES",
+    "FlashInferGraphs",
+    "PackedMask",
+    "PageLists",
+    "PlannedWrapper",
+    "WrapperBackend",
+    "WrapperPlan",
+    "list_pages_in_torch",
+]
 
 INT_WORKSPACE_BYTES = 8 << 20
 """What a wrapper allocates by itself, on the device, for its plan."""
@@ -111,6 +123,23 @@ class PlannedWrapper:
         self.version += 1
         return self.version
 
+    def plan_masked(self, mask: PackedMask, *args: Any, **kwargs: Any) -> int:
+        """The same with a tree's mask.
+
+        Raises:
+            ConfigError: this flashinfer keeps masks in another way.
+        """
+        version = self.plan(*args, packed_custom_mask=mask.bits, **kwargs)
+        # Of a mask that comes packed, flashinfer takes the starts to be in bits, and its kernels read them as bytes.
+        starts = getattr(self.wrapper, "_mask_indptr_buf", None)
+        if starts is None:
+            raise ConfigError(
+                "the installed flashinfer does not say where it keeps the starts of packed masks. Draft chains, or "
+                "choose the attention back end 'triton' for trees of drafts."
+            )
+        starts.copy_(mask.starts)
+        return version
+
     def run(self, version: int, *args: Any, **kwargs: Any) -> Tensor:
         """Run the plan of that version.
 
@@ -156,36 +185,129 @@ class WrapperPlan:
 
 
 @dataclass(frozen=True)
+class PackedMask:
+    """The bits of all requests' masks, lowest first, each request's from a byte of its own on.
+
+    Attributes:
+        bits: `[starts[-1]]` uint8.
+        starts: `[R + 1]` int32, each request's first byte. Both are on the device.
+    """
+
+    bits: Tensor
+    starts: Tensor
+
+    @classmethod
+    def of(cls, mask: Tensor, pages: PageLists) -> PackedMask:
+        """Pack a flat bool mask that has a row as long as its request for every query."""
+        sizes = [new * length for new, length in zip(pages.query_lens, pages.seq_lens, strict=True)]
+        first_bytes = tuple(accumulate((-(-size // 8) for size in sizes), initial=0))
+        edges = torch.tensor(tuple(accumulate(sizes, initial=0)))
+        starts, edges = to_device((torch.tensor(first_bytes, dtype=torch.int32), edges), mask.device)
+        byte = torch.arange(first_bytes[-1], dtype=torch.int32, device=mask.device)
+        owner = torch.searchsorted(starts[1:], byte, right=True)
+        bit = torch.arange(8, dtype=torch.uint8, device=mask.device)
+        place = ((byte - starts[owner]) * 8 + edges[owner])[:, None] + bit
+        inside = place < edges[1:][owner][:, None]
+        shown = mask[place.clamp(max=mask.shape[0] - 1)] & inside
+        return cls((shown.to(torch.uint8) << bit).sum(dim=1, dtype=torch.uint8), starts)
+
+
+@dataclass(frozen=True)
 class PageLists:
     """Every request's pages one after the other, as flashinfer takes them.
 
     Attributes:
-        indptr: `[R + 1]` int32 on the host, where each request's pages start.
+        query_lens: queries of each request, on the host.
+        seq_lens: tokens of each, on the host.
+        query_starts: `[R + 1]` int32, where each request's queries start; like the next three in the host's memory,
+            pinned where there is a GPU: flashinfer reads them there, and copies them to the device.
+        indptr: `[R + 1]` int32, where each request's pages start.
+        last_page_len: `[R]` int32, tokens in each request's last page.
+        lens: `[R]` int32, each request's tokens.
         indices: `[indptr[-1]]` int32 on the device, the pages.
-        last_page_len: `[R]` int32 on the host, tokens in each request's last page.
-        lens: `[R]` int32 on the host, each request's tokens.
     """
 
+    query_lens: tuple[int, ...]
+    seq_lens: tuple[int, ...]
+    query_starts: Tensor
     indptr: Tensor
-    indices: Tensor
     last_page_len: Tensor
     lens: Tensor
+    indices: Tensor
 
     @classmethod
-    def of(cls, batch: RequestBatch, block_size: int) -> PageLists:
-        """The pages of a batch that is not captured."""
-        counts = [-(-length // block_size) for length in batch.lens]
-        owner, place = ragged_positions(counts, batch.block_table.device)
-        return cls.on_host(np.array(batch.lens, dtype=np.int32), batch.block_table[owner, place], block_size)
+    def of(cls, batch: CommonAttentionMetadata, block_size: int) -> PageLists:
+        """The pages of the requests with queries of a batch that is not captured; at least one has some."""
+        active = [each for each in zip(batch.query_lens_cpu, batch.seq_lens_cpu, strict=True) if each[0]]
+        tensors = batch.block_table, batch.query_start_loc, batch.seq_lens
+        return cls._listed(active, tensors, block_size)
 
     @classmethod
-    def on_host(cls, lens: NDArray[np.int32], indices: Tensor, block_size: int) -> PageLists:
-        """The lists of requests of `lens` tokens whose pages are `indices`."""
-        counts = -(-lens // block_size)
-        indptr = np.zeros(len(lens) + 1, dtype=np.int32)
-        np.cumsum(counts, out=indptr[1:])
-        last = (lens - (counts - 1) * block_size).astype(np.int32)
-        return cls(torch.from_numpy(indptr), indices, torch.from_numpy(last), torch.from_numpy(lens))
+    def captured(cls, graphs: FlashInferGraphs, queries: FewQueries, batch: CommonAttentionMetadata) -> PageLists:
+        """The pages of what `graphs` was filled with: every request counts as `Q` queries behind its prefix."""
+        count, padded = queries.num_reqs, queries.num_queries
+        lens = [padded] * count
+        for request, (new, length) in enumerate(zip(batch.query_lens_cpu, batch.seq_lens_cpu, strict=True)):
+            if new:
+                lens[request] = length - new + padded
+        static = graphs.batch
+        tensors = static.block_table[:count], static.query_start_loc[: count + 1], static.seq_lens[:count]
+        requests = [(padded, length) for length in lens]
+        return cls._listed(requests, tensors, static.block_size, padded, graphs.indices)
+
+    @classmethod
+    def _listed(
+        cls,
+        requests: Sequence[tuple[int, int]],
+        tensors: tuple[Tensor, Tensor, Tensor],
+        block_size: int,
+        padded_queries: int = 0,
+        room: Tensor | None = None,
+    ) -> PageLists:
+        """Of requests given as (queries, tokens); their pages, in `room` if given, are listed on the device."""
+        query_lens, seq_lens = (tuple(each) for each in zip(*requests, strict=True))
+        counts = [-(-length // block_size) for length in seq_lens]
+        starts, indptr = (tuple(accumulate(each, initial=0)) for each in (query_lens, counts))
+        last = tuple(length - (count - 1) * block_size for length, count in zip(seq_lens, counts, strict=True))
+        table, total = tensors[0], indptr[-1]
+        indices = torch.empty(total, dtype=torch.int32, device=table.device) if room is None else room[:total]
+        _lister(table.device)(
+            indices, *tensors, block_size=block_size, most_pages=max(counts), padded_queries=padded_queries
+        )
+        host = [torch.from_numpy(np.array(each, dtype=np.int32)) for each in (starts, indptr, last, seq_lens)]
+        return cls(query_lens, seq_lens, *staged(host, table.device), indices)
+
+
+def list_pages_in_torch(
+    indices: Tensor,
+    block_table: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    *,
+    block_size: int,
+    most_pages: int,
+    padded_queries: int = 0,
+) -> None:
+    """What `attention.kernels.pages.list_pages` does, in torch."""
+    new = query_start_loc[1:] - query_start_loc[:-1]
+    behind = seq_lens - new + padded_queries if padded_queries else seq_lens
+    lens = torch.where(new > 0, behind, padded_queries)
+    counts = (lens + (block_size - 1)) // block_size
+    ends = counts.cumsum(0)
+    page = torch.arange(indices.shape[0], device=indices.device)
+    owner = torch.searchsorted(ends, page, right=True)
+    indices.copy_(block_table[owner, page - (ends - counts)[owner]])
+
+
+def _lister(device: torch.device) -> Callable[..., None]:
+    """How pages are listed: in one launch where Triton runs."""
+    if importlib.util.find_spec("triton") is not None:
+        from attention.kernels.pages import list_pages
+        from ubatch.triton_jit import INTERPRETED
+
+        if device.type == "cuda" or INTERPRETED:
+            return list_pages
+    return list_pages_in_torch
 
 
 class FlashInferGraphs(GraphState):
@@ -198,14 +320,13 @@ class FlashInferGraphs(GraphState):
         # Queries of padding take pages, too: fewer than one for each of them, and one more per request.
         max_pages = limits.max_reqs * (spec.blocks_for(limits.max_seq_len) + 1) + spec.blocks_for(limits.max_tokens)
         self.indices = torch.zeros(max_pages, dtype=torch.int32, device=kv_cache.device)
-        self._places = torch.zeros(max_pages, dtype=torch.int64, device=kv_cache.device)
         self._masks: Tensor | None = None
 
     @property
     def nbytes(self) -> int:
         """Bytes of all of them."""
         masks = 0 if self._masks is None else self._masks.nbytes
-        return super().nbytes + self.indices.nbytes + self._places.nbytes + masks
+        return super().nbytes + self.indices.nbytes + masks
 
     @torch.inference_mode(False)
     def masks(self) -> Tensor:
@@ -219,18 +340,4 @@ class FlashInferGraphs(GraphState):
     def fill_pages(self, queries: FewQueries, metadata: CommonAttentionMetadata) -> PageLists:
         """Copy a batch in, allocating nothing on the device; its pages, each request's queries padded."""
         self.fill(queries, metadata)
-        lens = np.full(queries.num_reqs, queries.num_queries, dtype=np.int32)
-        for request, (new, length) in enumerate(zip(metadata.query_lens_cpu, metadata.seq_lens_cpu, strict=True)):
-            if new:
-                lens[request] = length - new + queries.num_queries
-        return PageLists.on_host(lens, self._pages(lens), self.batch.block_size)
-
-    def _pages(self, lens: NDArray[np.int32]) -> Tensor:
-        table = self.batch.block_table
-        counts = -(-lens // self.batch.block_size)
-        owner = np.repeat(np.arange(len(lens)), counts)
-        place = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
-        flat = owner * table.shape[1] + place
-        places, indices = self._places[: len(flat)], self.indices[: len(flat)]
-        places.copy_(torch.from_numpy(flat))
-        return torch.index_select(table.view(-1), 0, places, out=indices)
+        return PageLists.captured(self, queries, metadata)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from attention.backends.base import AttentionShape, BackendTraits
-from attention.backends.torch_groups import Request, TokenRows
+from attention.backends.torch_groups import Request, TokenRows, indices
 from attention.backends.torch_sdpa import (
     AttentionGroup,
     AttentionStep,
@@ -182,7 +182,7 @@ def _tables(requests: Sequence[Request], metadata: CommonAttentionMetadata, num_
         raise KVCacheError(f"a request of {num_blocks} blocks has a block table of {table.shape[1]}.")
     table = table[:, :num_blocks]
     if len(requests) < metadata.num_reqs:
-        table = table[[request.index for request in requests]]
+        table = table.index_select(0, *indices(table.device, [request.index for request in requests]))
     return table.to(torch.int32, copy=True, memory_format=torch.contiguous_format)
 
 

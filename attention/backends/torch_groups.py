@@ -3,6 +3,7 @@
 Request       one request of the step, on the host
 bundle        requests of one kind, cut into groups in which padding costs little
 TokenRows     where a group's new tokens lie among the step's
+indices       lists of the host on the device, in one copy
 KeyPages      which blocks of the cache a group gathers, and which token each gathered key is
 visible_mask  which of them each query sees: causal, sliding window, tree of drafts
 Workspace     what is gathered into: a lane's own, kept over all its steps
@@ -23,6 +24,7 @@ from attention.backends.base import EagerOnly
 from attention.kv_cache import CacheSpec, TokenPool, quantize_fp8
 from attention.metadata import CommonAttentionMetadata
 from attention.spec_verify import SpecVerifyInput
+from ubatch.small_copies import to_device
 
 __all__ = [
     "KeyPages",
@@ -34,6 +36,7 @@ __all__ = [
     "as_stored",
     "bundle",
     "gathered_tokens",
+    "indices",
     "list_requests",
     "visible_mask",
 ]
@@ -167,18 +170,16 @@ class TokenRows:
         if uniform and adjacent:
             self.rows = slice(first, first + self.count * length)
             return
-        starts = _index([request.start for request in requests], device)[:, None]
-        lens = _index([request.query_len for request in requests], device)[:, None]
-        step = torch.arange(length, device=device)
+        starts = torch.tensor([request.start for request in requests])[:, None]
+        lens = torch.tensor([request.query_len for request in requests])[:, None]
+        step = torch.arange(length)
         # Padding repeats the request's last token: causal attention lets no earlier one see it.
         index = (starts + torch.minimum(step, lens - 1)).flatten()
-        self._index = index
-        if uniform:
-            self.rows = index
-        else:
-            real = torch.arange(length) < torch.tensor([request.query_len for request in requests])[:, None]
-            self._kept = real.flatten().nonzero().flatten().to(device)
-            self.rows = index.index_select(0, self._kept)
+        kept = (step < lens).flatten().nonzero().flatten()
+        self._index, kept, rows = to_device((index, kept, index[kept]), device)
+        self.rows = rows
+        if not uniform:
+            self._kept = kept
 
     def covers(self, num_rows: int) -> bool:
         """Whether these are all rows of the step, in order."""
@@ -221,14 +222,19 @@ class KeyPages:
         count = max(1, *(-(-(stop - first) // block_size) for first, stop in ranges))
         self.count = len(requests)
         self.num_keys = count * block_size
-        first_key = _index([first for first, _ in ranges], device)[:, None]
+        firsts, ends, rows = indices(
+            device,
+            [first for first, _ in ranges],
+            [-(-stop // block_size) for _, stop in ranges],
+            [request.index for request in requests],
+        )
+        first_key = firsts[:, None]
         self.positions = first_key + torch.arange(self.num_keys, device=device)
         # Past a request's own blocks a table may say anything, -1 too, and it may end there.
         columns = first_key // block_size + torch.arange(count, device=device)
-        owned = _index([-(-stop // block_size) for _, stop in ranges], device)[:, None]
-        table = metadata.block_table.index_select(0, _index([request.index for request in requests], device))
+        table = metadata.block_table.index_select(0, rows)
         named = table.gather(1, columns.clamp_max(table.shape[1] - 1))
-        self.blocks = torch.where(columns < owned, named, 0).flatten()
+        self.blocks = torch.where(columns < ends[:, None], named, 0).flatten()
 
     def gather(self, pool: TokenPool, layer: int, buffer: Tensor) -> Tensor:
         """The layer's keys (or values, or latents), `[n, K, *row]`, as numbers; `buffer` holds what is gathered.
@@ -267,14 +273,15 @@ def visible_mask(
     """
     device = positions.device
     length = max(request.query_len for request in requests)
-    prefix = _index([request.prefix for request in requests], device)[:, None]
+    prefixes, rows = indices(device, [each.prefix for each in requests], [each.index for each in requests])
+    prefix = prefixes[:, None]
     verify = metadata.spec_verify
     if verify is None or verify.custom_mask is None:
         keys, queries = positions, prefix + torch.arange(length, device=device)
         visible = keys[:, None, :] <= queries[:, :, None]
     else:
         visible = _shown(requests, positions, verify, verify.custom_mask)
-        queries = verify.positions.view(-1, length)[_index([request.index for request in requests], device)]
+        queries = verify.positions.view(-1, length)[rows]
         keys = torch.where(positions < prefix, positions, queries.gather(1, (positions - prefix).clamp(0, length - 1)))
     if window is not None:
         visible &= keys[:, None, :] > queries[:, :, None] - window
@@ -285,8 +292,8 @@ def _shown(requests: Sequence[Request], positions: Tensor, verify: SpecVerifyInp
     """`[n, D, K]` bool: request r's D rows of (prefix + D) entries start at its offset in the flat mask."""
     device = positions.device
     offsets = verify.mask_offsets
-    offset = _index([offsets[request.index] for request in requests], device)[:, None, None]
-    total = _index([request.seq_len for request in requests], device)[:, None, None]
+    both = indices(device, [offsets[each.index] for each in requests], [each.seq_len for each in requests])
+    offset, total = (each[:, None, None] for each in both)
     keys = positions[:, None, :]
     row = torch.arange(verify.num_draft_tokens, device=device)[:, None]
     inside = (keys < total).expand(-1, verify.num_draft_tokens, -1)
@@ -353,5 +360,7 @@ def as_stored(pool: TokenPool, x: Tensor, layer: int) -> Tensor:
     return pool.decode(quantize_fp8(x, pool.scales[layer]), layer) if pool.fp8 else x
 
 
-def _index(values: Sequence[int], device: torch.device) -> Tensor:
-    return torch.tensor(values, dtype=torch.int64, device=device)
+def indices(device: torch.device, *values: Sequence[int]) -> tuple[Tensor, ...]:
+    """Equally many numbers of the host each, as `[n]` int64 on the device; they go there in one copy."""
+    (all_of_them,) = to_device((torch.tensor(values, dtype=torch.int64),), device)
+    return all_of_them.unbind()

@@ -37,6 +37,7 @@ from attention.backends.torch_groups import (
     as_stored,
     bundle,
     gathered_tokens,
+    indices,
     list_requests,
     visible_mask,
 )
@@ -175,7 +176,7 @@ def _chunks(step: LatentStep, requests: Sequence[Request]) -> list[_Chunk]:
     device = step.metadata.slot_mapping.device
     block_size = step.kv_cache.spec.block_size
     size = max(1, _CHUNK_TOKENS // len(requests) // block_size) * block_size
-    prefixes = torch.tensor([request.prefix for request in requests], dtype=torch.int64, device=device)
+    (prefixes,) = indices(device, [request.prefix for request in requests])
     chunks = []
     for first in range(0, max(request.prefix for request in requests), size):
         ranges = [(first, min(first + size, max(first, request.prefix))) for request in requests]

@@ -19,6 +19,7 @@ from torch import Tensor
 from attention.backends.base import MLAShape
 from attention.metadata import CommonAttentionMetadata
 from ubatch import ConfigError
+from ubatch.small_copies import to_device
 
 __all__ = [
     "FlashInferKernel",
@@ -163,7 +164,7 @@ class RequestBatch:
         active = [row for row, length in enumerate(queries) if length]
         seq_lens, table = metadata.seq_lens, metadata.block_table
         if len(active) < metadata.num_reqs:
-            rows = torch.tensor(active, dtype=torch.int64, device=seq_lens.device)
+            (rows,) = to_device((torch.tensor(active, dtype=torch.int64),), seq_lens.device)
             seq_lens, table = seq_lens.index_select(0, rows), table.index_select(0, rows)
         num_blocks = (seq_lens + (block_size - 1)).floor_divide(block_size)
         inside = torch.arange(table.shape[1], device=table.device) < num_blocks[:, None]
@@ -178,7 +179,7 @@ class RequestBatch:
         """Some of the requests, in order."""
         if len(members) == self.num_reqs:
             return self
-        rows = torch.tensor(tuple(members), dtype=torch.int64, device=self.seq_lens.device)
+        (rows,) = to_device((torch.tensor(tuple(members), dtype=torch.int64),), self.seq_lens.device)
         return RequestBatch(
             query_lens=tuple(self.query_lens[member] for member in members),
             lens=tuple(self.lens[member] for member in members),
@@ -208,8 +209,8 @@ class RequestBatch:
 
     def query_start_loc(self) -> Tensor:
         """`[n + 1]` int32 on the device, where each one's tokens start."""
-        starts = (0, *accumulate(self.query_lens))
-        return torch.tensor(starts, dtype=torch.int32, device=self.seq_lens.device)
+        starts = torch.tensor((0, *accumulate(self.query_lens)), dtype=torch.int32)
+        return to_device((starts,), self.seq_lens.device)[0]
 
 
 def ragged_positions(lens: Sequence[int], device: torch.device) -> tuple[Tensor, Tensor]:
@@ -222,7 +223,7 @@ def ragged_positions(lens: Sequence[int], device: torch.device) -> tuple[Tensor,
     Returns:
         Two tensors `[sum(lens)]` int64. The host knows all sizes, so nothing waits for the device.
     """
-    counts = torch.tensor(tuple(lens), dtype=torch.int64, device=device)
+    (counts,) = to_device((torch.tensor(tuple(lens), dtype=torch.int64),), device)
     owner = torch.repeat_interleave(counts, output_size=sum(lens))
     starts = counts.cumsum(0).sub_(counts)
     place = torch.arange(sum(lens), device=device).sub_(starts.index_select(0, owner))
@@ -242,7 +243,7 @@ def rows_of(lens: Sequence[int], members: Sequence[int], device: torch.device) -
     if last - first + 1 == len(members):
         return slice(starts[first], starts[last + 1])
     owner, place = ragged_positions([lens[member] for member in members], device)
-    first_items = torch.tensor([starts[member] for member in members], dtype=torch.int64, device=device)
+    (first_items,) = to_device((torch.tensor([starts[member] for member in members]),), device)
     return place.add_(first_items.index_select(0, owner))
 
 

@@ -27,6 +27,7 @@ from attention.backends.torch_groups import as_stored
 from attention.backends.trtllm_common import RequestBatch, ragged_positions, rows_of
 from attention.kv_cache import MLAKVCache
 from attention.lse import merge_states
+from ubatch.small_copies import to_device
 
 if TYPE_CHECKING:
     from attention.backends.trtllm_mla import TRTLLMMLABackend
@@ -48,7 +49,8 @@ class _Ragged:
 
     @classmethod
     def of(cls, lens: Sequence[int], device: torch.device) -> _Ragged:
-        both = torch.tensor((*accumulate(lens, initial=0), *lens), dtype=torch.int32, device=device)
+        host = torch.tensor((*accumulate(lens, initial=0), *lens), dtype=torch.int32)
+        (both,) = to_device((host,), device)
         return cls(both[: len(lens) + 1], both[len(lens) + 1 :], max(lens))
 
 

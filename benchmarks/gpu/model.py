@@ -13,13 +13,13 @@ from torch import Tensor
 from attention import CommonAttentionMetadata, GraphLimits, UBatchAttention, make_kv_cache, split_attn_metadata
 from benchmarks.gpu.bench import Bench
 from model_runner.hf_config import HFConfig
-from model_runner.host_copy import to_device
 from model_runner.models.base import CausalLM, ExpertParallel
 from model_runner.models.registry import model_class
 from model_runner.random_checkpoint import RandomQwen3Moe
 from model_runner.weights import Checkpoint
 from moe import All2All, FusedMoEModularKernel
 from ubatch import ForwardContext, ForwardMode, split_requests
+from ubatch.small_copies import to_device
 
 __all__ = ["LANES", "QWEN3_30B_A3B", "QWEN3_235B_A22B", "TINY", "Model", "Step", "make_metadata"]
 

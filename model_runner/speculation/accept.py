@@ -24,10 +24,10 @@ import torch
 from torch import Tensor
 
 from model_runner.errors import RequestError
-from model_runner.host_copy import to_device
 from model_runner.penalties import SamplingRow
 from model_runner.request import ScheduledRequest
 from model_runner.sampler import distributions, fall
+from ubatch.small_copies import to_device
 
 __all__ = ["Acceptance", "DraftRows", "accepted_nodes", "check_acceptance", "sample_by_rejection"]
 

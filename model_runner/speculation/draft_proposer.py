@@ -30,7 +30,6 @@ from torch import Tensor
 
 from attention import CommonAttentionMetadata
 from model_runner.errors import RequestError
-from model_runner.host_copy import to_device
 from model_runner.request import Request
 from model_runner.speculation.draft_graphs import DraftShape
 from model_runner.speculation.draft_network import DraftNetwork
@@ -39,6 +38,7 @@ from model_runner.speculation.draft_tree import draft_trees, most_nodes
 from model_runner.speculation.extend import draft_extend_batch
 from model_runner.speculation.proposer import Draft
 from ubatch import ConfigError, ForwardMode
+from ubatch.small_copies import to_device
 
 if TYPE_CHECKING:  # the runner's batches import what builds trees, which is in this package
     from model_runner.input_batch import InputBatch

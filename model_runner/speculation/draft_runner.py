@@ -28,12 +28,12 @@ from attention import (
     UBatchAttention,
     make_kv_cache,
 )
-from model_runner.host_copy import to_device, to_host
 from model_runner.request import Request
 from model_runner.speculation.draft_graphs import DraftGraphs, DraftShape, can_capture
 from model_runner.speculation.draft_network import DraftNetwork
 from model_runner.speculation.draft_sampling import DraftDraws, draft_chain
 from ubatch import ForwardContext, ForwardMode, set_forward_context
+from ubatch.small_copies import to_device, to_host
 
 if TYPE_CHECKING:  # the runner's batches import what builds trees, which is in this package
     from model_runner.runner import ModelRunner

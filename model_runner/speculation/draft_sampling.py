@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from model_runner.host_copy import to_device
 from model_runner.request import Request
 from model_runner.speculation.draft_network import DraftNetwork
 from ubatch import ForwardContext, set_forward_context
+from ubatch.small_copies import to_device
 
 __all__ = ["DraftDraws", "choose_drafts", "draft_chain"]
 

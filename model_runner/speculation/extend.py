@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from attention import CommonAttentionMetadata
-from model_runner.host_copy import to_device
 from ubatch import ConfigError, ForwardMode
+from ubatch.small_copies import to_device
 
 if TYPE_CHECKING:  # the batch imports what builds trees, which is in this package
     from model_runner.input_batch import InputBatch

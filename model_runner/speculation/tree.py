@@ -25,7 +25,7 @@ from torch import Tensor
 
 from attention import SpecVerifyInput
 from model_runner.errors import RequestError
-from model_runner.host_copy import to_device
+from ubatch.small_copies import to_device
 
 __all__ = ["DraftTrees", "chain_of_drafts", "check_parents", "path_to"]
 

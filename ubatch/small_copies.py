@@ -3,7 +3,8 @@
 A plain `.to(device)` of pageable memory, and a plain `.tolist()`, wait for everything that is queued before them. With
 the overlap loop that is a whole step. So copies go through pinned memory and are fenced by an event.
 
-Inside a step its `StepStreams` carries them, on streams of their own; elsewhere they take the current stream.
+Inside a step its `Carrier` (`model_runner.StepStreams`) takes them, on streams of its own; elsewhere they take the
+current stream. Everything that a step plans from the host's numbers goes this way, attention's plans, too.
 """
 
 from __future__ import annotations
@@ -19,20 +20,23 @@ from torch import Tensor
 
 from ubatch.streams import CudaStreams, Event
 
-__all__ = ["Carrier", "HostCopy", "Packing", "carried_by", "to_device", "to_host"]
+__all__ = ["Carrier", "HostCopy", "Packing", "carried_by", "staged", "to_device", "to_host"]
 
 _ALIGNMENT = 128
 """Bytes. Kernels are compiled anew for pointers that are aligned otherwise."""
 
 
 class Carrier(Protocol):
-    """What takes tensors between host and device (`model_runner.step_streams.StepStreams` is one)."""
+    """What takes tensors between host and device."""
 
     def upload(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Host tensors on the device, complete for what the current stream gets from now on."""
 
     def download(self, tensor: Tensor) -> HostCopy:
         """A tensor that the current stream has made, on its way to the host."""
+
+    def stage(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Host tensors in pinned memory, which is theirs until all that the step queues now is done."""
 
 
 def to_device(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
@@ -46,6 +50,20 @@ def to_device(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     staged = torch.empty(packing.nbytes, dtype=torch.uint8, pin_memory=True)  # torch keeps it until the copy is done
     packing.write(staged, tensors)
     return packing.read(staged.to(device, non_blocking=True))
+
+
+def staged(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    """Host tensors in pinned memory, for a library that reads them on the host and copies them to `device` by itself.
+
+    From pinned memory its copies do not block. Nobody writes to them, and they hold for the step. On a CPU they are
+    returned as they are.
+    """
+    carrier = _carrier.get()
+    if carrier is not None:
+        return carrier.stage(tensors)
+    if device.type == "cpu":
+        return list(tensors)
+    return [tensor.pin_memory() for tensor in tensors]  # torch keeps them until its copies are done
 
 
 def to_host(tensor: Tensor) -> HostCopy:
