@@ -3,23 +3,42 @@
 A sampled row brings one uniform number, and the token is where that number falls in the cumulative distribution. So
 what a request gets depends on its seed, its place and its logits only, not on who shares its batch. The tokens stay on
 the device, and nothing waits for it: what the host knows of the rows goes there in one copy.
+
+Rows go one of three ways, each by its own parameters, whoever else is in the batch:
+
+    no truncation         softmax of the vocabulary
+    at most 1024 tokens   top-k: the most likely tokens alone are looked at, 64 or 1024 of them
+    the rest              top-p by itself, or a larger top-k: the vocabulary is sorted, or cut by flashinfer. On a CPU
+                          256 tokens are looked at first
+
+What is as long as the vocabulary is float32; numbers of few tokens, and sums of blocks of the vocabulary, are float64.
+So a draw falls on another token than exact arithmetic would choose only where it lies within some 1e-6 of an edge.
+
+Ties: tokens that are equally likely are ranked in the vocabulary's order. Which of them top-k keeps, where its limit
+falls among more of them than are looked at, is left to `torch.topk`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from model_runner.flashinfer_sampling import keep_most_likely, truncates
 from model_runner.penalties import SamplingRow, adjust_logits
+from model_runner.sampling_params import SamplingParams
 from ubatch.small_copies import to_device
 
 __all__ = ["distributions", "fall", "sample"]
 
 _FEW = 256
+_WIDTHS = (64, 1024)
+"""How many tokens are ranked for a top-k of at most so many. A row's width is its own, so that its ties are, too."""
+_BLOCK = 1024
+_SHORT_BLOCK = 64
 
 
 def sample(logits: Tensor, rows: Mapping[int, SamplingRow]) -> Tensor:
@@ -55,7 +74,7 @@ def sample(logits: Tensor, rows: Mapping[int, SamplingRow]) -> Tensor:
 
 
 def distributions(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
-    """What `sample` draws each row from: `[R, vocab]` float64, each row sums to 1.
+    """What `sample` draws each row from: `[R, vocab]` float32, each row sums to 1.
 
     Args:
         logits: `[R, vocab]`, floating; not changed.
@@ -66,7 +85,7 @@ def distributions(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     """
     if any(row.params.adjusts for row in rows):
         logits = adjust_logits(logits.to(torch.float32, copy=True), rows)
-    found = torch.empty(logits.shape, dtype=torch.float64, device=logits.device)
+    found = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
     draws = _Draws.of(dict(enumerate(rows)), logits.shape[-1])
     pairs = iter(to_device([tensor for each in draws for tensor in (each.where, each.columns)], logits.device))
     for each in draws:
@@ -75,18 +94,47 @@ def distributions(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     return found
 
 
-def fall(probabilities: Tensor, draws: Tensor) -> Tensor:
+def fall(weights: Tensor, draws: Tensor) -> Tensor:
     """`[n, 1]`, where each row's draw falls in its cumulative distribution.
 
+    Of more than 1024 numbers, sums of blocks are added up first, and then the numbers of one block, in float64: one
+    sum over a whole vocabulary in float32 would lose its unlikely tokens.
+
     Args:
-        probabilities: `[n, vocab]` float64, which need not sum to 1.
+        weights: `[n, vocab]`, not negative; they need not sum to 1.
         draws: `[n, 1]` float64, 0 to 1.
     """
-    cumulative = probabilities.cumsum(dim=-1)
-    total = cumulative[:, -1:]
-    place = torch.searchsorted(cumulative, draws * total, right=True)
-    # A draw next to 1 may round up to the total: the last token that has any probability.
-    return torch.minimum(place, (cumulative < total).sum(dim=-1, keepdim=True))
+    vocab = weights.shape[-1]
+    if vocab <= _BLOCK:
+        cumulative = weights.double().cumsum(dim=-1)
+        return _first_beyond(cumulative, draws * cumulative[:, -1:])
+    cumulative = _block_sums(weights).cumsum(dim=-1)
+    target = draws * cumulative[:, -1:]
+    block = _first_beyond(cumulative, target)
+    before = cumulative.gather(1, (block - 1).clamp_min(0)).masked_fill_(block == 0, 0)
+    place = block * _BLOCK + torch.arange(_BLOCK, device=weights.device)
+    own = weights.gather(1, place.clamp_max(vocab - 1)).double().masked_fill_(place >= vocab, 0)
+    return block * _BLOCK + _first_beyond(own.cumsum(dim=-1), target - before)
+
+
+def _block_sums(weights: Tensor) -> Tensor:
+    """`[n, blocks]` float64, the sums of each row's blocks; on a CPU whatever rows and threads there are."""
+    count = weights.shape[1] // _BLOCK
+    whole, part = weights[:, : count * _BLOCK], weights[:, count * _BLOCK :]
+    sums = whole.unflatten(1, (count, _BLOCK)).sum(dim=-1), part.sum(dim=-1, keepdim=True)
+    return torch.cat(sums, dim=-1).double()
+
+
+def _total(weights: Tensor) -> Tensor:
+    """`[n, 1]` float64, the sum of each row."""
+    return _block_sums(weights).sum(dim=-1, keepdim=True)
+
+
+def _first_beyond(cumulative: Tensor, target: Tensor) -> Tensor:
+    """`[n, 1]`, the first number of each row above its target; the last one that adds anything, if rounding puts the
+    target at the total."""
+    place = torch.searchsorted(cumulative, target, right=True)
+    return torch.minimum(place, (cumulative < cumulative[:, -1:]).sum(dim=-1, keepdim=True))
 
 
 def _choose(logits: Tensor, draws: tuple[_Draws, ...]) -> Tensor:
@@ -98,6 +146,20 @@ def _choose(logits: Tensor, draws: tuple[_Draws, ...]) -> Tensor:
     return tokens
 
 
+class _Left(NamedTuple):
+    """What is left of some rows.
+
+    Attributes:
+        rows: `[n]` int64, which of them; None for all.
+        order: `[n, any]` int64, tokens, most likely first; None for the whole vocabulary in its own order.
+        weights: `[n, any]`, of these tokens; they need not sum to 1.
+    """
+
+    rows: Tensor | None
+    order: Tensor | None
+    weights: Tensor
+
+
 @dataclass(frozen=True)
 class _Draws:
     """Rows that are sampled in the same way.
@@ -105,122 +167,180 @@ class _Draws:
     Attributes:
         where: `[n]` int64, their numbers; like `columns` made on the host, and replaced by what arrived on the device.
         columns: `[5, n, 1]` float64: temperatures, draws, min_p, top_p, and how many tokens top-k leaves.
-        limits: the latter, on the host.
-        is_truncated: whether top-k or top-p leaves out any token.
-        has_min_p: whether min-p may.
+        width: how many of the most likely tokens are ranked; 0 where none are left out but by min-p.
+        has_min_p: whether min-p may leave out any.
     """
 
     where: Tensor
     columns: Tensor
-    limits: tuple[int, ...]
-    is_truncated: bool
+    width: int
     has_min_p: bool
 
     @classmethod
     def of(cls, rows: Mapping[int, SamplingRow], vocab: int) -> tuple[_Draws, ...]:
         """Those of these rows that are not greedy."""
-        return tuple(cls._of_kind(rows, vocab))
+        drawn = {index: (row, _width(row.params, vocab)) for index, row in rows.items() if not row.params.greedy}
+        widths = sorted({width for _, width in drawn.values()})
+        return tuple(
+            cls._of_width({index: row for index, (row, own) in drawn.items() if own == width}, width, vocab)
+            for width in widths
+        )
 
     @classmethod
-    def _of_kind(cls, rows: Mapping[int, SamplingRow], vocab: int) -> Iterator[_Draws]:
-        for truncated in (False, True):
-            drawn = {i: row for i, row in rows.items() if not row.params.greedy and row.params.truncated is truncated}
-            if not drawn:
-                continue
-            params = [row.params for row in drawn.values()]
-            limits = tuple(min(each.top_k, vocab) if each.top_k > 0 else vocab for each in params)
-            columns = (
-                [each.temperature for each in params],
-                [row.draw for row in drawn.values()],
-                [each.min_p for each in params],
-                [each.top_p for each in params],
-                limits,
-            )
-            yield cls(
-                torch.tensor(list(drawn), dtype=torch.int64),
-                torch.tensor(columns, dtype=torch.float64)[:, :, None],
-                limits,
-                truncated,
-                any(each.min_p for each in params),
-            )
+    def _of_width(cls, rows: Mapping[int, SamplingRow], width: int, vocab: int) -> _Draws:
+        params = [row.params for row in rows.values()]
+        columns = (
+            [each.temperature for each in params],
+            [row.draw for row in rows.values()],
+            [each.min_p for each in params],
+            [each.top_p for each in params],
+            [_limit(each, vocab) for each in params],
+        )
+        return cls(
+            torch.tensor(list(rows), dtype=torch.int64),
+            torch.tensor(columns, dtype=torch.float64)[:, :, None],
+            width,
+            any(each.min_p for each in params),
+        )
 
     @property
     def num_rows(self) -> int:
-        return len(self.limits)
+        return int(self.where.shape[0])
 
     def tokens(self, logits: Tensor) -> Tensor:
         """Where the draws fall among the tokens that are left, `[n]`."""
-        order, probabilities = self._left(logits)
-        place = fall(probabilities, self.columns[1])
-        return (place if order is None else order.gather(1, place)).flatten()
+        tokens = torch.empty(self.num_rows, dtype=torch.int64, device=logits.device)
+        for rows, order, weights in self._left(logits):
+            place = fall(weights, self.columns[1] if rows is None else self.columns[1][rows])
+            own = (place if order is None else order.gather(1, place)).flatten()
+            if rows is None:
+                return own
+            tokens.index_copy_(0, rows, own)
+        return tokens
 
     def distribution(self, logits: Tensor) -> Tensor:
-        """What the draws fall in, in the vocabulary's order, `[n, vocab]`."""
-        order, probabilities = self._left(logits)
-        probabilities = probabilities / probabilities.sum(dim=-1, keepdim=True)
-        if order is None:
-            return probabilities
-        return probabilities.new_zeros(logits.shape).scatter_(1, order, probabilities)
+        """What the draws fall in, in the vocabulary's order, `[n, vocab]` float32."""
+        found = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
+        for rows, order, weights in self._left(logits):
+            own = weights.div_(_total(weights).to(weights.dtype)).float()
+            if order is not None:
+                own = own.new_zeros(own.shape[0], logits.shape[1]).scatter_(1, order, own)
+            if rows is None:
+                return own
+            found.index_copy_(0, rows, own)
+        return found
 
-    def _left(self, logits: Tensor) -> tuple[Tensor | None, Tensor]:
-        """What top-k, top-p and min-p leave: tokens, most likely first, or None for all in the vocabulary's order; and
-        their probabilities, which need not sum to 1."""
-        if not self.is_truncated:
-            return None, self._whole(logits)
-        return (None, self._truncated_unsorted(logits)) if truncates(logits.device) else self._truncated(logits)
+    def _left(self, logits: Tensor) -> Iterator[_Left]:
+        """What top-k, top-p and min-p leave."""
+        if not self.width:
+            weights = self._lowered(logits).softmax(dim=-1)
+            if self.has_min_p:
+                self._cut_min_p(weights, weights.amax(dim=-1, keepdim=True))
+            yield _Left(None, None, weights)
+        elif self.width <= _WIDTHS[-1]:
+            order, weights = self._ranked(logits, self.width)
+            yield _Left(None, order, self._cut(weights))
+        elif truncates(logits.device):
+            yield _Left(None, None, self._cut_by_flashinfer(logits))
+        else:
+            yield from self._cut_by_sorting(logits)
 
-    def _whole(self, logits: Tensor) -> Tensor:
-        """In the vocabulary's order: without sorting, which costs the most."""
-        probabilities = self._scaled(logits).softmax(dim=-1)
-        if self.has_min_p:
-            self._cut_min_p(probabilities, probabilities.amax(dim=-1, keepdim=True))
-        return probabilities
-
-    def _truncated(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Most likely first."""
-        vocab, top_p, limits, width = logits.shape[-1], self.columns[3], self.columns[4], max(self.limits)
-        # Top-p alone mostly keeps few tokens, and sorting a whole vocabulary is slow. A GPU sorts fast, and to ask it
-        # whether few were enough would be to wait for it.
-        few = max(_FEW, *(limit for limit in (0, *self.limits) if limit < vocab))
-        on_host = logits.device.type == "cpu"
-        order, probabilities = self._ranked(logits, few if few < width and on_host else width)
-        if probabilities.shape[-1] < width:
-            reached = probabilities.cumsum(dim=-1)[:, -1:] >= top_p
-            if not (reached | (limits <= few)).all():
-                order, probabilities = self._ranked(logits, width)
-
-        before = probabilities.cumsum(dim=-1) - probabilities
-        before[:, 0] = 0  # exactly, so that a tiny top_p keeps the most likely token
-        probabilities.masked_fill_(before >= top_p, 0)
-        if self.has_min_p:
-            self._cut_min_p(probabilities, probabilities[:, :1])
-        return order, probabilities
-
-    def _truncated_unsorted(self, logits: Tensor) -> Tensor:
-        """The same in the vocabulary's order; see `model_runner.flashinfer_sampling`."""
+    def _cut_by_flashinfer(self, logits: Tensor) -> Tensor:
+        """In the vocabulary's order; see `model_runner.flashinfer_sampling`."""
         top_k, top_p = self.columns[4, :, 0], self.columns[3, :, 0]
-        kept = keep_most_likely(self._scaled(logits).softmax(dim=-1), top_k, top_p).double()
+        kept = keep_most_likely(self._lowered(logits).softmax(dim=-1), top_k, top_p)
         if self.has_min_p:
             self._cut_min_p(kept, kept.amax(dim=-1, keepdim=True))
         return kept
 
-    def _ranked(self, logits: Tensor, width: int) -> tuple[Tensor, Tensor]:
-        """The `width` most likely tokens of each row, and their probabilities among as many as its limit.
+    def _cut_by_sorting(self, logits: Tensor) -> Iterator[_Left]:
+        """Top-p alone mostly keeps few tokens, and sorting a whole vocabulary is slow. A GPU sorts fast, and to ask it
+        which rows have enough in few would be to wait for it. On a CPU the others are sorted by themselves."""
+        rows, lowered, rest = None, self._lowered(logits), self
+        if _may_ask(logits.device):
+            order, weights = self._ranked(logits, _FEW)
+            mass = _total(lowered.exp())
+            # Without those as likely as the last one, of which there may be more: else who is kept would be chance.
+            surely = weights.masked_fill(weights == weights[:, -1:], 0).sum(dim=-1, keepdim=True)
+            enough = ((surely >= self.columns[3] * mass) & (self.columns[4] == logits.shape[1])).flatten()
+            few, rows = (each.nonzero().flatten() for each in (enough, ~enough))
+            if few.shape[0]:
+                yield _Left(few, order[few], self._of_rows(few)._cut(weights[few], mass[few]))
+            if not rows.shape[0]:
+                return
+            logits, lowered, rest = logits[rows], lowered[rows], self._of_rows(rows)
+        order = logits.argsort(dim=-1, descending=True, stable=True)
+        yield _Left(rows, order, rest._cut(lowered.gather(1, order).exp_()))
+
+    def _of_rows(self, rows: Tensor) -> _Draws:
+        return replace(self, where=self.where[rows], columns=self.columns[:, rows])
+
+    def _cut(self, weights: Tensor, mass: Tensor | None = None) -> Tensor:
+        """Weights, most likely first, with zeros where top-k, top-p and min-p leave nothing; changed in place.
 
         Args:
-            logits: `[n, vocab]`.
-            width: at least every limit that is below the vocabulary.
+            weights: `[n, any]`.
+            mass: `[n, 1]`, of all that top-k leaves; by default these are all.
         """
-        ranked, order = logits.topk(width, dim=-1)
-        limits, scaled = self.columns[4], self._scaled(ranked)
-        scaled.masked_fill_(torch.arange(width, device=ranked.device) >= limits, -torch.inf)
-        mass = scaled.logsumexp(dim=-1, keepdim=True)
-        if width < max(self.limits):
-            mass = torch.where(limits > width, self._scaled(logits).logsumexp(dim=-1, keepdim=True), mass)
-        return order, (scaled - mass).exp()
+        top_p, limits = self.columns[3], self.columns[4].long()
+        weights.masked_fill_(torch.arange(weights.shape[1], device=weights.device) >= limits, 0)
+        cumulative = weights.cumsum(dim=-1)
+        before = cumulative - weights
+        before[:, 0] = 0  # exactly, so that a tiny top_p keeps the most likely token
+        reached = top_p * (cumulative[:, -1:] if mass is None else mass)
+        weights.masked_fill_((before >= reached.to(before.dtype)) & (top_p < 1), 0)
+        if self.has_min_p:
+            self._cut_min_p(weights, weights[:, :1])
+        return weights
 
-    def _cut_min_p(self, probabilities: Tensor, highest: Tensor) -> None:
-        probabilities.masked_fill_(probabilities < self.columns[2] * highest, 0)
+    def _ranked(self, logits: Tensor, width: int) -> tuple[Tensor, Tensor]:
+        """The `width` most likely tokens, equal ones in the vocabulary's order, and their weights, float64; 1 is the
+        most likely one's."""
+        order = _highest(logits, width).sort(dim=-1).values
+        ranked, place = logits.gather(1, order).sort(dim=-1, descending=True, stable=True)
+        ranked = ranked.double()
+        return order.gather(1, place), ((ranked - ranked[:, :1]) / self.columns[0]).exp_()
 
-    def _scaled(self, logits: Tensor) -> Tensor:
-        return logits.double() / self.columns[0]
+    def _lowered(self, logits: Tensor) -> Tensor:
+        """`[n, vocab]` float32, logits over temperature, 0 for the most likely token. It is taken off before the
+        division, whose rounding would grow with it."""
+        temperature = self.columns[0].float().clamp_min(torch.finfo(torch.float32).tiny)
+        highest = logits.amax(dim=-1, keepdim=True)
+        return torch.sub(logits, highest.float()).float().div_(temperature)
+
+    def _cut_min_p(self, weights: Tensor, highest: Tensor) -> None:
+        weights.masked_fill_(weights < (self.columns[2] * highest).to(weights.dtype), 0)
+
+
+def _highest(logits: Tensor, width: int) -> Tensor:
+    """The `width` tokens of each row with the highest logits, in any order.
+
+    On a CPU, which takes long for long rows, in as many short blocks with the highest maxima: no other has any.
+    """
+    vocab = logits.shape[1]
+    count = vocab // _SHORT_BLOCK
+    if logits.device.type != "cpu" or count < 4 * width:
+        return logits.topk(width, dim=-1, sorted=False).indices
+    maxima = logits[:, : count * _SHORT_BLOCK].unflatten(1, (count, _SHORT_BLOCK)).amax(dim=-1)
+    blocks = maxima.topk(width, dim=-1, sorted=False).indices[:, :, None]
+    rest = torch.arange(count * _SHORT_BLOCK, vocab).expand(logits.shape[0], -1)
+    tokens = torch.cat(((blocks * _SHORT_BLOCK + torch.arange(_SHORT_BLOCK)).flatten(1), rest), dim=-1)
+    return tokens.gather(1, logits.gather(1, tokens).topk(width, dim=-1, sorted=False).indices)
+
+
+def _may_ask(device: torch.device) -> bool:
+    """Whether the host may look at what was computed without waiting for a queue."""
+    return device.type == "cpu"
+
+
+def _limit(params: SamplingParams, vocab: int) -> int:
+    """How many tokens top-k leaves."""
+    return min(params.top_k, vocab) if params.top_k > 0 else vocab
+
+
+def _width(params: SamplingParams, vocab: int) -> int:
+    """See `_Draws.width`."""
+    if not params.truncated:
+        return 0
+    limit = _limit(params, vocab)
+    return min(next((width for width in _WIDTHS if limit <= width), vocab), vocab)

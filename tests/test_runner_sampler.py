@@ -63,8 +63,8 @@ def without_sorting(probabilities: torch.Tensor, top_k: torch.Tensor, top_p: tor
 def test_the_truncation_of_flashinfer_gives_the_same_distribution(monkeypatch: pytest.MonkeyPatch) -> None:
     """The draws, evenly spaced, fall in the vocabulary's order and not by likelihood; as many fall on every token."""
     count = 500
-    logits, other = torch.randn(2, 40) * 2
-    params = SamplingParams(temperature=1.3, top_k=9, top_p=0.93, min_p=0.02)
+    logits, other = torch.randn(2, 1500) * 8
+    params = SamplingParams(temperature=1.3, top_k=1200, top_p=0.93, min_p=0.05)
     draws = [(number + 0.5) / count for number in range(count)]
     rows = torch.cat((logits.expand(count, -1), other[None]))
     each = [params] * count + [SamplingParams(temperature=0.7)]

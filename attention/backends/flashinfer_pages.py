@@ -275,7 +275,8 @@ class PageLists:
             indices, *tensors, block_size=block_size, most_pages=max(counts), padded_queries=padded_queries
         )
         host = [torch.from_numpy(np.array(each, dtype=np.int32)) for each in (starts, indptr, last, seq_lens)]
-        return cls(query_lens, seq_lens, *staged(host, table.device), indices)
+        query_starts, page_starts, last_page_len, lens = staged(host, table.device)
+        return cls(query_lens, seq_lens, query_starts, page_starts, last_page_len, lens, indices)
 
 
 def list_pages_in_torch(

@@ -158,4 +158,4 @@ def _fill_distributions(q: Tensor, drafts: Tensor, requests: Sequence[DraftRows]
                 f"tokens; the model's has {q.shape[-1]}. Draft with a model of the same tokenizer."
             )
         else:
-            torch.div(probs.double(), probs.double().sum(dim=-1, keepdim=True), out=own)
+            torch.div(probs.float(), probs.float().sum(dim=-1, keepdim=True), out=own)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from model_runner.request import Request
+from model_runner.sampler import fall
 from model_runner.speculation.draft_network import DraftNetwork
 from ubatch import ForwardContext, set_forward_context
 from ubatch.small_copies import to_device
@@ -73,11 +74,7 @@ def choose_drafts(logits: Tensor, draws: DraftDraws | None, step: int) -> tuple[
     if draws is None:
         return best, None
     probabilities = (logits.float() / draws.temperatures).softmax(dim=-1)
-    cumulative = probabilities.double().cumsum(dim=-1)
-    total = cumulative[:, -1:]
-    place = torch.searchsorted(cumulative, draws.draws[:, step, None] * total, right=True)
-    # A draw next to 1 may round up to the total: the last token that has any probability.
-    drawn = torch.minimum(place, (cumulative < total).sum(dim=-1, keepdim=True)).squeeze(1)
+    drawn = fall(probabilities, draws.draws[:, step, None]).squeeze(1)
     return torch.where(draws.is_drawn, drawn, best), probabilities
 
 
