@@ -140,7 +140,8 @@ class FusedMoEModularKernel(nn.Module):
 
         # --- prepare: tokens travel to their experts ---
         if self._marks_inputs is not None:
-            self._marks_inputs.inputs_ready(first[0], schedule.chunks if schedule.chunk_dispatch else 1)
+            blocks = blocks_of(len(self.all2all.experts), schedule.chunks if schedule.chunk_dispatch else 1)
+            self._marks_inputs.inputs_ready(first[0], first[2], first[1], blocks)
         dbo_yield(Point.SELECT)
         dbo_maybe_run_recv_hook()
         arrivals = self._dispatch(*first, schedule)

@@ -17,8 +17,10 @@ from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
-from deep_ep_standin_events import EventHandle, EventOverlap, Launch, calls, launched, note, receive, require
+from deep_ep_standin_events import EventHandle, EventOverlap, Launch, calls, launched, note, place, receive, require
+from deep_ep_standin_shmem import join
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ubatch import capturing
 
@@ -54,7 +56,7 @@ class Config:
         return self.num_sms // 2 * num_ranks * hidden_bytes * 4
 
     def get_rdma_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
-        return 0 if num_ranks <= 8 else self.num_sms // 2 * num_ranks * hidden_bytes * 4
+        return 0 if num_ranks <= place.node else self.num_sms // 2 * num_ranks * hidden_bytes * 4
 
 
 @dataclass
@@ -157,12 +159,21 @@ class Buffer:
         self.rank, self.group_size = group.rank(), group.size()
         self.num_nvl_bytes, self.num_rdma_bytes = num_nvl_bytes, num_rdma_bytes
         self.low_latency_mode = low_latency_mode
+        self.num_nodes = max(1, self.group_size // place.node)
+        require(self.group_size < place.node or self.group_size % place.node == 0, "nodes that are not whole")
+        require(not num_rdma_bytes or low_latency_mode or self.num_nodes > 1, "RDMA memory within a node")
         require(num_qps_per_rank > 0, "num_qps_per_rank")
         everyone: list[Any] = [None] * self.group_size
         settings = (num_nvl_bytes, num_rdma_bytes, low_latency_mode, num_qps_per_rank)
-        dist.all_gather_object(everyone, settings, group)
-        require(all(each == settings for each in everyone), f"ranks make different buffers: {everyone}")
-        self._low_latency = LowLatency(self, num_qps_per_rank)
+        dist.all_gather_object(everyone, (dist.get_rank(), settings), group)
+        require(all(each == settings for _, each in everyone), f"ranks make different buffers: {everyone}")
+        ranks = [rank for rank, _ in everyone]
+        self.shmem = join(self, ranks, num_qps_per_rank) if num_rdma_bytes else None
+        self.dirty = False
+        with _disable_current_modes():  # DeepEP allocates it, and waits for the whole device
+            self.memory = torch.zeros(1)
+            """What kernels write that other kernels of this buffer read, for the fake device."""
+        self._low_latency = LowLatency(self)
         note("make", self)
 
     @staticmethod
@@ -208,18 +219,22 @@ class Buffer:
     ) -> tuple[Tensor, Tensor | None, Tensor, Tensor, EventOverlap]:
         held, ranks = num_experts // self.group_size, torch.arange(self.group_size)[:, None]
         per_rank = torch.empty(self.group_size, dtype=torch.int32)
+        per_node = None if self.num_nodes == 1 else torch.empty(self.num_nodes, dtype=torch.int32)
         per_expert = torch.empty(num_experts, dtype=torch.int32)
         is_in_rank = torch.empty(topk_idx.shape[0], self.group_size, dtype=torch.bool)
+        made = [per_rank, per_expert, is_in_rank, *([] if per_node is None else [per_node])]
 
         def count() -> None:
             check_ids(topk_idx, topk_idx.shape[0], num_experts)
             is_in_rank.copy_((topk_idx.div(held, rounding_mode="floor")[:, None] == ranks).any(-1))
             per_expert.copy_(torch.bincount(topk_idx[topk_idx >= 0], minlength=num_experts))
             per_rank.copy_(is_in_rank.sum(0))
+            if per_node is not None:
+                per_node.copy_(is_in_rank.unflatten(1, (self.num_nodes, place.node)).any(2).sum(0))
 
-        launch.kernel(count, [topk_idx, ranks, per_rank, per_expert, is_in_rank])
-        event = launch.finished(lambda: None, [topk_idx], [per_rank, per_expert, is_in_rank])
-        return per_rank, None, per_expert, is_in_rank, event
+        launch.kernel(count, [topk_idx, ranks, *made])
+        event = launch.finished(lambda: None, [topk_idx], made)
+        return per_rank, per_node, per_expert, is_in_rank, event
 
     def dispatch(
         self,
@@ -239,7 +254,7 @@ class Buffer:
         allocate_on_comm_stream: bool = False,
     ) -> tuple[Any, Tensor | None, Tensor | None, list[int], tuple[Any, ...], EventOverlap]:
         note("dispatch", self)
-        require(not self.low_latency_mode, "normal kernels leave a low-latency buffer dirty")
+        require((num_tokens_per_rdma_rank is None) is (self.num_nodes == 1), "tokens per node, between nodes")
         require(handle is None and config is not None, "a handle, or no config")
         layout = (num_tokens_per_rank, num_tokens_per_expert, is_token_in_rank)
         for given in (*layout, topk_idx, topk_weights):
@@ -257,6 +272,10 @@ class Buffer:
         require(is_token_in_rank.shape == (rows.shape[0], self.group_size), "the layout of other tokens")
         needed = config.get_nvl_buffer_size_hint(rows.shape[1] * 2, self.group_size)
         require(needed <= self.num_nvl_bytes, "buffer size")
+        needed = config.get_rdma_buffer_size_hint(rows.shape[1] * 2, self.group_size)
+        require(needed <= self.num_rdma_bytes, "buffer size between nodes")
+        require(self.shmem is None or self.shmem.queues >= config.num_sms, "a queue per SM")
+        self.dirty |= self.low_latency_mode
         route, arriving = Route(self.group, rows.shape[0]), list[Any]()
         sources = [rows, topk_idx, topk_weights, *([] if scales is None else [scales])]
 
@@ -291,7 +310,7 @@ class Buffer:
                 target[:got] = value
             out[1][got:] = -1
 
-        event = launch.finished(arrive, [*sources, *layout], out)
+        event = launch.finished(arrive, [*sources, *layout], [*out, self.memory])
         received = (out[0], out[3]) if scales is not None else out[0]
         return received, out[1], out[2], [], (route, room, config.num_sms, self, None, None), event
 
@@ -314,8 +333,9 @@ class Buffer:
         require(x.shape[0] == room, f"{x.shape[0]} rows for a dispatch of {room}")
         event = getattr(previous_event, "event", None)
         with launched("combine", event, async_finish, allocate_on_comm_stream) as launch:
+            self.dirty |= self.low_latency_mode
             combined, arrive = bring_home(launch, route, x)
-            return combined, None, launch.finished(arrive, [x], [combined])
+            return combined, None, launch.finished(arrive, [x], [combined, self.memory])
 
     def clean_low_latency_buffer(self, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int) -> None:
         note("clean", self)

@@ -11,8 +11,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
+from itertools import count
 from types import SimpleNamespace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from fake_graphs import run_kernel
@@ -22,9 +24,11 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ubatch import dbo_current_ubatch_id
 
 calls: list[tuple[str, int, int]] = []
-place = SimpleNamespace(device=None, patience_s=60.0)
-"""`patience_s`: how long a kernel waits for a peer before it fails; DeepEP's waits 100 s, and then ends the process."""
-_made: list[object] = []
+place = SimpleNamespace(device=None, patience_s=60.0, node=8)
+"""`patience_s`: how long a kernel waits for a peer before it fails; DeepEP's waits 100 s, and then ends the process.
+`node`: ranks of a node, as many as DeepEP was compiled for."""
+_numbers: WeakKeyDictionary[object, int] = WeakKeyDictionary()
+_next_number = count()
 
 
 def require(condition: object, what: str) -> None:
@@ -34,9 +38,10 @@ def require(condition: object, what: str) -> None:
 
 
 def note(what: str, buffer: object) -> None:
-    if buffer not in _made:
-        _made.append(buffer)
-    calls.append((what, dbo_current_ubatch_id(), _made.index(buffer)))
+    """Buffers are numbered in the order in which they were made; the stand-in keeps none of them."""
+    if buffer not in _numbers:
+        _numbers[buffer] = next(_next_number)
+    calls.append((what, dbo_current_ubatch_id(), _numbers[buffer]))
 
 
 def receive(work: Any) -> None:

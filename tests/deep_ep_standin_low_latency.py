@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -26,29 +27,39 @@ class LowLatency:
     will be: so its hook must have been called.
     """
 
-    def __init__(self, buffer: Any, num_qps_per_rank: int) -> None:
-        self.buffer = buffer
-        self.num_qps = num_qps_per_rank
+    def __init__(self, buffer: Any) -> None:
+        self._buffer = weakref.ref(buffer)
         self.size, self.rank = buffer.group_size, buffer.rank
         self.cleaned: tuple[int, int, int] | None = None
         self.lane: int | None = None
         self.under_way: str | None = None
 
+    @property
+    def buffer(self) -> Any:
+        buffer = self._buffer()
+        require(buffer is not None, "a buffer that is gone")
+        return buffer
+
     def clean(self, max_tokens: int, hidden: int, num_experts: int) -> None:
+        require(self.buffer.low_latency_mode, "a buffer without low_latency_mode")
         require(self.under_way is None, "cleaned while a transfer is under way")
-        self.cleaned = (max_tokens, hidden, num_experts)
+        self.cleaned, self.buffer.dirty = (max_tokens, hidden, num_experts), False
+        self.buffer.memory.zero_()
         dist.barrier(group=self.buffer.group)
 
     def _launch(self, what: str) -> None:
         note(what, self.buffer)
         lane = dbo_current_ubatch_id()
         require(self.buffer.low_latency_mode, "a buffer without low_latency_mode")
+        require(not self.buffer.dirty, f"{what} on a buffer that normal kernels left dirty")
         require(self.under_way is None, f"{what} clears the flags of a {self.under_way} that nobody has received")
         require(base.Buffer.shared_by_lanes or self.lane in (None, lane), f"lane {lane} uses lane {self.lane}'s buffer")
         self.lane, self.under_way = lane, what
+        self.buffer.memory.add_(1)
 
     def _received(self) -> None:
         note(f"hook of {self.under_way}", self.buffer)
+        self.buffer.memory.add_(1)
         self.under_way = None
 
     def _check_x(self, x: Tensor, max_tokens: int, num_experts: int) -> None:
@@ -56,7 +67,7 @@ class LowLatency:
         require(x.dtype == torch.bfloat16 and x.is_contiguous(), f"x is {x.dtype}")
         require(hidden in HIDDEN_SIZES, f"no kernel for hidden {hidden}")
         require(self.cleaned == (max_tokens, hidden, num_experts), "a buffer that was not cleaned for this shape")
-        require(self.num_qps == num_experts // self.size, "as many QPs as local experts")
+        require(self.buffer.shmem.queues >= num_experts // self.size, "a queue per local expert")
         needed = base.Buffer.get_low_latency_rdma_size_hint(max_tokens, hidden, self.size, num_experts)
         require(needed <= self.buffer.num_rdma_bytes, "buffer size")
 

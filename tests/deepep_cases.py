@@ -34,9 +34,9 @@ TOLERANCE = 1.5e-2
 Check = Callable[[int, CommGroup], None]
 
 
-def run_checks(*checks: Check) -> None:
-    """Run them on two gloo ranks, with the stand-in in DeepEP's place."""
-    run_ranks(_run, 2, checks)
+def run_checks(*checks: Check, ranks: int = 2) -> None:
+    """Run them on gloo ranks, with the stand-in in DeepEP's place."""
+    run_ranks(_run, ranks, checks)
 
 
 def _run(rank: int, ranks: int, checks: tuple[Check, ...]) -> None:
@@ -80,7 +80,7 @@ class Stack(nn.Module):
         super().__init__()
         self.layers = layers
         self.kernels = nn.ModuleList(layer.kernel(all2all, experts) for layer in layers)
-        self.router = SoftmaxTopKRouter(TOP_K)
+        self.router: nn.Module = SoftmaxTopKRouter(TOP_K)
 
     def forward(self, x: Tensor) -> Tensor:
         for kernel in self.kernels:

@@ -6,17 +6,20 @@ synchronous mode, which captures use, is checked with the other transports.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 from unittest import mock
 
-from deep_ep_standin_events import place
-from deepep_cases import Stack, close, lanes_of, layer_of, rows_of, run_checks, transport
-from fake_cuda import FakeCuda, FakeCudaStream
-from torch import Tensor
+import deep_ep_standin
+import torch
+from deepep_cases import TOP_K, Stack, close, lanes_of, layer_of, rows_of, run_checks, transport
+from deepep_device import FakeCudaWithDeepEP, deepep_device
+from fake_cuda import FakeCuda
+from torch import Tensor, nn
 
+from moe import SoftmaxTopKRouter
 from moe.all2all.deepep import DeepEPStreamed, Prepared, Queued
 from ubatch import CommGroup, Recv, Schedule, get_schedule
 
@@ -28,34 +31,12 @@ SCHEDULES = [
 ]
 
 
-class FakeCudaWithDeepEP(FakeCuda):
-    """A device with DeepEP's stream on it.
-
-    A tensor that DeepEP has marked for a stream (`record_stream`) is not given out again before that stream is done.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.deep_ep = FakeCudaStream("deep_ep")
-        self._marked: set[int] = set()
-
-    def deep_ep_kernel(self, name: str, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> None:
-        for tensor in writes:
-            self.memory_of(tensor, made_by=f"deep_ep.{name}")
-        self.operation(f"deep_ep.{name}", reads, writes, self.deep_ep)
-        self._marked |= {tensor.untyped_storage()._cdata for tensor in (*reads, *writes)}
-
-    def _free(self, key: int) -> None:
-        if key in self._marked:
-            self._marked.remove(key)
-            self._memory[key].uses = {
-                stream: use for stream, use in self._memory[key].uses.items() if stream == self._memory[key].stream
-            }
-        super()._free(key)
-
-
 def test_order_and_memory() -> None:
     run_checks(_in_order)
+
+
+def test_what_a_dispatch_would_convert_is_behind_its_mark() -> None:
+    run_checks(_converted)
 
 
 def test_what_is_left_out_is_found() -> None:
@@ -63,13 +44,22 @@ def test_what_is_left_out_is_found() -> None:
 
 
 def _run(
-    name: str, group: CommGroup, schedule: Schedule, rank: int, lanes: int = 2, patch: Any = None, **options: Any
+    name: str,
+    group: CommGroup,
+    schedule: Schedule,
+    rank: int,
+    lanes: int = 2,
+    patch: Any = None,
+    router: nn.Module | None = None,
+    **options: Any,
 ) -> FakeCuda:
     """Two steps in lanes, checked; their result must be that of the plain call."""
     model = Stack([layer_of(seed) for seed in (0, 1)], transport(name, group, **options))
+    if router is not None:
+        model.router = router
     x = rows_of(7 + 2 * rank, rank)
     expected = model(x)
-    with patch or nullcontext(), _device() as cuda:
+    with patch or nullcontext(), deepep_device() as cuda:
         wrapper = lanes_of(model, group, schedule, lanes)
         for _ in range(2):
             result = wrapper(x) * 1
@@ -80,22 +70,34 @@ def _run(
     return cuda
 
 
-@contextmanager
-def _device() -> Iterator[FakeCudaWithDeepEP]:
-    place.device = FakeCudaWithDeepEP()
-    try:
-        with place.device.installed():
-            yield place.device
-    finally:
-        place.device = None
-
-
 def _in_order(rank: int, group: CommGroup) -> None:
     for schedule in SCHEDULES:
         _run("deepep_high_throughput", group, schedule, rank).check(schedule.name)
     for name in ("deepep_high_throughput", "deepep_v2"):
         _run(name, group, SCHEDULES[-1], rank, 3, use_fp8=True).check(f"{name}, three lanes in fp8")
         _run(name, group, SCHEDULES[0], rank, worst_case=True).check(f"{name}, without counts")
+
+
+class _Strided(nn.Module):
+    """A router whose ids and weights are strided."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = SoftmaxTopKRouter(TOP_K)
+
+    def forward(self, logits: Tensor) -> tuple[Tensor, ...]:
+        return tuple(each.t().contiguous().t() for each in self.router(logits))
+
+
+def _converted(rank: int, group: CommGroup) -> None:
+    """Ids where DeepEP was built for 32 bits, and ids and weights that are not contiguous."""
+    every_point = SCHEDULES[-1]
+    for name in ("deepep_high_throughput", "deepep_v2"):
+        for schedule in (every_point, replace(every_point, chunks=2)):
+            with mock.patch.object(deep_ep_standin, "topk_idx_t", torch.int32):
+                _run(name, group, schedule, rank).check(f"{name}, ids of 32 bits, {schedule.chunks} chunks")
+            strided = _run(name, group, schedule, rank, router=_Strided())
+            strided.check(f"{name}, strided, {schedule.chunks} chunks")
 
 
 def _planted(rank: int, group: CommGroup) -> None:

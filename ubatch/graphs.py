@@ -40,6 +40,7 @@ __all__ = [
     "GraphMiss",
     "Recording",
     "capturing",
+    "current_capture",
     "mark_capturing",
 ]
 
@@ -194,7 +195,7 @@ class CaptureFailed(UBatchError):
         self.op = op
 
 
-_capturing: ContextVar[bool] = ContextVar("ubatch_capturing", default=False)
+_capture: ContextVar[object | None] = ContextVar("ubatch_capture", default=None)
 
 
 def capturing() -> bool:
@@ -202,9 +203,20 @@ def capturing() -> bool:
 
     What cannot be captured (it reads from the device, it allocates what must outlive the step) refuses by this.
     """
-    return _capturing.get() or (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
+    return current_capture() is not None
+
+
+def current_capture() -> object | None:
+    """What tells the capture that this code is part of from others; None outside of any.
+
+    In a graph that is not a wrapper's nothing does: there it is another object at every call.
+    """
+    capture = _capture.get()
+    if capture is None and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        return object()
+    return capture
 
 
 def mark_capturing() -> AbstractContextManager[object]:
     """Let `capturing()` be true in the `with` block, and in lanes that are started from it."""
-    return changing(_capturing, True)
+    return changing(_capture, object())

@@ -280,14 +280,16 @@ class ExchangesCounts(Protocol):
 class MarksInputs(Protocol):
     """A back end that orders itself by events: it marks what it has to wait for before the lane hands on."""
 
-    def inputs_ready(self, x: Tensor, dispatches: int = 1) -> None:
-        """`x [T, H]` has been computed and will be dispatched next in this lane, after it has handed on at `SELECT`.
+    def inputs_ready(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, blocks: Sequence[range]) -> None:
+        """These will be dispatched next in this lane, after it has handed on at `SELECT`.
 
         What other lanes compute meanwhile comes later on the compute stream; a dispatch that waited for it would not
-        overlap with it.
+        overlap with it. So all that the dispatches read is computed here (masked ids, quantised rows, contiguous
+        copies), and marked after that. A dispatch of other tensors than these waits for all that was computed.
 
         Args:
-            dispatches: how often; once for every chunk that has a dispatch of its own.
+            x, topk_ids, topk_weights: see `All2All.dispatch`.
+            blocks: of local experts, one per dispatch; see `ServesChunks`.
         """
 
 

@@ -21,10 +21,10 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from moe.all2all.base import All2All, Dispatched
+from moe.all2all.base import All2All, Dispatched, HandleT
 from ubatch import ConfigError, Transfer
 
-__all__ = ["ServesChunks", "blocks_of", "dispatch_chunks", "dispatch_cut", "only_block"]
+__all__ = ["ServesChunks", "blocks_of", "cut", "dispatch_chunks", "dispatch_cut", "ids_of_blocks", "only_block"]
 
 
 @runtime_checkable
@@ -60,6 +60,11 @@ def only_block(topk_ids: Tensor, block: range, num_local: int) -> Tensor:
     return torch.where((topk_ids >= 0) & (slot >= block.start) & (slot < block.stop), topk_ids, -1)
 
 
+def ids_of_blocks(topk_ids: Tensor, blocks: Sequence[range], num_local: int) -> list[Tensor]:
+    """What each block's dispatch is routed by; see `only_block`."""
+    return [topk_ids] if len(blocks) == 1 else [only_block(topk_ids, block, num_local) for block in blocks]
+
+
 def dispatch_chunks(
     all2all: All2All[Any], x: Tensor, topk_ids: Tensor, topk_weights: Tensor, blocks: Sequence[range]
 ) -> Sequence[Transfer[Any]]:
@@ -68,8 +73,7 @@ def dispatch_chunks(
         return [all2all.dispatch(x, topk_ids, topk_weights)]
     if isinstance(all2all, ServesChunks):
         return all2all.dispatch_chunks(x, topk_ids, topk_weights, blocks)
-    num_local = len(all2all.experts)
-    masked = [only_block(topk_ids, block, num_local) for block in blocks]
+    masked = ids_of_blocks(topk_ids, blocks, len(all2all.experts))
     return [all2all.dispatch(x, ids, topk_weights) for ids in masked]
 
 
@@ -84,10 +88,11 @@ def dispatch_cut(
     if isinstance(all2all, ServesChunks):
         return all2all.dispatch_cut(x, topk_ids, topk_weights, blocks)
     transfer: Transfer[Any] = all2all.dispatch(x, topk_ids, topk_weights)
-    return transfer.map(partial(_cut, blocks=blocks))
+    return transfer.map(partial(cut, blocks=blocks))
 
 
-def _cut(arrived: Dispatched[Any], blocks: Sequence[range]) -> Sequence[Dispatched[Any]]:
+def cut(arrived: Dispatched[HandleT], blocks: Sequence[range]) -> list[Dispatched[HandleT]]:
+    """What one dispatch brought, once for each block: all rows, with no ids but the block's."""
     first, num_local = arrived.experts.start, len(arrived.experts)
     return [
         replace(

@@ -1,10 +1,7 @@
-"""What the DeepEP back ends share: the package, its limits, and the buffers.
+"""What the DeepEP back ends share: the package, its limits, and the order of its launches.
 
 DeepEP (https://github.com/deepseek-ai/DeepEP) moves tokens between GPUs by its own kernels, over NVLink inside a node
-and RDMA between nodes. Its `Buffer` is registered memory, made by all ranks together:
-
-    made       at the first launch that needs it, which every rank reaches at the same place; never during capture
-    made anew  after the group was reset, on the group's new connection
+and RDMA between nodes, through buffers that all ranks make together (`moe.all2all.deepep_buffers`).
 
 A rank that fails leaves the others' kernels waiting inside DeepEP; after DeepEP's own time-out (100 s) those end their
 process. So unlike a gloo group, a group that runs DeepEP does not survive a failed rank by `CommGroup.reset`.
@@ -20,42 +17,35 @@ from __future__ import annotations
 
 import importlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, ClassVar, Generic, TypeVar
+from functools import partial
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from moe.all2all.base import All2AllTraits, check_dispatch
+from moe.all2all.base import All2AllTraits, Dispatched, check_dispatch
+from moe.all2all.chunks import cut, ids_of_blocks
+from moe.all2all.deepep_buffers import NODE, Queued, in_one_node
 from moe.experts.quantization import quantize_tokens
 from moe.placement import local_experts
-from ubatch import CommGroup, ConfigError, capturing, dbo_current_ubatch_id, on_comm_stream
-from ubatch.connection import Connection
-from ubatch.long_calls import holding_gil
+from ubatch import CommGroup, ConfigError, Transfer, capturing, dbo_current_ubatch_id, on_comm_stream
 
 __all__ = [
-    "GIL_HELD_S",
     "NODE",
-    "DeepEPBuffers",
     "DeepEPStreamed",
     "DeepEPTransport",
+    "Inputs",
     "Payload",
     "Prepared",
     "Queued",
     "import_deep_ep",
 ]
 
-BufferT = TypeVar("BufferT")
 Payload = Tensor | tuple[Tensor, Tensor]
 
-GIL_HELD_S = 100.0
-"""How long the older buffer's dispatch waits for its peers' counts, inside a node with Python's lock held."""
-_BUFFER_S = 300.0
-"""How long all ranks may take to make a buffer, or to end one; Python's lock is held, and DeepEP sets no limit."""
-NODE = 8
-"""Ranks that DeepEP takes to be one node's, joined by NVLink."""
 _ROW_BYTES = 512
 """A warp copies 32 times 16 bytes at once."""
 
@@ -104,6 +94,7 @@ class DeepEPTransport:
             )
         self.name = name
         self.group = group
+        self.one_node = in_one_node(group.size)
         self.num_experts = num_experts
         self.experts = local_experts(num_experts, group.rank, group.size)
         self.deep_ep = import_deep_ep(name)
@@ -155,13 +146,37 @@ class Prepared:
     computed: Any
 
 
+@dataclass(frozen=True)
+class Inputs:
+    """All that the next dispatches of a lane read. The mark in `sent` covers all of it.
+
+    Attributes:
+        given: `x`, `topk_ids` and `topk_weights`, as the layer gave them.
+        blocks: of local experts, one per dispatch.
+        ids: `[T, k]` per dispatch, as DeepEP reads them.
+        weights: `[T, k]`, contiguous.
+        sent: `x`, ready to travel.
+    """
+
+    given: tuple[Tensor, Tensor, Tensor]
+    blocks: tuple[range, ...]
+    ids: tuple[Tensor, ...]
+    weights: Tensor
+    sent: Prepared
+
+    def are(self, given: tuple[Tensor, ...], blocks: Sequence[range]) -> bool:
+        """Whether these very tensors are to be dispatched so."""
+        return self.blocks == tuple(blocks) and all(own is its for own, its in zip(self.given, given, strict=True))
+
+
 class DeepEPStreamed(DeepEPTransport, ABC):
     """A back end whose kernels run on DeepEP's own communication stream.
 
-    All lanes share that stream, in the order of the baton. What a launch waits for is marked before the lane hands on,
-    and DeepEP marks what it used for the allocator itself (`record_stream`). Such marks would keep every layer's memory
-    until the end of a capture. So while a graph is captured DeepEP runs in its synchronous mode, on the lane's own
-    communication stream, forked anew by each launch: whoever gets this memory next comes after all that read it.
+    All lanes share that stream, in the order of the baton. A dispatch waits for a mark that was made before the lane
+    handed on, so it computes nothing itself: all that it reads is in its `Inputs`. DeepEP marks what it used for the
+    allocator (`record_stream`). Such marks would keep every layer's memory until the end of a capture. So while a graph
+    is captured DeepEP runs in its synchronous mode, on the lane's own communication stream, forked anew by each launch:
+    whoever gets this memory next comes after all that read it.
 
     Args:
         name, group, num_experts: see `DeepEPTransport`.
@@ -186,28 +201,55 @@ class DeepEPStreamed(DeepEPTransport, ABC):
             routed=True,
             obeys_sms=True,
         )
-        self._prepared: dict[int, tuple[Prepared, int]] = {}
+        self._inputs: dict[int, Inputs] = {}
 
     @abstractmethod
     def capture(self) -> Any:
         """DeepEP's mark behind what the current stream has so far."""
 
-    def inputs_ready(self, x: Tensor, dispatches: int = 1) -> None:
-        """See `MarksInputs`."""
-        self._prepared[dbo_current_ubatch_id()] = self.prepare(x, quantized=self.use_fp8), dispatches
+    @abstractmethod
+    def launch(self, inputs: Inputs, ids: Tensor) -> Transfer[Dispatched[Any]]:
+        """Launch one dispatch.
 
-    def take_prepared(self, x: Tensor) -> Prepared:
-        """What `inputs_ready` left for this lane, or the same made now."""
-        lane = dbo_current_ubatch_id()
-        prepared, dispatches = self._prepared.pop(lane, (None, 0))
-        if prepared is None or prepared.x is not x:
-            return self.prepare(x, quantized=self.use_fp8)
-        if dispatches > 1:
-            self._prepared[lane] = prepared, dispatches - 1
-        return prepared
+        Args:
+            inputs: what it reads.
+            ids: one of `inputs.ids`.
+        """
+
+    def inputs_ready(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, blocks: Sequence[range]) -> None:
+        """See `MarksInputs`."""
+        self._inputs[dbo_current_ubatch_id()] = self._make_inputs(x, topk_ids, topk_weights, blocks)
+
+    def dispatch(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Transfer[Dispatched[Any]]:
+        """See `All2All`."""
+        (transfer,) = self.dispatch_chunks(x, topk_ids, topk_weights, [range(len(self.experts))])
+        return transfer
+
+    def dispatch_chunks(
+        self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, blocks: Sequence[range]
+    ) -> list[Transfer[Dispatched[Any]]]:
+        """See `ServesChunks`."""
+        inputs = self._inputs.pop(dbo_current_ubatch_id(), None)
+        if inputs is None or not inputs.are((x, topk_ids, topk_weights), blocks):
+            inputs = self._make_inputs(x, topk_ids, topk_weights, blocks)
+        return [self.launch(inputs, ids) for ids in inputs.ids]
+
+    def dispatch_cut(
+        self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, blocks: Sequence[range]
+    ) -> Transfer[Sequence[Dispatched[Any]]]:
+        """See `ServesChunks`."""
+        return self.dispatch(x, topk_ids, topk_weights).map(partial(cut, blocks=blocks))
+
+    def _make_inputs(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, blocks: Sequence[range]) -> Inputs:
+        self.check_payload(x, topk_ids, topk_weights)
+        self.check_rows(x)
+        ids = tuple(self.ids(each) for each in ids_of_blocks(topk_ids, blocks, len(self.experts)))
+        weights = topk_weights.contiguous()
+        sent = self.prepare(x, quantized=self.use_fp8)  # last: the mark is behind all of it
+        return Inputs((x, topk_ids, topk_weights), tuple(blocks), ids, weights, sent)
 
     def prepare(self, x: Tensor, *, quantized: bool) -> Prepared:
-        """Let `x` be what travels next."""
+        """Let `x` be what travels next, and mark all that was computed so far."""
         payload: Payload = quantize_tokens(x) if quantized else x.contiguous()
         return Prepared(x, payload, None if capturing() else self.capture())
 
@@ -240,64 +282,3 @@ class DeepEPStreamed(DeepEPTransport, ABC):
                 f"all2all back end {self.name!r} carries rows of a multiple of {_ROW_BYTES} bytes, not hidden size "
                 f"{x.shape[1]} in {'fp8' if self.use_fp8 else 'bfloat16'} ({row_bytes} bytes). Use 'torch_dist'."
             )
-
-
-class DeepEPBuffers(Generic[BufferT]):
-    """Buffers by key, each made at its first use.
-
-    Args:
-        name: the back end, for errors.
-        make: makes one; every rank calls it at the same launch.
-    """
-
-    def __init__(self, name: str, make: Callable[[Connection, tuple[int, ...]], BufferT]) -> None:
-        self._name = name
-        self._make = make
-        self._connection: Connection | None = None
-        self._buffers: dict[tuple[int, ...], BufferT] = {}
-
-    def get(self, connection: Connection, *key: int) -> BufferT:
-        """The buffer for `key`, on `connection`.
-
-        Raises:
-            ConfigError: it would have to be made while a graph is captured.
-        """
-        if connection is not self._connection:
-            if self._buffers:  # each waits for its peers when it goes
-                with holding_gil("DeepEP's buffers", _BUFFER_S):
-                    self._buffers.clear()
-            self._connection = connection
-        if key not in self._buffers:
-            if capturing():
-                raise ConfigError(
-                    f"all2all back end {self._name!r} has no buffer for this lane and shape yet, and cannot make one "
-                    "while a graph is captured. Run the same step once before."
-                )
-            with holding_gil("DeepEP's buffer", _BUFFER_S):
-                self._buffers[key] = self._make(connection, key)
-        return self._buffers[key]
-
-    def __len__(self) -> int:
-        return len(self._buffers)
-
-
-class Queued:
-    """A work that only stream order says the end of: `wait` lets the current stream wait, once, and returns at once.
-
-    Args:
-        order: what makes it so: an event's wait, or the launch of the receiving kernel.
-    """
-
-    def __init__(self, order: Callable[[], object] | None = None) -> None:
-        self._order = order
-
-    def is_completed(self) -> bool:
-        """Always: what was launched needs nothing more of the host."""
-        return True
-
-    def wait(self, timeout: object = None) -> bool:
-        """Order the current stream after it."""
-        order, self._order = self._order, None
-        if order is not None:
-            order()
-        return True

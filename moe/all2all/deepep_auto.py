@@ -34,7 +34,10 @@ _LOW_LATENCY = frozenset(fingerprint(mode) for mode in (ForwardMode.DECODE, Forw
 
 
 class DeepEPAutoAll2All:
-    """Two DeepEP back ends, of which each step uses one. Memory is for both.
+    """Two DeepEP back ends, of which each step uses one.
+
+    Memory is for both; beyond one node it is the same, as one process can have no two such buffers
+    (`moe.all2all.deepep_buffers`).
 
     Args:
         group, num_experts: for both.
@@ -66,6 +69,8 @@ class DeepEPAutoAll2All:
         self.high_throughput = DeepEPHighThroughputAll2All(
             group=group, num_experts=num_experts, use_fp8=use_fp8, worst_case=worst_case
         )
+        if not self.low_latency.one_node:
+            self.high_throughput.buffers = self.low_latency.share_with(self.high_throughput.settings.size_of)
         self.group = group
         self.num_experts = num_experts
         self.experts = self.low_latency.experts
@@ -88,11 +93,11 @@ class DeepEPAutoAll2All:
         """See `DiffersBySteps`."""
         return replace(self._suited({fingerprint(mode)}, tokens).traits, batched=True)
 
-    def inputs_ready(self, x: Tensor, dispatches: int = 1) -> None:
+    def inputs_ready(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, blocks: Sequence[range]) -> None:
         """See `MarksInputs`."""
         chosen = self._chosen()
         if isinstance(chosen, DeepEPHighThroughputAll2All):
-            chosen.inputs_ready(x, dispatches)
+            chosen.inputs_ready(x, topk_ids, topk_weights, blocks)
 
     def dispatch(
         self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor

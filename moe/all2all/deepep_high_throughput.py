@@ -25,16 +25,18 @@ from typing import Any
 from torch import Tensor
 
 from moe.all2all.base import Dispatched, StepSizes, refuse_gradients
-from moe.all2all.deepep import GIL_HELD_S, NODE, DeepEPBuffers, DeepEPStreamed, Payload
+from moe.all2all.deepep import DeepEPStreamed, Inputs, Payload
+from moe.all2all.deepep_buffers import NODE, BufferSize, SizedBuffers
 from moe.all2all.voted import voted_tokens
 from ubatch import CommGroup, ConfigError, Transfer, capturing, current_sm_budget, report_sm_use
 from ubatch.collectives import check_launch
-from ubatch.connection import Connection
 from ubatch.long_calls import holding_gil
 
 __all__ = ["DeepEPHighThroughputAll2All", "HighThroughputHandle"]
 
 _QPS_PER_RANK = 24
+_GIL_HELD_S = 100.0
+"""How long a dispatch waits for its peers' counts, inside a node with Python's lock held."""
 
 
 @dataclass(frozen=True)
@@ -53,11 +55,51 @@ class HighThroughputHandle:
 
 
 @dataclass(frozen=True)
-class _Sized:
-    """A DeepEP buffer and the most SMs that it has room for."""
+class _Settings:
+    """DeepEP's settings of the normal kernels.
 
-    buffer: Any
-    max_sms: int
+    Attributes:
+        name: the back end, for errors.
+        deep_ep: the module.
+        ranks: of the group.
+        default_sms: where nobody reserves any.
+    """
+
+    name: str
+    deep_ep: Any
+    ranks: int
+    default_sms: int
+
+    def num_sms(self) -> int:
+        """How many SMs the schedule in force gives them."""
+        budget = current_sm_budget()
+        if budget is None:
+            return self.default_sms
+        report_sm_use(self.name, obeys=budget.comm >= 2)
+        return max(2, budget.comm // 2 * 2)  # DeepEP takes them in pairs: one sends, one receives
+
+    def config(self, which: str, num_sms: int) -> Any:
+        """DeepEP's recommendation; the number of SMs in it is its class's."""
+        buffer = self.deep_ep.Buffer
+        if buffer.num_sms != num_sms:
+            buffer.set_num_sms(num_sms)
+        try:
+            return getattr(buffer, which)(self.ranks)
+        except AssertionError as error:
+            raise ConfigError(
+                f"all2all back end {self.name!r} has no settings for {self.ranks} ranks: {error}."
+            ) from error
+
+    def size_of(self, hidden_size: int) -> BufferSize:
+        """What a buffer for `[T, hidden_size]` is made for."""
+        hidden_bytes, num_sms = hidden_size * 2, max(self.num_sms(), self.default_sms)
+        configs = [self.config(which, num_sms) for which in ("get_dispatch_config", "get_combine_config")]
+        return BufferSize(
+            max(config.get_nvl_buffer_size_hint(hidden_bytes, self.ranks) for config in configs),
+            max(config.get_rdma_buffer_size_hint(hidden_bytes, self.ranks) for config in configs),
+            queues=max(_QPS_PER_RANK, num_sms),
+            num_sms=num_sms,
+        )
 
 
 class DeepEPHighThroughputAll2All(DeepEPStreamed):
@@ -80,14 +122,15 @@ class DeepEPHighThroughputAll2All(DeepEPStreamed):
 
     def __init__(self, *, group: CommGroup, num_experts: int, use_fp8: bool = False, worst_case: bool = False) -> None:
         super().__init__("deepep_high_throughput", group, num_experts, use_fp8=use_fp8, worst_case=worst_case)
-        if worst_case and group.size > NODE:
+        if worst_case and not self.one_node:
             raise ConfigError(
                 f"worst_case receives without counts inside one node of {NODE} ranks, but the group has {group.size}. "
                 "Leave it out."
             )
-        self._default_sms = int(self.deep_ep.Buffer.num_sms)
-        self._config("get_dispatch_config", self._default_sms)  # refuses a number of ranks that has none
-        self._buffers = DeepEPBuffers(self.name, self._make_buffer)
+        default_sms = int(self.deep_ep.Buffer.num_sms)
+        self.settings = _Settings(self.name, self.deep_ep, group.size, default_sms)
+        self.settings.config("get_dispatch_config", default_sms)  # refuses a number of ranks that has none
+        self.buffers = SizedBuffers(self.name, self.deep_ep, self.settings.size_of)
 
     @staticmethod
     def default_options(sizes: StepSizes, num_ranks: int) -> Mapping[str, object]:
@@ -98,41 +141,39 @@ class DeepEPHighThroughputAll2All(DeepEPStreamed):
         """See `DeepEPStreamed`."""
         return self.deep_ep.Buffer.capture()
 
-    def dispatch(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Transfer[Dispatched[HighThroughputHandle]]:
-        """See `All2All`."""
-        self.check_payload(x, topk_ids, topk_weights)
+    def launch(self, inputs: Inputs, ids: Tensor) -> Transfer[Dispatched[HighThroughputHandle]]:
+        """See `DeepEPStreamed`."""
+        x = inputs.given[0]
         connection = check_launch(x, self.group, "dispatch")
-        self.check_rows(x)
-        prepared = self.take_prepared(x)
-        ids, weights = self.ids(topk_ids), topk_weights.contiguous()
-        sized = self._buffers.get(connection, x.shape[1], x.device.index or 0)
-        num_sms, worst_tokens = min(self._num_sms(), sized.max_sms), self._worst_tokens()
-        with self.ordered(prepared) as order:
-            to_rank, to_node, to_expert, is_in_rank, laid_out = sized.buffer.get_dispatch_layout(
+        sized = self.buffers.buffer_for(x, connection)
+        buffer, sized.dirty = sized.deep_ep, True
+        num_sms, worst_tokens = min(self.settings.num_sms(), sized.size.num_sms), self._worst_tokens()
+        with self.ordered(inputs.sent) as order:
+            to_rank, to_node, to_expert, is_in_rank, laid_out = buffer.get_dispatch_layout(
                 ids, self.num_experts, **order
             )
             if "previous_event" in order:
                 order["previous_event"] = laid_out
-            with nullcontext() if worst_tokens else holding_gil("counts of peers", GIL_HELD_S):
-                rows, local_ids, row_weights, _, layout, event = sized.buffer.dispatch(
-                    prepared.payload,
+            with nullcontext() if worst_tokens else holding_gil("counts of peers", _GIL_HELD_S):
+                rows, local_ids, row_weights, _, layout, event = buffer.dispatch(
+                    inputs.sent.payload,
                     num_tokens_per_rank=to_rank,
                     num_tokens_per_rdma_rank=to_node,
                     is_token_in_rank=is_in_rank,
                     num_tokens_per_expert=to_expert,
                     topk_idx=ids,
-                    topk_weights=weights,
+                    topk_weights=inputs.weights,
                     num_worst_tokens=worst_tokens,
-                    config=self._config("get_dispatch_config", num_sms),
+                    config=self.settings.config("get_dispatch_config", num_sms),
                     **order,
                 )
-        handle = HighThroughputHandle(sized.buffer, layout, num_sms)
+        handle = HighThroughputHandle(buffer, layout, num_sms)
         return Transfer(
             "dispatch",
             (self.after(event, order),),
             lambda: self._arrived(rows, local_ids, row_weights, handle),
             stream_ordered=True,
-            keep=(prepared, ids, weights, rows, local_ids, row_weights, layout, is_in_rank),
+            keep=(inputs, rows, local_ids, row_weights, layout, is_in_rank),
         )
 
     def combine(self, y: Tensor, handle: HighThroughputHandle) -> Transfer[Tensor]:
@@ -142,7 +183,7 @@ class DeepEPHighThroughputAll2All(DeepEPStreamed):
         check_launch(y, self.group, "combine")
         with self.ordered(self.prepare(y, quantized=False)) as order:
             results, _, event = handle.buffer.combine(
-                y, handle.layout, config=self._config("get_combine_config", handle.num_sms), **order
+                y, handle.layout, config=self.settings.config("get_combine_config", handle.num_sms), **order
             )
         return Transfer(
             "combine", (self.after(event, order),), lambda: results, stream_ordered=True, keep=(y, handle, results)
@@ -167,36 +208,3 @@ class DeepEPHighThroughputAll2All(DeepEPStreamed):
     ) -> Dispatched[HighThroughputHandle]:
         hidden_states, scales = rows if isinstance(rows, tuple) else (rows, None)
         return Dispatched(hidden_states, self.global_ids(local_ids), weights, handle, self.experts, scales)
-
-    # -- DeepEP's settings ----------------------------------------------------------------------------------------
-
-    def _num_sms(self) -> int:
-        budget = current_sm_budget()
-        if budget is None:
-            return self._default_sms
-        report_sm_use(self.name, obeys=budget.comm >= 2)
-        return max(2, budget.comm // 2 * 2)  # DeepEP takes them in pairs: one sends, one receives
-
-    def _config(self, which: str, num_sms: int) -> Any:
-        """DeepEP's settings; the number of SMs in them is its class's."""
-        buffer = self.deep_ep.Buffer
-        if buffer.num_sms != num_sms:
-            buffer.set_num_sms(num_sms)
-        try:
-            return getattr(buffer, which)(self.group.size)
-        except AssertionError as error:
-            raise ConfigError(
-                f"all2all back end {self.name!r} has no settings for {self.group.size} ranks: {error}."
-            ) from error
-
-    def _make_buffer(self, connection: Connection, key: tuple[int, ...]) -> _Sized:
-        hidden_bytes, num_sms = key[0] * 2, max(self._num_sms(), self._default_sms)
-        configs = [self._config(which, num_sms) for which in ("get_dispatch_config", "get_combine_config")]
-        size = self.group.size
-        buffer = self.deep_ep.Buffer(
-            connection.pg,
-            max(config.get_nvl_buffer_size_hint(hidden_bytes, size) for config in configs),
-            max(config.get_rdma_buffer_size_hint(hidden_bytes, size) for config in configs),
-            num_qps_per_rank=max(_QPS_PER_RANK, num_sms),
-        )
-        return _Sized(buffer, num_sms)

@@ -11,15 +11,15 @@ Tokens arrive as batches by expert (`BatchedDispatch`), in bfloat16 or in fp8 wi
 nothing to wait for on the host, so it can be captured.
 
 **Buffers.** DeepEP's has two halves: a launch clears the half of the launch before it. So on one buffer a transfer must
-have been received before the next one is launched. Each lane has its own, for every chunk, which keeps them free of
-each other:
+have been received before the next one is launched. Within a node a process may have several (DeepEP's source says so:
+`moe.all2all.deepep_buffers`), and each lane has its own, for every chunk, which keeps them free of each other:
 
     2 * (E * M * (2 H + 16) + E * M * (2 H + 4 H / 128 + 16)) bytes each, about, for E experts of all ranks, M tokens
     1.9 GB for 256 experts, 128 tokens a rank and hidden size 7168
 
 Where lanes share one buffer (`share_buffer`), whoever launches receives first what is still under way, as vLLM's lanes
 do: a transfer then travels until the next lane's launch, not until the lane's own turn. Beyond one node there is no
-choice: DeepEP can join the ranks once in a process.
+choice: a second low-latency buffer of a process fails in DeepEP.
 
 **Larger steps**, such as prefills, go in pieces of `max_tokens_per_rank`, where the ranks voted on them: it works, but
 `deepep_auto` sends them by other kernels, which are made for that.
@@ -30,18 +30,19 @@ Not yet run on several GPUs: see `moe.all2all.deepep`. Source: DeepEP's README; 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
 from moe.all2all.base import All2AllTraits, BatchedDispatch, StepSizes, refuse_gradients
-from moe.all2all.chunks import only_block
-from moe.all2all.deepep import NODE, DeepEPBuffers, DeepEPTransport, Queued
+from moe.all2all.chunks import ids_of_blocks
+from moe.all2all.deepep import DeepEPTransport
+from moe.all2all.deepep_buffers import NODE, BufferSize, SizedBuffer, SizedBuffers
 from ubatch import CommGroup, ConfigError, Transfer, dbo_current_ubatch_id, report_sm_use
 from ubatch.collectives import check_launch
-from ubatch.connection import Connection
+from ubatch.graphs import current_capture
 
 __all__ = ["HIDDEN_SIZES", "DeepEPLowLatencyAll2All", "LowLatencyHandle"]
 
@@ -51,18 +52,6 @@ _MAX_TOP_K = 11
 _MAX_TOKENS = 511
 """Two entries of a send queue per token, and one token to spare, of NVSHMEM's 1024."""
 _FP8_HIDDEN = 512
-
-
-@dataclass
-class _Buffer:
-    """DeepEP's, and what was launched on it last."""
-
-    deep_ep: Any
-    under_way: Queued = field(default_factory=Queued)
-
-    def launch(self, hook: Any) -> Queued:
-        self.under_way = Queued(hook)
-        return self.under_way
 
 
 @dataclass(frozen=True)
@@ -75,10 +64,26 @@ class LowLatencyHandle:
         topk_ids, topk_weights: `[T, k]`, as dispatched.
     """
 
-    buffer: _Buffer
+    buffer: SizedBuffer
     layout: Any
     topk_ids: Tensor
     topk_weights: Tensor
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """How large buffers are, for so many tokens of so many ranks."""
+
+    deep_ep: Any
+    max_tokens_per_rank: int
+    ranks: int
+    num_experts: int
+
+    def size_of(self, hidden_size: int) -> BufferSize:
+        """What a buffer for `[T, hidden_size]` is made for."""
+        hint = self.deep_ep.Buffer.get_low_latency_rdma_size_hint
+        num_bytes = hint(self.max_tokens_per_rank, hidden_size, self.ranks, self.num_experts)
+        return BufferSize(0, num_bytes, queues=self.num_experts // self.ranks, low_latency=True)
 
 
 class DeepEPLowLatencyAll2All(DeepEPTransport):
@@ -114,15 +119,17 @@ class DeepEPLowLatencyAll2All(DeepEPTransport):
             raise ConfigError(
                 f"max_tokens_per_rank = {max_tokens_per_rank} times {group.size} ranks must be a multiple of 4."
             )
-        if share_buffer is False and group.size > NODE:
+        if share_buffer is False and not self.one_node:
             raise ConfigError(
                 f"share_buffer=False: beyond one node of {NODE} ranks DeepEP makes one low-latency buffer per process, "
                 f"but the group has {group.size}. Leave it out."
             )
         self.max_tokens_per_rank = max_tokens_per_rank
         self.use_fp8 = use_fp8
-        self.share_buffer = group.size > NODE if share_buffer is None else share_buffer
-        self._buffers = DeepEPBuffers(self.name, self._make_buffer)
+        self.share_buffer = not self.one_node if share_buffer is None else share_buffer
+        self._sizes = _Sizes(self.deep_ep, max_tokens_per_rank, group.size, num_experts)
+        self._buffers = SizedBuffers(self.name, self.deep_ep, self._sizes.size_of)
+        self._shares = False
         self.traits = All2AllTraits(
             is_async=True,
             blocks_host=False,
@@ -154,8 +161,7 @@ class DeepEPLowLatencyAll2All(DeepEPTransport):
         self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, blocks: Sequence[range]
     ) -> Sequence[Transfer[BatchedDispatch[LowLatencyHandle]]]:
         """See `ServesChunks`. Each on a buffer of its own, so that all may be under way."""
-        held = len(self.experts)
-        masked = [only_block(topk_ids, block, held) for block in blocks]
+        masked = ids_of_blocks(topk_ids, blocks, len(self.experts))
         return [self._dispatch(x, ids, topk_weights, chunk) for chunk, ids in enumerate(masked)]
 
     def dispatch_cut(
@@ -177,9 +183,10 @@ class DeepEPLowLatencyAll2All(DeepEPTransport):
         self.check_payload(x, topk_ids, topk_weights)
         self._check_shape(x, topk_ids)
         connection = check_launch(x, self.group, "dispatch")
-        lane = 0 if self.share_buffer else dbo_current_ubatch_id()
-        buffer = self._buffers.get(connection, lane, chunk, x.shape[1], x.device.index or 0)
+        place = (0, 0) if self.share_buffer else (dbo_current_ubatch_id(), chunk)
+        buffer = self._buffers.buffer_for(x, connection, *place)
         buffer.under_way.wait()
+        self._clean(buffer, x.shape[1])
         x, ids, weights = x.contiguous(), self.ids(topk_ids), topk_weights.contiguous()
         arriving, rows_per_expert, layout, _, hook = buffer.deep_ep.low_latency_dispatch(
             x, ids, self.max_tokens_per_rank, self.num_experts, use_fp8=self.use_fp8, return_recv_hook=True
@@ -234,11 +241,34 @@ class DeepEPLowLatencyAll2All(DeepEPTransport):
                 "max_tokens_per_rank on every rank."
             )
 
-    def _make_buffer(self, connection: Connection, key: tuple[int, ...]) -> _Buffer:
-        tokens, hidden_size, size = self.max_tokens_per_rank, key[2], self.group.size
-        num_bytes = self.deep_ep.Buffer.get_low_latency_rdma_size_hint(tokens, hidden_size, size, self.num_experts)
-        buffer = self.deep_ep.Buffer(
-            connection.pg, 0, num_bytes, low_latency_mode=True, num_qps_per_rank=self.num_experts // size
-        )
-        buffer.clean_low_latency_buffer(tokens, hidden_size, self.num_experts)
-        return _Buffer(buffer)
+    # -- buffers --------------------------------------------------------------------------------------------------
+
+    def share_with(self, other: Callable[[int], BufferSize]) -> SizedBuffers:
+        """Have one buffer for normal kernels, too, which run in other steps than the low-latency ones.
+
+        Args:
+            other: what they need of it, by hidden size.
+
+        Returns:
+            Where they find it.
+        """
+        own = self._sizes.size_of
+        self._shares = True
+        self._buffers = SizedBuffers(self.name, self.deep_ep, lambda hidden: own(hidden).both(other(hidden)))
+        return self._buffers
+
+    def _clean(self, buffer: SizedBuffer, hidden_size: int) -> None:
+        """Zero what normal kernels may have left, or what is new. All ranks meet in it, and all come here.
+
+        A graph does so at its first launch, where there are normal kernels: who runs before it, nobody knows.
+        """
+        capture = current_capture()
+        if capture is None:
+            if not buffer.dirty:
+                return
+            buffer.dirty = False
+        else:
+            if not self._shares or capture is buffer.cleaned_in:
+                return
+            buffer.cleaned_in = capture
+        buffer.deep_ep.clean_low_latency_buffer(self.max_tokens_per_rank, hidden_size, self.num_experts)

@@ -26,7 +26,8 @@ import torch
 from torch import Tensor
 
 from moe.all2all.base import Dispatched, StepSizes, refuse_gradients
-from moe.all2all.deepep import DeepEPBuffers, DeepEPStreamed, Payload
+from moe.all2all.deepep import DeepEPStreamed, Inputs, Payload
+from moe.all2all.deepep_buffers import DeepEPBuffers
 from moe.all2all.voted import voted_tokens
 from ubatch import CommGroup, ConfigError, Transfer, current_sm_budget, report_sm_use
 from ubatch.collectives import check_launch
@@ -110,20 +111,18 @@ class DeepEPV2All2All(DeepEPStreamed):
         """See `DeepEPStreamed`."""
         return self.deep_ep.ElasticBuffer.capture()
 
-    def dispatch(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Transfer[Dispatched[ElasticHandle]]:
-        """See `All2All`."""
-        self.check_payload(x, topk_ids, topk_weights)
-        self._check_shape(x, topk_ids.shape[1])
+    def launch(self, inputs: Inputs, ids: Tensor) -> Transfer[Dispatched[ElasticHandle]]:
+        """See `DeepEPStreamed`."""
+        x = inputs.given[0]
+        self._check_shape(x, ids.shape[1])
         connection = check_launch(x, self.group, "dispatch")
-        prepared = self.take_prepared(x)
-        ids, weights = self.ids(topk_ids), topk_weights.contiguous()
-        buffer = self._buffers.get(connection, x.shape[1], topk_ids.shape[1], x.device.index or 0)
+        buffer = self._buffers.get(connection, x.shape[1], ids.shape[1], x.device.index or 0)
         counted = not self.worst_case
-        with self.ordered(prepared) as order, holding_gil("counts of peers", _GIL_HELD_S):
+        with self.ordered(inputs.sent) as order, holding_gil("counts of peers", _GIL_HELD_S):
             rows, local_ids, row_weights, route, event = buffer.dispatch(
-                prepared.payload,
+                inputs.sent.payload,
                 topk_idx=ids,
-                topk_weights=weights,
+                topk_weights=inputs.weights,
                 num_experts=self.num_experts,
                 num_max_tokens_per_rank=self._room(),
                 num_sms=self._num_sms(),
@@ -135,7 +134,7 @@ class DeepEPV2All2All(DeepEPStreamed):
             (self.after(event, order),),
             lambda: self._arrived(rows, self._global_ids(local_ids, route, counted), row_weights, buffer, route),
             stream_ordered=True,
-            keep=(prepared, ids, weights, rows, local_ids, row_weights, route),
+            keep=(inputs, rows, local_ids, row_weights, route),
         )
 
     def dispatch_again(self, x: Tensor, handle: ElasticHandle) -> Transfer[Dispatched[ElasticHandle]]:
@@ -149,9 +148,10 @@ class DeepEPV2All2All(DeepEPStreamed):
             GradientError, ConfigError, UnvotedCollectiveError, GroupBroken: before anything is launched.
         """
         refuse_gradients(x, name=self.name)
+        self.check_rows(x)
         self._check_shape(x, handle.topk_ids.shape[1])
         check_launch(x, self.group, "dispatch")
-        prepared, route = self.take_prepared(x), handle.route
+        prepared, route = self.prepare(x, quantized=self.use_fp8), handle.route
         with self.ordered(prepared) as order, holding_gil("DeepEP's compiler", _GIL_HELD_S):
             rows, _, _, _, event = handle.buffer.dispatch(
                 prepared.payload, num_experts=self.num_experts, num_sms=route.num_sms, handle=route, **order
@@ -206,7 +206,6 @@ class DeepEPV2All2All(DeepEPStreamed):
     # -- DeepEP's settings ----------------------------------------------------------------------------------------
 
     def _check_shape(self, x: Tensor, top_k: int) -> None:
-        self.check_rows(x)
         if top_k > _MAX_TOP_K:
             raise ConfigError(f"all2all back end {self.name!r} serves top_k up to {_MAX_TOP_K}, not {top_k}.")
         if x.shape[0] > self.max_tokens_per_rank:

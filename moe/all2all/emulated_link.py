@@ -75,10 +75,10 @@ class EmulatedLinkAll2All:
         """Global ids of the experts that this rank holds."""
         return self.inner.experts
 
-    def inputs_ready(self, x: Tensor, dispatches: int = 1) -> None:
+    def inputs_ready(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, blocks: Sequence[range]) -> None:
         """See `MarksInputs`."""
         if isinstance(self.inner, MarksInputs):
-            self.inner.inputs_ready(x, dispatches)
+            self.inner.inputs_ready(x, topk_ids, topk_weights, blocks)
 
     def dispatch(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Transfer[Any]:
         """See `All2All`. Where the host waits for counts first, those take the link's latency too."""
