@@ -7,7 +7,7 @@ run in real lanes; gloo carries the bytes, `fake_cuda` checks the order in which
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
@@ -39,6 +39,7 @@ from ubatch import (
     Schedule,
     UBatchConfig,
     UBatchWrapper,
+    host_copy,
     set_forward_context,
 )
 
@@ -56,7 +57,7 @@ class Case:
         experts: back end of the experts.
         mode: of the steps.
         captured: DeepEP launches as it does while a graph is captured.
-        some: of the named schedules only two; all else of it runs under every one as another case.
+        named: schedules; where they are not all, another case of the back end has all.
     """
 
     name: str
@@ -65,7 +66,7 @@ class Case:
     experts: str = "grouped"
     mode: ForwardMode = ForwardMode.PREFILL
     captured: bool = False
-    some: bool = False
+    named: tuple[str, ...] = tuple(SCHEDULES)
 
     @property
     def deepep(self) -> bool:
@@ -73,41 +74,41 @@ class Case:
         return "deepep" in f"{self.name} {self.options.get('inner')}"
 
 
+SOME = ("mlp_shared_overlap", "two_batch_decode")
 WITHOUT_COUNTS = {"use_fp8": True, "worst_case": True}
 LINK = EmulatedLink(1e-5, 1e9)
 CASES = {
     "local": Case("local", ranks=1),
     "host_loopback": Case("host_loopback", {"bytes_factor": 1.5}, ranks=1),
     "host_loopback_batched": Case("host_loopback_batched", ranks=1),
-    "host_loopback_batched, signalling experts": Case("host_loopback_batched", ranks=1, experts="triton_batched"),
+    "host_loopback_batched, signalling experts": Case(
+        "host_loopback_batched", ranks=1, experts="triton_batched", named=("single_batch_signalled",)
+    ),
     "torch_dist": Case("torch_dist"),
     "allgather_reducescatter": Case("allgather_reducescatter"),
     "emulated_link": Case("emulated_link", {"link": LINK}),
-    "emulated_link over DeepEP": Case("emulated_link", {"link": LINK, "inner": "deepep_high_throughput"}, some=True),
+    "emulated_link over DeepEP": Case("emulated_link", {"link": LINK, "inner": "deepep_high_throughput"}, named=SOME),
     "deepep_high_throughput": Case("deepep_high_throughput"),
-    "deepep_high_throughput, fp8 without counts": Case("deepep_high_throughput", WITHOUT_COUNTS, some=True),
-    "deepep_high_throughput, captured": Case("deepep_high_throughput", captured=True, some=True),
+    "deepep_high_throughput, fp8 without counts": Case("deepep_high_throughput", WITHOUT_COUNTS, named=SOME),
+    "deepep_high_throughput, captured": Case("deepep_high_throughput", captured=True, named=SOME),
     "deepep_low_latency": Case("deepep_low_latency", {"max_tokens_per_rank": ROOM}),
     "deepep_low_latency, one buffer": Case(
-        "deepep_low_latency", {"max_tokens_per_rank": ROOM, "share_buffer": True}, some=True
+        "deepep_low_latency", {"max_tokens_per_rank": ROOM, "share_buffer": True}, named=SOME
     ),
     "deepep_auto, prefill": Case("deepep_auto", {"max_tokens_per_rank": ROOM}),
     "deepep_auto, decode": Case("deepep_auto", {"max_tokens_per_rank": ROOM}, mode=ForwardMode.DECODE),
     "deepep_v2": Case("deepep_v2", {"max_tokens_per_rank": ROOM}),
-    "deepep_v2, fp8 without counts": Case("deepep_v2", {"max_tokens_per_rank": ROOM, **WITHOUT_COUNTS}, some=True),
-    "deepep_v2, captured": Case("deepep_v2", {"max_tokens_per_rank": ROOM}, captured=True, some=True),
+    "deepep_v2, fp8 without counts": Case("deepep_v2", {"max_tokens_per_rank": ROOM, **WITHOUT_COUNTS}, named=SOME),
+    "deepep_v2, captured": Case("deepep_v2", {"max_tokens_per_rank": ROOM}, captured=True, named=SOME),
 }
 
 
-SOME = ("mlp_shared_overlap", "two_batch_decode")
-
-
-def schedules(named: Iterable[str] = tuple(SCHEDULES)) -> Iterator[Schedule]:
-    """The named ones in every size, once where two of them are the same; and one dispatch or receiver for all."""
-    overlap = SCHEDULES["mlp_shared_overlap"]
+def schedules(named: Sequence[str] = tuple(SCHEDULES)) -> Iterator[Schedule]:
+    """Named ones in every size, once where two are the same; and the first with one dispatch, or received by peers."""
+    first = SCHEDULES[named[0]]
     variants = [
-        replace(overlap, name="received by the peer", recv=Recv.PEER),
-        replace(overlap, name="one dispatch for all chunks", chunk_dispatch=False),
+        replace(first, name="received by the peer", recv=Recv.PEER),
+        replace(first, name="one dispatch for all chunks", chunk_dispatch=False),
     ]
     seen = set()
     for schedule in (*map(SCHEDULES.__getitem__, named), *variants):
@@ -162,9 +163,12 @@ class Stack(nn.Module):
             x = x + kernel(x, weights, ids)
         return x
 
-    def rows(self, rank: int) -> Tensor:
+    def rows(self, case: Case, rank: int) -> Tensor:
+        """Enough where chunks signal: of one without rows, whose kernel sets nothing, the device would see no write."""
         generator = torch.Generator().manual_seed(rank)
-        return torch.randn(7 + 4 * rank, self.shared.in_features, generator=generator).to(self.shared.weight.dtype)
+        return torch.randn(
+            48 if case.experts == "triton_batched" else 7 + 4 * rank, self.shared.in_features, generator=generator
+        ).to(self.shared.weight.dtype)
 
 
 def test_what_is_tried() -> None:
@@ -173,7 +177,7 @@ def test_what_is_tried() -> None:
     for schedule in SCHEDULES.values():
         assert {_same_as(replace(schedule, lanes=lanes, chunks=chunks)) for lanes, chunks in sizes} <= tried
     assert {case.name for case in CASES.values()} == set(all2all_backends())
-    assert {case.name for case in CASES.values() if not case.some} == set(all2all_backends())
+    assert {case.name for case in CASES.values() if case.named == tuple(SCHEDULES)} == set(all2all_backends())
 
 
 @pytest.mark.parametrize("lanes", [1, 2, 3])
@@ -190,10 +194,10 @@ def _check(rank: int, ranks: int, name: str, lanes: int) -> None:
         deep_ep_standin.Buffer.shared_by_lanes = "share_buffer" in case.options
         group = CommGroup.from_process_group(timeout_s=20.0) if ranks > 1 else None
         model = Stack(case, group)
-        x = model.rows(rank)
+        x = model.rows(case, rank)
         expected = model(x)
         ran = 0
-        for schedule in schedules(SOME if case.some else tuple(SCHEDULES)):
+        for schedule in schedules(case.named):
             if schedule.lanes != lanes:
                 continue
             what = f"{name}: {schedule.name}, {schedule.lanes} lanes x {schedule.chunks} chunks"
@@ -212,7 +216,7 @@ def _check_runs(
 ) -> None:
     captured = mock.patch.object(deepep, "capturing", return_value=True) if case.captured else nullcontext()
     with deepep_device() as cuda, _in_lanes(model, group, schedule) as wrapper:
-        with captured:
+        with captured, mock.patch.object(host_copy, "CudaStreams", return_value=cuda):  # of a step outside lanes
             result = wrapper(x) * 1
         statistics = wrapper.statistics()
     assert statistics.engaged == (schedule.lanes > 1), f"{what}: {statistics}"
