@@ -73,6 +73,11 @@ class Case:
         """Whether DeepEP is in it, which needs rows of its own sizes in bfloat16."""
         return "deepep" in f"{self.name} {self.options.get('inner')}"
 
+    @property
+    def tolerance(self) -> float:
+        """Of a token's row, relative. A last bit more in bfloat16 can be the next step of fp8 in the second layer."""
+        return 6e-2 if "use_fp8" in self.options else TOLERANCE if self.deepep else 1e-5
+
 
 SOME = ("mlp_shared_overlap", "two_batch_decode")
 WITHOUT_COUNTS = {"use_fp8": True, "worst_case": True}
@@ -222,7 +227,7 @@ def _check_runs(
     assert statistics.engaged == (schedule.lanes > 1), f"{what}: {statistics}"
     assert statistics.engaged_single == schedule.single_batch, f"{what}: {statistics}"
     error = (result - expected).float().norm(dim=1) / expected.float().norm(dim=1)
-    assert (error < (TOLERANCE if case.deepep else 1e-5)).all(), f"{what}: tokens are wrong by {error.tolist()}"
+    assert (error < case.tolerance).all(), f"{what}: tokens are wrong by {error.tolist()}"
     cuda.check(what)
 
 
