@@ -61,6 +61,7 @@ def options_of(checkpoint: str, ranks: int, backend: str) -> EngineOptions:
     return replace(
         to_engine_options(settings),
         attention_backend=static_attention.NAME,
+        moe_backend=EXPERTS,
         cudagraph_mode="full",
         cudagraph_capture_sizes=(REQUESTS,),
     )
@@ -69,9 +70,7 @@ def options_of(checkpoint: str, ranks: int, backend: str) -> EngineOptions:
 @contextmanager
 def on_a_fake_gpu(*, captures: bool = True) -> Iterator[None]:
     """Runners record graphs, with back ends that can be recorded; `import deep_ep` finds the stand-in."""
-    settings: dict[str, Any] = {"experts_backend": EXPERTS}
-    if captures:
-        settings["graphs"] = FakeGraphs()
+    settings: dict[str, Any] = {"graphs": FakeGraphs()} if captures else {}
     with deep_ep_standin.installed(), mock.patch("serving.engine.build.ModelRunner", partial(ModelRunner, **settings)):
         yield
 

@@ -103,6 +103,16 @@ def blocks_that_signal() -> None:
     signals.check()
 
 
+@launches("copy")
+def bytes_on_sms() -> None:
+    from moe.kernels.copy import copy_on_sms
+
+    x = torch.arange(999, device=DEVICE).to(torch.uint8)
+    out = torch.zeros_like(x)
+    copy_on_sms(out, x, 2)
+    assert torch.equal(out, x)
+
+
 @launches("topk")
 def routing() -> None:
     from moe.kernels.router import route_topk
@@ -183,15 +193,15 @@ def ragged_rows() -> None:
     assert torch.equal(unpad_ragged(padded, starts, 4), x)
 
 
-@launches("page_table")
+@launches("list_pages")
 def pages() -> None:
-    from attention.kernels.cache import read_page_table
+    from attention.kernels.pages import list_pages
 
-    slots = torch.tensor([[12, 13, 14, 15, 0, 0, 0, 0], [4, 5, 6, 7, 8, 9, 10, 11]], dtype=torch.int32, device=DEVICE)
-    found = torch.full((2, 2), -1, dtype=torch.int32, device=DEVICE)
-    rows, lens = torch.tensor([1, 0], device=DEVICE), torch.tensor([5, 2], dtype=torch.int32, device=DEVICE)
-    read_page_table(found, slots, rows, lens, 4)
-    assert found.tolist() == [[1, 2], [3, 0]]
+    table = torch.tensor([[3, 1, 9], [2, 9, 9]], dtype=torch.int32, device=DEVICE)
+    starts, lens = (torch.tensor(each, dtype=torch.int32, device=DEVICE) for each in ([0, 1, 2], [5, 2]))
+    found = torch.full((4,), -1, dtype=torch.int32, device=DEVICE)
+    list_pages(found, table, starts, lens, block_size=4, most_pages=2)
+    assert found.tolist() == [3, 1, 2, -1]
 
 
 @launches("fill")
