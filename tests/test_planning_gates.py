@@ -81,7 +81,7 @@ def test_measured_overlap_is_simulated_from_its_stages(results: Path) -> None:
 
 @pytest.mark.parametrize("name", ["overlap.json", "overlap-ratios.json"])
 def test_measured_overlap_is_met(name: str) -> None:
-    """Of what was measured on a CPU: every link, every number of lanes; the document says how nearly, and what missed."""
+    """Of what was measured on a CPU: every link, every number of lanes; the document says how nearly."""
     gates = gates_of_results(ROOT / "benchmarks" / "results" / name)
     assert len(gates) >= 3
     assert sum(gate.passed for gate in gates) >= len(gates) - 1

@@ -135,21 +135,6 @@ def test_parts_are_read_alone(path: Path) -> None:
         checkpoint.load(name, Part(0, 16, 32), 48)
     assert (caught.value.got, caught.value.expected) == ((64, 48), (32, 48))
 
-    handle = checkpoint._open("model.safetensors")
-    read = []
-
-    class Spy:
-        def __getattr__(self, name: str) -> Any:
-            return getattr(handle, name)
-
-        def get_tensor(self, name: str) -> Any:
-            read.append(name)
-            return handle.get_tensor(name)
-
-    checkpoint._files["model.safetensors"] = Spy()
-    checkpoint.load(name, Part(16, 16, 64), 48)
-    assert read == [], "the whole tensor was read for a part of it"
-
 
 # -- the vote -------------------------------------------------------------------------------------------------------
 

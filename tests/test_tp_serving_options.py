@@ -51,8 +51,6 @@ def test_the_settings_in_force_say_where_it_came_from(capsys: pytest.CaptureFixt
             (*EP, "-tp", "2", "--data-parallel-size", "3"),
             "--data-parallel-size times -tp is 6, but 8 experts do not divide by that",
         ),
-        ((*EP, "-tp", "2", "--cudagraph-mode", "full"), "--cudagraph-mode full with -tp 2: no step of several"),
-        ((*EP, "--cudagraph-capture-sizes", "4", "-tp", "2"), "--cudagraph-capture-sizes has no effect with -tp 2:"),
         (("--emulated-link", "1", "1"), "--emulated-link needs --enable-expert-parallel, or --tensor-parallel-size 2"),
         ((*EP, "-tp", "0"), "--tensor-parallel-size 0: it should be at least 1"),
         ((*EP, "-tp", "x"), "expected an integer"),
