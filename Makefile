@@ -66,7 +66,7 @@ demo: setup ## two expert-parallel ranks generate text, with and without overlap
 test: setup-test ## the tests, but for those that are long by nature
 	$(BIN)/python -m pytest -m "not slow"
 
-test-slow: setup-test ## the rest of the tests: more of the zoo, of the interrupts, of transformers' families
+test-slow: setup-test ## the tests that are long by nature: more of the zoo, of interrupts, of transports, of servers
 	$(BIN)/python -m pytest -m slow
 
 lint: setup ## ruff, mypy, and the floors (import-linter)

@@ -51,6 +51,7 @@ def test_arms_that_ran_alike_are_pooled() -> None:
     assert found["auto"] == pytest.approx([1.3, 2.4])
 
 
+@pytest.mark.slow
 def test_a_short_run(tmp_path: Path) -> None:
     file = tmp_path / "auto.json"
     flags = ["--steps", "40", "--ratios", "0", "4", "--compared", "0.5", "--max-decode-tokens", "16"]

@@ -163,6 +163,7 @@ def test_bench_overlap(tmp_path: Path) -> None:
         assert waits_not < 0.8 * waits  # stages are timed with nothing to wait for
 
 
+@pytest.mark.slow
 def test_bench_schedules(tmp_path: Path) -> None:
     """Of a model with shared experts, whose place makes a difference."""
     size = RandomDeepseekV3(

@@ -174,6 +174,7 @@ def small_rooms_on_rank(rank: int, world_size: int, path: str) -> list[tuple[lis
     return found
 
 
+@pytest.mark.slow
 def test_ranks_with_little_room_leave_out_the_same_kinds(tmp_path: Path) -> None:
     path = str(make_qwen3_moe_checkpoint(tmp_path / "model"))
     first, second = run_ranks(small_rooms_on_rank, 2, path)

@@ -33,6 +33,7 @@ def test_wrap_module() -> None:
     assert "calls: 1 overlapped, not overlapped: {'below_prefill_threshold': 1}" in output
 
 
+@pytest.mark.slow
 def test_wrap_tensor_parallel() -> None:
     output = run_example("wrap_tensor_parallel.py", "--sequences", "4")
     assert "calls: 1 overlapped, not overlapped: {'gradients': 1}" in output
@@ -44,6 +45,7 @@ def test_wrap_transformers() -> None:
     assert output.count("generated tokens equal, 4 steps overlapped, not overlapped: {}") == 2
 
 
+@pytest.mark.slow
 def test_wrap_transformers_parallel() -> None:
     output = run_example("wrap_transformers_parallel.py")
     assert output.count("generated tokens equal") == 2

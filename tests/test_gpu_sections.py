@@ -79,6 +79,7 @@ sys.meta_path[:] = [Lacking(finder) for finder in sys.meta_path]
     assert all(each["seconds"] >= 0 for each in kernels["tests"])
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("make") is None, reason="there is no make")
 def test_the_benchmarks_are_rehearsed(tmp_path: Path) -> None:
     done = make("bench-gpu", tmp_path, "GPU_OPTIONS=--only lanes")

@@ -225,6 +225,7 @@ def test_what_nobody_keeps_would_be_found() -> None:
 # -------------------------------------------------------------------------------------------------------------- graphs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", **NAMES)
 def test_replays(schedule: Schedule) -> None:
     model = Model()

@@ -103,6 +103,7 @@ def test_two_ranks_of_one_replica(tmp_path: Path) -> None:
     assert ranks[0]["plain"]["replays"] == ranks[1]["plain"]["replays"]
 
 
+@pytest.mark.slow
 def test_two_replicas_of_two_ranks(tmp_path: Path) -> None:
     """The second replica ends first, and replays padding alone from then on."""
     ranks = run_ranks(replay_on_rank, 4, str(make_checkpoint(tmp_path / "tiny")))

@@ -50,6 +50,7 @@ def test_a_served_model_speaks(model: Path) -> None:
     assert tokenizer.decode(prompt) == text
 
 
+@pytest.mark.slow
 def test_offline_and_served_generate_what_transformers_does(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

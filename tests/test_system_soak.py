@@ -101,6 +101,7 @@ def test_nobody_is_lost_and_nobody_gets_anothers_text(server: ServerProcess, ans
     assert sum(succeeded) >= CLIENTS - cancelled
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow(server: ServerProcess, answers: list[LLMOutput]) -> None:
     resident: list[dict[int, int]] = []
     for seed in range(1, 6):

@@ -156,6 +156,7 @@ def check_layouts(rank: int) -> None:
         assert layout.scatter(own, ScatterMode.SCATTERED, Point.MLP_SCATTER) is own
 
 
+@pytest.mark.slow
 def test_two_replicas_of_two_ranks(paths: dict[str, str]) -> None:
     """The second replica is idle while the first decodes, mixes and verifies, and the other way round."""
     sparse = {family: paths[family] for family in ("Qwen3Moe", "DeepseekV3")}

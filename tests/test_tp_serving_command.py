@@ -90,6 +90,7 @@ def test_sigterm_drains(server: Server) -> None:
     assert server.lines[-1].endswith("drained")
 
 
+@pytest.mark.slow
 def test_a_follower_that_dies_ends_the_server() -> None:
     server = Server(MODEL, *TP, "--port", "0")
     try:

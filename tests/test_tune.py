@@ -213,6 +213,7 @@ def test_state_is_of_one_run_only(tmp_path: Path) -> None:
         load_state(path, {"model": 1})
 
 
+@pytest.mark.slow
 def test_a_run_that_was_stopped_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Two short runs on two ranks: the second begins where the time of the first was up."""
     model = make_qwen3_moe_checkpoint(tmp_path / "model")
