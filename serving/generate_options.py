@@ -14,7 +14,7 @@ from attention import attention_backends
 from moe import experts_backends
 from serving.options import Speculation, read_speculation
 from serving.options.fields import NamedValues
-from serving.runner_setup import choose_dtype, count_gpus, read_config, tensor_parallel_faults
+from serving.runner_setup import check_transport, choose_dtype, count_gpus, read_config, tensor_parallel_faults
 from serving.speculation import SpeculationConfig
 from ubatch import ConfigError, UBatchConfig
 
@@ -109,7 +109,9 @@ def prepare(options: Options) -> UBatchConfig:
             "--enable-expert-parallel needs --data-parallel-size 2 or more, or --tensor-parallel-size; one rank has "
             "all experts."
         )
-    if not options.enable_expert_parallel:
+    if options.enable_expert_parallel:
+        check_transport(options.all2all_backend, options.all2all_options)
+    else:
         for flag, value in (
             ("--all2all-backend", options.all2all_backend),
             ("--all2all-options", options.all2all_options),

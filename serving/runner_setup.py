@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -13,12 +13,14 @@ import torch
 from tqdm import tqdm
 
 from model_runner import Checkpoint, ModelConfig, ModelRunner, check_tensor_parallel, model_class
-from moe import EmulatedLink
+from model_runner.transport import AUTO, choose_all2all
+from moe import EmulatedLink, check_all2all_options
 from serving.logs import log_event
 from ubatch import ConfigError
 
 __all__ = [
     "WeightsBar",
+    "check_transport",
     "choose_dtype",
     "count_gpus",
     "describe_memory",
@@ -34,6 +36,20 @@ _logger = logging.getLogger(__name__)
 def count_gpus() -> int:
     """CUDA devices that torch can use here."""
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def check_transport(backend: str | None, options: Mapping[str, object] | None) -> None:
+    """Refuse a wrong `--all2all-backend` or `--all2all-options` of ranks over gloo, before any of them starts.
+
+    Raises:
+        ConfigError: an unknown back end or option, or a value of another type.
+    """
+    if backend in (None, AUTO):
+        backend, _ = choose_all2all(stream_ordered=False, one_machine=True)
+    try:
+        check_all2all_options(backend, options or {})
+    except ConfigError as error:
+        raise ConfigError(f"--all2all-backend, --all2all-options: {error}") from error
 
 
 def choose_dtype(device: str, stored: str) -> tuple[str, str]:

@@ -20,7 +20,7 @@ from moe import experts_backends
 from serving.bench.statistics import environment
 from serving.options.fields import NamedValues
 from serving.ranks import run_ranks
-from serving.runner_setup import choose_dtype, count_gpus, make_link
+from serving.runner_setup import check_transport, choose_dtype, count_gpus, make_link
 from serving.tuning.batches import kv_blocks_needed, requests_needed
 from serving.tuning.cells import Arm, Grid
 from serving.tuning.measure import Plan, Tuner
@@ -109,6 +109,8 @@ def run(options: Options) -> int:
             f"--draft-tokens {options.draft_tokens}: a verify step of --max-decode-tokens {options.max_decode_tokens} "
             "has fewer than two requests. Lower the one or raise the other."
         )
+    if options.data_parallel_size > 1:
+        check_transport(options.all2all_backend, options.all2all_options)
     device = _device(options)
     key = _key(options, device)
     path = state_file(options.out)

@@ -218,3 +218,21 @@ def test_arms_run_forwards_then_backwards() -> None:
     arms = interleave_arms({"a": lambda: arm("a"), "b": lambda: arm("b")}, 2, show=False)
     assert "".join(calls) == "ab" + "abba" * 2
     assert arms == {"a": [(3 + 6) / 2, (7 + 10) / 2], "b": [(4 + 5) / 2, (8 + 9) / 2]}
+
+
+@pytest.mark.parametrize("command", [["generate", TINY, "--prompt", "x", "--enable-expert-parallel"], ["tune", TINY]])
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        (["--all2all-options", "room=3"], "back end 'torch_dist' has no option 'room'; it takes none."),
+        (["--all2all-backend", "nonsense"], "unknown all2all back end 'nonsense'"),
+        (["--all2all-backend", "deepep_v2", "--all2all-options", "max_tokens_per_rank=x"], "must be int, not 'x'."),
+    ],
+)
+def test_a_transport_is_refused_before_any_rank_starts(
+    command: list[str], words: list[str], complaint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = ["--out", str(tmp_path / "dbo.yaml")] if command[0] == "tune" else []
+    assert main([*command, "--data-parallel-size", "2", *words, *out]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert complaint in line
