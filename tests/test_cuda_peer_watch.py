@@ -6,6 +6,7 @@ import ctypes
 import os
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -121,9 +122,9 @@ def _dispatches(rank: int, ranks: int) -> None:
         assert wrapper.statistics().engaged == 1
         wrapper.close()
         assert group.broken is None
-        everyone = range(ranks)  # none may end before it has withdrawn its own
-        silent = lambda: any(connection_silence(group, each) != b"0" for each in everyone)  # noqa: E731
-        assert within(5, lambda: not silent()), "withdrawn when nobody dispatches"
+        # No rank may end before both have withdrawn what they told.
+        told = partial(map, partial(connection_silence, group), range(ranks))
+        assert within(5, lambda: set(told()) == {b"0"}), "withdrawn when nobody dispatches"
 
 
 def connection_silence(group: CommGroup, rank: int) -> bytes:

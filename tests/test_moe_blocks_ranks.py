@@ -14,6 +14,7 @@ import deepep_cases
 import pytest
 import torch
 from moe_layers import Layer, make_layer, make_tokens
+from only_lane import alone
 from torch import Tensor, nn
 
 from moe import EmulatedLink, FusedMoEModularKernel, SoftmaxTopKRouter, make_all2all, make_experts
@@ -24,13 +25,11 @@ from ubatch import (
     ConfigError,
     Schedule,
     SpanKind,
-    Trace,
     UBatchConfig,
     UBatchWrapper,
     get_schedule,
     tracing,
 )
-from ubatch.single_lane import SingleLane
 
 EXPERTS, HIDDEN, TOP_K = 8, 12, 3
 SIGNALLED, CHUNKS, SERIAL = (get_schedule(name) for name in ("single_batch_signalled", "single_batch", "serial"))
@@ -61,14 +60,6 @@ def _check_all(rank: int, ranks: int, names: list[str]) -> None:
     with torch.inference_mode():
         for name in names:
             CHECKS[name](rank, group)
-
-
-def alone(group: CommGroup, schedule: Schedule, body: Callable[[], Tensor]) -> tuple[Tensor, Trace]:
-    """Run `body` as the only lane."""
-    with closing(SingleLane(torch.device("cpu"))) as lane, tracing() as trace:
-        trace.step = 1
-        (output,) = lane.run([body], schedule, [None], frozenset(group.ranks))
-    return output, trace
 
 
 def transports(group: CommGroup, experts: int) -> Iterator[tuple[str, Any]]:

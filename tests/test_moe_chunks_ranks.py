@@ -5,13 +5,13 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing
 from typing import Any
 
 import deepep_cases
 import pytest
 import torch
 from moe_layers import Layer, Routed, make_layer, make_tokens
+from only_lane import alone
 from torch import Tensor, nn
 
 from moe import EmulatedLink, SoftmaxTopKRouter, make_all2all
@@ -23,12 +23,9 @@ from ubatch import (
     Schedule,
     SharedExpert,
     SpanKind,
-    Trace,
     UBatchConfig,
     UBatchWrapper,
-    tracing,
 )
-from ubatch.single_lane import SingleLane
 
 EXPERTS, HIDDEN, TOP_K = 8, 12, 3
 BACKENDS: dict[str, dict[str, Any]] = {"torch_dist": {}, "allgather_reducescatter": {}}
@@ -52,14 +49,6 @@ def _check_all(rank: int, ranks: int, names: list[str]) -> None:
     with torch.inference_mode():
         for name in names:
             CHECKS[name](rank, group)
-
-
-def alone(group: CommGroup, schedule: Schedule, body: Callable[[], Tensor]) -> tuple[Tensor, Trace]:
-    """Run `body` as the only lane."""
-    with closing(SingleLane(torch.device("cpu"))) as lane, tracing() as trace:
-        trace.step = 1
-        (output,) = lane.run([body], schedule, [None], frozenset(group.ranks))
-    return output, trace
 
 
 def chunked(chunks: int, own: bool, lanes: int = 1, place: SharedExpert = SharedExpert.COMBINE) -> Schedule:

@@ -213,7 +213,7 @@ class _Cut:
         return parts
 
     def _tensor(self, value: Tensor, at: _Place) -> list[Tensor]:
-        if at.name in _FOR_ALL or _is_placeholder(value):
+        if at.name in _FOR_ALL or _is_unfilled(value):
             return [value.clone() for _ in self.bounds]
         if at.name not in _ROWS:
             raise SplitError(
@@ -307,7 +307,7 @@ class _Join:
 
     def _tensor(self, values: Sequence[Tensor], whole: Tensor | None, at: _Place) -> Tensor:
         first = values[0]
-        if at.name in _FOR_ALL or all(map(_is_placeholder, values)):
+        if at.name in _FOR_ALL or all(map(_is_unfilled, values)):
             if whole is None or not _is_like(whole, first, first.shape):
                 return _with_marks(first.clone(), first)
             self.writes.append(lambda: _with_marks(whole.copy_(first), first))
@@ -357,8 +357,8 @@ def _is_static(layer: object) -> bool:
     return _qualified(type(layer)) in _STATIC_LAYERS
 
 
-def _is_placeholder(value: Tensor) -> bool:
-    """Whether this is the `[0]` that stands for keys until there are some."""
+def _is_unfilled(value: Tensor) -> bool:
+    """Whether this is the empty `[0]` that a lazy layer keeps until its first keys come."""
     return value.shape == (0,)
 
 
@@ -386,7 +386,7 @@ def _with_marks(made: Tensor, first: Tensor) -> Tensor:
 def _rows_of(value: Any, name: str = "") -> int | None:
     """Rows of the first tensor in the attribute `name` that has one entry per row; None if there is none."""
     if isinstance(value, Tensor):
-        return value.shape[_ROWS[name]] if name in _ROWS and not _is_placeholder(value) else None
+        return value.shape[_ROWS[name]] if name in _ROWS and not _is_unfilled(value) else None
     if isinstance(value, PLAIN) or name in _SHARED:
         return None
     if isinstance(value, list | tuple):
