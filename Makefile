@@ -17,6 +17,7 @@ PYTHON ?= $(shell for p in python3 python3.12 python3.11; do $$p -c '$(SUPPORTED
 GPU_PYTHON ?= $$(.ci/gpu-python)
 GPU_DEVICE ?= cuda
 GPU_OPTIONS ?=
+GPU_RESULTS := $(if $(filter cpu,$(GPU_DEVICE)),.cache/rehearsal,$(RESULTS))
 
 # One compute thread per process, and no cache outside the tree.
 export OMP_NUM_THREADS ?= 1
@@ -99,13 +100,15 @@ gpu: ## both of the next two, what matters most first: for whoever has a GPU for
 	done; done; exit $$status
 
 test-gpu: ## the tests that need a GPU, with this machine's own torch if it is a CUDA build; writes gpu-tests.json
+	@mkdir -p $(GPU_RESULTS)
 	python="$(GPU_PYTHON)"; \
-	PYTHONPATH=".:$${PYTHONPATH:-}" "$$python" -m benchmarks.gpu.checks --device $(GPU_DEVICE) --json $(RESULTS)/gpu-tests.json $(GPU_OPTIONS)
+	PYTHONPATH=".:$${PYTHONPATH:-}" "$$python" -m benchmarks.gpu.checks --device $(GPU_DEVICE) --json $(GPU_RESULTS)/gpu-tests.json $(GPU_OPTIONS)
 
 bench-gpu: ## the GPU benchmarks, made for 8 minutes at most; writes benchmarks/results/gpu.json and gpu.md
+	@mkdir -p $(GPU_RESULTS)
 	python="$(GPU_PYTHON)"; \
 	PYTHONPATH=".:$${PYTHONPATH:-}" "$$python" -m benchmarks.gpu --device $(GPU_DEVICE) $(if $(filter cpu,$(GPU_DEVICE)),--tiny --blocks 1) \
-	    --json $(RESULTS)/gpu.json --markdown $(RESULTS)/gpu.md $(GPU_OPTIONS)
+	    --json $(GPU_RESULTS)/gpu.json --markdown $(GPU_RESULTS)/gpu.md $(GPU_OPTIONS)
 
 clean: ## remove the virtual environment, caches and what `make demo` wrote
 	rm -rf $(VENV) .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis build demo *.egg-info

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from benchmarks.gpu import checks
+from benchmarks.gpu.__main__ import main as bench
 from benchmarks.gpu.checks import DECIDING, SECTIONS, files_of
 from benchmarks.gpu.parts import FIRST, REST, names_in
 from benchmarks.gpu.sections import HEADLINE
@@ -29,7 +30,7 @@ FOREIGN = (
 
 def make(target: str, folder: Path, *options: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """As on a GPU, but for the device."""
-    settings = [f"GPU_PYTHON={sys.executable}", "GPU_DEVICE=cpu", f"RESULTS={folder}"]
+    settings = [f"GPU_PYTHON={sys.executable}", "GPU_DEVICE=cpu", f"GPU_RESULTS={folder}"]
     command = ["make", "--no-print-directory", target, *settings, *options]
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "PYTEST"))}
     return subprocess.run(
@@ -140,7 +141,7 @@ def test_a_section_that_breaks_loses_nothing_of_itself_or_of_others(
     assert "nothing_of_that_name" in written["unreadable"]["tests"][0]["error"]
     printed = capfd.readouterr()
     assert "==> hang: out of time (12 s): 1 passed in " in printed.out
-    assert "Not everything passed: crash, hang, wrong, unreadable, no syntax." in printed.err
+    assert "Not everything ran and passed: crash, hang, wrong, unreadable, no syntax." in printed.err
 
 
 def test_an_earlier_runs_other_sections_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,6 +151,27 @@ def test_an_earlier_runs_other_sections_are_kept(tmp_path: Path, monkeypatch: py
     assert list(sections_of(file)) == ["streams", "others"]
     checks._write(file, "cuda", "kernels", {"status": 0})
     assert list(json.loads(file.read_text())["sections"]) == ["kernels"], "what a rehearsal gave is no result"
+
+
+def test_a_rehearsal_does_not_replace_what_a_gpu_gave(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "results.json"
+    given = json.dumps({"device": "cuda", "sections": {"streams": {}}})
+    file.write_text(given)
+    assert checks.main(["--device", "cpu", "--only", "streams", "--json", str(file)]) == 1
+    assert bench(["--device", "cpu", "--tiny", "--only", "lanes", "--json", str(file)]) == 1
+    assert capsys.readouterr().err.count("a rehearsal would replace it") == 2
+    assert file.read_text() == given
+
+
+def test_what_ran_on_no_gpu_is_no_success(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    skipped = {"outcome": "done: 29 skipped", "status": 0, "seconds": 1.0, "counts": {"skipped": 29}, "tests": []}
+    monkeypatch.setattr(checks, "_run", lambda name, device: skipped)
+    monkeypatch.setattr(checks, "_environment", lambda: {"sms": 132})
+    assert checks.main(["--only", "streams"]) == 1
+    assert "Not everything ran and passed: streams." in capsys.readouterr().err
+    monkeypatch.setattr(checks, "_environment", lambda: {"torch": "2.11"})
+    assert checks.main(["--only", "streams"]) == 1
+    assert "No GPU here" in capsys.readouterr().err
 
 
 # ------------------------------------------------------------------------------------------------------------- the plan

@@ -27,6 +27,7 @@ def main(argv: list[str] | None = None) -> int:
 
     import torch
 
+    from benchmarks.gpu.parts import why_not_into
     from benchmarks.gpu.run import Options, names_of, run
 
     if options.device == "cuda" and not torch.cuda.is_available():
@@ -39,6 +40,9 @@ def main(argv: list[str] | None = None) -> int:
     if options.device == "cpu" and not options.tiny:
         print("--device cpu needs --tiny: the full sizes would take days there.", file=sys.stderr)
         return 2
+    if (why_not := why_not_into(options.json, rehearsal=options.tiny or options.device == "cpu")) is not None:
+        print(why_not, file=sys.stderr)
+        return 1
     chosen = Options(
         only=names_of(options.only),
         device=options.device,

@@ -31,7 +31,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.parts import FIRST, REHEARSAL, REST, names_in
+from benchmarks.gpu.parts import FIRST, REHEARSAL, REST, names_in, why_not_into
 
 __all__ = ["SECTIONS", "Section", "main"]
 
@@ -80,17 +80,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{sys.executable} has no pytest: install it there.", file=sys.stderr)
         return 1
     environment = _environment()
+    why_not = why_not_into(options.json, rehearsal=options.device == "cpu")
+    if options.device == "cuda" and "sms" not in environment:
+        why_not = f"No GPU here that torch can use: {environment}. --device cpu rehearses the tests without one."
+    if why_not is not None:
+        print(why_not, file=sys.stderr)
+        return 1
     failed = []
     for name in names_in(SECTIONS, DECIDING, options.only):
         print(f"\n==> {name}", flush=True)
         found = {**_run(name, options.device), "environment": environment}
         print(f"==> {name}: {found['outcome']} in {found['seconds']} s", flush=True)
-        if found["status"] or "failed" in found["counts"]:
-            failed.append(name)
+        if found["status"] or "failed" in found["counts"] or "passed" not in found["counts"]:
+            failed.append(name)  # a section that only skips has shown nothing
         if options.json is not None:
             _write(options.json, options.device, name, found)
     if failed:
-        print(f"\nNot everything passed: {', '.join(failed)}.", file=sys.stderr)
+        print(f"\nNot everything ran and passed: {', '.join(failed)}.", file=sys.stderr)
     return 1 if failed else 0
 
 
@@ -155,12 +161,13 @@ def _write(file: Path, device: str, name: str, found: Mapping[str, Any]) -> None
     file.write_text(json.dumps({"device": device, "sections": ordered}, indent=1) + "\n", encoding="utf-8")
 
 
-def _environment() -> Any:
+def _environment() -> dict[str, Any]:
     """The machine, asked in a process of its own: nothing here should touch the device."""
     ask = "import json; from benchmarks.gpu.bench import describe_machine; print(json.dumps(describe_machine()))"
     try:
         done = subprocess.run([sys.executable, "-c", ask], cwd=ROOT, capture_output=True, timeout=60, check=True)
-        return json.loads(done.stdout)
+        environment: dict[str, Any] = json.loads(done.stdout)
+        return environment
     except (subprocess.SubprocessError, ValueError) as error:
         return {"error": f"{type(error).__name__}: {error}"}
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
-__all__ = ["FIRST", "REHEARSAL", "REST", "names_in"]
+__all__ = ["FIRST", "REHEARSAL", "REST", "names_in", "why_not_into"]
 
 FIRST, REST = "first", "rest"
 REHEARSAL = 3
@@ -21,3 +23,13 @@ def names_in(sections: Iterable[str], first: Sequence[str], asked: Sequence[str]
     """
     wanted = {FIRST, REST} if asked is None else set(asked)
     return tuple(name for name in sections if {name, FIRST if name in first else REST} & wanted)
+
+
+def why_not_into(file: Path | None, *, rehearsal: bool) -> str | None:
+    """Why results must not be written into `file`; None if they may. A rehearsal never replaces what a GPU gave."""
+    if file is None or not rehearsal or not file.exists():
+        return None
+    old = json.loads(file.read_text(encoding="utf-8"))
+    if old.get("device") != "cuda" or old.get("smoke"):
+        return None
+    return f"{file} has what a GPU gave, and a rehearsal would replace it: give another file, or move that one."
