@@ -138,6 +138,7 @@ def test_bench_lanes(tmp_path: Path) -> None:
     assert set(results["arms_ms"]) == {"back_to_back", "lanes"}
 
 
+@pytest.mark.slow
 def test_bench_overlap(tmp_path: Path) -> None:
     model = make_qwen3_moe_checkpoint(tmp_path / "model")
     file = tmp_path / "overlap.json"

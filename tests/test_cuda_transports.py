@@ -14,6 +14,7 @@ from unittest import mock
 
 import deep_ep_standin
 import deepep_cases
+import pytest
 import torch
 from fake_cuda import FakeCuda
 from moe_layers import make_layer
@@ -72,6 +73,7 @@ def test_one_rank() -> None:
     run_ranks(_check_all, 1, ["transports_1"])
 
 
+@pytest.mark.slow
 def test_two_ranks() -> None:
     """And what is left out of the real code is found."""
     run_ranks(_check_all, 2, ["transports_2", "collectives", "planted"])

@@ -44,6 +44,7 @@ def stages(attention: float, experts: float, *, max_chunks: int = 4) -> StageMod
     return StageModel(nothing, whole, 24, 32, 4, traits)
 
 
+@pytest.mark.slow
 def test_only_what_promises_more_than_the_usual_arms() -> None:
     found = better_schedule(stages(0.3, 0.7), "prefill", USUAL)
     assert found is not None

@@ -135,7 +135,8 @@ def test_latent_attention_with_heads_of_both_kinds_gives_the_same_text(
             assert "tokens per request and verify step" in rest
 
 
-@pytest.mark.timeout(150)
+@pytest.mark.slow
+@pytest.mark.timeout(140)
 def test_training_starts(tmp_path: Path) -> None:
     output = run_example("train_eagle_head.py", "--steps", "1", "--out", str(tmp_path), timeout=140)
     assert "mean accepted length 1." in output  # it has learned nothing yet

@@ -77,6 +77,7 @@ def test_the_rank_that_raised_is_blamed_with_its_own_error() -> None:
     asyncio.run(scenario())
 
 
+@pytest.mark.slow
 def test_ranks_that_start_at_different_speeds_wait_for_each_other() -> None:
     """Longer than `timeout_s`: in its first vote rank 0 waits until rank 1 has loaded, too."""
     dbo = UBatchConfig(dbo_decode_token_threshold=4, dbo_prefill_token_threshold=8, timeout_s=LATE_S - 2)

@@ -40,6 +40,7 @@ def test_wrap_tensor_parallel() -> None:
     assert "all-reduce time hidden: " in output
 
 
+@pytest.mark.slow
 def test_wrap_transformers() -> None:
     output = run_example("wrap_transformers.py", "--max-new-tokens", "6")
     assert output.count("generated tokens equal, 4 steps overlapped, not overlapped: {}") == 2
@@ -53,7 +54,7 @@ def test_wrap_transformers_parallel() -> None:
     assert output.count("communication hidden: ") == 2
 
 
-@pytest.mark.timeout(170)
+@pytest.mark.timeout(140)
 def test_demo(tmp_path: Path) -> None:
     output = run_example("demo.py", "--out", str(tmp_path), "--blocks", "2", "--max-tokens", "4", timeout=160)
     assert "tokens with overlap on and off: equal (192 generated)" in output
@@ -68,6 +69,7 @@ def test_demo(tmp_path: Path) -> None:
     assert "http" not in page.replace("http://www.w3.org/", "")
 
 
+@pytest.mark.slow
 def test_training_starts(tmp_path: Path) -> None:
     run_example("train_tiny_moe.py", "--steps", "1", "--out", str(tmp_path))
     assert (tmp_path / "model.safetensors").stat().st_size < 8_000_000

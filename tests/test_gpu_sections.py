@@ -45,6 +45,7 @@ def sections_of(file: Path) -> dict[str, Any]:
     return sections
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("make") is None, reason="there is no make")
 def test_the_tests_are_rehearsed_on_a_machine_that_lacks_everything_else(tmp_path: Path) -> None:
     lacking = f"""
@@ -91,15 +92,29 @@ def test_the_benchmarks_are_rehearsed(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 @pytest.mark.skipif(shutil.which("make") is None, reason="there is no make")
-def test_all_of_it_is_rehearsed(tmp_path: Path) -> None:
-    done = make("gpu", tmp_path)
+@pytest.mark.parametrize("section", SECTIONS)
+def test_every_section_is_rehearsed(tmp_path: Path, section: str) -> None:
+    done = make("test-gpu", tmp_path, f"GPU_OPTIONS=--only {section}")
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    assert list(sections_of(tmp_path / "gpu-tests.json")) == list(SECTIONS)
-    assert list(sections_of(tmp_path / "gpu.json")) == list(BENCHES)
-    places = [done.stdout.index(text) for text in ("==> capture:", "Overlapped prefill", "==> numbers:", "Eager lanes")]
-    assert places == sorted(places), "what decides, the headline, the rest"
+    assert list(sections_of(tmp_path / "gpu-tests.json")) == [section]
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="there is no make")
+def test_what_decides_comes_first_and_what_fails_hides_nothing(tmp_path: Path) -> None:
+    """`make gpu`, with an interpreter that only notes what it is asked to run, and fails."""
+    interpreter = tmp_path / "python"
+    interpreter.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/asked\nexit 1\n')
+    interpreter.chmod(0o755)
+    done = make("gpu", tmp_path, f"GPU_PYTHON={interpreter}")
+    assert done.returncode != 0
+    asked = [line.split() for line in (tmp_path / "asked").read_text().splitlines()]
+    assert [(words[1], words[words.index("--only") + 1]) for words in asked] == [
+        ("benchmarks.gpu.checks", FIRST),
+        ("benchmarks.gpu", FIRST),
+        ("benchmarks.gpu.checks", REST),
+        ("benchmarks.gpu", REST),
+    ]
 
 
 # ------------------------------------------------------------------------------------------------------ one that breaks

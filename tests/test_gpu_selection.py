@@ -51,6 +51,7 @@ def test_gpu_tests_that_need_a_missing_package_are_skipped_by_name(folder: Path)
     assert "ERROR test_broken.py" in done.stdout
 
 
+@pytest.mark.slow
 def test_without_that_selection_both_are_errors(folder: Path) -> None:
     done = run_pytest(folder)
     assert "2 errors" in done.stdout, done.stdout

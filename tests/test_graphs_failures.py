@@ -218,6 +218,7 @@ class Taking(nn.Module):
         return x * self.weight
 
 
+@pytest.mark.slow
 def test_what_no_graph_can_do_is_refused_before_it_is_captured() -> None:
     register_splitter(Cache, CacheSplitter())
     with graphed(Taking()) as case:

@@ -113,6 +113,7 @@ def warms_up(rank: int, ranks: int) -> None:
     model.close()
 
 
+@pytest.mark.slow
 def test_peers_wait_for_a_rank_that_warms_up() -> None:
     run_ranks(warms_up, 2)
 

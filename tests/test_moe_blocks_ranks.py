@@ -40,11 +40,13 @@ def test_results_and_traffic() -> None:
     run_ranks(_check_all, 2, ["results", "traffic", "lanes"])
 
 
+@pytest.mark.slow
 def test_three_ranks() -> None:
     """A token's sum is in the order of the ranks, with whichever block each of them sends it."""
     run_ranks(_check_all, 3, ["results", "lanes"])
 
 
+@pytest.mark.slow
 def test_it_overlaps_and_is_no_slower_than_two_chunks() -> None:
     """Over an emulated link that is busy as long as the experts are."""
     run_ranks(_check_all, 2, ["speed"])

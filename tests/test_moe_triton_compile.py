@@ -48,6 +48,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> list[list[str]]:
     return [line.split() for line in done.stdout.splitlines()]
 
 
+@pytest.mark.slow
 def test_every_kernel_fits_an_sm(compiled: list[list[str]]) -> None:
     """As often as it is to: shared memory and registers of all its programs there; next to nothing spilled."""
     assert {line[0] for line in compiled} == launched_kernels()
@@ -60,6 +61,7 @@ def test_every_kernel_fits_an_sm(compiled: list[list[str]]) -> None:
         assert spilled <= SPILLED, line
 
 
+@pytest.mark.slow
 def test_shared_memory_is_what_was_expected(compiled: list[list[str]]) -> None:
     gemms = [line for line in compiled if len(line) > 6]
     assert len(gemms) == 24
@@ -68,6 +70,7 @@ def test_shared_memory_is_what_was_expected(compiled: list[list[str]]) -> None:
         assert 0.9 * expected - 1024 <= shared <= expected, line
 
 
+@pytest.mark.slow
 def test_a_copy_on_sms_holds_them(compiled: list[list[str]]) -> None:
     """What it leaves of an SM's registers is too little for another copy, or for a GEMM's program that has an SM."""
     taken = [(line[0], int(line[3]) * int(line[4])) for line in compiled if line[2] == "1"]

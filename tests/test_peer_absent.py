@@ -74,6 +74,7 @@ def slow_and_absent(rank: int, world_size: int) -> None:
     model.close()
 
 
+@pytest.mark.slow
 def test_slow_ranks_are_waited_for_and_absent_ones_not_for_ever() -> None:
     run_ranks(slow_and_absent, 2)
 

@@ -179,6 +179,7 @@ def test_before_capture_all_runs_eagerly(checkpoint: Path, eager: ModelRunner) -
         assert runner.statistics().graph_replays == 0
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow(checkpoint: Path, load: Load) -> None:
     with make_captured(checkpoint, lanes=2) as runner:
         graphs = dict(runner.wrapper.graphs)

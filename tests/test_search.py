@@ -66,6 +66,7 @@ def test_nothing_better_is_overlooked() -> None:
                     assert line.seconds >= found[0].seconds * (1 - 2e-3), one.describe()
 
 
+@pytest.mark.slow
 def test_what_splitting_costs_decides() -> None:
     """Where lanes double the compute nothing hides that, and one lane in chunks is best."""
     times = whole(0.5, 0.5)

@@ -183,6 +183,7 @@ def test_sigterm_drains_and_exits_with_zero(server: Server) -> None:
     assert server.lines[-1].endswith("drained")
 
 
+@pytest.mark.slow
 def test_an_engine_that_dies_ends_the_server() -> None:
     server = Server(MODEL, "--data-parallel-size", "2", "--port", "0")
     try:
@@ -213,6 +214,7 @@ def test_an_engine_that_dies_ends_the_server() -> None:
             server.end()
 
 
+@pytest.mark.slow
 def test_a_second_signal_does_not_wait() -> None:
     server = Server(MODEL, "--port", "0")
     lines: list[str] = []

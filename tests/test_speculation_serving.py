@@ -350,6 +350,7 @@ def test_acceptance_by_rejection_is_seeded() -> None:
     assert first[1] == wanted.outputs[0].token_ids
 
 
+@pytest.mark.slow
 def test_bench_speculation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "speculation.json"
     size = ["--prompts", "2", "--batches", "1", "2", "--input-len", "12", "--output-len", "10", "--blocks", "2"]

@@ -123,6 +123,7 @@ def test_tensor_parallel_ranks_draft_alike() -> None:
     assert statistics.steps["target_verify/engaged"] > 5
 
 
+@pytest.mark.slow
 def test_whole_engines_with_the_trained_head(capsys: pytest.CaptureFixture[str]) -> None:
     """What `ubatch bench speculation` counts: it compares the tokens, too."""
     prompts = [[(13 * index + 7 * place) % 300 + 3 for place in range(12)] for index in range(16)]

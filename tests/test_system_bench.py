@@ -66,6 +66,7 @@ def test_offline_and_served_generate_what_transformers_does(
     assert json.loads((tmp_path / "offline.json").read_text())["workload"]["prompts"] == 4
 
 
+@pytest.mark.slow
 def test_overlap_is_calibrated_and_engages(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     workloads = {"prefill": Workload(4, 256, 2), "decode": Workload(8, 4, 4)}
     overlap = measure_served_overlap(model, 2, step_tokens=512, workloads=workloads)

@@ -88,6 +88,7 @@ def check_texts(outcomes: Sequence[Outcome], answers: Sequence[LLMOutput]) -> No
             assert text.startswith(outcome.text)
 
 
+@pytest.mark.slow
 def test_nobody_is_lost_and_nobody_gets_anothers_text(server: ServerProcess, answers: list[LLMOutput]) -> None:
     outcomes = one_round(server, answers, seed=0)
     assert len(outcomes) == CLIENTS

@@ -110,6 +110,7 @@ def engines(host: Host) -> list[int]:
     return spawned
 
 
+@pytest.mark.slow
 def test_two_hosts_serve_together_and_end_together(hosts: list[Host]) -> None:
     first, second = (host.serve(node_rank) for node_rank, host in enumerate(hosts))
     wait_until(lambda: first.poll() is not None or "ready on http" in hosts[0].output(), "ready", 90)

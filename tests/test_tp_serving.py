@@ -104,6 +104,7 @@ def test_what_is_refused_is_refused_by_both(served: Served, expected: list[list[
     assert served.run(tokens_of(served.client, "right", PROMPTS[0], PARAMS[0])) == expected[0]
 
 
+@pytest.mark.slow
 def test_they_pause_together_and_wake_again(served: Served, expected: list[list[int]]) -> None:
     assert used_while_idle_s(served) < 0.3
     for turn in range(10):

@@ -31,6 +31,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
             server.end()
 
 
+@pytest.mark.slow
 def test_it_says_who_is_who(server: Server) -> None:
     assert server.url
     assert "ranks=1 tensor_parallel_size=2" in server.text
@@ -76,6 +77,7 @@ def test_a_trace_shows_both_processes(server: Server, tmp_path: Path, capsys: py
     assert '"pid":1' in text.replace(" ", "")
 
 
+@pytest.mark.slow
 def test_sigterm_drains(server: Server) -> None:
     lines: list[str] = []
     began = threading.Event()

@@ -130,6 +130,7 @@ def on_ranks_with(rank: int, world_size: int, folder: Path) -> None:
             assert link.statistics().transfers > 0, "the link that was given carries what travels"
 
 
+@pytest.mark.slow
 def test_transports_schedules_and_a_batch_smaller_than_the_ranks(tmp_path: Path) -> None:
     run_ranks(on_ranks_with, 2, saved("qwen2_moe", tmp_path))
 

@@ -121,6 +121,7 @@ def _run(name: str, device: str) -> dict[str, Any]:
         lines.touch()
         selected = "gpu" if device == "cuda" else "not slow"
         command = [sys.executable, "-m", "pytest", "-p", "benchmarks.gpu.pytest_lines", "-m", selected]
+        command += ["-o", "faulthandler_exit_on_timeout=false"]  # the budget ends what hangs
         command += ["-W", "ignore::pytest.PytestConfigWarning", *map(str, files_of(name))]
         begun = time.monotonic()
         status = _end_in_time(command, budget_s, {**os.environ, LINES: str(lines)})
