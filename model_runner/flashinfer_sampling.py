@@ -16,8 +16,8 @@ Source: flashinfer's documentation of `top_k_renorm_probs` and `top_p_renorm_pro
 
 from __future__ import annotations
 
-import importlib
 import inspect
+import logging
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -25,9 +25,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ubatch import ConfigError
+from ubatch import ConfigError, import_optional
 
 __all__ = ["find_truncation", "keep_most_likely", "truncates"]
+
+_logger = logging.getLogger(__name__)
 
 _Truncation = tuple[Callable[..., Tensor], Callable[..., Tensor]]
 
@@ -55,7 +57,7 @@ def keep_most_likely(probabilities: Tensor, top_k: Tensor, top_p: Tensor) -> Ten
     """
     truncation = find_truncation()
     if truncation is None:
-        raise ConfigError("flashinfer is not installed, or too old to be deterministic; ask `truncates` before.")
+        raise ConfigError("flashinfer cannot be imported, or is too old to be deterministic; ask `truncates` before.")
     renormalise_top_k, renormalise_top_p = truncation
     kept = renormalise_top_k(probabilities.float().contiguous(), top_k.to(torch.int32), is_deterministic=True)
     return renormalise_top_p(kept, top_p.to(torch.float32), is_deterministic=True)
@@ -63,12 +65,16 @@ def keep_most_likely(probabilities: Tensor, top_k: Tensor, top_p: Tensor) -> Ten
 
 @cache
 def find_truncation() -> _Truncation | None:
-    """flashinfer's top-k and top-p; None where it is not installed, or too old to be deterministic."""
+    """flashinfer's top-k and top-p; None where it cannot be imported, or is too old to be deterministic. The log says
+    why, once."""
     try:
-        module = importlib.import_module("flashinfer.sampling")
-    except ImportError:
-        return None
-    found: list[Any] = [getattr(module, name, None) for name in ("top_k_renorm_probs", "top_p_renorm_probs")]
-    if any(each is None or "is_deterministic" not in inspect.signature(each).parameters for each in found):
+        module = import_optional("flashinfer.sampling", "Install flashinfer-python in one version with its parts.")
+        found: list[Any] = [getattr(module, name, None) for name in ("top_k_renorm_probs", "top_p_renorm_probs")]
+        if any(each is None or "is_deterministic" not in inspect.signature(each).parameters for each in found):
+            raise ConfigError(
+                "the installed one is too old to be deterministic. Install flashinfer-python 0.6 or later."
+            )
+    except ConfigError as error:
+        _logger.info("top-k and top-p of whole vocabularies sort, without flashinfer: %s", error)
         return None
     return found[0], found[1]

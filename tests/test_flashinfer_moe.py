@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import math
 from collections.abc import Callable
@@ -114,7 +115,7 @@ def test_a_missing_or_old_flashinfer_is_named(monkeypatch: pytest.MonkeyPatch) -
     def missing(name: str) -> Any:
         raise ImportError("no such module")
 
-    monkeypatch.setattr(flashinfer.importlib, "import_module", missing)
+    monkeypatch.setattr(importlib, "import_module", missing)
     with pytest.raises(ConfigError, match="Install flashinfer-python"):
         find_fused_moe()
 
@@ -122,7 +123,7 @@ def test_a_missing_or_old_flashinfer_is_named(monkeypatch: pytest.MonkeyPatch) -
         @staticmethod
         def cutlass_fused_moe(input: Tensor) -> None: ...
 
-    monkeypatch.setattr(flashinfer.importlib, "import_module", lambda name: Old)
+    monkeypatch.setattr(importlib, "import_module", lambda name: Old)
     with pytest.raises(ConfigError, match=r"0\.6 or later"):
         find_fused_moe()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 from collections.abc import Iterator
 
@@ -94,7 +95,7 @@ def test_only_a_gpu_with_a_deterministic_flashinfer_truncates(monkeypatch: pytes
 
     for module, expected in ((lambda name: Old, False), (missing, False), (lambda name: New, True)):
         find_truncation.cache_clear()
-        monkeypatch.setattr(flashinfer_sampling.importlib, "import_module", module)
+        monkeypatch.setattr(importlib, "import_module", module)
         assert truncates(cuda) == expected
         if not expected:
             with pytest.raises(ConfigError, match="too old to be deterministic"):

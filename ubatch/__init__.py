@@ -98,7 +98,7 @@ from ubatch.host_copy import copy_to_host
 from ubatch.layer_program import LayerTimes
 from ubatch.modes import ModeSettings, Resolved
 from ubatch.ranges import profile_ranges
-from ubatch.registry import LazyRegistry
+from ubatch.registry import LazyRegistry, import_optional
 from ubatch.ring import Ring, interleave
 from ubatch.schedule import SCHEDULES, Point, Recv, Schedule, SharedExpert, get_schedule
 from ubatch.search import Candidate, search_schedules
@@ -208,6 +208,7 @@ __all__ = [
     "fork_comm_stream",
     "get_forward_context",
     "get_schedule",
+    "import_optional",
     "interleave",
     "keep_together",
     "launch_all_gather",

@@ -1,16 +1,35 @@
-"""Names of pluggable parts: registered as text, imported only when one is asked for.
+"""Pluggable parts: registered by name, imported only when one is asked for.
 
 A back end may need packages or hardware that are not there (a GPU kernel library on a laptop). So a name stands for
-`"module:attribute"`, and nothing is imported before `load`.
+`"module:attribute"`, and nothing is imported before `load`. A package that is there may still not be importable, and
+may then raise anything; `import_optional` makes one error of it.
 """
 
 from __future__ import annotations
 
 import importlib
+from types import ModuleType
 
-from ubatch.errors import ConfigError, nearest
+from ubatch.errors import ConfigError, describe, nearest
 
-__all__ = ["LazyRegistry"]
+__all__ = ["LazyRegistry", "import_optional"]
+
+
+def import_optional(module: str, advice: str) -> ModuleType:
+    """Import what may be missing or broken.
+
+    Args:
+        module: its full name.
+        advice: what to do where it cannot be imported; ends the message.
+
+    Raises:
+        ConfigError: it cannot be imported, whatever the import raised: some packages raise RuntimeError where their
+            parts are of different versions.
+    """
+    try:
+        return importlib.import_module(module)
+    except Exception as error:
+        raise ConfigError(f"{module} cannot be imported ({describe(error)}). {advice}") from error
 
 
 class LazyRegistry:
@@ -54,11 +73,12 @@ class LazyRegistry:
         """Import and return what `name` stands for.
 
         Raises:
-            ConfigError: the name is unknown (the message has the nearest known one).
+            ConfigError: the name is unknown (the message has the nearest known one), or its module cannot be imported.
         """
         target = self._targets.get(name)
         if target is None:
             raise ConfigError(f"unknown {self._kind} {name!r}{nearest(name, self._targets)}")
         module, _, attribute = target.partition(":")
-        loaded: object = getattr(importlib.import_module(module), attribute)
+        advice = f"{self._kind} {name!r} needs it: repair what it imports, or choose another one."
+        loaded: object = getattr(import_optional(module, advice), attribute)
         return loaded

@@ -6,7 +6,6 @@ GPU architectures; a back end asks for each kernel by name and refuses to be mad
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -18,7 +17,7 @@ from torch import Tensor
 
 from attention.backends.base import MLAShape
 from attention.metadata import CommonAttentionMetadata
-from ubatch import ConfigError
+from ubatch import ConfigError, import_optional
 from ubatch.small_copies import to_device
 
 __all__ = [
@@ -56,15 +55,16 @@ def find_kernel(kernel: FlashInferKernel) -> Callable[..., Any]:
     """Import a function or class of flashinfer. Tests put their stand-ins in this function's place.
 
     Raises:
-        ConfigError: flashinfer is not installed, or this version has no such thing.
+        ConfigError: flashinfer cannot be imported, or this version has no such thing.
     """
     module, _, attribute = kernel.value.partition(":")
+    imported = import_optional(
+        module,
+        "Install flashinfer-python, and flashinfer-cubin in the same version if at all, or choose another attention "
+        "back end.",
+    )
     try:
-        found: Callable[..., Any] = getattr(importlib.import_module(module), attribute)
-    except ImportError as error:
-        raise ConfigError(
-            f"{module} cannot be imported ({error}). Install flashinfer-python, or choose another attention back end."
-        ) from error
+        found: Callable[..., Any] = getattr(imported, attribute)
     except AttributeError as error:
         raise ConfigError(
             f"the installed flashinfer has no {module}.{attribute}. Install flashinfer-python 0.6 or later, or choose "

@@ -15,7 +15,6 @@ checks arguments and the order of calls, and exchanges over gloo (`tests/deep_ep
 
 from __future__ import annotations
 
-import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -31,7 +30,7 @@ from moe.all2all.chunks import cut, ids_of_blocks
 from moe.all2all.deepep_buffers import NODE, Queued, in_one_node
 from moe.experts.quantization import quantize_tokens
 from moe.placement import local_experts
-from ubatch import CommGroup, ConfigError, Transfer, capturing, dbo_current_ubatch_id, on_comm_stream
+from ubatch import CommGroup, ConfigError, Transfer, capturing, dbo_current_ubatch_id, import_optional, on_comm_stream
 
 __all__ = [
     "NODE",
@@ -59,13 +58,11 @@ def import_deep_ep(name: str) -> Any:
     Raises:
         ConfigError: it is not installed, or cannot be loaded here.
     """
-    try:
-        return importlib.import_module("deep_ep")
-    except (ImportError, OSError) as error:
-        raise ConfigError(
-            f"all2all back end {name!r} needs DeepEP, but importing deep_ep failed: {error}. Build it from "
-            "https://github.com/deepseek-ai/DeepEP for this machine's CUDA and torch, or use 'torch_dist'."
-        ) from error
+    return import_optional(
+        "deep_ep",
+        f"All2all back end {name!r} needs DeepEP: build it from https://github.com/deepseek-ai/DeepEP for this "
+        "machine's CUDA and torch, or use 'torch_dist'.",
+    )
 
 
 class DeepEPTransport:

@@ -105,7 +105,7 @@ def _why_not(
         made = make_experts(name, w13, w2, num_experts=shape.num_experts)
         if signalled and isinstance(made, SignallingExperts):
             made.check_signalling()
-    except (ConfigError, ImportError) as error:
+    except ConfigError as error:
         return str(error)
     if batched and not isinstance(made, BatchedExperts):
         return "takes no rows in batches by expert, as the transport brings them"

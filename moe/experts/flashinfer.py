@@ -12,7 +12,6 @@ Source: flashinfer's documentation of `cutlass_fused_moe`; the kernels are Tenso
 
 from __future__ import annotations
 
-import importlib
 import inspect
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -21,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from moe.experts.base import FusedExperts
-from ubatch import ConfigError
+from ubatch import ConfigError, import_optional
 from ubatch.sm_budget import report_sm_use
 
 __all__ = ["FlashInferExperts", "find_fused_moe"]
@@ -96,15 +95,13 @@ def find_fused_moe() -> Callable[..., Any]:
     """Import flashinfer's kernel. Tests put their stand-in in this function's place.
 
     Raises:
-        ConfigError: flashinfer is not installed, or this version has no such thing.
+        ConfigError: flashinfer cannot be imported, or this version has no such thing.
     """
-    try:
-        module = importlib.import_module("flashinfer.fused_moe")
-    except ImportError as error:
-        raise ConfigError(
-            f"flashinfer.fused_moe cannot be imported ({error}). Install flashinfer-python, or use "
-            "experts_backend='triton' or 'grouped'."
-        ) from error
+    module = import_optional(
+        "flashinfer.fused_moe",
+        "Install flashinfer-python, and flashinfer-cubin in the same version if at all, or use "
+        "experts_backend='triton' or 'grouped'.",
+    )
     found: Callable[..., Any] | None = getattr(module, "cutlass_fused_moe", None)
     if found is None or "use_fused_finalize" not in inspect.signature(found).parameters:
         raise ConfigError(
