@@ -26,6 +26,7 @@ from attention import (
 from model_runner.models.base import ModelConfig
 from moe import (
     All2All,
+    ExpertsNeeds,
     ExpertsShape,
     experts_backends,
     fastest_cpu_experts,
@@ -73,10 +74,10 @@ def resolve_experts(
         return fastest_cpu_experts(dtype, device) if device.type == "cpu" else "triton"
     held = len(all2all.experts)
     shape = ExpertsShape(held, config.num_experts, config.num_experts_per_tok, config.hidden_size, width)
-    signalled = (
-        dbo is not None and dbo.enable_dbo and any(dbo.for_mode(mode).schedule.signalled for mode in ForwardMode)
-    )
-    usable = usable_experts(shape, dtype, device, batched=all2all.traits.batched, signalled=signalled)
+    overlapping = [dbo.for_mode(mode).schedule for mode in ForwardMode] if dbo is not None and dbo.enable_dbo else []
+    signalled, in_blocks = any(schedule.signalled for schedule in overlapping), all2all.traits.sends_blocks
+    needs = ExpertsNeeds(all2all.traits.batched, signals=signalled and not in_blocks, blocks=signalled and in_blocks)
+    usable = usable_experts(shape, dtype, device, needs)
     return _choose(
         "experts back end",
         experts_backends(),

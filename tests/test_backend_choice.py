@@ -23,7 +23,7 @@ from model_runner import ModelRunner, Request, SamplingParams, ScheduledRequest
 from model_runner.backend_choice import _choose, resolve_attention, resolve_experts
 from model_runner.models.qwen3_moe import Qwen3MoeForCausalLM
 from model_runner.weights import Checkpoint
-from moe import ExpertsShape, experts_backends, fastest_experts, make_all2all, usable_experts
+from moe import ExpertsNeeds, ExpertsShape, experts_backends, fastest_experts, make_all2all, usable_experts
 from moe.experts import flashinfer
 from moe.experts.flashinfer import FlashInferExperts
 from ranks import run_ranks
@@ -111,13 +111,36 @@ def test_what_is_missing_is_left_out_and_named(
 
 
 def test_only_ours_take_batches_by_expert_and_signal(checkpoint: Path) -> None:
-    batched = usable_experts(SHAPE, torch.float32, CPU, batched=True)
+    batched = usable_experts(SHAPE, torch.float32, CPU, ExpertsNeeds(batched=True))
     assert {name: why is None for name, why in batched.items()} == {TRITON: True, FLASHINFER: False, GROUPED_MM: False}
     assert batched[FLASHINFER] == "takes no rows in batches by expert, as the transport brings them"
-    signalled = usable_experts(SHAPE, torch.float32, CPU, signalled=True)
+    signalled = usable_experts(SHAPE, torch.float32, CPU, ExpertsNeeds(signals=True))
     assert [name for name, why in signalled.items() if why is None] == [TRITON]
     schedule = replace(SCHEDULES["single_batch_signalled"], comm_sms=16)
     assert resolve(checkpoint, dbo=UBatchConfig(schedule=schedule)) == TRITON
+
+
+def test_a_signalled_schedule_over_a_transport_that_sends_blocks_gets_experts_in_blocks(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    transport = make_all2all("local", group=None, num_experts=TINY.num_experts)
+    monkeypatch.setattr(transport, "traits", replace(transport.traits, sends_blocks=True))  # as torch_dist
+    signalled = UBatchConfig(schedule=replace(SCHEDULES["single_batch_signalled"], comm_sms=0))
+    with caplog.at_level(logging.INFO, "model_runner"):
+        assert resolve(checkpoint, all2all=transport, dbo=signalled) == "grouped"
+    assert [record.getMessage() for record in caplog.records[:3]] == [
+        f"experts back end {name} is left out: runs all at once, but a schedule and the transport want blocks"
+        for name in TIMES
+    ]
+    assert resolve(checkpoint, all2all=transport, dbo=UBatchConfig(schedule="single_batch")) == FLASHINFER
+
+
+def test_where_none_can_do_what_is_needed_auto_says_so(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before, it was `grouped`, and every step was refused."""
+    monkeypatch.setattr(moe.experts.fastest, "_CANDIDATES", (FLASHINFER,))
+    signalled = UBatchConfig(schedule="single_batch_signalled")
+    with pytest.raises(ConfigError, match=r"auto finds no experts back end .* grouped: does not signal, as a schedule"):
+        resolve(checkpoint, dbo=signalled)
 
 
 def test_where_none_of_them_can_run_it_is_grouped(monkeypatch: pytest.MonkeyPatch) -> None:

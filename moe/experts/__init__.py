@@ -15,7 +15,7 @@ triton_batched   the same for the low-latency layout alone
 from __future__ import annotations
 
 from moe.experts.base import BatchedExperts, BlockwiseExperts, Experts, FusedExperts, SignallingExperts
-from moe.experts.fastest import ExpertsShape, fastest_cpu_experts, fastest_experts, usable_experts
+from moe.experts.fastest import ExpertsNeeds, ExpertsShape, fastest_cpu_experts, fastest_experts, usable_experts
 from moe.experts.quantization import dequantize_blocks, quantize_blocks
 from moe.experts.registry import experts_backends, make_experts, register_experts_backend
 
@@ -23,6 +23,7 @@ __all__ = [
     "BatchedExperts",
     "BlockwiseExperts",
     "Experts",
+    "ExpertsNeeds",
     "ExpertsShape",
     "FusedExperts",
     "SignallingExperts",

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from moe.cpu_linear import best_times, packing_pays
-from moe.experts.base import BatchedExperts, SignallingExperts
+from moe.experts.base import BatchedExperts, BlockwiseExperts, FusedExperts, SignallingExperts
 from moe.experts.registry import make_experts
 from ubatch import ConfigError
 from ubatch.c_jit import why_not_c
 from ubatch.fastest import Chosen, Launches, fastest, measured
 
-__all__ = ["ExpertsShape", "fastest_cpu_experts", "fastest_experts", "usable_experts"]
+__all__ = ["ExpertsNeeds", "ExpertsShape", "fastest_cpu_experts", "fastest_experts", "usable_experts"]
 
 _EXPERTS, _HIDDEN, _INTERMEDIATE, _TOP_K = 8, 512, 256, 4
 _TOKENS = (16, 256)  # of a decode step, and of a prefill; they count alike
@@ -48,8 +48,39 @@ class ExpertsShape:
     intermediate_size: int
 
 
+@dataclass(frozen=True)
+class ExpertsNeeds:
+    """What the transport and the schedules need experts to do.
+
+    Attributes:
+        batched: take rows in batches by expert.
+        signals: say block by block what is done, as a signalled schedule wants.
+        blocks: be computed block after block, which a signalled schedule wants where the transport sends blocks.
+    """
+
+    batched: bool = False
+    signals: bool = False
+    blocks: bool = False
+
+    def missing(self, experts: FusedExperts) -> str | None:
+        """What these lack of it, or None.
+
+        Raises:
+            ConfigError: they signal, but not with these weights.
+        """
+        if self.batched and not isinstance(experts, BatchedExperts):
+            return "takes no rows in batches by expert, as the transport brings them"
+        if self.blocks and not isinstance(experts, BlockwiseExperts):
+            return "runs all at once, but a schedule and the transport want blocks"
+        if self.signals:
+            if not isinstance(experts, SignallingExperts):
+                return "does not signal, as a schedule wants"
+            experts.check_signalling()
+        return None
+
+
 def usable_experts(
-    shape: ExpertsShape, dtype: torch.dtype, device: torch.device, *, batched: bool = False, signalled: bool = False
+    shape: ExpertsShape, dtype: torch.dtype, device: torch.device, needs: ExpertsNeeds = ExpertsNeeds()
 ) -> dict[str, str | None]:
     """The experts back ends that `auto` chooses from, the default first, each with why it cannot be used, or None.
 
@@ -57,13 +88,14 @@ def usable_experts(
         shape: of a layer.
         dtype: of the weights.
         device: where they are.
-        batched: the transport brings rows in batches by expert.
-        signalled: some schedule combines by signals.
+        needs: of the transport and the schedules.
     """
     if not measured(device):
         return {fastest_cpu_experts(dtype, device): None}
-    found = {name: _why_not(name, shape, dtype, device, batched, signalled) for name in _CANDIDATES}
-    return found if None in found.values() else {**found, "grouped": None}
+    found = {name: _why_not(name, shape, dtype, device, needs) for name in _CANDIDATES}
+    if None not in found.values():
+        found["grouped"] = _why_not("grouped", shape, dtype, device, needs)
+    return found
 
 
 def fastest_experts(names: Sequence[str], shape: ExpertsShape, dtype: torch.dtype, device: torch.device) -> Chosen:
@@ -96,22 +128,15 @@ def fastest_experts(names: Sequence[str], shape: ExpertsShape, dtype: torch.dtyp
 
 
 def _why_not(
-    name: str, shape: ExpertsShape, dtype: torch.dtype, device: torch.device, batched: bool, signalled: bool
+    name: str, shape: ExpertsShape, dtype: torch.dtype, device: torch.device, needs: ExpertsNeeds
 ) -> str | None:
     """Asked of one expert of the right size."""
     w13 = torch.empty(1, 2 * shape.intermediate_size, shape.hidden_size, dtype=dtype, device=device)
     w2 = torch.empty(1, shape.hidden_size, shape.intermediate_size, dtype=dtype, device=device)
     try:
-        made = make_experts(name, w13, w2, num_experts=shape.num_experts)
-        if signalled and isinstance(made, SignallingExperts):
-            made.check_signalling()
+        return needs.missing(make_experts(name, w13, w2, num_experts=shape.num_experts))
     except ConfigError as error:
         return str(error)
-    if batched and not isinstance(made, BatchedExperts):
-        return "takes no rows in batches by expert, as the transport brings them"
-    if signalled and not isinstance(made, SignallingExperts):
-        return "does not signal, as a schedule wants"
-    return None
 
 
 def _inputs(
