@@ -29,11 +29,12 @@ from moe import (
     ExpertsNeeds,
     ExpertsShape,
     experts_backends,
+    experts_obey_sms,
     fastest_cpu_experts,
     fastest_experts,
     usable_experts,
 )
-from ubatch import CommGroup, ConfigError, ForwardMode, UBatchConfig
+from ubatch import CommGroup, ConfigError, ForwardMode, Schedule, UBatchConfig
 from ubatch.fastest import Chosen, measured
 from ubatch.long_calls import taking_long
 
@@ -67,16 +68,42 @@ def resolve_experts(
         ConfigError: no back end can be used on every rank, or none works here.
         PeerFailed, TransferTimeout, GroupBroken: see `CommGroup.least`.
     """
-    if name != "auto":
-        return name
     width = None if config is None else config.expert_intermediate_size
     if config is None or width is None:  # nothing to measure
-        return fastest_cpu_experts(dtype, device) if device.type == "cpu" else "triton"
+        by_default = fastest_cpu_experts(dtype, device) if device.type == "cpu" else "triton"
+        return by_default if name == "auto" else name
+    schedules = [dbo.for_mode(mode).schedule for mode in ForwardMode] if dbo is not None and dbo.enable_dbo else []
+    overlapping = [schedule for schedule in schedules if schedule.overlaps]
+    if name == "auto":
+        name = _auto_experts(config, width, all2all, dtype, device, overlapping, group)
+    if measured(device) and any(schedule.comm_sms for schedule in overlapping) and not experts_obey_sms(name):
+        _logger.warning(
+            "experts back end %s takes all SMs, though a schedule reserves some for communication. Set comm_sms to 0, "
+            "or choose experts that keep to their share, such as 'triton'.",
+            name,
+        )
+    return name
+
+
+def _auto_experts(
+    config: ModelConfig,
+    width: int,
+    all2all: All2All,
+    dtype: torch.dtype,
+    device: torch.device,
+    overlapping: Sequence[Schedule],
+    group: CommGroup | None,
+) -> str:
+    """See `resolve_experts`; `width` is one expert's intermediate size."""
     held = len(all2all.experts)
     shape = ExpertsShape(held, config.num_experts, config.num_experts_per_tok, config.hidden_size, width)
-    overlapping = [dbo.for_mode(mode).schedule for mode in ForwardMode] if dbo is not None and dbo.enable_dbo else []
     signalled, in_blocks = any(schedule.signalled for schedule in overlapping), all2all.traits.sends_blocks
-    needs = ExpertsNeeds(all2all.traits.batched, signals=signalled and not in_blocks, blocks=signalled and in_blocks)
+    needs = ExpertsNeeds(
+        batched=all2all.traits.batched,
+        signals=signalled and not in_blocks,
+        blocks=signalled and in_blocks,
+        obeys_sms=any(schedule.comm_sms for schedule in overlapping),
+    )
     usable = usable_experts(shape, dtype, device, needs)
     return _choose(
         "experts back end",

@@ -135,6 +135,43 @@ def test_a_signalled_schedule_over_a_transport_that_sends_blocks_gets_experts_in
     assert resolve(checkpoint, all2all=transport, dbo=UBatchConfig(schedule="single_batch")) == FLASHINFER
 
 
+def test_where_sms_are_reserved_auto_takes_experts_that_leave_them(
+    checkpoint: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, "model_runner"):
+        assert resolve(checkpoint, dbo=UBatchConfig(comm_sms=8)) == TRITON
+    takes_all = "takes all SMs, though a schedule reserves some for communication (comm_sms)"
+    assert [record.getMessage() for record in caplog.records] == [
+        f"experts back end flashinfer is left out: {takes_all}",
+        f"experts back end grouped_mm is left out: {takes_all}",
+        "experts back end: triton, the only one that can run here",
+    ]
+    assert resolve(checkpoint, dbo=UBatchConfig(comm_sms=0)) == FLASHINFER
+    assert resolve(checkpoint, dbo=UBatchConfig(comm_sms=8, enable_dbo=False)) == FLASHINFER
+    assert resolve(checkpoint, dbo=UBatchConfig(comm_sms=8, schedule="serial")) == FLASHINFER
+
+
+@pytest.mark.parametrize(("name", "warned"), [(GROUPED_MM, 1), (FLASHINFER, 1), ("grouped", 1), (TRITON, 0)])
+def test_experts_by_name_that_take_reserved_sms_are_warned_of(
+    checkpoint: Path, caplog: pytest.LogCaptureFixture, name: str, warned: int
+) -> None:
+    assert resolve(checkpoint, name, dbo=UBatchConfig(comm_sms=8)) == name
+    assert [record.levelname for record in caplog.records] == ["WARNING"] * warned
+    assert all(f"{name} takes all SMs, though" in record.getMessage() for record in caplog.records)
+    caplog.clear()
+    assert resolve(checkpoint, name, dbo=UBatchConfig()) == name
+    assert not caplog.records
+
+
+def test_in_blocks_there_are_no_experts_that_leave_sms(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    transport = make_all2all("local", group=None, num_experts=TINY.num_experts)
+    monkeypatch.setattr(transport, "traits", replace(transport.traits, sends_blocks=True))  # as torch_dist
+    assert resolve(checkpoint, all2all=transport, dbo=UBatchConfig(schedule="single_batch_signalled")) == "grouped"
+    assert "grouped takes all SMs, though" in caplog.text
+
+
 def test_where_none_can_do_what_is_needed_auto_says_so(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before, it was `grouped`, and every step was refused."""
     monkeypatch.setattr(moe.experts.fastest, "_CANDIDATES", (FLASHINFER,))

@@ -121,6 +121,7 @@ class FusedExperts(nn.Module):
 
     Attributes:
         capturable: see `Experts`.
+        obeys_sms: they take no more SMs than a schedule leaves to compute (`ubatch.sm_budget`).
         dtype: of the weights, and of what comes out.
         hidden_size, intermediate_size: `H` and `I`.
 
@@ -134,6 +135,7 @@ class FusedExperts(nn.Module):
     """
 
     capturable: ClassVar[bool] = False
+    obeys_sms: ClassVar[bool] = False
 
     def __init__(self, w13: Tensor, w2: Tensor, first_expert: int = 0) -> None:
         super().__init__()

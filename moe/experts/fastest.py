@@ -8,7 +8,7 @@ and so are what is taken where nothing can be timed.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 
 import torch
@@ -56,11 +56,13 @@ class ExpertsNeeds:
         batched: take rows in batches by expert.
         signals: say block by block what is done, as a signalled schedule wants.
         blocks: be computed block after block, which a signalled schedule wants where the transport sends blocks.
+        obeys_sms: keep to the SMs that a schedule with `comm_sms` leaves them. The last resort need not.
     """
 
     batched: bool = False
     signals: bool = False
     blocks: bool = False
+    obeys_sms: bool = False
 
     def missing(self, experts: FusedExperts) -> str | None:
         """What these lack of it, or None.
@@ -76,6 +78,8 @@ class ExpertsNeeds:
             if not isinstance(experts, SignallingExperts):
                 return "does not signal, as a schedule wants"
             experts.check_signalling()
+        if self.obeys_sms and not experts.obeys_sms:
+            return "takes all SMs, though a schedule reserves some for communication (comm_sms)"
         return None
 
 
@@ -94,7 +98,7 @@ def usable_experts(
         return {fastest_cpu_experts(dtype, device): None}
     found = {name: _why_not(name, shape, dtype, device, needs) for name in _CANDIDATES}
     if None not in found.values():
-        found["grouped"] = _why_not("grouped", shape, dtype, device, needs)
+        found["grouped"] = _why_not("grouped", shape, dtype, device, replace(needs, obeys_sms=False))
     return found
 
 

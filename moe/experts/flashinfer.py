@@ -62,7 +62,7 @@ class FlashInferExperts(FusedExperts):
     ) -> Tensor:
         """See `Experts`."""
         self.check_input(hidden_states, topk_ids, topk_weights, scales)
-        report_sm_use("flashinfer experts", obeys=False)
+        report_sm_use("flashinfer experts", obeys=self.obeys_sms)
         x = self.dequantized(hidden_states, scales).contiguous()
         out = torch.empty_like(x)
         if not x.shape[0]:

@@ -66,7 +66,7 @@ class GroupedMMExperts(FusedExperts):
     ) -> Tensor:
         """See `Experts`."""
         self.check_input(hidden_states, topk_ids, topk_weights, scales)
-        report_sm_use("grouped_mm experts", obeys=False)
+        report_sm_use("grouped_mm experts", obeys=self.obeys_sms)
         x = self.dequantized(hidden_states, scales)
         if not topk_ids.numel():
             return x.new_zeros(x.shape)

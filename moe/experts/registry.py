@@ -12,7 +12,7 @@ from torch import Tensor
 from moe.experts.base import FusedExperts
 from ubatch import ConfigError, LazyRegistry
 
-__all__ = ["experts_backends", "make_experts", "register_experts_backend"]
+__all__ = ["experts_backends", "experts_obey_sms", "make_experts", "register_experts_backend"]
 
 _BACKENDS = LazyRegistry(
     "experts back end",
@@ -45,6 +45,15 @@ def register_experts_backend(name: str, target: str) -> None:
 def experts_backends() -> tuple[str, ...]:
     """The known names, sorted."""
     return _BACKENDS.names()
+
+
+def experts_obey_sms(name: str) -> bool:
+    """Whether these experts keep to the SMs that a schedule leaves them; see `FusedExperts`.
+
+    Raises:
+        ConfigError: an unknown name, or it cannot be imported.
+    """
+    return cast("type[FusedExperts]", _BACKENDS.load(name)).obeys_sms
 
 
 def make_experts(

@@ -97,6 +97,7 @@ class TritonBatchedExperts(FusedExperts):
     """
 
     capturable: ClassVar[bool] = True
+    obeys_sms: ClassVar[bool] = True
     w13_scale: Tensor | None
     w2_scale: Tensor | None
 
@@ -235,7 +236,7 @@ class TritonBatchedExperts(FusedExperts):
 
     def _multiply_up(self, work: Work, tile: RowTile, cuts: Cuts) -> tuple[Rows, GemmConfig]:
         """The first GEMM, and in which tiles."""
-        report_sm_use("triton experts", obeys=True)
+        report_sm_use("triton experts", obeys=self.obeys_sms)
         config = self._choose(
             "up",
             tile,
