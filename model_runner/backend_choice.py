@@ -3,7 +3,8 @@
 On a GPU each rank finds out what it can use and which of that is fastest (`moe.experts.fastest`,
 `attention.backends.fastest`), all at the same time. Only what every rank can use counts, and the first rank's finding
 holds for all: else some might capture their steps and others not, or a step would take as long as the slowest's choice.
-On a CPU, where nothing is captured, every rank chooses for itself.
+Where that fails on a rank, they choose anew among what works on all of them. On a CPU, where nothing is captured, every
+rank chooses for itself.
 """
 
 from __future__ import annotations
@@ -157,7 +158,7 @@ def _choose(
     fastest: Callable[[Sequence[str]], Chosen],
     group: CommGroup | None,
 ) -> str:
-    """The fastest of what is usable on every rank, as the first rank finds it.
+    """The fastest of what works on every rank, as the first rank finds it.
 
     Args:
         what: for messages.
@@ -168,18 +169,31 @@ def _choose(
     """
     left_out = {name: why for name, why in usable.items() if why is not None}
     names = [name for name in usable if name not in left_out]
+
+    def on_every_rank(here: Sequence[str], why_not: str) -> list[str]:
+        """What all ranks have in `here`; of the other names, why not."""
+        common = here if group is None else [name for name in known if group.least(float(name in here))]
+        left_out.update({name: why_not for name in names if name not in common})
+        return [name for name in names if name in common]
+
     with nullcontext() if group is None else group.step():
-        if group is not None:
-            everywhere = {name: group.least(float(name in names)) for name in known}
-            left_out |= {name: "another rank cannot use it" for name in names if not everywhere[name]}
-            names = [name for name in names if everywhere[name]]
-        if not names:
-            reasons = "; ".join(f"{name}: {why}" for name, why in left_out.items())
-            raise ConfigError(f"auto finds no {what} that every rank can use ({reasons}). Choose one by name.")
-        with taking_long(f"measuring for the {what}"):
-            chosen = fastest(names)
-        if group is not None:
-            chosen = _of_first_rank(chosen, known, group)
+        names = on_every_rank(names, "another rank cannot use it")
+        while True:
+            if not names:
+                reasons = "; ".join(f"{name}: {why}" for name, why in left_out.items())
+                raise ConfigError(f"auto finds no {what} that every rank can use ({reasons}). Choose one by name.")
+            with taking_long(f"measuring for the {what}"):
+                chosen = own = fastest(names)
+            if group is None:
+                break
+            chosen = _of_first_rank(own, known, group)
+            with taking_long(f"trying the {what} {chosen.name}"):
+                works = own.works(chosen.name)  # its own, too: another rank may have written the file of choices
+            if group.least(float(works)):
+                break
+            with taking_long(f"trying every {what}"):
+                working = [name for name in names if own.works(name)]
+            names = on_every_rank(working, "it fails when it is tried, here or on another rank")
     for name, why in left_out.items():
         _logger.info("%s %s is left out: %s", what, name, why)
     _logger.info("%s: %s, %s", what, chosen.name, chosen.reason)

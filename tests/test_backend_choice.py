@@ -277,6 +277,48 @@ def test_what_one_rank_cannot_use_no_rank_takes() -> None:
     assert run_ranks(_choose_on_rank, 2, [ALL, lacking], [FLASHINFER, GROUPED_MM]) == [TRITON] * 2
 
 
+def _choose_where_some_fail(
+    rank: int, world_size: int, found: list[list[str]], failing: list[list[str]]
+) -> tuple[str, list[list[str]]]:
+    """`found` is what is fastest, best first; what was measured, in turn, comes back, too."""
+    measured: list[list[str]] = []
+
+    def fastest(names: Any) -> Chosen:
+        measured.append(list(names))
+        working = [name for name in found[rank] if name in names and name not in failing[rank]]
+        if len(names) == 1 or not working:  # as `ubatch.fastest`: what is left alone is not tried
+            return Chosen(names[0], "the only one that can run here")
+        return Chosen(working[0], "fastest of some", lambda name: name not in failing[rank])
+
+    group = CommGroup.from_process_group(timeout_s=10.0)
+    try:
+        return _choose("experts back end", experts_backends(), ALL, fastest, group), measured
+    except ConfigError as error:
+        return str(error), measured
+
+
+@pytest.mark.parametrize(
+    ("failing", "chosen", "measured"),
+    [
+        ([[], [FLASHINFER]], GROUPED_MM, [[*TIMES], [TRITON, GROUPED_MM]]),
+        ([[GROUPED_MM], [FLASHINFER]], TRITON, [[*TIMES], [TRITON]]),
+        ([[], [GROUPED_MM]], FLASHINFER, [[*TIMES]]),
+    ],
+    ids=["on another rank", "on each another one", "but not the one taken"],
+)
+def test_what_fails_on_a_rank_no_rank_takes(failing: list[list[str]], chosen: str, measured: list[list[str]]) -> None:
+    """Before, all took what rank 0 had found, and the other rank failed when it made its experts."""
+    order = [[FLASHINFER, GROUPED_MM, TRITON], [TRITON, GROUPED_MM, FLASHINFER]]
+    assert run_ranks(_choose_where_some_fail, 2, order, failing) == [(chosen, measured)] * 2
+
+
+def test_ranks_on_which_nothing_works_everywhere_say_so() -> None:
+    failing = [[TRITON, GROUPED_MM], [FLASHINFER]]
+    for error, _ in run_ranks(_choose_where_some_fail, 2, [[FLASHINFER], [TRITON]], failing):
+        assert error.startswith("auto finds no experts back end that every rank can use (")
+        assert "triton: it fails when it is tried, here or on another rank" in error
+
+
 def _failure_on_rank(rank: int, world_size: int) -> str:
     try:
         return _choose_on_rank(rank, world_size, [ALL, ALL], [TRITON, "error"])

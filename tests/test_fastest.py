@@ -92,6 +92,27 @@ def test_what_fails_is_left_out_and_named(
         fastest.fastest("experts", ways, BATCHES, device=CPU)
 
 
+def test_it_tells_which_work_and_tries_what_a_remembered_choice_left_untried(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuses() -> list[Callable[[], object]]:
+        raise RuntimeError("no such kernel")
+
+    times = {"ours": (1.0, 1.0), "theirs": (2.0, 2.0)}
+    told(monkeypatch, tmp_path, times)
+    made: list[str] = []
+    ways = {**makers(made, *times), "torch": refuses}
+    chosen = fastest.fastest("experts", ways, BATCHES, device=CPU)
+    assert [chosen.works(name) for name in ways] == [True, True, False]
+    assert made == [*times], "none is made again"
+
+    told(monkeypatch, tmp_path, {})  # another process, in which what was chosen fails
+    again = fastest.fastest("experts", {**ways, "ours": refuses}, BATCHES, device=CPU)
+    assert again == chosen
+    assert [again.works(name) for name in ways] == [False, True, False]
+    assert made == [*times, "theirs"]
+
+
 def test_no_two_back_ends_are_there_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     living: list[weakref.ref[Made]] = []
 

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partial
 from importlib import metadata
 
@@ -37,10 +38,12 @@ class Chosen:
     Attributes:
         name: which.
         reason: why, as the rest of a sentence.
+        works: whether any of the names works here. What was not measured, as the choice was remembered, is run once.
     """
 
     name: str
     reason: str
+    works: Callable[[str], bool] = field(default=lambda name: True, repr=False, compare=False)
 
 
 def measured(device: torch.device) -> bool:
@@ -73,13 +76,13 @@ def fastest(
         return Chosen(names[0], "the only one that can run here")
     versions = [f"{package} {_version(package)}" for package in packages]
     key = ", ".join([f"{what}: {' or '.join(names)}", *batches, *versions])
-    bench = _Bench(what, makers)
+    bench = _Bench(what, makers, len(batches))
     first, *rest = (partial(bench.run, batch) for batch in range(len(batches)))
     with torch.inference_mode():
         way = autotune(key, [_Way(name) for name in names], first, device=device, also=rest)
     bench.clear()
     others = f"fastest of {', '.join(names)} with {' and '.join(batches)}"
-    return Chosen(way.name, f"{others} on this device, kept in {autotune_path()}")
+    return Chosen(way.name, f"{others} on this device, kept in {autotune_path()}", bench.works)
 
 
 @dataclass(frozen=True)
@@ -90,15 +93,26 @@ class _Way:
 class _Bench:
     """The back end whose turn it is."""
 
-    def __init__(self, what: str, makers: Mapping[str, Callable[[], Launches]]) -> None:
+    def __init__(self, what: str, makers: Mapping[str, Callable[[], Launches]], batches: int) -> None:
         self._what = what
         self._makers = makers
+        self._batches = batches
+        self._works: dict[str, bool] = {}
         self._name = ""
         self._launches: Launches = ()
 
     def clear(self) -> None:
         """Let go of it."""
         self._name, self._launches = "", ()
+
+    def works(self, name: str) -> bool:
+        """Whether it has run without an error; it runs now if it has not yet."""
+        if name not in self._works:
+            with torch.inference_mode(), suppress(_LeftOut):
+                for batch in range(self._batches):
+                    self.run(batch, _Way(name))
+            self.clear()
+        return self._works[name]
 
     def run(self, batch: int, way: _Way) -> None:
         """Launch a batch on a back end.
@@ -112,7 +126,9 @@ class _Bench:
                 self._launches = tuple(self._makers[way.name]())
                 self._name = way.name
             self._launches[batch]()
+            self._works.setdefault(way.name, True)
         except Exception as error:
+            self._works[way.name] = False
             _logger.warning("%s: %s is left out, as it fails here: %s", self._what, way.name, describe(error))
             raise _LeftOut(way.name) from error
 
