@@ -64,8 +64,9 @@ $(VENV)/.installed-gpu: $(VENV)/.installed
 demo: setup ## two expert-parallel ranks generate text, with and without overlap; writes demo/trace.html
 	$(BIN)/python examples/demo.py --out demo
 
+# Two files at once: most tests keep one core busy. Those with two ranks, or with a time-out, have patience for that.
 test: setup-test ## the tests, but for those that are long by nature
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -m "not slow" -n 2 --dist loadfile
 
 test-slow: setup-test ## the tests that are long by nature: more of the zoo, of interrupts, of transports, of servers
 	$(BIN)/python -m pytest -m slow
