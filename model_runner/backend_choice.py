@@ -30,7 +30,7 @@ from moe import (
     ExpertsNeeds,
     ExpertsShape,
     experts_backends,
-    experts_obey_sms,
+    experts_class,
     fastest_cpu_experts,
     fastest_experts,
     usable_experts,
@@ -77,7 +77,7 @@ def resolve_experts(
     overlapping = [schedule for schedule in schedules if schedule.overlaps]
     if name == "auto":
         name = _auto_experts(config, width, all2all, dtype, device, overlapping, group)
-    if measured(device) and any(schedule.comm_sms for schedule in overlapping) and not experts_obey_sms(name):
+    if measured(device) and any(schedule.comm_sms for schedule in overlapping) and not experts_class(name).obeys_sms:
         _logger.warning(
             "experts back end %s takes all SMs, though a schedule reserves some for communication. Set comm_sms to 0, "
             "or choose experts that keep to their share, such as 'triton'.",

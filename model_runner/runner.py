@@ -207,11 +207,12 @@ class ModelRunner:
         self.all2all: All2All = make_transport(
             all2all_backend, group, of_experts, self.config.num_experts, all2all_options, steps
         )
-        if self.config.num_experts:
-            check_schedules(self.dbo, self.all2all, verifies=num_speculative_tokens > 0)
         self.experts_backend = resolve_experts(
             experts_backend, self.config, self.all2all, dtype, self.device, dbo=self.dbo, group=group
         )
+        if self.config.num_experts:
+            verifies = num_speculative_tokens > 0
+            check_schedules(self.dbo, self.all2all, self.experts_backend, self.device, verifies=verifies)
         parallel = ExpertParallel(self.all2all, self.experts_backend, self.tensor_parallel)
         with taking_long("loading the model"):
             self.model: CausalLM = kind.load(self.config, checkpoint, parallel).eval()

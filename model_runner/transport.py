@@ -10,7 +10,7 @@ What `auto` stands for, where several ranks share experts:
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -20,13 +20,24 @@ from moe import (
     StepSizes,
     check_all2all_options,
     check_schedule,
+    check_schedule_by_name,
+    check_signalled_experts,
     default_all2all_options,
+    experts_class,
     make_all2all,
     traits_in,
 )
-from ubatch import CommGroup, ConfigError, ForwardMode, UBatchConfig
+from ubatch import CommGroup, ConfigError, ForwardMode, Schedule, UBatchConfig
 
-__all__ = ["AUTO", "check_schedules", "choose_all2all", "make_transport", "most_chunks", "resolve_all2all"]
+__all__ = [
+    "AUTO",
+    "check_schedules",
+    "check_schedules_by_name",
+    "choose_all2all",
+    "make_transport",
+    "most_chunks",
+    "resolve_all2all",
+]
 
 _logger = logging.getLogger(__name__)
 
@@ -98,23 +109,48 @@ def make_transport(
     return make_all2all("emulated_link", group=group, num_experts=num_experts, link=link, inner=name, **options)
 
 
-def check_schedules(config: UBatchConfig, all2all: All2All, *, verifies: bool) -> None:
-    """Refuse a schedule that the transport cannot serve in the steps it is for, before any step runs.
+def check_schedules(
+    config: UBatchConfig, all2all: All2All, experts: str, device: torch.device, *, verifies: bool
+) -> None:
+    """Refuse a schedule that transport or experts cannot serve in the steps it is for, before any step runs.
 
     Args:
         config: of the runner.
         all2all: of its model, which has experts.
+        experts: back end of `moe.experts` that computes them.
+        device: where.
         verifies: there are verify steps.
 
     Raises:
-        ConfigError: see `moe.check_schedule`.
+        ConfigError: see `moe.check_schedule` and `moe.check_signalled_experts`.
     """
+
+    def check(schedule: Schedule, mode: ForwardMode) -> None:
+        traits = traits_in(all2all, mode, 1)
+        check_schedule(schedule, all2all, traits)
+        if schedule.signalled:
+            check_signalled_experts(schedule, traits, experts_class(experts), device)
+
+    _check_modes(config, check, verifies=verifies)
+
+
+def check_schedules_by_name(config: UBatchConfig, all2all_backend: str, *, verifies: bool) -> None:
+    """The same as far as a transport's name tells, before any rank starts.
+
+    Raises:
+        ConfigError: see `moe.check_schedule_by_name`.
+    """
+    _check_modes(config, lambda schedule, _: check_schedule_by_name(schedule, all2all_backend), verifies=verifies)
+
+
+def _check_modes(config: UBatchConfig, check: Callable[[Schedule, ForwardMode], None], *, verifies: bool) -> None:
+    """Of every mode whose steps may overlap; an error names the mode."""
     modes = (ForwardMode.DECODE, ForwardMode.PREFILL, *([ForwardMode.TARGET_VERIFY] if verifies else []))
     for mode in modes:
         settings = config.for_mode(mode)
         if config.enable_dbo and settings.overlaps:
             try:
-                check_schedule(settings.schedule, all2all, traits_in(all2all, mode, 1))
+                check(settings.schedule, mode)
             except ConfigError as error:
                 raise ConfigError(f"{mode} steps: {error}") from None
 

@@ -2,6 +2,7 @@
 
     router            which experts a token visits, and their weights
     modular_kernel    dispatch -> experts -> combine, and every point where a lane may hand on
+    schedule_checks   which schedules transport and experts serve
     all2all/          how tokens travel between ranks
     experts/          how a rank computes its experts
     cpu_linear        a linear layer by whichever CPU library is faster
@@ -47,7 +48,7 @@ from moe.experts import (
     SignallingExperts,
     dequantize_blocks,
     experts_backends,
-    experts_obey_sms,
+    experts_class,
     fastest_cpu_experts,
     fastest_experts,
     make_experts,
@@ -56,7 +57,7 @@ from moe.experts import (
     usable_experts,
 )
 from moe.grouped_linear import NativeLinear
-from moe.modular_kernel import FusedMoEModularKernel, check_schedule
+from moe.modular_kernel import FusedMoEModularKernel
 from moe.placement import local_experts
 from moe.router import (
     NO_EXPERT,
@@ -67,6 +68,7 @@ from moe.router import (
     mask_padding,
     route,
 )
+from moe.schedule_checks import check_schedule, check_schedule_by_name, check_signalled_experts
 from moe.transformers_parallel import TransformersUnsupportedError, register_with_transformers
 
 __all__ = [
@@ -105,11 +107,13 @@ __all__ = [
     "all2all_backends",
     "check_all2all_options",
     "check_schedule",
+    "check_schedule_by_name",
+    "check_signalled_experts",
     "default_all2all_options",
     "dequantize_blocks",
     "expert_parallel",
     "experts_backends",
-    "experts_obey_sms",
+    "experts_class",
     "fastest_cpu_experts",
     "fastest_experts",
     "linear",

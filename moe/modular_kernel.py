@@ -56,7 +56,6 @@ from torch import Tensor, nn
 
 from moe.all2all import (
     All2All,
-    All2AllTraits,
     BatchedDispatch,
     Dispatched,
     MarksInputs,
@@ -65,6 +64,7 @@ from moe.all2all import (
 )
 from moe.all2all.chunks import blocks_of, dispatch_chunks, dispatch_cut
 from moe.experts import BatchedExperts, BlockwiseExperts, Experts, SignallingExperts
+from moe.schedule_checks import check_schedule, check_signalled_experts
 from ubatch import (
     ConfigError,
     Point,
@@ -80,7 +80,7 @@ from ubatch import (
 )
 from ubatch.handover import Handover, Left
 
-__all__ = ["FusedMoEModularKernel", "check_schedule"]
+__all__ = ["FusedMoEModularKernel"]
 
 
 class FusedMoEModularKernel(nn.Module):
@@ -280,37 +280,9 @@ class FusedMoEModularKernel(nn.Module):
             self._check_signals(schedule, hidden_states.device)
 
     def _check_signals(self, schedule: Schedule, device: torch.device) -> None:
-        signalled = f"schedule {schedule.name!r} is signalled: a combine begins while its experts are still computed"
-        traits, backend, experts = self.all2all.traits, type(self.all2all).__name__, type(self.experts).__name__
-        if traits.sends_blocks:
-            if schedule.chunks > 1:
-                raise ConfigError(
-                    f"{signalled}, which {backend} does by blocks of experts of one dispatch, not of "
-                    f"{schedule.chunks}. Set chunks to 1, or leave signalled out."
-                )
-            if not isinstance(self.experts, BlockwiseExperts):
-                raise ConfigError(
-                    f"{signalled}, but {experts} run all at once (they have no run_blocks). Use experts 'grouped', or "
-                    "a schedule in chunks, such as 'single_batch'."
-                )
-            return
-        if not traits.signals:
-            raise ConfigError(
-                f"{signalled}, which {backend} cannot do: what it launches waits for no signal, and takes the results "
-                "of a dispatch in one piece. Use a schedule in chunks, such as 'single_batch', or all2all back end "
-                "'torch_dist' or 'host_loopback_batched'."
-            )
-        if not isinstance(self.experts, SignallingExperts):
-            raise ConfigError(
-                f"{signalled}, but {experts} do not say what is done (they have no project_down_signalling). Use "
-                "experts 'triton_batched', or a schedule that is not."
-            )
-        self.experts.check_signalling()
-        if device.type == "cuda" and not schedule.comm_sms:
-            raise ConfigError(
-                f"{signalled}, but has no SMs of its own: if the combine took all of them to wait on, nothing could "
-                "finish. Set comm_sms, such as 16."
-            )
+        check_signalled_experts(schedule, self.all2all.traits, type(self.experts), device)
+        if isinstance(self.experts, SignallingExperts) and not self.all2all.traits.sends_blocks:
+            self.experts.check_signalling()
 
 
 _Received = Dispatched[Any] | BatchedDispatch[Any]
@@ -373,35 +345,6 @@ class _Layer(Handover):
     arrivals: Left[_Arrivals] = field(default_factory=partial(Left, "arrivals"))
     combines: Left[list[_Combine]] = field(default_factory=partial(Left, "combines"))
     shared: Left[Tensor] = field(default_factory=partial(Left, "shared"))
-
-
-def check_schedule(schedule: Schedule, all2all: All2All, traits: All2AllTraits) -> None:
-    """Refuse what a back end cannot serve.
-
-    Args:
-        schedule: of a step.
-        all2all: the back end.
-        traits: what it can do in that step.
-
-    Raises:
-        ConfigError: too many lanes or chunks, or several combines of one dispatch where there can be but one.
-    """
-    backend = type(all2all).__name__
-    if traits.max_lanes is not None and schedule.lanes > traits.max_lanes:
-        raise ConfigError(
-            f"schedule {schedule.name!r} has {schedule.lanes} lanes, but the all2all back end serves "
-            f"{traits.max_lanes}. Lower num_ubatches."
-        )
-    if schedule.chunks > traits.max_chunks:
-        raise ConfigError(
-            f"schedule {schedule.name!r} has {schedule.chunks} chunks, but all2all back end {backend} with "
-            f"{len(all2all.experts)} experts a rank serves {traits.max_chunks}. Choose a schedule with fewer."
-        )
-    if schedule.chunks > 1 and not schedule.chunk_dispatch and traits.cuts_combine is None:
-        raise ConfigError(
-            f"schedule {schedule.name!r} combines {schedule.chunks} chunks of one dispatch, but {backend} cannot "
-            "have two combines of one dispatch under way. Choose a schedule with chunk_dispatch."
-        )
 
 
 def _wait_for_all(transfers: Sequence[_Combine]) -> list[Tensor]:

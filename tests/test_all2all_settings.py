@@ -7,14 +7,17 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 from unittest import mock
 
 import deep_ep_standin
 import pytest
+import torch
 import yaml
 
+from model_runner import ModelRunner
 from model_runner.graph_mode import capturable_families
 from model_runner.graph_sizes import graph_families
 from model_runner.transport import check_schedules, most_chunks
@@ -23,10 +26,12 @@ from serving.options import Machine, Settings, describe_settings, resolve_settin
 from serving.options.sources import Source, read_command_line, read_file, read_keywords
 from ubatch import CommGroup, ConfigError, ForwardMode, UBatchConfig
 from ubatch.modes import ModeSettings
+from ubatch.schedule import get_schedule
 
 TINY = str(Path(__file__).resolve().parent.parent / "examples" / "models" / "tiny-moe")
 EP = ("--data-parallel-size", "2", "--enable-expert-parallel")
 GPUS, CPU = Machine(gpus=2), Machine()
+TRITON = "triton", torch.device("cpu")
 DECODE, PREFILL, VERIFY = ForwardMode.DECODE, ForwardMode.PREFILL, ForwardMode.TARGET_VERIFY
 
 
@@ -150,9 +155,41 @@ def test_schedules_that_a_way_cannot_serve_are_refused_before_any_step() -> None
         auto = make_all2all("deepep_auto", group=group, num_experts=8, share_buffer=True)
         assert most_chunks(auto) == 1
         with pytest.raises(ConfigError, match=r"^decode steps: schedule 'single_batch' has 2 chunks, but .* serves 1"):
-            check_schedules(config, auto, verifies=False)
-        check_schedules(replace(config, modes={"decode": ModeSettings("serial")}), auto, verifies=False)
-        check_schedules(config, make_all2all("deepep_auto", group=group, num_experts=8), verifies=True)
+            check_schedules(config, auto, *TRITON, verifies=False)
+        check_schedules(replace(config, modes={"decode": ModeSettings("serial")}), auto, *TRITON, verifies=False)
+        check_schedules(config, make_all2all("deepep_auto", group=group, num_experts=8), *TRITON, verifies=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "experts", "device", "complaint"),
+    [
+        ("local", "grouped", "cpu", "LocalAll2All cannot do"),
+        ("host_loopback", "grouped", "cpu", "HostLoopbackAll2All cannot do"),
+        ("torch_dist", "reference", "cpu", "ReferenceExperts run all at once"),
+        ("torch_dist", "grouped", "cpu", None),
+        ("host_loopback_batched", "grouped", "cpu", "GroupedExperts do not say what is done"),
+        ("host_loopback_batched", "triton_batched", "cuda", "has no SMs of its own"),
+        ("host_loopback_batched", "triton_batched", "cpu", None),
+    ],
+)
+def test_a_schedule_that_nobody_can_signal_is_refused_before_any_step(
+    name: str, experts: str, device: str, complaint: str | None
+) -> None:
+    if "batched" in name:
+        pytest.importorskip("triton")
+    config = UBatchConfig(schedule=replace(get_schedule("single_batch_signalled"), comm_sms=0))
+    with group_of(1 if "host" in name or name == "local" else 2) as group:
+        check = partial(check_schedules, config, make_all2all(name, group=group, num_experts=8), experts)
+        if complaint is None:
+            check(torch.device(device), verifies=True)
+            return
+        with pytest.raises(ConfigError, match=rf"^decode steps: schedule 'single_batch_signalled' .*{complaint}"):
+            check(torch.device(device), verifies=True)
+
+
+def test_a_runner_refuses_a_schedule_that_nobody_can_signal() -> None:
+    with pytest.raises(ConfigError, match=r"decode steps: .* LocalAll2All cannot do"):
+        ModelRunner(TINY, dbo=UBatchConfig(schedule="single_batch_signalled"), num_kv_blocks=8)
 
 
 # -- what auto is ----------------------------------------------------------------------------------------------------

@@ -39,6 +39,7 @@ from moe.all2all.chunks import ServesChunks
 from moe.all2all.link import EmulatedLink, LinkStatistics
 from moe.all2all.registry import (
     all2all_backends,
+    all2all_class,
     check_all2all_options,
     default_all2all_options,
     make_all2all,
@@ -62,6 +63,7 @@ __all__ = [
     "StepSizes",
     "TellsLater",
     "all2all_backends",
+    "all2all_class",
     "check_all2all_options",
     "default_all2all_options",
     "make_all2all",

@@ -13,6 +13,7 @@ from ubatch import CommGroup, ConfigError, LazyRegistry, nearest
 __all__ = [
     "FollowsSteps",
     "all2all_backends",
+    "all2all_class",
     "check_all2all_options",
     "default_all2all_options",
     "make_all2all",
@@ -64,6 +65,15 @@ def register_all2all_backend(name: str, target: str) -> None:
 def all2all_backends() -> tuple[str, ...]:
     """The known names, sorted."""
     return _BACKENDS.names()
+
+
+def all2all_class(name: str) -> type[All2All[Any]]:
+    """What `make_all2all` makes under that name.
+
+    Raises:
+        ConfigError: an unknown name.
+    """
+    return cast("type[All2All[Any]]", _BACKENDS.load(name))
 
 
 def check_all2all_options(name: str, options: Mapping[str, object]) -> None:

@@ -17,7 +17,7 @@ from __future__ import annotations
 from moe.experts.base import BatchedExperts, BlockwiseExperts, Experts, FusedExperts, SignallingExperts
 from moe.experts.fastest import ExpertsNeeds, ExpertsShape, fastest_cpu_experts, fastest_experts, usable_experts
 from moe.experts.quantization import dequantize_blocks, quantize_blocks
-from moe.experts.registry import experts_backends, experts_obey_sms, make_experts, register_experts_backend
+from moe.experts.registry import experts_backends, experts_class, make_experts, register_experts_backend
 
 __all__ = [
     "BatchedExperts",
@@ -29,7 +29,7 @@ __all__ = [
     "SignallingExperts",
     "dequantize_blocks",
     "experts_backends",
-    "experts_obey_sms",
+    "experts_class",
     "fastest_cpu_experts",
     "fastest_experts",
     "make_experts",

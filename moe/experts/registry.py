@@ -12,7 +12,7 @@ from torch import Tensor
 from moe.experts.base import FusedExperts
 from ubatch import ConfigError, LazyRegistry
 
-__all__ = ["experts_backends", "experts_obey_sms", "make_experts", "register_experts_backend"]
+__all__ = ["experts_backends", "experts_class", "make_experts", "register_experts_backend"]
 
 _BACKENDS = LazyRegistry(
     "experts back end",
@@ -47,13 +47,13 @@ def experts_backends() -> tuple[str, ...]:
     return _BACKENDS.names()
 
 
-def experts_obey_sms(name: str) -> bool:
-    """Whether these experts keep to the SMs that a schedule leaves them; see `FusedExperts`.
+def experts_class(name: str) -> type[FusedExperts]:
+    """What `make_experts` makes under that name.
 
     Raises:
         ConfigError: an unknown name, or it cannot be imported.
     """
-    return cast("type[FusedExperts]", _BACKENDS.load(name)).obeys_sms
+    return cast("type[FusedExperts]", _BACKENDS.load(name))
 
 
 def make_experts(
