@@ -65,9 +65,32 @@ def test_options_come_from_the_line_a_file_and_python(tmp_path: Path) -> None:
     assert to_engine_options(resolve_settings(read_file(file), machine=GPUS)) == to_engine_options(from_line)
 
 
+def test_options_are_written_alike_in_a_file_and_on_the_line(tmp_path: Path) -> None:
+    file = tmp_path / "serve.yaml"
+    file.write_text("all2all-options: {max-tokens-per-rank: 64, use_fp8: true}\n")
+    assert read_file(file)["all2all_options"].value == {"max_tokens_per_rank": 64, "use_fp8": True}
+    file.write_text("all2all-options: {use-fp8: false, use_fp8: true}\n")
+    with pytest.raises(ConfigError, match="all2all-options: use_fp8 is given twice"):
+        read_file(file)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("1e3", 1000.0), ("-3", -3), ("0.5", 0.5), ("True", True), (": :", ": :"), ('"', '"'), ("[1", "[1"), ("a", "a")],
+)
+def test_values_are_numbers_truths_or_text(text: str, value: object) -> None:
+    line = read_command_line("ubatch serve", "", [TINY, "--all2all-options", f"x={text}"])
+    read = line.settings["all2all_options"].value["x"]
+    assert (type(read), read) == (type(value), value)
+
+
 @pytest.mark.parametrize(
     ("words", "complaint"),
     [
+        (
+            (*EP, "--all2all-backend", "deepep_v2", "--all2all-options", "use_fp8=: :"),
+            "option use_fp8 must be bool, not ': :'",
+        ),
         (("--all2all-options", "use_fp8=true"), "--all2all-options needs --enable-expert-parallel"),
         (
             (*EP, "--all2all-options", "use_fp8=true"),

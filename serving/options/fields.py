@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import Annotated, Any
 
 import tyro
-import yaml
 from pydantic import (
     AfterValidator,
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     ModelWrapValidatorHandler,
@@ -108,21 +109,42 @@ def _read_values(words: list[str]) -> dict[str, Any]:
     Raises:
         ValueError: a word without a name, or a name twice.
     """
-    values: dict[str, Any] = {}
+    pairs = []
     for word in words:
         name, equals, text = word.partition("=")
-        name = name.replace("-", "_")
         if not (name and equals and text):
             raise ValueError(f"expected name=value, not {word!r}")
-        if name in values:
-            raise ValueError(f"{name} is given twice")
-        value = yaml.safe_load(text)
-        values[name] = value if isinstance(value, bool | int | float) else text
+        pairs.append((name, _read_value(text)))
+    return _in_snake_case(pairs)
+
+
+def _read_value(text: str) -> bool | int | float | str:
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    for kind in (int, float):
+        with suppress(ValueError):
+            return kind(text)
+    return text
+
+
+def _in_snake_case(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """Names may be in kebab case.
+
+    Raises:
+        ValueError: a name twice.
+    """
+    values: dict[str, Any] = {}
+    for name, value in pairs:
+        known = name.replace("-", "_")
+        if known in values:
+            raise ValueError(f"{known} is given twice")
+        values[known] = value
     return values
 
 
 NamedValues = Annotated[
     dict[str, bool | int | float | str] | None,
+    BeforeValidator(lambda values: _in_snake_case(values.items()) if isinstance(values, dict) else values),
     PrimitiveConstructorSpec(
         nargs="*",
         metavar="NAME=VALUE ...",
@@ -131,4 +153,4 @@ NamedValues = Annotated[
         str_from_instance=lambda values: [f"{name}={value}" for name, value in (values or {}).items()],
     ),
 ]
-"""A mapping in a file, words on the command line."""
+"""A mapping in a file, words on the command line; names in kebab or snake case."""
