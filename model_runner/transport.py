@@ -91,7 +91,7 @@ def make_transport(
         sizes: of the steps, from which follow the options that are not given; None for the back end's own defaults.
 
     Raises:
-        ConfigError: an unknown back end or option, or one for a dense model.
+        ConfigError: see `moe.check_all2all_options`; or a back end or option for a dense model.
     """
     if num_experts == 0:
         if name not in (None, AUTO) or link is not None or options:
@@ -99,7 +99,7 @@ def make_transport(
         return make_all2all("local", group=None, num_experts=1)  # never asked for anything
     name, why = resolve_all2all(name, group)
     ranks, options = 1 if group is None else group.size, dict(options or {})
-    check_all2all_options(name, options)
+    check_all2all_options(name, options, ranks)
     if sizes is not None:
         options = default_all2all_options(name, sizes, ranks) | options
     if ranks > 1:

@@ -11,9 +11,8 @@ import tyro
 from pydantic import BaseModel, Field
 
 from attention import attention_backends
-from moe import experts_backends
 from serving.options import Speculation, read_speculation
-from serving.options.fields import NamedValues
+from serving.options.fields import ExpertsName, NamedValues
 from serving.runner_setup import check_transport, choose_dtype, count_gpus, read_config, tensor_parallel_faults
 from serving.speculation import SpeculationConfig
 from ubatch import ConfigError, UBatchConfig
@@ -59,7 +58,7 @@ class Options(BaseModel):
     schedule: Annotated[str | None, Field(description="a named schedule (mlp_shared_overlap)")] = None
     all2all_backend: Annotated[str | None, Field(description="how tokens reach their experts (auto)")] = None
     all2all_options: Annotated[NamedValues, Field(description="its options")] = None
-    moe_backend: Annotated[str, Field(description=f"auto, or one of {', '.join(experts_backends())}")] = "auto"
+    moe_backend: ExpertsName = "auto"
     device: Annotated[
         Literal["auto", "cpu", "cuda"], Field(description="auto is a GPU for one rank, if there is one")
     ] = "auto"
@@ -110,7 +109,7 @@ def prepare(options: Options) -> UBatchConfig:
             "all experts."
         )
     if options.enable_expert_parallel:
-        check_transport(options.all2all_backend, options.all2all_options)
+        check_transport(options.all2all_backend, options.all2all_options, options.num_processes)
     else:
         for flag, value in (
             ("--all2all-backend", options.all2all_backend),

@@ -20,6 +20,7 @@ from ubatch import ConfigError
 
 __all__ = [
     "WeightsBar",
+    "backend_faults",
     "check_transport",
     "choose_dtype",
     "count_gpus",
@@ -38,18 +39,42 @@ def count_gpus() -> int:
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
-def check_transport(backend: str | None, options: Mapping[str, object] | None) -> None:
+def check_transport(backend: str | None, options: Mapping[str, object] | None, num_ranks: int) -> str:
     """Refuse a wrong `--all2all-backend` or `--all2all-options` of ranks over gloo, before any of them starts.
 
+    Args:
+        backend: as asked for.
+        options: the same.
+        num_ranks: that share the experts, several.
+
+    Returns:
+        The back end in force.
+
     Raises:
-        ConfigError: an unknown back end or option, or a value of another type.
+        ConfigError: see `backend_faults` and `moe.check_all2all_options`.
     """
+    for fault in backend_faults(backend, "--all2all-backend"):
+        raise ConfigError(fault)
     if backend in (None, AUTO):
         backend, _ = choose_all2all(stream_ordered=False, one_machine=True)
     try:
-        check_all2all_options(backend, options or {})
+        check_all2all_options(backend, options or {}, num_ranks)
     except ConfigError as error:
         raise ConfigError(f"--all2all-backend, --all2all-options: {error}") from error
+    return backend
+
+
+def backend_faults(backend: str | None, flag: str) -> Iterator[str]:
+    """Why several ranks that share experts cannot use a transport.
+
+    Args:
+        backend: its name.
+        flag: how the user wrote it.
+    """
+    if backend == "local":
+        yield f"{flag} local exchanges nothing, but the ranks share experts. Use torch_dist."
+    if backend == "emulated_link":
+        yield f"{flag} emulated_link is chosen by --emulated-link US MB/S, which also says how fast it is."
 
 
 def choose_dtype(device: str, stored: str) -> tuple[str, str]:

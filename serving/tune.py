@@ -16,9 +16,8 @@ from pydantic import BaseModel, Field, field_validator
 from attention import attention_backends
 from model_runner import Checkpoint, ModelRunner
 from model_runner.transport import resolve_all2all
-from moe import experts_backends
 from serving.bench.statistics import environment
-from serving.options.fields import NamedValues
+from serving.options.fields import ExpertsName, NamedValues
 from serving.ranks import run_ranks
 from serving.runner_setup import check_transport, choose_dtype, count_gpus, make_link
 from serving.tuning.batches import kv_blocks_needed, requests_needed
@@ -71,7 +70,7 @@ class Options(BaseModel):
     device: Annotated[
         Literal["auto", "cpu", "cuda"], Field(description="auto is a GPU for each rank, if there are as many")
     ] = "auto"
-    moe_backend: Annotated[str, Field(description=f"auto, or one of {', '.join(experts_backends())}")] = "auto"
+    moe_backend: ExpertsName = "auto"
     attention_backend: Annotated[str, Field(description=f"one of {', '.join(attention_backends())}")] = "auto"
     block_size: Annotated[int, Field(ge=1, description="tokens per KV page")] = 16
 
@@ -109,8 +108,7 @@ def run(options: Options) -> int:
             f"--draft-tokens {options.draft_tokens}: a verify step of --max-decode-tokens {options.max_decode_tokens} "
             "has fewer than two requests. Lower the one or raise the other."
         )
-    if options.data_parallel_size > 1:
-        check_transport(options.all2all_backend, options.all2all_options)
+    check_transport(options.all2all_backend, options.all2all_options, options.data_parallel_size)
     device = _device(options)
     key = _key(options, device)
     path = state_file(options.out)

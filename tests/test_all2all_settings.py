@@ -21,7 +21,7 @@ from model_runner import ModelRunner
 from model_runner.graph_mode import capturable_families
 from model_runner.graph_sizes import graph_families
 from model_runner.transport import check_schedules, most_chunks
-from moe import StepSizes, default_all2all_options, make_all2all, traits_in
+from moe import StepSizes, check_all2all_options, default_all2all_options, make_all2all, traits_in
 from serving.options import Machine, Settings, describe_settings, resolve_settings, to_engine_options
 from serving.options.sources import Source, read_command_line, read_file, read_keywords
 from ubatch import CommGroup, ConfigError, ForwardMode, UBatchConfig
@@ -30,6 +30,7 @@ from ubatch.schedule import get_schedule
 
 TINY = str(Path(__file__).resolve().parent.parent / "examples" / "models" / "tiny-moe")
 EP = ("--data-parallel-size", "2", "--enable-expert-parallel")
+AUTO = ("--all2all-backend", "deepep_auto", "--all2all-options")
 GPUS, CPU = Machine(gpus=2), Machine()
 TRITON = "triton", torch.device("cpu")
 DECODE, PREFILL, VERIFY = ForwardMode.DECODE, ForwardMode.PREFILL, ForwardMode.TARGET_VERIFY
@@ -104,6 +105,8 @@ def test_values_are_numbers_truths_or_text(text: str, value: object) -> None:
             (*EP, "--all2all-backend", "deepep_v2", "--all2all-options", "max_tokens_per_rank=true"),
             "option max_tokens_per_rank must be int, not True",
         ),
+        ((*EP, "--all2all-backend", "host_loopback"), "stands in for a network: it serves one rank, not 2"),
+        ((*EP, *AUTO, "max_tokens_per_rank=-1"), "max_tokens_per_rank must be 1 to 511, not -1"),
         (
             (*EP, "--all2all-backend", "deepep_low_latency", "--all2all-options", "share_buffer=2"),
             "option share_buffer must be bool, not 2",
@@ -116,6 +119,25 @@ def test_options_that_nothing_takes_are_refused_at_once(words: tuple[str, ...], 
     with pytest.raises(ConfigError) as refused:
         resolve(*words)
     assert complaint in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "ranks", "complaint"),
+    [
+        ("deepep_v2", {}, 12, "'deepep_v2' serves up to 8 ranks, or whole nodes of 8 each, not 12"),
+        ("deepep_auto", {"worst_case": True}, 16, "without counts inside one node of 8 ranks, but the group has 16"),
+        ("deepep_auto", {"share_buffer": False}, 16, "share_buffer=False: beyond one node of 8 ranks"),
+        ("host_loopback", {"sms": -3}, 1, "sms must be at least 0"),
+        ("host_loopback_batched", {"bytes_factor": 0}, 1, "bytes_factor must be at least 1"),
+    ],
+)
+def test_values_and_ranks_are_checked_without_a_rank(
+    name: str, options: dict[str, object], ranks: int, complaint: str
+) -> None:
+    if "batched" in name:
+        pytest.importorskip("triton")
+    with pytest.raises(ConfigError, match=complaint):
+        check_all2all_options(name, options, ranks)
 
 
 @pytest.mark.parametrize(

@@ -226,6 +226,21 @@ def test_arms_run_forwards_then_backwards() -> None:
     ("words", "complaint"),
     [
         (["--all2all-options", "room=3"], "back end 'torch_dist' has no option 'room'; it takes none."),
+        (["--all2all-backend", "local"], "--all2all-backend local exchanges nothing, but the ranks share experts."),
+        (["--all2all-backend", "emulated_link"], "emulated_link is chosen by --emulated-link US MB/S"),
+        (["--all2all-backend", "host_loopback"], "'host_loopback' stands in for a network: it serves one rank, not 2."),
+        (
+            ["--all2all-backend", "deepep_low_latency", "--all2all-options", "max_tokens_per_rank=100000"],
+            "max_tokens_per_rank must be 1 to 511, not 100000.",
+        ),
+        (
+            ["--all2all-backend", "deepep_auto", "--all2all-options", "max_tokens_per_rank=7"],
+            "max_tokens_per_rank = 7 times 2 ranks must be a multiple of 4.",
+        ),
+        (
+            ["--all2all-backend", "deepep_v2", "--all2all-options", "max_tokens_per_rank=-1"],
+            "max_tokens_per_rank must be at least 1, not -1.",
+        ),
         (["--all2all-backend", "nonsense"], "unknown all2all back end 'nonsense'"),
         (["--all2all-backend", "deepep_v2", "--all2all-options", "max_tokens_per_rank=x"], "must be int, not 'x'."),
     ],
@@ -237,3 +252,13 @@ def test_a_transport_is_refused_before_any_rank_starts(
     assert main([*command, "--data-parallel-size", "2", *words, *out]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert complaint in line
+
+
+@pytest.mark.parametrize("command", [["generate", TINY, "--prompt", "x"], ["tune", TINY]])
+def test_unknown_experts_are_refused_before_any_rank_starts(
+    command: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([*command, "--moe-backend", "flashinfr"])
+    assert ended.value.code == 2
+    assert "did you mean 'flashinfer'?" in capsys.readouterr().err

@@ -40,6 +40,7 @@ __all__ = [
     "Payload",
     "Prepared",
     "Queued",
+    "check_ranks",
     "import_deep_ep",
 ]
 
@@ -65,6 +66,23 @@ def import_deep_ep(name: str) -> Any:
     )
 
 
+def check_ranks(name: str, num_ranks: int) -> None:
+    """Refuse ranks that are neither one node nor whole nodes.
+
+    Args:
+        name: of the back end.
+        num_ranks: that share the experts.
+
+    Raises:
+        ConfigError: there are so many.
+    """
+    if num_ranks > NODE and num_ranks % NODE:
+        raise ConfigError(
+            f"all2all back end {name!r} serves up to {NODE} ranks, or whole nodes of {NODE} each, not {num_ranks} "
+            "ranks."
+        )
+
+
 class DeepEPTransport:
     """What is the same in all DeepEP back ends.
 
@@ -84,11 +102,7 @@ class DeepEPTransport:
                 f"all2all back end {name!r} needs a CommGroup, not {type(group).__name__}. "
                 "Make one: CommGroup.from_process_group(pg)."
             )
-        if group.size > NODE and group.size % NODE:
-            raise ConfigError(
-                f"all2all back end {name!r} serves up to {NODE} ranks, or whole nodes of {NODE} each, not "
-                f"{group.size} ranks."
-            )
+        check_ranks(name, group.size)
         self.name = name
         self.group = group
         self.one_node = in_one_node(group.size)

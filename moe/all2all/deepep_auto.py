@@ -22,6 +22,7 @@ from torch import Tensor
 
 from moe.all2all.base import All2AllTraits, BatchedDispatch, Dispatched, StepSizes
 from moe.all2all.chunks import dispatch_chunks, dispatch_cut
+from moe.all2all.deepep import check_ranks
 from moe.all2all.deepep_high_throughput import DeepEPHighThroughputAll2All, HighThroughputHandle
 from moe.all2all.deepep_low_latency import DeepEPLowLatencyAll2All, LowLatencyHandle
 from ubatch import CommGroup, ConfigError, ForwardMode, Transfer, fingerprint, get_forward_context
@@ -74,6 +75,13 @@ class DeepEPAutoAll2All:
         self.group = group
         self.num_experts = num_experts
         self.experts = self.low_latency.experts
+
+    @staticmethod
+    def check_options(options: Mapping[str, Any], num_ranks: int) -> None:
+        """See `ChecksOptions`: what either refuses."""
+        check_ranks("deepep_auto", num_ranks)
+        DeepEPLowLatencyAll2All.check_options(options, num_ranks)
+        DeepEPHighThroughputAll2All.check_options(options, num_ranks)
 
     @staticmethod
     def default_options(sizes: StepSizes, num_ranks: int) -> Mapping[str, object]:

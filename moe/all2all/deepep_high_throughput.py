@@ -25,8 +25,8 @@ from typing import Any
 from torch import Tensor
 
 from moe.all2all.base import Dispatched, StepSizes, refuse_gradients
-from moe.all2all.deepep import DeepEPStreamed, Inputs, Payload
-from moe.all2all.deepep_buffers import NODE, BufferSize, SizedBuffers
+from moe.all2all.deepep import DeepEPStreamed, Inputs, Payload, check_ranks
+from moe.all2all.deepep_buffers import NODE, BufferSize, SizedBuffers, in_one_node
 from moe.all2all.voted import voted_tokens
 from ubatch import CommGroup, ConfigError, Transfer, capturing, current_sm_budget, report_sm_use
 from ubatch.collectives import check_launch
@@ -122,15 +122,21 @@ class DeepEPHighThroughputAll2All(DeepEPStreamed):
 
     def __init__(self, *, group: CommGroup, num_experts: int, use_fp8: bool = False, worst_case: bool = False) -> None:
         super().__init__("deepep_high_throughput", group, num_experts, use_fp8=use_fp8, worst_case=worst_case)
-        if worst_case and not self.one_node:
-            raise ConfigError(
-                f"worst_case receives without counts inside one node of {NODE} ranks, but the group has {group.size}. "
-                "Leave it out."
-            )
+        self.check_options({"worst_case": worst_case}, group.size)
         default_sms = int(self.deep_ep.Buffer.num_sms)
         self.settings = _Settings(self.name, self.deep_ep, group.size, default_sms)
         self.settings.config("get_dispatch_config", default_sms)  # refuses a number of ranks that has none
         self.buffers = SizedBuffers(self.name, self.deep_ep, self.settings.size_of)
+
+    @staticmethod
+    def check_options(options: Mapping[str, Any], num_ranks: int) -> None:
+        """See `ChecksOptions`."""
+        check_ranks("deepep_high_throughput", num_ranks)
+        if options.get("worst_case") and not in_one_node(num_ranks):
+            raise ConfigError(
+                f"worst_case receives without counts inside one node of {NODE} ranks, but the group has {num_ranks}. "
+                "Leave it out."
+            )
 
     @staticmethod
     def default_options(sizes: StepSizes, num_ranks: int) -> Mapping[str, object]:

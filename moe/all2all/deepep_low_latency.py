@@ -38,8 +38,8 @@ from torch import Tensor
 
 from moe.all2all.base import All2AllTraits, BatchedDispatch, StepSizes, refuse_gradients
 from moe.all2all.chunks import ids_of_blocks
-from moe.all2all.deepep import DeepEPTransport
-from moe.all2all.deepep_buffers import NODE, BufferSize, SizedBuffer, SizedBuffers
+from moe.all2all.deepep import DeepEPTransport, check_ranks
+from moe.all2all.deepep_buffers import NODE, BufferSize, SizedBuffer, SizedBuffers, in_one_node
 from ubatch import CommGroup, ConfigError, Transfer, dbo_current_ubatch_id, report_sm_use
 from ubatch.collectives import check_launch
 from ubatch.graphs import current_capture
@@ -113,17 +113,7 @@ class DeepEPLowLatencyAll2All(DeepEPTransport):
         share_buffer: bool | None = None,
     ) -> None:
         super().__init__("deepep_low_latency", group, num_experts)
-        if not 1 <= max_tokens_per_rank <= _MAX_TOKENS:
-            raise ConfigError(f"max_tokens_per_rank must be 1 to {_MAX_TOKENS}, not {max_tokens_per_rank}.")
-        if max_tokens_per_rank * group.size % 4:
-            raise ConfigError(
-                f"max_tokens_per_rank = {max_tokens_per_rank} times {group.size} ranks must be a multiple of 4."
-            )
-        if share_buffer is False and not self.one_node:
-            raise ConfigError(
-                f"share_buffer=False: beyond one node of {NODE} ranks DeepEP makes one low-latency buffer per process, "
-                f"but the group has {group.size}. Leave it out."
-            )
+        self.check_options({"max_tokens_per_rank": max_tokens_per_rank, "share_buffer": share_buffer}, group.size)
         self.max_tokens_per_rank = max_tokens_per_rank
         self.use_fp8 = use_fp8
         self.share_buffer = not self.one_node if share_buffer is None else share_buffer
@@ -143,6 +133,21 @@ class DeepEPLowLatencyAll2All(DeepEPTransport):
             per_expert=True,
             max_tokens=max_tokens_per_rank,
         )
+
+    @staticmethod
+    def check_options(options: Mapping[str, Any], num_ranks: int) -> None:
+        """See `ChecksOptions`."""
+        check_ranks("deepep_low_latency", num_ranks)
+        room = options.get("max_tokens_per_rank")
+        if room is not None and not 1 <= room <= _MAX_TOKENS:
+            raise ConfigError(f"max_tokens_per_rank must be 1 to {_MAX_TOKENS}, not {room}.")
+        if room is not None and room * num_ranks % 4:
+            raise ConfigError(f"max_tokens_per_rank = {room} times {num_ranks} ranks must be a multiple of 4.")
+        if options.get("share_buffer") is False and not in_one_node(num_ranks):
+            raise ConfigError(
+                f"share_buffer=False: beyond one node of {NODE} ranks DeepEP makes one low-latency buffer per process, "
+                f"but the group has {num_ranks}. Leave it out."
+            )
 
     @staticmethod
     def default_options(sizes: StepSizes, num_ranks: int) -> Mapping[str, int]:

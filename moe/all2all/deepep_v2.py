@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from moe.all2all.base import Dispatched, StepSizes, refuse_gradients
-from moe.all2all.deepep import DeepEPStreamed, Inputs, Payload
+from moe.all2all.deepep import DeepEPStreamed, Inputs, Payload, check_ranks
 from moe.all2all.deepep_buffers import DeepEPBuffers
 from moe.all2all.voted import voted_tokens
 from ubatch import CommGroup, ConfigError, Transfer, current_sm_budget, report_sm_use
@@ -95,11 +95,18 @@ class DeepEPV2All2All(DeepEPStreamed):
                 f"all2all back end 'deepep_v2' needs DeepEP 2 with its ElasticBuffer; this one is {version}. Install a "
                 "newer one, or use 'deepep_high_throughput'."
             )
-        if max_tokens_per_rank < 1:
-            raise ConfigError(f"max_tokens_per_rank must be at least 1, not {max_tokens_per_rank}.")
+        self.check_options({"max_tokens_per_rank": max_tokens_per_rank}, group.size)
         self.max_tokens_per_rank = max_tokens_per_rank
         self.traits = replace(self.traits, max_tokens=max_tokens_per_rank)
         self._buffers = DeepEPBuffers(self.name, self._make_buffer)
+
+    @staticmethod
+    def check_options(options: Mapping[str, Any], num_ranks: int) -> None:
+        """See `ChecksOptions`."""
+        check_ranks("deepep_v2", num_ranks)
+        room = options.get("max_tokens_per_rank", 1)
+        if room < 1:
+            raise ConfigError(f"max_tokens_per_rank must be at least 1, not {room}.")
 
     @staticmethod
     def default_options(sizes: StepSizes, num_ranks: int) -> Mapping[str, object]:

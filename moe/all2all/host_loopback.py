@@ -15,7 +15,7 @@ the same copies go through ordinary memory, and are done when the call returns.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,15 +62,7 @@ class HostLoopbackAll2All:
     def __init__(
         self, *, group: CommGroup | None = None, num_experts: int, bytes_factor: float = 1.0, sms: int = 0
     ) -> None:
-        if group is not None and group.size != 1:
-            raise ConfigError(
-                f"all2all back end 'host_loopback' stands in for a network: it serves one rank, not {group.size}. "
-                "Use 'torch_dist' or 'allgather_reducescatter'."
-            )
-        if not 1 <= bytes_factor < float("inf"):
-            raise ConfigError(f"bytes_factor must be at least 1 (the payload itself crosses), not {bytes_factor}.")
-        if sms < 0:
-            raise ConfigError(f"sms must be at least 0 (0 takes none), not {sms}.")
+        self.check_options({"bytes_factor": bytes_factor, "sms": sms}, 1 if group is None else group.size)
         self.num_experts = num_experts
         self.experts = local_experts(num_experts, 0, 1)
         self.traits = All2AllTraits(
@@ -86,6 +78,20 @@ class HostLoopbackAll2All:
         self.bytes_factor = bytes_factor
         self._sms = sms
         self._staging: dict[tuple[int | None, torch.device], Staging] = {}
+
+    @staticmethod
+    def check_options(options: Mapping[str, Any], num_ranks: int) -> None:
+        """See `ChecksOptions`."""
+        if num_ranks != 1:
+            raise ConfigError(
+                f"all2all back end 'host_loopback' stands in for a network: it serves one rank, not {num_ranks}. "
+                "Use 'torch_dist' or 'allgather_reducescatter'."
+            )
+        bytes_factor, sms = options.get("bytes_factor", 1.0), options.get("sms", 0)
+        if not 1 <= bytes_factor < float("inf"):
+            raise ConfigError(f"bytes_factor must be at least 1 (the payload itself crosses), not {bytes_factor}.")
+        if sms < 0:
+            raise ConfigError(f"sms must be at least 0 (0 takes none), not {sms}.")
 
     def dispatch(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Transfer[Dispatched[None]]:
         """See `All2All`."""

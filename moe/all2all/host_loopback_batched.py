@@ -98,6 +98,9 @@ class HostLoopbackBatchedAll2All:
         self._slots: dict[tuple[int | None, int, torch.device], _Slot] = {}
         self._alarm: Alarm | None = None
 
+    check_options = staticmethod(HostLoopbackAll2All.check_options)
+    """See `ChecksOptions`."""
+
     @property
     def pinned_bytes(self) -> int:
         """Host memory held for messages, of all lanes."""

@@ -11,6 +11,7 @@ from moe.all2all.base import All2All, StepSizes
 from ubatch import CommGroup, ConfigError, LazyRegistry, nearest
 
 __all__ = [
+    "ChecksOptions",
     "FollowsSteps",
     "all2all_backends",
     "all2all_class",
@@ -48,6 +49,23 @@ class FollowsSteps(Protocol):
         """Options for these steps on so many ranks, where the user gives none."""
 
 
+@runtime_checkable
+class ChecksOptions(Protocol):
+    """A class of back ends that does not serve every number of ranks, or every value of an option."""
+
+    @staticmethod
+    def check_options(options: Mapping[str, Any], num_ranks: int) -> None:
+        """Refuse what one made with these options on so many ranks would refuse.
+
+        Args:
+            options: those that are given, of the right types.
+            num_ranks: that share the experts.
+
+        Raises:
+            ConfigError: says what is served.
+        """
+
+
 def register_all2all_backend(name: str, target: str) -> None:
     """Make a transport known.
 
@@ -76,15 +94,17 @@ def all2all_class(name: str) -> type[All2All[Any]]:
     return cast("type[All2All[Any]]", _BACKENDS.load(name))
 
 
-def check_all2all_options(name: str, options: Mapping[str, object]) -> None:
-    """Refuse options that a back end does not take, before anything is made.
+def check_all2all_options(name: str, options: Mapping[str, object], num_ranks: int) -> None:
+    """Refuse options that a back end does not take, and ranks that it does not serve, before anything is made.
 
     Args:
         name: one of `all2all_backends()`.
         options: what would be given to `make_all2all` beside group and experts.
+        num_ranks: that share the experts.
 
     Raises:
-        ConfigError: an unknown back end or option, or a value of another type.
+        ConfigError: an unknown back end or option, a value of another type or out of range, or a number of ranks that
+            it does not serve.
     """
     make: Any = _BACKENDS.load(name)
     parameters = inspect.signature(make).parameters
@@ -104,6 +124,8 @@ def check_all2all_options(name: str, options: Mapping[str, object]) -> None:
         if accepted and type(value) not in kinds:
             names = " or ".join(sorted(kind.__name__ for kind in accepted))
             raise ConfigError(f"all2all back end {name!r}: option {option} must be {names}, not {value!r}.")
+    if isinstance(make, ChecksOptions):
+        make.check_options(options, num_ranks)
 
 
 def default_all2all_options(name: str, sizes: StepSizes, num_ranks: int) -> dict[str, object]:

@@ -11,7 +11,7 @@ from serving.options.flags import FILE_ONLY, SETTINGS
 from serving.options.overlap import overlap_config
 from serving.options.sources import Settings
 from serving.options.speculation import check_speculation
-from serving.runner_setup import tensor_parallel_faults
+from serving.runner_setup import backend_faults, tensor_parallel_faults
 from ubatch import ConfigError
 from ubatch.modes import MODE_KEYS
 
@@ -111,13 +111,7 @@ def _parallelism(s: Settings) -> Iterator[str]:
                 f"{s.spell('enable_expert_parallel')} needs --data-parallel-size 2 or more, or --tensor-parallel-size; "
                 "one rank has all experts."
             )
-        if s["all2all_backend"] == "local":
-            yield f"{s.spell('all2all_backend')} local exchanges nothing, but the ranks share experts. Use torch_dist."
-        if s["all2all_backend"] == "emulated_link":
-            yield (
-                f"{s.spell('all2all_backend')} emulated_link is chosen by --emulated-link US MB/S, which also says "
-                "how fast it is."
-            )
+        yield from backend_faults(s["all2all_backend"], s.spell("all2all_backend"))
         return
     for name in ("all2all_backend", "all2all_options"):
         if s[name]:
@@ -256,6 +250,6 @@ def _graph_sizes(s: Settings) -> Iterator[str]:
 def _transport(s: Settings) -> Iterator[str]:
     if s["all2all_backend"] is not None:
         try:
-            check_all2all_options(s["all2all_backend"], s["all2all_options"] or {})
+            check_all2all_options(s["all2all_backend"], s["all2all_options"] or {}, _num_processes(s))
         except ConfigError as error:
-            yield f"{s.spell('all2all_options')}: {error}"
+            yield f"{s.spell('all2all_backend')}, {s.spell('all2all_options')}: {error}"

@@ -20,9 +20,10 @@ from pydantic import (
 )
 from tyro.constructors import PrimitiveConstructorSpec
 
+from moe import experts_backends
 from ubatch import UBatchError, nearest
 
-__all__ = ["Group", "NamedValues", "Positive", "WrongValue", "derived", "one_of", "parse_bytes"]
+__all__ = ["ExpertsName", "Group", "NamedValues", "Positive", "WrongValue", "derived", "one_of", "parse_bytes"]
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
@@ -141,6 +142,12 @@ def _in_snake_case(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
         values[known] = value
     return values
 
+
+ExpertsName = Annotated[
+    str,
+    one_of(("auto", *experts_backends())),
+    Field(description=f"who computes the experts: auto, the fastest here, or {', '.join(experts_backends())}"),
+]
 
 NamedValues = Annotated[
     dict[str, bool | int | float | str] | None,

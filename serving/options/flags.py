@@ -16,8 +16,8 @@ from pydantic.fields import FieldInfo
 
 from attention import attention_backends
 from model_runner.transport import AUTO
-from moe import all2all_backends, experts_backends
-from serving.options.fields import Group, NamedValues, Positive, derived, one_of, parse_bytes
+from moe import all2all_backends
+from serving.options.fields import ExpertsName, Group, NamedValues, Positive, derived, one_of, parse_bytes
 from ubatch import SCHEDULES, SplitBy
 from ubatch.vote import MAX_LANES
 
@@ -79,11 +79,7 @@ class Parallelism(Group):
         tyro.conf.arg(help_behavior_hint="(default: what --max-num-seqs and the other sizes of steps ask for)"),
         Field(description="its options, such as max_tokens_per_rank=256 use_fp8=true worst_case=true"),
     ] = None
-    moe_backend: Annotated[
-        str,
-        one_of(("auto", *experts_backends())),
-        Field(description=f"who computes the experts: auto, the fastest here, or {', '.join(experts_backends())}"),
-    ] = "auto"
+    moe_backend: ExpertsName = "auto"
     emulated_link: Annotated[
         tuple[Annotated[float, Field(ge=0)], Annotated[float, Field(gt=0)]] | None,
         BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value),  # YAML has no tuples
