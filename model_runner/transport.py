@@ -31,6 +31,7 @@ from ubatch import CommGroup, ConfigError, ForwardMode, Schedule, UBatchConfig
 
 __all__ = [
     "AUTO",
+    "LOCAL",
     "check_schedules",
     "check_schedules_by_name",
     "choose_all2all",
@@ -42,6 +43,8 @@ __all__ = [
 _logger = logging.getLogger(__name__)
 
 AUTO = "auto"
+LOCAL = "local"
+"""Of a rank that shares no experts."""
 
 
 def choose_all2all(*, stream_ordered: bool, one_machine: bool) -> tuple[str, str]:
@@ -68,7 +71,7 @@ def resolve_all2all(name: str | None, group: CommGroup | None) -> tuple[str, str
     if name is not None and name != AUTO:
         return name, "asked for"
     if group is None or group.size == 1:
-        return "local", "one rank has all experts"
+        return LOCAL, "one rank has all experts"
     ordered = group.stream_ordered(torch.device("cuda"))
     return choose_all2all(stream_ordered=ordered, one_machine=ordered and group.on_one_machine())
 
@@ -96,7 +99,7 @@ def make_transport(
     if num_experts == 0:
         if name not in (None, AUTO) or link is not None or options:
             raise ConfigError("a dense model has no experts to reach: leave all2all_backend, its options and link out.")
-        return make_all2all("local", group=None, num_experts=1)  # never asked for anything
+        return make_all2all(LOCAL, group=None, num_experts=1)  # never asked for anything
     name, why = resolve_all2all(name, group)
     ranks, options = 1 if group is None else group.size, dict(options or {})
     check_all2all_options(name, options, ranks)

@@ -11,6 +11,7 @@ import tyro
 from pydantic import BaseModel, Field
 
 from attention import attention_backends
+from model_runner.transport import LOCAL, check_schedules_by_name
 from serving.options import Speculation, read_speculation
 from serving.options.fields import ExpertsName, NamedValues
 from serving.runner_setup import check_transport, choose_dtype, count_gpus, read_config, tensor_parallel_faults
@@ -100,7 +101,7 @@ def prepare(options: Options) -> UBatchConfig:
 
     Raises:
         ConfigError: flags that contradict each other, or a checkpoint without a tokenizer.
-        CheckpointError: its settings cannot be read, where they matter here.
+        CheckpointError: its settings cannot be read.
     """
     config = overlap_config(options)
     if options.enable_expert_parallel and options.num_processes == 1:
@@ -108,8 +109,9 @@ def prepare(options: Options) -> UBatchConfig:
             "--enable-expert-parallel needs --data-parallel-size 2 or more, or --tensor-parallel-size; one rank has "
             "all experts."
         )
+    transport = LOCAL
     if options.enable_expert_parallel:
-        check_transport(options.all2all_backend, options.all2all_options, options.num_processes)
+        transport = check_transport(options.all2all_backend, options.all2all_options, options.num_processes)
     else:
         for flag, value in (
             ("--all2all-backend", options.all2all_backend),
@@ -124,10 +126,13 @@ def prepare(options: Options) -> UBatchConfig:
             )
     graph_options(options)
     load_tokenizer(options.model)
-    speculation_of(options)
+    speculation = speculation_of(options)
+    model, _ = read_config(options.model)
+    if model.num_experts:
+        check_schedules_by_name(config, transport, verifies=speculation is not None)
     if options.tensor_parallel_size > 1:
         faults = tensor_parallel_faults(
-            read_config(options.model)[0],
+            model,
             options.tensor_parallel_size,
             "--tensor-parallel-size",
             expert_parallel=options.enable_expert_parallel,

@@ -221,6 +221,27 @@ def test_arms_run_forwards_then_backwards() -> None:
     assert arms == {"a": [(3 + 6) / 2, (7 + 10) / 2], "b": [(4 + 5) / 2, (8 + 9) / 2]}
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["generate", TINY, "--prompt", "x", "--enable-dbo"],
+        ["serve", TINY, "--enable-single-batch-overlap", "--device", "cpu"],
+        [
+            *("serve", TINY, "--enable-single-batch-overlap", "--device", "cpu", "--data-parallel-size", "2"),
+            *("--enable-expert-parallel", "--all2all-backend", "allgather_reducescatter"),
+        ],
+    ],
+)
+def test_a_schedule_that_nobody_can_signal_is_refused_before_any_rank_starts(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*words, "--schedule", "single_batch_signalled"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    name = words[-1] if "allgather" in words[-1] else "local"
+    assert "decode steps: schedule 'single_batch_signalled' is signalled" in line
+    assert f"all2all back end '{name}' cannot do" in line
+
+
 @pytest.mark.parametrize("command", [["generate", TINY, "--prompt", "x", "--enable-expert-parallel"], ["tune", TINY]])
 @pytest.mark.parametrize(
     ("words", "complaint"),

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from model_runner import ModelConfig
+from model_runner.transport import LOCAL, check_schedules_by_name
 from moe import check_all2all_options
 from serving.options.flags import FILE_ONLY, SETTINGS
 from serving.options.overlap import overlap_config
@@ -47,7 +48,7 @@ def check_with_model(settings: Settings, model: ModelConfig, machine: Machine) -
         ConfigError: a setting is more than the checkpoint or the machine has, or contradicts another.
     """
     checks = (_checkpoint(settings, model), _device(settings, machine), _steps(settings), _graph_sizes(settings))
-    for check in (*checks, _transport(settings)):
+    for check in (*checks, _transport(settings), _signals(settings, model)):
         for message in check:
             raise ConfigError(message)
 
@@ -253,3 +254,12 @@ def _transport(s: Settings) -> Iterator[str]:
             check_all2all_options(s["all2all_backend"], s["all2all_options"] or {}, _num_processes(s))
         except ConfigError as error:
             yield f"{s.spell('all2all_backend')}, {s.spell('all2all_options')}: {error}"
+
+
+def _signals(s: Settings, model: ModelConfig) -> Iterator[str]:
+    if model.num_experts:
+        verifies = s["speculative_algorithm"] is not None
+        try:
+            check_schedules_by_name(overlap_config(s), s["all2all_backend"] or LOCAL, verifies=verifies)
+        except ConfigError as error:
+            yield str(error)
