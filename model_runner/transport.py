@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 import torch
 
 from moe import (
     All2All,
+    All2AllTraits,
     EmulatedLink,
     StepSizes,
     check_all2all_options,
@@ -28,6 +30,7 @@ from moe import (
     traits_in,
 )
 from ubatch import CommGroup, ConfigError, ForwardMode, Schedule, UBatchConfig
+from ubatch.vote import MAX_LANES
 
 __all__ = [
     "AUTO",
@@ -37,12 +40,15 @@ __all__ = [
     "choose_all2all",
     "make_transport",
     "most_chunks",
+    "most_lanes",
     "resolve_all2all",
+    "traits_in_lanes",
 ]
 
 _logger = logging.getLogger(__name__)
 
 AUTO = "auto"
+_SPLIT = (ForwardMode.DECODE, ForwardMode.PREFILL)
 LOCAL = "local"
 """Of a rank that shares no experts."""
 
@@ -160,4 +166,25 @@ def _check_modes(config: UBatchConfig, check: Callable[[Schedule, ForwardMode], 
 
 def most_chunks(all2all: All2All) -> int:
     """How many blocks of experts a layer may be cut into, in steps of any mode."""
-    return min(traits_in(all2all, mode, 1).max_chunks for mode in (ForwardMode.DECODE, ForwardMode.PREFILL))
+    return min(traits_in(all2all, mode, 1).max_chunks for mode in _SPLIT)
+
+
+def most_lanes(all2all: All2All) -> int | None:
+    """How many lanes a step of any mode may have; None for any number."""
+    return min((most for mode in _SPLIT if (most := traits_in(all2all, mode, 1).max_lanes) is not None), default=None)
+
+
+def traits_in_lanes(all2all: All2All, mode: ForwardMode, tokens: int, lanes: int) -> All2AllTraits:
+    """What a back end can do in a step of `mode` whose lanes nobody has chosen yet.
+
+    Chunks are those that it serves in any number of lanes: a lane with fewer tokens may go another way.
+
+    Args:
+        all2all: the back end.
+        mode: of the step.
+        tokens: of the step, the most of any rank.
+        lanes: in so many all the rest is as it says.
+    """
+    ways = [traits_in(all2all, mode, -(-tokens // count)) for count in range(1, MAX_LANES + 1)]
+    cuts = None if any(way.cuts_combine is None for way in ways) else ways[lanes - 1].cuts_combine
+    return replace(ways[lanes - 1], max_chunks=min(way.max_chunks for way in ways), cuts_combine=cuts)

@@ -14,9 +14,9 @@ from tqdm import tqdm
 
 from model_runner import Checkpoint, ModelConfig, ModelRunner, check_tensor_parallel, model_class
 from model_runner.transport import AUTO, choose_all2all
-from moe import EmulatedLink, check_all2all_options
+from moe import All2AllTraits, EmulatedLink, check_all2all_options, traits_in
 from serving.logs import log_event
-from ubatch import ConfigError
+from ubatch import ConfigError, ForwardMode
 
 __all__ = [
     "WeightsBar",
@@ -162,11 +162,22 @@ def describe_memory(runner: ModelRunner) -> str:
     return f"KV cache {cache.nbytes / 2**20:.1f} MiB ({pages}); attention back ends: {', '.join(parts)}"
 
 
-def describe_transport(runner: ModelRunner) -> str:
-    """What the runner's transport can do, in words; `dense model` where nothing travels to experts."""
-    config, traits = runner.config, runner.all2all.traits
-    if not config.num_experts:
-        return "dense model"
+def describe_transport(runner: ModelRunner) -> list[str]:
+    """What the runner's transport can do, in words, a line for each mode where they differ; none for a dense model."""
+    if not runner.config.num_experts:
+        return []
+    name = type(runner.all2all).__name__
+    decode, prefill = (
+        _describe_traits(traits_in(runner.all2all, mode, 1), runner)
+        for mode in (ForwardMode.DECODE, ForwardMode.PREFILL)
+    )
+    if decode == prefill:
+        return [f"{name}: {decode}"]
+    return [f"{name}, {mode}: {way}" for mode, way in (("decode", decode), ("prefill", prefill))]
+
+
+def _describe_traits(traits: All2AllTraits, runner: ModelRunner) -> str:
+    config = runner.config
     lanes = "any number of lanes" if traits.max_lanes is None else f"up to {traits.max_lanes} lanes"
     sent = traits.chunk_bytes(1, config.hidden_size, config.num_experts_per_tok, runner.kv_cache.spec.dtype)
     parts = [
@@ -177,4 +188,6 @@ def describe_transport(runner: ModelRunner) -> str:
         "keeps to reserved SMs" if traits.obeys_sms else "takes SMs as it likes",
         f"up to {sent / 1024:.1f} KiB a token, layer and chunk",
     ]
-    return f"{type(runner.all2all).__name__}: {'; '.join(parts)}"
+    if traits.max_tokens is not None:
+        parts.append(f"room for {traits.max_tokens} tokens of a rank")
+    return "; ".join(parts)

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 from unittest import mock
 
@@ -17,14 +18,17 @@ import pytest
 import torch
 import yaml
 
-from model_runner import ModelRunner
+from model_runner import InputBatch, ModelRunner
 from model_runner.graph_mode import capturable_families
 from model_runner.graph_sizes import graph_families
 from model_runner.transport import check_schedules, most_chunks
-from moe import StepSizes, check_all2all_options, default_all2all_options, make_all2all, traits_in
+from moe import StepSizes, check_all2all_options, check_schedule, default_all2all_options, make_all2all, traits_in
 from serving.options import Machine, Settings, describe_settings, resolve_settings, to_engine_options
 from serving.options.sources import Source, read_command_line, read_file, read_keywords
+from serving.runner_setup import describe_transport
+from serving.tuning.steps import ArmSteps
 from ubatch import CommGroup, ConfigError, ForwardMode, UBatchConfig
+from ubatch.layer_program import LayerTimes
 from ubatch.modes import ModeSettings
 from ubatch.schedule import get_schedule
 
@@ -235,6 +239,45 @@ def test_a_schedule_that_nobody_can_signal_is_refused_before_any_step(
 def test_a_runner_refuses_a_schedule_that_nobody_can_signal() -> None:
     with pytest.raises(ConfigError, match=r"decode steps: .* LocalAll2All cannot do"):
         ModelRunner(TINY, dbo=UBatchConfig(schedule="single_batch_signalled"), num_kv_blocks=8)
+
+
+def runner_over(all2all: Any) -> ModelRunner:
+    config = SimpleNamespace(num_experts=8, num_experts_per_tok=2, hidden_size=2048)
+    cache = SimpleNamespace(spec=SimpleNamespace(dtype=torch.bfloat16))
+    runner = {"all2all": all2all, "config": config, "kv_cache": cache, "group": all2all.group}
+    return cast(ModelRunner, SimpleNamespace(**runner, tensor_parallel_size=1))
+
+
+@pytest.mark.parametrize(
+    ("mode", "tokens", "cuts"), [(DECODE, 100, None), (VERIFY, 1000, None), (DECODE, 4096, False), (PREFILL, 64, False)]
+)
+def test_the_search_proposes_only_what_a_way_serves(
+    mode: ForwardMode, tokens: int, cuts: bool | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured = LayerTimes(attn_core=1e-3, experts=1e-3, dispatch=1e-3, combine=1e-3), 4
+    monkeypatch.setattr(ArmSteps, "_stages", lambda *_: measured)
+    batch = cast(InputBatch, SimpleNamespace(mode=mode, num_tokens=tokens))
+    with group_of(2) as group:
+        auto = make_all2all("deepep_auto", group=group, num_experts=8, max_tokens_per_rank=128)
+        model = ArmSteps(runner_over(auto)).stage_model(batch)
+        assert model is not None
+        assert model.traits.cuts_combine is cuts
+        assert model.traits.per_expert == (tokens < 256 and mode is not PREFILL), "of the way that is measured"
+        for found in model.search(max_lanes=4, max_chunks=2, keep=99):
+            lane = -(-tokens // found.schedule.lanes)
+            check_schedule(found.schedule, auto, traits_in(auto, mode, lane))
+
+
+def test_the_log_says_what_a_transport_does_in_each_mode() -> None:
+    with group_of(2) as group:
+        decode, prefill = describe_transport(runner_over(make_all2all("deepep_auto", group=group, num_experts=8)))
+        assert decode.startswith("DeepEPAutoAll2All, decode: travels beside compute; no wait on the host; capturable")
+        assert decode.endswith("room for 128 tokens of a rank")
+        assert prefill.startswith(
+            "DeepEPAutoAll2All, prefill: travels beside compute; the host waits for counts; eager"
+        )
+        (line,) = describe_transport(runner_over(make_all2all("torch_dist", group=group, num_experts=8)))
+        assert line.startswith("TorchDistAll2All: travels beside compute; the host waits for counts; eager only")
 
 
 # -- what auto is ----------------------------------------------------------------------------------------------------

@@ -92,10 +92,9 @@ def run_engine(options: EngineOptions, rank: int, store_host: str, store_port: i
         link = join_turns(client, address, options, rank, store, partial(_check_parent, parent))
         with _loaded(options, rank, store) as runner:
             memory = describe_memory(runner)
-            transport = describe_transport(runner)
-            log_event(
-                _logger, "engine ready", memory=memory, transport=transport, overlap_schedule=options.overlaps_schedule
-            )
+            for way in describe_transport(runner):
+                log_event(_logger, "transport", way=way)
+            log_event(_logger, "engine ready", memory=memory, overlap_schedule=options.overlaps_schedule)
             ready = Ready(rank, options.scheduler.max_model_len, runner.config.vocab_size, memory)
             Engine(ready, make_core(options, runner), runner.group, link, parent, options.dp_rank(rank)).serve()
     except BaseException as error:

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from model_runner import InputBatch, ModelRunner
+from model_runner.transport import most_lanes, traits_in_lanes
 from moe import EmulatedLink
 from serving.tuning.cells import Arm, arm_config
 from serving.tuning.programs import gather_steps, traced_step
@@ -59,7 +60,7 @@ class ArmSteps:
 
     def serves(self, lanes: int) -> bool:
         """Whether the transport does."""
-        most = self._runner.all2all.traits.max_lanes
+        most = most_lanes(self._runner.all2all)
         return most is None or lanes <= most
 
     def search(self, batch: InputBatch, find: Callable[[StageModel], Found]) -> Found | None:
@@ -89,13 +90,14 @@ class ArmSteps:
                 return None
             measured.append((lanes, stages))
         (few, (times, layers)), (many, (more, _)) = measured
+        tokens = -(-batch.num_tokens // self._runner.tensor_parallel_size)
         return StageModel.fit(
             (few, times),
             (many, more),
             layers,
             config.num_experts,
             config.num_experts_per_tok,
-            self._runner.all2all.traits,
+            traits_in_lanes(self._runner.all2all, batch.mode, tokens, few),
         )
 
     def _stages(self, batch: InputBatch, lanes: int) -> tuple[LayerTimes, int] | None:
