@@ -141,6 +141,6 @@ def capturable_families(
     )
     if asked == CUDAGraphMode.FULL:
         raise ConfigError(f"cudagraph_mode full: {what}. {advice}, or use cudagraph_mode auto.")
-    _logger.warning("%s: larger steps run eagerly. %s.", what, advice)
+    _logger.warning("%s: such steps run eagerly, unless their lanes do fit. %s.", what, advice)
     kept = [replace(family, shapes=tuple(filter(fits, family.shapes))) for family in families]
     return [family for family in kept if any(not shape.engaged for shape in family.shapes)]

@@ -105,10 +105,9 @@ class GraphFamily:
         shapes of this family; never 0."""
         return fingerprint(repr(self.shapes)) or 1
 
-    @property
-    def max_requests(self) -> int:
-        """Requests of the largest plain graph."""
-        return max(shape.lane_requests for shape in self.shapes if not shape.engaged)
+    def max_requests(self, *, plain: bool = False) -> int:
+        """Requests of the largest step that any graph has room for, or any plain one."""
+        return max(shape.lanes * shape.lane_requests for shape in self.shapes if not (plain and shape.engaged))
 
     def fit(self, lanes: int, lane_tokens: int, *, single: bool = False) -> GraphShape | None:
         """The smallest graph of so many lanes with room for `lane_tokens` in each; None if there is none."""

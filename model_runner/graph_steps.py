@@ -235,20 +235,21 @@ class GraphSteps:
         family = self._by_kind.get((batch.mode, batch.query_lens[0]))
         if family is None or family.tree is not tree or max_seq_len > self._max_seq_len:
             return 0
-        if len(batch.query_lens) > family.max_requests:
-            self._say_once(family, len(batch.query_lens))
+        if len(batch.query_lens) > family.max_requests():
+            self._say_once(family, len(batch.query_lens), "", family.max_requests())
             return 0
         return family.fingerprint
 
-    def _say_once(self, family: GraphFamily, requests: int) -> None:
+    def _say_once(self, family: GraphFamily, requests: int, kind: str, room: int) -> None:
         if family.mode not in self._said:
             self._said.add(family.mode)
             _logger.warning(
-                "a %s step of %d requests runs eagerly: the largest CUDA graph has room for %d "
+                "a %s step of %d requests runs eagerly: the largest CUDA graph%s has room for %d "
                 "(--cudagraph-capture-sizes, --max-cudagraph-capture-size). Said once.",
                 family.mode,
                 requests,
-                family.max_requests,
+                kind,
+                room,
             )
 
     def agree(self, agreed: Coordination) -> Coordination:
@@ -267,6 +268,9 @@ class GraphSteps:
                 "cudagraph_capture_sizes, thresholds and drafts."
             )
         shape = family.fit(*tokens_needed(decision), single=decision.engaged and decision.num_lanes == 1)
+        if shape is None and not decision.engaged:
+            requests = tokens_needed(decision)[1] // family.tokens_per_request
+            self._say_once(family, requests, " without overlap", family.max_requests(plain=True))
         return replace(agreed, graph=shape, decision=decision if shape is not None else replace(decision, graph_mode=0))
 
     def replay(self, batch: InputBatch, agreed: Coordination, shape: GraphShape) -> Tensor:

@@ -198,6 +198,17 @@ def test_steps_that_do_not_fit_are_not_captured_or_refused(caplog: pytest.LogCap
         assert capturable_families(families, roomy, "full") == families
 
 
+def test_an_overlapped_step_is_replayed_where_a_plain_one_has_no_room() -> None:
+    """Room for 511 tokens: no plain graph of 512 requests, but one of 2 x 256."""
+    (family,) = graph_families((496, 512), UBatchConfig(dbo_decode_token_threshold=64))
+    with group_of(16) as group:
+        auto = make_all2all("deepep_auto", group=group, num_experts=16, max_tokens_per_rank=511)
+        (kept,) = capturable_families([family], auto, "auto")
+    assert (kept.max_requests(), kept.max_requests(plain=True)) == (512, 496)
+    assert kept.fit(2, 256) is not None
+    assert kept.fit(1, 512) is None
+
+
 def test_schedules_that_a_way_cannot_serve_are_refused_before_any_step() -> None:
     config = UBatchConfig(schedule="single_batch")
     with group_of(2) as group:

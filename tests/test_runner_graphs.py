@@ -24,7 +24,8 @@ from runner_graph_cases import (
 )
 
 from model_runner import ModelRunner, SamplingParams, ScheduledRequest, build_input_batch
-from ubatch import CapturedGraph, ConfigError, ForwardMode, UBatchConfig
+from model_runner.dp import Coordination
+from ubatch import CapturedGraph, ConfigError, Decision, ForwardMode, UBatchConfig
 
 
 @pytest.fixture(scope="module")
@@ -136,6 +137,23 @@ def test_a_step_beyond_the_largest_runs_eagerly_and_says_so_once(
         assert "6 requests runs eagerly: the largest CUDA graph has room for 4" in record.getMessage()
         runner.execute([ScheduledRequest(request, 1) for request in requests[:4]])
         assert runner.statistics().graph_replays == 1
+
+
+def test_a_plain_step_beyond_the_largest_plain_graph_says_so(
+    checkpoint: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with make_captured(checkpoint, lanes=2, cudagraph_capture_sizes=(2, 7)) as runner:
+        requests = start(runner, [2] * 8)
+        with caplog.at_level(logging.WARNING, logger="model_runner"):
+            output = runner.execute([ScheduledRequest(request, 1) for request in requests])
+            assert output.decision.engaged
+            assert output.decision.graph_mode, "two lanes of four have room"
+            assert not caplog.records
+            assert runner.graphs is not None
+            declined = Decision(False, None, None, ((8,),), graph_mode=runner.graphs.families[0].fingerprint)
+            assert runner.graphs.agree(Coordination(declined, None)).graph is None
+        (record,) = caplog.records
+        assert "8 requests runs eagerly: the largest CUDA graph without overlap has room for 7" in record.getMessage()
 
 
 def test_what_is_captured_is_told_largest_first(checkpoint: Path) -> None:

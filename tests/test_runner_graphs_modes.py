@@ -218,6 +218,7 @@ def agreed(runner: ModelRunner, ranks: Sequence[tuple[int, int]], *, lanes: int 
         ([(3, 2), (0, 1)], 1, 4),  # ... with verify steps, too
         ([(5, 1), (4, 1)], 2, 4),  # three and two, two and two: lanes of four
         ([(4, 1), (0, 1)], 2, 2),
+        ([(8, 1), (3, 1)], 2, 4),  # more than the largest plain one, in lanes that fit
         ([(3, 1), (8, 1)], 1, None),  # more than the largest on one rank: all run eagerly
         ([(3, 1), (3, 2)], 1, None),  # decode beside verify
         ([(3, 1), (2, 5)], 1, None),  # decode beside prefill
