@@ -14,6 +14,7 @@ tokens, because its experts are needed. When no rank has requests, nothing runs 
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -262,6 +263,7 @@ class ModelRunner:
             self.streams.close()
             self.wrapper.drop_graphs()
             del self.kv_cache, self.attention, self.graphs, self._sampling
+            gc.collect()  # what is in cycles holds tensors, too
         self.kv_cache = make_kv_cache(spec, num_blocks, self.device)
         if spec.fp8:
             load_kv_scales(checkpoint, self.kv_cache)

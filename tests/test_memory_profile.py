@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from attention import KVCacheSpec
 from model_runner import GraphShape, ModelRunner, SamplingParams, generate
+from model_runner import runner as runner_module
 from model_runner.kv_memory import blocks_beside
 from model_runner.memory_profile import MemoryUse, graphs_in_all, largest_step
 from ubatch import ConfigError, ForwardMode
@@ -130,21 +131,31 @@ def test_and_for_all_graphs(checkpoint: Path, lanes: int, monkeypatch: pytest.Mo
     assert [each.token_ids for each in out] == [each.token_ids for each in expected]
 
 
-def test_the_memory_of_the_cache_is_the_only_one(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing keeps the small cache that was measured with."""
-    caches = []
-    make = ModelRunner._open_cache
+@pytest.mark.parametrize("lanes", [0, 2])
+@pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
+def test_the_memory_of_the_cache_is_the_only_one(
+    checkpoint: Path, lanes: int, graphs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing keeps the small cache that was measured with, not even until the next one is made."""
+    made: list[weakref.ref[Any]] = []
+    alive = []
+    make = runner_module.make_kv_cache
 
-    def noted(runner: ModelRunner, *args: Any) -> None:
-        make(runner, *args)
-        caches.append(weakref.ref(runner.kv_cache))
+    def noted(*args: Any) -> Any:
+        alive.append([cache() is not None for cache in made])
+        cache = make(*args)
+        made.append(weakref.ref(cache))
+        return cache
 
-    monkeypatch.setattr(ModelRunner, "_open_cache", noted)
-    with measured(checkpoint, monkeypatch) as (runner, _):
-        assert [cache() is runner.kv_cache for cache in caches] == [False, True]
-        assert caches[0]() is None
+    monkeypatch.setattr(runner_module, "make_kv_cache", noted)
+    options: dict[str, Any] = {"lanes": lanes}
+    if graphs:
+        options |= {"cudagraph_mode": "full", "cudagraph_capture_sizes": (1, 2, 4, 9), "graphs": FakeGraphs()}
+    with measured(checkpoint, monkeypatch, **options) as (runner, _):
+        assert alive == [[], [False]]
+        assert made[1]() is runner.kv_cache
     with make_runner(checkpoint):
-        assert len(caches) == 3, "with a given size there is nothing to measure"
+        assert len(made) == 3, "with a given size there is nothing to measure"
 
 
 def test_what_does_not_fit_is_refused_with_all_numbers(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -113,6 +114,25 @@ def test_a_step_leaves_no_tensors_behind() -> None:
         results = run(pool, body, body)
         del results
         assert within(5, lambda: all(ref() is None for ref in refs))
+
+
+def test_a_lane_lets_go_of_its_step_before_the_step_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else what the caller drops next may live on until the lane's thread happens to run again."""
+    arrive = Gate.arrive
+
+    def arrive_and_stay(gate: Gate) -> None:
+        arrive(gate)
+        time.sleep(0.2)
+
+    def body(kept: torch.Tensor) -> None:
+        dbo_yield()
+
+    with lane_pool() as pool:
+        monkeypatch.setattr(Gate, "arrive", arrive_and_stay)
+        tensors = [torch.ones(8), torch.ones(8)]
+        refs = [weakref.ref(tensor) for tensor in tensors]
+        run(pool, partial(body, tensors.pop()), partial(body, tensors.pop()))
+        assert [ref() for ref in refs] == [None, None]
 
 
 def test_every_lane_has_its_forward_context() -> None:

@@ -84,7 +84,7 @@ class _Job:
     ended: bool = False
 
     def run(self) -> None:
-        """Run in the worker's thread."""
+        """Run in the worker's thread, which then arrives at `done`."""
         try:
             self.variables.run(self._run_in_context)
         except BaseException as error:
@@ -92,7 +92,6 @@ class _Job:
         if self.context.baton.forked:
             _end_forked_child(self.error)
         self.ended = True
-        self.done.arrive()
 
     def _run_in_context(self) -> None:
         with self.ambient.applied(), self.part(), self.context:
@@ -124,8 +123,10 @@ def _work(worker: _Worker) -> None:
         job, worker.job = worker.job, None
         if job is None:
             break
+        done = job.done
         job.run()
-        del job  # keep no tensors alive between steps
+        del job  # once the step is over it keeps no tensors alive
+        done.arrive()
 
 
 def _nothing() -> None:
