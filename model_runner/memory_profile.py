@@ -1,8 +1,9 @@
 """What a runner needs of a GPU beside its KV cache, measured before the cache is made: the cache gets the rest.
 
     weights    what is held once the model is loaded
-    step       what the largest step takes beyond that: its own tensors, and the attention back ends' workspaces. It
-               runs with a small cache, twice: what is compiled, tuned and allocated once is so in the first run
+    step       what the largest steps take beyond that: their own tensors, workspaces of attention, buffers of the
+               transport, which may differ in prefills and decode steps. With a small cache a prefill, a verify and a
+               decode step run, twice: what is compiled, tuned and allocated once is so in the first run
     graphs     by how much free memory shrinks with them. Of every kind the two largest are captured, and given back:
                the others, which are smaller and share the pool, take at most what the second one took
 
@@ -35,9 +36,17 @@ __all__ = ["CudaMemory", "DeviceMemory", "MemoryUse", "graphs_in_all", "largest_
 
 _logger = logging.getLogger(__name__)
 
-_SAMPLED = SamplingParams(max_tokens=1, temperature=1.0, top_k=50, top_p=0.9, seed=0, logprobs=1)
-"""Sampling that makes most of the tensors that sampling can make."""
-
+_SAMPLED = SamplingParams(
+    max_tokens=2,
+    temperature=1.0,
+    top_p=0.9,
+    min_p=0.01,
+    repetition_penalty=1.1,
+    seed=0,
+    logprobs=1,
+    prompt_logprobs=1,
+)
+"""Sampling that makes most of the tensors that sampling can make: logits are copied, and the vocabulary is ranked."""
 
 _USUAL_TOKENS = 2048
 """Of the largest step, where nobody says more."""
@@ -132,15 +141,18 @@ def measured_blocks(
         ConfigError: not even one block fits.
     """
     tokens = _USUAL_TOKENS if max_num_batched_tokens is None else max_num_batched_tokens
+    drafts = max(0, min(runner.num_speculative_tokens, runner.max_model_len - 2))
     weights = memory.held()
     room = blocks_beside(spec, int(share * (memory.free() + weights)), weights, share)
+    if runner.tensor_parallel is not None:  # they run the same steps
+        room = int(runner.tensor_parallel.group.least(room))
     # Half of what is left at most: no step is larger than what the cache holds, and the step needs memory, too.
-    requests, length = largest_step(spec, tokens, runner.max_num_seqs, runner.max_model_len, room // 2)
-    open_cache(requests * spec.blocks_for(length + 1))
+    requests, length = largest_step(spec, tokens, runner.max_num_seqs, runner.max_model_len, room // 2, drafts)
+    open_cache(requests * spec.blocks_for(length + 1 + drafts))
     cache = runner.kv_cache.nbytes
     for _ in range(2):
         memory.reset_peak()
-        _run(runner, requests, length)
+        _run(runner, requests, length, tokens // (1 + drafts), drafts)
     step = memory.peak() - weights - cache
     allowed = int(share * (memory.free() + memory.held()))
     use = MemoryUse(weights, step, _graphs(runner, memory))
@@ -150,7 +162,7 @@ def measured_blocks(
 
 
 def largest_step(
-    spec: CacheSpec, tokens: int, max_num_seqs: int, max_model_len: int, num_blocks: int
+    spec: CacheSpec, tokens: int, max_num_seqs: int, max_model_len: int, num_blocks: int, drafts: int = 0
 ) -> tuple[int, int]:
     """Prompts of the step that takes most: as many as may run at once, all of which are sampled, and their length.
 
@@ -158,12 +170,13 @@ def largest_step(
         spec: of the KV cache.
         tokens: of the step, at most.
         max_num_seqs: most prompts.
-        max_model_len: of a prompt and the token it gives.
+        max_model_len: of a prompt, the token it gives, and its drafts.
         num_blocks: that hold all of it.
+        drafts: behind the token that a prompt gives.
     """
-    requests = max(1, min(max_num_seqs, tokens, num_blocks // spec.blocks_for(2)))
-    held = num_blocks // requests * spec.block_size - 1
-    return requests, max(1, min(tokens // requests, max_model_len - 1, held))
+    requests = max(1, min(max_num_seqs, tokens, num_blocks // spec.blocks_for(2 + drafts)))
+    held = num_blocks // requests * spec.block_size
+    return requests, max(1, min(tokens // requests, min(max_model_len, held) - 1 - drafts))
 
 
 def graphs_in_all(shapes: Iterable[GraphShape], sampled: Sequence[tuple[GraphShape, int]]) -> int:
@@ -186,13 +199,20 @@ def _kind(shape: GraphShape) -> object:
     return shape.mode, shape.tokens_per_request, shape.lanes, shape.single
 
 
-def _run(runner: ModelRunner, num_requests: int, length: int) -> None:
+def _run(runner: ModelRunner, num_requests: int, length: int, num_verified: int, drafts: int) -> None:
+    """A prefill of so many prompts; a verify step of at most `num_verified` of them, with drafts; a decode step."""
     requests = [Request(number, [0] * length, _SAMPLED) for number in range(num_requests)]
+    verified = requests[:num_verified] if drafts else []
     try:
         for request in requests:
-            runner.admit(request, length + 1)
+            runner.admit(request, length + 1 + drafts)
         with runner.wrapper.no_timeout():
-            runner.execute([ScheduledRequest(request, length) for request in requests])
+            prefilled = runner.execute([ScheduledRequest(request, length) for request in requests])
+            for request, (token,) in zip(requests, prefilled.tokens, strict=True):
+                request.advance(length, token)
+            if verified:
+                runner.execute([ScheduledRequest(request, 1, (0,) * drafts) for request in verified])
+            runner.execute([ScheduledRequest(request, 1) for request in requests])
     finally:
         for request in requests:
             runner.release(request)

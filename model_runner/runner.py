@@ -186,6 +186,7 @@ class ModelRunner:
         self.device = torch.device(device)
         self.dbo = with_group(dbo if dbo is not None else UBatchConfig(), group)
         self.max_num_seqs = max_num_seqs
+        self.num_speculative_tokens = num_speculative_tokens
         fp8 = is_fp8(kv_cache_dtype)
         size = KVMemory(self.device, num_kv_blocks, kv_cache_memory, gpu_memory_utilization, memory is not None)
         if self.device.type == "cpu":

@@ -5,23 +5,27 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from fake_graphs import FakeGraphs
-from runner_graph_cases import SIZES, make_checkpoint, make_runner
+from runner_graph_cases import SIZES, TINY, make_checkpoint, make_runner
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from attention import KVCacheSpec
-from model_runner import GraphShape, ModelRunner, SamplingParams, generate
+from model_runner import Acceptance, GraphShape, ModelRunner, Request, SamplingParams, ScheduledRequest, generate
 from model_runner import runner as runner_module
+from model_runner.dp import Coordination
+from model_runner.input_batch import InputBatch
 from model_runner.kv_memory import blocks_beside
 from model_runner.memory_profile import MemoryUse, graphs_in_all, largest_step
-from ubatch import ConfigError, ForwardMode
+from ranks import run_ranks
+from ubatch import CommGroup, ConfigError, ForwardMode
 from ubatch.workers import _Job
 
 TOTAL = 48 << 20
@@ -109,6 +113,74 @@ def test_a_full_cache_leaves_room_for_the_largest_step(checkpoint: Path, monkeyp
         prompts = [[1] * (TOKENS // 9)] * 9
         generate(runner, prompts, SamplingParams(max_tokens=3, temperature=1.0, top_p=0.8, seed=1))
         assert 0.93 * SHARE * TOTAL < memory.peak() <= SHARE * TOTAL
+
+
+@pytest.mark.parametrize("drafts", [0, 3])
+def test_and_for_the_widest_sampling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, drafts: int) -> None:
+    """Of a large vocabulary, all of which is ranked; and for each draft, too."""
+    checkpoint = make_checkpoint(tmp_path, replace(TINY, vocab_size=6000))
+    options = {"num_speculative_tokens": drafts, "acceptance": Acceptance.REJECTION}
+    with measured(checkpoint, monkeypatch, **options) as (runner, memory):
+        requests = [Request(n, [1] * 13, SamplingParams(temperature=1.0, top_p=0.9, logprobs=5)) for n in range(9)]
+        for request in requests:
+            runner.admit(request, 20)
+        memory.reset_peak()
+        runner.execute([ScheduledRequest(request, 13) for request in requests])
+        for request in requests:
+            request.advance(13, 1)
+        runner.execute([ScheduledRequest(request, 1, (1,) * drafts) for request in requests])
+        assert memory.peak() <= SHARE * TOTAL
+
+
+def test_every_kind_of_step_runs_before_the_cache_is_sized(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A transport may make other buffers for decode steps."""
+    ran: list[tuple[ForwardMode, int]] = []
+    coordinate = ModelRunner.coordinate
+
+    def noted(runner: ModelRunner, batch: InputBatch, *args: Any) -> Coordination:
+        ran.append((batch.mode, len(batch.scheduled)))
+        return coordinate(runner, batch, *args)
+
+    monkeypatch.setattr(ModelRunner, "coordinate", noted)
+    prefill, decode = (ForwardMode.PREFILL, 9), (ForwardMode.DECODE, 9)
+    with measured(checkpoint, monkeypatch):
+        assert ran == 2 * [prefill, decode]
+    ran.clear()
+    with measured(checkpoint, monkeypatch, num_speculative_tokens=14):
+        assert ran == 2 * [prefill, (ForwardMode.TARGET_VERIFY, TOKENS // 15), decode]
+
+
+class Unequal:
+    """A `DeviceMemory` of a rank that holds nothing; the first rank has more free than the others."""
+
+    def __init__(self, rank: int) -> None:
+        self._free = (4 << 20) >> (8 * min(rank, 1))
+
+    def held(self) -> int:
+        return 0
+
+    def free(self) -> int:
+        return self._free
+
+    def reset_peak(self) -> None:
+        pass
+
+    def peak(self) -> int:
+        return 0
+
+
+def with_unequal_memory(rank: int, world_size: int, checkpoint: Path) -> int:
+    group = CommGroup.from_process_group(timeout_s=20)
+    options: dict[str, Any] = {"num_kv_blocks": None, "gpu_memory_utilization": 1.0, "memory": Unequal(rank)}
+    options |= {"group": group, "tensor_parallel_size": world_size, "block_size": 1, "max_num_batched_tokens": TOKENS}
+    with make_runner(checkpoint, **options) as runner:
+        return runner.kv_cache.num_blocks
+
+
+def test_ranks_of_a_replica_measure_with_the_same_steps(checkpoint: Path) -> None:
+    """Those that the one with least memory can run: steps that differ would be refused."""
+    first, second = run_ranks(with_unequal_memory, 2, checkpoint)
+    assert first == second
 
 
 @pytest.mark.parametrize("lanes", [0, 2])
@@ -199,11 +271,12 @@ def test_the_cache_gets_what_is_left() -> None:
 )
 def test_the_largest_step(tokens: int, seqs: int, model_len: int, blocks: int, expected: tuple[int, int]) -> None:
     spec = KVCacheSpec(2, 1, 8, block_size=16)
-    requests, length = largest_step(spec, tokens, seqs, model_len, blocks)
-    assert (requests, length) == expected
-    assert requests * length <= tokens
-    assert length < model_len
-    assert requests * spec.blocks_for(length + 1) <= max(1, blocks)
+    assert largest_step(spec, tokens, seqs, model_len, blocks) == expected
+    for drafts in (0, 5, 16):
+        requests, length = largest_step(spec, tokens, seqs, model_len, blocks, drafts)
+        assert requests * length <= tokens
+        assert length + 1 + drafts <= model_len
+        assert requests * spec.blocks_for(length + 1 + drafts) <= max(spec.blocks_for(2 + drafts), blocks)
 
 
 def test_graphs_that_were_not_captured_take_what_the_last_of_their_kind_took() -> None:
