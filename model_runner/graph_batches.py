@@ -5,7 +5,7 @@ In a batch to capture every place is taken by the shortest sequence there can be
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
@@ -40,15 +40,21 @@ class GraphSetting:
 
 
 class CapturedSteps(Protocol):
-    """Steps that are captured with a runner's (`ModelRunner.capture_beside`)."""
+    """Steps of one network that are captured: a runner's, and with them others (`ModelRunner.capture_beside`)."""
 
     @property
     def shapes(self) -> tuple[GraphShape, ...]:
         """Everything that is captured, in the order of capture."""
         ...
 
-    def capture(self, progress: Callable[[CapturedGraph], None] | None = None) -> list[CapturedGraph]:
-        """Capture all of it; once, and not collective. `progress` is called after each graph."""
+    def capture(
+        self, progress: Callable[[CapturedGraph], None] | None = None, only: Sequence[GraphShape] | None = None
+    ) -> list[CapturedGraph]:
+        """Capture all of it, or only some of `shapes`; `progress` is called after each graph."""
+        ...
+
+    def drop(self) -> None:
+        """Give all graphs back."""
         ...
 
 

@@ -162,6 +162,11 @@ class GraphSteps:
         self._captured = captured
         return graphs
 
+    def drop(self) -> None:
+        """Give all graphs back; steps run eagerly until new captures."""
+        self._wrapper.drop_graphs()
+        self._captured = {}
+
     def _prepare(self, shape: GraphShape) -> _Captured:
         """Static plans and context of a shape, and its inputs filled with what can run: tokens 0 that are not kept.
 

@@ -72,11 +72,11 @@ class KVMemory:
         return spec.blocks_in(DEFAULT_KV_CACHE_MEMORY if self.kv_cache_memory is None else self.kv_cache_memory)
 
 
-def blocks_beside(spec: CacheSpec, allowed: int, held: int, share: float, parts: str = "") -> int:
+def blocks_beside(bytes_per_block: int, allowed: int, held: int, share: float, parts: str = "") -> int:
     """Blocks that fit in `allowed` bytes beside `held` ones; the cache has one block more, for padding.
 
     Args:
-        spec: of the cache.
+        bytes_per_block: of the cache, and of what else has as many blocks.
         allowed: bytes of this process.
         held: by all but the cache.
         share: that was asked for.
@@ -85,11 +85,11 @@ def blocks_beside(spec: CacheSpec, allowed: int, held: int, share: float, parts:
     Raises:
         ConfigError: none fits.
     """
-    blocks = (allowed - held) // spec.bytes_per_block - 1
+    blocks = (allowed - held) // bytes_per_block - 1
     if blocks < 1:
         raise ConfigError(
             f"gpu_memory_utilization {share} allows {allowed} bytes; the model takes {held}{parts and f' ({parts})'}, "
-            f"and two KV blocks {2 * spec.bytes_per_block}. Raise it, lower max_num_batched_tokens, or free memory of "
+            f"and two KV blocks {2 * bytes_per_block}. Raise it, lower max_num_batched_tokens, or free memory of "
             "the GPU."
         )
     return blocks

@@ -1,6 +1,6 @@
 """What a runner needs of a GPU beside its KV cache, measured before the cache is made: the cache gets the rest.
 
-    weights    what is held once the model is loaded
+    weights    what is held once the model is loaded, and its draft network
     step       what the largest steps take beyond that: their own tensors, workspaces of attention, buffers of the
                transport, which may differ in prefills and decode steps. With a small cache a prefill, a verify and a
                decode step run, twice: what is compiled, tuned and allocated once is so in the first run
@@ -28,6 +28,7 @@ from model_runner.graph_sizes import GraphShape
 from model_runner.kv_memory import blocks_beside
 from model_runner.request import Request, ScheduledRequest
 from model_runner.sampling_params import SamplingParams
+from model_runner.speculation.proposer import Draft, Proposer
 
 if TYPE_CHECKING:
     from model_runner.runner import ModelRunner
@@ -141,28 +142,32 @@ def measured_blocks(
         ConfigError: not even one block fits.
     """
     tokens = _USUAL_TOKENS if max_num_batched_tokens is None else max_num_batched_tokens
-    drafts = max(0, min(runner.num_speculative_tokens, runner.max_model_len - 2))
+    places = runner.num_speculative_tokens if runner.draft is None else runner.draft.shape.num_places
+    if places + 2 > runner.max_model_len:  # sequences are too short for drafts
+        places = 0
+    drafts = min(places, runner.num_speculative_tokens)
+    block_bytes = spec.bytes_per_block + (0 if runner.draft is None else runner.draft.bytes_per_block(spec))
     weights = memory.held()
-    room = blocks_beside(spec, int(share * (memory.free() + weights)), weights, share)
+    room = blocks_beside(block_bytes, int(share * (memory.free() + weights)), weights, share)
     if runner.tensor_parallel is not None:  # they run the same steps
         room = int(runner.tensor_parallel.group.least(room))
     # Half of what is left at most: no step is larger than what the cache holds, and the step needs memory, too.
-    requests, length = largest_step(spec, tokens, runner.max_num_seqs, runner.max_model_len, room // 2, drafts)
-    open_cache(requests * spec.blocks_for(length + 1 + drafts))
-    cache = runner.kv_cache.nbytes
+    requests, length = largest_step(spec, tokens, runner.max_num_seqs, runner.max_model_len, room // 2, places)
+    open_cache(requests * spec.blocks_for(length + 1 + places))
+    cache = runner.kv_cache.nbytes + (0 if runner.proposer is None else runner.proposer.kv_cache.nbytes)
     for _ in range(2):
         memory.reset_peak()
-        _run(runner, requests, length, tokens // (1 + drafts), drafts)
+        _run(runner, _Steps(requests, length, tokens // (1 + drafts), drafts, places))
     step = memory.peak() - weights - cache
     allowed = int(share * (memory.free() + memory.held()))
     use = MemoryUse(weights, step, _graphs(runner, memory))
-    blocks = blocks_beside(spec, allowed, use.total, share, str(use))
-    _logger.info("of %d bytes: %s, KV cache %d", allowed, use, blocks * spec.bytes_per_block)
+    blocks = blocks_beside(block_bytes, allowed, use.total, share, str(use))
+    _logger.info("of %d bytes: %s, KV cache %d", allowed, use, blocks * block_bytes)
     return blocks
 
 
 def largest_step(
-    spec: CacheSpec, tokens: int, max_num_seqs: int, max_model_len: int, num_blocks: int, drafts: int = 0
+    spec: CacheSpec, tokens: int, max_num_seqs: int, max_model_len: int, num_blocks: int, places: int = 0
 ) -> tuple[int, int]:
     """Prompts of the step that takes most: as many as may run at once, all of which are sampled, and their length.
 
@@ -170,13 +175,13 @@ def largest_step(
         spec: of the KV cache.
         tokens: of the step, at most.
         max_num_seqs: most prompts.
-        max_model_len: of a prompt, the token it gives, and its drafts.
+        max_model_len: of a prompt, the token it gives, and drafts.
         num_blocks: that hold all of it.
-        drafts: behind the token that a prompt gives.
+        places: for drafts, behind the token that a prompt gives.
     """
-    requests = max(1, min(max_num_seqs, tokens, num_blocks // spec.blocks_for(2 + drafts)))
+    requests = max(1, min(max_num_seqs, tokens, num_blocks // spec.blocks_for(2 + places)))
     held = num_blocks // requests * spec.block_size
-    return requests, max(1, min(tokens // requests, min(max_model_len, held) - 1 - drafts))
+    return requests, max(1, min(tokens // requests, min(max_model_len, held) - 1 - places))
 
 
 def graphs_in_all(shapes: Iterable[GraphShape], sampled: Sequence[tuple[GraphShape, int]]) -> int:
@@ -199,35 +204,75 @@ def _kind(shape: GraphShape) -> object:
     return shape.mode, shape.tokens_per_request, shape.lanes, shape.single
 
 
-def _run(runner: ModelRunner, num_requests: int, length: int, num_verified: int, drafts: int) -> None:
-    """A prefill of so many prompts; a verify step of at most `num_verified` of them, with drafts; a decode step."""
-    requests = [Request(number, [0] * length, _SAMPLED) for number in range(num_requests)]
-    verified = requests[:num_verified] if drafts else []
+@dataclass(frozen=True)
+class _Steps:
+    """What is run to measure it.
+
+    Attributes:
+        requests: prompts of the prefill, and requests of the decode step.
+        length: of the prompts.
+        verified: most requests of the verify step.
+        drafts: of each of them; 0 for no verify step.
+        places: behind the token that a prompt gives, for drafts.
+    """
+
+    requests: int
+    length: int
+    verified: int
+    drafts: int
+    places: int
+
+
+def _run(runner: ModelRunner, steps: _Steps) -> None:
+    """A prefill; drafts and a verify step, where there are any; a decode step."""
+    proposer = runner.proposer
+    requests = [Request(number, [0] * steps.length, _SAMPLED) for number in range(steps.requests)]
+    runner.set_observer(proposer)
     try:
         for request in requests:
-            runner.admit(request, length + 1 + drafts)
+            runner.admit(request, steps.length + 1 + steps.places)
         with runner.wrapper.no_timeout():
-            prefilled = runner.execute([ScheduledRequest(request, length) for request in requests])
+            prefilled = runner.execute([ScheduledRequest(request, steps.length) for request in requests])
             for request, (token,) in zip(requests, prefilled.tokens, strict=True):
-                request.advance(length, token)
-            if verified:
-                runner.execute([ScheduledRequest(request, 1, (0,) * drafts) for request in verified])
+                request.advance(steps.length, token)
+            if steps.drafts and steps.verified:
+                runner.execute(_drafted(requests[: steps.verified], steps.drafts, proposer))
             runner.execute([ScheduledRequest(request, 1) for request in requests])
     finally:
+        runner.set_observer(None)
         for request in requests:
             runner.release(request)
+            if proposer is not None:
+                proposer.forget(request)
+
+
+def _drafted(requests: Sequence[Request], count: int, proposer: Proposer | None) -> list[ScheduledRequest]:
+    """Shares of a verify step, with `count` drafts each; any will do where nobody proposes as many."""
+    drafts = [Draft(())] * len(requests) if proposer is None else proposer.propose(requests, [count] * len(requests))
+    whole = [draft if len(draft.tokens) == count else Draft((0,) * count) for draft in drafts]
+    return [
+        ScheduledRequest(request, 1, draft.tokens, draft.parents, draft.probs)
+        for request, draft in zip(requests, whole, strict=True)
+    ]
 
 
 def _graphs(runner: ModelRunner, memory: DeviceMemory) -> int:
     """What the runner's graphs will take; those that are captured for it are given back when its cache is closed."""
+    free = [memory.free()]
+    runner.capture_graphs(lambda _: free.append(memory.free()), _samples)
+    took = iter([max(0, before - after) for before, after in pairwise(free)])
+    return sum(
+        graphs_in_all(steps.shapes, [(shape, next(took)) for shape in _samples(steps.shapes)])
+        for steps in runner.captured_steps
+    )
+
+
+def _samples(shapes: Sequence[GraphShape]) -> list[GraphShape]:
+    """The two largest of each kind."""
     seen: defaultdict[object, int] = defaultdict(int)
     samples = []
-    for shape in runner.graph_shapes:
+    for shape in shapes:
         seen[_kind(shape)] += 1
         if seen[_kind(shape)] <= 2:
             samples.append(shape)
-    free = [memory.free()]
-    runner.capture_graphs(lambda _: free.append(memory.free()), only=samples)
-    took = (max(0, before - after) for before, after in pairwise(free))
-    sampled = list(zip(samples, took, strict=True))
-    return graphs_in_all(runner.graph_shapes, sampled)
+    return samples

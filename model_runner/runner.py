@@ -38,9 +38,9 @@ from model_runner.backend_choice import resolve_attention, resolve_experts
 from model_runner.dbo_auto import make_step_settings
 from model_runner.dp import Coordination, coordinate_batch_across_dp
 from model_runner.future_map import FutureMap
-from model_runner.graph_batches import CapturedSteps, GraphSetting
-from model_runner.graph_mode import GraphsAsked, capturable_families, resolve_graph_mode
-from model_runner.graph_sizes import GraphShape, capture_sizes, graph_families
+from model_runner.graph_batches import CapturedSteps
+from model_runner.graph_mode import GraphsAsked
+from model_runner.graph_sizes import GraphShape
 from model_runner.graph_steps import GraphSteps
 from model_runner.host_memory import keep_freed_memory
 from model_runner.input_batch import InputBatch, build_input_batch
@@ -53,8 +53,11 @@ from model_runner.models.registry import model_class
 from model_runner.pending_step import PendingStep, SamplingContext, StepOutput
 from model_runner.request import Request, ScheduledRequest
 from model_runner.request_memory import RequestMemory
+from model_runner.runner_graphs import make_graph_steps, make_wrapper
 from model_runner.runner_options import check_max_model_len, is_fp8, with_group
 from model_runner.speculation.accept import Acceptance, check_acceptance
+from model_runner.speculation.draft_proposer import DraftProposer
+from model_runner.speculation.draft_setting import DraftSetting
 from model_runner.speculation.proposer import StepObserver
 from model_runner.step_context import step_context
 from model_runner.step_cost import split_cost
@@ -69,7 +72,6 @@ from ubatch import (
     CommGroup,
     ConfigError,
     CUDAGraphMode,
-    CudaGraphs,
     ForwardContext,
     GraphBackend,
     UBatchConfig,
@@ -107,7 +109,7 @@ class ModelRunner:
         kv_cache_dtype: `auto` stores what the model computes in; `fp8` one byte a number, with the checkpoint's static
             scales where it has some.
         num_kv_blocks: size of the KV cache in blocks; or
-        kv_cache_memory: in bytes, 256 MiB by default; or
+        kv_cache_memory: in bytes, 256 MiB by default, without a draft network's; or
         gpu_memory_utilization: by what all else leaves of this share of a GPU's memory, which is measured: the largest
             step runs, and graphs are captured for it and given back; collective. See `KVMemory`.
         max_num_seqs: most requests that run at once.
@@ -120,6 +122,7 @@ class ModelRunner:
         num_speculative_tokens: most drafts of a request in a verify step; 0 for none.
         speculative_trees: they may be trees. Captured steps of chains have a mask, too, then.
         acceptance: when drafts of sampled requests are accepted.
+        draft: the network that guesses them, which memory is left for; none by default.
         dtype: what the model computes in, and the KV cache stores.
         device: where it runs.
         streams: what the device offers for its steps to run on; its own streams by default.
@@ -131,6 +134,8 @@ class ModelRunner:
         link: the emulated one that the ranks talk over; None for the real one.
         experts_backend: the one in force; draft networks use it, too.
         graphs: the captured steps; None where all run eagerly.
+        draft: the loaded draft network, None where there is none.
+        proposer: around it, see `set_observer`.
         tensor_parallel: this rank's place among those that share a replica; None where it is one by itself.
 
     Raises:
@@ -143,6 +148,7 @@ class ModelRunner:
     attention: UBatchAttention
     wrapper: UBatchWrapper
     graphs: GraphSteps | None
+    proposer: DraftProposer | None
     _sampling: SamplingContext
 
     def __init__(
@@ -173,6 +179,7 @@ class ModelRunner:
         num_speculative_tokens: int = 0,
         speculative_trees: bool = False,
         acceptance: Acceptance = Acceptance.MATCH,
+        draft: DraftSetting | None = None,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
         streams: StreamBackend | None = None,
@@ -185,6 +192,7 @@ class ModelRunner:
         self.link = link
         self.device = torch.device(device)
         self.dbo = with_group(dbo if dbo is not None else UBatchConfig(), group)
+        self.dtype = dtype
         self.max_num_seqs = max_num_seqs
         self.num_speculative_tokens = num_speculative_tokens
         fp8 = is_fp8(kv_cache_dtype)
@@ -218,6 +226,7 @@ class ModelRunner:
         parallel = ExpertParallel(self.all2all, self.experts_backend, self.tensor_parallel)
         with taking_long("loading the model"):
             self.model: CausalLM = kind.load(self.config, checkpoint, parallel).eval()
+            self.draft = None if draft is None else draft.load(self)
 
         self.split_cost = split_cost(
             self.model,
@@ -234,7 +243,6 @@ class ModelRunner:
             return UBatchAttention(shape, kv_cache, *resolve_attention(*backends, shape, kv_cache, group=group))
 
         self._acceptance = acceptance
-        self._graph_backend: GraphBackend | None = None
         self._beside: list[CapturedSteps] = []
         if cudagraph_capture_sizes is None:
             cudagraph_capture_sizes = self.dbo.cudagraph_capture_sizes or None
@@ -261,9 +269,7 @@ class ModelRunner:
     ) -> None:
         """Make a KV cache and all that has its addresses; the one before is closed."""
         if hasattr(self, "kv_cache"):
-            self.streams.close()
-            self.wrapper.drop_graphs()
-            del self.kv_cache, self.attention, self.graphs, self._sampling
+            self._close_cache()
             gc.collect()  # what is in cycles holds tensors, too
         self.kv_cache = make_kv_cache(spec, num_blocks, self.device)
         if spec.fp8:
@@ -274,19 +280,9 @@ class ModelRunner:
         )
         self._memory = RequestMemory(self.request_table, self.allocator, spec.blocks_for, self.max_model_len)
         self.attention = make_attention(self.kv_cache)
-        mode = resolve_graph_mode(
-            capture.mode,
-            self.device,
-            self.model,
-            self.attention,
-            simulated=capture.backend is not None,
-            tensor_parallel=self.tensor_parallel,
-        )
         if not hasattr(self, "wrapper"):
-            if mode is CUDAGraphMode.FULL:
-                self._graph_backend = CudaGraphs(self.device) if capture.backend is None else capture.backend
-            self.wrapper = UBatchWrapper(self.model, self.dbo, mode, self.device, self._graph_backend)
-        self.graphs = self._make_graphs(capture, spec)
+            self.wrapper, self._graph_backend = make_wrapper(self, capture)
+        self.graphs = make_graph_steps(self, capture, self._graph_backend)
         self._sampling = SamplingContext(
             compute_logits=lambda hidden: self.model.compute_logits(hidden),
             vocab_size=self.config.vocab_size,
@@ -301,25 +297,15 @@ class ModelRunner:
             acceptance=self._acceptance,
             listen=self.all2all.listen if isinstance(self.all2all, TellsLater) else None,
         )
+        self.proposer = None if self.draft is None else self.draft.proposer(self)
 
-    def _make_graphs(self, asked: GraphsAsked, spec: CacheSpec) -> GraphSteps | None:
-        """What is captured of this runner's steps, with the cache that it has now."""
-        if self._graph_backend is None:
-            return None
-        sizes = capture_sizes(self.max_num_seqs, asked.sizes)
-        families = graph_families(sizes, self.dbo, asked.num_speculative_tokens, trees=asked.trees)
-        families = capturable_families(families, self.all2all, asked.mode, self.tensor_parallel_size)
-        if not families:
-            return None
-        longest = self.request_table.max_blocks * spec.block_size
-        return GraphSteps(
-            families,
-            self.attention,
-            self.wrapper,
-            GraphSetting(asked.mode, sizes, longest, self._graph_backend, self.streams.planning),
-            num_ranks=1 if self.group is None else self.group.size,
-            tensor_parallel_size=self.tensor_parallel_size,
-        )
+    def _close_cache(self) -> None:
+        """Let go of the KV cache and all that has its addresses, so that its memory is free."""
+        self.streams.close()
+        for steps in self.captured_steps:
+            steps.drop()
+        self._beside.clear()
+        del self.kv_cache, self.attention, self.graphs, self._sampling, self.proposer
 
     @property
     def tensor_parallel_size(self) -> int:
@@ -350,7 +336,12 @@ class ModelRunner:
     @property
     def graph_shapes(self) -> tuple[GraphShape, ...]:
         """What `capture_graphs` captures, in its order; empty where all steps run eagerly."""
-        return () if self.graphs is None else tuple(chain(*(steps.shapes for steps in (self.graphs, *self._beside))))
+        return tuple(chain(*(steps.shapes for steps in self.captured_steps)))
+
+    @property
+    def captured_steps(self) -> tuple[CapturedSteps, ...]:
+        """Whose steps these are: the model's, and what `capture_beside` was told of."""
+        return () if self.graphs is None else (self.graphs, *self._beside)
 
     def capture_beside(self, steps: CapturedSteps) -> None:
         """Capture other steps (a draft network's) when `capture_graphs` is called, or now if it was."""
@@ -360,24 +351,26 @@ class ModelRunner:
                 steps.capture()
 
     def capture_graphs(
-        self, progress: Callable[[CapturedGraph], None] | None = None, only: Sequence[GraphShape] | None = None
+        self,
+        progress: Callable[[CapturedGraph], None] | None = None,
+        choose: Callable[[Sequence[GraphShape]], Sequence[GraphShape]] | None = None,
     ) -> list[CapturedGraph]:
         """Capture decode (and verify) steps, plain and in lanes, and what runs beside; once, before the first step.
         Collective.
 
         Args:
             progress: called after each graph.
-            only: some of `graph_shapes`, in their order; all by default.
+            choose: which shapes of each of `captured_steps`, in their order; all by default.
 
         Raises:
             CaptureFailed: see there. The runner then runs its steps eagerly.
             ConfigError: it was called before.
         """
-        if self.graphs is None:
-            return []
+        graphs: list[CapturedGraph] = []
         with self.together(), self.streams.forward():
-            graphs = self.graphs.capture(progress, only)
-            return graphs + [graph for steps in self._beside for graph in steps.capture(progress)]
+            for steps in self.captured_steps:
+                graphs += steps.capture(progress, steps.shapes if choose is None else choose(steps.shapes))
+        return graphs
 
     def set_observer(self, observer: StepObserver | None) -> None:
         """Tell what every step from the next one on computed, hidden states and new tokens, when its result is read.

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from model_runner import ModelRunner, Proposer
-from model_runner.speculation import Acceptance, DraftProposer, NgramProposer, load_draft
+from model_runner.speculation import Acceptance, DraftProposer, DraftSetting, DraftShape, NgramProposer
 from serving.scheduler import Scheduler, SchedulerConfig
 from ubatch import ConfigError
 
@@ -85,39 +85,40 @@ class SpeculationConfig:
 
 
 def runner_options(config: SpeculationConfig | None) -> dict[str, Any]:
-    """What `ModelRunner` is told: how drafts are accepted, how many a step verifies, and whether in trees."""
+    """What `ModelRunner` is told: how drafts are accepted, how many a step verifies, whether in trees, who drafts."""
     if config is None:
         return {}
+    draft = None
+    if config.algorithm is not Algorithm.NGRAM:
+        sampled = config.acceptance is Acceptance.REJECTION
+        shape = DraftShape(config.num_steps, config.topk, config.num_draft_tokens, sampled)
+        draft = DraftSetting(config.algorithm.value, config.draft_model_path, shape)
     return {
         "acceptance": config.acceptance,
         "num_speculative_tokens": config.num_draft_tokens,
         "speculative_trees": config.makes_trees,
+        "draft": draft,
     }
 
 
 def make_proposer(config: SpeculationConfig, runner: ModelRunner) -> Proposer:
     """The proposer for a runner, told from now on what the runner's steps give, if it needs that.
 
+    Args:
+        config: how to speculate.
+        runner: made for that, see `runner_options`.
+
     Raises:
-        ConfigError: the draft network does not fit the model, or the attention back end cannot verify trees.
-        CheckpointError: it cannot be loaded.
+        ConfigError: the runner was made without this draft network.
     """
     if config.algorithm is Algorithm.NGRAM:
         return NgramProposer(config.ngram_min, config.ngram_max)
-    if config.makes_trees and not runner.attention.takes_trees:
+    proposer = runner.proposer
+    if proposer is None:
         raise ConfigError(
-            f"attention back end {runner.attention.decode_name!r} has no tree masks, so it cannot verify drafts of "
-            f"topk {config.topk}. Choose another decode attention back end, or topk 1."
+            f"the runner was made without a draft network, so {config.algorithm} cannot draft for it. Give ModelRunner "
+            "what serving.speculation.runner_options says."
         )
-    network = load_draft(config.algorithm.value, config.draft_model_path, runner)
-    proposer = DraftProposer(
-        runner,
-        network,
-        num_steps=config.num_steps,
-        topk=config.topk,
-        num_draft_tokens=config.num_draft_tokens,
-        sampled=config.acceptance is Acceptance.REJECTION,
-    )
     runner.set_observer(proposer)
     return proposer
 

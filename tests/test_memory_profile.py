@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from draft_cases import make_head
 from fake_graphs import FakeGraphs
 from runner_graph_cases import SIZES, TINY, make_checkpoint, make_runner
 from torch import Tensor
@@ -25,6 +26,8 @@ from model_runner.input_batch import InputBatch
 from model_runner.kv_memory import blocks_beside
 from model_runner.memory_profile import MemoryUse, graphs_in_all, largest_step
 from ranks import run_ranks
+from serving.generate_drafted import generate_drafted
+from serving.speculation import Algorithm, SpeculationConfig, runner_options
 from ubatch import CommGroup, ConfigError, ForwardMode
 from ubatch.workers import _Job
 
@@ -203,6 +206,29 @@ def test_and_for_all_graphs(checkpoint: Path, lanes: int, monkeypatch: pytest.Mo
     assert [each.token_ids for each in out] == [each.token_ids for each in expected]
 
 
+def test_and_for_a_draft_network(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its weights, its cache of as many blocks, its steps and its graphs."""
+    make_head(tmp_path / "head", hidden_size=TINY.hidden_size, vocab_size=TINY.vocab_size)
+    drafts = SpeculationConfig(Algorithm.EAGLE, 3, 3, draft_model_path=tmp_path / "head")
+    with measured(checkpoint, monkeypatch, **runner_options(drafts)) as (eager, memory):
+        params = SamplingParams(max_tokens=9, temperature=1.0, top_p=0.9, seed=1, ignore_eos=True)
+        memory.reset_peak()
+        generate_drafted(eager, [[1] * 13] * 9, [params] * 9, drafts, max_num_batched_tokens=TOKENS)
+        assert 0.93 * SHARE * TOTAL < memory.peak() <= SHARE * TOTAL
+        assert eager.proposer is not None
+        most, block = eager.kv_cache.num_blocks, eager.kv_cache.nbytes + eager.proposer.kv_cache.nbytes
+    block //= most
+    fake = FakeGraphs()
+    graphs = {"cudagraph_mode": "full", "cudagraph_capture_sizes": (1, 2, 4, 9), "graphs": fake}
+    with measured(checkpoint, monkeypatch, **graphs, **runner_options(drafts)) as (runner, _):
+        assert fake.captures == 2 * 4, "the two largest of each kind: decode, verify, chain and extend"
+        assert fake.alive == 0, "and given back"
+        room = (most - runner.kv_cache.num_blocks) * block
+        captured = runner.capture_graphs()
+        assert len(captured) == len(runner.graph_shapes) == fake.alive == 4 * 4
+        assert 0 < sum(graph.nbytes for graph in captured) <= room + block
+
+
 @pytest.mark.parametrize("lanes", [0, 2])
 @pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
 def test_the_memory_of_the_cache_is_the_only_one(
@@ -247,13 +273,13 @@ def test_what_does_not_fit_is_refused_with_all_numbers(checkpoint: Path, monkeyp
 
 
 def test_the_cache_gets_what_is_left() -> None:
-    spec = KVCacheSpec(2, 1, 8, block_size=4)
+    block = KVCacheSpec(2, 1, 8, block_size=4).bytes_per_block
     use = MemoryUse(weights=1000, step=300, graphs=200)
     assert use.total == 1500
-    assert blocks_beside(spec, 1500 + 11 * spec.bytes_per_block, use.total, 0.5) == 10, "one is for padding"
-    assert blocks_beside(spec, 1499 + 11 * spec.bytes_per_block, use.total, 0.5) == 9
+    assert blocks_beside(block, 1500 + 11 * block, use.total, 0.5) == 10, "one is for padding"
+    assert blocks_beside(block, 1499 + 11 * block, use.total, 0.5) == 9
     with pytest.raises(ConfigError, match=r"takes 1500 \(weights 1000, the largest step 300, graphs 200\), and two"):
-        blocks_beside(spec, 1500 + spec.bytes_per_block, use.total, 0.5, str(use))
+        blocks_beside(block, 1500 + block, use.total, 0.5, str(use))
 
 
 @pytest.mark.parametrize(

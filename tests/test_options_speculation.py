@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from attention import UBatchAttention
 from model_runner import ModelRunner
 from model_runner.speculation import Acceptance
 from serving.cli import main
@@ -23,7 +24,7 @@ from serving.options import (
 )
 from serving.options.sources import read_file, read_keywords
 from serving.runner_setup import read_config
-from serving.speculation import Algorithm, SpeculationConfig
+from serving.speculation import Algorithm, SpeculationConfig, runner_options
 from ubatch import ConfigError
 
 MODELS = Path(__file__).resolve().parent.parent / "examples" / "models"
@@ -173,11 +174,18 @@ def test_draft_networks_that_do_not_fit(algorithm: str, change: dict[str, int], 
 
 def test_attention_without_tree_masks_refuses_trees_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     speculation = SpeculationConfig(Algorithm.EAGLE, 4, 2, 2, Path(HEAD))
-    options = EngineOptions(Path(TINY), speculation=speculation, kv_cache_memory=1 << 20)
-    with ModelRunner(TINY, kv_cache_memory=1 << 20) as runner:
-        monkeypatch.setattr(type(runner.attention), "takes_trees", False)
-        with pytest.raises(ConfigError, match=r"'\w+' has no tree masks, so it cannot verify drafts of topk 2"):
-            make_core(options, runner)
+    monkeypatch.setattr(UBatchAttention, "takes_trees", False)
+    with pytest.raises(ConfigError, match=r"'\w+' has no tree masks, so it cannot verify drafts of topk 2"):
+        ModelRunner(TINY, kv_cache_memory=1 << 20, **runner_options(speculation))
+
+
+def test_a_runner_that_was_made_for_no_draft_network_is_refused() -> None:
+    options = EngineOptions(Path(TINY), speculation=SpeculationConfig(Algorithm.EAGLE, 2, 2, 1, Path(HEAD)))
+    with (
+        ModelRunner(TINY, kv_cache_memory=1 << 20) as runner,
+        pytest.raises(ConfigError, match="without a draft network"),
+    ):
+        make_core(options, runner)
 
 
 @pytest.mark.parametrize(

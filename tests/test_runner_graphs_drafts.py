@@ -16,8 +16,8 @@ from runner_graph_cases import SIZES, TINY, make_checkpoint, make_runner
 
 from attention import MODES
 from model_runner import Acceptance, ModelRunner, ScheduledRequest, make_random_qwen3_moe
-from model_runner.speculation import DraftProposer, load_draft
-from ubatch import ConfigError, ForwardMode
+from model_runner.speculation import DraftProposer, draft_graphs, load_draft
+from ubatch import ConfigError, ForwardMode, lateness
 
 DECODE, VERIFY, EXTEND = ForwardMode.DECODE, ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND
 PROMPTS = [[5, 17, 9, 3, 42, 42, 8], list(range(20, 41)), [1, 0, 58], [7, 7, 7, 7]]
@@ -172,6 +172,23 @@ def test_a_network_that_comes_late_is_captured_at_once(made: SimpleNamespace) ->
         proposer.propose(requests, [3] * 4)
         assert proposer._draft.graphs is not None
         assert proposer._draft.graphs.replays == 1
+
+
+def test_peers_wait_while_drafts_are_captured(made: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Captures take long, and ranks do not take equally long."""
+    late = []
+    record = draft_graphs.record
+
+    def noted(*args: Any) -> Any:
+        late.append(lateness._own.depth)
+        return record(*args)
+
+    monkeypatch.setattr(draft_graphs, "record", noted)
+    with captured_runner(made, CHAIN, cudagraph_capture_sizes=(1, 2)) as runner:
+        attached(runner, load_draft("eagle", made.head, runner), **CHAIN)
+        runner.capture_graphs()
+    assert late == [1] * 4
+    assert lateness._own.depth == 0
 
 
 def test_what_cannot_be_captured_is_refused_by_name(made: SimpleNamespace, caplog: pytest.LogCaptureFixture) -> None:

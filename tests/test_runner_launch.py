@@ -277,9 +277,9 @@ def test_sizes_that_cannot_be(checkpoint: Path, sizes: dict[str, float], message
 def test_blocks_beside_the_model() -> None:
     spec = KVCacheSpec(2, 1, 8, block_size=4)
     assert spec.bytes_per_block == 512
-    assert blocks_beside(spec, 512 * 10 + 100, 512 * 3, 0.5) == 6
+    assert blocks_beside(spec.bytes_per_block, 512 * 10 + 100, 512 * 3, 0.5) == 6
     with pytest.raises(ConfigError, match="allows 1500 bytes; the model takes 1000, and two KV blocks 1024"):
-        blocks_beside(spec, 1500, 1000, 0.5)
+        blocks_beside(spec.bytes_per_block, 1500, 1000, 0.5)
 
 
 @pytest.mark.gpu

@@ -12,11 +12,14 @@ draft_graphs     those batches as CUDA graphs
 draft_tree       trees of drafts, grown where they are likely
 draft_sampling   chains of drafts, and drafts that are drawn, for acceptance by rejection
 draft_proposer   the proposer around a draft network
+draft_setting    a draft network that a runner makes room for
 """
 
 from model_runner.speculation.accept import Acceptance
+from model_runner.speculation.draft_graphs import DraftShape
 from model_runner.speculation.draft_network import DraftNetwork, load_draft
 from model_runner.speculation.draft_proposer import DraftProposer
+from model_runner.speculation.draft_setting import DraftSetting
 from model_runner.speculation.extend import DraftExtendBatch, draft_extend_batch
 from model_runner.speculation.ngram import NgramIndex, NgramProposer
 from model_runner.speculation.proposer import Draft, Proposer, StepObserver
@@ -27,6 +30,8 @@ __all__ = [
     "DraftExtendBatch",
     "DraftNetwork",
     "DraftProposer",
+    "DraftSetting",
+    "DraftShape",
     "NgramIndex",
     "NgramProposer",
     "Proposer",

@@ -38,6 +38,7 @@ from ubatch import (
 from ubatch.graph_capture import record
 from ubatch.graph_io import GraphOutput
 from ubatch.graphs import PLAIN, Capture
+from ubatch.long_calls import taking_long
 
 __all__ = ["DraftGraphs", "DraftShape", "can_capture"]
 
@@ -59,6 +60,11 @@ class DraftShape:
     topk: int
     num_drafts: int
     sampled: bool
+
+    @property
+    def num_places(self) -> int:
+        """Places behind a request's last known token that must have slots while drafts are made or verified."""
+        return max(self.num_drafts, (self.num_steps - 1) * self.topk if self.topk > 1 else 0)
 
 
 def can_capture(network: DraftNetwork, attention: UBatchAttention, setting: GraphSetting) -> bool:
@@ -161,20 +167,24 @@ class DraftGraphs:
     # -- capture ------------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
-    def capture(self, progress: Callable[[CapturedGraph], None] | None = None) -> list[CapturedGraph]:
-        """Capture every shape.
+    def capture(
+        self, progress: Callable[[CapturedGraph], None] | None = None, only: Sequence[GraphShape] | None = None
+    ) -> list[CapturedGraph]:
+        """Capture every shape. Peers wait for it, though they capture nothing together.
 
         Args:
             progress: called after each graph.
+            only: some of `shapes`, in their order; all by default.
 
         Raises:
             CaptureFailed: see there; nothing is replayed then.
         """
         captured = {}
-        for shape in self.shapes:
-            captured[shape] = self._capture(shape)
-            if progress is not None:
-                progress(captured[shape].graph)
+        with taking_long("capturing draft steps"):
+            for shape in self.shapes if only is None else only:
+                captured[shape] = self._capture(shape)
+                if progress is not None:
+                    progress(captured[shape].graph)
         self._captured = captured
         graphs = [each.graph for each in captured.values()]
         _logger.info(
@@ -184,6 +194,12 @@ class DraftGraphs:
             sum(graph.seconds for graph in graphs),
         )
         return graphs
+
+    def drop(self) -> None:
+        """Give all graphs back; steps run eagerly until new captures."""
+        for each in self._captured.values():
+            each.graph.recording.release()
+        self._captured = {}
 
     def _capture(self, shape: GraphShape) -> _Captured:
         batch, rows = batch_to_capture(shape, self._attention.kv_cache), shape.num_tokens

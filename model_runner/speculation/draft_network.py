@@ -100,7 +100,7 @@ def load_draft(algorithm: str, path: str | Path | None, runner: ModelRunner) -> 
     if (path is None) is not (algorithm == "mtp"):
         wanted = "is in the target's checkpoint and takes no path" if path is not None else "needs a checkpoint's path"
         raise ConfigError(f"draft algorithm {algorithm!r} {wanted}.")
-    dtype, device = runner.kv_cache.spec.dtype, runner.device
+    dtype, device = runner.dtype, runner.device
     checkpoint = Checkpoint(runner.model_path if path is None else path, dtype=dtype, device=device)
     try:
         network = load(runner, checkpoint)
@@ -174,5 +174,5 @@ def _alone(runner: ModelRunner, config: ModelConfig | None) -> ExpertParallel:
     """All experts on this rank, computed as the target's; None for a network without."""
     transport = make_transport(None, None, None, 0 if config is None else config.num_experts)
     name = "auto" if runner.all2all.traits.batched else runner.experts_backend  # here they arrive as rows
-    dtype = runner.kv_cache.spec.dtype
+    dtype = runner.dtype
     return ExpertParallel(transport, resolve_experts(name, config, transport, dtype, runner.device))

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from attention import CommonAttentionMetadata
+from attention import CommonAttentionMetadata, MLAKVCache, PagedKVCache
 from model_runner.errors import RequestError
 from model_runner.request import Request
 from model_runner.speculation.draft_graphs import DraftShape
@@ -78,7 +78,8 @@ class DraftProposer:
         count = num_steps if num_draft_tokens is None else num_draft_tokens
         _check_numbers(num_steps, topk, count, sampled)
         self._runner = runner
-        self._draft = DraftRunner(runner, draft, DraftShape(num_steps, topk, count, sampled))
+        shape = DraftShape(num_steps, topk, count, sampled)
+        self._draft = DraftRunner(runner, draft, shape)
         if topk > 1 and not self._draft.attention.takes_trees:
             raise ConfigError(
                 f"attention back end {self._draft.attention.decode_name!r} has no tree masks, so the draft network "
@@ -88,11 +89,16 @@ class DraftProposer:
         self._topk = topk
         self._reads_hidden = draft.reads_hidden
         self._shift = int(draft.reads_hidden)  # from the place to the token that is read there
-        self.num_places = max(count, (num_steps - 1) * topk if topk > 1 else 0)
+        self.num_places = shape.num_places
         # How many places of a request have draft keys and values; and the result at the last one, by its row.
         self._places: dict[Request, int] = {}
         size = (runner.request_table.num_rows, draft.config.hidden_size)
         self._last = torch.zeros(size, dtype=runner.kv_cache.spec.dtype, device=runner.device)
+
+    @property
+    def kv_cache(self) -> PagedKVCache | MLAKVCache:
+        """Of the draft network."""
+        return self._draft.kv_cache
 
     # -- what the target's steps give -------------------------------------------------------------------------------
 

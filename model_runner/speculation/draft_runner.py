@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from attention import (
+    CacheSpec,
     CommonAttentionMetadata,
     MultiStepDraftAttention,
     SpecVerifyInput,
@@ -38,7 +39,7 @@ from ubatch.small_copies import to_device, to_host
 if TYPE_CHECKING:  # the runner's batches import what builds trees, which is in this package
     from model_runner.runner import ModelRunner
 
-__all__ = ["DraftBatch", "DraftRunner"]
+__all__ = ["DraftBatch", "DraftRunner", "draft_cache_spec"]
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,12 @@ class DraftBatch:
     starts_device: Tensor
     rows: Tensor
     block_table: Tensor
+
+
+def draft_cache_spec(network: DraftNetwork, spec: CacheSpec) -> CacheSpec:
+    """The cache of a draft network: its own layers, in pages of the target's cache, which `spec` is of."""
+    config = network.config
+    return config.attention.cache_spec(config.num_layers, spec.block_size, spec.dtype)
 
 
 class DraftRunner:
@@ -80,9 +87,8 @@ class DraftRunner:
         self.device = runner.device
         self._table = runner.request_table
         self._shape = shape
-        heads, spec = network.config.attention, runner.kv_cache.spec
-        own_spec = heads.cache_spec(network.config.num_layers, spec.block_size, spec.dtype)
-        self.kv_cache = make_kv_cache(own_spec, runner.kv_cache.num_blocks, runner.device)
+        heads, spec = network.config.attention, draft_cache_spec(network, runner.kv_cache.spec)
+        self.kv_cache = make_kv_cache(spec, runner.kv_cache.num_blocks, runner.device)
         target = runner.attention
         names = (target.prefill_name, target.decode_name)
         if type(target.shape) is not type(heads):  # the target's may not know this kind of attention

@@ -90,13 +90,13 @@ def run_engine(options: EngineOptions, rank: int, store_host: str, store_port: i
     client = EngineLink(address, f"rank-{rank}")
     try:
         link = join_turns(client, address, options, rank, store, partial(_check_parent, parent))
-        with _loaded(options, rank, store) as runner:
+        with _loaded(options, rank, store) as (runner, core):
             memory = describe_memory(runner)
             for way in describe_transport(runner):
                 log_event(_logger, "transport", way=way)
             log_event(_logger, "engine ready", memory=memory, overlap_schedule=options.overlaps_schedule)
             ready = Ready(rank, options.scheduler.max_model_len, runner.config.vocab_size, memory)
-            Engine(ready, make_core(options, runner), runner.group, link, parent, options.dp_rank(rank)).serve()
+            Engine(ready, core, runner.group, link, parent, options.dp_rank(rank)).serve()
     except BaseException as error:
         ending = client.shutdown_comes()  # the others may have left before this rank had read it
         if not ending:
@@ -117,8 +117,8 @@ def _check_parent(parent: int | None) -> None:
 
 
 @contextmanager
-def _loaded(options: EngineOptions, rank: int, store: dist.Store) -> Iterator[ModelRunner]:
-    """Join the other ranks, load the model and warm it up; undone at the end."""
+def _loaded(options: EngineOptions, rank: int, store: dist.Store) -> Iterator[tuple[ModelRunner, EngineCore]]:
+    """Join the other ranks, load the model, warm it up and make its loop, while peers wait; undone at the end."""
     local_rank = rank - options.local_ranks.start
     if options.device == "cuda":
         _choose_gpu(local_rank, options.local_size)
@@ -144,12 +144,13 @@ def _loaded(options: EngineOptions, rank: int, store: dist.Store) -> Iterator[Mo
             bar.update()
             bar.set_postfix_str("warm up")
             warm_up(options, runner)
+            core = make_core(options, runner)
             bar.update()
             bar.close()
             gc.collect()
             gc.freeze()  # the collector need not walk through the model again
             starting.close()
-            yield runner
+            yield runner, core
     if collective:
         dist.destroy_process_group()
 

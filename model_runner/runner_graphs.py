@@ -1,0 +1,66 @@
+"""What is captured of a runner's steps, and by whom: the wrapper, made once, and steps of the KV cache that it has."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from model_runner.graph_batches import GraphSetting
+from model_runner.graph_mode import GraphsAsked, capturable_families, resolve_graph_mode
+from model_runner.graph_sizes import capture_sizes, graph_families
+from model_runner.graph_steps import GraphSteps
+from ubatch import CUDAGraphMode, CudaGraphs, GraphBackend, UBatchWrapper
+
+if TYPE_CHECKING:
+    from model_runner.runner import ModelRunner
+
+__all__ = ["make_graph_steps", "make_wrapper"]
+
+
+def make_wrapper(runner: ModelRunner, asked: GraphsAsked) -> tuple[UBatchWrapper, GraphBackend | None]:
+    """The runner's model in lanes, and what captures its steps; None where nothing is captured.
+
+    Args:
+        runner: with its model and attention.
+        asked: what it is to capture.
+
+    Raises:
+        ConfigError: it cannot be captured; see `resolve_graph_mode`.
+    """
+    mode = resolve_graph_mode(
+        asked.mode,
+        runner.device,
+        runner.model,
+        runner.attention,
+        simulated=asked.backend is not None,
+        tensor_parallel=runner.tensor_parallel,
+    )
+    backend = None
+    if mode is CUDAGraphMode.FULL:
+        backend = CudaGraphs(runner.device) if asked.backend is None else asked.backend
+    return UBatchWrapper(runner.model, runner.dbo, mode, runner.device, backend), backend
+
+
+def make_graph_steps(runner: ModelRunner, asked: GraphsAsked, backend: GraphBackend | None) -> GraphSteps | None:
+    """The steps to capture; None where all run eagerly.
+
+    Args:
+        runner: with its cache and attention.
+        asked: what it is to capture.
+        backend: captures; None where nothing is.
+    """
+    if backend is None:
+        return None
+    sizes = capture_sizes(runner.max_num_seqs, asked.sizes)
+    families = graph_families(sizes, runner.dbo, asked.num_speculative_tokens, trees=asked.trees)
+    families = capturable_families(families, runner.all2all, asked.mode, runner.tensor_parallel_size)
+    if not families:
+        return None
+    longest = runner.request_table.max_blocks * runner.kv_cache.spec.block_size
+    return GraphSteps(
+        families,
+        runner.attention,
+        runner.wrapper,
+        GraphSetting(asked.mode, sizes, longest, backend, runner.streams.planning),
+        num_ranks=1 if runner.group is None else runner.group.size,
+        tensor_parallel_size=runner.tensor_parallel_size,
+    )
