@@ -8,7 +8,7 @@ step_cost             what a token and an attended pair cost, for splits by cost
 request               a sequence while it is generated, and its share of one step
 input_batch           requests, flattened into one step's batch
 graph_sizes           which steps are captured as CUDA graphs, and which graph a step is padded to
-graph_steps           captured, padded and replayed; `graph_mode`: whether at all
+graph_steps           captured, padded and replayed; `graph_mode`: whether at all; `runner_graphs`: of one runner
 dp                    the vote with the other ranks, and this rank's lanes
 sampling_params       how to generate for one request
 penalties, sampler    from logits to tokens
