@@ -66,10 +66,10 @@ class Memory(TorchDispatchMode):
         return self._now["peak"]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        known = {_key(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+        known = {_key(leaf) for leaf in tree_leaves((args, kwargs)) if _has_storage(leaf)}
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
-            if isinstance(leaf, Tensor) and _key(leaf) not in known:
+            if _has_storage(leaf) and _key(leaf) not in known:
                 known.add(_key(leaf))
                 self._take(leaf.untyped_storage().nbytes())
                 weakref.finalize(leaf.untyped_storage(), self._take, -leaf.untyped_storage().nbytes()).atexit = False
@@ -78,6 +78,11 @@ class Memory(TorchDispatchMode):
     def _take(self, nbytes: int) -> None:
         self._now["held"] += nbytes
         self._now["peak"] = max(self._now.values())
+
+
+def _has_storage(leaf: object) -> bool:
+    """Weights that oneDNN packed, which a process measures once, have none."""
+    return isinstance(leaf, Tensor) and not leaf.is_mkldnn
 
 
 def _key(tensor: Tensor) -> int:
