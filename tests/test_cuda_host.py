@@ -86,6 +86,7 @@ def test_nothing_asks_an_event_while_a_graph_is_captured(lanes: Lanes, monkeypat
     monkeypatch.setattr(transfer_module, "capturing", lambda: True)
     monkeypatch.setattr(lifetimes, "capturing", lambda: True)
     monkeypatch.setattr(host_copy, "capturing", lambda: True)
+    monkeypatch.setattr(lifetimes, "_abandoned", [])
 
     def fails() -> None:
         transfer: Transfer[None] = Transfer("send", [_Unaskable()], lambda: None, stream_ordered=True)
@@ -100,4 +101,3 @@ def test_nothing_asks_an_event_while_a_graph_is_captured(lanes: Lanes, monkeypat
         lanes.run(fails, dbo_yield)
     kept = [each for each in lifetimes._abandoned if isinstance(each, Transfer)]
     assert [each.name for each in kept] == ["late"], "kept until somebody may ask; the other one's stream was joined"
-    lifetimes._abandoned.clear()
