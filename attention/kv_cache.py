@@ -149,8 +149,8 @@ class TokenPool:
     """One pool of rows per layer: `[num_blocks, block_size, *row]`.
 
     One more block than asked for is allocated and hidden: padding is written there. So a write has a fixed shape and
-    never asks the device which tokens are padding. All blocks start at zero and stay finite, because attention reads
-    masked positions too and 0 * nan is nan.
+    never asks the device which tokens are padding. A block that is free, or the end of a request's last one, may hold
+    anything, nan too: no back end lets a request's result depend on it.
 
     Args:
         spec: layers, block size, dtype, fp8 or not.

@@ -207,6 +207,7 @@ class KeyPages:
 
     Attributes:
         num_keys: `K`, gathered keys per request, whole blocks.
+        unread: which of the `n * K` gathered keys lie past their request's range.
         blocks: `[n * K / block_size]`, what to gather.
         positions: `[n, K]` int64, which token of its request each gathered key is, also past the range's end.
     """
@@ -235,9 +236,15 @@ class KeyPages:
         table = metadata.block_table.index_select(0, rows)
         named = table.gather(1, columns.clamp_max(table.shape[1] - 1))
         self.blocks = torch.where(columns < ends[:, None], named, 0).flatten()
+        lens = torch.tensor([stop - first for first, stop in ranges])
+        unread = (torch.arange(self.num_keys) >= lens[:, None]).flatten().nonzero().flatten()
+        (self.unread,) = to_device((unread,), device)
 
     def gather(self, pool: TokenPool, layer: int, buffer: Tensor) -> Tensor:
         """The layer's keys (or values, or latents), `[n, K, *row]`, as numbers; `buffer` holds what is gathered.
+
+        Zeros stand past a request's range. What the pool has there is another's or stale, and a mask on the scores
+        alone would let a nan of it through, as 0 * nan is nan.
 
         Args:
             pool: read.
@@ -245,6 +252,8 @@ class KeyPages:
             buffer: `buffer_shape(row)`, of the pool's storage dtype.
         """
         torch.index_select(pool.blocks(layer), 0, self.blocks, out=buffer)
+        if self.unread.shape[0]:
+            buffer.view(self.count * self.num_keys, -1).index_fill_(0, self.unread, 0)
         return pool.decode(buffer, layer).view(self.count, self.num_keys, *buffer.shape[2:])
 
     def buffer_shape(self, *row: int) -> tuple[int, ...]:
