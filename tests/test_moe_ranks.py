@@ -33,7 +33,7 @@ EXPERTS, HIDDEN, TOP_K = 8, 12, 2
 
 
 def test_results_and_traffic() -> None:
-    run_ranks(_check_all, 2, ["results", "traffic", "known_sizes", "dtypes", "refusals"])
+    run_ranks(_check_all, 2, ["results", "nan", "traffic", "known_sizes", "dtypes", "refusals"])
 
 
 def test_inside_lanes() -> None:
@@ -65,6 +65,21 @@ def _results(rank: int, group: CommGroup) -> None:
                     actual = kernel(routed.x, routed.weights, routed.ids)
                     where = f"{name}, {tokens} tokens on {only}, {unrouted} unrouted"
                     torch.testing.assert_close(actual, expected, msg=lambda text, where=where: f"{where}: {text}")
+
+
+def _nan(rank: int, group: CommGroup) -> None:
+    """A token without numbers on one rank, and padding that holds none, change no bit of any other token."""
+    layer = make_layer(EXPERTS, HIDDEN)
+    routed = make_tokens(layer, 6, TOP_K, seed=10 + rank)
+    ids = routed.ids.clone()
+    ids[5] = -1
+    x = routed.x.clone()
+    x[[0, 5] if rank else [5]] = float("nan")
+    for name in BACKENDS:
+        kernel = layer.kernel(make_all2all(name, group=group, num_experts=EXPERTS))
+        clean = kernel(routed.x, routed.weights, ids)
+        assert torch.equal(kernel(x, routed.weights, ids)[1:], clean[1:]), name
+        assert torch.equal(clean[5], torch.zeros(HIDDEN)), name
 
 
 def _traffic(rank: int, group: CommGroup) -> None:
@@ -259,6 +274,7 @@ def _emulated_link(rank: int, group: CommGroup) -> None:
 
 CHECKS: dict[str, Callable[[int, CommGroup], None]] = {
     "results": _results,
+    "nan": _nan,
     "traffic": _traffic,
     "known_sizes": _known_sizes,
     "dtypes": _dtypes,
