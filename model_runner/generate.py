@@ -19,7 +19,14 @@ from model_runner.request import Request, ScheduledRequest
 from model_runner.runner import ModelRunner
 from model_runner.sampling_params import SamplingParams
 
-__all__ = ["FinishReason", "GenerationOutput", "check_request", "generate"]
+__all__ = ["LOGITS_NOT_FINITE", "FinishReason", "GenerationOutput", "check_request", "generate"]
+
+
+LOGITS_NOT_FINITE = (
+    "the model's logits, or the hidden states of its prompt, are not finite numbers (nan or infinity). The checkpoint, "
+    "or the precision it is computed in, does not hold for these tokens."
+)
+"""What `FinishReason.ERROR` means, for who asked."""
 
 
 class FinishReason(StrEnum):
@@ -31,6 +38,8 @@ class FinishReason(StrEnum):
     """`max_tokens` were generated"""
     ABORT = "abort"
     """it was taken back before its end"""
+    ERROR = "error"
+    """`LOGITS_NOT_FINITE`; the tokens before are right"""
 
 
 @dataclass(frozen=True)
@@ -165,7 +174,9 @@ class _Job:
             self._prompt_logprobs[index] += output.prompt_logprobs[place]
             token = output.tokens[place][0] if output.tokens[place] else None
             share.request.advance(share.num_tokens, token)
-            if token is not None:
+            if place in output.corrupted:
+                self._finish(index, share.request, FinishReason.ERROR)
+            elif token is not None:
                 self._take(index, share.request, token)
         return not output.all_idle
 
@@ -202,11 +213,12 @@ class _Job:
             self._on_token(index, token)
         params = request.params
         if token in params.ending_tokens(self.runner.config.eos_token_ids):
-            reason = FinishReason.STOP
+            self._finish(index, request, FinishReason.STOP)
         elif request.num_output_tokens >= params.max_tokens:
-            reason = FinishReason.LENGTH
-        else:
-            return
+            self._finish(index, request, FinishReason.LENGTH)
+
+    def _finish(self, index: int, request: Request, reason: FinishReason) -> None:
+        params = request.params
         prompt, output = request.token_ids[: request.num_prompt_tokens], request.output_token_ids
         prompt_logprobs = None if params.prompt_logprobs is None else tuple(self._prompt_logprobs[index])
         self.outputs[index] = GenerationOutput(

@@ -32,7 +32,7 @@ from model_runner.logprobs import (
 )
 from model_runner.penalties import SamplingRow
 from model_runner.request import PENDING_TOKEN, ScheduledRequest
-from model_runner.sampler import sample
+from model_runner.sampler import NO_TOKEN, sample
 from model_runner.speculation.accept import Acceptance, DraftRows, accepted_nodes, sample_by_rejection
 from model_runner.speculation.proposer import StepObserver
 from model_runner.speculation.tree import path_to
@@ -56,6 +56,8 @@ class StepOutput:
             `params.prompt_logprobs` asks for them; else empty.
         decision: whether the step overlapped, or why not; with every rank's tokens.
         all_idle: no rank had a token; nothing ran.
+        corrupted: numbers of the shares whose logits, or whose prompt's hidden states, are not finite. The token that
+            would have come is missing in `tokens`.
     """
 
     tokens: tuple[tuple[int, ...], ...]
@@ -63,6 +65,7 @@ class StepOutput:
     prompt_logprobs: tuple[tuple[TokenLogprobs | None, ...], ...]
     decision: Decision
     all_idle: bool
+    corrupted: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -101,9 +104,14 @@ class SamplingContext:
 
 @dataclass(frozen=True)
 class _Sampled:
-    """What `sample` started to copy to the host."""
+    """What `sample` started to copy to the host.
 
-    tokens: HostCopy
+    Attributes:
+        told: the tokens of the rows that are sampled; behind them, where rows are not sampled, whether each row of the
+            step has hidden states that are not finite.
+    """
+
+    told: HostCopy
     scores: HostCopy | None = None
     scored_rows: Sequence[int] = ()
     prompt: PromptScores | None = None
@@ -119,6 +127,7 @@ class PendingStep:
         logits: `[S, vocab]` of the batch's `logits_rows`; None where nothing is sampled.
         prompt_hidden: hidden states of the rows of the batch's prompt spans; None where there are none.
         hidden: hidden states of all rows, for the observer.
+        row_sums: `[T]` float32, sums of the hidden states, where some rows are not sampled.
         all_idle: no rank has a token; nothing runs.
     """
 
@@ -130,6 +139,7 @@ class PendingStep:
         logits: Tensor | None,
         prompt_hidden: Tensor | None = None,
         hidden: Tensor | None = None,
+        row_sums: Tensor | None = None,
         *,
         all_idle: bool = False,
     ) -> None:
@@ -140,6 +150,7 @@ class PendingStep:
         self._logits = logits
         self._prompt_hidden = prompt_hidden
         self._hidden = hidden if context.observer is not None else None
+        self._row_sums = row_sums
         self._sampled: _Sampled | None = None
         self._output: StepOutput | None = None
 
@@ -161,28 +172,38 @@ class PendingStep:
                 raise StepOrderError("sample() was called twice on a step; its tokens are drawn once.")
             streams.keep(self._batch.future_places)  # uploaded for the block of the launch
             self._sampled = self._sample()
-            self._logits = self._prompt_hidden = None
+            self._logits = self._prompt_hidden = self._row_sums = None
 
     def _sample(self) -> _Sampled:
         batch, logits = self._batch, self._logits
         prompt = self._score_prompts()
-        if logits is None:
-            return _Sampled(HostCopy(torch.empty(0, dtype=torch.int64)), prompt=prompt)
         rows, scored = self._special_rows()
-        drafted = self._drafts_to_reject(rows)
-        tokens = sample(logits, rows)
-        if drafted:
-            tokens.index_copy_(0, *sample_by_rejection(logits, drafted))
+        told = [] if logits is None else [self._choose(logits, rows)]
+        if self._row_sums is not None:
+            told.append((self._row_sums - self._row_sums != 0).long())  # inf - inf is nan, too
+        if not told:
+            return _Sampled(HostCopy(torch.empty(0, dtype=torch.int64)), prompt=prompt)
+        both = told[0] if len(told) == 1 else torch.cat(told)
         if self._context.tensor_parallel is not None:
-            tokens = self._context.tensor_parallel.of_first_rank(tokens)
+            both = self._context.tensor_parallel.of_first_rank(both)
+        tokens = both[: len(batch.logits_rows)].clamp_min(0)  # what goes on must be a token, until the host has seen it
         if batch.future_owners:
             self._context.future_map.store(batch.future_places, tokens, batch.future_owners)
-        if not scored:
-            return _Sampled(to_host(tokens), prompt=prompt)
+        if logits is None or not scored:
+            return _Sampled(to_host(both), prompt=prompt)
         (where,) = to_device([torch.tensor(list(scored))], logits.device)
         most = max(scored.values())
         scores = score_tokens(logits.index_select(0, where), tokens.index_select(0, where), most)
-        return _Sampled(to_host(tokens), to_host(scores), tuple(scored), prompt)
+        return _Sampled(to_host(both), to_host(scores), tuple(scored), prompt)
+
+    def _choose(self, logits: Tensor, rows: dict[int, SamplingRow]) -> Tensor:
+        """What every row says, `[S]`."""
+        drafted = self._drafts_to_reject(rows)
+        tokens = sample(logits, rows)
+        if drafted:
+            where, says = sample_by_rejection(logits, drafted)
+            tokens.index_copy_(0, where, says.masked_fill_(tokens.index_select(0, where) < 0, NO_TOKEN))
+        return tokens
 
     def _special_rows(self) -> tuple[dict[int, SamplingRow], dict[int, int]]:
         """Rows that ask for more than the argmax: how to sample them, and how many top log-probabilities to list."""
@@ -262,15 +283,17 @@ class PendingStep:
             with self._context.together():
                 if self._sampled is None:
                     raise StepOrderError("result() was called before sample().")
-                paths, output = self._read(self._sampled)
+                paths, says, output = self._read(self._sampled)
                 self._output = output
-                self._settle(paths, output.tokens)
+                self._settle(paths, says)
         return output
 
-    def _read(self, sampled: _Sampled) -> tuple[list[tuple[int, ...]], StepOutput]:
-        """Of each share the rows that its new tokens are read from, by number within it; and what the step gave."""
+    def _read(self, sampled: _Sampled) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]], StepOutput]:
+        """Of each share the rows that its new tokens are read from, by number within it, and what these say, any token
+        in place of one that is missing; and what the step gave."""
         batch = self._batch
-        tokens = iter(sampled.tokens.wait().tolist())
+        told = sampled.told.wait().tolist()
+        tokens, bad_rows = iter(told), told[len(batch.logits_rows) :]
         if self._context.listen is not None:
             self._context.listen()
         says = [tuple(islice(tokens, count)) for count in batch.rows_per_share]
@@ -278,7 +301,13 @@ class PendingStep:
         if batch.mode is ForwardMode.TARGET_VERIFY:
             shares = zip(batch.scheduled, says, strict=True)
             paths = [accepted_nodes(share.drafts, share.parents, own) for share, own in shares]
-        new = tuple(tuple(own[node] for node in path) for own, path in zip(says, paths, strict=True))
+        says = [tuple(own[node] for node in path) for own, path in zip(says, paths, strict=True)]
+        # Nothing follows a missing token: no draft equals it.
+        corrupted = {index for index, own in enumerate(says) if NO_TOKEN in own}
+        if any(bad_rows):
+            starts = batch.metadata.query_start_loc_cpu
+            corrupted |= {index for index in range(len(says)) if any(bad_rows[starts[index] : starts[index + 1]])}
+        new = tuple(own[:-1] if index in corrupted else own for index, own in enumerate(says))
         nothing: tuple[tuple[()], ...] = ((),) * len(new)
         logprobs: Sequence[tuple[TokenLogprobs, ...]] = nothing
         if sampled.scores is not None:
@@ -287,7 +316,8 @@ class PendingStep:
         if sampled.prompt is not None:
             read = sampled.prompt.read(self._context.prompt_carry)
             prompt = [read.get(index, ()) for index in range(len(new))]
-        return paths, StepOutput(new, tuple(logprobs), tuple(prompt), self.decision, self.all_idle)
+        output = StepOutput(new, tuple(logprobs), tuple(prompt), self.decision, self.all_idle, frozenset(corrupted))
+        return paths, [tuple(max(token, 0) for token in own) for own in says], output
 
     def _read_logprobs(
         self,
@@ -301,6 +331,7 @@ class PendingStep:
         firsts = accumulate(self._batch.rows_per_share, initial=0)
         for share, tokens, path, first in zip(self._batch.scheduled, new, paths, firsts, strict=False):
             wanted = share.request.params.logprobs
+            path = path[: len(tokens)]
             own = () if wanted is None else read_logprobs(tokens, [by_row[first + node] for node in path], wanted)
             read.append(own)
         return read

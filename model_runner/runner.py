@@ -421,14 +421,16 @@ class ModelRunner:
             agreed = self.coordinate(batch, self.step_settings.settings(batch.shape))
             if agreed.all_idle:
                 return PendingStep(self._sampling, batch, agreed.decision, None, all_idle=True)
-            logits = prompt_hidden = None
+            logits = prompt_hidden = row_sums = None
             with self.step_settings.timed(agreed.decision):
                 hidden = self._hidden_states(batch, agreed)
                 if batch.logits_rows.shape[0]:
                     logits = self.model.compute_logits(hidden.index_select(0, batch.logits_rows))
             if batch.prompt_spans:
                 prompt_hidden = hidden.index_select(0, self._prompt_rows(batch))
-            return PendingStep(self._sampling, batch, agreed.decision, logits, prompt_hidden, hidden)
+            if batch.num_tokens > batch.logits_rows.shape[0]:  # what no logits tell: whether a prompt is finite
+                row_sums = hidden[: batch.num_tokens].sum(dim=-1, dtype=torch.float32)
+            return PendingStep(self._sampling, batch, agreed.decision, logits, prompt_hidden, hidden, row_sums)
 
     def coordinate(self, batch: InputBatch, dbo: UBatchConfig | None = None) -> Coordination:
         """Vote with the other ranks on a step, under `dbo` in place of the runner's own settings if given."""

@@ -32,7 +32,10 @@ from model_runner.penalties import SamplingRow, adjust_logits
 from model_runner.sampling_params import SamplingParams
 from ubatch.small_copies import to_device
 
-__all__ = ["distributions", "fall", "sample"]
+__all__ = ["NO_TOKEN", "distributions", "fall", "sample"]
+
+NO_TOKEN = -1
+"""In place of a token, where a row's logits are not finite."""
 
 _FEW = 256
 _WIDTHS = (64, 1024)
@@ -43,6 +46,8 @@ _SHORT_BLOCK = 64
 
 def sample(logits: Tensor, rows: Mapping[int, SamplingRow]) -> Tensor:
     """One token per row: `[R]` int64 on the device of the logits.
+
+    `NO_TOKEN` where a row has a nan or +inf, or nothing but -inf; the other rows' tokens do not depend on it.
 
     Args:
         logits: `[R, vocab]`, floating; not changed.
@@ -66,11 +71,13 @@ def sample(logits: Tensor, rows: Mapping[int, SamplingRow]) -> Tensor:
         pairs = iter(moved)
         draws = tuple(replace(each, where=next(pairs), columns=next(pairs)) for each in draws)
 
-    tokens = _choose(logits, draws[: len(as_they_are)])
+    best = logits.argmax(dim=-1)  # of a row with a nan its place
+    highest = logits.gather(1, best[:, None])[:, 0]
+    tokens = _choose(logits, best, draws[: len(as_they_are)])
     if adjusted:
         logits = adjust_logits(logits.index_select(0, where), tuple(adjusted.values()))
-        tokens.index_copy_(0, where, _choose(logits, draws[len(as_they_are) :]))
-    return tokens
+        tokens.index_copy_(0, where, _choose(logits, logits.argmax(dim=-1), draws[len(as_they_are) :]))
+    return tokens.masked_fill_(highest - highest != 0, NO_TOKEN)  # inf - inf is nan, too
 
 
 def distributions(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
@@ -137,9 +144,8 @@ def _first_beyond(cumulative: Tensor, target: Tensor) -> Tensor:
     return torch.minimum(place, (cumulative < cumulative[:, -1:]).sum(dim=-1, keepdim=True))
 
 
-def _choose(logits: Tensor, draws: tuple[_Draws, ...]) -> Tensor:
-    """One token per row of logits as they are."""
-    tokens = logits.argmax(dim=-1)
+def _choose(logits: Tensor, tokens: Tensor, draws: tuple[_Draws, ...]) -> Tensor:
+    """One token per row of logits as they are: `tokens`, the most likely, with those that are drawn written over."""
     for each in draws:
         picked = logits if each.num_rows == logits.shape[0] else logits.index_select(0, each.where)
         tokens.index_copy_(0, each.where, each.tokens(picked))

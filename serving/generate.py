@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-from model_runner import ModelRunner, SamplingParams, fresh_seed
+from model_runner import LOGITS_NOT_FINITE, FinishReason, ModelRunner, SamplingParams, fresh_seed
 from model_runner import generate as generate_tokens
 from serving.generate_drafted import DraftedOutput, generate_drafted
 from serving.generate_options import (
@@ -217,6 +217,8 @@ def print_generated(generated: Generated) -> None:
     for completion in generated.completions:
         print(f"--- {completion.prompt!r} ({len(completion.token_ids)} tokens, {completion.finish_reason})")
         print(f"{completion.prompt}{completion.text}")
+        if completion.finish_reason == FinishReason.ERROR:
+            print(f"error: {LOGITS_NOT_FINITE}")
     print(f"steps: {describe_steps(generated.engaged, generated.declined)}")
     drafts = sum((completion.drafts for completion in generated.completions), DraftCounts())
     if drafts.verified:

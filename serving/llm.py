@@ -11,7 +11,7 @@ from typing import Any, TypeAlias, cast
 
 from tqdm import tqdm
 
-from model_runner import FinishReason, RequestError, SamplingParams, TokenLogprobs
+from model_runner import LOGITS_NOT_FINITE, FinishReason, RequestError, SamplingParams, TokenLogprobs
 from serving.engine.offline import OfflineEngine, make_offline_engine
 from serving.options import resolve_keywords, to_engine_options
 from serving.requests import DraftCounts, EngineStatistics, RequestInput, RequestOutput
@@ -30,7 +30,7 @@ class CompletionResult:
     Attributes:
         text: detokenised, without the stop string or stop token; empty where there is no tokenizer.
         token_ids: up to and with the token that ended it.
-        finish_reason: `stop` or `length`.
+        finish_reason: `stop`, `length`, or `error`; then `error` says what it was.
         stop_reason: the stop string or token that ended it, if one did.
         logprobs: one per token, where `SamplingParams.logprobs` asks for them; else empty.
         drafts: tokens that were guessed ahead, and how many of them were right.
@@ -42,6 +42,11 @@ class CompletionResult:
     stop_reason: str | int | None = None
     logprobs: tuple[TokenLogprobs, ...] = ()
     drafts: DraftCounts = field(default_factory=DraftCounts)
+
+    @property
+    def error(self) -> str | None:
+        """Why it could not go on; None where it ended as asked."""
+        return LOGITS_NOT_FINITE if self.finish_reason is FinishReason.ERROR else None
 
 
 @dataclass(frozen=True)

@@ -65,7 +65,8 @@ class RequestOutput:
 
     Attributes:
         request_id: whose.
-        token_ids: the new tokens; a stop token is the last one. Empty where a request ends without one (an abort).
+        token_ids: the new tokens; a stop token is the last one. Empty where a request ends without one (an
+            abort, an error).
         logprobs: one per new token, where `params.logprobs` asks for them; else empty.
         prompt_logprobs: one per prompt token (None for the first), with the first output, where
             `params.prompt_logprobs` asks for them; else None.
@@ -98,6 +99,7 @@ class EngineStatistics:
         prompt_tokens: prompt tokens of the requests whose first token came, cached ones included.
         generation_tokens: tokens generated.
         preemptions: requests that were retracted for want of KV.
+        corrupted_requests: requests that ended with `FinishReason.ERROR`: their logits were not finite.
         num_drafts: how often a request's drafts were verified.
         drafted_tokens: drafts in all of these.
         accepted_tokens: those that were right.
@@ -121,6 +123,7 @@ class EngineStatistics:
     prompt_tokens: int = 0
     generation_tokens: int = 0
     preemptions: int = 0
+    corrupted_requests: int = 0
     num_drafts: int = 0
     drafted_tokens: int = 0
     accepted_tokens: int = 0

@@ -265,6 +265,7 @@ def test_a_prompt_that_does_not_fit(body: dict[str, Any]) -> None:
         (RequestError("no"), 400, None),
         (EngineDead("rank 1: killed"), 500, "engine_dead"),
         (FinishReason.ABORT, 500, "aborted"),
+        (FinishReason.ERROR, 500, "not_finite"),
         (ZeroDivisionError("a secret"), 500, None),
     ],
 )

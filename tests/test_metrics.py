@@ -22,6 +22,7 @@ COUNTERS = {
     "vllm:prompt_tokens",
     "vllm:generation_tokens",
     "vllm:num_preemptions",
+    "vllm:corrupted_requests",
     "vllm:spec_decode_num_drafts",
     "vllm:spec_decode_num_draft_tokens",
     "vllm:spec_decode_num_accepted_tokens",

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 import model_runner.sampler
 from model_runner import RequestError, SamplingParams, SamplingRow, sample
+from model_runner.sampler import NO_TOKEN
 
 
 def reference_distribution(logits: torch.Tensor, params: SamplingParams) -> dict[int, float]:
@@ -58,6 +59,22 @@ def without_sorting(probabilities: torch.Tensor, top_k: torch.Tensor, top_p: tor
         for token, probability in reference_distribution(row.log(), params).items():
             out[token] = probability
     return kept.float()
+
+
+@pytest.mark.parametrize("vocab", [40, 3000])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_a_row_that_is_not_finite_has_no_token_and_changes_no_other(vocab: int, bad: float) -> None:
+    sampled = [{}, {"top_k": 5}, {"top_k": 500}, {"top_k": 1200}, {"top_p": 0.9}, {"top_p": 0.9, "min_p": 0.05}]
+    params = [SamplingParams(temperature=0.8, **each) for each in sampled]
+    params += [SamplingParams(), SamplingParams(presence_penalty=0.5), SamplingParams(logit_bias=((7, 9.0),))]
+    count, draws = len(params), draws_of(1, len(params))
+    good, whole, one = torch.randn(count, vocab), torch.full((count, vocab), bad), torch.randn(count, vocab)
+    one[:, 7] = bad
+    alone, some = tokens_of(good, params, draws), tokens_of(one, params, draws)
+    assert tokens_of(torch.cat((whole, good, one)), params * 3, draws * 3) == [NO_TOKEN] * count + alone + some
+    assert min(alone) >= 0
+    # A forbidden token is no fault.
+    assert all((token == NO_TOKEN) is (bad != float("-inf")) for token in some)
 
 
 def test_the_truncation_of_flashinfer_gives_the_same_distribution(monkeypatch: pytest.MonkeyPatch) -> None:

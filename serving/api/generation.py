@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
-from model_runner import FinishReason, SamplingParams, TokenLogprobs
+from model_runner import LOGITS_NOT_FINITE, FinishReason, SamplingParams, TokenLogprobs
 from serving.api.errors import ApiError
 from serving.api.observer import RequestObserver
 from serving.api.request_models import GenerationRequest
@@ -136,6 +136,8 @@ def _take(output: Output, step: RequestOutput) -> Delta:
     """Bring an output on by what one step added."""
     if step.finish_reason is FinishReason.ABORT:
         raise ApiError(500, f"Request {step.request_id} was aborted by the server.", code="aborted")
+    if step.finish_reason is FinishReason.ERROR:
+        raise ApiError(500, f"Request {step.request_id} ended with an error: {LOGITS_NOT_FINITE}", code="not_finite")
     output.num_cached_tokens = max(output.num_cached_tokens, step.num_cached_tokens)
     output.drafts += step.drafts
     if output.nothing:

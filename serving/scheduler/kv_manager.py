@@ -162,12 +162,17 @@ class KVManager:
         request.node = inserted.node
         request.num_shared_tokens = pages * self.block_size
 
-    def release(self, request: TrackedRequest) -> None:
+    def release(self, request: TrackedRequest, *, keep: bool = True) -> None:
         """Take a request's row and blocks back; the pages that it has written stay in the prefix cache, unlocked.
 
         A page that a step in flight still writes is not among them. It may be given out at once: steps run in order.
+
+        Args:
+            request: that ends, or waits again.
+            keep: whether what it has written since `cache_written` goes into the prefix cache.
         """
-        self.cache_written(request)
+        if keep:
+            self.cache_written(request)
         blocks = self._table.remove_row(self._row(request))
         self._allocator.free(blocks[request.num_shared_tokens // self.block_size :])
         if request.node is not None:

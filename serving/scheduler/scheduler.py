@@ -178,7 +178,7 @@ class Scheduler:
         """Take a step's result, in the order of the steps.
 
         Returns:
-            For every request that got a token, what it got.
+            For every request that got a token, or ended without one, what it got.
 
         Raises:
             UBatchError: the result is of another step.
@@ -189,9 +189,10 @@ class Scheduler:
         for index, request in enumerate(step.requests):
             if request.finished:
                 continue
-            if step.prefills[index]:
+            corrupted = index in output.corrupted
+            if step.prefills[index] and not corrupted:
                 self._take_prefill(step, index, output)
-            if step.samples[index]:
+            if step.samples[index] or corrupted:
                 outputs.append(self._take_tokens(step, index, output))
         return outputs
 
@@ -338,18 +339,24 @@ class Scheduler:
             self._sharing.wrote(request)
 
     def _take_tokens(self, step: ScheduledStep, index: int, output: StepOutput) -> RequestOutput:
-        """Tokens came: they replace the pending one, or follow the last in a verify step; the request may end."""
-        request, tokens = step.requests[index], output.tokens[index]
+        """Tokens came: they replace the pending one, or follow the last in a verify step; the request may end.
+
+        It ends with an error where it is corrupted, unless a token before that has ended it.
+        """
+        request, tokens, corrupted = step.requests[index], output.tokens[index], index in output.corrupted
         place = step.starts[index] + step.shares[index].num_tokens
         count, reason = ending(request, tokens, place)
-        drafts = step.drafts_right(index, min(len(tokens) - 1, count))
+        if corrupted and reason is None:
+            reason = FinishReason.ERROR
+            self._counts.corrupted_requests += 1
+        drafts = step.drafts_right(index, min(len(tokens) - (not corrupted), count))
         if step.verify:
             request.verifying = False
             request.token_ids += tokens[:count]
             self._counts.verified(drafts)
-        else:
+        elif tokens:
             request.token_ids[place] = tokens[0]
-        if step.incarnations[index] == request.incarnation:
+        if step.incarnations[index] == request.incarnation and reason is not FinishReason.ERROR:
             request.num_written_tokens = place + count - 1
             if step.verify:
                 request.num_computed_tokens = request.num_written_tokens
@@ -358,8 +365,8 @@ class Scheduler:
             self._counts.prompt_tokens += place
         prompt_logprobs, request.prompt_logprobs = request.prompt_logprobs, None
         if reason is not None:
-            del request.token_ids[place + count :]  # what a step in flight will add
-            self._end(request)
+            del request.token_ids[max(place + count, request.num_prompt_tokens) :]  # what a step in flight will add
+            self._end(request, keep=reason is not FinishReason.ERROR)
         return RequestOutput(
             request.name,
             tokens[:count],
@@ -373,14 +380,14 @@ class Scheduler:
 
     # -- the rest -----------------------------------------------------------------------------------------------
 
-    def _end(self, request: TrackedRequest) -> None:
+    def _end(self, request: TrackedRequest, *, keep: bool = True) -> None:
         request.finished = True
         self._speculation.forget(request)
         del self._requests[request.name]
         if request.row is None:
             self._waiting.remove(request)
         else:
-            self._kv.release(request)
+            self._kv.release(request, keep=keep)
         self._leave(request)
 
     def _leave(self, request: TrackedRequest) -> None:

@@ -18,6 +18,7 @@ class Totals:
     prompt_tokens: int = 0
     generation_tokens: int = 0
     preemptions: int = 0
+    corrupted_requests: int = 0
     num_drafts: int = 0
     drafted_tokens: int = 0
     accepted_tokens: int = 0
