@@ -26,7 +26,7 @@ from model_runner import (
 from serving import LLM
 
 BAD = 60
-"""The token whose embedding is nan."""
+"""A token whose embedding is nan, as that of token 0, which a network drafts whose logits are all the same."""
 DEEPSEEK = RandomDeepseekV3(
     vocab_size=61,
     hidden_size=32,
@@ -43,17 +43,17 @@ DEEPSEEK = RandomDeepseekV3(
     max_position_embeddings=128,
     tie_word_embeddings=False,
 )
-SAMPLED: dict[str, Any] = {"temperature": 0.9, "ignore_eos": True, "max_tokens": 12, "logit_bias": ((BAD, -100.0),)}
+NEVER_BAD: dict[str, Any] = {"ignore_eos": True, "max_tokens": 12, "logit_bias": ((0, -100.0), (BAD, -100.0))}
+SAMPLED: dict[str, Any] = {"temperature": 0.9, **NEVER_BAD}
 PROMPTS = [[1, 2, 3], [7, 8, 9, 10, 11, 12, 13], [20, 21] * 8, [30]]
 PARAMS = [
-    SamplingParams(max_tokens=12, ignore_eos=True),
+    SamplingParams(**NEVER_BAD),
     SamplingParams(seed=1, top_p=0.8, **SAMPLED),
     SamplingParams(seed=2, logprobs=2, **SAMPLED),
     SamplingParams(seed=3, top_k=5, repetition_penalty=1.2, **SAMPLED),
 ]
 # In the middle of a prompt, at its begin and its end, behind pages that others share, and generated.
 BAD_PROMPTS = [[7, 8, 9, 10, BAD, 12, 13], [BAD, 1], [20, 21] * 6 + [BAD], [5, 6], [1, 2, 3, BAD] + [4] * 20]
-NEVER_BAD = SamplingParams(max_tokens=12, ignore_eos=True, logit_bias=((BAD, -100.0),))
 NEXT_IS_BAD = SamplingParams(max_tokens=12, logit_bias=((BAD, 100.0),))
 BAD_PARAMS = [
     SamplingParams(),
@@ -70,6 +70,7 @@ LOOPS: dict[str, dict[str, Any]] = {
     "lanes": {"enable_dbo": True, "dbo_decode_token_threshold": 2, "dbo_prefill_token_threshold": 2},
     "fp8": {"kv_cache_dtype": "fp8"},
     "drafts": {"speculative_algorithm": "ngram", "speculative_ngram_min": 1},
+    "rejection": {"speculative_algorithm": "ngram", "speculative_ngram_min": 1, "speculative_accept": "rejection"},
     "torch": {"attention_backend": "torch", "moe_backend": "grouped"},
 }
 
@@ -86,8 +87,10 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
             for file in folder.glob("*.safetensors"):
                 tensors = load_file(file)
                 if "model.embed_tokens.weight" in tensors:
-                    tensors["model.embed_tokens.weight"][BAD] = float("nan")
-                    save_file(tensors, file, metadata={"format": "pt"})
+                    tensors["model.embed_tokens.weight"][[0, BAD]] = float("nan")
+                if name == "drafts" and "lm_head.weight" in tensors:
+                    tensors["lm_head.weight"].zero_()
+                save_file(tensors, file, metadata={"format": "pt"})
         return made[name]
 
     return get
@@ -121,12 +124,12 @@ def test_only_who_uses_it_ends_with_an_error(models: Callable[[str], Path], mode
         # Whoever begins like them, and whoever gets their pages.
         assert tokens(llm, PROMPTS, PARAMS) == clean
         alike = [[7, 8, 9, 10, 11], [20, 21] * 7, [1, 2, 3, 4]]
-        behind = tokens(llm, alike, [NEVER_BAD] * 3)
+        behind = tokens(llm, alike, [PARAMS[0]] * 3)
         statistics = llm.statistics[0]
         assert statistics.corrupted_requests == 15
         assert statistics.num_running == statistics.num_waiting == 0
     with make_llm(models(model), **LOOPS[loop]) as llm:
-        assert tokens(llm, alike, [NEVER_BAD] * 3) == behind
+        assert tokens(llm, alike, [PARAMS[0]] * 3) == behind
 
 
 def test_its_pages_are_not_shared(models: Callable[[str], Path]) -> None:
@@ -174,3 +177,21 @@ def test_several_ranks(models: Callable[[str], Path], share: str) -> None:
         assert [each.outputs[0].token_ids for each in mixed[5:]] == clean
         assert [each.outputs[0].finish_reason for each in mixed[:5]] == [FinishReason.ERROR] * 5
         assert sum(rank.corrupted_requests for rank in llm.statistics.values()) == 5
+
+
+@pytest.mark.parametrize("tree", [False, True], ids=["chain", "tree"])
+def test_a_draft_that_is_not_finite_is_only_a_wrong_draft(models: Callable[[str], Path], tree: bool) -> None:
+    """Every draft is token 0, whose embedding is nan in the model that checks it, too."""
+    drafts = {"speculative_algorithm": "draft_model", "speculative_draft_model_path": models("drafts")}
+    shape = {"speculative_num_steps": 2}
+    if tree:
+        shape |= {"speculative_eagle_topk": 2, "speculative_num_draft_tokens": 4}
+    with make_llm(models("mha")) as llm:
+        clean = tokens(llm, PROMPTS, PARAMS)
+    with make_llm(models("mha"), **drafts, **shape) as llm:
+        assert tokens(llm, PROMPTS, PARAMS) == clean
+        assert llm.statistics[0].drafted_tokens > 0
+        mixed = llm.generate(BAD_PROMPTS + PROMPTS, BAD_PARAMS + PARAMS, use_tqdm=False)
+        assert [each.outputs[0].token_ids for each in mixed[5:]] == clean
+        assert [each.outputs[0].finish_reason for each in mixed[:5]] == [FinishReason.ERROR] * 5
+        assert llm.statistics[0].corrupted_requests == 5

@@ -33,6 +33,7 @@ class TrackedRequest(Request):
         incarnation: how often it was retracted. A result of an earlier incarnation brings tokens, but no KV.
         prefilling: it has a row, and no step was launched that reaches the end of its tokens.
         verifying: a verify step was launched, so that not even the number of its tokens is known.
+        suspect: a verify step of it was not finite; the next one is without drafts.
         finished: ended or aborted; results that are still to come are dropped.
         retracted: it waits, and had started before.
         prompt_logprobs: of the steps so far, until the first output takes them along.
@@ -50,6 +51,7 @@ class TrackedRequest(Request):
     incarnation: int = 0
     prefilling: bool = False
     verifying: bool = False
+    suspect: bool = False
     finished: bool = False
     retracted: bool = False
     prompt_logprobs: list[TokenLogprobs | None] | None = None

@@ -158,7 +158,8 @@ class Scheduler:
                 prefills = self._plan_prefills(budget - len(decodes))
         if decodes:
             self._ratio.decay()
-        if decodes and not prefills and (found := self._speculation.draft(decodes)) is not None:
+        plain = bool(prefills) or any(request.suspect for request in decodes)
+        if decodes and not plain and (found := self._speculation.draft(decodes)) is not None:
             return ScheduledStep.verifying(decodes, found.drafts, found.num_real, found.reach)
         return ScheduledStep.plain(decodes, prefills)
 
@@ -193,7 +194,9 @@ class Scheduler:
             if step.prefills[index] and not corrupted:
                 self._take_prefill(step, index, output)
             if step.samples[index] or corrupted:
-                outputs.append(self._take_tokens(step, index, output))
+                got = self._take_tokens(step, index, output)
+                if got.token_ids or got.finish_reason is not None:
+                    outputs.append(got)
         return outputs
 
     def statistics(self) -> EngineStatistics:
@@ -341,12 +344,14 @@ class Scheduler:
     def _take_tokens(self, step: ScheduledStep, index: int, output: StepOutput) -> RequestOutput:
         """Tokens came: they replace the pending one, or follow the last in a verify step; the request may end.
 
-        It ends with an error where it is corrupted, unless a token before that has ended it.
+        If it is corrupted, it ends with an error. In a verify step the fault may be a draft's (attention that hides a
+        nan multiplies it with 0), so it is run without drafts first.
         """
         request, tokens, corrupted = step.requests[index], output.tokens[index], index in output.corrupted
         place = step.starts[index] + step.shares[index].num_tokens
         count, reason = ending(request, tokens, place)
-        if corrupted and reason is None:
+        request.suspect = corrupted and step.verify
+        if corrupted and reason is None and not step.verify:
             reason = FinishReason.ERROR
             self._counts.corrupted_requests += 1
         drafts = step.drafts_right(index, min(len(tokens) - (not corrupted), count))
