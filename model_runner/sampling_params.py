@@ -3,43 +3,78 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+import reprlib
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
 
 from model_runner.errors import RequestError
 
-__all__ = ["SamplingParams"]
+__all__ = ["MAX_LOGIT_BIASES", "MAX_STOP_TOKEN_IDS", "SamplingParams"]
 
+MAX_LOGIT_BIASES, MAX_STOP_TOKEN_IDS = 1024, 128
+"""Most entries of a request; vLLM's limits."""
+_GREEDY_BELOW = 1e-5
 _MAX_LOGPROBS = 20
 _MAX_BIAS = 100.0
+_TYPES = {int: "an integer", float: "a number", bool: "True or False"}
+_Rule = tuple[type, str, Callable[[Any], bool]]
+_PENALTY: _Rule = (float, "from -2 to 2", lambda value: -2 <= value <= 2)
+_LOGPROBS: _Rule = (int, f"from 0 to {_MAX_LOGPROBS}", lambda value: 0 <= value <= _MAX_LOGPROBS)
+_RULES: dict[str, _Rule] = {
+    "temperature": (float, "0 (greedy) or positive", lambda value: 0 <= value < math.inf),
+    "top_k": (int, "at least 1, or 0 or -1 for all tokens", lambda value: -1 <= value < 2**63),
+    "top_p": (float, "above 0 and at most 1", lambda value: 0 < value <= 1),
+    "seed": (int, "within 64 bits", lambda value: -(2**63) <= value < 2**64),
+    "max_tokens": (int, "at least 1", lambda value: 1 <= value < 2**63),
+    "ignore_eos": (bool, "", lambda value: True),
+    "min_p": (float, "from 0 to 1", lambda value: 0 <= value <= 1),
+    "presence_penalty": _PENALTY,
+    "frequency_penalty": _PENALTY,
+    "repetition_penalty": (float, "positive (1 is none)", lambda value: 0 < value < math.inf),
+    "min_tokens": (int, "0 or more", lambda value: value >= 0),
+    "logprobs": _LOGPROBS,
+    "prompt_logprobs": _LOGPROBS,
+}
+_OPTIONAL = ("seed", "logprobs", "prompt_logprobs")
+_TOKEN: _Rule = (int, "0 or more", lambda value: 0 <= value < 2**63)
+_BIAS: _Rule = (float, "from -100 to 100", lambda value: -_MAX_BIAS <= value <= _MAX_BIAS)
 
 
 @dataclass(frozen=True)
 class SamplingParams:
     """How to generate for one request. Names and meanings are vLLM's; the default is greedy.
 
-    Penalties, bias and `min_tokens` change the logits; then come temperature, top-k, top-p and min-p, in this order.
+    They act in vLLM's order: `min_tokens` and bias, penalties, temperature, min-p, top-k, top-p of what is left.
+
+    A number may be numpy's or a 0-dimensional torch tensor, of the right kind; it becomes Python's. An integer is a
+    number, a bool is neither.
 
     Attributes:
-        temperature: 0 takes the most likely token; 1 samples from the model's distribution.
+        temperature: below 1e-5 the most likely token is taken; 1 samples from the model's distribution.
         top_k: sample from the k most likely tokens only; 0 or -1 from all.
         top_p: sample from the smallest set of most likely tokens that together have this probability; 1 from all.
-        seed: makes sampling repeatable; None is a fresh seed per request.
+        seed: makes sampling repeatable, 64 bits with or without a sign; None is a fresh seed per request.
         max_tokens: tokens to generate at most.
-        stop_token_ids: tokens that end the output, besides the model's own end-of-sequence tokens.
+        stop_token_ids: tokens that end the output, besides the model's own end-of-sequence tokens; 128 at most.
         ignore_eos: go on after the model's end-of-sequence tokens.
         min_p: leave out tokens less likely than this share of the most likely one, 0 to 1.
         presence_penalty: taken off the logit of every token that is in the output already, -2 to 2.
         frequency_penalty: the same for every time it is there, -2 to 2.
         repetition_penalty: logits of tokens that are in prompt or output are divided by it, negative ones multiplied.
-        logit_bias: (token, number added to its logit, -100 to 100).
+        logit_bias: (token, number added to its logit, -100 to 100), or a mapping; 1024 at most. The last one of a
+            token counts.
         min_tokens: no token that would end the output comes before so many others.
         logprobs: report the chosen tokens' log-probabilities, and those of so many most likely ones, 0 to 20.
         prompt_logprobs: the same for the prompt's tokens.
 
     Raises:
-        RequestError: at construction, for any value that cannot work.
+        RequestError: at construction, for any value of a wrong type, or one that cannot work.
     """
 
     temperature: float = 0.0
@@ -59,37 +94,27 @@ class SamplingParams:
     prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.temperature) and self.temperature >= 0):
-            raise RequestError(f"temperature must be 0 (greedy) or positive, not {self.temperature}.")
-        if self.top_k < -1:
-            raise RequestError(f"top_k must be at least 1, or 0 or -1 for all tokens, not {self.top_k}.")
-        if not 0 < self.top_p <= 1:
-            raise RequestError(f"top_p must be above 0 and at most 1, not {self.top_p}.")
-        if not 0 <= self.min_p <= 1:
-            raise RequestError(f"min_p must be from 0 to 1, not {self.min_p}.")
-        if self.max_tokens < 1:
-            raise RequestError(f"max_tokens must be at least 1, not {self.max_tokens}.")
-        if not 0 <= self.min_tokens <= self.max_tokens:
+        for name, rule in _RULES.items():
+            value = getattr(self, name)
+            if value is not None or name not in _OPTIONAL:
+                object.__setattr__(self, name, _checked(name, value, rule))
+        if self.min_tokens > self.max_tokens:
             raise RequestError(f"min_tokens must be from 0 to max_tokens ({self.max_tokens}), not {self.min_tokens}.")
-        self._check_penalties()
-        for name, value in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
-            if value is not None and not 0 <= value <= _MAX_LOGPROBS:
-                raise RequestError(f"{name} must be from 0 to {_MAX_LOGPROBS}, not {value}.")
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
-        object.__setattr__(self, "logit_bias", tuple((token, bias) for token, bias in self.logit_bias))
+        entries = _entries("stop_token_ids", self.stop_token_ids, "token ids", MAX_STOP_TOKEN_IDS)
+        stops = [_checked("a token of stop_token_ids", token, _TOKEN) for token in entries]
+        object.__setattr__(self, "stop_token_ids", tuple(dict.fromkeys(stops)))
+        object.__setattr__(self, "logit_bias", tuple(self._checked_biases().items()))
 
-    def _check_penalties(self) -> None:
-        penalties = (("presence_penalty", self.presence_penalty), ("frequency_penalty", self.frequency_penalty))
-        for name, value in penalties:
-            if not -2 <= value <= 2:
-                raise RequestError(f"{name} must be from -2 to 2, not {value}.")
-        if not (math.isfinite(self.repetition_penalty) and self.repetition_penalty > 0):
-            raise RequestError(f"repetition_penalty must be positive (1 is none), not {self.repetition_penalty}.")
-        for token, bias in self.logit_bias:
-            if token < 0:
-                raise RequestError(f"logit_bias has token {token}; a token is 0 or more.")
-            if not -_MAX_BIAS <= bias <= _MAX_BIAS:
-                raise RequestError(f"logit_bias of token {token} must be from -100 to 100, not {bias}.")
+    def _checked_biases(self) -> dict[int, float]:
+        given: Any = self.logit_bias.items() if isinstance(self.logit_bias, Mapping) else self.logit_bias
+        biases = {}
+        for entry in _entries("logit_bias", given, "pairs of a token and a number", MAX_LOGIT_BIASES):
+            pair = _entries("an entry of logit_bias", entry, "a token and a number", 2)
+            if len(pair) != 2:
+                raise RequestError(f"an entry of logit_bias must be a token and a number, not {_shown(entry)}.")
+            token = _checked("a token of logit_bias", pair[0], _TOKEN)
+            biases[token] = _checked(f"logit_bias of token {token}", pair[1], _BIAS)
+        return biases
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """Refuse a bias for tokens, or stop tokens, that the model does not have.
@@ -110,7 +135,7 @@ class SamplingParams:
     @property
     def greedy(self) -> bool:
         """Whether the most likely token is taken."""
-        return self.temperature == 0
+        return self.temperature < _GREEDY_BELOW
 
     @property
     def truncated(self) -> bool:
@@ -136,3 +161,48 @@ class SamplingParams:
     def plain(self) -> bool:
         """Whether the argmax of the logits is all that is asked for: the fast path."""
         return self.greedy and not self.adjusts and self.logprobs is None and self.prompt_logprobs is None
+
+    @cached_property
+    def bias_tensors(self) -> tuple[Tensor, Tensor]:
+        """The tokens of `logit_bias`, `[n]` int64, and what is added to their logits, `[n]` float32; on the host."""
+        tokens, biases = zip(*self.logit_bias, strict=True) if self.logit_bias else ((), ())
+        return torch.tensor(tokens, dtype=torch.int64), torch.tensor(biases, dtype=torch.float32)
+
+
+def _checked(name: str, value: object, rule: _Rule) -> Any:
+    """The value as Python's own number, if it is of the rule's kind and within its range."""
+    kind, allowed, holds = rule
+    if isinstance(value, np.generic) or (isinstance(value, Tensor) and value.ndim == 0):
+        value = value.item()
+    fits = isinstance(value, (int, float) if kind is float else kind)
+    if not fits or isinstance(value, bool) is not (kind is bool):
+        wanted = ", ".join(filter(None, (_TYPES[kind], allowed)))
+        raise RequestError(f"{name} must be {wanted}, not {_shown(value)} ({type(value).__name__}).")
+    try:
+        number = kind(value)
+    except OverflowError:  # an integer beyond all floats
+        number = math.nan
+    if not holds(number):
+        raise RequestError(f"{name} must be {allowed}, not {_shown(value)}.")
+    return number
+
+
+def _entries(name: str, given: object, what: str, most: int) -> tuple[Any, ...]:
+    """What was given, entry by entry."""
+    if isinstance(given, str | bytes) or not isinstance(given, Iterable):
+        raise RequestError(f"{name} must be {what}, not {_shown(given)}.")
+    try:
+        entries = tuple(given)
+    except TypeError as error:  # a tensor without dimensions
+        raise RequestError(f"{name} must be {what}, not {_shown(given)}.") from error
+    if len(entries) > most:
+        raise RequestError(f"{name} has {len(entries)} entries; at most {most} are allowed.")
+    return entries
+
+
+def _shown(value: object) -> str:
+    """For a message."""
+    try:
+        return reprlib.repr(value)
+    except ValueError:  # thousands of digits
+        return "a number of thousands of digits"

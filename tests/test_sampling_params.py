@@ -1,0 +1,115 @@
+"""Sampling parameters: what cannot be is refused where it is made, by name; what is meant is taken."""
+
+from __future__ import annotations
+
+import enum
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from model_runner import RequestError, SamplingParams
+from model_runner.sampling_params import MAX_LOGIT_BIASES, MAX_STOP_TOKEN_IDS
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"temperature": -0.1}, "temperature"),
+        ({"temperature": float("nan")}, "temperature"),
+        ({"top_k": -2}, "top_k must be at least 1, or 0 or -1 for all tokens, not -2"),
+        ({"top_p": 0.0}, "top_p"),
+        ({"top_p": 1.1}, "top_p must be above 0 and at most 1, not 1.1"),
+        ({"max_tokens": 0}, "max_tokens must be at least 1, not 0"),
+        ({"min_p": -0.1}, "min_p must be from 0 to 1, not -0.1"),
+        ({"min_p": float("nan")}, "min_p"),
+        ({"presence_penalty": 2.1}, "presence_penalty must be from -2 to 2, not 2.1"),
+        ({"frequency_penalty": -2.1}, "frequency_penalty"),
+        ({"frequency_penalty": float("nan")}, "frequency_penalty"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty must be positive"),
+        ({"repetition_penalty": float("inf")}, "repetition_penalty"),
+        ({"repetition_penalty": 10**400}, "repetition_penalty must be positive"),
+        ({"logit_bias": ((-1, 1.0),)}, "a token of logit_bias must be 0 or more, not -1"),
+        ({"logit_bias": ((3, 101.0),)}, "logit_bias of token 3 must be from -100 to 100, not 101.0"),
+        ({"stop_token_ids": (2, -1)}, "a token of stop_token_ids must be 0 or more, not -1"),
+        ({"min_tokens": -1}, "min_tokens"),
+        ({"min_tokens": 17}, r"min_tokens must be from 0 to max_tokens \(16\), not 17"),
+        ({"logprobs": 21}, "logprobs must be from 0 to 20, not 21"),
+        ({"logprobs": -1}, "logprobs"),
+        ({"prompt_logprobs": 21}, "prompt_logprobs"),
+        ({"seed": 2**64}, "seed must be within 64 bits, not 18446744073709551616"),
+        ({"seed": 10**5000}, "seed must be within 64 bits"),
+    ],
+)
+def test_values_that_cannot_be(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        SamplingParams(**values)
+
+
+INTEGERS = ("top_k", "seed", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs")
+NUMBERS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
+NO_INTEGERS = (2.5, 2.0, "2", True, [2], np.float32(2), torch.tensor(2.0), torch.tensor([2]), np.array([2]), 2j)
+NO_NUMBERS = ("0.5", True, None, [0.5], np.True_, np.array([0.5]), torch.tensor([0.5]), torch.tensor(True), 0.5j)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "wanted"),
+    [
+        *((name, value, "an integer") for name in INTEGERS for value in NO_INTEGERS),
+        *((name, value, "a number") for name in NUMBERS for value in NO_NUMBERS),
+        *((name, None, "an integer") for name in ("top_k", "max_tokens", "min_tokens")),
+        *(("ignore_eos", value, "True or False") for value in (1, 0.0, "yes", None)),
+        *(("stop_token_ids", value, "token ids") for value in (3, None, "34", b"34", torch.tensor(3))),
+        *(("stop_token_ids", [value], "an integer") for value in (3.0, "3", True, None)),
+        *(("logit_bias", value, "logit_bias must be pairs") for value in (3, None, "3")),
+        *(("logit_bias", value, "must be a token and a number") for value in ([3], [(3,)], ["31"], {1, 2})),
+        ("logit_bias", [(3, 1.0, 2.0)], "an entry of logit_bias has 3 entries"),
+        *(("logit_bias", {token: 1.0}, "an integer") for token in ("3", 3.0, True)),
+        *(("logit_bias", {3: bias}, "logit_bias of token 3 must be a number") for bias in ("1", True, None)),
+    ],
+    ids=repr,
+)
+def test_wrong_types_are_refused_by_name(name: str, value: object, wanted: str) -> None:
+    with pytest.raises(RequestError, match=wanted) as caught:
+        SamplingParams(**{name: value})
+    assert name in str(caught.value)
+
+
+def test_the_message_has_the_field_the_value_and_what_is_allowed() -> None:
+    with pytest.raises(RequestError, match=r"^max_tokens must be an integer, at least 1, not 2\.5 \(float\)\.$"):
+        SamplingParams(max_tokens=2.5)  # type: ignore[arg-type]
+
+
+class Few(enum.IntEnum):
+    TWO = 2
+
+
+@pytest.mark.parametrize("two", [2, np.int64(2), np.uint8(2), torch.tensor(2), Few.TWO], ids=repr)
+def test_numbers_of_the_right_kind_become_pythons(two: Any) -> None:
+    values: dict[str, Any] = dict.fromkeys((*INTEGERS, "temperature", "presence_penalty", "repetition_penalty"), two)
+    params = SamplingParams(**values, stop_token_ids=[two], logit_bias={two: two})  # type: ignore[arg-type]
+    assert all(type(getattr(params, name)) is int for name in INTEGERS)
+    assert type(params.temperature) is type(params.repetition_penalty) is float
+    assert (params.stop_token_ids, params.logit_bias) == ((2,), ((2, 2.0),))
+    assert [type(number) for number in (*params.stop_token_ids, *params.logit_bias[0])] == [int, int, float]
+    for half in (np.float32(0.5), np.float16(0.5), torch.tensor(0.5)):
+        assert SamplingParams(top_p=half) == SamplingParams(top_p=0.5)  # type: ignore[arg-type]
+    assert SamplingParams(ignore_eos=np.True_).ignore_eos is True  # type: ignore[arg-type]
+
+
+def test_a_temperature_below_1e5_is_greedy() -> None:
+    assert SamplingParams(temperature=9e-6).greedy
+    assert SamplingParams(temperature=9e-6).plain
+    assert not SamplingParams(temperature=1e-5).greedy
+
+
+def test_tokens_are_kept_once_and_are_not_many() -> None:
+    params = SamplingParams(stop_token_ids=(5, 3, 5), logit_bias=((7, 1.0), (2, 3.0), (7, -4.0)))
+    assert params.stop_token_ids == (5, 3)
+    assert params.logit_bias == ((7, -4.0), (2, 3.0)), "the last one of a token counts"
+    SamplingParams(stop_token_ids=range(MAX_STOP_TOKEN_IDS))  # type: ignore[arg-type]
+    with pytest.raises(RequestError, match="stop_token_ids has 129 entries; at most 128 are allowed"):
+        SamplingParams(stop_token_ids=(1,) * (MAX_STOP_TOKEN_IDS + 1))
+    with pytest.raises(RequestError, match="logit_bias has 1025 entries; at most 1024 are allowed"):
+        SamplingParams(logit_bias=tuple((token, 1.0) for token in range(MAX_LOGIT_BIASES + 1)))
