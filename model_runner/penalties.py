@@ -1,17 +1,19 @@
 """What changes a row's logits before temperature: penalties, bias, and tokens that must not come yet.
 
+    forbidden    -inf
+    bias         added
     repetition   over prompt and output: positive logits are divided, negative ones multiplied
     frequency    over the output: taken off once for every time a token is there
     presence     over the output: taken off once if it is there at all
-    bias         added
-    forbidden    -inf
+
+In vLLM's order, so that a bias is divided by the repetition penalty, too.
 
 Only the tokens concerned are touched, by flat index `row * vocab + token`: a history is short, a vocabulary is not.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,6 +26,7 @@ from ubatch.small_copies import to_device
 __all__ = ["SamplingRow", "adjust_logits"]
 
 _NO_TOKENS = torch.empty(0, dtype=torch.int64)
+_NO_BIASES = torch.empty(0)
 
 
 @dataclass(frozen=True)
@@ -46,7 +49,7 @@ class SamplingRow:
 
 
 def adjust_logits(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
-    """The logits with penalties, bias and forbidden tokens, float32; a copy, or changed in place if they are float32.
+    """The logits with forbidden tokens, bias and penalties, float32; a copy, or changed in place if they are float32.
 
     Args:
         logits: `[R, vocab]`.
@@ -58,24 +61,21 @@ def adjust_logits(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     logits = logits.float().contiguous()
     vocab, flat = logits.shape[-1], logits.view(-1)
     penalties = _penalties(rows, vocab) if any(row.params.penalised for row in rows) else ()
-    biased = [(index, token, bias) for index, row in enumerate(rows) for token, bias in row.params.logit_bias]
-    biases = _keyed(biased, vocab)
-    forbidden = [(index, token, 0.0) for index, row in enumerate(rows) for token in row.forbidden]
-    never, _ = _keyed(forbidden, vocab)
-
-    if not (penalties or biased or forbidden):
-        return logits
+    never = _flat({row: torch.tensor(each.forbidden) for row, each in enumerate(rows) if each.forbidden}, vocab)
+    biases = {row: each.params.bias_tensors for row, each in enumerate(rows) if each.params.logit_bias}
+    biased = _flat({row: tokens for row, (tokens, _) in biases.items()}, vocab)
+    added = torch.cat([_NO_BIASES, *(own for _, own in biases.values())])
     # All that is known on the host goes to the device in one copy; there it is gathered and scattered.
-    *moved, keys, added, never = to_device((*penalties, *biases, never), logits.device)
-    if penalties:
+    never, biased, added, *moved = to_device((never, biased, added, *penalties), logits.device)
+    if never.numel():
+        flat.index_fill_(0, never, -torch.inf)
+    if biased.numel():
+        flat.index_add_(0, biased, added)
+    if moved:
         seen, said, repetition, taken = moved
         values = flat[seen]
         flat[seen] = torch.where(values > 0, values / repetition, values * repetition)
         flat[said] -= taken
-    if biased:
-        flat.index_add_(0, keys, added)
-    if forbidden:
-        flat.index_fill_(0, never, -torch.inf)
     return logits
 
 
@@ -93,10 +93,9 @@ def _penalties(rows: Sequence[SamplingRow], vocab: int) -> tuple[Tensor, Tensor,
     return seen, said, repetition, frequency * counts + presence
 
 
-def _keyed(entries: Sequence[tuple[int, int, float]], vocab: int) -> tuple[Tensor, Tensor]:
-    """From (row, token, value): the flat indices, int64, and the values, float32."""
-    highest = max((token for _, token, _ in entries), default=0)
+def _flat(tokens: Mapping[int, Tensor], vocab: int) -> Tensor:
+    """The flat indices of some rows' tokens."""
+    highest = max((int(own.max()) for own in tokens.values()), default=0)
     if highest >= vocab:
         raise RequestError(f"token {highest} of a logit bias or stop list; the vocabulary is 0 to {vocab - 1}.")
-    keys = torch.tensor([row * vocab + token for row, token, _ in entries], dtype=torch.int64)
-    return keys, torch.tensor([value for _, _, value in entries], dtype=torch.float32)
+    return torch.cat([_NO_TOKENS, *(own + row * vocab for row, own in tokens.items())])

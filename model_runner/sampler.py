@@ -1,4 +1,4 @@
-"""From logits to the next token: greedy, or sampled with temperature, top-k, top-p and min-p; every request for itself.
+"""From logits to the next token: greedy, or sampled with temperature, min-p, top-k and top-p; every request for itself.
 
 A sampled row brings one uniform number, and the token is where that number falls in the cumulative distribution. So
 what a request gets depends on its seed, its place and its logits only, not on who shares its batch. The tokens stay on
@@ -13,6 +13,8 @@ Rows go one of three ways, each by its own parameters, whoever else is in the ba
 
 What is as long as the vocabulary is float32; numbers of few tokens, and sums of blocks of the vocabulary, are float64.
 So a draw falls on another token than exact arithmetic would choose only where it lies within some 1e-6 of an edge.
+
+The order is vLLM's: top-k of what min-p leaves, and top-p of the mass that both leave.
 
 Ties: tokens that are equally likely are ranked in the vocabulary's order. Which of them top-k keeps, where its limit
 falls among more of them than are looked at, is left to `torch.topk`.
@@ -237,7 +239,7 @@ class _Draws:
         return found
 
     def _left(self, logits: Tensor) -> Iterator[_Left]:
-        """What top-k, top-p and min-p leave."""
+        """What min-p, top-k and top-p leave."""
         if not self.width:
             weights = self._lowered(logits).softmax(dim=-1)
             if self.has_min_p:
@@ -254,10 +256,11 @@ class _Draws:
     def _cut_by_flashinfer(self, logits: Tensor) -> Tensor:
         """In the vocabulary's order; see `model_runner.flashinfer_sampling`."""
         top_k, top_p = self.columns[4, :, 0], self.columns[3, :, 0]
-        kept = keep_most_likely(self._lowered(logits).softmax(dim=-1), top_k, top_p)
+        weights = self._lowered(logits).softmax(dim=-1)
         if self.has_min_p:
-            self._cut_min_p(kept, kept.amax(dim=-1, keepdim=True))
-        return kept
+            self._cut_min_p(weights, weights.amax(dim=-1, keepdim=True))
+            weights.div_(_total(weights).float())
+        return keep_most_likely(weights, top_k, top_p)
 
     def _cut_by_sorting(self, logits: Tensor) -> Iterator[_Left]:
         """Top-p alone mostly keeps few tokens, and sorting a whole vocabulary is slow. A GPU sorts fast, and to ask it
@@ -265,7 +268,11 @@ class _Draws:
         rows, lowered, rest = None, self._lowered(logits), self
         if _may_ask(logits.device):
             order, weights = self._ranked(logits, _FEW)
-            mass = _total(lowered.exp())
+            every = lowered.exp()
+            if self.has_min_p:
+                self._cut_min_p(weights, weights[:, :1])
+                self._cut_min_p(every, every.amax(dim=-1, keepdim=True))
+            mass = _total(every)
             # Without those as likely as the last one, of which there may be more: else who is kept would be chance.
             surely = weights.masked_fill(weights == weights[:, -1:], 0).sum(dim=-1, keepdim=True)
             enough = ((surely >= self.columns[3] * mass) & (self.columns[4] == logits.shape[1])).flatten()
@@ -282,21 +289,21 @@ class _Draws:
         return replace(self, where=self.where[rows], columns=self.columns[:, rows])
 
     def _cut(self, weights: Tensor, mass: Tensor | None = None) -> Tensor:
-        """Weights, most likely first, with zeros where top-k, top-p and min-p leave nothing; changed in place.
+        """Weights, most likely first, with zeros where min-p, top-k and top-p leave nothing; changed in place.
 
         Args:
             weights: `[n, any]`.
-            mass: `[n, 1]`, of all that top-k leaves; by default these are all.
+            mass: `[n, 1]`, of all that min-p and top-k leave; by default these are all.
         """
         top_p, limits = self.columns[3], self.columns[4].long()
         weights.masked_fill_(torch.arange(weights.shape[1], device=weights.device) >= limits, 0)
+        if self.has_min_p:
+            self._cut_min_p(weights, weights[:, :1])
         cumulative = weights.cumsum(dim=-1)
         before = cumulative - weights
         before[:, 0] = 0  # exactly, so that a tiny top_p keeps the most likely token
         reached = top_p * (cumulative[:, -1:] if mass is None else mass)
         weights.masked_fill_((before >= reached.to(before.dtype)) & (top_p < 1), 0)
-        if self.has_min_p:
-            self._cut_min_p(weights, weights[:, :1])
         return weights
 
     def _ranked(self, logits: Tensor, width: int) -> tuple[Tensor, Tensor]:

@@ -20,6 +20,7 @@ def reference_distribution(logits: torch.Tensor, params: SamplingParams) -> dict
     """One row's distribution, as the definitions say it."""
     probabilities = torch.softmax(logits.double() / params.temperature, -1).tolist()
     ranked = sorted(range(len(probabilities)), key=lambda token: -probabilities[token])
+    ranked = [token for token in ranked if probabilities[token] >= params.min_p * probabilities[ranked[0]]]
     if params.top_k > 0:
         ranked = ranked[: params.top_k]
     mass = sum(probabilities[token] for token in ranked)
@@ -29,7 +30,6 @@ def reference_distribution(logits: torch.Tensor, params: SamplingParams) -> dict
             break
         kept.append(token)
         reached += probabilities[token] / mass
-    kept = [token for token in kept if probabilities[token] >= params.min_p * probabilities[kept[0]]]
     total = sum(probabilities[token] for token in kept)
     return {token: probabilities[token] / total for token in kept}
 

@@ -40,6 +40,7 @@ def exactly(logits: Tensor, params: SamplingParams) -> tuple[list[int], list[flo
     tokens = list(range(len(weights)))
     if params.truncated:
         tokens.sort(key=lambda token: (-float(logits[token]), token))
+        tokens = [token for token in tokens if weights[token] >= params.min_p * max(weights)]
         tokens = tokens[: params.top_k] if params.top_k > 0 else tokens
         reached, mass = 0.0, math.fsum(weights[token] for token in tokens)
         for count, token in enumerate(tokens):

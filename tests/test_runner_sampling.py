@@ -38,11 +38,11 @@ def plainly_adjusted(logits: list[float], prompt: list[int], output: list[int], 
     counts = Counter(output)
     changed = []
     for token, logit in enumerate(logits):
+        logit += sum(bias for biased, bias in params.logit_bias if biased == token)
         if token in counts or token in prompt:
             logit = logit / params.repetition_penalty if logit > 0 else logit * params.repetition_penalty
         logit -= params.frequency_penalty * counts[token]
         logit -= params.presence_penalty * (token in counts)
-        logit += sum(bias for biased, bias in params.logit_bias if biased == token)
         changed.append(logit)
     return changed
 

@@ -1,0 +1,129 @@
+"""The order in which sampling parameters act: vLLM's, against its definition in plain numpy.
+
+Source: the docstring of vLLM's V1 sampler, and its top-k and top-p: min tokens, logit bias, penalties (repetition,
+frequency, presence), temperature, min-p, top-k, top-p; each over what the ones before have left.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+import model_runner.sampler
+from model_runner import SamplingParams, SamplingRow, sample
+from model_runner.penalties import adjust_logits
+from model_runner.sampler import distributions
+
+VOCAB = 40
+
+
+def softmax(logits: NDArray[np.float64]) -> NDArray[np.float64]:
+    weights = np.exp(logits - logits.max())
+    return weights / weights.sum()
+
+
+def by_definition(logits: NDArray[np.float64], row: SamplingRow) -> NDArray[np.float64]:
+    """What one row is drawn from: `[vocab]`, sums to 1."""
+    params, logits = row.params, logits.copy()
+    # min tokens, bias
+    logits[list(row.forbidden)] = -np.inf
+    for token, bias in params.logit_bias:
+        logits[token] += bias
+    # penalties
+    said = Counter(row.output)
+    for token in {*said, *row.prompt.tolist()}:
+        logits[token] *= params.repetition_penalty if logits[token] <= 0 else 1 / params.repetition_penalty
+    for token, count in said.items():
+        logits[token] -= params.frequency_penalty * count
+        logits[token] -= params.presence_penalty
+    if params.temperature < 1e-5:
+        return np.eye(len(logits))[logits.argmax()]
+    # temperature, min-p
+    logits /= params.temperature
+    probabilities = softmax(logits)
+    logits[probabilities < params.min_p * probabilities.max()] = -np.inf
+    # top-k
+    if 0 < params.top_k < len(logits):
+        logits[logits < np.sort(logits)[-params.top_k]] = -np.inf
+    # top-p: the least likely ones that together have no more than 1 - top_p go, but for the last
+    order = logits.argsort()
+    cut = softmax(logits)[order].cumsum() <= 1 - params.top_p
+    cut[-1] = False
+    if params.top_p < 1:
+        logits[order[cut]] = -np.inf
+    return softmax(logits)
+
+
+def random_row(source: random.Random, vocab: int) -> SamplingRow:
+    """Each parameter is there in half of the rows."""
+
+    def maybe(value: float, none: float) -> float:
+        return value if source.random() < 0.5 else none
+
+    output = [source.randrange(vocab) for _ in range(source.randrange(12))]
+    params = SamplingParams(
+        temperature=source.choice([0.0, 9e-6, 0.3, 0.7, 1.0, 1.5, 3.0]),
+        top_k=int(maybe(source.randrange(1, vocab + 5), 0)),
+        top_p=maybe(source.uniform(0.05, 0.999), 1.0),
+        min_p=maybe(source.uniform(0.0, 0.5), 0.0),
+        repetition_penalty=maybe(source.uniform(0.5, 2.5), 1.0),
+        frequency_penalty=maybe(source.uniform(-2, 2), 0.0),
+        presence_penalty=maybe(source.uniform(-2, 2), 0.0),
+        logit_bias=tuple((source.randrange(vocab), source.uniform(-6, 6)) for _ in range(int(maybe(6, 0)))),
+    )
+    prompt = torch.tensor(sorted({source.randrange(vocab) for _ in range(8)}))
+    forbidden = source.sample(range(vocab), 3) if source.random() < 0.5 else ()
+    return SamplingRow(params, source.random(), prompt, output, forbidden)
+
+
+def all_of(logits: Tensor, rows: list[SamplingRow]) -> NDArray[np.float64]:
+    """What the sampler draws from; a greedy row is certain."""
+    best = [row.params.greedy for row in rows]
+    drawn = [replace(row, params=replace(row.params, temperature=1.0)) if row.params.greedy else row for row in rows]
+    found = distributions(logits, drawn).double().numpy()
+    certain = np.eye(logits.shape[1])[sample(logits, dict(enumerate(rows))).numpy()]
+    return np.where(np.array(best)[:, None], certain, found)
+
+
+@pytest.mark.parametrize(("count", "vocab"), [(400, VOCAB), (60, 3000)])
+def test_random_settings_are_drawn_from_what_the_definition_says(count: int, vocab: int) -> None:
+    """Few tokens, and a vocabulary of several blocks of which 256 are looked at first."""
+    source = random.Random(7)
+    rows = [random_row(source, vocab) for _ in range(count)]
+    logits = 3 * torch.randn(count, vocab, generator=torch.Generator().manual_seed(7))
+    expected = np.stack([by_definition(own, row) for own, row in zip(logits.double().numpy(), rows, strict=True)])
+    found = all_of(logits, rows)
+    wrong = np.flatnonzero(np.abs(found - expected).max(axis=1) > 1e-4)
+    assert [rows[index].params for index in wrong] == []
+
+
+def test_the_truncation_of_flashinfer_comes_after_min_p(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits = 3 * torch.randn(4, 3000, generator=torch.Generator().manual_seed(1))
+    rows = [SamplingRow(SamplingParams(temperature=2.0, min_p=0.05, top_p=top_p)) for top_p in (0.3, 0.6, 0.8, 0.95)]
+    seen = []
+
+    def keep_all(probabilities: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+        seen.append(probabilities.clone())
+        return probabilities
+
+    monkeypatch.setattr(model_runner.sampler, "truncates", lambda device: True)
+    monkeypatch.setattr(model_runner.sampler, "keep_most_likely", keep_all)
+    distributions(logits, rows)
+    whole = [replace(row, params=replace(row.params, top_p=1.0)) for row in rows]
+    expected = [by_definition(own, row) for own, row in zip(logits.double().numpy(), whole, strict=True)]
+    torch.testing.assert_close(seen[0].double(), torch.tensor(np.stack(expected)), atol=1e-6, rtol=1e-4)
+
+
+def test_a_bias_is_penalised_and_made_into_tensors_once() -> None:
+    params = SamplingParams(logit_bias=((3, 8.0), (5, 1.0)), repetition_penalty=2.0)
+    rows = [SamplingRow(params, 0.0, torch.tensor([3])), SamplingRow(params, forbidden=(5,))]
+    expected = [[0, 0, 0, 4.0, 0, 1.0], [0, 0, 0, 8.0, 0, -torch.inf]]
+    assert adjust_logits(torch.zeros(2, 6), rows).tolist() == expected
+    assert params.bias_tensors is params.bias_tensors
