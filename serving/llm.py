@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import operator
+import reprlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -194,7 +196,10 @@ class LLM:
 
     def _encode(self, prompt: Prompt) -> list[int]:
         if not isinstance(prompt, str):
-            return [int(token) for token in prompt]
+            try:
+                return [operator.index(token) for token in prompt]
+            except TypeError as error:
+                raise RequestError(f"a prompt is a text or a list of token ids, not {reprlib.repr(prompt)}.") from error
         if self.tokenizer is None:
             raise ConfigError("give prompts as tokens: skip_tokenizer_init left the tokenizer out.")
         tokens: list[int] = self.tokenizer.encode(prompt)
@@ -277,6 +282,8 @@ def _prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 
 def _one_each(params: SamplingParams | Iterable[SamplingParams], count: int) -> list[SamplingParams]:
     each = [params] * count if isinstance(params, SamplingParams) else list(params)
+    for kind in set(map(type, each)) - {SamplingParams}:
+        raise RequestError(f"sampling_params must be SamplingParams, or one each, not a {kind.__name__}.")
     if len(each) != count:
         raise RequestError(f"{len(each)} sampling parameters for {count} prompts; give one for all or one each.")
     return each

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from model_runner import FinishReason, SamplingParams, TokenLogprobs
+from model_runner import FinishReason, RequestError, SamplingParams, TokenLogprobs
 from ubatch import UBatchError
 
 __all__ = ["DraftCounts", "EngineDead", "EngineStatistics", "QueueFull", "RequestInput", "RequestOutput"]
@@ -28,12 +28,19 @@ class RequestInput:
         token_ids: the prompt, at least one token.
         params: how to generate.
         priority: lower runs earlier, where the policy is `priority`.
+
+    Raises:
+        RequestError: at construction, if `params` are none.
     """
 
     request_id: str
     token_ids: Sequence[int]
     params: SamplingParams
     priority: int = 0
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.params, SamplingParams):
+            raise RequestError(f"request {self.request_id!r} needs SamplingParams, not a {type(self.params).__name__}.")
 
 
 @dataclass(frozen=True)

@@ -109,11 +109,14 @@ def test_abort_ends_a_stream(served: Served) -> None:
         ([], LONG, RequestError),
         ([5000], LONG, RequestError),
         ([1] * 600, LONG, RequestError),
-        ([1], SamplingParams(seed=2**70), RequestError),
+        ([2**70], LONG, RequestError),
+        ([1.5], LONG, RequestError),  # only the rank sees it
+        ([1], None, RequestError),
+        ([object()], LONG, RequestError),
     ],
 )
 def test_what_cannot_be_served_is_refused_by_itself(
-    served: Served, prompt: list[int], params: SamplingParams, error: type[Exception]
+    served: Served, prompt: Any, params: Any, error: type[Exception]
 ) -> None:
     with pytest.raises(error) as raised:
         served.run(tokens_of(served.client, "wrong", prompt, params))

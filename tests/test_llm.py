@@ -118,6 +118,15 @@ def test_prompts_come_as_text_as_tokens_or_many(llm: LLM) -> None:
     assert llm.generate([]) == []
 
 
+def test_what_is_no_token_or_no_parameters_is_refused(llm: LLM) -> None:
+    one = SamplingParams(max_tokens=1)
+    assert tokens(llm.generate([torch.tensor([1, 2])], one)) == tokens(llm.generate([1, 2], one))  # type: ignore[list-item]
+    with pytest.raises(RequestError, match=r"a list of token ids, not \[1, 2\.5\]"):
+        llm.generate([1, 2.5])  # type: ignore[list-item]
+    with pytest.raises(RequestError, match="must be SamplingParams, or one each, not a str"):
+        llm.generate("a", {"max_tokens": 1})  # type: ignore[arg-type]
+
+
 def test_shared_prompts_come_from_the_cache(llm: LLM) -> None:
     prompt = list(range(100, 164))
     first = llm.generate(prompt, SamplingParams(max_tokens=4))[0]

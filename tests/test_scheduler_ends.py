@@ -26,6 +26,8 @@ def reason(loop: Loop, name: str) -> FinishReason | None:
         ([], {}, RequestError, "the prompt of request 'x' is empty"),
         ([1, VOCAB], {}, RequestError, "the prompt of request 'x' has token 50; the vocabulary is 0 to 49"),
         ([-1], {}, RequestError, "has token -1"),
+        ([1, 2.5], {}, RequestError, "the prompt of request 'x' has a float; a token is a Python int"),
+        ([True], {}, RequestError, "the prompt of request 'x' has a bool"),
         ([1], {"logit_bias": ((VOCAB, 1.0),)}, RequestError, "logit_bias of request 'x' has token 50"),
         ([1], {"stop_token_ids": (2, VOCAB)}, RequestError, "stop_token_ids of request 'x' has token 50"),
         ([1] * 128, {}, RequestError, r"has 128 tokens; with one of output that is more than max_model_len \(128\)"),

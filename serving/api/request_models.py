@@ -7,6 +7,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidatorFunctionWrapHandler, WrapValidator
 from pydantic_core import PydanticCustomError
 
+from model_runner import MAX_LOGIT_BIASES, MAX_STOP_TOKEN_IDS
+
 __all__ = [
     "ChatCompletionRequest",
     "ChatMessage",
@@ -64,7 +66,10 @@ class GenerationRequest(_Body):
     model: Annotated[str | None, Field(description="a name that /v1/models lists; the only one where left out")] = None
     n: Annotated[int | None, Field(ge=1, le=MAX_OUTPUTS, description="outputs per prompt (1)")] = None
     stop: Annotated[Stop, Field(description="texts that end the output, which they are not part of")] = None
-    stop_token_ids: Annotated[list[int] | None, Field(description="tokens that end the output")] = None
+    stop_token_ids: Annotated[
+        Annotated[list[int], Field(max_length=MAX_STOP_TOKEN_IDS)] | None,
+        Field(description="tokens that end the output"),
+    ] = None
     seed: Annotated[int | None, Int64, Field(description="makes the outputs repeatable; output i has seed + i")] = None
     temperature: Annotated[float | None, Field(ge=0, le=2, description="0 is greedy (1)")] = None
     top_p: Annotated[float | None, Field(gt=0, le=1, description="from the likeliest of this mass (1)")] = None
@@ -73,7 +78,10 @@ class GenerationRequest(_Body):
     presence_penalty: Annotated[float | None, Field(ge=-2, le=2)] = None
     frequency_penalty: Annotated[float | None, Field(ge=-2, le=2)] = None
     repetition_penalty: Annotated[float | None, Field(gt=0)] = None
-    logit_bias: Annotated[dict[str, float] | None, Field(description="token id -> -100 to 100")] = None
+    logit_bias: Annotated[
+        Annotated[dict[str, float], Field(max_length=MAX_LOGIT_BIASES)] | None,
+        Field(description="token id -> -100 to 100"),
+    ] = None
     min_tokens: Annotated[int | None, Field(ge=0, description="tokens before which nothing ends it (0)")] = None
     ignore_eos: Annotated[bool | None, Field(description="go on after an end-of-sequence token")] = None
     skip_special_tokens: Annotated[bool | None, Field(description="special tokens give no text (true)")] = None

@@ -7,12 +7,15 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from model_runner import SamplingParams
-from serving.api.errors import ApiError
+from serving.api.errors import SHOWN_CHARACTERS, ApiError
 from serving.api.prompts import check_token_ids
 from serving.api.request_models import GenerationRequest
 from ubatch import ConfigError
 
 __all__ = ["SamplingDefaults", "sampling_params"]
+
+_MAX_DIGITS = 20
+"""Of a token id; Python reads no integer of thousands."""
 
 
 @dataclass(frozen=True)
@@ -94,8 +97,8 @@ def sampling_params(
 def _logit_bias(given: dict[str, float], vocab_size: int) -> tuple[tuple[int, float], ...]:
     bias: list[tuple[int, float]] = []
     for key, value in given.items():
-        if not (key.isdecimal() and int(key) < vocab_size):
-            message = f"logit_bias: {key!r} is not a token id from 0 to {vocab_size - 1}."
+        if not (key.isdecimal() and len(key) <= _MAX_DIGITS and int(key) < vocab_size):
+            message = f"logit_bias: {key[:SHOWN_CHARACTERS]!r} is not a token id from 0 to {vocab_size - 1}."
             raise ApiError(400, message, param="logit_bias")
         bias.append((int(key), value))
     return tuple(bias)

@@ -203,6 +203,8 @@ class EngineClient:
             add = encode(Add(request, self._epoch + 1))
         except OverflowError as error:
             raise RequestError(f"request {request_id!r} has a number of more than 64 bits ({error}).") from error
+        except (TypeError, ValueError) as error:
+            raise RequestError(f"request {request_id!r} has a value of a wrong type: {error}.") from error
         self._epoch += 1
         stream = self._router.add(request)
         self._send(stream.rank, add)

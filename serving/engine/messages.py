@@ -1,6 +1,6 @@
 """What the API process and the engines say to each other: tagged msgspec structs, in MessagePack.
 
-    to an engine      Add, Abort, Wake, StartProfile, StopProfile, Shutdown
+    to an engine      Add, Abort, Wake, StartProfile, StopProfile, Shutdown; Unreadable is an Add that it could not read
     from an engine    Ready, Outputs, Refused, Failed, ProfileWritten
     from a node       NodeAlive, and Failed for an engine of it that died
     to a follower     Turn, from the leader of its tensor-parallel group (see `lockstep`)
@@ -13,7 +13,7 @@ of all requests: engines that step together pause only when all of them have see
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 import msgspec
 
@@ -37,6 +37,7 @@ __all__ = [
     "StopProfile",
     "ToEngine",
     "Turn",
+    "Unreadable",
     "Wake",
     "decode_from_engine",
     "decode_to_engine",
@@ -52,6 +53,14 @@ class Add(msgspec.Struct, tag=True, array_like=True, frozen=True):
 
     request: RequestInput
     epoch: int
+
+
+class Unreadable(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """An `Add` of a request with a value of a wrong type: refused by itself, so that nothing else ends with it."""
+
+    request_id: str
+    epoch: int
+    why: str
 
 
 class Abort(msgspec.Struct, tag=True, array_like=True, frozen=True):
@@ -159,7 +168,7 @@ class NodeAlive(msgspec.Struct, tag=True, array_like=True, frozen=True):
     node_rank: int
 
 
-ToEngine: TypeAlias = Add | Abort | Wake | StartProfile | StopProfile | Shutdown
+ToEngine: TypeAlias = Add | Unreadable | Abort | Wake | StartProfile | StopProfile | Shutdown
 FromEngine: TypeAlias = Ready | Outputs | Refused | Failed | ProfileWritten | NodeAlive
 
 
@@ -177,8 +186,15 @@ class Turn(msgspec.Struct, tag=True, array_like=True, frozen=True):
     messages: Sequence[ToEngine]
 
 
+class _Named(msgspec.Struct):
+    """What every request has, whatever else is in it."""
+
+    request_id: str
+
+
 _encoder = msgspec.msgpack.Encoder()
 _to_engine: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
+_loose_add = msgspec.msgpack.Decoder(tuple[Literal["Add"], _Named, int])
 _from_engine: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
 _turn = msgspec.msgpack.Decoder(Turn)
 
@@ -194,7 +210,14 @@ def decode_to_engine(data: bytes) -> ToEngine:
     Raises:
         msgspec.ValidationError: it is none.
     """
-    return _to_engine.decode(data)
+    try:
+        return _to_engine.decode(data)
+    except msgspec.ValidationError as error:
+        try:
+            _, named, epoch = _loose_add.decode(data)
+        except msgspec.ValidationError:
+            raise error from None
+        return Unreadable(named.request_id, epoch, str(error))
 
 
 def decode_from_engine(data: bytes) -> FromEngine:

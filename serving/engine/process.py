@@ -54,6 +54,7 @@ from serving.engine.messages import (
     StartProfile,
     StopProfile,
     ToEngine,
+    Unreadable,
     Wake,
     error_kind,
 )
@@ -256,6 +257,11 @@ class Engine:
                     self.core.add(request)
                 except (RequestError, KVCacheExhausted) as error:
                     self._link.send(Refused(self.dp_rank, request.request_id, error_kind(error), str(error)))
+            case Unreadable(request_id, epoch, why):
+                self._epoch = epoch
+                self._received += 1
+                text = f"request {request_id!r} has a value of a wrong type: {why}."
+                self._link.send(Refused(self.dp_rank, request_id, RequestError.__name__, text))
             case Abort(request_id):
                 self._received += 1
                 self.core.abort(request_id)

@@ -21,12 +21,15 @@ def check_input(given: RequestInput, *, vocab_size: int, max_model_len: int, max
         max_kv_tokens: tokens of one request that the whole KV cache holds.
 
     Raises:
-        RequestError: no token, or one outside the vocabulary, or a prompt that leaves no room for an output.
+        RequestError: no token, or one that is no integer or outside the vocabulary, or a prompt that leaves no room for
+            an output.
         KVCacheExhausted: the prompt alone does not fit the KV cache.
     """
     name, tokens = given.request_id, given.token_ids
     if not tokens:
         raise RequestError(f"the prompt of request {name!r} is empty; give at least one token.")
+    for kind in set(map(type, tokens)) - {int}:
+        raise RequestError(f"the prompt of request {name!r} has a {kind.__name__}; a token is a Python int.")
     _check_vocabulary(name, "the prompt", tokens, vocab_size)
     _check_vocabulary(name, "logit_bias", [token for token, _ in given.params.logit_bias], vocab_size)
     _check_vocabulary(name, "stop_token_ids", given.params.stop_token_ids, vocab_size)
