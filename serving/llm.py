@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import operator
 import reprlib
+import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -77,6 +78,8 @@ class LLM:
     One process's work is done in this one; several run beside it, started by re-importing the main module: keep
     what a script does behind `if __name__ == "__main__":` then.
 
+    Several threads may call it: `generate` and `close` run one at a time, and the other calls wait.
+
     Args:
         model: folder of a Hugging Face checkpoint.
         data_parallel_size: ranks.
@@ -116,6 +119,7 @@ class LLM:
             raise ConfigError("LLM runs on one machine; use `ubatch serve` for several.")
         self.tokenizer: Any = None if skip_tokenizer_init else load_tokenizer(self.options.model)
         self._numbers = itertools.count()
+        self._one_at_a_time = threading.Lock()
         self._engine: OfflineEngine | None = make_offline_engine(self.options)
 
     def generate(
@@ -145,35 +149,36 @@ class LLM:
             RequestError, KVCacheExhausted: a prompt cannot be served. Nothing of the others is kept.
             EngineDead: a rank died.
         """
-        if self._engine is None:
-            raise UBatchError("this LLM was closed.")
         given = _prompts(prompts)
         each = _one_each(sampling_params if sampling_params is not None else SamplingParams(), len(given))
         stops = (stop,) if isinstance(stop, str) else tuple(stop)
         if stops and self.tokenizer is None:
             raise ConfigError("stop strings need the tokenizer, which skip_tokenizer_init left out.")
-        jobs: dict[str, _Job] = {}
-        for prompt, params in zip(given, each, strict=True):
-            text = None
-            if self.tokenizer is not None:
-                text = TextStream(
-                    self.tokenizer,
-                    stop=stops,
-                    include_stop_str_in_output=include_stop_str_in_output,
-                    skip_special_tokens=skip_special_tokens,
-                    min_tokens=params.min_tokens,
-                )
-            request = RequestInput(f"llm-{next(self._numbers)}", self._encode(prompt), params)
-            jobs[request.request_id] = _Job(prompt, request, text, bool(stops))
-        with tqdm(total=len(jobs), unit="prompt", disable=None if use_tqdm else True, leave=False) as bar:
+        with self._one_at_a_time:  # a tokenizer, too, serves one thread at a time
+            if self._engine is None:
+                raise UBatchError("this LLM was closed.")
+            jobs: dict[str, _Job] = {}
+            for prompt, params in zip(given, each, strict=True):
+                text = None
+                if self.tokenizer is not None:
+                    text = TextStream(
+                        self.tokenizer,
+                        stop=stops,
+                        include_stop_str_in_output=include_stop_str_in_output,
+                        skip_special_tokens=skip_special_tokens,
+                        min_tokens=params.min_tokens,
+                    )
+                request = RequestInput(f"llm-{next(self._numbers)}", self._encode(prompt), params)
+                jobs[request.request_id] = _Job(prompt, request, text, bool(stops))
+            with tqdm(total=len(jobs), unit="prompt", disable=None if use_tqdm else True, leave=False) as bar:
 
-            def on_output(output: RequestOutput) -> bool:
-                goes_on = jobs[output.request_id].take(output)
-                bar.update(not goes_on)
-                return goes_on
+                def on_output(output: RequestOutput) -> bool:
+                    goes_on = jobs[output.request_id].take(output)
+                    bar.update(not goes_on)
+                    return goes_on
 
-            self._engine.run([job.request for job in jobs.values()], on_output)
-        return [job.result() for job in jobs.values()]
+                self._engine.run([job.request for job in jobs.values()], on_output)
+            return [job.result() for job in jobs.values()]
 
     @property
     def statistics(self) -> Mapping[int, EngineStatistics]:
@@ -182,9 +187,10 @@ class LLM:
 
     def close(self) -> None:
         """Let go of the model, and end the ranks' processes."""
-        engine, self._engine = self._engine, None
-        if engine is not None:
-            engine.close()
+        with self._one_at_a_time:
+            engine, self._engine = self._engine, None
+            if engine is not None:
+                engine.close()
 
     def __enter__(self) -> LLM:
         return self

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -143,6 +144,16 @@ def test_what_cannot_be_served_leaves_nothing_behind(llm: LLM) -> None:
     statistics = llm.statistics[0]
     assert (statistics.num_running, statistics.num_waiting, statistics.kv_usage) == (0, 0, 0)
     assert len(llm.generate([[1, 2], [3]])) == 2
+
+
+def test_threads_that_generate_at_the_same_time_get_what_they_get_alone(
+    llm: LLM, reference: list[tuple[int, ...]]
+) -> None:
+    with ThreadPoolExecutor(4) as threads:
+        together = list(threads.map(lambda _: tokens(llm.generate(TEXTS, PARAMS, stop="never there")), range(8)))
+    assert together == [reference] * 8
+    statistics = llm.statistics[0]
+    assert (statistics.num_running, statistics.num_waiting, statistics.kv_usage) == (0, 0, 0)
 
 
 def test_an_interrupt_leaves_nothing_behind(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
