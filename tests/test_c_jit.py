@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import threading
 from pathlib import Path
 
@@ -33,13 +34,14 @@ def forget(monkeypatch: pytest.MonkeyPatch) -> None:
 @needs_c
 def test_it_is_compiled_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert compile_c(SOURCE).answer() == 42
-    (built,) = cache.iterdir()
-    assert built.suffix == ".so"
+    checksum, built = sorted(cache.iterdir())
+    assert (checksum.stem, checksum.suffix, built.suffix) == (built.stem, ".sha256", ".so")
     before = built.stat().st_mtime_ns
     forget(monkeypatch)
     monkeypatch.setattr(c_jit, "_compile", None)
     assert compile_c(SOURCE).answer() == 42
-    assert [built.stat().st_mtime_ns] == [path.stat().st_mtime_ns for path in cache.iterdir()] == [before]
+    assert built.stat().st_mtime_ns == before
+    assert sorted(cache.iterdir()) == [checksum, built]
 
 
 @needs_c
@@ -50,7 +52,7 @@ def test_another_source_or_processor_is_another_kernel(cache: Path, monkeypatch:
     forget(monkeypatch)
     monkeypatch.setattr(c_jit, "_processor", lambda: "another one")
     assert compile_c(SOURCE).answer() == 42
-    assert len(list(cache.iterdir())) == 4
+    assert len(list(cache.glob("*.so"))) == 4
 
 
 @needs_c
@@ -68,7 +70,8 @@ def test_two_that_start_together(cache: Path) -> None:
     for thread in threads:
         thread.join()
     assert answers == [42] * 4
-    assert [each.name for each in cache.iterdir()] == ["both.so"]
+    assert sorted(each.name for each in cache.iterdir()) == ["both.sha256", "both.so"]
+    assert c_jit._is_whole(path)
 
 
 @needs_c
@@ -134,9 +137,71 @@ def test_a_compiler_may_have_arguments(cache: Path, monkeypatch: pytest.MonkeyPa
 
 
 @needs_c
-def test_a_folder_that_others_may_write_to_is_refused(cache: Path) -> None:
+@pytest.mark.parametrize("damage", ["cut", "foreign", "without a checksum", "checksum of another", "open to its group"])
+def test_a_library_that_is_not_as_it_was_compiled_is_compiled_anew(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, damage: str
+) -> None:
+    compile_c(SOURCE)
+    checksum, built = sorted(cache.iterdir())
+    good = built.read_bytes()
+    forget(monkeypatch)
+    compile_c(SOURCE.replace("42", "43"))
+    (other,) = set(cache.glob("*.so")) - {built}
+    built.unlink()  # as a new file: what is loaded must not change
+    built.write_bytes(good[:100] if damage == "cut" else other.read_bytes())
+    built.chmod(0o700)
+    if damage == "without a checksum":
+        checksum.unlink()
+    elif damage == "checksum of another":
+        checksum.write_bytes(other.with_suffix(".sha256").read_bytes())
+    elif damage == "open to its group":
+        checksum.write_text(c_jit._checksum(built, built))
+        built.chmod(0o770)
+    forget(monkeypatch)
+    assert compile_c(SOURCE).answer() == 42
+    assert built.read_bytes() == good
+    assert c_jit._is_whole(built)
+
+
+@needs_c
+def test_a_read_only_cache_with_good_kernels_is_used(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compile_c(SOURCE)
+    forget(monkeypatch)
+    monkeypatch.setattr(c_jit, "_folder", c_jit.cache(c_jit._folder.__wrapped__))
+
+    def refuse(**where: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    for make in ("TemporaryFile", "TemporaryDirectory"):
+        monkeypatch.setattr(c_jit.tempfile, make, refuse)
+    assert compile_c(SOURCE).answer() == 42
+    with pytest.raises(ConfigError, match=r"cannot be written to, and has no good kernel of this kind: .*Read-only"):
+        compile_c(SOURCE.replace("42", "43"))
+
+
+@needs_c
+def test_a_read_only_cache_that_nobody_chose_is_left_alone(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delenv(CACHE_VARIABLE)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    kept, compiled = c_jit._folder(), c_jit._compile
+
+    def refuse(source: str, compiler: tuple[str, ...], flags: tuple[str, ...], path: Path) -> None:
+        if path.parent == kept:
+            raise OSError(errno.EROFS, "Read-only file system")
+        compiled(source, compiler, flags, path)
+
+    monkeypatch.setattr(c_jit, "_compile", refuse)
+    assert compile_c(SOURCE).answer() == 42
+    assert not list(kept.iterdir())
+
+
+@needs_c
+@pytest.mark.parametrize("mode", [0o777, 0o707, 0o770])
+def test_a_folder_that_others_may_write_to_is_refused(cache: Path, mode: int) -> None:
     cache.mkdir()
-    cache.chmod(0o777)
+    cache.chmod(mode)
     with pytest.raises(ConfigError, match="can be written to by others"):
         compile_c(SOURCE)
 

@@ -6,7 +6,8 @@ machine's own C compiler (`$CC`, or `cc`) with GNU's extensions, GCC or clang, a
 
     c_vectors.h + source                                vectors, and what several kernels need
     these + flags + compiler + processor -> a key       ~/.cache/ubatch/c/<key>.so, or under $UBATCH_C_CACHE
-    not there yet: compile beside it, then rename       so processes that start together do not disturb each other
+      and <key>.sha256                                  a library without it, or another one's, is not loaded
+    not there yet: compile beside it, sync, rename      so processes that start together do not disturb each other
     load                                                its threads are torch's own: no second pool of them
 
 Calls release Python's lock. Kernels are told `torch.get_num_threads()`: in a thread that has not computed yet, OpenMP's
@@ -24,6 +25,7 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -116,14 +118,16 @@ def _load(source: str) -> ctypes.CDLL:
     flags = (*_FLAGS, *(_FLAGS_X86 if platform.machine() in ("x86_64", "AMD64") else ()))
     key = hashlib.sha256("\0".join((source, *flags, *compiler, _version(compiler), _processor())).encode()).hexdigest()
     path = _folder() / f"{key[:32]}.so"
-    if not path.exists():
+    if not _is_whole(path):
         with taking_long("compiling a kernel in C"):
-            _compile(source, compiler, flags, path)
+            path = _compile_into_cache(source, compiler, flags, path)
     try:
         # Not linked with an OpenMP library: its functions are found in the one that torch has loaded.
         return ctypes.CDLL(str(path), mode=os.RTLD_NOW | os.RTLD_LOCAL)
     except OSError as error:
-        path.unlink(missing_ok=True)  # it may be damaged: the next process compiles it anew
+        with suppress(OSError):  # the next process compiles it anew, where that can be
+            path.unlink()
+            _checksum_file(path).unlink()
         raise ConfigError(f"the compiled kernel cannot be loaded beside torch: {error}") from error
 
 
@@ -138,16 +142,69 @@ def _compiler() -> tuple[str, ...]:
     raise ConfigError(f"no C compiler ({', '.join(names)}) is installed. Install one, such as gcc, or set CC.")
 
 
-def _compile(source: str, compiler: tuple[str, ...], flags: tuple[str, ...], path: Path) -> None:
+def _compile_into_cache(source: str, compiler: tuple[str, ...], flags: tuple[str, ...], path: Path) -> Path:
+    """Compile to `path`; if nothing can be written there, and nobody chose it, to this process's own folder."""
     try:
-        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-            code, built, linked = (Path(folder) / name for name in ("kernel.c", "kernel.o", "kernel.so"))
-            code.write_text(source, encoding="utf-8")
-            _run([*compiler, *flags, "-c", str(code), "-o", str(built)])
-            _run([*compiler, "-shared", str(built), "-lm", "-o", str(linked)])
-            linked.replace(path)
+        try:
+            _compile(source, compiler, flags, path)
+        except OSError:
+            if os.environ.get(CACHE_VARIABLE):
+                raise
+            path = _own_folder() / path.name
+            _compile(source, compiler, flags, path)
     except OSError as error:
-        raise ConfigError(f"a kernel in C cannot be written under {path.parent}: {error}") from error
+        raise ConfigError(
+            f"{path.parent} cannot be written to, and has no good kernel of this kind: {error}. Choose another folder: "
+            f"{CACHE_VARIABLE}."
+        ) from error
+    return path
+
+
+def _compile(source: str, compiler: tuple[str, ...], flags: tuple[str, ...], path: Path) -> None:
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        names = ("kernel.c", "kernel.o", "kernel.so", "kernel.sha256")
+        code, built, linked, checksum = (Path(folder) / name for name in names)
+        code.write_text(source, encoding="utf-8")
+        _run([*compiler, *flags, "-c", str(code), "-o", str(built)])
+        _run([*compiler, "-shared", str(built), "-lm", "-o", str(linked)])
+        checksum.write_text(_checksum(path, linked), encoding="ascii")
+        for made, place in ((linked, path), (checksum, _checksum_file(path))):
+            made.chmod(0o700)
+            _sync(made)
+            made.replace(place)
+    _sync(path.parent)
+
+
+def _sync(path: Path) -> None:
+    """What was written is on the disk: no crash of the machine leaves a part of it under a good name."""
+    file = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)
+
+
+def _checksum_file(path: Path) -> Path:
+    return path.with_suffix(".sha256")
+
+
+def _checksum(path: Path, content: Path) -> str:
+    """Of what is to lie at `path`: another key's library has another one."""
+    return hashlib.sha256(path.name.encode() + content.read_bytes()).hexdigest()
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether the library is there, as it was compiled. To load a damaged one can end the process without a word."""
+    try:
+        kept = _checksum_file(path).read_text(encoding="ascii")
+        return not _others_may_write(path) and kept == _checksum(path, path)
+    except (OSError, ValueError):
+        return False
+
+
+def _others_may_write(path: Path) -> bool:
+    status = path.stat()
+    return status.st_uid not in (os.getuid(), 0) or bool(status.st_mode & 0o022)
 
 
 def _run(command: list[str]) -> str:
@@ -180,24 +237,34 @@ def _processor() -> str:
 
 @cache
 def _folder() -> Path:
-    """Where compiled kernels are kept; where nothing can be, a folder of this process."""
+    """Where compiled kernels are kept, though it may be read-only; where none can be made, this process's own."""
     given = os.environ.get(CACHE_VARIABLE)
     try:
         folder = Path(given).expanduser() if given else Path.home() / ".cache" / "ubatch" / "c"
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            status = folder.stat()
+        exposed = _others_may_write(folder)
     except (OSError, RuntimeError):  # RuntimeError: this user has no home
         if given:
             raise ConfigError(f"{CACHE_VARIABLE}={given} cannot be written to. Choose another folder.") from None
-        _own_folders.append(tempfile.TemporaryDirectory(prefix="ubatch-c-"))
-        return Path(_own_folders[-1].name)
-    if status.st_uid not in (os.getuid(), 0) or status.st_mode & 0o002:
+        return _own_folder()
+    if exposed:
         raise ConfigError(
-            f"{folder} can be written to by others, and what lies there would be run. Make it yours alone, or name "
-            f"another folder: {CACHE_VARIABLE}."
+            f"{folder} can be written to by others (or its group), and what lies there would be run. Make it yours "
+            f"alone, or name another folder: {CACHE_VARIABLE}."
         )
     return folder
 
 
-_own_folders: list[tempfile.TemporaryDirectory[str]] = []  # each is deleted with the process
+def _own_folder() -> Path:
+    """A folder of this process, deleted with it."""
+    if not _own_folders:
+        try:
+            _own_folders.append(tempfile.TemporaryDirectory(prefix="ubatch-c-"))
+        except OSError as error:
+            raise ConfigError(
+                f"no folder for compiled kernels can be made: {error}. Choose one: {CACHE_VARIABLE}."
+            ) from error
+    return Path(_own_folders[-1].name)
+
+
+_own_folders: list[tempfile.TemporaryDirectory[str]] = []
