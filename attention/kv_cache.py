@@ -194,8 +194,9 @@ class TokenPool:
 
 
 def quantize_fp8(x: Tensor, scale: float) -> Tensor:
-    """`x / scale` as float8_e4m3fn, saturated at its largest number, as bytes of the same shape."""
-    return (x / scale).clamp(-_FP8_MAX, _FP8_MAX).to(FP8).view(torch.uint8)
+    """`x / scale` as float8_e4m3fn, saturated at its largest number, as bytes of the same shape. Rounded once: the
+    quotient is float32."""
+    return (x.float() / scale).clamp(-_FP8_MAX, _FP8_MAX).to(FP8).view(torch.uint8)
 
 
 class _Cache:

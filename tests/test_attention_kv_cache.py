@@ -18,6 +18,7 @@ from attention import (
     RequestToTokenTable,
     make_kv_cache,
 )
+from attention.kv_cache import quantize_fp8
 from ubatch import ConfigError, UBatchError
 
 
@@ -169,6 +170,17 @@ def test_fp8_is_stored_as_scaled_bytes() -> None:
         cache.set_scales(0, 1.0, 0.0)
     with pytest.raises(ConfigError, match="only an fp8 cache has"):
         PagedKVCache(KVCacheSpec(1, 1, 4), 1).set_scales(0, 1.0, 1.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_fp8_is_the_number_nearest_to_the_exact_quotient(dtype: torch.dtype) -> None:
+    x = (torch.randn(4000, generator=torch.Generator().manual_seed(0)) * 3).to(dtype)
+    for scale in (1.0, 0.37, 1.7):
+        exact = x.double() / scale
+        numbers = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).double()
+        nearest = (numbers.nan_to_num(torch.inf) - exact[:, None]).abs().amin(dim=1)
+        found = (quantize_fp8(x, scale).view(torch.float8_e4m3fn).double() - exact).abs()
+        torch.testing.assert_close(found, nearest, atol=1e-6, rtol=1e-6)
 
 
 def test_nonsense_sizes() -> None:
