@@ -90,6 +90,10 @@ def test_what_configs_of_the_hub_say_beside() -> None:
     assert read("Mixtral", num_key_value_heads=...).attention.num_kv_heads == 4
 
 
+def test_swish_is_silu() -> None:
+    assert read("Llama", hidden_act="swish") == read("Llama")
+
+
 def test_what_families_assume_where_a_config_is_silent() -> None:
     silent = {"rope_parameters": ..., "rms_norm_eps": ...}
     assert read("Mixtral", **silent).rope == Rope(1_000_000.0)

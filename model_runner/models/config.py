@@ -122,7 +122,7 @@ def read_decoder(
     """
     _refuse_quantised_weights(config)
     activation = config.values.get("hidden_act", "silu")
-    if activation != "silu":
+    if activation not in ("silu", "swish"):  # two names of one function
         raise config.wrong("hidden_act", activation, "'silu'")
     return DecoderConfig(
         vocab_size=config.integer("vocab_size"),
