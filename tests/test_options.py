@@ -274,7 +274,7 @@ LINE_IS_WRONG: Mapping[str, tuple[tuple[str, ...], str]] = {
     "nothing may wait": (("--max-waiting-requests", "0"), "--max-waiting-requests 0: it should be at least 1"),
     "too small": (("--max-num-seqs", "0"), "--max-num-seqs 0: it should be at least 1"),
     "unknown name": (("--attention-backend", "flash"), "did you mean 'flashinfer'"),
-    "unknown schedule": (("--schedule", "two_batch"), "did you mean 'two_batch_"),
+    "unknown schedule": (("--schedule", "two_batch"), "unknown schedule 'two_batch'. Known: "),
     "no bytes": (("--kv-cache-memory", "lots"), "--kv-cache-memory lots: expected bytes"),
     "two models": (("another",), "another"),
     "one lane": (("--ubatch-size", "1"), "--ubatch-size 1: it should be at least 2"),

@@ -6,7 +6,7 @@ is a `BaseException` that `except Exception` in a model cannot swallow, and it n
 
 from __future__ import annotations
 
-import difflib
+import re
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any
@@ -127,11 +127,48 @@ def describe(error: BaseException, how: Callable[[object], str] = repr) -> str:
 def nearest(name: str, known: Iterable[str]) -> str:
     """The tail of an "unknown name" message: `"; did you mean 'x'? Known: x, y"`.
 
+    The question is left out where no name, or more than one, is near.
+
     Args:
         name: what the user wrote.
         known: every name that would have been accepted.
     """
     names = sorted(map(str, known))
-    close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
-    hint = f"; did you mean {close[0]!r}?" if close else "."
+    far = {other: distance for other in names if (distance := _distance(name, other)) is not None}
+    close = [other for other, distance in far.items() if distance == min(far.values())]
+    hint = f"; did you mean {close[0]!r}?" if len(close) == 1 else "."  # of several, none: a wrong hint misleads
     return f"{hint} Known: {', '.join(names)}"
+
+
+def _distance(written: str, name: str) -> int | None:
+    """How far what was written is from a name; None where that cannot be what was meant.
+
+    It can if there are one or two slips in it, or if it leaves out some of the name's words, at most half of them. To
+    share most characters is not enough: `pipeline_parallel_size` is no `tensor_parallel_size`.
+    """
+    one, other = (re.sub(r"[\W_]+", "_", each.lower()) for each in (written, name))
+    slips = _slips(one, other)
+    if slips <= (1 if len(one) < 6 and sorted(one) != sorted(other) else 2):  # two that change places are one slip
+        return slips
+    words, left = one.split("_"), other.split("_")
+    missing = len(left) - len(words)
+    among = iter(left)
+    if missing > len(words) or not all(any(_is_word(word, each) for each in among) for word in words):
+        return None
+    return 3 + missing + len({*words} - {*left})
+
+
+def _is_word(written: str, word: str) -> bool:
+    """With a slip, or one is the other's beginning."""
+    short, long = sorted((written, word), key=len)
+    return written == word or (len(short) > 2 and (long.startswith(short) or _slips(written, word) < 2))
+
+
+def _slips(one: str, other: str) -> int:
+    """Characters to put in, take out or change (Levenshtein)."""
+    row = list(range(len(other) + 1))
+    for above, here in enumerate(one, 1):
+        corner, row[0] = row[0], above
+        for place, there in enumerate(other, 1):
+            corner, row[place] = row[place], min(row[place] + 1, row[place - 1] + 1, corner + (here != there))
+    return row[-1]
