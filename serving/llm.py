@@ -137,7 +137,7 @@ class LLM:
         Args:
             prompts: a text or a list of tokens, or several of them.
             sampling_params: for all prompts, or one per prompt; greedy with 16 tokens by default.
-            stop: strings that end a text.
+            stop: strings that end a text; at most 64, of at most 1000 characters each.
             include_stop_str_in_output: the stop string, or the text of the stop token, is part of the text.
             skip_special_tokens: special tokens give no text.
             use_tqdm: show progress, where standard error is a terminal.

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 from weakref import WeakKeyDictionary
 
-from model_runner import RequestError
 from serving.requests import RequestOutput
+from serving.stop_strings import StopMatcher, check_stop_strings
 from ubatch import ConfigError
 
 if TYPE_CHECKING:
@@ -186,6 +186,9 @@ class TextStream:
         skip_special_tokens: special tokens give no text.
         min_tokens: stop strings that are complete within so many tokens do not count.
 
+    Raises:
+        RequestError: a stop string cannot work, or they are too many or too long.
+
     Attributes:
         text: all that was given out.
         stopped: the stop string that was found; None while none was.
@@ -201,19 +204,15 @@ class TextStream:
         skip_special_tokens: bool = True,
         min_tokens: int = 0,
     ) -> None:
-        if "" in stop:
-            raise RequestError("a stop string is empty; it would stop before anything.")
+        check_stop_strings(stop)
         self.text = ""
         self.stopped: str | None = None
         self.num_tokens = 0
         self._detokenizer = Detokenizer(Vocabulary.of(tokenizer), skip_special_tokens=skip_special_tokens)
-        self._stop = tuple(dict.fromkeys(stop))
-        self._begins = {text[:length] for text in self._stop for length in range(1, len(text))}
-        self._reach = max(map(len, self._stop), default=1) - 1  # characters of a stop string before its last one
+        self._matcher = StopMatcher(stop)
         self._include_stop = include_stop_str_in_output
         self._min_tokens = min_tokens
-        self._seen = ""  # the end of the text that was searched: what is held back, and `_reach` characters before
-        self._held = 0  # characters at its end that were not given out
+        self._held = ""  # the end of the text, which may be the beginning of a stop string: not given out
 
     def push(self, token_ids: Sequence[int], *, finished: bool = False) -> str:
         """Take the next tokens; returns the text that has become certain. With `finished` that is all of it."""
@@ -225,7 +224,9 @@ class TextStream:
             parts.append(self._search(self._detokenizer.decode(token)))
         if finished and self.stopped is None:
             parts.append(self._search(self._detokenizer.flush()))
-            parts.append(self._release())
+            if self.stopped is None:
+                parts.append(self._held)
+                self._held = ""
         text = "".join(parts)
         self.text += text
         return text
@@ -241,33 +242,12 @@ class TextStream:
 
     def _search(self, new: str) -> str:
         """Look for stop strings that end in `new`; returns what of the text up to there is certain."""
-        if not self._stop or not new:
-            return new
-        text = self._seen + new
-        begin = len(self._seen) - self._held  # of what was not given out yet
-        if self.num_tokens > self._min_tokens and (match := self._first_match(text, len(self._seen))):
+        match = self._matcher.feed(new, counts=self.num_tokens > self._min_tokens)
+        text = self._held + new
+        if match is not None:
             end, self.stopped = match
-            return text[begin : end if self._include_stop else end - len(self.stopped)]
-        sizes = range(min(self._reach, len(text)), 0, -1)
-        self._held = next((size for size in sizes if text[-size:] in self._begins), 0)
-        self._seen = text[-self._reach :] if self._reach else ""
-        return text[begin : len(text) - self._held]
-
-    def _release(self) -> str:
-        """What is held back, where nothing more comes; nothing behind a stop string."""
-        if self.stopped is not None or not self._held:
-            return ""
-        held, self._held = self._seen[-self._held :], 0
-        return held
-
-    def _first_match(self, text: str, searched: int) -> tuple[int, str] | None:
-        """(end, stop string) of the first stop string that ends after the first `searched` characters."""
-        found: list[tuple[int, int, str]] = []
-        for stop in self._stop:
-            start = text.find(stop, max(0, searched - len(stop) + 1))
-            if start >= 0:
-                found.append((start + len(stop), start, stop))
-        if not found:
-            return None
-        end, _, stop = min(found)
-        return end, stop
+            end += len(self._held)
+            return text[: end if self._include_stop else end - len(self.stopped)]
+        certain = len(text) - self._matcher.held
+        self._held = text[certain:]
+        return text[:certain]

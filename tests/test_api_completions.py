@@ -232,6 +232,8 @@ def test_echo_alone_scores_the_prompt() -> None:
         ({"stop_token_ids": [9999]}, "stop_token_ids"),
         ({"stop": [""]}, "stop"),
         ({"stop": 5}, "stop"),
+        ({"stop": "a" * 1001}, "stop"),
+        ({"stop": ["a"] * 65}, "stop"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"max_tokens": -1}, "max_tokens"),
         ({"suffix": "end"}, "suffix"),

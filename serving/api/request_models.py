@@ -8,6 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidatorFun
 from pydantic_core import PydanticCustomError
 
 from model_runner import MAX_LOGIT_BIASES, MAX_STOP_TOKEN_IDS
+from serving.stop_strings import MAX_STOP_CHARACTERS, MAX_STOP_STRINGS
 
 __all__ = [
     "ChatCompletionRequest",
@@ -42,9 +43,13 @@ Prompt = Annotated[
     str | Annotated[list[str], Field(min_length=1)] | TokenIds | Annotated[list[TokenIds], Field(min_length=1)],
     _or_else("a string, a list of strings, a list of token ids or a list of lists of token ids, none of them empty"),
 ]
+StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
 Stop = Annotated[
-    Annotated[str, Field(min_length=1)] | list[Annotated[str, Field(min_length=1)]] | None,
-    _or_else("a string or a list of strings, none of them empty"),
+    StopString | Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS)] | None,
+    _or_else(
+        f"a string or a list of at most {MAX_STOP_STRINGS} strings, none of them empty or of more than "
+        f"{MAX_STOP_CHARACTERS} characters"
+    ),
 ]
 
 
