@@ -147,6 +147,8 @@ class _Serve:
                 served_model_name=model_name,
                 api_key=self.settings["api_key"],
                 max_waiting_requests=self.settings["max_waiting_requests"],
+                max_request_bytes=self.settings["max_request_bytes"],
+                max_outputs_per_request=self.settings["max_outputs_per_request"],
                 defaults=SamplingDefaults.from_checkpoint(self.options.model),
                 observer=observer,
                 metrics_app=make_asgi_app(registry),

@@ -12,6 +12,7 @@ import codecs
 import json
 import re
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 from weakref import WeakKeyDictionary
@@ -88,6 +89,11 @@ class Vocabulary:
         if known is None:
             known = cls._known[tokenizer] = cls(tokenizer)
         return known
+
+    @cached_property
+    def longest(self) -> int:
+        """Characters of the longest token, or more: bytes, where the vocabulary is of bytes."""
+        return max(map(len, self._backend.get_vocab(with_added_tokens=True)), default=1)
 
     def is_special(self, token: int) -> bool:
         """Whether the tokenizer marks it as special (end of text, begin of a turn)."""

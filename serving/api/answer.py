@@ -17,7 +17,7 @@ from serving.api.service import Service
 from serving.api.sse import event
 from serving.requests import DraftCounts
 
-__all__ = ["Answer", "check_common"]
+__all__ = ["Answer", "check_common", "check_outputs"]
 
 
 def check_common(body: GenerationRequest) -> None:
@@ -29,6 +29,20 @@ def check_common(body: GenerationRequest) -> None:
     if body.stream_options is not None and not body.stream:
         message = "stream_options is only for streams; set stream to true or leave it out."
         raise ApiError(400, message, param="stream_options")
+
+
+def check_outputs(service: Service, num_prompts: int, n: int | None) -> None:
+    """Refuse a body that asks for more outputs than the server makes at once.
+
+    Raises:
+        ApiError: 400.
+    """
+    limit, outputs = service.max_outputs_per_request, num_prompts * (n or 1)
+    if limit is not None and outputs > limit:
+        message = (
+            f"The request asks for {outputs} outputs ({num_prompts} prompts, n={n or 1}); at most {limit} are made."
+        )
+        raise ApiError(400, message, param="prompt" if num_prompts > limit else "n")
 
 
 class Answer(ABC):

@@ -13,7 +13,9 @@ from starlette.datastructures import Headers
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from serving.api.bodies import BodyLimit
 from serving.api.errors import ApiError, add_error_handlers, error_response
+from serving.api.long_work import LongWork
 from serving.api.observer import NoObserver, RequestObserver
 from serving.api.routes import STREAMED, router
 from serving.api.sampling import SamplingDefaults
@@ -35,6 +37,8 @@ def create_app(
     served_model_name: str | Sequence[str],
     api_key: str | None = None,
     max_waiting_requests: int | None = None,
+    max_request_bytes: int | None = None,
+    max_outputs_per_request: int | None = None,
     defaults: SamplingDefaults | None = None,
     observer: RequestObserver | None = None,
     metrics_app: ASGIApp | None = None,
@@ -47,6 +51,8 @@ def create_app(
         served_model_name: what clients call the model; of several, the first stands in answers.
         api_key: what clients must send as `Authorization: Bearer`, except to paths that only watch or describe.
         max_waiting_requests: more are answered with 503 and `Retry-After`; None for no limit.
+        max_request_bytes: a larger body is answered with 413; None for no limit.
+        max_outputs_per_request: a body that asks for more is answered with 400; None for no limit.
         defaults: sampling parameters where a request gives none.
         observer: told about every output.
         metrics_app: answers `/metrics`.
@@ -59,9 +65,13 @@ def create_app(
         defaults=SamplingDefaults() if defaults is None else defaults,
         observer=NoObserver() if observer is None else observer,
         max_waiting_requests=max_waiting_requests,
+        max_outputs_per_request=max_outputs_per_request,
+        long_work=LongWork(lambda: app.state.draining),
     )
     app.state.draining = False
     add_error_handlers(app)
+    if max_request_bytes is not None:
+        app.add_middleware(BodyLimit, max_bytes=max_request_bytes)
     if api_key is not None:
         app.add_middleware(_ApiKey, key=api_key)
     # The middleware checks the key, before anything of a body is read; this one says so in the description.
@@ -69,12 +79,12 @@ def create_app(
     app.include_router(router, dependencies=told)
     if metrics_app is not None:
         app.router.routes.append(Route("/metrics", _Forwarded(metrics_app), include_in_schema=False))
-    _complete_description(app)
+    _complete_description(app, max_outputs_per_request)
     return app
 
 
-def _complete_description(app: FastAPI) -> None:
-    """What FastAPI does not know: the models of a stream's events, and which paths need no key."""
+def _complete_description(app: FastAPI, max_prompts: int | None) -> None:
+    """What FastAPI does not know: the models of a stream's events, which paths need no key, how many prompts may be."""
     described = app.openapi
 
     def openapi() -> dict[str, Any]:
@@ -86,6 +96,10 @@ def _complete_description(app: FastAPI) -> None:
         for path in OPEN_PATHS & schema["paths"].keys():
             for operation in schema["paths"][path].values():
                 operation.pop("security", None)
+        if max_prompts is not None:
+            for kind in schema["components"]["schemas"]["CompletionRequest"]["properties"]["prompt"]["anyOf"]:
+                if kind.get("items", {}).get("type") in ("string", "array"):
+                    kind["maxItems"] = max_prompts
         return schema
 
     app.openapi = openapi  # type: ignore[method-assign]

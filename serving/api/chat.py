@@ -6,11 +6,11 @@ import uuid
 from collections.abc import Sequence
 from typing import Any
 
-from serving.api.answer import Answer, check_common
-from serving.api.errors import ApiError
+from serving.api.answer import Answer, check_common, check_outputs
+from serving.api.errors import ApiError, shown
 from serving.api.generation import Delta, Output, make_outputs
 from serving.api.logprobs import chat_logprobs
-from serving.api.prompts import check_length, conversation_text, encode
+from serving.api.prompts import check_characters, check_length, conversation_text, encode
 from serving.api.request_models import ChatCompletionRequest
 from serving.api.response_models import ChatCompletion
 from serving.api.sampling import sampling_params
@@ -33,21 +33,15 @@ class ChatAnswer(Answer):
         self._begun: set[int] = set()  # outputs whose role was told
 
     @classmethod
-    async def make(cls, service: Service, body: ChatCompletionRequest) -> ChatAnswer:
-        """From a request.
+    async def make(cls, service: Service, body: ChatCompletionRequest, size: int) -> ChatAnswer:
+        """From a request, and how many bytes it has.
 
         Raises:
-            RequestError, ApiError: it cannot be served.
+            RequestError, ApiError, QueueFull: it cannot be served.
         """
         _refuse(body)
-        text = conversation_text(
-            service,
-            body.messages,
-            add_generation_prompt=body.add_generation_prompt is not False,
-            template_options=body.chat_template_kwargs or {},
-        )
-        # The template writes special tokens itself.
-        token_ids = await encode(service, text, add_special_tokens=bool(body.add_special_tokens))
+        check_outputs(service, 1, body.n)
+        token_ids = await service.long_work.run(lambda: _token_ids(service, body), size)
         if not token_ids:
             raise ApiError(400, "The messages have no tokens; there is nothing to answer.", param="messages")
         wanted = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
@@ -97,16 +91,28 @@ class ChatAnswer(Answer):
         return chat_logprobs(self._vocabulary, delta.logprobs)
 
 
+def _token_ids(service: Service, body: ChatCompletionRequest) -> list[int]:
+    text = conversation_text(
+        service,
+        body.messages,
+        add_generation_prompt=body.add_generation_prompt is not False,
+        template_options=body.chat_template_kwargs or {},
+    )
+    check_characters(service, text, "messages")
+    # The template writes special tokens itself.
+    return encode(service, text, add_special_tokens=bool(body.add_special_tokens))
+
+
 def _refuse(body: ChatCompletionRequest) -> None:
     """Refuse what is not supported, and what contradicts itself."""
     check_common(body)
     if body.top_logprobs is not None and not body.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs to be true.", param="top_logprobs")
     if body.response_format is not None and body.response_format.type != "text":
-        message = f"response_format {body.response_format.type!r} is not supported; only 'text' is."
+        message = f"response_format {shown(body.response_format.type)} is not supported; only 'text' is."
         raise ApiError(400, message, param="response_format")
     if body.tools and body.tool_choice != "none":
         raise ApiError(400, "tools are not supported; leave them out, or set tool_choice to 'none'.", param="tools")
     if body.tool_choice not in (None, "none", "auto"):
-        message = f"tool_choice {body.tool_choice!r} is not supported; only 'none' is."
+        message = f"tool_choice {shown(body.tool_choice)} is not supported; only 'none' is."
         raise ApiError(400, message, param="tool_choice")

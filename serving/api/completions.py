@@ -6,11 +6,11 @@ import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from serving.api.answer import Answer, check_common
+from serving.api.answer import Answer, check_common, check_outputs
 from serving.api.errors import ApiError
 from serving.api.generation import Delta, Output, make_outputs
 from serving.api.logprobs import CompletionLogprobsWriter
-from serving.api.prompts import check_length, decode, prompts_of
+from serving.api.prompts import check_length, decode, prompts_in, prompts_of
 from serving.api.request_models import CompletionRequest
 from serving.api.response_models import Completion
 from serving.api.sampling import sampling_params
@@ -46,14 +46,18 @@ class CompletionAnswer(Answer):
             }
 
     @classmethod
-    async def make(cls, service: Service, body: CompletionRequest) -> CompletionAnswer:
-        """From a request.
+    async def make(cls, service: Service, body: CompletionRequest, size: int) -> CompletionAnswer:
+        """From a request, and how many bytes it has.
 
         Raises:
-            RequestError, ApiError: it cannot be served.
+            RequestError, ApiError, QueueFull: it cannot be served.
         """
         _refuse(body)
-        prompts = await prompts_of(service, body.prompt, add_special_tokens=body.add_special_tokens is not False)
+        check_outputs(service, len(prompts_in(body.prompt)), body.n)
+        add_special_tokens = body.add_special_tokens is not False
+        prompts = await service.long_work.run(
+            lambda: prompts_of(service, body.prompt, add_special_tokens=add_special_tokens), size
+        )
         requested: list[tuple[Sequence[int], Any]] = []
         for _, token_ids in prompts:
             left = check_length(service, len(token_ids), body.max_tokens, "prompt")

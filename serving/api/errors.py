@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import reprlib
 from collections.abc import Mapping, Sequence
 from http import HTTPStatus
 from typing import Any
@@ -17,12 +18,15 @@ from model_runner import RequestError
 from serving.requests import EngineDead, QueueFull
 from ubatch import UBatchError
 
-__all__ = ["ApiError", "add_error_handlers", "as_api_error", "error_response"]
+__all__ = ["ApiError", "add_error_handlers", "as_api_error", "error_response", "shown", "shutting_down"]
 
 logger = logging.getLogger(__name__)
 
 RETRY_AFTER_S = 1
 SHOWN_CHARACTERS = 80  # of a wrong value
+_brief = reprlib.Repr()
+_brief.maxstring = _brief.maxlong = _brief.maxother = 2 * SHOWN_CHARACTERS
+_brief.maxlist = _brief.maxdict = SHOWN_CHARACTERS
 
 
 class ApiError(UBatchError):
@@ -44,6 +48,17 @@ class ApiError(UBatchError):
         """The JSON object that says it."""
         kind = "server_error" if self.status >= 500 else "invalid_request_error"
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+
+def shutting_down() -> ApiError:
+    """What is answered once the server drains."""
+    return ApiError(503, "The server is shutting down and takes no new requests.", code="shutting_down")
+
+
+def shown(value: object) -> str:
+    """A wrong value as a message shows it: its beginning, however large or deep it is."""
+    text = _brief.repr(value)
+    return text if len(text) <= SHOWN_CHARACTERS else text[:SHOWN_CHARACTERS] + "..."
 
 
 def as_api_error(error: Exception) -> ApiError:
@@ -106,7 +121,4 @@ def _validation_error(errors: Sequence[Mapping[str, Any]]) -> ApiError:
         return ApiError(400, "The body is read only if it is JSON and says so: Content-Type: application/json.")
     if first["type"] == "too_short":
         return ApiError(400, f"{param}: Input should not be empty.", param=param)
-    shown = repr(first.get("input"))
-    if len(shown) > SHOWN_CHARACTERS:
-        shown = shown[:SHOWN_CHARACTERS] + "..."
-    return ApiError(400, f"{param or 'the body'}: {first['msg']}, not {shown}.", param=param)
+    return ApiError(400, f"{param or 'the body'}: {first['msg']}, not {shown(first.get('input'))}.", param=param)

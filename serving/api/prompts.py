@@ -2,32 +2,35 @@
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from jinja2.exceptions import TemplateError
-
-from serving.api.errors import ApiError
+from serving.api.errors import ApiError, shown
 from serving.api.request_models import ChatMessage
+from serving.text import Vocabulary
 
 if TYPE_CHECKING:
     from serving.api.service import Service
 
-__all__ = ["check_length", "check_token_ids", "conversation_text", "decode", "encode", "prompts_of"]
+SHOWN_REASON = 1000  # characters of what a template says
 
-LONG_TEXT = 20_000  # characters; tokenizing more takes milliseconds, and happens beside the event loop
+__all__ = [
+    "check_characters",
+    "check_length",
+    "check_token_ids",
+    "conversation_text",
+    "decode",
+    "encode",
+    "prompts_in",
+    "prompts_of",
+]
 
 
-async def encode(service: Service, text: str, *, add_special_tokens: bool) -> list[int]:
+def encode(service: Service, text: str, *, add_special_tokens: bool) -> list[int]:
     """A text's token ids."""
-
-    def work() -> list[int]:
-        ids: list[int] = service.tokenizer.encode(text, add_special_tokens=add_special_tokens)
-        return ids
-
-    return work() if len(text) < LONG_TEXT else await asyncio.to_thread(work)
+    ids: list[int] = service.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+    return ids
 
 
 def decode(service: Service, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
@@ -51,31 +54,52 @@ def check_token_ids(token_ids: Sequence[int], vocab_size: int, param: str) -> No
     """
     for token in (min(token_ids, default=0), max(token_ids, default=0)):
         if not 0 <= token < vocab_size:
-            raise ApiError(400, f"{param}: {token} is not a token id from 0 to {vocab_size - 1}.", param=param)
+            raise ApiError(400, f"{param}: {shown(token)} is not a token id from 0 to {vocab_size - 1}.", param=param)
 
 
-async def prompts_of(
+def check_characters(service: Service, text: str, param: str, *, at_least: int = 0) -> None:
+    """Refuse, before it is tokenized, a text that cannot fit the context: were all its tokens the longest one.
+
+    Args:
+        service: whose context and vocabulary.
+        text: of the prompt.
+        param: the field that it stands in.
+        at_least: characters that are let through in any case.
+
+    Raises:
+        ApiError: 400 `context_length_exceeded`.
+    """
+    context = service.engine.info.max_model_len
+    limit = max(at_least, context * Vocabulary.of(service.tokenizer).longest)
+    if len(text) > limit:
+        message = f"This model's context is at most {context} tokens, and the prompt has {len(text)} characters. "
+        raise ApiError(400, f"{message}Send at most {limit}.", param=param, code="context_length_exceeded")
+
+
+def prompts_of(
     service: Service, prompt: str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]], *, add_special_tokens: bool
 ) -> list[tuple[str | None, list[int]]]:
     """(text, token ids) of each prompt; the text is None where ids were sent.
 
     Raises:
-        ApiError: 400, a token id that the model does not know, or a prompt of no tokens.
+        ApiError: 400, a token id that the model does not know, or a prompt of no tokens or too many characters.
     """
-    if isinstance(prompt, str):
-        several: list[Any] = [prompt]
-    else:
-        several = [prompt] if isinstance(prompt[0], int) else list(prompt)
     prompts: list[tuple[str | None, list[int]]] = []
-    for one in several:
+    for one in prompts_in(prompt):
         if isinstance(one, str):
-            prompts.append((one, await encode(service, one, add_special_tokens=add_special_tokens)))
+            check_characters(service, one, "prompt")
+            prompts.append((one, encode(service, one, add_special_tokens=add_special_tokens)))
         else:
             check_token_ids(one, service.engine.info.vocab_size, "prompt")
             prompts.append((None, one))
     if not all(ids for _, ids in prompts):
         raise ApiError(400, "A prompt has no tokens; nothing can be generated after it.", param="prompt")
     return prompts
+
+
+def prompts_in(prompt: str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]]) -> Sequence[Any]:
+    """The prompts, where one may stand alone."""
+    return [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt
 
 
 def check_length(service: Service, num_tokens: int, max_tokens: int | None, param: str) -> int:
@@ -115,7 +139,6 @@ def conversation_text(
     Raises:
         ApiError: 400, there is no template, or it refuses the messages.
     """
-    conversation = [_plain(message) for message in messages]
     if not service.tokenizer.chat_template:
         message = "This model has no chat template; use /v1/completions, or add one to its tokenizer_config.json."
         raise ApiError(400, message, param="messages")
@@ -124,9 +147,11 @@ def conversation_text(
         message = f"chat_template_kwargs may only have what the template itself asks for, not {', '.join(reserved)}."
         raise ApiError(400, message, param="chat_template_kwargs")
     try:
+        conversation = [_plain(message) for message in messages]
         text: str = write(conversation, tokenize=False, add_generation_prompt=add_generation_prompt, **template_options)
-    except (TemplateError, TypeError, ValueError, KeyError) as error:
-        raise ApiError(400, f"The chat template refuses the messages: {error}", param="messages") from error
+    except Exception as error:  # the template was tried at the start: it is these messages, or these options
+        reason = "they are nested too deeply" if isinstance(error, RecursionError) else str(error)[:SHOWN_REASON]
+        raise ApiError(400, f"The chat template refuses the messages: {reason}", param="messages") from error
     return text
 
 

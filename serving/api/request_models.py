@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidatorFunctionWrapHandler, WrapValidator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+)
 from pydantic_core import PydanticCustomError
 
 from model_runner import MAX_LOGIT_BIASES, MAX_STOP_TOKEN_IDS
@@ -38,9 +45,13 @@ def _or_else(expected: str) -> WrapValidator:
     return WrapValidator(check)
 
 
-TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
+# One wrong item is enough to refuse a list, which may have millions.
+TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1, fail_fast=True)]
 Prompt = Annotated[
-    str | Annotated[list[str], Field(min_length=1)] | TokenIds | Annotated[list[TokenIds], Field(min_length=1)],
+    str
+    | Annotated[list[str], Field(min_length=1, fail_fast=True)]
+    | TokenIds
+    | Annotated[list[TokenIds], Field(min_length=1, fail_fast=True)],
     _or_else("a string, a list of strings, a list of token ids or a list of lists of token ids, none of them empty"),
 ]
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
@@ -72,7 +83,7 @@ class GenerationRequest(_Body):
     n: Annotated[int | None, Field(ge=1, le=MAX_OUTPUTS, description="outputs per prompt (1)")] = None
     stop: Annotated[Stop, Field(description="texts that end the output, which they are not part of")] = None
     stop_token_ids: Annotated[
-        Annotated[list[int], Field(max_length=MAX_STOP_TOKEN_IDS)] | None,
+        Annotated[list[int], Field(max_length=MAX_STOP_TOKEN_IDS, fail_fast=True)] | None,
         Field(description="tokens that end the output"),
     ] = None
     seed: Annotated[int | None, Int64, Field(description="makes the outputs repeatable; output i has seed + i")] = None
@@ -130,6 +141,9 @@ class ChatMessage(BaseModel):
     ] = None
 
 
+Messages = Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
+
+
 class ResponseFormat(_Body):
     """How the output is constrained: not at all."""
 
@@ -139,7 +153,7 @@ class ResponseFormat(_Body):
 class ChatCompletionRequest(GenerationRequest):
     """Answer a conversation."""
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    messages: Messages
     max_completion_tokens: Annotated[int | None, Field(ge=1, description="(what is left of the context)")] = None
     max_tokens: Annotated[int | None, Field(ge=1, description="older name of max_completion_tokens")] = None
     logprobs: Annotated[bool | None, Field(description="tell the output's log-probabilities")] = None
@@ -156,7 +170,7 @@ class TokenizeRequest(_Body):
 
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[ChatMessage], Field(min_length=1)] | None = None
+    messages: Messages | None = None
     add_special_tokens: Annotated[bool | None, Field(description="true for a prompt, false for messages")] = None
     add_generation_prompt: Annotated[bool | None, Field(description="as in chat completions (true)")] = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -167,4 +181,4 @@ class DetokenizeRequest(_Body):
     """Token ids to turn into text."""
 
     model: str | None = None
-    tokens: list[int]
+    tokens: Annotated[list[int], Field(fail_fast=True)]

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Coroutine
 from importlib.metadata import version
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import APIRouter, Request, Response
+from pydantic import BaseModel
 
 from serving.api.answer import Answer
+from serving.api.bodies import JsonRoute
 from serving.api.chat import ChatAnswer
 from serving.api.completions import CompletionAnswer
 from serving.api.errors import ApiError
-from serving.api.prompts import check_token_ids, conversation_text, decode, encode
-from serving.api.request_models import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from serving.api.prompts import check_characters, check_token_ids, conversation_text, decode, encode
+from serving.api.request_models import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    GenerationRequest,
+    TokenizeRequest,
+)
 from serving.api.response_models import (
     ChatCompletion,
     ChatCompletionChunk,
@@ -35,9 +44,13 @@ from ubatch import UBatchError
 __all__ = ["STREAMED", "router"]
 
 CLIENT_LEFT = 499  # nginx's; nobody reads it
+COUNTED_CHARACTERS = 1_000_000  # of a text that does not fit the context: to be told how many tokens it has too many
+JSON = "application/json"
 STREAMED = (CompletionChunk, ChatCompletionChunk)
+_Asked = TypeVar("_Asked", bound=GenerationRequest)
+_Making = Coroutine[Any, Any, Answer]
 
-router = APIRouter()
+router = APIRouter(route_class=JsonRoute)
 
 
 def _errors(**said: str) -> dict[int | str, dict[str, Any]]:
@@ -49,15 +62,19 @@ def _errors(**said: str) -> dict[int | str, dict[str, Any]]:
     }
 
 
+TOO_LARGE = "the body is larger than --max-request-bytes (`request_too_large`)"
 WRONG_VALUE = "a value is wrong, or the prompt does not fit (`context_length_exceeded`)"
 UNKNOWN_MODEL = "no model has this name (`model_not_found`)"
 NO_PROFILE = "no profile was started, or it could not be written (`no_profile`)"
 GENERATION_ERRORS = {
     "400": WRONG_VALUE,
     "404": UNKNOWN_MODEL,
+    "413": TOO_LARGE,
     "500": "the engine failed at this request",
     "503": "too many requests wait, the server is about to end, or its engine is dead; see `Retry-After`",
 }
+
+TOKEN_ERRORS = {name: GENERATION_ERRORS[name] for name in ("400", "404", "413", "503")}
 
 
 def _generates(chunk: type) -> dict[int | str, dict[str, Any]]:
@@ -82,28 +99,43 @@ def _admit(request: Request, model: str | None) -> Service:
     return service
 
 
-async def _respond(request: Request, answer: Answer, *, stream: bool) -> Response:
-    if stream:
-        return EventStream(answer.events())
+async def _generate(request: Request, body: _Asked, make: Callable[[Service, _Asked, int], _Making]) -> Response:
+    service = _admit(request, body.model)
     try:
+        answer = await until_client_leaves(request.receive, make(service, body, await _size(request)))
+        if body.stream:
+            return EventStream(answer.events())
         whole = await until_client_leaves(request.receive, answer.collect())
     except ClientLeft:
         return Response(status_code=CLIENT_LEFT)
-    return Response(whole.model_dump_json(), media_type="application/json")
+    return Response(whole.model_dump_json(), media_type=JSON)
+
+
+async def _run(request: Request, work: Callable[[], BaseModel]) -> Response:
+    """An answer that costs no steps, made beside the event loop where the body is large."""
+    size = await _size(request)
+    try:
+        answered = _service(request).long_work.run(lambda: work().model_dump_json(), size)
+        return Response(await until_client_leaves(request.receive, answered), media_type=JSON)
+    except ClientLeft:
+        return Response(status_code=CLIENT_LEFT)
+
+
+async def _size(request: Request) -> int:
+    """Bytes of the body, which was read already."""
+    return len(await request.body())
 
 
 @router.post("/v1/completions", response_model=Completion, responses=_generates(CompletionChunk))
 async def create_completion(body: CompletionRequest, request: Request) -> Response:
     """Continue one or more prompts."""
-    service = _admit(request, body.model)
-    return await _respond(request, await CompletionAnswer.make(service, body), stream=bool(body.stream))
+    return await _generate(request, body, CompletionAnswer.make)
 
 
 @router.post("/v1/chat/completions", response_model=ChatCompletion, responses=_generates(ChatCompletionChunk))
 async def create_chat_completion(body: ChatCompletionRequest, request: Request) -> Response:
     """Answer a conversation, with the checkpoint's chat template."""
-    service = _admit(request, body.model)
-    return await _respond(request, await ChatAnswer.make(service, body), stream=bool(body.stream))
+    return await _generate(request, body, ChatAnswer.make)
 
 
 @router.get("/v1/models", responses=_errors())
@@ -120,39 +152,47 @@ async def retrieve_model(model: str, request: Request) -> ModelCard:
     return _card(service, service.model_name(model))
 
 
-@router.post("/tokenize", responses=_errors(**{"400": WRONG_VALUE, "404": UNKNOWN_MODEL}))
-async def tokenize(body: TokenizeRequest, request: Request) -> Tokenized:
+@router.post("/tokenize", response_model=Tokenized, responses=_errors(**TOKEN_ERRORS))
+async def tokenize(body: TokenizeRequest, request: Request) -> Response:
     """Token ids of a prompt, or of a conversation written by the chat template."""
     service = _service(request)
     service.model_name(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise ApiError(400, "Give either prompt or messages.", param="prompt")
-    add_special_tokens = body.add_special_tokens
-    if body.messages is not None:
-        text = conversation_text(
-            service,
-            body.messages,
-            add_generation_prompt=body.add_generation_prompt is not False,
-            template_options=body.chat_template_kwargs or {},
+
+    def work() -> Tokenized:
+        text, add_special_tokens, param = body.prompt or "", body.add_special_tokens is not False, "prompt"
+        if body.messages is not None:
+            text = conversation_text(
+                service,
+                body.messages,
+                add_generation_prompt=body.add_generation_prompt is not False,
+                template_options=body.chat_template_kwargs or {},
+            )
+            add_special_tokens, param = bool(body.add_special_tokens), "messages"
+        check_characters(service, text, param, at_least=COUNTED_CHARACTERS)
+        tokens = encode(service, text, add_special_tokens=add_special_tokens)
+        return Tokenized(
+            count=len(tokens),
+            max_model_len=service.engine.info.max_model_len,
+            tokens=tokens,
+            token_strs=service.tokenizer.convert_ids_to_tokens(tokens) if body.return_token_strs else None,
         )
-        tokens = await encode(service, text, add_special_tokens=bool(add_special_tokens))
-    else:
-        tokens = await encode(service, body.prompt or "", add_special_tokens=add_special_tokens is not False)
-    return Tokenized(
-        count=len(tokens),
-        max_model_len=service.engine.info.max_model_len,
-        tokens=tokens,
-        token_strs=service.tokenizer.convert_ids_to_tokens(tokens) if body.return_token_strs else None,
-    )
+
+    return await _run(request, work)
 
 
-@router.post("/detokenize", responses=_errors(**{"400": WRONG_VALUE, "404": UNKNOWN_MODEL}))
-async def detokenize(body: DetokenizeRequest, request: Request) -> Detokenized:
+@router.post("/detokenize", response_model=Detokenized, responses=_errors(**TOKEN_ERRORS))
+async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
     """The text of token ids, special tokens too."""
     service = _service(request)
     service.model_name(body.model)
-    check_token_ids(body.tokens, service.engine.info.vocab_size, "tokens")
-    return Detokenized(prompt=decode(service, body.tokens, skip_special_tokens=False))
+
+    def work() -> Detokenized:
+        check_token_ids(body.tokens, service.engine.info.vocab_size, "tokens")
+        return Detokenized(prompt=decode(service, body.tokens, skip_special_tokens=False))
+
+    return await _run(request, work)
 
 
 @router.get("/health", responses={503: {"model": ErrorBody, "description": "the engine is dead; the message says why"}})

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from model_runner import SamplingParams
-from serving.api.errors import SHOWN_CHARACTERS, ApiError
+from serving.api.errors import ApiError, shown
 from serving.api.prompts import check_token_ids
 from serving.api.request_models import GenerationRequest
 from ubatch import ConfigError
@@ -98,7 +98,7 @@ def _logit_bias(given: dict[str, float], vocab_size: int) -> tuple[tuple[int, fl
     bias: list[tuple[int, float]] = []
     for key, value in given.items():
         if not (key.isdecimal() and len(key) <= _MAX_DIGITS and int(key) < vocab_size):
-            message = f"logit_bias: {key[:SHOWN_CHARACTERS]!r} is not a token id from 0 to {vocab_size - 1}."
+            message = f"logit_bias: {shown(key)} is not a token id from 0 to {vocab_size - 1}."
             raise ApiError(400, message, param="logit_bias")
         bias.append((int(key), value))
     return tuple(bias)

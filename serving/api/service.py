@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from serving.api.errors import ApiError
+from serving.api.errors import ApiError, shown, shutting_down
+from serving.api.long_work import LongWork
 from serving.api.observer import NoObserver, RequestObserver
 from serving.api.sampling import SamplingDefaults
 from serving.requests import EngineDead, QueueFull, RequestInput, RequestOutput
@@ -68,6 +69,8 @@ class Service:
         defaults: sampling parameters where a request gives none.
         observer: told about every output.
         max_waiting_requests: how many requests may wait for a rank; None for no limit.
+        max_outputs_per_request: how many outputs one body may ask for, over all its prompts; None for no limit.
+        long_work: does what would hold the event loop.
         created: when the server was started, in seconds since 1970.
         entrance: held from the check of the queue until the engine counts what was let in.
     """
@@ -78,6 +81,8 @@ class Service:
     defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
     observer: RequestObserver = field(default_factory=NoObserver)
     max_waiting_requests: int | None = None
+    max_outputs_per_request: int | None = None
+    long_work: LongWork = field(default_factory=lambda: LongWork(lambda: False))
     created: int = field(default_factory=lambda: int(time.time()))
     entrance: asyncio.Lock = field(default_factory=asyncio.Lock)
 
@@ -91,7 +96,7 @@ class Service:
             return self.names[0]
         if name not in self.names:
             known = ", ".join(map(repr, self.names))
-            message = f"The model {name!r} does not exist; this server has {known}."
+            message = f"The model {shown(name)} does not exist; this server has {known}."
             raise ApiError(404, message, param="model", code="model_not_found")
         return name
 
@@ -108,7 +113,7 @@ class Service:
         if self.engine.dead is not None:
             raise ApiError(503, f"The engine is dead: {self.engine.dead}", code="engine_dead")
         if draining:
-            raise ApiError(503, "The server is shutting down and takes no new requests.", code="shutting_down")
+            raise shutting_down()
         self.check_queue()
 
     def check_queue(self) -> None:

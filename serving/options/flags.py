@@ -249,6 +249,15 @@ class Server(Group):
         derived("INT", "no limit"),
         Field(ge=1, description="requests beyond this many waiting ones get 503 and Retry-After"),
     ] = None
+    max_request_bytes: Annotated[
+        int | str,
+        AfterValidator(parse_bytes),
+        tyro.conf.arg(metavar="BYTES", help_behavior_hint="(default: 8M)"),
+        Field(description="a larger body gets 413"),
+    ] = 8 * 2**20
+    max_outputs_per_request: Annotated[
+        Positive, Field(description="most outputs of one body, prompts times n; more get 400")
+    ] = 1024
     drain_timeout_s: Annotated[
         float, Field(ge=0, description="after SIGTERM, seconds until requests that still run are cut off")
     ] = 120.0

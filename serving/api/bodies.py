@@ -1,0 +1,89 @@
+"""Bodies of requests: how large they may be, and JSON that everything behind can work with."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import msgspec
+from fastapi import Request, Response
+from fastapi.routing import APIRoute
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from serving.api.errors import ApiError, error_response
+
+__all__ = ["BodyLimit", "JsonRoute"]
+
+
+class BodyLimit:
+    """Answers 413 and closes the connection where a body is too large, at the first byte beyond the limit.
+
+    Args:
+        app: what answers otherwise.
+        max_bytes: of a body.
+    """
+
+    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
+        self._app = app
+        self._max_bytes = max_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        received = 0
+        said = Headers(scope=scope).get("content-length", "")
+        too_large = said.isdecimal() and int(said) > self._max_bytes
+
+        async def receive_some() -> Message:
+            nonlocal received, too_large
+            message = await receive()
+            received += len(message.get("body", b""))
+            too_large = received > self._max_bytes
+            return {"type": "http.disconnect"} if too_large else message
+
+        async def send_unless_too_large(message: Message) -> None:
+            if not too_large:
+                await send(message)
+
+        if not too_large:
+            await self._app(scope, receive_some, send_unless_too_large)
+        if too_large:
+            message = f"The body is larger than {self._max_bytes} bytes; send less, or raise --max-request-bytes."
+            response = error_response(ApiError(413, message, code="request_too_large"))
+            response.headers["Connection"] = "close"
+            await response(scope, receive, send)
+
+
+class _JsonRequest(Request):
+    async def json(self) -> Any:
+        """The body, parsed.
+
+        Raises:
+            json.JSONDecodeError: it is no JSON, is nested too deeply, or has a number or a character that is none.
+        """
+        try:
+            return msgspec.json.decode(await self.body())
+        except RecursionError:
+            raise json.JSONDecodeError("it is nested too deeply", "", 0) from None
+        except UnicodeDecodeError:
+            raise json.JSONDecodeError("it is not UTF-8", "", 0) from None
+        except msgspec.DecodeError as error:
+            reason = "it ends early, or in half of a surrogate pair" if "truncated" in str(error) else str(error)
+            raise json.JSONDecodeError(reason.removeprefix("JSON is malformed: "), "", 0) from None
+
+
+class JsonRoute(APIRoute):
+    """A route whose body is read strictly: no half of a surrogate pair, no NaN, no number beyond 64 bits or floats."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """What answers a request."""
+        answer = super().get_route_handler()
+
+        async def handle(request: Request) -> Response:
+            return await answer(_JsonRequest(request.scope, request.receive))
+
+        return handle

@@ -1,0 +1,105 @@
+"""Work that would hold the event loop, such as tokenizing a long text: done in threads beside it."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from serving.api.errors import shutting_down
+from serving.requests import QueueFull
+
+__all__ = ["LongWork"]
+
+SHORT_BYTES = 20_000  # of a body; the work of a larger one takes milliseconds
+WAITING_BYTES = 64 * 2**20
+THREADS = 2
+DRAINING_SEEN_S = 0.05
+
+Result = TypeVar("Result")
+
+
+@dataclass(eq=False)
+class _Job:
+    work: Callable[[], Any]
+    size: int
+    done: Future[Any] = field(default_factory=Future)
+
+
+class LongWork:
+    """Runs the work of large bodies in two threads, in the order in which it comes; that of small ones at once.
+
+    What has not begun is dropped when its client leaves or the server drains. What has begun cannot be stopped, but
+    nobody waits for it any more: not the request, and not the end of the process.
+
+    Args:
+        draining: whether the server is about to end.
+    """
+
+    def __init__(self, draining: Callable[[], bool]) -> None:
+        self._draining = draining
+        self._lock = threading.Lock()
+        self._waiting: deque[_Job] = deque()
+        self._threads = 0
+
+    async def run(self, work: Callable[[], Result], size: int) -> Result:
+        """What `work` returns or raises.
+
+        Args:
+            work: is called once, or not at all.
+            size: bytes of the body that it works on.
+
+        Raises:
+            QueueFull: too much waits already.
+            ApiError: 503, the server is about to end.
+        """
+        if size < SHORT_BYTES:
+            return work()
+        job = _Job(work, size)
+        self._enqueue(job)
+        try:
+            done = asyncio.wrap_future(job.done)
+            while not done.done():
+                if self._draining():
+                    raise shutting_down()
+                await asyncio.wait((done,), timeout=DRAINING_SEEN_S)
+            result: Result = done.result()
+            return result
+        finally:
+            self._drop(job)
+
+    def _enqueue(self, job: _Job) -> None:
+        with self._lock:
+            waiting = sum(each.size for each in self._waiting)
+            if waiting and waiting + job.size > WAITING_BYTES:
+                raise QueueFull(f"{waiting} bytes of long prompts wait to be tokenized already. Try again later.")
+            self._waiting.append(job)
+            if self._threads < THREADS:
+                self._threads += 1
+                threading.Thread(target=self._work, name="long work", daemon=True).start()
+
+    def _drop(self, job: _Job) -> None:
+        job.done.cancel()
+        with self._lock:
+            if job in self._waiting:
+                self._waiting.remove(job)
+
+    def _work(self) -> None:
+        while (job := self._next()) is not None:
+            if not job.done.set_running_or_notify_cancel():
+                continue
+            try:
+                job.done.set_result(job.work())
+            except BaseException as error:  # whoever waits raises it
+                job.done.set_exception(error)
+
+    def _next(self) -> _Job | None:
+        with self._lock:
+            if self._waiting:
+                return self._waiting.popleft()
+            self._threads -= 1
+            return None

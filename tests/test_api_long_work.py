@@ -1,0 +1,161 @@
+"""Work of large bodies: beside the event loop, dropped when nobody waits for it, ended by a drain."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+from api_clients import app_of
+from fake_engine import FakeEngine
+
+from serving.api import long_work
+from serving.api.errors import ApiError
+from serving.api.long_work import SHORT_BYTES, THREADS, LongWork
+from serving.requests import QueueFull
+
+
+class Gate:
+    """Work that begins, and waits to be let through."""
+
+    def __init__(self) -> None:
+        self.open = threading.Event()
+        self.begun = 0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> list[int]:
+        """One piece of work."""
+        self.begun += 1
+        assert self.open.wait(60)
+        return [5]
+
+
+@pytest.fixture
+def gate() -> Iterator[Gate]:
+    gate = Gate()
+    yield gate
+    gate.open.set()
+
+
+async def until(condition: Any) -> None:
+    async with asyncio.timeout(30):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+def test_short_work_is_done_at_once_and_long_work_in_a_thread() -> None:
+    async def run() -> None:
+        work = LongWork(lambda: False)
+        here = threading.current_thread()
+        assert await work.run(threading.current_thread, SHORT_BYTES - 1) is here
+        assert await work.run(threading.current_thread, SHORT_BYTES) is not here
+        with pytest.raises(ZeroDivisionError):
+            await work.run(lambda: 1 // 0, SHORT_BYTES)
+        await until(lambda: not any(thread.name == "long work" for thread in threading.enumerate()))
+
+    asyncio.run(run())
+
+
+def test_work_that_nobody_waits_for_is_dropped(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(long_work, "WAITING_BYTES", 3 * SHORT_BYTES)
+
+    async def run() -> None:
+        work = LongWork(lambda: False)
+        begun = [asyncio.create_task(work.run(gate, SHORT_BYTES)) for _ in range(THREADS)]
+        await until(lambda: gate.begun == THREADS)
+        waiting = [asyncio.create_task(work.run(gate, SHORT_BYTES)) for _ in range(3)]
+        await asyncio.sleep(0)
+        with pytest.raises(QueueFull):
+            await work.run(gate, SHORT_BYTES)
+        for task in waiting[:2]:
+            task.cancel()
+        await asyncio.gather(*waiting[:2], return_exceptions=True)
+        later = asyncio.create_task(work.run(gate, SHORT_BYTES))
+        await asyncio.sleep(0)
+        gate.open.set()
+        assert await asyncio.gather(*begun, waiting[2], later) == [[5]] * (THREADS + 2)
+        assert gate.begun == THREADS + 2
+
+    asyncio.run(run())
+
+
+def test_draining_ends_what_runs_and_what_waits(gate: Gate) -> None:
+    draining = False
+
+    async def run() -> None:
+        nonlocal draining
+        work = LongWork(lambda: draining)
+        tasks = [asyncio.create_task(work.run(gate, SHORT_BYTES)) for _ in range(2 * THREADS)]
+        await until(lambda: gate.begun == THREADS)
+        draining = True
+        async with asyncio.timeout(5):
+            errors = await asyncio.gather(*tasks, return_exceptions=True)
+        assert [isinstance(error, ApiError) and error.code for error in errors] == ["shutting_down"] * len(tasks)
+        gate.open.set()
+        await until(lambda: not any(thread.name == "long work" for thread in threading.enumerate()))
+        assert gate.begun == THREADS
+
+    asyncio.run(run())
+
+
+PATHS = ("/v1/completions", "/v1/chat/completions", "/tokenize")
+TEXT = "a" * SHORT_BYTES
+BODY = {"prompt": TEXT, "messages": [{"role": "user", "content": TEXT}]}
+
+
+def body_of(path: str) -> dict[str, Any]:
+    return {name: value for name, value in BODY.items() if path != "/tokenize" or name == "prompt"}
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_the_server_answers_and_drains_while_a_prompt_is_tokenized(
+    path: str, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    app = app_of(FakeEngine())
+    monkeypatch.setattr(type(app.state.service.tokenizer), "encode", gate)
+
+    async def run() -> None:
+        transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client, asyncio.timeout(30):
+            answer = asyncio.create_task(client.post(path, json=body_of(path)))
+            await until(lambda: gate.begun)
+            assert (await client.get("/health")).status_code == 200
+            app.state.draining = True
+            response = await answer
+        assert (response.status_code, response.json()["error"]["code"]) == (503, "shutting_down")
+        assert "retry-after" in response.headers
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_client_that_leaves_ends_the_wait(path: str, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = FakeEngine()
+    app = app_of(engine)
+    monkeypatch.setattr(type(app.state.service.tokenizer), "encode", gate)
+
+    async def run() -> None:
+        left = asyncio.Event()
+        messages = iter([{"type": "http.request", "body": json.dumps(body_of(path)).encode()}])
+
+        async def receive() -> dict[str, Any]:
+            for message in messages:
+                return message
+            await left.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message: Any) -> None: ...
+
+        headers = [(b"content-type", b"application/json")]
+        scope = {"type": "http", "method": "POST", "path": path, "headers": headers, "query_string": b""}
+        call = asyncio.create_task(app({**scope, "raw_path": path.encode(), "http_version": "1.1"}, receive, send))
+        await until(lambda: gate.begun)
+        left.set()
+        async with asyncio.timeout(5):
+            await call
+        assert not engine.requests
+
+    asyncio.run(run())
