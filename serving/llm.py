@@ -208,6 +208,10 @@ class LLM:
                 raise RequestError(f"a prompt is a text or a list of token ids, not {reprlib.repr(prompt)}.") from error
         if self.tokenizer is None:
             raise ConfigError("give prompts as tokens: skip_tokenizer_init left the tokenizer out.")
+        try:
+            prompt.encode()
+        except UnicodeEncodeError as error:
+            raise RequestError(f"the prompt is no text: it has half of a surrogate pair ({error}).") from error
         tokens: list[int] = self.tokenizer.encode(prompt)
         return tokens
 

@@ -26,7 +26,7 @@ from serving.logs import log_event
 from serving.metrics import make_registry
 from serving.options import ServeCommand, Settings
 from serving.requests import EngineDead
-from serving.text import load_tokenizer
+from serving.text import check_chat_template, load_tokenizer
 from ubatch import ForwardMode, UBatchError
 from ubatch.modes import mode_key
 
@@ -125,6 +125,7 @@ class _Serve:
     async def run(self) -> int:
         stop = _Stop()
         tokenizer = load_tokenizer(self.options.model)
+        check_chat_template(tokenizer, self.options.model)
         log_event(
             _logger,
             "starting",

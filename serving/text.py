@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 from weakref import WeakKeyDictionary
 
+from jinja2.exceptions import TemplateError, TemplateSyntaxError
+
 from serving.requests import RequestOutput
 from serving.stop_strings import StopMatcher, check_stop_strings
 from ubatch import ConfigError
@@ -24,7 +26,7 @@ from ubatch import ConfigError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["Detokenizer", "TextStream", "Vocabulary", "load_tokenizer"]
+__all__ = ["Detokenizer", "TextStream", "Vocabulary", "check_chat_template", "load_tokenizer"]
 
 CONTEXT = 4  # tokens before one that its text may depend on: whether it is the first, what it is joined to
 BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
@@ -52,6 +54,25 @@ def load_tokenizer(model: Path) -> PreTrainedTokenizerBase:
     Vocabulary.of(tokenizer)
     tokenizer.model_max_length = 1 << 40  # the engine checks lengths; the tokenizer would only warn
     return tokenizer
+
+
+def check_chat_template(tokenizer: PreTrainedTokenizerBase, model: Path) -> None:
+    """Try the chat template, where there is one, on one message. That it refuses this message is no fault of it.
+
+    Raises:
+        ConfigError: it is broken.
+    """
+    if not tokenizer.chat_template:
+        return
+    message = {"role": "user", "content": "Hello"}
+    try:
+        tokenizer.apply_chat_template([message], tokenize=False, add_generation_prompt=True)
+    except Exception as error:  # whatever it does
+        if type(error) is TemplateError:  # its own raise_exception; what jinja2 raises is a subclass
+            return
+        line = f"line {error.lineno}: " if isinstance(error, TemplateSyntaxError) else ""
+        reason = line + " ".join(str(error).split())
+        raise ConfigError(f"the chat template of {model} is broken ({reason}). Correct it, or remove it.") from error
 
 
 class Vocabulary:

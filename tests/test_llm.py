@@ -175,6 +175,14 @@ def test_an_interrupt_leaves_nothing_behind(llm: LLM, monkeypatch: pytest.Monkey
     assert len(llm.generate(TEXTS, SamplingParams(max_tokens=1))) == len(TEXTS)
 
 
+def test_prompts_and_stop_strings_that_cannot_work(llm: LLM) -> None:
+    with pytest.raises(RequestError, match="surrogate"):
+        llm.generate("a\ud800")
+    for stop, why in ((["a" * 1001], "1001 characters"), (["a"] * 65, "65 strings")):
+        with pytest.raises(RequestError, match=why):
+            llm.generate("a", stop=stop)
+
+
 def test_wrong_options_are_refused_before_anything_is_loaded() -> None:
     with pytest.raises(ConfigError, match="max_num_seqs"):
         LLM(MODEL, max_num_seq=3)

@@ -7,15 +7,19 @@ import signal
 import socket
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from fastapi import FastAPI
 
+from serving import server
 from serving.options import Machine, ServeCommand, resolve_settings, to_engine_options
 from serving.options.sources import read_keywords
 from serving.requests import EngineDead
 from serving.server import CannotListen, _listening, _Serve, _Stop, _unless
+from serving.text import load_tokenizer
+from ubatch import ConfigError
 
 TINY = Path(__file__).resolve().parent.parent / "examples" / "models" / "tiny-moe"
 
@@ -76,6 +80,22 @@ def test_draining_ends(
     happens: Callable[[FakeClient, _Stop, asyncio.Future[Any]], None], drain_timeout_s: float, left: int
 ) -> None:
     assert drain(happens, drain_timeout_s).num_outstanding == left
+
+
+def test_a_broken_chat_template_ends_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before any engine starts."""
+
+    def broken(model: Path) -> Any:
+        tokenizer = load_tokenizer(model)
+        tokenizer.chat_template = "{% if %}"
+        return tokenizer
+
+    monkeypatch.setattr(server, "load_tokenizer", broken)
+    monkeypatch.delattr(server.EngineClient, "start")
+    monkeypatch.setattr(server, "_Stop", lambda: SimpleNamespace(first=asyncio.Event()))
+    settings = resolve_settings(read_keywords({"model": TINY}), machine=Machine())
+    with socket.socket() as listener, pytest.raises(ConfigError, match="chat template"):
+        asyncio.run(_Serve(ServeCommand(settings, to_engine_options(settings), False), listener).run())
 
 
 def test_work_is_called_off_and_waited_for() -> None:

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from model_runner import FinishReason, RequestError
 from serving.requests import RequestOutput
-from serving.text import Detokenizer, TextStream, Vocabulary, load_tokenizer
+from serving.text import Detokenizer, TextStream, Vocabulary, check_chat_template, load_tokenizer
 from ubatch import ConfigError
 
 TINY = Path(__file__).resolve().parent.parent / "examples" / "models" / "tiny-moe"
@@ -236,6 +236,21 @@ def test_a_piece_keeps_its_space(tokenizers: Tokenizers) -> None:
 def test_the_vocabulary_is_made_once(tiny: Any) -> None:
     assert Vocabulary.of(tiny) is Vocabulary.of(tiny)
     assert Detokenizer(Vocabulary.of(tiny)).decode(tiny.encode("a")[0]) == "a"
+
+
+@pytest.mark.parametrize(
+    ("template", "why"),
+    [("{% if %}", "line 1"), ("{{ messages[0].content | no_such }}", "no_such"), ("{{ messages[0].a.b }}", "'a'")],
+)
+def test_a_broken_chat_template_is_found(template: str, why: str) -> None:
+    tokenizer = load_tokenizer(TINY)
+    check_chat_template(tokenizer, TINY)
+    tokenizer.chat_template = template
+    with pytest.raises(ConfigError, match=why):
+        check_chat_template(tokenizer, TINY)
+    for fine in ("{{ raise_exception('a system prompt is needed') }}", None):
+        tokenizer.chat_template = fine
+        check_chat_template(tokenizer, TINY)
 
 
 def test_no_tokenizer_is_said(tmp_path: Path) -> None:
