@@ -62,7 +62,8 @@ def test_tokenize_and_detokenize() -> None:
 def test_health_and_version() -> None:
     engine = FakeEngine()
     app = app_of(engine)
-    assert call(app, "GET", "/health").json() == {"status": "ok"}
+    for method, path in (("GET", "/health"), ("GET", "/ping"), ("POST", "/ping")):
+        assert call(app, method, path).json() == {"status": "ok"}
     assert call(app, "GET", "/version").json()["version"]
     engine.dead = EngineDead("rank 1: killed by signal 9")
     response = call(app, "GET", "/health")
@@ -161,7 +162,9 @@ def test_a_draining_server_takes_nothing_new() -> None:
     app.state.draining = True
     for path in GENERATING:
         assert post(app, path, BODY).status_code == 503
-    assert call(app, "GET", "/health").json() == {"status": "draining"}
+    for method, path in (("GET", "/health"), ("GET", "/ping"), ("POST", "/ping")):
+        response = call(app, method, path)
+        assert (response.status_code, response.json()["error"]["code"]) == (503, "shutting_down")
 
 
 @pytest.mark.parametrize(
@@ -213,7 +216,7 @@ def test_the_description_is_true() -> None:
     assert "HTTPValidationError" not in schemas
     assert list(description["components"]["securitySchemes"]) == ["HTTPBearer"]
     for path, operations in description["paths"].items():
-        keyless = path in ("/health", "/version")
+        keyless = path in ("/health", "/ping", "/version")
         assert all(("security" in operation) is not keyless for operation in operations.values())
     for path in GENERATING:
         operation = description["paths"][path]["post"]

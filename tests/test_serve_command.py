@@ -171,7 +171,7 @@ def test_sigterm_drains_and_exits_with_zero(server: Server) -> None:
     try:
         refused = httpx.post(f"{server.url}/v1/completions", json=body, timeout=PATIENCE_S)
         assert refused.status_code == 503
-        assert httpx.get(f"{server.url}/health", timeout=PATIENCE_S).status_code == 200
+        assert httpx.get(f"{server.url}/health", timeout=PATIENCE_S).status_code == 503
     except httpx.TransportError:  # it was quicker than we
         server.wait_for("drained")
     stream.join(PATIENCE_S)

@@ -33,6 +33,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
 from ubatch.errors import GroupBroken, PeerFailed, TransferTimeout
+from ubatch.heartbeat import beat
 from ubatch.interrupts import changing
 from ubatch.lateness import LATE_S, Patience, late_ranks
 from ubatch.launch_order import LaunchOrder
@@ -153,6 +154,7 @@ class Connection:
         patience = Patience(self.timeout_s, {*leader.ranks, *self.ranks} - {self.rank})
         for work in works:
             while not self._arrived(work, name):
+                beat()
                 if check is not None:
                     check()
                 leader._look_out(name)

@@ -4,7 +4,8 @@
     holding_gil     one call that waits for peers itself and keeps Python's lock: no thread of this process can say that
                     it lives (`ubatch.peer_watch`)
 
-In both the lane that calls is not taken for hung, and peers do not take this rank for dead.
+In both the lane that calls is not taken for hung, and neither peers nor who watches the process (`ubatch.heartbeat`)
+take this rank for dead.
 """
 
 from __future__ import annotations

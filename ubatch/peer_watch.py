@@ -27,10 +27,11 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from typing import Protocol
 
 import torch.distributed as dist
 
-__all__ = ["PeerWatch", "silence", "weak_call"]
+__all__ = ["PeerWatch", "hear_silences", "silence", "silences_in_force", "weak_call"]
 
 _BEAT_S = 1.0
 _BEATS_ASIDE = 2
@@ -164,8 +165,24 @@ class _Silences:
         return len(self.calls) > 0 or time.monotonic() - self.ended < aside_s
 
 
+class _Listener(Protocol):
+    """Hears of calls that keep this process silent; held weakly."""
+
+    def tell_silence(self, limit_s: float) -> None: ...
+
+
 _silences = _Silences()
-_watches: weakref.WeakSet[PeerWatch] = weakref.WeakSet()
+_watches: weakref.WeakSet[_Listener] = weakref.WeakSet()
+
+
+def hear_silences(listener: _Listener) -> None:
+    """Tell it before every `silence` from now on."""
+    _watches.add(listener)
+
+
+def silences_in_force(aside_s: float) -> bool:
+    """Whether a silent call is running, or was within the last `aside_s` seconds."""
+    return _silences.in_force(aside_s)
 
 
 @contextmanager

@@ -37,6 +37,7 @@ from ubatch.context import UBatchContext, current_lane, make_ubatch_contexts
 from ubatch.errors import LaneAborted, UBatchError, UBatchTimeout, describe, note
 from ubatch.forward_context import ForwardContext
 from ubatch.graphs import Capture
+from ubatch.heartbeat import beat
 from ubatch.interrupts import Marks, is_inside
 from ubatch.lifetimes import abandon_transfers
 from ubatch.schedule import Schedule
@@ -361,6 +362,7 @@ class LanePool:
                 capture.begin()
             baton.start()
             while not crew.done.wait_for(min(_LOOK_UP_S, self.timeout_s)):
+                beat()
                 self._check_hang(crew)
         except BaseException as error:  # a hang, or Ctrl-C in the caller
             if baton.running and isinstance(error, UBatchTimeout):
@@ -375,6 +377,7 @@ class LanePool:
         """Wait until all lanes are parked and warm; False if one could not enter, and so has ended with an error."""
         begun = time.monotonic()
         while not crew.ready.wait_for(min(_LOOK_UP_S, self.timeout_s)):
+            beat()
             stillborn = [job.context.id for job in jobs if job.ended]
             for lane in stillborn:
                 crew.baton.abandon(lane)

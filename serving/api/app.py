@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["create_app"]
 
 # Seen without the key: what watches a server, and what describes it.
-OPEN_PATHS = frozenset({"/health", "/metrics", "/version", "/openapi.json", "/docs", "/redoc"})
+OPEN_PATHS = frozenset({"/health", "/ping", "/metrics", "/version", "/openapi.json", "/docs", "/redoc"})
 
 
 def create_app(

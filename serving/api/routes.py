@@ -73,6 +73,9 @@ GENERATION_ERRORS = {
     "500": "the engine failed at this request",
     "503": "too many requests wait, the server is about to end, or its engine is dead; see `Retry-After`",
 }
+UNHEALTHY: dict[int | str, dict[str, Any]] = {
+    503: {"model": ErrorBody, "description": "the engine is dead, or the server about to end; the message says which"}
+}
 
 TOKEN_ERRORS = {name: GENERATION_ERRORS[name] for name in ("400", "404", "413", "503")}
 
@@ -195,13 +198,17 @@ async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
     return await _run(request, work)
 
 
-@router.get("/health", responses={503: {"model": ErrorBody, "description": "the engine is dead; the message says why"}})
+@router.get("/health", responses=UNHEALTHY)
+@router.get("/ping", responses=UNHEALTHY)
+@router.post("/ping", responses=UNHEALTHY)
 async def health(request: Request) -> Status:
-    """Whether the engine runs."""
+    """Whether new requests should come here: the engine runs, and the server is not about to end."""
     dead = _service(request).engine.dead
     if dead is not None:
         raise ApiError(503, f"The engine is dead: {dead}", code="engine_dead")
-    return Status(status="draining" if request.app.state.draining else "ok")
+    if request.app.state.draining:
+        raise ApiError(503, "The server is shutting down; look elsewhere.", code="shutting_down")
+    return Status(status="ok")
 
 
 @router.get("/version")

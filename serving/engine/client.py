@@ -3,7 +3,7 @@
     generate  ->  router picks a rank  ->  Add to it, Wake to the others that step with it
                                            (with tensor parallelism to their leaders, which tell their followers)
     receive loop  ->  Outputs          ->  router  ->  the request's stream  ->  generate yields
-    sentinels, Failed, NodeAlive       ->  first cause  ->  every stream fails, the other engines are ended
+    sentinels, Failed, vital signs     ->  first cause  ->  every stream fails, the other engines are ended
 
 Everything runs on one asyncio loop and nothing in it blocks.
 """
@@ -30,6 +30,7 @@ from serving.engine.launch import EngineMain, LocalEngines
 from serving.engine.messages import (
     Abort,
     Add,
+    Alive,
     Failed,
     FromEngine,
     NodeAlive,
@@ -50,6 +51,7 @@ from serving.engine.options import EngineOptions
 from serving.engine.process import run_engine
 from serving.engine.rendezvous import host_store, post_client_address
 from serving.engine.routing import RequestStream, Router
+from serving.engine.vital_signs import VitalSigns
 from serving.logs import log_event
 from serving.requests import EngineDead, EngineStatistics, RequestInput, RequestOutput
 from ubatch import UBatchError
@@ -58,8 +60,6 @@ __all__ = ["EngineClient", "EngineInfo"]
 
 _logger = logging.getLogger(__name__)
 
-_NODE_JOINS_S = 300.0
-_NODE_SILENT_S = 15.0
 _PROFILE_S = 120.0
 _CLOSE_S = 10.0
 
@@ -103,7 +103,7 @@ class EngineClient:
         self._died: asyncio.Future[EngineDead] = self._loop.create_future()
         self._cause = FirstCause(self._failed)
         self._profiles: dict[int, asyncio.Future[ProfileWritten]] = {}
-        self._nodes = dict.fromkeys(range(1, options.nnodes), time.monotonic() + _NODE_JOINS_S)
+        self._signs = VitalSigns(options, self._cause.report)
         self._tasks: list[asyncio.Task[None]] = []
         self._closing = False
         self._context = zmq.asyncio.Context()
@@ -143,8 +143,7 @@ class EngineClient:
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
         post_client_address(self._store, self._bind())
         self._tasks.append(asyncio.create_task(self._receive()))
-        if self._nodes:
-            self._tasks.append(asyncio.create_task(self._watch_nodes()))
+        self._tasks.append(asyncio.create_task(self._signs.watch()))
         self._engines = engines = LocalEngines(options, options.master_addr, self._store.port, engine_main)
         for rank, sentinel in engines.sentinels.items():
             self._loop.add_reader(sentinel, self._exited, engines, rank, sentinel)
@@ -335,6 +334,8 @@ class EngineClient:
 
     def _handle(self, message: FromEngine) -> None:
         match message:
+            case Alive():
+                self._signs.heard(message)
             case Outputs():
                 self._router.deliver(message)
             case Refused(_, request_id, kind, text):
@@ -343,13 +344,14 @@ class EngineClient:
                 self._ready[rank] = message
                 if len(self._ready) == self.options.world_size and not self._all_ready.done():
                     self.info = self._make_info()
+                    self._signs.begin()
                     self._all_ready.set_result(None)
             case ProfileWritten(rank):
                 waiting = self._profiles.get(rank)
                 if waiting is not None and not waiting.done():
                     waiting.set_result(message)
             case NodeAlive(node_rank):
-                self._nodes[node_rank] = time.monotonic() + _NODE_SILENT_S
+                self._signs.heard_node(node_rank)
             case Failed():
                 self._cause.report(message)
 
@@ -365,14 +367,6 @@ class EngineClient:
         """The process of a rank ended."""
         self._loop.remove_reader(sentinel)
         self._cause.report(Failed(rank, "", "", engines.describe_exit(rank), "", echo=False))
-
-    async def _watch_nodes(self) -> None:
-        while True:
-            await asyncio.sleep(1.0)
-            for node, until in self._nodes.items():
-                if time.monotonic() > until:
-                    rank = node * self.options.local_size
-                    self._cause.report(Failed(rank, "", "", f"is lost: node {node} does not answer", "", echo=False))
 
     def _failed(self, failed: Failed) -> None:
         """The cause is known: nothing runs any more. Fails everything that waits, and ends the other engines."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 
@@ -26,6 +27,7 @@ class EngineLink:
 
     def __init__(self, address: str, identity: str) -> None:
         self._context = zmq.Context()
+        self._lock = threading.Lock()
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.IDENTITY, identity.encode())
         self._socket.setsockopt(zmq.SNDHWM, 0)  # what is queued is bounded by the requests that the client sent
@@ -34,8 +36,9 @@ class EngineLink:
         self._socket.connect(address)
 
     def send(self, message: FromEngine) -> None:
-        """Send a message; does not wait."""
-        self._socket.send(encode(message))
+        """Send a message; does not wait. Any thread may: lanes that wait for peers beat, too."""
+        with self._lock:
+            self._socket.send(encode(message))
 
     def receive(self, wait_s: float = 0.0) -> Iterator[ToEngine]:
         """The messages that have come; waits up to `wait_s` for the first."""

@@ -13,8 +13,8 @@ Each turn carries a checksum of what the leader's steps have given so far. A fol
 engine: ranks that disagree on the tokens would go on computing nonsense together. (The runner compares what is
 scheduled at every step; but in the overlapped loop that is before the host knows the last tokens.)
 
-A follower tells the client that it is ready, has failed, or has written a profile; of requests it says nothing. From
-the client it hears only `Shutdown`, which matters where its leader is gone.
+A follower tells the client that it is ready, lives, has failed, or has written a profile; of requests it says nothing.
+From the client it hears only `Shutdown`, which matters where its leader is gone.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ import zmq
 from model_runner import fresh_seed
 from serving.engine.messages import (
     Add,
+    Alive,
     Failed,
     FromEngine,
     Outputs,
@@ -47,6 +48,7 @@ from serving.engine.options import EngineOptions
 from serving.engine.rendezvous import post_turns_address, turns_address
 from serving.requests import RequestInput
 from ubatch import TransferTimeout, UBatchError
+from ubatch.heartbeat import beat
 from ubatch.lateness import Patience
 
 __all__ = ["FollowerLink", "LeaderLink", "Link", "OutOfStep", "join_turns"]
@@ -179,7 +181,7 @@ class FollowerLink:
     def send(self, message: FromEngine) -> None:
         """See `Link`. What is about requests is the leader's to say."""
         self._told.note(message)
-        if isinstance(message, Ready | Failed | ProfileWritten):
+        if isinstance(message, Ready | Alive | Failed | ProfileWritten):
             self._link.send(message)
 
     def receive(self, wait_s: float = 0.0) -> Iterator[ToEngine]:
@@ -197,6 +199,7 @@ class FollowerLink:
                 return
             if wait_s:
                 return
+            beat()
             self._look_out()
             if patience.over():
                 raise TransferTimeout(

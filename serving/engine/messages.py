@@ -1,7 +1,7 @@
 """What the API process and the engines say to each other: tagged msgspec structs, in MessagePack.
 
     to an engine      Add, Abort, Wake, StartProfile, StopProfile, Shutdown; Unreadable is an Add that it could not read
-    from an engine    Ready, Outputs, Refused, Failed, ProfileWritten
+    from an engine    Ready, Alive, Outputs, Refused, Failed, ProfileWritten
     from a node       NodeAlive, and Failed for an engine of it that died
     to a follower     Turn, from the leader of its tensor-parallel group (see `lockstep`)
 
@@ -25,6 +25,7 @@ from ubatch import ConfigError, UBatchError
 __all__ = [
     "Abort",
     "Add",
+    "Alive",
     "Failed",
     "FromEngine",
     "NodeAlive",
@@ -109,6 +110,18 @@ class Ready(msgspec.Struct, tag=True, array_like=True, frozen=True):
     memory: str
 
 
+class Alive(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """The heartbeat of a rank, idle or not, from `Ready` on.
+
+    Attributes:
+        rank: whose.
+        silence_s: so much longer than the time-out its next beat may take, for a call that it has announced.
+    """
+
+    rank: int
+    silence_s: float
+
+
 class Outputs(msgspec.Struct, tag=True, array_like=True, frozen=True):
     """What a step gave.
 
@@ -169,7 +182,7 @@ class NodeAlive(msgspec.Struct, tag=True, array_like=True, frozen=True):
 
 
 ToEngine: TypeAlias = Add | Unreadable | Abort | Wake | StartProfile | StopProfile | Shutdown
-FromEngine: TypeAlias = Ready | Outputs | Refused | Failed | ProfileWritten | NodeAlive
+FromEngine: TypeAlias = Ready | Alive | Outputs | Refused | Failed | ProfileWritten | NodeAlive
 
 
 class Turn(msgspec.Struct, tag=True, array_like=True, frozen=True):

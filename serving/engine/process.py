@@ -1,7 +1,7 @@
 """A rank's process: it reads one socket, steps, and sends what came out.
 
-    loop      take in what has come | step | send outputs and statistics
-    pause     block on the socket until there is work
+    loop      take in what has come, and beat | step | send outputs and statistics
+    pause     block on the socket until there is work; wake up now and then to beat
 
 With tensor parallelism only the leader of a group takes in what the client sends, and hands it on (`lockstep`).
 
@@ -45,6 +45,7 @@ from serving.engine.lockstep import Link, join_turns
 from serving.engine.messages import (
     Abort,
     Add,
+    Alive,
     Failed,
     Outputs,
     ProfileWritten,
@@ -64,15 +65,17 @@ from serving.logs import configure_logging, log_event
 from serving.pinning import pin_rank
 from serving.requests import RequestOutput
 from serving.runner_setup import describe_memory, describe_transport
-from ubatch import CommGroup, ConfigError, GroupBroken, PeerFailed, UBatchError
+from ubatch import CommGroup, ConfigError, GroupBroken, PeerFailed, TransferTimeout, UBatchError
+from ubatch.heartbeat import Heart
 from ubatch.long_calls import taking_long
 
 __all__ = ["Engine", "Orphaned", "run_engine"]
 
 _logger = logging.getLogger(__name__)
 
-_LOOK_OUT_S = 2.0
-"""How often a rank that pauses looks whether its parent lives."""
+_LOOK_OUT_S = 1.0
+"""How often a rank that pauses looks whether its parent lives, and beats; more often where the time-out is short."""
+_BEATS_PER_TIMEOUT = 4
 _REPORT_S = 0.2
 """How often a rank whose steps give no output reports its statistics."""
 
@@ -97,7 +100,8 @@ def run_engine(options: EngineOptions, rank: int, store_host: str, store_port: i
                 log_event(_logger, "transport", way=way)
             log_event(_logger, "engine ready", memory=memory, overlap_schedule=options.overlaps_schedule)
             ready = Ready(rank, options.scheduler.max_model_len, runner.config.vocab_size, memory)
-            Engine(ready, core, runner.group, link, parent, options.dp_rank(rank)).serve()
+            timeout_s = options.dbo.timeout_s
+            Engine(ready, core, runner.group, link, parent, options.dp_rank(rank), timeout_s).serve()
     except BaseException as error:
         ending = client.shutdown_comes()  # the others may have left before this rank had read it
         if not ending:
@@ -164,7 +168,7 @@ def _choose_gpu(local_rank: int, local_size: int) -> None:
 
 def _report_failure(link: EngineLink, rank: int, error: BaseException) -> None:
     text = "".join(traceback.format_exception(error))
-    echo = isinstance(error, PeerFailed | GroupBroken)
+    echo = isinstance(error, PeerFailed | GroupBroken | TransferTimeout)
     if _logger.hasHandlers():
         told = isinstance(error, ConfigError | CheckpointError)  # what to do is in the message; the place is of no use
         _logger.error("engine failed\n%s" if not told else "engine failed: %s", error if told else text)
@@ -181,6 +185,7 @@ class Engine:
         link: to the client.
         parent: the process that started it, which it outlives by a step at most, or by the look-out interval.
         dp_rank: whose requests it serves; its own number by default.
+        timeout_s: after so many seconds without a beat the client takes it for hung.
     """
 
     def __init__(
@@ -191,6 +196,7 @@ class Engine:
         link: Link,
         parent: int | None,
         dp_rank: int | None = None,
+        timeout_s: float = 60.0,
     ) -> None:
         self.rank = ready.rank
         self.dp_rank = ready.rank if dp_rank is None else dp_rank
@@ -199,6 +205,8 @@ class Engine:
         self._group = group
         self._link = link
         self._parent = parent
+        self._beat_s = min(_LOOK_OUT_S, timeout_s / _BEATS_PER_TIMEOUT)
+        self._heart = Heart(lambda silence_s: link.send(Alive(ready.rank, silence_s)), self._beat_s)
         self._epoch = 0
         self._received = 0
         self._reported = (0, 0.0)
@@ -233,7 +241,7 @@ class Engine:
         self.core.scheduler.check(idle=True)
         self._report((), at_once=True)
         epoch = self._epoch
-        while self._epoch == epoch and self._take_in(wait_s=_LOOK_OUT_S):
+        while self._epoch == epoch and self._take_in(wait_s=self._beat_s):
             pass
 
     # -- messages -----------------------------------------------------------------------------------------------
@@ -241,6 +249,7 @@ class Engine:
     def _take_in(self, wait_s: float) -> bool:
         """Handle what has come; wait so long for the first message. False after `Shutdown`."""
         _check_parent(self._parent)
+        self._heart.beat()
         received = self._received
         for message in self._link.receive(wait_s):
             self._handle(message)

@@ -1,0 +1,90 @@
+"""Which ranks and nodes still give signs of life: beats from the loops of the ranks, `NodeAlive` from nodes.
+
+    rank    from `begin` on, when all are ready: `--timeout-s`, and what it, or one that it steps with, has announced
+    node    five minutes to come, then a few seconds between two signs
+
+Time counts by how long this process has looked: while it stood still itself (it was stopped, or its machine slept),
+nobody was silent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from serving.engine.messages import Alive, Failed
+from serving.engine.options import EngineOptions
+
+__all__ = ["VitalSigns"]
+
+_NODE_JOINS_S = 300.0
+_NODE_SILENT_S = 15.0
+_LOOK_S = 0.5
+_LOOKS_PER_TIMEOUT = 10
+
+
+@dataclass
+class _Pulse:
+    """Of a rank: when it was last heard, and what it announced then."""
+
+    heard: float
+    silence_s: float = 0.0
+
+
+class VitalSigns:
+    """Hears them, and looks who is missing.
+
+    Args:
+        options: of all engines.
+        report: called with who has given none for too long; again at every look.
+    """
+
+    def __init__(self, options: EngineOptions, report: Callable[[Failed], None]) -> None:
+        self._options, self._report = options, report
+        self._timeout_s = options.dbo.timeout_s
+        self._now = 0.0  # seconds looked so far
+        self._nodes = dict.fromkeys(range(1, options.nnodes), _NODE_JOINS_S)
+        self._pulses: dict[int, _Pulse] = {}
+
+    def begin(self) -> None:
+        """All ranks are ready: from now on they beat."""
+        self._pulses = {rank: _Pulse(self._now) for rank in range(self._options.world_size)}
+
+    def heard(self, alive: Alive) -> None:
+        """A rank beat."""
+        if alive.rank in self._pulses:
+            self._pulses[alive.rank] = _Pulse(self._now, alive.silence_s)
+
+    def heard_node(self, node_rank: int) -> None:
+        """A node is there."""
+        self._nodes[node_rank] = self._now + _NODE_SILENT_S
+
+    async def watch(self) -> None:
+        """Look out, until cancelled."""
+        every_s = min(_LOOK_S, self._timeout_s / _LOOKS_PER_TIMEOUT)
+        last = time.monotonic()
+        while True:
+            await asyncio.sleep(every_s)
+            now = time.monotonic()
+            self._now += min(now - last, 2 * every_s)
+            last = now
+            self._look()
+
+    def _look(self) -> None:
+        for node, until in self._nodes.items():
+            if self._now > until:
+                rank = node * self._options.local_size
+                self._report(Failed(rank, "", "", f"is lost: node {node} does not answer", "", echo=False))
+        silent = [rank for rank, pulse in self._pulses.items() if self._now - pulse.heard > self._patience_s(rank)]
+        if silent:  # where the others wait for it on a device, they went silent after it
+            first = min(silent, key=lambda rank: self._pulses[rank].heard)
+            what = f"hangs: it has given no sign of life for {self._timeout_s:g} s (timeout_s)"
+            self._report(Failed(first, "", "", what, "", echo=False))
+
+    def _patience_s(self, rank: int) -> float:
+        """What a rank announces, those that step with it wait for, perhaps on a device, where they cannot beat."""
+        size = self._options.step_size
+        first = rank - rank % size
+        return self._timeout_s + max(self._pulses[each].silence_s for each in range(first, first + size))
