@@ -21,16 +21,24 @@ from fastapi import FastAPI
 from prometheus_client import make_asgi_app
 
 from serving.api import SamplingDefaults, create_app
+from serving.connections import (
+    CannotListen,
+    Listener,
+    connection_protocol,
+    listening,
+    most_connections,
+    raise_file_limit,
+)
 from serving.engine.client import EngineClient
 from serving.logs import log_event
 from serving.metrics import make_registry
 from serving.options import ServeCommand, Settings
 from serving.requests import EngineDead
 from serving.text import check_chat_template, load_tokenizer
-from ubatch import ForwardMode, UBatchError
+from ubatch import ForwardMode
 from ubatch.modes import mode_key
 
-__all__ = ["CannotListen", "run_server"]
+__all__ = ["run_server"]
 
 _logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -43,10 +51,6 @@ _SICK_S = 2.0
 """How long `/health` says why before a server whose engine died ends."""
 
 
-class CannotListen(UBatchError):
-    """The server's address or port cannot be had."""
-
-
 def run_server(command: ServeCommand) -> int:
     """Serve until told to end; the exit status is 0 after a drain.
 
@@ -55,27 +59,9 @@ def run_server(command: ServeCommand) -> int:
         CannotListen: the port is in use, or is not ours to use.
         EngineDead: an engine died; the message names its rank.
     """
-    with _listening(command.settings["host"], command.settings["port"]) as listener:
-        return asyncio.run(_Serve(command, listener).run())
-
-
-@contextmanager
-def _listening(host: str, port: int) -> Iterator[socket.socket]:
-    """The server's socket, bound before anything starts. It is listened on only when the engines are ready."""
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        listener = socket.socket(family, kind, protocol)
-    except OSError as error:
-        raise CannotListen(f"cannot listen on {host}: {error.strerror}. Choose another --host.") from error
-    with listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            listener.bind(address)
-        except OSError as error:
-            raise CannotListen(
-                f"cannot listen on {host}:{port}: {error.strerror}. Choose another --port, or --port 0 for a free one."
-            ) from error
-        yield listener
+    files = raise_file_limit()
+    with listening(command.settings["host"], command.settings["port"]) as listener:
+        return asyncio.run(_Serve(command, listener, files).run())
 
 
 class _Stop:
@@ -115,15 +101,18 @@ class _Serve:
     Args:
         command: what to serve, and how.
         listener: where, bound already.
+        files: how many may be open.
     """
 
-    def __init__(self, command: ServeCommand, listener: socket.socket) -> None:
+    def __init__(self, command: ServeCommand, listener: socket.socket, files: int) -> None:
         self.settings: Settings = command.settings
         self.options = command.engine
         self.listener = listener
+        self.most_connections = self.settings["max_connections"] or most_connections(files)
 
     async def run(self) -> int:
         stop = _Stop()
+        asyncio.get_running_loop().set_exception_handler(Listener.spare_traceback)
         tokenizer = load_tokenizer(self.options.model)
         check_chat_template(tokenizer, self.options.model)
         log_event(
@@ -162,6 +151,7 @@ class _Serve:
         server = _Server(
             uvicorn.Config(
                 app,
+                http=connection_protocol(self.most_connections),
                 log_config=None,
                 access_log=self.settings["access_log"],
                 timeout_graceful_shutdown=_LAST_RESPONSES_S,

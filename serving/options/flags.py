@@ -258,6 +258,11 @@ class Server(Group):
     max_outputs_per_request: Annotated[
         Positive, Field(description="most outputs of one body, prompts times n; more get 400")
     ] = 1024
+    max_connections: Annotated[
+        int | None,
+        derived("INT", "what the limit of open files allows"),
+        Field(ge=1, description="requests on connections beyond this many open ones get 503 and Retry-After"),
+    ] = None
     drain_timeout_s: Annotated[
         float, Field(ge=0, description="after SIGTERM, seconds until requests that still run are cut off")
     ] = 120.0

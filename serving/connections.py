@@ -1,0 +1,166 @@
+"""The server's socket and its connections: how many there may be, and what a client that dawdles gets.
+
+file descriptors    the soft limit is raised; if they run out all the same, accepting pauses, a second at a time
+too many            a request on a connection beyond the limit gets 503 and `Retry-After`
+half a request      headers that do not come within `HEADERS_S` get 408; a connection that sends nothing is closed
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import resource
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import h11
+from starlette.types import Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from serving.api.errors import ApiError, error_response
+from serving.logs import log_event
+from ubatch import UBatchError
+
+__all__ = ["CannotListen", "Listener", "connection_protocol", "listening", "most_connections", "raise_file_limit"]
+
+_logger = logging.getLogger(__name__)
+
+HEADERS_S = 10.0
+_WANTED_FILES = 65535
+_OTHER_FILES = 128
+"""File descriptors for everything but connections: engines, sockets between processes, files."""
+_RETRY_S = 1.0
+"""asyncio's pause after it was out of file descriptors."""
+_SAY_EVERY_S = 60.0
+_EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+
+
+class CannotListen(UBatchError):
+    """The server's address or port cannot be had."""
+
+
+def raise_file_limit() -> int:
+    """Let this process, and those that it starts, open as many files as it may; returns how many."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _WANTED_FILES if hard == resource.RLIM_INFINITY else min(hard, _WANTED_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        soft = wanted
+    return _WANTED_FILES if soft == resource.RLIM_INFINITY else soft
+
+
+def most_connections(files: int) -> int:
+    """How many connections there is room for, with so many file descriptors."""
+    return max(files - _OTHER_FILES, files // 2, 1)
+
+
+class Listener(socket.socket):
+    """A listening socket that runs out of file descriptors quietly.
+
+    asyncio pauses accepting then, but first goes on trying, and logs each failure with a traceback.
+    """
+
+    _paused_until = -float("inf")
+    _said = -float("inf")
+
+    def accept(self) -> tuple[socket.socket, Any]:
+        """The next connection."""
+        now = time.monotonic()
+        try:
+            return super().accept()
+        except OSError as error:
+            if error.errno not in _EXHAUSTED:
+                raise
+            if now < self._paused_until:
+                raise BlockingIOError from error  # asyncio has been told
+            self._paused_until = now + _RETRY_S / 2
+            if now - self._said > _SAY_EVERY_S:
+                self._said = now
+                log_event(_logger, "no connection can be accepted", level=logging.WARNING, error=error.strerror)
+            raise
+
+    @staticmethod
+    def spare_traceback(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """An exception handler of the loop that leaves out what `accept` has said."""
+        error = context.get("exception")
+        if not (isinstance(error, OSError) and error.errno in _EXHAUSTED and "accept" in context.get("message", "")):
+            loop.default_exception_handler(context)
+
+
+@contextmanager
+def listening(host: str, port: int) -> Iterator[Listener]:
+    """The server's socket, bound before anything starts. It is listened on only when the engines are ready.
+
+    Raises:
+        CannotListen: the host or the port cannot be had.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = Listener(family, kind, protocol)
+    except OSError as error:
+        raise CannotListen(f"cannot listen on {host}: {error.strerror}. Choose another --host.") from error
+    with listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind(address)
+        except OSError as error:
+            raise CannotListen(
+                f"cannot listen on {host}:{port}: {error.strerror}. Choose another --port, or --port 0 for a free one."
+            ) from error
+        yield listener
+
+
+def connection_protocol(most: int) -> type[H11Protocol]:
+    """What a connection of a server with at most `most` of them is, for uvicorn."""
+
+    async def refuse(scope: Scope, receive: Receive, send: Send) -> None:
+        error = ApiError(503, f"{most} connections are open, and no more may be.", code="too_many_connections")
+        response = error_response(error)
+        response.headers["Connection"] = "close"
+        await response(scope, receive, send)
+
+    class Connection(H11Protocol):
+        """One that is closed where its requests do not come."""
+
+        _too_late: asyncio.TimerHandle | None = None
+
+        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+            super().connection_made(transport)
+            if len(self.connections) > most:
+                self.app = refuse
+            self._look_at_the_clock()
+
+        def data_received(self, data: bytes) -> None:
+            super().data_received(data)
+            self._look_at_the_clock()
+
+        def on_response_complete(self) -> None:
+            super().on_response_complete()
+            self._look_at_the_clock()
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            self._stop_the_clock()
+            super().connection_lost(exc)
+
+        def _look_at_the_clock(self) -> None:
+            """Headers are waited for from the first byte on; between two requests uvicorn's own timer runs."""
+            if self.conn.their_state is not h11.IDLE or self.timeout_keep_alive_task is not None:
+                self._stop_the_clock()
+            elif self._too_late is None:
+                self._too_late = self.loop.call_later(HEADERS_S, self._give_up)
+
+        def _stop_the_clock(self) -> None:
+            if self._too_late is not None:
+                self._too_late.cancel()
+                self._too_late = None
+
+        def _give_up(self) -> None:
+            if self.conn.trailing_data[0] and self.conn.our_state is h11.IDLE:
+                self.transport.write(b"HTTP/1.1 408 Request Timeout\r\nConnection: close\r\nContent-Length: 0\r\n\r\n")
+            self.transport.close()
+
+    return Connection
