@@ -10,9 +10,13 @@ import logging
 import sys
 import time
 from collections.abc import Mapping
+from contextvars import ContextVar
 from typing import Any, TextIO
 
-__all__ = ["LOG_LEVELS", "configure_logging", "log_event"]
+__all__ = ["LOG_LEVELS", "configure_logging", "log_event", "request_id"]
+
+request_id: ContextVar[str | None] = ContextVar("request_id", default=None)
+"""Of the request that is being answered; every line that is logged meanwhile ends with it."""
 
 LOG_LEVELS: Mapping[str, int] = {
     "debug": logging.DEBUG,
@@ -61,8 +65,8 @@ def log_event(logger: logging.Logger, event: str, *, level: int = logging.INFO, 
 
 def _text(value: object) -> str:
     text = f"{value:.6g}" if isinstance(value, float) else str(value)
-    plain = text and not any(char.isspace() or char in '"=' for char in text)
-    return text if plain else json.dumps(text, ensure_ascii=False)
+    plain = text and text.isprintable() and not any(char in ' "=' for char in text)
+    return text if plain else json.dumps(text, ensure_ascii=not text.isprintable())
 
 
 class _Lines(logging.Formatter):
@@ -71,3 +75,8 @@ class _Lines(logging.Formatter):
     def __init__(self, process: str) -> None:
         super().__init__(f"%(asctime)s.%(msecs)03d %(levelname)-7s {process} %(message)s", "%Y-%m-%d %H:%M:%S")
         self.converter = time.gmtime
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802
+        own = request_id.get()
+        line = super().formatMessage(record)
+        return line if own is None else f"{line} request_id={_text(own)}"

@@ -142,6 +142,10 @@ class _Serve:
                 defaults=SamplingDefaults.from_checkpoint(self.options.model),
                 observer=observer,
                 metrics_app=make_asgi_app(registry),
+                access_log=self.settings["access_log"],
+                request_id_headers=self.settings["enable_request_id_headers"],
+                log_requests=self.settings["enable_log_requests"],
+                max_log_len=self.settings["max_log_len"],
             )
             return await self._serve(client, app, stop)
         finally:
@@ -153,7 +157,7 @@ class _Serve:
                 app,
                 http=connection_protocol(self.most_connections),
                 log_config=None,
-                access_log=self.settings["access_log"],
+                access_log=False,  # the application's own says which request it was
                 timeout_graceful_shutdown=_LAST_RESPONSES_S,
             )
         )

@@ -12,6 +12,7 @@ from pydantic import BaseModel
 
 from serving.api.errors import ApiError
 from serving.api.generation import Delta, Output, run_outputs
+from serving.api.request_log import log_outputs
 from serving.api.request_models import GenerationRequest
 from serving.api.service import Service
 from serving.api.sse import event
@@ -58,6 +59,8 @@ class Answer(ABC):
     chunk_kind: str
 
     def __init__(self, service: Service, body: GenerationRequest, answer_id: str, outputs: Sequence[Output]) -> None:
+        if service.log_requests:
+            log_outputs(answer_id, outputs, service.max_log_len)
         options = body.stream_options
         self._service = service
         self._outputs = outputs

@@ -17,6 +17,7 @@ from serving.api.bodies import BodyLimit
 from serving.api.errors import ApiError, add_error_handlers, error_response
 from serving.api.long_work import LongWork
 from serving.api.observer import NoObserver, RequestObserver
+from serving.api.request_log import RequestLog
 from serving.api.routes import STREAMED, router
 from serving.api.sampling import SamplingDefaults
 from serving.api.service import Engine, Service
@@ -42,6 +43,10 @@ def create_app(
     defaults: SamplingDefaults | None = None,
     observer: RequestObserver | None = None,
     metrics_app: ASGIApp | None = None,
+    access_log: bool = False,
+    request_id_headers: bool = True,
+    log_requests: bool = False,
+    max_log_len: int | None = None,
 ) -> FastAPI:
     """The API over an engine. Set `app.state.draining` to take no new requests.
 
@@ -56,6 +61,10 @@ def create_app(
         defaults: sampling parameters where a request gives none.
         observer: told about every output.
         metrics_app: answers `/metrics`.
+        access_log: log every HTTP request.
+        request_id_headers: answers say the request's id in their header.
+        log_requests: log what is generated, with its parameters; at level debug also the prompt.
+        max_log_len: token ids of a prompt that are shown then; None for all.
     """
     app = FastAPI(title="ubatch", description="An OpenAI-compatible server.")
     app.state.service = Service(
@@ -67,6 +76,8 @@ def create_app(
         max_waiting_requests=max_waiting_requests,
         max_outputs_per_request=max_outputs_per_request,
         long_work=LongWork(lambda: app.state.draining),
+        log_requests=log_requests,
+        max_log_len=max_log_len,
     )
     app.state.draining = False
     add_error_handlers(app)
@@ -80,6 +91,10 @@ def create_app(
     if metrics_app is not None:
         app.router.routes.append(Route("/metrics", _Forwarded(metrics_app), include_in_schema=False))
     _complete_description(app, max_outputs_per_request)
+    build = app.build_middleware_stack  # what is added as middleware does not see the answers to unexpected errors
+    app.build_middleware_stack = lambda: RequestLog(  # type: ignore[method-assign]
+        build(), access_log=access_log, headers=request_id_headers
+    )
     return app
 
 

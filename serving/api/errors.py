@@ -15,6 +15,7 @@ from starlette.exceptions import HTTPException
 
 from attention import KVCacheExhausted
 from model_runner import RequestError
+from serving.logs import request_id
 from serving.requests import EngineDead, QueueFull
 from ubatch import UBatchError
 
@@ -47,7 +48,9 @@ class ApiError(UBatchError):
     def body(self) -> dict[str, Any]:
         """The JSON object that says it."""
         kind = "server_error" if self.status >= 500 else "invalid_request_error"
-        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+        error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
+        own = request_id.get()
+        return {"error": error if own is None else {**error, "request_id": own}}
 
 
 def shutting_down() -> ApiError:

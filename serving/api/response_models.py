@@ -45,6 +45,7 @@ class ErrorDetail(BaseModel):
     type: Literal["invalid_request_error", "server_error"]
     param: Annotated[str | None, Field(description="the field that is wrong")]
     code: Annotated[str | None, Field(description="what a program can tell the error by")]
+    request_id: Annotated[str, Field(description="the request's `X-Request-Id`, or one that was made up")] = ""
 
 
 class ErrorBody(BaseModel):

@@ -10,7 +10,7 @@ from model_runner.transport import LOCAL, check_schedules_by_name
 from moe import check_all2all_options
 from serving.options.flags import FILE_ONLY, SETTINGS
 from serving.options.overlap import overlap_config
-from serving.options.sources import Settings
+from serving.options.sources import API_KEY_VARIABLE, Settings, Source
 from serving.options.speculation import check_speculation
 from serving.runner_setup import backend_faults, tensor_parallel_faults
 from ubatch import ConfigError
@@ -63,6 +63,8 @@ def notes(settings: Settings) -> Iterator[str]:
         )
     if flags == ["enable_dbo"] and settings["schedule"] == "serial":
         yield f"{settings.spell('schedule')} serial overlaps nothing"
+    if settings.all["api_key"].source is Source.COMMAND_LINE:
+        yield f"{settings.spell('api_key')} is seen by whoever lists this machine's processes; set {API_KEY_VARIABLE}"
     if settings["enforce_eager"] and settings["device"] == "cpu":
         yield f"{settings.spell('enforce_eager')} on a CPU: nothing would be captured anyway"
     if not settings["enable_dbo"]:

@@ -239,7 +239,7 @@ class Server(Group):
     api_key: Annotated[
         str | None,
         derived("STR", "none"),
-        Field(min_length=1, description="clients must send it; better set in UBATCH_API_KEY"),
+        Field(min_length=1, description="clients must send it; better set in UBATCH_API_KEY, which ps does not show"),
     ] = None
     served_model_name: Annotated[
         str | None, derived("STR", "MODEL"), Field(min_length=1, description="what clients call the model")
@@ -273,6 +273,15 @@ class Server(Group):
         "info"
     )
     access_log: Annotated[bool, Field(description="log every HTTP request")] = False
+    enable_log_requests: Annotated[
+        bool, Field(description="log what is asked for: parameters; with --log-level debug also the prompt's tokens")
+    ] = False
+    max_log_len: Annotated[
+        int | None, derived("INT", "no limit"), Field(ge=0, description="tokens of a prompt that are logged at most")
+    ] = None
+    enable_request_id_headers: Annotated[
+        bool, Field(description="say every request's id in the answer's X-Request-Id: the client's, or one of ours")
+    ] = True
 
 
 class Speculation(Group):

@@ -19,6 +19,7 @@ from serving.engine.options import EngineOptions
 from serving.options.checks import Machine, check_alone, check_with_model
 from serving.options.overlap import overlap_config
 from serving.options.sources import (
+    SECRETS,
     Layer,
     Setting,
     Settings,
@@ -45,7 +46,6 @@ __all__ = [
 
 _MAX_NUM_SEQS, _MAX_NUM_BATCHED_TOKENS = 256, 2048
 _GPU_MEMORY_UTILIZATION = 0.9
-_SECRETS = ("api_key",)
 
 
 @dataclass(frozen=True)
@@ -229,7 +229,7 @@ def describe_settings(settings: Settings) -> str:
     rows = []
     for name, setting in settings.all.items():
         key, value = name.replace("_", "-"), json.dumps(setting.value, default=str)
-        if name in _SECRETS and setting.value is not None:
+        if name in SECRETS and setting.value is not None:
             key, value = f"# {key}", "(not shown)"
         rows.append((f"{key}: {value}", _came_from(setting)))
     width = max(len(text) for text, _ in rows)

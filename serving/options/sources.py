@@ -22,6 +22,7 @@ from ubatch import ConfigError, nearest
 
 __all__ = [
     "API_KEY_VARIABLE",
+    "SECRETS",
     "CommandLine",
     "Layer",
     "Setting",
@@ -35,6 +36,8 @@ __all__ = [
 ]
 
 API_KEY_VARIABLE = "UBATCH_API_KEY"
+SECRETS = frozenset({"api_key"})
+"""Settings whose values nobody is told."""
 _NO_SERVER = {
     "split_dims": "the model's arguments are known here",
     "output_dims": "the model's outputs are known here",
@@ -317,9 +320,13 @@ def _checked(name: str, value: Any, where: str) -> Any:
         text = json.dumps({name: value}, default=_path_text)
         return getattr(group.model_validate_json(text, strict=True), name)
     except TypeError:
-        raise ConfigError(f"{where}: {value!r} is no value for it ({type(value).__name__}).") from None
+        raise ConfigError(f"{where}: {_told(name, value)} is no value for it ({type(value).__name__}).") from None
     except WrongValue as wrong:
-        raise ConfigError(f"{where}: {wrong.why}, not {value!r}.") from None
+        raise ConfigError(f"{where}: {wrong.why}, not {_told(name, value)}.") from None
+
+
+def _told(name: str, value: object) -> str:
+    return "what is there" if name in SECRETS else repr(value)
 
 
 def _path_text(value: object) -> str:
@@ -339,14 +346,14 @@ def _layer(items: Iterable[tuple[str, Any, str]], source: Source, detail: str = 
         before = layer.setdefault(ALIASES.get(name, name), setting)
         if before.value != value:
             raise ConfigError(
-                f"{before.spelled} ({_shown(before.value)}) and {spelled} ({_shown(value)}) are one setting with two "
-                f"values. Remove one."
+                f"{before.spelled} ({_shown(name, before.value)}) and {spelled} ({_shown(name, value)}) are one "
+                f"setting with two values. Remove one."
             )
     return layer
 
 
-def _shown(value: object) -> str:
-    return json.dumps(value, default=str)
+def _shown(name: str, value: object) -> str:
+    return "..." if name in SECRETS else json.dumps(value, default=str)
 
 
 def _flag(name: str) -> str:

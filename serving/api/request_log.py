@@ -1,0 +1,82 @@
+"""Which request a line of the log, an answer or an error belongs to: the client's `X-Request-Id`, or one of ours."""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+import uuid
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from serving.logs import log_event, request_id
+
+if TYPE_CHECKING:
+    from serving.api.generation import Output
+
+__all__ = ["HEADER", "RequestLog", "log_outputs"]
+
+_logger = logging.getLogger(__name__)
+
+HEADER = "X-Request-Id"
+_PLAIN = re.compile(r"[!-~]{1,128}")
+"""What a client's id must look like: it is written into logs."""
+
+
+class RequestLog:
+    """Around the whole application: gives every request its id, and logs how it was answered.
+
+    Args:
+        app: the application.
+        access_log: log every request, without its query, which may hold what nobody else should read.
+        headers: say the id in the answer's header, too.
+    """
+
+    def __init__(self, app: ASGIApp, *, access_log: bool, headers: bool) -> None:
+        self._app, self._access_log, self._headers = app, access_log, headers
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        given = Headers(scope=scope).get(HEADER, "")
+        own = given if _PLAIN.fullmatch(given) else uuid.uuid4().hex
+        status: int | None = None
+        begun = time.monotonic()
+
+        async def send_on(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                if self._headers:
+                    MutableHeaders(scope=message)[HEADER] = own
+            await send(message)
+
+        token = request_id.set(own)
+        try:
+            await self._app(scope, receive, send_on)
+        finally:
+            if self._access_log:
+                client = scope["client"][0] if scope.get("client") else None
+                what = {"client": client, "method": scope["method"], "path": scope["path"], "status": status}
+                log_event(_logger, "answered", **what, seconds=time.monotonic() - begun)
+            request_id.reset(token)
+
+
+def log_outputs(answer_id: str, outputs: Sequence[Output], most: int | None) -> None:
+    """Log what is generated: ids and parameters at level info, prompts at level debug.
+
+    Args:
+        answer_id: of the answer.
+        outputs: its choices.
+        most: token ids of each prompt that are shown; None for all.
+    """
+    for output in outputs:
+        token_ids, params = output.request.token_ids, output.request.params
+        own = f"{answer_id}-{output.index}"
+        log_event(_logger, "request received", output=own, prompt_tokens=len(token_ids), params=params)
+        if _logger.isEnabledFor(logging.DEBUG):
+            log_event(_logger, "prompt", level=logging.DEBUG, output=own, token_ids=list(token_ids[:most]))
