@@ -142,6 +142,7 @@ class _Serve:
                 defaults=SamplingDefaults.from_checkpoint(self.options.model),
                 observer=observer,
                 metrics_app=make_asgi_app(registry),
+                profiles=self.settings["profile_dir"] is not None,
                 access_log=self.settings["access_log"],
                 request_id_headers=self.settings["enable_request_id_headers"],
                 log_requests=self.settings["enable_log_requests"],

@@ -75,7 +75,12 @@ def test_health_and_version() -> None:
 
 def test_profile() -> None:
     engine = FakeEngine()
-    app = app_of(engine)
+    for path in ("/start_profile", "/stop_profile"):
+        refused = call(app_of(engine), "POST", path)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (404, "profiles_off")
+        assert "--profile-dir" in refused.json()["error"]["message"]
+    assert not engine.profiling
+    app = app_of(engine, profiles=True)
     assert call(app, "POST", "/start_profile").status_code == 200
     assert engine.profiling
     assert call(app, "POST", "/stop_profile").json() == {"files": ["traces/rank0.json"]}
@@ -84,12 +89,12 @@ def test_profile() -> None:
 
 def test_a_profile_that_is_not_there() -> None:
     engine = FakeEngine(profile_failure=UBatchError("rank 0: no profile was started."))
-    response = call(app_of(engine), "POST", "/stop_profile")
+    response = call(app_of(engine, profiles=True), "POST", "/stop_profile")
     assert response.status_code == 409
     assert "rank 0: no profile was started." in response.json()["error"]["message"]
     assert response.json()["error"]["code"] == "no_profile"
     engine.profile_failure = EngineDead("rank 1 was killed")
-    assert call(app_of(engine), "POST", "/stop_profile").status_code == 500
+    assert call(app_of(engine, profiles=True), "POST", "/stop_profile").status_code == 500
 
 
 def test_a_body_that_does_not_say_it_is_json() -> None:
@@ -99,7 +104,7 @@ def test_a_body_that_does_not_say_it_is_json() -> None:
 
 
 def test_the_key_opens_what_works() -> None:
-    app = app_of(FakeEngine(), api_key="secret")
+    app = app_of(FakeEngine(), api_key="secret", profiles=True)
     for path in ("/health", "/version", "/openapi.json"):
         assert call(app, "GET", path).status_code == 200
     body = {"prompt": "a", "max_tokens": 2}

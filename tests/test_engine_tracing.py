@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 from pathlib import Path
 
 import pytest
@@ -143,3 +144,28 @@ def test_a_profile_that_cannot_be_written_says_why(tmp_path: Path) -> None:
     error = tracer.stop_profile(tmp_path / "file" / "rank-0.json", 0)
     assert error is not None
     assert "cannot write" in error
+
+
+def test_a_full_disk_says_what_was_lost_and_leaves_no_cut_file(tmp_path: Path) -> None:
+    path, tracer = tmp_path / "rank-0.json", StepTracer()
+
+    def record(steps: int) -> str | None:
+        tracer.start_profile()
+        for number in range(1, steps + 1):
+            with tracer.step() as trace:
+                assert trace is not None
+                trace.step = number
+                trace.spans += spans_of_a_step(number)
+        return tracer.stop_profile(path, 0)
+
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    assert record(1) is None
+    written = path.read_text()
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
+        error = record(100)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert error == f"cannot write {path}: File too large; the 100 steps that were recorded are lost."
+    assert [each.name for each in tmp_path.iterdir()] == ["rank-0.json"]
+    assert path.read_text() == written

@@ -17,13 +17,14 @@ import json
 import re
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from ubatch.machine import machine_name
 from ubatch.trace import UNSPLIT, Span, SpanKind, StepNote
 
-__all__ = ["Clock", "Mark", "TraceSummary", "points", "summarise", "to_chrome", "write_chrome"]
+__all__ = ["Clock", "Mark", "TraceSummary", "points", "summarise", "to_chrome", "write_chrome", "write_whole"]
 
 Interval = tuple[float, float]
 
@@ -254,7 +255,23 @@ def write_chrome(
         "notes": {str(rank): [asdict(note) for note in notes.get(rank, ())] for rank in sorted(traces)},
     }
     document = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {FILE_KEY: about}}
-    Path(path).write_text(json.dumps(document, separators=(",", ":")), encoding="utf-8")
+    write_whole(Path(path), json.dumps(document, separators=(",", ":")))
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file, or none: on a full disk nothing cut off stays behind, and what was there before does.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    part = path.with_name(f"{path.name}.part")
+    try:
+        part.write_text(text, encoding="utf-8")
+        part.replace(path)
+    except BaseException:
+        with suppress(OSError):
+            part.unlink(missing_ok=True)
+        raise
 
 
 def describe_note(note: StepNote) -> str:

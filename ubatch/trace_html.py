@@ -28,6 +28,7 @@ from ubatch.trace_export import (
     points,
     summarise,
     union,
+    write_whole,
 )
 
 __all__ = ["Remark", "write_html"]
@@ -156,7 +157,7 @@ def write_html(
     }
     template = resources.files("ubatch").joinpath("trace_page.html").read_text(encoding="utf-8")
     # One pass, so that nothing in a value is taken for a slot.
-    Path(path).write_text(re.sub(r"\{\{(\w+)\}\}", lambda slot: slots[slot[1]], template), encoding="utf-8")
+    write_whole(Path(path), re.sub(r"\{\{(\w+)\}\}", lambda slot: slots[slot[1]], template))
 
 
 def _remark(remark: Remark) -> str:

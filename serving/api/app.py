@@ -43,6 +43,7 @@ def create_app(
     defaults: SamplingDefaults | None = None,
     observer: RequestObserver | None = None,
     metrics_app: ASGIApp | None = None,
+    profiles: bool = False,
     access_log: bool = False,
     request_id_headers: bool = True,
     log_requests: bool = False,
@@ -61,6 +62,7 @@ def create_app(
         defaults: sampling parameters where a request gives none.
         observer: told about every output.
         metrics_app: answers `/metrics`.
+        profiles: `/start_profile` may be called; 404 otherwise.
         access_log: log every HTTP request.
         request_id_headers: answers say the request's id in their header.
         log_requests: log what is generated, with its parameters; at level debug also the prompt.
@@ -76,6 +78,7 @@ def create_app(
         max_waiting_requests=max_waiting_requests,
         max_outputs_per_request=max_outputs_per_request,
         long_work=LongWork(lambda: app.state.draining),
+        profiles=profiles,
         log_requests=log_requests,
         max_log_len=max_log_len,
     )

@@ -66,6 +66,7 @@ TOO_LARGE = "the body is larger than --max-request-bytes (`request_too_large`)"
 WRONG_VALUE = "a value is wrong, or the prompt does not fit (`context_length_exceeded`)"
 UNKNOWN_MODEL = "no model has this name (`model_not_found`)"
 NO_PROFILE = "no profile was started, or it could not be written (`no_profile`)"
+PROFILES_OFF = "the server was started without `--profile-dir` (`profiles_off`)"
 GENERATION_ERRORS = {
     "400": WRONG_VALUE,
     "404": UNKNOWN_MODEL,
@@ -217,23 +218,31 @@ async def show_version() -> Version:
     return Version(version=version("ubatch"))
 
 
-@router.post("/start_profile", responses=_errors(**{"500": "the engine failed"}))
+@router.post("/start_profile", responses=_errors(**{"404": PROFILES_OFF, "500": "the engine failed"}))
 async def start_profile(request: Request) -> Status:
     """Begin to trace the steps of every rank."""
-    await _service(request).engine.start_profile()
+    await _profiling(request).engine.start_profile()
     return Status(status="profiling")
 
 
-@router.post("/stop_profile", responses=_errors(**{"409": NO_PROFILE, "500": "the engine failed"}))
+@router.post("/stop_profile", responses=_errors(**{"404": PROFILES_OFF, "409": NO_PROFILE, "500": "the engine failed"}))
 async def stop_profile(request: Request) -> ProfileFiles:
     """End it, and write the traces: Chrome's format, which Perfetto shows."""
     try:
-        files = await _service(request).engine.stop_profile()
-    except EngineDead:
+        files = await _profiling(request).engine.stop_profile()
+    except (ApiError, EngineDead):
         raise
     except UBatchError as error:
         raise ApiError(409, f"There is no profile: {error}", code="no_profile") from error
     return ProfileFiles(files=[str(path) for path in files])
+
+
+def _profiling(request: Request) -> Service:
+    service = _service(request)
+    if not service.profiles:
+        message = "This server records no profiles; start it with --profile-dir FOLDER, where they are written."
+        raise ApiError(404, message, code="profiles_off")
+    return service
 
 
 def _card(service: Service, name: str) -> ModelCard:

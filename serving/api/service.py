@@ -71,6 +71,7 @@ class Service:
         max_waiting_requests: how many requests may wait for a rank; None for no limit.
         max_outputs_per_request: how many outputs one body may ask for, over all its prompts; None for no limit.
         long_work: does what would hold the event loop.
+        profiles: the engine may record profiles.
         log_requests: log what is generated; see `serving.api.request_log`.
         max_log_len: token ids of a prompt that are shown then; None for all.
         created: when the server was started, in seconds since 1970.
@@ -85,6 +86,7 @@ class Service:
     max_waiting_requests: int | None = None
     max_outputs_per_request: int | None = None
     long_work: LongWork = field(default_factory=lambda: LongWork(lambda: False))
+    profiles: bool = False
     log_requests: bool = False
     max_log_len: int | None = None
     created: int = field(default_factory=lambda: int(time.time()))

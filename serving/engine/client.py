@@ -296,10 +296,11 @@ class EngineClient:
             raise UBatchError(f"not every rank has written its profile within {_PROFILE_S:.0f} s.") from error
         finally:
             self._profiles = {}
-        for answer in answers:
-            if answer.error is not None:
-                raise UBatchError(f"{self.options.describe_rank(answer.rank)}: {answer.error}")
-        return [Path(answer.path) for answer in answers]
+        wrong = [f"{self.options.describe_rank(each.rank)}: {each.error}" for each in answers if each.error is not None]
+        written = [each.path for each in answers if each.error is None]
+        if wrong:
+            raise UBatchError(" ".join([*wrong, *(f"{path} is written." for path in written)]))
+        return [Path(path) for path in written]
 
     # -- the wire -----------------------------------------------------------------------------------------------
 

@@ -280,7 +280,8 @@ class Engine:
                 self.core.tracer.start_profile()
             case StopProfile(prefix):
                 path = f"{prefix}-rank-{self.rank}.json"
-                wrong = self.core.tracer.stop_profile(Path(path), self.rank)
+                with taking_long("writing a profile"):
+                    wrong = self.core.tracer.stop_profile(Path(path), self.rank)
                 self._link.send(ProfileWritten(self.rank, path, wrong))
             case Shutdown():
                 self._shutdown = True

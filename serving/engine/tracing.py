@@ -100,7 +100,7 @@ class StepTracer:
             path.parent.mkdir(parents=True, exist_ok=True)
             write_chrome(path, {rank: trace.spans}, notes={rank: trace.notes}, measures=self._measures)
         except OSError as error:
-            return f"cannot write {path}: {error.strerror}."
+            return f"cannot write {path}: {error.strerror}; the {trace.step} steps that were recorded are lost."
         else:
             log_event(_logger, "profile written", path=path, steps=trace.step, spans=len(trace.spans))
             return None

@@ -267,7 +267,9 @@ class Server(Group):
         float, Field(ge=0, description="after SIGTERM, seconds until requests that still run are cut off")
     ] = 120.0
     profile_dir: Annotated[
-        Path | None, derived("PATH", "a temporary one"), Field(description="folder for what /start_profile records")
+        Path | None,
+        derived("PATH", "none"),
+        Field(description="folder for what /start_profile records, which is refused without it"),
     ] = None
     log_level: Annotated[Literal["debug", "info", "warning", "error"], Field(description="least that is logged")] = (
         "info"
