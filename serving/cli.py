@@ -60,8 +60,8 @@ def _run(words: list[str]) -> int:
     name = next((name for name in COMMANDS if words[: len(name.split())] == name.split()), None)
     if name is None:
         return _usage(words)
-    module: Any = importlib.import_module(COMMANDS[name][0])
     try:
+        module: Any = importlib.import_module(COMMANDS[name][0])  # which takes seconds, and may be interrupted
         read = module.read if hasattr(module, "read") else partial(_parse, module.Options)
         options = read(f"ubatch {name}", COMMANDS[name][1], words[len(name.split()) :])
         return int(module.run(options))

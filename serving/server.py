@@ -2,19 +2,24 @@
 
 start     take the port, load the tokenizer, start the engines
 serve     until a signal comes or an engine dies
-drain     new requests get 503 while those that run end; a second signal does not wait for them
+drain     new requests get 503 while those that run end
 end       the engines end, whatever happened before
+
+A second signal ends all of it at once, whatever it is at.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import multiprocessing
+import os
 import signal
 import socket
-from collections.abc import Awaitable, Iterator
+import sys
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 import uvicorn
 from fastapi import FastAPI
@@ -30,6 +35,7 @@ from serving.connections import (
     raise_file_limit,
 )
 from serving.engine.client import EngineClient
+from serving.engine.folder import SocketFolder
 from serving.logs import log_event
 from serving.metrics import make_registry
 from serving.options import ServeCommand, Settings
@@ -43,6 +49,7 @@ __all__ = ["run_server"]
 _logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _LAST_RESPONSES_S = 5
 """After draining, how long clients may take to read the rest of their responses."""
 _LAST_ERRORS_S = 2
@@ -61,29 +68,47 @@ def run_server(command: ServeCommand) -> int:
     """
     files = raise_file_limit()
     with listening(command.settings["host"], command.settings["port"]) as listener:
-        return asyncio.run(_Serve(command, listener, files).run())
+        try:
+            return asyncio.run(_Serve(command, listener, files).run())
+        finally:
+            for number in _SIGNALS:  # nothing runs any more that one could disturb
+                signal.signal(number, signal.SIG_DFL)
 
 
 class _Stop:
-    """SIGINT and SIGTERM, while the loop runs: the first asks to drain, another one not to wait for that.
+    """SIGINT and SIGTERM, while the loop runs: the first asks to drain, another one is not to be argued with.
+
+    Args:
+        at_once: called with the second.
 
     Attributes:
-        first: set by the first.
-        second: set by the second.
-        number: of the last.
+        came: set by the first.
+        number: which that was.
     """
 
-    def __init__(self) -> None:
-        self.first = asyncio.Event()
-        self.second = asyncio.Event()
+    def __init__(self, at_once: Callable[[int], None]) -> None:
+        self.came = asyncio.Event()
         self.number = 0
+        self._at_once = at_once
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, self._came, number)
+        for number in _SIGNALS:
+            loop.add_signal_handler(number, self._handle, number)
 
-    def _came(self, number: int) -> None:
+    def _handle(self, number: int) -> None:
+        if self.came.is_set():
+            self._at_once(number)
         self.number = number
-        (self.second if self.first.is_set() else self.first).set()
+        self.came.set()
+
+
+def _end_at_once(number: int) -> NoReturn:
+    """End this process and its engines, without waiting for anything."""
+    log_event(_logger, "ended at once", level=logging.WARNING, signal=signal.Signals(number).name)
+    for engine in multiprocessing.active_children():
+        engine.kill()
+    SocketFolder.remove_all()
+    sys.stderr.flush()
+    os._exit(128 + number)
 
 
 class _Server(uvicorn.Server):
@@ -111,7 +136,7 @@ class _Serve:
         self.most_connections = self.settings["max_connections"] or most_connections(files)
 
     async def run(self) -> int:
-        stop = _Stop()
+        stop = _Stop(_end_at_once)
         asyncio.get_running_loop().set_exception_handler(Listener.spare_traceback)
         tokenizer = load_tokenizer(self.options.model)
         check_chat_template(tokenizer, self.options.model)
@@ -124,7 +149,7 @@ class _Serve:
             device=self.options.device,
             dtype=self.options.dtype,
         )
-        client = await _unless(stop.first, EngineClient.start(self.options))
+        client = await _unless(stop.came, EngineClient.start(self.options))
         if client is None:
             log_event(_logger, "interrupted while starting", signal=signal.Signals(stop.number).name)
             return 128 + stop.number
@@ -164,18 +189,17 @@ class _Serve:
         )
         serving = asyncio.create_task(server.serve(sockets=[self.listener]))
         died = asyncio.create_task(client.wait_dead())
-        stopped = asyncio.create_task(stop.first.wait())
+        stopped = asyncio.create_task(stop.came.wait())
         try:
             await self._say_ready(client, server, serving)
             await asyncio.wait({serving, died, stopped}, return_when=asyncio.FIRST_COMPLETED)
             if stopped.done() and not died.done():
                 await self._drain(client, app, stop, died)
             elif died.done():
-                await _unless(stop.first, asyncio.sleep(_SICK_S))
+                await _unless(stop.came, asyncio.sleep(_SICK_S))
             if died.done():
                 server.config.timeout_graceful_shutdown = _LAST_ERRORS_S
             server.should_exit = True
-            server.force_exit = stop.second.is_set()
             await serving
         finally:
             for task in (serving, died, stopped):
@@ -183,7 +207,7 @@ class _Serve:
             await asyncio.gather(serving, died, stopped, return_exceptions=True)
         if client.dead is not None:
             raise EngineDead(str(client.dead).splitlines()[0])  # the rest has been logged
-        return 128 + stop.number if stop.second.is_set() else 0
+        return 0
 
     async def _say_ready(self, client: EngineClient, server: _Server, serving: asyncio.Task[None]) -> None:
         while not server.started and not serving.done():
@@ -231,12 +255,12 @@ class _Serve:
                 )
 
     async def _drain(self, client: EngineClient, app: FastAPI, stop: _Stop, died: asyncio.Task[EngineDead]) -> None:
-        """Wait for what runs: to its end, to the time-out, to a second signal, or to an engine's death."""
+        """Wait for what runs: to its end, to the time-out, or to an engine's death."""
         app.state.draining = True
         patience = self.settings["drain_timeout_s"]
         log_event(_logger, "draining", signal=signal.Signals(stop.number).name, requests=client.num_outstanding)
         deadline = asyncio.get_running_loop().time() + patience
-        while client.num_outstanding and not stop.second.is_set() and not died.done():
+        while client.num_outstanding and not died.done():
             if asyncio.get_running_loop().time() > deadline:
                 log_event(
                     _logger, "cut off", level=logging.WARNING, requests=client.num_outstanding, drain_timeout_s=patience

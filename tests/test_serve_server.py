@@ -33,19 +33,23 @@ def drain(happens: Callable[[FakeClient, _Stop, asyncio.Future[Any]], None], dra
     keywords = {"model": TINY, "drain_timeout_s": drain_timeout_s}
     settings = resolve_settings(read_keywords(keywords), machine=Machine())
     client = FakeClient()
+    second: list[int] = []
 
     async def run() -> None:
-        app, stop = FastAPI(), _Stop()
+        app, stop = FastAPI(), _Stop(second.append)
         died: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         signal.raise_signal(signal.SIGTERM)
-        await asyncio.wait_for(stop.first.wait(), 30)
+        await asyncio.wait_for(stop.came.wait(), 30)
         with socket.socket() as listener:
             serve = _Serve(ServeCommand(settings, to_engine_options(settings), False), listener, 1024)
             asyncio.get_running_loop().call_later(0.05, happens, client, stop, died)
             fake: Any = client
             task: Any = died
             await asyncio.wait_for(serve._drain(fake, app, stop, task), 30)
-        assert app.state.draining
+            assert app.state.draining
+            signal.raise_signal(signal.SIGINT)
+            await asyncio.sleep(0.01)
+            assert second == [signal.SIGINT]
 
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
@@ -60,10 +64,6 @@ def finish(client: FakeClient, stop: _Stop, died: asyncio.Future[Any]) -> None:
     client.num_outstanding = 0
 
 
-def signal_again(client: FakeClient, stop: _Stop, died: asyncio.Future[Any]) -> None:
-    signal.raise_signal(signal.SIGINT)
-
-
 def die(client: FakeClient, stop: _Stop, died: asyncio.Future[Any]) -> None:
     died.set_result(EngineDead("rank 0 was killed."))
 
@@ -74,7 +74,7 @@ def nothing(client: FakeClient, stop: _Stop, died: asyncio.Future[Any]) -> None:
 
 @pytest.mark.parametrize(
     ("happens", "drain_timeout_s", "left"),
-    [(finish, 600.0, 0), (signal_again, 600.0, 1), (die, 600.0, 1), (nothing, 0.1, 1)],
+    [(finish, 600.0, 0), (die, 600.0, 1), (nothing, 0.1, 1)],
 )
 def test_draining_ends(
     happens: Callable[[FakeClient, _Stop, asyncio.Future[Any]], None], drain_timeout_s: float, left: int

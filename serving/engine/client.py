@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import shutil
 import tempfile
 import time
 from collections.abc import AsyncGenerator, Mapping
@@ -26,6 +25,7 @@ import zmq.asyncio
 
 from model_runner import FinishReason, RequestError
 from serving.engine.failures import FirstCause, again, dead_error, start_error
+from serving.engine.folder import SocketFolder
 from serving.engine.launch import EngineMain, LocalEngines
 from serving.engine.messages import (
     Abort,
@@ -108,7 +108,7 @@ class EngineClient:
         self._closing = False
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.ROUTER)
-        self._folder: Path | None = None
+        self._folder: SocketFolder | None = None
         self._engines: LocalEngines | None = None
 
     # -- start and end ------------------------------------------------------------------------------------------
@@ -150,8 +150,8 @@ class EngineClient:
 
     def _bind(self) -> str:
         if self.options.nnodes == 1:
-            self._folder = Path(tempfile.mkdtemp(prefix="ubatch-"))  # readable by this user only
-            address = f"ipc://{self._folder}/client"
+            self._folder = SocketFolder()
+            address = f"ipc://{self._folder.path}/client"
             self._socket.bind(address)
             return address
         port = self._socket.bind_to_random_port(f"tcp://{self.options.master_addr}")
@@ -183,7 +183,7 @@ class EngineClient:
         self._socket.close(linger=1000)
         self._context.term()
         if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder.remove()
 
     # -- requests -----------------------------------------------------------------------------------------------
 

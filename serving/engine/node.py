@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import logging
+import os
+import signal
 import time
 from multiprocessing.connection import wait
+from threading import current_thread, main_thread
+from typing import Self
 
 import torch.distributed as dist
 
@@ -32,7 +36,7 @@ def run_node(options: EngineOptions, *, engine_main: EngineMain = run_engine) ->
     Node 0 tells the ranks when to end. Here the deaths are noticed that node 0 cannot see, and node 0's own.
 
     Returns:
-        The exit status: 0 if all ranks ended well.
+        The exit status: 0 if all ranks ended well, 128 and the signal after SIGINT or SIGTERM.
 
     Raises:
         ConfigError: this is node 0, which has the client.
@@ -40,31 +44,77 @@ def run_node(options: EngineOptions, *, engine_main: EngineMain = run_engine) ->
     """
     if options.node_rank == 0:
         raise ConfigError("node 0 has the client: start it with EngineClient.start.")
-    store = connect_store(options.master_addr, options.master_port)
-    link = EngineLink(client_address(store), f"node-{options.node_rank}")
-    engines = LocalEngines(options, options.master_addr, options.master_port, engine_main)
-    try:
-        return _Supervisor(options.node_rank, engines, store, link).run()
-    finally:
-        engines.kill()
-        link.close()
+    with _Told() as told:
+        store = connect_store(options.master_addr, options.master_port)
+        link = EngineLink(client_address(store), f"node-{options.node_rank}")
+        told.listen()
+        engines = LocalEngines(options, options.master_addr, options.master_port, engine_main)
+        try:
+            return _Supervisor(options.node_rank, engines, store, link, told).run()
+        finally:
+            engines.kill()
+            link.close()
+
+
+class _Told:
+    """SIGINT and SIGTERM of a node. Until `listen`, and after the first, they end the process as the system does.
+
+    In a thread that is not the main one there are none.
+
+    Attributes:
+        pipe: becomes readable with the first.
+        number: which that was.
+    """
+
+    def __init__(self) -> None:
+        self.pipe, self._other_end = os.pipe()
+        self.number = 0
+        self._numbers = (signal.SIGINT, signal.SIGTERM) if current_thread() is main_thread() else ()
+        self._before = {number: signal.getsignal(number) for number in self._numbers}
+
+    def __enter__(self) -> Self:
+        self._leave_to_the_system()  # connecting blocks, and could not be interrupted otherwise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items() if not self.number else ():
+            signal.signal(number, handler)
+        os.close(self.pipe)
+        os.close(self._other_end)
+
+    def listen(self) -> None:
+        """There is something to end in good order from now on."""
+        for number in self._numbers:
+            signal.signal(number, self._came)
+
+    def _came(self, number: int, _: object) -> None:
+        self._leave_to_the_system()
+        self.number = number
+        os.write(self._other_end, b"!")
+
+    def _leave_to_the_system(self) -> None:
+        for number in self._numbers:
+            signal.signal(number, signal.SIG_DFL)
 
 
 class _Supervisor:
     """Watches one node's engines until none is left."""
 
-    def __init__(self, node_rank: int, engines: LocalEngines, store: dist.Store, link: EngineLink) -> None:
+    def __init__(self, node_rank: int, engines: LocalEngines, store: dist.Store, link: EngineLink, told: _Told) -> None:
         self._node_rank = node_rank
         self._engines = engines
         self._store = store
         self._link = link
+        self._told = told
         self._failed = False
 
     def run(self) -> int:
         alive = dict(self._engines.sentinels)
         deadline: float | None = None
         while alive and (deadline is None or time.monotonic() < deadline):
-            ended = wait(list(alive.values()), _ALIVE_EVERY_S)
+            ended = wait([*alive.values(), self._told.pipe], _ALIVE_EVERY_S)
+            if self._told.number:
+                return self._end_as_told(next(iter(alive)))
             for rank in [rank for rank, sentinel in alive.items() if sentinel in ended]:
                 del alive[rank]
                 self._ended(rank)
@@ -73,6 +123,14 @@ class _Supervisor:
                 log_event(_logger, "node 0 is gone", level=logging.ERROR, node_rank=self._node_rank)
                 return 1
         return 1 if alive or self._failed else 0
+
+    def _end_as_told(self, rank: int) -> int:
+        name = signal.Signals(self._told.number).name
+        log_event(_logger, "told to end", node_rank=self._node_rank, signal=name)
+        self._link.send(
+            Failed(rank, "", "", f"is lost: node {self._node_rank} was told to end ({name})", "", echo=False)
+        )
+        return 128 + self._told.number
 
     def _ended(self, rank: int) -> None:
         what = self._engines.describe_exit(rank)

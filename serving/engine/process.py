@@ -170,7 +170,7 @@ def _report_failure(link: EngineLink, rank: int, error: BaseException) -> None:
     text = "".join(traceback.format_exception(error))
     echo = isinstance(error, PeerFailed | GroupBroken | TransferTimeout)
     if _logger.hasHandlers():
-        told = isinstance(error, ConfigError | CheckpointError)  # what to do is in the message; the place is of no use
+        told = isinstance(error, ConfigError | CheckpointError | Orphaned)  # the message says all; the place is no use
         _logger.error("engine failed\n%s" if not told else "engine failed: %s", error if told else text)
     link.send(Failed(rank, error_kind(error), type(error).__name__, str(error), text, echo))
 

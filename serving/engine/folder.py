@@ -1,0 +1,75 @@
+"""The folder of a server's sockets, among the temporary files: readable by this user only, and never left for good.
+
+A server that is killed cannot remove its own. So each holds a lock on its folder, which ends with the process, and the
+next server that starts removes folders whose lock is free.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import tempfile
+import time
+from contextlib import suppress
+from pathlib import Path
+
+__all__ = ["SocketFolder"]
+
+_PREFIX = "ubatch-sockets-"
+_LOCK = "lock"
+_YOUNG_S = 10.0
+"""A folder without a lock may be one that is being made."""
+
+
+class SocketFolder:
+    """A new folder; those of servers that are gone are removed first.
+
+    Attributes:
+        path: where it is.
+    """
+
+    def __init__(self) -> None:
+        _remove_left()
+        self.path = Path(tempfile.mkdtemp(prefix=_PREFIX))
+        self._lock = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        _open.add(self)
+
+    def remove(self) -> None:
+        """Remove it, with all that is in it."""
+        if self in _open:
+            _open.remove(self)
+            shutil.rmtree(self.path, ignore_errors=True)
+            os.close(self._lock)
+
+    @staticmethod
+    def remove_all() -> None:
+        """Those of this process, which is about to end without cleaning up."""
+        for folder in list(_open):
+            folder.remove()
+
+
+_open: set[SocketFolder] = set()
+
+
+def _remove_left() -> None:
+    for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+        with suppress(OSError):  # another user's, or another server removes it just now
+            if time.time() - folder.stat().st_mtime > _YOUNG_S and _is_left(folder / _LOCK):
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+def _is_left(path: Path) -> bool:
+    try:
+        lock = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return True
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    else:
+        return True
+    finally:
+        os.close(lock)

@@ -1,0 +1,110 @@
+"""Servers and nodes that are told to end, twice perhaps, or killed: they end at once, and leave nothing for good."""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import os
+import signal
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+from children import exit_code, in_child
+from engine_mains import is_alive, tiny, wait_for, wait_until
+
+from ranks import free_port
+from serving.engine import EngineClient, run_node
+from serving.engine.folder import SocketFolder
+from serving.requests import EngineDead
+from serving.server import _end_at_once, _Stop
+
+
+@pytest.fixture
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return tmp_path
+
+
+def folders(temporary: Path) -> list[Path]:
+    return sorted(temporary.glob("ubatch-*"))
+
+
+def grow_old(folder: Path) -> None:
+    os.utime(folder, (time.time() - 60, time.time() - 60))
+
+
+def test_a_second_signal_ends_the_server_and_its_engines_at_once(temporary: Path) -> None:
+    pid = temporary / "pid"
+
+    def body() -> None:
+        async def run() -> None:
+            _Stop(_end_at_once)
+            SocketFolder()
+            engine = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+            engine.start()
+            pid.write_text(str(engine.pid))
+            os.kill(os.getpid(), signal.SIGINT)
+            await asyncio.sleep(0.1)
+            os.kill(os.getpid(), signal.SIGINT)
+            await asyncio.sleep(60)
+
+        asyncio.run(run())
+
+    begun = time.monotonic()
+    assert exit_code(in_child(body)) == 128 + signal.SIGINT
+    assert time.monotonic() - begun < 10
+    assert wait_until(lambda: not is_alive(int(pid.read_text())))
+    assert not folders(temporary)
+
+
+def test_what_a_killed_server_leaves_the_next_one_removes(temporary: Path) -> None:
+    def body() -> None:
+        SocketFolder()
+        time.sleep(60)
+
+    child = in_child(body)
+    assert wait_until(lambda: len(list(temporary.glob("ubatch-*/lock"))) == 1)
+    (left,) = folders(temporary)
+    time.sleep(0.1)  # until it has its lock
+    grow_old(left)
+    own = SocketFolder()
+    assert folders(temporary) == sorted([left, own.path])  # that server lives
+    os.kill(child, signal.SIGKILL)
+    assert exit_code(child) == -signal.SIGKILL
+    grow_old(left)
+    grow_old(own.path)
+    another = SocketFolder()
+    assert folders(temporary) == sorted([own.path, another.path])
+    own.remove()
+    another.remove()
+    assert not folders(temporary)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_node_that_waits_for_node_0_can_be_ended(number: signal.Signals) -> None:
+    options = tiny(2, nnodes=2, node_rank=1, master_port=free_port())
+    child = in_child(lambda: run_node(options))
+    time.sleep(0.5)
+    os.kill(child, number)
+    assert exit_code(child) == -number
+
+
+@pytest.mark.slow
+def test_a_node_that_is_told_to_end_says_so() -> None:
+    port = free_port()
+    node = in_child(lambda: os._exit(run_node(tiny(2, nnodes=2, node_rank=1, master_port=port))))
+
+    async def scenario() -> None:
+        client = await EngineClient.start(tiny(2, nnodes=2, master_port=port))
+        try:
+            os.kill(node, signal.SIGTERM)
+            assert await wait_for(lambda: client.dead is not None)
+            assert isinstance(client.dead, EngineDead)
+            assert str(client.dead) == "rank 1 is lost: node 1 was told to end (SIGTERM)."
+        finally:
+            await client.close()
+
+    asyncio.run(scenario())
+    assert exit_code(node) == 128 + signal.SIGTERM
