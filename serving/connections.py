@@ -13,12 +13,12 @@ import logging
 import resource
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import h11
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from serving.api.errors import ApiError, error_response
@@ -114,14 +114,21 @@ def listening(host: str, port: int) -> Iterator[Listener]:
         yield listener
 
 
-def connection_protocol(most: int) -> type[H11Protocol]:
-    """What a connection of a server with at most `most` of them is, for uvicorn."""
+def connection_protocol(most: int, around: Callable[[ASGIApp], ASGIApp]) -> type[H11Protocol]:
+    """What a connection is, for uvicorn.
+
+    Args:
+        most: of them; more are refused.
+        around: what logs requests, for those that the application does not see.
+    """
 
     async def refuse(scope: Scope, receive: Receive, send: Send) -> None:
         error = ApiError(503, f"{most} connections are open, and no more may be.", code="too_many_connections")
         response = error_response(error)
         response.headers["Connection"] = "close"
         await response(scope, receive, send)
+
+    refusing: Any = around(refuse)
 
     class Connection(H11Protocol):
         """One that is closed where its requests do not come."""
@@ -131,7 +138,7 @@ def connection_protocol(most: int) -> type[H11Protocol]:
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             super().connection_made(transport)
             if len(self.connections) > most:
-                self.app = refuse
+                self.app = refusing
             self._look_at_the_clock()
 
         def data_received(self, data: bytes) -> None:

@@ -19,6 +19,7 @@ import socket
 import sys
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import NoReturn, TypeVar
 
 import uvicorn
@@ -26,6 +27,7 @@ from fastapi import FastAPI
 from prometheus_client import make_asgi_app
 
 from serving.api import SamplingDefaults, create_app
+from serving.api.request_log import RequestLog
 from serving.connections import (
     CannotListen,
     Listener,
@@ -134,6 +136,11 @@ class _Serve:
         self.options = command.engine
         self.listener = listener
         self.most_connections = self.settings["max_connections"] or most_connections(files)
+        self._around = partial(
+            RequestLog,
+            access_log=self.settings["access_log"],
+            headers=self.settings["enable_request_id_headers"],
+        )
 
     async def run(self) -> int:
         stop = _Stop(_end_at_once)
@@ -168,8 +175,7 @@ class _Serve:
                 observer=observer,
                 metrics_app=make_asgi_app(registry),
                 profiles=self.settings["profile_dir"] is not None,
-                access_log=self.settings["access_log"],
-                request_id_headers=self.settings["enable_request_id_headers"],
+                around=self._around,
                 log_requests=self.settings["enable_log_requests"],
                 max_log_len=self.settings["max_log_len"],
             )
@@ -181,7 +187,7 @@ class _Serve:
         server = _Server(
             uvicorn.Config(
                 app,
-                http=connection_protocol(self.most_connections),
+                http=connection_protocol(self.most_connections, self._around),
                 log_config=None,
                 access_log=False,  # the application's own says which request it was
                 timeout_graceful_shutdown=_LAST_RESPONSES_S,

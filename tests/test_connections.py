@@ -17,6 +17,7 @@ from api_clients import app_of
 from fake_engine import FakeEngine
 
 from serving import connections
+from serving.api.request_log import RequestLog
 from serving.connections import (
     CannotListen,
     Listener,
@@ -38,7 +39,7 @@ def serve(scenario: Callable[[Listener, Ask], Coroutine[Any, Any, None]], most: 
             loop = asyncio.get_running_loop()
             loop.set_exception_handler(Listener.spare_traceback)
             config = uvicorn.Config(
-                app_of(FakeEngine()), log_config=None, lifespan="off", http=connection_protocol(most)
+                app_of(FakeEngine()), log_config=None, lifespan="off", http=connection_protocol(most, RequestLog)
             )
             server = uvicorn.Server(config)
             server.capture_signals = lambda: pytest.MonkeyPatch.context()  # type: ignore[method-assign,assignment,return-value]
@@ -91,6 +92,7 @@ def test_connections_beyond_the_limit_get_503() -> None:
         assert refused.startswith(b"HTTP/1.1 503 ")
         assert b"retry-after: 1" in refused.lower()
         assert b'"too_many_connections"' in refused
+        assert b"x-request-id: " in refused.lower()
         for _, writer in idle:
             writer.close()
             await writer.wait_closed()

@@ -14,6 +14,7 @@ from serving.engine.failures import dead_error, start_error
 from serving.engine.messages import (
     Abort,
     Add,
+    Alive,
     Failed,
     NodeAlive,
     Outputs,
@@ -68,6 +69,7 @@ def test_messages_to_an_engine_come_back(message: messages.ToEngine) -> None:
     "message",
     [
         Ready(1, 2048, 100, "KV cache"),
+        Alive(1, 900.0),
         Outputs(
             0,
             12,

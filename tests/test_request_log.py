@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import logging
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 from api_clients import MODEL, app_of, call, events_of, post
 from fake_engine import FakeEngine
 
+from serving.api.request_log import RequestLog
 from serving.logs import configure_logging
 from serving.options import notes
 from serving.options.resolve import read_serve_command
@@ -41,7 +43,7 @@ def test_the_clients_id_comes_back_and_others_get_one() -> None:
     assert len({*made}) == 2
     for wrong in ("", "a b", "x" * 200, "a\tb"):
         assert call(app, "GET", "/health", headers={"X-Request-Id": wrong}).headers["x-request-id"] != wrong
-    silent = app_of(FakeEngine(), request_id_headers=False)
+    silent = app_of(FakeEngine(), around=partial(RequestLog, headers=False))
     assert "x-request-id" not in call(silent, "GET", "/health", headers=IDENTIFIED).headers
 
 
@@ -69,7 +71,7 @@ def test_so_do_unexpected_errors_a_missing_key_and_errors_in_a_stream(log: io.St
 
 
 def test_the_access_log_names_every_request_and_no_secrets(log: io.StringIO) -> None:
-    app = app_of(FakeEngine(), access_log=True, api_key="hidden-key")
+    app = app_of(FakeEngine(), around=partial(RequestLog, access_log=True), api_key="hidden-key")
     headers = {"Authorization": "Bearer hidden-key", **IDENTIFIED}
     call(app, "POST", f"{COMPLETIONS}?token=hidden-too", json=BODY, headers=headers)
     call(app, "GET", "/no%0Awhere%1b", headers=headers)

@@ -215,6 +215,24 @@ def test_an_engine_that_dies_ends_the_server() -> None:
 
 
 @pytest.mark.slow
+def test_an_engine_that_hangs_ends_the_server() -> None:
+    server = Server(MODEL, "--port", "0", "--timeout-s", "4")
+    lines: list[str] = []
+    began = threading.Event()
+    stream = threading.Thread(target=stream_lines, args=(server.url, 1000, lines, began))
+    stream.start()
+    assert began.wait(PATIENCE_S)
+    os.kill(int(server.wait_for(r"engine rank=0 pid=(\d+)")), signal.SIGSTOP)
+    stopped = time.monotonic()
+    assert "rank 0 hangs" in sick(server.url)
+    assert time.monotonic() - stopped < 6
+    stream.join(PATIENCE_S)
+    assert any('"error"' in line and "rank 0 hangs" in line for line in lines), lines[-3:]
+    assert server.end() == 1
+    assert server.lines[-1] == "ubatch serve: rank 0 hangs: it has given no sign of life for 4 s (timeout_s)."
+
+
+@pytest.mark.slow
 def test_a_second_signal_does_not_wait() -> None:
     server = Server(MODEL, "--port", "0")
     lines: list[str] = []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from secrets import compare_digest
 from typing import TYPE_CHECKING, Any
 
@@ -44,8 +44,7 @@ def create_app(
     observer: RequestObserver | None = None,
     metrics_app: ASGIApp | None = None,
     profiles: bool = False,
-    access_log: bool = False,
-    request_id_headers: bool = True,
+    around: Callable[[ASGIApp], ASGIApp] = RequestLog,
     log_requests: bool = False,
     max_log_len: int | None = None,
 ) -> FastAPI:
@@ -63,8 +62,7 @@ def create_app(
         observer: told about every output.
         metrics_app: answers `/metrics`.
         profiles: `/start_profile` may be called; 404 otherwise.
-        access_log: log every HTTP request.
-        request_id_headers: answers say the request's id in their header.
+        around: what gives every request its id, and logs its answer.
         log_requests: log what is generated, with its parameters; at level debug also the prompt.
         max_log_len: token ids of a prompt that are shown then; None for all.
     """
@@ -95,9 +93,7 @@ def create_app(
         app.router.routes.append(Route("/metrics", _Forwarded(metrics_app), include_in_schema=False))
     _complete_description(app, max_outputs_per_request)
     build = app.build_middleware_stack  # what is added as middleware does not see the answers to unexpected errors
-    app.build_middleware_stack = lambda: RequestLog(  # type: ignore[method-assign]
-        build(), access_log=access_log, headers=request_id_headers
-    )
+    app.build_middleware_stack = lambda: around(build())  # type: ignore[method-assign]
     return app
 
 

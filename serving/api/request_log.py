@@ -35,7 +35,7 @@ class RequestLog:
         headers: say the id in the answer's header, too.
     """
 
-    def __init__(self, app: ASGIApp, *, access_log: bool, headers: bool) -> None:
+    def __init__(self, app: ASGIApp, *, access_log: bool = False, headers: bool = True) -> None:
         self._app, self._access_log, self._headers = app, access_log, headers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
