@@ -269,7 +269,7 @@ def write_weights_first(steps: Steps) -> None:
     [
         (lambda steps: never_wait_on("forward", steps.monkeypatch), "which nothing orders after launch 0 copy_"),
         (lambda steps: never_wait_on("forward", steps.monkeypatch), "which nothing orders after launch 0 mul_"),
-        (lambda steps: never_wait_on("download", steps.monkeypatch), "which nothing orders after sample 0 index_copy_"),
+        (lambda steps: never_wait_on("download", steps.monkeypatch), "which nothing orders after sample 0 cat"),
         (read_at_once, "the host reads memory"),
         (use_buffers_at_once, "the host writes memory"),
         (keep_nothing, "of upload is freed while sample 0"),
