@@ -233,8 +233,8 @@ def _run(runner: ModelRunner, steps: _Steps) -> None:
             runner.admit(request, steps.length + 1 + steps.places)
         with runner.wrapper.no_timeout():
             prefilled = runner.execute([ScheduledRequest(request, steps.length) for request in requests])
-            for request, (token,) in zip(requests, prefilled.tokens, strict=True):
-                request.advance(steps.length, token)
+            for request, tokens in zip(requests, prefilled.tokens, strict=True):
+                request.advance(steps.length, tokens[0] if tokens else 0)  # none where token 0 gives no finite logits
             if steps.drafts and steps.verified:
                 runner.execute(_drafted(requests[: steps.verified], steps.drafts, proposer))
             runner.execute([ScheduledRequest(request, 1) for request in requests])

@@ -14,6 +14,7 @@ import torch
 from draft_cases import make_head
 from fake_graphs import FakeGraphs
 from runner_graph_cases import SIZES, TINY, make_checkpoint, make_runner
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -183,6 +184,17 @@ def with_unequal_memory(rank: int, world_size: int, checkpoint: Path) -> int:
     options |= {"group": group, "tensor_parallel_size": world_size, "block_size": 1, "max_num_batched_tokens": TOKENS}
     with make_runner(checkpoint, **options) as runner:
         return runner.kv_cache.num_blocks
+
+
+def test_a_model_that_gives_no_finite_logits_is_measured_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint = make_checkpoint(tmp_path)
+    for file in checkpoint.glob("*.safetensors"):
+        weights = load_file(file)
+        for name in {"model.embed_tokens.weight"} & set(weights):
+            weights[name][0] = torch.nan
+        save_file(weights, file)
+    with measured(checkpoint, monkeypatch) as (runner, _):
+        assert runner.kv_cache.num_blocks > 1
 
 
 def test_ranks_of_a_replica_measure_with_the_same_steps(checkpoint: Path) -> None:
