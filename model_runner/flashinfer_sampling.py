@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from ubatch import ConfigError, import_optional
+from ubatch.long_calls import taking_long
 
 __all__ = ["find_truncation", "keep_most_likely", "truncates"]
 
@@ -58,9 +59,24 @@ def keep_most_likely(probabilities: Tensor, top_k: Tensor, top_p: Tensor) -> Ten
     truncation = find_truncation()
     if truncation is None:
         raise ConfigError("flashinfer cannot be imported, or is too old to be deterministic; ask `truncates` before.")
+    _compile(probabilities.device)
+    return _truncate(truncation, probabilities.float().contiguous(), top_k.to(torch.int32), top_p.to(torch.float32))
+
+
+@cache
+def _compile(device: torch.device) -> None:
+    """flashinfer compiles where a function is called for the first time."""
+    truncation = find_truncation()
+    if truncation is not None:
+        one, eight = torch.ones(1, device=device), torch.full((1, 8), 1 / 8, device=device)
+        with taking_long("compiling flashinfer's sampling"):
+            _truncate(truncation, eight, one.to(torch.int32), one)
+
+
+def _truncate(truncation: _Truncation, probabilities: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     renormalise_top_k, renormalise_top_p = truncation
-    kept = renormalise_top_k(probabilities.float().contiguous(), top_k.to(torch.int32), is_deterministic=True)
-    return renormalise_top_p(kept, top_p.to(torch.float32), is_deterministic=True)
+    kept = renormalise_top_k(probabilities, top_k, is_deterministic=True)
+    return renormalise_top_p(kept, top_p, is_deterministic=True)
 
 
 @cache

@@ -257,6 +257,7 @@ class _Draws:
         """In the vocabulary's order; see `model_runner.flashinfer_sampling`."""
         top_k, top_p = self.columns[4, :, 0], self.columns[3, :, 0]
         weights = self._lowered(logits).softmax(dim=-1)
+        weights.nan_to_num_(nan=1 / weights.shape[-1])  # a row that is not finite ends its request, whatever is drawn
         if self.has_min_p:
             self._cut_min_p(weights, weights.amax(dim=-1, keepdim=True))
             weights.div_(_total(weights).float())

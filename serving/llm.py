@@ -119,7 +119,7 @@ class LLM:
             raise ConfigError("LLM runs on one machine; use `ubatch serve` for several.")
         self.tokenizer: Any = None if skip_tokenizer_init else load_tokenizer(self.options.model)
         self._numbers = itertools.count()
-        self._one_at_a_time = threading.Lock()
+        self._one_at_a_time = threading.RLock()  # a signal handler may close it in the middle of a call
         self._engine: OfflineEngine | None = make_offline_engine(self.options)
 
     def generate(

@@ -249,7 +249,7 @@ def test_wrong_values_are_400(body: dict[str, Any], param: str | None) -> None:
     response = post(engine, PATH, {"prompt": "a", **body})
     assert response.status_code == 400
     error = response.json()["error"]
-    assert sorted(error) == ["code", "message", "param", "type"]
+    assert sorted(error) == ["code", "message", "param", "request_id", "type"]
     assert (error["type"], error["param"], error["code"]) == ("invalid_request_error", param, None)
     assert error["message"]
     assert not engine.requests

@@ -66,14 +66,14 @@ def serve(scenario: Callable[[Listener, Ask], Coroutine[Any, Any, None]], most: 
 
 
 def test_headers_that_do_not_come_are_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connections, "HEADERS_S", 0.3)
+    monkeypatch.setattr(connections, "HEADERS_S", 2.0)
 
     async def scenario(listener: Listener, ask: Ask) -> None:
         begun = time.monotonic()
         half, nothing, later = await asyncio.gather(
             ask(GET), ask(), ask(GET + b"Connection: keep-alive\r\n\r\n", GET, pause_s=0.1)
         )
-        assert time.monotonic() - begun < 5
+        assert time.monotonic() - begun < 15
         assert half.startswith(b"HTTP/1.1 408 ")
         assert nothing == b""
         assert later.startswith(b"HTTP/1.1 200 ")
@@ -96,8 +96,10 @@ def test_connections_beyond_the_limit_get_503() -> None:
         for _, writer in idle:
             writer.close()
             await writer.wait_closed()
-        await asyncio.sleep(0.1)
-        assert (await ask(whole)).startswith(b"HTTP/1.1 200 ")
+        answer, ends = b"", time.monotonic() + 10
+        while not answer.startswith(b"HTTP/1.1 200 ") and time.monotonic() < ends:
+            answer = await ask(whole)
+        assert answer.startswith(b"HTTP/1.1 200 ")
 
     serve(scenario, most=2)
 

@@ -18,11 +18,11 @@ from serving.engine.messages import Alive, Failed
 from serving.engine.vital_signs import VitalSigns
 from serving.requests import EngineDead
 from ubatch import UBatchConfig
-from ubatch.heartbeat import Heart, beat
+from ubatch.heartbeat import Heart, beat, stop_hearts
 from ubatch.long_calls import holding_gil, taking_long
 
-TIMEOUT_S = 2.0
-SLACK_S = 2.0
+TIMEOUT_S = 4.0
+SLACK_S = 10.0
 """What a busy machine may add."""
 SHORT = SamplingParams(max_tokens=4, ignore_eos=True)
 LONG = SamplingParams(max_tokens=400, ignore_eos=True)
@@ -44,16 +44,16 @@ def test_an_idle_engine_that_hangs_is_named_and_one_that_goes_on_in_time_is_not(
         client = await EngineClient.start(impatient(tiny()))
         try:
             pid = stop(client, 0)
-            await asyncio.sleep(TIMEOUT_S / 2)
+            await asyncio.sleep(TIMEOUT_S / 4)
             os.kill(pid, signal.SIGCONT)
-            await asyncio.sleep(TIMEOUT_S * 0.7)
+            await asyncio.sleep(TIMEOUT_S)
             assert client.dead is None
             assert len(await tokens_of(client, "after", [1, 2], SHORT)) == 4
 
             stop(client, 0)
             begun = time.monotonic()
-            with pytest.raises(EngineDead, match=r"^rank 0 hangs: .* no sign of life for 2 s"):
-                await asyncio.wait_for(tokens_of(client, "hung", [1, 2], SHORT), 20)
+            with pytest.raises(EngineDead, match=r"^rank 0 hangs: .* no sign of life for 4 s"):
+                await asyncio.wait_for(tokens_of(client, "hung", [1, 2], SHORT), 30)
             assert time.monotonic() - begun < TIMEOUT_S + SLACK_S
             assert (await asyncio.wait_for(client.wait_dead(), 10)) is client.dead
             assert await wait_for(lambda: not is_alive(pid))
@@ -86,7 +86,7 @@ def test_of_ranks_that_step_together_the_one_that_hangs_is_named() -> None:
 
 
 def silent_ranks(during: Callable[[VitalSigns], None], *, ranks: int = 1, together: bool = False) -> list[int]:
-    """Who is reported within 3 time-outs, of ranks of which something is heard at the start."""
+    """Who is reported, up to the third report, of ranks of which something is heard at the start."""
     reported: list[int] = []
     signs = VitalSigns(impatient(tiny(ranks, expert_parallel=together), 0.1), lambda failed: note(failed))
 
@@ -97,7 +97,9 @@ def silent_ranks(during: Callable[[VitalSigns], None], *, ranks: int = 1, togeth
         watching = asyncio.create_task(signs.watch())
         signs.begin()
         during(signs)
-        await asyncio.sleep(0.3)
+        ends = time.monotonic() + (1.0 if together else 30.0)
+        while len(reported) < 3 and time.monotonic() < ends:
+            await asyncio.sleep(0.02)
         watching.cancel()
 
     asyncio.run(watch())
@@ -131,7 +133,7 @@ def test_time_in_which_nobody_looked_does_not_count() -> None:
 
 def test_a_heart_beats_where_a_wait_goes_on_and_announces_long_calls() -> None:
     sent: list[float] = []
-    heart = Heart(sent.append, every_s=0.02)
+    heart = Heart(sent.append, every_s=0.5)
     beat()
     beat()  # too soon
     assert sent == [0.0]
@@ -139,9 +141,31 @@ def test_a_heart_beats_where_a_wait_goes_on_and_announces_long_calls() -> None:
         assert sent == [0.0, 15.0]
         with taking_long("another"):
             assert sent == [0.0, 15.0, 900.0]
-        time.sleep(0.03)
+        time.sleep(0.55)
         heart.beat()
         assert sent[-1] == 900.0
-    time.sleep(0.06)
+    time.sleep(1.1)
     heart.beat()
     assert sent[-1] == 0.0
+    stop_hearts()
+    time.sleep(0.55)
+    beat()
+    assert sent[-2:] == [900.0, 0.0]
+
+
+def test_a_silence_that_is_taken_back_gives_those_that_waited_their_time_again() -> None:
+    reported: list[Failed] = []
+    signs = VitalSigns(impatient(tiny(2, expert_parallel=True), 10.0), reported.append)
+    signs.heard(Alive(0, 900.0))  # ready before the other one, it compiles
+    signs._now = 5.0
+    signs.begin()
+    signs._now = 300.0
+    signs._look()
+    signs.heard(Alive(0, 0.0))
+    signs._now = 309.0
+    signs._look()
+    assert not reported
+    signs.heard(Alive(0, 0.0))
+    signs._now = 311.0
+    signs._look()
+    assert [failed.rank for failed in reported] == [1]

@@ -92,10 +92,10 @@ def test_a_broken_chat_template_ends_the_start(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(server, "load_tokenizer", broken)
     monkeypatch.delattr(server.EngineClient, "start")
-    monkeypatch.setattr(server, "_Stop", lambda: SimpleNamespace(first=asyncio.Event()))
+    monkeypatch.setattr(server, "_Stop", lambda _: SimpleNamespace(first=asyncio.Event()))
     settings = resolve_settings(read_keywords({"model": TINY}), machine=Machine())
     with socket.socket() as listener, pytest.raises(ConfigError, match="chat template"):
-        asyncio.run(_Serve(ServeCommand(settings, to_engine_options(settings), False), listener).run())
+        asyncio.run(_Serve(ServeCommand(settings, to_engine_options(settings), False), listener, 100).run())
 
 
 def test_work_is_called_off_and_waited_for() -> None:

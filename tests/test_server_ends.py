@@ -31,6 +31,19 @@ def folders(temporary: Path) -> list[Path]:
     return sorted(temporary.glob("ubatch-*"))
 
 
+def is_locked(file: Path) -> bool:
+    """Asked of the system: to try it would be to hold it."""
+    return f":{file.stat().st_ino} " in Path("/proc/locks").read_text()
+
+
+def ended_by(pid: int, number: signal.Signals) -> bool:
+    """Whether that signal ends the process as the system does: it is neither caught nor ignored."""
+    lines = dict(
+        line.split(":\t") for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line[:3] == "Sig"
+    )
+    return not (int(lines["SigCgt"], 16) | int(lines["SigIgn"], 16)) >> (number - 1) & 1
+
+
 def grow_old(folder: Path) -> None:
     os.utime(folder, (time.time() - 60, time.time() - 60))
 
@@ -67,7 +80,7 @@ def test_what_a_killed_server_leaves_the_next_one_removes(temporary: Path) -> No
     child = in_child(body)
     assert wait_until(lambda: len(list(temporary.glob("ubatch-*/lock"))) == 1)
     (left,) = folders(temporary)
-    time.sleep(0.1)  # until it has its lock
+    assert wait_until(lambda: is_locked(left / "lock"))
     grow_old(left)
     own = SocketFolder()
     assert folders(temporary) == sorted([left, own.path])  # that server lives
@@ -86,7 +99,7 @@ def test_what_a_killed_server_leaves_the_next_one_removes(temporary: Path) -> No
 def test_a_node_that_waits_for_node_0_can_be_ended(number: signal.Signals) -> None:
     options = tiny(2, nnodes=2, node_rank=1, master_port=free_port())
     child = in_child(lambda: run_node(options))
-    time.sleep(0.5)
+    assert wait_until(lambda: ended_by(child, number))
     os.kill(child, number)
     assert exit_code(child) == -number
 

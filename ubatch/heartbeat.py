@@ -3,6 +3,7 @@
 It comes from the threads that do the work, not from one of its own, which would beat on while the work hangs:
 
     between steps              the loop calls `beat`
+    between layers             the model does, in a step without lanes, too
     waiting for peers, lanes   that wait does; it looks out for them, and has a time-out of its own
     a declared long call       no beat; its limit is sent in front (`ubatch.long_calls`)
 """
@@ -17,7 +18,7 @@ from collections.abc import Callable
 
 from ubatch.peer_watch import hear_silences, silences_in_force
 
-__all__ = ["Heart", "beat"]
+__all__ = ["Heart", "beat", "stop_hearts"]
 
 _BEATS_ASIDE = 2
 """A declared silence is withdrawn when no such call was made for so many beats."""
@@ -36,6 +37,7 @@ class Heart:
         self._lock = threading.Lock()
         self._last = -float("inf")
         self._silence_s = 0.0
+        self._stopped = False
         _hearts.add(self)
         hear_silences(self)
 
@@ -55,9 +57,15 @@ class Heart:
                 self._silence_s = limit_s
                 self._now()
 
+    def stop(self) -> None:
+        """No beat from now on, whichever thread calls: what it sends with is about to be closed."""
+        with self._lock:
+            self._stopped = True
+
     def _now(self) -> None:
         self._last = time.monotonic()
-        self._send(self._silence_s)
+        if not self._stopped:
+            self._send(self._silence_s)
 
 
 _hearts: weakref.WeakSet[Heart] = weakref.WeakSet()
@@ -67,6 +75,12 @@ def beat() -> None:
     """Give a sign of life wherever somebody watches this process; called by waits that go on."""
     for heart in list(_hearts):
         heart.beat()
+
+
+def stop_hearts() -> None:
+    """No beat of this process from now on."""
+    for heart in list(_hearts):
+        heart.stop()
 
 
 if hasattr(os, "register_at_fork"):

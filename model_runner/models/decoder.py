@@ -39,6 +39,7 @@ from model_runner.tensor_parallel import Shard
 from model_runner.weights import Checkpoint
 from moe import linear
 from ubatch import Point, dbo_yield
+from ubatch.heartbeat import beat
 
 __all__ = ["DecoderLM"]
 
@@ -78,6 +79,7 @@ class DecoderLM(CausalLM):
         rotary = self.rope(positions)
         for layer in self.layers:
             hidden, update = layer(hidden, update, rotary, plan, num_tokens, layout)
+            beat()  # a step without lanes may take longer than whoever watches waits
             dbo_yield(Point.LAYER)
         return comm_final(update, hidden, self.norm, self.config.rms_norm_eps, layout)
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -15,6 +17,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from serving.api.errors import ApiError, error_response
 
 __all__ = ["BodyLimit", "JsonRoute"]
+
+_DISCARD_S = 1.0
+"""So long is read on, and thrown away, after a body was refused."""
 
 
 class BodyLimit:
@@ -34,13 +39,14 @@ class BodyLimit:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        received = 0
+        received, more = 0, True
         said = Headers(scope=scope).get("content-length", "")
         too_large = said.isdecimal() and int(said) > self._max_bytes
 
         async def receive_some() -> Message:
-            nonlocal received, too_large
+            nonlocal received, too_large, more
             message = await receive()
+            more = message.get("more_body", False)
             received += len(message.get("body", b""))
             too_large = received > self._max_bytes
             return {"type": "http.disconnect"} if too_large else message
@@ -55,7 +61,13 @@ class BodyLimit:
             message = f"The body is larger than {self._max_bytes} bytes; send less, or raise --max-request-bytes."
             response = error_response(ApiError(413, message, code="request_too_large"))
             response.headers["Connection"] = "close"
-            await response(scope, receive, send)
+            await send({"type": "http.response.start", "status": 413, "headers": response.raw_headers})
+            await send({"type": "http.response.body", "body": response.body, "more_body": True})
+            with suppress(TimeoutError):  # a connection that is closed with something unread loses the answer, too
+                async with asyncio.timeout(_DISCARD_S):
+                    while more:
+                        more = (await receive()).get("more_body", False)
+            await send({"type": "http.response.body", "body": b""})
 
 
 class _JsonRequest(Request):

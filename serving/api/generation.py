@@ -136,13 +136,13 @@ def _take(output: Output, step: RequestOutput) -> Delta:
     """Bring an output on by what one step added."""
     if step.finish_reason is FinishReason.ABORT:
         raise ApiError(500, f"Request {step.request_id} was aborted by the server.", code="aborted")
-    if step.finish_reason is FinishReason.ERROR:
-        raise ApiError(500, f"Request {step.request_id} ended with an error: {LOGITS_NOT_FINITE}", code="not_finite")
     output.num_cached_tokens = max(output.num_cached_tokens, step.num_cached_tokens)
     output.drafts += step.drafts
     if output.nothing:
         return Delta(output, "", (), step.prompt_logprobs, step.finish_reason and FinishReason.LENGTH.value)
     text = output.text.take(step)
+    if step.finish_reason is FinishReason.ERROR and output.text.stopped is None:
+        raise ApiError(500, f"Request {step.request_id} ended with an error: {LOGITS_NOT_FINITE}", code="not_finite")
     before, output.num_tokens = output.num_tokens, output.text.num_tokens
     finish = FinishReason.STOP if output.text.stopped is not None else step.finish_reason
     logprobs = step.logprobs[: output.num_tokens - before]

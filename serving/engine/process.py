@@ -66,7 +66,7 @@ from serving.pinning import pin_rank
 from serving.requests import RequestOutput
 from serving.runner_setup import describe_memory, describe_transport
 from ubatch import CommGroup, ConfigError, GroupBroken, PeerFailed, TransferTimeout, UBatchError
-from ubatch.heartbeat import Heart
+from ubatch.heartbeat import Heart, stop_hearts
 from ubatch.long_calls import taking_long
 
 __all__ = ["Engine", "Orphaned", "run_engine"]
@@ -103,6 +103,7 @@ def run_engine(options: EngineOptions, rank: int, store_host: str, store_port: i
             timeout_s = options.dbo.timeout_s
             Engine(ready, core, runner.group, link, parent, options.dp_rank(rank), timeout_s).serve()
     except BaseException as error:
+        stop_hearts()  # a lane that goes on must not send beside this thread
         ending = client.shutdown_comes()  # the others may have left before this rank had read it
         if not ending:
             _report_failure(client, rank, error)

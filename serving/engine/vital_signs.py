@@ -46,16 +46,22 @@ class VitalSigns:
         self._timeout_s = options.dbo.timeout_s
         self._now = 0.0  # seconds looked so far
         self._nodes = dict.fromkeys(range(1, options.nnodes), _NODE_JOINS_S)
-        self._pulses: dict[int, _Pulse] = {}
+        self._pulses = {rank: _Pulse(0.0) for rank in range(options.world_size)}
+        self._begun = False
 
     def begin(self) -> None:
         """All ranks are ready: from now on they beat."""
-        self._pulses = {rank: _Pulse(self._now) for rank in range(self._options.world_size)}
+        self._begun = True
+        for pulse in self._pulses.values():
+            pulse.heard = self._now
 
     def heard(self, alive: Alive) -> None:
-        """A rank beat."""
-        if alive.rank in self._pulses:
-            self._pulses[alive.rank] = _Pulse(self._now, alive.silence_s)
+        """A rank beat. If it takes back what it had announced, those that waited for it have all their time again."""
+        before = self._pulses[alive.rank].silence_s
+        self._pulses[alive.rank] = _Pulse(self._now, alive.silence_s)
+        if alive.silence_s < before:
+            for rank in self._together(alive.rank):
+                self._pulses[rank].heard = self._now
 
     def heard_node(self, node_rank: int) -> None:
         """A node is there."""
@@ -77,6 +83,8 @@ class VitalSigns:
             if self._now > until:
                 rank = node * self._options.local_size
                 self._report(Failed(rank, "", "", f"is lost: node {node} does not answer", "", echo=False))
+        if not self._begun:
+            return
         silent = [rank for rank, pulse in self._pulses.items() if self._now - pulse.heard > self._patience_s(rank)]
         if silent:  # where the others wait for it on a device, they went silent after it
             first = min(silent, key=lambda rank: self._pulses[rank].heard)
@@ -85,6 +93,10 @@ class VitalSigns:
 
     def _patience_s(self, rank: int) -> float:
         """What a rank announces, those that step with it wait for, perhaps on a device, where they cannot beat."""
+        return self._timeout_s + max(self._pulses[each].silence_s for each in self._together(rank))
+
+    def _together(self, rank: int) -> range:
+        """The ranks that step with it, itself included."""
         size = self._options.step_size
         first = rank - rank % size
-        return self._timeout_s + max(self._pulses[each].silence_s for each in range(first, first + size))
+        return range(first, first + size)
