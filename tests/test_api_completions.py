@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncGenerator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,7 +15,7 @@ from hypothesis import strategies as st
 from attention import KVCacheExhausted
 from model_runner import FinishReason, RequestError
 from serving.api import SamplingDefaults
-from serving.requests import EngineDead
+from serving.requests import EngineDead, RequestInput, RequestOutput
 from ubatch import ConfigError
 
 PATH = "/v1/completions"
@@ -289,6 +291,23 @@ def test_failures(failure: Exception | FinishReason, status: int, code: str | No
     assert len(events) >= 2
     assert last["error"]["code"] == code
     assert not engine.alive
+
+
+def test_what_a_stop_string_ended_before_the_fault_is_whole() -> None:
+    """A slow reader gets both at once."""
+
+    class Merging(FakeEngine):
+        async def _steps(self, request: RequestInput) -> AsyncGenerator[RequestOutput, None]:
+            parts = [part async for part in super()._steps(request)]
+            yield replace(parts[0], token_ids=[*parts[0].token_ids], finish_reason=FinishReason.ERROR)
+
+    for stop, status in ((["two"], 200), (["never"], 500)):
+        engine = Merging(reply=says("one two three"), tokens_per_step=100)
+        response = post(engine, PATH, {"prompt": "a", "max_tokens": 100, "stop": stop})
+        assert response.status_code == status
+        if status == 200:
+            (choice,) = response.json()["choices"]
+            assert (choice["text"], choice["finish_reason"]) == ("one ", "stop")
 
 
 @pytest.mark.parametrize("stream", [True, False])

@@ -10,9 +10,9 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-from engine_mains import is_alive, tiny, tokens_of, wait_for
+from engine_mains import MODEL, is_alive, tiny, tokens_of, wait_for
 
-from model_runner import SamplingParams
+from model_runner import ModelRunner, SamplingParams, generate
 from serving.engine import EngineClient, EngineOptions
 from serving.engine.messages import Alive, Failed
 from serving.engine.vital_signs import VitalSigns
@@ -151,6 +151,16 @@ def test_a_heart_beats_where_a_wait_goes_on_and_announces_long_calls() -> None:
     time.sleep(0.55)
     beat()
     assert sent[-2:] == [900.0, 0.0]
+
+
+def test_a_step_without_lanes_beats_between_its_layers() -> None:
+    sent: list[float] = []
+    heart = Heart(sent.append, every_s=0.0)
+    with ModelRunner(MODEL, kv_cache_memory=8 << 20) as runner:
+        before = len(sent)
+        generate(runner, [[1, 2, 3]], SamplingParams(max_tokens=1))
+        assert len(sent) - before >= runner.config.num_layers > 1
+    heart.stop()
 
 
 def test_a_silence_that_is_taken_back_gives_those_that_waited_their_time_again() -> None:

@@ -15,6 +15,8 @@ from torch import Tensor
 from model_runner import flashinfer_sampling
 from model_runner.flashinfer_sampling import find_truncation, keep_most_likely, truncates
 from ubatch import ConfigError
+from ubatch.heartbeat import Heart
+from ubatch.lateness import LATE_S
 
 
 def top_k_renorm_probs(probs: Tensor, top_k: Tensor, is_deterministic: bool = False) -> Tensor:
@@ -74,6 +76,24 @@ def test_equals_sorting(data: st.DataObject, rows: int, vocab: int, seed: int) -
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(flashinfer_sampling, "find_truncation", lambda: (top_k_renorm_probs, top_p_renorm_probs))
         check("cpu", rows, vocab, seed, ks, ps)
+
+
+def test_the_first_call_of_a_process_is_declared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """flashinfer compiles in it; who watches this process is told before."""
+    told: list[float] = []
+    shapes: list[tuple[torch.Size, list[float]]] = []
+    heart = Heart(told.append, every_s=60.0)
+
+    def noting(probs: Tensor, top_k: Tensor, is_deterministic: bool = False) -> Tensor:
+        shapes.append((probs.shape, list(told)))
+        return top_k_renorm_probs(probs, top_k, is_deterministic)
+
+    flashinfer_sampling._compile.cache_clear()
+    monkeypatch.setattr(flashinfer_sampling, "find_truncation", lambda: (noting, top_p_renorm_probs))
+    for _ in range(2):
+        keep_most_likely(torch.full((3, 4), 0.25), torch.full((3,), 2), torch.ones(3))
+    heart.stop()
+    assert shapes == [((1, 8), [LATE_S]), ((3, 4), [LATE_S]), ((3, 4), [LATE_S])]
 
 
 def test_only_a_gpu_with_a_deterministic_flashinfer_truncates(monkeypatch: pytest.MonkeyPatch) -> None:

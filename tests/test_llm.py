@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -154,6 +155,27 @@ def test_threads_that_generate_at_the_same_time_get_what_they_get_alone(
     assert together == [reference] * 8
     statistics = llm.statistics[0]
     assert (statistics.num_running, statistics.num_waiting, statistics.kv_usage) == (0, 0, 0)
+
+
+def test_a_signal_handler_may_close_in_the_middle_of_a_call() -> None:
+    llm = LLM(MODEL, kv_cache_memory="8M", max_num_seqs=2)
+    before = signal.signal(signal.SIGUSR1, lambda *_: llm.close())
+    try:
+        engine = llm._engine
+        assert engine is not None
+        run = engine.run
+
+        def told(requests: list[RequestInput], on_output: Callable[[RequestOutput], bool]) -> None:
+            signal.raise_signal(signal.SIGUSR1)
+            run(requests, on_output)
+
+        engine.run = told  # type: ignore[method-assign]
+        with suppress(Exception):  # what it was to give is gone
+            llm.generate(TEXTS)
+        with pytest.raises(UBatchError, match="was closed"):
+            llm.generate(TEXTS)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
 
 
 def test_an_interrupt_leaves_nothing_behind(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
