@@ -37,6 +37,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
         "a model that transformers itself shards, wrapped against not wrapped",
     ),
     "bench serve": ("serving.bench.serve", "a load on an OpenAI-compatible server, and what its clients see"),
+    "bench abuse": ("serving.bench.abuse", "a server under attack beside a steady load: what may and must not happen"),
     "bench engine": (
         "serving.bench.serve_compare",
         "whole engines: offline and served, with overlap, and the scheduler",

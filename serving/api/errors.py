@@ -6,6 +6,7 @@ import logging
 import reprlib
 from collections.abc import Mapping, Sequence
 from http import HTTPStatus
+from itertools import islice
 from typing import Any
 
 import msgspec
@@ -25,7 +26,16 @@ logger = logging.getLogger(__name__)
 
 RETRY_AFTER_S = 1
 SHOWN_CHARACTERS = 80  # of a wrong value
-_brief = reprlib.Repr()
+
+
+class _Brief(reprlib.Repr):
+    """Looks at the beginning of a mapping only: reprlib's own sorts all of it first."""
+
+    def repr_dict(self, x: dict[Any, Any], level: int) -> str:
+        return super().repr_dict(dict(islice(x.items(), SHOWN_CHARACTERS)), level)
+
+
+_brief = _Brief()
 _brief.maxstring = _brief.maxlong = _brief.maxother = 2 * SHOWN_CHARACTERS
 _brief.maxlist = _brief.maxdict = SHOWN_CHARACTERS
 

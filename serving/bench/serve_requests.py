@@ -16,7 +16,7 @@ import msgspec
 
 from ubatch import UBatchError
 
-__all__ = ["Endpoint", "Outcome", "RequestFailed", "Server", "Status", "Task", "refused", "send_all"]
+__all__ = ["Endpoint", "Outcome", "RequestFailed", "Server", "Status", "Task", "refused", "send", "send_all"]
 
 
 class RequestFailed(UBatchError):
@@ -236,7 +236,7 @@ async def send_all(
     async def run(client: httpx.AsyncClient, task: Task) -> Outcome:
         await asyncio.sleep(started + task.start_s - time.perf_counter())
         async with turn:
-            outcome = await _send(server, client, task, started)
+            outcome = await send(server, client, task, started)
         on_done(outcome)
         return outcome
 
@@ -245,8 +245,15 @@ async def send_all(
     return [each.result() for each in running]
 
 
-async def _send(server: Server, client: httpx.AsyncClient, task: Task, started: float) -> Outcome:
-    """One request, from sending to its end."""
+async def send(server: Server, client: httpx.AsyncClient, task: Task, started: float) -> Outcome:
+    """One request, from sending to its end; a failure is its outcome.
+
+    Args:
+        server: whom to ask.
+        client: made by `Server.client`.
+        task: what to ask, now.
+        started: `time.perf_counter()` at the load's start.
+    """
     reading = _Reading(time.perf_counter())
     status, error = Status.OK, None
     try:
@@ -263,14 +270,18 @@ async def _send(server: Server, client: httpx.AsyncClient, task: Task, started: 
 
 
 async def _read_stream(response: httpx.Response, reading: _Reading, cancel_after: int | None) -> Status:
-    """Read to `[DONE]`, or until enough events came; leaving then closes the connection."""
+    """Read to the end behind `[DONE]`, or until enough events came; leaving then closes the connection."""
+    done = False
     async with aclosing(_events(response)) as events:
         async for payload, now in events:
             if payload == b"[DONE]":
-                return Status.OK
+                done = True
+                continue
             reading.take(payload, now)
             if cancel_after is not None and len(reading.times) >= cancel_after:
                 return Status.CANCELLED
+    if done:
+        return Status.OK
     raise RequestFailed("the stream ended without [DONE].")
 
 

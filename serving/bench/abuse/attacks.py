@@ -1,0 +1,342 @@
+"""What clients do to a server, and what it may answer: one table of bodies, one of connections, one of loads."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import msgspec
+
+from serving.bench.serve_requests import Server
+
+__all__ = ["ATTACKS", "Answers", "Attack", "Target"]
+
+_MILLION = 10**6
+_CLIENT_S = 120.0
+
+
+@dataclass(frozen=True)
+class Target:
+    """The server under attack.
+
+    Attributes:
+        server: its address and model.
+        tokens: ids that are plain text.
+        poisoned: an id whose embedding is nan.
+        max_model_len: most tokens of a request.
+        max_connections: that it lets in.
+        arrivals_s: how long prompts keep arriving.
+    """
+
+    server: Server
+    tokens: Sequence[int]
+    poisoned: int
+    max_model_len: int
+    max_connections: int
+    arrivals_s: float
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Host and port."""
+        url = httpx.URL(self.server.base_url)
+        return url.host, url.port or 80
+
+    def prompt(self, length: int, seed: int = 0) -> list[int]:
+        """So many random tokens."""
+        return random.Random(seed).choices(self.tokens, k=length)
+
+    def body(self, **fields: Any) -> dict[str, Any]:
+        """A request's, with some fields of its own."""
+        return {"model": self.server.model, "prompt": self.prompt(8), "max_tokens": 8} | fields
+
+
+Answers = list[str]
+"""A status each; `closed` where the connection ended without one."""
+
+
+@dataclass(frozen=True)
+class Attack:
+    """One way to harm a server.
+
+    Attributes:
+        name: in the report.
+        run: does it, and returns how the server answered.
+        answers: what it may answer; those of 500 and more that are not named here are faults.
+    """
+
+    name: str
+    run: Callable[[Target], Awaitable[Answers]]
+    answers: frozenset[str]
+
+
+# -- bodies
+
+
+async def _post(target: Target, *contents: bytes | AsyncIterator[bytes], path: str = "/v1/completions") -> Answers:
+    """Send bodies at once, each on a connection of its own."""
+    async with target.server.client() as client:
+
+        async def post(content: bytes | AsyncIterator[bytes]) -> str:
+            headers = {"Content-Type": "application/json"}
+            try:
+                answer = await client.post(path, content=content, headers=headers, timeout=_CLIENT_S)
+            except httpx.TransportError:
+                return "closed"
+            return str(answer.status_code)
+
+        return list(await asyncio.gather(*map(post, contents)))
+
+
+def _bodies(
+    make: Callable[[Target], Sequence[Mapping[str, Any] | bytes]], path: str = "/v1/completions"
+) -> Callable[[Target], Awaitable[Answers]]:
+    """An attack that sends bodies made from the target; mappings as JSON."""
+
+    async def run(target: Target) -> Answers:
+        bodies = await asyncio.to_thread(encode, target)  # the loop watches the server meanwhile
+        return await _post(target, *bodies, path=path)
+
+    def encode(target: Target) -> list[bytes]:
+        return [each if isinstance(each, bytes) else msgspec.json.encode(each) for each in make(target)]
+
+    return run
+
+
+def _nan(target: Target) -> list[Mapping[str, Any]]:
+    poisoned = [[target.poisoned], [*target.prompt(40), target.poisoned, *target.prompt(5)]]
+    return [target.body(prompt=prompt, n=4, max_tokens=32) for prompt in poisoned * 4]
+
+
+def _stop_strings(target: Target) -> list[Mapping[str, Any]]:
+    return [target.body(stop="a" * length, n=8) for length in (20_000, 100_000)] + [target.body(stop=["a"] * 1000)]
+
+
+def _long_stop_strings(target: Target) -> list[Mapping[str, Any]]:
+    return [target.body(stop=["a" * 998 + f"{number:02}" for number in range(64)], n=8) for _ in range(4)]
+
+
+def _biases(target: Target) -> list[Mapping[str, Any]]:
+    zeros = {"0" * (number % 15) + str(number // 15): 1.0 for number in range(300_000)}
+    return [target.body(logit_bias=zeros), target.body(stop_token_ids=list(range(_MILLION)))]
+
+
+def _most_biases(target: Target) -> list[Mapping[str, Any]]:
+    bias = {str(token): -1.0 for token in target.tokens[:1024]}
+    return [target.body(logit_bias=bias, max_tokens=32) for _ in range(20)]
+
+
+def _broken(target: Target) -> list[Mapping[str, Any] | bytes]:
+    deep = b'{"prompt": ' + b"[" * 50_000 + b"]" * 50_000 + b"}"
+    digits = {"9" * 5000: 1.0}
+    wrong: list[dict[str, Any]] = [
+        {"max_tokens": 2.5},
+        {"temperature": "hot"},
+        {"prompt": [10**9]},
+        {"n": 10**6},
+        {"prompt": ["", []]},
+    ]
+    wrong += [{"logit_bias": digits}, {"seed": 2**70}, {"max_tokens": 10**12}]
+    wrong += [{"structured_outputs": {"regex": "a*"}}, {"response_format": {"type": "json_object"}}]
+    bodies = [deep, b"", b"{", b"\xff\xfe", b'{"prompt": NaN}', b'{"prompt": 1e999}', b"null", b'{"prompt": "\\ud800"}']
+    return [*bodies, *(target.body(**fields) for fields in wrong)]
+
+
+def _deep_template(target: Target) -> list[bytes]:
+    deep = b'{"a":' * 3000 + b"1" + b"}" * 3000
+    chat = b'{"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4, "chat_template_kwargs": %s}'
+    return [chat % deep, chat % (b'{"messages": ' + deep + b"}")]
+
+
+def _long_texts(target: Target) -> list[Mapping[str, Any]]:
+    return [target.body(prompt="to be or not " * count) for count in (10_000, 100_000, 600_000)]
+
+
+def _tokenize(target: Target) -> list[Mapping[str, Any]]:
+    return [{"prompt": "to be or not " * 400_000}, {"prompt": "x" * 5 * _MILLION}]
+
+
+async def _large(target: Target) -> Answers:
+    """100 MB, said before and not."""
+
+    async def pieces() -> AsyncIterator[bytes]:
+        for _ in range(100):
+            yield b" " * _MILLION
+
+    return await _post(target, b" " * 100 * _MILLION, pieces())
+
+
+# -- clients that leave, or do not read
+
+
+async def _leave(target: Target) -> Answers:
+    """Some leave amid a large body, some while it is tokenized, some amid streams and outputs."""
+    large = target.body(prompt="to be or not " * 500_000)
+    long = target.body(prompt=target.prompt(100), max_tokens=target.max_model_len - 100, n=8, ignore_eos=True)
+    bodies = [large] * 3 + [long] * 5 + [long | {"stream": True}] * 5
+
+    async def leave(number: int, body: Mapping[str, Any]) -> str:
+        await _raw(target, _head(body) + msgspec.json.encode(body), wait_s=0.2 + 0.1 * number)
+        return "left"
+
+    return list(await asyncio.gather(*(leave(number, body) for number, body in enumerate(bodies))))
+
+
+async def _do_not_read(target: Target) -> Answers:
+    """Streams whose clients read nothing for a while."""
+    body = target.body(prompt=target.prompt(8), max_tokens=512, n=16, ignore_eos=True, stream=True)
+    request = _head(body) + msgspec.json.encode(body)
+
+    async def idle() -> str:
+        _, writer = await asyncio.open_connection(*target.address, limit=1024)
+        writer.write(request)
+        await asyncio.sleep(5)
+        writer.transport.abort()
+        return "left"
+
+    return list(await asyncio.gather(*(idle() for _ in range(4))))
+
+
+# -- connections
+
+
+def _head(body: Mapping[str, Any] | None, length: int | None = None) -> bytes:
+    length = len(msgspec.json.encode(body)) if length is None else length
+    lines = ["POST /v1/completions HTTP/1.1", "Host: here", "Content-Type: application/json"]
+    return "\r\n".join([*lines, f"Content-Length: {length}", "", ""]).encode()
+
+
+async def _raw(target: Target, data: bytes, wait_s: float) -> str:
+    """Send bytes, and read the status that comes within `wait_s`."""
+    reader, writer = await asyncio.open_connection(*target.address)
+    try:
+        writer.write(data)
+        line = await asyncio.wait_for(reader.readline(), wait_s)
+    except TimeoutError:
+        return "nothing"
+    except OSError:
+        return "closed"
+    finally:
+        writer.transport.abort()
+    return line.split()[1].decode() if line else "closed"
+
+
+async def _half_requests(target: Target) -> Answers:
+    """Headers that do not end, and bodies that do not come."""
+    headers = b"GET /health HTTP/1.1\r\nHost: here\r\n"
+    kinds = [headers, b"G", _head(None, 1000) + b"{"] * 50
+    return list(await asyncio.gather(*(_raw(target, data, wait_s=12.0) for data in kinds)))
+
+
+async def _garbage(target: Target) -> Answers:
+    """What is no HTTP, or more of it than anybody needs."""
+    header = b"GET /health HTTP/1.1\r\nHost: here\r\nX: " + b"a" * _MILLION + b"\r\n\r\n"
+    kinds = [b"\x16\x03\x01\x02\x00" * 20, b"\r\n\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n", header]
+    kinds.append(_head(None, 10).replace(b"Content-Length: 10", b"Content-Length: -1") + b"{}")
+    return list(await asyncio.gather(*(_raw(target, data, wait_s=12.0) for data in kinds)))
+
+
+async def _flood(target: Target) -> Answers:
+    """More connections than there may be; each asks something."""
+    ask = b"GET /v1/models HTTP/1.1\r\nHost: here\r\n\r\n"
+    count = target.max_connections + 100
+    opened = await asyncio.gather(
+        *(asyncio.open_connection(*target.address) for _ in range(count)), return_exceptions=True
+    )
+    try:
+        answers: Answers = []
+        for each in opened:
+            if isinstance(each, BaseException):
+                answers.append("closed")
+                continue
+            reader, writer = each
+            try:
+                writer.write(ask)
+                answers.append((await asyncio.wait_for(reader.readline(), 12.0)).split()[1].decode())
+            except (OSError, IndexError, TimeoutError):
+                answers.append("closed")
+        return answers
+    finally:
+        for each in opened:
+            if not isinstance(each, BaseException):
+                each[1].transport.abort()
+
+
+async def _profiles(target: Target) -> Answers:
+    """Profiles of a server that was not started for them, and paths that are none."""
+    async with target.server.client() as client:
+        answers = [await client.post("/start_profile"), await client.get("/v1/nothing"), await client.put("/health")]
+    return [str(answer.status_code) for answer in answers]
+
+
+# -- loads
+
+
+async def _short_behind(target: Target, body: Mapping[str, Any]) -> Answers:
+    """A short request right behind a large one; its wait is an answer, too."""
+    large = asyncio.create_task(_post(target, msgspec.json.encode(body)))
+    await asyncio.sleep(0.3)
+    asked = time.perf_counter()
+    short = await _post(target, msgspec.json.encode(target.body(max_tokens=1)))
+    waited_s = time.perf_counter() - asked
+    return [*await large, *short, f"short request: {waited_s:.2f} s"]
+
+
+async def _many_prompts(target: Target) -> Answers:
+    prompts = [target.prompt(8, seed) for seed in range(1000)]
+    return await _short_behind(target, target.body(prompt=prompts, max_tokens=8))
+
+
+async def _many_long_prompts(target: Target) -> Answers:
+    length = min(1000, target.max_model_len - 16)
+    prompts = [target.prompt(length, seed) for seed in range(200)]
+    return await _short_behind(target, target.body(prompt=prompts, max_tokens=8))
+
+
+async def _arrivals(target: Target) -> Answers:
+    """Prompts of 900 tokens, one after the other as soon as the last has its token."""
+    ends = time.monotonic() + target.arrivals_s
+    answers: Answers = []
+    length = min(900, target.max_model_len - 16)
+    while time.monotonic() < ends:
+        body = target.body(prompt=target.prompt(length, len(answers)), max_tokens=1)
+        answers += await _post(target, msgspec.json.encode(body))
+    return answers
+
+
+_OK, _WRONG, _TOO_LARGE = "200", "400", "413"
+_LEFT = frozenset({"left"})
+
+ATTACKS: tuple[Attack, ...] = tuple(
+    Attack(name, run, frozenset(answers))
+    for name, run, answers in (
+        ("a token whose embedding is nan", _bodies(_nan), {"500"}),
+        ("stop strings of 20,000 and 100,000 characters", _bodies(_stop_strings), {_WRONG}),
+        ("64 stop strings of 1,000 characters, n = 8", _bodies(_long_stop_strings), {_OK}),
+        ("bodies of 100 MB", _large, {_TOO_LARGE, "closed"}),
+        ("prompts of 0.1, 1.3 and 7.8 MB", _bodies(_long_texts), {_WRONG}),
+        ("5 MB to tokenize", _bodies(_tokenize, "/tokenize"), {_OK, _WRONG}),
+        (
+            "5,000 prompts x 10 outputs",
+            _bodies(lambda target: [target.body(prompt=[target.prompt(4)] * 5000, n=10)]),
+            {_WRONG},
+        ),
+        ("300,000 biases, a million stop ids", _bodies(_biases), {_WRONG}),
+        ("as many biases as allowed", _bodies(_most_biases), {_OK}),
+        ("bodies that are broken or wrong", _bodies(_broken), {_WRONG}),
+        ("deep arguments of the chat template", _bodies(_deep_template, "/v1/chat/completions"), {_OK, _WRONG}),
+        ("clients that leave", _leave, _LEFT),
+        ("clients that do not read", _do_not_read, _LEFT),
+        ("halves of requests", _half_requests, {"408", "closed", "nothing"}),
+        ("what is no HTTP", _garbage, {_WRONG, "404", "408", "431", "closed"}),
+        ("more connections than there may be", _flood, {_OK, "503", "closed"}),
+        ("paths that are off or none", _profiles, {"404", "405"}),
+        ("1,000 prompts in one body", _many_prompts, {_OK}),
+        ("200 prompts of 1,000 tokens in one body", _many_long_prompts, {_OK}),
+        ("prompts of 900 tokens arrive", _arrivals, {_OK}),
+    )
+)

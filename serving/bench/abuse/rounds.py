@@ -1,0 +1,176 @@
+"""What only the end of a load shows: that nothing is lost, that memory stays, and that a hung rank is noticed."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+from prometheus_client.parser import text_string_to_metric_families
+
+from serving.bench.abuse.watch import resident_bytes
+from serving.bench.serve_load import Load, make_tasks
+from serving.bench.serve_process import ServerProcess
+from serving.bench.serve_requests import Outcome, RequestFailed, Server, Status, send_all
+
+__all__ = ["Hang", "Round", "engines_of", "hang", "overlapped_steps", "rest", "rounds"]
+
+_REST_S = 60.0
+_AT_REST = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
+
+
+async def read_totals(server: Server) -> Mapping[str, float]:
+    """`/metrics`, each sample's sum over the ranks; steps by outcome as `steps/OUTCOME`."""
+    async with server.client() as client:
+        text = (await client.get("/metrics")).raise_for_status().text
+    totals: dict[str, float] = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            name = f"steps/{sample.labels['outcome']}" if family.name == "ubatch:steps" else sample.name
+            totals[name] = totals.get(name, 0.0) + sample.value
+    return totals
+
+
+async def overlapped_steps(server: Server) -> int:
+    """Steps of all ranks that ran in lanes."""
+    return int((await read_totals(server)).get("steps/engaged", 0))
+
+
+async def rest(server: Server) -> str | None:
+    """Wait until the engines hold nothing; what they still hold after a minute, or None."""
+    deadline = time.monotonic() + _REST_S
+    while True:
+        totals = await read_totals(server)
+        held = {name: totals.get(name, 0.0) for name in _AT_REST if totals.get(name, 0.0)}
+        if not held:
+            return None
+        if time.monotonic() > deadline:
+            return ", ".join(f"{name} {value:g}" for name, value in held.items())
+        await asyncio.sleep(0.2)
+
+
+@dataclass(frozen=True)
+class Round:
+    """A load of streams of which a third is dropped.
+
+    Attributes:
+        ok, cancelled, failed: streams by their end.
+        wrong: whole answers that differ from the first round's.
+        held: what the engines hold afterwards; None for nothing.
+        resident: bytes of the API process and of each engine, afterwards.
+        first_error: of a failed stream.
+    """
+
+    ok: int
+    cancelled: int
+    failed: int
+    wrong: int
+    held: str | None
+    resident: tuple[int, ...]
+    first_error: str | None
+
+
+async def rounds(server: Server, process: ServerProcess, count: int, streams: int, seed: int = 0) -> list[Round]:
+    """The same streams, again and again; a third of them leaves midway."""
+    load = Load(
+        streams, input_len=16, output_len=24, range_ratio=0.5, cancel_ratio=1 / 3, seed=seed,
+        fields={"temperature": 0, "ignore_eos": True},
+    )  # fmt: skip
+    tasks = await make_tasks(server, load)
+    texts: dict[int, str] = {}
+    done: list[Round] = []
+    for _ in range(count):
+        outcomes = await send_all(server, tasks)
+        held = await rest(server)
+        resident = tuple(resident_bytes(pid) for pid in (process.process.pid, *engines_of(process)))
+        done.append(_round(outcomes, texts, held, resident))
+    return done
+
+
+def _round(outcomes: Sequence[Outcome], texts: dict[int, str], held: str | None, resident: tuple[int, ...]) -> Round:
+    by_status = {status: [each for each in outcomes if each.status is status] for status in Status}
+    failed = by_status[Status.FAILED]
+    wrong = sum(texts.setdefault(each.index, each.text) != each.text for each in by_status[Status.OK])
+    return Round(
+        ok=len(by_status[Status.OK]),
+        cancelled=len(by_status[Status.CANCELLED]),
+        failed=len(failed),
+        wrong=wrong,
+        held=held,
+        resident=resident,
+        first_error=failed[0].error if failed else None,
+    )
+
+
+def engines_of(process: ServerProcess) -> list[int]:
+    """Process ids of the engines, the API process's children, in the order of their ranks."""
+    pid = process.process.pid
+    try:
+        children = [int(child) for each in Path(f"/proc/{pid}/task").iterdir()
+                    for child in (each / "children").read_text().split()]  # fmt: skip
+    except OSError as error:
+        raise RequestFailed(f"process {pid} of the server is gone.") from error
+    return [child for child in sorted(children) if b"resource_tracker" not in _command_line(child)]
+
+
+def _command_line(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b"resource_tracker"  # gone
+
+
+@dataclass(frozen=True)
+class Hang:
+    """What a server did when a rank stood still.
+
+    Attributes:
+        unhealthy_s: until `/health` was no longer 200; None if it never was.
+        named: the error of the streams names the rank.
+        ended_s: until the server ended; None if it did not.
+        exit_status: its own.
+    """
+
+    unhealthy_s: float | None
+    named: bool
+    ended_s: float | None
+    exit_status: int | None
+
+
+async def hang(server: Server, process: ServerProcess, rank: int, timeout_s: float) -> Hang:
+    """Stop a rank while streams run, and look.
+
+    Args:
+        server: with its model.
+        process: the same, as a process; it is gone afterwards.
+        rank: which engine.
+        timeout_s: after which it must be noticed; twice that is waited for.
+    """
+    victim = engines_of(process)[rank]
+    tasks = await make_tasks(server, Load(8, input_len=8, output_len=512, fields={"ignore_eos": True}))
+    streams = asyncio.create_task(send_all(server, tasks))
+    await asyncio.sleep(1.0)
+    begun, unhealthy_s, ended_s = time.monotonic(), None, None
+    os.kill(victim, signal.SIGSTOP)
+    try:
+        async with server.client() as client:
+            while ended_s is None and time.monotonic() < begun + 2 * timeout_s + 10:
+                try:
+                    healthy = (await client.get("/health", timeout=5.0)).status_code == httpx.codes.OK
+                except httpx.HTTPError:
+                    healthy = False
+                now = time.monotonic() - begun
+                unhealthy_s = now if unhealthy_s is None and not healthy else unhealthy_s
+                ended_s = now if process.process.poll() is not None else None
+                await asyncio.sleep(0.1)
+    finally:
+        with suppress(ProcessLookupError):  # the server has done it
+            os.kill(victim, signal.SIGKILL)
+    errors = [outcome.error or "" for outcome in await streams]
+    return Hang(unhealthy_s, all(f"rank {rank}" in each for each in errors), ended_s, process.process.poll())
