@@ -10,7 +10,7 @@ input_batch           requests, flattened into one step's batch
 graph_sizes           which steps are captured as CUDA graphs, and which graph a step is padded to
 graph_steps           captured, padded and replayed; `graph_mode`: whether at all; `runner_graphs`: of one runner
 dp                    the vote with the other ranks, and this rank's lanes
-sampling_params       how to generate for one request
+sampling_params       how to generate for one request; `bad_sequences`: which tokens would complete one
 penalties, sampler    from logits to tokens
 logprobs              how likely tokens were
 future_map            tokens that the host does not know yet

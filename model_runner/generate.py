@@ -23,8 +23,9 @@ __all__ = ["LOGITS_NOT_FINITE", "FinishReason", "GenerationOutput", "check_reque
 
 
 LOGITS_NOT_FINITE = (
-    "the model's logits, or the hidden states of its prompt, are not finite numbers (nan or infinity). The checkpoint, "
-    "or the precision it is computed in, does not hold for these tokens."
+    "the model's logits, or the hidden states of its prompt, are not finite numbers (nan or infinity): the checkpoint, "
+    "or the precision it is computed in, does not hold for these tokens. Or allowed tokens, bad words and min_tokens "
+    "have left no token to go on with."
 )
 """What `FinishReason.ERROR` means, for who asked."""
 
@@ -102,7 +103,8 @@ def check_request(runner: ModelRunner, token_ids: Sequence[int], params: Samplin
     """Refuse a request that could never be served.
 
     Raises:
-        RequestError: an empty prompt, a token outside the vocabulary, prompt and output longer than `max_model_len`.
+        RequestError: an empty prompt, a token outside the vocabulary, sampling parameters that leave no token to begin
+            with, prompt and output longer than `max_model_len`.
         KVCacheExhausted: it does not fit the whole KV cache.
     """
     config = runner.config
@@ -112,6 +114,7 @@ def check_request(runner: ModelRunner, token_ids: Sequence[int], params: Samplin
     if wrong:
         raise RequestError(f"prompt {name} has token {wrong[0]}; the vocabulary is 0 to {config.vocab_size - 1}.")
     params.check_vocabulary(config.vocab_size)
+    params.check_choice(config.eos_token_ids)
     total, limit = len(token_ids) + params.max_tokens, runner.max_model_len
     if total > limit:
         whose = "the model's" if limit == config.max_position_embeddings else "max_model_len's"

@@ -17,7 +17,7 @@ from __future__ import annotations
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Protocol
 
@@ -46,6 +46,7 @@ _SAMPLED = SamplingParams(
     seed=0,
     logprobs=1,
     prompt_logprobs=1,
+    bad_token_sequences=((1,),),
 )
 """Sampling that makes most of the tensors that sampling can make: logits are copied, and the vocabulary is ranked."""
 
@@ -226,7 +227,7 @@ class _Steps:
 def _run(runner: ModelRunner, steps: _Steps) -> None:
     """A prefill; drafts and a verify step, where there are any; a decode step."""
     proposer = runner.proposer
-    requests = [Request(number, [0] * steps.length, _SAMPLED) for number in range(steps.requests)]
+    requests = [Request(number, [0] * steps.length, replace(_SAMPLED)) for number in range(steps.requests)]
     runner.set_observer(proposer)
     try:
         for request in requests:

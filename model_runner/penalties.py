@@ -1,6 +1,8 @@
-"""What changes a row's logits before temperature: penalties, bias, and tokens that must not come yet.
+"""What changes a row's logits before temperature: penalties, bias, and tokens that must not come.
 
-    forbidden    -inf
+    allowed      -inf for all other tokens
+    bad          -inf for tokens that would complete a bad sequence
+    min_tokens   -inf for tokens that would end the output too early
     bias         added
     repetition   over prompt and output: positive logits are divided, negative ones multiplied
     frequency    over the output: taken off once for every time a token is there
@@ -38,7 +40,7 @@ class SamplingRow:
         draw: the uniform number of this output token, 0 to 1.
         prompt: the different tokens of the prompt, int64 on the host; only penalties look at it.
         output: the output tokens before this one; only penalties look at it.
-        forbidden: tokens that must not come now.
+        forbidden: tokens that must not come now, besides those that never come (`SamplingParams.never_mask`).
     """
 
     params: SamplingParams
@@ -61,12 +63,18 @@ def adjust_logits(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     logits = logits.float().contiguous()
     vocab, flat = logits.shape[-1], logits.view(-1)
     penalties = _penalties(rows, vocab) if any(row.params.penalised for row in rows) else ()
+    masked = [index for index, row in enumerate(rows) if row.params.masked]
+    masks = [rows[index].params.never_mask(vocab, logits.device) for index in masked]
     never = _flat({row: torch.tensor(each.forbidden) for row, each in enumerate(rows) if each.forbidden}, vocab)
     biases = {row: each.params.bias_tensors for row, each in enumerate(rows) if each.params.logit_bias}
     biased = _flat({row: tokens for row, (tokens, _) in biases.items()}, vocab)
     added = torch.cat([_NO_BIASES, *(own for _, own in biases.values())])
     # All that is known on the host goes to the device in one copy; there it is gathered and scattered.
-    never, biased, added, *moved = to_device((never, biased, added, *penalties), logits.device)
+    where = torch.tensor(masked, dtype=torch.int64)
+    where, never, biased, added, *moved = to_device((where, never, biased, added, *penalties), logits.device)
+    if masks:
+        kept = logits.index_select(0, where).masked_fill_(torch.stack(masks), -torch.inf)
+        logits.index_copy_(0, where, kept)
     if never.numel():
         flat.index_fill_(0, never, -torch.inf)
     if biased.numel():

@@ -245,17 +245,22 @@ class PendingStep:
         index = length - request.num_prompt_tokens + len(path)
         if not params.needs_history:
             return SamplingRow(params, request.draw(index))
-        output = request.token_ids[request.num_prompt_tokens : length]
+        # Penalties look at the whole output, bad sequences at its end, `min_tokens` only at how long it is.
+        looks_at = length if params.penalised else max(1, params.bad_sequences.reach)
+        start = max(request.num_prompt_tokens, length - looks_at)
+        output = request.token_ids[start:length]
         if PENDING_TOKEN in output:
             raise RequestError(
-                f"request {request.request_id!r} has penalties or min_tokens, but its token "
-                f"{request.num_prompt_tokens + output.index(PENDING_TOKEN)} is not known yet. Sample this step after "
-                f"the result of the step before."
+                f"request {request.request_id!r} has penalties, min_tokens or bad sequences, but its token "
+                f"{start + output.index(PENDING_TOKEN)} is not known yet. Sample this step after the result of the "
+                f"step before."
             )
-        forbidden = params.ending_tokens(self._context.eos_token_ids) if index < params.min_tokens else ()
+        output += [share.drafts[draft] for draft in path]
+        forbidden = params.bad_sequences.completing(output)
+        if index < params.min_tokens:
+            forbidden += params.ending_tokens(self._context.eos_token_ids)
         if not params.penalised:
             return SamplingRow(params, request.draw(index), forbidden=forbidden)
-        output += [share.drafts[draft] for draft in path]
         return SamplingRow(params, request.draw(index), request.prompt_vocabulary, output, forbidden)
 
     def _score_prompts(self) -> PromptScores | None:

@@ -14,7 +14,8 @@ Rows go one of three ways, each by its own parameters, whoever else is in the ba
 What is as long as the vocabulary is float32; numbers of few tokens, and sums of blocks of the vocabulary, are float64.
 So a draw falls on another token than exact arithmetic would choose only where it lies within some 1e-6 of an edge.
 
-The order is vLLM's: top-k of what min-p leaves, and top-p of the mass that both leave.
+The order is vLLM's: first what `model_runner.penalties` changes (allowed tokens, bad sequences, `min_tokens`, bias,
+penalties), then temperature, min-p, top-k of what min-p leaves, and top-p of the mass that both leave.
 
 Ties: tokens that are equally likely are ranked in the vocabulary's order. Which of them top-k keeps, where its limit
 falls among more of them than are looked at, is left to `torch.topk`.
@@ -49,7 +50,8 @@ _SHORT_BLOCK = 64
 def sample(logits: Tensor, rows: Mapping[int, SamplingRow]) -> Tensor:
     """One token per row: `[R]` int64 on the device of the logits.
 
-    `NO_TOKEN` where a row has a nan or +inf, or nothing but -inf; the other rows' tokens do not depend on it.
+    `NO_TOKEN` where a row has a nan or +inf, or nothing but -inf, or where its parameters leave nothing else; the other
+    rows' tokens do not depend on it.
 
     Args:
         logits: `[R, vocab]`, floating; not changed.
@@ -78,12 +80,14 @@ def sample(logits: Tensor, rows: Mapping[int, SamplingRow]) -> Tensor:
     tokens = _choose(logits, best, draws[: len(as_they_are)])
     if adjusted:
         logits = adjust_logits(logits.index_select(0, where), tuple(adjusted.values()))
-        tokens.index_copy_(0, where, _choose(logits, logits.argmax(dim=-1), draws[len(as_they_are) :]))
+        left = logits.amax(dim=-1) != -torch.inf
+        chosen = _choose(logits, logits.argmax(dim=-1), draws[len(as_they_are) :])
+        tokens.index_copy_(0, where, chosen.where(left, NO_TOKEN))
     return tokens.masked_fill_(highest - highest != 0, NO_TOKEN)  # inf - inf is nan, too
 
 
 def distributions(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
-    """What `sample` draws each row from: `[R, vocab]` float32, each row sums to 1.
+    """What `sample` draws each row from: `[R, vocab]` float32, each row sums to 1; nan where nothing is left.
 
     Args:
         logits: `[R, vocab]`, floating; not changed.
@@ -100,7 +104,7 @@ def distributions(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     for each in draws:
         placed = replace(each, where=next(pairs), columns=next(pairs))
         found.index_copy_(0, placed.where, placed.distribution(logits.index_select(0, placed.where)))
-    return found
+    return found.masked_fill_(logits.amax(dim=-1, keepdim=True) == -torch.inf, torch.nan)
 
 
 def fall(weights: Tensor, draws: Tensor) -> Tensor:

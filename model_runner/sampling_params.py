@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import reprlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -13,12 +13,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from model_runner.bad_sequences import BadSequences
 from model_runner.errors import RequestError
+from ubatch.small_copies import to_device
 
-__all__ = ["MAX_LOGIT_BIASES", "MAX_STOP_TOKEN_IDS", "SamplingParams"]
+__all__ = ["MAX_BAD_SEQUENCES", "MAX_BAD_TOKENS", "MAX_LOGIT_BIASES", "MAX_STOP_TOKEN_IDS", "SamplingParams"]
 
 MAX_LOGIT_BIASES, MAX_STOP_TOKEN_IDS = 1024, 128
 """Most entries of a request; vLLM's limits."""
+MAX_BAD_SEQUENCES, MAX_BAD_TOKENS = 256, 4096
+"""Most token sequences of a request, and tokens of all of them: they are looked at in every step."""
 _GREEDY_BELOW = 1e-5
 _MAX_LOGPROBS = 20
 _MAX_BIAS = 100.0
@@ -43,6 +47,8 @@ _RULES: dict[str, _Rule] = {
 }
 _OPTIONAL = ("seed", "logprobs", "prompt_logprobs")
 _TOKEN: _Rule = (int, "0 or more", lambda value: 0 <= value < 2**63)
+_MOST_TOKENS = 2**20
+"""More than any vocabulary has."""
 _BIAS: _Rule = (float, "from -100 to 100", lambda value: -_MAX_BIAS <= value <= _MAX_BIAS)
 
 
@@ -50,7 +56,8 @@ _BIAS: _Rule = (float, "from -100 to 100", lambda value: -_MAX_BIAS <= value <= 
 class SamplingParams:
     """How to generate for one request. Names and meanings are vLLM's; the default is greedy.
 
-    They act in vLLM's order: `min_tokens` and bias, penalties, temperature, min-p, top-k, top-p of what is left.
+    They act in vLLM's order: allowed tokens, bad sequences, `min_tokens`, bias, penalties, temperature, min-p, top-k,
+    top-p of what is left. A request that they leave no token ends with an error, where it is not refused before.
 
     A number may be numpy's or a 0-dimensional torch tensor, of the right kind; it becomes Python's. An integer is a
     number, a bool is neither.
@@ -72,6 +79,10 @@ class SamplingParams:
         min_tokens: no token that would end the output comes before so many others.
         logprobs: report the chosen tokens' log-probabilities, and those of so many most likely ones, 0 to 20.
         prompt_logprobs: the same for the prompt's tokens.
+        allowed_token_ids: no other tokens come; None for all, else at least one. As many as the vocabulary has.
+        bad_token_sequences: no token comes that would complete one of them in the output, whose other tokens count
+            as they are in the output, not in the prompt. 256 at most, of 4096 tokens together. vLLM's `bad_words`
+            as tokens (`serving.bad_words` makes them).
 
     Raises:
         RequestError: at construction, for any value of a wrong type, or one that cannot work.
@@ -92,6 +103,8 @@ class SamplingParams:
     min_tokens: int = 0
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    allowed_token_ids: tuple[int, ...] | None = None
+    bad_token_sequences: tuple[tuple[int, ...], ...] = ()
 
     def __post_init__(self) -> None:
         for name, rule in _RULES.items():
@@ -104,6 +117,10 @@ class SamplingParams:
         stops = [_checked("a token of stop_token_ids", token, _TOKEN) for token in entries]
         object.__setattr__(self, "stop_token_ids", tuple(dict.fromkeys(stops)))
         object.__setattr__(self, "logit_bias", tuple(self._checked_biases().items()))
+        object.__setattr__(self, "bad_token_sequences", self._checked_sequences())
+        if self.allowed_token_ids is not None:
+            object.__setattr__(self, "allowed_token_ids", _checked_tokens("allowed_token_ids", self.allowed_token_ids))
+        self.check_choice(())
 
     def _checked_biases(self) -> dict[int, float]:
         given: Any = self.logit_bias.items() if isinstance(self.logit_bias, Mapping) else self.logit_bias
@@ -116,17 +133,47 @@ class SamplingParams:
             biases[token] = _checked(f"logit_bias of token {token}", pair[1], _BIAS)
         return biases
 
+    def _checked_sequences(self) -> tuple[_Tokens, ...]:
+        name, own = "bad_token_sequences", self.bad_token_sequences
+        entries = _entries(name, own, "sequences of token ids", MAX_BAD_SEQUENCES)
+        sequences = [_checked_tokens(f"a sequence of {name}", entry, once=False) for entry in entries]
+        count = sum(map(len, sequences))
+        if count > MAX_BAD_TOKENS:
+            raise RequestError(f"{name} has {count} tokens in all; at most {MAX_BAD_TOKENS} are allowed.")
+        return tuple(dict.fromkeys(sequences))
+
+    def check_choice(self, eos_token_ids: Iterable[int]) -> None:
+        """Refuse parameters that leave no token to begin with, given the model's end-of-sequence tokens.
+
+        Raises:
+            RequestError: all allowed tokens are bad ones by themselves, or would end the output before `min_tokens`.
+        """
+        if self.allowed_token_ids is None:
+            return
+        never = {*self.bad_sequences.single, *(self.ending_tokens(eos_token_ids) if self.min_tokens else ())}
+        if len(self.allowed_token_ids) <= len(never) and never.issuperset(self.allowed_token_ids):
+            raise RequestError(
+                f"allowed_token_ids {_shown(self.allowed_token_ids)} leaves no token: each is a bad one, or would end "
+                f"the output before min_tokens ({self.min_tokens})."
+            )
+
     def check_vocabulary(self, vocab_size: int) -> None:
-        """Refuse a bias for tokens, or stop tokens, that the model does not have.
+        """Refuse any tokens that the model does not have.
 
         Raises:
             RequestError: there is one.
         """
-        biased = (token for token, _ in self.logit_bias)
-        for name, tokens in (("logit_bias", biased), ("stop_token_ids", self.stop_token_ids)):
-            wrong = next((token for token in tokens if not 0 <= token < vocab_size), None)
-            if wrong is not None:
-                raise RequestError(f"{name} has token {wrong}; the vocabulary is 0 to {vocab_size - 1}.")
+        for name, tokens in self.named_tokens():
+            highest = max(tokens, default=0)
+            if highest >= vocab_size:
+                raise RequestError(f"{name} has token {highest}; the vocabulary is 0 to {vocab_size - 1}.")
+
+    def named_tokens(self) -> Iterator[tuple[str, Sequence[int]]]:
+        """The tokens in each of the parameters; all are 0 or more."""
+        yield "logit_bias", [token for token, _ in self.logit_bias]
+        yield "stop_token_ids", self.stop_token_ids
+        yield "allowed_token_ids", self.allowed_token_ids or ()
+        yield "bad_token_sequences", [token for sequence in self.bad_token_sequences for token in sequence]
 
     def ending_tokens(self, eos_token_ids: Iterable[int]) -> tuple[int, ...]:
         """The tokens that end the output, given the model's end-of-sequence tokens."""
@@ -150,12 +197,17 @@ class SamplingParams:
     @property
     def needs_history(self) -> bool:
         """Whether sampling depends on the tokens before, beyond the logits; the overlap loop delays it then."""
-        return self.penalised or self.min_tokens > 0
+        return self.penalised or self.min_tokens > 0 or self.bad_sequences.reach > 0
+
+    @cached_property
+    def masked(self) -> bool:
+        """Whether some tokens never come; `never_mask` says which."""
+        return self.allowed_token_ids is not None or bool(self.bad_sequences.single)
 
     @cached_property
     def adjusts(self) -> bool:
         """Whether anything changes the logits before temperature."""
-        return self.needs_history or bool(self.logit_bias)
+        return self.needs_history or self.masked or bool(self.logit_bias)
 
     @cached_property
     def plain(self) -> bool:
@@ -167,6 +219,31 @@ class SamplingParams:
         """The tokens of `logit_bias`, `[n]` int64, and what is added to their logits, `[n]` float32; on the host."""
         tokens, biases = zip(*self.logit_bias, strict=True) if self.logit_bias else ((), ())
         return torch.tensor(tokens, dtype=torch.int64), torch.tensor(biases, dtype=torch.float32)
+
+    @cached_property
+    def bad_sequences(self) -> BadSequences:
+        """`bad_token_sequences`, to be looked up."""
+        return BadSequences(self.bad_token_sequences)
+
+    def never_mask(self, vocab_size: int, device: torch.device) -> Tensor:
+        """`[vocab_size]` bool on the device, the tokens that never come; made once and kept there.
+
+        Raises:
+            RequestError: a token is outside the vocabulary.
+        """
+        mask = self._masks.get((vocab_size, device))
+        if mask is None:
+            self.check_vocabulary(vocab_size)
+            never = np.full(vocab_size, self.allowed_token_ids is not None)
+            never[np.fromiter(self.allowed_token_ids or (), np.int64)] = False
+            never[np.fromiter(self.bad_sequences.single, np.int64)] = True
+            (there,) = to_device((torch.from_numpy(never),), device)
+            mask = self._masks[vocab_size, device] = there.clone()  # what is uploaded holds for one step
+        return mask
+
+    @cached_property
+    def _masks(self) -> dict[tuple[int, torch.device], Tensor]:
+        return {}
 
 
 def _checked(name: str, value: object, rule: _Rule) -> Any:
@@ -185,6 +262,25 @@ def _checked(name: str, value: object, rule: _Rule) -> Any:
     if not holds(number):
         raise RequestError(f"{name} must be {allowed}, not {_shown(value)}.")
     return number
+
+
+class _Tokens(tuple[int, ...]):
+    """Checked tokens; those of a request with many outputs are not looked at again for each."""
+
+    __slots__ = ()
+
+
+def _checked_tokens(name: str, given: object, *, once: bool = True) -> _Tokens:
+    """Tokens, at least one; `once` drops those that repeat. They may be as many as a vocabulary has."""
+    if type(given) is _Tokens:
+        return given
+    tokens = _entries(name, given, "token ids", _MOST_TOKENS)
+    if not tokens:
+        raise RequestError(f"{name} is empty; give at least one token.")
+    if set(map(type, tokens)) != {int} or min(tokens) < 0 or max(tokens) >= 2**63:
+        tokens = tuple(_checked(f"a token of {name}", token, _TOKEN) for token in tokens)
+    repeated = once and (np.diff(np.fromiter(tokens, np.int64)) <= 0).any()
+    return _Tokens(dict.fromkeys(tokens) if repeated else tokens)
 
 
 def _entries(name: str, given: object, what: str, most: int) -> tuple[Any, ...]:

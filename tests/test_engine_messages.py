@@ -46,6 +46,8 @@ PARAMS = SamplingParams(
     frequency_penalty=0.1,
     max_tokens=9,
     min_tokens=3,
+    allowed_token_ids=(4, 1, 7),
+    bad_token_sequences=((8,), (7, 4)),
 )
 LOGPROBS = TokenLogprobs(3, -0.5, 1, ((3, -0.5), (4, -1.0)))
 

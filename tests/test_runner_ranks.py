@@ -187,6 +187,6 @@ def test_bad_input_failures_idle_ranks_and_lazy_loading(checkpoint: Path, tmp_pa
     assert "prompt 1 is empty" in second[0]
     assert "layer 1 of rank 0" in first[1]
     assert "rank 0 failed with ZeroDivisionError: layer 1 of rank 0" in second[1]
-    assert "rank 1 failed with RequestError: request 'late' has penalties or min_tokens" in first[2]
+    assert "rank 1 failed with RequestError: request 'late' has penalties, min_tokens or bad sequences" in first[2]
     assert "its token 3 is not known yet" in second[2]
     assert (first[3], second[3]) == ("0,1,2,3", "4,5,6,7")

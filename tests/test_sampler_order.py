@@ -1,13 +1,14 @@
 """The order in which sampling parameters act: vLLM's, against its definition in plain numpy.
 
-Source: the docstring of vLLM's V1 sampler, and its top-k and top-p: min tokens, logit bias, penalties (repetition,
-frequency, presence), temperature, min-p, top-k, top-p; each over what the ones before have left.
+Source: the docstring of vLLM's V1 sampler, and its top-k and top-p: allowed tokens, bad words, min tokens, logit bias,
+penalties (repetition, frequency, presence), temperature, min-p, top-k, top-p; each over what the ones before have left.
 """
 
 from __future__ import annotations
 
 import random
 from collections import Counter
+from contextlib import suppress
 from dataclasses import replace
 
 import numpy as np
@@ -17,9 +18,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 import model_runner.sampler
-from model_runner import SamplingParams, SamplingRow, sample
+from model_runner import RequestError, SamplingParams, SamplingRow, sample
 from model_runner.penalties import adjust_logits
-from model_runner.sampler import distributions
+from model_runner.sampler import NO_TOKEN, distributions
 
 VOCAB = 40
 
@@ -32,8 +33,16 @@ def softmax(logits: NDArray[np.float64]) -> NDArray[np.float64]:
 def by_definition(logits: NDArray[np.float64], row: SamplingRow) -> NDArray[np.float64]:
     """What one row is drawn from: `[vocab]`, sums to 1."""
     params, logits = row.params, logits.copy()
+    # allowed tokens, bad words: each is compared with the end of the output
+    if params.allowed_token_ids is not None:
+        logits[[token for token in range(len(logits)) if token not in params.allowed_token_ids]] = -np.inf
+    for *before, last in params.bad_token_sequences:
+        if list(row.output)[len(row.output) - len(before) :] == before and len(before) <= len(row.output):
+            logits[last] = -np.inf
     # min tokens, bias
     logits[list(row.forbidden)] = -np.inf
+    if np.isneginf(logits).all():
+        return np.full(len(logits), np.nan)
     for token, bias in params.logit_bias:
         logits[token] += bias
     # penalties
@@ -68,6 +77,13 @@ def random_row(source: random.Random, vocab: int) -> SamplingRow:
         return value if source.random() < 0.5 else none
 
     output = [source.randrange(vocab) for _ in range(source.randrange(12))]
+    likely = [*output[-2:], source.randrange(vocab)]
+    bad = [
+        (*[source.choice(likely) for _ in range(source.randrange(3))], source.randrange(vocab))
+        for _ in range(source.randrange(20))
+    ]
+    bad += [(*output[-reach:], source.randrange(vocab)) for reach in range(len(output)) if source.random() < 0.5]
+    allowed = source.choices(range(vocab), k=source.choice([1, 2, 5, vocab]))
     params = SamplingParams(
         temperature=source.choice([0.0, 9e-6, 0.3, 0.7, 1.0, 1.5, 3.0]),
         top_k=int(maybe(source.randrange(1, vocab + 5), 0)),
@@ -77,9 +93,13 @@ def random_row(source: random.Random, vocab: int) -> SamplingRow:
         frequency_penalty=maybe(source.uniform(-2, 2), 0.0),
         presence_penalty=maybe(source.uniform(-2, 2), 0.0),
         logit_bias=tuple((source.randrange(vocab), source.uniform(-6, 6)) for _ in range(int(maybe(6, 0)))),
+        bad_token_sequences=tuple(bad) if source.random() < 0.5 else (),
     )
+    with suppress(RequestError):  # each of the few tokens may be a bad one
+        params = replace(params, allowed_token_ids=tuple(allowed) if source.random() < 0.5 else None)
     prompt = torch.tensor(sorted({source.randrange(vocab) for _ in range(8)}))
-    forbidden = source.sample(range(vocab), 3) if source.random() < 0.5 else ()
+    forbidden = params.bad_sequences.completing(output)
+    forbidden += source.sample(range(vocab), 3) if source.random() < 0.5 else ()
     return SamplingRow(params, source.random(), prompt, output, forbidden)
 
 
@@ -88,7 +108,8 @@ def all_of(logits: Tensor, rows: list[SamplingRow]) -> NDArray[np.float64]:
     best = [row.params.greedy for row in rows]
     drawn = [replace(row, params=replace(row.params, temperature=1.0)) if row.params.greedy else row for row in rows]
     found = distributions(logits, drawn).double().numpy()
-    certain = np.eye(logits.shape[1])[sample(logits, dict(enumerate(rows))).numpy()]
+    chosen = sample(logits, dict(enumerate(rows))).numpy()
+    certain = np.where((chosen == NO_TOKEN)[:, None], np.nan, np.eye(logits.shape[1])[chosen])
     return np.where(np.array(best)[:, None], certain, found)
 
 
@@ -100,6 +121,11 @@ def test_random_settings_are_drawn_from_what_the_definition_says(count: int, voc
     logits = 3 * torch.randn(count, vocab, generator=torch.Generator().manual_seed(7))
     expected = np.stack([by_definition(own, row) for own, row in zip(logits.double().numpy(), rows, strict=True)])
     found = all_of(logits, rows)
+    nothing = np.isnan(expected).any(axis=1)
+    assert nothing.any() == (vocab == VOCAB)
+    assert nothing.sum() < count / 4
+    assert (np.isnan(found).all(axis=1) == nothing).all()
+    assert (sample(logits, dict(enumerate(rows))).numpy() == NO_TOKEN).tolist() == nothing.tolist()
     wrong = np.flatnonzero(np.abs(found - expected).max(axis=1) > 1e-4)
     assert [rows[index].params for index in wrong] == []
 

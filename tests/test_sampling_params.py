@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -40,6 +41,24 @@ from model_runner.sampling_params import MAX_LOGIT_BIASES, MAX_STOP_TOKEN_IDS
         ({"prompt_logprobs": 21}, "prompt_logprobs"),
         ({"seed": 2**64}, "seed must be within 64 bits, not 18446744073709551616"),
         ({"seed": 10**5000}, "seed must be within 64 bits"),
+        ({"allowed_token_ids": ()}, "allowed_token_ids is empty; give at least one token"),
+        ({"allowed_token_ids": (3, -1)}, "a token of allowed_token_ids must be 0 or more, not -1"),
+        ({"allowed_token_ids": (2**63,)}, "a token of allowed_token_ids must be 0 or more, not 92233"),
+        ({"allowed_token_ids": (3, 3), "stop_token_ids": (3, 4), "min_tokens": 1}, "leaves no token: .*min_tokens"),
+        (
+            {
+                "allowed_token_ids": (3, 4, 5),
+                "stop_token_ids": (3,),
+                "min_tokens": 2,
+                "bad_token_sequences": ((4,), (5,)),
+            },
+            "leaves no token",
+        ),
+        ({"allowed_token_ids": (4,), "bad_token_sequences": ((4,),)}, "leaves no token: each is a bad one"),
+        ({"bad_token_sequences": ((),)}, "a sequence of bad_token_sequences is empty"),
+        ({"bad_token_sequences": ((3, -1),)}, "a token of a sequence of bad_token_sequences must be 0 or more"),
+        ({"bad_token_sequences": ((3,),) * 257}, "bad_token_sequences has 257 entries; at most 256"),
+        ({"bad_token_sequences": ((3,) * 4097,)}, "bad_token_sequences has 4097 tokens in all; at most 4096"),
     ],
 )
 def test_values_that_cannot_be(values: dict[str, Any], message: str) -> None:
@@ -62,6 +81,11 @@ NO_NUMBERS = ("0.5", True, None, [0.5], np.True_, np.array([0.5]), torch.tensor(
         *(("ignore_eos", value, "True or False") for value in (1, 0.0, "yes", None)),
         *(("stop_token_ids", value, "token ids") for value in (3, None, "34", b"34", torch.tensor(3))),
         *(("stop_token_ids", [value], "an integer") for value in (3.0, "3", True, None)),
+        *(("allowed_token_ids", value, "token ids") for value in (3, "34", b"34", torch.tensor(3))),
+        *(("allowed_token_ids", [0, value], "an integer") for value in (3.0, "3", True, None, np.float32(3))),
+        *(("bad_token_sequences", value, "sequences of token ids") for value in (3, None, "34")),
+        *(("bad_token_sequences", [value], "token ids") for value in (3, None, "34")),
+        *(("bad_token_sequences", [[1, value]], "an integer") for value in (3.0, "3", True, None)),
         *(("logit_bias", value, "logit_bias must be pairs") for value in (3, None, "3")),
         *(("logit_bias", value, "must be a token and a number") for value in ([3], [(3,)], ["31"], {1, 2})),
         ("logit_bias", [(3, 1.0, 2.0)], "an entry of logit_bias has 3 entries"),
@@ -102,6 +126,36 @@ def test_a_temperature_below_1e5_is_greedy() -> None:
     assert SamplingParams(temperature=9e-6).greedy
     assert SamplingParams(temperature=9e-6).plain
     assert not SamplingParams(temperature=1e-5).greedy
+
+
+def test_allowed_and_bad_tokens_are_kept_once_and_checked_once() -> None:
+    tokens = [5, np.int64(3), torch.tensor(5), Few.TWO]
+    params = SamplingParams(allowed_token_ids=tokens, bad_token_sequences=([4, 4], (4, 4), np.array([4])))  # type: ignore[arg-type]
+    assert (params.allowed_token_ids, params.bad_token_sequences) == ((5, 3, 2), ((4, 4), (4,)))
+    assert {type(token) for token in params.allowed_token_ids or ()} == {int}
+    assert replace(params, seed=1).allowed_token_ids is params.allowed_token_ids
+    device = torch.device("cpu")
+    assert params.never_mask(7, device).tolist() == [True, True, False, False, True, False, True]
+    assert params.never_mask(7, device) is params.never_mask(7, device), "made once"
+    assert SamplingParams(bad_token_sequences=((1,), (2, 0))).never_mask(3, device).tolist() == [False, True, False]
+    with pytest.raises(RequestError, match="allowed_token_ids has token 5; the vocabulary is 0 to 4"):
+        params.check_vocabulary(5)
+    with pytest.raises(RequestError, match="bad_token_sequences has token 4"):
+        SamplingParams(bad_token_sequences=((1, 4),)).check_vocabulary(4)
+    # What ends the output matters only where it must not come yet.
+    SamplingParams(allowed_token_ids=(3,), stop_token_ids=(3,))
+    SamplingParams(allowed_token_ids=(3,), min_tokens=1, ignore_eos=True).check_choice((3,))
+    with pytest.raises(RequestError, match="leaves no token"):
+        SamplingParams(allowed_token_ids=(3,), min_tokens=1).check_choice((3,))
+
+
+def test_what_needs_the_tokens_before() -> None:
+    """Sampling waits for them in the overlap loop; it does not for masks that never change."""
+    assert not SamplingParams(allowed_token_ids=(1, 2), bad_token_sequences=((3,),)).needs_history
+    assert SamplingParams(bad_token_sequences=((3, 4),)).needs_history
+    for params in ({"allowed_token_ids": (1,)}, {"bad_token_sequences": ((3,),)}, {"bad_token_sequences": ((3, 4),)}):
+        assert SamplingParams(**params).adjusts  # type: ignore[arg-type]
+        assert not SamplingParams(**params).plain  # type: ignore[arg-type]
 
 
 def test_tokens_are_kept_once_and_are_not_many() -> None:

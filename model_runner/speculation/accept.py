@@ -8,8 +8,8 @@
 
 Both give one token per row, and new tokens are read off the rows alike: under rejection a row says its draft, if that
 is accepted, else the replacement, which is never that draft, because max(p - q, 0) is 0 there. p is what the request's
-temperature, top-k, top-p, min-p and penalties leave of the target's distribution. A draft whose q is not known counts
-as certain. A greedy request always matches.
+temperature, top-k, top-p, min-p, penalties and masks leave of the target's distribution. A draft whose q is not
+known counts as certain. A greedy request always matches.
 
 Source: Leviathan and others, Chen and others (both 2023); trees: SpecInfer (2023).
 """
@@ -26,7 +26,7 @@ from torch import Tensor
 from model_runner.errors import RequestError
 from model_runner.penalties import SamplingRow
 from model_runner.request import ScheduledRequest
-from model_runner.sampler import distributions, fall
+from model_runner.sampler import NO_TOKEN, distributions, fall
 from ubatch.small_copies import to_device
 
 __all__ = ["Acceptance", "DraftRows", "accepted_nodes", "check_acceptance", "sample_by_rejection"]
@@ -117,7 +117,8 @@ def sample_by_rejection(logits: Tensor, requests: Sequence[DraftRows]) -> tuple[
         requests: at least one; all have equally many drafts.
 
     Returns:
-        The numbers of their rows, and a token for each, `[len(requests) * (D + 1)]` int64 both.
+        The numbers of their rows, and a token for each, `[len(requests) * (D + 1)]` int64 both; `NO_TOKEN` where the
+        request's parameters leave none.
 
     Raises:
         RequestError: a row's bias or stop tokens are outside the vocabulary, or a draft's distribution is over another
@@ -143,6 +144,7 @@ def sample_by_rejection(logits: Tensor, requests: Sequence[DraftRows]) -> tuple[
     rest = torch.where(rest.sum(dim=-1, keepdim=True) > 0, rest, p)
     says = fall(rest.flatten(0, 1), drawing).view(count, num_drafts + 1, 1)
     says[:, :-1] = torch.where(accepted, drafts, says[:, :-1])
+    says.masked_fill_(p[..., :1].isnan(), NO_TOKEN)
     return where, says.flatten()
 
 

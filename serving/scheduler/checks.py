@@ -11,18 +11,21 @@ from serving.requests import RequestInput
 __all__ = ["check_input"]
 
 
-def check_input(given: RequestInput, *, vocab_size: int, max_model_len: int, max_kv_tokens: int) -> None:
+def check_input(
+    given: RequestInput, *, vocab_size: int, eos_token_ids: Sequence[int], max_model_len: int, max_kv_tokens: int
+) -> None:
     """Refuse a request that could never get a token.
 
     Args:
         given: the request.
         vocab_size: tokens are below it.
+        eos_token_ids: of the model.
         max_model_len: most tokens of a request, prompt and output.
         max_kv_tokens: tokens of one request that the whole KV cache holds.
 
     Raises:
-        RequestError: no token, or one that is no integer or outside the vocabulary, or a prompt that leaves no room for
-            an output.
+        RequestError: no token, or one that is no integer or outside the vocabulary, sampling parameters that leave no
+            token to begin with, or a prompt that leaves no room for an output.
         KVCacheExhausted: the prompt alone does not fit the KV cache.
     """
     name, tokens = given.request_id, given.token_ids
@@ -31,8 +34,9 @@ def check_input(given: RequestInput, *, vocab_size: int, max_model_len: int, max
     for kind in set(map(type, tokens)) - {int}:
         raise RequestError(f"the prompt of request {name!r} has a {kind.__name__}; a token is a Python int.")
     _check_vocabulary(name, "the prompt", tokens, vocab_size)
-    _check_vocabulary(name, "logit_bias", [token for token, _ in given.params.logit_bias], vocab_size)
-    _check_vocabulary(name, "stop_token_ids", given.params.stop_token_ids, vocab_size)
+    for what, own in given.params.named_tokens():
+        _check_vocabulary(name, what, own, vocab_size)
+    given.params.check_choice(eos_token_ids)
     if len(tokens) + 1 > max_model_len:
         raise RequestError(
             f"the prompt of request {name!r} has {len(tokens)} tokens; with one of output that is more than "

@@ -110,8 +110,8 @@ class Scheduler:
         """Let a request wait.
 
         Raises:
-            RequestError: it can never be served: no token, or one outside the vocabulary, a prompt that leaves no room
-                for an output, an id that is in use.
+            RequestError: it can never be served: no token, or one outside the vocabulary, parameters that leave none to
+                begin with, a prompt that leaves no room for an output, an id that is in use.
             KVCacheExhausted: its prompt alone does not fit the KV cache.
         """
         if given.request_id in self._requests:
@@ -119,6 +119,7 @@ class Scheduler:
         check_input(
             given,
             vocab_size=self._vocab_size,
+            eos_token_ids=self._eos_token_ids,
             max_model_len=self._config.max_model_len,
             max_kv_tokens=self._kv.max_tokens,
         )
