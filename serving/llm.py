@@ -7,7 +7,7 @@ import operator
 import reprlib
 import threading
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeAlias, cast
@@ -15,6 +15,7 @@ from typing import Any, TypeAlias, cast
 from tqdm import tqdm
 
 from model_runner import LOGITS_NOT_FINITE, FinishReason, RequestError, SamplingParams, TokenLogprobs
+from serving.bad_words import bad_token_sequences
 from serving.engine.offline import OfflineEngine, make_offline_engine
 from serving.options import resolve_keywords, to_engine_options
 from serving.requests import DraftCounts, EngineStatistics, RequestInput, RequestOutput
@@ -128,6 +129,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         stop: str | Sequence[str] = (),
+        bad_words: str | Sequence[str] = (),
         include_stop_str_in_output: bool = False,
         skip_special_tokens: bool = True,
         use_tqdm: bool = True,
@@ -137,7 +139,9 @@ class LLM:
         Args:
             prompts: a text or a list of tokens, or several of them.
             sampling_params: for all prompts, or one per prompt; greedy with 16 tokens by default.
-            stop: strings that end a text; at most 64, of at most 1000 characters each.
+            stop: strings that end a text, once it has `min_tokens`; at most 64, of at most 1000 characters each.
+            bad_words: words whose tokens do not come one after the other, besides `bad_token_sequences`; at most 128,
+                of at most 200 characters each.
             include_stop_str_in_output: the stop string, or the text of the stop token, is part of the text.
             skip_special_tokens: special tokens give no text.
             use_tqdm: show progress, where standard error is a terminal.
@@ -157,6 +161,7 @@ class LLM:
         with self._one_at_a_time:  # a tokenizer, too, serves one thread at a time
             if self._engine is None:
                 raise UBatchError("this LLM was closed.")
+            each = self._without_bad_words(each, (bad_words,) if isinstance(bad_words, str) else tuple(bad_words))
             jobs: dict[str, _Job] = {}
             for prompt, params in zip(given, each, strict=True):
                 text = None
@@ -199,6 +204,16 @@ class LLM:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
+
+    def _without_bad_words(self, params: list[SamplingParams], words: Sequence[str]) -> list[SamplingParams]:
+        """The parameters, with these words' tokens among their bad sequences."""
+        if not words:
+            return params
+        if self.tokenizer is None:
+            raise ConfigError("bad words need the tokenizer, which skip_tokenizer_init left out.")
+        bad = bad_token_sequences(self.tokenizer, words)
+        changed = {id(own): replace(own, bad_token_sequences=own.bad_token_sequences + bad) for own in params}
+        return [changed[id(own)] for own in params]
 
     def _encode(self, prompt: Prompt) -> list[int]:
         if not isinstance(prompt, str):

@@ -81,11 +81,16 @@ def verify(runner: ModelRunner, requests: Sequence[Request], drafts: Sequence[Dr
 
 
 def speculate(
-    runner: ModelRunner, expected: Sequence[Sequence[int]], num_drafts: int, drafting: Drafting, seed: int = 0
+    runner: ModelRunner,
+    expected: Sequence[Sequence[int]],
+    num_drafts: int,
+    drafting: Drafting,
+    seed: int = 0,
+    params: Sequence[SamplingParams] = PARAMS,
 ) -> tuple[list[list[int]], list[list[TokenLogprobs]], int]:
-    """Tokens, log-probabilities, and how many verify steps it took."""
+    """Tokens, log-probabilities, and how many verify steps it took. Drafts are right as far as `expected` is."""
     rng = random.Random(seed)
-    requests = make_requests()
+    requests = make_requests(params)
     logprobs: list[list[TokenLogprobs]] = [[] for _ in requests]
     prefill(runner, requests, NEW + num_drafts + 1)
     steps = 0

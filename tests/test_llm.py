@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,12 +20,17 @@ from ubatch import ConfigError, UBatchError
 
 MODEL = Path(__file__).resolve().parent.parent / "examples" / "models" / "tiny-moe"
 TEXTS = ["Once upon a time", "The cat", "def main():", "In a hole in the ground there lived", "0 1 2 3"]
+TEXTS += ["import os\n", "for name in names:\n    "]
+BAD = ((714, 585), (384, 844), (1247, 14), (19,), (429, 1247, 348), (8,))
+ALLOWED = range(3, 2048, 2)
 PARAMS = [
     SamplingParams(max_tokens=24),
     SamplingParams(max_tokens=20, temperature=0.9, seed=3),
     SamplingParams(max_tokens=30, temperature=0.7, top_p=0.9, seed=4),
     SamplingParams(max_tokens=9, repetition_penalty=1.3),
     SamplingParams(max_tokens=12, logprobs=2, prompt_logprobs=1),
+    SamplingParams(max_tokens=24, ignore_eos=True, bad_token_sequences=BAD),
+    SamplingParams(max_tokens=24, temperature=0.7, seed=5, allowed_token_ids=ALLOWED, bad_token_sequences=BAD),  # type: ignore[arg-type]
 ]
 SMALL = {"max_num_seqs": 8, "kv_cache_memory": "16M", "max_model_len": 512}
 
@@ -64,6 +70,17 @@ def test_the_tokens_are_those_of_the_reference(llm: LLM, reference: list[tuple[i
     assert scored.prompt_logprobs[0] is None
 
 
+def test_only_allowed_tokens_come_and_no_bad_sequence(llm: LLM, reference: list[tuple[int, ...]]) -> None:
+    def has_bad(tokens: tuple[int, ...]) -> bool:
+        return any(tokens[at : at + len(bad)] == bad for bad in BAD for at in range(len(tokens)))
+
+    assert not has_bad(reference[5])
+    assert not has_bad(reference[6])
+    assert set(reference[6]) <= set(ALLOWED)
+    free = tokens(llm.generate(TEXTS[5:], SamplingParams(max_tokens=24, ignore_eos=True)))
+    assert all(map(has_bad, free)), "the test is about tokens that would come"
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -100,6 +117,72 @@ def test_a_stop_string_ends_the_text_before_it(llm: LLM, reference: list[tuple[i
     (kept,) = llm.generate(TEXTS[0], PARAMS[0], stop=stop, include_stop_str_in_output=True)
     assert kept.outputs[0].text == only.text + stop
     assert llm.statistics[0].num_running == 0
+
+
+def test_bad_words_are_made_tokens(llm: LLM) -> None:
+    """With a space before and without; each of several prompts keeps its own parameters."""
+    prompts = ["import os\n", "def main(", "for name in names:\n    "]
+    params = [SamplingParams(max_tokens=24, ignore_eos=True), SamplingParams(max_tokens=9, bad_token_sequences=((5,),))]
+    params.append(params[0])
+    outputs = llm.generate(prompts, params, bad_words=["import os", "self", "name", "self"])
+    assert [len(output.outputs[0].token_ids) for output in outputs] == [24, 9, 24]
+    for output in outputs:
+        assert not any(word in output.outputs[0].text for word in ("import os", "self", "name"))
+    (one,) = llm.generate(prompts[1], params[0], bad_words="self")
+    assert one.outputs[0].text.startswith("obj")
+    for wrong, why in (
+        (["a" * 201], "201 characters"),
+        (["a"] * 129, "129 words"),
+        ([" "], "no word"),
+        ([3], "strings"),
+    ):
+        with pytest.raises(RequestError, match=why):
+            llm.generate("a", bad_words=wrong)  # type: ignore[arg-type]
+    with pytest.raises(RequestError, match="surrogate"):
+        llm.generate("a", bad_words="\ud800")
+
+
+def test_where_no_token_is_left_only_that_request_ends(llm: LLM, reference: list[tuple[int, ...]]) -> None:
+    """Behind its first token everything that is allowed is bad; what no output can begin with is refused before."""
+    few = SamplingParams(max_tokens=9, allowed_token_ids=(5, 6), bad_token_sequences=((5, 5), (5, 6), (6, 5), (6, 6)))
+    sampled = replace(few, temperature=0.8, seed=1, top_p=0.9)
+    outputs = llm.generate([*TEXTS, *TEXTS[:2]], [*PARAMS, few, sampled])
+    assert tokens(outputs[: len(TEXTS)]) == reference
+    for output in outputs[len(TEXTS) :]:
+        only = output.outputs[0]
+        assert (only.finish_reason, len(only.token_ids)) == (FinishReason.ERROR, 1)
+        assert set(only.token_ids) <= {5, 6}
+        assert "left no token" in str(only.error)
+    eos = llm.tokenizer.eos_token_id
+    with pytest.raises(RequestError, match="leaves no token"):
+        llm.generate("a", SamplingParams(allowed_token_ids=(eos,), min_tokens=1))
+    with pytest.raises(RequestError, match=r"allowed_token_ids.* has token 2048; the vocabulary is 0 to 2047"):
+        llm.generate("a", SamplingParams(allowed_token_ids=(2048,)))
+    assert llm.statistics[0].num_running == 0
+
+
+@pytest.mark.parametrize("include", [False, True])
+@pytest.mark.parametrize("min_tokens", [0, 1, 4, 5, 6, 11, 24])
+def test_stop_strings_do_not_end_a_text_before_min_tokens(llm: LLM, min_tokens: int, include: bool) -> None:
+    """vLLM's rule: they are looked for where they end in the text of tokens behind `min_tokens`."""
+    params = SamplingParams(max_tokens=24, ignore_eos=True, min_tokens=min_tokens)
+    (plain,) = llm.generate("import os\n", replace(params, min_tokens=0))
+    ids = plain.outputs[0].token_ids
+    stop = ["rt os\nim", "os"]
+    count = len(ids)
+    text = ""
+    for place, token in enumerate(ids, 1):
+        start = len(text)
+        text += llm.tokenizer.decode([token])
+        ends = [(text.find(each, max(0, start + 1 - len(each))), each) for each in stop]
+        ends = [(at, each) for at, each in ends if at >= 0]
+        if place > min_tokens and ends:
+            at, found = min(ends, key=lambda end: end[0] + len(end[1]))
+            text, count = text[: at + len(found) if include else at], place
+            break
+    (output,) = llm.generate("import os\n", params, stop=stop, include_stop_str_in_output=include)
+    assert (output.outputs[0].text, len(output.outputs[0].token_ids)) == (text, count)
+    assert count > min_tokens or min_tokens == 24
 
 
 def test_a_stop_token_is_the_last_token_and_no_text(llm: LLM, reference: list[tuple[int, ...]]) -> None:
@@ -223,6 +306,8 @@ def test_without_a_tokenizer_tokens_go_in_and_out() -> None:
             llm.generate("text")
         with pytest.raises(ConfigError, match="skip_tokenizer_init"):
             llm.generate([1], stop="x")
+        with pytest.raises(ConfigError, match="skip_tokenizer_init"):
+            llm.generate([1], bad_words="x")
     with pytest.raises(UBatchError, match="closed"):
         llm.generate([1])
 

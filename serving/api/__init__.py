@@ -2,7 +2,7 @@
 
 request_models, response_models    what comes in and goes out, for FastAPI and its `/openapi.json`
 errors, sse                        OpenAI's error bodies; server-sent events; clients that leave
-prompts, sampling                  from a request's fields to token ids and sampling parameters
+prompts, sampling, token_limits    from a request's fields to token ids and sampling parameters
 generation                         the outputs of a request, side by side
 logprobs, answer                   from what they give to what clients read, whole or streamed
 completions, chat                  the two kinds of answers

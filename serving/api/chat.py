@@ -15,6 +15,7 @@ from serving.api.request_models import ChatCompletionRequest
 from serving.api.response_models import ChatCompletion
 from serving.api.sampling import sampling_params
 from serving.api.service import Service
+from serving.api.token_limits import token_limits
 from serving.text import Vocabulary
 
 __all__ = ["ChatAnswer"]
@@ -41,6 +42,7 @@ class ChatAnswer(Answer):
         """
         _refuse(body)
         check_outputs(service, 1, body.n)
+        limits = await token_limits(service, body, 1, size)
         token_ids = await service.long_work.run(lambda: _token_ids(service, body), size)
         if not token_ids:
             raise ApiError(400, "The messages have no tokens; there is nothing to answer.", param="messages")
@@ -51,6 +53,7 @@ class ChatAnswer(Answer):
             service.defaults,
             max_tokens=left if wanted is None else wanted,
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+            limits=limits,
             vocab_size=service.engine.info.vocab_size,
         )
         answer_id = f"chatcmpl-{uuid.uuid4().hex}"

@@ -15,6 +15,7 @@ from serving.api.request_models import CompletionRequest
 from serving.api.response_models import Completion
 from serving.api.sampling import sampling_params
 from serving.api.service import Service
+from serving.api.token_limits import token_limits
 from serving.text import Vocabulary
 
 __all__ = ["CompletionAnswer"]
@@ -54,6 +55,7 @@ class CompletionAnswer(Answer):
         """
         _refuse(body)
         check_outputs(service, len(prompts_in(body.prompt)), body.n)
+        limits = await token_limits(service, body, len(prompts_in(body.prompt)), size)
         add_special_tokens = body.add_special_tokens is not False
         prompts = await service.long_work.run(
             lambda: prompts_of(service, body.prompt, add_special_tokens=add_special_tokens), size
@@ -68,6 +70,7 @@ class CompletionAnswer(Answer):
                 max_tokens=max(1, wanted),  # an engine generates at least one
                 logprobs=body.logprobs,
                 prompt_logprobs=body.logprobs if body.echo else None,
+                limits=limits,
                 vocab_size=service.engine.info.vocab_size,
             )
             requested.append((token_ids, params))

@@ -15,6 +15,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from model_runner import MAX_LOGIT_BIASES, MAX_STOP_TOKEN_IDS
+from serving.bad_words import MAX_BAD_WORD_CHARACTERS, MAX_BAD_WORDS
 from serving.stop_strings import MAX_STOP_CHARACTERS, MAX_STOP_STRINGS
 
 __all__ = [
@@ -63,6 +64,10 @@ Stop = Annotated[
     ),
 ]
 
+BadWords = Annotated[
+    list[Annotated[str, Field(min_length=1, max_length=MAX_BAD_WORD_CHARACTERS)]], Field(max_length=MAX_BAD_WORDS)
+]
+
 
 class _Body(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
@@ -97,6 +102,11 @@ class GenerationRequest(_Body):
     logit_bias: Annotated[
         Annotated[dict[str, float], Field(max_length=MAX_LOGIT_BIASES)] | None,
         Field(description="token id -> -100 to 100"),
+    ] = None
+    allowed_token_ids: Annotated[TokenIds | None, Field(description="no other tokens come")] = None
+    bad_words: Annotated[
+        BadWords | None,
+        Field(description="words whose tokens do not come one after the other, with a space before or without"),
     ] = None
     min_tokens: Annotated[int | None, Field(ge=0, description="tokens before which nothing ends it (0)")] = None
     ignore_eos: Annotated[bool | None, Field(description="go on after an end-of-sequence token")] = None

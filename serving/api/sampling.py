@@ -63,9 +63,12 @@ def sampling_params(
     max_tokens: int,
     logprobs: int | None,
     prompt_logprobs: int | None = None,
+    limits: SamplingParams,
     vocab_size: int,
 ) -> list[SamplingParams]:
     """The parameters of each of the request's `n` outputs; output i has the request's seed + i.
+
+    `limits` has the tokens that the request allows and forbids (`serving.api.token_limits`).
 
     Raises:
         RequestError, ApiError: for values that cannot work.
@@ -89,6 +92,8 @@ def sampling_params(
         ignore_eos=bool(request.ignore_eos),
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
+        allowed_token_ids=limits.allowed_token_ids,
+        bad_token_sequences=limits.bad_token_sequences,
     )
     seed = request.seed
     return [params if seed is None else replace(params, seed=seed + output) for output in range(request.n or 1)]

@@ -1,0 +1,127 @@
+"""What a request allows and forbids, from its body to the engine; and stop strings that wait for `min_tokens`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from api_clients import app_of, call, complete, post, says, stream, tokenizer
+from fake_engine import FakeEngine
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from serving.api import token_limits
+from serving.api.long_work import SHORT_BYTES
+from serving.bad_words import MAX_BAD_WORD_CHARACTERS, MAX_BAD_WORDS
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+ASKS: dict[str, dict[str, Any]] = {
+    COMPLETIONS: {"prompt": ["a", "b"]},
+    CHAT: {"messages": [{"role": "user", "content": "a"}]},
+}
+
+
+def spelled(word: str) -> list[tuple[int, ...]]:
+    return [tuple(tokenizer().encode(prefix + word, add_special_tokens=False)) for prefix in ("", " ")]
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+@pytest.mark.parametrize("padding", [0, SHORT_BYTES], ids=["short", "long"])
+def test_both_reach_the_engine(path: str, padding: int) -> None:
+    engine = FakeEngine()
+    limits = {"allowed_token_ids": [7, 5, 7], "bad_words": ["import os", "  self", "self", "ä"]}
+    body = {**ASKS[path], **limits, "n": 2, "max_tokens": 2, "user": "u" * padding}
+    assert post(engine, path, body).status_code == 200
+    assert len(engine.requests) == (4 if path == COMPLETIONS else 2)
+    wanted = [*spelled("import os"), *spelled("self"), *spelled("ä")]
+    for request in engine.requests:
+        assert request.params.allowed_token_ids == (7, 5)
+        assert request.params.bad_token_sequences == tuple(dict.fromkeys(wanted))
+        assert request.params.allowed_token_ids is engine.requests[0].params.allowed_token_ids, "checked once"
+
+
+def test_none_of_them_is_nothing() -> None:
+    engine = FakeEngine()
+    complete(engine, {"allowed_token_ids": None, "bad_words": None})
+    complete(engine, {"bad_words": []})
+    for request in engine.requests:
+        assert (request.params.allowed_token_ids, request.params.bad_token_sequences) == (None, ())
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({"allowed_token_ids": []}, "should not be empty"),
+        ({"allowed_token_ids": [2048]}, "2048 is not a token id from 0 to 2047"),
+        ({"allowed_token_ids": [3, -1]}, "greater than or equal to 0"),
+        *(({"allowed_token_ids": [wrong]}, "integer") for wrong in (1.0, "1", True, None)),
+        ({"allowed_token_ids": 3}, "list"),
+        ({"allowed_token_ids": [1] * 2049}, "2049 ids; the model has 2048 tokens"),
+        ({"allowed_token_ids": [1] * 2048, "n": 128, "prompt": ["a"] * 5}, "2048 ids for each of 640 outputs"),
+        ({"allowed_token_ids": [1, 2], "stop_token_ids": [1, 2], "min_tokens": 1}, "leaves no token"),
+        ({"allowed_token_ids": [274], "bad_words": ["self"]}, "leaves no token"),
+        ({"bad_words": "self"}, "list"),
+        ({"bad_words": [3]}, "string"),
+        ({"bad_words": [""]}, "at least 1 character"),
+        ({"bad_words": ["  "]}, "no word"),
+        ({"bad_words": ["a" * (MAX_BAD_WORD_CHARACTERS + 1)]}, "at most 200 characters"),
+        ({"bad_words": ["a"] * (MAX_BAD_WORDS + 1)}, "at most 128 items"),
+        ({"bad_words": ["äöü" * 60 + str(n) for n in range(50)]}, "tokens in all; at most 4096"),
+    ],
+)
+def test_what_cannot_work_is_400(body: dict[str, Any], message: str) -> None:
+    engine = FakeEngine()
+    response = post(engine, COMPLETIONS, {"prompt": "a", **body})
+    assert response.status_code == 400, response.text
+    assert message in response.json()["error"]["message"]
+    assert not engine.requests
+
+
+def test_long_lists_are_for_few_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(token_limits, "MAX_ALLOWED_OF_ALL", 12)
+    engine = FakeEngine()
+    body = {"allowed_token_ids": [1, 2, 3], "n": 2, "max_tokens": 1}
+    assert post(engine, COMPLETIONS, {**body, "prompt": ["a", "b"]}).status_code == 200
+    assert post(engine, COMPLETIONS, {**body, "prompt": ["a", "b", "c"]}).status_code == 400
+    assert post(engine, CHAT, {**ASKS[CHAT], **body, "n": 5}).status_code == 400
+
+
+def test_the_description_says_the_limits() -> None:
+    schemas = call(app_of(FakeEngine()), "GET", "/openapi.json").json()["components"]["schemas"]
+    for kind in ("CompletionRequest", "ChatCompletionRequest"):
+        words, _ = schemas[kind]["properties"]["bad_words"]["anyOf"]
+        assert (words["maxItems"], words["items"]["maxLength"]) == (MAX_BAD_WORDS, MAX_BAD_WORD_CHARACTERS)
+        allowed, _ = schemas[kind]["properties"]["allowed_token_ids"]["anyOf"]
+        assert (allowed["minItems"], allowed["items"]["minimum"]) == (1, 0)
+
+
+@given(
+    text=st.text(alphabet="ab é🎉", min_size=1, max_size=12),
+    stop=st.lists(st.text(alphabet="ab é", min_size=1, max_size=3), min_size=1, max_size=2),
+    per_step=st.integers(1, 3),
+    min_tokens=st.integers(0, 14),
+    include=st.booleans(),
+)
+@settings(max_examples=60)
+def test_stop_strings_wait_for_min_tokens(
+    text: str, stop: list[str], per_step: int, min_tokens: int, include: bool
+) -> None:
+    """vLLM's rule: a stop string counts where it ends in the text of a token behind `min_tokens`, wherever it began."""
+    ids, whole, end = tokenizer().encode(text), "", None
+    for count in range(1, len(ids) + 1):
+        before, whole = whole, tokenizer().decode(ids[:count]).removesuffix("\ufffd")
+        found = [(whole.find(each, max(0, len(before) + 1 - len(each))), each) for each in stop]
+        ends = [(at + len(each), -len(each), each) for at, each in found if at >= 0]
+        if count > min_tokens and ends:
+            at, _, each = min(ends)
+            whole, end = whole[: at if include else at - len(each)], "stop"
+            break
+    engine = FakeEngine(reply=says(text), tokens_per_step=per_step)
+    body = {"stop": stop, "max_tokens": 50, "min_tokens": min_tokens, "include_stop_str_in_output": include}
+    events = stream(engine, COMPLETIONS, body)
+    parts = [choice for event in events for choice in event["choices"]]
+    got = "".join(part["text"] for part in parts)
+    if end is None and include:  # the end of sequence is a stop, too
+        got = got.removesuffix("<|endoftext|>")
+    assert got == whole
+    assert complete(engine, body)["choices"][0]["text"] == "".join(part["text"] for part in parts)
