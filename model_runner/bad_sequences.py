@@ -8,7 +8,7 @@ __all__ = ["BadSequences"]
 
 
 class BadSequences:
-    """Some token sequences, by the token before their last one: only those that may be complete now are compared.
+    """Some token sequences, looked up by the tokens before their last one: the work is once per length of these.
 
     Args:
         sequences: none of them empty.
@@ -20,17 +20,14 @@ class BadSequences:
 
     def __init__(self, sequences: Sequence[Sequence[int]]) -> None:
         self.single = tuple(sequence[0] for sequence in sequences if len(sequence) == 1)
-        self.reach = max((len(sequence) - 1 for sequence in sequences), default=0)
-        self._by_token_before: dict[int, list[tuple[list[int], int]]] = {}
-        for sequence in sequences:
-            if len(sequence) > 1:
-                *before, last = sequence
-                self._by_token_before.setdefault(before[-1], []).append((before, last))
+        self._last_of: dict[tuple[int, ...], list[int]] = {}
+        for *before, last in sequences:
+            if before:
+                self._last_of.setdefault(tuple(before), []).append(last)
+        self._lengths = sorted(set(map(len, self._last_of)))
+        self.reach = self._lengths[-1] if self._lengths else 0
 
     def completing(self, output: Sequence[int]) -> list[int]:
         """Tokens that would complete a sequence of several, behind this output (or its last `reach` tokens)."""
-        if not output:
-            return []
-        tail = list(output[-self.reach :])
-        candidates = self._by_token_before.get(tail[-1], ())
-        return [last for before, last in candidates if tail[-len(before) :] == before]
+        tails = (tuple(output[-length:]) for length in self._lengths if length <= len(output))
+        return [last for tail in tails for last in self._last_of.get(tail, ())]

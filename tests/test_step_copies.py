@@ -195,7 +195,7 @@ def test_packing_a_mask() -> None:
 
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6], [53], [58, 97, 93, 23, 84], [62, 64, 33] * 5]
 DRAWN = [
-    SamplingParams(max_tokens=4),
+    SamplingParams(max_tokens=4, allowed_token_ids=tuple(range(0, 60, 2)), bad_token_sequences=((8,), (6, 10))),
     SamplingParams(max_tokens=4, temperature=1.4, seed=4, top_k=60),
     SamplingParams(max_tokens=4, temperature=0.9, seed=5, top_p=0.7, logprobs=2, logit_bias=((7, 3.0),)),
     SamplingParams(max_tokens=4, temperature=0.9, seed=5, min_p=0.01, repetition_penalty=1.2),

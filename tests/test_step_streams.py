@@ -32,14 +32,14 @@ NEW = 5
 DRAWN = [
     SamplingParams(max_tokens=NEW),
     SamplingParams(max_tokens=NEW, temperature=1.4, seed=4, top_k=60),
-    SamplingParams(max_tokens=NEW, logprobs=2, logit_bias=((7, 3.0),)),
+    SamplingParams(max_tokens=NEW, logprobs=2, logit_bias=((7, 3.0),), allowed_token_ids=tuple(range(0, 60, 2))),
     SamplingParams(max_tokens=NEW, temperature=0.9, seed=5, min_p=0.01),
 ]
 CONSTRAINED = [
     SamplingParams(max_tokens=NEW, frequency_penalty=1.5, presence_penalty=1.0, logprobs=1),
     SamplingParams(max_tokens=NEW, temperature=1.1, seed=6, repetition_penalty=1.5),
     SamplingParams(max_tokens=NEW, min_tokens=4, stop_token_ids=(9,), ignore_eos=True),
-    SamplingParams(max_tokens=NEW),
+    SamplingParams(max_tokens=NEW, bad_token_sequences=((62,), (64, 64), (33, 33))),
 ]
 
 

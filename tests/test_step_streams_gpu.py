@@ -31,13 +31,13 @@ PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6], [53], [58, 97, 93, 23, 84], [62, 64, 33] * 
 MIXED = [
     SamplingParams(max_tokens=NEW, ignore_eos=True),
     SamplingParams(max_tokens=NEW, ignore_eos=True, temperature=1.4, seed=4, top_k=60, top_p=0.9),
-    SamplingParams(max_tokens=NEW, ignore_eos=True, logprobs=2, logit_bias=((7, 3.0),)),
+    SamplingParams(max_tokens=NEW, ignore_eos=True, logprobs=2, allowed_token_ids=tuple(range(0, 60, 2))),
     SamplingParams(max_tokens=NEW, ignore_eos=True, temperature=0.9, seed=5, min_p=0.01),
 ]
 CONSTRAINED = [
     SamplingParams(max_tokens=NEW, ignore_eos=True, frequency_penalty=1.5, presence_penalty=1.0),
     SamplingParams(max_tokens=NEW, ignore_eos=True, temperature=1.1, seed=6, repetition_penalty=1.5),
-    SamplingParams(max_tokens=NEW, ignore_eos=True, min_tokens=4, stop_token_ids=(9,)),
+    SamplingParams(max_tokens=NEW, ignore_eos=True, min_tokens=4, stop_token_ids=(9,), bad_token_sequences=((58, 58),)),
     SamplingParams(max_tokens=NEW, ignore_eos=True),
 ]
 SLEEP_CYCLES = 2_000_000_000

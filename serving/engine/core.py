@@ -6,9 +6,10 @@
                  device   ---- step N ----- | ---- step N+1 ----- | ---- step N+2 ...
 
 In the overlapped loop step N+1 is launched before the host knows the tokens of step N: the device takes them from its
-own memory (the runner's FutureMap). Sampling that depends on those tokens on the host (penalties, `min_tokens`) waits
-until step N is processed; the forward of step N+1 runs meanwhile. A request that turns out to have ended at step N is
-in step N+1 once too often, and what that gives is dropped. `model_runner.step_streams` says what runs on which stream.
+own memory (the runner's FutureMap). Sampling that depends on those tokens on the host (penalties, `min_tokens`, bad
+sequences) waits until step N is processed; the forward of step N+1 runs meanwhile. A request that turns out to have
+ended at step N is in step N+1 once too often, and what that gives is dropped. `model_runner.step_streams` says what
+runs on which stream.
 """
 
 from __future__ import annotations
