@@ -56,8 +56,8 @@ class StepOutput:
             `params.prompt_logprobs` asks for them; else empty.
         decision: whether the step overlapped, or why not; with every rank's tokens.
         all_idle: no rank had a token; nothing ran.
-        corrupted: numbers of the shares whose logits, or whose prompt's hidden states, are not finite. The token that
-            would have come is missing in `tokens`.
+        corrupted: numbers of the shares whose logits, or whose prompt's hidden states, are not finite, or whose
+            parameters leave no token. The token that would have come is missing in `tokens`.
     """
 
     tokens: tuple[tuple[int, ...], ...]

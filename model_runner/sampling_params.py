@@ -47,8 +47,8 @@ _RULES: dict[str, _Rule] = {
 }
 _OPTIONAL = ("seed", "logprobs", "prompt_logprobs")
 _TOKEN: _Rule = (int, "0 or more", lambda value: 0 <= value < 2**63)
-_MOST_TOKENS = 2**20
-"""More than any vocabulary has."""
+_MOST_TOKENS, _SHOWN_TOKENS = 2**20, 16
+"""More than any vocabulary has; and those of many that are shown."""
 _BIAS: _Rule = (float, "from -100 to 100", lambda value: -_MAX_BIAS <= value <= _MAX_BIAS)
 
 
@@ -265,9 +265,13 @@ def _checked(name: str, value: object, rule: _Rule) -> Any:
 
 
 class _Tokens(tuple[int, ...]):
-    """Checked tokens; those of a request with many outputs are not looked at again for each."""
+    """Checked tokens; those of a request with many outputs are not looked at again for each. Logs show the first."""
 
     __slots__ = ()
+
+    def __repr__(self) -> str:
+        shown = ", ".join(map(str, self[:_SHOWN_TOKENS]))
+        return super().__repr__() if len(self) <= _SHOWN_TOKENS else f"({shown}, ... {len(self)} tokens)"
 
 
 def _checked_tokens(name: str, given: object, *, once: bool = True) -> _Tokens:

@@ -142,6 +142,10 @@ def test_allowed_and_bad_tokens_are_kept_once_and_checked_once() -> None:
         params.check_vocabulary(5)
     with pytest.raises(RequestError, match="bad_token_sequences has token 4"):
         SamplingParams(bad_token_sequences=((1, 4),)).check_vocabulary(4)
+    assert repr(params.allowed_token_ids) == "(5, 3, 2)"
+    many = SamplingParams(allowed_token_ids=tuple(range(100_000)))
+    assert "14, 15, ... 100000 tokens)" in repr(many)
+    assert len(repr(many)) < 1000
     # What ends the output matters only where it must not come yet.
     SamplingParams(allowed_token_ids=(3,), stop_token_ids=(3,))
     SamplingParams(allowed_token_ids=(3,), min_tokens=1, ignore_eos=True).check_choice((3,))
