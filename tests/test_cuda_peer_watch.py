@@ -19,6 +19,7 @@ from lanes import within
 
 from ranks import run_ranks
 from ubatch import CommGroup, GroupBroken, UBatchConfig, UBatchWrapper
+from ubatch.job_store import JobStore
 from ubatch.long_calls import holding_gil
 from ubatch.peer_watch import PeerWatch, silence
 
@@ -124,13 +125,12 @@ def _dispatches(rank: int, ranks: int) -> None:
         assert group.broken is None
         # No rank may end before both have withdrawn what they told.
         told = partial(map, partial(connection_silence, group), range(ranks))
-        assert within(5, lambda: set(told()) == {b"0"}), "withdrawn when nobody dispatches"
+        assert within(5, lambda: set(told()) == {"0"}), "withdrawn when nobody dispatches"
 
 
-def connection_silence(group: CommGroup, rank: int) -> bytes:
+def connection_silence(group: CommGroup, rank: int) -> str:
     """What a rank has told last about its silence."""
-    said: bytes = group.usable_connection()._store.get(f"silence/{rank}")
-    return said
+    return group.usable_connection()._store.get(f"silence/{rank}")
 
 
 def _died_in_a_silent_call(rank: int, ranks: int) -> None:
@@ -165,14 +165,14 @@ def test_watch(case: Callable[..., Any], dying: tuple[int, ...]) -> None:
 class _Store:
     """A store that is gone."""
 
-    def add(self, key: str, amount: int) -> int:
+    def set(self, name: str, value: str) -> None:
         raise dist.DistNetworkError("gone")
 
 
 def test_a_store_that_is_gone() -> None:
     lost: list[int] = []
     store: Any = _Store()
-    watch = PeerWatch(0, (0, 1), store, 1.0, failed=lambda: False, lost=lost.append, beat_s=0.01)
+    watch = PeerWatch(0, (0, 1), store, 1.0, failed=lambda: False, lost=lost.append, forged=lambda _: None, beat_s=0.01)
     watch.start()
     assert within(5, lambda: lost == [-1])
 
@@ -181,7 +181,9 @@ def test_a_watch_that_could_not_look_blames_nobody() -> None:
     """Its own process was stopped, or held Python's lock and did not say so; the peers' beats may have come or not."""
     store, lost = dist.HashStore(), list[int]()
     store.set("beat/1", "1")
-    watch = PeerWatch(0, (0, 1), store, 0.5, failed=lambda: False, lost=lost.append, beat_s=0.05)
+    watch = PeerWatch(
+        0, (0, 1), JobStore(store), 0.5, failed=lambda: False, lost=lost.append, forged=lambda _: None, beat_s=0.05
+    )
     watch.start()
     assert within(5, lambda: store.add("beat/0", 0) > 2)
     _hold_the_gil(2)

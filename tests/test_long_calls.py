@@ -22,6 +22,7 @@ import ubatch.lateness
 from ranks import run_ranks
 from ubatch import CommGroup, PeerFailed, TransferTimeout, UBatchConfig, UBatchWrapper, dbo_current_ubatch_id
 from ubatch.autotune import Autotuner
+from ubatch.job_store import JobStore
 from ubatch.lateness import Patience, late, late_ranks
 
 TIMEOUT_S, LATE_S = 2.0, 3.5
@@ -144,17 +145,17 @@ def test_who_is_late_is_not_taken_for_the_one_that_died() -> None:
 @pytest.fixture
 def store(monkeypatch: pytest.MonkeyPatch) -> dist.Store:
     store = dist.HashStore()
-    monkeypatch.setattr(ubatch.lateness, "_store", lambda: store)
+    monkeypatch.setattr(ubatch.lateness, "_store", lambda: JobStore(store))
     monkeypatch.setattr(dist, "get_rank", lambda: 1)
     return store
 
 
 def test_blocks_in_blocks_count_once(store: dist.Store) -> None:
     with late("starting"), late("compiling"):
-        assert late_ranks([0, 1]) == {1: b"1 starting"}
+        assert late_ranks([0, 1]) == {1: "1 starting"}
     assert late_ranks([0, 1]) == {}
     with suppress(KeyError), late("tuning"):
-        assert late_ranks([1]) == {1: b"2 tuning"}
+        assert late_ranks([1]) == {1: "2 tuning"}
         assert late_ranks([0]) == {}
         raise KeyError
     assert store.add("ubatch/late", 0) == 0

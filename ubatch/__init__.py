@@ -75,6 +75,7 @@ from ubatch.dbo import (
 from ubatch.errors import (
     ConcurrentCallError,
     ConfigError,
+    ForgedValue,
     ForkedLaneError,
     GradientError,
     GroupBroken,
@@ -131,6 +132,7 @@ __all__ = [
     "CudaGraphs",
     "Decision",
     "DeclineReason",
+    "ForgedValue",
     "ForkedLaneError",
     "ForwardContext",
     "ForwardMode",

@@ -32,9 +32,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
-from ubatch.errors import GroupBroken, PeerFailed, TransferTimeout
+from ubatch.errors import ForgedValue, GroupBroken, PeerFailed, TransferTimeout
 from ubatch.heartbeat import beat
 from ubatch.interrupts import changing
+from ubatch.job_store import JobStore
 from ubatch.lateness import LATE_S, Patience, late_ranks
 from ubatch.launch_order import LaunchOrder
 from ubatch.peer_watch import PeerWatch, weak_call
@@ -74,13 +75,13 @@ class Connection:
         order: what was launched since the last vote, where `UBATCH_CHECK_ORDER=1`; else None.
     """
 
-    def __init__(self, ranks: Sequence[int], backend: str, timeout_s: float, name: str, store: dist.Store) -> None:
+    def __init__(self, ranks: Sequence[int], backend: str, timeout_s: float, name: str, store: JobStore) -> None:
         self.ranks = tuple(ranks)
         self.rank = dist.get_rank()
         self.timeout_s = timeout_s
         self.broken: str | None = None
         self.order = LaunchOrder.wanted() if len(ranks) > 1 else None
-        self._store = dist.PrefixStore(name, store)
+        self._store = store.part(name)
         self._dependents: weakref.WeakSet[Connection] = weakref.WeakSet()
         _let_go_of_expired()
         self.pg = self._process_group(backend, f"{name}/data")
@@ -125,13 +126,13 @@ class Connection:
         """What every rank has launched since the last vote, of those that say so within `patience_s`."""
         mine = self.order.launches if self.order is not None else []
         orders: dict[int, list[str]] = {}
-        with suppress(dist.DistError):
+        with suppress(dist.DistError, ForgedValue):  # it only adds to an error that is under way
             self._store.set(f"order/{self.rank}", "\n".join(mine))
             deadline = time.monotonic() + patience_s
             while len(orders) < len(self.ranks):
                 for rank in self.ranks:
                     if rank not in orders and self._store.check([f"order/{rank}"]):
-                        orders[rank] = self._store.get(f"order/{rank}").decode().splitlines()
+                        orders[rank] = self._store.get(f"order/{rank}").splitlines()
                 if time.monotonic() > deadline:
                     break
                 time.sleep(_LOOK_S)
@@ -189,6 +190,7 @@ class Connection:
             self.timeout_s,
             failed=weak_call(self._adopt),
             lost=weak_call(self._lost),
+            forged=weak_call(self.fail),
             beat_s=beat_s,
         )
         weakref.finalize(self, self._watch.stop)
@@ -205,7 +207,7 @@ class Connection:
             return
         self.broken = what
         blamed = self.rank if rank is None else rank
-        with suppress(dist.DistError):  # the store may be dead; the peers learn that the same way
+        with suppress(dist.DistError, ForgedValue):  # the store may be dead, or forged: the peers learn it likewise
             self._store.compare_set("failed", "", f"{blamed}\n{what}")
         self._abort()
         for dependent in list(self._dependents):
@@ -270,12 +272,15 @@ class Connection:
             if self._store.check(["failed"]):
                 raise self._peer_failed(name)
             if self._store.check(["suspect"]):
-                raise self._roll_call(name, self._store.get("suspect").decode())
+                raise self._roll_call(name, self._store.get("suspect"))
         except dist.DistError as error:
             raise self._store_lost(name) from error
+        except ForgedValue as error:
+            self.fail(str(error))
+            raise
 
     def _failure(self) -> tuple[int, str]:
-        rank, what = self._store.get("failed").decode().split("\n", 1)
+        rank, what = self._store.get("failed").split("\n", 1)
         return int(rank), what
 
     def _peer_failed(self, name: str) -> Exception:

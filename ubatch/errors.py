@@ -14,6 +14,7 @@ from typing import Any
 __all__ = [
     "ConcurrentCallError",
     "ConfigError",
+    "ForgedValue",
     "ForkedLaneError",
     "GradientError",
     "GroupBroken",
@@ -71,6 +72,17 @@ class ConcurrentCallError(UBatchError):
 
 class ForkedLaneError(UBatchError):
     """The process was forked while lanes ran; the child has no other lanes to hand the baton to."""
+
+
+class ForgedValue(UBatchError):
+    """What stands in the rendezvous store was written by nobody who has the job's key; `name` is where."""
+
+    def __init__(self, name: str, what: str) -> None:
+        super().__init__(
+            f"the value of {name!r} in the rendezvous store {what}. Start every process of the job with the same "
+            f"secret; if they have it, somebody else writes into the store: make its network private."
+        )
+        self.name = name
 
 
 class GradientError(UBatchError):

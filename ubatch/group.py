@@ -19,11 +19,20 @@ from typing import cast
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d as c10d
 from torch.utils.checkpoint import _StopRecomputationError
 
 from ubatch.connection import Connection
-from ubatch.errors import ConfigError, GroupBroken, LaunchOrderError, OverlapDeclined, TransferTimeout, describe, note
+from ubatch.errors import (
+    ConfigError,
+    ForgedValue,
+    GroupBroken,
+    LaunchOrderError,
+    OverlapDeclined,
+    TransferTimeout,
+    describe,
+    note,
+)
+from ubatch.job_store import JobStore, job_store
 from ubatch.lateness import Patience
 from ubatch.launch_order import BALLOT_WIDTH, check_ballots, first_difference
 from ubatch.machine import machine_name
@@ -82,7 +91,7 @@ class CommGroup:
     def _numbered(cls, ranks: Sequence[int], backend: str, timeout_s: float) -> CommGroup:
         """A new group under a name that these ranks have not used before."""
         key = "-".join(map(str, ranks))
-        store, count = c10d._get_default_store(), f"ubatch/{key}/made/{dist.get_rank()}"
+        store, count = job_store(), f"ubatch/{key}/made/{dist.get_rank()}"
         number = store.add(count, 1)
         try:
             return cls(ranks, backend, timeout_s, f"ubatch/{key}/{number}")
@@ -239,18 +248,18 @@ class CommGroup:
             group.reset()
 
     def _connect(self) -> Connection:
-        store = c10d._get_default_store()
+        store = job_store()
         epoch = 0
         try:
             if self.size > 1:
-                epoch = self._meet(dist.PrefixStore(self._name, store))
+                epoch = self._meet(store.part(self._name))
             return Connection(self.ranks, self.backend, self.timeout_s, f"{self._name}/{epoch}", store)
         except dist.DistNetworkError as error:
             raise GroupBroken("the rendezvous store is gone, and with it its host. Start the job anew.") from error
         except RuntimeError as error:
             raise TransferTimeout(f"the ranks {list(self.ranks)} met, but could not connect: {error}") from error
 
-    def _meet(self, store: dist.Store) -> int:
+    def _meet(self, store: JobStore) -> int:
         """Wait until every rank is here; returns the number of the new epoch."""
         me, everyone = self.ranks[self.rank], frozenset(self.ranks)
 
@@ -274,7 +283,7 @@ class CommGroup:
                     return epoch
                 time.sleep(_POLL_S)
         except BaseException:  # Ctrl-C
-            with suppress(dist.DistError):
+            with suppress(dist.DistError, ForgedValue):
                 _update(store, give_up)
             raise
         epoch, here = _update(store, give_up)
@@ -321,17 +330,17 @@ class _Step(AbstractContextManager[None]):
 
 
 def _update(
-    store: dist.Store, change: Callable[[int, frozenset[int]], tuple[int, frozenset[int]]]
+    store: JobStore, change: Callable[[int, frozenset[int]], tuple[int, frozenset[int]]]
 ) -> tuple[int, frozenset[int]]:
     """Apply `change` to `(epoch, ranks here)` in one atomic step; returns the outcome."""
-    seen = store.compare_set("meeting", "", "0:").decode()
+    seen = store.compare_set("meeting", "", "0:")
     while True:
         epoch, here = seen.split(":")
         outcome = change(int(epoch), frozenset(map(int, filter(None, here.split(",")))))
         wanted = f"{outcome[0]}:{','.join(map(str, sorted(outcome[1])))}"
         if wanted == seen:
             return outcome
-        now = store.compare_set("meeting", seen, wanted).decode()
+        now = store.compare_set("meeting", seen, wanted)
         if now == wanted:
             return outcome
         seen = now

@@ -19,7 +19,8 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 
 import torch.distributed as dist
-from torch.distributed import distributed_c10d as c10d
+
+from ubatch.job_store import JobStore, job_store
 
 __all__ = ["LATE_S", "Patience", "late", "late_ranks"]
 
@@ -35,7 +36,7 @@ class _Late:
         self.lock = threading.Lock()
         self.depth = 0
         self.times = 0
-        self.told: tuple[dist.Store, str] | None = None
+        self.told: tuple[JobStore, str] | None = None
 
     def enter(self, what: str) -> None:
         with self.lock:
@@ -79,12 +80,12 @@ def late(what: str) -> Iterator[None]:
         own.leave()
 
 
-def late_ranks(ranks: Collection[int] | None) -> dict[int, bytes]:
+def late_ranks(ranks: Collection[int] | None) -> dict[int, str]:
     """Which of these global ranks (None: all) are late now, each with what it says. One look where nobody is."""
     store = _store()
     if store is None:
         return {}
-    said: dict[int, bytes] = {}
+    said: dict[int, str] = {}
     with suppress(dist.DistError):
         if not store.add(_COUNT, 0):
             return {}
@@ -109,7 +110,7 @@ class Patience:
         self._timeout_s = timeout_s
         self._deadline = time.monotonic() + timeout_s
         self._peers = peers
-        self._first_said: dict[tuple[int, bytes], float] = {}
+        self._first_said: dict[tuple[int, str], float] = {}
 
     def over(self) -> bool:
         """Whether the time is up; looks into the store, so ask now and then only."""
@@ -120,12 +121,11 @@ class Patience:
         return now > self._deadline
 
 
-def _store() -> dist.Store | None:
+def _store() -> JobStore | None:
     """The job's; None where there is no other rank."""
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
         return None
-    store: dist.Store = c10d._get_default_store()
-    return store
+    return job_store()
 
 
 def _after_fork_in_child() -> None:

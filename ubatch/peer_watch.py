@@ -3,9 +3,9 @@
 With gloo the lane that waits for a transfer looks into the store. With NCCL nobody waits: the host queues on, and sits
 at last in a device synchronisation that a dead peer would never let end. So one thread per connection watches:
 
-    every `_BEAT_S`     count up beat/R, this rank's own key
+    every `_BEAT_S`     say beat/R, this rank's own number, one higher
                         somebody posted a failure               -> break the connection, abort the communicator
-                        a peer's beat has not changed within the time-out   -> it died; the same
+                        a peer's beat has not risen within the time-out   -> it died; the same
 
 Python's lock keeps a beat from coming, too: DeepEP's dispatch waits for its peers with it, for up to 100 s. Whoever
 makes such a call says so before (`silence`), by `silence/R`: how many seconds longer rank R's beat may stand still.
@@ -31,6 +31,9 @@ from typing import Protocol
 
 import torch.distributed as dist
 
+from ubatch.errors import ForgedValue
+from ubatch.job_store import JobStore
+
 __all__ = ["PeerWatch", "hear_silences", "silence", "silences_in_force", "weak_call"]
 
 _BEAT_S = 1.0
@@ -44,11 +47,12 @@ class PeerWatch:
     Args:
         rank: this process's global rank.
         ranks: all of them.
-        store: where beats are counted.
+        store: where beats are said.
         patience_s: how long a peer's beat may stand still.
         failed: looks for a reported failure, and acts on it; True if there was one.
-        lost: what to do about a rank whose beat stands still, -1 if the store itself is gone. Neither may hold the
-            connection.
+        lost: what to do about a rank whose beat stands still, -1 if the store itself is gone. None of the
+            three may hold the connection.
+        forged: what to do where somebody else wrote into the store.
         beat_s: seconds between two beats.
     """
 
@@ -56,20 +60,22 @@ class PeerWatch:
         self,
         rank: int,
         ranks: Sequence[int],
-        store: dist.Store,
+        store: JobStore,
         patience_s: float,
         *,
         failed: Callable[[], object],
         lost: Callable[[int], object],
+        forged: Callable[[str], object],
         beat_s: float = _BEAT_S,
     ) -> None:
         self._own, self._silence, self._store = f"beat/{rank}", f"silence/{rank}", store
         self._peers = [each for each in ranks if each != rank]
         self._patience_s, self._beat_s = patience_s, beat_s
-        self._failed, self._lost = failed, lost
+        self._failed, self._lost, self._forged = failed, lost, forged
         self._stop = threading.Event()
         self._looked_s = 0.0  # in all; times below are by this clock
-        self._seen: dict[int, tuple[bytes, float]] = {}
+        self._beats = 0
+        self._seen: dict[int, tuple[int, float]] = {}
         self._lock = threading.Lock()
         self._told_s = 0.0
         self._thread = threading.Thread(target=self._look, name="ubatch-peer-watch", daemon=True)
@@ -103,13 +109,17 @@ class PeerWatch:
         last = time.monotonic()
         while not self._stop.is_set():
             try:
-                self._store.add(self._own, 1)
+                self._beats += 1
+                self._store.set(self._own, str(self._beats))
                 self._withdraw_silence()
                 if self._failed():
                     return
                 silent = self._silent_peer()
             except dist.DistError:
                 silent = -1
+            except ForgedValue as error:
+                self._forged(str(error))
+                return
             if silent is not None:
                 if not self._stop.is_set():
                     self._lost(silent)
@@ -126,18 +136,18 @@ class PeerWatch:
         if not self._store.check(keys):  # multi_get would block
             missing = [peer for peer, key in zip(self._peers, keys, strict=True) if not self._store.check([key])]
             return next((peer for peer in missing if now > self._patience_with(peer)), None)
-        for peer, beat in zip(self._peers, self._store.multi_get(keys), strict=True):
+        for peer, beat in zip(self._peers, self._store.get_all(keys), strict=True):
             before = self._seen.get(peer)
-            if before is None or before[0] != beat:
-                self._seen[peer] = (beat, now)
+            if before is None or int(beat) > before[0]:  # an earlier one put back is no sign of life
+                self._seen[peer] = (int(beat), now)
             elif now - before[1] > self._patience_s and self._is_silent(peer, *before):
                 return peer
         return None
 
-    def _is_silent(self, peer: int, beat: bytes, since: float) -> bool:
+    def _is_silent(self, peer: int, beat: int, since: float) -> bool:
         if self._looked_s - since <= self._patience_with(peer):
             return False
-        return self._store.get(f"beat/{peer}") == beat  # else it has withdrawn its silence meanwhile
+        return int(self._store.get(f"beat/{peer}")) <= beat  # else it has withdrawn its silence meanwhile
 
     def _patience_with(self, peer: int) -> float:
         key = f"silence/{peer}"
