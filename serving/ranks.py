@@ -1,11 +1,13 @@
 """Ranks on this machine: one process each, gloo between them, pinned to cores (`serving.pinning`).
 
 Under `torchrun` (RANK and WORLD_SIZE in the environment) the launcher has made the processes already; this one joins
-them. Otherwise the ranks are spawned here, and the first that fails ends the others.
+them. Otherwise the ranks are spawned here, and the first that fails ends the others. They meet in a store of the
+process that spawns them, and listen on the loopback address only.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import socket
@@ -22,10 +24,14 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from serving.logs import log_event
+from serving.network import LOOPBACK, choose_interface, listening_store
 from serving.pinning import pin_rank
 from ubatch import ConfigError, UBatchError
 
 __all__ = ["RankFailed", "free_port", "run_ranks"]
+
+_logger = logging.getLogger(__name__)
 
 _START_TIMEOUT = timedelta(minutes=5)
 
@@ -54,16 +60,17 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, device: str =
         launched = int(os.environ["WORLD_SIZE"])
         if launched != world_size:
             raise ConfigError(f"{world_size} ranks asked for, but the launcher started {launched}. Make them agree.")
+        _choose_launched_interface()
         return _run_rank(fn, int(os.environ["RANK"]), world_size, device, args)
     context = mp.get_context("spawn")
-    port = free_port()
+    store = listening_store(LOOPBACK, 0, _START_TIMEOUT)  # outlives the ranks
     readers, ranks = [], []
     with _terminated_as_exit():
         try:
             for rank in range(world_size):
                 reader, writer = context.Pipe(duplex=False)
                 process = context.Process(
-                    target=_spawned, args=(fn, rank, world_size, port, writer, device, args), daemon=True
+                    target=_spawned, args=(fn, rank, world_size, store.port, writer, device, args), daemon=True
                 )
                 process.start()
                 writer.close()  # the rank holds the other copy; when it dies, the reader ends
@@ -117,20 +124,38 @@ def _spawned(
     fn: Callable[..., Any], rank: int, world_size: int, port: int, writer: Any, device: str, args: Any
 ) -> None:
     os.environ.update(
-        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size)
+        MASTER_ADDR=LOOPBACK, MASTER_PORT=str(port), RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size)
     )
     try:
-        writer.send((_run_rank(fn, rank, world_size, device, args), None))
+        choose_interface(LOOPBACK)
+        store = dist.TCPStore(LOOPBACK, port, is_master=False, wait_for_workers=False, timeout=_START_TIMEOUT)
+        writer.send((_run_rank(fn, rank, world_size, device, args, store), None))
     except BaseException:
         writer.send((None, traceback.format_exc()))
         sys.exit(1)
 
 
-def _run_rank(fn: Callable[..., Any], rank: int, world_size: int, device: str, args: Any) -> Any:
+def _choose_launched_interface() -> None:
+    """On one machine listen on loopback only; over several the user knows which network is private."""
+    everywhere = os.environ["WORLD_SIZE"]
+    if os.environ.get("LOCAL_WORLD_SIZE", "1") == everywhere:
+        choose_interface(LOOPBACK)
+    elif os.environ["RANK"] == "0":
+        log_event(
+            _logger,
+            "ranks on several machines are not authenticated: torchrun, gloo and NCCL cannot, and whoever reaches them "
+            "can run code here; their network must be private (GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME choose one)",
+            level=logging.WARNING,
+        )
+
+
+def _run_rank(
+    fn: Callable[..., Any], rank: int, world_size: int, device: str, args: Any, store: dist.Store | None = None
+) -> Any:
     local = int(os.environ.get("LOCAL_RANK", rank))
     gpu = torch.device("cuda", local) if device == "cuda" else None
     pin_rank(local, int(os.environ.get("LOCAL_WORLD_SIZE", world_size)), gpu)
-    dist.init_process_group("gloo", rank=rank, world_size=world_size, timeout=_START_TIMEOUT)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=_START_TIMEOUT)
     try:
         result = fn(rank, world_size, *args)
         dist.barrier()

@@ -13,7 +13,7 @@ from engine_mains import is_alive, tiny, tokens_of, wait_for
 from model_runner import SamplingParams
 from ranks import free_port
 from serving.engine import EngineClient, run_node
-from serving.engine.rendezvous import choose_interface
+from serving.network import choose_interface
 from serving.requests import EngineDead
 from ubatch import ConfigError
 

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from serving.engine import process
 from serving.engine.core import EngineCore
 from serving.engine.options import EngineOptions
+from serving.engine.rendezvous import Run
 from serving.scheduler import SchedulerConfig
 from serving.speculation import Algorithm, SpeculationConfig
 from ubatch import lateness
@@ -37,7 +38,7 @@ def test_peers_wait_for_a_rank_that_makes_its_proposer(monkeypatch: pytest.Monke
         kv_cache_memory=1 << 20,
     )
     monkeypatch.setattr(gc, "freeze", lambda: late.setdefault("freeze", lateness._own.depth))
-    with process._loaded(options, 0, dist.HashStore()):
+    with process._loaded(options, 0, Run.open(dist.HashStore(), None)):
         assert late == {"make_core": 1, "freeze": 1}
         assert list(late)[-1] == "freeze", "the collector need not walk through the draft network, either"
         assert lateness._own.depth == 0

@@ -37,6 +37,7 @@ from serving.engine.rendezvous import turns_address
 from serving.requests import EngineStatistics, RequestInput, RequestOutput
 from serving.scheduler import SchedulerConfig
 from ubatch import TransferTimeout
+from ubatch.job_store import JobStore
 
 SAMPLED = SamplingParams(temperature=1.0, max_tokens=3)
 
@@ -133,20 +134,20 @@ def test_a_follower_says_nothing_of_requests(group: Group) -> None:
 
 def test_where_followers_listen(tmp_path: Path) -> None:
     """With one node beside the client's socket; with several at a port, which their own host alone reaches."""
-    store = dist.HashStore()
+    said = JobStore(dist.HashStore())
     options = EngineOptions(Path("model"), data_parallel_size=2, tensor_parallel_size=2, nnodes=2, master_port=1)
     for address, expected in (
         (f"ipc://{tmp_path}/client", f"ipc://{tmp_path}/turns-3"),
         ("tcp://far:5", "tcp://127.0"),
     ):
         clients = Client(), Client(Abort("a"))
-        follower = join_turns(clients[0], address, options, 3, store, lambda: None)
-        leader = join_turns(clients[1], address, options, 2, store, lambda: None)
+        follower = join_turns(clients[0], address, options, 3, said, lambda: None)
+        leader = join_turns(clients[1], address, options, 2, said, lambda: None)
         with closing(follower), closing(leader):
-            assert turns_address(store, 3).startswith(expected)
+            assert turns_address(said, 3).startswith(expected)
             assert list(leader.receive()) == list(follower.receive()) == [Abort("a")]
     alone = Client()
-    assert join_turns(alone, address, EngineOptions(Path("model")), 0, store, lambda: None) is alone
+    assert join_turns(alone, address, EngineOptions(Path("model")), 0, said, lambda: None) is alone
 
 
 # ------------------------------------------------------------------------------------------------------------ faults

@@ -26,6 +26,7 @@ import zmq.asyncio
 from model_runner import FinishReason, RequestError
 from serving.engine.failures import FirstCause, again, dead_error, start_error
 from serving.engine.folder import SocketFolder
+from serving.engine.gate import CurveGate, Seldom
 from serving.engine.launch import EngineMain, LocalEngines
 from serving.engine.messages import (
     Abort,
@@ -45,16 +46,18 @@ from serving.engine.messages import (
     Wake,
     decode_from_engine,
     encode,
+    error_kind,
     make_error,
 )
 from serving.engine.options import EngineOptions
 from serving.engine.process import run_engine
-from serving.engine.rendezvous import host_store, post_client_address
+from serving.engine.rendezvous import Run, announce_network, check_node, host_store, numeric_address
 from serving.engine.routing import RequestStream, Router
+from serving.engine.secret import ClusterSecret, CurveKeys, read_secret
 from serving.engine.vital_signs import VitalSigns
 from serving.logs import log_event
 from serving.requests import EngineDead, EngineStatistics, RequestInput, RequestOutput
-from ubatch import UBatchError
+from ubatch import ConfigError, UBatchError
 
 __all__ = ["EngineClient", "EngineInfo"]
 
@@ -62,6 +65,7 @@ _logger = logging.getLogger(__name__)
 
 _PROFILE_S = 120.0
 _CLOSE_S = 10.0
+_LOOK_FOR_NODES_S = 0.2
 
 
 @dataclass(frozen=True)
@@ -109,6 +113,8 @@ class EngineClient:
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._folder: SocketFolder | None = None
+        self._gate: CurveGate | None = None
+        self._unread = Seldom(_logger, "not a message")
         self._engines: LocalEngines | None = None
 
     # -- start and end ------------------------------------------------------------------------------------------
@@ -136,26 +142,46 @@ class EngineClient:
 
     def _launch(self, engine_main: EngineMain) -> None:
         options = self.options
+        announce_network(options)
+        secret = read_secret(options.cluster_secret_file)
         self._store = host_store(options)
+        run = Run.open(self._store, secret)
         self._socket.setsockopt(zmq.SNDHWM, 0)
         self._socket.setsockopt(zmq.RCVHWM, 0)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
-        post_client_address(self._store, self._bind())
+        run.post_client_address(self._bind(run.curve))
         self._tasks.append(asyncio.create_task(self._receive()))
         self._tasks.append(asyncio.create_task(self._signs.watch()))
+        self._tasks.append(asyncio.create_task(self._check_nodes(secret)))
         self._engines = engines = LocalEngines(options, options.master_addr, self._store.port, engine_main)
         for rank, sentinel in engines.sentinels.items():
             self._loop.add_reader(sentinel, self._exited, engines, rank, sentinel)
 
-    def _bind(self) -> str:
+    def _bind(self, curve: CurveKeys | None) -> str:
         if self.options.nnodes == 1:
             self._folder = SocketFolder()
             address = f"ipc://{self._folder.path}/client"
             self._socket.bind(address)
             return address
-        port = self._socket.bind_to_random_port(f"tcp://{self.options.master_addr}")
-        return f"tcp://{self.options.master_addr}:{port}"
+        if curve is not None:
+            self._gate = CurveGate(self._context, self._socket, curve)
+        host = f"tcp://{numeric_address(self.options.master_addr)}"
+        return f"{host}:{self._socket.bind_to_random_port(host)}"
+
+    async def _check_nodes(self, secret: ClusterSecret | None) -> None:
+        """Look for the other nodes until all have come, each with this one's secret."""
+        missing = set(range(1, self.options.nnodes))
+        while missing:
+            for node in sorted(missing):
+                try:
+                    missing -= {node} if check_node(self._store, secret, node) else set()
+                except ConfigError as error:
+                    self._cause.report(
+                        Failed(node * self.options.local_size, error_kind(error), "ConfigError", str(error), "", False)
+                    )
+                    return
+            await asyncio.sleep(_LOOK_FOR_NODES_S)
 
     async def close(self) -> None:
         """End the engines, whatever still runs; requests in flight raise `EngineDead`."""
@@ -180,6 +206,8 @@ class EngineClient:
         self._died.cancel()
         for waiting in self._profiles.values():
             waiting.cancel()
+        if self._gate is not None:
+            self._gate.close()
         self._socket.close(linger=1000)
         self._context.term()
         if self._folder is not None:
@@ -327,11 +355,11 @@ class EngineClient:
 
     async def _receive(self) -> None:
         while True:
-            _, data = await self._socket.recv_multipart()
+            frames = await self._socket.recv_multipart()
             try:
-                self._handle(decode_from_engine(data))
+                self._handle(decode_from_engine(frames[-1]))
             except msgspec.DecodeError as error:
-                log_event(_logger, "not a message", level=logging.WARNING, error=error)
+                self._unread.happened(error=error)
 
     def _handle(self, message: FromEngine) -> None:
         match message:

@@ -8,7 +8,10 @@ from collections.abc import Iterator
 
 import zmq
 
+from serving.engine.gate import MOST_BYTES
 from serving.engine.messages import FromEngine, Shutdown, ToEngine, decode_to_engine, encode
+from serving.engine.secret import CurveKeys
+from ubatch import UBatchError
 
 __all__ = ["EngineLink"]
 
@@ -23,9 +26,10 @@ class EngineLink:
     Args:
         address: where the client listens (`ipc://` or `tcp://`).
         identity: what the client sends to.
+        curve: of the run, where the client is beyond this machine and the cluster has a secret.
     """
 
-    def __init__(self, address: str, identity: str) -> None:
+    def __init__(self, address: str, identity: str, curve: CurveKeys | None = None) -> None:
         self._context = zmq.Context()
         self._lock = threading.Lock()
         self._socket = self._context.socket(zmq.DEALER)
@@ -33,12 +37,26 @@ class EngineLink:
         self._socket.setsockopt(zmq.SNDHWM, 0)  # what is queued is bounded by the requests that the client sent
         self._socket.setsockopt(zmq.RCVHWM, 0)
         self._socket.setsockopt(zmq.LINGER, _LINGER_MS)
+        self._most_bytes = None if curve is None else MOST_BYTES
+        if curve is not None:
+            self._socket.curve_serverkey = curve.server_public
+            self._socket.curve_publickey, self._socket.curve_secretkey = curve.client_public, curve.client_secret
         self._socket.connect(address)
 
     def send(self, message: FromEngine) -> None:
-        """Send a message; does not wait. Any thread may: lanes that wait for peers beat, too."""
+        """Send a message; does not wait. Any thread may: lanes that wait for peers beat, too.
+
+        Raises:
+            UBatchError: it is longer than node 0 takes from another machine.
+        """
+        data = encode(message)
+        if self._most_bytes is not None and len(data) > self._most_bytes:
+            raise UBatchError(
+                f"a message of {len(data)} bytes to node 0, which takes {self._most_bytes}: ask for fewer "
+                f"log-probabilities, or run fewer requests at once (max_num_seqs)."
+            )
         with self._lock:
-            self._socket.send(encode(message))
+            self._socket.send(data)
 
     def receive(self, wait_s: float = 0.0) -> Iterator[ToEngine]:
         """The messages that have come; waits up to `wait_s` for the first."""

@@ -25,7 +25,6 @@ from dataclasses import replace
 from typing import Protocol
 
 import msgspec
-import torch.distributed as dist
 import zmq
 
 from model_runner import fresh_seed
@@ -49,6 +48,7 @@ from serving.engine.rendezvous import post_turns_address, turns_address
 from serving.requests import RequestInput
 from ubatch import TransferTimeout, UBatchError
 from ubatch.heartbeat import beat
+from ubatch.job_store import JobStore
 from ubatch.lateness import Patience
 
 __all__ = ["FollowerLink", "LeaderLink", "Link", "OutOfStep", "join_turns"]
@@ -76,7 +76,7 @@ class Link(Protocol):
 
 
 def join_turns(
-    link: Link, address: str, options: EngineOptions, rank: int, store: dist.Store, look_out: Callable[[], None]
+    link: Link, address: str, options: EngineOptions, rank: int, said: JobStore, look_out: Callable[[], None]
 ) -> Link:
     """What a rank takes its messages from: its own link if it is alone, else the leader's or a follower's end.
 
@@ -85,7 +85,7 @@ def join_turns(
         address: of the client.
         options: of all engines.
         rank: this process's.
-        store: where followers say where they listen.
+        said: where followers say where they listen.
         look_out: raises if nobody needs this rank any more; called now and then while it waits for its leader.
     """
     if options.tensor_parallel_size == 1:
@@ -93,10 +93,10 @@ def join_turns(
     leader = options.leader(options.dp_rank(rank))
     if rank == leader:
         followers = range(leader + 1, leader + options.tensor_parallel_size)
-        return LeaderLink(link, [turns_address(store, follower) for follower in followers])
+        return LeaderLink(link, [turns_address(said, follower) for follower in followers])
     names = options.describe_rank(rank), options.describe_rank(leader)
     follower = FollowerLink(link, _listen_on(address, rank), names, options.dbo.timeout_s, look_out)
-    post_turns_address(store, rank, follower.address)
+    post_turns_address(said, rank, follower.address)
     return follower
 
 

@@ -17,7 +17,7 @@ from serving.engine.link import EngineLink
 from serving.engine.messages import Failed, NodeAlive
 from serving.engine.options import EngineOptions
 from serving.engine.process import run_engine
-from serving.engine.rendezvous import client_address, connect_store
+from serving.engine.rendezvous import connect_store, join_run, post_node
 from serving.logs import log_event
 from ubatch import ConfigError
 
@@ -39,14 +39,16 @@ def run_node(options: EngineOptions, *, engine_main: EngineMain = run_engine) ->
         The exit status: 0 if all ranks ended well, 128 and the signal after SIGINT or SIGTERM.
 
     Raises:
-        ConfigError: this is node 0, which has the client.
+        ConfigError: this is node 0, which has the client; or node 0 has another cluster secret.
         UBatchError: node 0 does not answer.
     """
     if options.node_rank == 0:
         raise ConfigError("node 0 has the client: start it with EngineClient.start.")
     with _Told() as told:
         store = connect_store(options.master_addr, options.master_port)
-        link = EngineLink(client_address(store), f"node-{options.node_rank}")
+        post_node(store, options)
+        run = join_run(store, options)
+        link = EngineLink(run.address, f"node-{options.node_rank}", run.curve)
         told.listen()
         engines = LocalEngines(options, options.master_addr, options.master_port, engine_main)
         try:

@@ -53,6 +53,7 @@ class EngineOptions:
         node_rank: this one.
         master_addr: where node 0 is reached by the others.
         master_port: the port of the rendezvous; 0 picks one (one node only).
+        cluster_secret_file: what all nodes know and nobody else; each process reads it (`serving.engine.secret`).
 
     Raises:
         ConfigError: at construction, for ranks and nodes that do not fit together.
@@ -88,6 +89,7 @@ class EngineOptions:
     node_rank: int = 0
     master_addr: str = "127.0.0.1"
     master_port: int = 0
+    cluster_secret_file: Path | None = None
 
     def __post_init__(self) -> None:
         for name in ("data_parallel_size", "tensor_parallel_size", "nnodes"):
@@ -102,6 +104,8 @@ class EngineOptions:
             raise ConfigError(f"node_rank is {self.node_rank}; with {self.nnodes} nodes it is 0 to {self.nnodes - 1}.")
         if self.nnodes > 1 and self.master_port == 0:
             raise ConfigError("several nodes need a master_port that all of them know; 0 picks one on one node only.")
+        if self.nnodes == 1 and self.cluster_secret_file is not None:
+            raise ConfigError("cluster_secret_file needs nnodes 2 or more: one node talks to itself only.")
         if self.enable_expert_parallel and self.world_size == 1:
             raise ConfigError(
                 "enable_expert_parallel needs data_parallel_size 2 or more, or tensor_parallel_size; one rank has all "

@@ -60,7 +60,7 @@ from serving.engine.messages import (
     error_kind,
 )
 from serving.engine.options import EngineOptions
-from serving.engine.rendezvous import client_address, connect_store, init_ranks
+from serving.engine.rendezvous import Run, connect_store, init_ranks, join_run
 from serving.logs import configure_logging, log_event
 from serving.pinning import pin_rank
 from serving.requests import RequestOutput
@@ -90,11 +90,11 @@ def run_engine(options: EngineOptions, rank: int, store_host: str, store_port: i
         configure_logging(options.log_level, f"rank {rank}")
     _check_parent(parent)  # without it the store does not answer, and connecting to it would be tried for minutes
     store = connect_store(store_host, store_port)
-    address = client_address(store)
-    client = EngineLink(address, f"rank-{rank}")
+    run = join_run(store, options)
+    client = EngineLink(run.address, f"rank-{rank}", run.curve)
     try:
-        link = join_turns(client, address, options, rank, store, partial(_check_parent, parent))
-        with _loaded(options, rank, store) as (runner, core):
+        link = join_turns(client, run.address, options, rank, run.said, partial(_check_parent, parent))
+        with _loaded(options, rank, run) as (runner, core):
             memory = describe_memory(runner)
             for way in describe_transport(runner):
                 log_event(_logger, "transport", way=way)
@@ -123,7 +123,7 @@ def _check_parent(parent: int | None) -> None:
 
 
 @contextmanager
-def _loaded(options: EngineOptions, rank: int, store: dist.Store) -> Iterator[tuple[ModelRunner, EngineCore]]:
+def _loaded(options: EngineOptions, rank: int, run: Run) -> Iterator[tuple[ModelRunner, EngineCore]]:
     """Join the other ranks, load the model, warm it up and make its loop, while peers wait; undone at the end."""
     local_rank = rank - options.local_ranks.start
     if options.device == "cuda":
@@ -140,7 +140,7 @@ def _loaded(options: EngineOptions, rank: int, store: dist.Store) -> Iterator[tu
         bar.set_postfix_str("meet the other ranks")
         group = None
         if collective:
-            init_ranks(store, rank, options)
+            init_ranks(run, rank, options)
         starting.enter_context(taking_long("starting"))  # ranks load and compile at different speeds
         if collective:
             group = CommGroup.from_process_group(timeout_s=options.dbo.timeout_s)

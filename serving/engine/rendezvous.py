@@ -1,36 +1,49 @@
 """Where the processes of an engine meet: a store on node 0, kept by the launching process.
 
-    "client"        where the client listens: its zmq address
+    "client"        the run's name, and where the client listens: a zmq address
+    "nodes/N"       node N is there, and has the same secret
     "turns/RANK"    where a tensor-parallel follower hears its leader: a zmq address
     "ranks/N/..."   a torch.distributed group of ranks that step together: 0 where all share experts, else one per
                     data-parallel rank
 
-The launching process outlives every rank, so a rank that dies takes no store with it. All of this trusts its network:
-whoever reaches the ports of node 0 can take part.
+The launching process outlives every rank, so a rank that dies takes no store with it.
+
+With a cluster secret (`secret`) all that is said here carries a keyed hash (`ubatch.job_store`): "client" and "nodes/N"
+by a key of the secret alone, the rest by keys of the run as well. Without one, whoever reaches the ports of node 0 can
+take part. The store itself, gloo and NCCL have no authentication in either case: their network must be private.
 """
 
 from __future__ import annotations
 
-import os
+import logging
+import secrets
 import socket
-import struct
 from datetime import timedelta
 
 import torch.distributed as dist
 
 from serving.engine.options import EngineOptions
-from ubatch import ConfigError, UBatchError
+from serving.engine.secret import ClusterSecret, CurveKeys, read_secret
+from serving.logs import log_event
+from serving.network import choose_interface, listening_store
+from ubatch import ConfigError, ForgedValue, UBatchError
+from ubatch.job_store import JobStore, sign_job_store
 
 __all__ = [
-    "choose_interface",
-    "client_address",
+    "Run",
+    "announce_network",
+    "check_node",
     "connect_store",
     "host_store",
     "init_ranks",
-    "post_client_address",
+    "join_run",
+    "numeric_address",
+    "post_node",
     "post_turns_address",
     "turns_address",
 ]
+
+_logger = logging.getLogger(__name__)
 
 _PATIENCE = timedelta(minutes=5)
 """How long nodes and ranks wait for each other at the start."""
@@ -38,29 +51,8 @@ _CLIENT = "client"
 
 
 def host_store(options: EngineOptions) -> dist.TCPStore:
-    """Start the store, on node 0; its `port` is the one to connect to.
-
-    Raises:
-        ConfigError: the address or port cannot be listened on.
-    """
-    host, port = options.master_addr, options.master_port
-    try:
-        listener = socket.create_server((host, port))  # left alone, the store listens on every address
-    except OSError as error:
-        raise ConfigError(
-            f"cannot listen on {host}:{port} for the rendezvous ({error.strerror}). master_addr must be an address of "
-            f"this machine, and master_port a free port."
-        ) from error
-    port = listener.getsockname()[1]
-    return dist.TCPStore(
-        host,
-        port,
-        is_master=True,
-        wait_for_workers=False,
-        timeout=_PATIENCE,
-        master_listen_fd=listener.detach(),
-        use_libuv=True,
-    )
+    """Start the store, on node 0; errors as of `listening_store`."""
+    return listening_store(options.master_addr, options.master_port, _PATIENCE)
 
 
 def connect_store(host: str, port: int) -> dist.TCPStore:
@@ -75,72 +67,134 @@ def connect_store(host: str, port: int) -> dist.TCPStore:
         raise UBatchError(f"node 0 does not answer at {host}:{port} ({_first_line(error)}). Is it running?") from error
 
 
-def post_client_address(store: dist.Store, address: str) -> None:
-    """Tell the ranks where the client listens."""
-    store.set(_CLIENT, address)
+def announce_network(options: EngineOptions) -> None:
+    """Say what protects the traffic between several nodes, in one line of node 0's log. Nothing on a single node."""
+    if options.nnodes == 1:
+        return
+    network = f"the network of {options.master_addr} must be private"
+    if options.cluster_secret_file is None:
+        log_event(
+            _logger,
+            f"traffic between the nodes is not authenticated: whoever reaches it can run requests and code here, so "
+            f"{network}; with --cluster-secret-file FILE on every node, messages and what we write to the store are",
+            level=logging.WARNING,
+        )
+    else:
+        log_event(
+            _logger,
+            f"messages between the nodes are encrypted and authenticated (CURVE), and what we write to the store is "
+            f"signed; the store itself, gloo and NCCL cannot authenticate, so {network}",
+        )
 
 
-def client_address(store: dist.Store) -> str:
-    """Where the client listens; waits until it does."""
-    return store.get(_CLIENT).decode()
+class Run:
+    """One start of the engines, as one of its processes sees it.
+
+    Args:
+        store: the rendezvous store.
+        secret: the cluster's, if it has one.
+        name: drawn by node 0.
+        address: where the client listens; on node 0 empty until it does.
+
+    Attributes:
+        curve: keys of zmq connections beyond this machine; None without a secret.
+        said: what its processes tell each other in the store.
+    """
+
+    def __init__(self, store: dist.Store, secret: ClusterSecret | None, name: str, address: str = "") -> None:
+        self.store, self.address = store, address
+        self._secret, self._name = secret, name
+        self.curve: CurveKeys | None = None if secret is None else secret.curve(name)
+        self.said = JobStore(store, self.key("run"))
+
+    @classmethod
+    def open(cls, store: dist.Store, secret: ClusterSecret | None) -> Run:
+        """A new one, on node 0."""
+        return cls(store, secret, secrets.token_hex(16))
+
+    def key(self, purpose: str) -> bytes | None:
+        """Of a purpose in this run; None without a secret."""
+        return None if self._secret is None else self._secret.key(f"store {purpose}", self._name)
+
+    def post_client_address(self, address: str) -> None:
+        """Tell the ranks and nodes where the client listens, and the run's name."""
+        self.address = address
+        _lasting(self.store, self._secret).set(_CLIENT, f"{self._name} {address}")
 
 
-def post_turns_address(store: dist.Store, rank: int, address: str) -> None:
+def join_run(store: dist.Store, options: EngineOptions) -> Run:
+    """Join node 0's run, on any node; waits until it has begun.
+
+    Raises:
+        ConfigError: node 0 has another secret than this node, or one of them has none.
+    """
+    secret = read_secret(options.cluster_secret_file)
+    try:
+        name, _, address = _lasting(store, secret).get(_CLIENT).partition(" ")
+    except ForgedValue as error:
+        raise _other_secret(error, f"node {options.node_rank}", "node 0") from error
+    return Run(store, secret, name, address)
+
+
+def post_node(store: dist.Store, options: EngineOptions) -> None:
+    """Tell node 0 that this node is there."""
+    _lasting(store, read_secret(options.cluster_secret_file)).set(f"nodes/{options.node_rank}", "here")
+
+
+def check_node(store: dist.Store, secret: ClusterSecret | None, node_rank: int) -> bool:
+    """Whether a node is there, on node 0.
+
+    Raises:
+        ConfigError: it has another secret than node 0, or one of them has none.
+    """
+    said, name = _lasting(store, secret), f"nodes/{node_rank}"
+    try:
+        return said.check([name]) and bool(said.get(name))
+    except ForgedValue as error:
+        raise _other_secret(error, "node 0", f"node {node_rank}") from error
+
+
+def _lasting(store: dist.Store, secret: ClusterSecret | None) -> JobStore:
+    """What is said by those that do not know the run yet."""
+    return JobStore(store, None if secret is None else secret.key("store"))
+
+
+def _other_secret(error: ForgedValue, here: str, there: str) -> ConfigError:
+    what = str(error).partition(". ")[0]
+    return ConfigError(
+        f"{here} and {there} do not have the same cluster secret, or somebody else writes into the store: {what}. Give "
+        f"--cluster-secret-file on every node, with a copy of one file; or on none."
+    )
+
+
+def post_turns_address(said: JobStore, rank: int, address: str) -> None:
     """Tell a follower's leader where it listens."""
-    store.set(f"turns/{rank}", address)
+    said.set(f"turns/{rank}", address)
 
 
-def turns_address(store: dist.Store, rank: int) -> str:
+def turns_address(said: JobStore, rank: int) -> str:
     """Where a follower listens; waits until it does."""
-    return store.get(f"turns/{rank}").decode()
+    return said.get(f"turns/{rank}")
 
 
-def init_ranks(store: dist.Store, rank: int, options: EngineOptions) -> None:
+def init_ranks(run: Run, rank: int, options: EngineOptions) -> None:
     """Join torch.distributed's default group, of the ranks that step with this one; every rank must call it."""
-    if options.nnodes > 1:
-        choose_interface(options.master_addr)
+    choose_interface(options.master_addr)
+    group = f"ranks/{rank // options.step_size}"
+    sign_job_store(run.key(group))
     backend = "nccl" if options.device == "cuda" else "gloo"
     dist.init_process_group(
         backend,
-        store=dist.PrefixStore(f"ranks/{rank // options.step_size}", store),
+        store=dist.PrefixStore(group, run.store),
         rank=rank % options.step_size,
         world_size=options.step_size,
         timeout=_PATIENCE,
     )
 
 
-def choose_interface(master_addr: str) -> None:
-    """Let gloo and NCCL use the network interface that leads to node 0, where the user has not chosen one.
-
-    Left alone, gloo takes the address that the host's name resolves to, often one that no other machine reaches.
-    """
-    wanted = [name for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if name not in os.environ]
-    interface = _interface_towards(master_addr) if wanted else None
-    if interface is not None:
-        os.environ.update(dict.fromkeys(wanted, interface))
-
-
-def _interface_towards(host: str) -> str | None:
-    """The interface whose address packets to `host` carry; None where it cannot be told."""
-    try:
-        import fcntl
-    except ImportError:
-        return None
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((host, 9))  # sends nothing: it only looks up the route
-        except OSError:
-            return None
-        address = probe.getsockname()[0]
-        for _, name in socket.if_nameindex():
-            request = struct.pack("256s", name.encode()[:15])
-            try:
-                answer = fcntl.ioctl(probe.fileno(), 0x8915, request)  # SIOCGIFADDR
-            except OSError:
-                continue  # no IPv4 address
-            if socket.inet_ntoa(answer[20:24]) == address:
-                return name
-    return None
+def numeric_address(host: str) -> str:
+    """A host's IPv4 address: zmq listens on a name only if that is an interface's."""
+    return socket.gethostbyname(host)
 
 
 def _first_line(error: BaseException) -> str:

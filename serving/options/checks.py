@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from model_runner import ModelConfig
 from model_runner.transport import LOCAL, check_schedules_by_name
 from moe import check_all2all_options
+from serving.engine.secret import read_secret
 from serving.options.flags import FILE_ONLY, SETTINGS
 from serving.options.overlap import overlap_config
 from serving.options.sources import API_KEY_VARIABLE, Settings, Source
@@ -141,11 +142,24 @@ def _nodes(s: Settings) -> Iterator[str]:
     if nnodes == 1:
         if s["master_addr"] != SETTINGS["master_addr"].default:
             yield f"{s.spell('master_addr')} needs --nnodes 2 or more; one machine has nobody else to meet."
+        if s["cluster_secret_file"] is not None:
+            yield f"{s.spell('cluster_secret_file')} needs --nnodes 2 or more; one machine talks to itself only."
         return
+    try:
+        secret = read_secret(s["cluster_secret_file"])
+        if secret is not None:
+            secret.curve("")
+    except ConfigError as error:
+        yield str(error).replace("cluster_secret_file", s.spell("cluster_secret_file"), 1)
+    if s["master_addr"] in _EVERY_ADDRESS:
+        yield f"{s.spell('master_addr')} {s['master_addr']!r} is every address of a machine. Give the one of machine 0."
     if not s.given("master_addr"):
         yield f"{s.spell('nnodes')} {nnodes} needs --master-addr: where the others reach machine 0."
     if s["master_port"] == 0:
         yield f"{s.spell('nnodes')} {nnodes} needs --master-port: the others cannot know one that was picked."
+
+
+_EVERY_ADDRESS = ("", "0", "0.0.0.0", "::", "*")
 
 
 def _memory(s: Settings) -> Iterator[str]:

@@ -94,6 +94,16 @@ class Parallelism(Group):
         tyro.conf.arg(help_behavior_hint="(default: a free one; with more machines choose one)"),
         Field(ge=0, le=65535, description="its port for their rendezvous"),
     ] = 0
+    cluster_secret_file: Annotated[
+        Path | None,
+        derived("PATH", "none"),
+        Field(
+            description="with more machines: file of at least 32 random bytes, the same on each and readable by its "
+            "owner only (umask 077; openssl rand -hex 32 > FILE); authenticates and encrypts messages between "
+            "machines, and signs what they write to the rendezvous store. The store itself, gloo and NCCL cannot "
+            "authenticate: their network must be private"
+        ),
+    ] = None
 
 
 class Overlap(Group):

@@ -220,6 +220,7 @@ _SAME_NAME = (
     "node_rank",
     "master_addr",
     "master_port",
+    "cluster_secret_file",
 )
 """Settings that `EngineOptions` calls as the flags do."""
 

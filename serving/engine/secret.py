@@ -1,0 +1,106 @@
+"""What the machines of a cluster know and nobody else does, and the keys that a run makes of it.
+
+    secret file --HKDF-SHA256, salted with the run-->  keys of the rendezvous store (`ubatch.job_store`)
+                                                       key pairs of CURVE, of node 0 and of those that connect
+
+Node 0 draws the run's name anew at each start, so that nothing recorded earlier counts in it. All that connect share
+one key pair: who has the secret is trusted, whichever process it is.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import stat
+from dataclasses import dataclass
+from pathlib import Path
+
+import zmq
+from zmq.utils import z85
+
+from ubatch import ConfigError
+
+__all__ = ["ClusterSecret", "CurveKeys", "read_secret"]
+
+_FEWEST_BYTES, _MOST_BYTES = 32, 4096
+_HOW = "Make one with: (umask 077; openssl rand -hex 32 > FILE), and copy it to every machine."
+
+
+class ClusterSecret:
+    """The contents of a secret file; never printed.
+
+    Args:
+        secret: at least 32 bytes.
+    """
+
+    __slots__ = ("_secret",)
+
+    def __init__(self, secret: bytes) -> None:
+        self._secret = secret
+
+    def __repr__(self) -> str:
+        return "ClusterSecret(...)"
+
+    def __reduce__(self) -> str:
+        raise TypeError("a secret is not sent to another process, which reads the file by itself.")
+
+    def key(self, purpose: str, run: str = "") -> bytes:
+        """32 bytes for one purpose in one run (HKDF, RFC 5869, whose first block is all that is needed)."""
+        extracted = hmac.digest(run.encode(), self._secret, hashlib.sha256)
+        return hmac.digest(extracted, f"ubatch {purpose}\x01".encode(), hashlib.sha256)
+
+    def curve(self, run: str) -> CurveKeys:
+        """The key pairs of a run's zmq connections.
+
+        Raises:
+            ConfigError: the zmq library here has no CURVE.
+        """
+        if not zmq.has("curve"):
+            raise ConfigError(
+                "cluster_secret_file needs CURVE, and this libzmq was built without it. Install the wheel of pyzmq: "
+                "pip install --force-reinstall --only-binary=pyzmq pyzmq."
+            )
+        server, client = (z85.encode(self.key(f"curve {side}", run)) for side in ("server", "client"))
+        return CurveKeys(zmq.curve_public(server), server, zmq.curve_public(client), client)
+
+
+@dataclass(frozen=True, repr=False)
+class CurveKeys:
+    """Key pairs of CURVE, in Z85, as zmq takes them."""
+
+    server_public: bytes
+    server_secret: bytes
+    client_public: bytes
+    client_secret: bytes
+
+
+def read_secret(path: Path | None) -> ClusterSecret | None:
+    """The secret in a file; None without one.
+
+    Raises:
+        ConfigError: it cannot be read, others could read it, or it is no secret.
+    """
+    if path is None:
+        return None
+    name = f"cluster_secret_file {path}"
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a pipe would block
+    except OSError as error:
+        raise ConfigError(f"{name}: cannot be read ({error.strerror}). {_HOW}") from error
+    try:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise ConfigError(f"{name}: is no regular file. {_HOW}")
+        if status.st_mode & 0o077:
+            mode = stat.S_IMODE(status.st_mode)
+            raise ConfigError(f"{name}: others than its owner may use it (mode {mode:04o}). Run: chmod 600 {path}")
+        secret = os.read(descriptor, _MOST_BYTES + 1)
+    finally:
+        os.close(descriptor)
+    if len(secret) > _MOST_BYTES:
+        raise ConfigError(f"{name}: has more than {_MOST_BYTES} bytes, so it is something else. {_HOW}")
+    if len(secret) < _FEWEST_BYTES or not secret.strip():
+        held = f"{len(secret)} bytes" if secret.strip() else "nothing"
+        raise ConfigError(f"{name}: holds {held}; a secret has at least {_FEWEST_BYTES} random bytes. {_HOW}")
+    return ClusterSecret(secret)

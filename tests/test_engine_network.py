@@ -1,0 +1,180 @@
+"""What engines listen on, and several nodes with a cluster secret: they serve as without, strangers beside them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import zmq
+from engine_mains import tiny, tokens_of
+
+from model_runner import SamplingParams
+from ranks import free_port
+from serving.engine import EngineClient, run_node
+from serving.engine.messages import Failed, NodeAlive, encode
+from ubatch import ConfigError
+
+PROMPTS = {"a": [1, 2], "b": [5, 6, 7], "c": [9]}
+SHORT = SamplingParams(max_tokens=4, ignore_eos=True)
+
+
+def listening() -> set[str]:
+    """The addresses on which this process and all that it has started listen."""
+    me = psutil.Process()
+    return {
+        connection.laddr.ip
+        for process in (me, *me.children(recursive=True))
+        for connection in process.net_connections("inet")
+        if connection.status == psutil.CONN_LISTEN
+    }
+
+
+async def tokens(client: EngineClient) -> list[list[int]]:
+    return await asyncio.gather(*[tokens_of(client, name, prompt, SHORT) for name, prompt in PROMPTS.items()])
+
+
+@pytest.fixture(scope="module")
+def without() -> tuple[list[list[int]], set[str]]:
+    """What one node without a secret gives, and what it listens on."""
+
+    async def scenario() -> tuple[list[list[int]], set[str]]:
+        client = await EngineClient.start(tiny(2, expert_parallel=True))
+        try:
+            return await tokens(client), listening()
+        finally:
+            await client.close()
+
+    assert not listening()
+    return asyncio.run(scenario())
+
+
+def make_secret(path: Path) -> Path:
+    path.touch(0o600)
+    path.write_text(secrets.token_hex(32))
+    return path
+
+
+class Stranger:
+    """Connects to all that this process listens on, and sends what would end the engines, until stopped."""
+
+    def __init__(self) -> None:
+        self.reached: set[tuple[str, int]] = set()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        context = zmq.Context()
+        sockets = []
+        ends = (Failed(1, "", "ValueError", "forged", "forged", echo=False), NodeAlive(7))
+        while not self._stop.wait(0.1):
+            found = {
+                (each.laddr.ip, each.laddr.port)
+                for each in psutil.Process().net_connections("inet")
+                if each.status == psutil.CONN_LISTEN
+            }
+            for host, port in found - self.reached:
+                for name in ("rank-1", "node-1", "x"):
+                    socket = context.socket(zmq.DEALER)
+                    socket.linger = 0
+                    socket.setsockopt_string(zmq.IDENTITY, name)
+                    socket.connect(f"tcp://{host}:{port}")
+                    for message in (*map(encode, ends), b"\xff", b""):
+                        socket.send(message)
+                    sockets.append(socket)
+            self.reached |= found
+        for socket in sockets:
+            socket.close()
+        context.term()
+
+
+def test_one_node_listens_on_loopback_only(without: tuple[list[list[int]], set[str]]) -> None:
+    assert without[1] == {"127.0.0.1"}
+
+
+@pytest.mark.timeout(140)
+def test_two_nodes_with_a_secret_serve_as_one_without(
+    without: tuple[list[list[int]], set[str]], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "serving")
+    port, file = free_port(), make_secret(tmp_path / "secret")
+    both = {"nnodes": 2, "master_addr": "127.0.0.2", "master_port": port, "cluster_secret_file": file}
+
+    async def scenario() -> tuple[list[list[int]], set[str], int]:
+        node = asyncio.create_task(
+            asyncio.to_thread(run_node, tiny(2, expert_parallel=True, node_rank=1, **both)),
+        )
+        stranger = Stranger()
+        try:
+            client = await EngineClient.start(tiny(2, expert_parallel=True, **both))
+            try:
+                given, addresses = await tokens(client), listening()
+                given_again = await tokens(client)
+                assert given_again == given
+                assert len(stranger.reached) >= 2, "store and messages"
+            finally:
+                await client.close()
+        finally:
+            stranger.stop()
+        return given, addresses, await node
+
+    given, addresses, status = asyncio.run(scenario())
+    assert given == without[0]
+    assert addresses == {"127.0.0.1", "127.0.0.2"}  # gloo takes the first address of the interface
+    assert status == 0
+    texts = [each.getMessage() for each in caplog.records]
+    assert not [text for text in texts if "not authenticated" in text]
+    assert len([text for text in texts if "must be private" in text]) == 1
+    assert len([text for text in texts if "connections refused" in text]) <= 2
+    assert file.read_text() not in "".join(texts)
+
+
+def test_another_secret_ends_both_nodes_at_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    port = free_port()
+
+    async def scenario() -> tuple[BaseException, BaseException]:
+        files = [make_secret(tmp_path / name) for name in "01"]
+        options = [
+            tiny(2, nnodes=2, node_rank=rank, master_port=port, cluster_secret_file=file)
+            for rank, file in enumerate(files)
+        ]
+        node = asyncio.create_task(asyncio.to_thread(run_node, options[1]))
+        first, second = await asyncio.gather(EngineClient.start(options[0]), node, return_exceptions=True)
+        assert isinstance(first, BaseException)
+        assert isinstance(second, BaseException)
+        return first, second
+
+    start = time.monotonic()
+    first, second = asyncio.run(scenario())
+    assert time.monotonic() - start < 60
+    assert isinstance(first, ConfigError)
+    assert str(first).startswith("node 0 and node 1 do not have the same cluster secret")
+    assert isinstance(second, ConfigError)
+    assert str(second).startswith("node 1 and node 0 do not have the same cluster secret")
+    assert "copy of one file" in str(first)
+    for error in (first, second):
+        assert not any(file.read_text() in str(error) for file in tmp_path.iterdir())
+
+
+def test_without_a_secret_one_warning_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "serving")
+
+    async def scenario() -> None:
+        options = tiny(2, nnodes=2, master_port=free_port())
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(EngineClient.start(options), 1.0)
+
+    asyncio.run(scenario())
+    warnings = [each.getMessage() for each in caplog.records if each.levelno >= logging.WARNING]
+    assert len(warnings) == 1
+    assert "not authenticated" in warnings[0]
