@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -16,7 +17,7 @@ import torch.multiprocessing
 
 import serving.ranks
 from serving.ranks import RankFailed, run_ranks
-from ubatch import ConfigError
+from ubatch import CommGroup, ConfigError
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -31,6 +32,22 @@ def add_up(rank: int, world_size: int, start: int) -> tuple[int, int]:
     total = torch.tensor(start + rank)
     dist.all_reduce(total)
     return int(total), torch.get_num_threads()
+
+
+def listening(rank: int, world_size: int) -> set[str]:
+    """What this rank, and where it is the first the process that spawned it, listen on."""
+    group = CommGroup.from_process_group()
+    group.usable_connection()
+    processes = [psutil.Process()] + [psutil.Process(os.getppid())] * (rank == 0)
+    found = {
+        each.laddr.ip
+        for process in processes
+        for each in process.net_connections("inet")
+        if each.status == psutil.CONN_LISTEN
+    }
+    of_all: list[set[str]] = [set()] * world_size
+    dist.all_gather_object(of_all, found)
+    return set().union(*of_all)
 
 
 def fail_on_rank_1(rank: int, world_size: int) -> None:
@@ -52,6 +69,31 @@ def report_and_sleep(rank: int, world_size: int, folder: str) -> None:
 
 def test_rank_0_brings_the_result_back() -> None:
     assert run_ranks(add_up, 2, 10) == (21, 1)
+
+
+def test_ranks_listen_on_loopback_only() -> None:
+    assert run_ranks(listening, 2) == {"127.0.0.1"}
+
+
+@pytest.mark.parametrize(
+    ("local", "rank", "interface", "warnings"), [("2", "0", "lo", 0), ("1", "0", None, 1), ("1", "1", None, 0)]
+)
+def test_launched_on_several_machines_one_rank_warns(
+    local: str,
+    rank: str,
+    interface: str | None,
+    warnings: int,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    for name, value in (("RANK", rank), ("WORLD_SIZE", "2"), ("LOCAL_WORLD_SIZE", local)):
+        monkeypatch.setenv(name, value)
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        monkeypatch.setenv(name, "")  # so that it is as before afterwards
+        monkeypatch.delenv(name)
+    serving.ranks._choose_launched_interface()
+    assert os.environ.get("GLOO_SOCKET_IFNAME") == interface
+    assert sum("not authenticated" in each.getMessage() for each in caplog.records) == warnings
 
 
 @pytest.mark.parametrize(("fn", "message"), [(fail_on_rank_1, "no luck"), (die_on_rank_1, "exit status 7")])

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import shutil
 import signal
 import subprocess
@@ -48,9 +49,10 @@ class Host:
     def run(self, *words: str) -> list[str]:
         return ["ip", "netns", "exec", self.name, *words]
 
-    def serve(self, node_rank: int) -> subprocess.Popen[bytes]:
+    def serve(self, node_rank: int, secret: Path) -> subprocess.Popen[bytes]:
         flags = ["--data-parallel-size", "2", "--enable-expert-parallel", "--nnodes", "2", "--port", PORT]
         flags += ["--node-rank", str(node_rank), "--master-addr", ADDRESSES[0], "--master-port", MASTER_PORT]
+        flags += ["--cluster-secret-file", str(secret)]
         command = self.run(*UBATCH, "serve", str(TINY), *flags)
         self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=self.log, stderr=self.log)
         return self.process
@@ -103,6 +105,12 @@ def ask(host: Host, path: str, body: dict[str, Any] | None = None) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
+def listening(host: Host) -> set[str]:
+    """The addresses that anything in its namespace listens on."""
+    found = subprocess.run(host.run("ss", "-ltnH"), capture_output=True, text=True, check=True).stdout
+    return {line.split()[3].rpartition(":")[0] for line in found.splitlines()}
+
+
 def engines(host: Host) -> list[int]:
     assert host.process is not None
     spawned = [pid for pid in family(host.process.pid) if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
@@ -111,8 +119,11 @@ def engines(host: Host) -> list[int]:
 
 
 @pytest.mark.slow
-def test_two_hosts_serve_together_and_end_together(hosts: list[Host]) -> None:
-    first, second = (host.serve(node_rank) for node_rank, host in enumerate(hosts))
+def test_two_hosts_serve_together_and_end_together(hosts: list[Host], tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.touch(0o600)
+    secret.write_text(secrets.token_hex(32))
+    first, second = (host.serve(node_rank, secret) for node_rank, host in enumerate(hosts))
     wait_until(lambda: first.poll() is not None or "ready on http" in hosts[0].output(), "ready", 90)
     assert first.poll() is None, hosts[0].output() + hosts[1].output()
 
@@ -122,6 +133,11 @@ def test_two_hosts_serve_together_and_end_together(hosts: list[Host]) -> None:
     assert [choice["finish_reason"] for choice in answer["choices"]] == ["length", "length"]
     generated = parse_metrics(ask(hosts[0], "/metrics"))
     assert values(generated, "vllm:generation_tokens_total") == [8.0, 8.0]
+
+    # Only the API is on loopback; everything else is on the network of --master-addr, and nothing on any other.
+    assert listening(hosts[0]) == {"127.0.0.1", ADDRESSES[0]}
+    assert listening(hosts[1]) == {ADDRESSES[1]}
+    assert not any(secret.read_text() in host.output() for host in hosts)
 
     # Rank 1 is killed on the other host: both end, and host 0 says who it was.
     os.kill(engines(hosts[1])[0], signal.SIGKILL)

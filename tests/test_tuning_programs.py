@@ -5,7 +5,16 @@ from __future__ import annotations
 import pytest
 
 from moe import EmulatedLink
-from serving.tuning.programs import middle_steps, predict_step, read_steps, traced_step, write_steps
+from ranks import run_ranks
+from serving.tuning.programs import (
+    gather_steps,
+    gather_texts,
+    middle_steps,
+    predict_step,
+    read_steps,
+    traced_step,
+    write_steps,
+)
 from serving.tuning.stages import slowest_layer_times
 from ubatch import Transfer
 from ubatch.schedule import get_schedule
@@ -77,3 +86,19 @@ def test_steps_in_a_file_predict_the_same() -> None:
         assert predict_step(kept, schedule) == predict_step(steps, schedule)
     with pytest.raises(ValueError, match="'nonsense 1' is no operation of a lane"):
         read_steps([[[["nonsense 1"]]]])
+
+
+def gather(rank: int, ranks: int) -> tuple[list[str], list[list[list[list[Op]]]]]:
+    mine: list[list[list[Op]]] = [[[Compute(0.5 + rank), Pass("dispatch")], [Launch("sent", 0.25)]], [[Wait("sent")]]]
+    return gather_texts("ü" * 3 * rank), gather_steps(mine)
+
+
+def test_every_rank_gets_what_all_have_measured() -> None:
+    first, second = run_ranks(gather, 2)
+    assert first == second
+    texts, steps = first
+    assert texts == ["", "üüü"]
+    assert [[programs[0] for programs in step] for step in steps] == [
+        [[Compute(0.5), Pass("dispatch")], [Compute(1.5), Pass("dispatch")]],
+        [[Wait("sent")], [Wait("sent")]],
+    ]

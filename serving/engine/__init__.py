@@ -5,6 +5,7 @@ core           the two loops over a scheduler and an executor
 tracing        which steps are traced, for statistics and profiles
 build          options -> runner -> core
 messages, link what travels between client and engines, and an engine's end of the wire
+secret, gate   what several nodes know and nobody else, and who is let in by it
 rendezvous     where processes and nodes meet
 process        a rank's process: take in, step, send; pause together
 launch, node   the processes of one machine; a machine without the client

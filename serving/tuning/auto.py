@@ -103,7 +103,11 @@ def _below_threshold(auto: DboAuto, kind: str, cells: list[Cell]) -> int:
 def _search(auto: DboAuto, runner: ModelRunner, steps: ArmSteps, cell: Cell, grid: Grid) -> Arm | None:
     """The same on every rank."""
     with make_batch(runner, cell, grid, seed=_replica(runner)) as batch:
-        return steps.search(batch, lambda model: better_schedule(model, cell.mode, [*auto.arms(cell.mode).values()]))
+        known = [*auto.arms(cell.mode).values()]
+        found = steps.search(
+            batch, lambda model: [arm for arm in [better_schedule(model, cell.mode, known)] if arm is not None]
+        )
+    return found[0] if found else None
 
 
 def _measure(auto: DboAuto, runner: ModelRunner, cell: Cell, grid: Grid) -> None:

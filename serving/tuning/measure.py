@@ -142,8 +142,7 @@ class Tuner:
         cell = max((cell for cell in self._plan.grid.cells() if cell.mode == mode), key=lambda cell: cell.tokens)
         limits = {"max_lanes": max(self._plan.lanes), "max_chunks": _MAX_CHUNKS, "keep": self._plan.search_best}
         with make_batch(self._runner, cell, self._plan.grid, seed=self._rank) as batch:
-            found = self._steps.search(batch, lambda model: best_schedules(model, mode, self.arms(mode), **limits))
-        return found or []
+            return self._steps.search(batch, lambda model: best_schedules(model, mode, self.arms(mode), **limits))
 
     # -- the ranks ---------------------------------------------------------------------------------------------
 

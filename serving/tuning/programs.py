@@ -15,11 +15,13 @@ takes would give good predictions by chance.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from statistics import median
 
+import torch
 import torch.distributed as dist
 
 from moe import EmulatedLink
@@ -31,6 +33,7 @@ __all__ = [
     "Programs",
     "TracedStep",
     "gather_steps",
+    "gather_texts",
     "middle_steps",
     "predict_step",
     "read_steps",
@@ -70,9 +73,20 @@ def traced_step(step: Callable[[], object], link: EmulatedLink | None) -> Traced
 
 def gather_steps(mine: Sequence[Programs]) -> list[list[Programs]]:
     """Of every step every rank's programs, from this rank's. Every rank of the job calls it; all get the same."""
-    of_ranks: list[Sequence[Programs]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(of_ranks, list(mine))
-    return [list(step) for step in zip(*of_ranks, strict=True)]
+    own = json.dumps(write_steps([[programs] for programs in mine]))
+    of_ranks = [read_steps(json.loads(text)) for text in gather_texts(own)]
+    return [[programs for (programs,) in step] for step in zip(*of_ranks, strict=True)]
+
+
+def gather_texts(mine: str) -> list[str]:
+    """Every rank's text. Over CPU collectives; what comes from other machines is text, and never unpickled."""
+    own = torch.frombuffer(bytearray(mine.encode() + b"\0"), dtype=torch.uint8)
+    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
+    dist.all_gather(sizes, torch.tensor([len(own)]))
+    longest = int(max(sizes))
+    rows = [torch.zeros(longest, dtype=torch.uint8) for _ in sizes]
+    dist.all_gather(rows, torch.nn.functional.pad(own, (0, longest - len(own))))
+    return [bytes(row[: int(size) - 1].tolist()).decode() for row, size in zip(rows, sizes, strict=True)]
 
 
 def predict_step(steps: Sequence[Sequence[Programs]], schedule: Schedule, handoff_s: float = 0.0) -> float:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any, TypeVar
 
+import msgspec
 import torch
 import torch.distributed as dist
 
@@ -13,14 +13,12 @@ from model_runner import InputBatch, ModelRunner
 from model_runner.transport import most_lanes, traits_in_lanes
 from moe import EmulatedLink
 from serving.tuning.cells import Arm, arm_config
-from serving.tuning.programs import gather_steps, traced_step
+from serving.tuning.programs import gather_steps, gather_texts, traced_step
 from serving.tuning.stages import StageModel, slowest_layer_times
 from ubatch import SCHEDULES, UBatchConfig, UBatchWrapper, set_forward_context
 from ubatch.layer_program import LayerTimes
 
 __all__ = ["ArmSteps"]
-
-Found = TypeVar("Found")
 
 _TRACED_STEPS = 5
 _STAGE_LANES = (2, 4)
@@ -63,15 +61,13 @@ class ArmSteps:
         most = most_lanes(self._runner.all2all)
         return most is None or lanes <= most
 
-    def search(self, batch: InputBatch, find: Callable[[StageModel], Found]) -> Found | None:
-        """What `find` makes of the stages of such steps on rank 0, told to all; None as of `stage_model`."""
+    def search(self, batch: InputBatch, find: Callable[[StageModel], list[Arm]]) -> list[Arm]:
+        """What `find` makes of the stages of such steps on rank 0, told to all; nothing where `stage_model` is None."""
         model = self.stage_model(batch)
         if model is None:
-            return None
-        box: list[Any] = [find(model) if dist.get_rank() == 0 else None]
-        dist.broadcast_object_list(box, src=0)
-        found: Found = box[0]
-        return found
+            return []
+        found = msgspec.json.encode(find(model)).decode() if dist.get_rank() == 0 else ""
+        return msgspec.json.decode(gather_texts(found)[0], type=list[Arm])
 
     @torch.inference_mode()
     def stage_model(self, batch: InputBatch) -> StageModel | None:
