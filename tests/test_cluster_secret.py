@@ -11,7 +11,7 @@ import pickle
 import secrets
 import socket
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager, closing
 from datetime import timedelta
 from pathlib import Path
 
@@ -235,37 +235,34 @@ def test_strangers_are_not_heard_and_stop_nothing(caplog: pytest.LogCaptureFixtu
     caplog.set_level(logging.WARNING, "serving")
 
     async def scenario() -> list[list[bytes]]:
-        context = zmq.Context()
         async with guarded(keys) as (router, address):
-            sockets = []
+            context = ends.enter_context(zmq.Context())
             for dress in strangers:
-                socket_ = context.socket(zmq.DEALER)
+                socket_ = ends.enter_context(context.socket(zmq.DEALER))
                 socket_.linger = 0
                 socket_.setsockopt(zmq.IDENTITY, b"node-1")  # somebody else's name
                 dress(socket_)
                 socket_.connect(address)
                 for _ in range(20):
                     socket_.send(b"evil", zmq.NOBLOCK)
-                sockets.append(socket_)
             host, port = address.removeprefix("tcp://").split(":")
             for garbage in (os.urandom(4096), b"\xff" + b"\0" * 63, b"GET / HTTP/1.1\r\n\r\n"):
                 with socket.create_connection((host, int(port))) as raw:
                     raw.sendall(garbage)
             await asyncio.sleep(1.0)
-            link = EngineLink(address, "node-1", keys)
+            link = ends.enter_context(closing(EngineLink(address, "node-1", keys)))
             link.send(NodeAlive(1))
             came = [await asyncio.wait_for(router.recv_multipart(), 10)]
             await router.send_multipart([b"node-1", b"back"])
-            assert await asyncio.to_thread(link._socket.recv) == b"back"
+            assert await asyncio.to_thread(link._socket.poll, 5000)
+            assert link._socket.recv() == b"back"
             with pytest.raises(TimeoutError):
                 came.append(await asyncio.wait_for(router.recv_multipart(), 0.5))
-            link.close()
-            for each in sockets:
-                each.close()
-        context.term()
         return came
 
-    ((name, message),) = asyncio.run(scenario())
+    with ExitStack() as ends:
+        came = asyncio.run(scenario())
+    ((name, message),) = came
     assert (name, decode_from_engine(message)) == (b"node-1", NodeAlive(1))
     refused = [each.getMessage() for each in caplog.records if "refused" in each.getMessage()]
     assert len(refused) == 1, "now and then, not for each"

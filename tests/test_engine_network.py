@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import secrets
 import threading
 import time
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch.distributed as dist
 import zmq
 from engine_mains import tiny, tokens_of
 
@@ -18,6 +20,7 @@ from model_runner import SamplingParams
 from ranks import free_port
 from serving.engine import EngineClient, run_node
 from serving.engine.messages import Failed, NodeAlive, encode
+from serving.engine.rendezvous import Run, init_ranks
 from ubatch import ConfigError
 
 PROMPTS = {"a": [1, 2], "b": [5, 6, 7], "c": [9]}
@@ -100,6 +103,16 @@ class Stranger:
 
 def test_one_node_listens_on_loopback_only(without: tuple[list[list[int]], set[str]]) -> None:
     assert without[1] == {"127.0.0.1"}
+
+
+def test_gloo_and_nccl_stay_on_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the host's name resolves to another address, which gloo would take."""
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        monkeypatch.setenv(name, "")  # so that it is as before afterwards
+        monkeypatch.delenv(name)
+    init_ranks(Run.open(dist.HashStore(), None), 0, tiny())
+    dist.destroy_process_group()
+    assert (os.environ["GLOO_SOCKET_IFNAME"], os.environ["NCCL_SOCKET_IFNAME"]) == ("lo", "=lo")
 
 
 @pytest.mark.timeout(140)
