@@ -37,6 +37,7 @@ from attention import (
 from model_runner.backend_choice import resolve_attention, resolve_experts
 from model_runner.dbo_auto import make_step_settings
 from model_runner.dp import Coordination, coordinate_batch_across_dp
+from model_runner.dummy_weights import open_checkpoint
 from model_runner.future_map import FutureMap
 from model_runner.graph_batches import CapturedSteps
 from model_runner.graph_mode import GraphsAsked
@@ -91,6 +92,7 @@ class ModelRunner:
 
     Args:
         model_path: the folder of a Hugging Face checkpoint.
+        load_format: `dummy` makes random weights, a draft network's too; `auto` and `safetensors` read those there.
         group: all ranks, which share the experts and vote; None for one rank alone.
         tensor_parallel_size: so many ranks share a replica's attention and dense MLPs, rank = dp_rank * this + tp_rank;
             they launch the same steps. See `model_runner.tensor_parallel`.
@@ -155,6 +157,7 @@ class ModelRunner:
         self,
         model_path: str | Path,
         *,
+        load_format: str = "auto",
         group: CommGroup | None = None,
         tensor_parallel_size: int = 1,
         all2all_backend: str | None = None,
@@ -188,6 +191,7 @@ class ModelRunner:
         on_weights: Progress | None = None,
     ) -> None:
         self.model_path = Path(model_path)
+        self.load_format = load_format
         self.group = group
         self.link = link
         self.device = torch.device(device)
@@ -200,7 +204,8 @@ class ModelRunner:
         if self.device.type == "cpu":
             keep_freed_memory()
 
-        checkpoint = Checkpoint(model_path, dtype=dtype, device=self.device, streams=streams, progress=on_weights)
+        options = {"dtype": dtype, "device": self.device, "streams": streams, "progress": on_weights}
+        checkpoint = open_checkpoint(model_path, load_format, **options)
         kind = model_class(checkpoint.architecture, checkpoint.config)
         self.config: ModelConfig = kind.read_config(checkpoint.config, checkpoint.generation_config())
         self.max_model_len = check_max_model_len(max_model_len, self.config.max_position_embeddings)

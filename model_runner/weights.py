@@ -22,6 +22,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ from model_runner.hf_config import HFConfig
 from model_runner.weight_pass import Progress, Wanted, WeightPass
 from ubatch.streams import StreamBackend
 
-__all__ = ["Checkpoint", "Part"]
+__all__ = ["Checkpoint", "Part", "Size", "part_index", "whole_shape"]
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
@@ -68,6 +69,16 @@ def _rows(size: Size) -> int:
     return size.size if isinstance(size, Part) else size
 
 
+def whole_shape(shape: Sequence[Size]) -> tuple[int, ...]:
+    """Of the tensor that a part is of."""
+    return tuple(size.total if isinstance(size, Part) else size for size in shape)
+
+
+def part_index(shape: Sequence[Size]) -> tuple[slice, ...]:
+    """Where the part is in the tensor."""
+    return tuple(size.slice if isinstance(size, Part) else slice(None) for size in shape)
+
+
 class Checkpoint:
     """A checkpoint folder, opened.
 
@@ -79,7 +90,8 @@ class Checkpoint:
         progress: told how far a pass is; see `one_pass`.
 
     Raises:
-        CheckpointFileMissing: the folder, its config, its weights or one of its shards is not there.
+        CheckpointFileMissing: the folder or its config is not there; when weights are asked for, they or one of their
+            shards.
         CheckpointError: a file is not what its name says.
     """
 
@@ -103,7 +115,6 @@ class Checkpoint:
             raise CheckpointFileMissing(f"{self.path} is not a folder; give the folder of a Hugging Face checkpoint.")
         self.config = HFConfig(_read_json(self.path / "config.json"), self.path / "config.json")
         self._files: dict[str, Any] = {}
-        self._file_of = self._read_index()
 
     @property
     def architecture(self) -> str:
@@ -121,6 +132,10 @@ class Checkpoint:
     def names(self) -> frozenset[str]:
         """Every tensor in it."""
         return frozenset(self._file_of)
+
+    def check_weights(self) -> None:
+        """See that the files with the weights are there; see `Checkpoint` for errors."""
+        self._file_of  # noqa: B018 - found when it is first asked for
 
     def generation_config(self) -> HFConfig:
         """`generation_config.json`, empty where there is none."""
@@ -191,16 +206,15 @@ class Checkpoint:
         handle = self._handle(name)
         try:
             stored = handle.get_slice(name)
-            whole = tuple(size.total if isinstance(size, Part) else size for size in shape)
+            whole = whole_shape(shape)
             if tuple(stored.get_shape()) != whole:
                 raise WrongShape(name, stored.get_shape(), whole)
             mapped = handle.get_tensor(name)
         except SafetensorError as error:
             file = self.path / self._file_of[name]
             raise CheckpointError(f"{file}: cannot read tensor {name!r}: {error}") from error
-        part = mapped[tuple(size.slice if isinstance(size, Part) else slice(None) for size in shape)]
         reading = self._new_pass() if self._pass is None else self._pass
-        reading.want(Wanted(self._file_of[name], part, out))
+        reading.want(Wanted(self._file_of[name], mapped[part_index(shape)], out))
         if self._pass is None:
             reading.run()
 
@@ -211,7 +225,8 @@ class Checkpoint:
         """Unmap the files. Tensors that were loaded stay."""
         self._files.clear()
 
-    def _read_index(self) -> dict[str, str]:
+    @cached_property
+    def _file_of(self) -> dict[str, str]:
         index = self.path / _INDEX
         if index.exists():
             mapping = _read_json(index).get("weight_map")

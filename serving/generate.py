@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -13,34 +15,27 @@ from tqdm import tqdm
 
 from model_runner import LOGITS_NOT_FINITE, FinishReason, ModelRunner, SamplingParams, fresh_seed
 from model_runner import generate as generate_tokens
+from serving.engine.build import make_runner
+from serving.engine.options import EngineOptions
 from serving.generate_drafted import DraftedOutput, generate_drafted
-from serving.generate_options import (
-    Options,
-    choose_device,
-    compute_dtype,
-    graph_options,
-    load_tokenizer,
-    prepare,
-    speculation_of,
-)
+from serving.generate_options import GenerateCommand, Prompts, load_tokenizer, read
 from serving.graph_capture import capture_graphs
+from serving.options import describe_settings, fetch_checkpoints
 from serving.pinning import pin_rank
 from serving.ranks import run_ranks
 from serving.requests import DraftCounts
-from serving.runner_setup import WeightsBar, describe_memory, make_link
-from serving.speculation import SpeculationConfig, runner_options
-from ubatch import CommGroup, UBatchConfig
+from serving.runner_setup import describe_memory
+from ubatch import CommGroup
 
 __all__ = [
     "Completion",
     "Generated",
-    "Options",
-    "choose_device",
     "generate_on_rank",
     "load_tokenizer",
     "on_every_rank",
-    "prepare",
     "print_generated",
+    "print_notes",
+    "read",
     "run",
 ]
 
@@ -66,76 +61,62 @@ class Generated:
     memory: str
 
 
-def run(options: Options) -> int:
+def run(command: GenerateCommand) -> int:
     """Generate and print."""
-    config = prepare(options)
-    generated = on_every_rank(generate_on_rank, options, config)
+    if command.print_config:
+        print(describe_settings(command.settings))
+        return 0
+    print_notes("ubatch generate", command.notes)
+    fetch_checkpoints(command.settings)
+    generated = on_every_rank(generate_on_rank, command.engine, command.prompts)
     if generated is not None:
         print_generated(generated)
     return 0
 
 
-def on_every_rank(fn: Callable[..., Any], options: Options, config: UBatchConfig) -> Any:
-    """Call `fn(rank, world_size, options, config)` on all ranks, here if there is one; returns rank 0's result."""
-    if options.num_processes == 1:
-        pin_rank(0, 1, torch.device("cuda", torch.cuda.current_device()) if choose_device(options) == "cuda" else None)
-        return fn(0, 1, options, config)
-    return run_ranks(fn, options.num_processes, options, config)
+def print_notes(program: str, notes: Sequence[str]) -> None:
+    """What is allowed but may not be what was meant, once for all ranks."""
+    for note in notes if os.environ.get("RANK", "0") == "0" else ():
+        print(f"{program}: note: {note}", file=sys.stderr)
 
 
-def generate_on_rank(rank: int, world_size: int, options: Options, config: UBatchConfig) -> Generated | None:
+def on_every_rank(fn: Callable[..., Any], engine: EngineOptions, *args: Any) -> Any:
+    """Call `fn(rank, world_size, engine, *args)` on all ranks, here if there is one; returns rank 0's result."""
+    if engine.world_size == 1:
+        pin_rank(0, 1, torch.device("cuda", torch.cuda.current_device()) if engine.device == "cuda" else None)
+        return fn(0, 1, engine, *args)
+    return run_ranks(fn, engine.world_size, engine, *args)
+
+
+def generate_on_rank(rank: int, world_size: int, engine: EngineOptions, prompts: Prompts) -> Generated | None:
     """This rank's share of the prompts; rank 0 returns everything, the others None.
 
     The processes of a tensor-parallel group have the same prompts, and sample the same tokens.
     """
-    tokenizer = load_tokenizer(options.model)
-    group = _group_of(rank, options)
-    own = list(range(rank // options.tensor_parallel_size, len(options.prompt), options.data_parallel_size))
-    options = _with_seed(options)
+    tokenizer = load_tokenizer(engine.model)
+    group = _group_of(rank, engine)
+    own = list(range(engine.dp_rank(rank), len(prompts.prompt), engine.data_parallel_size))
+    prompts = _with_seed(prompts, engine)
     params = [
         SamplingParams(
-            max_tokens=options.max_tokens,
-            temperature=options.temperature,
-            top_k=options.top_k,
-            top_p=options.top_p,
-            seed=None if options.seed is None else options.seed + index,
+            max_tokens=prompts.max_tokens,
+            temperature=prompts.temperature,
+            top_k=prompts.top_k,
+            top_p=prompts.top_p,
+            seed=None if prompts.seed is None else prompts.seed + index,
         )
         for index in own
     ]
-    prompts = [tokenizer.encode(options.prompt[index]).ids for index in own]
-    device = choose_device(options)
-    speculation = speculation_of(options)
-    with (
-        ModelRunner(
-            options.model,
-            device=device,
-            dtype=compute_dtype(options, device),
-            **graph_options(options),
-            **runner_options(speculation),
-            group=group,
-            tensor_parallel_size=options.tensor_parallel_size,
-            all2all_backend=options.all2all_backend,
-            all2all_options=options.all2all_options,
-            max_num_batched_tokens=options.max_num_batched_tokens,
-            experts_backend=options.moe_backend,
-            link=make_link(options.emulated_link),
-            dbo=config,
-            attention_backend=options.attention_backend,
-            prefill_attention_backend=options.prefill_attention_backend,
-            decode_attention_backend=options.decode_attention_backend,
-            block_size=options.block_size,
-            kv_cache_dtype=options.kv_cache_dtype,
-            on_weights=WeightsBar(show=rank == 0),
-        ) as runner,
-    ):
+    tokens = [tokenizer.encode(prompts.prompt[index]).ids for index in own]
+    with make_runner(engine, group) as runner:
         capture_graphs(runner, show=rank == 0)
-        total = len(own) * options.max_tokens
+        total = len(own) * prompts.max_tokens
         with tqdm(total=total, unit="token", disable=None if rank == 0 else True, leave=False) as bar:
-            outputs = _generate(runner, prompts, params, options, speculation, lambda _, __: bar.update())
+            outputs = _generate(runner, tokens, params, engine, lambda _, __: bar.update())
         statistics, memory = runner.statistics(), describe_memory(runner)
     completions = {
         index: Completion(
-            options.prompt[index],
+            prompts.prompt[index],
             tokenizer.decode(list(out.token_ids)),
             tuple(out.token_ids),
             str(out.finish_reason),
@@ -146,7 +127,7 @@ def generate_on_rank(rank: int, world_size: int, options: Options, config: UBatc
     engaged = statistics.engaged + statistics.engaged_single
     declined = {str(reason): count for reason, count in statistics.declined.items()}
     share = _Share(completions, engaged, declined)
-    if rank % options.tensor_parallel_size:
+    if engine.tp_rank(rank):
         share = _Share()  # its leader has the same to say
     return _gather(share, memory, rank, world_size)
 
@@ -155,36 +136,35 @@ def _generate(
     runner: ModelRunner,
     prompts: Sequence[Sequence[int]],
     params: Sequence[SamplingParams],
-    options: Options,
-    speculation: SpeculationConfig | None,
+    engine: EngineOptions,
     on_token: Callable[[int, int], None],
 ) -> list[DraftedOutput]:
-    most = options.max_num_batched_tokens
+    most, speculation = engine.scheduler.max_num_batched_tokens, engine.speculation
     if speculation is not None:
         return generate_drafted(runner, prompts, params, speculation, max_num_batched_tokens=most, on_token=on_token)
     outputs = generate_tokens(runner, prompts, params, max_num_batched_tokens=most, on_token=on_token)
     return [DraftedOutput(list(output.token_ids), output.finish_reason) for output in outputs]
 
 
-def _group_of(rank: int, options: Options) -> CommGroup | None:
+def _group_of(rank: int, engine: EngineOptions) -> CommGroup | None:
     """The ranks that step with this one: all if they share experts, else those of its tensor-parallel group."""
-    if options.enable_expert_parallel:
+    if engine.enable_expert_parallel:
         return CommGroup.from_process_group()
-    size = options.tensor_parallel_size
+    size = engine.tensor_parallel_size
     if size == 1:
         return None
-    firsts = range(0, options.num_processes, size)
+    firsts = range(0, engine.world_size, size)
     groups = [dist.new_group(list(range(first, first + size))) for first in firsts]  # all ranks make all of them
-    return CommGroup.from_process_group(groups[rank // size])
+    return CommGroup.from_process_group(groups[engine.dp_rank(rank)])
 
 
-def _with_seed(options: Options) -> Options:
+def _with_seed(prompts: Prompts, engine: EngineOptions) -> Prompts:
     """With a seed that all processes know, where those of a tensor-parallel group would each draw their own."""
-    if options.tensor_parallel_size == 1 or options.temperature == 0 or options.seed is not None:
-        return options
+    if engine.tensor_parallel_size == 1 or prompts.temperature == 0 or prompts.seed is not None:
+        return prompts
     seed = [fresh_seed()]
     dist.broadcast_object_list(seed, src=0)
-    return options.model_copy(update={"seed": seed[0]})
+    return replace(prompts, seed=seed[0])
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -13,15 +13,13 @@ import torch
 from tqdm import tqdm
 
 from model_runner import Checkpoint, ModelConfig, ModelRunner, check_tensor_parallel, model_class
-from model_runner.transport import AUTO, choose_all2all
-from moe import All2AllTraits, EmulatedLink, check_all2all_options, traits_in
+from moe import All2AllTraits, EmulatedLink, traits_in
 from serving.logs import log_event
 from ubatch import ConfigError, ForwardMode
 
 __all__ = [
     "WeightsBar",
     "backend_faults",
-    "check_transport",
     "choose_dtype",
     "count_gpus",
     "describe_memory",
@@ -37,31 +35,6 @@ _logger = logging.getLogger(__name__)
 def count_gpus() -> int:
     """CUDA devices that torch can use here."""
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
-
-
-def check_transport(backend: str | None, options: Mapping[str, object] | None, num_ranks: int) -> str:
-    """Refuse a wrong `--all2all-backend` or `--all2all-options` of ranks over gloo, before any of them starts.
-
-    Args:
-        backend: as asked for.
-        options: the same.
-        num_ranks: that share the experts, several.
-
-    Returns:
-        The back end in force.
-
-    Raises:
-        ConfigError: see `backend_faults` and `moe.check_all2all_options`.
-    """
-    for fault in backend_faults(backend, "--all2all-backend"):
-        raise ConfigError(fault)
-    if backend in (None, AUTO):
-        backend, _ = choose_all2all(stream_ordered=False, one_machine=True)
-    try:
-        check_all2all_options(backend, options or {}, num_ranks)
-    except ConfigError as error:
-        raise ConfigError(f"--all2all-backend, --all2all-options: {error}") from error
-    return backend
 
 
 def backend_faults(backend: str | None, flag: str) -> Iterator[str]:

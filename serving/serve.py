@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 
 from serving.logs import configure_logging, log_event
-from serving.options import ServeCommand, describe_settings, notes
+from serving.options import ServeCommand, describe_settings, fetch_checkpoints, notes
 from serving.options import read_serve_command as read
 
 __all__ = ["read", "run"]
@@ -27,15 +27,15 @@ def run(command: ServeCommand) -> int:
     if command.print_config:
         print(describe_settings(command.settings))
         return 0
-    settings = command.settings
-    if command.engine.node_rank > 0:
-        from serving.engine.node import run_node
-
-        configure_logging(settings["log_level"], f"node {command.engine.node_rank}")
-        return run_node(command.engine)
-    configure_logging(settings["log_level"], "api")
+    settings, node = command.settings, command.engine.node_rank
+    configure_logging(settings["log_level"], f"node {node}" if node else "api")
     for note in notes(settings):
         log_event(_logger, note, level=logging.WARNING)
+    fetch_checkpoints(settings)
+    if node:
+        from serving.engine.node import run_node
+
+        return run_node(command.engine)
     from serving.server import run_server  # the imports take longer than all the checks
 
     return run_server(command)

@@ -12,25 +12,26 @@ import json
 import sys
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import httpx
 import torch.distributed as dist
-import tyro
-from pydantic import BaseModel, Field
 
 from serving import generate
+from serving.engine.options import EngineOptions
+from serving.generate_options import GenerateCommand, Prompts, resolve_offline
+from serving.options import TRACE, Layer, Settings, describe_settings, fetch_checkpoints, merge, read_layers
 from serving.trace_diagnosis import diagnose
 from serving.trace_finding import Finding
 from serving.trace_steps import Group, StepRecord, between_steps, group_steps, read_steps
-from ubatch import ConfigError, UBatchConfig, UBatchError, tracing, write_chrome, write_html
+from ubatch import ConfigError, UBatchError, tracing, write_chrome, write_html
 from ubatch.trace_export import Clock
 from ubatch.trace_file import RankTrace, merge_traces, read_chrome
 from ubatch.trace_html import Remark
 
-__all__ = ["Options", "ServerRefused", "run"]
+__all__ = ["ServerRefused", "TraceCommand", "read", "run"]
 
 _ANSWER_S = 150.0
 """The ranks write their files before the server answers."""
@@ -40,28 +41,51 @@ class ServerRefused(UBatchError):
     """The server cannot be reached, or does not record."""
 
 
-class _Source(BaseModel):
-    """What to look at, and where to write."""
-
-    url: Annotated[str | None, Field(description="record a running server, such as http://127.0.0.1:8000")] = None
-    seconds: Annotated[float, Field(gt=0, description="with --url: how long; it must have requests meanwhile")] = 5.0
-    api_key: Annotated[str | None, Field(description="with --url: sent as a bearer token")] = None
-    files: Annotated[
-        tuple[Path, ...],
-        tyro.conf.arg(metavar="FILE [FILE ...]"),
-        Field(description="show what /stop_profile wrote earlier or elsewhere, one file per rank"),
-    ] = ()
-    out: Annotated[Path, Field(description="folder for trace.json, trace.html and summary.json")] = Path("trace")
+_OF_SOURCE = {"--url": {"url", "seconds", "api_key", "out"}, "--files": {"files", "out"}}
+_OF_URL = {"seconds", "api_key"}
 
 
-class Options(generate.Options, _Source):
-    """A server (--url), files (--files), or a checkpoint and prompts to run here, with the flags of `generate`."""
+@dataclass(frozen=True)
+class TraceCommand:
+    """A server (`url`), files, or a checkpoint and prompts to run here.
 
-    model: Annotated[tyro.conf.Positional[Path], Field(description="folder of a checkpoint to run here")] = Path()
-    prompt: Annotated[tuple[str, ...], Field(description="one or more prompts to run here")] = ()
+    Attributes:
+        settings: all of them.
+        url, seconds, api_key, files, out: as the flags.
+        run: what to run here; None for nothing.
+        print_config: print the settings and exit.
+        notes: what is allowed but may not be what was meant.
+    """
+
+    settings: Settings
+    url: str | None
+    seconds: float
+    api_key: str | None
+    files: tuple[Path, ...]
+    out: Path
+    run: GenerateCommand | None
+    print_config: bool
+    notes: tuple[str, ...]
 
 
-def run(options: Options) -> int:
+def read(program: str, description: str, words: Sequence[str]) -> TraceCommand:
+    """The command line, with the file it names and the environment.
+
+    Raises:
+        ConfigError: anything that cannot work, in one line.
+        SystemExit: after `--help`.
+    """
+    layers, print_config = read_layers(TRACE, program, description, words)
+    settings = merge(*layers, table=TRACE)
+    source, run, told = _check(settings, layers[-1]), None, settings.notes
+    if source == "--prompt":
+        run = resolve_offline(layers, TRACE, print_config=print_config)
+        settings, told = run.settings, run.notes
+    own = {name: settings[name] for name in ("url", "seconds", "api_key", "files", "out")}
+    return TraceCommand(settings, **own, run=run, print_config=print_config, notes=told)
+
+
+def run(command: TraceCommand) -> int:
     """Record, write, print. 1 if there was no step.
 
     Raises:
@@ -69,8 +93,11 @@ def run(options: Options) -> int:
         ServerRefused: the server cannot be reached, or does not record.
         Others: see `ubatch generate`.
     """
-    _check(options)
-    recorded = _record(options)
+    if command.print_config:
+        print(describe_settings(command.settings))
+        return 0
+    generate.print_notes("ubatch trace", command.notes)
+    recorded = _record(command)
     if recorded is None:  # a rank other than the first, under a launcher
         return 0
     ranks = merge_traces(recorded)
@@ -80,7 +107,7 @@ def run(options: Options) -> int:
     if not steps:
         print(_line(findings[0]))
         return 1
-    for path in _write(options, ranks, recorded, steps, findings):
+    for path in _write(command, ranks, recorded, steps, findings):
         print(f"wrote {path}")
     for row in _columns(_table(steps)):
         print(row)
@@ -89,35 +116,34 @@ def run(options: Options) -> int:
     return 0
 
 
-def _check(options: Options) -> None:
-    """Refuse flags that would do nothing."""
-    given = {
-        name
-        for name, field in Options.model_fields.items()
-        if getattr(options, name) != field.get_default(call_default_factory=True)
-    }
-    sources = {"--url": options.url is not None, "--files": bool(options.files), "--prompt": bool(options.prompt)}
+def _check(s: Settings, words: Layer) -> str:
+    """Which flag says what to look at; flags that would do nothing are refused. A file may serve other commands, too.
+
+    Raises:
+        ConfigError: there is none, or a flag has no effect with it.
+    """
+    sources = {"--url": s["url"] is not None, "--files": bool(s["files"]), "--prompt": bool(s["prompt"])}
     chosen = [name for name, there in sources.items() if there]
     if not chosen:
-        raise ConfigError("give --url of a running server, --files, or a checkpoint's folder and --prompt.")
+        raise ConfigError("give --url of a running server, --files, or a checkpoint and --prompt.")
     source = chosen[0]
-    allowed = {"--url": {"url", "seconds", "api_key", "out"}, "--files": {"files", "out"}}
-    wrong = given - allowed[source] if source in allowed else given & {"seconds", "api_key"}
+    allowed = _OF_SOURCE.get(source)
+    wrong = [name for name in words if (name in _OF_URL if allowed is None else name not in allowed)]
     if wrong:
-        flag = "the checkpoint's folder" if "model" in wrong else f"--{sorted(wrong)[0].replace('_', '-')}"
-        raise ConfigError(f"{flag} has no effect with {source}. Remove it.")
+        raise ConfigError(f"{words[wrong[0]].spelled} has no effect with {source}. Remove it.")
+    return source
 
 
 # --------------------------------------------------------------------------------------------------------- recording
 
 
-def _record(options: Options) -> list[RankTrace] | None:
-    if options.url is not None:
-        return _from_server(options)
-    return _from_files(options.files) if options.files else _offline(options)
+def _record(options: TraceCommand) -> list[RankTrace] | None:
+    if options.run is not None:
+        return _offline(options.run)
+    return _from_files(options.files) if options.url is None else _from_server(options)
 
 
-def _from_server(options: Options) -> list[RankTrace]:
+def _from_server(options: TraceCommand) -> list[RankTrace]:
     """What a server's ranks did for some seconds. Its files stay where it wrote them."""
     base = str(options.url).rstrip("/").removesuffix("/v1")
     headers = {} if options.api_key is None else {"Authorization": f"Bearer {options.api_key}"}
@@ -155,10 +181,10 @@ def _from_files(files: Sequence[Path]) -> list[RankTrace]:
     return [trace for file in files for trace in read_chrome(file)]
 
 
-def _offline(options: Options) -> list[RankTrace] | None:
+def _offline(command: GenerateCommand) -> list[RankTrace] | None:
     """Generate, and record every step; prints what was generated."""
-    config = generate.prepare(options)
-    result = generate.on_every_rank(trace_on_rank, options, config)
+    fetch_checkpoints(command.settings)
+    result = generate.on_every_rank(trace_on_rank, command.engine, command.prompts)
     if result is None:
         return None
     generated, traces = result
@@ -167,13 +193,13 @@ def _offline(options: Options) -> list[RankTrace] | None:
 
 
 def trace_on_rank(
-    rank: int, world_size: int, options: generate.Options, config: UBatchConfig
+    rank: int, world_size: int, engine: EngineOptions, prompts: Prompts
 ) -> tuple[generate.Generated, list[RankTrace]] | None:
     """This rank's share of the prompts, recorded; rank 0 returns everything, the others None."""
     with tracing() as trace:
-        generated = generate.generate_on_rank(rank, world_size, options, config)
+        generated = generate.generate_on_rank(rank, world_size, engine, prompts)
     spans = tuple(span for span in trace.spans if span.step > 0)  # before the first step graphs are captured
-    measures = generate.choose_device(options) == "cpu"
+    measures = engine.device == "cpu"
     own = RankTrace(rank, spans, tuple(trace.notes), Clock.here(), measures)
     traces: list[Any] = [own]
     if world_size > 1:
@@ -186,7 +212,7 @@ def trace_on_rank(
 
 
 def _write(
-    options: Options,
+    options: TraceCommand,
     ranks: Sequence[RankTrace],
     recorded: Iterable[RankTrace],
     steps: Sequence[StepRecord],
@@ -195,7 +221,7 @@ def _write(
     spans = {rank.rank: rank.spans for rank in ranks}
     notes = {rank.rank: rank.notes for rank in ranks}
     measures = all(rank.measures for rank in ranks)
-    source = options.url or (", ".join(map(str, options.files)) if options.files else str(options.model))
+    source = options.url or (", ".join(map(str, options.files)) if options.files else str(options.settings["model"]))
     facts = {"source": source, "ranks": str(len(ranks))}
     if len({rank.clock.host for rank in recorded}) > 1:
         facts["clock"] = "time of day: the ranks ran on several machines"

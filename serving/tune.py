@@ -3,23 +3,34 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
-import tyro
-from pydantic import BaseModel, Field, field_validator
 
-from attention import attention_backends
-from model_runner import Checkpoint, ModelRunner
 from model_runner.transport import resolve_all2all
 from serving.bench.statistics import environment
-from serving.options.fields import ExpertsName, NamedValues
+from serving.engine.build import make_runner
+from serving.engine.options import EngineOptions
+from serving.generate import print_notes
+from serving.options import (
+    TUNE,
+    Machine,
+    Settings,
+    describe_settings,
+    fetch_checkpoints,
+    merge,
+    notes,
+    read_layers,
+    resolve_settings,
+    to_engine_options,
+)
 from serving.ranks import run_ranks
-from serving.runner_setup import check_transport, choose_dtype, count_gpus, make_link
 from serving.tuning.batches import kv_blocks_needed, requests_needed
 from serving.tuning.cells import Arm, Grid
 from serving.tuning.measure import Plan, Tuner
@@ -28,89 +39,78 @@ from serving.tuning.report import Result, make_result
 from serving.tuning.state import State, load_state, state_file
 from serving.tuning.steps import ArmSteps
 from ubatch import CommGroup, ConfigError, UBatchConfig
-from ubatch.vote import MAX_LANES
 
-__all__ = ["Options", "run"]
+__all__ = ["TuneCommand", "read", "run"]
 
 _TIMEOUT_S = 300.0
-Mode = Literal["decode", "prefill", "verify"]
 
 
-class Options(BaseModel):
-    """What to measure, and where to write what is best."""
+@dataclass(frozen=True)
+class TuneCommand:
+    """What to measure, and where to write what is best.
 
-    model: Annotated[tyro.conf.Positional[Path], Field(description="folder of a Hugging Face checkpoint")]
-    out: Annotated[Path, Field(description="YAML file to write; .html and .png beside it")] = Path("dbo.yaml")
-    data_parallel_size: Annotated[int, Field(ge=2, description="ranks; they share the experts")] = 2
-    all2all_backend: Annotated[str | None, Field(description="how tokens reach their experts (auto)")] = None
-    all2all_options: Annotated[NamedValues, Field(description="its options")] = None
-    emulated_link: Annotated[
-        tuple[float, float] | None,
-        tyro.conf.arg(metavar="US MB/S"),
-        Field(description="deliver over a link of this latency and bandwidth"),
-    ] = None
-    modes: Annotated[tuple[Mode, ...], Field(min_length=1, description="kinds of steps")] = (
-        "decode",
-        "prefill",
-        "verify",
-    )
-    lanes: Annotated[tuple[int, ...], Field(min_length=1, description="numbers of lanes to try")] = (2, 3, 4)
-    search_best: Annotated[
-        int, Field(ge=0, description="schedules that the simulator may propose for each mode, beside the named ones")
-    ] = 2
-    max_decode_tokens: Annotated[int, Field(ge=8, description="requests of the largest decode step of a rank")] = 256
-    max_prefill_tokens: Annotated[int, Field(ge=16, description="tokens of the largest prefill step of a rank")] = 2048
-    context: Annotated[int, Field(ge=1, description="tokens that a decoding request has in the cache")] = 64
-    prompt_len: Annotated[int, Field(ge=1, description="tokens of a prompt")] = 128
-    draft_tokens: Annotated[int, Field(ge=1, description="drafts of a request in verify steps")] = 3
-    rounds: Annotated[int, Field(ge=1, description="most times that every arm is measured at every size")] = 9
-    max_seconds: Annotated[float, Field(gt=0, description="stop after the first round that ends later than this")] = (
-        240.0
-    )
-    device: Annotated[
-        Literal["auto", "cpu", "cuda"], Field(description="auto is a GPU for each rank, if there are as many")
-    ] = "auto"
-    moe_backend: ExpertsName = "auto"
-    attention_backend: Annotated[str, Field(description=f"one of {', '.join(attention_backends())}")] = "auto"
-    block_size: Annotated[int, Field(ge=1, description="tokens per KV page")] = 16
+    Attributes:
+        settings: all of them, in force and without contradictions.
+        engine: what the ranks are made from.
+        print_config: print the settings and exit.
+        notes: what is allowed but may not be what was meant.
+    """
 
-    @field_validator("lanes")
-    @classmethod
-    def _check_lanes(cls, lanes: tuple[int, ...]) -> tuple[int, ...]:
-        if min(lanes) < 2 or max(lanes) > MAX_LANES or len(set(lanes)) < len(lanes):
-            raise ValueError(f"lanes must be different numbers from 2 to {MAX_LANES}")
-        return tuple(sorted(lanes))
+    settings: Settings
+    engine: EngineOptions
+    print_config: bool = False
+    notes: tuple[str, ...] = ()
 
-    @field_validator("modes")
-    @classmethod
-    def _check_modes(cls, modes: tuple[Mode, ...]) -> tuple[Mode, ...]:
-        return tuple(dict.fromkeys(modes))
+    @property
+    def out(self) -> Path:
+        """The file to write."""
+        path: Path = self.settings["out"]
+        return path
 
     def plan(self) -> Plan:
         """For the ranks."""
-        grid = Grid(
-            self.modes,
-            self.max_decode_tokens,
-            self.max_prefill_tokens,
-            self.context,
-            self.prompt_len,
-            self.draft_tokens,
-        )
-        return Plan(grid, self.lanes, self.rounds, self.max_seconds, self.search_best)
+        s = self.settings
+        sizes = ("max_decode_tokens", "max_prefill_tokens", "context", "prompt_len", "draft_tokens")
+        grid = Grid(s["modes"], *(s[name] for name in sizes))
+        return Plan(grid, s["lanes"], s["rounds"], s["max_seconds"], s["search_best"])
 
 
-def run(options: Options) -> int:
-    """Measure, print, write."""
-    if options.out.suffix in (".html", ".png"):
-        raise ConfigError(f"--out {options.out}: the settings are YAML; the page and the picture go beside it.")
-    if options.draft_tokens + 1 > options.max_decode_tokens // 2:
+def read(program: str, description: str, words: Sequence[str]) -> TuneCommand:
+    """The command line, with the file it names and the environment.
+
+    Raises:
+        ConfigError: anything that cannot work, in one line.
+        SystemExit: after `--help`.
+    """
+    layers, print_config = read_layers(TUNE, program, description, words)
+    s = merge(*layers, table=TUNE)
+    if s["out"].suffix in (".html", ".png"):
+        raise ConfigError(f"{s.spell('out')} {s['out']}: the settings are YAML; the page and the picture go beside it.")
+    if s["draft_tokens"] + 1 > s["max_decode_tokens"] // 2:
         raise ConfigError(
-            f"--draft-tokens {options.draft_tokens}: a verify step of --max-decode-tokens {options.max_decode_tokens} "
-            "has fewer than two requests. Lower the one or raise the other."
+            f"{s.spell('draft_tokens')} {s['draft_tokens']}: a verify step of {s.spell('max_decode_tokens')} "
+            f"{s['max_decode_tokens']} has fewer than two requests. Lower the one or raise the other."
         )
-    check_transport(options.all2all_backend, options.all2all_options, options.data_parallel_size)
-    device = _device(options)
-    key = _key(options, device)
+    s = resolve_settings(*layers, table=TUNE, first=_derive)
+    return TuneCommand(s, to_engine_options(s), print_config, tuple(notes(s)))
+
+
+def _derive(s: Settings, machine: Machine) -> Settings:
+    """The ranks of one machine have a GPU each, or none has one; a launcher may have started more machines."""
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", s["data_parallel_size"]))
+    if s["device"] == "auto":
+        s = s.derive("device", "cuda" if machine.gpus >= local else "cpu", f"{local} ranks, {machine.gpus or 'no'} GPU")
+    return s.derive("nnodes", max(1, s["data_parallel_size"] // local), "as launched")
+
+
+def run(options: TuneCommand) -> int:
+    """Measure, print, write."""
+    if options.print_config:
+        print(describe_settings(options.settings))
+        return 0
+    print_notes("ubatch tune", options.notes)
+    fetch_checkpoints(options.settings)
+    key = _key(options)
     path = state_file(options.out)
     state = load_state(path, key)
     if state is None:
@@ -120,7 +120,9 @@ def run(options: Options) -> int:
     else:
         print(f"going on after {state.seconds:.0f} s and {state.rounds} whole rounds of an earlier run ({path})")
     options.out.parent.mkdir(parents=True, exist_ok=True)
-    result: Result | None = run_ranks(_tune_on_rank, options.data_parallel_size, options, device, state, device=device)
+    engine = options.engine
+    asked = engine, options.plan(), Path(options.settings["model"]).name, path, state
+    result: Result | None = run_ranks(_tune_on_rank, engine.world_size, *asked, device=engine.device)
     if result is None:  # under a launcher, another rank than 0
         return 0
     result.print()
@@ -138,87 +140,66 @@ def run(options: Options) -> int:
     return 0
 
 
-def _tune_on_rank(rank: int, world_size: int, options: Options, device: str, state: State) -> Result:
-    place = torch.device(device)
-    carrier = None
-    if device == "cuda":
-        place = torch.device("cuda", int(os.environ.get("LOCAL_RANK", rank)))
-        torch.cuda.set_device(place)
+def _tune_on_rank(
+    rank: int, world_size: int, engine: EngineOptions, plan: Plan, name: str, path: Path, state: State
+) -> Result:
+    index, carrier = 0, None
+    if engine.device == "cuda":
+        index = int(os.environ.get("LOCAL_RANK", rank))
+        torch.cuda.set_device(index)
         carrier = dist.new_group(backend="nccl")  # carries the data; what is decided goes over the default group
     group = CommGroup.from_process_group(carrier, timeout_s=_TIMEOUT_S)
-    plan, link = options.plan(), make_link(options.emulated_link)
     shared = [state]  # under a launcher every rank has looked for the file by itself
     dist.broadcast_object_list(shared, src=0)
     state = shared[0]
-    backend, _ = resolve_all2all(options.all2all_backend, group)
-    with ModelRunner(
-        options.model,
-        group=group,
-        all2all_backend=backend,
-        all2all_options=options.all2all_options,
-        experts_backend=options.moe_backend,
-        link=link,
-        dbo=UBatchConfig(timeout_s=_TIMEOUT_S),
-        device=place,
-        dtype=_dtype(options, device),
-        attention_backend=options.attention_backend,
-        block_size=options.block_size,
-        num_kv_blocks=kv_blocks_needed(plan.grid, options.block_size),
+    backend, _ = resolve_all2all(engine.all2all_backend, group)
+    scheduler = replace(
+        engine.scheduler,
         max_num_seqs=requests_needed(plan.grid),
-        max_num_batched_tokens=options.max_prefill_tokens,
-    ) as runner:
-        longest = max(options.prompt_len, options.context + 1 + options.draft_tokens)
+        max_num_batched_tokens=max(plan.grid.max_prefill_tokens, requests_needed(plan.grid)),
+    )
+    engine = replace(engine, all2all_backend=backend, dbo=UBatchConfig(timeout_s=_TIMEOUT_S), scheduler=scheduler)
+    num_blocks = kv_blocks_needed(plan.grid, engine.block_size)
+    with make_runner(engine, group, device_index=index, num_kv_blocks=num_blocks) as runner:
+        longest = max(plan.grid.prompt_len, plan.grid.context + 1 + plan.grid.drafts)
         if longest > runner.max_model_len:
             raise ConfigError(
                 f"the checkpoint has {runner.max_model_len} positions, but --prompt-len and --context need {longest}."
             )
-        with ArmSteps(runner, link) as steps:
-            tuner = Tuner(runner, plan, state, state_file(options.out), steps)
+        with ArmSteps(runner, runner.link) as steps:
+            tuner = Tuner(runner, plan, state, path, steps)
             state = tuner.run()
             arms: Mapping[str, list[Arm]] = {mode: tuner.arms(mode) for mode in plan.grid.modes}
-    return make_result(plan.grid.cells(), arms, state, _facts(options, backend, device, state))
+    return make_result(plan.grid.cells(), arms, state, _facts(engine, plan.grid, name, backend, state))
 
 
-def _device(options: Options) -> str:
-    gpus, ranks = count_gpus(), int(os.environ.get("LOCAL_WORLD_SIZE", options.data_parallel_size))
-    if options.device == "cuda" and gpus < ranks:
-        raise ConfigError(f"--device cuda: {ranks} ranks on this machine, which has {gpus} GPUs. Use --device cpu.")
-    if options.device != "auto":
-        return options.device
-    return "cuda" if gpus >= ranks else "cpu"
+_NO_FIGURE = frozenset(("out", "rounds", "max_seconds", "trust_remote_code", "download_dir"))
+"""Figures do not depend on these: more rounds and time go on with the same ones."""
 
 
-def _dtype(options: Options, device: str) -> torch.dtype:
-    checkpoint = Checkpoint(options.model)
-    name, _ = choose_dtype(device, str(checkpoint.config.values.get("dtype", "")))
-    checkpoint.close()
-    return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[name]
-
-
-def _key(options: Options, device: str) -> dict[str, Any]:
-    """What figures depend on. Rounds and time do not matter: more of them go on with the same ones."""
-    values = options.model_dump(mode="json", exclude={"out", "rounds", "max_seconds"})
-    config = options.model / "config.json"
-    if not config.is_file():
-        raise ConfigError(f"{config} does not exist. MODEL must be the folder of a checkpoint.")
+def _key(options: TuneCommand) -> dict[str, Any]:
+    """What figures depend on."""
+    settings = options.settings
+    values = {name: settings[name] for name in settings.table.settings if name not in _NO_FIGURE}
+    config = options.engine.model / "config.json"
     return {
-        "options": values,
-        "device": device,
+        "options": json.loads(json.dumps(values, default=str)),
+        "device": options.engine.device,
         "checkpoint": hashlib.sha256(config.read_bytes()).hexdigest(),
         "environment": environment(),
     }
 
 
-def _facts(options: Options, backend: str, device: str, state: State) -> dict[str, Any]:
+def _facts(engine: EngineOptions, grid: Grid, name: str, backend: str, state: State) -> dict[str, Any]:
     link = "the real one"
-    if options.emulated_link is not None:
-        link = f"emulated, {options.emulated_link[0]:g} us and {options.emulated_link[1]:g} MB/s"
-    machine = environment() | {"device": environment()["device"] if device == "cuda" else "cpu"}
+    if engine.emulated_link is not None:
+        link = f"emulated, {engine.emulated_link[0]:g} us and {engine.emulated_link[1]:g} MB/s"
+    machine = environment() | {"device": environment()["device"] if engine.device == "cuda" else "cpu"}
     return {
-        "model": options.model.name,
-        "ranks": f"{options.data_parallel_size}, experts shared, {backend}",
+        "model": name,
+        "ranks": f"{engine.data_parallel_size}, experts shared, {backend}",
         "link": link,
         "machine": ", ".join(f"{name} {value}" for name, value in machine.items()),
         "measured": f"{state.rounds} whole rounds in {state.seconds:.0f} s; medians, arms interleaved A B B A",
-        "steps": f"context {options.context}, prompts of {options.prompt_len}, {options.draft_tokens} drafts; eager",
+        "steps": f"context {grid.context}, prompts of {grid.prompt_len}, {grid.drafts} drafts; eager",
     }

@@ -23,8 +23,9 @@ from model_runner.graph_mode import capturable_families
 from model_runner.graph_sizes import graph_families
 from model_runner.transport import check_schedules, most_chunks
 from moe import StepSizes, check_all2all_options, check_schedule, default_all2all_options, make_all2all, traits_in
-from serving.options import Machine, Settings, describe_settings, resolve_settings, to_engine_options
-from serving.options.sources import Source, read_command_line, read_file, read_keywords
+from serving.options import SERVE, Machine, Settings, describe_settings, resolve_settings, to_engine_options
+from serving.options.command_line import read_command_line
+from serving.options.sources import Source, read_file, read_keywords
 from serving.runner_setup import describe_transport
 from serving.tuning.steps import ArmSteps
 from ubatch import CommGroup, ConfigError, ForwardMode, UBatchConfig
@@ -41,7 +42,7 @@ DECODE, PREFILL, VERIFY = ForwardMode.DECODE, ForwardMode.PREFILL, ForwardMode.T
 
 
 def resolve(*words: str, machine: Machine = GPUS) -> Settings:
-    return resolve_settings(read_command_line("ubatch serve", "", [TINY, *words]).settings, machine=machine)
+    return resolve_settings(read_command_line(SERVE, "ubatch serve", "", [TINY, *words]).settings, machine=machine)
 
 
 @contextmanager
@@ -84,7 +85,7 @@ def test_options_are_written_alike_in_a_file_and_on_the_line(tmp_path: Path) -> 
     [("1e3", 1000.0), ("-3", -3), ("0.5", 0.5), ("True", True), (": :", ": :"), ('"', '"'), ("[1", "[1"), ("a", "a")],
 )
 def test_values_are_numbers_truths_or_text(text: str, value: object) -> None:
-    line = read_command_line("ubatch serve", "", [TINY, "--all2all-options", f"x={text}"])
+    line = read_command_line(SERVE, "ubatch serve", "", [TINY, "--all2all-options", f"x={text}"])
     read = line.settings["all2all_options"].value["x"]
     assert (type(read), read) == (type(value), value)
 

@@ -89,12 +89,12 @@ def test_generate_on_two_ranks_is_the_same(tmp_path: Path, capfd: pytest.Capture
         (["--all2all-backend", "torch_dist"], "--enable-expert-parallel"),
         (["--emulated-link", "1", "1"], "--enable-expert-parallel"),
         (["--enable-dbo", "--schedule", "mlp_shared"], "did you mean 'mlp_shared_overlap'"),
-        (["--enable-dbo", "--ubatch-size", "1"], "num_ubatches must be 2 to 8"),
-        (["--enable-dbo", "--dbo-decode-token-threshold", "1"], "below num_ubatches"),
+        (["--enable-dbo", "--ubatch-size", "1"], "--ubatch-size 1: it should be at least 2"),
+        (["--enable-dbo", "--dbo-decode-token-threshold", "1"], "below --ubatch-size (2)"),
         (["--config", "nowhere.yaml"], "cannot read nowhere.yaml"),
         (["--max-tokens", "5000"], "positions"),
         (["--device", "cpu", "--cudagraph-mode", "full"], "--cudagraph-mode full needs a GPU"),
-        (["--device", "cpu", "--cudagraph-capture-sizes", "1", "2"], "--cudagraph-capture-sizes needs a GPU"),
+        (["--device", "cpu", "--cudagraph-capture-sizes", "1", "2"], "--cudagraph-capture-sizes is for CUDA graphs"),
         (["--enforce-eager", "--cudagraph-mode", "full"], "--enforce-eager and --cudagraph-mode full contradict"),
         (["--data-parallel-size", "2", "--device", "cuda"], "use `ubatch serve`"),
     ],
@@ -110,12 +110,12 @@ def test_unknown_key_in_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[s
     settings = tmp_path / "dbo.yaml"
     settings.write_text("dbo-decode-token-treshold: 8\n")
     assert main(["generate", TINY, "--prompt", "x", "--config", str(settings)]) == 2
-    assert "did you mean 'dbo_decode_token_threshold'" in capsys.readouterr().err
+    assert "did you mean 'dbo-decode-token-threshold'" in capsys.readouterr().err
 
 
 def test_a_folder_that_is_no_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", str(tmp_path), "--prompt", "x"]) == 2
-    assert "tokenizer.json does not exist" in capsys.readouterr().err
+    assert "config.json is missing" in capsys.readouterr().err
 
 
 def test_bench_handoff_writes_what_a_script_reads(tmp_path: Path) -> None:
@@ -279,7 +279,5 @@ def test_a_transport_is_refused_before_any_rank_starts(
 def test_unknown_experts_are_refused_before_any_rank_starts(
     command: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main([*command, "--moe-backend", "flashinfr"])
-    assert ended.value.code == 2
+    assert main([*command, "--moe-backend", "flashinfr"]) == 2
     assert "did you mean 'flashinfer'?" in capsys.readouterr().err

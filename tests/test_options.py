@@ -344,7 +344,7 @@ def test_wrong_flags_are_one_clear_line(name: str, capsys: pytest.CaptureFixture
             "ubatch-size: 4\ndbo-decode-token-threshold: 3",
             "dbo-decode-token-threshold in serve.yaml is 3, below ubatch",
         ),
-        ("split-dims: {x: 0}", "split-dims has no meaning for a server"),
+        ("split-dims: {x: 0}", "split-dims is for wrapped modules"),
         ("- port", "must hold one mapping of settings, not list"),
         ("port: [", "serve.yaml, line 1, column 8 is not valid YAML: expected the node content, but found"),
         ("\x07", "serve.yaml is not valid YAML"),

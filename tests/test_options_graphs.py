@@ -12,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from serving.cli import main
-from serving.options import Machine, Settings, describe_settings, notes, resolve_settings, to_engine_options
-from serving.options.sources import Source, read_command_line, read_file, read_keywords
+from serving.options import SERVE, Machine, Settings, describe_settings, notes, resolve_settings, to_engine_options
+from serving.options.command_line import read_command_line
+from serving.options.sources import Source, read_file, read_keywords
 from ubatch import ConfigError
 
 TINY = str(Path(__file__).resolve().parent.parent / "examples" / "models" / "tiny-moe")
@@ -22,7 +23,7 @@ SHARED = ["--tensor-parallel-size", "2", "--enable-expert-parallel"]
 
 
 def resolve(*words: str, machine: Machine = GPU) -> Settings:
-    return resolve_settings(read_command_line("ubatch serve", "", [TINY, *words]).settings, machine=machine)
+    return resolve_settings(read_command_line(SERVE, "ubatch serve", "", [TINY, *words]).settings, machine=machine)
 
 
 def refusal(*words: str, machine: Machine = GPU) -> str:

@@ -15,6 +15,8 @@ import serving.engine.process as process
 import serving.pinning as pinning
 import ubatch.cores
 from serving import generate, tune
+from serving.engine.options import EngineOptions
+from serving.options import resolve
 from serving.pinning import pin_rank
 from ubatch.autotune import _prepare
 
@@ -110,10 +112,8 @@ def _stop(*_: Any, **__: Any) -> None:
 def test_generating_alone_pins_by_its_device(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
     pinned: list[tuple[Any, ...]] = []
     monkeypatch.setattr(generate, "pin_rank", lambda *how: pinned.append(how))
-    monkeypatch.setattr(generate, "choose_device", lambda _: device)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    options: Any = SimpleNamespace(num_processes=1)
-    generate.on_every_rank(lambda *_: None, options, None)  # type: ignore[arg-type]
+    generate.on_every_rank(lambda *_: None, EngineOptions(Path("model"), device=device))
     assert pinned == [(0, 1, torch.device("cuda", 0) if device == "cuda" else None)]
 
 
@@ -142,9 +142,9 @@ def test_tuning_on_gpus_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
         asked.append(device)
 
     monkeypatch.setattr(tune, "run_ranks", run_ranks)
-    monkeypatch.setattr(tune, "_device", lambda _: "cuda")
+    monkeypatch.setattr(resolve, "count_gpus", lambda: 2)
     model = Path(__file__).parents[1] / "examples" / "models" / "tiny-moe"
-    tune.run(tune.Options(model=model, out=tmp_path / "dbo.yaml"))
+    tune.run(tune.read("ubatch tune", "", [str(model), "--out", str(tmp_path / "dbo.yaml")]))
     assert asked == ["cuda"]
 
 

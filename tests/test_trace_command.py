@@ -193,11 +193,11 @@ def test_an_idle_server_gives_nothing_to_see(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], "give --url of a running server, --files, or a checkpoint's folder and --prompt"),
+        ([], "give --url of a running server, --files, or a checkpoint and --prompt"),
         ([TINY], "and --prompt"),
         (["--url", "http://x", "--prompt", "x"], "--prompt has no effect with --url"),
         (["--url", "http://x", "--enable-dbo"], "--enable-dbo has no effect with --url"),
-        ([TINY, "--url", "http://x"], "the checkpoint's folder has no effect with --url"),
+        ([TINY, "--url", "http://x"], "MODEL has no effect with --url"),
         (["--files", "a.json", "--seconds", "3"], "--seconds has no effect with --files"),
         ([TINY, "--prompt", "x", "--seconds", "3"], "--seconds has no effect with --prompt"),
         (["--files", "nowhere.json"], "cannot read nowhere.json"),

@@ -27,6 +27,7 @@ from ubatch.layer_program import LayerTimes, layer_program
 from ubatch.schedule import KNOWN_POINTS, Point
 from ubatch.simulate import Compute, Launch, Op
 
+TINY = str(Path(__file__).parents[1] / "examples" / "models" / "tiny-moe")
 GRID = Grid(("decode", "prefill"), 256, 1024, 64, 128, 3)
 ARMS = library_arms((2, 3), chunks=True)
 Machine = Callable[[str, int], float]
@@ -223,13 +224,11 @@ def test_a_run_that_was_stopped_goes_on(tmp_path: Path, capsys: pytest.CaptureFi
     kept: list[State] = []
 
     def keep(path: Path, missing_ok: bool) -> None:  # in place of removing the state at the end
-        state = load_state(path, serving.tune._key(options, "cpu"))
+        state = load_state(path, serving.tune._key(command))
         assert state is not None
         kept.append(state)
 
-    import tyro
-
-    options = tyro.cli(serving.tune.Options, args=[*words[1:], "--rounds", "1"])
+    command = serving.tune.read("ubatch tune", "", [*words[1:], "--rounds", "1"])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Path, "unlink", keep)
         assert main([*words, "--rounds", "1"]) == 0
@@ -246,10 +245,10 @@ def test_a_run_that_was_stopped_goes_on(tmp_path: Path, capsys: pytest.CaptureFi
 
 
 def test_wrong_calls_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["tune", str(tmp_path), "--device", "cuda", "--data-parallel-size", "64"]) == 2
-    assert "64 ranks on this machine" in capsys.readouterr().err
+    assert main(["tune", TINY, "--device", "cuda"]) == 2
+    assert "--device cuda: there is no GPU here that torch can use" in capsys.readouterr().err
     assert main(["tune", str(tmp_path)]) == 2
-    assert "config.json does not exist" in capsys.readouterr().err
+    assert "config.json is missing" in capsys.readouterr().err
     assert main(["tune", str(tmp_path), "--out", "x.html"]) == 2
     assert "the settings are YAML" in capsys.readouterr().err
     assert main(["tune", str(tmp_path), "--draft-tokens", "9", "--max-decode-tokens", "8"]) == 2

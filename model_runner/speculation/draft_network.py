@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Protocol
 from torch import Tensor, nn
 
 from model_runner.backend_choice import resolve_experts
+from model_runner.dummy_weights import open_checkpoint
 from model_runner.models.base import CausalLM, ExpertParallel, ModelConfig
 from model_runner.models.decoder import DecoderLM
 from model_runner.models.eagle import EAGLE_ARCHITECTURE, EagleHead
@@ -101,7 +102,9 @@ def load_draft(algorithm: str, path: str | Path | None, runner: ModelRunner) -> 
         wanted = "is in the target's checkpoint and takes no path" if path is not None else "needs a checkpoint's path"
         raise ConfigError(f"draft algorithm {algorithm!r} {wanted}.")
     dtype, device = runner.dtype, runner.device
-    checkpoint = Checkpoint(runner.model_path if path is None else path, dtype=dtype, device=device)
+    checkpoint = open_checkpoint(
+        runner.model_path if path is None else path, runner.load_format, dtype=dtype, device=device
+    )
     try:
         network = load(runner, checkpoint)
     finally:

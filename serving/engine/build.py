@@ -23,19 +23,23 @@ _logger = logging.getLogger(__name__)
 _WARM_UP_TOKENS = 16
 
 
-def make_runner(options: EngineOptions, group: CommGroup | None = None, *, device_index: int = 0) -> ModelRunner:
+def make_runner(
+    options: EngineOptions, group: CommGroup | None = None, *, device_index: int = 0, num_kv_blocks: int | None = None
+) -> ModelRunner:
     """Load the model on this rank.
 
     Args:
         options: of the engine.
         group: the ranks that share the experts; None for one alone.
         device_index: which GPU, where `options.device` is `cuda`.
+        num_kv_blocks: size of the KV cache, whatever the options say of its memory.
 
     Raises:
         CheckpointError, ConfigError: see `ModelRunner`.
     """
     return ModelRunner(
         options.model,
+        load_format=options.load_format,
         group=group,
         tensor_parallel_size=options.tensor_parallel_size,
         all2all_backend=options.all2all_backend,
@@ -49,8 +53,9 @@ def make_runner(options: EngineOptions, group: CommGroup | None = None, *, devic
         decode_attention_backend=options.decode_attention_backend,
         block_size=options.block_size,
         kv_cache_dtype=options.kv_cache_dtype,
-        kv_cache_memory=options.kv_cache_memory,
-        gpu_memory_utilization=options.gpu_memory_utilization,
+        num_kv_blocks=num_kv_blocks,
+        kv_cache_memory=options.kv_cache_memory if num_kv_blocks is None else None,
+        gpu_memory_utilization=options.gpu_memory_utilization if num_kv_blocks is None else None,
         max_num_seqs=options.scheduler.max_num_seqs,
         max_num_batched_tokens=options.scheduler.max_num_batched_tokens,
         max_model_len=options.scheduler.max_model_len,

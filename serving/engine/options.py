@@ -23,6 +23,7 @@ class EngineOptions:
 
     Attributes:
         model: folder of a Hugging Face checkpoint.
+        load_format: `auto`, `safetensors`, or `dummy` for random weights.
         dbo: when and how to overlap; its group is set on the rank.
         dbo_auto: find out at the start and while serving when steps overlap; see `model_runner.DboAuto`.
         scheduler: how steps are filled.
@@ -60,6 +61,7 @@ class EngineOptions:
     """
 
     model: Path
+    load_format: str = "auto"
     dbo: UBatchConfig = field(default_factory=_no_overlap)
     dbo_auto: bool = False
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)

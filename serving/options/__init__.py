@@ -1,35 +1,46 @@
-"""The settings of an engine and its server: one table, read from the command line, a file, or keywords.
+"""The settings of the commands: tables, read from the command line, a file, the environment, or keywords.
 
-flags     the table: names, types, defaults, help
-sources   command line over environment over file over default, and where each value came from
-checks    what contradicts what; `speculation` where it is about drafts
-resolve   all of it, up to `EngineOptions`
+flags, model_flags      the settings: names, types, defaults, help
+tables, commands        which of them a command has, and what only it has; `foreign` is what others call them
+sources, command_line   command line over environment over file over default, and where each value came from
+folders                 where the checkpoints lie that they name
+checks                  what contradicts what; `speculation` where it is about drafts
+resolve                 all of it, up to `EngineOptions`
 """
 
 from serving.options.checks import Machine, notes
-from serving.options.flags import Speculation
+from serving.options.commands import GENERATE, TRACE, TUNE
+from serving.options.folders import fetch_checkpoints
 from serving.options.resolve import (
     ServeCommand,
     describe_settings,
+    read_layers,
     read_serve_command,
     resolve_keywords,
     resolve_settings,
     to_engine_options,
 )
-from serving.options.sources import Setting, Settings, Source
-from serving.options.speculation import read_speculation
+from serving.options.sources import Layer, Setting, Settings, Source, merge
+from serving.options.tables import SERVE, Table
 
 __all__ = [
+    "GENERATE",
+    "SERVE",
+    "TRACE",
+    "TUNE",
+    "Layer",
     "Machine",
     "ServeCommand",
     "Setting",
     "Settings",
     "Source",
-    "Speculation",
+    "Table",
     "describe_settings",
+    "fetch_checkpoints",
+    "merge",
     "notes",
+    "read_layers",
     "read_serve_command",
-    "read_speculation",
     "resolve_keywords",
     "resolve_settings",
     "to_engine_options",

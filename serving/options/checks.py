@@ -9,7 +9,7 @@ from model_runner import ModelConfig
 from model_runner.transport import LOCAL, check_schedules_by_name
 from moe import check_all2all_options
 from serving.engine.secret import read_secret
-from serving.options.flags import FILE_ONLY, SETTINGS
+from serving.options.flags import Parallelism, PerMode
 from serving.options.overlap import overlap_config
 from serving.options.sources import API_KEY_VARIABLE, Settings, Source
 from serving.options.speculation import check_speculation
@@ -17,7 +17,7 @@ from serving.runner_setup import backend_faults, tensor_parallel_faults
 from ubatch import ConfigError
 from ubatch.modes import MODE_KEYS
 
-__all__ = ["Machine", "check_alone", "check_with_model", "notes"]
+__all__ = ["Machine", "check_alone", "check_with_model", "drop_environment", "notes"]
 
 
 @dataclass(frozen=True)
@@ -54,8 +54,21 @@ def check_with_model(settings: Settings, model: ModelConfig, machine: Machine) -
             raise ConfigError(message)
 
 
+def drop_environment(s: Settings) -> Settings:
+    """Without a transport of the environment where no tokens travel: it is said once for all commands of a shell."""
+    if s.all["all2all_backend"].source is Source.ENVIRONMENT and not s["enable_expert_parallel"]:
+        return s.without_effect("all2all_backend", "the ranks share no experts (--enable-expert-parallel)")
+    return s
+
+
 def notes(settings: Settings) -> Iterator[str]:
     """What is allowed but may not be what was meant."""
+    yield from settings.notes
+    if settings["trust_remote_code"]:
+        yield (
+            f"{settings.spell('trust_remote_code')} is taken, but no remote code is ever run: models are our own, and "
+            "tokenizers are transformers'"
+        )
     flags = [name for name in ("enable_dbo", "enable_single_batch_overlap") if settings[name]]
     if flags and not settings["enable_expert_parallel"] and settings["tensor_parallel_size"] == 1:
         yield (
@@ -83,13 +96,16 @@ _ONLY_OVERLAPPED = (
     *(f"schedule_{key}" for key in MODE_KEYS),
     "comm_sms",
     "profile_ranges",
-    *FILE_ONLY,
+    *PerMode.model_fields,
 )
 
 
 def _model(s: Settings) -> Iterator[str]:
     if s["model"] is None:
-        yield "MODEL is missing: give the folder of a checkpoint."
+        yield (
+            "MODEL is missing: give the folder of a checkpoint, or its name on the Hugging Face hub, as MODEL, with "
+            "--model, or as `model` in the file."
+        )
 
 
 def _overlap(s: Settings) -> Iterator[str]:
@@ -140,7 +156,7 @@ def _nodes(s: Settings) -> Iterator[str]:
         whole = ": the processes of a rank stay on one machine" if s["tensor_parallel_size"] > 1 else ""
         yield f"{s.spell('data_parallel_size')} ({ranks}) does not divide by {s.spell('nnodes')} ({nnodes}){whole}."
     if nnodes == 1:
-        if s["master_addr"] != SETTINGS["master_addr"].default:
+        if s["master_addr"] != Parallelism.model_fields["master_addr"].default:
             yield f"{s.spell('master_addr')} needs --nnodes 2 or more; one machine has nobody else to meet."
         if s["cluster_secret_file"] is not None:
             yield f"{s.spell('cluster_secret_file')} needs --nnodes 2 or more; one machine talks to itself only."

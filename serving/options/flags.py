@@ -11,20 +11,35 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tyro
-from pydantic import AfterValidator, BaseModel, BeforeValidator, Field
-from pydantic.fields import FieldInfo
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from attention import attention_backends
 from model_runner.transport import AUTO
-from moe import all2all_backends
 from serving.options.fields import ExpertsName, Group, NamedValues, Positive, derived, one_of, parse_bytes
+from serving.options.model_flags import TRANSPORTS, TransportName
 from ubatch import SCHEDULES, SplitBy
 from ubatch.vote import MAX_LANES
 
-__all__ = ["ALIASES", "FILE_ONLY", "GROUPS", "SETTINGS", "SHORT", "Options"]
+__all__ = [
+    "ALIASES",
+    "SHORT",
+    "Attention",
+    "Cache",
+    "Graphs",
+    "Overlap",
+    "Parallelism",
+    "PerMode",
+    "Scheduling",
+    "Server",
+    "Speculation",
+]
 
-ALIASES: Mapping[str, str] = {"enable_two_batch_overlap": "enable_dbo", "num_ubatches": "ubatch_size"}
-"""Other names of settings: SGLang's, and what `UBatchConfig` calls it."""
+ALIASES: Mapping[str, str] = {
+    "enable_two_batch_overlap": "enable_dbo",
+    "num_ubatches": "ubatch_size",
+    "named_model": "model",
+}
+"""Other names of settings: SGLang's, what `UBatchConfig` calls it, and the flag of what may come without one."""
 SHORT: Mapping[str, tuple[str, ...]] = {"tensor_parallel_size": ("-tp",)}
 """Short flags of settings, vLLM's."""
 
@@ -33,28 +48,6 @@ ScheduleName = Annotated[str | None, derived("STR", "--schedule")]
 ModeMapping = Annotated[
     dict[str, Any] | None, Field(description="schedule, num_ubatches and token_threshold of such steps")
 ]
-TRANSPORTS = tuple(name for name in all2all_backends() if name != "emulated_link")  # that one is --emulated-link
-
-
-class Model(Group):
-    """The checkpoint, and what it computes in."""
-
-    model: Annotated[
-        Path | None,
-        tyro.conf.Positional,
-        tyro.conf.arg(metavar="MODEL", help_behavior_hint="(here or in the file)"),
-        Field(description="folder of a Hugging Face checkpoint"),
-    ] = None
-    dtype: Annotated[
-        Literal["auto", "float32", "bfloat16", "float16"],
-        Field(description="what it computes in; auto is float32 on a CPU, else the checkpoint's"),
-    ] = "auto"
-    device: Annotated[Literal["auto", "cpu", "cuda"], Field(description="auto is a GPU where there is one")] = "auto"
-    max_model_len: Annotated[
-        Positive | None,
-        derived("INT", "the checkpoint's"),
-        Field(description="longest sequence, prompt and output together"),
-    ] = None
 
 
 class Parallelism(Group):
@@ -69,9 +62,8 @@ class Parallelism(Group):
     ] = 1
     enable_expert_parallel: Annotated[bool, Field(description="the ranks share the experts, and step together")] = False
     all2all_backend: Annotated[
-        str | None,
-        derived("STR", "auto"),
-        one_of((AUTO, *all2all_backends())),
+        TransportName,
+        derived("STR", "VLLM_ALL2ALL_BACKEND, or auto"),
         Field(description=f"how tokens reach their experts: {', '.join((AUTO, *TRANSPORTS))}"),
     ] = None
     all2all_options: Annotated[
@@ -309,7 +301,7 @@ class Speculation(Group):
     speculative_draft_model_path: Annotated[
         Path | None,
         derived("PATH", "none"),
-        Field(description="eagle, draft_model: folder of the head's or the small model's checkpoint"),
+        Field(description="eagle, draft_model: the head's or the small model's checkpoint, folder or name on the hub"),
     ] = None
     speculative_num_steps: Annotated[
         Positive | None,
@@ -337,49 +329,3 @@ class Speculation(Group):
     speculative_ngram_min: Annotated[
         Positive | None, derived("INT", "2"), Field(description="ngram: shortest run of tokens looked up")
     ] = None
-
-
-class Options(BaseModel):
-    """What tyro parses. The values in force are those of `resolve`, which knows the file and the environment too."""
-
-    model: Model = Field(default_factory=Model)
-    parallelism: Parallelism = Field(default_factory=Parallelism)
-    overlap: Overlap = Field(default_factory=Overlap)
-    cache: Cache = Field(default_factory=Cache)
-    scheduling: Scheduling = Field(default_factory=Scheduling)
-    attention: Attention = Field(default_factory=Attention)
-    graphs: Graphs = Field(default_factory=Graphs)
-    server: Server = Field(default_factory=Server)
-    speculation: Speculation = Field(default_factory=Speculation)
-    config: Annotated[
-        Path | None,
-        tyro.conf.arg(metavar="FILE"),
-        Field(description="YAML file of settings, named as the flags without dashes in front; flags beat it"),
-    ] = None
-    print_config: Annotated[
-        bool,
-        tyro.conf.FlagCreatePairsOff,
-        Field(description="print the settings in force and where each came from, and exit"),
-    ] = False
-
-
-GROUPS: Mapping[str, type[Group]] = {
-    "model": Model,
-    "parallelism": Parallelism,
-    "overlap": Overlap,
-    "per_mode": PerMode,
-    "cache": Cache,
-    "scheduling": Scheduling,
-    "attention": Attention,
-    "graphs": Graphs,
-    "server": Server,
-    "speculation": Speculation,
-}
-
-SETTINGS: Mapping[str, FieldInfo] = {
-    name: field for group in GROUPS.values() for name, field in group.model_fields.items()
-}
-"""Every setting by name, in the order of `--help`."""
-
-FILE_ONLY = frozenset(PerMode.model_fields)
-"""Settings without a flag."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,9 @@ from model_runner import (
 )
 from model_runner.transport import AUTO, choose_all2all
 from serving.engine.options import EngineOptions
-from serving.options.checks import Machine, check_alone, check_with_model
+from serving.options.checks import Machine, check_alone, check_with_model, drop_environment
+from serving.options.command_line import read_command_line
+from serving.options.folders import locate
 from serving.options.overlap import overlap_config
 from serving.options.sources import (
     SECRETS,
@@ -25,12 +27,12 @@ from serving.options.sources import (
     Settings,
     Source,
     merge,
-    read_command_line,
     read_environment,
     read_file,
     read_keywords,
 )
 from serving.options.speculation import check_draft_network, derive_speculation, speculation_config
+from serving.options.tables import SERVE, Table
 from serving.runner_setup import choose_dtype, count_gpus, read_config
 from serving.scheduler import SchedulerConfig, SchedulingPolicy
 from ubatch import ConfigError
@@ -38,6 +40,7 @@ from ubatch import ConfigError
 __all__ = [
     "ServeCommand",
     "describe_settings",
+    "read_layers",
     "read_serve_command",
     "resolve_keywords",
     "resolve_settings",
@@ -70,41 +73,63 @@ def read_serve_command(program: str, description: str, words: Sequence[str]) -> 
         ConfigError: anything that cannot work, in one line.
         SystemExit: after `--help`.
     """
-    line = read_command_line(program, description, words)
-    file = {} if line.config is None else read_file(line.config)
-    settings = resolve_settings(file, read_environment(), line.settings)
-    return ServeCommand(settings, to_engine_options(settings), line.print_config)
+    layers, print_config = read_layers(SERVE, program, description, words)
+    settings = resolve_settings(*layers)
+    return ServeCommand(settings, to_engine_options(settings), print_config)
+
+
+def read_layers(table: Table, program: str, description: str, words: Sequence[str]) -> tuple[list[Layer], bool]:
+    """What file, environment and command line say, the weakest first; and whether it is only to be printed.
+
+    Raises:
+        ConfigError, SystemExit: see `read_serve_command`.
+    """
+    line = read_command_line(table, program, description, words)
+    file = {} if line.config is None else read_file(line.config, table)
+    return [file, read_environment(table), line.settings], line.print_config
 
 
 def resolve_keywords(model: str | Path, keywords: Mapping[str, Any]) -> Settings:
-    """Settings from Python: the flags' names in snake case, without `config`.
+    """Settings from Python: the flags' names in snake case, without `config`. The environment says the transport, if
+    the keywords do not.
 
     Raises:
         ConfigError: anything that cannot work, in one line.
     """
-    return resolve_settings(read_keywords({"model": model, **keywords}))
+    environment = {name: each for name, each in read_environment().items() if name != "api_key"}
+    return resolve_settings(environment, read_keywords({"model": model, **keywords}))
 
 
-def resolve_settings(*layers: Layer, machine: Machine | None = None) -> Settings:
+def resolve_settings(
+    *layers: Layer,
+    machine: Machine | None = None,
+    table: Table = SERVE,
+    first: Callable[[Settings, Machine], Settings] | None = None,
+) -> Settings:
     """The settings in force.
 
     Args:
         layers: from the weakest to the strongest.
         machine: this one by default.
+        table: of the command.
+        first: what the command derives otherwise than the server, before the rest.
 
     Raises:
         ConfigError: settings contradict each other, the checkpoint or the machine, or there is no checkpoint.
     """
-    settings = merge(*layers)
+    settings = drop_environment(merge(*layers, table=table))
     check_alone(settings)
     try:
-        model, stored_dtype = read_config(settings["model"])
+        settings = locate(settings)
+        model, stored_dtype = read_config(settings.folders["model"])
     except CheckpointError as error:
         raise ConfigError(str(error)) from error
     machine = Machine(gpus=count_gpus()) if machine is None else machine
+    if first is not None:
+        settings = first(settings, machine)
     settings = _derive(settings, model, stored_dtype, machine)
     check_with_model(settings, model, machine)
-    check_draft_network(settings, model, settings["model"])
+    check_draft_network(settings, model)
     return settings
 
 
@@ -188,13 +213,14 @@ def to_engine_options(s: Settings) -> EngineOptions:
         dbo=overlap_config(s),
         scheduler=scheduler,
         speculation=speculation_config(s),
+        model=s.folders["model"],
         profile_folder=s["profile_dir"],
         **{name: s[name] for name in _SAME_NAME},
     )
 
 
 _SAME_NAME = (
-    "model",
+    "load_format",
     "dbo_auto",
     "data_parallel_size",
     "tensor_parallel_size",
@@ -229,6 +255,8 @@ def describe_settings(settings: Settings) -> str:
     """The settings in force as a YAML file, with where each came from behind it; secrets are not shown."""
     rows = []
     for name, setting in settings.all.items():
+        if name not in settings.table.settings:
+            continue
         key, value = name.replace("_", "-"), json.dumps(setting.value, default=str)
         if name in SECRETS and setting.value is not None:
             key, value = f"# {key}", "(not shown)"

@@ -1,50 +1,56 @@
-"""Where settings come from, and which one counts: command line over environment over file over default."""
+"""Where settings come from, and which one counts: command line over environment over file over default.
+
+A file may serve several commands: what is only of others is left out, and `Settings.notes` names it.
+"""
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
 import os
-import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-import tyro
 import yaml
 
+from serving.hub import Located
+from serving.options.commands import COMMANDS
 from serving.options.fields import WrongValue
-from serving.options.flags import ALIASES, FILE_ONLY, GROUPS, SETTINGS, SHORT, Options
+from serving.options.flags import ALIASES
+from serving.options.tables import SERVE, Table
 from ubatch import ConfigError, nearest
 
 __all__ = [
+    "ALL2ALL_VARIABLE",
     "API_KEY_VARIABLE",
     "SECRETS",
-    "CommandLine",
     "Layer",
     "Setting",
     "Settings",
     "Source",
+    "make_layer",
     "merge",
-    "read_command_line",
+    "nearest_alone",
     "read_environment",
     "read_file",
     "read_keywords",
+    "spelled_flag",
 ]
 
 API_KEY_VARIABLE = "UBATCH_API_KEY"
+ALL2ALL_VARIABLE = "VLLM_ALL2ALL_BACKEND"
+"""Where users of vLLM name their transport."""
+_VARIABLES = {"api_key": API_KEY_VARIABLE, "all2all_backend": ALL2ALL_VARIABLE}
 SECRETS = frozenset({"api_key"})
 """Settings whose values nobody is told."""
-_NO_SERVER = {
+_NO_CHECKPOINT = {
     "split_dims": "the model's arguments are known here",
     "output_dims": "the model's outputs are known here",
-    "require_overlap": "a server cannot refuse the steps that are too small",
+    "require_overlap": "steps that are too small come in every run, and must not be refused",
 }
 """Keys of a `UBatchConfig` file that are for wrapped modules, and why not here."""
-_TYRO_FLAGS = ("help", "tyro_print_completion", "tyro_write_completion")
 
 
 class Source(StrEnum):
@@ -86,13 +92,28 @@ Layer = Mapping[str, Setting]
 
 @dataclass(frozen=True)
 class Settings:
-    """Every setting by name.
+    """Every setting by name. What a command does not have is as `ubatch serve` has it by default.
 
     Attributes:
         all: in the order of `--help`.
+        table: of the command.
+        notes: what was given and has no effect, one sentence each.
+        located: where checkpoints lie on this machine, by the setting that names them.
     """
 
     all: Mapping[str, Setting]
+    table: Table = SERVE
+    notes: tuple[str, ...] = ()
+    located: Mapping[str, Located] = field(default_factory=dict)
+
+    @property
+    def folders(self) -> Mapping[str, Path]:
+        """The folders of the checkpoints."""
+        return {name: each.folder for name, each in self.located.items()}
+
+    def at(self, located: Mapping[str, Located]) -> Settings:
+        """With checkpoints found."""
+        return replace(self, located=located)
 
     def __getitem__(self, name: str) -> Any:
         """The value in force."""
@@ -108,145 +129,41 @@ class Settings:
 
     def derive(self, name: str, value: Any, why: str = "") -> Settings:
         """With a value that nobody gave: it follows from the others, or without a reason is just the default."""
-        setting = Setting(value, Source.DERIVED if why else Source.DEFAULT, _flag(name), why)
-        return Settings({**self.all, name: setting})
+        setting = Setting(value, Source.DERIVED if why else Source.DEFAULT, spelled_flag(name), why)
+        return replace(self, all={**self.all, name: setting})
+
+    def without_effect(self, name: str, why: str) -> Settings:
+        """With the default in place of a value that has none here, which `notes` names."""
+        note = f"{self.spell(name)} ({_shown(name, self[name])}) has no effect: {why}"
+        return replace(self.derive(name, _default(name, self.table)), notes=(*self.notes, note))
 
 
-@dataclass(frozen=True)
-class CommandLine:
-    """What the words of a command say.
-
-    Attributes:
-        settings: those that were given.
-        config: the file.
-        print_config: print and exit.
-    """
-
-    settings: Layer
-    config: Path | None
-    print_config: bool
-
-
-def merge(*layers: Layer) -> Settings:
+def merge(*layers: Layer, table: Table = SERVE) -> Settings:
     """Settings from the weakest layer to the strongest, over the defaults."""
-    merged = {
-        name: Setting(None if name == "overlap_schedule" else field.get_default(), Source.DEFAULT, _flag(name))
-        for name, field in SETTINGS.items()
-        if name not in ALIASES
-    }
+    names = {**table.settings, **SERVE.settings}
+    merged = {name: Setting(_default(name, table), Source.DEFAULT, spelled_flag(name)) for name in names}
+    for name, value in table.implied.items():
+        merged[name] = Setting(value, Source.DERIVED, table.program, "always")
+    notes = []
     for layer in layers:
-        merged.update(layer)
-    return Settings(merged)
+        merged |= {name: setting for name, setting in layer.items() if name in table.settings}
+        idle = [each for name, each in layer.items() if name not in table.settings and each.value is not None]
+        if idle:
+            notes.append(f"without effect on `{table.program}`: {', '.join(each.spelled for each in idle)}")
+    return Settings(merged, table, tuple(notes))
 
 
-# -- command line ----------------------------------------------------------------------------------------------------
-
-
-def read_command_line(program: str, description: str, words: Sequence[str]) -> CommandLine:
-    """Parse the words after the command.
-
-    Raises:
-        ConfigError: an unknown flag, a wrong value, or two names of a setting with different values; one line.
-        SystemExit: after `--help`.
-    """
-    given = _flags_given(words)
-    options = _parse(program, description, words)
-    items = []
-    for group in GROUPS:
-        values = getattr(options, group, None)
-        if values is None:  # in a file only
-            continue
-        for name in type(values).model_fields:
-            if name in given:
-                items.append((name, getattr(values, name), given[name]))
-    if options.model.model is not None:
-        items.append(("model", options.model.model, "MODEL"))
-    return CommandLine(_layer(items, Source.COMMAND_LINE), options.config, options.print_config)
-
-
-def _flags_given(words: Sequence[str]) -> dict[str, str]:
-    """Setting -> flag as it was written; tyro knows no abbreviations, and no value begins with two dashes."""
-    own = {"config", "print_config", *_TYRO_FLAGS}
-    flags = [name for name in SETTINGS if name != "model" and name not in FILE_ONLY]
-    short = {flag: name for name, flags in SHORT.items() for flag in flags}
-    given = {}
-    for word in words:
-        if word == "--":
-            break
-        written = word.partition("=")[0]
-        if written in short:
-            given[short[written]] = written
-        if not word.startswith("--"):
-            continue
-        name = written[2:].replace("-", "_")
-        setting = name.removeprefix("no_") if name not in flags else name
-        if setting in flags and (setting == name or SETTINGS[setting].annotation is bool):
-            given[setting] = written.replace("_", "-")
-        elif name not in own:
-            raise ConfigError(f"unknown flag {written}{_nearest_flag(name, [*flags, 'config', 'print_config'])}")
-    return given
-
-
-def _nearest_flag(name: str, known: Iterable[str]) -> str:
-    hint = _nearest_alone(name, known)
-    return hint.replace(" '", " --").replace("'?", "?").replace("_", "-") or "; see --help."
-
-
-def _nearest_alone(name: str, known: Iterable[str]) -> str:
-    """The hint, if there is one: the whole list is what `--help` is for."""
-    hint = nearest(name, known).partition(" Known: ")[0]
-    return hint if "?" in hint else ""
-
-
-def _parse(program: str, description: str, words: Sequence[str]) -> Options:
-    console = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(console):
-            return tyro.cli(
-                Options, prog=program, description=description, args=list(words), config=(tyro.conf.OmitArgPrefixes,)
-            )
-    except WrongValue as wrong:
-        raise ConfigError(f"{_flag(wrong.name)} {wrong.value}: {wrong.why}.") from None
-    except SystemExit as ended:
-        if ended.code in (0, None):
-            raise
-        raise ConfigError(_one_line(console.getvalue())) from None
-
-
-def _one_line(box: str) -> str:
-    """What tyro says is wrong: title, message and help are parted by rules, in a frame if the terminal has one."""
-    parts: list[list[str]] = [[]]
-    framed = box.startswith("╭")
-    for line in box.splitlines():
-        text = line.strip("│ ")
-        if text and not text.strip("─-"):
-            parts.append([])
-        elif text and text[0] not in "╭╰":
-            parts[-1].append(text)
-    message = " ".join(parts[0] if framed or len(parts) == 1 else parts[1])
-    for pattern, plain in _PLAINER:
-        message = re.sub(pattern, plain, message)
-    return message
-
-
-_PLAINER = (
-    ("^Error parsing ", ""),
-    (r" Got errors: .*", ""),
-    (r"^Unrecognized options: (.+)", r"unexpected argument \1; see --help."),
-    (r"^Missing value for argument '(.+)'\. Expected 1 values\.$", r"\1 needs a value."),
-    (r"\{FLOAT FLOAT\}", "two numbers"),
-    (r"\{\[INT \[INT \.\.\.\]\]\}", "integers"),
-    (r"no type matching (?:\{None\}\|)?(.+) could be instantiated from \[(.*)\]\.", r"expected \1, not \2."),
-    (r"invalid literal for int\(\) with base 10: ('.*')$", r"expected an integer, not \1."),
-    (r"could not convert string to float: ('.*')$", r"expected a number, not \1."),
-)
+def _default(name: str, table: Table) -> Any:
+    if name == "overlap_schedule":
+        return None  # a flag of two values, and a default that depends on the rest
+    return (table.settings.get(name) or SERVE.settings[name]).get_default()
 
 
 # -- file, environment, keywords -------------------------------------------------------------------------------------
 
 
-def read_file(path: Path) -> Layer:
-    """Settings of a YAML file; keys in kebab or snake case.
+def read_file(path: Path, table: Table = SERVE) -> Layer:
+    """Settings of a YAML file, also those of other commands; keys in kebab or snake case.
 
     Raises:
         ConfigError: it cannot be read, is no mapping, or has an unknown key, a wrong type, or a key twice.
@@ -254,28 +171,32 @@ def read_file(path: Path) -> Layer:
     items = []
     for key, value in _read_yaml(path).items():
         name = str(key).replace("-", "_")
-        setting = ALIASES.get(name, name)
-        if name in _NO_SERVER:
-            raise ConfigError(f"{path}: {key} has no meaning for a server: {_NO_SERVER[name]}. Remove it.")
-        if setting not in SETTINGS:
-            known = {each.replace("_", "-") for each in (*SETTINGS, *ALIASES)}
-            hint = _nearest_alone(name, known) or "; keys are the flags that --help shows, without dashes in front."
+        if name in _NO_CHECKPOINT:
+            raise ConfigError(f"{path}: {key} is for wrapped modules: {_NO_CHECKPOINT[name]}. Remove it.")
+        owner = next((each for each in (table, *COMMANDS) if each.setting(name)), None)
+        setting = None if owner is None else owner.setting(name)
+        if owner is None or setting is None:
+            known = {each.replace("_", "-") for each in (*table.settings, *ALIASES)}
+            hint = nearest_alone(name.replace("_", "-"), known)
+            hint = hint or "; keys are the flags that --help shows, without dashes in front."
             raise ConfigError(f"{path}: unknown key {key!r}{hint}")
-        items.append((name, _checked(setting, value, f"{path}: {key}"), f"{key} in {path}"))
-    return _layer(items, Source.FILE, str(path))
+        items.append((name, _checked(owner, setting, value, f"{path}: {key}"), f"{key} in {path}"))
+    return make_layer(items, Source.FILE, str(path))
 
 
-def read_environment(environment: Mapping[str, str] | None = None) -> Layer:
-    """The API key, where the environment has one: others may read a command line.
+def read_environment(table: Table = SERVE, environment: Mapping[str, str] | None = None) -> Layer:
+    """The API key, as others may read a command line, and the transport, as users of vLLM set it.
 
     Raises:
-        ConfigError: it is empty.
+        ConfigError: a variable is empty, or names a transport that is not here.
     """
-    key = (os.environ if environment is None else environment).get(API_KEY_VARIABLE)
-    if key is None:
-        return {}
-    items = [("api_key", _checked("api_key", key, API_KEY_VARIABLE), API_KEY_VARIABLE)]
-    return _layer(items, Source.ENVIRONMENT, API_KEY_VARIABLE)
+    layer: dict[str, Setting] = {}
+    for name, variable in _VARIABLES.items():
+        value = (os.environ if environment is None else environment).get(variable)
+        if value is None or name not in table.settings:
+            continue
+        layer |= make_layer([(name, _checked(table, name, value, variable), variable)], Source.ENVIRONMENT, variable)
+    return layer
 
 
 def read_keywords(keywords: Mapping[str, Any]) -> Layer:
@@ -286,11 +207,11 @@ def read_keywords(keywords: Mapping[str, Any]) -> Layer:
     """
     items = []
     for name, value in keywords.items():
-        setting = ALIASES.get(name, name)
-        if setting not in SETTINGS:
-            raise ConfigError(f"unknown option {name!r}{nearest(name, {*SETTINGS, *ALIASES})}")
-        items.append((name, _checked(setting, value, name), name))
-    return _layer(items, Source.KEYWORD)
+        setting = SERVE.setting(name)
+        if setting is None:
+            raise ConfigError(f"unknown option {name!r}{nearest(name, {*SERVE.settings, *ALIASES})}")
+        items.append((name, _checked(SERVE, setting, value, name), name))
+    return make_layer(items, Source.KEYWORD)
 
 
 def _read_yaml(path: Path) -> Mapping[Any, Any]:
@@ -313,9 +234,9 @@ def _read_yaml(path: Path) -> Mapping[Any, Any]:
     return values
 
 
-def _checked(name: str, value: Any, where: str) -> Any:
+def _checked(table: Table, name: str, value: Any, where: str) -> Any:
     """The value as the flag's type; no guessing: a number in quotes is no number."""
-    group = next(group for group in GROUPS.values() if name in group.model_fields)
+    group = table.owners[name]
     try:
         text = json.dumps({name: value}, default=_path_text)
         return getattr(group.model_validate_json(text, strict=True), name)
@@ -338,7 +259,7 @@ def _path_text(value: object) -> str:
 # -- both ------------------------------------------------------------------------------------------------------------
 
 
-def _layer(items: Iterable[tuple[str, Any, str]], source: Source, detail: str = "") -> Layer:
+def make_layer(items: Iterable[tuple[str, Any, str]], source: Source, detail: str = "") -> Layer:
     """One setting per name, aliases resolved; (name, value, spelling) of each."""
     layer: dict[str, Setting] = {}
     for name, value, spelled in items:
@@ -356,5 +277,12 @@ def _shown(name: str, value: object) -> str:
     return "..." if name in SECRETS else json.dumps(value, default=str)
 
 
-def _flag(name: str) -> str:
+def spelled_flag(name: str) -> str:
+    """A setting as the command line has it."""
     return "MODEL" if name == "model" else f"--{name.replace('_', '-')}"
+
+
+def nearest_alone(name: str, known: Iterable[str]) -> str:
+    """The hint, if there is one: the whole list is what `--help` is for."""
+    hint = nearest(name, known).partition(" Known: ")[0]
+    return hint if "?" in hint else ""

@@ -11,17 +11,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import closing
-from pathlib import Path
 
 from model_runner import Checkpoint, CheckpointError, ModelConfig
 from model_runner.speculation import Acceptance
 from model_runner.speculation.draft_tree import most_nodes
-from serving.options.flags import Speculation
-from serving.options.sources import Setting, Settings, Source, merge
+from serving.options.sources import Settings
 from serving.speculation import Algorithm, SpeculationConfig
 from ubatch import ConfigError
 
-__all__ = ["check_draft_network", "check_speculation", "derive_speculation", "read_speculation", "speculation_config"]
+__all__ = ["check_draft_network", "check_speculation", "derive_speculation", "speculation_config"]
 
 _NGRAM_TOKENS, _STEPS, _TREE_TOKENS = 4, 3, 8
 _NGRAM = ("speculative_ngram_max", "speculative_ngram_min")
@@ -126,7 +124,7 @@ def _derive_ngram(s: Settings) -> Settings:
     return s
 
 
-def check_draft_network(s: Settings, model: ModelConfig, model_path: Path) -> None:
+def check_draft_network(s: Settings, model: ModelConfig) -> None:
     """Whether the draft network's checkpoint can go with the model's: what its config says, before anything is loaded.
 
     Raises:
@@ -134,13 +132,13 @@ def check_draft_network(s: Settings, model: ModelConfig, model_path: Path) -> No
             multi-token prediction is to guess, and the model has none.
     """
     if s["speculative_algorithm"] == Algorithm.MTP:
-        with closing(Checkpoint(model_path)) as own:
+        with closing(Checkpoint(s.folders["model"])) as own:
             if not own.config.integer("num_nextn_predict_layers", default=0, at_least=0):
                 raise ConfigError(
-                    f"{s.spell('speculative_algorithm')} mtp: {model_path} has no layer for multi-token prediction "
+                    f"{s.spell('speculative_algorithm')} mtp: {own.path} has no layer for multi-token prediction "
                     "(num_nextn_predict_layers). Choose another algorithm."
                 )
-    path = s["speculative_draft_model_path"]
+    path = s.folders.get("speculative_draft_model_path")
     if path is None:
         return
     name = "hidden_size" if s["speculative_algorithm"] == Algorithm.EAGLE else "vocab_size"
@@ -158,27 +156,6 @@ def check_draft_network(s: Settings, model: ModelConfig, model_path: Path) -> No
         )
 
 
-def read_speculation(given: Speculation, model: ModelConfig, model_path: Path) -> SpeculationConfig | None:
-    """From the flags of a command that has no other settings of a server.
-
-    Raises:
-        ConfigError: they contradict each other, or the checkpoints.
-    """
-    flags = {name: f"--{name.replace('_', '-')}" for name in Speculation.model_fields}
-    settings = merge(
-        {
-            name: Setting(getattr(given, name), Source.COMMAND_LINE, flag)
-            for name, flag in flags.items()
-            if getattr(given, name) is not None
-        }
-    )
-    for message in check_speculation(settings):
-        raise ConfigError(message)
-    settings = derive_speculation(settings)
-    check_draft_network(settings, model, model_path)
-    return speculation_config(settings)
-
-
 def speculation_config(s: Settings) -> SpeculationConfig | None:
     """What the engines are told; None where nothing is guessed.
 
@@ -192,7 +169,7 @@ def speculation_config(s: Settings) -> SpeculationConfig | None:
         num_draft_tokens=s["speculative_num_draft_tokens"],
         num_steps=s["speculative_num_steps"] or 0,
         topk=s["speculative_eagle_topk"] or 1,
-        draft_model_path=s["speculative_draft_model_path"],
+        draft_model_path=s.folders.get("speculative_draft_model_path"),
         acceptance=Acceptance(s["speculative_accept"]),
         ngram_max=s["speculative_ngram_max"] or SpeculationConfig.ngram_max,
         ngram_min=s["speculative_ngram_min"] or SpeculationConfig.ngram_min,

@@ -1,0 +1,84 @@
+"""Random weights in place of a checkpoint's: its config alone says which tensors there are, and of which shapes.
+
+For measuring, and for trying whether a model fits, without a download. A number depends on the seed, the name of its
+tensor and its place in the whole tensor, so ranks that share a tensor agree on it, however it is cut among them.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from model_runner.weights import Checkpoint, Size, part_index, whole_shape
+from ubatch import ConfigError, nearest
+
+__all__ = ["LOAD_FORMATS", "DummyCheckpoint", "open_checkpoint"]
+
+LOAD_FORMATS = ("auto", "safetensors", "dummy")
+_POOL = 2**20 + 7
+"""Random numbers that tensors are cut from: a prime, so that no dimension of a tensor repeats with it."""
+
+
+class DummyCheckpoint(Checkpoint):
+    """A checkpoint whose tensors are all random. Matrices keep the scale of what they multiply, norms are 1 and biases
+    0, so that activations stay of order 1 and logits finite.
+
+    Args:
+        path: the folder; only `config.json` is read.
+        seed: of the numbers.
+        options: as of `Checkpoint`.
+    """
+
+    def __init__(self, path: str | Path, *, seed: int = 0, **options: Any) -> None:
+        super().__init__(path, **options)
+        self._seed = seed
+
+    @cached_property
+    def _file_of(self) -> dict[str, str]:
+        return {}  # no tensor is stored; what a model does not ask for there is not
+
+    @cached_property
+    def _pool(self) -> Tensor:
+        """Uniform numbers with a standard deviation of 1."""
+        generator = torch.Generator().manual_seed(self._seed)
+        return torch.empty(_POOL).uniform_(-math.sqrt(3), math.sqrt(3), generator=generator)
+
+    @torch.no_grad()
+    def _copy(self, name: str, shape: Sequence[Size], out: Tensor) -> None:
+        out.copy_(self._whole(name, whole_shape(shape))[part_index(shape)])
+
+    def _whole(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        if "norm" in name:
+            return torch.ones(1).expand(shape)
+        if name.endswith("bias"):
+            return torch.zeros(1).expand(shape)
+        count, start = math.prod(shape), zlib.crc32(name.encode()) % _POOL
+        if start + count <= _POOL:
+            numbers = self._pool[start : start + count]
+        else:
+            numbers = self._pool.roll(-start).repeat(-(-count // _POOL))[:count]
+        return numbers.view(shape) * (1.0 if "embed" in name else shape[-1] ** -0.5)
+
+
+def open_checkpoint(path: str | Path, load_format: str = "auto", **options: Any) -> Checkpoint:
+    """A checkpoint, opened as `load_format` says.
+
+    Args:
+        path: the folder.
+        load_format: `dummy` for random weights; `safetensors` or `auto` for those in the folder.
+        options: as of `Checkpoint`.
+
+    Raises:
+        ConfigError: an unknown format.
+        CheckpointError: see `Checkpoint`.
+    """
+    if load_format not in LOAD_FORMATS:
+        raise ConfigError(f"unknown load_format {load_format!r}{nearest(load_format, LOAD_FORMATS)}")
+    return (DummyCheckpoint if load_format == "dummy" else Checkpoint)(path, **options)

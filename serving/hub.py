@@ -1,0 +1,138 @@
+"""Checkpoints by name: a folder on this machine, or what the Hugging Face hub calls it.
+
+    folder              taken as it is
+    organisation/name   looked up by `huggingface_hub`: its cache, HF_HUB_OFFLINE, HF_TOKEN, its progress bar
+
+Config and tokenizer come first, so that what contradicts them is refused before gigabytes travel; then the weights.
+Both happen in the process that starts the ranks, once for all of them; every machine has its own cache.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from model_runner import Checkpoint
+from ubatch import ConfigError
+
+__all__ = ["Located", "ModelNotFound", "fetch_weights", "find_checkpoint", "looks_like_name"]
+
+_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+_SMALL = ("*.json", "*.jinja", "*.model", "*.tiktoken", "tokenizer*", "vocab*", "merges.txt")
+_WEIGHTS = ("*.safetensors",)
+_DOUBLES = ("original/*", "consolidated*")
+"""The same weights once more, in other layouts."""
+
+
+class ModelNotFound(ConfigError):
+    """There is no such checkpoint, here or on the hub, or it cannot be had."""
+
+
+@dataclass(frozen=True)
+class Located:
+    """Where a checkpoint lies.
+
+    Attributes:
+        folder: on this machine.
+        name: on the hub; None for what was a folder before.
+        download_dir: the cache that has it; None for the hub's own.
+    """
+
+    folder: Path
+    name: str | None = None
+    download_dir: Path | None = None
+
+
+def looks_like_name(model: str | Path) -> bool:
+    """Whether it would be looked up on the hub: `organisation/name`, and no folder."""
+    return _NAME.fullmatch(str(model)) is not None and not Path(model).exists()
+
+
+def find_checkpoint(
+    model: str | Path, spelled: str, *, revision: str | None = None, download_dir: Path | None = None
+) -> Located:
+    """The folder with a checkpoint's config and tokenizer; weights may be missing, see `fetch_weights`.
+
+    Args:
+        model: a folder, or a name on the hub.
+        spelled: the setting that names it, for messages.
+        revision: branch, tag or commit on the hub; `main` by default.
+        download_dir: cache to use in place of the hub's own.
+
+    Raises:
+        ModelNotFound: it is neither, does not exist, or cannot be had; the message says what to do.
+    """
+    if not looks_like_name(model):
+        if not Path(model).is_dir():
+            raise ModelNotFound(
+                f"{spelled}: {model} is not a folder. Give the folder of a Hugging Face checkpoint, or its name on the "
+                "hub (organisation/name)."
+            )
+        return Located(Path(model))
+    folder = _download(str(model), spelled, revision, download_dir, _SMALL)
+    if not (folder / "config.json").is_file():
+        raise ModelNotFound(f"{spelled}: {folder}, which the hub calls {model}, has no config.json: {_again()}")
+    return Located(folder, str(model), download_dir)
+
+
+def fetch_weights(located: Located, spelled: str) -> None:
+    """Download what is missing of the weights, and see that all of it is there.
+
+    Raises:
+        ModelNotFound: it cannot be had.
+        CheckpointError: the checkpoint has none, or is incomplete.
+    """
+    if located.name is not None:  # the commit that the config is of, whatever the branch has become
+        _download(located.name, spelled, located.folder.name, located.download_dir, (*_SMALL, *_WEIGHTS))
+    Checkpoint(located.folder).check_weights()
+
+
+def _download(
+    name: str, spelled: str, revision: str | None, download_dir: Path | None, patterns: Sequence[str]
+) -> Path:
+    from huggingface_hub import constants, errors, snapshot_download  # only where a name is given
+
+    offline = bool(constants.HF_HUB_OFFLINE)
+    cache = constants.HF_HUB_CACHE if download_dir is None else download_dir
+    what = f"{spelled}: {name}" if revision is None else f"{spelled}: {name} at revision {revision}"
+    try:
+        folder = snapshot_download(
+            name,
+            revision=revision,
+            cache_dir=download_dir,
+            local_files_only=offline,
+            allow_patterns=list(patterns),
+            ignore_patterns=list(_DOUBLES),
+        )
+    except errors.GatedRepoError as error:
+        raise ModelNotFound(
+            f"{what} is gated: ask for access on https://huggingface.co/{name}, then log in with `hf auth login` or "
+            "set HF_TOKEN."
+        ) from error
+    except errors.RevisionNotFoundError as error:
+        raise ModelNotFound(
+            f"{what}: the hub has no such branch, tag or commit. https://huggingface.co/{name} lists them."
+        ) from error
+    except errors.RepositoryNotFoundError as error:
+        raise ModelNotFound(
+            f"{what} is no folder here, and the hub has no model of that name, or a private one. Correct the name; for "
+            "a private one log in with `hf auth login` or set HF_TOKEN."
+        ) from error
+    except errors.HFValidationError as error:
+        raise ModelNotFound(f"{what} is no folder here, and no name that the hub allows: {error}") from error
+    except (errors.LocalEntryNotFoundError, errors.IncompleteSnapshotError) as error:
+        why = "HF_HUB_OFFLINE forbids to download it" if offline else "the hub does not answer"
+        raise ModelNotFound(
+            f"{what} is no folder here, is not (or not whole) in the cache {cache}, and {why}. {_again(offline)}"
+        ) from error
+    except Exception as error:  # whatever the network, the disk and the client's own libraries raise
+        raise ModelNotFound(f"{what} could not be had from the hub: {type(error).__name__}: {error}") from error
+    return Path(folder)
+
+
+def _again(offline: bool = False) -> str:
+    if offline:
+        return "Unset HF_HUB_OFFLINE, name the cache that has it (HF_HUB_CACHE, --download-dir), or give a folder."
+    return "Try again, name a cache that has it (HF_HUB_CACHE, --download-dir), or give a folder."

@@ -1,0 +1,45 @@
+"""From the names of checkpoints to their folders on this machine."""
+
+from __future__ import annotations
+
+from serving.hub import Located, fetch_weights, find_checkpoint
+from serving.options.sources import Settings
+from ubatch import ConfigError
+
+__all__ = ["fetch_checkpoints", "locate"]
+
+_CHECKPOINTS = ("model", "speculative_draft_model_path")
+
+
+def locate(s: Settings) -> Settings:
+    """With the folders of the checkpoints; of those on the hub, config and tokenizer are there then.
+
+    Raises:
+        ModelNotFound, CheckpointError: one of them cannot be had, or a folder has no weights.
+        ConfigError: what is said of the hub has no effect, as nothing comes from it.
+    """
+    located = {name: _find(s, name) for name in _CHECKPOINTS if s[name] is not None}
+    if located["model"].name is None and s["revision"] is not None:
+        raise ConfigError(f"{s.spell('revision')} has no effect: {s['model']} is a folder here. Remove it.")
+    if s["download_dir"] is not None and all(each.name is None for each in located.values()):
+        raise ConfigError(f"{s.spell('download_dir')} has no effect: {s['model']} is a folder here. Remove it.")
+    for name, each in located.items():
+        if each.name is None and s["load_format"] != "dummy":
+            fetch_weights(each, s.spell(name))
+    return s.at(located)
+
+
+def fetch_checkpoints(s: Settings) -> None:
+    """Download the weights that are missing, before any rank starts.
+
+    Raises:
+        ModelNotFound, CheckpointError: see `fetch_weights`.
+    """
+    for name, each in s.located.items():
+        if each.name is not None and s["load_format"] != "dummy":
+            fetch_weights(each, s.spell(name))
+
+
+def _find(s: Settings, name: str) -> Located:
+    revision = s["revision"] if name == "model" else None
+    return find_checkpoint(s[name], s.spell(name), revision=revision, download_dir=s["download_dir"])

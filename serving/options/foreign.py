@@ -1,0 +1,57 @@
+"""Flags of vLLM and SGLang that are called otherwise here, and what to write in their place."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+__all__ = ["FOREIGN"]
+
+_SIZE = "--max-num-batched-tokens"
+_EXPERTS = "--enable-expert-parallel, which shares the experts among all processes"
+_TOKENIZER = "a checkpoint's folder with that tokenizer in it"
+_DRAFTS = "--speculative-algorithm and the other --speculative- flags"
+
+FOREIGN: Mapping[str, str] = {
+    "model_path": "--model",
+    "tokenizer": _TOKENIZER,
+    "tokenizer_path": _TOKENIZER,
+    "context_length": "--max-model-len",
+    "quantization": "a checkpoint in bf16, fp16 or fp32",
+    "tp": "--tensor-parallel-size",
+    "tp_size": "--tensor-parallel-size",
+    "dp": "--data-parallel-size",
+    "dp_size": "--data-parallel-size",
+    "ep": _EXPERTS,
+    "ep_size": _EXPERTS,
+    "pipeline_parallel_size": "--tensor-parallel-size or --data-parallel-size",
+    "pp_size": "--tensor-parallel-size or --data-parallel-size",
+    "data_parallel_address": "--master-addr",
+    "data_parallel_rpc_port": "--master-port",
+    "dist_init_addr": "--master-addr and --master-port",
+    "moe_a2a_backend": "--all2all-backend",
+    "deepep_mode": "--all2all-backend deepep_auto, deepep_high_throughput or deepep_low_latency",
+    "moe_runner_backend": "--moe-backend",
+    "disable_two_batch_overlap": "--no-enable-dbo",
+    "disable_single_batch_overlap": "--no-enable-single-batch-overlap",
+    "mem_fraction_static": "--gpu-memory-utilization",
+    "kv_cache_memory_bytes": "--kv-cache-memory",
+    "page_size": "--block-size",
+    "disable_radix_cache": "--no-enable-prefix-caching",
+    "max_running_requests": "--max-num-seqs",
+    "chunked_prefill_size": _SIZE,
+    "max_prefill_tokens": _SIZE,
+    "schedule_policy": "--scheduling-policy",
+    "disable_overlap_schedule": "--no-overlap-schedule",
+    "async_scheduling": "--overlap-schedule",
+    "cuda_graph_max_bs": "--max-cudagraph-capture-size",
+    "cuda_graph_bs": "--cudagraph-capture-sizes",
+    "cuda_graph_sizes": "--cudagraph-capture-sizes",
+    "disable_cuda_graph": "--enforce-eager",
+    "compilation_config": "--cudagraph-mode and --cudagraph-capture-sizes",
+    "speculative_config": _DRAFTS,
+    "speculative_num_tokens": "--speculative-num-draft-tokens",
+    "disable_log_requests": "--no-enable-log-requests",
+    "disable_uvicorn_access_log": "--no-access-log",
+    "download_path": "--download-dir",
+}
+"""Flag, in snake case and without dashes -> what says the same here."""

@@ -1,0 +1,89 @@
+"""Settings of the checkpoint, and of the transports whose names users of vLLM know."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+from pydantic import AfterValidator, Field
+
+from model_runner.transport import AUTO
+from moe import all2all_backends
+from serving.options.fields import Group, Positive, derived
+from ubatch import nearest
+
+__all__ = ["TRANSPORTS", "Model", "TransportName"]
+
+TRANSPORTS = tuple(name for name in all2all_backends() if name != "emulated_link")  # that one is --emulated-link
+_OTHER_NAMES = {"naive": "allgather_reducescatter"}
+"""vLLM's names of what is here by another one: both send every token to every rank."""
+_NOT_HERE = {
+    "pplx": "deepep_low_latency",
+    "flashinfer_all2allv": "torch_dist",
+    "mori": "deepep_high_throughput",
+    "mori_high_throughput": "deepep_high_throughput",
+    "mori_low_latency": "deepep_low_latency",
+}
+"""vLLM's names of what is not here, and what does the same."""
+
+
+def _transport(name: str | None) -> str | None:
+    """A transport by our name or vLLM's.
+
+    Raises:
+        ValueError: it is not here.
+    """
+    if name in _NOT_HERE:
+        raise ValueError(f"{name} is not here; use {_NOT_HERE[name]}")
+    known = (AUTO, *all2all_backends())
+    if name is not None and name not in known and name not in _OTHER_NAMES:
+        raise ValueError(f"unknown all2all back end {name!r}{nearest(name, known)}")
+    return name if name is None else _OTHER_NAMES.get(name, name)
+
+
+TransportName = Annotated[str | None, AfterValidator(_transport)]
+"""How tokens reach their experts; vLLM's names, too."""
+
+
+class Model(Group):
+    """The checkpoint, and what it computes in."""
+
+    model: Annotated[
+        str | None,
+        tyro.conf.Positional,
+        tyro.conf.arg(metavar="MODEL", help_behavior_hint="(here, with --model, or in the file)"),
+        Field(description="folder of a Hugging Face checkpoint, or its name on the hub, like Qwen/Qwen3-30B-A3B"),
+    ] = None
+    named_model: Annotated[
+        str | None,
+        tyro.conf.arg(name="model", metavar="MODEL", help_behavior_hint="(instead of MODEL)"),
+        Field(description="the same"),
+    ] = None
+    revision: Annotated[
+        str | None,
+        derived("STR", "main"),
+        Field(min_length=1, description="branch, tag or commit on the hub"),
+    ] = None
+    download_dir: Annotated[
+        Path | None,
+        derived("PATH", "the hub's cache, HF_HUB_CACHE"),
+        Field(description="folder that keeps what is downloaded from the hub"),
+    ] = None
+    load_format: Annotated[
+        Literal["auto", "safetensors", "dummy"],
+        Field(description="dummy makes random weights, so that a config and a tokenizer are enough"),
+    ] = "auto"
+    trust_remote_code: Annotated[
+        bool, Field(description="taken for vLLM's sake: models are our own, and no code of a checkpoint is ever run")
+    ] = False
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16", "float16"],
+        Field(description="what it computes in; auto is float32 on a CPU, else the checkpoint's"),
+    ] = "auto"
+    device: Annotated[Literal["auto", "cpu", "cuda"], Field(description="auto is a GPU where there is one")] = "auto"
+    max_model_len: Annotated[
+        Positive | None,
+        derived("INT", "the checkpoint's"),
+        Field(description="longest sequence, prompt and output together"),
+    ] = None

@@ -1,0 +1,120 @@
+"""A table of settings: what a command takes on its command line and in its file. The same mechanism reads all of them.
+
+A setting that two commands have is one setting, with one name, type, default and help.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Annotated, Any, get_type_hints
+
+import tyro
+from pydantic import BaseModel, Field, create_model
+from pydantic.fields import FieldInfo
+
+from serving.options.fields import Group
+from serving.options.flags import (
+    ALIASES,
+    Attention,
+    Cache,
+    Graphs,
+    Overlap,
+    Parallelism,
+    PerMode,
+    Scheduling,
+    Server,
+    Speculation,
+)
+from serving.options.model_flags import Model
+
+__all__ = ["SERVE", "Table", "pick"]
+
+_FLAG_NAMES = {"named_model": "model"}
+"""Flags that are not called as their setting."""
+_FILE = Annotated[
+    Path | None,
+    tyro.conf.arg(metavar="FILE"),
+    Field(description="YAML file of settings, named as the flags without dashes in front; flags beat it"),
+]
+_PRINT = Annotated[
+    bool,
+    tyro.conf.FlagCreatePairsOff,
+    Field(description="print the settings in force and where each came from, and exit"),
+]
+
+
+@dataclass(frozen=True)
+class Table:
+    """The settings of a command.
+
+    Attributes:
+        program: the command, as in `ubatch serve`.
+        groups: of its settings, in the order of `--help`, by the title there.
+        file_only: a group of settings without flags; None for none.
+        implied: what is always so where the command runs.
+    """
+
+    program: str
+    groups: Mapping[str, type[Group]]
+    file_only: type[Group] | None = None
+    implied: Mapping[str, Any] = field(default_factory=dict)
+
+    @cached_property
+    def options(self) -> type[BaseModel]:
+        """What tyro parses. The values in force are those of `Settings`, which knows file and environment too."""
+        fields: dict[str, Any] = {title: (group, Field(default_factory=group)) for title, group in self.groups.items()}
+        return create_model("Options", **fields, config=(_FILE, None), print_config=(_PRINT, False))
+
+    @cached_property
+    def owners(self) -> Mapping[str, type[Group]]:
+        """Setting -> the group that checks its values."""
+        groups = (*self.groups.values(), *(() if self.file_only is None else (self.file_only,)))
+        return {name: group for group in groups for name in group.model_fields}
+
+    @cached_property
+    def settings(self) -> Mapping[str, FieldInfo]:
+        """Every setting by name, aliases left out, in the order of `--help`."""
+        fields = {name: group.model_fields[name] for name, group in self.owners.items()}
+        return {name: field for name, field in fields.items() if name not in ALIASES}
+
+    @cached_property
+    def flags(self) -> Mapping[str, str]:
+        """Flag, in snake case and without dashes -> the setting or alias that it sets."""
+        names = [name for group in self.groups.values() for name in group.model_fields if name != "model"]
+        return {_FLAG_NAMES.get(name, name): name for name in names}
+
+    def setting(self, key: str) -> str | None:
+        """The setting that a key of a file or of Python names; None if there is none."""
+        name = ALIASES.get(key, key)
+        return name if name in self.settings and key not in _FLAG_NAMES else None
+
+    def is_switch(self, name: str) -> bool:
+        """Whether it is true or false, with a flag for either."""
+        return self.owners[name].model_fields[name].annotation is bool
+
+
+def pick(group: type[Group], *names: str) -> type[Group]:
+    """Those settings of a group that a command has."""
+    hints = get_type_hints(group, include_extras=True)
+    fields: dict[str, Any] = {name: (hints[name], group.model_fields[name].get_default()) for name in names}
+    return create_model(group.__name__, __base__=Group, __doc__=group.__doc__, **fields)
+
+
+SERVE = Table(
+    "ubatch serve",
+    {
+        "model": Model,
+        "parallelism": Parallelism,
+        "overlap": Overlap,
+        "cache": Cache,
+        "scheduling": Scheduling,
+        "attention": Attention,
+        "graphs": Graphs,
+        "server": Server,
+        "speculation": Speculation,
+    },
+    file_only=PerMode,
+)
