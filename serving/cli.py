@@ -12,6 +12,7 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
+from importlib.metadata import version
 from typing import Any
 
 from ubatch.errors import UBatchError, nearest
@@ -58,6 +59,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(words: list[str]) -> int:
+    if words in (["--version"], ["-V"]):
+        print(f"ubatch {version('ubatch')}")
+        return 0
     name = next((name for name in COMMANDS if words[: len(name.split())] == name.split()), None)
     if name is None:
         return _usage(words)
@@ -91,7 +95,7 @@ def _usage(words: Sequence[str]) -> int:
     if not asked:
         wrong = " ".join(words[:2]) if words[0] == "bench" else words[0]
         print(f"ubatch: unknown command {wrong!r}{nearest(wrong, COMMANDS)}\n", file=out)
-    print("usage: ubatch COMMAND [--help] [flags]\n", file=out)
+    print("usage: ubatch COMMAND [--help] [flags]    (or --version)\n", file=out)
     for name, (_, description) in COMMANDS.items():
         print(f"  {name:18} {description}", file=out)
     return 0 if asked and words else 2

@@ -121,15 +121,19 @@ def _download(
             "a private one log in with `hf auth login` or set HF_TOKEN."
         ) from error
     except errors.HFValidationError as error:
-        raise ModelNotFound(f"{what} is no folder here, and no name that the hub allows: {error}") from error
+        raise ModelNotFound(f"{what} is no folder here, and no name that the hub allows: {_line(error)}") from error
     except (errors.LocalEntryNotFoundError, errors.IncompleteSnapshotError) as error:
         why = "HF_HUB_OFFLINE forbids to download it" if offline else "the hub does not answer"
         raise ModelNotFound(
             f"{what} is no folder here, is not (or not whole) in the cache {cache}, and {why}. {_again(offline)}"
         ) from error
     except Exception as error:  # whatever the network, the disk and the client's own libraries raise
-        raise ModelNotFound(f"{what} could not be had from the hub: {type(error).__name__}: {error}") from error
+        raise ModelNotFound(f"{what} could not be had from the hub: {type(error).__name__}: {_line(error)}") from error
     return Path(folder)
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())
 
 
 def _again(offline: bool = False) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import operator
 import reprlib
 import threading
@@ -17,12 +18,18 @@ from tqdm import tqdm
 from model_runner import LOGITS_NOT_FINITE, FinishReason, RequestError, SamplingParams, TokenLogprobs
 from serving.bad_words import bad_token_sequences
 from serving.engine.offline import OfflineEngine, make_offline_engine
-from serving.options import resolve_keywords, to_engine_options
+from serving.logs import log_event
+from serving.options import fetch_checkpoints, notes, resolve_keywords, to_engine_options
+from serving.options.flags import Server
 from serving.requests import DraftCounts, EngineStatistics, RequestInput, RequestOutput
 from serving.text import TextStream, load_tokenizer
 from ubatch import ConfigError, UBatchError
 
 __all__ = ["LLM", "CompletionResult", "LLMOutput"]
+
+_logger = logging.getLogger(__name__)
+
+_OF_SERVER = frozenset(Server.model_fields) - {"log_level"}
 
 Prompt: TypeAlias = str | Sequence[int]
 
@@ -82,13 +89,14 @@ class LLM:
     Several threads may call it: `generate` and `close` run one at a time, and the other calls wait.
 
     Args:
-        model: folder of a Hugging Face checkpoint.
+        model: folder of a Hugging Face checkpoint, or its name on the hub (then also `revision`, `download_dir`).
         data_parallel_size: ranks.
         tensor_parallel_size: processes of each, which share its attention heads and dense layers.
         enable_expert_parallel: the ranks share the experts, and step together.
         enable_dbo: overlap microbatches.
         skip_tokenizer_init: prompts are given as tokens, and no text comes back.
-        options: everything else that `ubatch serve` takes, in snake case: `max_num_seqs`, `kv_cache_memory`, ...
+        options: everything else that `ubatch serve` takes but for the server's own, in snake case: `max_num_seqs`,
+            `kv_cache_memory`, ...
 
     Raises:
         ConfigError: an unknown option, a wrong value, a contradiction, or no tokenizer.
@@ -115,9 +123,15 @@ class LLM:
             "enable_dbo": enable_dbo,
             **options,
         }
-        self.options = to_engine_options(resolve_keywords(model, keywords))
+        for name in sorted(set(options) & _OF_SERVER):
+            raise ConfigError(f"{name} is for `ubatch serve`, and LLM has no server. Remove it.")
+        settings = resolve_keywords(model, keywords)
+        self.options = to_engine_options(settings)
         if self.options.nnodes > 1:
             raise ConfigError("LLM runs on one machine; use `ubatch serve` for several.")
+        for note in notes(settings):
+            log_event(_logger, note, level=logging.WARNING)
+        fetch_checkpoints(settings)
         self.tokenizer: Any = None if skip_tokenizer_init else load_tokenizer(self.options.model)
         self._numbers = itertools.count()
         self._one_at_a_time = threading.RLock()  # a signal handler may close it in the middle of a call

@@ -150,7 +150,8 @@ class _Serve:
         log_event(
             _logger,
             "starting",
-            model=self.options.model,
+            model=self.settings["model"],
+            folder=self.options.model if str(self.options.model) != self.settings["model"] else None,
             ranks=self.options.data_parallel_size,
             tensor_parallel_size=self.options.tensor_parallel_size if self.options.tensor_parallel_size > 1 else None,
             device=self.options.device,

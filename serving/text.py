@@ -37,15 +37,21 @@ STREAMABLE = {"BPEDecoder", "ByteFallback", "Fuse", "Metaspace", "Replace", "Str
 def load_tokenizer(model: Path) -> PreTrainedTokenizerBase:
     """The checkpoint's tokenizer, with its chat template.
 
+    Code of a checkpoint is never run: where it has a class of its own (`auto_map`), `tokenizer.json` is the tokenizer.
+
     Raises:
         ConfigError: the folder has none, or one whose text cannot be streamed.
     """
-    from transformers import AutoTokenizer  # two seconds
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast  # two seconds
 
     if not model.is_dir():
         raise ConfigError(f"{model} is not a folder. `model` must be the folder of a checkpoint with its tokenizer.")
+    own_class = _has_own_class(model)
+    if own_class and not (model / "tokenizer.json").is_file():
+        raise ConfigError(f"{model}: its tokenizer is code, which is never run. Put a tokenizer.json there.")
+    kind = PreTrainedTokenizerFast if own_class else AutoTokenizer
     try:
-        tokenizer = AutoTokenizer.from_pretrained(str(model), local_files_only=True, trust_remote_code=False)
+        tokenizer = kind.from_pretrained(str(model), local_files_only=True, trust_remote_code=False)
     except Exception as error:  # whatever the files make it raise
         raise ConfigError(
             f"{model} has no tokenizer that transformers can load ({error}). Put the model's tokenizer.json and "
@@ -54,6 +60,15 @@ def load_tokenizer(model: Path) -> PreTrainedTokenizerBase:
     Vocabulary.of(tokenizer)
     tokenizer.model_max_length = 1 << 40  # the engine checks lengths; the tokenizer would only warn
     return tokenizer
+
+
+def _has_own_class(model: Path) -> bool:
+    """Whether a checkpoint brings code for its tokenizer."""
+    try:
+        config = json.loads((model / "tokenizer_config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False  # none, or one that transformers complains of
+    return isinstance(config, dict) and bool(config.get("auto_map"))
 
 
 def check_chat_template(tokenizer: PreTrainedTokenizerBase, model: Path) -> None:
