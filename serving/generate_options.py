@@ -86,7 +86,11 @@ def resolve_offline(layers: Sequence[Layer], table: Table, *, print_config: bool
     settings = resolve_settings(*layers, table=table, first=_derive)
     load_tokenizer(settings.folders["model"])
     prompts = Prompts(**{name: settings[name] for name in Prompts.__dataclass_fields__})
-    return GenerateCommand(settings, prompts, to_engine_options(settings), print_config, tuple(notes(settings)))
+    told = list(notes(settings))
+    greedy = [settings.spell(name) for name in ("top_k", "top_p", "seed") if settings.given(name)]
+    if greedy and prompts.temperature == 0:
+        told.append(f"{', '.join(greedy)} without --temperature: the likeliest token is taken")
+    return GenerateCommand(settings, prompts, to_engine_options(settings), print_config, tuple(told))
 
 
 def _derive(s: Settings, machine: Machine) -> Settings:

@@ -28,6 +28,7 @@ from ubatch.errors import ConfigError
 
 __all__ = ["Options", "run"]
 
+_COMPARES = ("gates", "measured", "live")
 _TOKENS = {Mode.PREFILL: 8192, Mode.DECODE: 128, Mode.VERIFY: 256}
 
 
@@ -61,6 +62,7 @@ class Options(BaseModel):
 
 def run(options: Options) -> int:
     """Plan, or compare; 1 if a comparison failed."""
+    _check(options)
     if options.gates or options.measured or options.live:
         gates = _compare(options)
         print_gates(gates)
@@ -74,6 +76,24 @@ def run(options: Options) -> int:
         write_json(options.json_file, results)
         print(f"wrote {options.json_file}")
     return status
+
+
+def _check(options: Options) -> None:
+    """Refuse flags that would do nothing.
+
+    Raises:
+        ConfigError: there is one.
+    """
+    fields = Options.model_fields
+    given = [name for name, field in fields.items() if getattr(options, name) != field.get_default()]
+    compares = [name for name in _COMPARES if name in given]
+    if compares:
+        wrong, why = set(given) - {*_COMPARES, "json_file"}, f"--{compares[0]}, which predicts nothing new"
+    else:
+        wrong, why = set(given) & {"tokens_per_sequence"}, f"--mode {options.mode}; verify steps have it"
+        wrong = set() if options.mode == Mode.VERIFY else wrong
+    if wrong:
+        raise ConfigError(f"--{sorted(wrong)[0].replace('_', '-')} has no effect with {why}. Remove it.")
 
 
 def _compare(options: Options) -> list[Gate]:

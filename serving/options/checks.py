@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from model_runner import ModelConfig
 from model_runner.transport import LOCAL, check_schedules_by_name
 from moe import check_all2all_options
 from serving.engine.secret import read_secret
-from serving.options.flags import Parallelism, PerMode
+from serving.options.flags import Parallelism, PerMode, Server
 from serving.options.overlap import overlap_config
 from serving.options.sources import API_KEY_VARIABLE, Settings, Source
 from serving.options.speculation import check_speculation
@@ -81,15 +81,32 @@ def notes(settings: Settings) -> Iterator[str]:
         yield f"{settings.spell('api_key')} is seen by whoever lists this machine's processes; set {API_KEY_VARIABLE}"
     if settings["enforce_eager"] and settings["device"] == "cpu":
         yield f"{settings.spell('enforce_eager')} on a CPU: nothing would be captured anyway"
-    if not settings["enable_dbo"]:
-        idle = [name for name in (("ubatch_size",) if flags else _ONLY_OVERLAPPED) if settings.given(name)]
-        if idle:
-            what = "one batch is not split" if flags else "no step overlaps"
-            yield f"{', '.join(map(settings.spell, idle))} without --enable-dbo: {what}"
+    for names, why in _idle(settings):
+        given = [settings.spell(name) for name in names if settings.given(name) and settings[name] is not None]
+        if given:
+            yield f"{', '.join(given)} without {why}"
 
 
+def _idle(s: Settings) -> Iterator[tuple[Sequence[str], str]]:
+    """Settings that have no effect, and without what."""
+    if not s["enable_dbo"] and s["enable_single_batch_overlap"]:
+        yield _ONLY_SPLIT, "--enable-dbo: one batch is not split"
+    elif not s["enable_dbo"]:
+        yield _ONLY_OVERLAPPED, "--enable-dbo: no step overlaps"
+    elif s["speculative_algorithm"] is None:
+        yield ("schedule_verify", "verify"), "--speculative-algorithm: no step verifies drafts"
+    if not s["enable_log_requests"] or s["log_level"] != "debug":
+        yield ("max_log_len",), "--enable-log-requests and --log-level debug: no prompt is logged"
+    if s["node_rank"] > 0:
+        yield (
+            [name for name in Server.model_fields if name != "log_level"],
+            "a server: machine 0 (--node-rank 0) has it",
+        )
+
+
+_ONLY_SPLIT = ("ubatch_size", "split_by", "tbo_token_distribution_threshold")
 _ONLY_OVERLAPPED = (
-    "ubatch_size",
+    *_ONLY_SPLIT,
     "dbo_decode_token_threshold",
     "dbo_prefill_token_threshold",
     "schedule",

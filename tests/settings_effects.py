@@ -1,0 +1,233 @@
+"""What a command hands to those who do its work: runners, schedulers, sockets, the app, clients. Nothing is started."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import io
+import re
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+import serving.engine.build as build
+import serving.engine.launch as launch
+import serving.engine.node as node
+import serving.engine.rendezvous as rendezvous
+import serving.generate as generate
+import serving.serve as serve
+import serving.server as server
+import serving.trace as trace
+import serving.tune as tune
+from serving.engine.options import EngineOptions
+from ubatch import UBatchError
+
+Effects = dict[str, Any]
+__all__ = ["EFFECTS", "as_text"]
+
+
+class Enough(Exception):
+    """All that is of interest was seen."""
+
+
+class Seen(dict[str, Any]):
+    """What was called with what; a second call of a name is noted beside the first."""
+
+    def note(self, name: str, result: Any = None, *, then: type[BaseException] | None = None) -> Callable[..., Any]:
+        """A stand-in that notes its arguments, and returns `result` or raises `then`."""
+
+        def called(*args: Any, **kwargs: Any) -> Any:
+            self.setdefault(name, []).append((args, kwargs))
+            if then is not None:
+                raise then
+            return result
+
+        return called
+
+
+def _of_runner(seen: Seen, engine: EngineOptions) -> None:
+    """The runner of rank 0, its scheduler and its loop."""
+    runner = SimpleNamespace(streams=SimpleNamespace(asynchronous=False), step_settings=SimpleNamespace(reasons=None))
+    group = None if engine.step_size == 1 else SimpleNamespace(rank=0, size=engine.step_size)
+    with (
+        mock.patch.object(build, "ModelRunner", seen.note("runner", runner)),
+        mock.patch.object(build, "WeightsBar", return_value=None),
+        mock.patch.object(build, "make_scheduler", seen.note("scheduler")),
+        mock.patch.object(build, "EngineCore", seen.note("core")),
+    ):
+        build.make_core(engine, build.make_runner(engine, group))  # type: ignore[arg-type]
+    ((_, kwargs),) = seen["runner"]
+    kwargs["group"] = engine.step_size
+    ((args, _),) = seen["scheduler"]
+    seen["scheduler"] = args[:2]
+
+
+def of_serve(words: Sequence[str]) -> Effects:
+    """Of `ubatch serve`, up to the point where uvicorn would run."""
+    seen = Seen()
+
+    @contextlib.contextmanager
+    def listening(*where: Any) -> Iterator[Any]:
+        seen["listening"] = where
+        yield mock.MagicMock()
+
+    async def start(options: EngineOptions) -> Any:
+        with contextlib.suppress(UBatchError):
+            rendezvous.host_store(options)
+        process = mock.MagicMock(side_effect=lambda **how: seen.note("process", mock.MagicMock())(how["name"]))
+        with mock.patch.object(launch.multiprocessing, "get_context", return_value=SimpleNamespace(Process=process)):
+            launch.LocalEngines(options, options.master_addr, 1, build.warm_up)  # type: ignore[arg-type]
+        return mock.MagicMock(close=mock.AsyncMock())
+
+    command = serve.read("ubatch serve", "", words)
+    with (
+        mock.patch.object(serve, "configure_logging", seen.note("logging")),
+        mock.patch.object(serve, "log_event", seen.note("log")),
+        mock.patch.object(server, "listening", listening),
+        mock.patch.object(server.EngineClient, "start", start),
+        mock.patch.object(rendezvous.socket, "create_server", seen.note("store", then=OSError)),
+        mock.patch.object(node, "connect_store", seen.note("store", then=Enough)),
+        mock.patch.object(server, "load_tokenizer", seen.note("tokenizer")),
+        mock.patch.object(server, "check_chat_template"),
+        mock.patch.object(server, "make_registry", seen.note("metrics", (mock.MagicMock(), None))),
+        mock.patch.object(server, "make_asgi_app"),
+        mock.patch.object(server, "create_app", seen.note("app", mock.MagicMock())),
+        mock.patch.object(server, "connection_protocol", seen.note("connections", then=Enough)),
+        pytest.raises(Enough),
+    ):
+        serve.run(command)
+    for _, kwargs in seen.get("app", ()):
+        kwargs.pop("metrics_app"), kwargs.pop("defaults")
+        kwargs["around"] = kwargs["around"].keywords
+    seen["connections"] = [args[0] for args, _ in seen.get("connections", ())]
+    seen["metrics"] = [args[0] for args, _ in seen.get("metrics", ())]
+    _of_runner(seen, command.engine)
+    seen["drains at once"] = command.settings.given("drain_timeout_s") and asyncio.run(_drains_at_once(command))
+    return seen
+
+
+async def _drains_at_once(command: Any) -> bool:
+    """Whether a server with a request that does not end gives up on it soon after it was told to."""
+    life = server._Serve(command, mock.MagicMock(), 1024)
+    died: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+    stop: Any = SimpleNamespace(number=15)
+    client: Any = SimpleNamespace(num_outstanding=1)
+    try:
+        await asyncio.wait_for(life._drain(client, mock.MagicMock(), stop, died), 0.06)
+    except TimeoutError:
+        return False
+    return True
+
+
+def prompts_of(words: Sequence[str]) -> list[str]:
+    """Two, where there are none."""
+    return [] if "--prompt" in words else ["--prompt", "a", "b"]
+
+
+def of_generate(words: Sequence[str]) -> Effects:
+    """Of `ubatch generate` on rank 0."""
+    command = generate.read("ubatch generate", "", [*words, *prompts_of(words)])
+    seen = Seen()
+    with mock.patch.object(generate, "on_every_rank", seen.note("ranks")):
+        _silently(lambda: generate.run(command), seen)
+    seen["ranks"] = command.engine.world_size
+    return _of_offline(seen, command.engine, command.prompts)
+
+
+def _of_offline(seen: Seen, engine: EngineOptions, prompts: Any) -> Effects:
+    _of_runner(seen, engine)
+    drafted = mock.patch.object(generate, "generate_drafted", seen.note("generated", then=Enough))
+    plain = mock.patch.object(generate, "generate_tokens", seen.note("generated", then=Enough))
+    with (
+        mock.patch.object(generate, "make_runner", return_value=contextlib.nullcontext(None)),
+        mock.patch.object(generate, "capture_graphs"),
+        mock.patch.object(generate, "_group_of"),
+        mock.patch.object(generate, "_with_seed", lambda prompts, _: prompts),
+        drafted,
+        plain,
+        pytest.raises(Enough),
+    ):
+        generate.generate_on_rank(0, engine.world_size, engine, prompts)
+    ((args, kwargs),) = seen["generated"]
+    kwargs.pop("on_token")
+    seen["generated"] = args[1:], kwargs
+    return seen
+
+
+def of_trace(words: Sequence[str]) -> Effects:
+    """Of `ubatch trace`: what is asked of a server, which files are read, what runs here, and where it writes."""
+    in_file = Path("settings.yaml").read_text() if "--config" in words else ""
+    source = {"--url", "--files"} & set(words) or in_file.startswith(("url:", "files:"))
+    command = trace.read("ubatch trace", "", [*words, *([] if source else prompts_of(words))])
+    seen, client = Seen(), mock.MagicMock()
+    client.__enter__.return_value.post.return_value.json.return_value = {"files": []}
+    with (
+        mock.patch.object(trace.httpx, "Client", seen.note("client", client)),
+        mock.patch.object(trace.time, "sleep", seen.note("sleep")),
+        mock.patch.object(trace, "read_chrome", seen.note("file", [])),
+        mock.patch.object(trace, "_offline", seen.note("offline", [])),
+    ):
+        trace._record(command)
+    seen.pop("offline", None)
+    mkdir = mock.patch.object(Path, "mkdir", lambda self, **_: seen.note("folder", then=OSError)(self))
+    with mkdir, contextlib.suppress(UBatchError):
+        trace._write(command, [], [], [], [])
+    run = command.run
+    if run is not None:
+        with mock.patch.object(trace, "_record", return_value=None):
+            _silently(lambda: trace.run(command), seen)
+        _of_offline(seen, run.engine, run.prompts)
+    return seen
+
+
+def of_tune(words: Sequence[str]) -> Effects:
+    """Of `ubatch tune`: what the ranks are told, and the runner of rank 0."""
+    seen = Seen()
+    command = tune.read("ubatch tune", "", words)
+    with (
+        mock.patch.object(tune, "run_ranks", seen.note("ranks")),
+        mock.patch.object(tune, "load_state", return_value=None),
+        mock.patch.object(Path, "mkdir"),
+    ):
+        _silently(lambda: tune.run(command), seen)
+    (((_, size, engine, *told), how),) = seen["ranks"]
+    seen["ranks"] = size, told[:3], how
+    with (
+        mock.patch.object(build, "ModelRunner", seen.note("runner", then=Enough)),
+        mock.patch.object(build, "WeightsBar", return_value=None),
+        mock.patch.object(tune, "CommGroup", SimpleNamespace(from_process_group=lambda *_, **__: _GROUP)),
+        mock.patch.object(tune.dist, "new_group"),
+        mock.patch.object(tune.dist, "broadcast_object_list"),
+        mock.patch.object(torch.cuda, "set_device"),
+        pytest.raises(Enough),
+    ):
+        tune._tune_on_rank(0, size, engine, *told)
+    return seen
+
+
+_GROUP = SimpleNamespace(rank=0, size=2)
+
+
+def _silently(run: Callable[[], Any], seen: Seen) -> None:
+    """What a command says before it begins."""
+    with mock.patch("sys.stderr", new_callable=io.StringIO) as said:
+        run()
+    seen["said"] = said.getvalue()
+
+
+def as_text(effects: Effects) -> dict[str, str]:
+    """Each as text, without the addresses of stand-ins."""
+    return {key: re.sub(r" id='\d+'| at 0x[0-9a-f]+", "", repr(value)) for key, value in effects.items()}
+
+
+EFFECTS: dict[str, Callable[[Sequence[str]], Effects]] = {
+    "serve": of_serve,
+    "generate": of_generate,
+    "trace": of_trace,
+    "tune": of_tune,
+}
