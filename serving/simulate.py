@@ -18,6 +18,7 @@ import tyro
 from pydantic import BaseModel, Field
 
 from serving.bench import write_json
+from serving.hub import find_checkpoint, looks_like_name
 from serving.planning.constants import load_constants
 from serving.planning.gates import Gate, published_gates
 from serving.planning.plan import Plan, make_plan
@@ -37,7 +38,10 @@ class Options(BaseModel):
 
     hardware: Annotated[str, Field(description="h100-ib, h800-ib, h200-ib, h20-ib or gb200-nvl72")] = "h100-ib"
     model: Annotated[
-        str, Field(description="deepseek-v3, qwen3-30b-a3b, qwen3-235b-a22b, or a folder with a config.json")
+        str,
+        Field(
+            description="deepseek-v3, qwen3-30b-a3b, qwen3-235b-a22b, a folder with a config.json, or a name on the hub"
+        ),
     ] = "deepseek-v3"
     mode: Annotated[Literal["prefill", "decode", "verify"], Field(description="what the step does")] = "decode"
     ep: Annotated[int, Field(description="expert-parallel ranks")] = 32
@@ -91,7 +95,7 @@ def _check(options: Options) -> None:
         wrong, why = set(given) - {*_COMPARES, "json_file"}, f"--{compares[0]}, which predicts nothing new"
     else:
         wrong, why = set(given) & {"tokens_per_sequence"}, f"--mode {options.mode}; verify steps have it"
-        wrong = set() if options.mode == Mode.VERIFY else wrong
+        wrong = set() if Mode(options.mode) is Mode.VERIFY else wrong
     if wrong:
         raise ConfigError(f"--{sorted(wrong)[0].replace('_', '-')} has no effect with {why}. Remove it.")
 
@@ -113,7 +117,10 @@ def _compare(options: Options) -> list[Gate]:
 
 def _plan(options: Options) -> Plan:
     constants = load_constants()
-    hardware, model = constants.machine(options.hardware), read_model(options.model)
+    folder = options.model
+    if looks_like_name(folder):
+        folder = str(find_checkpoint(folder, "--model").folder)
+    hardware, model = constants.machine(options.hardware), read_model(folder)
     mode = Mode(options.mode)
     workload = Workload(
         mode=mode,

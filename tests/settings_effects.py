@@ -126,7 +126,12 @@ async def _drains_at_once(command: Any) -> bool:
 
 def prompts_of(words: Sequence[str]) -> list[str]:
     """Two, where there are none."""
-    return [] if "--prompt" in words else ["--prompt", "a", "b"]
+    given = "--prompt" in words or _file_of(words).startswith("prompt:")
+    return [] if given else ["--prompt", "a", "b"]
+
+
+def _file_of(words: Sequence[str]) -> str:
+    return Path("settings.yaml").read_text() if "--config" in words else ""
 
 
 def of_generate(words: Sequence[str]) -> Effects:
@@ -161,8 +166,7 @@ def _of_offline(seen: Seen, engine: EngineOptions, prompts: Any) -> Effects:
 
 def of_trace(words: Sequence[str]) -> Effects:
     """Of `ubatch trace`: what is asked of a server, which files are read, what runs here, and where it writes."""
-    in_file = Path("settings.yaml").read_text() if "--config" in words else ""
-    source = {"--url", "--files"} & set(words) or in_file.startswith(("url:", "files:"))
+    source = {"--url", "--files"} & set(words) or _file_of(words).startswith(("url:", "files:"))
     command = trace.read("ubatch trace", "", [*words, *([] if source else prompts_of(words))])
     seen, client = Seen(), mock.MagicMock()
     client.__enter__.return_value.post.return_value.json.return_value = {"files": []}

@@ -70,7 +70,7 @@ CASES: Mapping[str, Case] = {
     "schedule_decode": Case(("two_batch_decode",), DBO),
     "schedule_prefill": Case(("two_batch_prefill",), DBO),
     "schedule_verify": Case(("two_batch_decode",), (*DBO, *NGRAM)),
-    "comm_sms": Case(("8",), DBO, gpus=2),
+    "comm_sms": Case(("8",), ("--enable-dbo",), gpus=2),
     "split_by": Case(("cost",), DBO),
     "tbo_token_distribution_threshold": Case(("0.3",), DBO),
     "timeout_s": Case(("61",)),

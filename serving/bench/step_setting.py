@@ -31,6 +31,7 @@ from model_runner import (
 from model_runner.models.config import DecoderConfig
 from moe import EmulatedLink
 from serving.bench.options import BlockOptions
+from serving.hub import fetch_weights, find_checkpoint
 from serving.tuning.programs import Programs, gather_steps, traced_step
 from ubatch import CommGroup, ConfigError, Schedule, UBatchConfig, UBatchError, UBatchWrapper, set_forward_context
 from ubatch.schedule import SERIAL
@@ -54,7 +55,9 @@ __all__ = [
 class StepOptions(BlockOptions):
     """The steps, and the link under them."""
 
-    model: Annotated[Path | None, Field(description="checkpoint folder; random weights if not given")] = None
+    model: Annotated[
+        Path | None, Field(description="checkpoint folder, or name on the hub; random weights if not given")
+    ] = None
     random: Annotated[
         Literal["qwen3-moe", "deepseek-v3"],
         Field(description="what the random weights are of: about 100 M parameters; deepseek-v3 has shared experts"),
@@ -171,7 +174,9 @@ def model_folder(options: StepOptions) -> Iterator[Path]:
     if options.model is not None:
         if options.layers is not None:
             raise ConfigError(f"layers is {options.layers}, but {options.model} has its own. Leave one of them out.")
-        yield options.model
+        located = find_checkpoint(options.model, "--model")
+        fetch_weights(located, "--model")
+        yield located.folder
         return
     size = RandomQwen3Moe() if options.random == "qwen3-moe" else RandomDeepseekV3()
     if options.layers is not None:
