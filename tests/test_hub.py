@@ -95,6 +95,17 @@ def test_llm_takes_names(cache: Path) -> None:
         assert llm.generate("def main(", use_tqdm=False)[0].outputs[0].text
 
 
+@pytest.mark.parametrize("keyword", [{"port": 9000}, {"api_key": "x"}, {"served_model_name": "x"}])
+def test_llm_refuses_what_only_a_server_has(keyword: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"is for `ubatch serve`, and LLM has no server. Remove it."):
+        LLM(TINY, **keyword)
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("ubatch 0.")
+
+
 def test_download_dir_is_another_cache(cache: Path, tmp_path: Path) -> None:
     other = tmp_path / "other"
     add_to_cache(other, "a/b", TINY, OLD, "main")
