@@ -1,6 +1,8 @@
 """The OpenAI-compatible HTTP API over an engine.
 
 request_models, response_models    what comes in and goes out, for FastAPI and its `/openapi.json`
+unsupported_fields                 what may come in and is refused, or not used
+description                        `/openapi.json`, with the limits of this server
 errors, sse                        OpenAI's error bodies; server-sent events; clients that leave
 prompts, sampling, token_limits    from a request's fields to token ids and sampling parameters
 generation                         the outputs of a request, side by side

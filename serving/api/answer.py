@@ -12,11 +12,13 @@ from pydantic import BaseModel
 
 from serving.api.errors import ApiError
 from serving.api.generation import Delta, Output, run_outputs
+from serving.api.logprobs import TokenNames, prompt_logprobs
 from serving.api.request_log import log_outputs
 from serving.api.request_models import GenerationRequest
 from serving.api.service import Service
 from serving.api.sse import event
 from serving.requests import DraftCounts
+from serving.text import Vocabulary
 
 __all__ = ["Answer", "check_common", "check_outputs"]
 
@@ -30,6 +32,11 @@ def check_common(body: GenerationRequest) -> None:
     if body.stream_options is not None and not body.stream:
         message = "stream_options is only for streams; set stream to true or leave it out."
         raise ApiError(400, message, param="stream_options")
+    if body.prompt_logprobs is not None and body.stream:
+        raise ApiError(400, "prompt_logprobs are not told in streams; leave stream out.", param="prompt_logprobs")
+    if body.best_of not in (None, 1, body.n or 1):
+        message = f"best_of must be 1 or n ({body.n or 1}), not {body.best_of}: all outputs are returned."
+        raise ApiError(400, message, param="best_of")
 
 
 def check_outputs(service: Service, num_prompts: int, n: int | None) -> None:
@@ -56,6 +63,7 @@ class Answer(ABC):
         outputs: its choices.
     """
 
+    kind: str
     chunk_kind: str
 
     def __init__(self, service: Service, body: GenerationRequest, answer_id: str, outputs: Sequence[Output]) -> None:
@@ -63,6 +71,9 @@ class Answer(ABC):
             log_outputs(answer_id, outputs, service.max_log_len)
         options = body.stream_options
         self._service = service
+        self._body: GenerationRequest = body
+        self._names = TokenNames(Vocabulary.of(service.tokenizer), bool(body.return_tokens_as_token_ids))
+        self._begun: set[int] = set()  # outputs of which something was told
         self._outputs = outputs
         self._include_usage = options is not None and options.include_usage
         self._continuous_usage = options is not None and options.include_usage and options.continuous_usage_stats
@@ -78,7 +89,11 @@ class Answer(ABC):
 
     @abstractmethod
     def _whole(self, deltas: Sequence[Sequence[Delta]]) -> BaseModel:
-        """The answer from the deltas of every output."""
+        """The answer from the deltas of every output. What is not asked for is not set."""
+
+    def _first_chunk(self) -> dict[str, Any]:
+        """What only the first event of a stream has."""
+        return {}
 
     async def collect(self) -> BaseModel:
         """The whole answer."""
@@ -90,16 +105,38 @@ class Answer(ABC):
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """The answer's events, without `[DONE]`."""
-        about = {**self._about, "object": self.chunk_kind}
+        about, first = {**self._about, "object": self.chunk_kind}, self._first_chunk()
         async with aclosing(run_outputs(self._service, self._outputs)) as arriving:
             async for delta in arriving:
                 for choice in self._chunk_choices(delta):
-                    chunk = {**about, "choices": [choice]}
+                    chunk, first = {**about, "choices": [choice], **first}, {}
                     if self._include_usage:
                         chunk["usage"] = self._usage() if self._continuous_usage else None
                     yield event(chunk)
         if self._include_usage:
             yield event({**about, "choices": [], "usage": self._usage()})
+
+    def _begins(self, index: int) -> bool:
+        """Whether nothing was told of an output yet; from now on, something was."""
+        begins = index not in self._begun
+        self._begun.add(index)
+        return begins
+
+    def _token_ids(self, *deltas: Delta) -> dict[str, Any]:
+        """The choice's token ids, if they are asked for."""
+        if not self._body.return_token_ids:
+            return {}
+        return {"token_ids": [token for delta in deltas for token in delta.token_ids]}
+
+    def _of_prompt(self, delta: Delta) -> dict[str, Any]:
+        """What is asked for of a prompt, given the first delta of an output: its token ids, its log-probabilities."""
+        asked: dict[str, Any] = {}
+        if self._body.return_token_ids:
+            asked["prompt_token_ids"] = list(delta.output.request.token_ids)
+        if (num_top := self._body.prompt_logprobs) is not None:
+            entries = delta.prompt_logprobs or ()
+            asked["prompt_logprobs"] = prompt_logprobs(self._names.vocabulary, entries, num_top)
+        return asked
 
     def _usage(self) -> dict[str, Any]:
         """Tokens up to now. A prompt counts once, whatever its first output found in the prefix cache too."""

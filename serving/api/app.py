@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from secrets import compare_digest
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from fastapi import FastAPI, Security
 from fastapi.security import HTTPBearer
-from pydantic.json_schema import models_json_schema
 from starlette.datastructures import Headers
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from serving.api.bodies import BodyLimit
+from serving.api.description import complete_description
 from serving.api.errors import ApiError, add_error_handlers, error_response
 from serving.api.long_work import LongWork
 from serving.api.observer import NoObserver, RequestObserver
 from serving.api.request_log import RequestLog
-from serving.api.routes import STREAMED, router
+from serving.api.routes import router
 from serving.api.sampling import SamplingDefaults
 from serving.api.service import Engine, Service
 
@@ -81,7 +81,7 @@ def create_app(
         max_log_len=max_log_len,
     )
     app.state.draining = False
-    add_error_handlers(app)
+    add_error_handlers(app, router.routes)
     if max_request_bytes is not None:
         app.add_middleware(BodyLimit, max_bytes=max_request_bytes)
     if api_key is not None:
@@ -91,32 +91,10 @@ def create_app(
     app.include_router(router, dependencies=told)
     if metrics_app is not None:
         app.router.routes.append(Route("/metrics", _Forwarded(metrics_app), include_in_schema=False))
-    _complete_description(app, max_outputs_per_request)
+    complete_description(app, OPEN_PATHS)
     build = app.build_middleware_stack  # what is added as middleware does not see the answers to unexpected errors
     app.build_middleware_stack = lambda: around(build())  # type: ignore[method-assign]
     return app
-
-
-def _complete_description(app: FastAPI, max_prompts: int | None) -> None:
-    """What FastAPI does not know: the models of a stream's events, which paths need no key, how many prompts may be."""
-    described = app.openapi
-
-    def openapi() -> dict[str, Any]:
-        schema = described()
-        models = [(chunk, "serialization") for chunk in STREAMED]
-        _, chunks = models_json_schema(models, ref_template="#/components/schemas/{model}")  # type: ignore[arg-type]
-        for name, definition in chunks["$defs"].items():
-            schema["components"]["schemas"].setdefault(name, definition)
-        for path in OPEN_PATHS & schema["paths"].keys():
-            for operation in schema["paths"][path].values():
-                operation.pop("security", None)
-        if max_prompts is not None:
-            for kind in schema["components"]["schemas"]["CompletionRequest"]["properties"]["prompt"]["anyOf"]:
-                if kind.get("items", {}).get("type") in ("string", "array"):
-                    kind["maxItems"] = max_prompts
-        return schema
-
-    app.openapi = openapi  # type: ignore[method-assign]
 
 
 class _Forwarded:

@@ -16,7 +16,6 @@ from serving.api.response_models import Completion
 from serving.api.sampling import sampling_params
 from serving.api.service import Service
 from serving.api.token_limits import token_limits
-from serving.text import Vocabulary
 
 __all__ = ["CompletionAnswer"]
 
@@ -26,7 +25,7 @@ DEFAULT_MAX_TOKENS = 16  # OpenAI's
 class CompletionAnswer(Answer):
     """A completion in the making; see `make`."""
 
-    chunk_kind = "text_completion"
+    kind = chunk_kind = "text_completion"
 
     def __init__(
         self,
@@ -38,12 +37,12 @@ class CompletionAnswer(Answer):
     ) -> None:
         super().__init__(service, body, answer_id, outputs)
         self._echoes = echoes  # the text of each prompt, where it is wanted
-        self._told: set[int] = set()  # outputs whose echo was told
         self._writers: Mapping[int, CompletionLogprobsWriter] = {}
         if body.logprobs is not None:
-            vocabulary, skip = Vocabulary.of(service.tokenizer), body.skip_special_tokens is not False
+            skip = body.skip_special_tokens is not False
             self._writers = {
-                output.index: CompletionLogprobsWriter(vocabulary, skip_special_tokens=skip) for output in outputs
+                output.index: CompletionLogprobsWriter(self._names, body.logprobs, skip_special_tokens=skip)
+                for output in outputs
             }
 
     @classmethod
@@ -56,10 +55,9 @@ class CompletionAnswer(Answer):
         _refuse(body)
         check_outputs(service, len(prompts_in(body.prompt)), body.n)
         limits = await token_limits(service, body, len(prompts_in(body.prompt)), size)
-        add_special_tokens = body.add_special_tokens is not False
-        prompts = await service.long_work.run(
-            lambda: prompts_of(service, body.prompt, add_special_tokens=add_special_tokens), size
-        )
+        room = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+        prompts = await service.long_work.run(lambda: prompts_of(service, body.prompt, body, room), size)
+        asked = [body.prompt_logprobs, body.logprobs if body.echo else None]
         requested: list[tuple[Sequence[int], Any]] = []
         for _, token_ids in prompts:
             left = check_length(service, len(token_ids), body.max_tokens, "prompt")
@@ -69,7 +67,7 @@ class CompletionAnswer(Answer):
                 service.defaults,
                 max_tokens=max(1, wanted),  # an engine generates at least one
                 logprobs=body.logprobs,
-                prompt_logprobs=body.logprobs if body.echo else None,
+                prompt_logprobs=max((count for count in asked if count is not None), default=None),
                 limits=limits,
                 vocab_size=service.engine.info.vocab_size,
             )
@@ -86,12 +84,14 @@ class CompletionAnswer(Answer):
 
     def _chunk_choices(self, delta: Delta) -> list[dict[str, Any]]:
         index = delta.output.index
-        echo, logprobs = self._echo(delta)
+        begins = self._begins(index)
+        echo, logprobs = self._echo(delta) if begins else ("", [])
         text = echo + delta.text
         writer = self._writers.get(index)
         if writer is not None and delta.logprobs:
             logprobs.append(writer.output(delta.logprobs))
-        if not (text or logprobs or delta.finish_reason):
+        asked = {**(self._of_prompt(delta) if begins else {}), **self._token_ids(delta)}
+        if not (text or logprobs or delta.finish_reason or asked):
             return []
         return [
             {
@@ -99,6 +99,7 @@ class CompletionAnswer(Answer):
                 "text": text,
                 "logprobs": _joined(logprobs) if writer is not None else None,
                 "finish_reason": delta.finish_reason,
+                **asked,
             }
         ]
 
@@ -107,17 +108,19 @@ class CompletionAnswer(Answer):
         for of_output in deltas:
             parts = [part for delta in of_output for part in self._chunk_choices(delta)]
             logprobs = [part["logprobs"] for part in parts if part["logprobs"] is not None]
-            choice = {**parts[-1], "text": "".join(part["text"] for part in parts)}
-            choices.append({**choice, "logprobs": _joined(logprobs) if logprobs else None})
-        return Completion.model_validate({**self._about, "choices": choices, "usage": self._usage()})
+            choice = {**parts[0], **parts[-1], "text": "".join(part["text"] for part in parts)}
+            choices.append(
+                {**choice, "logprobs": _joined(logprobs) if logprobs else None, **self._token_ids(*of_output)}
+            )
+        answer = {**self._about, "object": self.kind, "choices": choices, "usage": self._usage()}
+        return Completion.model_validate(answer)
 
     def _echo(self, delta: Delta) -> tuple[str, list[dict[str, Any]]]:
-        """The prompt's text and log-probabilities, with the output's first delta only."""
+        """The prompt's text and log-probabilities, which go with the output's first delta."""
         output = delta.output
         echo = self._echoes[output.prompt]
-        if echo is None or output.index in self._told:
+        if echo is None:
             return "", []
-        self._told.add(output.index)
         writer = self._writers.get(output.index)
         if writer is None:
             return echo, []
@@ -132,11 +135,5 @@ def _joined(logprobs: Sequence[Mapping[str, list[Any]]]) -> dict[str, list[Any]]
 def _refuse(body: CompletionRequest) -> None:
     """Refuse what is not supported, and what contradicts itself."""
     check_common(body)
-    outputs = body.n or 1
-    if body.best_of not in (None, 1, outputs):
-        message = f"best_of must be 1 or n ({outputs}), not {body.best_of}: all outputs are returned, none is left out."
-        raise ApiError(400, message, param="best_of")
-    if body.suffix:
-        raise ApiError(400, "suffix is not supported; the model only continues text.", param="suffix")
     if body.max_tokens == 0 and not body.echo:
         raise ApiError(400, "max_tokens may be 0 only with echo, to look at the prompt.", param="max_tokens")

@@ -13,6 +13,7 @@ import msgspec
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
+from starlette.routing import BaseRoute, Match
 
 from attention import KVCacheExhausted
 from model_runner import RequestError
@@ -20,11 +21,12 @@ from serving.logs import request_id
 from serving.requests import EngineDead, QueueFull
 from ubatch import UBatchError
 
-__all__ = ["ApiError", "add_error_handlers", "as_api_error", "error_response", "shown", "shutting_down"]
+__all__ = ["UNSUPPORTED", "ApiError", "add_error_handlers", "as_api_error", "error_response", "shown", "shutting_down"]
 
 logger = logging.getLogger(__name__)
 
 RETRY_AFTER_S = 1
+UNSUPPORTED = "unsupported"  # the type of a validation error that a field asks for what is not done
 SHOWN_CHARACTERS = 80  # of a wrong value
 
 
@@ -101,8 +103,13 @@ def error_response(error: ApiError) -> Response:
     return Response(content, status_code=error.status, headers=headers, media_type="application/json")
 
 
-def add_error_handlers(app: FastAPI) -> None:
-    """Every error of the application, FastAPI's own too, gets OpenAI's body."""
+def add_error_handlers(app: FastAPI, routes: Sequence[BaseRoute]) -> None:
+    """Every error of the application, FastAPI's own too, gets OpenAI's body.
+
+    Args:
+        app: the application.
+        routes: all that it has besides its own.
+    """
 
     async def handle(request: Request, error: Exception) -> Response:
         match error:
@@ -112,6 +119,8 @@ def add_error_handlers(app: FastAPI) -> None:
                 message = f"{error.detail}: {request.method} {request.url.path}"
                 response = error_response(ApiError(error.status_code, message))
                 response.headers.update(error.headers or {})
+                if error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
+                    response.headers["Allow"] = ", ".join(_methods(request, [*app.routes, *routes]))
                 return response
             case _:
                 return error_response(as_api_error(error))
@@ -120,9 +129,17 @@ def add_error_handlers(app: FastAPI) -> None:
         app.add_exception_handler(kind, handle)
 
 
+def _methods(request: Request, routes: Sequence[BaseRoute]) -> list[str]:
+    """What may be done at a path, by any of its routes: the first one alone answers that a method is not allowed."""
+    there = [route for route in routes if route.matches(request.scope)[0] is not Match.NONE]
+    return sorted({method for route in there for method in getattr(route, "methods", None) or ()})
+
+
 def _validation_error(errors: Sequence[Mapping[str, Any]]) -> ApiError:
     """The first of pydantic's errors; the others are often the same one, seen by another branch."""
     first = errors[0]
+    if first["type"] == UNSUPPORTED:
+        return ApiError(400, f"{first['msg']}.", param=first["ctx"]["param"])
     if first["type"] == "json_invalid":
         reason = first.get("ctx", {}).get("error", first["msg"])
         return ApiError(400, f"The body is not valid JSON: {reason}.")

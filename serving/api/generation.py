@@ -50,6 +50,7 @@ class Delta:
     Attributes:
         output: whose.
         text: its new text.
+        token_ids: the new tokens, up to the one that completed a stop string; some may have no text yet.
         logprobs: of the new tokens, if asked for; some may have no text yet.
         prompt_logprobs: of the prompt, with the first delta, if asked for.
         finish_reason: with the last one.
@@ -57,7 +58,8 @@ class Delta:
 
     output: Output
     text: str
-    logprobs: Sequence[TokenLogprobs] = field(default=())
+    token_ids: Sequence[int] = ()
+    logprobs: Sequence[TokenLogprobs] = ()
     prompt_logprobs: Sequence[TokenLogprobs | None] | None = None
     finish_reason: str | None = None
 
@@ -139,14 +141,16 @@ def _take(output: Output, step: RequestOutput) -> Delta:
     output.num_cached_tokens = max(output.num_cached_tokens, step.num_cached_tokens)
     output.drafts += step.drafts
     if output.nothing:
-        return Delta(output, "", (), step.prompt_logprobs, step.finish_reason and FinishReason.LENGTH.value)
+        finished = step.finish_reason and FinishReason.LENGTH.value
+        return Delta(output, "", prompt_logprobs=step.prompt_logprobs, finish_reason=finished)
     text = output.text.take(step)
     if step.finish_reason is FinishReason.ERROR and output.text.stopped is None:
         raise ApiError(500, f"Request {step.request_id} ended with an error: {LOGITS_NOT_FINITE}", code="not_finite")
     before, output.num_tokens = output.num_tokens, output.text.num_tokens
     finish = FinishReason.STOP if output.text.stopped is not None else step.finish_reason
-    logprobs = step.logprobs[: output.num_tokens - before]
-    return Delta(output, text, logprobs, step.prompt_logprobs, None if finish is None else finish.value)
+    new = output.num_tokens - before
+    finish_reason = None if finish is None else finish.value
+    return Delta(output, text, step.token_ids[:new], step.logprobs[:new], step.prompt_logprobs, finish_reason)
 
 
 def make_outputs(

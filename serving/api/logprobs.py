@@ -3,28 +3,46 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from model_runner import TokenLogprobs
 from serving.text import Detokenizer, Vocabulary
 
-__all__ = ["CompletionLogprobsWriter", "chat_logprobs"]
+__all__ = ["CompletionLogprobsWriter", "TokenNames", "chat_logprobs", "prompt_logprobs"]
 
 LEAST = -9999.0  # stands for minus infinity, which JSON cannot say
+
+
+@dataclass(frozen=True)
+class TokenNames:
+    """What tokens are called in log-probabilities.
+
+    Attributes:
+        vocabulary: of the model's tokenizer.
+        by_id: `token_id:5`, in place of their text.
+    """
+
+    vocabulary: Vocabulary
+    by_id: bool = False
+
+    def __getitem__(self, token: int) -> str:
+        return f"token_id:{token}" if self.by_id else _shown(self.vocabulary.piece(token))
 
 
 class CompletionLogprobsWriter:
     """Those of completions: lists side by side, with where each token begins in the text.
 
     Args:
-        vocabulary: of the model's tokenizer.
+        names: of tokens.
+        num_top: likeliest tokens that are told of each place.
         skip_special_tokens: as for the text.
     """
 
-    def __init__(self, vocabulary: Vocabulary, *, skip_special_tokens: bool) -> None:
-        self._vocabulary = vocabulary
+    def __init__(self, names: TokenNames, num_top: int, *, skip_special_tokens: bool) -> None:
+        self._names, self._num_top = names, num_top
         self._skip_special_tokens = skip_special_tokens
-        self._text = Detokenizer(vocabulary, skip_special_tokens=skip_special_tokens)
+        self._text = Detokenizer(names.vocabulary, skip_special_tokens=skip_special_tokens)
         self._offset = 0
 
     def prompt(self, token_ids: Sequence[int], entries: Sequence[TokenLogprobs | None], length: int) -> dict[str, Any]:
@@ -32,7 +50,7 @@ class CompletionLogprobsWriter:
         written = self._write([(token, entry) for token, entry in zip(token_ids, entries, strict=True)])
         written["text_offset"] = [min(offset, length) for offset in written["text_offset"]]
         # The output's text begins anew, behind the prompt's.
-        self._text = Detokenizer(self._vocabulary, skip_special_tokens=self._skip_special_tokens)
+        self._text = Detokenizer(self._names.vocabulary, skip_special_tokens=self._skip_special_tokens)
         self._offset = length
         return written
 
@@ -48,33 +66,57 @@ class CompletionLogprobsWriter:
         return {
             "text_offset": offsets,
             "token_logprobs": [None if entry is None else _finite(entry.logprob) for _, entry in tokens],
-            "tokens": [_shown(self._vocabulary.piece(token)) for token, _ in tokens],
+            "tokens": [self._names[token] for token, _ in tokens],
             "top_logprobs": [None if entry is None else self._top(entry) for _, entry in tokens],
         }
 
     def _top(self, entry: TokenLogprobs) -> dict[str, float]:
         """The likeliest tokens and the one that was chosen. Where two read the same, the likelier one."""
         top: dict[str, float] = {}
-        for token, logprob in (*entry.top, (entry.token, entry.logprob)):
-            top.setdefault(_shown(self._vocabulary.piece(token)), _finite(logprob))
+        for token, logprob in (*entry.top[: self._num_top], (entry.token, entry.logprob)):
+            top.setdefault(self._names[token], _finite(logprob))
         return top
 
 
-def chat_logprobs(vocabulary: Vocabulary, entries: Sequence[TokenLogprobs]) -> dict[str, Any]:
+def chat_logprobs(names: TokenNames, entries: Sequence[TokenLogprobs]) -> dict[str, Any]:
     """Those of chat completions: one object per token."""
     content = [
         {
-            **_token(vocabulary, entry.token, entry.logprob),
-            "top_logprobs": [_token(vocabulary, token, logprob) for token, logprob in entry.top],
+            **_token(names, entry.token, entry.logprob),
+            "top_logprobs": [_token(names, token, logprob) for token, logprob in entry.top],
         }
         for entry in entries
     ]
     return {"content": content, "refusal": None}
 
 
-def _token(vocabulary: Vocabulary, token: int, logprob: float) -> dict[str, Any]:
-    piece = vocabulary.piece(token)
-    return {"token": _shown(piece), "logprob": _finite(logprob), "bytes": list(piece)}
+def prompt_logprobs(
+    vocabulary: Vocabulary, entries: Sequence[TokenLogprobs | None], num_top: int
+) -> list[dict[str, dict[str, Any]] | None]:
+    """Those of a prompt in vLLM's shape: per token, token id -> its log-probability; None for the first token.
+
+    Args:
+        vocabulary: of the model's tokenizer.
+        entries: one per token.
+        num_top: likeliest tokens that are told of each place, besides the prompt's own.
+    """
+
+    def told(entry: TokenLogprobs) -> dict[str, dict[str, Any]]:
+        likeliest = [(token, logprob, place) for place, (token, logprob) in enumerate(entry.top[:num_top], start=1)]
+        return {
+            str(token): {
+                "logprob": _finite(logprob),
+                "rank": rank,
+                "decoded_token": _shown(vocabulary.piece(token)),
+            }
+            for token, logprob, rank in (*likeliest, (entry.token, entry.logprob, entry.rank))
+        }
+
+    return [None if entry is None else told(entry) for entry in entries]
+
+
+def _token(names: TokenNames, token: int, logprob: float) -> dict[str, Any]:
+    return {"token": names[token], "logprob": _finite(logprob), "bytes": list(names.vocabulary.piece(token))}
 
 
 def _shown(piece: bytes) -> str:

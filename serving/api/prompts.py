@@ -3,27 +3,36 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from serving.api.errors import ApiError, shown
-from serving.api.request_models import ChatMessage
+from serving.api.request_models import ChatMessage, ConversationOptions, GenerationRequest
+from serving.api.unsupported_fields import log_unused
 from serving.text import Vocabulary
 
 if TYPE_CHECKING:
     from serving.api.service import Service
 
 SHOWN_REASON = 1000  # characters of what a template says
+COUNTED_CHARACTERS = 1_000_000  # of a text that does not fit the context, and still is tokenized: to cut or count it
 
 __all__ = [
+    "COUNTED_CHARACTERS",
     "check_characters",
+    "check_conversation",
     "check_length",
     "check_token_ids",
+    "content_of",
     "conversation_text",
+    "counted_characters",
     "decode",
     "encode",
     "prompts_in",
     "prompts_of",
+    "truncated",
 ]
 
 
@@ -77,9 +86,18 @@ def check_characters(service: Service, text: str, param: str, *, at_least: int =
 
 
 def prompts_of(
-    service: Service, prompt: str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]], *, add_special_tokens: bool
+    service: Service,
+    prompt: str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]],
+    body: GenerationRequest,
+    wanted: int,
 ) -> list[tuple[str | None, list[int]]]:
-    """(text, token ids) of each prompt; the text is None where ids were sent.
+    """(text, token ids) of each prompt; the text is None where ids were sent, or the prompt was cut.
+
+    Args:
+        service: whose tokenizer and context.
+        prompt: as it was sent.
+        body: says how it is tokenized, and whether it may be cut.
+        wanted: tokens of the output, for which it leaves room.
 
     Raises:
         ApiError: 400, a token id that the model does not know, or a prompt of no tokens or too many characters.
@@ -87,14 +105,33 @@ def prompts_of(
     prompts: list[tuple[str | None, list[int]]] = []
     for one in prompts_in(prompt):
         if isinstance(one, str):
-            check_characters(service, one, "prompt")
-            prompts.append((one, encode(service, one, add_special_tokens=add_special_tokens)))
+            check_characters(service, one, "prompt", at_least=counted_characters(body))
+            whole = encode(service, one, add_special_tokens=body.add_special_tokens is not False)
+            cut = truncated(service, whole, body, wanted)
+            prompts.append((one if cut is whole else None, cut))
         else:
             check_token_ids(one, service.engine.info.vocab_size, "prompt")
-            prompts.append((None, one))
+            prompts.append((None, truncated(service, one, body, wanted)))
     if not all(ids for _, ids in prompts):
         raise ApiError(400, "A prompt has no tokens; nothing can be generated after it.", param="prompt")
     return prompts
+
+
+def counted_characters(body: GenerationRequest) -> int:
+    """Characters that are tokenized though they may not fit: where the prompt is cut, whole tokens are cut off."""
+    return 0 if body.truncate_prompt_tokens is None else COUNTED_CHARACTERS
+
+
+def truncated(service: Service, token_ids: list[int], body: GenerationRequest, wanted: int) -> list[int]:
+    """A prompt, cut to `truncate_prompt_tokens`; with -1 to what leaves room for `wanted` tokens of output."""
+    most = body.truncate_prompt_tokens
+    if most is None:
+        return token_ids
+    if most == -1:
+        most = max(1, service.engine.info.max_model_len - max(1, wanted))
+    if len(token_ids) <= most:
+        return token_ids
+    return token_ids[:most] if body.truncation_side == "right" else token_ids[-most:]
 
 
 def prompts_in(prompt: str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]]) -> Sequence[Any]:
@@ -127,14 +164,19 @@ def check_length(service: Service, num_tokens: int, max_tokens: int | None, para
     return left
 
 
-def conversation_text(
-    service: Service,
-    messages: Sequence[ChatMessage],
-    *,
-    add_generation_prompt: bool,
-    template_options: dict[str, Any],
-) -> str:
-    """The conversation as the checkpoint's chat template writes it.
+def check_conversation(options: ConversationOptions) -> None:
+    """Refuse a prompt that would both end and go on.
+
+    Raises:
+        ApiError: 400.
+    """
+    if options.continue_final_message and options.begins_turn:
+        message = "continue_final_message and add_generation_prompt cannot both be true: the prompt has one end."
+        raise ApiError(400, message, param="continue_final_message")
+
+
+def conversation_text(service: Service, messages: Sequence[ChatMessage], options: ConversationOptions) -> str:
+    """The conversation as the checkpoint's chat template writes it. What the template does not use is logged.
 
     Raises:
         ApiError: 400, there is no template, or it refuses the messages.
@@ -143,21 +185,52 @@ def conversation_text(
         message = "This model has no chat template; use /v1/completions, or add one to its tokenizer_config.json."
         raise ApiError(400, message, param="messages")
     write = service.tokenizer.apply_chat_template
-    if reserved := sorted(set(template_options) & set(inspect.signature(write).parameters)):
+    given = options.chat_template_kwargs or {}
+    if reserved := sorted(set(given) & set(inspect.signature(write).parameters)):
         message = f"chat_template_kwargs may only have what the template itself asks for, not {', '.join(reserved)}."
         raise ApiError(400, message, param="chat_template_kwargs")
+    effort = options.reasoning_effort
+    reasoning = {} if effort is None else {"reasoning_effort": effort, "enable_thinking": effort != "none"}
     try:
-        conversation = [_plain(message) for message in messages]
-        text: str = write(conversation, tokenize=False, add_generation_prompt=add_generation_prompt, **template_options)
+        _log_unused(service, messages, options, set(reasoning))
+        text: str = write(
+            [_plain(message) for message in messages],
+            tokenize=False,
+            add_generation_prompt=options.begins_turn,
+            continue_final_message=bool(options.continue_final_message),
+            **{**reasoning, **given},
+        )
     except Exception as error:  # the template was tried at the start: it is these messages, or these options
         reason = "they are nested too deeply" if isinstance(error, RecursionError) else str(error)[:SHOWN_REASON]
         raise ApiError(400, f"The chat template refuses the messages: {reason}", param="messages") from error
     return text
 
 
+def _log_unused(
+    service: Service, messages: Sequence[ChatMessage], options: ConversationOptions, reasoning: set[str]
+) -> None:
+    used = _names_in(service.tokenizer.get_chat_template())
+    if reasoning and not reasoning & used:
+        log_unused("reasoning_effort")
+    for name in (options.chat_template_kwargs or {}).keys() - used:
+        log_unused(f"chat_template_kwargs.{name}")
+    for name in {name for message in messages for name in message.model_extra or ()} - used:
+        log_unused(f"messages.{name}")
+
+
+@lru_cache(maxsize=8)
+def _names_in(template: str) -> frozenset[str]:
+    return frozenset(re.findall(r"\w+", template))
+
+
 def _plain(message: ChatMessage) -> dict[str, Any]:
     """As templates expect it: the content is one string."""
     fields = message.model_dump(exclude_unset=True)
-    content = message.content
-    fields["content"] = "\n".join(part.text for part in content) if isinstance(content, list) else content or ""
+    fields["content"] = content_of(message)
     return fields
+
+
+def content_of(message: ChatMessage) -> str:
+    """A message's text."""
+    content = message.content
+    return "\n".join(part.text for part in content) if isinstance(content, list) else content or ""

@@ -1,8 +1,12 @@
-"""Bodies of requests. Unknown fields are ignored, as OpenAI's clients expect; a value of the wrong type is refused."""
+"""Bodies of requests. A value of the wrong type is refused; for fields that are not here see `unsupported_fields`.
+
+What one field's value asks of another's is checked where the answer is made; `between_fields` says it in JSON schema.
+"""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
     BaseModel,
@@ -11,10 +15,12 @@ from pydantic import (
     ValidationError,
     ValidatorFunctionWrapHandler,
     WrapValidator,
+    model_validator,
 )
 from pydantic_core import PydanticCustomError
 
 from model_runner import MAX_LOGIT_BIASES, MAX_STOP_TOKEN_IDS
+from serving.api.unsupported_fields import CHAT, COMPLETIONS, TOKENIZE, Refused, check_fields, describe_fields
 from serving.bad_words import MAX_BAD_WORD_CHARACTERS, MAX_BAD_WORDS
 from serving.stop_strings import MAX_STOP_CHARACTERS, MAX_STOP_STRINGS
 
@@ -22,9 +28,9 @@ __all__ = [
     "ChatCompletionRequest",
     "ChatMessage",
     "CompletionRequest",
+    "ConversationOptions",
     "DetokenizeRequest",
     "GenerationRequest",
-    "ResponseFormat",
     "StreamOptions",
     "TextPart",
     "TokenizeRequest",
@@ -55,6 +61,9 @@ Prompt = Annotated[
     | Annotated[list[TokenIds], Field(min_length=1, fail_fast=True)],
     _or_else("a string, a list of strings, a list of token ids or a list of lists of token ids, none of them empty"),
 ]
+TruncatedLength = Annotated[
+    Literal[-1] | Annotated[int, Field(ge=1)] | None, _or_else("a number of tokens, or -1 for what there is room for")
+]
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
 Stop = Annotated[
     StopString | Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS)] | None,
@@ -69,15 +78,57 @@ BadWords = Annotated[
 ]
 
 
+_ON: Mapping[str, Any] = {"const": True}
+_OFF: Mapping[str, Any] = {"enum": [False, None]}
+_NULL: Mapping[str, Any] = {"type": "null"}
+_SOME: Mapping[str, Any] = {"minimum": 1}
+
+
+def _either(*options: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """JSON schema: the fields have one of these combinations of values; one that is left out is off, or null."""
+    optional = (_OFF, _NULL, _SOME)
+    return {
+        "anyOf": [
+            {"properties": values, "required": [name for name, value in values.items() if value not in optional]}
+            for values in options
+        ]
+    }
+
+
+def _describe(schema: dict[str, Any], body: type[_Body]) -> None:
+    if not body.place:
+        describe_fields(schema, body.refused)
+    if body.between_fields:
+        schema["allOf"] = [*schema.get("allOf", []), *body.between_fields]
+
+
 class _Body(BaseModel):
-    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
+    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False, json_schema_extra=_describe)
+    refused: ClassVar[Mapping[str, Refused]] = {}
+    place: ClassVar[str] = ""
+    between_fields: ClassVar[Sequence[Mapping[str, Any]]] = ()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_fields(cls, data: Any) -> Any:
+        if isinstance(data, dict):
+            check_fields(data, cls.model_fields.keys(), cls.refused, cls.place)
+        return data
 
 
 class StreamOptions(_Body):
     """What a stream tells besides its text."""
 
+    place = "stream_options."
+
     include_usage: Annotated[bool, Field(description="a last chunk tells the tokens used")] = False
     continuous_usage_stats: Annotated[bool, Field(description="every chunk does; needs include_usage")] = False
+
+
+_GENERATION_RULES = (
+    _either({"stream_options": _NULL}, {"stream": _ON}),
+    _either({"prompt_logprobs": _NULL}, {"stream": _OFF}),
+)
 
 
 class GenerationRequest(_Body):
@@ -114,26 +165,45 @@ class GenerationRequest(_Body):
     include_stop_str_in_output: Annotated[bool | None, Field(description="the stop is part of the text")] = None
     stream: Annotated[bool | None, Field(description="answer with server-sent events")] = None
     stream_options: Annotated[StreamOptions | None, Field(description="only with stream")] = None
-    user: Annotated[str | None, Field(description="not used")] = None
     priority: Annotated[
         int | None, Int64, Field(description="lower runs earlier, with --scheduling-policy priority")
     ] = None
     add_special_tokens: Annotated[bool | None, Field(description="the tokenizer adds its special tokens")] = None
+    best_of: Annotated[
+        int | None, Field(description="1, or n: all outputs are returned", json_schema_extra={"enum": [1, None]})
+    ] = None
+    truncate_prompt_tokens: Annotated[
+        TruncatedLength,
+        Field(description="cut a longer prompt to so many tokens; -1: to what the context has room for"),
+    ] = None
+    truncation_side: Annotated[
+        Literal["left", "right"] | None, Field(description="where a prompt is cut: left keeps its last tokens (left)")
+    ] = None
+    prompt_logprobs: Annotated[
+        int | None, Field(ge=0, le=20, description="of the prompt and so many likeliest; not in streams")
+    ] = None
+    return_token_ids: Annotated[bool | None, Field(description="tell the token ids of prompt and output, too")] = None
+    return_tokens_as_token_ids: Annotated[
+        bool | None, Field(description="logprobs names tokens as `token_id:5`, not by their text")
+    ] = None
 
 
 class CompletionRequest(GenerationRequest):
     """Continue one or more prompts."""
 
+    refused = COMPLETIONS
+    between_fields = (*_GENERATION_RULES, _either({"max_tokens": _SOME}, {"echo": _ON}))
+
     prompt: Prompt
-    best_of: Annotated[int | None, Field(description="only 1 or n: all outputs are returned")] = None
     max_tokens: Annotated[int | None, Field(ge=0, description="tokens per output (16); 0 only with echo")] = None
     logprobs: Annotated[int | None, Field(ge=0, le=20, description="of the output and so many likeliest")] = None
     echo: Annotated[bool | None, Field(description="the prompt is the begin of the text")] = None
-    suffix: Annotated[str | None, Field(description="not supported")] = None
 
 
 class TextPart(_Body):
     """A part of a message."""
+
+    place = "messages.content."
 
     type: Literal["text"]
     text: str
@@ -154,36 +224,62 @@ class ChatMessage(BaseModel):
 Messages = Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
 
 
-class ResponseFormat(_Body):
-    """How the output is constrained: not at all."""
-
-    type: Annotated[str, Field(description="only text")]
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
-class ChatCompletionRequest(GenerationRequest):
+class ConversationOptions(BaseModel):
+    """How a conversation becomes a prompt."""
+
+    add_generation_prompt: Annotated[
+        bool | None, Field(description="begin the assistant's turn (true; false with continue_final_message)")
+    ] = None
+    continue_final_message: Annotated[
+        bool | None, Field(description="the answer goes on with the last message; not with add_generation_prompt")
+    ] = None
+    reasoning_effort: Annotated[
+        ReasoningEffort | None,
+        Field(description="for the chat template, as reasoning_effort and, unless it is none, enable_thinking"),
+    ] = None
+    chat_template_kwargs: Annotated[dict[str, Any] | None, Field(description="for the chat template")] = None
+
+    @property
+    def begins_turn(self) -> bool:
+        """Whether the prompt ends with the beginning of the assistant's turn."""
+        return not self.continue_final_message if self.add_generation_prompt is None else self.add_generation_prompt
+
+
+_ONE_ENDING = _either({"add_generation_prompt": _OFF}, {"continue_final_message": _OFF})
+
+
+class ChatCompletionRequest(GenerationRequest, ConversationOptions):
     """Answer a conversation."""
+
+    refused = CHAT
+    between_fields = (*_GENERATION_RULES, _ONE_ENDING, _either({"top_logprobs": _NULL}, {"logprobs": _ON}))
 
     messages: Messages
     max_completion_tokens: Annotated[int | None, Field(ge=1, description="(what is left of the context)")] = None
     max_tokens: Annotated[int | None, Field(ge=1, description="older name of max_completion_tokens")] = None
     logprobs: Annotated[bool | None, Field(description="tell the output's log-probabilities")] = None
     top_logprobs: Annotated[int | None, Field(ge=0, le=20, description="and so many likeliest tokens'")] = None
-    add_generation_prompt: Annotated[bool | None, Field(description="begin the assistant's turn (true)")] = None
-    chat_template_kwargs: Annotated[dict[str, Any] | None, Field(description="for the chat template")] = None
-    response_format: ResponseFormat | None = None
-    tools: Annotated[list[Any] | None, Field(description="not supported, unless tool_choice is none")] = None
-    tool_choice: Annotated[str | dict[str, Any] | None, Field(description="only none")] = None
+    echo: Annotated[
+        bool | None, Field(description="begin with the last message, if it is the assistant's or goes on")
+    ] = None
 
 
-class TokenizeRequest(_Body):
+class TokenizeRequest(_Body, ConversationOptions):
     """A prompt or a conversation to turn into token ids; exactly one of them."""
+
+    refused = TOKENIZE
+    between_fields = (
+        _ONE_ENDING,
+        _either({"prompt": {"type": "string"}, "messages": _NULL}, {"messages": {"type": "array"}, "prompt": _NULL}),
+    )
 
     model: str | None = None
     prompt: str | None = None
     messages: Messages | None = None
     add_special_tokens: Annotated[bool | None, Field(description="true for a prompt, false for messages")] = None
-    add_generation_prompt: Annotated[bool | None, Field(description="as in chat completions (true)")] = None
-    chat_template_kwargs: dict[str, Any] | None = None
     return_token_strs: Annotated[bool | None, Field(description="the tokens as the vocabulary has them")] = None
 
 
@@ -191,4 +287,5 @@ class DetokenizeRequest(_Body):
     """Token ids to turn into text."""
 
     model: str | None = None
-    tokens: Annotated[list[int], Field(fail_fast=True)]
+    tokens: Annotated[list[Annotated[int, Field(ge=0)]], Field(fail_fast=True)]
+    skip_special_tokens: Annotated[bool | None, Field(description="special tokens give no text (false)")] = None

@@ -27,6 +27,7 @@ __all__ = [
     "ModelCard",
     "ModelList",
     "ProfileFiles",
+    "PromptLogprob",
     "PromptTokensDetails",
     "Status",
     "Tokenized",
@@ -86,6 +87,21 @@ class CompletionLogprobs(BaseModel):
     top_logprobs: list[dict[str, float] | None]
 
 
+class PromptLogprob(BaseModel):
+    """How likely a token was at a place of the prompt."""
+
+    logprob: float
+    rank: Annotated[int, Field(description="1 is the likeliest")]
+    decoded_token: str
+
+
+PromptLogprobs = Annotated[
+    list[dict[str, PromptLogprob] | None],
+    Field(description="per token of the prompt: token id -> the prompt's own and the likeliest; null for the first"),
+]
+TokenIds = Annotated[list[int], Field(description="with return_token_ids only")]
+
+
 class CompletionChoice(BaseModel):
     """One output."""
 
@@ -93,6 +109,9 @@ class CompletionChoice(BaseModel):
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: FinishReasonName
+    token_ids: TokenIds = []
+    prompt_token_ids: TokenIds = []
+    prompt_logprobs: PromptLogprobs = []
 
 
 class Completion(BaseModel):
@@ -113,6 +132,8 @@ class CompletionChunkChoice(BaseModel):
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: FinishReasonName | None
+    token_ids: TokenIds = []
+    prompt_token_ids: Annotated[TokenIds, Field(description="with the first event of each choice")] = []
 
 
 class CompletionChunk(BaseModel):
@@ -150,7 +171,7 @@ class ChatLogprobs(BaseModel):
 class AssistantMessage(BaseModel):
     """The answer."""
 
-    role: Literal["assistant"] = "assistant"
+    role: Annotated[str, Field(description="assistant, unless the answer goes on with a message of another role")]
     content: str
     refusal: None = None
 
@@ -162,6 +183,7 @@ class ChatChoice(BaseModel):
     message: AssistantMessage
     logprobs: ChatLogprobs | None
     finish_reason: FinishReasonName
+    token_ids: TokenIds = []
 
 
 class ChatCompletion(BaseModel):
@@ -173,12 +195,14 @@ class ChatCompletion(BaseModel):
     model: str
     choices: list[ChatChoice]
     usage: Usage
+    prompt_token_ids: TokenIds = []
+    prompt_logprobs: PromptLogprobs = []
 
 
 class ChatDelta(BaseModel):
     """What is new of a message."""
 
-    role: Literal["assistant"] | None = None
+    role: str | None = None
     content: str | None = None
 
 
@@ -189,6 +213,7 @@ class ChatChunkChoice(BaseModel):
     delta: ChatDelta
     logprobs: ChatLogprobs | None
     finish_reason: FinishReasonName | None
+    token_ids: TokenIds = []
 
 
 class ChatCompletionChunk(BaseModel):
@@ -199,6 +224,7 @@ class ChatCompletionChunk(BaseModel):
     created: int
     model: str
     choices: Annotated[list[ChatChunkChoice], Field(description="empty where only the usage is told")]
+    prompt_token_ids: Annotated[TokenIds, Field(description="with the first event")] = []
     usage: Annotated[Usage | None, Field(description="with stream_options.include_usage only")] = None
 
 

@@ -14,7 +14,15 @@ from serving.api.bodies import JsonRoute
 from serving.api.chat import ChatAnswer
 from serving.api.completions import CompletionAnswer
 from serving.api.errors import ApiError
-from serving.api.prompts import check_characters, check_token_ids, conversation_text, decode, encode
+from serving.api.prompts import (
+    COUNTED_CHARACTERS,
+    check_characters,
+    check_conversation,
+    check_token_ids,
+    conversation_text,
+    decode,
+    encode,
+)
 from serving.api.request_models import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -44,7 +52,6 @@ from ubatch import UBatchError
 __all__ = ["STREAMED", "router"]
 
 CLIENT_LEFT = 499  # nginx's; nobody reads it
-COUNTED_CHARACTERS = 1_000_000  # of a text that does not fit the context: to be told how many tokens it has too many
 JSON = "application/json"
 STREAMED = (CompletionChunk, ChatCompletionChunk)
 _Asked = TypeVar("_Asked", bound=GenerationRequest)
@@ -112,7 +119,7 @@ async def _generate(request: Request, body: _Asked, make: Callable[[Service, _As
         whole = await until_client_leaves(request.receive, answer.collect())
     except ClientLeft:
         return Response(status_code=CLIENT_LEFT)
-    return Response(whole.model_dump_json(), media_type=JSON)
+    return Response(whole.model_dump_json(exclude_unset=True), media_type=JSON)
 
 
 async def _run(request: Request, work: Callable[[], BaseModel]) -> Response:
@@ -163,16 +170,12 @@ async def tokenize(body: TokenizeRequest, request: Request) -> Response:
     service.model_name(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise ApiError(400, "Give either prompt or messages.", param="prompt")
+    check_conversation(body)
 
     def work() -> Tokenized:
         text, add_special_tokens, param = body.prompt or "", body.add_special_tokens is not False, "prompt"
         if body.messages is not None:
-            text = conversation_text(
-                service,
-                body.messages,
-                add_generation_prompt=body.add_generation_prompt is not False,
-                template_options=body.chat_template_kwargs or {},
-            )
+            text = conversation_text(service, body.messages, body)
             add_special_tokens, param = bool(body.add_special_tokens), "messages"
         check_characters(service, text, param, at_least=COUNTED_CHARACTERS)
         tokens = encode(service, text, add_special_tokens=add_special_tokens)
@@ -188,13 +191,13 @@ async def tokenize(body: TokenizeRequest, request: Request) -> Response:
 
 @router.post("/detokenize", response_model=Detokenized, responses=_errors(**TOKEN_ERRORS))
 async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
-    """The text of token ids, special tokens too."""
+    """The text of token ids, special tokens too unless they should be skipped."""
     service = _service(request)
     service.model_name(body.model)
 
     def work() -> Detokenized:
         check_token_ids(body.tokens, service.engine.info.vocab_size, "tokens")
-        return Detokenized(prompt=decode(service, body.tokens, skip_special_tokens=False))
+        return Detokenized(prompt=decode(service, body.tokens, skip_special_tokens=bool(body.skip_special_tokens)))
 
     return await _run(request, work)
 

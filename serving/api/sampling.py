@@ -102,7 +102,7 @@ def sampling_params(
 def _logit_bias(given: dict[str, float], vocab_size: int) -> tuple[tuple[int, float], ...]:
     bias: list[tuple[int, float]] = []
     for key, value in given.items():
-        if not (key.isdecimal() and len(key) <= _MAX_DIGITS and int(key) < vocab_size):
+        if not (len(key) <= _MAX_DIGITS and key.isdecimal() and str(int(key)) == key and int(key) < vocab_size):
             message = f"logit_bias: {shown(key)} is not a token id from 0 to {vocab_size - 1}."
             raise ApiError(400, message, param="logit_bias")
         bias.append((int(key), value))

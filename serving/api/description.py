@@ -1,0 +1,98 @@
+"""What `/openapi.json` says beyond what FastAPI finds in routes and models: this server's names and limits."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from typing import Any
+
+from fastapi import FastAPI
+from pydantic.json_schema import models_json_schema
+
+from serving.api.routes import STREAMED
+from serving.api.service import Service
+
+__all__ = ["complete_description"]
+
+
+def complete_description(app: FastAPI, open_paths: Collection[str]) -> None:
+    """Have the application describe itself completely.
+
+    Args:
+        app: its `state.service` is looked at when the description is first asked for.
+        open_paths: need no key.
+    """
+    described = app.openapi
+
+    def openapi() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            _complete(described(), app.state.service, open_paths)
+        return described()
+
+    app.openapi = openapi  # type: ignore[method-assign]
+
+
+def _complete(description: dict[str, Any], service: Service, open_paths: Collection[str]) -> None:
+    schemas = description["components"]["schemas"]
+    models = [(chunk, "serialization") for chunk in STREAMED]
+    _, chunks = models_json_schema(models, ref_template="#/components/schemas/{model}")  # type: ignore[arg-type]
+    for name, definition in chunks["$defs"].items():
+        schemas.setdefault(name, definition)
+    for path in open_paths & description["paths"].keys():
+        for operation in description["paths"][path].values():
+            operation.pop("security", None)
+    for path in description["paths"].values():
+        for operation in path.values():
+            for parameter in operation.get("parameters", ()):
+                if parameter["name"] == "model":
+                    parameter["schema"]["enum"] = list(service.names)
+    for name in ("CompletionRequest", "ChatCompletionRequest", "TokenizeRequest", "DetokenizeRequest"):
+        _add_limits(schemas[name]["properties"], service)
+
+
+def _add_limits(properties: dict[str, Any], service: Service) -> None:
+    """The model's names and vocabulary, its context, and how many outputs may be asked for."""
+    info = service.engine.info
+    properties["model"]["enum"] = [None, *service.names]
+    for field in ("prompt", "tokens", "stop_token_ids", "allowed_token_ids"):
+        for item in _items(properties.get(field, {})):
+            if item.get("type") == "integer":
+                item |= {"minimum": 0, "maximum": info.vocab_size - 1}
+    for field in ("max_tokens", "max_completion_tokens", "min_tokens"):
+        for kind in _kinds(properties.get(field, {}), "integer"):
+            kind["maximum"] = info.max_model_len - 1
+    for kind in _kinds(properties.get("logit_bias", {}), "object"):
+        kind["propertyNames"] = {"pattern": f"^({_up_to(info.vocab_size - 1)})$"}
+        kind["additionalProperties"] = {"type": "number", "minimum": -100, "maximum": 100}
+    if "n" not in properties:
+        return
+    for kind in _kinds(properties.get("prompt", {}), "array"):
+        if service.max_outputs_per_request is not None and kind["items"]["type"] != "integer":
+            kind["maxItems"] = service.max_outputs_per_request
+    if not service.tokenizer.encode(""):
+        for text in (*_kinds(properties.get("prompt", {}), "string"), *_items(properties.get("prompt", {}))):
+            if text["type"] == "string":
+                text["minLength"] = 1
+
+
+def _kinds(schema: dict[str, Any], kind: str) -> Iterator[dict[str, Any]]:
+    """The alternatives of a field's schema that have this type."""
+    return (one for one in (*schema.get("anyOf", ()), schema) if one.get("type") == kind)
+
+
+def _items(schema: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Schemas of the items of a field's lists, and of the lists in them."""
+    for kind in _kinds(schema, "array"):
+        yield kind["items"]
+        yield from _items(kind["items"])
+
+
+def _up_to(most: int) -> str:
+    """A regular expression for the numbers from 0 to `most`, without leading zeros."""
+    digits = str(most)
+    options = [f"[1-9][0-9]{{{length - 1}}}" for length in range(1, len(digits))]
+    for place, digit in enumerate(digits):
+        least = 1 if place == 0 else 0
+        if int(digit) > least:
+            rest = len(digits) - place - 1
+            options.append(f"{digits[:place]}[{least}-{int(digit) - 1}][0-9]{{{rest}}}")
+    return "|".join(["0", *options, digits]) if most else "0"
