@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from typing import Any
@@ -70,6 +71,17 @@ class BodyLimit:
             await send({"type": "http.response.body", "body": b""})
 
 
+def _number(text: str) -> int | float:
+    """A number with a point or an exponent. JSON has one kind of numbers: `26.0` is an integer, wherever one may be."""
+    number = float(text)
+    if math.isinf(number):
+        raise ValueError(f"number out of range: {text[:40]}")
+    return int(number) if number.is_integer() else number
+
+
+_decoder = msgspec.json.Decoder(float_hook=_number)
+
+
 class _JsonRequest(Request):
     async def json(self) -> Any:
         """The body, parsed.
@@ -78,7 +90,7 @@ class _JsonRequest(Request):
             json.JSONDecodeError: it is no JSON, is nested too deeply, or has a number or a character that is none.
         """
         try:
-            return msgspec.json.decode(await self.body())
+            return _decoder.decode(await self.body())
         except RecursionError:
             raise json.JSONDecodeError("it is nested too deeply", "", 0) from None
         except UnicodeDecodeError:

@@ -58,7 +58,10 @@ class ChatAnswer(Answer):
         token_ids = await service.long_work.run(lambda: _token_ids(service, body, wanted or 1), size)
         if not token_ids:
             raise ApiError(400, "The messages have no tokens; there is nothing to answer.", param="messages")
-        left = check_length(service, len(token_ids), wanted, "messages")
+        most = max(
+            (count for count in (body.max_tokens, body.max_completion_tokens) if count is not None), default=None
+        )
+        left = check_length(service, len(token_ids), most, "messages")
         params = sampling_params(
             body,
             service.defaults,

@@ -11,15 +11,13 @@ from serving.api.errors import ApiError
 from serving.api.generation import Delta, Output, make_outputs
 from serving.api.logprobs import CompletionLogprobsWriter
 from serving.api.prompts import check_length, decode, prompts_in, prompts_of
-from serving.api.request_models import CompletionRequest
+from serving.api.request_models import DEFAULT_MAX_TOKENS, CompletionRequest
 from serving.api.response_models import Completion
 from serving.api.sampling import sampling_params
 from serving.api.service import Service
 from serving.api.token_limits import token_limits
 
 __all__ = ["CompletionAnswer"]
-
-DEFAULT_MAX_TOKENS = 16  # OpenAI's
 
 
 class CompletionAnswer(Answer):

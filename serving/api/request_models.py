@@ -25,6 +25,7 @@ from serving.bad_words import MAX_BAD_WORD_CHARACTERS, MAX_BAD_WORDS
 from serving.stop_strings import MAX_STOP_CHARACTERS, MAX_STOP_STRINGS
 
 __all__ = [
+    "DEFAULT_MAX_TOKENS",
     "ChatCompletionRequest",
     "ChatMessage",
     "CompletionRequest",
@@ -36,6 +37,7 @@ __all__ = [
     "TokenizeRequest",
 ]
 
+DEFAULT_MAX_TOKENS = 16  # OpenAI's, of completions
 MAX_OUTPUTS = 128
 Int64 = Field(ge=-(2**63), le=2**63 - 1)  # what goes to an engine
 
@@ -52,6 +54,7 @@ def _or_else(expected: str) -> WrapValidator:
     return WrapValidator(check)
 
 
+ModelName = Annotated[str | None, Field(description="a name that /v1/models lists; the only one where left out")]
 # One wrong item is enough to refuse a list, which may have millions.
 TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1, fail_fast=True)]
 Prompt = Annotated[
@@ -82,11 +85,12 @@ _ON: Mapping[str, Any] = {"const": True}
 _OFF: Mapping[str, Any] = {"enum": [False, None]}
 _NULL: Mapping[str, Any] = {"type": "null"}
 _SOME: Mapping[str, Any] = {"minimum": 1}
+_FEW: Mapping[str, Any] = {"maximum": DEFAULT_MAX_TOKENS}
 
 
 def _either(*options: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """JSON schema: the fields have one of these combinations of values; one that is left out is off, or null."""
-    optional = (_OFF, _NULL, _SOME)
+    optional = (_OFF, _NULL, _SOME, _FEW)
     return {
         "anyOf": [
             {"properties": values, "required": [name for name, value in values.items() if value not in optional]}
@@ -125,17 +129,14 @@ class StreamOptions(_Body):
     continuous_usage_stats: Annotated[bool, Field(description="every chunk does; needs include_usage")] = False
 
 
-_GENERATION_RULES = (
-    _either({"stream_options": _NULL}, {"stream": _ON}),
-    _either({"prompt_logprobs": _NULL}, {"stream": _OFF}),
-)
+_STREAMED_OR_NOT = _either({"stream": _OFF, "stream_options": _NULL}, {"stream": _ON, "prompt_logprobs": _NULL})
 
 
 class GenerationRequest(_Body):
     """What completions and chat completions have in common. Where a default is not given here, it is the
     checkpoint's (`generation_config.json`), or else OpenAI's."""
 
-    model: Annotated[str | None, Field(description="a name that /v1/models lists; the only one where left out")] = None
+    model: ModelName = None
     n: Annotated[int | None, Field(ge=1, le=MAX_OUTPUTS, description="outputs per prompt (1)")] = None
     stop: Annotated[Stop, Field(description="texts that end the output, which they are not part of")] = None
     stop_token_ids: Annotated[
@@ -145,11 +146,17 @@ class GenerationRequest(_Body):
     seed: Annotated[int | None, Int64, Field(description="makes the outputs repeatable; output i has seed + i")] = None
     temperature: Annotated[float | None, Field(ge=0, le=2, description="0 is greedy (1)")] = None
     top_p: Annotated[float | None, Field(gt=0, le=1, description="from the likeliest of this mass (1)")] = None
-    top_k: Annotated[int | None, Field(ge=-1, description="from the k likeliest; 0 or -1 from all (0)")] = None
+    top_k: Annotated[
+        int | None, Field(ge=-1, le=2**63 - 1, description="from the k likeliest; 0 or -1 from all (0)")
+    ] = None
     min_p: Annotated[float | None, Field(ge=0, le=1, description="share of the likeliest token's (0)")] = None
-    presence_penalty: Annotated[float | None, Field(ge=-2, le=2)] = None
-    frequency_penalty: Annotated[float | None, Field(ge=-2, le=2)] = None
-    repetition_penalty: Annotated[float | None, Field(gt=0)] = None
+    presence_penalty: Annotated[float | None, Field(ge=-2, le=2, description="of tokens in the output (0)")] = None
+    frequency_penalty: Annotated[
+        float | None, Field(ge=-2, le=2, description="the same, for every time it is there (0)")
+    ] = None
+    repetition_penalty: Annotated[
+        float | None, Field(gt=0, description="divides logits of tokens in prompt and output (1)")
+    ] = None
     logit_bias: Annotated[
         Annotated[dict[str, float], Field(max_length=MAX_LOGIT_BIASES)] | None,
         Field(description="token id -> -100 to 100"),
@@ -192,9 +199,13 @@ class CompletionRequest(GenerationRequest):
     """Continue one or more prompts."""
 
     refused = COMPLETIONS
-    between_fields = (*_GENERATION_RULES, _either({"max_tokens": _SOME}, {"echo": _ON}))
+    between_fields = (
+        _STREAMED_OR_NOT,
+        _either({"max_tokens": _SOME}, {"echo": _ON}),
+        _either({"min_tokens": _FEW}, {"max_tokens": {"type": "integer"}}),
+    )
 
-    prompt: Prompt
+    prompt: Annotated[Prompt, Field(description="text or token ids, or several of either")]
     max_tokens: Annotated[int | None, Field(ge=0, description="tokens per output (16); 0 only with echo")] = None
     logprobs: Annotated[int | None, Field(ge=0, le=20, description="of the output and so many likeliest")] = None
     echo: Annotated[bool | None, Field(description="the prompt is the begin of the text")] = None
@@ -255,9 +266,9 @@ class ChatCompletionRequest(GenerationRequest, ConversationOptions):
     """Answer a conversation."""
 
     refused = CHAT
-    between_fields = (*_GENERATION_RULES, _ONE_ENDING, _either({"top_logprobs": _NULL}, {"logprobs": _ON}))
+    between_fields = (_STREAMED_OR_NOT, _ONE_ENDING, _either({"top_logprobs": _NULL}, {"logprobs": _ON}))
 
-    messages: Messages
+    messages: Annotated[Messages, Field(description="the conversation so far")]
     max_completion_tokens: Annotated[int | None, Field(ge=1, description="(what is left of the context)")] = None
     max_tokens: Annotated[int | None, Field(ge=1, description="older name of max_completion_tokens")] = None
     logprobs: Annotated[bool | None, Field(description="tell the output's log-probabilities")] = None
@@ -276,9 +287,9 @@ class TokenizeRequest(_Body, ConversationOptions):
         _either({"prompt": {"type": "string"}, "messages": _NULL}, {"messages": {"type": "array"}, "prompt": _NULL}),
     )
 
-    model: str | None = None
-    prompt: str | None = None
-    messages: Messages | None = None
+    model: ModelName = None
+    prompt: Annotated[str | None, Field(description="a text")] = None
+    messages: Annotated[Messages | None, Field(description="a conversation")] = None
     add_special_tokens: Annotated[bool | None, Field(description="true for a prompt, false for messages")] = None
     return_token_strs: Annotated[bool | None, Field(description="the tokens as the vocabulary has them")] = None
 
@@ -286,6 +297,6 @@ class TokenizeRequest(_Body, ConversationOptions):
 class DetokenizeRequest(_Body):
     """Token ids to turn into text."""
 
-    model: str | None = None
-    tokens: Annotated[list[Annotated[int, Field(ge=0)]], Field(fail_fast=True)]
+    model: ModelName = None
+    tokens: Annotated[list[Annotated[int, Field(ge=0)]], Field(fail_fast=True, description="token ids")]
     skip_special_tokens: Annotated[bool | None, Field(description="special tokens give no text (false)")] = None

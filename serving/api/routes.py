@@ -89,7 +89,9 @@ TOKEN_ERRORS = {name: GENERATION_ERRORS[name] for name in ("400", "404", "413", 
 
 
 def _generates(chunk: type) -> dict[int | str, dict[str, Any]]:
-    schema = {"$ref": f"#/components/schemas/{chunk.__name__}"}
+    told = [{"$ref": f"#/components/schemas/{model.__name__}"} for model in (chunk, ErrorBody)]
+    data = [{"const": "[DONE]"}, {"contentMediaType": JSON, "contentSchema": {"anyOf": told}}]
+    schema = {"type": "object", "properties": {"data": {"type": "string", "anyOf": data}}, "required": ["data"]}
     description = (
         f"The whole answer; or, with `stream`, server-sent events: `data:` with a {chunk.__name__} each, an ErrorBody "
         f"if it fails midway, and `[DONE]` at the end."

@@ -35,7 +35,7 @@ class Refused:
     """
 
     why: str
-    neutral: tuple[Any, ...] = (False, "", [], {})
+    neutral: tuple[Any, ...] = ()
     unless: tuple[str, Any] | None = None
 
     def asks(self, value: Any) -> bool:
@@ -45,105 +45,122 @@ class Refused:
         return value is not None and not any(_same(value, neutral) for neutral in self.neutral)
 
 
-_FORM = Refused("the output cannot be held to a form; ask for the form in the prompt, and check the answer")
-_BEAMS = "there is no beam search; sample several outputs with n"
-_PROCESSORS = Refused("requests cannot bring code; use logit_bias")
-_TEXT_ONLY = Refused("only text is read and written")
-_NOT_TOLD = Refused("the server does not tell this")
-_ELSEWHERE = Refused("keys and values are not taken from other servers")
-_TOOLS = "tools cannot be called; leave them out, or set tool_choice to 'none'"
-_KWARGS = Refused("hand it to the chat template, in chat_template_kwargs")
+# Values that ask for nothing, by the kind of field.
+_FLAG: tuple[Any, ...] = (False,)
+_TEXT: tuple[Any, ...] = ("",)
+_LIST: tuple[Any, ...] = ([],)
+_OBJECT: tuple[Any, ...] = ({},)
 
+_FORM = "the output cannot be held to a form; ask for the form in the prompt, and check the answer"
+_BEAMS = "there is no beam search; sample several outputs with n"
+_PROCESSORS = "requests cannot bring code; use logit_bias"
+_TEXT_ONLY = "only text is read and written"
+_NOT_TOLD = "the server does not tell this"
+_ELSEWHERE = "keys and values are not taken from other servers"
+_TOOLS = "tools cannot be called; leave them out, or set tool_choice to 'none'"
+_KWARGS = "hand it to the chat template, in chat_template_kwargs"
+
+# OpenAI's and vLLM's, in /openapi.json; then SGLang's and those of older releases, which are not.
 _GENERATION: Mapping[str, Refused] = {
-    "response_format": Refused(f"{_FORM.why}; only {{'type': 'text'}} is", ({"type": "text"},)),
-    "structured_outputs": _FORM,
-    "structural_tag": _FORM,
-    "guided_json": _FORM,
-    "guided_json_object": _FORM,
-    "guided_regex": _FORM,
-    "guided_choice": _FORM,
-    "guided_grammar": _FORM,
-    "guided_decoding_backend": _FORM,
-    "guided_whitespace_pattern": _FORM,
-    "json_schema": _FORM,
-    "regex": _FORM,
-    "ebnf": _FORM,
-    "use_beam_search": Refused(_BEAMS),
+    "response_format": Refused(f"{_FORM}; only {{'type': 'text'}} is", ({"type": "text"},)),
+    "structured_outputs": Refused(_FORM, _OBJECT),
+    "use_beam_search": Refused(_BEAMS, _FLAG),
     "length_penalty": Refused(_BEAMS, (1.0,)),
-    "early_stopping": Refused(_BEAMS),
-    "logits_processors": _PROCESSORS,
-    "custom_logit_processor": _PROCESSORS,
-    "custom_params": _PROCESSORS,
-    "vllm_xargs": Refused("there are no extensions that could read it"),
-    "stop_regex": Refused("only plain strings end the output; use stop"),
-    "no_stop_trim": Refused("use include_stop_str_in_output"),
-    "min_new_tokens": Refused("use min_tokens", (0,)),
-    "max_new_tokens": Refused("use max_tokens", ()),
+    "vllm_xargs": Refused("there are no extensions that could read it", _OBJECT),
     "repetition_detection": Refused("repetitions do not end the output; use frequency_penalty, or max_tokens"),
-    "watermarking": Refused("the output has no watermark"),
-    "logprob_token_ids": Refused("log-probabilities are told of the likeliest tokens, not of chosen ones"),
+    "watermarking": Refused("the output has no watermark", _FLAG),
+    "logprob_token_ids": Refused("log-probabilities are told of the likeliest tokens, not of chosen ones", _LIST),
     "logprobs_mode": Refused(
         "log-probabilities are the model's own, before temperature and penalties", ("raw_logprobs",)
     ),
     "spaces_between_special_tokens": Refused("the tokenizer alone decides about spaces", (True,)),
-    "suffix": Refused("the model only continues text"),
-    "prompt_embeds": Refused("send text or token ids as prompt"),
-    "input_embeds": Refused("send text or token ids as prompt"),
-    "input_ids": Refused("send token ids as prompt, to /v1/completions"),
-    "lora_path": Refused("there are no LoRA adapters; model names what is served"),
-    "session_params": Refused("there are no sessions; send the whole prompt"),
+    "suffix": Refused("the model only continues text", _TEXT),
+    "prompt_embeds": Refused("send text or token ids as prompt", _LIST),
     "cache_salt": Refused("all requests share the prefix cache; serve with --no-enable-prefix-caching instead"),
-    "kv_transfer_params": _ELSEWHERE,
-    "ec_transfer_params": _ELSEWHERE,
+    "kv_transfer_params": Refused(_ELSEWHERE, _OBJECT),
+    "ec_transfer_params": Refused(_ELSEWHERE, _OBJECT),
     "thinking_token_budget": Refused("thinking is not told apart from the answer; use max_tokens", (-1,)),
-    "return_hidden_states": _NOT_TOLD,
-    "return_routed_experts": _NOT_TOLD,
-    "routed_experts_prompt_start": Refused(_NOT_TOLD.why, (0,)),
-    "routed_experts_start_len": Refused(_NOT_TOLD.why, (0,)),
-    "return_cached_tokens_details": Refused("usage.prompt_tokens_details has the number of cached tokens"),
-    "return_prompt_text": Refused("/detokenize gives the text of token ids"),
-    "return_prompt_token_ids": Refused("use return_token_ids"),
-    "return_meta_info": _NOT_TOLD,
+    "routed_experts_prompt_start": Refused(_NOT_TOLD, (0,)),
+    "return_prompt_text": Refused("/detokenize gives the text of token ids", _FLAG),
+    "mm_processor_kwargs": Refused(_TEXT_ONLY, _OBJECT),
+    "media_io_kwargs": Refused(_TEXT_ONLY, _OBJECT),
+}
+_OTHER_GENERATION: Mapping[str, Refused] = {
+    "structural_tag": Refused(_FORM, _TEXT),
+    "guided_json_object": Refused(_FORM, _FLAG),
+    "guided_json": Refused(_FORM),
+    "guided_regex": Refused(_FORM, _TEXT),
+    "guided_choice": Refused(_FORM, _LIST),
+    "guided_grammar": Refused(_FORM, _TEXT),
+    "guided_decoding_backend": Refused(_FORM, _TEXT),
+    "guided_whitespace_pattern": Refused(_FORM, _TEXT),
+    "json_schema": Refused(_FORM, _TEXT),
+    "regex": Refused(_FORM, _TEXT),
+    "ebnf": Refused(_FORM, _TEXT),
+    "custom_logit_processor": Refused(_PROCESSORS, _TEXT),
+    "custom_params": Refused(_PROCESSORS, _OBJECT),
+    "stop_regex": Refused("only plain strings end the output; use stop", _LIST),
+    "no_stop_trim": Refused("use include_stop_str_in_output", _FLAG),
+    "min_new_tokens": Refused("use min_tokens", (0,)),
+    "max_new_tokens": Refused("use max_tokens"),
+    "logits_processors": Refused(_PROCESSORS, _LIST),
+    "early_stopping": Refused(_BEAMS, _FLAG),
+    "input_embeds": Refused("send text or token ids as prompt", _LIST),
+    "input_ids": Refused("send token ids as prompt, to /v1/completions", _LIST),
+    "lora_path": Refused("there are no LoRA adapters; model names what is served", _TEXT),
+    "session_params": Refused("there are no sessions; send the whole prompt", _OBJECT),
+    "return_hidden_states": Refused(_NOT_TOLD, _FLAG),
+    "return_routed_experts": Refused(_NOT_TOLD, _FLAG),
+    "routed_experts_start_len": Refused(_NOT_TOLD, (0,)),
+    "return_meta_info": Refused(_NOT_TOLD, _FLAG),
+    "return_cached_tokens_details": Refused("usage.prompt_tokens_details has the number of cached tokens", _FLAG),
+    "return_prompt_token_ids": Refused("use return_token_ids", _FLAG),
+    "images_config": Refused(_TEXT_ONLY, _OBJECT),
+    "max_dynamic_patch": Refused(_TEXT_ONLY),
+    "min_dynamic_patch": Refused(_TEXT_ONLY),
+    "use_audio_in_video": Refused(_TEXT_ONLY, _FLAG),
 }
 _CONVERSATION: Mapping[str, Refused] = {
     "chat_template": Refused(
-        "requests cannot bring a template; serve a checkpoint that has it, or use chat_template_kwargs"
+        "requests cannot bring a template; serve a checkpoint that has it, or use chat_template_kwargs", _TEXT
     ),
-    "documents": Refused("put the documents into a message"),
-    "tools": Refused(_TOOLS, unless=("tool_choice", "none")),
-    "functions": Refused(_TOOLS),
-    "enable_thinking": _KWARGS,
-    "thinking": _KWARGS,
-    "reasoning": Refused("use reasoning_effort"),
-    "task": Refused("put what the model should do into a message"),
-    "mm_processor_kwargs": _TEXT_ONLY,
-    "media_io_kwargs": _TEXT_ONLY,
-    "images_config": _TEXT_ONLY,
-    "max_dynamic_patch": _TEXT_ONLY,
-    "min_dynamic_patch": _TEXT_ONLY,
-    "use_audio_in_video": _TEXT_ONLY,
+    "documents": Refused("put the documents into a message", _LIST),
+    "tools": Refused(_TOOLS, _LIST, unless=("tool_choice", "none")),
+    "functions": Refused(_TOOLS, _LIST),
+}
+_OTHER_CONVERSATION: Mapping[str, Refused] = {
+    "enable_thinking": Refused(_KWARGS),
+    "thinking": Refused(_KWARGS),
+    "reasoning": Refused("use reasoning_effort", _OBJECT),
+    "task": Refused("put what the model should do into a message", _TEXT),
 }
 
 COMPLETIONS: Mapping[str, Refused] = {
     **_GENERATION,
-    "max_completion_tokens": Refused("use max_tokens", ()),
+    **_OTHER_GENERATION,
+    "max_completion_tokens": Refused("use max_tokens"),
     "top_logprobs": Refused("use logprobs, which is a number here", (0,)),
 }
 CHAT: Mapping[str, Refused] = {
     **_GENERATION,
+    **_OTHER_GENERATION,
     **_CONVERSATION,
+    **_OTHER_CONVERSATION,
     "tool_choice": Refused(_TOOLS, ("none", "auto")),
     "function_call": Refused(_TOOLS, ("none", "auto")),
     "include_reasoning": Refused("reasoning is not told apart from the answer", (True,)),
     "verbosity": Refused("ask for a short or a long answer in a message", ("medium",)),
-    "modalities": Refused(_TEXT_ONLY.why, ([], ["text"])),
-    "audio": _TEXT_ONLY,
-    "web_search_options": Refused("nothing is looked up in the web", ()),
-    "moderation": Refused("nothing is moderated", ()),
+    "modalities": Refused(_TEXT_ONLY, ([], ["text"])),
+    "audio": Refused(_TEXT_ONLY),
+    "web_search_options": Refused("nothing is looked up in the web"),
+    "moderation": Refused("nothing is moderated"),
 }
 TOKENIZE: Mapping[str, Refused] = {
     **_CONVERSATION,
-    "truncate_prompt_tokens": Refused("all tokens are told", ()),
+    **_OTHER_CONVERSATION,
+    "mm_processor_kwargs": Refused(_TEXT_ONLY, _OBJECT),
+    "media_io_kwargs": Refused(_TEXT_ONLY, _OBJECT),
+    "truncate_prompt_tokens": Refused("all tokens are told"),
 }
 
 UNUSED: Mapping[str, str] = {
@@ -218,9 +235,11 @@ def log_unused(name: str) -> None:
 
 
 def describe_fields(schema: dict[str, Any], refused: Mapping[str, Refused]) -> None:
-    """Say it in the JSON schema of a body, which is changed."""
+    """Say it in the JSON schema of a body, which is changed; too many fields overtax what reads a schema."""
     properties = schema["properties"]
     for name, rule in refused.items():
+        if name in _OTHER_GENERATION or name in _OTHER_CONVERSATION:
+            continue
         enum = [None, *rule.neutral]
         said: dict[str, Any] = {"description": f"not supported: {rule.why}"}
         if rule.unless is None:
@@ -230,8 +249,6 @@ def describe_fields(schema: dict[str, Any], refused: Mapping[str, Refused]) -> N
             off = {"required": [other], "properties": {other: {"const": value}}}
             schema.setdefault("allOf", []).append({"anyOf": [{"properties": {name: {"enum": enum}}}, off]})
         properties[name] = said
-    for name, about in UNUSED.items():
-        properties.setdefault(name, {"description": f"not used: {about}"})
 
 
 def _same(value: Any, neutral: Any) -> bool:
