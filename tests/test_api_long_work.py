@@ -6,6 +6,7 @@ import asyncio
 import json
 import threading
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import httpx
@@ -55,6 +56,35 @@ def test_short_work_is_done_at_once_and_long_work_in_a_thread() -> None:
         with pytest.raises(ZeroDivisionError):
             await work.run(lambda: 1 // 0, SHORT_BYTES)
         await until(lambda: not any(thread.name == "long work" for thread in threading.enumerate()))
+
+    asyncio.run(run())
+
+
+def test_bodies_of_many_pieces_take_turns_with_others() -> None:
+    async def run() -> None:
+        work = LongWork(lambda: False)
+        gates = [Gate() for _ in range(THREADS)]
+        done: list[str] = []
+
+        def piece(name: str) -> str:
+            done.append(name)
+            return name
+
+        first = [asyncio.create_task(work.run(gate, SHORT_BYTES)) for gate in gates]
+        await until(lambda: all(gate.begun for gate in gates))
+        many = asyncio.create_task(work.run_pieces([partial(piece, f"many {n}") for n in range(50)], SHORT_BYTES))
+        await asyncio.sleep(0)
+        other = asyncio.create_task(work.run(partial(piece, "other"), SHORT_BYTES))
+        await asyncio.sleep(0)
+        gates[0].open.set()  # one thread for both
+        assert await other == "other"
+        assert await many == [f"many {n}" for n in range(50)]
+        assert done[:3] == ["many 0", "other", "many 1"]
+        with pytest.raises(ZeroDivisionError):
+            await work.run_pieces([partial(piece, "x"), lambda: 1 // 0, partial(piece, "never")], SHORT_BYTES)
+        assert done[-1] == "x"
+        gates[1].open.set()
+        await asyncio.gather(*first)
 
     asyncio.run(run())
 

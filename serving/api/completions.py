@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Mapping, Sequence
+from functools import partial
+from itertools import chain
 from typing import Any
 
 from serving.api.answer import Answer, check_common, check_outputs
@@ -18,6 +20,9 @@ from serving.api.service import Service
 from serving.api.token_limits import token_limits
 
 __all__ = ["CompletionAnswer"]
+
+
+_PROMPTS_AT_ONCE = 16  # of a large body; then it is the next one's turn
 
 
 class CompletionAnswer(Answer):
@@ -51,10 +56,15 @@ class CompletionAnswer(Answer):
             RequestError, ApiError, QueueFull: it cannot be served.
         """
         _refuse(body)
-        check_outputs(service, len(prompts_in(body.prompt)), body.n)
-        limits = await token_limits(service, body, len(prompts_in(body.prompt)), size)
+        given = prompts_in(body.prompt)
+        check_outputs(service, len(given), body.n)
+        limits = await token_limits(service, body, len(given), size)
         room = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
-        prompts = await service.long_work.run(lambda: prompts_of(service, body.prompt, body, room), size)
+        pieces = [
+            partial(prompts_of, service, given[first : first + _PROMPTS_AT_ONCE], body, room)
+            for first in range(0, len(given), _PROMPTS_AT_ONCE)
+        ]
+        prompts = list(chain(*await service.long_work.run_pieces(pieces, size)))
         asked = [body.prompt_logprobs, body.logprobs if body.echo else None]
         requested: list[tuple[Sequence[int], Any]] = []
         for _, token_ids in prompts:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -25,13 +25,16 @@ Result = TypeVar("Result")
 
 @dataclass(eq=False)
 class _Job:
-    work: Callable[[], Any]
+    pieces: deque[Callable[[], Any]]
     size: int
-    done: Future[Any] = field(default_factory=Future)
+    results: list[Any] = field(default_factory=list)
+    done: Future[list[Any]] = field(default_factory=Future)
 
 
 class LongWork:
     """Runs the work of large bodies in two threads, in the order in which it comes; that of small ones at once.
+
+    Work in pieces takes turns with others' after each piece.
 
     What has not begun is dropped when its client leaves or the server drains. What has begun cannot be stopped, but
     nobody waits for it any more: not the request, and not the end of the process.
@@ -57,9 +60,14 @@ class LongWork:
             QueueFull: too much waits already.
             ApiError: 503, the server is about to end.
         """
+        (result,) = await self.run_pieces((work,), size)
+        return result
+
+    async def run_pieces(self, pieces: Sequence[Callable[[], Result]], size: int) -> list[Result]:
+        """As `run`, of several pieces of one body's work: what each returns."""
         if size < SHORT_BYTES:
-            return work()
-        job = _Job(work, size)
+            return [piece() for piece in pieces]
+        job = _Job(deque(pieces), size)
         self._enqueue(job)
         try:
             done = asyncio.wrap_future(job.done)
@@ -67,8 +75,7 @@ class LongWork:
                 if self._draining():
                     raise shutting_down()
                 await asyncio.wait((done,), timeout=DRAINING_SEEN_S)
-            result: Result = done.result()
-            return result
+            return done.result()
         finally:
             self._drop(job)
 
@@ -90,12 +97,27 @@ class LongWork:
 
     def _work(self) -> None:
         while (job := self._next()) is not None:
-            if not job.done.set_running_or_notify_cancel():
+            if job.done.cancelled():
                 continue
             try:
-                job.done.set_result(job.work())
+                job.results.append(job.pieces.popleft()())
             except BaseException as error:  # whoever waits raises it
-                job.done.set_exception(error)
+                self._end(job, error)
+                continue
+            if job.pieces:
+                with self._lock:
+                    self._waiting.append(job)
+            else:
+                self._end(job, None)
+
+    @staticmethod
+    def _end(job: _Job, error: BaseException | None) -> None:
+        if not job.done.set_running_or_notify_cancel():
+            return  # nobody waits for it any more
+        if error is not None:
+            job.done.set_exception(error)
+        else:
+            job.done.set_result(job.results)
 
     def _next(self) -> _Job | None:
         with self._lock:
