@@ -60,6 +60,7 @@ class BatchShape:
         cost: what a token and an attended pair cost in this model; needed to split by cost.
         graph_mode: the CUDA graphs this rank could replay for it, `Offer.graph_mode`; 0 for none.
         content: fingerprint of the requests' tokens, where other ranks must run the same, `Offer.content`; else 0.
+        period_us: see `Offer.period_us`.
     """
 
     query_lens: Sequence[int]
@@ -69,6 +70,15 @@ class BatchShape:
     cost: SplitCost = _TOKENS_ALONE
     graph_mode: int = 0
     content: int = 0
+    period_us: int = 0
+
+    @property
+    def prefill_tokens(self) -> int:
+        """Tokens of requests that do not decode; none in a step that verifies drafts."""
+        if self.mode not in (ForwardMode.PREFILL, ForwardMode.MIXED):
+            return 0
+        decodes = (length == 1 and done > 0 for length, done in zip(self.query_lens, self.prefix_lens, strict=False))
+        return sum(self.query_lens) - sum(decodes)
 
 
 @dataclass(frozen=True)
@@ -147,6 +157,8 @@ def make_offer(config: UBatchConfig, batch: BatchShape) -> tuple[Offer, tuple[UB
         mode=fingerprint(kind),
         graph_mode=batch.graph_mode,
         content=batch.content,
+        prefill_tokens=batch.prefill_tokens,
+        period_us=batch.period_us,
     )
     return offer, slices
 

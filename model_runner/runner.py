@@ -15,6 +15,7 @@ tokens, because its experts are needed. When no rank has requests, nothing runs 
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -248,6 +249,7 @@ class ModelRunner:
             return UBatchAttention(shape, kv_cache, *resolve_attention(*backends, shape, kv_cache, group=group))
 
         self._acceptance = acceptance
+        self._voted_at = time.perf_counter()
         self._beside: list[CapturedSteps] = []
         if cudagraph_capture_sizes is None:
             cudagraph_capture_sizes = self.dbo.cudagraph_capture_sizes or None
@@ -445,7 +447,14 @@ class ModelRunner:
             could_replay = self.graphs.offer(batch.shape, metadata.max_seq_len, tree=metadata.has_tree)
         size = self.tensor_parallel_size
         content = content_of(batch.scheduled) if size > 1 else 0
-        shape = replace(batch.shape, cost=self.split_cost, graph_mode=could_replay, content=content)
+        voted_at, self._voted_at = self._voted_at, time.perf_counter()
+        shape = replace(
+            batch.shape,
+            cost=self.split_cost,
+            graph_mode=could_replay,
+            content=content,
+            period_us=int((self._voted_at - voted_at) * 1e6),
+        )
         agreed = coordinate_batch_across_dp(self.dbo if dbo is None else dbo, shape, self.group, size)
         return agreed if self.graphs is None else self.graphs.agree(agreed)
 

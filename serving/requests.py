@@ -28,6 +28,7 @@ class RequestInput:
         token_ids: the prompt, at least one token.
         params: how to generate.
         priority: lower runs earlier, where the policy is `priority`.
+        group: requests of one group, such as the outputs of one HTTP body, take turns with others; empty stands alone.
 
     Raises:
         RequestError: at construction, if `params` are none.
@@ -37,6 +38,7 @@ class RequestInput:
     token_ids: Sequence[int]
     params: SamplingParams
     priority: int = 0
+    group: str = ""
 
     def __post_init__(self) -> None:
         if not isinstance(self.params, SamplingParams):

@@ -7,6 +7,7 @@ its request's tokens give, and fails. Steps run when they are launched, as on a 
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -64,6 +65,8 @@ class FakePending:
     sequences: list[tuple[ScheduledRequest, int, list[int]]]
     logprobs: tuple[tuple[TokenLogprobs | None, ...], ...]
     tokens: list[tuple[int, ...]] | None = None
+    num_prefills: int = 0
+    period_us: int = 0
 
     def sample(self) -> None:
         assert self.tokens is None, "sampled twice"
@@ -100,8 +103,9 @@ class FakePending:
             else ()
             for (share, _, _), tokens in zip(self.sequences, self.tokens, strict=True)
         ]
-        num_tokens = sum(share.num_tokens for share, _, _ in self.sequences)
-        decision = Decision(False, None, None, ((num_tokens,),))
+        num_tokens = sum(share.num_tokens + len(share.drafts) for share, _, _ in self.sequences)
+        told = {"prefill_tokens": (self.num_prefills,), "period_us": self.period_us}
+        decision = Decision(False, None, None, ((num_tokens,),), **told)  # type: ignore[arg-type]
         return StepOutput(tuple(self.tokens), tuple(logprobs), self.logprobs, decision, all_idle=not self.sequences)
 
 
@@ -120,6 +124,8 @@ class FakeRunner:
         max_model_len: tokens of a row.
         next_token: from the tokens so far to the next.
         checked: look at the KV cache; without it only tokens are made (to measure the scheduler).
+        step_us: how long a step of so many decodes and prompt tokens takes, on a clock that does not tick.
+        overlapped: a step's time is told by the vote of the second step after it, not of the next.
     """
 
     def __init__(
@@ -131,7 +137,11 @@ class FakeRunner:
         max_model_len: int = 128,
         next_token: NextToken = hashed,
         checked: bool = True,
+        step_us: Callable[[int, int], int] = lambda decodes, prefills: 0,
+        overlapped: bool = False,
     ) -> None:
+        self.step_us = step_us
+        self.periods = deque([0] * (1 + overlapped))
         self.allocator = BlockAllocator(num_blocks)
         self.table = RequestToTokenTable(max_num_seqs, -(-max_model_len // block_size), block_size)
         self.next_token = next_token
@@ -143,6 +153,13 @@ class FakeRunner:
         """Of every step that was not empty: (request, tokens, drafts) of each share."""
 
     def launch(self, shares: Sequence[ScheduledRequest]) -> FakePending:
+        pending = self._launch(shares)
+        counts = [s.num_tokens for s in shares if s.num_tokens > 1 or not s.request.num_computed_tokens]
+        pending.num_prefills, pending.period_us = sum(counts), self.periods.popleft()
+        self.periods.append(self.step_us(len(shares) - len(counts), sum(counts)))
+        return pending
+
+    def _launch(self, shares: Sequence[ScheduledRequest]) -> FakePending:
         self.num_steps += bool(shares)
         if not self.checked:
             return FakePending(self, [(share, share.request.row or 0, [1]) for share in shares], ((),) * len(shares))
@@ -245,8 +262,11 @@ class Loop:
     def tokens(self, request_id: str) -> list[int]:
         return [token for output in self.outputs[request_id] for token in output.token_ids]
 
-    def add(self, request_id: str, prompt: Sequence[int], *, priority: int = 0, **params: object) -> None:
-        self.scheduler.add(RequestInput(request_id, prompt, SamplingParams(**params), priority))  # type: ignore[arg-type]
+    def add(
+        self, request_id: str, prompt: Sequence[int], *, priority: int = 0, group: str = "", **params: object
+    ) -> None:
+        sampling = SamplingParams(**params)  # type: ignore[arg-type]
+        self.scheduler.add(RequestInput(request_id, prompt, sampling, priority, group))
 
 
 def make_loop(
@@ -260,6 +280,7 @@ def make_loop(
     checked: bool = True,
     proposer: Proposer | None = None,
     prompt_lookup_min: int = 2,
+    step_us: Callable[[int, int], int] = lambda decodes, prefills: 0,
     **config: object,
 ) -> Loop:
     """A scheduler over a fake runner. What is not named here is `SchedulerConfig`'s; drafts are n-grams by default."""
@@ -270,6 +291,8 @@ def make_loop(
         max_model_len=max_model_len,
         next_token=next_token,
         checked=checked,
+        step_us=step_us,
+        overlapped=overlapped,
     )
     settings = SchedulerConfig(max_num_seqs=max_num_seqs, max_model_len=max_model_len, **config)  # type: ignore[arg-type]
     if proposer is None and settings.num_speculative_tokens:

@@ -56,9 +56,10 @@ class Traffic:
 
     def add(self) -> None:
         prompt, params = self.prompt(), random_params(self.rng)
+        group = self.rng.choice(["", f"g{len(self.requests)}", "always"])
         for _ in range(self.rng.choice([1, 1, 3])):  # as with `n`
             name = f"r{len(self.requests)}"
-            self.loop.add(name, prompt, priority=self.rng.randrange(3), **params)
+            self.loop.add(name, prompt, priority=self.rng.randrange(3), group=group, **params)
             self.requests[name] = prompt, SamplingParams(**params)  # type: ignore[arg-type]
 
     def abort(self) -> None:

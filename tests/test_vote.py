@@ -138,6 +138,8 @@ def offers(draw: st.DrawFn) -> Offer:
         draw(print_),
         draw(print_),
         draw(st.booleans()),
+        prefill_tokens=draw(st.integers(0, 2**40)),
+        period_us=draw(st.integers(0, 2**40)),
     )
 
 

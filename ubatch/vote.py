@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import IntEnum, StrEnum
 
 from ubatch.errors import ConfigError, SplitError
@@ -90,7 +90,7 @@ _REASONS = tuple(DeclineReason)
 
 MAX_LANES = 8
 """The vote carries a fixed number of lanes, so that ranks with different settings can still read each other."""
-OFFER_WIDTH = 9 + MAX_LANES
+OFFER_WIDTH = 11 + MAX_LANES
 
 
 @dataclass(frozen=True)
@@ -108,6 +108,8 @@ class Offer:
         again: the step has run in lanes, but this rank could not merge its outputs, and would repeat it unsplit.
         content: fingerprint of what it runs, where some ranks must run the same (tensor parallelism); else 0.
         unproved: the step would have to be proved first (`ubatch.proof`).
+        prefill_tokens: how many of its tokens are of prompts. This and the next are for whoever plans later steps.
+        period_us: microseconds since its last vote.
 
     Raises:
         ConfigError: an offer that contradicts itself, or more than `MAX_LANES` lanes.
@@ -123,6 +125,8 @@ class Offer:
     again: bool = False
     content: int = 0
     unproved: bool = False
+    prefill_tokens: int = 0
+    period_us: int = 0
 
     def __post_init__(self) -> None:
         if not 1 <= self.lanes <= MAX_LANES:
@@ -150,6 +154,8 @@ class Decision:
         schedule: the fingerprint of the schedule that they run when engaged, 0 otherwise.
         contents: of every rank, where any has one; see `Offer.content`.
         prove: engaged, but a rank has yet to prove the step, so all do.
+        prefill_tokens: of every rank, those of its tokens that are of prompts.
+        period_us: microseconds since the last vote, on the rank that took longest.
     """
 
     engaged: bool
@@ -161,6 +167,8 @@ class Decision:
     schedule: int = 0
     contents: tuple[int, ...] = ()
     prove: bool = False
+    prefill_tokens: tuple[int, ...] = field(default=(), compare=False)
+    period_us: int = field(default=0, compare=False)
 
     @property
     def num_lanes(self) -> int:
@@ -208,18 +216,31 @@ def decide(offers: Sequence[Offer], rank: int = 0) -> Decision:
     graph_mode, modes = _common_graph_mode(offers), tuple(offer.mode for offer in offers)
     contents = tuple(offer.content for offer in offers)
     contents = contents if any(contents) else ()
+    prefill_tokens, period_us = tuple(offer.prefill_tokens for offer in offers), max(o.period_us for o in offers)
     if reason is None:
         busy = next(offer for offer in offers if offer.wish is Wish.YES)
         nothing = (0,) * busy.lanes
         tokens = tuple(nothing if offer.wish is Wish.IDLE else offer.tokens for offer in offers)
         prove = any(offer.unproved for offer in offers)
-        return Decision(True, None, None, tokens, graph_mode, modes, busy.schedule, contents, prove)
+        return Decision(
+            True, None, None, tokens, graph_mode, modes, busy.schedule, contents, prove, prefill_tokens, period_us
+        )
     if declined_by is not None and offers[rank].wish is Wish.NO:
         reason = offers[rank].reason
     elif declined_by is not None:
         reason = DeclineReason.PEER_DECLINED
     totals = tuple((sum(offer.tokens),) for offer in offers)
-    return Decision(False, reason, declined_by, totals, graph_mode, modes, contents=contents)
+    return Decision(
+        False,
+        reason,
+        declined_by,
+        totals,
+        graph_mode,
+        modes,
+        contents=contents,
+        prefill_tokens=prefill_tokens,
+        period_us=period_us,
+    )
 
 
 def _common_graph_mode(offers: Sequence[Offer]) -> int:
@@ -234,12 +255,12 @@ def _objection(offers: Sequence[Offer]) -> tuple[DeclineReason | None, int | Non
     busy = [offer for offer in offers if offer.wish is Wish.YES]
     if not busy:
         return DeclineReason.ALL_IDLE, None
-    for field, reason in (
+    for name, reason in (
         ("mode", DeclineReason.MODES_DIFFER),  # first: modes may have schedules of their own
         ("lanes", DeclineReason.LANES_DIFFER),
         ("schedule", DeclineReason.SCHEDULES_DIFFER),
     ):
-        if len({getattr(offer, field) for offer in busy}) > 1:
+        if len({getattr(offer, name) for offer in busy}) > 1:
             return reason, None
     return None, None
 
@@ -248,13 +269,15 @@ def encode_offer(offer: Offer) -> list[int]:
     """The offer as `OFFER_WIDTH` integers, for one small all-reduce."""
     reason = _REASONS.index(offer.reason) + 1 if offer.reason is not None else 0
     prints = [offer.schedule, offer.mode, offer.graph_mode, int(offer.again), offer.content, int(offer.unproved)]
-    head = [int(offer.wish), offer.lanes, reason, *prints]
+    head = [int(offer.wish), offer.lanes, reason, *prints, offer.prefill_tokens, offer.period_us]
     return head + list(offer.tokens) + [0] * (OFFER_WIDTH - len(head) - len(offer.tokens))
 
 
 def decode_offer(row: Sequence[int]) -> Offer:
     """The inverse of `encode_offer`."""
-    wish, lanes, reason, schedule, mode, graph_mode, again, content, unproved, *counts = (int(value) for value in row)
+    wish, lanes, reason, schedule, mode, graph_mode, again, content, unproved, *others = (int(value) for value in row)
+    prefill_tokens, period_us, *counts = others
     tokens = tuple(counts[: 1 if wish == Wish.NO else lanes])
     why = _REASONS[reason - 1] if reason else None
-    return Offer(Wish(wish), tokens, lanes, why, schedule, mode, graph_mode, bool(again), content, bool(unproved))
+    told = bool(again), content, bool(unproved), prefill_tokens, period_us
+    return Offer(Wish(wish), tokens, lanes, why, schedule, mode, graph_mode, *told)

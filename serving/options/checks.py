@@ -285,6 +285,29 @@ def _steps(s: Settings) -> Iterator[str]:
             f"{s.spell('max_num_batched_tokens')} ({tokens}) must be at least "
             f"{s.spell('max_model_len')} ({s['max_model_len']})."
         )
+    yield from _mixed_steps(s)
+
+
+def _mixed_steps(s: Settings) -> Iterator[str]:
+    limit, name = s["max_prefill_tokens_per_mixed_step"], s.spell("max_prefill_tokens_per_mixed_step")
+    if limit == "off":
+        return
+    if s["prefill_first"]:
+        yield f"{name} has no effect with {s.spell('prefill_first')}: no step is mixed. Remove one."
+    if not s["enable_chunked_prefill"]:
+        yield f"{name} cuts prompts, and {s.spell('enable_chunked_prefill')} forbids that. Remove one."
+    if limit == "auto":
+        return
+    if limit < s["block_size"]:
+        yield (
+            f"{name} is {limit}, below {s.spell('block_size')} ({s['block_size']}): prompts are cut between pages. "
+            "Raise the one or lower the other."
+        )
+    if limit >= s["max_num_batched_tokens"]:
+        yield (
+            f"{name} is {limit}, and no step has more than {s.spell('max_num_batched_tokens')} "
+            f"({s['max_num_batched_tokens']}) anyway. Lower the one or raise the other."
+        )
 
 
 def _graph_sizes(s: Settings) -> Iterator[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from contextlib import suppress
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import tyro
 from pydantic import (
@@ -23,7 +23,17 @@ from tyro.constructors import PrimitiveConstructorSpec
 from moe import experts_backends
 from ubatch import UBatchError, nearest
 
-__all__ = ["ExpertsName", "Group", "NamedValues", "Positive", "WrongValue", "derived", "one_of", "parse_bytes"]
+__all__ = [
+    "ExpertsName",
+    "Group",
+    "NamedValues",
+    "Positive",
+    "TokensAutoOff",
+    "WrongValue",
+    "derived",
+    "one_of",
+    "parse_bytes",
+]
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
@@ -102,6 +112,20 @@ def derived(metavar: str, how: str) -> Any:
 
 
 Positive = Annotated[int, Field(ge=1)]
+
+
+def _read_off(value: Any) -> Any:
+    """YAML reads `off` as false.
+
+    Raises:
+        ValueError: another word; `on` is true in YAML, which pydantic would take for 1.
+    """
+    if value is True or (isinstance(value, str) and value not in ("auto", "off")):
+        raise ValueError("expected a number of tokens, auto or off")
+    return "off" if value is False else value
+
+
+TokensAutoOff = Annotated[Positive | Literal["auto", "off"], BeforeValidator(_read_off)]
 
 
 def _read_values(words: list[str]) -> dict[str, Any]:

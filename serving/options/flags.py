@@ -15,7 +15,16 @@ from pydantic import AfterValidator, BeforeValidator, Field
 
 from attention import attention_backends
 from model_runner.transport import AUTO
-from serving.options.fields import ExpertsName, Group, NamedValues, Positive, derived, one_of, parse_bytes
+from serving.options.fields import (
+    ExpertsName,
+    Group,
+    NamedValues,
+    Positive,
+    TokensAutoOff,
+    derived,
+    one_of,
+    parse_bytes,
+)
 from serving.options.model_flags import TRANSPORTS, TransportName
 from ubatch import SCHEDULES, SplitBy
 from ubatch.vote import MAX_LANES
@@ -188,6 +197,14 @@ class Scheduling(Group):
         Positive | None, derived("INT", "2048"), Field(description="most tokens of a rank's step")
     ] = None
     enable_chunked_prefill: Annotated[bool, Field(description="prompts may run in chunks, beside decodes")] = True
+    max_prefill_tokens_per_mixed_step: Annotated[
+        TokensAutoOff,
+        tyro.conf.arg(metavar="INT|auto|off"),
+        Field(
+            description="most prompt tokens of a rank's step in which requests decode, here or on a rank that steps "
+            "along; auto follows step times, so that such a step takes about twice as long as decodes alone"
+        ),
+    ] = "off"
     scheduling_policy: Annotated[
         Literal["fcfs", "lpm", "priority"],
         Field(description="who is next: first come, longest prefix in the cache, or the request's priority"),

@@ -195,6 +195,7 @@ def to_engine_options(s: Settings) -> EngineOptions:
     Raises:
         ConfigError: a value that the runtime, the scheduler or the engine refuses.
     """
+    mixed = s["max_prefill_tokens_per_mixed_step"]
     scheduler = SchedulerConfig(
         **{
             name: s[name]
@@ -207,6 +208,7 @@ def to_engine_options(s: Settings) -> EngineOptions:
                 "prefill_first",
             )
         },
+        max_prefill_tokens_per_mixed_step=None if mixed == "off" else mixed,
         policy=SchedulingPolicy(s["scheduling_policy"]),
     )
     return EngineOptions(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+from serving.scheduler.mixed_steps import PrefillLimit
 from ubatch import ConfigError
 
 __all__ = ["SchedulerConfig", "SchedulingPolicy"]
@@ -32,6 +33,8 @@ class SchedulerConfig:
         enable_chunked_prefill: a prompt longer than what is left of a step runs in chunks.
         enable_prefix_caching: keep keys and values of prompts and outputs for requests that begin alike.
         prefill_first: steps are either prefills or decodes, prefills first (SGLang); by default they mix.
+        max_prefill_tokens_per_mixed_step: most prompt tokens of a step in which requests decode, here or on a rank that
+            steps along; `auto` follows measured step times, None is no limit. See `serving.scheduler.mixed_steps`.
         policy: who is admitted next.
         num_speculative_tokens: drafts per request and verify step; 0 does not speculate.
         fill_drafts: every verify step has `num_speculative_tokens` drafts per request, guessed or not: steps of one
@@ -49,6 +52,7 @@ class SchedulerConfig:
     enable_chunked_prefill: bool = True
     enable_prefix_caching: bool = True
     prefill_first: bool = False
+    max_prefill_tokens_per_mixed_step: PrefillLimit = None
     policy: SchedulingPolicy = SchedulingPolicy.FCFS
     num_speculative_tokens: int = 0
     fill_drafts: bool = False
@@ -66,6 +70,12 @@ class SchedulerConfig:
                 f"max_num_batched_tokens is {self.max_num_batched_tokens}, below max_num_seqs ({self.max_num_seqs}): "
                 f"not every running request could decode in a step. Raise the one or lower the other."
             )
+        limit = self.max_prefill_tokens_per_mixed_step
+        if isinstance(limit, int) and limit < 1:
+            raise ConfigError(f"max_prefill_tokens_per_mixed_step must be at least 1, not {limit}.")
+        if limit is not None and (self.prefill_first or not self.enable_chunked_prefill):
+            why = "prefill_first has no mixed steps" if self.prefill_first else "prompts must run in chunks for that"
+            raise ConfigError(f"max_prefill_tokens_per_mixed_step is {limit}, but {why}. Remove one.")
         if not self.enable_chunked_prefill and self.max_num_batched_tokens < self.max_model_len:
             raise ConfigError(
                 f"without chunked prefill a prompt runs in one step: max_num_batched_tokens "

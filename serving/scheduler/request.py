@@ -23,6 +23,8 @@ class TrackedRequest(Request):
     Attributes:
         priority: lower runs earlier, where the policy asks.
         arrival: a number that grows with every request.
+        group: whose turn it takes, see `serving.scheduler.waiting`.
+        turn: when, among those that wait.
         limit: tokens, prompt and output, with which it ends at the latest.
         ends: tokens that end it.
         node: the end of its locked path in the prefix cache; None while it waits.
@@ -41,6 +43,8 @@ class TrackedRequest(Request):
 
     priority: int = 0
     arrival: int = 0
+    group: str = ""
+    turn: int = 0
     limit: int = 0
     ends: frozenset[int] = frozenset()
     node: RadixNode | None = None
@@ -66,6 +70,7 @@ class TrackedRequest(Request):
             params,
             priority=given.priority,
             arrival=arrival,
+            group=given.group or given.request_id,
             limit=limit,
             ends=frozenset(params.ending_tokens(eos_token_ids)),
         )

@@ -29,6 +29,7 @@ from serving.scheduler.checks import check_input
 from serving.scheduler.config import SchedulerConfig, SchedulingPolicy
 from serving.scheduler.endings import ending
 from serving.scheduler.kv_manager import KVManager
+from serving.scheduler.mixed_steps import MixedSteps
 from serving.scheduler.radix_cache import PrefixMatch
 from serving.scheduler.request import ScheduledStep, TrackedRequest
 from serving.scheduler.sharing import PrefixWaits
@@ -70,7 +71,15 @@ class Scheduler:
                 f"max_num_batched_tokens is {config.max_num_batched_tokens}, below the block size "
                 f"({table.block_size}): prompts are cut between blocks. Raise the one or lower the other."
             )
+        limit = config.max_prefill_tokens_per_mixed_step
+        if isinstance(limit, int) and limit < table.block_size:
+            raise ConfigError(
+                f"max_prefill_tokens_per_mixed_step is {limit}, below the block size ({table.block_size}): prompts are "
+                f"cut between blocks. Raise the one or lower the other."
+            )
         self._config = config
+        self._by_priority = config.policy is SchedulingPolicy.PRIORITY
+        self._mixed_steps = MixedSteps(limit, table.block_size, config.max_num_batched_tokens)
         self._eos_token_ids = tuple(eos_token_ids)
         self._vocab_size = vocab_size
         self._kv = KVManager(allocator, table, prefix_caching=config.enable_prefix_caching)
@@ -156,7 +165,7 @@ class Scheduler:
         else:
             decodes, pressed = self._reserve_decodes()
             if not pressed:
-                prefills = self._plan_prefills(budget - len(decodes))
+                prefills = self._plan_prefills(self._mixed_steps.room(budget - len(decodes), len(decodes)))
         if decodes:
             self._ratio.decay()
         plain = bool(prefills) or any(request.suspect for request in decodes)
@@ -166,6 +175,7 @@ class Scheduler:
 
     def advance(self, step: ScheduledStep) -> None:
         """The step was launched: later ones build on what it computes."""
+        self._mixed_steps.launched()
         if step.verify:
             for request in step.requests:
                 request.verifying = True
@@ -187,6 +197,7 @@ class Scheduler:
         """
         if len(output.tokens) != len(step.shares):
             raise UBatchError(f"a step of {len(step.shares)} shares gave tokens for {len(output.tokens)}.")
+        self._mixed_steps.processed(output.decision)
         outputs = []
         for index, request in enumerate(step.requests):
             if request.finished:
@@ -236,7 +247,7 @@ class Scheduler:
             candidates = [r for r in self._running.values() if r.decodes or r.prefilling or r.verifying]
             if len(candidates) == 1:  # it fits as soon as those are processed whose last token is on its way
                 return [], pressed
-            victim = choose_victim(candidates, by_priority=self._config.policy is SchedulingPolicy.PRIORITY)
+            victim = choose_victim(candidates, by_priority=self._by_priority)
             self._retract(victim)
             ready = [request for request in ready if request is not victim]
             short = [request for request in short if request is not victim]
@@ -258,29 +269,43 @@ class Scheduler:
     # -- prefills -----------------------------------------------------------------------------------------------
 
     def _plan_prefills(self, budget: int) -> list[tuple[TrackedRequest, int]]:
-        """The prompt that is cut, then new ones, with the tokens that each runs."""
-        chunk: list[tuple[TrackedRequest, int]] = []
-        request = self._chunked
-        if request is not None:
-            num_tokens = self._cut(request.num_computed_tokens, request.num_uncomputed_tokens, budget)
-            if num_tokens:
-                chunk.append((request, num_tokens))
-            if num_tokens < request.num_uncomputed_tokens:
-                return chunk  # one at a time
-            self._chunked = None
-            budget -= num_tokens
-        return chunk + self._admit_waiting(budget)
+        """The prompt that is cut, then new ones, with the tokens that each runs.
 
-    def _admit_waiting(self, budget: int) -> list[tuple[TrackedRequest, int]]:
-        """Admit in the policy's order until one does not fit; nobody overtakes that one."""
+        One is cut at a time. As long as it needs more steps, it leaves half of each to others' prompts that fit whole.
+        """
+        request = self._chunked
+        if request is None:
+            return self._admit_waiting(budget)
+        start, missing = request.num_computed_tokens, request.num_uncomputed_tokens
+        if missing <= budget:
+            self._chunked = None
+            return [(request, missing), *self._admit_waiting(budget - missing)]
+        others = self._admit_waiting(min(budget // 2, budget - self._kv.block_size), beside=request)
+        num_tokens = self._cut(start, missing, budget - sum(count for _, count in others))
+        return [(request, num_tokens), *others] if num_tokens else others
+
+    def _admit_waiting(self, budget: int, *, beside: TrackedRequest | None = None) -> list[tuple[TrackedRequest, int]]:
+        """Admit in the policy's order until one does not fit; nobody overtakes that one.
+
+        Args:
+            budget: tokens.
+            beside: the prompt that is cut, if it stays so: then whole prompts of other groups only.
+        """
         admitted: list[tuple[TrackedRequest, int]] = []
         rows = min(self._config.max_num_seqs - len(self._running), self._kv.num_free_rows)
         if budget < 1 or rows < 1 or not self._waiting:
             return admitted
         kept = self._ratio.tokens(self._running.values())
+        own_turns = 0
         for request in self._waiting.in_order():
             if budget < 1 or len(admitted) == rows or not request.tokens_known:
                 break
+            if beside is not None:
+                own_turns += request.group == beside.group
+                if own_turns > 1 or (self._by_priority and request.priority > beside.priority):
+                    break  # the first of every other group came before its second
+                if request.group == beside.group:
+                    continue
             if self._sharing.still_waits(request):
                 continue
             match = self._kv.lookup(request)
@@ -289,6 +314,8 @@ class Scheduler:
                 continue
             missing = len(request.token_ids) - start
             num_tokens = self._cut(start, missing, budget)
+            if beside is not None and num_tokens < missing:
+                break
             own = self._ratio.tokens((request,))
             if num_tokens == 0 or not self._fits(request, match, kept + own):
                 break

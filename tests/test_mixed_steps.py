@@ -1,0 +1,253 @@
+"""How many prompt tokens a mixed step takes: given, or from measured times."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from fake_runner import Loop, expected, make_loop
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+from model_runner import SamplingParams
+from model_runner.dp import BatchShape, make_offer
+from serving.scheduler import ScheduledStep, SchedulerConfig
+from serving.scheduler.mixed_steps import MeasuredLimit, MixedSteps
+from ubatch import ConfigError, Decision, ForwardMode, UBatchConfig
+from ubatch.vote import decide
+
+PAGE = 16
+
+
+def prompt(length: int, start: int = 1) -> list[int]:
+    return [(start + 7 * place) % 49 + 1 for place in range(length)]
+
+
+def counts(step: ScheduledStep) -> tuple[int, int]:
+    """Decodes and prompt tokens."""
+    prefills = [share.num_tokens for share, fills in zip(step.shares, step.prefills, strict=True) if fills]
+    return len(step.shares) - len(prefills), sum(prefills)
+
+
+def filled(limit: int | str | None, **config: object) -> Loop:
+    """Four requests that decode, and prompts behind them."""
+    loop = make_loop(
+        num_blocks=512,
+        block_size=PAGE,
+        max_model_len=1024,
+        max_num_batched_tokens=512,
+        max_prefill_tokens_per_mixed_step=limit,
+        **config,  # type: ignore[arg-type]
+    )
+    for number in range(4):
+        loop.add(f"runs{number}", prompt(8, number), max_tokens=900, ignore_eos=True)
+    loop.step()
+    for number in range(4):
+        loop.add(f"comes{number}", prompt(300, 9 + number), max_tokens=2, ignore_eos=True)
+    return loop
+
+
+# -- a number ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("overlapped", [False, True])
+@pytest.mark.parametrize("limit", [16, 40, 300])
+def test_a_step_with_decodes_takes_no_more_prompt_tokens_than_the_limit(limit: int, overlapped: bool) -> None:
+    loop = filled(limit, overlapped=overlapped)
+    most = 0
+    while len(loop.outputs) < 8:
+        decodes, prefills = counts(loop.step())
+        if decodes:
+            most = max(most, prefills)
+    assert limit - PAGE < most <= limit
+    for number in range(4):
+        wanted = expected(prompt(300, 9 + number), SamplingParams(max_tokens=2, ignore_eos=True))
+        while len(loop.tokens(f"comes{number}")) < 2:
+            loop.step()
+        assert loop.tokens(f"comes{number}") == wanted
+
+
+def test_off_takes_what_there_is_room_for() -> None:
+    assert counts(filled(None).step()) == (4, 508)
+
+
+def test_a_step_without_decodes_is_not_limited() -> None:
+    loop = make_loop(
+        num_blocks=512,
+        block_size=PAGE,
+        max_model_len=1024,
+        max_num_batched_tokens=512,
+        max_prefill_tokens_per_mixed_step=16,
+    )
+    for number in range(4):
+        loop.add(f"r{number}", prompt(300, number), max_tokens=1)
+    assert counts(loop.step()) == (0, 508)  # 300, and up to the end of a page
+    assert counts(loop.step())[1] > 500
+
+
+def test_limits_that_cannot_work_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"max_prefill_tokens_per_mixed_step is 8, below the block size \(16\)"):
+        filled(8)
+    with pytest.raises(ConfigError, match="must be at least 1, not 0"):
+        SchedulerConfig(max_prefill_tokens_per_mixed_step=0)
+    with pytest.raises(ConfigError, match="prefill_first has no mixed steps"):
+        SchedulerConfig(max_prefill_tokens_per_mixed_step="auto", prefill_first=True)
+    with pytest.raises(ConfigError, match="prompts must run in chunks"):
+        SchedulerConfig(max_prefill_tokens_per_mixed_step=64, enable_chunked_prefill=False)
+
+
+# -- several ranks ----------------------------------------------------------------------------------------------------
+
+
+def vote(*ranks: tuple[int, int], period_us: int = 0) -> Decision:
+    """Of ranks with so many decodes and prompt tokens."""
+    offers = []
+    for decodes, prefills in ranks:
+        kinds = {
+            (False, False): ForwardMode.IDLE,
+            (True, False): ForwardMode.DECODE,
+            (False, True): ForwardMode.PREFILL,
+        }
+        mode = kinds.get((bool(decodes), bool(prefills)), ForwardMode.MIXED)
+        lens = [1] * decodes + ([prefills] if prefills else [])
+        shape = BatchShape(lens, mode, [5] * decodes + [0] * bool(prefills), period_us=period_us)
+        offers.append(make_offer(UBatchConfig(enable_dbo=False), shape)[0])
+    return decide(offers)
+
+
+def test_the_vote_tells_what_of_each_rank_is_of_prompts_and_how_long_the_slowest_took() -> None:
+    decision = vote((4, 0), (2, 100), (0, 64), (0, 0), period_us=7)
+    assert decision.prefill_tokens == (0, 100, 64, 0)
+    assert decision.tokens == ((4,), (102,), (64,), (0,))
+    assert decision.period_us == 7
+    drafts = BatchShape([4] * 3, ForwardMode.TARGET_VERIFY, [9] * 3)
+    assert make_offer(UBatchConfig(), drafts)[0].prefill_tokens == 0
+
+
+def test_decodes_of_another_rank_limit_the_prompts_of_this_one() -> None:
+    limit = MixedSteps(64, PAGE, 512)
+    assert limit.room(512, 0) == 512
+    for ranks, room in (
+        (((0, 512), (0, 300)), 512),  # nobody decodes
+        (((0, 512), (4, 0)), 64),
+        (((0, 64), (4, 300)), 64),
+        (((0, 64), (0, 0)), 512),
+    ):
+        limit.launched()
+        limit.processed(vote(*ranks))
+        assert limit.room(512, 0) == room, ranks
+    assert limit.room(512, 1) == 64
+    assert limit.room(40, 1) == 40
+
+
+@pytest.mark.parametrize("lag", [1, 2])
+def test_ranks_come_to_the_same_limit_whatever_their_clocks_say(lag: int) -> None:
+    """And with them the processes of a tensor-parallel group: the times are the vote's."""
+    rng = random.Random(0)
+    ranks = [MixedSteps("auto", PAGE, 512) for _ in range(2)]
+    flight: list[Decision] = []
+    for _ in range(300):
+        rooms = {each.room(500, 8) for each in ranks}
+        assert len(rooms) == 1
+        prefills = rooms.pop() if rng.random() < 0.7 else 0
+        flight.append(vote((8, prefills), (8, 0), period_us=1000 + 10 * prefills))
+        for each in ranks:
+            each.launched()
+        if len(flight) >= lag:
+            decision = flight.pop(0)
+            for each in ranks:
+                each.processed(decision)
+    assert ranks[0].room(500, 8) > PAGE
+
+
+# -- auto -------------------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=100, deadline=None, phases=(Phase.generate,))
+@given(
+    alone_us=st.integers(500, 50_000),
+    fixed=st.floats(0, 0.8),
+    token_us=st.floats(0.1, 300),
+    overlapped=st.booleans(),
+)
+def test_auto_keeps_mixed_steps_below_three_times_decodes_alone(
+    alone_us: int, fixed: float, token_us: float, overlapped: bool
+) -> None:
+    """Prompts come without end; a step's time has a part of its own for being mixed, and one for every token."""
+    limit = MixedSteps("auto", PAGE, 512)
+    periods = [0] * (1 + overlapped)
+    flight: list[Decision] = []
+    given: list[int] = []
+    slow = 0
+    for _ in range(400):
+        prefills = limit.room(504, 8)
+        took = int(alone_us * (1 + fixed * bool(prefills)) + token_us * prefills)
+        flight.append(vote((8, prefills), period_us=periods.pop(0)))
+        periods.append(took)
+        limit.launched()
+        if len(flight) > overlapped:
+            limit.processed(flight.pop(0))
+        given.append(prefills)
+        slow += prefills > PAGE and took >= 3 * alone_us
+    assert slow <= len(given) / 100
+    assert sum(map(bool, given)) > 0.9 * len(given), "prompts get on"
+    best = (1 - fixed) * alone_us / token_us  # tokens of a step that takes twice as long
+    assert max(given) >= min(best * 0.9, 504) - PAGE, "no more is held back than must be"
+
+
+def test_auto_follows_a_load_that_changes() -> None:
+    limit = MeasuredLimit(PAGE, 2048)
+    for _ in range(10):
+        limit.see(8, 0, 0.010)
+    for _ in range(60):
+        limit.see(8, tokens := limit.tokens() or PAGE, 0.010 + 0.0001 * tokens)
+    assert 80 <= limit.tokens() <= 112
+    for _ in range(20):
+        limit.see(8, tokens := limit.tokens() or PAGE, 0.010 + 0.00002 * tokens)
+    assert 400 <= limit.tokens() <= 512
+
+
+def test_auto_begins_with_a_look_at_decodes_alone_and_one_page() -> None:
+    limit = MeasuredLimit(PAGE, 2048)
+    assert limit.tokens() == 0
+    limit.see(8, 0, 0.010)
+    assert limit.tokens() == PAGE
+
+
+def test_auto_looks_again_where_prompts_come_without_end_and_never_for_long() -> None:
+    limit = MeasuredLimit(PAGE, 2048)
+    limit.see(8, 0, 0.010)
+    given: list[int] = []
+    for _ in range(1000):
+        given.append(limit.tokens())
+        limit.see(8, given[-1], 0.010 + 0.0001 * given[-1])
+    assert 10 <= given.count(0) <= 20
+    stubborn = MeasuredLimit(PAGE, 2048)  # another rank's prompts, say: no step is ever of decodes alone
+    given = []
+    for _ in range(1000):
+        given.append(stubborn.tokens())
+        stubborn.see(8, 64, 0.010)
+    assert 0 < given.count(0) < 100
+    assert max(given) >= PAGE
+
+
+def test_one_step_that_was_held_up_changes_nothing() -> None:
+    limit = MeasuredLimit(PAGE, 2048)
+    for _ in range(10):
+        limit.see(8, 0, 0.010)
+    for _ in range(40):
+        limit.see(8, tokens := limit.tokens() or PAGE, 0.010 + 0.0001 * tokens)
+    before = limit.tokens()
+    limit.see(8, before, 3.0)
+    limit.see(8, 0, 3.0)
+    limit.see(8, before, 0.010 + 0.0001 * before)
+    assert limit.tokens() == before
+
+
+def test_times_of_another_number_of_decodes_serve_until_there_are_some() -> None:
+    limit = MeasuredLimit(PAGE, 2048)
+    limit.see(1, 0, 0.002)
+    limit.see(64, 0, 0.020)
+    for _ in range(40):
+        limit.see(40, tokens := limit.tokens() or PAGE, 0.020 + 0.0001 * tokens)
+    assert 160 <= limit.tokens() <= 208

@@ -1,0 +1,214 @@
+"""Bodies with many prompts take turns with others: who is admitted when, by counting steps."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from fake_runner import Loop, expected, make_loop
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from model_runner import SamplingParams
+from serving.scheduler import ScheduledStep, SchedulingPolicy, TrackedRequest
+from serving.scheduler.waiting import WaitingQueue
+
+
+def admitted(step: ScheduledStep) -> list[str]:
+    return [request.name for request, prefill in zip(step.requests, step.prefills, strict=True) if prefill]
+
+
+def add_body(loop: Loop, name: str, count: int, length: int = 3, **params: object) -> None:
+    for number in range(count):
+        prompt = [(number * 7 + place * place) % 49 + 1 for place in range(length - 2)] + [
+            number % 49 + 1,
+            number // 49,
+        ]
+        loop.add(f"{name}{number}", prompt, group=name, **params)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("policy", SchedulingPolicy)
+def test_a_short_request_behind_2000_prompts_is_admitted_in_the_next_step_with_room(policy: SchedulingPolicy) -> None:
+    loop = make_loop(num_blocks=256, max_num_seqs=16, policy=policy)
+    add_body(loop, "many", 2000, max_tokens=2, ignore_eos=True)
+    assert len(admitted(loop.step())) == 16
+    loop.add("short", [5, 6], max_tokens=1)
+    assert admitted(loop.step()) == []  # the rows are taken
+    names = admitted(loop.step())
+    assert names[1] == "short"
+    assert len(names) == 16
+    assert loop.step().shares
+    assert loop.tokens("short") == expected([5, 6], SamplingParams(max_tokens=1))
+    loop.run()
+    assert len(loop.outputs) == 2001
+
+
+def test_a_short_request_behind_200_long_prompts_runs_beside_the_one_that_is_cut() -> None:
+    loop = make_loop(num_blocks=1024, max_model_len=1024, max_num_batched_tokens=256)
+    add_body(loop, "long", 200, length=1000, max_tokens=1)
+    assert admitted(loop.step()) == ["long0"]
+    loop.add("short", [5, 6], max_tokens=1)
+    step = loop.step()
+    assert [(request.name, share.num_tokens) for request, share in zip(step.requests, step.shares, strict=True)] == [
+        ("long0", 252),  # 254, up to the end of a page
+        ("short", 2),
+    ]
+
+
+def test_half_of_each_step_stays_with_the_prompt_that_is_cut() -> None:
+    loop = make_loop(num_blocks=1024, max_model_len=1024, max_num_batched_tokens=64)
+    add_body(loop, "long", 2, length=1000, max_tokens=1)
+    loop.step()
+    for number in range(40):
+        loop.add(f"short{number}", [number % 49 + 1] * 16, max_tokens=1)
+    steps = 0
+    while "long1" not in admitted(step := loop.step()):
+        steps += 1
+        of_long = [
+            share.num_tokens
+            for request, share in zip(step.requests, step.shares, strict=True)
+            if request.name == "long0"
+        ]
+        assert (of_long and of_long[0] >= 32) or loop.scheduler._chunked is None
+    assert steps <= 1000 / 32
+    loop.run()
+    assert len(loop.outputs) == 42
+
+
+def test_a_prompt_of_the_same_body_does_not_pass_the_one_that_is_cut() -> None:
+    loop = make_loop(num_blocks=256, max_model_len=256, max_num_batched_tokens=64)
+    loop.add("long", [1] * 200, group="body", max_tokens=1)
+    loop.add("tail", [2, 3], group="body", max_tokens=1)
+    loop.add("other", [4, 3], max_tokens=1)
+    assert admitted(loop.step()) == ["long"]
+    assert admitted(loop.step()) == ["long", "other"]
+    while "tail" not in (names := admitted(loop.step())):
+        assert names == ["long"]
+    assert names == ["long", "tail"]
+
+
+def test_who_is_less_urgent_takes_nothing_from_a_prompt_that_is_cut() -> None:
+    loop = make_loop(num_blocks=256, max_model_len=256, max_num_batched_tokens=64, policy=SchedulingPolicy.PRIORITY)
+    loop.add("long", [1] * 200, priority=0, max_tokens=1)
+    loop.step()
+    loop.add("later", [2, 3], priority=1, max_tokens=1)
+    loop.add("as urgent", [3, 4], priority=0, max_tokens=1)
+    assert admitted(loop.step()) == ["long", "as urgent"]
+
+
+def test_turns_are_taken_within_a_priority() -> None:
+    loop = make_loop(max_num_seqs=1, policy=SchedulingPolicy.PRIORITY)
+    for name, priority, group in (("a0", 1, "a"), ("a1", 1, "a"), ("b0", 1, "b"), ("c0", 0, "c"), ("c1", 0, "c")):
+        loop.add(name, [1], priority=priority, group=group, max_tokens=1)
+    order: list[str] = []
+    while loop.scheduler.has_work:
+        order += admitted(loop.step())
+    assert order == ["c0", "c1", "a0", "b0", "a1"]
+
+
+def test_those_that_were_retracted_come_first_and_keep_their_order() -> None:
+    queue = WaitingQueue(SchedulingPolicy.FCFS, lambda request: 0)
+    body = [tracked(f"a{number}", number, "a") for number in range(6)]
+    for request in body:
+        queue.push(request)
+    for request in body[:3]:
+        queue.admit(request)
+    for request in (body[2], body[0]):
+        request.retracted = True
+        queue.push(request)
+    queue.push(tracked("b", 6, "b"))
+    assert [request.name for request in queue.in_order()] == ["a0", "a2", "a3", "b", "a4", "a5"]
+
+
+def test_a_newcomer_does_not_get_ahead_of_those_who_wait_for_the_same_turn() -> None:
+    """However many short bodies come, the long one gets a turn in every round."""
+    queue = WaitingQueue(SchedulingPolicy.FCFS, lambda request: 0)
+    for number in range(50):
+        queue.push(tracked(f"a{number}", number, "a"))
+    last_turn, taken = 50, 0
+    for number in range(50, 250):
+        queue.push(tracked(f"b{number}", number, ""))
+        first = next(queue.in_order())
+        queue.admit(first)
+        if first.group == "a":
+            last_turn, taken = number, taken + 1
+        else:
+            assert first.arrival <= last_turn
+    assert taken > 10
+
+
+def tracked(name: str, arrival: int, group: str, priority: int = 0) -> TrackedRequest:
+    return TrackedRequest(
+        name, [1], SamplingParams(max_tokens=1), priority=priority, arrival=arrival, group=group or name
+    )
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 3), st.sampled_from(["push", "push", "push", "admit", "remove", "retract"]))),
+    st.sampled_from([SchedulingPolicy.FCFS, SchedulingPolicy.PRIORITY]),
+)
+def test_nothing_is_lost_and_nobody_waits_for_two_of_another_group(
+    moves: list[tuple[int, str]], policy: SchedulingPolicy
+) -> None:
+    queue = WaitingQueue(policy, lambda request: 0)
+    waiting: dict[str, TrackedRequest] = {}
+    running: list[TrackedRequest] = []
+    passed: dict[str, Counter[str]] = {}  # who was admitted while this one was the first of its group
+    for arrival, (number, move) in enumerate(moves):
+        if move == "push":
+            request = tracked(f"r{arrival}", arrival, f"g{number}", number % 2)
+            queue.push(request)
+            waiting[request.name] = request
+        elif move == "admit" and waiting:
+            request = next(queue.in_order())
+            queue.admit(request)
+            del waiting[request.name]
+            running.append(request)
+            firsts = {each.group: each for each in sorted(waiting.values(), key=lambda r: -r.arrival)}
+            urgency = request.priority if policy is SchedulingPolicy.PRIORITY else 0
+            for first in firsts.values():
+                own = first.priority if policy is SchedulingPolicy.PRIORITY else 0
+                if request.retracted or own != urgency or first.group == request.group:
+                    continue
+                counts = passed.setdefault(first.name, Counter())
+                counts[request.group] += 1
+                assert counts[request.group] <= 1, "two of a group before the first of another"
+            assert all(r.arrival > request.arrival for r in waiting.values() if r.group == request.group), "not FIFO"
+            request.retracted = False
+        elif move == "remove" and waiting:
+            request = list(waiting.values())[number % len(waiting)]
+            queue.remove(request)
+            del waiting[request.name]
+            passed.clear()  # the turn of one that is gone is not given to the next of its group
+        elif move == "retract" and running:
+            request = running.pop()
+            request.retracted = True
+            queue.push(request)
+            waiting[request.name] = request
+    assert {request.name for request in queue.in_order()} == set(waiting)
+    for request in list(queue.in_order()):
+        queue.admit(request)
+    assert len(queue) == 0
+    assert not queue._turns, "what is known of groups goes with them"
+
+
+def test_the_next_is_found_without_looking_at_all_that_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    queue = WaitingQueue(SchedulingPolicy.FCFS, lambda request: 0)
+    body = [tracked(f"a{number}", number, "a") for number in range(50_000)]
+    for request in body:
+        queue.push(request)
+    looked = 0
+    key = WaitingQueue._key
+
+    def counted(self: WaitingQueue, request: TrackedRequest) -> tuple[int, bool, int, int]:
+        nonlocal looked
+        looked += 1
+        return key(self, request)
+
+    monkeypatch.setattr(WaitingQueue, "_key", counted)
+    queue.push(tracked("b", 50_000, "b"))
+    for request, _ in zip(queue.in_order(), range(100), strict=False):
+        queue.admit(request)
+    queue.remove(body[-1])
+    assert looked < 102 * 20
