@@ -39,6 +39,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     ),
     "bench serve": ("serving.bench.serve", "a load on an OpenAI-compatible server, and what its clients see"),
     "bench abuse": ("serving.bench.abuse", "a server under attack beside a steady load: what may and must not happen"),
+    "bench fairness": ("serving.bench.fairness", "what long prompts cost requests that decode, and what a limit costs"),
     "bench engine": (
         "serving.bench.serve_compare",
         "whole engines: offline and served, with overlap, and the scheduler",

@@ -187,7 +187,7 @@ class LLM:
                         skip_special_tokens=skip_special_tokens,
                         min_tokens=params.min_tokens,
                     )
-                request = RequestInput(f"llm-{next(self._numbers)}", self._encode(prompt), params)
+                request = RequestInput(f"llm-{next(self._numbers)}", self._encode(prompt), params, group="llm")
                 jobs[request.request_id] = _Job(prompt, request, text, bool(stops))
             with tqdm(total=len(jobs), unit="prompt", disable=None if use_tqdm else True, leave=False) as bar:
 

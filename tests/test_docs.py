@@ -72,6 +72,29 @@ def test_the_readme_shows_what_wrapping_a_model_of_transformers_gives() -> None:
     assert [row[1] for row in table_below("| what | measured |") if "that transformers shards" in row[0]] == [figures]
 
 
+def test_the_readme_shows_what_long_prompts_cost_and_what_a_limit_costs() -> None:
+    """Where they differ, put these in."""
+    arms = json.loads((RESULTS / "fairness.json").read_text(encoding="utf-8"))["arms"]
+    figures = {
+        (arm["limit"], arm["dbo"], name): "{median:.2f}x [{low:.2f}, {high:.2f}]".format(**arm[name])
+        for arm in arms
+        for name in ("stretch", "throughput")
+    }
+    stretch = [
+        f"{figures['off', dbo, 'stretch']} of decodes alone, with `auto` {figures['auto', dbo, 'stretch']}"
+        for dbo in (False, True)
+    ]
+    throughput = [figures["auto", dbo, "throughput"] for dbo in (False, True)]
+    expected = [
+        f"{stretch[0]}; with `--enable-dbo` {stretch[1]}",
+        f"{throughput[0]}; with `--enable-dbo` {throughput[1]}",
+    ]
+    rows = [
+        row for row in table_below("| what | measured |") if "max-prefill-tokens" in row[0] or "900 tokens" in row[0]
+    ]
+    assert [row[1] for row in rows] == expected, "\n".join(expected)
+
+
 @pytest.mark.parametrize("name", ["overlap.json", "overlap-ratios.json"])
 def test_no_measured_step_passes_the_bound(name: str) -> None:
     for link in json.loads((RESULTS / name).read_text(encoding="utf-8"))["links"]:

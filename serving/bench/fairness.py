@@ -1,0 +1,239 @@
+"""`ubatch bench fairness`: what prompts that arrive cost the requests that decode, and what limiting them costs.
+
+Every arm is a server of its own, with and without DBO: `off` takes prompts as they come, `auto` and the numbers are
+`--max-prefill-tokens-per-mixed-step`. All are alive, and one works at a time, interleaved A B B A. A round is twice the
+same streams:
+
+    alone    streams decode, and nothing else comes
+    mixed    long prompts arrive beside them, each with an answer of two tokens
+
+    p99          of the time between two tokens of a stream; mixed: while prompts are being served
+    stretch      p99 mixed / p99 alone, of the same server and round
+    throughput   tokens per second of the mixed part, prompts' and answers', against `off` with the same DBO
+
+A mixed step below `--dbo-prefill-token-threshold` does not overlap, so a limit below it costs more with DBO.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from itertools import accumulate, product
+from pathlib import Path
+from typing import Annotated, Any
+
+import httpx
+import numpy as np
+import tyro
+from prometheus_client.parser import text_string_to_metric_families
+from pydantic import Field
+from tqdm import tqdm
+
+from serving.bench.options import ReportOptions
+from serving.bench.serve_figures import figures_of
+from serving.bench.serve_load import Load, make_tasks, served_model
+from serving.bench.serve_process import ServerProcess, running_server
+from serving.bench.serve_requests import Outcome, Server, Status, Task, send_all
+from serving.bench.statistics import Interval, bootstrap, paired
+from ubatch import UBatchError
+
+__all__ = ["Options", "Round", "gaps_between", "run"]
+
+_BEFORE_S = 0.3  # the streams decode before the first prompt comes
+_PROMPT_OUTPUT = 2
+
+
+class Options(ReportOptions):
+    """What to serve, and the load."""
+
+    model: Annotated[tyro.conf.Positional[Path], Field(description="folder of a Hugging Face checkpoint")]
+    ranks: Annotated[int, Field(ge=2, description="data- and expert-parallel ranks")] = 2
+    emulated_link: Annotated[
+        tuple[float, float], tyro.conf.arg(metavar="US MB/S"), Field(description="latency and bandwidth between them")
+    ] = (20.0, 50.0)
+    limits: Annotated[
+        tuple[str, ...], Field(min_length=1, description="--max-prefill-tokens-per-mixed-step of the arms, beside off")
+    ] = ("auto",)
+    flags: Annotated[
+        tuple[str, ...], Field(description="more flags of every server, as one word each: --flag=value")
+    ] = ()
+    rounds: Annotated[int, Field(ge=2, description="A B B A rounds; each runs every arm twice")] = 6
+    streams: Annotated[int, Field(ge=1, description="requests that decode")] = 8
+    output_len: Annotated[int, Field(ge=8, description="their tokens")] = 200
+    prompts: Annotated[int, Field(ge=1, description="long prompts beside them")] = 12
+    input_len: Annotated[int, Field(ge=1, description="their tokens")] = 900
+    request_rate: Annotated[float, Field(gt=0, description="of them per second, Poisson")] = 6.0
+
+
+@dataclass(frozen=True)
+class Round:
+    """One visit of an arm.
+
+    Attributes:
+        alone_ms, mixed_ms: times between two tokens of a stream.
+        tokens_per_s: of the mixed part.
+    """
+
+    alone_ms: Sequence[float]
+    mixed_ms: Sequence[float]
+    tokens_per_s: float
+
+    @property
+    def p99_alone(self) -> float:
+        """Milliseconds."""
+        return float(np.percentile(self.alone_ms, 99))
+
+    @property
+    def p99_mixed(self) -> float:
+        """Milliseconds."""
+        return float(np.percentile(self.mixed_ms, 99))
+
+    def as_json(self) -> dict[str, float]:
+        """Without every single gap."""
+        return {
+            "median_alone_ms": float(np.median(self.alone_ms)),
+            "p99_alone_ms": self.p99_alone,
+            "median_mixed_ms": float(np.median(self.mixed_ms)),
+            "p99_mixed_ms": self.p99_mixed,
+            "tokens_per_s": self.tokens_per_s,
+        }
+
+
+@dataclass
+class _Arm:
+    limit: str
+    dbo: bool
+    server: ServerProcess
+    rounds: list[Round] = field(default_factory=list)
+
+    def overlapped(self) -> tuple[float, float]:
+        """Mixed steps so far that overlapped, and all of them."""
+        text = httpx.get(f"{self.server.base_url}/metrics", timeout=30.0, trust_env=False).text
+        counts = [
+            (sample.labels["outcome"], sample.value)
+            for family in text_string_to_metric_families(text)
+            for sample in family.samples
+            if family.name == "ubatch:steps" and sample.labels.get("mode") == "mixed"
+        ]
+        engaged = sum(value for outcome, value in counts if outcome.startswith("engaged"))
+        return engaged, sum(value for _, value in counts)
+
+
+def run(options: Options) -> int:
+    """Start the servers, measure, print, write.
+
+    Raises:
+        ServerFailed: a server did not start.
+        UBatchError: a request failed.
+    """
+    with ExitStack() as stack:
+        arms = []
+        for dbo, limit in product((False, True), ("off", *options.limits)):
+            server = stack.enter_context(running_server(options.model, _flags(options, limit, dbo=dbo)))
+            arms.append(_Arm(limit, dbo, server))
+        for arm in arms:  # what is made at the first use
+            asyncio.run(_visit(arm, options, seed=0))
+        seeds = iter(range(1, 1_000_000))
+        for _ in tqdm(range(options.rounds), desc="rounds", disable=None, leave=False):
+            for arm in (*arms, *reversed(arms)):
+                arm.rounds.append(asyncio.run(_visit(arm, options, next(seeds))))
+        rows = [_row(arm, next(each for each in arms if each.dbo == arm.dbo)) for arm in arms]
+    _print(options, rows)
+    options.write(
+        {
+            "arms": [
+                {**row, "rounds": [each.as_json() for each in arm.rounds]} for row, arm in zip(rows, arms, strict=True)
+            ]
+        }
+    )
+    return 0
+
+
+def _flags(options: Options, limit: str, *, dbo: bool) -> list[str]:
+    link = map(str, options.emulated_link)
+    flags = ["--data-parallel-size", str(options.ranks), "--enable-expert-parallel", "--emulated-link", *link]
+    flags += ["--max-prefill-tokens-per-mixed-step", limit, *(["--enable-dbo"] if dbo else []), *options.flags]
+    return flags
+
+
+async def _visit(arm: _Arm, options: Options, seed: int) -> Round:
+    asked = Server(arm.server.base_url)
+    server = replace(asked, model=(await served_model(asked, None)).name)
+    fields = {"temperature": 0.0, "ignore_eos": True}
+    decodes = Load(options.streams, input_len=32, output_len=options.output_len, seed=2 * seed, fields=fields)
+    prompts = Load(
+        options.prompts, options.request_rate, options.input_len, _PROMPT_OUTPUT, seed=2 * seed + 1, fields=fields
+    )
+    streams, coming = await make_tasks(server, decodes), await make_tasks(server, prompts)
+    alone = _all_ok(await send_all(server, _shuffled(streams, seed)))
+    later = [replace(task, index=len(streams) + task.index, start_s=task.start_s + _BEFORE_S) for task in coming]
+    mixed = _all_ok(await send_all(server, [*streams, *later]))
+    served = mixed[len(streams) :]
+    begin, end = min(each.sent_s for each in served), max(each.sent_s + each.latency_s for each in served)
+    return Round(
+        [1e3 * gap for each in alone for gap in each.gaps_s],
+        [1e3 * gap for each in mixed[: len(streams)] for gap in gaps_between(each, begin, end)],
+        figures_of(mixed).total_tokens_per_s,
+    )
+
+
+def _shuffled(tasks: Sequence[Task], seed: int) -> list[Task]:
+    """The same lengths with other tokens, so that the prefix cache has none of the second part."""
+    rng = random.Random(seed)
+    prompts: list[list[int]] = [[token for token in task.prompt if isinstance(token, int)] for task in tasks]
+    return [replace(task, prompt=rng.sample(each, len(each))) for task, each in zip(tasks, prompts, strict=True)]
+
+
+def _all_ok(outcomes: list[Outcome]) -> list[Outcome]:
+    for outcome in outcomes:
+        if outcome.status is not Status.OK:
+            raise UBatchError(f"a request failed: {outcome.error}")
+    return outcomes
+
+
+def gaps_between(outcome: Outcome, begin_s: float, end_s: float) -> list[float]:
+    """The gaps of a stream that overlap with a span of the load's time; all, if there is none."""
+    first = outcome.sent_s + (outcome.ttft_s or 0.0)
+    ends = list(accumulate(outcome.gaps_s, initial=first))
+    inside = [
+        gap
+        for gap, start, stop in zip(outcome.gaps_s, ends, ends[1:], strict=False)
+        if stop > begin_s and start < end_s
+    ]
+    return inside or list(outcome.gaps_s)
+
+
+def _row(arm: _Arm, off: _Arm) -> dict[str, Any]:
+    engaged, steps = arm.overlapped()
+    return {
+        "limit": arm.limit,
+        "dbo": arm.dbo,
+        "p99_alone_ms": bootstrap([each.p99_alone for each in arm.rounds]),
+        "p99_mixed_ms": bootstrap([each.p99_mixed for each in arm.rounds]),
+        "stretch": paired([each.p99_mixed for each in arm.rounds], [each.p99_alone for each in arm.rounds]),
+        "tokens_per_s": bootstrap([each.tokens_per_s for each in arm.rounds]),
+        "throughput": paired([e.tokens_per_s for e in arm.rounds], [e.tokens_per_s for e in off.rounds]),
+        "overlapped": engaged / steps if steps else 0.0,
+    }
+
+
+def _print(options: Options, rows: Sequence[Mapping[str, Any]]) -> None:
+    print(
+        f"{options.streams} streams on {options.ranks} ranks, {options.prompts} prompts of {options.input_len} tokens "
+        f"at {options.request_rate:g}/s beside them; {2 * options.rounds} visits of every arm"
+    )
+    print(f"  {'limit':12} {'p99 alone':>20} {'p99 mixed':>20} {'stretch':>20} {'throughput':>20} {'overlapped':>11}")
+    for row in rows:
+        name = f"{row['limit']}{', dbo' if row['dbo'] else ''}"
+        cells = [_cell(row[key], ".0f", " ms") for key in _SHOWN[:2]] + [_cell(row[key], ".2f") for key in _SHOWN[2:]]
+        print(f"  {name:12} " + " ".join(f"{cell:>20}" for cell in cells) + f" {row['overlapped']:>10.0%}")
+
+
+def _cell(interval: Interval, spec: str, unit: str = "") -> str:
+    return f"{interval:{spec}}{unit}"
+
+
+_SHOWN: Sequence[str] = ("p99_alone_ms", "p99_mixed_ms", "stretch", "throughput")

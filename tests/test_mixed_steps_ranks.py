@@ -1,0 +1,56 @@
+"""A limit on the prompt tokens of mixed steps, on ranks that step together: the same tokens, and the same steps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from model_runner import SamplingParams
+from serving import LLM
+
+TINY = Path(__file__).parents[1] / "examples" / "models" / "tiny-moe"
+TEXT = (Path(__file__).parents[1] / "serving" / "scheduler" / "radix_cache.py").read_text(encoding="utf-8")
+PROMPTS = [TEXT[300 * number : 300 * number + 40 + 60 * (number % 9)] for number in range(20)]
+PARAMS = [SamplingParams(max_tokens=6 + 5 * (number % 4), ignore_eos=True) for number in range(20)]
+
+
+def generate(**options: Any) -> tuple[list[tuple[int, ...]], dict[str, int]]:
+    with LLM(TINY, max_num_seqs=6, **options) as llm:
+        tokens = [each.outputs[0].token_ids for each in llm.generate(PROMPTS, PARAMS, use_tqdm=False)]
+        return tokens, dict(llm.statistics[0].steps)
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[tuple[int, ...]]:
+    return generate()[0]
+
+
+@pytest.mark.timeout(140)
+def test_mixed_steps_above_the_threshold_overlap_and_smaller_ones_do_not(expected: list[tuple[int, ...]]) -> None:
+    dbo = {"data_parallel_size": 2, "enable_expert_parallel": True, "enable_dbo": True}
+    for limit, engaged in ((96, True), (32, False)):
+        tokens, steps = generate(**dbo, dbo_prefill_token_threshold=64, max_prefill_tokens_per_mixed_step=limit)
+        assert tokens == expected
+        assert (steps.get("mixed/engaged", 0) > 0) == engaged, steps
+        assert steps.get("mixed/below_prefill_threshold", 0) + steps.get("mixed/peer_declined", 0) > 0, steps
+
+
+@pytest.mark.timeout(140)
+def test_tensor_parallel_ranks_follow_the_same_times(expected: list[tuple[int, ...]]) -> None:
+    """Each has a clock of its own; where they planned other steps, the engine would stop."""
+    tokens, steps = generate(
+        tensor_parallel_size=2, enable_expert_parallel=True, max_prefill_tokens_per_mixed_step="auto"
+    )
+    assert tokens == expected
+    assert sum(count for kind, count in steps.items() if kind.startswith("mixed/")) > 10, steps
+
+
+@pytest.mark.timeout(140)
+def test_auto_on_data_parallel_ranks_gives_the_same_tokens(expected: list[tuple[int, ...]]) -> None:
+    tokens, steps = generate(
+        data_parallel_size=2, enable_expert_parallel=True, max_prefill_tokens_per_mixed_step="auto"
+    )
+    assert tokens == expected
+    assert sum(count for kind, count in steps.items() if kind.startswith("mixed/")) > 5, steps
