@@ -16,7 +16,8 @@ from ubatch import UBatchError
 __all__ = ["EngineLink"]
 
 _LINGER_MS = 2000
-_MOST_AT_ONCE = 128  # messages; to take in a request costs some 70 us
+_TAKE_IN_S = 0.01
+"""Least time in which messages are taken in before a step: some 70 us each, where requests come with them."""
 _PATIENCE_S = 0.3
 """How long an engine whose step failed looks for the `Shutdown` that would explain it."""
 
@@ -33,6 +34,7 @@ class EngineLink:
     def __init__(self, address: str, identity: str, curve: CurveKeys | None = None) -> None:
         self._context = zmq.Context()
         self._lock = threading.Lock()
+        self._received_at = time.monotonic()
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.IDENTITY, identity.encode())
         self._socket.setsockopt(zmq.SNDHWM, 0)  # what is queued is bounded by the requests that the client sent
@@ -60,10 +62,17 @@ class EngineLink:
             self._socket.send(data)
 
     def receive(self, wait_s: float = 0.0) -> Iterator[ToEngine]:
-        """Messages that have come, not more than a step may be held up for; waits up to `wait_s` for the first."""
+        """Messages that have come; waits up to `wait_s` for the first.
+
+        A large body's requests do not hold up a step for longer than the step before took: the rest comes next time.
+        """
+        took = time.monotonic() - self._received_at
         if wait_s and not self._socket.poll(int(wait_s * 1000)):
+            self._received_at = time.monotonic()
             return
-        for _ in range(_MOST_AT_ONCE):
+        until = time.monotonic() + max(took, _TAKE_IN_S)
+        while (now := time.monotonic()) < until:
+            self._received_at = now
             try:
                 data = self._socket.recv(zmq.NOBLOCK)
             except zmq.Again:
