@@ -14,6 +14,7 @@ from unittest import mock
 
 import pytest
 import torch
+from torch.distributed import HashStore
 
 import serving.engine.build as build
 import serving.engine.launch as launch
@@ -25,6 +26,7 @@ import serving.server as server
 import serving.trace as trace
 import serving.tune as tune
 from serving.engine.options import EngineOptions
+from serving.engine.secret import read_secret
 from ubatch import UBatchError
 
 Effects = dict[str, Any]
@@ -79,6 +81,8 @@ def of_serve(words: Sequence[str]) -> Effects:
     async def start(options: EngineOptions) -> Any:
         with contextlib.suppress(UBatchError):
             rendezvous.host_store(options)
+        run = rendezvous.Run.open(HashStore(), read_secret(options.cluster_secret_file))
+        seen["messages are encrypted"] = run.curve is not None
         process = mock.MagicMock(side_effect=lambda **how: seen.note("process", mock.MagicMock())(how["name"]))
         with mock.patch.object(launch.multiprocessing, "get_context", return_value=SimpleNamespace(Process=process)):
             launch.LocalEngines(options, options.master_addr, 1, build.warm_up)  # type: ignore[arg-type]

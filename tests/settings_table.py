@@ -60,6 +60,7 @@ CASES: Mapping[str, Case] = {
     "node_rank": Case(("1",), NODES),
     "master_addr": Case(("10.0.0.2",), NODES),
     "master_port": Case(("29501",), NODES),
+    "cluster_secret_file": Case(("SECRET",), NODES),
     # overlap
     "enable_dbo": Case((), EP),
     "dbo_auto": Case((), DBO),
@@ -88,6 +89,7 @@ CASES: Mapping[str, Case] = {
     "enable_prefix_caching": Case(off=True),
     "max_num_seqs": Case(("3",)),
     "max_num_batched_tokens": Case(("1024",)),
+    "max_prefill_tokens_per_mixed_step": Case(("auto",)),
     "enable_chunked_prefill": Case(off=True),
     "scheduling_policy": Case(("lpm",)),
     "prefill_first": Case(),
