@@ -37,7 +37,7 @@ from model_runner.errors import (
     WrongShape,
 )
 from model_runner.future_map import FutureMap
-from model_runner.generate import LOGITS_NOT_FINITE, FinishReason, GenerationOutput, check_request, generate
+from model_runner.generate import FAULTS, FinishReason, GenerationOutput, check_request, generate
 from model_runner.graph_sizes import GraphShape, capture_sizes
 from model_runner.host_memory import keep_freed_memory
 from model_runner.input_batch import InputBatch, build_input_batch
@@ -70,7 +70,7 @@ from model_runner.weights import Checkpoint
 
 __all__ = [
     "DEFAULT_KV_CACHE_MEMORY",
-    "LOGITS_NOT_FINITE",
+    "FAULTS",
     "MAX_LOGIT_BIASES",
     "MAX_STOP_TOKEN_IDS",
     "PENDING_TOKEN",

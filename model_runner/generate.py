@@ -19,15 +19,7 @@ from model_runner.request import Request, ScheduledRequest
 from model_runner.runner import ModelRunner
 from model_runner.sampling_params import SamplingParams
 
-__all__ = ["LOGITS_NOT_FINITE", "FinishReason", "GenerationOutput", "check_request", "generate"]
-
-
-LOGITS_NOT_FINITE = (
-    "the model's logits, or the hidden states of its prompt, are not finite numbers (nan or infinity): the checkpoint, "
-    "or the precision it is computed in, does not hold for these tokens. Or allowed tokens, bad words and min_tokens "
-    "have left no token to go on with."
-)
-"""What `FinishReason.ERROR` means, for who asked."""
+__all__ = ["FAULTS", "FinishReason", "GenerationOutput", "check_request", "generate"]
 
 
 class FinishReason(StrEnum):
@@ -40,7 +32,18 @@ class FinishReason(StrEnum):
     ABORT = "abort"
     """it was taken back before its end"""
     ERROR = "error"
-    """`LOGITS_NOT_FINITE`; the tokens before are right"""
+    """the logits were not finite; the tokens before are right"""
+    NO_TOKEN_LEFT = "no_token_left"
+    """the sampling parameters leave no token to go on with; the tokens before are right"""
+
+
+FAULTS = {
+    FinishReason.ERROR: "the model's logits, or the hidden states of its prompt, are not finite numbers (nan or "
+    "infinity): the checkpoint, or the precision it is computed in, does not hold for these tokens.",
+    FinishReason.NO_TOKEN_LEFT: "the request's parameters leave no token to go on with: of its allowed_token_ids each "
+    "would complete one of its bad_words, or end the output before min_tokens. Allow more tokens, or forbid fewer.",
+}
+"""What these ends mean, for who asked."""
 
 
 @dataclass(frozen=True)
@@ -179,6 +182,8 @@ class _Job:
             share.request.advance(share.num_tokens, token)
             if place in output.corrupted:
                 self._finish(index, share.request, FinishReason.ERROR)
+            elif place in output.out_of_tokens:
+                self._finish(index, share.request, FinishReason.NO_TOKEN_LEFT)
             elif token is not None:
                 self._take(index, share.request, token)
         return not output.all_idle

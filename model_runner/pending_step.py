@@ -32,7 +32,7 @@ from model_runner.logprobs import (
 )
 from model_runner.penalties import SamplingRow
 from model_runner.request import PENDING_TOKEN, ScheduledRequest
-from model_runner.sampler import NO_TOKEN, sample
+from model_runner.sampler import NO_TOKEN, OUT_OF_TOKENS, sample
 from model_runner.speculation.accept import Acceptance, DraftRows, accepted_nodes, sample_by_rejection
 from model_runner.speculation.proposer import StepObserver
 from model_runner.speculation.tree import path_to
@@ -56,8 +56,9 @@ class StepOutput:
             `params.prompt_logprobs` asks for them; else empty.
         decision: whether the step overlapped, or why not; with every rank's tokens.
         all_idle: no rank had a token; nothing ran.
-        corrupted: numbers of the shares whose logits, or whose prompt's hidden states, are not finite, or whose
-            parameters leave no token. The token that would have come is missing in `tokens`.
+        corrupted: numbers of the shares whose logits, or whose prompt's hidden states, are not finite. The token that
+            would have come is missing in `tokens`.
+        out_of_tokens: numbers of the others whose parameters leave no token after those in `tokens`.
     """
 
     tokens: tuple[tuple[int, ...], ...]
@@ -66,6 +67,7 @@ class StepOutput:
     decision: Decision
     all_idle: bool
     corrupted: frozenset[int] = frozenset()
+    out_of_tokens: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -312,7 +314,8 @@ class PendingStep:
         if any(bad_rows):
             starts = batch.metadata.query_start_loc_cpu
             corrupted |= {index for index in range(len(says)) if any(bad_rows[starts[index] : starts[index + 1]])}
-        new = tuple(own[:-1] if index in corrupted else own for index, own in enumerate(says))
+        stuck = {index for index, own in enumerate(says) if OUT_OF_TOKENS in own} - corrupted
+        new = tuple(own[:-1] if index in corrupted | stuck else own for index, own in enumerate(says))
         nothing: tuple[tuple[()], ...] = ((),) * len(new)
         logprobs: Sequence[tuple[TokenLogprobs, ...]] = nothing
         if sampled.scores is not None:
@@ -321,7 +324,15 @@ class PendingStep:
         if sampled.prompt is not None:
             read = sampled.prompt.read(self._context.prompt_carry)
             prompt = [read.get(index, ()) for index in range(len(new))]
-        output = StepOutput(new, tuple(logprobs), tuple(prompt), self.decision, self.all_idle, frozenset(corrupted))
+        output = StepOutput(
+            new,
+            tuple(logprobs),
+            tuple(prompt),
+            self.decision,
+            self.all_idle,
+            frozenset(corrupted),
+            frozenset(stuck),
+        )
         return paths, [tuple(max(token, 0) for token in own) for own in says], output
 
     def _read_logprobs(

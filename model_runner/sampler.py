@@ -35,10 +35,10 @@ from model_runner.penalties import SamplingRow, adjust_logits
 from model_runner.sampling_params import SamplingParams
 from ubatch.small_copies import to_device
 
-__all__ = ["NO_TOKEN", "distributions", "fall", "sample"]
+__all__ = ["NO_TOKEN", "OUT_OF_TOKENS", "distributions", "fall", "sample"]
 
-NO_TOKEN = -1
-"""In place of a token, where a row's logits are not finite."""
+NO_TOKEN, OUT_OF_TOKENS = -1, -2
+"""In place of a token, where a row's logits are not finite; and where they are, but its parameters leave none."""
 
 _FEW = 256
 _WIDTHS = (64, 1024)
@@ -50,8 +50,8 @@ _SHORT_BLOCK = 64
 def sample(logits: Tensor, rows: Mapping[int, SamplingRow]) -> Tensor:
     """One token per row: `[R]` int64 on the device of the logits.
 
-    `NO_TOKEN` where a row has a nan or +inf, or nothing but -inf, or where its parameters leave nothing else; the other
-    rows' tokens do not depend on it.
+    `NO_TOKEN` where a row has a nan or +inf, or nothing but -inf; `OUT_OF_TOKENS` where its parameters leave
+    nothing but -inf. The other rows' tokens do not depend on it.
 
     Args:
         logits: `[R, vocab]`, floating; not changed.
@@ -82,7 +82,7 @@ def sample(logits: Tensor, rows: Mapping[int, SamplingRow]) -> Tensor:
         logits = adjust_logits(logits.index_select(0, where), tuple(adjusted.values()))
         left = logits.amax(dim=-1) != -torch.inf
         chosen = _choose(logits, logits.argmax(dim=-1), draws[len(as_they_are) :])
-        tokens.index_copy_(0, where, chosen.where(left, NO_TOKEN))
+        tokens.index_copy_(0, where, chosen.where(left, OUT_OF_TOKENS))
     return tokens.masked_fill_(highest - highest != 0, NO_TOKEN)  # inf - inf is nan, too
 
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-from model_runner import LOGITS_NOT_FINITE, FinishReason, ModelRunner, SamplingParams, fresh_seed
+from model_runner import FAULTS, FinishReason, ModelRunner, SamplingParams, fresh_seed
 from model_runner import generate as generate_tokens
 from serving.engine.build import make_runner
 from serving.engine.options import EngineOptions
@@ -197,8 +197,9 @@ def print_generated(generated: Generated) -> None:
     for completion in generated.completions:
         print(f"--- {completion.prompt!r} ({len(completion.token_ids)} tokens, {completion.finish_reason})")
         print(f"{completion.prompt}{completion.text}")
-        if completion.finish_reason == FinishReason.ERROR:
-            print(f"error: {LOGITS_NOT_FINITE}")
+        fault = FAULTS.get(FinishReason(completion.finish_reason))
+        if fault is not None:
+            print(f"error: {fault}")
     print(f"steps: {describe_steps(generated.engaged, generated.declined)}")
     drafts = sum((completion.drafts for completion in generated.completions), DraftCounts())
     if drafts.verified:

@@ -15,7 +15,7 @@ from typing import Any, TypeAlias, cast
 
 from tqdm import tqdm
 
-from model_runner import LOGITS_NOT_FINITE, FinishReason, RequestError, SamplingParams, TokenLogprobs
+from model_runner import FAULTS, FinishReason, RequestError, SamplingParams, TokenLogprobs
 from serving.bad_words import bad_token_sequences
 from serving.engine.offline import OfflineEngine, make_offline_engine
 from serving.logs import log_event
@@ -41,7 +41,8 @@ class CompletionResult:
     Attributes:
         text: detokenised, without the stop string or stop token; empty where there is no tokenizer.
         token_ids: up to and with the token that ended it.
-        finish_reason: `stop`, `length`, or `error`; then `error` says what it was.
+        finish_reason: `stop`, `length`, or, where it could not go on, `error` (the logits are not finite) or
+            `no_token_left` (its parameters leave none); then `error` says what it was.
         stop_reason: the stop string or token that ended it, if one did.
         logprobs: one per token, where `SamplingParams.logprobs` asks for them; else empty.
         drafts: tokens that were guessed ahead, and how many of them were right.
@@ -57,7 +58,7 @@ class CompletionResult:
     @property
     def error(self) -> str | None:
         """Why it could not go on; None where it ended as asked."""
-        return LOGITS_NOT_FINITE if self.finish_reason is FinishReason.ERROR else None
+        return FAULTS.get(self.finish_reason)
 
 
 @dataclass(frozen=True)

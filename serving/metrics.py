@@ -49,7 +49,7 @@ _COUNTERS: Mapping[str, tuple[str, str]] = {
     "vllm:prompt_tokens": ("prompt_tokens", "Prompt tokens of requests that began to answer, cached ones included."),
     "vllm:generation_tokens": ("generation_tokens", "Tokens generated."),
     "vllm:num_preemptions": ("preemptions", "Requests retracted for want of KV blocks."),
-    "vllm:corrupted_requests": ("corrupted_requests", "Requests whose logits were not finite, or left no token."),
+    "vllm:corrupted_requests": ("corrupted_requests", "Requests whose logits were not finite."),
     "vllm:spec_decode_num_drafts": ("num_drafts", "Times that tokens guessed for a request were verified."),
     "vllm:spec_decode_num_draft_tokens": ("drafted_tokens", "Tokens guessed ahead."),
     "vllm:spec_decode_num_accepted_tokens": ("accepted_tokens", "Guessed tokens that were right."),

@@ -108,8 +108,7 @@ class EngineStatistics:
         prompt_tokens: prompt tokens of the requests whose first token came, cached ones included.
         generation_tokens: tokens generated.
         preemptions: requests that were retracted for want of KV.
-        corrupted_requests: requests that ended with `FinishReason.ERROR`: their logits were not finite, or their
-            parameters left no token.
+        corrupted_requests: requests that ended with `FinishReason.ERROR`: their logits were not finite.
         num_drafts: how often a request's drafts were verified.
         drafted_tokens: drafts in all of these.
         accepted_tokens: those that were right.

@@ -273,6 +273,7 @@ def test_a_prompt_that_does_not_fit(body: dict[str, Any]) -> None:
         (EngineDead("rank 1: killed"), 500, "engine_dead"),
         (FinishReason.ABORT, 500, "aborted"),
         (FinishReason.ERROR, 500, "not_finite"),
+        (FinishReason.NO_TOKEN_LEFT, 400, "no_token_left"),
         (ZeroDivisionError("a secret"), 500, None),
     ],
 )
@@ -284,6 +285,7 @@ def test_failures(failure: Exception | FinishReason, status: int, code: str | No
         response = post(engine, PATH, {"prompt": "a", **body})
         assert (response.status_code, response.json()["error"]["code"]) == (status, code)
         assert "secret" not in response.text
+        assert response.json()["error"]["type"] == ("server_error" if status == 500 else "invalid_request_error")
         assert not engine.alive
     engine = FakeEngine(fail_after=2, failure=failure)
     *events, last = stream(engine, PATH, {"n": n})

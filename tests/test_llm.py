@@ -150,15 +150,16 @@ def test_where_no_token_is_left_only_that_request_ends(llm: LLM, reference: list
     assert tokens(outputs[: len(TEXTS)]) == reference
     for output in outputs[len(TEXTS) :]:
         only = output.outputs[0]
-        assert (only.finish_reason, len(only.token_ids)) == (FinishReason.ERROR, 1)
+        assert (only.finish_reason, len(only.token_ids)) == (FinishReason.NO_TOKEN_LEFT, 1)
         assert set(only.token_ids) <= {5, 6}
-        assert "left no token" in str(only.error)
+        assert "leave no token" in str(only.error)
+        assert "checkpoint" not in str(only.error)
     eos = llm.tokenizer.eos_token_id
     with pytest.raises(RequestError, match="leaves no token"):
         llm.generate("a", SamplingParams(allowed_token_ids=(eos,), min_tokens=1))
     with pytest.raises(RequestError, match=r"allowed_token_ids.* has token 2048; the vocabulary is 0 to 2047"):
         llm.generate("a", SamplingParams(allowed_token_ids=(2048,)))
-    assert llm.statistics[0].num_running == 0
+    assert (llm.statistics[0].num_running, llm.statistics[0].corrupted_requests) == (0, 0)
 
 
 @pytest.mark.parametrize("include", [False, True])

@@ -107,6 +107,30 @@ def tokens(llm: LLM, prompts: Sequence[Sequence[int]], params: Sequence[Sampling
     return [output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
 
 
+@pytest.mark.parametrize("loop", ["plain", "overlapped", "chunks, overlapped", "lanes", "drafts", "rejection"])
+def test_who_runs_out_of_tokens_is_not_corrupted(models: Callable[[str], Path], loop: str) -> None:
+    """Also in the same steps as others that are. What it has written may be shared."""
+    ids, bad = (7, 8), ((7, 7, 7), (7, 8), (8, 7), (8, 8))
+    stuck = SamplingParams(max_tokens=12, allowed_token_ids=ids, bad_token_sequences=bad, logit_bias=((7, 90.0),))
+    asked = [stuck, replace(stuck, temperature=0.9, seed=3), replace(stuck, frequency_penalty=1.0, logprobs=1)]
+    prompts = [[7] * 9, [1, 7, 7, 2, 7, 7], [20, 21] * 8]
+    with make_llm(models("mha"), **LOOPS[loop]) as llm:
+        clean = tokens(llm, PROMPTS, PARAMS)
+        for _ in range(2):
+            mixed = llm.generate([*prompts, BAD_PROMPTS[0], *PROMPTS], [*asked, BAD_PARAMS[0], *PARAMS], use_tqdm=False)
+            own, bad_one, *good = [mixed[:3], mixed[3].outputs[0], *(each.outputs[0] for each in mixed[4:])]
+            assert [each.outputs[0].token_ids for each in own] == [(7, 7)] * 3
+            assert {each.outputs[0].finish_reason for each in own} == {FinishReason.NO_TOKEN_LEFT}
+            assert all("bad_words" in str(each.outputs[0].error) for each in own)
+            assert bad_one.finish_reason is FinishReason.ERROR
+            if loop != "rejection":  # who shares a step has a say in how many drafts it has
+                assert [each.token_ids for each in good] == clean
+        statistics = llm.statistics[0]
+        assert (statistics.corrupted_requests, statistics.num_running, statistics.num_waiting) == (2, 0, 0)
+        if loop in ("drafts", "rejection"):
+            assert statistics.num_drafts > 0
+
+
 @pytest.mark.parametrize("loop", LOOPS)
 @pytest.mark.parametrize("model", ["mha", "mla"])
 def test_only_who_uses_it_ends_with_an_error(models: Callable[[str], Path], model: str, loop: str) -> None:

@@ -17,7 +17,7 @@ from speculating import NEW, PROMPTS, VOCAB, Drafting, chain, check, speculate, 
 
 from model_runner import ModelRunner, Request, SamplingParams, SamplingRow, ScheduledRequest, generate
 from model_runner.bad_sequences import BadSequences
-from model_runner.sampler import NO_TOKEN, sample
+from model_runner.sampler import NO_TOKEN, OUT_OF_TOKENS, sample
 from model_runner.speculation.accept import Acceptance, DraftRows, sample_by_rejection
 from serving.engine import EngineCore
 from serving.requests import RequestInput
@@ -206,13 +206,18 @@ def test_a_row_with_nothing_left_has_no_token_and_changes_no_other(vocab: int) -
     assert set(alone) <= {2, 5}
     mixed = [row for pair in zip(rows, nothing, strict=True) for row in pair]
     found = sample(logits.repeat_interleave(2, dim=0), dict(enumerate(mixed))).tolist()
-    assert (found[::2], found[1::2]) == (alone, [NO_TOKEN] * len(rows))
+    assert (found[::2], found[1::2]) == (alone, [OUT_OF_TOKENS] * len(rows))
+    for wrong in (torch.nan, torch.inf):
+        broken = logits.index_fill(1, torch.tensor([7]), wrong)
+        assert sample(broken, dict(enumerate(nothing))).tolist() == [NO_TOKEN] * len(rows), (
+            "the model's fault comes first"
+        )
 
     for good, bad in zip(rows[1:], nothing[1:], strict=True):
         share = ScheduledRequest(Request("a", [0], good.params), 1, (2,))
         drafts = [DraftRows(share, 0, [good, bad], [0.0]), DraftRows(share, 2, [bad, good], [0.0])]
         _, says = sample_by_rejection(logits[:4], drafts)
-        assert [token == NO_TOKEN for token in says.tolist()] == [False, True, True, False]
+        assert [token == OUT_OF_TOKENS for token in says.tolist()] == [False, True, True, False]
 
 
 def test_bad_sequences_that_leave_nothing_end_one_output(
@@ -221,4 +226,4 @@ def test_bad_sequences_that_leave_nothing_end_one_output(
     stuck = SamplingParams(max_tokens=9, allowed_token_ids=(7,), bad_token_sequences=((7, 7, 7),))
     outputs = generate(runner, [*PROMPTS, [3, 4]], [*params, stuck])
     assert [list(output.token_ids) for output in outputs[:-1]] == expected
-    assert (outputs[-1].token_ids, outputs[-1].finish_reason) == ((7, 7), "error")
+    assert (outputs[-1].token_ids, outputs[-1].finish_reason) == ((7, 7), "no_token_left")

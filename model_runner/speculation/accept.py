@@ -26,7 +26,7 @@ from torch import Tensor
 from model_runner.errors import RequestError
 from model_runner.penalties import SamplingRow
 from model_runner.request import ScheduledRequest
-from model_runner.sampler import NO_TOKEN, distributions, fall
+from model_runner.sampler import OUT_OF_TOKENS, distributions, fall
 from ubatch.small_copies import to_device
 
 __all__ = ["Acceptance", "DraftRows", "accepted_nodes", "check_acceptance", "sample_by_rejection"]
@@ -117,8 +117,8 @@ def sample_by_rejection(logits: Tensor, requests: Sequence[DraftRows]) -> tuple[
         requests: at least one; all have equally many drafts.
 
     Returns:
-        The numbers of their rows, and a token for each, `[len(requests) * (D + 1)]` int64 both; `NO_TOKEN` where the
-        request's parameters leave none.
+        The numbers of their rows, and a token for each, `[len(requests) * (D + 1)]` int64 both; `OUT_OF_TOKENS`
+        where the request's parameters leave none.
 
     Raises:
         RequestError: a row's bias or stop tokens are outside the vocabulary, or a draft's distribution is over another
@@ -144,7 +144,7 @@ def sample_by_rejection(logits: Tensor, requests: Sequence[DraftRows]) -> tuple[
     rest = torch.where(rest.sum(dim=-1, keepdim=True) > 0, rest, p)
     says = fall(rest.flatten(0, 1), drawing).view(count, num_drafts + 1, 1)
     says[:, :-1] = torch.where(accepted, drafts, says[:, :-1])
-    says.masked_fill_(p[..., :1].isnan(), NO_TOKEN)
+    says.masked_fill_(p[..., :1].isnan(), OUT_OF_TOKENS)
     return where, says.flatten()
 
 

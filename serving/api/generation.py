@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
-from model_runner import LOGITS_NOT_FINITE, FinishReason, SamplingParams, TokenLogprobs
+from model_runner import FAULTS, FinishReason, SamplingParams, TokenLogprobs
 from serving.api.errors import ApiError
 from serving.api.observer import RequestObserver
 from serving.api.request_models import GenerationRequest
@@ -19,6 +19,7 @@ __all__ = ["Delta", "Output", "make_outputs", "run_outputs"]
 
 
 _SENT_AT_ONCE = 64  # requests of a body, some 50 us each
+_ERRORS = {FinishReason.ERROR: (500, "not_finite"), FinishReason.NO_TOKEN_LEFT: (400, "no_token_left")}
 
 
 @dataclass
@@ -148,8 +149,9 @@ def _take(output: Output, step: RequestOutput) -> Delta:
         finished = step.finish_reason and FinishReason.LENGTH.value
         return Delta(output, "", prompt_logprobs=step.prompt_logprobs, finish_reason=finished)
     text = output.text.take(step)
-    if step.finish_reason is FinishReason.ERROR and output.text.stopped is None:
-        raise ApiError(500, f"Request {step.request_id} ended with an error: {LOGITS_NOT_FINITE}", code="not_finite")
+    if step.finish_reason in _ERRORS and output.text.stopped is None:
+        status, code = _ERRORS[step.finish_reason]
+        raise ApiError(status, f"Request {step.request_id} ended early: {FAULTS[step.finish_reason]}", code=code)
     before, output.num_tokens = output.num_tokens, output.text.num_tokens
     finish = FinishReason.STOP if output.text.stopped is not None else step.finish_reason
     new = output.num_tokens - before

@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from attention import BlockAllocator, KVCacheError, RequestToTokenTable
-from model_runner import PENDING_TOKEN, FinishReason, Proposer, RequestError, StepOutput
+from model_runner import FAULTS, PENDING_TOKEN, FinishReason, Proposer, RequestError, StepOutput
 from serving.requests import EngineStatistics, RequestInput, RequestOutput
 from serving.scheduler.budget import NewTokenRatio, choose_victim
 from serving.scheduler.checks import check_input
@@ -373,23 +373,25 @@ class Scheduler:
         """Tokens came: they replace the pending one, or follow the last in a verify step; the request may end.
 
         If it is corrupted, it ends with an error. In a verify step the fault may be a draft's (attention that hides a
-        nan multiplies it with 0), so it is run without drafts first.
+        nan multiplies it with 0), so it is run without drafts first. One that its parameters leave no token ends in
+        either: which tokens are left does not depend on drafts.
         """
         request, tokens, corrupted = step.requests[index], output.tokens[index], index in output.corrupted
         place = step.starts[index] + step.shares[index].num_tokens
         count, reason = ending(request, tokens, place)
         request.suspect = corrupted and step.verify
-        if corrupted and reason is None and not step.verify:
-            reason = FinishReason.ERROR
-            self._counts.corrupted_requests += 1
-        drafts = step.drafts_right(index, min(len(tokens) - (not corrupted), count))
+        stuck = index in output.out_of_tokens
+        if reason is None and (stuck or (corrupted and not step.verify)):
+            reason = FinishReason.NO_TOKEN_LEFT if stuck else FinishReason.ERROR
+            self._counts.corrupted_requests += corrupted
+        drafts = step.drafts_right(index, min(len(tokens) - (not corrupted and not stuck), count))
         if step.verify:
             request.verifying = False
             request.token_ids += tokens[:count]
             self._counts.verified(drafts)
         elif tokens:
             request.token_ids[place] = tokens[0]
-        if step.incarnations[index] == request.incarnation and reason is not FinishReason.ERROR:
+        if step.incarnations[index] == request.incarnation and reason not in FAULTS:
             request.num_written_tokens = place + count - 1
             if step.verify:
                 request.num_computed_tokens = request.num_written_tokens
