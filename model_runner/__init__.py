@@ -66,6 +66,7 @@ from model_runner.sampling_params import MAX_LOGIT_BIASES, MAX_STOP_TOKEN_IDS, S
 from model_runner.speculation import Acceptance, Draft, Proposer, StepObserver
 from model_runner.step_cost import split_cost
 from model_runner.tensor_parallel import TensorParallel, check_tensor_parallel
+from model_runner.token_ids import TokenIds
 from model_runner.weights import Checkpoint
 
 __all__ = [
@@ -106,6 +107,7 @@ __all__ = [
     "TensorMissing",
     "TensorParallel",
     "TensorParallelMismatch",
+    "TokenIds",
     "TokenLogprobs",
     "UnknownArchitecture",
     "WrongShape",

@@ -54,7 +54,16 @@ class UnknownArchitecture(CheckpointError):
 
 
 class RequestError(UBatchError, ValueError):
-    """A prompt or its sampling parameters cannot be served; the message says which and why."""
+    """A prompt or its sampling parameters cannot be served; the message says which and why.
+
+    Args:
+        message: what is wrong and what to do.
+        param: the parameter that is wrong, if it is one.
+    """
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
 
 
 class StepOrderError(UBatchError):

@@ -259,8 +259,7 @@ class PendingStep:
             )
         output += [share.drafts[draft] for draft in path]
         forbidden = params.bad_sequences.completing(output)
-        if index < params.min_tokens:
-            forbidden += params.ending_tokens(self._context.eos_token_ids)
+        forbidden += params.early_tokens(index, self._context.eos_token_ids)
         if not params.penalised:
             return SamplingRow(params, request.draw(index), forbidden=forbidden)
         return SamplingRow(params, request.draw(index), request.prompt_vocabulary, output, forbidden)

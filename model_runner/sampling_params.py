@@ -7,7 +7,7 @@ import reprlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import numpy as np
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from model_runner.bad_sequences import BadSequences
 from model_runner.errors import RequestError
+from model_runner.token_ids import TokenIds
 from ubatch.small_copies import to_device
 
 __all__ = ["MAX_BAD_SEQUENCES", "MAX_BAD_TOKENS", "MAX_LOGIT_BIASES", "MAX_STOP_TOKEN_IDS", "SamplingParams"]
@@ -51,6 +52,11 @@ _MOST_TOKENS, _SHOWN_TOKENS = 2**20, 16
 """More than any vocabulary has; and those of many that are shown."""
 _BIAS: _Rule = (float, "from -100 to 100", lambda value: -_MAX_BIAS <= value <= _MAX_BIAS)
 
+if TYPE_CHECKING:
+    AllowedTokens: TypeAlias = Sequence[int]
+else:
+    AllowedTokens = TokenIds  # what any of them becomes, and how msgspec sends it
+
 
 @dataclass(frozen=True)
 class SamplingParams:
@@ -76,10 +82,12 @@ class SamplingParams:
         repetition_penalty: logits of tokens that are in prompt or output are divided by it, negative ones multiplied.
         logit_bias: (token, number added to its logit, -100 to 100), or a mapping; 1024 at most. The last one of a
             token counts.
-        min_tokens: no token that would end the output comes before so many others.
+        min_tokens: no token that would end the output comes before so many others, nor an end-of-sequence token that
+            is ignored.
         logprobs: report the chosen tokens' log-probabilities, and those of so many most likely ones, 0 to 20.
         prompt_logprobs: the same for the prompt's tokens.
-        allowed_token_ids: no other tokens come; None for all, else at least one. As many as the vocabulary has.
+        allowed_token_ids: no other tokens come; None for all, else at least one. As many as the vocabulary has. It
+            becomes a `TokenIds`, which reads like a tuple.
         bad_token_sequences: no token comes that would complete one of them in the output, whose other tokens count
             as they are in the output, not in the prompt. 256 at most, of 4096 tokens together. vLLM's `bad_words`
             as tokens (`serving.bad_words` makes them).
@@ -103,7 +111,7 @@ class SamplingParams:
     min_tokens: int = 0
     logprobs: int | None = None
     prompt_logprobs: int | None = None
-    allowed_token_ids: tuple[int, ...] | None = None
+    allowed_token_ids: AllowedTokens | None = None
     bad_token_sequences: tuple[tuple[int, ...], ...] = ()
 
     def __post_init__(self) -> None:
@@ -112,14 +120,15 @@ class SamplingParams:
             if value is not None or name not in _OPTIONAL:
                 object.__setattr__(self, name, _checked(name, value, rule))
         if self.min_tokens > self.max_tokens:
-            raise RequestError(f"min_tokens must be from 0 to max_tokens ({self.max_tokens}), not {self.min_tokens}.")
+            message = f"min_tokens must be from 0 to max_tokens ({self.max_tokens}), not {self.min_tokens}."
+            raise RequestError(message, param="min_tokens")
         entries = _entries("stop_token_ids", self.stop_token_ids, "token ids", MAX_STOP_TOKEN_IDS)
         stops = [_checked("a token of stop_token_ids", token, _TOKEN) for token in entries]
         object.__setattr__(self, "stop_token_ids", tuple(dict.fromkeys(stops)))
         object.__setattr__(self, "logit_bias", tuple(self._checked_biases().items()))
         object.__setattr__(self, "bad_token_sequences", self._checked_sequences())
         if self.allowed_token_ids is not None:
-            object.__setattr__(self, "allowed_token_ids", _checked_tokens("allowed_token_ids", self.allowed_token_ids))
+            object.__setattr__(self, "allowed_token_ids", _checked_set("allowed_token_ids", self.allowed_token_ids))
         self.check_choice(())
 
     def _checked_biases(self) -> dict[int, float]:
@@ -136,7 +145,7 @@ class SamplingParams:
     def _checked_sequences(self) -> tuple[_Tokens, ...]:
         name, own = "bad_token_sequences", self.bad_token_sequences
         entries = _entries(name, own, "sequences of token ids", MAX_BAD_SEQUENCES)
-        sequences = [_checked_tokens(f"a sequence of {name}", entry, once=False) for entry in entries]
+        sequences = [_checked_tokens(f"a sequence of {name}", entry) for entry in entries]
         count = sum(map(len, sequences))
         if count > MAX_BAD_TOKENS:
             raise RequestError(f"{name} has {count} tokens in all; at most {MAX_BAD_TOKENS} are allowed.")
@@ -150,12 +159,15 @@ class SamplingParams:
         """
         if self.allowed_token_ids is None:
             return
-        never = {*self.bad_sequences.single, *(self.ending_tokens(eos_token_ids) if self.min_tokens else ())}
-        if len(self.allowed_token_ids) <= len(never) and never.issuperset(self.allowed_token_ids):
-            raise RequestError(
-                f"allowed_token_ids {_shown(self.allowed_token_ids)} leaves no token: each is a bad one, or would end "
-                f"the output before min_tokens ({self.min_tokens})."
-            )
+        bad, early = set(self.bad_sequences.single), set(self.early_tokens(0, eos_token_ids))
+        if len(self.allowed_token_ids) > len(bad) + len(early):
+            return
+        left = set(self.allowed_token_ids) - bad
+        if left <= early:
+            causes = ["is a bad one"] * (len(left) < len(self.allowed_token_ids))
+            causes += [f"would end the output before min_tokens ({self.min_tokens})"] * bool(left)
+            message = f"allowed_token_ids {self.allowed_token_ids} leaves no token: each {', or '.join(causes)}."
+            raise RequestError(message, param="allowed_token_ids")
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """Refuse any tokens that the model does not have.
@@ -166,18 +178,24 @@ class SamplingParams:
         for name, tokens in self.named_tokens():
             highest = max(tokens, default=0)
             if highest >= vocab_size:
-                raise RequestError(f"{name} has token {highest}; the vocabulary is 0 to {vocab_size - 1}.")
+                message = f"{name} has token {highest}; the vocabulary is 0 to {vocab_size - 1}."
+                raise RequestError(message, param=name)
 
     def named_tokens(self) -> Iterator[tuple[str, Sequence[int]]]:
-        """The tokens in each of the parameters; all are 0 or more."""
+        """The tokens in each of the parameters, all 0 or more; of the allowed ones, which may be many, the highest."""
         yield "logit_bias", [token for token, _ in self.logit_bias]
         yield "stop_token_ids", self.stop_token_ids
-        yield "allowed_token_ids", self.allowed_token_ids or ()
+        yield "allowed_token_ids", () if self._allowed is None else (self._allowed.highest,)
         yield "bad_token_sequences", [token for sequence in self.bad_token_sequences for token in sequence]
 
     def ending_tokens(self, eos_token_ids: Iterable[int]) -> tuple[int, ...]:
         """The tokens that end the output, given the model's end-of-sequence tokens."""
         return self.stop_token_ids if self.ignore_eos else (*self.stop_token_ids, *eos_token_ids)
+
+    def early_tokens(self, index: int, eos_token_ids: Iterable[int]) -> tuple[int, ...]:
+        """The tokens that `min_tokens` forbids as output token number `index`; as in vLLM also those that
+        `ignore_eos` would go on after."""
+        return (*self.stop_token_ids, *eos_token_ids) if index < self.min_tokens else ()
 
     @property
     def greedy(self) -> bool:
@@ -234,12 +252,17 @@ class SamplingParams:
         mask = self._masks.get((vocab_size, device))
         if mask is None:
             self.check_vocabulary(vocab_size)
-            never = np.full(vocab_size, self.allowed_token_ids is not None)
-            never[np.fromiter(self.allowed_token_ids or (), np.int64)] = False
+            never = np.full(vocab_size, self._allowed is not None)
+            if self._allowed is not None:
+                never[self._allowed.ids] = False
             never[np.fromiter(self.bad_sequences.single, np.int64)] = True
             (there,) = to_device((torch.from_numpy(never),), device)
             mask = self._masks[vocab_size, device] = there.clone()  # what is uploaded holds for one step
         return mask
+
+    @property
+    def _allowed(self) -> TokenIds | None:
+        return cast("TokenIds | None", self.allowed_token_ids)
 
     @cached_property
     def _masks(self) -> dict[tuple[int, torch.device], Tensor]:
@@ -264,6 +287,17 @@ def _checked(name: str, value: object, rule: _Rule) -> Any:
     return number
 
 
+def _checked_set(name: str, given: object) -> TokenIds:
+    """Tokens, at least one; those that repeat count once. They may be as many as a vocabulary has."""
+    if isinstance(given, TokenIds):
+        return given
+    tokens = _checked_tokens(name, given)
+    ids = np.fromiter(tokens, np.int64)
+    if (np.diff(ids) <= 0).any():
+        ids = np.fromiter(dict.fromkeys(tokens), np.int64)
+    return TokenIds(ids)
+
+
 class _Tokens(tuple[int, ...]):
     """Checked tokens; those of a request with many outputs are not looked at again for each. Logs show the first."""
 
@@ -274,8 +308,8 @@ class _Tokens(tuple[int, ...]):
         return super().__repr__() if len(self) <= _SHOWN_TOKENS else f"({shown}, ... {len(self)} tokens)"
 
 
-def _checked_tokens(name: str, given: object, *, once: bool = True) -> _Tokens:
-    """Tokens, at least one; `once` drops those that repeat. They may be as many as a vocabulary has."""
+def _checked_tokens(name: str, given: object) -> _Tokens:
+    """Tokens, at least one."""
     if type(given) is _Tokens:
         return given
     tokens = _entries(name, given, "token ids", _MOST_TOKENS)
@@ -283,8 +317,7 @@ def _checked_tokens(name: str, given: object, *, once: bool = True) -> _Tokens:
         raise RequestError(f"{name} is empty; give at least one token.")
     if set(map(type, tokens)) != {int} or min(tokens) < 0 or max(tokens) >= 2**63:
         tokens = tuple(_checked(f"a token of {name}", token, _TOKEN) for token in tokens)
-    repeated = once and (np.diff(np.fromiter(tokens, np.int64)) <= 0).any()
-    return _Tokens(dict.fromkeys(tokens) if repeated else tokens)
+    return _Tokens(tokens)
 
 
 def _entries(name: str, given: object, what: str, most: int) -> tuple[Any, ...]:

@@ -20,7 +20,7 @@ from torch import Tensor
 import model_runner.sampler
 from model_runner import RequestError, SamplingParams, SamplingRow, sample
 from model_runner.penalties import adjust_logits
-from model_runner.sampler import NO_TOKEN, distributions
+from model_runner.sampler import OUT_OF_TOKENS, distributions
 
 VOCAB = 40
 
@@ -109,7 +109,7 @@ def all_of(logits: Tensor, rows: list[SamplingRow]) -> NDArray[np.float64]:
     drawn = [replace(row, params=replace(row.params, temperature=1.0)) if row.params.greedy else row for row in rows]
     found = distributions(logits, drawn).double().numpy()
     chosen = sample(logits, dict(enumerate(rows))).numpy()
-    certain = np.where((chosen == NO_TOKEN)[:, None], np.nan, np.eye(logits.shape[1])[chosen])
+    certain = np.where((chosen == OUT_OF_TOKENS)[:, None], np.nan, np.eye(logits.shape[1])[chosen])
     return np.where(np.array(best)[:, None], certain, found)
 
 
@@ -125,7 +125,7 @@ def test_random_settings_are_drawn_from_what_the_definition_says(count: int, voc
     assert nothing.any() == (vocab == VOCAB)
     assert nothing.sum() < count / 4
     assert (np.isnan(found).all(axis=1) == nothing).all()
-    assert (sample(logits, dict(enumerate(rows))).numpy() == NO_TOKEN).tolist() == nothing.tolist()
+    assert (sample(logits, dict(enumerate(rows))).numpy() == OUT_OF_TOKENS).tolist() == nothing.tolist()
     wrong = np.flatnonzero(np.abs(found - expected).max(axis=1) > 1e-4)
     assert [rows[index].params for index in wrong] == []
 

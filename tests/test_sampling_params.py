@@ -52,9 +52,9 @@ from model_runner.sampling_params import MAX_LOGIT_BIASES, MAX_STOP_TOKEN_IDS
                 "min_tokens": 2,
                 "bad_token_sequences": ((4,), (5,)),
             },
-            "leaves no token",
+            r"leaves no token: each is a bad one, or would end the output before min_tokens \(2\)\.$",
         ),
-        ({"allowed_token_ids": (4,), "bad_token_sequences": ((4,),)}, "leaves no token: each is a bad one"),
+        ({"allowed_token_ids": (4,), "bad_token_sequences": ((4,),)}, r"leaves no token: each is a bad one\.$"),
         ({"bad_token_sequences": ((),)}, "a sequence of bad_token_sequences is empty"),
         ({"bad_token_sequences": ((3, -1),)}, "a token of a sequence of bad_token_sequences must be 0 or more"),
         ({"bad_token_sequences": ((3,),) * 257}, "bad_token_sequences has 257 entries; at most 256"),
@@ -148,7 +148,14 @@ def test_allowed_and_bad_tokens_are_kept_once_and_checked_once() -> None:
     assert len(repr(many)) < 1000
     # What ends the output matters only where it must not come yet.
     SamplingParams(allowed_token_ids=(3,), stop_token_ids=(3,))
-    SamplingParams(allowed_token_ids=(3,), min_tokens=1, ignore_eos=True).check_choice((3,))
+    for ignore_eos in (False, True):
+        early = SamplingParams(allowed_token_ids=(3, 4), min_tokens=1, ignore_eos=ignore_eos, stop_token_ids=(4,))
+        early.check_choice(())
+        with pytest.raises(
+            RequestError, match=r"no token: each would end the output before min_tokens \(1\)\.$"
+        ) as caught:
+            early.check_choice((3,))
+        assert caught.value.param == "allowed_token_ids"
     with pytest.raises(RequestError, match="leaves no token"):
         SamplingParams(allowed_token_ids=(3,), min_tokens=1).check_choice((3,))
 

@@ -131,12 +131,29 @@ def test_greedy_tokens_are_the_most_likely_ones_that_may_come(
             logits = logits_after(runner, PROMPTS[number] + expected[number][:place])
             changed += token != logits.argmax()
             never = completing(own.bad_token_sequences, expected[number][:place])
-            never |= set(own.stop_token_ids if place < own.min_tokens else ())
+            never |= set((*own.stop_token_ids, *runner.config.eos_token_ids) if place < own.min_tokens else ())
             never |= set() if own.allowed_token_ids is None else set(range(VOCAB)) - set(own.allowed_token_ids)
             logits[list(never)] = -torch.inf
             assert logits.max() - logits[token] < 1e-4
             assert token not in never
         assert changed
+
+
+@pytest.mark.parametrize("drafting", [None, chain(3, 1.0)], ids=["plain", "verify"])
+def test_the_prompt_is_no_part_of_a_bad_sequence(
+    runner: ModelRunner, free: list[list[int]], drafting: Drafting | None
+) -> None:
+    """Sequences that begin in the prompt, of two to five tokens: what would come, comes."""
+    params = []
+    for own, prompt, output in zip(FREE, PROMPTS, free, strict=True):
+        both = prompt + output
+        places = [(begin, end) for begin in (1, 2, 3) for end in (1, 2) if begin <= len(prompt)]
+        bad = [tuple(both[len(prompt) - begin : len(prompt) + end]) for begin, end in places]
+        bad = [each for each in bad if keep_to(replace(own, bad_token_sequences=(each,)), output)]
+        assert bad, "some are not in the output itself"
+        params.append(replace(own, bad_token_sequences=tuple(bad)))
+    tokens = outputs_of(runner, params) if drafting is None else speculate(runner, free, 3, drafting, params=params)[0]
+    check(tokens, free)
 
 
 @pytest.mark.parametrize("drafted", ["expected", "free"])

@@ -13,12 +13,12 @@ of all requests: engines that step together pause only when all of them have see
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import msgspec
 
 from attention import KVCacheExhausted
-from model_runner import CheckpointError, CheckpointFileMissing, RequestError
+from model_runner import CheckpointError, CheckpointFileMissing, RequestError, TokenIds
 from serving.requests import EngineStatistics, RequestInput, RequestOutput
 from ubatch import ConfigError, UBatchError
 
@@ -205,11 +205,23 @@ class _Named(msgspec.Struct):
     request_id: str
 
 
-_encoder = msgspec.msgpack.Encoder()
-_to_engine: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
+def _pack(value: object) -> bytes:
+    if isinstance(value, TokenIds):
+        return value.packed
+    raise TypeError(f"a {type(value).__name__} cannot be sent")
+
+
+def _unpack(kind: type, value: Any) -> TokenIds:
+    if kind is TokenIds and isinstance(value, bytes):
+        return TokenIds.unpack(value)
+    raise TypeError(f"a {type(value).__name__} is no {kind.__name__}")
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=_pack)
+_to_engine: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine, dec_hook=_unpack)
 _loose_add = msgspec.msgpack.Decoder(tuple[Literal["Add"], _Named, int])
 _from_engine: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
-_turn = msgspec.msgpack.Decoder(Turn)
+_turn = msgspec.msgpack.Decoder(Turn, dec_hook=_unpack)
 
 
 def encode(message: ToEngine | FromEngine | Turn) -> bytes:
