@@ -62,7 +62,7 @@ from model_runner.random_checkpoint import (
 from model_runner.request import PENDING_TOKEN, Request, ScheduledRequest
 from model_runner.runner import ModelRunner
 from model_runner.sampler import sample
-from model_runner.sampling_params import MAX_LOGIT_BIASES, MAX_STOP_TOKEN_IDS, SamplingParams
+from model_runner.sampling_params import MAX_BAD_TOKENS, MAX_LOGIT_BIASES, MAX_STOP_TOKEN_IDS, SamplingParams
 from model_runner.speculation import Acceptance, Draft, Proposer, StepObserver
 from model_runner.step_cost import split_cost
 from model_runner.tensor_parallel import TensorParallel, check_tensor_parallel
@@ -72,6 +72,7 @@ from model_runner.weights import Checkpoint
 __all__ = [
     "DEFAULT_KV_CACHE_MEMORY",
     "FAULTS",
+    "MAX_BAD_TOKENS",
     "MAX_LOGIT_BIASES",
     "MAX_STOP_TOKEN_IDS",
     "PENDING_TOKEN",

@@ -2,14 +2,16 @@
 
 A word is forbidden as it begins a text and as it follows a space: both spellings are tokenized, as vLLM does it. It
 comes out spelled with other tokens nevertheless, where the vocabulary has several ways to write it.
+
+A spelling that ends in another one is left out: that one's last token does not come anyway.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from model_runner import RequestError
+from model_runner import MAX_BAD_TOKENS, RequestError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -20,6 +22,8 @@ MAX_BAD_WORDS = 128
 """vLLM's limit."""
 MAX_BAD_WORD_CHARACTERS = 200
 
+_Sequences = tuple[tuple[int, ...], ...]
+
 
 def check_bad_words(words: Sequence[str]) -> None:
     """Refuse words that cannot work, or that are too many or too long.
@@ -28,31 +32,63 @@ def check_bad_words(words: Sequence[str]) -> None:
         RequestError: there is one.
     """
     if len(words) > MAX_BAD_WORDS:
-        raise RequestError(f"bad_words has {len(words)} words; at most {MAX_BAD_WORDS} are taken.")
+        raise _wrong(f"bad_words has {len(words)} words; at most {MAX_BAD_WORDS} are taken.")
     for word in words:
         if not isinstance(word, str):
-            raise RequestError(f"bad_words must be strings, not {word!r}.")
+            raise _wrong(f"bad_words must be strings, not {word!r}.")
         if not word.strip():
-            raise RequestError(f"bad_words has {word!r}, in which there is no word.")
+            raise _wrong(f"bad_words has {word!r}, in which there is no word.")
         if len(word) > MAX_BAD_WORD_CHARACTERS:
-            raise RequestError(f"a bad word has {len(word)} characters; it may have {MAX_BAD_WORD_CHARACTERS} at most.")
+            raise _wrong(f"a bad word has {len(word)} characters; it may have {MAX_BAD_WORD_CHARACTERS} at most.")
         try:
             word.encode()
         except UnicodeEncodeError as error:
-            raise RequestError(f"a bad word is no text: it has half of a surrogate pair ({error}).") from error
+            raise _wrong(f"a bad word is no text: it has half of a surrogate pair ({error}).") from error
 
 
-def bad_token_sequences(tokenizer: PreTrainedTokenizerBase, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-    """The tokens of each word without and with a space before it; what is the same is there once.
+def bad_token_sequences(tokenizer: PreTrainedTokenizerBase, words: Sequence[str], vocab_size: int) -> _Sequences:
+    """The tokens of each word without and with a space before it, but for those that end in others of them.
+
+    Args:
+        tokenizer: of the model.
+        words: to be forbidden.
+        vocab_size: of the model; its tokens are below it.
 
     Raises:
-        RequestError: a word cannot work, has no tokens, or the words are too many or too long.
+        RequestError: a word cannot work, has no tokens or one that the model does not have; or the words are too many
+            or too long, or have more than `MAX_BAD_TOKENS` tokens in all.
     """
     check_bad_words(words)
     found: dict[tuple[int, ...], None] = {}
     for word in words:
         spellings = [tuple(tokenizer.encode(prefix + word.lstrip(), add_special_tokens=False)) for prefix in ("", " ")]
         if not spellings[0]:
-            raise RequestError(f"the tokenizer makes no token of the bad word {word!r}.")
+            raise _wrong(f"the tokenizer makes no token of the bad word {word!r}.")
+        highest = max(map(max, filter(None, spellings)))
+        if highest >= vocab_size:
+            message = f"bad_words has {word!r}, whose token {highest} the model does not have ({vocab_size} tokens)."
+            raise _wrong(message)
         found.update(dict.fromkeys(filter(None, spellings)))
-    return tuple(found)
+    needed = _needed(found)
+    count = sum(map(len, needed))
+    if count > MAX_BAD_TOKENS:
+        raise _wrong(
+            f"bad_words has {count} tokens in all, with a space before each word and without; at most {MAX_BAD_TOKENS} "
+            f"are taken. Give fewer or shorter words."
+        )
+    return needed
+
+
+def _needed(sequences: Iterable[tuple[int, ...]]) -> _Sequences:
+    """Those that do not end in another one. Sorted by their tokens from the last to the first, what ends in one comes
+    right behind it."""
+    kept: list[tuple[int, ...]] = []
+    for each in sorted({sequence[::-1] for sequence in sequences}):
+        if not kept or each[: len(kept[-1])] != kept[-1]:
+            kept.append(each)
+    found = set(kept)
+    return tuple(sequence for sequence in sequences if sequence[::-1] in found)
+
+
+def _wrong(message: str) -> RequestError:
+    return RequestError(message, param="bad_words")

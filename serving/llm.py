@@ -143,8 +143,8 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        stop: str | Sequence[str] = (),
-        bad_words: str | Sequence[str] = (),
+        stop: str | Sequence[str] | None = None,
+        bad_words: str | Sequence[str] | None = None,
         include_stop_str_in_output: bool = False,
         skip_special_tokens: bool = True,
         use_tqdm: bool = True,
@@ -156,7 +156,7 @@ class LLM:
             sampling_params: for all prompts, or one per prompt; greedy with 16 tokens by default.
             stop: strings that end a text, once it has `min_tokens`; at most 64, of at most 1000 characters each.
             bad_words: words whose tokens do not come one after the other, besides `bad_token_sequences`; at most 128,
-                of at most 200 characters each.
+                of at most 200 characters each, and 4096 tokens in all.
             include_stop_str_in_output: the stop string, or the text of the stop token, is part of the text.
             skip_special_tokens: special tokens give no text.
             use_tqdm: show progress, where standard error is a terminal.
@@ -170,13 +170,13 @@ class LLM:
         """
         given = _prompts(prompts)
         each = _one_each(sampling_params if sampling_params is not None else SamplingParams(), len(given))
-        stops = (stop,) if isinstance(stop, str) else tuple(stop)
+        stops, words = _strings("stop", stop), _strings("bad_words", bad_words)
         if stops and self.tokenizer is None:
             raise ConfigError("stop strings need the tokenizer, which skip_tokenizer_init left out.")
         with self._one_at_a_time:  # a tokenizer, too, serves one thread at a time
             if self._engine is None:
                 raise UBatchError("this LLM was closed.")
-            each = self._without_bad_words(each, (bad_words,) if isinstance(bad_words, str) else tuple(bad_words))
+            each = self._without_bad_words(self._engine, each, words)
             jobs: dict[str, _Job] = {}
             for prompt, params in zip(given, each, strict=True):
                 text = None
@@ -220,14 +220,19 @@ class LLM:
     ) -> None:
         self.close()
 
-    def _without_bad_words(self, params: list[SamplingParams], words: Sequence[str]) -> list[SamplingParams]:
+    def _without_bad_words(
+        self, engine: OfflineEngine, params: list[SamplingParams], words: Sequence[str]
+    ) -> list[SamplingParams]:
         """The parameters, with these words' tokens among their bad sequences."""
         if not words:
             return params
         if self.tokenizer is None:
             raise ConfigError("bad words need the tokenizer, which skip_tokenizer_init left out.")
-        bad = bad_token_sequences(self.tokenizer, words)
-        changed = {id(own): replace(own, bad_token_sequences=own.bad_token_sequences + bad) for own in params}
+        bad = bad_token_sequences(self.tokenizer, words, engine.vocab_size)
+        try:
+            changed = {id(own): replace(own, bad_token_sequences=own.bad_token_sequences + bad) for own in params}
+        except RequestError as error:
+            raise RequestError(f"with the tokens of bad_words: {error}", param=error.param) from error
         return [changed[id(own)] for own in params]
 
     def _encode(self, prompt: Prompt) -> list[int]:
@@ -318,6 +323,17 @@ def _prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
         return [cast(Prompt, prompts)]
     return list(cast(Sequence[Prompt], prompts))
+
+
+def _strings(name: str, given: object) -> tuple[Any, ...]:
+    """What was given as a string, several, or none."""
+    if given is None:
+        return ()
+    if isinstance(given, str):
+        return (given,)
+    if isinstance(given, bytes) or not isinstance(given, Iterable):
+        raise RequestError(f"{name} must be a string or a list of strings, not {reprlib.repr(given)}.", param=name)
+    return tuple(given)
 
 
 def _one_each(params: SamplingParams | Iterable[SamplingParams], count: int) -> list[SamplingParams]:

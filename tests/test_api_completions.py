@@ -243,7 +243,7 @@ def test_echo_alone_scores_the_prompt() -> None:
         ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"presence_penalty": 3}, "presence_penalty"),
         ({"logit_bias": {"5": 200}}, None),
-        ({"min_tokens": 17}, None),
+        ({"min_tokens": 17}, "min_tokens"),
     ],
 )
 def test_wrong_values_are_400(body: dict[str, Any], param: str | None) -> None:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 from api_clients import app_of, call, complete, post, says, stream, tokenizer
 from fake_engine import FakeEngine
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from model_runner import RequestError, TokenIds
 from serving.api import token_limits
 from serving.api.long_work import SHORT_BYTES
-from serving.bad_words import MAX_BAD_WORD_CHARACTERS, MAX_BAD_WORDS
+from serving.api.token_limits import MAX_ALLOWED_OF_ALL
+from serving.bad_words import MAX_BAD_WORD_CHARACTERS, MAX_BAD_WORDS, bad_token_sequences
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 ASKS: dict[str, dict[str, Any]] = {
@@ -33,7 +36,8 @@ def test_both_reach_the_engine(path: str, padding: int) -> None:
     body = {**ASKS[path], **limits, "n": 2, "max_tokens": 2, "user": "u" * padding}
     assert post(engine, path, body).status_code == 200
     assert len(engine.requests) == (4 if path == COMPLETIONS else 2)
-    wanted = [*spelled("import os"), *spelled("self"), *spelled("ä")]
+    wanted = [*spelled("import os"), *spelled("self"), spelled("ä")[0]]
+    assert spelled("ä")[1][1:] == wanted[-1], "which ends in the other"
     for request in engine.requests:
         assert request.params.allowed_token_ids == (7, 5)
         assert request.params.bad_token_sequences == tuple(dict.fromkeys(wanted))
@@ -56,8 +60,11 @@ def test_none_of_them_is_nothing() -> None:
         ({"allowed_token_ids": [3, -1]}, "greater than or equal to 0"),
         *(({"allowed_token_ids": [wrong]}, "integer") for wrong in (1.5, "1", True, None)),
         ({"allowed_token_ids": 3}, "list"),
-        ({"allowed_token_ids": [1] * 2049}, "2049 ids; the model has 2048 tokens"),
-        ({"allowed_token_ids": [1] * 2048, "n": 128, "prompt": ["a"] * 5}, "2048 ids for each of 640 outputs"),
+        ({"allowed_token_ids": [1] * (MAX_ALLOWED_OF_ALL + 1)}, "1048577 ids; at most 1048576"),
+        (
+            {"allowed_token_ids": [*range(2048), 3], "n": 128, "prompt": ["a"] * 5},
+            "2048 different ids for each of 640 outputs",
+        ),
         ({"allowed_token_ids": [1, 2], "stop_token_ids": [1, 2], "min_tokens": 1}, "leaves no token"),
         ({"allowed_token_ids": [274], "bad_words": ["self"]}, "leaves no token"),
         ({"bad_words": "self"}, "list"),
@@ -66,15 +73,81 @@ def test_none_of_them_is_nothing() -> None:
         ({"bad_words": ["  "]}, "no word"),
         ({"bad_words": ["a" * (MAX_BAD_WORD_CHARACTERS + 1)]}, "at most 200 characters"),
         ({"bad_words": ["a"] * (MAX_BAD_WORDS + 1)}, "at most 128 items"),
-        ({"bad_words": ["äöü" * 60 + str(n) for n in range(50)]}, "tokens in all; at most 4096"),
+        ({"bad_words": ["äöü" * 60 + str(n) for n in range(50)]}, "tokens in all, with a space before each word"),
     ],
 )
 def test_what_cannot_work_is_400(body: dict[str, Any], message: str) -> None:
     engine = FakeEngine()
     response = post(engine, COMPLETIONS, {"prompt": "a", **body})
     assert response.status_code == 400, response.text
-    assert message in response.json()["error"]["message"]
+    error = response.json()["error"]
+    assert message in error["message"]
+    assert error["message"].count(", not ") <= 1
+    assert "bad_token" not in error["message"]
+    assert error["param"].split(".")[0] in body
     assert not engine.requests
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({"bad_words": ["x"] * 129}, "bad_words: List should have at most 128 items after validation, not 129."),
+        (
+            {"stop_token_ids": [5] * 129},
+            "stop_token_ids: List should have at most 128 items after validation, not 129.",
+        ),
+        (
+            {"logit_bias": {str(n): 0 for n in range(1025)}},
+            "logit_bias: Dictionary should have at most 1024 items after validation, not more.",
+        ),
+        ({"bad_words": ["x", 3]}, "bad_words.1: Input should be a valid string, not 3."),
+        ({"allowed_token_ids": [274], "bad_words": ["self"]}, "(274,) leaves no token: each is a bad one."),
+    ],
+)
+def test_a_message_says_once_what_is_wrong(body: dict[str, Any], message: str) -> None:
+    error = post(FakeEngine(), COMPLETIONS, {"prompt": "a", **body}).json()["error"]
+    assert error["message"].endswith(message)
+
+
+def test_ids_that_repeat_count_once() -> None:
+    engine = FakeEngine()
+    body = {"prompt": ["a"] * 4, "n": 64, "allowed_token_ids": [7, 9] * 5000, "max_tokens": 1}
+    assert post(engine, COMPLETIONS, body).status_code == 200
+    assert {request.params.allowed_token_ids for request in engine.requests} == {TokenIds(np.array([7, 9]))}
+
+
+# -- words and their tokens --------------------------------------------------------------------------------------------
+
+
+class Letters:
+    """A tokenizer with a token per character."""
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        return [ord(letter) for letter in text]
+
+
+@given(st.lists(st.text(alphabet="ab", min_size=1, max_size=5), min_size=1, max_size=12))
+def test_spellings_that_end_in_another_are_left_out(words: list[str]) -> None:
+    """An output has a bad sequence just where it has one of all spellings."""
+    every = [tuple(map(ord, prefix + word)) for word in words for prefix in ("", " ")]
+    found = bad_token_sequences(Letters(), words, 128)  # type: ignore[arg-type]
+    assert set(found) <= set(every)
+    assert len(set(found)) == len(found)
+    for sequence in every:
+        assert sum(sequence[len(sequence) - len(each) :] == each for each in found) == 1, "one of them, and once"
+
+
+def test_what_is_left_out_does_not_count() -> None:
+    words = [chr(0x4E00 + number) + "語" * 15 for number in range(128)]
+    found = bad_token_sequences(Letters(), words, 2**17)  # type: ignore[arg-type]
+    assert sum(map(len, found)) == 128 * 16, "of 4224 with a space before each"
+    long = ["a" * 190 + chr(ord("b") + number) for number in range(25)]
+    with pytest.raises(RequestError, match=r"^bad_words has 4775 tokens in all") as wrong:
+        bad_token_sequences(Letters(), long, 2**17)  # type: ignore[arg-type]
+    assert wrong.value.param == "bad_words"
+    with pytest.raises(RequestError, match=r"^bad_words has 'aé', whose token 233 the model does not have") as wrong:
+        bad_token_sequences(Letters(), ["b", "aé"], 200)  # type: ignore[arg-type]
+    assert wrong.value.param == "bad_words"
 
 
 def test_long_lists_are_for_few_outputs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -140,6 +140,22 @@ def test_bad_words_are_made_tokens(llm: LLM) -> None:
             llm.generate("a", bad_words=wrong)  # type: ignore[arg-type]
     with pytest.raises(RequestError, match="surrogate"):
         llm.generate("a", bad_words="\ud800")
+    with pytest.raises(RequestError, match=r"^with the tokens of bad_words: bad_token_sequences has .* at most 256"):
+        llm.generate("a", SamplingParams(bad_token_sequences=tuple((n,) for n in range(256))), bad_words="self")
+
+
+@pytest.mark.parametrize("name", ["stop", "bad_words"])
+def test_none_is_no_string_and_a_number_is_refused(llm: LLM, name: str) -> None:
+    (plain,) = llm.generate("import os\n")
+    (same,) = llm.generate("import os\n", **{name: None})  # type: ignore[arg-type]
+    assert same.outputs[0].token_ids == plain.outputs[0].token_ids
+    for wrong in (5, 0, True, b"os", 2.5):
+        with pytest.raises(RequestError, match=f"^{name} must be a string or a list of strings, not ") as caught:
+            llm.generate("a", **{name: wrong})  # type: ignore[arg-type]
+        assert caught.value.param == name
+    for entry in (None, 5, b"a"):
+        with pytest.raises(RequestError, match=f"{name} must be strings"):
+            llm.generate("a", **{name: ["b", entry]})  # type: ignore[arg-type]
 
 
 def test_where_no_token_is_left_only_that_request_ends(llm: LLM, reference: list[tuple[int, ...]]) -> None:

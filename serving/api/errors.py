@@ -84,7 +84,7 @@ def as_api_error(error: Exception) -> ApiError:
         case KVCacheExhausted():
             return ApiError(400, str(error), code="context_length_exceeded")
         case RequestError():
-            return ApiError(400, str(error))
+            return ApiError(400, str(error), param=error.param)
         case QueueFull():
             return ApiError(503, str(error), code="queue_full")
         case EngineDead():
@@ -151,4 +151,7 @@ def _validation_error(errors: Sequence[Mapping[str, Any]]) -> ApiError:
         return ApiError(400, "The body is read only if it is JSON and says so: Content-Type: application/json.")
     if first["type"] == "too_short":
         return ApiError(400, f"{param}: Input should not be empty.", param=param)
-    return ApiError(400, f"{param or 'the body'}: {first['msg']}, not {shown(first.get('input'))}.", param=param)
+    message = f"{param or 'the body'}: {first['msg']}"
+    if "actual_length" not in first.get("ctx", {}):  # else pydantic has said how many there are: no need for the list
+        message += f", not {shown(first.get('input'))}"
+    return ApiError(400, f"{message}.", param=param)

@@ -19,7 +19,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from model_runner import MAX_LOGIT_BIASES, MAX_STOP_TOKEN_IDS
+from model_runner import MAX_BAD_TOKENS, MAX_LOGIT_BIASES, MAX_STOP_TOKEN_IDS
 from serving.api.unsupported_fields import CHAT, COMPLETIONS, TOKENIZE, Refused, check_fields, describe_fields
 from serving.bad_words import MAX_BAD_WORD_CHARACTERS, MAX_BAD_WORDS
 from serving.stop_strings import MAX_STOP_CHARACTERS, MAX_STOP_STRINGS
@@ -164,7 +164,10 @@ class GenerationRequest(_Body):
     allowed_token_ids: Annotated[TokenIds | None, Field(description="no other tokens come")] = None
     bad_words: Annotated[
         BadWords | None,
-        Field(description="words whose tokens do not come one after the other, with a space before or without"),
+        Field(
+            description="words whose tokens do not come one after the other, with a space before or without; at most "
+            f"{MAX_BAD_TOKENS} tokens in all"
+        ),
     ] = None
     min_tokens: Annotated[int | None, Field(ge=0, description="tokens before which nothing ends it (0)")] = None
     ignore_eos: Annotated[bool | None, Field(description="go on after an end-of-sequence token")] = None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from model_runner import SamplingParams
 from serving.api.errors import ApiError
 from serving.api.prompts import check_token_ids
@@ -12,7 +14,8 @@ from serving.bad_words import bad_token_sequences
 __all__ = ["MAX_ALLOWED_OF_ALL", "token_limits"]
 
 MAX_ALLOWED_OF_ALL = 2**20
-"""Allowed tokens of a body, over all its outputs: each takes the list to its engine, which reads it between steps."""
+"""Allowed tokens of a body, as it lists them, and the different ones over all its outputs: each takes them to its
+engine, which reads them between steps."""
 
 
 async def token_limits(service: Service, body: GenerationRequest, num_prompts: int, size: int) -> SamplingParams:
@@ -27,17 +30,27 @@ async def token_limits(service: Service, body: GenerationRequest, num_prompts: i
     Raises:
         RequestError, ApiError, QueueFull: they cannot work.
     """
-    allowed, words, name = body.allowed_token_ids, body.bad_words or (), "allowed_token_ids"
-    if allowed is not None:
-        vocab_size, outputs = service.engine.info.vocab_size, num_prompts * (body.n or 1)
-        check_token_ids(allowed, vocab_size, name)
-        if len(allowed) > vocab_size:
-            raise ApiError(400, f"{name} has {len(allowed)} ids; the model has {vocab_size} tokens.", param=name)
-        if len(allowed) * outputs > MAX_ALLOWED_OF_ALL:
-            message = (
-                f"{name} has {len(allowed)} ids for each of {outputs} outputs; at most {MAX_ALLOWED_OF_ALL} are taken "
-                f"over all outputs. Ask for fewer outputs, or forbid tokens with bad_words."
-            )
-            raise ApiError(400, message, param=name)
-    bad = await service.long_work.run(lambda: bad_token_sequences(service.tokenizer, words), size) if words else ()
-    return SamplingParams(allowed_token_ids=None if allowed is None else tuple(allowed), bad_token_sequences=bad)
+    vocab_size, outputs = service.engine.info.vocab_size, num_prompts * (body.n or 1)
+
+    def make() -> SamplingParams:
+        allowed, words = body.allowed_token_ids, body.bad_words or ()
+        if allowed is not None:
+            _check_allowed(allowed, vocab_size, outputs)
+        bad = bad_token_sequences(service.tokenizer, words, vocab_size) if words else ()
+        return SamplingParams(allowed_token_ids=allowed, bad_token_sequences=bad)
+
+    return await service.long_work.run(make, size)
+
+
+def _check_allowed(allowed: Sequence[int], vocab_size: int, outputs: int) -> None:
+    name = "allowed_token_ids"
+    if len(allowed) > MAX_ALLOWED_OF_ALL:
+        raise ApiError(400, f"{name} has {len(allowed)} ids; at most {MAX_ALLOWED_OF_ALL} are taken.", param=name)
+    check_token_ids(allowed, vocab_size, name)
+    count = len(set(allowed))
+    if count * outputs > MAX_ALLOWED_OF_ALL:
+        message = (
+            f"{name} has {count} different ids for each of {outputs} outputs; at most {MAX_ALLOWED_OF_ALL} are taken "
+            f"over all outputs. Ask for fewer outputs, or forbid tokens with bad_words."
+        )
+        raise ApiError(400, message, param=name)

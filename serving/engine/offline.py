@@ -25,6 +25,10 @@ OnOutput: TypeAlias = Callable[[RequestOutput], bool]
 class OfflineEngine(Protocol):
     """Runs batches of requests."""
 
+    @property
+    def vocab_size(self) -> int:
+        """Of the model; token ids are below it."""
+
     def run(self, requests: Sequence[RequestInput], on_output: OnOutput) -> None:
         """Serve all of them; returns when the last has ended. What still runs when an error comes is aborted.
 
@@ -86,6 +90,11 @@ class InProcessEngine:
         """See `OfflineEngine`."""
         return {0: self._core.statistics()}
 
+    @property
+    def vocab_size(self) -> int:
+        """See `OfflineEngine`."""
+        return self._runner.config.vocab_size
+
     def close(self) -> None:
         """See `OfflineEngine`."""
         self._runner.close()
@@ -111,6 +120,11 @@ class RankEngines:
     def statistics(self) -> Mapping[int, EngineStatistics]:
         """See `OfflineEngine`."""
         return dict(self._client.statistics)
+
+    @property
+    def vocab_size(self) -> int:
+        """See `OfflineEngine`."""
+        return self._client.info.vocab_size
 
     def close(self) -> None:
         """See `OfflineEngine`."""
