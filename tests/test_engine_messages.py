@@ -82,6 +82,7 @@ def test_messages_to_an_engine_come_back(message: messages.ToEngine) -> None:
             EngineStatistics(num_running=1, kv_usage=0.25, steps={"decode/engaged": 3}),
         ),
         Refused(0, "a", "RequestError", "no"),
+        Refused(0, "a", "RequestError", "no", "min_tokens"),
         Failed(1, "UBatchError", "PeerFailed", "rank 0 died", "Traceback", echo=True),
         ProfileWritten(0, "/somewhere", None),
         NodeAlive(1),
@@ -174,3 +175,11 @@ def test_speculation_runs_in_the_plain_loop() -> None:
     assert EngineOptions(Path("model"), device="cuda").overlaps_schedule
     assert not EngineOptions(Path("model")).overlaps_schedule
     assert not EngineOptions(Path("model"), speculation=speculating, overlap_schedule=True).overlaps_schedule
+
+
+def test_a_refused_parameter_is_named() -> None:
+    error = make_error("RequestError", "no", "min_tokens")
+    assert isinstance(error, RequestError)
+    assert (str(error), error.param) == ("no", "min_tokens")
+    assert str(make_error("ConfigError", "no")) == "no"
+    assert make_error("ZeroDivisionError", "no") is None

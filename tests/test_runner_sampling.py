@@ -229,12 +229,14 @@ def test_min_tokens_keeps_stop_tokens_away(checkpoint: Path) -> None:
             assert output.token_ids[min_tokens:] == ((stop,) if reached else ())
             assert output.finish_reason is (FinishReason.STOP if reached else FinishReason.LENGTH)
 
-        # The model's own end-of-sequence tokens as well, unless they do not end the output.
+        # The model's own end-of-sequence tokens as well; also those that would not end the output, as vLLM does it.
         context = runner._sampling
         object.__setattr__(context, "eos_token_ids", (stop,))
-        (output,) = generate(runner, PROMPTS[:1], SamplingParams(max_tokens=3, min_tokens=3))
-        assert stop not in output.token_ids
-        (output,) = generate(runner, PROMPTS[:1], SamplingParams(max_tokens=3, min_tokens=3, ignore_eos=True))
+        for ignore_eos in (False, True):
+            own = SamplingParams(max_tokens=3, min_tokens=3, ignore_eos=ignore_eos)
+            (output,) = generate(runner, PROMPTS[:1], own)
+            assert stop not in output.token_ids
+        (output,) = generate(runner, PROMPTS[:1], SamplingParams(max_tokens=3, ignore_eos=True))
         assert output.token_ids == free.token_ids[:3]
 
 

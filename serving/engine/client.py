@@ -367,8 +367,8 @@ class EngineClient:
                 self._signs.heard(message)
             case Outputs():
                 self._router.deliver(message)
-            case Refused(_, request_id, kind, text):
-                self._router.refuse(request_id, lambda: make_error(kind, text) or UBatchError(text))
+            case Refused(_, request_id, kind, text, param):
+                self._router.refuse(request_id, lambda: make_error(kind, text, param) or UBatchError(text))
             case Ready(rank):
                 self._ready[rank] = message
                 if len(self._ready) == self.options.world_size and not self._all_ready.done():

@@ -139,12 +139,13 @@ class Outputs(msgspec.Struct, tag=True, array_like=True, frozen=True):
 
 
 class Refused(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """A request that cannot be served; `kind` as for `make_error`."""
+    """A request that cannot be served; `kind`, `text` and `param` as for `make_error`."""
 
     rank: int
     request_id: str
     kind: str
     text: str
+    param: str | None = None
 
 
 class Failed(msgspec.Struct, tag=True, array_like=True, frozen=True):
@@ -273,6 +274,10 @@ def error_kind(error: BaseException) -> str:
     return next((kind.__name__ for kind in type(error).__mro__ if kind.__name__ in _ERRORS), type(error).__name__)
 
 
-def make_error(kind: str, text: str) -> UBatchError | None:
-    """The error of a kind that another process named; None for one that is not this project's."""
-    return _ERRORS[kind](text) if kind in _ERRORS else None
+def make_error(kind: str, text: str, param: str | None = None) -> UBatchError | None:
+    """The error of a kind that another process named; None for one that is not this project's. A `RequestError` has
+    the parameter that is wrong."""
+    made = _ERRORS.get(kind)
+    if made is RequestError:
+        return RequestError(text, param=param)
+    return None if made is None else made(text)

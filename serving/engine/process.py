@@ -266,7 +266,9 @@ class Engine:
                 try:
                     self.core.add(request)
                 except (RequestError, KVCacheExhausted) as error:
-                    self._link.send(Refused(self.dp_rank, request.request_id, error_kind(error), str(error)))
+                    param = error.param if isinstance(error, RequestError) else None
+                    refused = Refused(self.dp_rank, request.request_id, error_kind(error), str(error), param)
+                    self._link.send(refused)
             case Unreadable(request_id, epoch, why):
                 self._epoch = epoch
                 self._received += 1
