@@ -39,6 +39,7 @@ FLAGS = (
     "--enable-expert-parallel",
     "--enable-dbo",
     "--dbo-decode-token-threshold=16",
+    "--max-prefill-tokens-per-mixed-step=auto",
     f"--max-connections={_MAX_CONNECTIONS}",
 )
 
@@ -232,7 +233,7 @@ def _row(watch: Watch, attack: Attack | None, window: Window, answers: Answers) 
     statuses = [answer for answer in counted if not answer.startswith("short")]
     unexpected = [answer for answer in statuses if attack is None or answer not in attack.answers]
     seen = watch.seen(window)
-    return _Row(window.name, counted, unexpected, max(window.health_s, default=0.0), window.unhealthy, seen)
+    return _Row(window.name, dict(counted), unexpected, max(window.health_s, default=0.0), window.unhealthy, seen)
 
 
 def _ms(seconds: float | None) -> str:
