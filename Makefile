@@ -91,6 +91,7 @@ bench: setup ## the CPU benchmarks; writes benchmarks/results/*.json
 	$(BIN)/ubatch bench engine --only scheduler --json $(RESULTS)/engine-scheduler.json
 	$(BIN)/ubatch bench engine --only overlap --json $(RESULTS)/engine-overlap.json
 	$(BIN)/ubatch bench speculation --json $(RESULTS)/speculation.json
+	$(BIN)/ubatch bench abuse examples/models/tiny-moe --json $(RESULTS)/abuse.json
 	$(BIN)/ubatch bench fairness examples/models/tiny-moe --json $(RESULTS)/fairness.json
 	$(BIN)/ubatch bench engine --only offline served --json $(RESULTS)/engine-offline.json
 

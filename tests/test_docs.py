@@ -95,6 +95,24 @@ def test_the_readme_shows_what_long_prompts_cost_and_what_a_limit_costs() -> Non
     assert [row[1] for row in rows] == expected, "\n".join(expected)
 
 
+def test_the_readme_shows_what_attacks_do() -> None:
+    """Where it differs, put this in."""
+    found = json.loads((RESULTS / "abuse.json").read_text(encoding="utf-8"))
+    windows = found["windows"]
+    shorts = [answer.split(": ")[1] for window in windows for answer in window["answers"] if "short" in answer]
+    wrong, ended = (sum(window["seen"][name] for window in windows) for name in ("wrong", "ended"))
+    expected = (
+        f"{wrong} of {ended} streams with a wrong token; `/health` within "
+        f"{max(window['health_s'] for window in windows):.2f} s; the API process at most "
+        f"{found['peak_resident_bytes'] / 1e6:.0f} MB; inter-token p99 {found['gap_p99_ratio']:.2f} of that alone "
+        f"while prompts of 900 tokens arrive; a short request behind 1,000 prompts {shorts[0]}, behind 200 of 1,000 "
+        f"tokens {shorts[1]}"
+    )
+    rows = [row[1] for row in table_below("| what | measured |") if "attacks" in row[0]]
+    assert rows == [expected], expected
+    assert not found["faults"]
+
+
 @pytest.mark.parametrize("name", ["overlap.json", "overlap-ratios.json"])
 def test_no_measured_step_passes_the_bound(name: str) -> None:
     for link in json.loads((RESULTS / name).read_text(encoding="utf-8"))["links"]:

@@ -136,6 +136,7 @@ class _Abuse:
         options.write(
             {
                 "windows": [asdict(row) for row in rows],
+                "gap_p99_ratio": _stretch(rows),
                 "peak_resident_bytes": peak,
                 "rounds": [asdict(each) for each in done],
                 "hang": asdict(hung) if hung is not None else None,
@@ -193,9 +194,8 @@ class _Abuse:
         for seen in troubled:
             self._expect(not seen.wrong, f"{seen.wrong} streams got a wrong token")
             self._expect(not seen.failed, f"{len(seen.failed)} streams failed: {', '.join(seen.failed[:1])}")
-        alone, arriving = rows[0].seen, next((row.seen for row in rows if "arrive" in row.name), None)
-        if arriving is not None and arriving.gap_p99_s is not None and alone.gap_p99_s is not None:
-            ratio = arriving.gap_p99_s / alone.gap_p99_s
+        ratio = _stretch(rows)
+        if ratio is not None:
             print(f"p99 of the streams' inter-token latency while long prompts arrive: {ratio:.2f} of that alone")
             self._expect(ratio < _GAP_RATIO, f"inter-token p99 rose {ratio:.2f} times while long prompts arrived")
 
@@ -234,6 +234,14 @@ def _row(watch: Watch, attack: Attack | None, window: Window, answers: Answers) 
     unexpected = [answer for answer in statuses if attack is None or answer not in attack.answers]
     seen = watch.seen(window)
     return _Row(window.name, dict(counted), unexpected, max(window.health_s, default=0.0), window.unhealthy, seen)
+
+
+def _stretch(rows: Sequence[_Row]) -> float | None:
+    """The streams' inter-token p99 while long prompts arrive, over that alone; None where they did not arrive."""
+    alone, arriving = rows[0].seen, next((row.seen for row in rows if "arrive" in row.name), None)
+    if arriving is None or arriving.gap_p99_s is None or alone.gap_p99_s is None:
+        return None
+    return arriving.gap_p99_s / alone.gap_p99_s
 
 
 def _ms(seconds: float | None) -> str:
