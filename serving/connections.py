@@ -2,7 +2,8 @@
 
 file descriptors    the soft limit is raised; if they run out all the same, accepting pauses, a second at a time
 too many            a request on a connection beyond the limit gets 503 and `Retry-After`
-half a request      headers that do not come within `HEADERS_S` get 408; a connection that sends nothing is closed
+half a request      headers that do not come within `HEADERS_S`, or a body of which nothing more comes for `BODY_S`, get
+                    408; a connection that sends nothing is closed
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ __all__ = ["CannotListen", "Listener", "connection_protocol", "listening", "most
 _logger = logging.getLogger(__name__)
 
 HEADERS_S = 10.0
+BODY_S = 20.0
 _WANTED_FILES = 65535
 _OTHER_FILES = 128
 """File descriptors for everything but connections: engines, sockets between processes, files."""
@@ -154,8 +156,12 @@ def connection_protocol(most: int, around: Callable[[ASGIApp], ASGIApp]) -> type
             super().connection_lost(exc)
 
         def _look_at_the_clock(self) -> None:
-            """Headers are waited for from the first byte on; between two requests uvicorn's own timer runs."""
-            if self.conn.their_state is not h11.IDLE or self.timeout_keep_alive_task is not None:
+            """Headers are waited for from their first byte on, a body from its last one that came; between two
+            requests uvicorn's own timer runs."""
+            if self.conn.their_state is h11.SEND_BODY:
+                self._stop_the_clock()
+                self._too_late = self.loop.call_later(BODY_S, self._give_up)
+            elif self.conn.their_state is not h11.IDLE or self.timeout_keep_alive_task is not None:
                 self._stop_the_clock()
             elif self._too_late is None:
                 self._too_late = self.loop.call_later(HEADERS_S, self._give_up)
@@ -166,7 +172,12 @@ def connection_protocol(most: int, around: Callable[[ASGIApp], ASGIApp]) -> type
                 self._too_late = None
 
         def _give_up(self) -> None:
-            if self.conn.trailing_data[0] and self.conn.our_state is h11.IDLE:
+            amid_body = self.conn.their_state is h11.SEND_BODY
+            if amid_body and self.flow.read_paused:  # it is the application that does not read
+                self._too_late = self.loop.call_later(BODY_S, self._give_up)
+                return
+            answered = self.cycle.response_started if amid_body else self.conn.our_state is not h11.IDLE
+            if not answered and (amid_body or self.conn.trailing_data[0]):
                 self.transport.write(b"HTTP/1.1 408 Request Timeout\r\nConnection: close\r\nContent-Length: 0\r\n\r\n")
             self.transport.close()
 

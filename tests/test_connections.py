@@ -84,6 +84,24 @@ def test_headers_that_do_not_come_are_not_waited_for(monkeypatch: pytest.MonkeyP
     serve(scenario)
 
 
+def test_bodies_that_do_not_come_are_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "BODY_S", 1.0)
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: here\r\nContent-Type: application/json\r\nConnection: close\r\n"
+    body = b'{"prompt": [5]}'
+    whole = head + b"Content-Length: %d\r\n\r\n" % len(body)
+    chunked = head + b"Transfer-Encoding: chunked\r\n\r\n"
+
+    async def scenario(listener: Listener, ask: Ask) -> None:
+        begun = time.monotonic()
+        answers = await asyncio.gather(ask(whole), ask(whole, body[:5]), ask(chunked, b"5\r\n" + body[:5] + b"\r\n"))
+        assert time.monotonic() - begun < 15
+        assert [answer.count(b"HTTP/1.1 408 ") for answer in answers] == [1, 1, 1]
+        slowly = await ask(whole, body[:3], body[3:5], body[5:9], body[9:], pause_s=0.5)  # 2 s in all
+        assert slowly.startswith(b"HTTP/1.1 200 ")
+
+    serve(scenario)
+
+
 def test_connections_beyond_the_limit_get_503() -> None:
     async def scenario(listener: Listener, ask: Ask) -> None:
         whole = GET + b"Connection: close\r\n\r\n"

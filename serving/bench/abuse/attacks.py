@@ -55,8 +55,9 @@ class Target:
         return {"model": self.server.model, "prompt": self.prompt(8), "max_tokens": 8} | fields
 
 
-Answers = list[str]
-"""A status each; `closed` where the connection ended without one."""
+Answers = list[str | float]
+"""Statuses; `closed` where a connection ended without one, `nothing` where it stayed silent. Floats: seconds that a
+request waited which had to be served soon."""
 
 
 @dataclass(frozen=True)
@@ -66,12 +67,14 @@ class Attack:
     Attributes:
         name: in the report.
         run: does it, and returns how the server answered.
-        answers: what it may answer; those of 500 and more that are not named here are faults.
+        answers: what it may answer; anything else is a fault.
+        needs: what must be among the answers, or the attack has not happened.
     """
 
     name: str
     run: Callable[[Target], Awaitable[Answers]]
     answers: frozenset[str]
+    needs: frozenset[str]
 
 
 # -- bodies
@@ -85,6 +88,8 @@ async def _post(target: Target, *contents: bytes | AsyncIterator[bytes], path: s
             headers = {"Content-Type": "application/json"}
             try:
                 answer = await client.post(path, content=content, headers=headers, timeout=_CLIENT_S)
+            except httpx.TimeoutException:
+                return "nothing"
             except httpx.TransportError:
                 return "closed"
             return str(answer.status_code)
@@ -174,48 +179,45 @@ async def _large(target: Target) -> Answers:
 
 
 async def _leave(target: Target) -> Answers:
-    """Some leave amid a large body, some while it is tokenized, some amid streams and outputs."""
-    large = target.body(prompt="to be or not " * 500_000)
+    """Some leave amid a large body, some while it is tokenized, some amid outputs, some amid streams."""
+    texts = msgspec.json.encode(target.body(prompt=["to be or not " * 150] * 1000))
     long = target.body(prompt=target.prompt(100), max_tokens=target.max_model_len - 100, n=8, ignore_eos=True)
-    bodies = [large] * 3 + [long] * 5 + [long | {"stream": True}] * 5
-
-    async def leave(number: int, body: Mapping[str, Any]) -> str:
-        await _raw(target, _head(body) + msgspec.json.encode(body), wait_s=0.2 + 0.1 * number)
-        return "left"
-
-    return list(await asyncio.gather(*(leave(number, body) for number, body in enumerate(bodies))))
+    silent = [_head(texts) + texts[: len(texts) // 2]] * 3 + [_head(texts) + texts] * 3
+    silent += [_request(long)] * 5
+    streamed = [_request(long | {"stream": True})] * 5
+    left = (_raw(target, data, wait_s=0.2 + 0.1 * number) for number, data in enumerate(silent))
+    return list(await asyncio.gather(*left, *(_raw(target, data, wait_s=30.0) for data in streamed)))
 
 
 async def _do_not_read(target: Target) -> Answers:
-    """Streams whose clients read nothing for a while."""
+    """Streams whose clients read no further than the status, for a while."""
     body = target.body(prompt=target.prompt(8), max_tokens=512, n=16, ignore_eos=True, stream=True)
-    request = _head(body) + msgspec.json.encode(body)
-
-    async def idle() -> str:
-        _, writer = await asyncio.open_connection(*target.address, limit=1024)
-        writer.write(request)
-        await asyncio.sleep(5)
-        writer.transport.abort()
-        return "left"
-
-    return list(await asyncio.gather(*(idle() for _ in range(4))))
+    idle = (_raw(target, _request(body), wait_s=30.0, idle_s=5.0) for _ in range(4))
+    return list(await asyncio.gather(*idle))
 
 
 # -- connections
 
 
-def _head(body: Mapping[str, Any] | None, length: int | None = None) -> bytes:
-    length = len(msgspec.json.encode(body)) if length is None else length
+def _head(body: bytes | int) -> bytes:
+    """The headers of a request with this body, or of one with so many bytes."""
+    length = body if isinstance(body, int) else len(body)
     lines = ["POST /v1/completions HTTP/1.1", "Host: here", "Content-Type: application/json"]
     return "\r\n".join([*lines, f"Content-Length: {length}", "", ""]).encode()
 
 
-async def _raw(target: Target, data: bytes, wait_s: float) -> str:
-    """Send bytes, and read the status that comes within `wait_s`."""
-    reader, writer = await asyncio.open_connection(*target.address)
+def _request(body: Mapping[str, Any]) -> bytes:
+    data = msgspec.json.encode(body)
+    return _head(data) + data
+
+
+async def _raw(target: Target, data: bytes, wait_s: float, idle_s: float = 0.0) -> str:
+    """Send bytes, read the status if it comes within `wait_s`, stay for `idle_s` without reading, and leave."""
+    reader, writer = await asyncio.open_connection(*target.address, limit=1024)
     try:
         writer.write(data)
         line = await asyncio.wait_for(reader.readline(), wait_s)
+        await asyncio.sleep(idle_s)
     except TimeoutError:
         return "nothing"
     except OSError:
@@ -228,15 +230,15 @@ async def _raw(target: Target, data: bytes, wait_s: float) -> str:
 async def _half_requests(target: Target) -> Answers:
     """Headers that do not end, and bodies that do not come."""
     headers = b"GET /health HTTP/1.1\r\nHost: here\r\n"
-    kinds = [headers, b"G", _head(None, 1000) + b"{"] * 50
-    return list(await asyncio.gather(*(_raw(target, data, wait_s=12.0) for data in kinds)))
+    kinds = [headers, b"G", _head(1000) + b"{"] * 50
+    return list(await asyncio.gather(*(_raw(target, data, wait_s=30.0) for data in kinds)))
 
 
 async def _garbage(target: Target) -> Answers:
     """What is no HTTP, or more of it than anybody needs."""
     header = b"GET /health HTTP/1.1\r\nHost: here\r\nX: " + b"a" * _MILLION + b"\r\n\r\n"
     kinds = [b"\x16\x03\x01\x02\x00" * 20, b"\r\n\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n", header]
-    kinds.append(_head(None, 10).replace(b"Content-Length: 10", b"Content-Length: -1") + b"{}")
+    kinds.append(_head(10).replace(b"Content-Length: 10", b"Content-Length: -1") + b"{}")
     return list(await asyncio.gather(*(_raw(target, data, wait_s=12.0) for data in kinds)))
 
 
@@ -247,23 +249,26 @@ async def _flood(target: Target) -> Answers:
     opened = await asyncio.gather(
         *(asyncio.open_connection(*target.address) for _ in range(count)), return_exceptions=True
     )
-    try:
-        answers: Answers = []
-        for each in opened:
-            if isinstance(each, BaseException):
-                answers.append("closed")
-                continue
-            reader, writer = each
-            try:
+    streams = [each for each in opened if not isinstance(each, BaseException)]
+    turn = asyncio.Semaphore(20)  # many connections, not many requests at once
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> str:
+        try:
+            async with turn:
                 writer.write(ask)
-                answers.append((await asyncio.wait_for(reader.readline(), 12.0)).split()[1].decode())
-            except (OSError, IndexError, TimeoutError):
-                answers.append("closed")
-        return answers
+                line = await asyncio.wait_for(reader.readline(), 30.0)
+        except TimeoutError:
+            return "nothing"
+        except OSError:
+            return "closed"
+        return line.split()[1].decode() if line else "closed"
+
+    try:
+        answers: Answers = list(await asyncio.gather(*(answer(*each) for each in streams)))
     finally:
-        for each in opened:
-            if not isinstance(each, BaseException):
-                each[1].transport.abort()
+        for _, writer in streams:
+            writer.transport.abort()
+    return answers + ["closed"] * (count - len(streams))
 
 
 async def _profiles(target: Target) -> Answers:
@@ -283,7 +288,7 @@ async def _short_behind(target: Target, body: Mapping[str, Any]) -> Answers:
     asked = time.perf_counter()
     short = await _post(target, msgspec.json.encode(target.body(max_tokens=1)))
     waited_s = time.perf_counter() - asked
-    return [*await large, *short, f"short request: {waited_s:.2f} s"]
+    return [*await large, *short, waited_s]
 
 
 async def _many_prompts(target: Target) -> Answers:
@@ -309,34 +314,34 @@ async def _arrivals(target: Target) -> Answers:
 
 
 _OK, _WRONG, _TOO_LARGE = "200", "400", "413"
-_LEFT = frozenset({"left"})
 
 ATTACKS: tuple[Attack, ...] = tuple(
-    Attack(name, run, frozenset(answers))
-    for name, run, answers in (
-        ("a token whose embedding is nan", _bodies(_nan), {"500"}),
-        ("stop strings of 20,000 and 100,000 characters", _bodies(_stop_strings), {_WRONG}),
-        ("64 stop strings of 1,000 characters, n = 8", _bodies(_long_stop_strings), {_OK}),
-        ("bodies of 100 MB", _large, {_TOO_LARGE, "closed"}),
-        ("prompts of 0.1, 1.3 and 7.8 MB", _bodies(_long_texts), {_WRONG}),
-        ("5 MB to tokenize", _bodies(_tokenize, "/tokenize"), {_OK, _WRONG}),
+    Attack(name, run, frozenset(answers), frozenset(needs))
+    for name, run, answers, needs in (
+        ("a token whose embedding is nan", _bodies(_nan), {"500"}, {"500"}),
+        ("stop strings of 20,000 and 100,000 characters", _bodies(_stop_strings), {_WRONG}, {_WRONG}),
+        ("64 stop strings of 1,000 characters, n = 8", _bodies(_long_stop_strings), {_OK}, {_OK}),
+        ("bodies of 100 MB", _large, {_TOO_LARGE, "closed"}, {_TOO_LARGE}),
+        ("prompts of 0.1, 1.3 and 7.8 MB", _bodies(_long_texts), {_WRONG}, {_WRONG}),
+        ("5 MB to tokenize", _bodies(_tokenize, "/tokenize"), {_OK, _WRONG}, ()),
         (
             "5,000 prompts x 10 outputs",
             _bodies(lambda target: [target.body(prompt=[target.prompt(4)] * 5000, n=10)]),
             {_WRONG},
+            {_WRONG},
         ),
-        ("300,000 biases, a million stop ids", _bodies(_biases), {_WRONG}),
-        ("as many biases as allowed", _bodies(_most_biases), {_OK}),
-        ("bodies that are broken or wrong", _bodies(_broken), {_WRONG}),
-        ("deep arguments of the chat template", _bodies(_deep_template, "/v1/chat/completions"), {_OK, _WRONG}),
-        ("clients that leave", _leave, _LEFT),
-        ("clients that do not read", _do_not_read, _LEFT),
-        ("halves of requests", _half_requests, {"408", "closed", "nothing"}),
-        ("what is no HTTP", _garbage, {_WRONG, "404", "408", "431", "closed"}),
-        ("more connections than there may be", _flood, {_OK, "503", "closed"}),
-        ("paths that are off or none", _profiles, {"404", "405"}),
-        ("1,000 prompts in one body", _many_prompts, {_OK}),
-        ("200 prompts of 1,000 tokens in one body", _many_long_prompts, {_OK}),
-        ("prompts of 900 tokens arrive", _arrivals, {_OK}),
+        ("300,000 biases, a million stop ids", _bodies(_biases), {_WRONG}, {_WRONG}),
+        ("as many biases as allowed", _bodies(_most_biases), {_OK}, {_OK}),
+        ("bodies that are broken or wrong", _bodies(_broken), {_WRONG}, {_WRONG}),
+        ("deep arguments of the chat template", _bodies(_deep_template, "/v1/chat/completions"), {_OK, _WRONG}, ()),
+        ("clients that leave", _leave, {"nothing", _OK}, {"nothing", _OK}),
+        ("clients that do not read", _do_not_read, {_OK}, {_OK}),
+        ("halves of requests", _half_requests, {"408"}, {"408"}),
+        ("what is no HTTP", _garbage, {_WRONG, "404", "408", "431", "closed"}, {_WRONG}),
+        ("more connections than there may be", _flood, {_OK, "503", "closed"}, {"503"}),
+        ("paths that are off or none", _profiles, {"404", "405"}, {"404"}),
+        ("1,000 prompts in one body", _many_prompts, {_OK}, {_OK}),
+        ("200 prompts of 1,000 tokens in one body", _many_long_prompts, {_OK}, {_OK}),
+        ("prompts of 900 tokens arrive", _arrivals, {_OK}, {_OK}),
     )
 )

@@ -14,7 +14,7 @@ from pathlib import Path
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-from serving.bench.abuse.watch import resident_bytes
+from serving.bench.abuse.watch import Reference, ask_references, resident_bytes
 from serving.bench.serve_load import Load, make_tasks
 from serving.bench.serve_process import ServerProcess
 from serving.bench.serve_requests import Outcome, RequestFailed, Server, Status, send_all
@@ -43,11 +43,17 @@ async def overlapped_steps(server: Server) -> int:
 
 
 async def rest(server: Server) -> str | None:
-    """Wait until the engines hold nothing; what they still hold after a minute, or None."""
+    """Wait until the engines hold nothing; what they still hold after a minute, or None.
+
+    Raises:
+        RequestFailed: the metrics do not say.
+    """
     deadline = time.monotonic() + _REST_S
     while True:
         totals = await read_totals(server)
-        held = {name: totals.get(name, 0.0) for name in _AT_REST if totals.get(name, 0.0)}
+        if missing := [name for name in _AT_REST if name not in totals]:
+            raise RequestFailed(f"/metrics of {server.base_url} has no {', '.join(missing)}: nothing can be said.")
+        held = {name: totals[name] for name in _AT_REST if totals[name]}
         if not held:
             return None
         if time.monotonic() > deadline:
@@ -61,7 +67,7 @@ class Round:
 
     Attributes:
         ok, cancelled, failed: streams by their end.
-        wrong: whole answers that differ from the first round's.
+        wrong: whole answers that are not what the server answers at leisure.
         held: what the engines hold afterwards; None for nothing.
         resident: bytes of the API process and of each engine, afterwards.
         first_error: of a failed stream.
@@ -83,25 +89,26 @@ async def rounds(server: Server, process: ServerProcess, count: int, streams: in
         fields={"temperature": 0, "ignore_eos": True},
     )  # fmt: skip
     tasks = await make_tasks(server, load)
-    texts: dict[int, str] = {}
+    references = await ask_references(server, [(list(map(int, task.prompt)), task.max_tokens) for task in tasks])
     done: list[Round] = []
     for _ in range(count):
         outcomes = await send_all(server, tasks)
         held = await rest(server)
         resident = tuple(resident_bytes(pid) for pid in (process.process.pid, *engines_of(process)))
-        done.append(_round(outcomes, texts, held, resident))
+        done.append(_round(outcomes, references, held, resident))
     return done
 
 
-def _round(outcomes: Sequence[Outcome], texts: dict[int, str], held: str | None, resident: tuple[int, ...]) -> Round:
+def _round(
+    outcomes: Sequence[Outcome], references: Sequence[Reference], held: str | None, resident: tuple[int, ...]
+) -> Round:
     by_status = {status: [each for each in outcomes if each.status is status] for status in Status}
     failed = by_status[Status.FAILED]
-    wrong = sum(texts.setdefault(each.index, each.text) != each.text for each in by_status[Status.OK])
     return Round(
         ok=len(by_status[Status.OK]),
         cancelled=len(by_status[Status.CANCELLED]),
         failed=len(failed),
-        wrong=wrong,
+        wrong=sum(not references[each.index].allows(each) for each in by_status[Status.OK]),
         held=held,
         resident=resident,
         first_error=failed[0].error if failed else None,
@@ -131,46 +138,46 @@ class Hang:
     """What a server did when a rank stood still.
 
     Attributes:
-        unhealthy_s: until `/health` was no longer 200; None if it never was.
-        named: the error of the streams names the rank.
+        rank: which one.
+        unhealthy_s: until `/health` answered 503; None if it never did.
+        errors: of the streams that ran.
         ended_s: until the server ended; None if it did not.
         exit_status: its own.
     """
 
+    rank: int
     unhealthy_s: float | None
-    named: bool
+    errors: tuple[str, ...]
     ended_s: float | None
     exit_status: int | None
 
 
-async def hang(server: Server, process: ServerProcess, rank: int, timeout_s: float) -> Hang:
-    """Stop a rank while streams run, and look.
+async def hang(server: Server, process: ServerProcess, timeout_s: float) -> Hang:
+    """Stop the last rank while streams run, and look.
 
     Args:
         server: with its model.
         process: the same, as a process; it is gone afterwards.
-        rank: which engine.
         timeout_s: after which it must be noticed; twice that is waited for.
     """
-    victim = engines_of(process)[rank]
+    engines = engines_of(process)
+    rank = len(engines) - 1
     tasks = await make_tasks(server, Load(8, input_len=8, output_len=512, fields={"ignore_eos": True}))
     streams = asyncio.create_task(send_all(server, tasks))
     await asyncio.sleep(1.0)
     begun, unhealthy_s, ended_s = time.monotonic(), None, None
-    os.kill(victim, signal.SIGSTOP)
+    os.kill(engines[rank], signal.SIGSTOP)
     try:
         async with server.client() as client:
             while ended_s is None and time.monotonic() < begun + 2 * timeout_s + 10:
-                try:
-                    healthy = (await client.get("/health", timeout=5.0)).status_code == httpx.codes.OK
-                except httpx.HTTPError:
-                    healthy = False
-                now = time.monotonic() - begun
-                unhealthy_s = now if unhealthy_s is None and not healthy else unhealthy_s
-                ended_s = now if process.process.poll() is not None else None
+                with suppress(httpx.HTTPError):  # it may have ended
+                    status = (await client.get("/health", timeout=5.0)).status_code
+                    if unhealthy_s is None and status == httpx.codes.SERVICE_UNAVAILABLE:
+                        unhealthy_s = time.monotonic() - begun
+                ended_s = time.monotonic() - begun if process.process.poll() is not None else None
                 await asyncio.sleep(0.1)
     finally:
         with suppress(ProcessLookupError):  # the server has done it
-            os.kill(victim, signal.SIGKILL)
-    errors = [outcome.error or "" for outcome in await streams]
-    return Hang(unhealthy_s, all(f"rank {rank}" in each for each in errors), ended_s, process.process.poll())
+            os.kill(engines[rank], signal.SIGKILL)
+    errors = tuple(outcome.error or "none" for outcome in await streams)
+    return Hang(rank, unhealthy_s, errors, ended_s, process.process.poll())

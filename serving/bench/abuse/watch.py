@@ -27,30 +27,39 @@ class Reference:
 
     Attributes:
         prompt: token ids.
+        max_tokens: of the answer; it has as many.
         text: the greedy answer of the server before anything happened to it.
         ties: characters at which a token begins that another one nearly equals; behind the first, texts may differ.
     """
 
     prompt: tuple[int, ...]
+    max_tokens: int
     text: str
     ties: tuple[int, ...] = ()
 
-    def allows(self, text: str) -> bool:
-        """Whether an answer is this one, or leaves it only at a tie."""
+    def allows(self, outcome: Outcome) -> bool:
+        """Whether a whole answer is this one, or is as long and leaves it only at a tie."""
+        if outcome.finish_reason != "length" or outcome.output_tokens != self.max_tokens:
+            return False
+        text = outcome.text
         pairs = enumerate(zip(self.text, text, strict=False))
         same = next((place for place, (own, other) in pairs if own != other), min(len(self.text), len(text)))
         return text == self.text or any(tie <= same for tie in self.ties)
 
 
-async def ask_references(server: Server, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[Reference]:
+async def ask_references(server: Server, asked: Sequence[tuple[Sequence[int], int]]) -> list[Reference]:
     """The answers of an undisturbed server, with where they are close calls.
+
+    Args:
+        server: whom to ask.
+        asked: prompts, and how many tokens their answers have.
 
     Raises:
         RequestFailed: the server refused one.
     """
     async with server.client() as client:
 
-        async def ask(prompt: Sequence[int]) -> Reference:
+        async def ask(prompt: Sequence[int], max_tokens: int) -> Reference:
             body = {"model": server.model, "prompt": list(prompt), "max_tokens": max_tokens, "logprobs": 2}
             answer = await client.post(server.endpoint.path, json=body | {"temperature": 0, "ignore_eos": True})
             if answer.status_code != httpx.codes.OK:
@@ -59,9 +68,9 @@ async def ask_references(server: Server, prompts: Sequence[Sequence[int]], max_t
             told = choice["logprobs"]
             close = [_margin(likeliest) < _TIE for likeliest in told["top_logprobs"]]
             ties = tuple(offset for offset, tie in zip(told["text_offset"], close, strict=True) if tie)
-            return Reference(tuple(prompt), choice["text"], ties)
+            return Reference(tuple(prompt), max_tokens, choice["text"], ties)
 
-        return list(await asyncio.gather(*map(ask, prompts)))
+        return list(await asyncio.gather(*(ask(*each) for each in asked)))
 
 
 def _margin(likeliest: Mapping[str, float]) -> float:
@@ -95,8 +104,8 @@ class Seen:
         ended: streams that came to their end.
         wrong: those with another text than their reference.
         failed: those that failed, and why.
-        tokens_per_s: events with text.
-        gap_median_s: between one event with text and the next; None where there were none.
+        tokens_per_s: events with text, about.
+        gap_median_s: between one event with text and the next, where any of it lies in the window; None for none.
         gap_p99_s: the same.
     """
 
@@ -116,14 +125,13 @@ class Watch:
     Args:
         server: whom to watch.
         references: prompts, and what their answers must be.
-        max_tokens: of an answer, as for the references.
 
     Attributes:
         windows: so far.
     """
 
-    def __init__(self, server: Server, references: Sequence[Reference], max_tokens: int) -> None:
-        self._server, self._references, self._max_tokens = server, references, max_tokens
+    def __init__(self, server: Server, references: Sequence[Reference]) -> None:
+        self._server, self._references = server, references
         self._outcomes: list[tuple[Reference, Outcome]] = []
         self._begun = time.perf_counter()
         self._stopping = asyncio.Event()
@@ -166,13 +174,17 @@ class Watch:
             sent = self._begun + outcome.sent_s
             times = accumulate(outcome.gaps_s, initial=sent + (outcome.ttft_s or 0.0))
             next(times)
-            gaps += [gap for gap, at in zip(outcome.gaps_s, times, strict=True) if window.begun < at <= window.ended]
+            gaps += [
+                gap
+                for gap, at in zip(outcome.gaps_s, times, strict=True)
+                if window.begun < at and at - gap < window.ended
+            ]
             if not window.begun < sent + outcome.latency_s <= window.ended:
                 continue
             ended += 1
             if outcome.status is not Status.OK:
                 failed.append(outcome.error or outcome.status.value)
-            elif not reference.allows(outcome.text):
+            elif not reference.allows(outcome):
                 wrong += 1
         median, p99 = (float(value) for value in np.percentile(gaps, [50, 99])) if gaps else (None, None)
         return Seen(ended, wrong, tuple(failed), len(gaps) / (window.ended - window.begun), median, p99)
@@ -181,7 +193,7 @@ class Watch:
         """One stream after the other, of the same prompt."""
         fields = {"temperature": 0, "ignore_eos": True}
         while not self._stopping.is_set():
-            task = Task(0, reference.prompt, self._max_tokens, fields=fields)
+            task = Task(0, reference.prompt, reference.max_tokens, fields=fields)
             outcome = await send(self._server, self._client, task, self._begun)
             self._outcomes.append((reference, outcome))
             if outcome.status is not Status.OK:
