@@ -253,7 +253,7 @@ def test_a_server_keeps_its_promises(part: str, capsys: pytest.CaptureFixture[st
         rounds=3 if part == "rounds" else 0,
         round_streams=150,
         hang=part == "rounds",
-        serve_flags=("--dbo-decode-token-threshold=4",),
+        serve_flags="--dbo-decode-token-threshold 4",
         json_file=file,
     )
     status = run(options)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import resource
+import shlex
 import tempfile
 from collections import Counter
 from collections.abc import Sequence
@@ -63,10 +64,12 @@ class Options(ReportOptions):
     hang: Annotated[bool, Field(description="stop a rank at the end")] = True
     timeout_s: Annotated[float, Field(ge=5, description="of the server: after which a rank counts as hung")] = 15.0
     serve_flags: Annotated[
-        tuple[str, ...],
-        tyro.conf.arg(metavar="FLAG=VALUE ..."),
-        Field(description="of the server, besides " + " ".join(FLAGS)),
-    ] = ()
+        str,
+        tyro.conf.arg(metavar='"FLAG ..."'),
+        Field(
+            description="more flags of the server, as in --serve-flags='--ubatch-size 3', besides " + " ".join(FLAGS)
+        ),
+    ] = ""
 
 
 def run(options: Options) -> int:
@@ -83,7 +86,7 @@ def run(options: Options) -> int:
     _open_files()
     with tempfile.TemporaryDirectory(prefix="ubatch-abuse-") as folder:
         poisoned = poisoned_copy(options.model, Path(folder))
-        flags = [*FLAGS, f"--timeout-s={options.timeout_s}", *options.serve_flags]
+        flags = [*FLAGS, f"--timeout-s={options.timeout_s}", *shlex.split(options.serve_flags)]
         print(f"ubatch serve {options.model} {' '.join(flags)}")
         with running_server(Path(folder), flags) as process:
             return asyncio.run(_Abuse(options, process, poisoned).run(attacks))
