@@ -149,10 +149,10 @@ def test_nodes_of_different_secrets_both_say_so(here: int, there: int, tmp_path:
     files = [None, make(tmp_path / "1"), make(tmp_path / "2")]
     store = dist.HashStore()
     secret = read_secret(files[here])
-    Run.open(store, secret).post_client_address("tcp://127.0.0.1:5")
+    Run.open(store, secret).post_client_address("tcp://127.0.0.1:5", two_nodes(None))
     post_node(store, two_nodes(files[there], 1))
     with pytest.raises(ConfigError, match=r"^node 0 and node 1 do not have the same cluster secret.*'nodes/1'"):
-        check_node(store, secret, 1)
+        check_node(store, secret, two_nodes(None), 1)
     with pytest.raises(ConfigError, match=r"^node 1 and node 0 do not have the same cluster secret.*'client'"):
         join_run(store, two_nodes(files[there], 1))
 
@@ -163,10 +163,10 @@ def test_nodes_of_one_secret_meet(signed: bool, tmp_path: Path) -> None:
     store = dist.HashStore()
     secret = read_secret(path)
     first = Run.open(store, secret)
-    first.post_client_address("tcp://127.0.0.1:5")
-    assert not check_node(store, secret, 1)
+    first.post_client_address("tcp://127.0.0.1:5", two_nodes(None))
+    assert not check_node(store, secret, two_nodes(None), 1)
     post_node(store, two_nodes(path, 1))
-    assert check_node(store, secret, 1)
+    assert check_node(store, secret, two_nodes(None), 1)
     other = join_run(store, two_nodes(path, 1))
     assert other.address == "tcp://127.0.0.1:5"
     other.said.set("turns/1", "tcp://127.0.0.1:6")

@@ -24,6 +24,7 @@ import zmq
 import zmq.asyncio
 
 from model_runner import FinishReason, RequestError
+from serving.engine.agreement import is_of_this_run, rank_identity
 from serving.engine.failures import FirstCause, again, dead_error, start_error
 from serving.engine.folder import SocketFolder
 from serving.engine.gate import CurveGate, Seldom
@@ -115,6 +116,7 @@ class EngineClient:
         self._folder: SocketFolder | None = None
         self._gate: CurveGate | None = None
         self._unread = Seldom(_logger, "not a message")
+        self._strange = Seldom(_logger, "a message of no rank or node of this run")
         self._engines: LocalEngines | None = None
 
     # -- start and end ------------------------------------------------------------------------------------------
@@ -150,7 +152,7 @@ class EngineClient:
         self._socket.setsockopt(zmq.RCVHWM, 0)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
-        run.post_client_address(self._bind(run.curve))
+        run.post_client_address(self._bind(run.curve), options)
         self._tasks.append(asyncio.create_task(self._receive()))
         self._tasks.append(asyncio.create_task(self._signs.watch()))
         self._tasks.append(asyncio.create_task(self._check_nodes(secret)))
@@ -170,12 +172,12 @@ class EngineClient:
         return f"{host}:{self._socket.bind_to_random_port(host)}"
 
     async def _check_nodes(self, secret: ClusterSecret | None) -> None:
-        """Look for the other nodes until all have come, each with this one's secret."""
+        """Look for the other nodes until all have come, each with this one's secret and settings."""
         missing = set(range(1, self.options.nnodes))
         while missing:
             for node in sorted(missing):
                 try:
-                    missing -= {node} if check_node(self._store, secret, node) else set()
+                    missing -= {node} if check_node(self._store, secret, self.options, node) else set()
                 except ConfigError as error:
                     self._cause.report(
                         Failed(node * self.options.local_size, error_kind(error), "ConfigError", str(error), "", False)
@@ -349,7 +351,7 @@ class EngineClient:
 
     def _post(self, rank: int, message: bytes) -> None:
         """Send at once, in order; where the engine is gone, its death is about to be noticed."""
-        frames = [f"rank-{rank}".encode(), message]
+        frames = [rank_identity(rank), message]
         sent = asyncio.ensure_future(self._socket.send_multipart(frames))
         sent.add_done_callback(lambda future: future.cancelled() or future.exception())
 
@@ -357,9 +359,15 @@ class EngineClient:
         while True:
             frames = await self._socket.recv_multipart()
             try:
-                self._handle(decode_from_engine(frames[-1]))
+                message = decode_from_engine(frames[-1])
             except msgspec.DecodeError as error:
                 self._unread.happened(error=error)
+                continue
+            if is_of_this_run(self.options, frames[0], message):
+                self._handle(message)
+            else:
+                kind = type(message).__name__
+                self._strange.happened(sender=frames[0].decode(errors="replace"), kind=kind)
 
     def _handle(self, message: FromEngine) -> None:
         match message:
@@ -371,7 +379,7 @@ class EngineClient:
                 self._router.refuse(request_id, lambda: make_error(kind, text, param) or UBatchError(text))
             case Ready(rank):
                 self._ready[rank] = message
-                if len(self._ready) == self.options.world_size and not self._all_ready.done():
+                if self._ready.keys() == set(range(self.options.world_size)) and not self._all_ready.done():
                     self.info = self._make_info()
                     self._signs.begin()
                     self._all_ready.set_result(None)

@@ -17,7 +17,7 @@ from serving.engine.link import EngineLink
 from serving.engine.messages import Failed, NodeAlive
 from serving.engine.options import EngineOptions
 from serving.engine.process import run_engine
-from serving.engine.rendezvous import connect_store, join_run, post_node
+from serving.engine.rendezvous import claim_node, connect_store, join_run, post_node
 from serving.logs import log_event
 from ubatch import ConfigError
 
@@ -39,7 +39,8 @@ def run_node(options: EngineOptions, *, engine_main: EngineMain = run_engine) ->
         The exit status: 0 if all ranks ended well, 128 and the signal after SIGINT or SIGTERM.
 
     Raises:
-        ConfigError: this is node 0, which has the client; or node 0 has another cluster secret.
+        ConfigError: this is node 0, which has the client; node 0 has another cluster secret or other settings; another
+            node has the same rank.
         UBatchError: node 0 does not answer.
     """
     if options.node_rank == 0:
@@ -48,6 +49,7 @@ def run_node(options: EngineOptions, *, engine_main: EngineMain = run_engine) ->
         store = connect_store(options.master_addr, options.master_port)
         post_node(store, options)
         run = join_run(store, options)
+        claim_node(run, options.node_rank)
         link = EngineLink(run.address, f"node-{options.node_rank}", run.curve)
         told.listen()
         engines = LocalEngines(options, options.master_addr, options.master_port, engine_main)

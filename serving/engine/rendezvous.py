@@ -1,7 +1,9 @@
 """Where the processes of an engine meet: a store on node 0, kept by the launching process.
 
-    "client"        the run's name, and where the client listens: a zmq address
-    "nodes/N"       node N is there, and has the same secret
+    "client"        the run's name, where the client listens (a zmq address), and node 0's settings (`agreement`)
+    "nodes/N"       node N is there, with the same secret; its settings
+    "joined/N"      a counter: how many have joined as node N
+    "misfit"        a node that has joined with other settings than node 0's: why it ended
     "turns/RANK"    where a tensor-parallel follower hears its leader: a zmq address
     "ranks/N/..."   a torch.distributed group of ranks that step together: 0 where all share experts, else one per
                     data-parallel rank
@@ -22,6 +24,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from serving.engine.agreement import describe_shape, require_same_shape
 from serving.engine.options import EngineOptions
 from serving.engine.secret import ClusterSecret, CurveKeys, read_secret
 from serving.logs import log_event
@@ -33,6 +36,7 @@ __all__ = [
     "Run",
     "announce_network",
     "check_node",
+    "claim_node",
     "connect_store",
     "host_store",
     "init_ranks",
@@ -48,6 +52,7 @@ _logger = logging.getLogger(__name__)
 _PATIENCE = timedelta(minutes=5)
 """How long nodes and ranks wait for each other at the start."""
 _CLIENT = "client"
+_MISFIT = "misfit"
 
 
 def host_store(options: EngineOptions) -> dist.TCPStore:
@@ -116,42 +121,74 @@ class Run:
         """Of a purpose in this run; None without a secret."""
         return None if self._secret is None else self._secret.key(f"store {purpose}", self._name)
 
-    def post_client_address(self, address: str) -> None:
-        """Tell the ranks and nodes where the client listens, and the run's name."""
+    def post_client_address(self, address: str, options: EngineOptions) -> None:
+        """Tell the ranks and nodes where the client listens, the run's name, and node 0's settings."""
         self.address = address
-        _lasting(self.store, self._secret).set(_CLIENT, f"{self._name} {address}")
+        _lasting(self.store, self._secret).set(_CLIENT, f"{self._name} {address} {describe_shape(options)}")
 
 
 def join_run(store: dist.Store, options: EngineOptions) -> Run:
     """Join node 0's run, on any node; waits until it has begun.
 
     Raises:
-        ConfigError: node 0 has another secret than this node, or one of them has none.
+        ConfigError: node 0 has another secret than this node, or one of them has none; or other settings.
     """
     secret = read_secret(options.cluster_secret_file)
+    said = _lasting(store, secret)
     try:
-        name, _, address = _lasting(store, secret).get(_CLIENT).partition(" ")
+        name, address, shape = (*said.get(_CLIENT).split(" ", 2), "", "")[:3]
     except ForgedValue as error:
         raise _other_secret(error, f"node {options.node_rank}", "node 0") from error
+    try:
+        require_same_shape(options, shape, 0)
+    except ConfigError as error:
+        said.set(_MISFIT, str(error))  # node 0 looks only for nodes that it expects
+        raise
     return Run(store, secret, name, address)
 
 
 def post_node(store: dist.Store, options: EngineOptions) -> None:
-    """Tell node 0 that this node is there."""
-    _lasting(store, read_secret(options.cluster_secret_file)).set(f"nodes/{options.node_rank}", "here")
+    """Tell node 0 that this node is there, and its settings."""
+    said = _lasting(store, read_secret(options.cluster_secret_file))
+    said.set(f"nodes/{options.node_rank}", describe_shape(options))
 
 
-def check_node(store: dist.Store, secret: ClusterSecret | None, node_rank: int) -> bool:
-    """Whether a node is there, on node 0.
+def claim_node(run: Run, node_rank: int) -> None:
+    """Be the node of that rank, in a run that this process has joined.
 
     Raises:
-        ConfigError: it has another secret than node 0, or one of them has none.
+        ConfigError: another one has joined as the same.
+    """
+    if run.said.add(f"joined/{node_rank}", 1) > 1:
+        raise ConfigError(
+            f"a node with --node-rank {node_rank} has joined node 0's run already. Give every node a rank of its own; "
+            f"if this is the same one, started again, start node 0 again, too."
+        )
+
+
+def check_node(store: dist.Store, secret: ClusterSecret | None, options: EngineOptions, node_rank: int) -> bool:
+    """Whether a node is there, on node 0.
+
+    Args:
+        store: the rendezvous store.
+        secret: node 0's.
+        options: node 0's.
+        node_rank: of the node to look for.
+
+    Raises:
+        ConfigError: it, or a node that node 0 does not expect, has another secret than node 0, or one of them has none;
+            or other settings.
     """
     said, name = _lasting(store, secret), f"nodes/{node_rank}"
     try:
-        return said.check([name]) and bool(said.get(name))
+        if said.check([name]):
+            require_same_shape(options, said.get(name), node_rank)
+            return True
+        if said.check([_MISFIT]):
+            raise ConfigError(said.get(_MISFIT))
     except ForgedValue as error:
         raise _other_secret(error, "node 0", f"node {node_rank}") from error
+    return False
 
 
 def _lasting(store: dist.Store, secret: ClusterSecret | None) -> JobStore:

@@ -1,0 +1,120 @@
+"""Settings that all nodes must have alike: each says its own in the store, and both ends compare. And who is in a run.
+
+Nodes that disagree would wait for each other for ever, for ranks that nobody starts or in a collective of other ranks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from dataclasses import fields
+
+import msgspec
+
+from serving.engine.messages import Alive, Failed, FromEngine, NodeAlive, Outputs, ProfileWritten, Ready, Refused
+from serving.engine.options import EngineOptions
+from ubatch import ConfigError
+
+__all__ = ["describe_shape", "is_of_this_run", "rank_identity", "require_same_shape"]
+
+_MAY_DIFFER = frozenset(
+    {
+        *("node_rank", "master_addr", "master_port", "cluster_secret_file", "log_level", "profile_folder"),
+        *("model", "kv_cache_memory", "gpu_memory_utilization"),  # folders, and memory, are a machine's own
+        *("attention_backend", "prefill_attention_backend", "decode_attention_backend", "moe_backend"),
+        *("group", "profile_ranges", "draft_model_path"),
+    }
+)
+_NESTED = {"dbo": "", "scheduler": "", "speculation": "speculative_"}
+_FLAGS = {
+    "num_ubatches": "ubatch_size",
+    "policy": "scheduling_policy",
+    "speculative_topk": "speculative_eagle_topk",
+    "speculative_acceptance": "speculative_accept",
+}
+"""Of settings that the flags call otherwise."""
+_CHECKPOINT = "config.json of MODEL (SHA-256)"
+
+
+def describe_shape(options: EngineOptions) -> str:
+    """What must agree, as text: JSON of flag -> value. A new option must agree unless it is listed above."""
+    shape = {f"--{_FLAGS.get(name, name).replace('_', '-')}": value for name, value in _settings(options)}
+    try:
+        contents = (options.model / "config.json").read_bytes()
+    except OSError as error:
+        shape[_CHECKPOINT] = f"unreadable ({error.strerror})"
+    else:
+        shape[_CHECKPOINT] = hashlib.sha256(contents).hexdigest()[:16]
+    return _encoder.encode(shape).decode()
+
+
+def require_same_shape(options: EngineOptions, theirs: str, other_node: int) -> None:
+    """Compare this node's settings with what another one said.
+
+    Args:
+        options: of this node.
+        theirs: what `describe_shape` gave on the other one.
+        other_node: its node rank.
+
+    Raises:
+        ConfigError: they differ; names the flags and both values.
+    """
+    here, there = f"node {options.node_rank}", f"node {other_node}"
+    try:
+        other = _shape.decode(theirs)
+    except msgspec.DecodeError as error:
+        raise ConfigError(
+            f"{there} says nothing about its settings that {here} can read. Install the same version on every node."
+        ) from error
+    own = _shape.decode(describe_shape(options))
+    names = [name for name in {**own, **other} if own.get(name) != other.get(name)]
+    if names:
+        wrong = "; ".join(
+            f"{name} is {_text(own, name)} on {here} and {_text(other, name)} on {there}" for name in names
+        )
+        raise ConfigError(
+            f"{here} and {there} cannot serve together: {wrong}. Start every node with the same command, but for "
+            f"--node-rank."
+        )
+
+
+def rank_identity(rank: int) -> bytes:
+    """What the socket of a rank's process is called."""
+    return f"rank-{rank}".encode()
+
+
+def is_of_this_run(options: EngineOptions, sender: bytes, message: FromEngine) -> bool:
+    """Whether a message comes from a rank or node that this start has. `Failed` comes from a rank, or from its node."""
+    match message:
+        case Outputs(rank) | Refused(rank):
+            return rank in range(options.data_parallel_size)
+        case NodeAlive(node_rank):
+            return node_rank in range(1, options.nnodes)
+        case Failed(rank):
+            return rank in range(options.world_size)
+        case Ready(rank) | Alive(rank) | ProfileWritten(rank):
+            return rank in range(options.world_size) and sender == rank_identity(rank)
+
+
+def _settings(options: EngineOptions) -> Iterator[tuple[str, object]]:
+    for each in fields(options):
+        value = getattr(options, each.name)
+        if each.name in _NESTED:
+            prefix = _NESTED[each.name]
+            parts = [(part.name, getattr(value, part.name)) for part in fields(value)] if value is not None else []
+            yield from ((prefix + name, part) for name, part in parts if name not in _MAY_DIFFER)
+        elif each.name not in _MAY_DIFFER:
+            yield each.name, value
+
+
+def _text(shape: Mapping[str, object], name: str) -> str:
+    return _encoder.encode(shape[name]).decode() if name in shape else "not set"
+
+
+def _plain(value: object) -> object:
+    """What msgspec does not know by itself."""
+    return dict(value) if isinstance(value, Mapping) else str(value)
+
+
+_encoder = msgspec.json.Encoder(enc_hook=_plain, order="deterministic")
+_shape = msgspec.json.Decoder(dict[str, object])
