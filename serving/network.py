@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import array
+import ipaddress
 import logging
 import os
 import socket
 import struct
+from collections.abc import Sequence
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 
 from serving.logs import log_event
 from ubatch import ConfigError
 
-__all__ = ["LOOPBACK", "choose_interface", "listening_store"]
+__all__ = ["LOOPBACK", "choose_interface", "listening_store", "warn_of_loopback"]
 
 _logger = logging.getLogger(__name__)
 
@@ -54,51 +58,131 @@ def listening_store(host: str, port: int, timeout: timedelta) -> dist.TCPStore:
     )
 
 
-def choose_interface(master_addr: str) -> None:
+def warn_of_loopback(host: str) -> None:
+    """Say so where the name of node 0 is this machine's loopback: often `/etc/hosts` has it so for the own name.
+
+    An address, as against a name, is what somebody meant.
+    """
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        pass
+    else:
+        return
+    try:
+        address = socket.gethostbyname(host)
+    except OSError:
+        return  # whoever listens or connects there says why
+    if _is_loopback(address):
+        log_event(
+            _logger,
+            f"master_addr {host} is {address} on this machine, which no other machine reaches; give an address of the "
+            f"network that the machines share",
+            level=logging.WARNING,
+        )
+
+
+def choose_interface(master_addr: str, *, several: bool = False) -> None:
     """Let gloo and NCCL use the network interface that leads to node 0, where the user has not chosen one.
 
     Left alone, gloo takes the address that the host's name resolves to: often one that no other machine reaches, or on
-    a single machine one that others reach.
+    a single machine one that others reach. An empty variable chooses nothing.
+
+    Args:
+        master_addr: where node 0 is.
+        several: whether there are other machines; else only a warning says what is wrong.
+
+    Raises:
+        ConfigError: with several machines, gloo and NCCL cannot be told to listen on the network of node 0.
     """
+    interfaces = _interfaces()
     wanted = []
     for variable in _VARIABLES:
-        if variable in os.environ:
-            log_event(_logger, "interface chosen by the user", variable=variable, interface=os.environ[variable])
+        if chosen := os.environ.get(variable):
+            _log_choice(variable, chosen, interfaces, several)
         else:
             wanted.append(variable)
     if not wanted:
         return
-    interface = _interface_towards(master_addr)
-    if interface is None:
-        log_event(
-            _logger,
-            f"the interface that leads to {master_addr} is unknown, so gloo and NCCL choose one; set the variables",
-            level=logging.WARNING,
-            variables=" ".join(wanted),
-        )
+    try:
+        interface = _interface_towards(master_addr, interfaces)
+    except ConfigError as error:
+        if several:
+            raise
+        log_event(_logger, f"gloo and NCCL choose their interface themselves: {error}", level=logging.WARNING)
         return
     exactly = {"NCCL_SOCKET_IFNAME": f"={interface}"}  # without `=`, NCCL takes every name that begins so
     os.environ.update({variable: exactly.get(variable, interface) for variable in wanted})
 
 
-def _interface_towards(host: str) -> str | None:
-    """The interface whose address packets to `host` carry; None where it cannot be told."""
+def _log_choice(variable: str, chosen: str, interfaces: Sequence[tuple[str, str]], several: bool) -> None:
+    loopback = {name for name, address in interfaces if _is_loopback(address)}
+    leaves = not several and not {each.removeprefix("=") for each in chosen.split(",")} <= loopback
+    if leaves and (variable == "GLOO_SOCKET_IFNAME" or torch.cuda.is_available()):
+        what = "interface chosen by the user: ranks listen there without authentication, though all are on this machine"
+        log_event(_logger, f"{what}; unset it", level=logging.WARNING, variable=variable, interface=chosen)
+    else:
+        log_event(_logger, "interface chosen by the user", variable=variable, interface=chosen)
+
+
+def _interface_towards(host: str, interfaces: Sequence[tuple[str, str]]) -> str:
+    """The interface whose address packets to `host` carry.
+
+    Raises:
+        ConfigError: there is none, or gloo would listen on another address of it, of another network.
+    """
+    how = "Set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the interface that leads there."
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((host, 9))  # sends nothing: it only looks up the route
+            own = probe.getsockname()[0]
+    except OSError as error:
+        raise ConfigError(f"no network interface leads to master_addr {host} ({error.strerror}). {how}") from error
+    interface = next((name for name, address in interfaces if address == own), None)
+    if interface is None:
+        raise ConfigError(f"the network interface that leads to master_addr {host} is unknown. {how}")
+    first = next(address for name, address in interfaces if name == interface)
+    if ipaddress.ip_address(own) not in ipaddress.ip_network(f"{first}/{_netmask(interface)}", strict=False):
+        raise ConfigError(
+            f"master_addr {host} is reached from {own}, but gloo and NCCL take the first address of an interface, and "
+            f"{interface} has {first} before it, in another network. Give {own} an interface of its own, or a label, "
+            f"which is one to them (ip address add {own}/BITS dev {interface} label {interface}:1). If {first} is "
+            f"meant, set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to {interface}."
+        )
+    return interface
+
+
+# Questions to the kernel of Linux, of which Python has no list of addresses. Elsewhere they fail, and nothing is known.
+_SIOCGIFCONF, _SIOCGIFNETMASK = 0x8912, 0x891B
+_IFREQ_BYTES = 16 + 24
+_MOST_INTERFACES = 4096
+
+
+def _interfaces() -> list[tuple[str, str]]:
+    """Name and IPv4 address, in the kernel's order; an interface has as many as it has addresses or labels."""
+    answer = array.array("B", bytes(_MOST_INTERFACES * _IFREQ_BYTES))
+    asked = struct.pack("iP", len(answer), answer.buffer_info()[0])
+    told = _ioctl(_SIOCGIFCONF, asked)
+    size = struct.unpack("iP", told)[0] if told is not None else 0
+    rows = [answer[start : start + _IFREQ_BYTES].tobytes() for start in range(0, size, _IFREQ_BYTES)]
+    return [(row[:16].partition(b"\0")[0].decode(), socket.inet_ntoa(row[20:24])) for row in rows]
+
+
+def _netmask(interface: str) -> str:
+    """Of its first address."""
+    told = _ioctl(_SIOCGIFNETMASK, struct.pack("256s", interface.encode()[:15]))
+    return "255.255.255.255" if told is None else socket.inet_ntoa(told[20:24])
+
+
+def _ioctl(request: int, argument: bytes) -> bytes | None:
     try:
         import fcntl
-    except ImportError:
+
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            return fcntl.ioctl(probe.fileno(), request, argument)
+    except (ImportError, OSError):
         return None
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((host, 9))  # sends nothing: it only looks up the route
-        except OSError:
-            return None
-        address = probe.getsockname()[0]
-        for _, name in socket.if_nameindex():
-            request = struct.pack("256s", name.encode()[:15])
-            try:
-                answer = fcntl.ioctl(probe.fileno(), 0x8915, request)  # SIOCGIFADDR
-            except OSError:
-                continue  # no IPv4 address
-            if socket.inet_ntoa(answer[20:24]) == address:
-                return name
-    return None
+
+
+def _is_loopback(address: str) -> bool:
+    return ipaddress.ip_address(address).is_loopback

@@ -19,6 +19,7 @@ from serving.engine.options import EngineOptions
 from serving.engine.process import run_engine
 from serving.engine.rendezvous import claim_node, connect_store, join_run, post_node
 from serving.logs import log_event
+from serving.network import warn_of_loopback
 from ubatch import ConfigError
 
 __all__ = ["run_node"]
@@ -46,6 +47,7 @@ def run_node(options: EngineOptions, *, engine_main: EngineMain = run_engine) ->
     if options.node_rank == 0:
         raise ConfigError("node 0 has the client: start it with EngineClient.start.")
     with _Told() as told:
+        warn_of_loopback(options.master_addr)
         store = connect_store(options.master_addr, options.master_port)
         post_node(store, options)
         run = join_run(store, options)

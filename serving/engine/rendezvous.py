@@ -28,7 +28,7 @@ from serving.engine.agreement import describe_shape, require_same_shape
 from serving.engine.options import EngineOptions
 from serving.engine.secret import ClusterSecret, CurveKeys, read_secret
 from serving.logs import log_event
-from serving.network import choose_interface, listening_store
+from serving.network import choose_interface, listening_store, warn_of_loopback
 from ubatch import ConfigError, ForgedValue, UBatchError
 from ubatch.job_store import JobStore, sign_job_store
 
@@ -73,15 +73,17 @@ def connect_store(host: str, port: int) -> dist.TCPStore:
 
 
 def announce_network(options: EngineOptions) -> None:
-    """Say what protects the traffic between several nodes, in one line of node 0's log. Nothing on a single node."""
+    """Say in node 0's log what protects the traffic between several nodes, in one line. Nothing on a single node."""
     if options.nnodes == 1:
         return
+    warn_of_loopback(options.master_addr)
     network = f"the network of {options.master_addr} must be private"
     if options.cluster_secret_file is None:
         log_event(
             _logger,
             f"traffic between the nodes is not authenticated: whoever reaches it can run requests and code here, so "
-            f"{network}; with --cluster-secret-file FILE on every node, messages and what we write to the store are",
+            f"{network}; with --cluster-secret-file FILE on every node, messages and what we write to the store are "
+            "authenticated",
             level=logging.WARNING,
         )
     else:
@@ -216,7 +218,7 @@ def turns_address(said: JobStore, rank: int) -> str:
 
 def init_ranks(run: Run, rank: int, options: EngineOptions) -> None:
     """Join torch.distributed's default group, of the ranks that step with this one; every rank must call it."""
-    choose_interface(options.master_addr)
+    choose_interface(options.master_addr, several=options.nnodes > 1)
     group = f"ranks/{rank // options.step_size}"
     sign_job_store(run.key(group))
     backend = "nccl" if options.device == "cuda" else "gloo"
