@@ -61,7 +61,11 @@ WRONG_FILES: dict[str, tuple[Callable[[Path], object], str]] = {
     "a pipe": (a_pipe, "is no regular file"),
     "empty": (lambda path: make(path, b""), "holds nothing; a secret has at least 32"),
     "blank": (lambda path: make(path, b" \n" * 40), "holds nothing"),
-    "short": (lambda path: make(path, b"x" * 31), "holds 31 bytes"),
+    "short": (lambda path: make(path, bytes(range(64, 95))), "holds 31 bytes"),
+    "short, and lines": (lambda path: make(path, b"a" + b"\n" * 60), "holds 1 bytes before the white space"),
+    "one letter": (lambda path: make(path, b"a" * 40), "holds 1 different bytes only"),
+    "seven letters": (lambda path: make(path, b"abcdefg" * 9 + b"\n"), "holds 7 different bytes only"),
+    "a letter behind lines": (lambda path: make(path, b"\n" * 60 + b"a"), "holds 2 different bytes only"),
     "too long": (lambda path: make(path, b"x" * 5000), "more than 4096 bytes"),
     "read by the group": (lambda path: make(path, mode=0o640), r"mode 0640\). Run: chmod 600"),
     "read by all": (lambda path: make(path, mode=0o604), r"mode 0604"),
@@ -112,6 +116,16 @@ def test_the_secret_is_shown_nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(zmq, "has", lambda capability: False)
     with pytest.raises(ConfigError, match="needs CURVE, and this libzmq was built without it"):
         secret.curve("run")
+
+
+def test_white_space_at_its_end_is_none_of_the_secret(tmp_path: Path) -> None:
+    text = secrets.token_hex(32).encode()
+    found = [read_secret(make(tmp_path / "secret", text + end)) for end in (b"", b"\n", b"\r\n", b" \n\n")]
+    assert len({secret.key("x") for secret in found if secret is not None}) == 1
+    other = read_secret(make(tmp_path / "secret", b" " + text))
+    assert other is not None
+    assert found[0] is not None
+    assert other.key("x") != found[0].key("x")
 
 
 # --------------------------------------------------------------------------------------------------------- the keys
@@ -328,6 +342,59 @@ def test_a_message_that_node_0_would_not_take_is_an_error(monkeypatch: pytest.Mo
     with pytest.raises(UBatchError, match="bytes to node 0, which takes 4"):
         link.send(NodeAlive(1))
     link.close()
+
+
+def test_a_longer_message_than_node_0_takes_ends_its_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("serving.engine.gate.MOST_BYTES", 4096)
+    keys = ClusterSecret(b"s" * 32).curve("run")
+
+    async def scenario() -> None:
+        async with guarded(keys) as (router, address):
+            with closing(EngineLink(address, "rank-1", keys)) as link:
+                link._socket.linger = 0
+                link._socket.send(b"x" * 2048)
+                assert await asyncio.wait_for(router.recv_multipart(), 10) == [b"rank-1", b"x" * 2048]
+                link._socket.send(b"x" * 8192)
+                with pytest.raises(TimeoutError):
+                    await asyncio.wait_for(router.recv_multipart(), 1.0)
+
+    asyncio.run(scenario())
+
+
+def test_who_says_nothing_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By itself zmq would wait for 30 s."""
+    monkeypatch.setattr("serving.engine.gate._HANDSHAKE_MS", 300)
+
+    async def scenario() -> None:
+        async with guarded(ClusterSecret(b"s" * 32).curve("run")) as (_, address):
+            host, port = address.removeprefix("tcp://").split(":")
+            reader, writer = await asyncio.open_connection(host, int(port))
+            await asyncio.wait_for(reader.read(), 10)  # until the other end closes
+            writer.close()
+
+    asyncio.run(scenario())
+
+
+def test_without_its_authenticator_node_0_lets_nobody_in() -> None:
+    keys = ClusterSecret(b"s" * 32).curve("run")
+
+    async def scenario() -> None:
+        context = zmq.asyncio.Context()
+        router = context.socket(zmq.ROUTER)
+        gate = CurveGate(context, router, keys)
+        gate._authenticator.stop()
+        port = router.bind_to_random_port("tcp://127.0.0.1")
+        link = EngineLink(f"tcp://127.0.0.1:{port}", "node-1", keys)
+        link._socket.linger = 0
+        link.send(NodeAlive(1))
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(router.recv_multipart(), 1.0)
+        link.close()
+        gate.close()
+        router.close(linger=0)
+        context.term()
+
+    asyncio.run(scenario())
 
 
 def test_what_strangers_cause_is_logged_seldom(caplog: pytest.LogCaptureFixture) -> None:

@@ -24,6 +24,8 @@ from ubatch import ConfigError
 __all__ = ["ClusterSecret", "CurveKeys", "read_secret"]
 
 _FEWEST_BYTES, _MOST_BYTES = 32, 4096
+_FEWEST_DISTINCT = 8
+"""Different bytes: 64 random hexadecimal digits have fewer less than once in 10^18 files."""
 _HOW = "Make one with: (umask 077; openssl rand -hex 32 > FILE), and copy it to every machine."
 
 
@@ -76,7 +78,7 @@ class CurveKeys:
 
 
 def read_secret(path: Path | None) -> ClusterSecret | None:
-    """The secret in a file; None without one.
+    """The secret in a file; None without one. White space at its end is none of it: editors and systems differ in it.
 
     Raises:
         ConfigError: it cannot be read, others could read it, or it is no secret.
@@ -100,7 +102,10 @@ def read_secret(path: Path | None) -> ClusterSecret | None:
         os.close(descriptor)
     if len(secret) > _MOST_BYTES:
         raise ConfigError(f"{name}: has more than {_MOST_BYTES} bytes, so it is something else. {_HOW}")
-    if len(secret) < _FEWEST_BYTES or not secret.strip():
-        held = f"{len(secret)} bytes" if secret.strip() else "nothing"
+    secret = secret.rstrip()
+    if len(secret) < _FEWEST_BYTES:
+        held = f"{len(secret)} bytes before the white space at its end" if secret else "nothing"
         raise ConfigError(f"{name}: holds {held}; a secret has at least {_FEWEST_BYTES} random bytes. {_HOW}")
+    if (distinct := len(set(secret))) < _FEWEST_DISTINCT:
+        raise ConfigError(f"{name}: holds {distinct} different bytes only, so somebody could guess it. {_HOW}")
     return ClusterSecret(secret)
