@@ -11,6 +11,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from ranks import run_ranks
 from ubatch import CommGroup, ForgedValue
+from ubatch.group import _update
 from ubatch.job_store import JobStore, sign_job_store
 from ubatch.peer_watch import PeerWatch
 
@@ -113,6 +114,55 @@ def test_an_earlier_beat_put_back_keeps_no_peer_alive() -> None:
         watch._thread.join(0.02)
     watch.stop()
     assert lost == [1]
+
+
+@pytest.mark.parametrize(("name", "value"), [("beat/1", "x"), ("beat/1", ""), ("silence/1", "long")])
+def test_the_watch_tells_of_a_value_that_is_no_number(name: str, value: str) -> None:
+    """Its thread must not end without a word: nobody would watch any more. Without a key anybody may write so."""
+    raw, store = both(None)
+    if name != "beat/1":
+        store.set("beat/1", "1")
+    raw.set(f"job/{name}", value)
+    forged, lost = list[str](), list[int]()
+    watch = PeerWatch(0, (0, 1), store, 0.2, failed=lambda: False, lost=lost.append, forged=forged.append, beat_s=0.05)
+    watch.start()
+    watch._thread.join(10)
+    assert not watch._thread.is_alive()
+    assert not lost
+    assert [each.split(", which no rank says")[0] for each in forged] == [
+        f"the value of 'job/{name}' in the rendezvous store is {value!r}"
+    ]
+
+
+def forge_what_cannot_be_read(rank: int, ranks: int) -> list[str]:
+    """Under `failed`, and under `meeting`, with no key."""
+    group = CommGroup.from_process_group(timeout_s=20.0)
+    connection = group.usable_connection()
+    raw = c10d._get_default_store()
+    told = []
+    if rank == 1:
+        raw.set(f"{connection._store._path}failed", "nonsense")
+    dist.barrier()
+    try:
+        connection._adopt()
+    except ForgedValue as error:
+        told.append(str(error))
+    store = JobStore(dist.HashStore(), None)
+    store.set("meeting", "nonsense")
+    try:
+        _update(store, lambda epoch, here: (epoch, here))
+    except ForgedValue as error:
+        told.append(str(error))
+    dist.barrier()
+    return told
+
+
+def test_what_cannot_be_read_is_forged() -> None:
+    failed, meeting = run_ranks(forge_what_cannot_be_read, 2)[0]
+    assert failed.startswith(
+        "the value of 'ubatch/0-1/1/1/failed' in the rendezvous store is 'nonsense', which no rank"
+    )
+    assert meeting.startswith("the value of 'meeting' in the rendezvous store is 'nonsense', which no rank")
 
 
 def forge_a_failure(rank: int, ranks: int, key: bytes | None) -> str:

@@ -280,8 +280,7 @@ class Connection:
             raise
 
     def _failure(self) -> tuple[int, str]:
-        rank, what = self._store.get("failed").split("\n", 1)
-        return int(rank), what
+        return self._store.parsed("failed", self._store.get("failed"), _failure_of)
 
     def _peer_failed(self, name: str) -> Exception:
         rank, what = self._failure()
@@ -377,6 +376,11 @@ def _not_split_off(default: dist.ProcessGroup) -> Iterator[None]:
 
 
 _connections: weakref.WeakSet[Connection] = weakref.WeakSet()
+
+
+def _failure_of(text: str) -> tuple[int, str]:
+    rank, what = text.split("\n", 1)
+    return int(rank), what
 
 
 def _after_fork_in_child() -> None:

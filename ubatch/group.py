@@ -329,14 +329,18 @@ class _Step(AbstractContextManager[None]):
             _note_order(error, connection)
 
 
+def _meeting_of(text: str) -> tuple[int, frozenset[int]]:
+    epoch, here = text.split(":")
+    return int(epoch), frozenset(map(int, filter(None, here.split(","))))
+
+
 def _update(
     store: JobStore, change: Callable[[int, frozenset[int]], tuple[int, frozenset[int]]]
 ) -> tuple[int, frozenset[int]]:
     """Apply `change` to `(epoch, ranks here)` in one atomic step; returns the outcome."""
     seen = store.compare_set("meeting", "", "0:")
     while True:
-        epoch, here = seen.split(":")
-        outcome = change(int(epoch), frozenset(map(int, filter(None, here.split(",")))))
+        outcome = change(*store.parsed("meeting", seen, _meeting_of))
         wanted = f"{outcome[0]}:{','.join(map(str, sorted(outcome[1])))}"
         if wanted == seen:
             return outcome

@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
@@ -25,6 +26,7 @@ from ubatch.errors import ForgedValue
 
 __all__ = ["JobStore", "job_store", "sign_job_store"]
 
+_T = TypeVar("_T")
 _MARK = "hmac-sha256:"
 
 
@@ -55,6 +57,22 @@ class JobStore:
             ForgedValue: its hash is none of this job, or there is none.
         """
         return self._verified(name, self._store.get(self._path + name))
+
+    def parsed(self, name: str, value: str, parse: Callable[[str], _T]) -> _T:
+        """What `parse` makes of a value.
+
+        Args:
+            name: where it stands.
+            value: what `get` or another gave.
+            parse: raises ValueError for what no rank says.
+
+        Raises:
+            ForgedValue: it cannot be parsed. Without a key, that is all that a forgery shows.
+        """
+        try:
+            return parse(value)
+        except ValueError as error:
+            raise ForgedValue(self._path + name, f"is {value[:80]!r}, which no rank says") from error
 
     def get_all(self, names: Sequence[str]) -> list[str]:
         """As `get`, of several at once."""

@@ -136,10 +136,11 @@ class PeerWatch:
         if not self._store.check(keys):  # multi_get would block
             missing = [peer for peer, key in zip(self._peers, keys, strict=True) if not self._store.check([key])]
             return next((peer for peer in missing if now > self._patience_with(peer)), None)
-        for peer, beat in zip(self._peers, self._store.get_all(keys), strict=True):
+        for peer, key, said in zip(self._peers, keys, self._store.get_all(keys), strict=True):
+            beat = self._store.parsed(key, said, int)
             before = self._seen.get(peer)
-            if before is None or int(beat) > before[0]:  # an earlier one put back is no sign of life
-                self._seen[peer] = (int(beat), now)
+            if before is None or beat > before[0]:  # an earlier one put back is no sign of life
+                self._seen[peer] = (beat, now)
             elif now - before[1] > self._patience_s and self._is_silent(peer, *before):
                 return peer
         return None
@@ -147,11 +148,14 @@ class PeerWatch:
     def _is_silent(self, peer: int, beat: int, since: float) -> bool:
         if self._looked_s - since <= self._patience_with(peer):
             return False
-        return int(self._store.get(f"beat/{peer}")) <= beat  # else it has withdrawn its silence meanwhile
+        key = f"beat/{peer}"
+        return self._store.parsed(key, self._store.get(key), int) <= beat  # else it has withdrawn its silence meanwhile
 
     def _patience_with(self, peer: int) -> float:
         key = f"silence/{peer}"
-        return self._patience_s + (float(self._store.get(key)) if self._store.check([key]) else 0.0)
+        if not self._store.check([key]):
+            return self._patience_s
+        return self._patience_s + self._store.parsed(key, self._store.get(key), float)
 
 
 class _Call:
