@@ -24,11 +24,12 @@ from zmq.utils import z85
 from serving.engine import EngineOptions
 from serving.engine.gate import CurveGate, Seldom
 from serving.engine.link import EngineLink
-from serving.engine.messages import NodeAlive, decode_from_engine
+from serving.engine.messages import Failed, FromEngine, NodeAlive, Outputs, Refused, decode_from_engine
 from serving.engine.rendezvous import Run, announce_network, check_node, join_run, post_node
 from serving.engine.secret import ClusterSecret, CurveKeys, read_secret
 from serving.network import listening_store
 from serving.options import describe_settings, read_serve_command
+from serving.requests import EngineStatistics, RequestOutput
 from ubatch import ConfigError, ForgedValue, UBatchError
 
 MODEL = Path(__file__).resolve().parent.parent / "examples" / "models" / "tiny-moe"
@@ -196,6 +197,16 @@ def test_nodes_of_one_secret_meet(signed: bool, tmp_path: Path) -> None:
             later.said.get("turns/1")
 
 
+def test_a_node_0_that_does_not_begin_is_named() -> None:
+    store = dist.HashStore()
+    store.set_timeout(timedelta(seconds=0.1))
+    with pytest.raises(UBatchError, match=r"^node 0 at 127\.0\.0\.1 has not begun its run .*--node-rank 0"):
+        join_run(store, two_nodes(None, 1))
+    store = listening_store("127.0.0.1", 0, timedelta(seconds=0.1))
+    with pytest.raises(UBatchError, match=r"^node 0 at 127\.0\.0\.1 has not begun its run .*--node-rank 0"):
+        join_run(store, two_nodes(None, 1))
+
+
 def test_one_line_says_what_protects_the_network(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "serving")
     announce_network(EngineOptions(MODEL))
@@ -335,13 +346,36 @@ def test_what_is_recorded_cannot_be_played_again() -> None:
     asyncio.run(scenario())
 
 
-def test_a_message_that_node_0_would_not_take_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("serving.engine.link.MOST_BYTES", 4)
-    link = EngineLink("tcp://127.0.0.1:9", "node-1", ClusterSecret(b"s" * 32).curve("run"))
-    link._socket.linger = 0
-    with pytest.raises(UBatchError, match="bytes to node 0, which takes 4"):
-        link.send(NodeAlive(1))
-    link.close()
+def test_of_a_message_that_node_0_would_not_take_the_longest_request_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And the engine goes on."""
+    monkeypatch.setattr("serving.engine.link.MOST_BYTES", 600)
+    keys = ClusterSecret(b"s" * 32).curve("run")
+    outputs = [RequestOutput(name, (1,) * (900 if name == "c" else 30)) for name in "abcdefgh"]
+
+    async def scenario() -> list[FromEngine]:
+        async with guarded(keys) as (router, address):
+            with closing(EngineLink(address, "rank-1", keys)) as link:
+                link._socket.linger = 0
+                link.send(Outputs(1, 7, outputs, EngineStatistics(num_running=8)))
+                with pytest.raises(UBatchError, match=r"Failed, has .* bytes for node 0, which takes 600"):
+                    link.send(Failed(1, "", "", "x" * 900, "", False))
+                link.send(NodeAlive(1))
+                came: list[FromEngine] = []
+                while not came or came[-1] != NodeAlive(1):
+                    _, data = await asyncio.wait_for(router.recv_multipart(), 10)
+                    assert len(data) <= 600
+                    came.append(decode_from_engine(data))
+        return came
+
+    came = asyncio.run(scenario())
+    delivered = [each for message in came if isinstance(message, Outputs) for each in message.outputs]
+    assert [each.request_id for each in delivered] == list("abdefgh")
+    assert all(message.received == 7 for message in came if isinstance(message, Outputs))
+    (refused,) = [message for message in came if isinstance(message, Refused)]
+    assert (refused.rank, refused.request_id, refused.kind) == (1, "c", "RequestError")
+    assert "takes 600 from another machine: ask for fewer log-probabilities" in refused.text
 
 
 def test_a_longer_message_than_node_0_takes_ends_its_connection(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -352,8 +386,8 @@ def test_a_longer_message_than_node_0_takes_ends_its_connection(monkeypatch: pyt
         async with guarded(keys) as (router, address):
             with closing(EngineLink(address, "rank-1", keys)) as link:
                 link._socket.linger = 0
-                link._socket.send(b"x" * 2048)
-                assert await asyncio.wait_for(router.recv_multipart(), 10) == [b"rank-1", b"x" * 2048]
+                link._socket.send(b"x" * 4096)  # as long as the link sends
+                assert await asyncio.wait_for(router.recv_multipart(), 10) == [b"rank-1", b"x" * 4096]
                 link._socket.send(b"x" * 8192)
                 with pytest.raises(TimeoutError):
                     await asyncio.wait_for(router.recv_multipart(), 1.0)

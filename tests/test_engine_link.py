@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from pathlib import Path
 
+import pytest
 import zmq
+import zmq.asyncio
+from engine_mains import tiny, tokens_of
 
+from model_runner import RequestError, SamplingParams
+from serving.engine.client import EngineClient
 from serving.engine.link import EngineLink
-from serving.engine.messages import Abort, encode
+from serving.engine.messages import Abort, Add, Refused, decode_to_engine, encode
 
 
 def test_a_flood_of_messages_is_taken_in_over_several_steps(tmp_path: Path) -> None:
@@ -41,3 +47,31 @@ def test_a_flood_of_messages_is_taken_in_over_several_steps(tmp_path: Path) -> N
             time.sleep(0.001)
         assert taken > max(map(len, parts)), "what takes no longer than the step does not wait"
         link.close()
+
+
+def test_a_request_that_is_refused_while_it_runs_is_aborted() -> None:
+    """Its rank goes on with it otherwise, where only an output was too long for node 0."""
+
+    async def scenario() -> None:
+        client = EngineClient(tiny())
+        address = f"tcp://127.0.0.1:{client._socket.bind_to_random_port('tcp://127.0.0.1')}"
+        receiving = asyncio.create_task(client._receive())
+        context = zmq.asyncio.Context()
+        rank = context.socket(zmq.DEALER)
+        rank.setsockopt_string(zmq.IDENTITY, "rank-0")
+        rank.connect(address)
+        await rank.send(encode(Refused(0, "nobody", "RequestError", "no")))
+        await asyncio.sleep(0.3)
+        asked = asyncio.create_task(tokens_of(client, "a", [1, 2], SamplingParams()))
+        assert isinstance(decode_to_engine(await asyncio.wait_for(rank.recv(), 10)), Add)
+        await rank.send(encode(Refused(0, "a", "RequestError", "too long")))
+        with pytest.raises(RequestError, match="too long"):
+            await asked
+        assert decode_to_engine(await asyncio.wait_for(rank.recv(), 10)) == Abort("a")
+        assert client.num_outstanding == 0
+        receiving.cancel()
+        await client._end(0.0)
+        rank.close(linger=0)
+        context.term()
+
+    asyncio.run(scenario())

@@ -376,7 +376,9 @@ class EngineClient:
             case Outputs():
                 self._router.deliver(message)
             case Refused(_, request_id, kind, text, param):
-                self._router.refuse(request_id, lambda: make_error(kind, text, param) or UBatchError(text))
+                stream = self._abort(request_id)  # it may run: only its output was too long
+                if stream is not None:
+                    stream.fail(lambda: make_error(kind, text, param) or UBatchError(text))
             case Ready(rank):
                 self._ready[rank] = message
                 if self._ready.keys() == set(range(self.options.world_size)) and not self._all_ready.done():

@@ -24,6 +24,8 @@ _logger = logging.getLogger(__name__)
 
 MOST_BYTES = 256 << 20
 """Of a message to node 0; a longer one ends its connection. Log-probabilities of a long prompt are some 10 MB."""
+_CURVE_BYTES = 256
+"""What encryption adds to a message at most."""
 _HANDSHAKE_MS = 5000
 _DOMAIN = "ubatch"
 _REFUSED = zmq.Event.HANDSHAKE_FAILED_NO_DETAIL | zmq.Event.HANDSHAKE_FAILED_PROTOCOL | zmq.Event.HANDSHAKE_FAILED_AUTH
@@ -71,7 +73,7 @@ class CurveGate:
         socket.curve_publickey, socket.curve_secretkey = keys.server_public, keys.server_secret
         socket.setsockopt_string(zmq.ZAP_DOMAIN, _DOMAIN)
         socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # refuse everybody, should the authenticator be gone
-        socket.setsockopt(zmq.MAXMSGSIZE, MOST_BYTES)
+        socket.setsockopt(zmq.MAXMSGSIZE, MOST_BYTES + _CURVE_BYTES)
         socket.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
         self._monitor = socket.get_monitor_socket(_REFUSED)
         self._refused = Seldom(_logger, "connections refused: they do not have the cluster's secret")

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
+import msgspec
 import zmq
 
+from model_runner import RequestError
 from serving.engine.gate import MOST_BYTES
-from serving.engine.messages import FromEngine, Shutdown, ToEngine, decode_to_engine, encode
+from serving.engine.messages import FromEngine, Outputs, Refused, Shutdown, ToEngine, decode_to_engine, encode
 from serving.engine.secret import CurveKeys
 from ubatch import UBatchError
 
@@ -49,15 +51,17 @@ class EngineLink:
     def send(self, message: FromEngine) -> None:
         """Send a message; does not wait. Any thread may: lanes that wait for peers beat, too.
 
+        Of outputs that are longer together than node 0 takes from another machine, each goes by itself; a request whose
+        output alone is longer is refused, and the others go on.
+
         Raises:
-            UBatchError: it is longer than node 0 takes from another machine.
+            UBatchError: another message is longer than that.
         """
         data = encode(message)
         if self._most_bytes is not None and len(data) > self._most_bytes:
-            raise UBatchError(
-                f"a message of {len(data)} bytes to node 0, which takes {self._most_bytes}: ask for fewer "
-                f"log-probabilities, or run fewer requests at once (max_num_seqs)."
-            )
+            for part in _smaller(message, len(data), self._most_bytes):
+                self.send(part)
+            return
         with self._lock:
             self._socket.send(data)
 
@@ -91,3 +95,20 @@ class EngineLink:
         """Send what is queued, and disconnect."""
         self._socket.close()
         self._context.term()
+
+
+def _smaller(message: FromEngine, num_bytes: int, most_bytes: int) -> Sequence[FromEngine]:
+    """What says as much in messages that are not as long; the client aborts a request that is refused."""
+    takes = f"{num_bytes} bytes for node 0, which takes {most_bytes} from another machine"
+    if not isinstance(message, Outputs) or not message.outputs:
+        raise UBatchError(f"a message, {type(message).__name__}, has {takes}.")
+    middle = len(message.outputs) // 2
+    if middle:
+        halves = message.outputs[:middle], message.outputs[middle:]
+        return [msgspec.structs.replace(message, outputs=half) for half in halves]
+    request_id = message.outputs[0].request_id
+    text = (
+        f"an output of request {request_id!r} has {takes}: ask for fewer log-probabilities, or for a shorter prompt's."
+    )
+    refused = Refused(message.rank, request_id, RequestError.__name__, text)
+    return [refused, msgspec.structs.replace(message, outputs=())]

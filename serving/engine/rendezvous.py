@@ -134,6 +134,7 @@ def join_run(store: dist.Store, options: EngineOptions) -> Run:
 
     Raises:
         ConfigError: node 0 has another secret than this node, or one of them has none; or other settings.
+        UBatchError: it has begun none in five minutes, or is gone.
     """
     secret = read_secret(options.cluster_secret_file)
     said = _lasting(store, secret)
@@ -141,6 +142,11 @@ def join_run(store: dist.Store, options: EngineOptions) -> Run:
         name, address, shape = (*said.get(_CLIENT).split(" ", 2), "", "")[:3]
     except ForgedValue as error:
         raise _other_secret(error, f"node {options.node_rank}", "node 0") from error
+    except dist.DistError as error:
+        raise UBatchError(
+            f"node 0 at {options.master_addr} has not begun its run ({_first_line(error)}). Does `ubatch serve` with "
+            f"--node-rank 0 and the same version still run there, or does something else use its port?"
+        ) from error
     try:
         require_same_shape(options, shape, 0)
     except ConfigError as error:
