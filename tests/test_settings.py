@@ -38,7 +38,7 @@ FILE_ONLY = {"schedules", "decode", "prefill", "verify"}
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Two caches and a secret; no variables, and a machine without GPUs."""
     (tmp_path / "SECRET").touch(0o600)
-    (tmp_path / "SECRET").write_text("0" * 64)
+    (tmp_path / "SECRET").write_text("0123456789abcdef" * 4)
     add_to_cache(tmp_path / "cache", "tiny-lab/tiny", TINY, "a" * 40, "main", "v1")
     add_to_cache(tmp_path / "cache", "tiny-lab/tiny", TINY, "b" * 40, "main")
     add_to_cache(tmp_path / "HUB", "tiny-lab/tiny", TINY, "c" * 40, "main", "only-there", "v1")
