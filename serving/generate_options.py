@@ -21,6 +21,7 @@ from serving.options import (
     resolve_settings,
     to_engine_options,
 )
+from serving.tokenizer_files import TOKENIZER, read_tokenizer
 from ubatch import ConfigError
 
 __all__ = ["GenerateCommand", "Prompts", "load_tokenizer", "read", "resolve_offline"]
@@ -120,11 +121,9 @@ def load_tokenizer(model: Path) -> Any:
     """The checkpoint's own tokenizer.
 
     Raises:
-        ConfigError: the folder has no `tokenizer.json`.
+        ConfigError: the folder has no `tokenizer.json`, or a broken or empty one.
     """
-    from tokenizers import Tokenizer
-
-    file = model / "tokenizer.json"
+    file = model / TOKENIZER
     if not file.is_file():
         raise ConfigError(f"{file} does not exist. `model` must be the folder of a checkpoint with its tokenizer.")
-    return Tokenizer.from_file(str(file))
+    return read_tokenizer(file)

@@ -94,7 +94,7 @@ class LLM:
         data_parallel_size: ranks.
         tensor_parallel_size: processes of each, which share its attention heads and dense layers.
         enable_expert_parallel: the ranks share the experts, and step together.
-        enable_dbo: overlap microbatches.
+        enable_dbo: overlap microbatches; not by default.
         skip_tokenizer_init: prompts are given as tokens, and no text comes back.
         options: everything else that `ubatch serve` takes but for the server's own, in snake case: `max_num_seqs`,
             `kv_cache_memory`, ...
@@ -112,7 +112,7 @@ class LLM:
         data_parallel_size: int = 1,
         tensor_parallel_size: int = 1,
         enable_expert_parallel: bool = False,
-        enable_dbo: bool = False,
+        enable_dbo: bool | None = None,
         skip_tokenizer_init: bool = False,
         **options: Any,
     ) -> None:
@@ -121,9 +121,10 @@ class LLM:
             "data_parallel_size": data_parallel_size,
             "tensor_parallel_size": tensor_parallel_size,
             "enable_expert_parallel": enable_expert_parallel,
-            "enable_dbo": enable_dbo,
             **options,
         }
+        if enable_dbo is not None:  # it has another name, `enable_two_batch_overlap`
+            keywords["enable_dbo"] = enable_dbo
         for name in sorted(set(options) & _OF_SERVER):
             raise ConfigError(f"{name} is for `ubatch serve`, and LLM has no server. Remove it.")
         settings = resolve_keywords(model, keywords)
@@ -132,8 +133,8 @@ class LLM:
             raise ConfigError("LLM runs on one machine; use `ubatch serve` for several.")
         for note in notes(settings):
             log_event(_logger, note, level=logging.WARNING)
-        fetch_checkpoints(settings)
         self.tokenizer: Any = None if skip_tokenizer_init else load_tokenizer(self.options.model)
+        fetch_checkpoints(settings)
         self._numbers = itertools.count()
         self._one_at_a_time = threading.RLock()  # a signal handler may close it in the middle of a call
         self._engine: OfflineEngine | None = make_offline_engine(self.options)

@@ -6,14 +6,28 @@ Machines other than the first have engines only.
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
 from serving.logs import configure_logging, log_event
-from serving.options import ServeCommand, describe_settings, fetch_checkpoints, notes
-from serving.options import read_serve_command as read
+from serving.options import ServeCommand, describe_settings, fetch_checkpoints, notes, read_serve_command
+from serving.text import check_tokenizer
 
 __all__ = ["read", "run"]
 
 _logger = logging.getLogger(__name__)
+
+
+def read(program: str, description: str, words: Sequence[str]) -> ServeCommand:
+    """The command line, with the file it names and the environment; and whether there is a tokenizer.
+
+    Raises:
+        ConfigError: anything that cannot work, in one line.
+        SystemExit: after `--help`.
+    """
+    command = read_serve_command(program, description, words)
+    if command.engine.node_rank == 0:  # the other machines have no text
+        check_tokenizer(command.engine.model)
+    return command
 
 
 def run(command: ServeCommand) -> int:

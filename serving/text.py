@@ -21,12 +21,13 @@ from jinja2.exceptions import TemplateError, TemplateSyntaxError
 
 from serving.requests import RequestOutput
 from serving.stop_strings import StopMatcher, check_stop_strings
+from serving.tokenizer_files import TOKENIZER, find_vocabulary, no_vocabulary, read_tokenizer
 from ubatch import ConfigError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["Detokenizer", "TextStream", "Vocabulary", "check_chat_template", "load_tokenizer"]
+__all__ = ["Detokenizer", "TextStream", "Vocabulary", "check_chat_template", "check_tokenizer", "load_tokenizer"]
 
 CONTEXT = 4  # tokens before one that its text may depend on: whether it is the first, what it is joined to
 BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
@@ -47,8 +48,9 @@ def load_tokenizer(model: Path) -> PreTrainedTokenizerBase:
     if not model.is_dir():
         raise ConfigError(f"{model} is not a folder. `model` must be the folder of a checkpoint with its tokenizer.")
     own_class = _has_own_class(model)
-    if own_class and not (model / "tokenizer.json").is_file():
+    if own_class and not (model / TOKENIZER).is_file():
         raise ConfigError(f"{model}: its tokenizer is code, which is never run. Put a tokenizer.json there.")
+    find_vocabulary(model)
     kind = PreTrainedTokenizerFast if own_class else AutoTokenizer
     try:
         tokenizer = kind.from_pretrained(str(model), local_files_only=True, trust_remote_code=False)
@@ -57,9 +59,22 @@ def load_tokenizer(model: Path) -> PreTrainedTokenizerBase:
             f"{model} has no tokenizer that transformers can load ({error}). Put the model's tokenizer.json and "
             f"tokenizer_config.json there."
         ) from error
-    Vocabulary.of(tokenizer)
+    if not Vocabulary.of(tokenizer).size:
+        raise no_vocabulary(model)
     tokenizer.model_max_length = 1 << 40  # the engine checks lengths; the tokenizer would only warn
     return tokenizer
+
+
+def check_tokenizer(model: Path) -> None:
+    """What `load_tokenizer` would refuse, as far as the files show it: soon, and before any weights travel.
+
+    Raises:
+        ConfigError: the folder has no tokenizer, or a broken or empty one.
+    """
+    if (model / TOKENIZER).is_file():
+        read_tokenizer(model / TOKENIZER)
+    else:
+        load_tokenizer(model)
 
 
 def _has_own_class(model: Path) -> bool:
@@ -125,6 +140,11 @@ class Vocabulary:
         if known is None:
             known = cls._known[tokenizer] = cls(tokenizer)
         return known
+
+    @property
+    def size(self) -> int:
+        """Tokens without the added ones."""
+        return int(self._backend.get_vocab_size(with_added_tokens=False))
 
     @cached_property
     def longest(self) -> int:

@@ -1,0 +1,60 @@
+"""The tokenizer that a checkpoint's folder holds, looked at without `transformers`, which takes seconds to import."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ubatch import ConfigError
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+__all__ = ["TOKENIZER", "find_vocabulary", "no_vocabulary", "read_tokenizer"]
+
+TOKENIZER = "tokenizer.json"
+_SLOW = ("*.model", "*.tiktoken", "vocab.json", "vocab.txt", "tekken.json")
+"""Vocabularies that `transformers` makes a `tokenizer.json` of."""
+
+
+def find_vocabulary(model: Path) -> Path:
+    """The file that a checkpoint's tokenizer is made from. Without one, `transformers` invents an empty tokenizer.
+
+    Raises:
+        ConfigError: the folder has none.
+    """
+    for pattern in (TOKENIZER, *_SLOW):
+        for file in sorted(model.glob(pattern)):
+            if file.is_file():
+                return file
+    raise ConfigError(
+        f"{model} has no tokenizer: neither {TOKENIZER} nor another vocabulary ({', '.join(_SLOW)}). Put the model's "
+        f"{TOKENIZER} and tokenizer_config.json there."
+    )
+
+
+def read_tokenizer(file: Path) -> Tokenizer:
+    """A `tokenizer.json`.
+
+    Raises:
+        ConfigError: it cannot be read, is broken, or has no vocabulary.
+    """
+    from tokenizers import Tokenizer
+
+    try:
+        tokenizer = Tokenizer.from_file(str(file))
+    except Exception as error:  # the library raises nothing more special
+        raise ConfigError(
+            f"{file} is not a tokenizer that can be read ({error}). Put the model's own {TOKENIZER} there."
+        ) from error
+    if not tokenizer.get_vocab_size(with_added_tokens=False):
+        raise no_vocabulary(file)
+    return tokenizer
+
+
+def no_vocabulary(where: Path) -> ConfigError:
+    """What is said of a tokenizer that would turn every text into nothing."""
+    return ConfigError(
+        f"{where}: its vocabulary is empty, or has only added tokens, so that text would give no tokens. Put the "
+        f"model's own {TOKENIZER} there."
+    )
