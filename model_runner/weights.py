@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
@@ -180,10 +180,12 @@ class Checkpoint:
 
     def load_scalar(self, name: str) -> float:
         """A tensor of one element, whatever its shape, not rounded to the compute dtype; errors as `load`."""
-        shape = self._handle(name).get_slice(name).get_shape()
-        if math.prod(shape) != 1:
-            raise WrongShape(name, shape, ())
-        return float(self._handle(name).get_tensor(name).to(torch.float32))
+        handle = self._handle(name)
+        with self._reading(name):
+            shape = handle.get_slice(name).get_shape()
+            if math.prod(shape) != 1:
+                raise WrongShape(name, shape, ())
+            return float(handle.get_tensor(name).to(torch.float32))
 
     def load_fused(self, tensors: Sequence[tuple[str, Size]], *rest: int) -> Tensor:
         """Several tensors stacked along dimension 0, so that one product computes them all.
@@ -204,19 +206,25 @@ class Checkpoint:
 
     def _copy(self, name: str, shape: Sequence[Size], out: Tensor) -> None:
         handle = self._handle(name)
-        try:
+        with self._reading(name):
             stored = handle.get_slice(name)
             whole = whole_shape(shape)
             if tuple(stored.get_shape()) != whole:
                 raise WrongShape(name, stored.get_shape(), whole)
             mapped = handle.get_tensor(name)
-        except SafetensorError as error:
-            file = self.path / self._file_of[name]
-            raise CheckpointError(f"{file}: cannot read tensor {name!r}: {error}") from error
         reading = self._new_pass() if self._pass is None else self._pass
         reading.want(Wanted(self._file_of[name], mapped[part_index(shape)], out))
         if self._pass is None:
             reading.run()
+
+    @contextmanager
+    def _reading(self, name: str) -> Iterator[None]:
+        """What a file says of a tensor that it cannot give, such as one that only the index has."""
+        try:
+            yield
+        except SafetensorError as error:
+            file = self.path / self._file_of[name]
+            raise CheckpointError(f"{file}: cannot read tensor {name!r}: {error}") from error
 
     def _new_pass(self) -> WeightPass:
         return WeightPass(self.device, self._streams)
@@ -230,10 +238,15 @@ class Checkpoint:
         index = self.path / _INDEX
         if index.exists():
             mapping = _read_json(index).get("weight_map")
-            if not isinstance(mapping, dict):
+            if not isinstance(mapping, dict) or not mapping:
                 raise CheckpointError(f"{index} has no 'weight_map'; it is not an index of safetensors shards.")
+            for tensor, file in mapping.items():
+                if not _is_shard(file):
+                    raise CheckpointError(
+                        f"{index} says that {tensor!r} is in {file!r}, which is no safetensors file of that folder."
+                    )
             for file in sorted(set(mapping.values())):
-                if not (self.path / file).exists():
+                if not (self.path / file).is_file():
                     raise CheckpointFileMissing(f"{self.path / file} is missing, but {index.name} names it.")
             return mapping
         if not (self.path / _SINGLE).exists():
@@ -262,12 +275,22 @@ class Checkpoint:
         return self._files[file]
 
 
+def _is_shard(file: object) -> bool:
+    """Whether an index may name it: a safetensors file in the checkpoint's folder, or below."""
+    if not isinstance(file, str) or not file.endswith(".safetensors") or "\0" in file:
+        return False
+    path = PurePosixPath(file)
+    return not path.is_absolute() and ".." not in path.parts
+
+
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise CheckpointFileMissing(f"{path} is missing; every Hugging Face checkpoint has one.") from error
-    except ValueError as error:
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error.strerror}.") from error
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(values, dict):
         raise CheckpointError(f"{path} must hold one JSON object, not a {type(values).__name__}.")

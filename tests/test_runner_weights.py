@@ -157,6 +157,50 @@ def test_damaged_files(
         ModelRunner(path)
 
 
+OUT_OF_PLACE = "no safetensors file of that folder"
+
+
+@pytest.mark.parametrize(
+    ("weight_map", "message"),
+    [
+        ({}, "has no 'weight_map'"),
+        ([], "has no 'weight_map'"),
+        (None, "has no 'weight_map'"),
+        *(
+            ({"a": file}, OUT_OF_PLACE)
+            for file in (1, None, [], ["model.safetensors"], {}, "", ".", "config.json", "\0.safetensors")
+        ),
+        ({"a": "../model.safetensors"}, OUT_OF_PLACE),
+        ({"a": "/model.safetensors"}, OUT_OF_PLACE),
+        ({"a": "model.safetensors", "b": 2}, OUT_OF_PLACE),
+    ],
+)
+def test_an_index_that_cannot_be_is_named(single: Path, tmp_path: Path, weight_map: object, message: str) -> None:
+    index = copied(single, tmp_path) / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": weight_map}))
+    with pytest.raises(CheckpointError, match=message) as caught:
+        Checkpoint(index.parent).check_weights()
+    assert str(index) in str(caught.value)
+
+
+def test_an_index_that_is_a_folder_or_too_deep(single: Path, tmp_path: Path) -> None:
+    index = copied(single, tmp_path) / "model.safetensors.index.json"
+    index.write_text("[" * 100_000)
+    with pytest.raises(CheckpointError, match=r"index\.json is not valid JSON"):
+        Checkpoint(index.parent).check_weights()
+    index.unlink()
+    index.mkdir()
+    with pytest.raises(CheckpointError, match=r"cannot read .*index\.json: Is a directory"):
+        Checkpoint(index.parent).check_weights()
+
+
+def test_a_tensor_that_only_the_index_has(single: Path, tmp_path: Path) -> None:
+    index = copied(single, tmp_path) / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": "model.safetensors"}}))
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: cannot read tensor 'a'"):
+        Checkpoint(index.parent).load_scalar("a")
+
+
 def test_no_such_folder(tmp_path: Path) -> None:
     with pytest.raises(CheckpointFileMissing, match="is not a folder"):
         ModelRunner(tmp_path / "nowhere")
