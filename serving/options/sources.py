@@ -214,9 +214,25 @@ def read_keywords(keywords: Mapping[str, Any]) -> Layer:
     return make_layer(items, Source.KEYWORD)
 
 
+class _Loader(yaml.SafeLoader):
+    """YAML in which a key comes once: of two, YAML would silently take the last."""
+
+    def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
+        lines: dict[tuple[str, str], int] = {}
+        for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                continue  # no name of a setting, which is said later
+            if before := lines.get((key.tag, key.value)):
+                why = f"{key.value!r} is there twice, first in line {before}. Remove one"
+                raise yaml.MarkedYAMLError(problem=why, problem_mark=key.start_mark)
+            lines[key.tag, key.value] = key.start_mark.line + 1
+        return node
+
+
 def _read_yaml(path: Path) -> Mapping[Any, Any]:
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+        values = yaml.load(path.read_text(encoding="utf-8"), _Loader)
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}.") from error
     except UnicodeDecodeError as error:
@@ -227,6 +243,8 @@ def _read_yaml(path: Path) -> Mapping[Any, Any]:
         raise ConfigError(f"{path}{where} is not valid YAML: {error.problem}.") from error
     except yaml.YAMLError as error:
         raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
+    except RecursionError:
+        raise ConfigError(f"{path} is not valid YAML for settings: it is nested too deeply.") from None
     if values is None:
         return {}
     if not isinstance(values, dict):
@@ -242,6 +260,8 @@ def _checked(table: Table, name: str, value: Any, where: str) -> Any:
         return getattr(group.model_validate_json(text, strict=True), name)
     except TypeError:
         raise ConfigError(f"{where}: {_told(name, value)} is no value for it ({type(value).__name__}).") from None
+    except (ValueError, RecursionError):  # of json: a list or mapping within itself
+        raise ConfigError(f"{where}: the value contains itself, or is nested too deeply.") from None
     except WrongValue as wrong:
         raise ConfigError(f"{where}: {wrong.why}, not {_told(name, value)}.") from None
 
