@@ -20,6 +20,7 @@ from ubatch import ConfigError
 __all__ = ["Located", "ModelNotFound", "fetch_weights", "find_checkpoint", "looks_like_name"]
 
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+_COMMIT = re.compile(r"[0-9a-f]{40}")
 _SMALL = ("*.json", "*.jinja", "*.model", "*.tiktoken", "tokenizer*", "vocab*", "merges.txt")
 _WEIGHTS = ("*.safetensors",)
 _DOUBLES = ("original/*", "consolidated*")
@@ -38,11 +39,21 @@ class Located:
         folder: on this machine.
         name: on the hub; None for what was a folder before.
         download_dir: the cache that has it; None for the hub's own.
+        revision: of it that was asked for; None for `main`.
     """
 
     folder: Path
     name: str | None = None
     download_dir: Path | None = None
+    revision: str | None = None
+
+    @property
+    def commit(self) -> str | None:
+        """What to ask the hub for: the commit that the config is of, whatever the branch has become.
+
+        Caches that others made may call the folder otherwise; then, what was asked for.
+        """
+        return self.folder.name if _COMMIT.fullmatch(self.folder.name) else self.revision
 
 
 def looks_like_name(model: str | Path) -> bool:
@@ -64,6 +75,10 @@ def find_checkpoint(
     Raises:
         ModelNotFound: it is neither, does not exist, or cannot be had; the message says what to do.
     """
+    if not str(model).strip():
+        raise ModelNotFound(
+            f"{spelled} is empty: give the folder of a Hugging Face checkpoint, or its name on the hub."
+        )
     if not looks_like_name(model):
         if not Path(model).is_dir():
             raise ModelNotFound(
@@ -74,7 +89,7 @@ def find_checkpoint(
     folder = _download(str(model), spelled, revision, download_dir, _SMALL)
     if not (folder / "config.json").is_file():
         raise ModelNotFound(f"{spelled}: {folder}, which the hub calls {model}, has no config.json: {_again()}")
-    return Located(folder, str(model), download_dir)
+    return Located(folder, str(model), download_dir, revision)
 
 
 def fetch_weights(located: Located, spelled: str) -> None:
@@ -84,9 +99,16 @@ def fetch_weights(located: Located, spelled: str) -> None:
         ModelNotFound: it cannot be had.
         CheckpointError: the checkpoint has none, or is incomplete.
     """
-    if located.name is not None:  # the commit that the config is of, whatever the branch has become
-        _download(located.name, spelled, located.folder.name, located.download_dir, (*_SMALL, *_WEIGHTS))
-    Checkpoint(located.folder).check_weights()
+    folder = located.folder
+    if located.name is not None and not _offline():  # else the folder has what there is
+        folder = _download(located.name, spelled, located.commit, located.download_dir, (*_SMALL, *_WEIGHTS))
+    Checkpoint(folder).check_weights()
+
+
+def _offline() -> bool:
+    from huggingface_hub import constants  # only where a name is given
+
+    return bool(constants.HF_HUB_OFFLINE)
 
 
 def _download(
@@ -94,7 +116,7 @@ def _download(
 ) -> Path:
     from huggingface_hub import constants, errors, snapshot_download  # only where a name is given
 
-    offline = bool(constants.HF_HUB_OFFLINE)
+    offline = _offline()
     cache = constants.HF_HUB_CACHE if download_dir is None else download_dir
     what = f"{spelled}: {name}" if revision is None else f"{spelled}: {name} at revision {revision}"
     try:
