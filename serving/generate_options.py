@@ -9,11 +9,13 @@ from typing import Any
 
 from model_runner import DEFAULT_KV_CACHE_MEMORY
 from serving.engine.options import EngineOptions
+from serving.hub import looks_like_name
 from serving.options import (
     GENERATE,
     Layer,
     Machine,
     Settings,
+    Source,
     Table,
     merge,
     notes,
@@ -84,6 +86,7 @@ def resolve_offline(layers: Sequence[Layer], table: Table, *, print_config: bool
     """
     if not merge(*layers, table=table)["prompt"] and not print_config:
         raise ConfigError("--prompt is missing: give one or more prompts to generate from.")
+    _check_model(layers, table)
     settings = resolve_settings(*layers, table=table, first=_derive)
     load_tokenizer(settings.folders["model"])
     prompts = Prompts(**{name: settings[name] for name in Prompts.__dataclass_fields__})
@@ -92,6 +95,24 @@ def resolve_offline(layers: Sequence[Layer], table: Table, *, print_config: bool
     if greedy and prompts.temperature == 0:
         told.append(f"{', '.join(greedy)} without --temperature: the likeliest token is taken")
     return GenerateCommand(settings, prompts, to_engine_options(settings), print_config, tuple(told))
+
+
+def _check_model(layers: Sequence[Layer], table: Table) -> None:
+    """See whether the list of prompts has taken MODEL.
+
+    Raises:
+        ConfigError: it has.
+    """
+    settings = merge(*layers, table=table)
+    prompts = settings.all["prompt"]
+    if settings["model"] is not None or prompts.source is not Source.COMMAND_LINE or len(prompts.value) < 2:
+        return
+    last = prompts.value[-1]
+    if looks_like_name(last) or (last and Path(last).is_dir()):
+        raise ConfigError(
+            f"MODEL is missing: {prompts.spelled} takes all words that follow, and so {last!r}. Put MODEL first, or "
+            f"write --model {last}."
+        )
 
 
 def _derive(s: Settings, machine: Machine) -> Settings:

@@ -23,6 +23,7 @@ from serving import generate
 from serving.engine.options import EngineOptions
 from serving.generate_options import GenerateCommand, Prompts, resolve_offline
 from serving.options import TRACE, Layer, Settings, describe_settings, fetch_checkpoints, merge, read_layers
+from serving.options.sources import Source, settle_environment
 from serving.trace_diagnosis import diagnose
 from serving.trace_finding import Finding
 from serving.trace_steps import Group, StepRecord, between_steps, group_steps, read_steps
@@ -43,6 +44,7 @@ class ServerRefused(UBatchError):
 
 _OF_SOURCE = {"--url": {"url", "seconds", "api_key", "out"}, "--files": {"files", "out"}}
 _OF_URL = {"seconds", "api_key"}
+_SOURCES = ("url", "files", "prompt")
 
 
 @dataclass(frozen=True)
@@ -76,13 +78,19 @@ def read(program: str, description: str, words: Sequence[str]) -> TraceCommand:
         SystemExit: after `--help`.
     """
     layers, print_config = read_layers(TRACE, program, description, words)
+    layers, idle = _chosen_sources(layers)
     settings = merge(*layers, table=TRACE)
-    source, run, told = _check(settings, layers[-1]), None, settings.notes
+    source, run = _check(settings, layers[-1]), None
+    if source == "--url":  # a transport of the environment is of no run here
+        if settings.all["all2all_backend"].source is Source.ENVIRONMENT:
+            settings = settings.derive("all2all_backend", None)
+        settings = settle_environment(settings)
+    told = settings.notes
     if source == "--prompt":
         run = resolve_offline(layers, TRACE, print_config=print_config)
         settings, told = run.settings, run.notes
     own = {name: settings[name] for name in ("url", "seconds", "api_key", "files", "out")}
-    return TraceCommand(settings, **own, run=run, print_config=print_config, notes=told)
+    return TraceCommand(settings, **own, run=run, print_config=print_config, notes=(*idle, *told))
 
 
 def run(command: TraceCommand) -> int:
@@ -114,6 +122,18 @@ def run(command: TraceCommand) -> int:
     for finding in findings:
         print(_line(finding))
     return 0
+
+
+def _chosen_sources(layers: Sequence[Layer]) -> tuple[list[Layer], list[str]]:
+    """The layers without a file's sources where the command line names one; and what is said of those."""
+    words = layers[-1]
+    chosen = [words[name].spelled for name in _SOURCES if name in words and words[name].value]
+    if not chosen:
+        return list(layers), []
+    idle = {name: each for layer in layers[:-1] for name, each in layer.items() if name in _SOURCES and each.value}
+    idle = {name: each for name, each in idle.items() if name not in words}
+    notes = [f"{each.spelled} has no effect: {chosen[0]} is given on the command line" for each in idle.values()]
+    return [{name: each for name, each in layer.items() if name not in idle} for layer in layers], notes
 
 
 def _check(s: Settings, words: Layer) -> str:

@@ -391,6 +391,7 @@ def test_an_empty_key_in_the_environment_is_no_key(
 ) -> None:
     monkeypatch.setenv("UBATCH_API_KEY", "")
     assert "UBATCH_API_KEY: it should have at least 1 character" in refused(capsys, TINY)
+    assert resolve_keywords(TINY, {"device": "cpu"})["api_key"] is None, "no server, no key"
 
 
 @pytest.mark.parametrize("words", [("--enable-dbo", "--enable-two-batch-overlap"), ("--enable-two-batch-overlap",)])

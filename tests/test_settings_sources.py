@@ -7,8 +7,19 @@ from typing import Any
 
 import pytest
 
+from serving import trace
+from serving.cli import main
+from serving.options import notes, read_serve_command
 from serving.options.sources import read_file, read_keywords
 from ubatch import ConfigError
+
+TINY = str(Path(__file__).resolve().parent.parent / "examples" / "models" / "tiny-moe")
+
+
+@pytest.fixture(autouse=True)
+def _no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in ("UBATCH_API_KEY", "VLLM_ALL2ALL_BACKEND"):
+        monkeypatch.delenv(variable, raising=False)
 
 
 def from_file(tmp_path: Path, text: str) -> Any:
@@ -57,3 +68,99 @@ def test_a_list_within_itself_is_refused_from_python() -> None:
     itself.append(itself)
     with pytest.raises(ConfigError, match="all2all_options: the value contains itself"):
         read_keywords({"all2all_options": {"a": itself}})
+
+
+# -- the environment -------------------------------------------------------------------------------------------------
+
+SHARED = ["--data-parallel-size", "2", "--enable-expert-parallel"]
+
+
+def printed(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    assert main([*words, "--print-config"]) == 0
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("value", ["", "pplx", "nonsense"])
+@pytest.mark.parametrize(
+    "words", [("serve", TINY), ("trace", "--url", "http://h"), ("trace", "--files", "f"), ("generate", TINY)]
+)
+def test_a_transport_is_checked_only_where_tokens_travel(
+    words: tuple[str, ...], value: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("VLLM_ALL2ALL_BACKEND", value)
+    assert printed(capsys, *words)
+    if "serve" in words and value:
+        assert main(["serve", TINY, *SHARED]) == 2
+        assert "VLLM_ALL2ALL_BACKEND: " in capsys.readouterr().err
+
+
+def test_an_empty_transport_is_none(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("VLLM_ALL2ALL_BACKEND", "")
+    assert "VLLM_ALL2ALL_BACKEND" not in printed(capsys, "serve", TINY, *SHARED, "--device", "cpu")
+
+
+def test_an_empty_key_matters_only_where_it_is_sent(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("UBATCH_API_KEY", "")
+    assert printed(capsys, "trace", "--files", "f")
+    assert printed(capsys, "trace", TINY, "--prompt", "x")
+    for words in (["serve", TINY], ["trace", "--url", "http://h"]):
+        assert main([*words, "--print-config"]) == 2
+        assert "UBATCH_API_KEY: it should have at least 1 character" in capsys.readouterr().err
+
+
+# -- a stronger source against a weaker one --------------------------------------------------------------------------
+
+
+def test_what_is_printed_of_single_batch_overlap_loads_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = printed(capsys, "serve", TINY, *SHARED, "--enable-single-batch-overlap", "--device", "cpu")
+    assert 'schedule: "single_batch" ' in first
+    assert "# derived: --enable-single-batch-overlap" in first
+    file = tmp_path / "again.yaml"
+    file.write_text(first)
+    again = printed(capsys, "serve", "--config", str(file))
+    assert [row.partition("#")[0].strip() for row in again.splitlines()] == [
+        row.partition("#")[0].strip() for row in first.splitlines()
+    ]
+
+
+def test_overlap_that_the_line_turns_off_needs_no_other_change(tmp_path: Path) -> None:
+    file = tmp_path / "dbo.yaml"
+    file.write_text("enable-dbo: true\ndbo-auto: true\nubatch-size: 4\ndbo-decode-token-threshold: 2\n")
+    words = [TINY, *SHARED, "--device", "cpu", "--config", str(file)]
+    with pytest.raises(ConfigError, match="a microbatch would be empty"):
+        read_serve_command("ubatch serve", "", words)
+    settings = read_serve_command("ubatch serve", "", [*words, "--no-enable-dbo"]).settings
+    assert settings["dbo_auto"] is False
+    told = "\n".join(notes(settings))
+    assert f"dbo-auto in {file} (true) has no effect: no step overlaps (--no-enable-dbo)" in told
+    with pytest.raises(ConfigError, match="Add --enable-dbo"):
+        read_serve_command("ubatch serve", "", [TINY, *SHARED, "--no-enable-dbo", "--dbo-auto"])
+    file.write_text("enable-dbo: true\ndbo-auto: true\nenable-single-batch-overlap: true\n")
+    settings = read_serve_command("ubatch serve", "", [*words, "--no-enable-dbo"]).settings
+    assert (settings["dbo_auto"], settings["schedule"]) == (True, "single_batch"), "the other kind of overlap stays"
+
+
+@pytest.mark.parametrize("own", [("--files", "f"), (TINY, "--prompt", "x"), ("--url", "http://line")])
+def test_the_source_on_the_line_beats_that_of_the_file(own: tuple[str, ...], tmp_path: Path) -> None:
+    file = tmp_path / "trace.yaml"
+    file.write_text("url: http://file\nfiles: [a, b]\nprompt: [hello]\n")
+    command = trace.read("ubatch trace", "", [*own, "--config", str(file)])
+    assert command.url == ("http://line" if "--url" in own else None)
+    assert command.files == ((Path("f"),) if "--files" in own else ())
+    assert (command.run is not None) == ("--prompt" in own)
+    told = [note for note in command.notes if "is given on the command line" in note]
+    assert len(told) == 2
+    assert all(str(file) in note for note in told)
+
+
+def test_a_prompt_that_took_the_model(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", "--prompt", "Hello", TINY]) == 2
+    error = capsys.readouterr().err
+    assert "--prompt takes all words that follow" in error
+    assert "Put MODEL first, or write --model" in error
+    assert main(["generate", "--prompt", "Hello", "you there"]) == 2
+    assert "MODEL is missing: give" in capsys.readouterr().err

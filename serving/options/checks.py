@@ -17,7 +17,7 @@ from serving.runner_setup import backend_faults, tensor_parallel_faults
 from ubatch import ConfigError
 from ubatch.modes import MODE_KEYS
 
-__all__ = ["Machine", "check_alone", "check_with_model", "drop_environment", "notes"]
+__all__ = ["Machine", "check_alone", "check_with_model", "notes"]
 
 
 @dataclass(frozen=True)
@@ -52,13 +52,6 @@ def check_with_model(settings: Settings, model: ModelConfig, machine: Machine) -
     for check in (*checks, _transport(settings), _signals(settings, model)):
         for message in check:
             raise ConfigError(message)
-
-
-def drop_environment(s: Settings) -> Settings:
-    """Without a transport of the environment where no tokens travel: it is said once for all commands of a shell."""
-    if s.all["all2all_backend"].source is Source.ENVIRONMENT and not s["enable_expert_parallel"]:
-        return s.without_effect("all2all_backend", "the ranks share no experts (--enable-expert-parallel)")
-    return s
 
 
 def notes(settings: Settings) -> Iterator[str]:

@@ -5,7 +5,8 @@
     both                                             lanes whose experts are in two chunks
     the second, and --schedule single_batch_signalled    one lane that sends what blocks of experts have completed
 
-SGLang has the same two flags and lets them exclude each other. A schedule of the file's `schedules` is taken as it is
+`--no-enable-dbo` turns off the first only: what a file says of the second stays. SGLang has the same two flags and lets
+them exclude each other. A schedule of the file's `schedules` is taken as it is
 written, chunks included.
 """
 
@@ -18,7 +19,7 @@ from serving.options.sources import Settings, Source
 from ubatch import SCHEDULES, ConfigError, Schedule, UBatchConfig, nearest
 from ubatch.modes import MODE_KEYS, ModeSettings
 
-__all__ = ["overlap_config"]
+__all__ = ["derive_overlap", "overlap_config"]
 
 _CHUNKS = 2
 _SAME_NAME = (
@@ -32,6 +33,22 @@ _SAME_NAME = (
 )
 
 
+def derive_overlap(s: Settings) -> Settings:
+    """What follows of which flags are on, before anything is checked.
+
+    A stronger source that says `--no-enable-dbo` leaves what a weaker one says of overlap without effect.
+    """
+    if s["enable_single_batch_overlap"] and not s["enable_dbo"] and not s.given("schedule"):
+        return s.derive("schedule", "single_batch", s.spell("enable_single_batch_overlap"))
+    off = s.all["enable_dbo"]
+    if not off.given or off.value or s["enable_single_batch_overlap"]:
+        return s
+    for name in ("dbo_auto", "ubatch_size", "dbo_decode_token_threshold", "dbo_prefill_token_threshold"):
+        if s.given(name) and s[name] and s.all[name].source.weaker_than(off.source):
+            s = s.without_effect(name, f"no step overlaps ({off.spelled})")
+    return s
+
+
 def overlap_config(s: Settings) -> UBatchConfig:
     """The runtime's settings.
 
@@ -40,13 +57,10 @@ def overlap_config(s: Settings) -> UBatchConfig:
     """
     schedules = UBatchConfig.from_mapping({"schedules": s["schedules"] or {}}).schedules
     modes = {key: mode for key in MODE_KEYS if (mode := _mode(s, key, schedules)) is not None}
-    schedule: Schedule | str = s["schedule"]
-    if s["enable_single_batch_overlap"] and not s["enable_dbo"] and not s.given("schedule"):
-        schedule = "single_batch"
     return UBatchConfig(
         enable_dbo=s["enable_dbo"] or s["enable_single_batch_overlap"],
         num_ubatches=s["ubatch_size"],
-        schedule=_in_force(s, "schedule", schedule, schedules),
+        schedule=_in_force(s, "schedule", s["schedule"], schedules),
         schedules=schedules,
         modes=modes,
         **{name: s[name] for name in _SAME_NAME},

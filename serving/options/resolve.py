@@ -16,10 +16,10 @@ from model_runner import (
 )
 from model_runner.transport import AUTO, choose_all2all
 from serving.engine.options import EngineOptions
-from serving.options.checks import Machine, check_alone, check_with_model, drop_environment
+from serving.options.checks import Machine, check_alone, check_with_model
 from serving.options.command_line import read_command_line
 from serving.options.folders import locate
-from serving.options.overlap import overlap_config
+from serving.options.overlap import derive_overlap, overlap_config
 from serving.options.sources import (
     SECRETS,
     Layer,
@@ -30,6 +30,7 @@ from serving.options.sources import (
     read_environment,
     read_file,
     read_keywords,
+    settle_environment,
 )
 from serving.options.speculation import check_draft_network, derive_speculation, speculation_config
 from serving.options.tables import SERVE, Table
@@ -117,7 +118,7 @@ def resolve_settings(
     Raises:
         ConfigError: settings contradict each other, the checkpoint or the machine, or there is no checkpoint.
     """
-    settings = drop_environment(merge(*layers, table=table))
+    settings = derive_overlap(settle_environment(merge(*layers, table=table)))
     check_alone(settings)
     try:
         settings = locate(settings)

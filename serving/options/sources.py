@@ -36,6 +36,7 @@ __all__ = [
     "read_environment",
     "read_file",
     "read_keywords",
+    "settle_environment",
     "spelled_flag",
 ]
 
@@ -54,7 +55,7 @@ _NO_CHECKPOINT = {
 
 
 class Source(StrEnum):
-    """What decided a setting."""
+    """What decided a setting; the weakest first."""
 
     DEFAULT = "default"
     DERIVED = "derived"
@@ -62,6 +63,11 @@ class Source(StrEnum):
     ENVIRONMENT = "environment"
     COMMAND_LINE = "command line"
     KEYWORD = "keyword"
+
+    def weaker_than(self, other: Source) -> bool:
+        """Whether the other one counts where both say something."""
+        order = list(Source)
+        return order.index(self) < order.index(other)
 
 
 @dataclass(frozen=True)
@@ -187,16 +193,34 @@ def read_file(path: Path, table: Table = SERVE) -> Layer:
 def read_environment(table: Table = SERVE, environment: Mapping[str, str] | None = None) -> Layer:
     """The API key, as others may read a command line, and the transport, as users of vLLM set it.
 
-    Raises:
-        ConfigError: a variable is empty, or names a transport that is not here.
+    A value is checked where it has an effect, see `settle_environment`: a variable is set once for all commands of a
+    shell.
     """
     layer: dict[str, Setting] = {}
     for name, variable in _VARIABLES.items():
         value = (os.environ if environment is None else environment).get(variable)
-        if value is None or name not in table.settings:
-            continue
-        layer |= make_layer([(name, _checked(table, name, value, variable), variable)], Source.ENVIRONMENT, variable)
+        if name in table.settings and (value or (value == "" and name == "api_key")):
+            layer[name] = Setting(value, Source.ENVIRONMENT, variable, variable)
     return layer
+
+
+def settle_environment(s: Settings) -> Settings:
+    """Without what the environment says and has no effect here, of which a transport is noted; the rest is checked.
+
+    Raises:
+        ConfigError: an empty key, or a transport that is not here.
+    """
+    for name, setting in s.all.items():
+        if setting.source is not Source.ENVIRONMENT:
+            continue
+        if name == "all2all_backend" and not s["enable_expert_parallel"]:
+            s = s.without_effect(name, "the ranks share no experts (--enable-expert-parallel)")
+        elif name == "api_key" and (s["node_rank"] > 0 or ("url" in s.table.settings and s["url"] is None)):
+            s = s.derive(name, None)
+        else:
+            value = _checked(s.table, name, setting.value, setting.spelled)
+            s = replace(s, all={**s.all, name: replace(setting, value=value)})
+    return s
 
 
 def read_keywords(keywords: Mapping[str, Any]) -> Layer:
