@@ -108,7 +108,7 @@ def _check_model(layers: Sequence[Layer], table: Table) -> None:
     if settings["model"] is not None or prompts.source is not Source.COMMAND_LINE or len(prompts.value) < 2:
         return
     last = prompts.value[-1]
-    if looks_like_name(last) or (last and Path(last).is_dir()):
+    if ("/" in last and looks_like_name(last)) or (last and Path(last).is_dir()):
         raise ConfigError(
             f"MODEL is missing: {prompts.spelled} takes all words that follow, and so {last!r}. Put MODEL first, or "
             f"write --model {last}."

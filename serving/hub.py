@@ -2,6 +2,7 @@
 
     folder              taken as it is
     organisation/name   looked up by `huggingface_hub`: its cache, HF_HUB_OFFLINE, HF_TOKEN, its progress bar
+    name                the same: old models such as gpt2 have no organisation
 
 Config and tokenizer come first, so that what contradicts them is refused before gigabytes travel; then the weights.
 Both happen in the process that starts the ranks, once for all of them; every machine has its own cache.
@@ -19,7 +20,7 @@ from ubatch import ConfigError
 
 __all__ = ["Located", "ModelNotFound", "fetch_weights", "find_checkpoint", "looks_like_name"]
 
-_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _SMALL = ("*.json", "*.jinja", "*.model", "*.tiktoken", "tokenizer*", "vocab*", "merges.txt")
 _WEIGHTS = ("*.safetensors",)
@@ -57,7 +58,7 @@ class Located:
 
 
 def looks_like_name(model: str | Path) -> bool:
-    """Whether it would be looked up on the hub: `organisation/name`, and no folder."""
+    """Whether it would be looked up on the hub: `organisation/name` or, of old models, `name`, and no file here."""
     return _NAME.fullmatch(str(model)) is not None and not Path(model).exists()
 
 
@@ -83,7 +84,7 @@ def find_checkpoint(
         if not Path(model).is_dir():
             raise ModelNotFound(
                 f"{spelled}: {model} is not a folder. Give the folder of a Hugging Face checkpoint, or its name on the "
-                "hub (organisation/name)."
+                "hub (organisation/name, or only a name like gpt2)."
             )
         return Located(Path(model))
     folder = _download(str(model), spelled, revision, download_dir, _SMALL)

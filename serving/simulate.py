@@ -118,7 +118,7 @@ def _compare(options: Options) -> list[Gate]:
 def _plan(options: Options) -> Plan:
     constants = load_constants()
     folder = options.model
-    if looks_like_name(folder):
+    if "/" in folder and looks_like_name(folder):  # names alone are those of published shapes
         folder = str(find_checkpoint(folder, "--model").folder)
     hardware, model = constants.machine(options.hardware), read_model(folder)
     mode = Mode(options.mode)

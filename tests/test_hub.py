@@ -132,9 +132,15 @@ def test_a_folder_that_looks_like_a_name_is_a_folder(
     assert serve(NAME).engine.model == Path(NAME)
 
 
+def test_a_name_without_an_organisation(cache: Path) -> None:
+    add_to_cache(cache, "gpt2", TINY, OLD, "main")
+    assert serve("gpt2").engine.model.name == OLD
+
+
 def test_what_looks_like_a_name() -> None:
     assert looks_like_name("deepseek-ai/DeepSeek-V2-Lite")
-    for path in ("./foo", "../a/b", "/a/b", "~/a", "a/b/c", "gpt2", "a/", "a//b", "examples/models"):
+    assert looks_like_name("gpt2")
+    for path in ("./foo", "../a/b", "/a/b", "~/a", "a/b/c", "a/", "a//b", "examples/models"):
         assert not looks_like_name(path), path
 
 
@@ -208,7 +214,8 @@ def test_a_checkpoint_without_weights_is_refused_before_a_rank_starts(cache: Pat
         (("",), "MODEL is empty: give the folder of a Hugging Face checkpoint, or its name on the hub"),
         (("--model", ""), "--model is empty: give"),
         (("--model= ",), "--model is empty: give"),
-        (("gpt2",), "gpt2 is not a folder. Give the folder of a Hugging Face checkpoint, or its name on the hub"),
+        (("gpt2",), "MODEL: gpt2 is no folder here, is not (or not whole) in the cache"),
+        (("my-modle",), "MODEL: my-modle is no folder here, is not (or not whole) in the cache"),
         ((str(TINY), "--revision", "v1"), "--revision has no effect: "),
         ((str(TINY), "--download-dir", "x"), "--download-dir has no effect: "),
         ((f"{NAME}--x/y",), "is not a folder"),

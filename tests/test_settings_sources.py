@@ -164,3 +164,63 @@ def test_a_prompt_that_took_the_model(capsys: pytest.CaptureFixture[str]) -> Non
     assert "Put MODEL first, or write --model" in error
     assert main(["generate", "--prompt", "Hello", "you there"]) == 2
     assert "MODEL is missing: give" in capsys.readouterr().err
+
+
+# -- what the message says -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("null: 2", "null is no name of a setting; keys are the flags that --help shows"),
+        ("named_model: x", "unknown key 'named_model'; use model."),
+        ("tokenizer: x", "use a checkpoint's folder with that tokenizer in it."),
+        ("mem-fraction-static: 0.5", "use gpu-memory-utilization."),
+        ("tp: 2", "use tensor-parallel-size."),
+        ("quantization: fp8", "use a checkpoint in bf16"),
+        ("no-enable-dbo: true", "use enable-dbo: false."),
+        ("disable-radix-cache: true", "use enable-prefix-caching: false."),
+        ("Enable-Dbo: true", "did you mean 'enable-dbo'?"),
+        ("emulated-link: [1]", "emulated-link: expected two numbers, microseconds and MB/s, not [1]."),
+        ("emulated-link: 5", "expected two numbers, microseconds and MB/s, not 5."),
+        ("all2all-options: {a: [1]}", "expected true, false, a number or text for a, not"),
+        ("timeout_s: .inf", "timeout_s: it should be a finite number, not inf."),
+        ("kv-cache-memory: " + "9" * 400, "expected at least one byte, and less than 8 EiB"),
+        ("kv-cache-memory: '" + "9" * 400 + "G'", "expected at least one byte, and less than 8 EiB"),
+    ],
+)
+def test_a_file_is_told_what_to_write(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        from_file(tmp_path, text)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("tp", "use tensor_parallel_size."),
+        ("no_enable_dbo", "use enable_dbo=False."),
+        ("disable_cuda_graph", "use enforce_eager."),
+        ("named_model", "use model."),
+    ],
+)
+def test_python_is_told_what_to_write(name: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read_keywords({name: 1})
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("--no-port", "unknown flag --no-port: --port takes a value"),
+        ("--named-model", "use --model."),
+        ("--enable-dbo=true", "--enable-dbo takes no value: --enable-dbo turns it on, --no-enable-dbo off."),
+        ("--kv-cache-memory=" + "9" * 400, "expected at least one byte, and less than 8 EiB"),
+    ],
+)
+def test_the_line_is_told_what_to_write(word: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", TINY, word]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1

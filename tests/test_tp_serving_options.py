@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -96,6 +97,7 @@ def test_a_link_carries_what_a_dense_model_gathers(tmp_path: Path) -> None:
     dense = str(make_small(tmp_path / "dense", dense=True))
     for words in (["generate", dense, "--prompt", "x"], ["serve", dense, "--print-config"]):
         assert main([*words, "--emulated-link", "10", "1000"]) == 2
+    shutil.copy(MODEL / "tokenizer.json", dense)
     assert main(["serve", dense, "--print-config", "-tp", "2", "--emulated-link", "10", "1000"]) == 0
     assert read_serve_command("", "", [dense, "-tp", "2", "--emulated-link", "10", "1000"]).engine.emulated_link
 

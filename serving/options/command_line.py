@@ -80,6 +80,9 @@ def _flags_given(table: Table, words: Sequence[str]) -> dict[str, str]:
         name = table.flags.get(positive)
         if name is not None and (positive == flag or table.is_switch(name)):
             given[name] = written.replace("_", "-")
+            if "=" in word and table.is_switch(name):
+                flag = positive.replace("_", "-")
+                raise ConfigError(f"{written} takes no value: --{flag} turns it on, --no-{flag} off.")
         elif flag not in _OWN:
             raise ConfigError(f"unknown flag {written}{_hint(table, flag)}")
     return given
@@ -89,6 +92,8 @@ def _hint(table: Table, flag: str) -> str:
     """What to write in place of a flag that there is not."""
     if flag in FOREIGN:
         return f"; use {FOREIGN[flag]}."
+    if (positive := flag.removeprefix("no_")) != flag and positive in table.flags:
+        return f": --{positive.replace('_', '-')} takes a value, and has no other way to turn it off. Leave it out."
     others = [each.program for each in COMMANDS if flag.removeprefix("no_") in each.flags]
     if others:
         return f": it is one of `{others[0]}`, and has no effect on `{table.program}`."

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from contextlib import suppress
+from decimal import Decimal
 from typing import Annotated, Any, Literal
 
 import tyro
@@ -37,6 +38,8 @@ __all__ = [
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
+_TOO_MANY_BYTES = 2**63
+
 
 def parse_bytes(value: int | str | None) -> int | None:
     """`512M` and `512MiB` are 512 * 2**20 bytes, `512m` is 512 * 10**6, as in vLLM; a number is bytes.
@@ -48,9 +51,9 @@ def parse_bytes(value: int | str | None) -> int | None:
         match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([kmgtKMGT]?)(?:i?B)?", value.strip())
         if match is None:
             raise ValueError("expected bytes, like 1073741824, 512M or 1.5GiB")
-        value = int(float(match[1]) * _UNITS[match[2]])
-    if value is not None and value < 1:
-        raise ValueError("expected at least one byte")
+        value = int(Decimal(match[1]) * _UNITS[match[2]])
+    if value is not None and not 1 <= value < _TOO_MANY_BYTES:
+        raise ValueError("expected at least one byte, and less than 8 EiB")
     return value
 
 
@@ -83,7 +86,7 @@ class WrongValue(UBatchError):
 class Group(BaseModel):
     """Settings that belong together. A wrong one is a `WrongValue`."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     @model_validator(mode="wrap")
     @classmethod
@@ -167,6 +170,20 @@ def _in_snake_case(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
     return values
 
 
+def _check_values(values: Any) -> Any:
+    """Names in snake case.
+
+    Raises:
+        ValueError: a name twice, or a value that is a list or a mapping.
+    """
+    if not isinstance(values, dict):
+        return values
+    for name, value in values.items():
+        if not isinstance(value, bool | int | float | str):
+            raise ValueError(f"expected true, false, a number or text for {name}")
+    return _in_snake_case(values.items())
+
+
 ExpertsName = Annotated[
     str,
     one_of(("auto", *experts_backends())),
@@ -175,7 +192,7 @@ ExpertsName = Annotated[
 
 NamedValues = Annotated[
     dict[str, bool | int | float | str] | None,
-    BeforeValidator(lambda values: _in_snake_case(values.items()) if isinstance(values, dict) else values),
+    BeforeValidator(_check_values),
     PrimitiveConstructorSpec(
         nargs="*",
         metavar="NAME=VALUE ...",

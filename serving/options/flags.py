@@ -52,6 +52,20 @@ ALIASES: Mapping[str, str] = {
 SHORT: Mapping[str, tuple[str, ...]] = {"tensor_parallel_size": ("-tp",)}
 """Short flags of settings, vLLM's."""
 
+
+def _read_link(value: Any) -> Any:
+    """YAML has no tuples.
+
+    Raises:
+        ValueError: it is no pair.
+    """
+    if value is None:
+        return None
+    if not isinstance(value, list | tuple) or len(value) != 2:
+        raise ValueError("expected two numbers, microseconds and MB/s")
+    return tuple(value)
+
+
 AttentionName = Annotated[str | None, derived("STR", "the same"), one_of(attention_backends())]
 ScheduleName = Annotated[str | None, derived("STR", "--schedule")]
 ModeMapping = Annotated[
@@ -83,7 +97,7 @@ class Parallelism(Group):
     moe_backend: ExpertsName = "auto"
     emulated_link: Annotated[
         tuple[Annotated[float, Field(ge=0)], Annotated[float, Field(gt=0)]] | None,
-        BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value),  # YAML has no tuples
+        BeforeValidator(_read_link),
         tyro.conf.arg(metavar="US MB/S"),
         Field(description="deliver over a link of this latency and bandwidth"),
     ] = None

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping
 
-__all__ = ["FOREIGN"]
+__all__ = ["FOREIGN", "spell_hint"]
 
 _SIZE = "--max-num-batched-tokens"
 _EXPERTS = "--enable-expert-parallel, which shares the experts among all processes"
 _TOKENIZER = "a checkpoint's folder with that tokenizer in it"
 _DRAFTS = "--speculative-algorithm and the other --speculative- flags"
 
+
+def spell_hint(text: str, spell: Callable[[str, bool], str]) -> str:
+    """A hint for a file or Python: `spell` is given each flag without its dashes, and whether it turns that off."""
+    return re.sub(r"--(no-)?([a-z][a-z0-9-]*)", lambda match: spell(match[2], match[1] is not None), text)
+
+
 FOREIGN: Mapping[str, str] = {
     "model_path": "--model",
+    "named_model": "--model",
     "tokenizer": _TOKENIZER,
     "tokenizer_path": _TOKENIZER,
     "context_length": "--max-model-len",

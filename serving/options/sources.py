@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
@@ -19,6 +19,7 @@ from serving.hub import Located
 from serving.options.commands import COMMANDS
 from serving.options.fields import WrongValue
 from serving.options.flags import ALIASES
+from serving.options.foreign import FOREIGN, spell_hint
 from serving.options.tables import SERVE, Table
 from ubatch import ConfigError, nearest
 
@@ -176,16 +177,17 @@ def read_file(path: Path, table: Table = SERVE) -> Layer:
     """
     items = []
     for key, value in _read_yaml(path).items():
-        name = str(key).replace("-", "_")
+        if not isinstance(key, str):
+            raise ConfigError(f"{path}: {json.dumps(key, default=str)} is no name of a setting{_KEYS}")
+        name = key.replace("-", "_")
         if name in _NO_CHECKPOINT:
             raise ConfigError(f"{path}: {key} is for wrapped modules: {_NO_CHECKPOINT[name]}. Remove it.")
         owner = next((each for each in (table, *COMMANDS) if each.setting(name)), None)
         setting = None if owner is None else owner.setting(name)
         if owner is None or setting is None:
-            known = {each.replace("_", "-") for each in (*table.settings, *ALIASES)}
-            hint = nearest_alone(name.replace("_", "-"), known)
-            hint = hint or "; keys are the flags that --help shows, without dashes in front."
-            raise ConfigError(f"{path}: unknown key {key!r}{hint}")
+            known = {each.replace("_", "-") for each in _known(table)}
+            hint = _other_name(name, table, _spell_key) or nearest_alone(name.replace("_", "-"), known)
+            raise ConfigError(f"{path}: unknown key {key!r}{hint or _KEYS}")
         items.append((name, _checked(owner, setting, value, f"{path}: {key}"), f"{key} in {path}"))
     return make_layer(items, Source.FILE, str(path))
 
@@ -233,9 +235,34 @@ def read_keywords(keywords: Mapping[str, Any]) -> Layer:
     for name, value in keywords.items():
         setting = SERVE.setting(name)
         if setting is None:
-            raise ConfigError(f"unknown option {name!r}{nearest(name, {*SERVE.settings, *ALIASES})}")
+            hint = _other_name(name, SERVE, _spell_keyword) or nearest(name, _known(SERVE))
+            raise ConfigError(f"unknown option {name!r}{hint}")
         items.append((name, _checked(SERVE, setting, value, name), name))
     return make_layer(items, Source.KEYWORD)
+
+
+_KEYS = "; keys are the flags that --help shows, without dashes in front."
+
+
+def _known(table: Table) -> list[str]:
+    return [name for name in (*table.settings, *ALIASES) if table.setting(name)]
+
+
+def _other_name(name: str, table: Table, spell: Callable[[str, bool], str]) -> str:
+    """What to write in place of a flag's name that is no key: another system's, or the one that turns a switch off."""
+    name = name.lower()
+    switch = table.setting(name.removeprefix("no_"))
+    if name.startswith("no_") and switch and table.is_switch(switch):
+        return f"; use {spell(switch.replace('_', '-'), True)}."
+    return f"; use {spell_hint(FOREIGN[name], spell)}." if name in FOREIGN else ""
+
+
+def _spell_key(flag: str, off: bool) -> str:
+    return f"{flag}: false" if off else flag
+
+
+def _spell_keyword(flag: str, off: bool) -> str:
+    return flag.replace("-", "_") + ("=False" if off else "")
 
 
 class _Loader(yaml.SafeLoader):
