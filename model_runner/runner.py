@@ -249,7 +249,7 @@ class ModelRunner:
             return UBatchAttention(shape, kv_cache, *resolve_attention(*backends, shape, kv_cache, group=group))
 
         self._acceptance = acceptance
-        self._voted_at = time.perf_counter()
+        self._voted_at: float | None = None
         self._beside: list[CapturedSteps] = []
         if cudagraph_capture_sizes is None:
             cudagraph_capture_sizes = self.dbo.cudagraph_capture_sizes or None
@@ -439,6 +439,10 @@ class ModelRunner:
                 row_sums = hidden[: batch.num_tokens].sum(dim=-1, dtype=torch.float32)
             return PendingStep(self._sampling, batch, agreed.decision, logits, prompt_hidden, hidden, row_sums)
 
+    def restart_clock(self) -> None:
+        """There was nothing to do since the last step: the next vote does not tell how long that was."""
+        self._voted_at = None
+
     def coordinate(self, batch: InputBatch, dbo: UBatchConfig | None = None) -> Coordination:
         """Vote with the other ranks on a step, under `dbo` in place of the runner's own settings if given."""
         could_replay = 0
@@ -447,13 +451,14 @@ class ModelRunner:
             could_replay = self.graphs.offer(batch.shape, metadata.max_seq_len, tree=metadata.has_tree)
         size = self.tensor_parallel_size
         content = content_of(batch.scheduled) if size > 1 else 0
-        voted_at, self._voted_at = self._voted_at, time.perf_counter()
+        now = time.perf_counter()
+        voted_at, self._voted_at = self._voted_at, now
         shape = replace(
             batch.shape,
             cost=self.split_cost,
             graph_mode=could_replay,
             content=content,
-            period_us=int((self._voted_at - voted_at) * 1e6),
+            period_us=0 if voted_at is None else int((now - voted_at) * 1e6),
         )
         agreed = coordinate_batch_across_dp(self.dbo if dbo is None else dbo, shape, self.group, size)
         return agreed if self.graphs is None else self.graphs.agree(agreed)

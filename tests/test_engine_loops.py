@@ -9,10 +9,11 @@ import pytest
 from dense_checkpoint import make_small
 from fake_device import run
 
-from model_runner import ModelRunner, SamplingParams
+from model_runner import ModelRunner, SamplingParams, StepOutput
+from model_runner import runner as runner_module
 from serving.engine import EngineCore
-from serving.requests import RequestInput
-from serving.scheduler import Scheduler, SchedulerConfig
+from serving.requests import RequestInput, RequestOutput
+from serving.scheduler import ScheduledStep, Scheduler, SchedulerConfig
 from ubatch import UBatchConfig
 
 NEW = 20
@@ -55,3 +56,38 @@ def test_both_loops_give_the_same_tokens(tmp_path: Path, device: str, dense: boo
             plain = serve(runner, params, overlap=False)
             assert serve(runner, params, overlap=True) == plain
             assert [len(plain[str(n)]) for n in range(4)] == [param.max_tokens for param in params]
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_pause_is_not_told_as_the_time_of_a_step(
+    tmp_path: Path, overlap: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else `auto` would take it for that of decodes alone: the last step before a pause is one of these."""
+    clock = [100.0]
+
+    def tick() -> float:
+        clock[0] += 0.001
+        return clock[0]
+
+    with ModelRunner(make_small(tmp_path, dense=True), num_kv_blocks=100, block_size=16, max_num_seqs=6) as runner:
+        monkeypatch.setattr(runner_module.time, "perf_counter", tick)
+        scheduler = Scheduler(
+            SchedulerConfig(max_num_seqs=6, max_num_batched_tokens=32, max_model_len=128),
+            runner.allocator,
+            runner.request_table,
+            eos_token_ids=(),
+            vocab_size=runner.config.vocab_size,
+        )
+        core = EngineCore(runner, scheduler, overlap_schedule=overlap)
+        process, periods = scheduler.process, []
+
+        def recorded(step: ScheduledStep, output: StepOutput) -> list[RequestOutput]:
+            periods.append(output.decision.period_us)
+            return process(step, output)
+
+        monkeypatch.setattr(scheduler, "process", recorded)
+        for number in range(4):
+            clock[0] += 1000  # nothing to do
+            run(core, [RequestInput(f"{number}", PROMPTS[0], SamplingParams(max_tokens=3, ignore_eos=True))])
+        assert periods.count(0) == 4
+        assert max(periods) < 1e6

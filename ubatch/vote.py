@@ -109,7 +109,7 @@ class Offer:
         content: fingerprint of what it runs, where some ranks must run the same (tensor parallelism); else 0.
         unproved: the step would have to be proved first (`ubatch.proof`).
         prefill_tokens: how many of its tokens are of prompts. This and the next are for whoever plans later steps.
-        period_us: microseconds since its last vote.
+        period_us: microseconds since its last vote; 0 if it had nothing to do meanwhile.
 
     Raises:
         ConfigError: an offer that contradicts itself, or more than `MAX_LANES` lanes.

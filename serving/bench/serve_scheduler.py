@@ -78,6 +78,9 @@ class _Device:
         self._free_at = max(time.perf_counter(), self._free_at) + self.seconds
         return _Step(len(scheduled), self._free_at)
 
+    def restart_clock(self) -> None:
+        """Steps of this device have no votes."""
+
 
 @dataclass(frozen=True)
 class _Step:

@@ -47,6 +47,9 @@ class Executor(Protocol):
     def launch(self, scheduled: Sequence[ScheduledRequest], /) -> LaunchedStep:
         """Start the forward of a step."""
 
+    def restart_clock(self) -> None:
+        """The time since the last step was started is not that of a step."""
+
 
 class StepScheduler(Protocol):
     """What fills steps (`serving.scheduler.Scheduler` is one)."""
@@ -111,6 +114,8 @@ class EngineCore:
         Raises:
             RequestError, KVCacheExhausted: it can never be served.
         """
+        if not self.has_work:
+            self.executor.restart_clock()
         self.scheduler.add(request)
 
     def abort(self, request_id: str) -> bool:
