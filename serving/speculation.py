@@ -143,6 +143,8 @@ def make_scheduler(scheduler: SchedulerConfig, config: SpeculationConfig | None,
             fill_drafts=bool(runner.graph_shapes),
             num_draft_places=proposer.num_places if isinstance(proposer, DraftProposer) else 0,
         )
+    size = runner.tensor_parallel_size
+    first = 0 if runner.group is None else runner.group.rank // size * size
     return Scheduler(
         scheduler,
         runner.allocator,
@@ -150,4 +152,5 @@ def make_scheduler(scheduler: SchedulerConfig, config: SpeculationConfig | None,
         eos_token_ids=runner.config.eos_token_ids,
         vocab_size=runner.config.vocab_size,
         proposer=proposer,
+        own_ranks=range(first, first + size),
     )

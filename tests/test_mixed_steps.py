@@ -140,6 +140,15 @@ def test_decodes_of_another_rank_limit_the_prompts_of_this_one() -> None:
     assert limit.room(40, 1) == 40
 
 
+def test_decodes_that_have_ended_here_do_not_limit_what_comes_next() -> None:
+    """Neither one's own, nor those that the other processes of the same replica vote for, which are the same."""
+    for own, room in ((range(2), 512), (range(2, 4), 64)):
+        limit = MixedSteps(64, PAGE, 512, own)
+        limit.launched()
+        limit.processed(vote((4, 0), (4, 0), (0, 64), (0, 64)))
+        assert limit.room(512, 0) == room
+
+
 @pytest.mark.parametrize("lag", [1, 2])
 def test_ranks_come_to_the_same_limit_whatever_their_clocks_say(lag: int) -> None:
     """And with them the processes of a tensor-parallel group: the times are the vote's."""
@@ -244,10 +253,54 @@ def test_one_step_that_was_held_up_changes_nothing() -> None:
     assert limit.tokens() == before
 
 
+@pytest.mark.parametrize("slow", [5, 200])
+@pytest.mark.parametrize("others", [1, 8])
+def test_a_slow_first_step_of_decodes_alone_does_not_switch_it_off(slow: int, others: int) -> None:
+    """It follows a prompt, and is the likeliest to be slow."""
+    limit = MeasuredLimit(PAGE, 2048)
+    took = [0.010 * slow]
+    too_long = 0
+    for _ in range(300):
+        tokens = limit.tokens()
+        seconds = 0.010 + 0.0002 * tokens
+        if not tokens and took:
+            seconds = took.pop()
+        limit.see(others, tokens, seconds)
+        too_long += tokens > 0 and seconds >= 0.030
+    assert too_long <= 2
+    assert 48 <= limit.tokens() <= 64
+
+
+def test_a_machine_that_became_faster_is_noticed_soon() -> None:
+    limit = MeasuredLimit(PAGE, 2048)
+    for _ in range(40):
+        limit.see(8, 0, 0.040)
+    too_long = [0]
+    for step in range(300):
+        tokens = limit.tokens()
+        seconds = 0.010 + 0.0002 * tokens
+        limit.see(8, tokens, seconds)
+        if tokens and seconds >= 0.030:
+            too_long.append(step)
+    assert too_long[-1] < 40
+    assert 48 <= limit.tokens() <= 64
+
+
+def test_a_mixed_step_that_took_far_too_long_makes_the_next_one_small_at_once() -> None:
+    limit = MeasuredLimit(PAGE, 2048)
+    for _ in range(5):
+        limit.see(8, 0, 0.010)
+    for _ in range(20):
+        limit.see(8, tokens := limit.tokens() or PAGE, 0.010 + 0.00001 * tokens)
+    limit.see(8, limit.tokens(), 0.010 + 0.001 * limit.tokens())
+    assert limit.tokens() == PAGE
+
+
 def test_times_of_another_number_of_decodes_serve_until_there_are_some() -> None:
     limit = MeasuredLimit(PAGE, 2048)
-    limit.see(1, 0, 0.002)
-    limit.see(64, 0, 0.020)
+    for _ in range(3):
+        limit.see(1, 0, 0.002)
+        limit.see(64, 0, 0.020)
     for _ in range(40):
         limit.see(40, tokens := limit.tokens() or PAGE, 0.020 + 0.0001 * tokens)
     assert 160 <= limit.tokens() <= 208

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
+from itertools import pairwise
 
 import pytest
 from fake_runner import Loop, expected, make_loop
@@ -11,6 +13,8 @@ from hypothesis import strategies as st
 
 from model_runner import SamplingParams
 from serving.scheduler import ScheduledStep, SchedulingPolicy, TrackedRequest
+from serving.scheduler.kv_manager import KVManager
+from serving.scheduler.radix_cache import PrefixMatch
 from serving.scheduler.waiting import WaitingQueue
 
 
@@ -43,8 +47,31 @@ def test_a_short_request_behind_2000_prompts_is_admitted_in_the_next_step_with_r
     assert len(loop.outputs) == 2001
 
 
-def test_a_short_request_behind_200_long_prompts_runs_beside_the_one_that_is_cut() -> None:
-    loop = make_loop(num_blocks=1024, max_model_len=1024, max_num_batched_tokens=256)
+@pytest.mark.parametrize("policy", SchedulingPolicy)
+def test_every_later_short_request_is_admitted_as_soon_as_the_first(policy: SchedulingPolicy) -> None:
+    loop = make_loop(num_blocks=1024, max_num_seqs=16, policy=policy)
+    add_body(loop, "many", 2000, max_tokens=2, ignore_eos=True)
+    loop.step()
+    for number in range(5):
+        loop.add(f"short{number}", [5, 6, 7 + number], max_tokens=1)
+        assert any(f"short{number}" in admitted(loop.step()) for _ in range(3))
+
+
+def test_what_lpm_passed_over_comes_when_its_turn_was_long_ago() -> None:
+    queue = WaitingQueue(SchedulingPolicy.LPM, lambda request: request.group != "poor")
+    queue.push(tracked("poor", 0, "poor"))
+    for number in range(1, 400):
+        queue.push(tracked(f"r{number}", number, "rich"))
+        first = next(queue.in_order())
+        queue.admit(first)
+        if first.group == "poor":
+            break
+    assert number == 259
+
+
+@pytest.mark.parametrize("policy", SchedulingPolicy)
+def test_a_short_request_behind_200_long_prompts_runs_beside_the_one_that_is_cut(policy: SchedulingPolicy) -> None:
+    loop = make_loop(num_blocks=1024, max_model_len=1024, max_num_batched_tokens=256, policy=policy)
     add_body(loop, "long", 200, length=1000, max_tokens=1)
     assert admitted(loop.step()) == ["long0"]
     loop.add("short", [5, 6], max_tokens=1)
@@ -53,6 +80,112 @@ def test_a_short_request_behind_200_long_prompts_runs_beside_the_one_that_is_cut
         ("long0", 252),  # 254, up to the end of a page
         ("short", 2),
     ]
+
+
+@pytest.mark.parametrize("policy", SchedulingPolicy)
+def test_long_prompts_that_share_their_beginning_hold_up_nobody(policy: SchedulingPolicy) -> None:
+    """Once it is cached, `lpm` has all of them before the short one."""
+    loop = make_loop(num_blocks=4096, max_model_len=1024, max_num_batched_tokens=256, policy=policy, checked=False)
+    shared = [place * place % 49 + 1 for place in range(500)]
+    for number in range(60):
+        own = [(number + place) % 49 + 1 for place in range(490)] + [number % 49]
+        loop.add(f"long{number}", shared + own, group="body", max_tokens=1)
+    for _ in range(6):
+        loop.step()
+    assert loop.scheduler._chunked is not None
+    loop.add("short", [5, 6], max_tokens=1)
+    assert "short" in admitted(loop.step())
+
+
+def test_beside_a_prompt_that_is_cut_few_of_its_own_body_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = make_loop(num_blocks=256, max_model_len=1024, max_num_batched_tokens=64)
+    loop.add("long", [1] * 1000, group="body", max_tokens=1)
+    for number in range(5000):
+        loop.add(f"tail{number}", [2, 3], group="body", max_tokens=1)
+    loop.step()
+    assert loop.scheduler._chunked is not None
+    looked = Counter[str]()
+    in_order = WaitingQueue.in_order
+
+    def counted(self: WaitingQueue) -> Iterator[TrackedRequest]:
+        for request in in_order(self):
+            looked[request.group] += 1
+            yield request
+
+    monkeypatch.setattr(WaitingQueue, "in_order", counted)
+    loop.step()
+    assert 0 < looked["body"] <= 130
+
+
+@pytest.mark.parametrize("budget", [8, 10, 15, 16, 20, 64])
+def test_the_prompt_that_is_cut_and_others_both_get_on(budget: int) -> None:
+    """In every step where it has room for two pages, else in turns."""
+    loop = make_loop(num_blocks=512, block_size=8, max_model_len=1024, max_num_batched_tokens=budget, max_num_seqs=8)
+    loop.add("long", [1] * 1000, max_tokens=1)
+    loop.step()
+    for number in range(400):
+        loop.add(f"short{number}", [number % 49 + 1] * 2, max_tokens=1)
+    steps = []
+    for _ in range(12):
+        step = loop.step()
+        assert sum(share.num_tokens for share in step.shares) <= budget
+        steps.append(("long" in admitted(step), any(request.name != "long" for request in step.requests)))
+    every = 1 if budget >= 16 else 2
+    for kind in (0, 1):
+        got = [step[kind] for step in steps]
+        assert all(any(got[first : first + every]) for first in range(12 - every + 1)), got
+
+
+@pytest.mark.parametrize("limit", [16, 24, 31, 32, 48, "auto"])
+def test_with_any_limit_a_short_request_runs_beside_a_prompt_that_is_cut(limit: int | str) -> None:
+    loop = make_loop(
+        num_blocks=4096,
+        block_size=16,
+        max_model_len=1024,
+        max_num_batched_tokens=256,
+        max_prefill_tokens_per_mixed_step=limit,
+        checked=False,
+    )
+    loop.add("runs", [1] * 8, max_tokens=900, ignore_eos=True)
+    loop.step()
+    loop.add("long", [place * place % 49 + 1 for place in range(1000)], max_tokens=1)
+    while loop.scheduler._chunked is None:  # `auto` looks at decodes alone first
+        loop.step()
+    for number in range(20):
+        loop.add(f"short{number}", [5, 6, *[number] * 10], group="shorts", max_tokens=1)
+    names = []
+    while loop.scheduler._chunked is not None:
+        names.append(admitted(loop.step()))
+    limited = [each for each in names if each]  # `auto` leaves a step to the decodes now and then
+    assert any("short0" in each for each in limited[:3])
+    assert all("long" in one or "long" in other for one, other in pairwise(limited))
+    loop.run()
+
+
+def test_who_waits_for_a_prefix_costs_a_step_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = make_loop(
+        num_blocks=4096,
+        block_size=16,
+        max_model_len=1024,
+        max_num_batched_tokens=256,
+        max_num_seqs=64,
+    )
+    shared = [place * place % 49 + 1 for place in range(120)]
+    for number in range(2000):
+        loop.add(f"r{number}", [*shared, number % 49 + 1, number // 49 + 1], group="body", max_tokens=1)
+    looked = 0
+    lookup = KVManager.lookup
+
+    def counted(self: KVManager, request: TrackedRequest) -> PrefixMatch:
+        nonlocal looked
+        looked += 1
+        return lookup(self, request)
+
+    monkeypatch.setattr(KVManager, "lookup", counted)
+    assert admitted(loop.step()) == ["r0"]
+    assert looked < 300
+    loop.run()
+    assert len(loop.outputs) == 2000
 
 
 def test_half_of_each_step_stays_with_the_prompt_that_is_cut() -> None:

@@ -8,15 +8,17 @@ took; what is decided here follows from these alone, and is the same on all rank
     N        at most N where somebody decodes
     auto     as many as keep a mixed step at about twice the time of decodes alone
 
-`auto` keeps the time of steps of decodes alone, by the number of these (powers of two), and what a prompt token has
-added to the last mixed steps. It begins with one page, and goes up to twice what it has seen at most. Where prompts
-come without end, now and then a step is left to the decodes, to see what they take alone.
+`auto` keeps the times of the last few steps of decodes alone, by the number of these (powers of two), and of the last
+mixed steps. It stays at one page until it has seen some of either, and goes up to twice what it has seen at most. Where
+prompts come without end, now and then a step is left to the decodes, to see what they take alone: soon where few have
+been seen, or where what is known cannot be right. A slow one among them counts for nothing; a mixed step that took far
+too long makes the next one small at once.
 """
 
 from __future__ import annotations
 
-import statistics
 from collections import deque
+from collections.abc import Collection
 from typing import Literal, Protocol, TypeAlias
 
 from ubatch import Decision
@@ -27,9 +29,13 @@ PrefillLimit: TypeAlias = int | Literal["auto"] | None
 """Most prompt tokens of a mixed step; None does not limit them."""
 
 _STRETCH = 2.0  # time of a mixed step over that of decodes alone; the slowest hundredth must stay below three
-_ALONE_KEPT = 31  # steps of decodes alone, per number of decodes
+_TOO_LONG = 3.0
+_ALONE_KEPT = 5  # steps of decodes alone, per number of decodes; the second fastest counts
+_ENOUGH = 3  # of them
 _MIXED_KEPT = 8  # mixed steps; a quarter of them may have cost more than what is reckoned with
 _LOOK_EVERY = 64  # mixed steps without one of decodes alone
+_LOOK_SOON = 8  # likewise, where those that are known are few, or contradicted
+_CONTRADICTED = 2.0  # times as slow or as fast as what is known
 _LOOK_STEPS = 4  # at most; in the overlapped loop it takes a step or two until one is seen
 
 
@@ -61,9 +67,12 @@ class MeasuredLimit:
         self._block_size = block_size
         self._most = most
         self._alone: dict[int, deque[float]] = {}  # by the bits of the number of decodes
-        self._mixed: deque[tuple[int, float]] = deque(maxlen=_MIXED_KEPT)  # prompt tokens, seconds that one added
+        self._mixed: deque[tuple[int, int, float]] = deque(maxlen=_MIXED_KEPT)  # size, prompt tokens, seconds
         self._tokens = block_size
-        self._since_alone = _LOOK_EVERY
+        self._size = 0  # of the last mixed step
+        self._doubtful = False
+        self._look_after = 0  # mixed steps
+        self._since_alone = 0
         self._looked = 0
 
     def see(self, decodes: int, prefills: int, seconds: float) -> None:
@@ -77,34 +86,71 @@ class MeasuredLimit:
         if not decodes:
             return
         size = decodes.bit_length()
-        if not prefills:
+        if prefills:
+            self._since_alone += 1
+            if seconds > 0:
+                self._see_mixed(size, prefills, seconds)
+        else:
             self._since_alone = self._looked = 0
             if seconds > 0:
-                self._alone.setdefault(size, deque(maxlen=_ALONE_KEPT)).append(seconds)
-            return
-        self._since_alone += 1
-        if seconds > 0 and self._alone:
-            nearest = min(self._alone, key=lambda known: (abs(known - size), known))
-            alone = statistics.median(self._alone[nearest])
-            self._mixed.append((prefills, max(0.0, seconds - alone) / prefills))
-            self._tokens = self._fitting((_STRETCH - 1) * alone)
+                self._see_alone(size, seconds)
+            self._plan_look()
 
     def tokens(self) -> int:
         """For the next mixed step: a page or more, or 0 to see what decodes take alone."""
-        if self._since_alone >= _LOOK_EVERY:
+        if self._since_alone >= self._look_after:
             self._looked += 1
             if self._looked <= _LOOK_STEPS:
                 return 0
             self._since_alone = self._looked = 0
+            self._look_after = _LOOK_EVERY  # there are none: another rank's prompts, say
         return self._tokens
 
+    def _see_alone(self, size: int, seconds: float) -> None:
+        known = self._alone.setdefault(size, deque(maxlen=_ALONE_KEPT))
+        usual = _usual(known) if len(known) >= _ENOUGH else seconds
+        self._doubtful = not usual / _CONTRADICTED < seconds < usual * _CONTRADICTED
+        known.append(seconds)
+        self._size = size
+
+    def _see_mixed(self, size: int, prefills: int, seconds: float) -> None:
+        self._mixed.append((size, prefills, seconds))
+        self._size = size
+        alone = self._alone_at(size)
+        if alone is None:
+            self._tokens = self._block_size
+            return
+        self._tokens = self._fitting((_STRETCH - 1) * alone)
+        if seconds > _TOO_LONG * alone:
+            self._tokens = min(self._tokens, self._pages(int(prefills * alone / (seconds - alone))))
+        if seconds < alone and not self._doubtful:
+            self._doubtful = True
+            self._plan_look()
+
+    def _plan_look(self) -> None:
+        few = len(self._alone.get(self._size, ())) < _ENOUGH
+        self._look_after = _LOOK_SOON if few or self._doubtful else _LOOK_EVERY
+
+    def _alone_at(self, size: int) -> float | None:
+        """What decodes take alone, of the nearest size of which enough is known."""
+        known = [each for each, times in self._alone.items() if len(times) >= _ENOUGH]
+        if not known:
+            return None
+        return _usual(self._alone[min(known, key=lambda each: (abs(each - size), each))])
+
     def _fitting(self, seconds: float) -> int:
-        most = min(self._most, 2 * max(tokens for tokens, _ in self._mixed))
-        costs = sorted(cost for _, cost in self._mixed)
+        most = min(self._most, 2 * max(tokens for _, tokens, _ in self._mixed))
+        costs = sorted(max(0.0, took - (self._alone_at(size) or took)) / tokens for size, tokens, took in self._mixed)
         cost = costs[len(costs) * 3 // 4]
-        tokens = most if cost * most <= seconds else int(seconds / cost)
-        # Up to a whole page: what a mixed step costs whatever it takes makes few tokens look dearer than they are.
+        return self._pages(most if cost * most <= seconds else int(seconds / cost))
+
+    def _pages(self, tokens: int) -> int:
+        """Up to a whole page: what a mixed step costs whatever it takes makes few tokens look dearer than they are."""
         return min(self._most, max(1, -(-tokens // self._block_size)) * self._block_size)
+
+
+def _usual(times: Collection[float]) -> float:
+    return sorted(times)[min(1, len(times) - 1)]
 
 
 class MixedSteps:
@@ -114,12 +160,14 @@ class MixedSteps:
         limit: most prompt tokens.
         block_size: tokens per page.
         most: tokens of a step.
+        own_ranks: which ranks of a vote plan these same steps: this one, and with tensor parallelism its replica's.
     """
 
-    def __init__(self, limit: PrefillLimit, block_size: int, most: int) -> None:
+    def __init__(self, limit: PrefillLimit, block_size: int, most: int, own_ranks: range = range(1)) -> None:
         self._limit: _Limit | None = None
         if limit is not None:
             self._limit = MeasuredLimit(block_size, most) if limit == "auto" else _Fixed(limit)
+        self._own_ranks = own_ranks
         self._last: Decision | None = None
         self._before: deque[Decision | None] = deque()  # the last that was known when each step in flight was launched
 
@@ -148,6 +196,7 @@ class MixedSteps:
     def _others_decode(self) -> bool:
         """Whether another rank did, in the last step that is known. One's own decodes are known better."""
         last = self._last
-        if last is None or len(last.prefill_tokens) < 2:
+        if last is None:
             return False
-        return any(sum(row) > prefills for row, prefills in zip(last.tokens, last.prefill_tokens, strict=True))
+        counts = enumerate(zip(last.tokens, last.prefill_tokens, strict=False))
+        return any(sum(row) > prefills for rank, (row, prefills) in counts if rank not in self._own_ranks)

@@ -40,6 +40,10 @@ from ubatch import ConfigError, UBatchError
 
 __all__ = ["Scheduler"]
 
+# What a step looks at of a long queue, at most; the next step gets further.
+_MAX_OWN = 128  # requests of the body whose prompt is cut, as many as `lpm` may sort before those of others
+_MAX_TOLD = 256  # requests that are found to wait for a prefix that another one computes
+
 
 class Scheduler:
     """See the module. Not thread-safe.
@@ -51,6 +55,7 @@ class Scheduler:
         eos_token_ids: tokens that end an output, unless its request ignores them.
         vocab_size: tokens are below it.
         proposer: guesses tokens ahead, where the config asks for drafts.
+        own_ranks: see `MixedSteps`.
 
     Raises:
         ConfigError: the config does not fit the KV cache, or the proposer.
@@ -65,6 +70,7 @@ class Scheduler:
         eos_token_ids: Sequence[int],
         vocab_size: int,
         proposer: Proposer | None = None,
+        own_ranks: range = range(1),
     ) -> None:
         if config.enable_chunked_prefill and config.max_num_batched_tokens < table.block_size:
             raise ConfigError(
@@ -79,7 +85,7 @@ class Scheduler:
             )
         self._config = config
         self._by_priority = config.policy is SchedulingPolicy.PRIORITY
-        self._mixed_steps = MixedSteps(limit, table.block_size, config.max_num_batched_tokens)
+        self._mixed_steps = MixedSteps(limit, table.block_size, config.max_num_batched_tokens, own_ranks)
         self._eos_token_ids = tuple(eos_token_ids)
         self._vocab_size = vocab_size
         self._kv = KVManager(allocator, table, prefix_caching=config.enable_prefix_caching)
@@ -87,6 +93,7 @@ class Scheduler:
         self._running: dict[str, TrackedRequest] = {}  # those with a row, in the order of their admission
         self._waiting = WaitingQueue(config.policy, lambda request: len(self._kv.lookup(request).blocks))
         self._chunked: TrackedRequest | None = None  # the one whose prompt is cut
+        self._others_had_last = True  # a step in which it might have gone on
         self._sharing = PrefixWaits(table.block_size)
         self._ratio = NewTokenRatio()
         self._speculation = Speculation(config, self._kv, min(config.max_model_len, self._kv.max_tokens), proposer)
@@ -271,7 +278,8 @@ class Scheduler:
     def _plan_prefills(self, budget: int) -> list[tuple[TrackedRequest, int]]:
         """The prompt that is cut, then new ones, with the tokens that each runs.
 
-        One is cut at a time. As long as it needs more steps, it leaves half of each to others' prompts that fit whole.
+        One is cut at a time. As long as it needs more steps, it leaves half of each to others' prompts that fit whole;
+        where a step has no room for two pages, every other step.
         """
         request = self._chunked
         if request is None:
@@ -280,8 +288,14 @@ class Scheduler:
         if missing <= budget:
             self._chunked = None
             return [(request, missing), *self._admit_waiting(budget - missing)]
-        others = self._admit_waiting(min(budget // 2, budget - self._kv.block_size), beside=request)
+        page = self._kv.block_size
+        share = budget // 2
+        if budget < 2 * page:  # no room for both: in turns
+            share = 0 if self._others_had_last or budget < page else budget
+        others = self._admit_waiting(share, beside=request)
         num_tokens = self._cut(start, missing, budget - sum(count for _, count in others))
+        if budget >= page:
+            self._others_had_last = bool(others) and not num_tokens
         return [(request, num_tokens), *others] if num_tokens else others
 
     def _admit_waiting(self, budget: int, *, beside: TrackedRequest | None = None) -> list[tuple[TrackedRequest, int]]:
@@ -296,32 +310,35 @@ class Scheduler:
         if budget < 1 or rows < 1 or not self._waiting:
             return admitted
         kept = self._ratio.tokens(self._running.values())
-        own_turns = 0
+        own = told_to_wait = 0
         for request in self._waiting.in_order():
-            if budget < 1 or len(admitted) == rows or not request.tokens_known:
+            if budget < 1 or len(admitted) == rows or not request.tokens_known or told_to_wait == _MAX_TOLD:
                 break
             if beside is not None:
-                own_turns += request.group == beside.group
-                if own_turns > 1 or (self._by_priority and request.priority > beside.priority):
-                    break  # the first of every other group came before its second
+                if self._by_priority and request.priority > beside.priority:
+                    break
                 if request.group == beside.group:
+                    own += not request.retracted
+                    if own > _MAX_OWN:
+                        break
                     continue
             if self._sharing.still_waits(request):
                 continue
             match = self._kv.lookup(request)
             start = len(match.blocks) * self._kv.block_size
             if self._kv.prefix_caching and self._sharing.should_wait(request, start):
+                told_to_wait += 1
                 continue
             missing = len(request.token_ids) - start
             num_tokens = self._cut(start, missing, budget)
             if beside is not None and num_tokens < missing:
                 break
-            own = self._ratio.tokens((request,))
-            if num_tokens == 0 or not self._fits(request, match, kept + own):
+            needed = self._ratio.tokens((request,))
+            if num_tokens == 0 or not self._fits(request, match, kept + needed):
                 break
             self._admit(request, match)
             admitted.append((request, num_tokens))
-            kept += own
+            kept += needed
             budget -= num_tokens
             if num_tokens < missing:
                 self._chunked = request

@@ -6,8 +6,12 @@ turn that is next. So a request waits for one of every group that was there befo
 later group cannot hold it up for longer. Turns are counted for each priority, where the policy is `priority`.
 
 A request that was retracted comes before all that never ran (of its priority). `lpm` sorts by what is in the prefix
-cache, then by turns. So that nobody waits for ever there, a request that many later ones have overtaken comes first;
-and only the head of a long queue is sorted, because every look-up costs.
+cache, then by turns. So that nobody waits for ever there, a request whose turn was long ago comes first; and only the
+head of a long queue is sorted, because every look-up costs.
+
+A turn is a body's, whatever it has: where bodies of one request come as fast as requests are served, all of those that
+wait come between one request of a large body and the next, so that the large one hardly gets on until they are fewer.
+That is intended.
 
 Source: start-time fair queueing (Goyal, Vin, Cheng 1996) with requests as units.
 """
@@ -26,7 +30,7 @@ from serving.scheduler.request import TrackedRequest
 __all__ = ["WaitingQueue"]
 
 _MAX_SORTED = 128  # requests whose match is looked up, per step
-_MAX_OVERTAKEN = 256  # arrivals after a request's own, or turns
+_MAX_OVERTAKEN = 256  # turns after a request's own
 
 
 @dataclass
@@ -70,7 +74,6 @@ class WaitingQueue:
         self._num_cached = num_cached
         self._requests: list[TrackedRequest] = []
         self._turns: dict[int, _Turns] = {}  # of priorities that wait
-        self._newest_admitted = -1
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -99,7 +102,6 @@ class WaitingQueue:
             turns = self._turns[self._priority(request)]
             turns.current = max(turns.current, request.turn)
         self.remove(request)
-        self._newest_admitted = max(self._newest_admitted, request.arrival)
 
     def in_order(self) -> Iterator[TrackedRequest]:
         """All of them, first to be admitted first. Each may be taken out before the next is asked for."""
@@ -125,10 +127,8 @@ class WaitingQueue:
         return self._priority(request), not request.retracted, request.turn, request.arrival
 
     def _lpm_key(self, request: TrackedRequest) -> tuple[int, int]:
-        turns = self._turns.get(0)
-        overtaken = request.arrival + _MAX_OVERTAKEN < self._newest_admitted or (
-            turns is not None and request.turn + _MAX_OVERTAKEN < turns.current
-        )
-        if request.retracted or overtaken:
+        if request.retracted:
             return 0, request.arrival
-        return 1, -self._num_cached(request)
+        if request.turn + _MAX_OVERTAKEN < self._turns[0].current:
+            return 1, request.turn
+        return 2, -self._num_cached(request)
