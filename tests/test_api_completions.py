@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from attention import KVCacheExhausted
 from model_runner import FinishReason, RequestError
 from serving.api import SamplingDefaults
+from serving.api.completions import _pieces
 from serving.requests import EngineDead, RequestInput, RequestOutput
 from ubatch import ConfigError
 
@@ -42,6 +43,26 @@ def test_a_completion() -> None:
     assert answer["model"] == MODEL
     assert answer["id"].startswith("cmpl-")
     assert not engine.aborted
+
+
+def test_all_requests_of_a_body_take_turns_as_one() -> None:
+    engine = FakeEngine()
+    bodies = []
+    for _ in range(2):
+        begun = len(engine.requests)
+        answer = complete(engine, {"prompt": ["a", "b", "c"], "n": 2, "max_tokens": 1})
+        groups = {request.group for request in engine.requests[begun:]}
+        assert len(engine.requests) - begun == 6
+        assert groups == {answer["id"]}
+        bodies += groups
+    assert len(set(bodies)) == 2
+
+
+def test_a_turn_is_bounded_by_length_too() -> None:
+    assert list(_pieces([])) == []
+    assert list(_pieces([3] * 40)) == [(0, 16), (16, 32), (32, 40)]
+    assert list(_pieces([60_000, 60_000, 10, 10, 500_000, 1])) == [(0, 1), (1, 4), (4, 5), (5, 6)]
+    assert list(_pieces([50_000, 50_000, 1])) == [(0, 2), (2, 3)]
 
 
 @pytest.mark.parametrize(

@@ -112,6 +112,31 @@ def test_work_that_nobody_waits_for_is_dropped(gate: Gate, monkeypatch: pytest.M
     asyncio.run(run())
 
 
+def test_of_work_that_was_put_back_only_what_is_left_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(long_work, "WAITING_BYTES", 11 * SHORT_BYTES)
+    monkeypatch.setattr(long_work, "THREADS", 1)
+
+    async def run() -> None:
+        work = LongWork(lambda: False)
+        piece, between, after = Gate(), Gate(), Gate()
+        many = asyncio.create_task(work.run_pieces([piece, after], 10 * SHORT_BYTES))
+        await until(lambda: piece.begun)
+        other = asyncio.create_task(work.run(between, SHORT_BYTES))
+        await asyncio.sleep(0)
+        piece.open.set()
+        await until(lambda: between.begun)  # now half of the large one waits
+        more = asyncio.create_task(work.run(after, 6 * SHORT_BYTES))
+        await asyncio.sleep(0)
+        with pytest.raises(QueueFull):
+            await work.run(after, SHORT_BYTES)
+        between.open.set()
+        after.open.set()
+        assert len(await many) == 2
+        await asyncio.gather(other, more)
+
+    asyncio.run(run())
+
+
 def test_draining_ends_what_runs_and_what_waits(gate: Gate) -> None:
     draining = False
 

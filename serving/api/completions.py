@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -23,6 +23,7 @@ __all__ = ["CompletionAnswer"]
 
 
 _PROMPTS_AT_ONCE = 16  # of a large body; then it is the next one's turn
+_LENGTH_AT_ONCE = 100_000  # characters or tokens, likewise; tens of milliseconds
 
 
 class CompletionAnswer(Answer):
@@ -61,8 +62,8 @@ class CompletionAnswer(Answer):
         limits = await token_limits(service, body, len(given), size)
         room = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
         pieces = [
-            partial(prompts_of, service, given[first : first + _PROMPTS_AT_ONCE], body, room)
-            for first in range(0, len(given), _PROMPTS_AT_ONCE)
+            partial(prompts_of, service, given[first:last], body, room)
+            for first, last in _pieces([len(prompt) for prompt in given])
         ]
         prompts = list(chain(*await service.long_work.run_pieces(pieces, size)))
         asked = [body.prompt_logprobs, body.logprobs if body.echo else None]
@@ -133,6 +134,18 @@ class CompletionAnswer(Answer):
         if writer is None:
             return echo, []
         return echo, [writer.prompt(output.request.token_ids, delta.prompt_logprobs or [], len(echo))]
+
+
+def _pieces(lengths: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Where each piece of so many prompts begins and ends; a very long prompt is a piece of its own."""
+    first = total = 0
+    for place, length in enumerate(lengths):
+        if place > first and (place - first == _PROMPTS_AT_ONCE or total + length > _LENGTH_AT_ONCE):
+            yield first, place
+            first, total = place, 0
+        total += length
+    if lengths:
+        yield first, len(lengths)
 
 
 def _joined(logprobs: Sequence[Mapping[str, list[Any]]]) -> dict[str, list[Any]]:

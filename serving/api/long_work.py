@@ -30,6 +30,11 @@ class _Job:
     results: list[Any] = field(default_factory=list)
     done: Future[list[Any]] = field(default_factory=Future)
 
+    @property
+    def left(self) -> int:
+        """Bytes that are still to be worked on, about."""
+        return self.size * len(self.pieces) // max(1, len(self.pieces) + len(self.results))
+
 
 class LongWork:
     """Runs the work of large bodies in two threads, in the order in which it comes; that of small ones at once.
@@ -81,7 +86,7 @@ class LongWork:
 
     def _enqueue(self, job: _Job) -> None:
         with self._lock:
-            waiting = sum(each.size for each in self._waiting)
+            waiting = sum(each.left for each in self._waiting)
             if waiting and waiting + job.size > WAITING_BYTES:
                 raise QueueFull(f"{waiting} bytes of long prompts wait to be tokenized already. Try again later.")
             self._waiting.append(job)
