@@ -1,13 +1,13 @@
 """`ubatch bench fairness`: what prompts that arrive cost the requests that decode, and what limiting them costs.
 
 Every arm is a server of its own, with and without DBO: `off` takes prompts as they come, `auto` and the numbers are
-`--max-prefill-tokens-per-mixed-step`. All are alive, and one works at a time, interleaved A B B A. A round is twice the
-same streams:
+`--max-prefill-tokens-per-mixed-step`. All are alive, and one works at a time, interleaved A B B A, every arm of a sweep
+with the same requests. A visit is twice the same streams:
 
     alone    streams decode, and nothing else comes
-    mixed    long prompts arrive beside them, each with an answer of two tokens
+    mixed    long prompts come beside them, each with an answer of two tokens: a few at a time, the next when one ends
 
-    p99          of the time between two tokens of a stream; mixed: while prompts are being served
+    p99          of the time between two tokens of a stream; mixed: of streams that decode while prompts are served
     stretch      p99 mixed / p99 alone, of the same server and round
     throughput   tokens per second of the mixed part, prompts' and answers', against `off` with the same DBO
 
@@ -60,12 +60,12 @@ class Options(ReportOptions):
     flags: Annotated[
         tuple[str, ...], Field(description="more flags of every server, as one word each: --flag=value")
     ] = ()
-    rounds: Annotated[int, Field(ge=2, description="A B B A rounds; each runs every arm twice")] = 6
+    rounds: Annotated[int, Field(ge=2, description="A B B A rounds; each runs every arm twice")] = 3
     streams: Annotated[int, Field(ge=1, description="requests that decode")] = 8
     output_len: Annotated[int, Field(ge=8, description="their tokens")] = 200
     prompts: Annotated[int, Field(ge=1, description="long prompts beside them")] = 12
     input_len: Annotated[int, Field(ge=1, description="their tokens")] = 900
-    request_rate: Annotated[float, Field(gt=0, description="of them per second, Poisson")] = 6.0
+    in_flight: Annotated[int, Field(ge=1, description="of them at a time")] = 2
 
 
 @dataclass(frozen=True)
@@ -136,10 +136,10 @@ def run(options: Options) -> int:
             arms.append(_Arm(limit, dbo, server))
         for arm in arms:  # what is made at the first use
             asyncio.run(_visit(arm, options, seed=0))
-        seeds = iter(range(1, 1_000_000))
-        for _ in tqdm(range(options.rounds), desc="rounds", disable=None, leave=False):
-            for arm in (*arms, *reversed(arms)):
-                arm.rounds.append(asyncio.run(_visit(arm, options, next(seeds))))
+        for number in tqdm(range(options.rounds), desc="rounds", disable=None, leave=False):
+            for seed, sweep in ((2 * number + 1, arms), (2 * number + 2, arms[::-1])):
+                for arm in sweep:
+                    arm.rounds.append(asyncio.run(_visit(arm, options, seed)))
         rows = [_row(arm, next(each for each in arms if each.dbo == arm.dbo)) for arm in arms]
     _print(options, rows)
     options.write(
@@ -165,18 +165,21 @@ async def _visit(arm: _Arm, options: Options, seed: int) -> Round:
     fields = {"temperature": 0.0, "ignore_eos": True}
     decodes = Load(options.streams, input_len=32, output_len=options.output_len, seed=2 * seed, fields=fields)
     prompts = Load(
-        options.prompts, options.request_rate, options.input_len, _PROMPT_OUTPUT, seed=2 * seed + 1, fields=fields
+        options.prompts, input_len=options.input_len, output_len=_PROMPT_OUTPUT, seed=2 * seed + 1, fields=fields
     )
     streams, coming = await make_tasks(server, decodes), await make_tasks(server, prompts)
     alone = _all_ok(await send_all(server, _shuffled(streams, seed)))
-    later = [replace(task, index=len(streams) + task.index, start_s=task.start_s + _BEFORE_S) for task in coming]
-    mixed = _all_ok(await send_all(server, [*streams, *later]))
-    served = mixed[len(streams) :]
+    later = [replace(task, start_s=_BEFORE_S) for task in coming]
+    decoded, served = await asyncio.gather(
+        send_all(server, streams), send_all(server, later, max_concurrency=options.in_flight)
+    )
+    _all_ok([*decoded, *served])
     begin, end = min(each.sent_s for each in served), max(each.sent_s + each.latency_s for each in served)
+    gaps = [1e3 * gap for each in decoded for gap in gaps_between(each, begin, end)]
+    if not gaps:
+        raise UBatchError("no stream decoded while prompts were served; raise --output-len.")
     return Round(
-        [1e3 * gap for each in alone for gap in each.gaps_s],
-        [1e3 * gap for each in mixed[: len(streams)] for gap in gaps_between(each, begin, end)],
-        figures_of(mixed).total_tokens_per_s,
+        [1e3 * gap for each in alone for gap in each.gaps_s], gaps, figures_of([*decoded, *served]).total_tokens_per_s
     )
 
 
@@ -195,15 +198,14 @@ def _all_ok(outcomes: list[Outcome]) -> list[Outcome]:
 
 
 def gaps_between(outcome: Outcome, begin_s: float, end_s: float) -> list[float]:
-    """The gaps of a stream that overlap with a span of the load's time; all, if there is none."""
+    """The gaps of a stream that overlap with a span of the load's time; none where it ended before, or began after."""
     first = outcome.sent_s + (outcome.ttft_s or 0.0)
     ends = list(accumulate(outcome.gaps_s, initial=first))
-    inside = [
+    return [
         gap
         for gap, start, stop in zip(outcome.gaps_s, ends, ends[1:], strict=False)
         if stop > begin_s and start < end_s
     ]
-    return inside or list(outcome.gaps_s)
 
 
 def _row(arm: _Arm, off: _Arm) -> dict[str, Any]:
@@ -223,7 +225,7 @@ def _row(arm: _Arm, off: _Arm) -> dict[str, Any]:
 def _print(options: Options, rows: Sequence[Mapping[str, Any]]) -> None:
     print(
         f"{options.streams} streams on {options.ranks} ranks, {options.prompts} prompts of {options.input_len} tokens "
-        f"at {options.request_rate:g}/s beside them; {2 * options.rounds} visits of every arm"
+        f"beside them, {options.in_flight} at a time; {2 * options.rounds} visits of every arm"
     )
     print(f"  {'limit':12} {'p99 alone':>20} {'p99 mixed':>20} {'stretch':>20} {'throughput':>20} {'overlapped':>11}")
     for row in rows:
