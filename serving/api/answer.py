@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Sequence
+from collections import defaultdict
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
+from dataclasses import dataclass, field
 from typing import Any
 
-from pydantic import BaseModel
+import msgspec
 
 from serving.api.errors import ApiError
 from serving.api.generation import Delta, Output, run_outputs
+from serving.api.json_lists import JsonLists
 from serving.api.logprobs import TokenNames, prompt_logprobs
 from serving.api.request_log import log_outputs
 from serving.api.request_models import GenerationRequest
@@ -20,7 +24,12 @@ from serving.api.sse import event
 from serving.requests import DraftCounts
 from serving.text import Vocabulary
 
-__all__ = ["Answer", "check_common", "check_outputs"]
+__all__ = ["MAX_LOGPROBS", "SCORED_AT_ONCE", "Answer", "Gathered", "check_common", "check_logprobs", "check_outputs"]
+
+MAX_LOGPROBS = 1_000_000
+"""Log-probabilities of an answer: some 100 bytes each until it is sent, and as much again while it is put together."""
+TOLD = "prompt_logprobs"
+SCORED_AT_ONCE = 256  # tokens of a prompt whose log-probabilities are objects at a time
 
 
 def check_common(body: GenerationRequest) -> None:
@@ -53,8 +62,48 @@ def check_outputs(service: Service, num_prompts: int, n: int | None) -> None:
         raise ApiError(400, message, param="prompt" if num_prompts > limit else "n")
 
 
+def check_logprobs(of_prompts: int, of_outputs: int, body: GenerationRequest) -> None:
+    """Refuse a body that asks for more log-probabilities than fit an answer.
+
+    Args:
+        of_prompts: log-probabilities that the answer tells of them.
+        of_outputs: the same; those of a stream are sent as they come, and do not count.
+        body: asks for them.
+
+    Raises:
+        ApiError: 400.
+    """
+    of_outputs = 0 if body.stream else of_outputs
+    if of_prompts + of_outputs > MAX_LOGPROBS:
+        scored = of_prompts > of_outputs
+        instead = "likeliest tokens (prompt_logprobs, logprobs)" if scored else "likeliest tokens, set max_tokens lower"
+        message = (
+            f"The answer would have up to {of_prompts + of_outputs} log-probabilities ({of_prompts} of prompts, "
+            f"{of_outputs} of outputs); at most {MAX_LOGPROBS} are told. Ask for fewer {instead}, or send less in one "
+            f"request."
+        )
+        raise ApiError(400, message, param="prompt_logprobs" if body.prompt_logprobs and scored else "logprobs")
+
+
+@dataclass
+class Gathered:
+    """What is known of an output until the whole answer is there.
+
+    Attributes:
+        logprobs: of its tokens, where they are asked for.
+        text: its pieces.
+        token_ids: where they are asked for.
+        finish_reason: once it has ended.
+    """
+
+    logprobs: JsonLists
+    text: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+
+
 class Answer(ABC):
-    """An answer in the making.
+    """An answer in the making. Its prompts are scored with their first outputs, and this is written once for all.
 
     Args:
         service: what answers.
@@ -65,6 +114,7 @@ class Answer(ABC):
 
     kind: str
     chunk_kind: str
+    lists: tuple[str, ...]  # of an output's log-probabilities
 
     def __init__(self, service: Service, body: GenerationRequest, answer_id: str, outputs: Sequence[Output]) -> None:
         if service.log_requests:
@@ -75,6 +125,8 @@ class Answer(ABC):
         self._names = TokenNames(Vocabulary.of(service.tokenizer), bool(body.return_tokens_as_token_ids))
         self._begun: set[int] = set()  # outputs of which something was told
         self._outputs = outputs
+        self._scores_prompts = any(output.request.params.prompt_logprobs is not None for output in outputs)
+        self._scored: dict[int, dict[str, JsonLists]] = {}  # of each prompt
         self._include_usage = options is not None and options.include_usage
         self._continuous_usage = options is not None and options.include_usage and options.continuous_usage_stats
         self._about: dict[str, Any] = {
@@ -88,25 +140,36 @@ class Answer(ABC):
         """The choices that tell a delta in a stream, each in an event of its own; none if there is nothing to tell."""
 
     @abstractmethod
-    def _whole(self, deltas: Sequence[Sequence[Delta]]) -> BaseModel:
-        """The answer from the deltas of every output. What is not asked for is not set."""
+    def _whole(self, gathered: Sequence[Gathered]) -> dict[str, Any]:
+        """The answer from what was gathered of every output."""
+
+    @abstractmethod
+    def _logprobs_of(self, delta: Delta) -> Mapping[str, Sequence[Any]]:
+        """Lists of log-probabilities of a delta's tokens; called once for each, in order."""
 
     def _first_chunk(self) -> dict[str, Any]:
         """What only the first event of a stream has."""
         return {}
 
-    async def collect(self) -> BaseModel:
-        """The whole answer."""
-        deltas: list[list[Delta]] = [[] for _ in self._outputs]
-        async with aclosing(run_outputs(self._service, self._outputs)) as arriving:
+    async def collect(self) -> bytes:
+        """The whole answer, as JSON."""
+        gathered = [Gathered(JsonLists(self.lists)) for _ in self._outputs]
+        async with aclosing(self._deltas()) as arriving:
             async for delta in arriving:
-                deltas[delta.output.index].append(delta)
-        return self._whole(deltas)
+                known = gathered[delta.output.index]
+                known.text.append(delta.text)
+                known.finish_reason = delta.finish_reason
+                if self._body.return_token_ids:
+                    known.token_ids += delta.token_ids
+                if delta.logprobs:
+                    known.logprobs.add(self._logprobs_of(delta))
+        # This may be long, and the server, that may be about to end, still has to answer: so it is no `long_work`.
+        return await asyncio.to_thread(lambda: msgspec.json.encode(self._whole(gathered)))
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """The answer's events, without `[DONE]`."""
         about, first = {**self._about, "object": self.chunk_kind}, self._first_chunk()
-        async with aclosing(run_outputs(self._service, self._outputs)) as arriving:
+        async with aclosing(self._deltas()) as arriving:
             async for delta in arriving:
                 for choice in self._chunk_choices(delta):
                     chunk, first = {**about, "choices": [choice], **first}, {}
@@ -116,26 +179,47 @@ class Answer(ABC):
         if self._include_usage:
             yield event({**about, "choices": [], "usage": self._usage()})
 
+    async def _deltas(self) -> AsyncGenerator[Delta, None]:
+        """Deltas of all outputs. A prompt's log-probabilities are written when its first one comes."""
+        held: dict[int, list[Delta]] = defaultdict(list)
+        async with aclosing(run_outputs(self._service, self._outputs)) as arriving:
+            async for delta in arriving:
+                prompt = delta.output.prompt
+                if self._scores_prompts and prompt not in self._scored:
+                    if delta.prompt_logprobs is None:  # its first output is later
+                        held[prompt].append(delta)
+                        continue
+                    self._scored[prompt] = await asyncio.to_thread(self._score, delta)
+                yield delta
+                for other in held.pop(prompt, ()):
+                    yield other
+
+    def _score(self, delta: Delta) -> dict[str, JsonLists]:
+        """What is told of a prompt's log-probabilities, given the first delta of its first output."""
+        lists, entries = JsonLists([TOLD]), delta.prompt_logprobs or ()
+        if (num_top := self._body.prompt_logprobs) is not None:
+            for first in range(0, len(entries), SCORED_AT_ONCE):
+                some = entries[first : first + SCORED_AT_ONCE]
+                lists.add({TOLD: prompt_logprobs(self._names.vocabulary, some, num_top)})
+        return {TOLD: lists}
+
     def _begins(self, index: int) -> bool:
         """Whether nothing was told of an output yet; from now on, something was."""
         begins = index not in self._begun
         self._begun.add(index)
         return begins
 
-    def _token_ids(self, *deltas: Delta) -> dict[str, Any]:
+    def _token_ids(self, token_ids: Sequence[int]) -> dict[str, Any]:
         """The choice's token ids, if they are asked for."""
-        if not self._body.return_token_ids:
-            return {}
-        return {"token_ids": [token for delta in deltas for token in delta.token_ids]}
+        return {"token_ids": list(token_ids)} if self._body.return_token_ids else {}
 
-    def _of_prompt(self, delta: Delta) -> dict[str, Any]:
-        """What is asked for of a prompt, given the first delta of an output: its token ids, its log-probabilities."""
+    def _of_prompt(self, output: Output) -> dict[str, Any]:
+        """What is asked for of an output's prompt: its token ids, its log-probabilities."""
         asked: dict[str, Any] = {}
         if self._body.return_token_ids:
-            asked["prompt_token_ids"] = list(delta.output.request.token_ids)
-        if (num_top := self._body.prompt_logprobs) is not None:
-            entries = delta.prompt_logprobs or ()
-            asked["prompt_logprobs"] = prompt_logprobs(self._names.vocabulary, entries, num_top)
+            asked["prompt_token_ids"] = list(output.request.token_ids)
+        if self._body.prompt_logprobs is not None:
+            asked |= self._scored[output.prompt][TOLD].raw()
         return asked
 
     def _usage(self) -> dict[str, Any]:

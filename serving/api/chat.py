@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from serving.api.answer import Answer, check_common, check_outputs
+from serving.api.answer import Answer, Gathered, check_common, check_logprobs, check_outputs
 from serving.api.errors import ApiError
 from serving.api.generation import Delta, Output, make_outputs
 from serving.api.logprobs import chat_logprobs
@@ -21,7 +21,6 @@ from serving.api.prompts import (
     truncated,
 )
 from serving.api.request_models import ChatCompletionRequest
-from serving.api.response_models import ChatCompletion
 from serving.api.sampling import sampling_params
 from serving.api.service import Service
 from serving.api.token_limits import token_limits
@@ -33,6 +32,7 @@ class ChatAnswer(Answer):
     """A chat completion in the making; see `make`."""
 
     kind, chunk_kind = "chat.completion", "chat.completion.chunk"
+    lists = ("content",)
 
     def __init__(
         self, service: Service, body: ChatCompletionRequest, answer_id: str, outputs: Sequence[Output]
@@ -71,6 +71,9 @@ class ChatAnswer(Answer):
             limits=limits,
             vocab_size=service.engine.info.vocab_size,
         )
+        of_prompt = 0 if body.prompt_logprobs is None else len(token_ids) * (body.prompt_logprobs + 1)
+        of_outputs = sum(each.max_tokens for each in params) * ((body.top_logprobs or 0) + 1) if body.logprobs else 0
+        check_logprobs(of_prompt, of_outputs, body)
         answer_id = f"chatcmpl-{uuid.uuid4().hex}"
         return cls(service, body, answer_id, make_outputs(service, body, answer_id, [(token_ids, params)]))
 
@@ -80,7 +83,8 @@ class ChatAnswer(Answer):
         if self._begins(index):
             opening = [{"role": self._role, "content": ""}, *([{"content": self._echo}] if self._echo else [])]
             choices += [{"index": index, "delta": part, "logprobs": None, "finish_reason": None} for part in opening]
-        logprobs, token_ids = self._logprobs(delta), self._token_ids(delta)
+        logprobs = {**self._logprobs_of(delta), "refusal": None} if delta.logprobs else None
+        token_ids = self._token_ids(delta.token_ids)
         if delta.text or logprobs is not None or delta.finish_reason or token_ids:
             new = {"content": delta.text} if delta.text else {}
             choice = {"index": index, "delta": new, "logprobs": logprobs, "finish_reason": delta.finish_reason}
@@ -90,28 +94,22 @@ class ChatAnswer(Answer):
     def _first_chunk(self) -> dict[str, Any]:
         return {"prompt_token_ids": list(self._outputs[0].request.token_ids)} if self._body.return_token_ids else {}
 
-    def _whole(self, deltas: Sequence[Sequence[Delta]]) -> ChatCompletion:
-        choices: list[dict[str, Any]] = []
-        for output, of_output in zip(self._outputs, deltas, strict=True):
-            parts = [self._logprobs(delta) for delta in of_output]
-            content = [entry for part in parts if part is not None for entry in part["content"]]
-            text = self._echo + "".join(delta.text for delta in of_output)
-            choices.append(
-                {
-                    "index": output.index,
-                    "message": {"role": self._role, "content": text, "refusal": None},
-                    "logprobs": {"content": content, "refusal": None} if self._with_logprobs else None,
-                    "finish_reason": of_output[-1].finish_reason,
-                    **self._token_ids(*of_output),
-                }
-            )
-        about = {**self._about, "object": self.kind, **self._of_prompt(deltas[0][0])}
-        return ChatCompletion.model_validate({**about, "choices": choices, "usage": self._usage()})
+    def _logprobs_of(self, delta: Delta) -> Mapping[str, Sequence[Any]]:
+        return {"content": chat_logprobs(self._names, delta.logprobs)}
 
-    def _logprobs(self, delta: Delta) -> dict[str, Any] | None:
-        if not self._with_logprobs or not delta.logprobs:
-            return None
-        return chat_logprobs(self._names, delta.logprobs)
+    def _whole(self, gathered: Sequence[Gathered]) -> dict[str, Any]:
+        choices = [
+            {
+                "index": output.index,
+                "message": {"role": self._role, "content": "".join((self._echo, *known.text)), "refusal": None},
+                "logprobs": {**known.logprobs.raw(), "refusal": None} if self._with_logprobs else None,
+                "finish_reason": known.finish_reason,
+                **self._token_ids(known.token_ids),
+            }
+            for output, known in zip(self._outputs, gathered, strict=True)
+        ]
+        about = {**self._about, "object": self.kind, **self._of_prompt(self._outputs[0])}
+        return {**about, "choices": choices, "usage": self._usage()}
 
 
 def _token_ids(service: Service, body: ChatCompletionRequest, wanted: int) -> list[int]:

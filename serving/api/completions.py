@@ -8,13 +8,13 @@ from functools import partial
 from itertools import chain
 from typing import Any
 
-from serving.api.answer import Answer, check_common, check_outputs
+from serving.api.answer import SCORED_AT_ONCE, Answer, Gathered, check_common, check_logprobs, check_outputs
 from serving.api.errors import ApiError
 from serving.api.generation import Delta, Output, make_outputs
-from serving.api.logprobs import CompletionLogprobsWriter
+from serving.api.json_lists import JsonLists
+from serving.api.logprobs import COMPLETION_LISTS, CompletionLogprobsWriter
 from serving.api.prompts import check_length, decode, prompts_in, prompts_of
 from serving.api.request_models import DEFAULT_MAX_TOKENS, CompletionRequest
-from serving.api.response_models import Completion
 from serving.api.sampling import sampling_params
 from serving.api.service import Service
 from serving.api.token_limits import token_limits
@@ -22,6 +22,7 @@ from serving.api.token_limits import token_limits
 __all__ = ["CompletionAnswer"]
 
 
+ECHO = "echo"
 _PROMPTS_AT_ONCE = 16  # of a large body; then it is the next one's turn
 _LENGTH_AT_ONCE = 100_000  # characters or tokens, likewise; tens of milliseconds
 
@@ -30,6 +31,7 @@ class CompletionAnswer(Answer):
     """A completion in the making; see `make`."""
 
     kind = chunk_kind = "text_completion"
+    lists = COMPLETION_LISTS
 
     def __init__(
         self,
@@ -43,10 +45,8 @@ class CompletionAnswer(Answer):
         self._echoes = echoes  # the text of each prompt, where it is wanted
         self._writers: Mapping[int, CompletionLogprobsWriter] = {}
         if body.logprobs is not None:
-            skip = body.skip_special_tokens is not False
             self._writers = {
-                output.index: CompletionLogprobsWriter(self._names, body.logprobs, skip_special_tokens=skip)
-                for output in outputs
+                output.index: self._writer(body.logprobs, len(echoes[output.prompt] or "")) for output in outputs
             }
 
     @classmethod
@@ -81,6 +81,14 @@ class CompletionAnswer(Answer):
                 vocab_size=service.engine.info.vocab_size,
             )
             requested.append((token_ids, params))
+        check_logprobs(
+            sum(len(token_ids) * len(params) for token_ids, params in requested)
+            * sum(count + 1 for count in asked if count is not None),
+            sum(each.max_tokens * ((each.logprobs or 0) + 1) for _, params in requested for each in params)
+            if body.logprobs is not None
+            else 0,
+            body,
+        )
         answer_id = f"cmpl-{uuid.uuid4().hex}"
         outputs = make_outputs(service, body, answer_id, requested)
         for output in outputs:
@@ -91,49 +99,71 @@ class CompletionAnswer(Answer):
             echoes = [decode(service, ids, skip_special_tokens=skip) if text is None else text for text, ids in prompts]
         return cls(service, body, answer_id, outputs, echoes)
 
+    def _writer(self, num_top: int, offset: int) -> CompletionLogprobsWriter:
+        skip = self._body.skip_special_tokens is not False
+        return CompletionLogprobsWriter(self._names, num_top, skip_special_tokens=skip, offset=offset)
+
+    def _logprobs_of(self, delta: Delta) -> Mapping[str, Sequence[Any]]:
+        return self._writers[delta.output.index].write([(entry.token, entry) for entry in delta.logprobs])
+
+    def _score(self, delta: Delta) -> dict[str, JsonLists]:
+        """Beyond what is told, the echo's, which begins the choice's text and its lists."""
+        scored = super()._score(delta)
+        writer, entries = self._writers.get(delta.output.index), delta.prompt_logprobs or ()
+        echo = self._echoes[delta.output.prompt]
+        if writer is None or echo is None:
+            return scored
+        lists = scored[ECHO] = JsonLists(self.lists)
+        own = self._writer(writer.num_top, 0)
+        for first in range(0, len(entries), SCORED_AT_ONCE):
+            some = slice(first, first + SCORED_AT_ONCE)
+            written = own.write(list(zip(delta.output.request.token_ids[some], entries[some], strict=True)))
+            lists.add({**written, "text_offset": [min(offset, len(echo)) for offset in written["text_offset"]]})
+        return scored
+
+    def _echoed(self, output: Output) -> JsonLists:
+        """An output's log-probabilities before its first token's: its prompt's, where there is an echo."""
+        lists = JsonLists(self.lists)
+        if (scored := self._scored.get(output.prompt, {}).get(ECHO)) is not None:
+            lists.extend(scored)
+        return lists
+
     def _chunk_choices(self, delta: Delta) -> list[dict[str, Any]]:
-        index = delta.output.index
-        begins = self._begins(index)
-        echo, logprobs = self._echo(delta) if begins else ("", [])
-        text = echo + delta.text
-        writer = self._writers.get(index)
-        if writer is not None and delta.logprobs:
-            logprobs.append(writer.output(delta.logprobs))
-        asked = {**(self._of_prompt(delta) if begins else {}), **self._token_ids(delta)}
+        output = delta.output
+        begins = self._begins(output.index)
+        text = (self._echoes[output.prompt] or "" if begins else "") + delta.text
+        logprobs = self._echoed(output) if begins else JsonLists(self.lists)
+        if output.index in self._writers and delta.logprobs:
+            logprobs.add(self._logprobs_of(delta))
+        asked = {**(self._of_prompt(output) if begins else {}), **self._token_ids(delta.token_ids)}
         if not (text or logprobs or delta.finish_reason or asked):
             return []
         return [
             {
-                "index": index,
+                "index": output.index,
                 "text": text,
-                "logprobs": _joined(logprobs) if writer is not None else None,
+                "logprobs": logprobs.raw() if output.index in self._writers else None,
                 "finish_reason": delta.finish_reason,
                 **asked,
             }
         ]
 
-    def _whole(self, deltas: Sequence[Sequence[Delta]]) -> Completion:
+    def _whole(self, gathered: Sequence[Gathered]) -> dict[str, Any]:
         choices: list[dict[str, Any]] = []
-        for of_output in deltas:
-            parts = [part for delta in of_output for part in self._chunk_choices(delta)]
-            logprobs = [part["logprobs"] for part in parts if part["logprobs"] is not None]
-            choice = {**parts[0], **parts[-1], "text": "".join(part["text"] for part in parts)}
+        for output, known in zip(self._outputs, gathered, strict=True):
+            logprobs = self._echoed(output)
+            logprobs.extend(known.logprobs)
             choices.append(
-                {**choice, "logprobs": _joined(logprobs) if logprobs else None, **self._token_ids(*of_output)}
+                {
+                    "index": output.index,
+                    "text": "".join((self._echoes[output.prompt] or "", *known.text)),
+                    "logprobs": logprobs.raw() if logprobs else None,
+                    "finish_reason": known.finish_reason,
+                    **self._of_prompt(output),
+                    **self._token_ids(known.token_ids),
+                }
             )
-        answer = {**self._about, "object": self.kind, "choices": choices, "usage": self._usage()}
-        return Completion.model_validate(answer)
-
-    def _echo(self, delta: Delta) -> tuple[str, list[dict[str, Any]]]:
-        """The prompt's text and log-probabilities, which go with the output's first delta."""
-        output = delta.output
-        echo = self._echoes[output.prompt]
-        if echo is None:
-            return "", []
-        writer = self._writers.get(output.index)
-        if writer is None:
-            return echo, []
-        return echo, [writer.prompt(output.request.token_ids, delta.prompt_logprobs or [], len(echo))]
+        return {**self._about, "object": self.kind, "choices": choices, "usage": self._usage()}
 
 
 def _pieces(lengths: Sequence[int]) -> Iterator[tuple[int, int]]:
@@ -146,11 +176,6 @@ def _pieces(lengths: Sequence[int]) -> Iterator[tuple[int, int]]:
         total += length
     if lengths:
         yield first, len(lengths)
-
-
-def _joined(logprobs: Sequence[Mapping[str, list[Any]]]) -> dict[str, list[Any]]:
-    names = ("text_offset", "token_logprobs", "tokens", "top_logprobs")
-    return {name: [entry for part in logprobs for entry in part[name]] for name in names}
 
 
 def _refuse(body: CompletionRequest) -> None:

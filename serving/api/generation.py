@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from model_runner import FAULTS, FinishReason, SamplingParams, TokenLogprobs
 from serving.api.errors import ApiError
@@ -56,7 +56,7 @@ class Delta:
         text: its new text.
         token_ids: the new tokens, up to the one that completed a stop string; some may have no text yet.
         logprobs: of the new tokens, if asked for; some may have no text yet.
-        prompt_logprobs: of the prompt, with the first delta, if asked for.
+        prompt_logprobs: of the prompt, with the first delta of its first output, if asked for.
         finish_reason: with the last one.
     """
 
@@ -169,7 +169,10 @@ def make_outputs(
     stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
     outputs: list[Output] = []
     for place, (token_ids, several) in enumerate(prompts):
-        for params in several:
+        for number, own in enumerate(several):
+            # A prompt is scored once; see `Answer`.
+            scored_already = number > 0 and own.prompt_logprobs is not None
+            params = replace(own, prompt_logprobs=None) if scored_already else own
             text = TextStream(
                 service.tokenizer,
                 stop=stop,

@@ -9,9 +9,10 @@ from typing import Any
 from model_runner import TokenLogprobs
 from serving.text import Detokenizer, Vocabulary
 
-__all__ = ["CompletionLogprobsWriter", "TokenNames", "chat_logprobs", "prompt_logprobs"]
+__all__ = ["COMPLETION_LISTS", "CompletionLogprobsWriter", "TokenNames", "chat_logprobs", "prompt_logprobs"]
 
 LEAST = -9999.0  # stands for minus infinity, which JSON cannot say
+COMPLETION_LISTS = ("text_offset", "token_logprobs", "tokens", "top_logprobs")
 
 
 @dataclass(frozen=True)
@@ -37,28 +38,16 @@ class CompletionLogprobsWriter:
         names: of tokens.
         num_top: likeliest tokens that are told of each place.
         skip_special_tokens: as for the text.
+        offset: where the text begins.
     """
 
-    def __init__(self, names: TokenNames, num_top: int, *, skip_special_tokens: bool) -> None:
-        self._names, self._num_top = names, num_top
-        self._skip_special_tokens = skip_special_tokens
+    def __init__(self, names: TokenNames, num_top: int, *, skip_special_tokens: bool, offset: int = 0) -> None:
+        self._names, self.num_top = names, num_top
         self._text = Detokenizer(names.vocabulary, skip_special_tokens=skip_special_tokens)
-        self._offset = 0
+        self._offset = offset
 
-    def prompt(self, token_ids: Sequence[int], entries: Sequence[TokenLogprobs | None], length: int) -> dict[str, Any]:
-        """Of a prompt whose text, that begins the choice's, has `length` characters."""
-        written = self._write([(token, entry) for token, entry in zip(token_ids, entries, strict=True)])
-        written["text_offset"] = [min(offset, length) for offset in written["text_offset"]]
-        # The output's text begins anew, behind the prompt's.
-        self._text = Detokenizer(self._names.vocabulary, skip_special_tokens=self._skip_special_tokens)
-        self._offset = length
-        return written
-
-    def output(self, entries: Sequence[TokenLogprobs]) -> dict[str, Any]:
-        """Of the next tokens of the output."""
-        return self._write([(entry.token, entry) for entry in entries])
-
-    def _write(self, tokens: Sequence[tuple[int, TokenLogprobs | None]]) -> dict[str, Any]:
+    def write(self, tokens: Sequence[tuple[int, TokenLogprobs | None]]) -> dict[str, list[Any]]:
+        """Of the next tokens; one that is not scored, as the first of a prompt, has None."""
         offsets: list[int] = []
         for token, _ in tokens:
             offsets.append(self._offset)
@@ -73,21 +62,20 @@ class CompletionLogprobsWriter:
     def _top(self, entry: TokenLogprobs) -> dict[str, float]:
         """The likeliest tokens and the one that was chosen. Where two read the same, the likelier one."""
         top: dict[str, float] = {}
-        for token, logprob in (*entry.top[: self._num_top], (entry.token, entry.logprob)):
+        for token, logprob in (*entry.top[: self.num_top], (entry.token, entry.logprob)):
             top.setdefault(self._names[token], _finite(logprob))
         return top
 
 
-def chat_logprobs(names: TokenNames, entries: Sequence[TokenLogprobs]) -> dict[str, Any]:
+def chat_logprobs(names: TokenNames, entries: Sequence[TokenLogprobs]) -> list[dict[str, Any]]:
     """Those of chat completions: one object per token."""
-    content = [
+    return [
         {
             **_token(names, entry.token, entry.logprob),
             "top_logprobs": [_token(names, token, logprob) for token, logprob in entry.top],
         }
         for entry in entries
     ]
-    return {"content": content, "refusal": None}
 
 
 def prompt_logprobs(

@@ -121,7 +121,7 @@ async def _generate(request: Request, body: _Asked, make: Callable[[Service, _As
         whole = await until_client_leaves(request.receive, answer.collect())
     except ClientLeft:
         return Response(status_code=CLIENT_LEFT)
-    return Response(whole.model_dump_json(exclude_unset=True), media_type=JSON)
+    return Response(whole, media_type=JSON)
 
 
 async def _run(request: Request, work: Callable[[], BaseModel]) -> Response:
