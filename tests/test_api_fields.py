@@ -50,9 +50,11 @@ messages add_generation_prompt continue_final_message chat_template chat_templat
 mm_processor_kwargs tools
 """
 KNOWN: Mapping[str, str] = {
-    "/v1/completions": f"{SAMPLED} prompt suffix prompt_embeds custom_labels",
-    "/v1/chat/completions": f"""{SAMPLED} {CONVERSATION} top_logprobs max_completion_tokens tool_choice reasoning_effort
-        include_reasoning parallel_tool_calls structural_tag separate_reasoning stream_reasoning return_prompt_text
+    "/v1/completions": f"""{SAMPLED} {CONVERSATION} prompt suffix prompt_embeds custom_labels reasoning_effort
+        enable_thinking tool_choice functions function_call""",
+    "/v1/chat/completions": f"""{SAMPLED} {CONVERSATION} prompt top_logprobs max_completion_tokens tool_choice
+        reasoning_effort include_reasoning parallel_tool_calls
+        structural_tag separate_reasoning stream_reasoning return_prompt_text
         return_prompt_token_ids return_meta_info task max_dynamic_patch min_dynamic_patch use_audio_in_video audio
         function_call functions metadata modalities moderation prediction prompt_cache_key prompt_cache_options
         prompt_cache_retention safety_identifier service_tier store verbosity web_search_options""",
@@ -66,6 +68,7 @@ ASKING: Mapping[str, Any] = {"length_penalty": 1.5, "spaces_between_special_toke
 @pytest.fixture(autouse=True)
 def _nothing_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(unsupported_fields, "_named", set())
+    monkeypatch.setattr(unsupported_fields, "_known_named", set())
 
 
 def named(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -144,6 +147,23 @@ def test_tools_are_nothing_where_none_may_be_called(caplog: pytest.LogCaptureFix
     assert post(FakeEngine(), "/v1/chat/completions", {**body, "tool_choice": None}).status_code == 400
 
 
+def test_functions_are_nothing_where_none_may_be_called() -> None:
+    body = {"messages": MESSAGES, "functions": [{"name": "f"}]}
+    assert post(FakeEngine(), "/v1/chat/completions", {**body, "function_call": "none"}).status_code == 200
+    for call_of in ({}, {"function_call": "auto"}, {"function_call": {"name": "f"}}):
+        error = post(FakeEngine(), "/v1/chat/completions", {**body, **call_of}).json()["error"]
+        assert "set function_call to 'none'" in error["message"]
+
+
+def test_known_names_are_told_whatever_others_came_before(caplog: pytest.LogCaptureFixture) -> None:
+    many = {f"field{number}": 1 for number in range(1000)}
+    assert post(FakeEngine(), "/v1/completions", {"prompt": "a", **many}).status_code == 200
+    caplog.clear()
+    for _ in range(2):
+        assert post(FakeEngine(), "/v1/completions", {"prompt": "a", "user": "me", "wish": 1}).status_code == 200
+    assert named(caplog) == ["user"]
+
+
 def test_unknown_fields_are_named_once_wherever_they_stand(caplog: pytest.LogCaptureFixture) -> None:
     body = {
         "messages": [{"role": "user", "content": [{"type": "text", "text": "a", "cache_control": 1}], "mood": "good"}],
@@ -182,10 +202,10 @@ def test_names_are_cut_and_shown_safely_and_not_remembered_without_end(caplog: p
 def test_the_schema_says_what_is_refused(path: str) -> None:
     model, _ = BODIES[path]
     properties = model.model_json_schema()["properties"]
-    told = {name: field for name, field in properties.items() if name in model.refused}
+    told = {name: field for name, field in properties.items() if name in model.refused and field}
     for name, field in told.items():
         assert field["description"] == f"not supported: {model.refused[name].why}"
-        assert name == "tools" or field["enum"] == [None, *model.refused[name].neutral]
+        assert model.refused[name].unless or field["enum"] == [None, *model.refused[name].neutral]
     assert {"use_beam_search", "structured_outputs", "cache_salt"} <= told.keys() or path.endswith("tokenize")
 
 

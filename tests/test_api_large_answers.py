@@ -11,7 +11,7 @@ from typing import Any
 import fake_engine
 import httpx
 import pytest
-from api_clients import app_of, complete, events_of, post, says
+from api_clients import app_of, complete, events_of, post
 from fake_engine import FakeEngine, FakeInfo
 
 from serving.api import answer as answers
@@ -66,7 +66,7 @@ class LastFirst(FakeEngine):
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_prompt_is_scored_once_for_all_of_its_outputs(stream: bool) -> None:
-    engine = LastFirst(reply=says("xy"))
+    engine = LastFirst(reply=lambda _: [65, 66, 0])
     asked = {"prompt": [[65, 66], [67, 68]], "n": 3, "echo": True, "logprobs": 1, "seed": 1, "stream": stream}
     response = post(engine, "/v1/completions", asked)
     scored = sorted(each.request_id[-1] for each in engine.requests if each.params.prompt_logprobs is not None)
@@ -77,7 +77,7 @@ def test_a_prompt_is_scored_once_for_all_of_its_outputs(stream: bool) -> None:
     for index in range(6):
         parts = [choice["logprobs"] for choice in choices if choice["index"] == index]
         tokens = [token for part in parts for token in part["tokens"]]
-        assert tokens == [*("ab" if index < 3 else "cd"), "x", "y", "<|endoftext|>"]
+        assert tokens == [*("ab" if index < 3 else "cd"), "a", "b", "<|endoftext|>"]
         offsets = [offset for part in parts for offset in part["text_offset"]]
         assert offsets == [0, 1, 2, 3, 4]
         assert [len(part["top_logprobs"]) for part in parts] == [len(part["tokens"]) for part in parts]
@@ -115,6 +115,7 @@ def test_others_are_answered_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
             longest, clock = 0.0, asyncio.get_running_loop().time
             while not answering.done():
                 before = clock()
+                await asyncio.sleep(0.005)
                 await client.get("/health")
                 longest = max(longest, clock() - before)
             assert (await answering).status_code == 200

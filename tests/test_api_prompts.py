@@ -216,6 +216,24 @@ def test_echo_in_chat(messages: list[dict[str, Any]], asked: dict[str, Any], rol
         assert [delta["role"] for delta in deltas if "role" in delta] == [role]
 
 
+@pytest.mark.parametrize("trimmed", [False, True])
+def test_the_echo_is_what_the_prompt_has(trimmed: bool) -> None:
+    own = load_tokenizer(TINY)
+    own.chat_template = "{% for m in messages %}[{{ m.content" + (" | trim" if trimmed else "") + " }}{% endfor %}"
+    app = app_of(FakeEngine(reply=says("fine.")))
+    app.state.service.tokenizer = own
+    answer = chat(app, {"messages": HALF, "continue_final_message": True, "echo": True})
+    assert answer["choices"][0]["message"]["content"] == ("So,fine." if trimmed else "So, fine.")
+
+
+@pytest.mark.parametrize("name", ["messages", "self", "tokenize"])
+def test_names_that_a_template_is_not_handed(name: str) -> None:
+    response = post(FakeEngine(), CHAT, {"messages": HALF, "chat_template_kwargs": {name: 1}})
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (400, "chat_template_kwargs")
+    assert error["message"].endswith(f"asks for, not {name}.")
+
+
 def test_reasoning_effort_goes_to_the_template() -> None:
     own = load_tokenizer(TINY)
     own.chat_template = "{{ reasoning_effort }} {{ enable_thinking }}"

@@ -35,14 +35,14 @@ class ChatAnswer(Answer):
     lists = ("content",)
 
     def __init__(
-        self, service: Service, body: ChatCompletionRequest, answer_id: str, outputs: Sequence[Output]
+        self, service: Service, body: ChatCompletionRequest, answer_id: str, outputs: Sequence[Output], text: str
     ) -> None:
         super().__init__(service, body, answer_id, outputs)
         self._with_logprobs = bool(body.logprobs)
         # A prompt that does not begin the assistant's turn goes on with the last message, and so does the answer.
         last = body.messages[-1]
         self._role = "assistant" if body.begins_turn else last.role
-        self._echo = content_of(last) if body.echo and last.role == self._role else ""
+        self._echo = _written(content_of(last), text) if body.echo and last.role == self._role else ""
 
     @classmethod
     async def make(cls, service: Service, body: ChatCompletionRequest, size: int) -> ChatAnswer:
@@ -55,7 +55,7 @@ class ChatAnswer(Answer):
         check_outputs(service, 1, body.n)
         limits = await token_limits(service, body, 1, size)
         wanted = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-        token_ids = await service.long_work.run(lambda: _token_ids(service, body, wanted or 1), size)
+        text, token_ids = await service.long_work.run(lambda: _text_and_ids(service, body, wanted or 1), size)
         if not token_ids:
             raise ApiError(400, "The messages have no tokens; there is nothing to answer.", param="messages")
         most = max(
@@ -75,7 +75,7 @@ class ChatAnswer(Answer):
         of_outputs = sum(each.max_tokens for each in params) * ((body.top_logprobs or 0) + 1) if body.logprobs else 0
         check_logprobs(of_prompt, of_outputs, body)
         answer_id = f"chatcmpl-{uuid.uuid4().hex}"
-        return cls(service, body, answer_id, make_outputs(service, body, answer_id, [(token_ids, params)]))
+        return cls(service, body, answer_id, make_outputs(service, body, answer_id, [(token_ids, params)]), text)
 
     def _chunk_choices(self, delta: Delta) -> list[dict[str, Any]]:
         index = delta.output.index
@@ -112,12 +112,23 @@ class ChatAnswer(Answer):
         return {**about, "choices": choices, "usage": self._usage()}
 
 
-def _token_ids(service: Service, body: ChatCompletionRequest, wanted: int) -> list[int]:
+def _written(content: str, text: str) -> str:
+    """A message as the prompt's text has it: templates may trim it. One that they rewrite is as it was sent."""
+    words = content.strip()
+    place = text.rfind(words)
+    if not words or place < 0:
+        return content
+    before, after = content[: content.index(words)], content[content.index(words) + len(words) :]
+    has_before, has_after = text[:place].endswith(before), text[place + len(words) :].startswith(after)
+    return (before if has_before else "") + words + (after if has_after else "")
+
+
+def _text_and_ids(service: Service, body: ChatCompletionRequest, wanted: int) -> tuple[str, list[int]]:
     text = conversation_text(service, body.messages, body)
     check_characters(service, text, "messages", at_least=counted_characters(body))
     # The template writes special tokens itself.
     whole = encode(service, text, add_special_tokens=bool(body.add_special_tokens))
-    return truncated(service, whole, body, wanted)
+    return text, truncated(service, whole, body, wanted)
 
 
 def _refuse(body: ChatCompletionRequest) -> None:

@@ -186,7 +186,7 @@ def conversation_text(service: Service, messages: Sequence[ChatMessage], options
         raise ApiError(400, message, param="messages")
     write = service.tokenizer.apply_chat_template
     given = options.chat_template_kwargs or {}
-    if reserved := sorted(set(given) & set(inspect.signature(write).parameters)):
+    if reserved := sorted(set(given) & {*inspect.signature(write).parameters, "messages", "self"}):
         message = f"chat_template_kwargs may only have what the template itself asks for, not {', '.join(reserved)}."
         raise ApiError(400, message, param="chat_template_kwargs")
     effort = options.reasoning_effort

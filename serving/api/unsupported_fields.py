@@ -32,11 +32,13 @@ class Refused:
         why: it is refused, and what to do instead.
         neutral: values that ask for nothing, besides null.
         unless: another field and its value, with which any value of this one asks for nothing.
+        described: it stands in /openapi.json.
     """
 
     why: str
     neutral: tuple[Any, ...] = ()
     unless: tuple[str, Any] | None = None
+    described: bool = True
 
     def asks(self, value: Any) -> bool:
         """Whether a value, from JSON, asks for anything."""
@@ -58,6 +60,8 @@ _TEXT_ONLY = "only text is read and written"
 _NOT_TOLD = "the server does not tell this"
 _ELSEWHERE = "keys and values are not taken from other servers"
 _TOOLS = "tools cannot be called; leave them out, or set tool_choice to 'none'"
+_FUNCTIONS = "functions cannot be called; leave them out, or set function_call to 'none'"
+_CHAT_ONLY = "only a chat has it; use /v1/chat/completions"
 _KWARGS = "hand it to the chat template, in chat_template_kwargs"
 
 # OpenAI's and vLLM's, in /openapi.json; then SGLang's and those of older releases, which are not.
@@ -126,7 +130,7 @@ _CONVERSATION: Mapping[str, Refused] = {
     ),
     "documents": Refused("put the documents into a message", _LIST),
     "tools": Refused(_TOOLS, _LIST, unless=("tool_choice", "none")),
-    "functions": Refused(_TOOLS, _LIST),
+    "functions": Refused(_FUNCTIONS, _LIST, unless=("function_call", "none")),
 }
 _OTHER_CONVERSATION: Mapping[str, Refused] = {
     "enable_thinking": Refused(_KWARGS),
@@ -135,7 +139,25 @@ _OTHER_CONVERSATION: Mapping[str, Refused] = {
     "task": Refused("put what the model should do into a message", _TEXT),
 }
 
+_NO_CHAT: Mapping[str, Refused] = {
+    "messages": Refused("use /v1/chat/completions, which answers conversations", _LIST, described=False),
+    "chat_template": Refused(_CHAT_ONLY, _TEXT, described=False),
+    "chat_template_kwargs": Refused(_CHAT_ONLY, _OBJECT, described=False),
+    "add_generation_prompt": Refused(_CHAT_ONLY, _FLAG, described=False),
+    "continue_final_message": Refused(_CHAT_ONLY, _FLAG, described=False),
+    "reasoning_effort": Refused(_CHAT_ONLY, described=False),
+    "reasoning": Refused(_CHAT_ONLY, _OBJECT, described=False),
+    "enable_thinking": Refused(_CHAT_ONLY, described=False),
+    "thinking": Refused(_CHAT_ONLY, described=False),
+    "documents": Refused(_CHAT_ONLY, _LIST, described=False),
+    "tools": Refused(_CHAT_ONLY, _LIST, ("tool_choice", "none"), described=False),
+    "tool_choice": Refused(_CHAT_ONLY, ("none", "auto"), described=False),
+    "functions": Refused(_CHAT_ONLY, _LIST, ("function_call", "none"), described=False),
+    "function_call": Refused(_CHAT_ONLY, ("none", "auto"), described=False),
+}
+
 COMPLETIONS: Mapping[str, Refused] = {
+    **_NO_CHAT,
     **_GENERATION,
     **_OTHER_GENERATION,
     "max_completion_tokens": Refused("use max_tokens"),
@@ -147,13 +169,14 @@ CHAT: Mapping[str, Refused] = {
     **_CONVERSATION,
     **_OTHER_CONVERSATION,
     "tool_choice": Refused(_TOOLS, ("none", "auto")),
-    "function_call": Refused(_TOOLS, ("none", "auto")),
+    "function_call": Refused(_FUNCTIONS, ("none", "auto")),
     "include_reasoning": Refused("reasoning is not told apart from the answer", (True,)),
     "verbosity": Refused("ask for a short or a long answer in a message", ("medium",)),
     "modalities": Refused(_TEXT_ONLY, ([], ["text"])),
     "audio": Refused(_TEXT_ONLY),
     "web_search_options": Refused("nothing is looked up in the web"),
     "moderation": Refused("nothing is moderated"),
+    "prompt": Refused("send it as a message, or use /v1/completions", ("", []), described=False),
 }
 TOKENIZE: Mapping[str, Refused] = {
     **_CONVERSATION,
@@ -195,6 +218,7 @@ UNUSED: Mapping[str, str] = {
 """Known fields that change no answer, and what they are about."""
 
 _named: set[str] = set()
+_known_named: set[str] = set()  # of these there are only so many
 
 
 def check_fields(data: Mapping[Any, Any], known: Collection[str], refused: Mapping[str, Refused], place: str) -> None:
@@ -226,11 +250,13 @@ def check_fields(data: Mapping[Any, Any], known: Collection[str], refused: Mappi
 def log_unused(name: str) -> None:
     """Log, once per process, that a field is not used."""
     name = name if len(name) <= MAX_NAME_CHARACTERS else name[:MAX_NAME_CHARACTERS] + "..."
-    if name in _named or len(_named) >= MAX_NAMED:
+    known = name in UNUSED or name in COMPLETIONS or name in CHAT
+    before = _known_named if known else _named
+    if name in before or (not known and len(before) >= MAX_NAMED):
         return
-    _named.add(name)
+    before.add(name)
     log_event(_logger, "field of a request is not used", level=logging.WARNING, field=name)
-    if len(_named) == MAX_NAMED:
+    if not known and len(_named) == MAX_NAMED:
         log_event(_logger, "no more such fields are named", level=logging.WARNING, named=MAX_NAMED)
 
 
@@ -238,7 +264,7 @@ def describe_fields(schema: dict[str, Any], refused: Mapping[str, Refused]) -> N
     """Say it in the JSON schema of a body, which is changed; too many fields overtax what reads a schema."""
     properties = schema["properties"]
     for name, rule in refused.items():
-        if name in _OTHER_GENERATION or name in _OTHER_CONVERSATION:
+        if not rule.described or name in _OTHER_GENERATION or name in _OTHER_CONVERSATION:
             continue
         enum = [None, *rule.neutral]
         said: dict[str, Any] = {"description": f"not supported: {rule.why}"}
