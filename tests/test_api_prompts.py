@@ -8,7 +8,7 @@ import pytest
 from api_clients import TINY, app_of, chat, complete, post, says, stream, token_ids, tokenizer
 from fake_engine import FakeEngine
 
-from serving.api.prompts import COUNTED_CHARACTERS
+from serving.api.prompts import COUNTED_CHARACTERS, _names_in
 from serving.text import Vocabulary, load_tokenizer
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -59,7 +59,7 @@ def test_a_conversation_is_cut_to_what_leaves_room() -> None:
 @pytest.mark.parametrize(("path", "param"), [(COMPLETIONS, "prompt"), (CHAT, "messages")])
 def test_what_is_still_too_long_is_refused(path: str, param: str) -> None:
     long = "ab " * 3000
-    body = {"prompt": long, "messages": [{"role": "user", "content": long}], "max_tokens": 30}
+    body = {param: long if path == COMPLETIONS else [{"role": "user", "content": long}], "max_tokens": 30}
     for most, status in ((1000, 400), (994, 200)):
         response = post(FakeEngine(reply=says("a")), path, {**body, "truncate_prompt_tokens": most})
         assert response.status_code == status
@@ -129,7 +129,8 @@ def test_scores_of_prompt_and_output_may_differ_in_number() -> None:
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 @pytest.mark.parametrize("asked", [{"prompt_logprobs": -1}, {"prompt_logprobs": 21}, {"stream": True}])
 def test_scores_that_are_not_told(path: str, asked: dict[str, Any]) -> None:
-    body = {"prompt": "a", "messages": [{"role": "user", "content": "a"}], "prompt_logprobs": 0, **asked}
+    prompt = {"prompt": "a"} if path == COMPLETIONS else {"messages": [{"role": "user", "content": "a"}]}
+    body = {**prompt, "prompt_logprobs": 0, **asked}
     response = post(FakeEngine(), path, body)
     assert (response.status_code, response.json()["error"]["param"]) == (400, "prompt_logprobs")
 
@@ -137,11 +138,11 @@ def test_scores_that_are_not_told(path: str, asked: dict[str, Any]) -> None:
 @pytest.mark.parametrize("per_step", [1, 3])
 def test_token_ids_are_told(per_step: int) -> None:
     prompt, output = tokenizer().encode("Hi"), [*tokenizer().encode("Zoë 🎉"), 0]
-    body: dict[str, Any] = {"return_token_ids": True, "n": 2, "max_tokens": 50, "prompt": "Hi"}
+    body: dict[str, Any] = {"return_token_ids": True, "n": 2, "max_tokens": 50}
     make = {"reply": says("Zoë 🎉"), "tokens_per_step": per_step}
-    for choice in complete(FakeEngine(**make), body)["choices"]:
+    for choice in complete(FakeEngine(**make), {**body, "prompt": "Hi"})["choices"]:
         assert (choice["prompt_token_ids"], choice["token_ids"]) == (prompt, output)
-    events = stream(FakeEngine(**make), COMPLETIONS, body)
+    events = stream(FakeEngine(**make), COMPLETIONS, {**body, "prompt": "Hi"})
     for index in range(2):
         parts = [choice for event in events for choice in event["choices"] if choice["index"] == index]
         assert [part.get("prompt_token_ids") for part in parts] == [prompt] + [None] * (len(parts) - 1)
@@ -214,6 +215,18 @@ def test_echo_in_chat(messages: list[dict[str, Any]], asked: dict[str, Any], rol
         deltas = [part["delta"] for event in events for part in event["choices"] if part["index"] == index]
         assert "".join(delta.get("content", "") for delta in deltas) == text
         assert [delta["role"] for delta in deltas if "role" in delta] == [role]
+
+
+def test_an_output_that_fits_no_prompt_is_named_so() -> None:
+    response = post(FakeEngine(), COMPLETIONS, {"prompt": "abc", "max_tokens": 1024, "truncate_prompt_tokens": -1})
+    assert response.status_code == 400
+    assert "1024 of the output alone" in response.json()["error"]["message"]
+
+
+def test_names_of_a_template_are_those_of_its_code() -> None:
+    template = "wish {# hope #}{% generation %}{{ m['mood'] }}{{ 'be kind' }}{{ thinking }}{% endgeneration %}"
+    assert {"m", "mood", "thinking"} <= _names_in(template)
+    assert not {"wish", "hope", "be", "kind"} & _names_in(template)
 
 
 @pytest.mark.parametrize("trimmed", [False, True])

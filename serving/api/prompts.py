@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import inspect
-import re
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
+
+from jinja2 import Environment
 
 from serving.api.errors import ApiError, shown
 from serving.api.request_models import ChatMessage, ConversationOptions, GenerationRequest
@@ -154,7 +155,9 @@ def check_length(service: Service, num_tokens: int, max_tokens: int | None, para
     limit = service.engine.info.max_model_len
     left = limit - num_tokens
     problem = None
-    if left < 1:
+    if max_tokens is not None and max_tokens >= limit:
+        problem = f"{max_tokens} of the output alone were asked for. Ask for at most {limit - 1}, whatever the prompt."
+    elif left < 1:
         problem = f"the prompt has {num_tokens}, which leaves none for the output. Shorten the prompt."
     elif max_tokens is not None and max_tokens > left:
         problem = f"{num_tokens} of the prompt and {max_tokens} of the output were asked for. Reduce either."
@@ -220,7 +223,10 @@ def _log_unused(
 
 @lru_cache(maxsize=8)
 def _names_in(template: str) -> frozenset[str]:
-    return frozenset(re.findall(r"\w+", template))
+    """What its code names, also in quotes as a key; not its text. Lexed only: a parser has to know every extension."""
+    tokens = [(kind, text) for _, kind, text in Environment().lex(template)]
+    keys = {text[1:-1] for kind, text in tokens if kind == "string"}
+    return frozenset(keys | {text for kind, text in tokens if kind == "name"})
 
 
 def _plain(message: ChatMessage) -> dict[str, Any]:
