@@ -120,7 +120,9 @@ def test_a_text_that_cannot_fit_is_not_tokenized(path: str, monkeypatch: pytest.
     limit = engine.info.max_model_len * Vocabulary.of(tokenizer()).longest
     text = "a" * (limit + 1)
     monkeypatch.delattr(prompts, "encode")
-    response = post(engine, path, {"prompt": text, "messages": [{"role": "user", "content": text}]})
+    response = post(
+        engine, path, {"prompt": text} if path == COMPLETIONS else {"messages": [{"role": "user", "content": text}]}
+    )
     assert response.status_code == 400
     assert response.json()["error"]["code"] == "context_length_exceeded"
     assert response.json()["error"]["param"] == ("prompt" if path == COMPLETIONS else "messages")

@@ -162,7 +162,7 @@ BODY = {"prompt": TEXT, "messages": [{"role": "user", "content": TEXT}]}
 
 
 def body_of(path: str) -> dict[str, Any]:
-    return {name: value for name, value in BODY.items() if path != "/tokenize" or name == "prompt"}
+    return {name: value for name, value in BODY.items() if (name == "messages") == ("chat" in path)}
 
 
 @pytest.mark.parametrize("path", PATHS)

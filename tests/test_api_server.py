@@ -20,6 +20,12 @@ GENERATING = ("/v1/completions", "/v1/chat/completions")
 BODY = {"prompt": "a", "messages": [{"role": "user", "content": "a"}], "max_tokens": 2}
 
 
+def body_of(path: str) -> dict[str, Any]:
+    """What a path reads: a prompt, or messages."""
+    other = "prompt" if "chat" in path else "messages"
+    return {name: value for name, value in BODY.items() if name != other}
+
+
 def test_models() -> None:
     app = app_of(FakeEngine(), served_model_name=["big/one", "alias"])
     listed = call(app, "GET", "/v1/models").json()
@@ -36,7 +42,7 @@ def test_models() -> None:
 
 @pytest.mark.parametrize("path", [*GENERATING, "/tokenize", "/detokenize"])
 def test_an_unknown_model_is_404(path: str) -> None:
-    body: dict[str, Any] = {**BODY, "tokens": [5], "model": "other"}
+    body: dict[str, Any] = {**body_of(path), "tokens": [5], "model": "other"}
     response = post(FakeEngine(), path, body)
     assert response.status_code == 404
     error = response.json()["error"]
@@ -70,7 +76,7 @@ def test_health_and_version() -> None:
     assert response.status_code == 503
     assert "rank 1: killed by signal 9" in response.json()["error"]["message"]
     for path in GENERATING:
-        assert post(app, path, BODY).status_code == 503
+        assert post(app, path, body_of(path)).status_code == 503
 
 
 def test_profile() -> None:
@@ -124,7 +130,7 @@ def test_a_full_queue_says_when_to_come_back() -> None:
     for waiting, status in ((1, 200), (2, 503), (3, 503)):
         engine.num_waiting = waiting
         for path in GENERATING:
-            response = post(app, path, BODY)
+            response = post(app, path, body_of(path))
             assert response.status_code == status
             assert ("retry-after" in response.headers) == (status == 503)
     assert response.json()["error"]["code"] == "queue_full"
@@ -151,7 +157,7 @@ def test_requests_that_come_together_do_not_pass_the_full_queue(outputs: int, ta
     async def burst() -> list[int]:
         engine.hold = asyncio.Event()
         transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
-        body = {**BODY, "n": outputs, "stream": streamed}
+        body = {**body_of(GENERATING[0]), "n": outputs, "stream": streamed}
         async with httpx.AsyncClient(transport=transport, base_url="http://test") as client, asyncio.timeout(30):
             posts = [asyncio.create_task(client.post(GENERATING[0], json=body)) for _ in range(several)]
             while sum(sent.done() for sent in posts) < several - taken:
@@ -166,7 +172,7 @@ def test_a_draining_server_takes_nothing_new() -> None:
     app = app_of(FakeEngine())
     app.state.draining = True
     for path in GENERATING:
-        assert post(app, path, BODY).status_code == 503
+        assert post(app, path, body_of(path)).status_code == 503
     for method, path in (("GET", "/health"), ("GET", "/ping"), ("POST", "/ping")):
         response = call(app, method, path)
         assert (response.status_code, response.json()["error"]["code"]) == (503, "shutting_down")
