@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -222,6 +223,17 @@ def test_every_field_is_described() -> None:
         schema = description["components"]["schemas"][model.__name__]
         undescribed = [name for name, field in schema["properties"].items() if not field.get("description")]
         assert not undescribed, model.__name__
+
+
+def test_bounds_of_64_bits_are_described_exactly() -> None:
+    """As a float, the greatest would be one more."""
+    text = call(app_of(FakeEngine()), "GET", "/openapi.json").text
+    assert "9223372036854775807" in text
+    assert "e18" not in text.replace("+", "")
+    for name in ("CompletionRequest", "ChatCompletionRequest"):
+        properties = json.loads(text)["components"]["schemas"][name]["properties"]
+        for field in ("seed", "top_k", "priority"):
+            assert properties[field]["anyOf"][0]["maximum"] == 2**63 - 1
 
 
 def documented(heading: str) -> set[str]:

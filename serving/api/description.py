@@ -60,6 +60,9 @@ def _add_limits(properties: dict[str, Any], service: Service) -> None:
     for field in ("max_tokens", "max_completion_tokens", "min_tokens"):
         for kind in _kinds(properties.get(field, {}), "integer"):
             kind["maximum"] = info.max_model_len - 1
+    for field in ("seed", "top_k", "priority"):
+        for kind in _kinds(properties.get(field, {}), "integer"):  # FastAPI keeps bounds as floats, which rounds these
+            kind |= {"minimum": max(int(kind["minimum"]), -(2**63)), "maximum": 2**63 - 1}
     for kind in _kinds(properties.get("logit_bias", {}), "object"):
         kind["propertyNames"] = {"pattern": f"^({_up_to(info.vocab_size - 1)})$"}
         kind["additionalProperties"] = {"type": "number", "minimum": -100, "maximum": 100}
