@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import io
 import re
+import signal
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -69,6 +70,17 @@ def _of_runner(seen: Seen, engine: EngineOptions) -> None:
     seen["scheduler"] = args[:2]
 
 
+@contextlib.contextmanager
+def _signals_kept() -> Iterator[None]:
+    """A server leaves both signals to end its process, which here is that of the tests."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 def of_serve(words: Sequence[str]) -> Effects:
     """Of `ubatch serve`, up to the point where uvicorn would run."""
     seen = Seen()
@@ -102,6 +114,7 @@ def of_serve(words: Sequence[str]) -> Effects:
         mock.patch.object(server, "make_asgi_app"),
         mock.patch.object(server, "create_app", seen.note("app", mock.MagicMock())),
         mock.patch.object(server, "connection_protocol", seen.note("connections", then=Enough)),
+        _signals_kept(),
         pytest.raises(Enough),
     ):
         serve.run(command)

@@ -91,7 +91,7 @@ def serve_on_rank(rank: int, world_size: int, path: str) -> dict[str, object]:
     dbo = UBatchConfig(timeout_s=20, modes={"prefill": ModeSettings(token_threshold=64)})
     scheduler = SchedulerConfig(max_model_len=64, max_num_seqs=16, max_num_batched_tokens=64)
     options = EngineOptions(
-        Path(path), dbo, dbo_auto=True, scheduler=scheduler, data_parallel_size=2, enable_expert_parallel=True
+        Path(path), dbo=dbo, dbo_auto=True, scheduler=scheduler, data_parallel_size=2, enable_expert_parallel=True
     )
     asked: list[tuple[StageModel, str, tuple[str, ...]]] = []
 

@@ -27,15 +27,29 @@ PROMPTS = {"a": [1, 2], "b": [5, 6, 7], "c": [9]}
 SHORT = SamplingParams(max_tokens=4, ignore_eos=True)
 
 
-def listening() -> set[str]:
-    """The addresses on which this process and all that it has started listen."""
+_left: set[tuple[str, int]] = set()
+"""What tests of other files have left behind in this process."""
+
+
+def sockets() -> set[tuple[str, int]]:
+    """Addresses and ports on which this process and all that it has started listen."""
     me = psutil.Process()
     return {
-        connection.laddr.ip
+        (connection.laddr.ip, connection.laddr.port)
         for process in (me, *me.children(recursive=True))
         for connection in process.net_connections("inet")
         if connection.status == psutil.CONN_LISTEN
     }
+
+
+def listening() -> set[str]:
+    """The addresses on which they do since the tests here have begun."""
+    return {address for address, _ in sockets() - _left}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _see_what_was_left() -> None:
+    _left.update(sockets())
 
 
 async def tokens(client: EngineClient) -> list[list[int]]:
@@ -53,7 +67,6 @@ def without() -> tuple[list[list[int]], set[str]]:
         finally:
             await client.close()
 
-    assert not listening()
     return asyncio.run(scenario())
 
 

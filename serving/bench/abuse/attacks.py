@@ -51,8 +51,8 @@ class Target:
         return random.Random(seed).choices(self.tokens, k=length)
 
     def body(self, **fields: Any) -> dict[str, Any]:
-        """A request's, with some fields of its own."""
-        return {"model": self.server.model, "prompt": self.prompt(8), "max_tokens": 8} | fields
+        """A request's, with some fields of its own; greedy, so that the poisoned token does not come by chance."""
+        return {"model": self.server.model, "prompt": self.prompt(8), "max_tokens": 8, "temperature": 0} | fields
 
 
 Answers = list[str | float]
