@@ -58,6 +58,7 @@ def test_one_rank(alone: list[tuple[int, ...]], lite: Path) -> None:
     [{**EP}, {**EP, **DBO}, {"tensor_parallel_size": 2, "enable_expert_parallel": True, **DBO}],
     ids=["experts shared", "overlapped", "tensor parallel"],
 )
+@pytest.mark.slow
 def test_ranks_agree_on_weights_that_nobody_stored(
     options: dict[str, Any], lite: Path, alone: list[tuple[int, ...]]
 ) -> None:
@@ -115,6 +116,7 @@ def test_drafts_have_dummy_weights_too(tmp_path: Path) -> None:
     assert generate(TINY, **eagle)[0] == generate(TINY)[0]
 
 
+@pytest.mark.slow
 def test_the_command_line_of_a_user_of_vllm(tmp_path: Path, lite: Path) -> None:
     """The example of vLLM's page on dual-batch overlap, with a transport that runs here and weights of no size."""
     add_to_cache(tmp_path, LITE_NAME, lite, "d" * 40, "main")

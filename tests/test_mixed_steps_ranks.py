@@ -46,6 +46,7 @@ def test_mixed_steps_above_the_threshold_overlap_and_smaller_ones_do_not() -> No
 
 
 @pytest.mark.timeout(140)
+@pytest.mark.slow
 def test_tensor_parallel_ranks_follow_the_same_times(expected: list[tuple[int, ...]]) -> None:
     """Each has a clock of its own; where they planned other steps, the engine would stop."""
     tokens, steps = generate(
@@ -56,6 +57,7 @@ def test_tensor_parallel_ranks_follow_the_same_times(expected: list[tuple[int, .
 
 
 @pytest.mark.timeout(140)
+@pytest.mark.slow
 def test_auto_on_data_parallel_ranks_gives_the_same_tokens(expected: list[tuple[int, ...]]) -> None:
     tokens, steps = generate(
         data_parallel_size=2, enable_expert_parallel=True, max_prefill_tokens_per_mixed_step="auto"

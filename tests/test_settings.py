@@ -121,7 +121,10 @@ def test_trace_runs_prompts_as_generate_does() -> None:
     assert (run.engine, run.prompts, run.notes) == (made.engine, made.prompts, made.notes)
 
 
-@pytest.mark.parametrize(("command", "name"), EACH)
+@pytest.mark.parametrize(
+    ("command", "name"),
+    [pytest.param(*each, marks=pytest.mark.slow if each[0] in ("generate", "tune") else ()) for each in EACH],
+)
 def test_every_flag_and_every_key_changes_something(
     command: str, name: str, hub: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

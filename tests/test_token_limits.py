@@ -173,6 +173,7 @@ def test_verify_steps_keep_to_them(
     assert drafted == "free" or steps < NEW - 1
 
 
+@pytest.mark.slow
 def test_rejected_drafts_keep_to_them(
     checkpoint: Path, params: list[SamplingParams], expected: list[list[int]], free: list[list[int]]
 ) -> None:
