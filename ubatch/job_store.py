@@ -94,7 +94,7 @@ class JobStore:
         return self._store.add(self._path + name, amount)
 
     def _signed(self, name: str, value: str) -> str:
-        return value if self._key is None else f"{_MARK}{self._hash(name, value)}:{value}"
+        return value if self._key is None else f"{_MARK}{self._hash(self._key, name, value)}:{value}"
 
     def _verified(self, name: str, stored: bytes) -> str:
         text = stored.decode(errors="replace")  # where that loses something, the hash no longer fits
@@ -106,13 +106,12 @@ class JobStore:
         if not signed:
             raise ForgedValue(self._path + name, "carries no keyed hash")
         claimed, _, value = text.removeprefix(_MARK).partition(":")
-        if not hmac.compare_digest(claimed.encode(), self._hash(name, value).encode()):
+        if not hmac.compare_digest(claimed.encode(), self._hash(self._key, name, value).encode()):
             raise ForgedValue(self._path + name, "carries a keyed hash of another key, name or value")
         return value
 
-    def _hash(self, name: str, value: str) -> str:
-        assert self._key is not None
-        return hmac.new(self._key, f"{self._path}{name}\0{value}".encode(), hashlib.sha256).hexdigest()
+    def _hash(self, key: bytes, name: str, value: str) -> str:
+        return hmac.new(key, f"{self._path}{name}\0{value}".encode(), hashlib.sha256).hexdigest()
 
 
 _key: bytes | None = None
