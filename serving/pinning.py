@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ubatch.cores import num_cores
+from ubatch.process.cores import num_cores
 
 __all__ = ["pin_rank"]
 

@@ -15,7 +15,7 @@ from serving.engine.options import EngineOptions
 from serving.engine.rendezvous import Run
 from serving.scheduler import SchedulerConfig
 from serving.speculation import Algorithm, SpeculationConfig
-from ubatch import lateness
+from ubatch.process import lateness
 
 MODELS = Path(__file__).resolve().parent.parent / "examples" / "models"
 

@@ -15,8 +15,8 @@ from torch import Tensor
 from model_runner import flashinfer_sampling
 from model_runner.flashinfer_sampling import find_truncation, keep_most_likely, truncates
 from ubatch import ConfigError
-from ubatch.heartbeat import Heart
-from ubatch.lateness import LATE_S
+from ubatch.process.heartbeat import Heart
+from ubatch.process.lateness import LATE_S
 
 
 def top_k_renorm_probs(probs: Tensor, top_k: Tensor, is_deterministic: bool = False) -> Tensor:

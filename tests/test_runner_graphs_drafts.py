@@ -17,7 +17,8 @@ from runner_graph_cases import SIZES, TINY, make_checkpoint, make_runner
 from attention import MODES
 from model_runner import Acceptance, ModelRunner, ScheduledRequest, make_random_qwen3_moe
 from model_runner.speculation import DraftProposer, draft_graphs, load_draft
-from ubatch import ConfigError, ForwardMode, lateness
+from ubatch import ConfigError, ForwardMode
+from ubatch.process import lateness
 
 DECODE, VERIFY, EXTEND = ForwardMode.DECODE, ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND
 PROMPTS = [[5, 17, 9, 3, 42, 42, 8], list(range(20, 41)), [1, 0, 58], [7, 7, 7, 7]]

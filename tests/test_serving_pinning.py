@@ -13,7 +13,7 @@ import torch
 
 import serving.engine.process as process
 import serving.pinning as pinning
-import ubatch.cores
+import ubatch.process.cores
 from serving import generate, tune
 from serving.engine.options import EngineOptions
 from serving.options import resolve
@@ -167,7 +167,7 @@ def test_compile_workers_are_as_many_as_cores_may_be_used(machine: Machine, monk
     machine.allowed = {7, 8}
     _prepare(list(range(50)), lambda _: None, torch.device("cpu"))
     assert sizes == [3]
-    assert ubatch.cores.num_cores() == 2
+    assert ubatch.process.cores.num_cores() == 2
 
 
 def test_nothing_else_asks_for_all_cores_of_the_machine() -> None:
@@ -178,4 +178,4 @@ def test_nothing_else_asks_for_all_cores_of_the_machine() -> None:
         for path in (root / folder).rglob("*.py")
     ]
     asking = [path.relative_to(root).as_posix() for path in files if "cpu_count" in path.read_text()]
-    assert asking == ["ubatch/cores.py"]
+    assert asking == ["ubatch/process/cores.py"]

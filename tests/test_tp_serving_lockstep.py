@@ -37,7 +37,7 @@ from serving.engine.rendezvous import turns_address
 from serving.requests import EngineStatistics, RequestInput, RequestOutput
 from serving.scheduler import SchedulerConfig
 from ubatch import TransferTimeout
-from ubatch.job_store import JobStore
+from ubatch.process.job_store import JobStore
 
 SAMPLED = SamplingParams(temperature=1.0, max_tokens=3)
 

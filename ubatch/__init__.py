@@ -98,8 +98,8 @@ from ubatch.group import CommGroup
 from ubatch.host_copy import copy_to_host
 from ubatch.layer_program import LayerTimes
 from ubatch.modes import ModeSettings, Resolved
+from ubatch.process.registry import LazyRegistry, import_optional
 from ubatch.ranges import profile_ranges
-from ubatch.registry import LazyRegistry, import_optional
 from ubatch.ring import Ring, interleave
 from ubatch.schedule import SCHEDULES, Point, Recv, Schedule, SharedExpert, get_schedule
 from ubatch.search import Candidate, search_schedules

@@ -30,10 +30,10 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from ubatch.cores import num_cores
 from ubatch.errors import ConfigError, UBatchError
 from ubatch.graphs import capturing
 from ubatch.long_calls import taking_long
+from ubatch.process.cores import num_cores
 
 __all__ = ["Autotuner", "CudaTimer", "Timer", "autotune", "autotune_path"]
 

@@ -33,12 +33,12 @@ from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
 from ubatch.errors import ForgedValue, GroupBroken, PeerFailed, TransferTimeout
-from ubatch.heartbeat import beat
-from ubatch.interrupts import changing
-from ubatch.job_store import JobStore
-from ubatch.lateness import LATE_S, Patience, late_ranks
 from ubatch.launch_order import LaunchOrder
 from ubatch.peer_watch import PeerWatch, weak_call
+from ubatch.process.heartbeat import beat
+from ubatch.process.interrupts import changing
+from ubatch.process.job_store import JobStore
+from ubatch.process.lateness import LATE_S, Patience, late_ranks
 
 __all__ = ["Connection", "Work", "lead_again", "leading_connection"]
 
@@ -149,7 +149,7 @@ class Connection:
         Raises:
             PeerFailed: a rank reported an error, or died.
             GroupBroken: this rank failed while it waited, in another thread, or `reset()` was called.
-            TransferTimeout: not over within `timeout_s`, beside the time in which a peer was late (`ubatch.lateness`).
+            TransferTimeout: not over within `timeout_s`, beside the time in which a peer was late (`ubatch.process.lateness`).
         """
         leader = _leader.get() or self
         patience = Patience(self.timeout_s, {*leader.ranks, *self.ranks} - {self.rank})

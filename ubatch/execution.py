@@ -26,10 +26,10 @@ from ubatch.errors import ConfigError
 from ubatch.forward_context import ForwardContext, set_forward_context
 from ubatch.fsdp import sharing_weights
 from ubatch.graphs import Capture
-from ubatch.interrupts import Marks
 from ubatch.long_calls import taking_long
 from ubatch.outputs import merge_outputs
 from ubatch.planner import CutCall, Intent
+from ubatch.process.interrupts import Marks
 from ubatch.ranges import profile_ranges
 from ubatch.schedule import Schedule
 from ubatch.single_lane import SingleLane

@@ -13,7 +13,7 @@ from enum import StrEnum
 
 from torch import Tensor
 
-from ubatch.interrupts import changing
+from ubatch.process.interrupts import changing
 from ubatch.schedule import Schedule
 from ubatch.split import UBatchSlice
 from ubatch.vote import Decision

@@ -20,7 +20,7 @@ from weakref import WeakKeyDictionary
 
 from ubatch.context import UBatchContext, current_lane
 from ubatch.errors import UnvotedCollectiveError
-from ubatch.patches import Patches, Replacement
+from ubatch.process.patches import Patches, Replacement
 
 __all__ = ["sharing_weights"]
 

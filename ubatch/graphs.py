@@ -28,7 +28,7 @@ import torch
 
 from ubatch.errors import UBatchError
 from ubatch.forward_context import ForwardMode
-from ubatch.interrupts import changing
+from ubatch.process.interrupts import changing
 
 __all__ = [
     "PLAIN",

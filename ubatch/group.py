@@ -32,10 +32,10 @@ from ubatch.errors import (
     describe,
     note,
 )
-from ubatch.job_store import JobStore, job_store
-from ubatch.lateness import Patience
 from ubatch.launch_order import BALLOT_WIDTH, check_ballots, first_difference
-from ubatch.machine import machine_name
+from ubatch.process.job_store import JobStore, job_store
+from ubatch.process.lateness import Patience
+from ubatch.process.machine import machine_name
 from ubatch.vote import OFFER_WIDTH, Decision, Offer, decide, decode_offer, encode_offer, fingerprint
 
 __all__ = ["CommGroup"]

@@ -51,7 +51,7 @@ from collections.abc import Collection, Iterable
 from typing import Protocol
 
 from ubatch.graphs import capturing
-from ubatch.interrupts import holding
+from ubatch.process.interrupts import holding
 
 __all__ = ["Launched", "Ledger", "abandon_transfers"]
 

@@ -1,10 +1,10 @@
 """Calls that take longer than `timeout_s` and do not hang.
 
-    taking_long     compiling, tuning, loading weights: peers wait for this rank (`ubatch.lateness`)
+    taking_long     compiling, tuning, loading weights: peers wait for this rank (`ubatch.process.lateness`)
     holding_gil     one call that waits for peers itself and keeps Python's lock: no thread of this process can say that
                     it lives (`ubatch.peer_watch`)
 
-In both the lane that calls is not taken for hung, and neither peers nor who watches the process (`ubatch.heartbeat`)
+In both the lane that calls is not taken for hung, and neither peers nor who watches the process (`ubatch.process.heartbeat`)
 take this rank for dead.
 """
 
@@ -16,8 +16,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from ubatch.context import current_lane
-from ubatch.lateness import LATE_S, late
 from ubatch.peer_watch import silence
+from ubatch.process.lateness import LATE_S, late
 
 __all__ = ["holding_gil", "taking_long"]
 

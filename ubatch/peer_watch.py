@@ -32,7 +32,7 @@ from typing import Protocol
 import torch.distributed as dist
 
 from ubatch.errors import ForgedValue
-from ubatch.job_store import JobStore
+from ubatch.process.job_store import JobStore
 
 __all__ = ["PeerWatch", "hear_silences", "silence", "silences_in_force", "weak_call"]
 

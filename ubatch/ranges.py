@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch.profiler import record_function
 
-from ubatch.interrupts import changing
+from ubatch.process.interrupts import changing
 
 __all__ = ["LaneRanges", "profile_ranges", "ranges_wanted"]
 

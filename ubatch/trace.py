@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import cast
 
-from ubatch.interrupts import changing
+from ubatch.process.interrupts import changing
 
 __all__ = [
     "UNSPLIT",

@@ -21,7 +21,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from ubatch.machine import machine_name
+from ubatch.process.machine import machine_name
 from ubatch.trace import UNSPLIT, Span, SpanKind, StepNote
 
 __all__ = ["Clock", "Mark", "TraceSummary", "points", "summarise", "to_chrome", "write_chrome", "write_whole"]

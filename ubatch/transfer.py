@@ -31,8 +31,8 @@ from ubatch.connection import Connection, Work
 from ubatch.context import UBatchContext, current_lane
 from ubatch.errors import TransferTimeout, UBatchError
 from ubatch.graphs import capturing
-from ubatch.interrupts import changing
 from ubatch.lifetimes import abandon_transfers
+from ubatch.process.interrupts import changing
 from ubatch.trace import UNSPLIT, LinkTime, SpanKind, current_trace
 
 __all__ = ["Transfer", "transfers_end_within"]

@@ -49,8 +49,8 @@ from ubatch.graph_cuda import CudaGraphs
 from ubatch.graph_table import GraphTable, Hit
 from ubatch.graphs import CapturedGraph, CaptureFailed, GraphBackend, GraphKey
 from ubatch.group import CommGroup
-from ubatch.interrupts import Claim, Claims, apart
 from ubatch.planner import CutCall, Intent, Planner
+from ubatch.process.interrupts import Claim, Claims, apart
 from ubatch.proof import Proof
 from ubatch.schedule import Schedule
 from ubatch.sm_budget import merge_sm_use

@@ -39,7 +39,7 @@ from model_runner.tensor_parallel import Shard
 from model_runner.weights import Checkpoint
 from moe import linear
 from ubatch import Point, dbo_yield
-from ubatch.heartbeat import beat
+from ubatch.process.heartbeat import beat
 
 __all__ = ["DecoderLM"]
 

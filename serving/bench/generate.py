@@ -18,7 +18,7 @@ from model_runner import ModelRunner, SamplingParams, generate, make_random_qwen
 from moe import linear
 from serving.bench.statistics import Interval, bootstrap, interleave_arms, paired, timed
 from ubatch import UBatchConfig, UBatchError
-from ubatch.cores import num_cores
+from ubatch.process.cores import num_cores
 
 __all__ = ["GenerateResult", "measure_generate", "transformers_arm"]
 

@@ -31,7 +31,7 @@ from serving.bench.serve_requests import Server, Status, Task, send_all
 from serving.bench.statistics import Interval, bootstrap, interleave_arms, paired, timed
 from serving.llm import LLM
 from ubatch import UBatchError
-from ubatch.cores import num_cores
+from ubatch.process.cores import num_cores
 
 __all__ = ["OfflineResult", "Workload", "make_served_model", "measure_offline", "random_prompts"]
 

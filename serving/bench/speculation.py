@@ -37,7 +37,7 @@ from serving.scheduler import SchedulerConfig
 from serving.speculation import Algorithm, SpeculationConfig
 from serving.text import load_tokenizer
 from ubatch import ConfigError, UBatchError
-from ubatch.cores import num_cores
+from ubatch.process.cores import num_cores
 
 __all__ = ["Options", "SpeculationResult", "held_out_prompts", "run"]
 

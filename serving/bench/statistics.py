@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from ubatch.cores import num_cores
+from ubatch.process.cores import num_cores
 
 __all__ = ["Interval", "bootstrap", "environment", "interleave_arms", "paired", "timed", "write_json"]
 

@@ -47,9 +47,9 @@ from serving.engine.options import EngineOptions
 from serving.engine.rendezvous import post_turns_address, turns_address
 from serving.requests import RequestInput
 from ubatch import TransferTimeout, UBatchError
-from ubatch.heartbeat import beat
-from ubatch.job_store import JobStore
-from ubatch.lateness import Patience
+from ubatch.process.heartbeat import beat
+from ubatch.process.job_store import JobStore
+from ubatch.process.lateness import Patience
 
 __all__ = ["FollowerLink", "LeaderLink", "Link", "OutOfStep", "join_turns"]
 

@@ -10,7 +10,7 @@
 
 The launching process outlives every rank, so a rank that dies takes no store with it.
 
-With a cluster secret (`secret`) all that is said here carries a keyed hash (`ubatch.job_store`): "client" and "nodes/N"
+With a cluster secret (`secret`) all that is said here carries a keyed hash (`ubatch.process.job_store`): "client" and "nodes/N"
 by a key of the secret alone, the rest by keys of the run as well. Without one, whoever reaches the ports of node 0 can
 take part. The store itself, gloo and NCCL have no authentication in either case: their network must be private.
 """
@@ -30,7 +30,7 @@ from serving.engine.secret import ClusterSecret, CurveKeys, read_secret
 from serving.logs import log_event
 from serving.network import choose_interface, listening_store, warn_of_loopback
 from ubatch import ConfigError, ForgedValue, UBatchError
-from ubatch.job_store import JobStore, sign_job_store
+from ubatch.process.job_store import JobStore, sign_job_store
 
 __all__ = [
     "Run",

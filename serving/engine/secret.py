@@ -1,6 +1,6 @@
 """What the machines of a cluster know and nobody else does, and the keys that a run makes of it.
 
-    secret file --HKDF-SHA256, salted with the run-->  keys of the rendezvous store (`ubatch.job_store`)
+    secret file --HKDF-SHA256, salted with the run-->  keys of the rendezvous store (`ubatch.process.job_store`)
                                                        key pairs of CURVE, of node 0 and of those that connect
 
 Node 0 draws the run's name anew at each start, so that nothing recorded earlier counts in it. All that connect share

@@ -20,7 +20,7 @@ from contextlib import contextmanager, suppress
 
 import torch.distributed as dist
 
-from ubatch.job_store import JobStore, job_store
+from ubatch.process.job_store import JobStore, job_store
 
 __all__ = ["LATE_S", "Patience", "late", "late_ranks"]
 

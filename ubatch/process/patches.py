@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from ubatch.interrupts import Mark, holding
+from ubatch.process.interrupts import Mark, holding
 
 __all__ = ["Patches", "Replacement"]
 
