@@ -31,8 +31,8 @@ from serving.bench.step_setting import StepSetting, prefill_batch
 from serving.generate import describe_steps, load_tokenizer
 from serving.ranks import run_ranks
 from ubatch import CommGroup, Span, UBatchConfig, UBatchWrapper, tracing
-from ubatch.trace_export import summarise, write_chrome
-from ubatch.trace_html import write_html
+from ubatch.trace.export import summarise, write_chrome
+from ubatch.trace.page import write_html
 
 MODEL = Path(__file__).parent / "models" / "tiny-moe"
 SHOWN = ("def main(", "class Server:\n    def __init__(self, ", "    for line in ", "    raise ValueError(")

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from serving.ranks import run_ranks
 from ubatch import CommGroup, UBatchConfig, UBatchWrapper, all_reduce, tracing
-from ubatch.trace_export import TraceSummary, summarise
+from ubatch.trace.export import TraceSummary, summarise
 
 HIDDEN, INTERMEDIATE, BLOCKS = 256, 1024, 4
 

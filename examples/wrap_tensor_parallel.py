@@ -21,7 +21,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from serving.ranks import run_ranks
 from ubatch import CommGroup, UBatchConfig, UBatchWrapper, tracing
-from ubatch.trace_export import TraceSummary, summarise
+from ubatch.trace.export import TraceSummary, summarise
 
 SHAPE = LlamaConfig(
     vocab_size=512,

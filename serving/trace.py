@@ -28,9 +28,9 @@ from serving.trace_diagnosis import diagnose
 from serving.trace_finding import Finding
 from serving.trace_steps import Group, StepRecord, between_steps, group_steps, read_steps
 from ubatch import ConfigError, UBatchError, tracing, write_chrome, write_html
-from ubatch.trace_export import Clock
-from ubatch.trace_file import RankTrace, merge_traces, read_chrome
-from ubatch.trace_html import Remark
+from ubatch.trace.export import Clock
+from ubatch.trace.file import RankTrace, merge_traces, read_chrome
+from ubatch.trace.page import Remark
 
 __all__ = ["ServerRefused", "TraceCommand", "read", "run"]
 

@@ -14,9 +14,9 @@ from enum import StrEnum
 from statistics import fmean, median
 
 from ubatch import Span, SpanKind, TraceSummary, summarise
-from ubatch.trace import UNSPLIT, StepNote
-from ubatch.trace_export import by_step, computing, describe_outcome, handoffs, measure
-from ubatch.trace_file import RankTrace
+from ubatch.trace.export import by_step, computing, describe_outcome, handoffs, measure
+from ubatch.trace.file import RankTrace
+from ubatch.trace.spans import UNSPLIT, StepNote
 
 __all__ = [
     "Basis",

@@ -8,7 +8,7 @@ from lanes import run, walker
 
 from ubatch.dbo import dbo_yield
 from ubatch.ring import interleave
-from ubatch.trace import tracing
+from ubatch.trace.spans import tracing
 from ubatch.workers import LanePool
 
 

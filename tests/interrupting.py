@@ -14,8 +14,8 @@ import ubatch
 from ubatch.context import current_lane
 from ubatch.forward_context import get_forward_context
 from ubatch.graphs import capturing
-from ubatch.ranges import ranges_wanted
-from ubatch.trace import current_trace
+from ubatch.trace.ranges import ranges_wanted
+from ubatch.trace.spans import current_trace
 
 PACKAGE = (str(Path(ubatch.__file__).parent),)
 PLACES = (*PACKAGE, contextlib.__file__)

@@ -22,7 +22,7 @@ from ubatch.forward_context import ForwardContext, get_forward_context
 from ubatch.ring import interleave
 from ubatch.schedule import SCHEDULES, Point, Schedule, get_schedule
 from ubatch.streams import NullStream
-from ubatch.trace import tracing
+from ubatch.trace.spans import tracing
 from ubatch.wakeup import EventFdWakeUp, Gate, LockWakeUp, WakeUp, make_wakeup
 
 KINDS: list[type[EventFdWakeUp] | type[LockWakeUp]] = [LockWakeUp]

@@ -13,8 +13,8 @@ from model_runner import SamplingParams
 from serving.engine.tracing import StepTracer
 from serving.requests import RequestInput
 from ubatch import Span, SpanKind, current_trace, summarise
-from ubatch.trace import StepNote
-from ubatch.trace_file import read_chrome
+from ubatch.trace.file import read_chrome
+from ubatch.trace.spans import StepNote
 
 
 def spans_of_a_step(step: int = 1) -> list[Span]:

@@ -25,7 +25,7 @@ from ubatch.errors import LaneAborted, UBatchTimeout
 from ubatch.ring import interleave
 from ubatch.schedule import Schedule
 from ubatch.streams import NullStreams
-from ubatch.trace import tracing
+from ubatch.trace.spans import tracing
 from ubatch.transfer import Transfer
 
 pytestmark = pytest.mark.timeout(60)

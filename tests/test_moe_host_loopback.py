@@ -32,7 +32,7 @@ from ubatch import (
     dbo_yield,
     tracing,
 )
-from ubatch.trace import SpanKind
+from ubatch.trace.spans import SpanKind
 from ubatch.workers import LanePool
 
 CPU = torch.device("cpu")

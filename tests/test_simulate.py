@@ -21,7 +21,7 @@ from ubatch.simulate import (
     simulate,
     simulate_ranks,
 )
-from ubatch.trace import Event, EventKind, LinkTime, SpanKind, Trace
+from ubatch.trace.spans import Event, EventKind, LinkTime, SpanKind, Trace
 
 LAYERS = 200
 VLLM = get_schedule("mlp_shared_overlap")

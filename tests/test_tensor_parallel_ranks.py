@@ -47,7 +47,7 @@ from ubatch import (
 )
 from ubatch.layer_program import LayerTimes, layer_program
 from ubatch.simulate import Launch, Op, Pass, Wait, programs_of
-from ubatch.trace import SpanKind
+from ubatch.trace.spans import SpanKind
 
 MLPS = {"Qwen3Moe": "sds", "DeepseekV3": "dss", "Llama": "ddd"}
 """Family -> its layers, dense or sparse. DeepSeek's has latent attention and shared experts, Llama's has biases."""

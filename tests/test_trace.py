@@ -18,7 +18,7 @@ from ubatch.dbo import dbo_current_ubatch_id, dbo_maybe_run_recv_hook, dbo_regis
 from ubatch.ring import interleave
 from ubatch.schedule import Recv, Schedule
 from ubatch.simulate import Compute, Launch, Pass, Wait, programs_of, simulate
-from ubatch.trace import UNSPLIT, EventKind, LinkTime, Span, SpanKind, Trace, current_trace, tracing
+from ubatch.trace.spans import UNSPLIT, EventKind, LinkTime, Span, SpanKind, Trace, current_trace, tracing
 from ubatch.transfer import Transfer
 from ubatch.workers import LanePool
 

@@ -14,9 +14,9 @@ import pytest
 
 import serving.trace
 from serving.cli import main
-from ubatch.trace import UNSPLIT, Span, SpanKind, StepNote
-from ubatch.trace_export import write_chrome
-from ubatch.trace_file import read_chrome
+from ubatch.trace.export import write_chrome
+from ubatch.trace.file import read_chrome
+from ubatch.trace.spans import UNSPLIT, Span, SpanKind, StepNote
 
 TINY = str(Path(__file__).resolve().parent.parent / "examples" / "models" / "tiny-moe")
 COMPUTE, WAIT, TRANSFER = SpanKind.COMPUTE, SpanKind.WAIT, SpanKind.TRANSFER

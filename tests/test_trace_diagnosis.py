@@ -10,9 +10,9 @@ from serving.trace_diagnosis import diagnose
 from serving.trace_finding import Finding, FindingKind
 from serving.trace_steps import Basis, StepRecord, between_steps, compare, group_steps, read_steps, size_class
 from ubatch import DeclineReason, Span, SpanKind, TraceSummary
-from ubatch.trace import StepNote
-from ubatch.trace_export import Clock
-from ubatch.trace_file import RankTrace
+from ubatch.trace.export import Clock
+from ubatch.trace.file import RankTrace
+from ubatch.trace.spans import StepNote
 
 MS = 1e-3
 BELOW = "below_decode_threshold"

@@ -15,9 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ubatch.errors import ConfigError
-from ubatch.trace import UNSPLIT, Span, SpanKind
-from ubatch.trace_export import TraceSummary, difference, intersection, pack, summarise, to_chrome, union, write_chrome
-from ubatch.trace_html import Remark, write_html
+from ubatch.trace.export import TraceSummary, difference, intersection, pack, summarise, to_chrome, union, write_chrome
+from ubatch.trace.page import Remark, write_html
+from ubatch.trace.spans import UNSPLIT, Span, SpanKind
 
 COMPUTE, WAIT, TRANSFER = SpanKind.COMPUTE, SpanKind.WAIT, SpanKind.TRANSFER
 
@@ -289,7 +289,7 @@ def test_page_prefers_the_overlapped_step_of_median_length(tmp_path: Path) -> No
 
 
 def test_page_of_a_long_trace_has_every_so_manieth_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ubatch.trace_html.MOST_SPANS", 10)
+    monkeypatch.setattr("ubatch.trace.page.MOST_SPANS", 10)
     spans = [Span(COMPUTE, "end", 0, float(step), step + 0.5, step) for step in range(1, 26)]
     data = page_data(write_and_read(tmp_path, {0: spans}, step=5))
     assert [step["step"] for step in data["steps"]] == [1, 4, 5, 7, 10, 13, 16, 19, 22, 25]

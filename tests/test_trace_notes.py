@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from wrapper_cases import Model, x_of
 
 from ubatch import ForwardContext, ForwardMode, UBatchConfig, UBatchWrapper, set_forward_context, tracing
-from ubatch.trace import StepNote, note_outcome, note_step, traced_step
+from ubatch.trace.spans import StepNote, note_outcome, note_step, traced_step
 
 
 @torch.inference_mode()

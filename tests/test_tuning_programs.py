@@ -19,8 +19,8 @@ from serving.tuning.stages import slowest_layer_times
 from ubatch import Transfer
 from ubatch.schedule import get_schedule
 from ubatch.simulate import Compute, Launch, Op, Pass, Wait
-from ubatch.trace import Event, EventKind, SpanKind, current_trace
-from ubatch.trace import traced_step as one_step
+from ubatch.trace.spans import Event, EventKind, SpanKind, current_trace
+from ubatch.trace.spans import traced_step as one_step
 
 
 @pytest.mark.parametrize("emulated", [True, False])

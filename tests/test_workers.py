@@ -34,7 +34,7 @@ from ubatch.errors import ForkedLaneError, UBatchError
 from ubatch.forward_context import ForwardContext, get_forward_context
 from ubatch.ring import interleave
 from ubatch.streams import NullStream, NullStreams
-from ubatch.trace import tracing
+from ubatch.trace.spans import tracing
 from ubatch.wakeup import Gate
 from ubatch.workers import LanePool
 

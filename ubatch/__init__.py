@@ -99,7 +99,6 @@ from ubatch.host_copy import copy_to_host
 from ubatch.layer_program import LayerTimes
 from ubatch.modes import ModeSettings, Resolved
 from ubatch.process.registry import LazyRegistry, import_optional
-from ubatch.ranges import profile_ranges
 from ubatch.ring import Ring, interleave
 from ubatch.schedule import SCHEDULES, Point, Recv, Schedule, SharedExpert, get_schedule
 from ubatch.search import Candidate, search_schedules
@@ -109,10 +108,11 @@ from ubatch.split import UBatchSlice, keep_together, split_balanced, split_fixed
 from ubatch.split_cost import SplitBy, SplitCost, split_by_cost
 from ubatch.split_mixed import split_mixed
 from ubatch.statistics import UBatchStatistics
-from ubatch.trace import LinkTime, Span, SpanKind, StepNote, Trace, current_trace, tracing
-from ubatch.trace_export import TraceSummary, summarise, write_chrome
-from ubatch.trace_file import RankTrace, merge_traces, read_chrome
-from ubatch.trace_html import Remark, write_html
+from ubatch.trace.export import TraceSummary, summarise, write_chrome
+from ubatch.trace.file import RankTrace, merge_traces, read_chrome
+from ubatch.trace.page import Remark, write_html
+from ubatch.trace.ranges import profile_ranges
+from ubatch.trace.spans import LinkTime, Span, SpanKind, StepNote, Trace, current_trace, tracing
 from ubatch.transfer import Transfer
 from ubatch.vote import Decision, DeclineReason, Offer, Wish, decide, fingerprint
 from ubatch.wakeup import Gate

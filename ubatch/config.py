@@ -95,7 +95,7 @@ class UBatchConfig:
             where every lane returns the same. Needed with `verify="off"` alone: there, what is not named is
             concatenated along dimension 0, where that is the rows or tokens of the call. A proof finds out by itself,
             and refuses what is named otherwise.
-        profile_ranges: show every lane's stages as ranges in torch.profiler and NVTX (`ubatch.ranges`).
+        profile_ranges: show every lane's stages as ranges in torch.profiler and NVTX (`ubatch.trace.ranges`).
         require_overlap: raise `OverlapDeclined` instead of running unsplit. A proving call is allowed.
         verify: `first`, `always` or `off`; see `Verify`.
         cudagraph_capture_sizes: tokens of the graphs that `UBatchWrapper.capture_sizes` captures; smaller calls are

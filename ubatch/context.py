@@ -30,10 +30,10 @@ from ubatch.errors import ConfigError, ForkedLaneError, LaneAborted, UBatchError
 from ubatch.forward_context import ForwardContext, _forward_context
 from ubatch.lane_streams import LaneStreams
 from ubatch.lifetimes import Launched
-from ubatch.ranges import LaneRanges, ranges_wanted
 from ubatch.schedule import SERIAL, Recv, Schedule, get_schedule
 from ubatch.streams import NullStreams, StreamBackend
-from ubatch.trace import Event, EventKind, LinkTime, SpanKind, Trace, current_trace
+from ubatch.trace.ranges import LaneRanges, ranges_wanted
+from ubatch.trace.spans import Event, EventKind, LinkTime, SpanKind, Trace, current_trace
 
 __all__ = [
     "ReadyBarrier",

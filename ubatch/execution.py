@@ -30,11 +30,11 @@ from ubatch.long_calls import taking_long
 from ubatch.outputs import merge_outputs
 from ubatch.planner import CutCall, Intent
 from ubatch.process.interrupts import Marks
-from ubatch.ranges import profile_ranges
 from ubatch.schedule import Schedule
 from ubatch.single_lane import SingleLane
 from ubatch.streams import make_streams
-from ubatch.trace import UNSPLIT, SpanKind, current_trace
+from ubatch.trace.ranges import profile_ranges
+from ubatch.trace.spans import UNSPLIT, SpanKind, current_trace
 from ubatch.transfer import transfers_end_within
 from ubatch.vote import Decision
 from ubatch.workers import LanePool

@@ -26,7 +26,7 @@ from ubatch.graph_io import CallLeaves, GraphInputs, GraphOutput, RowDims, find_
 from ubatch.graph_table import Entry, GraphTable, Setting, wants_gradients
 from ubatch.graphs import Capture, CapturedGraph, CaptureFailed, GraphBackend, GraphKey, Recording, mark_capturing
 from ubatch.planner import Intent, Planner
-from ubatch.trace import current_trace, tracing
+from ubatch.trace.spans import current_trace, tracing
 from ubatch.vote import Decision, DeclineReason, Offer, Wish, decide, fingerprint
 
 __all__ = ["Capturer", "record"]

@@ -36,7 +36,7 @@ from ubatch.merging import Learner
 from ubatch.module_state import ModuleState, RandomState, TensorMark
 from ubatch.planner import CutCall, Intent
 from ubatch.proof_table import ProofTable
-from ubatch.trace import current_trace, tracing
+from ubatch.trace.spans import current_trace, tracing
 from ubatch.vote import Decision, DeclineReason, Offer, Wish, decide, fingerprint
 
 __all__ = ["Outcome", "Proof"]

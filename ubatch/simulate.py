@@ -19,7 +19,7 @@ from statistics import median
 from ubatch.errors import ConfigError
 from ubatch.ring import Ring
 from ubatch.schedule import Recv, Schedule
-from ubatch.trace import Event, EventKind, Span, SpanKind, Trace
+from ubatch.trace.spans import Event, EventKind, Span, SpanKind, Trace
 
 __all__ = [
     "Compute",

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from ubatch.graphs import GraphMiss
 from ubatch.schedule import Schedule
-from ubatch.trace import note_outcome
+from ubatch.trace.spans import note_outcome
 from ubatch.vote import Decision, DeclineReason
 
 __all__ = ["Tally", "UBatchStatistics"]

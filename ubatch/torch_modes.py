@@ -9,7 +9,7 @@ What lanes do take over is in `ubatch.ambient`. Of the rest there are two kinds:
                             non-reentrant checkpoints: their recomputation must save what the forward has saved, so that
                             it must not be that one of the two overlaps and the other does not
 
-Torch profilers are bound to a thread, too, but they change no result: see `ubatch.ranges` for the switch that shows all
+Torch profilers are bound to a thread, too, but they change no result: see `ubatch.trace.ranges` for the switch that shows all
 threads.
 """
 

@@ -33,7 +33,7 @@ from ubatch.errors import TransferTimeout, UBatchError
 from ubatch.graphs import capturing
 from ubatch.lifetimes import abandon_transfers
 from ubatch.process.interrupts import changing
-from ubatch.trace import UNSPLIT, LinkTime, SpanKind, current_trace
+from ubatch.trace.spans import UNSPLIT, LinkTime, SpanKind, current_trace
 
 __all__ = ["Transfer", "transfers_end_within"]
 

@@ -56,7 +56,7 @@ from ubatch.schedule import Schedule
 from ubatch.sm_budget import merge_sm_use
 from ubatch.statistics import Tally, UBatchStatistics
 from ubatch.torch_modes import why_not_in_lanes
-from ubatch.trace import note_step, traced_step
+from ubatch.trace.spans import note_step, traced_step
 from ubatch.vote import Decision, DeclineReason, Offer, Wish, decide
 
 __all__ = ["UBatchWrapper"]

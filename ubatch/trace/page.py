@@ -14,8 +14,7 @@ from importlib import resources
 from pathlib import Path
 
 from ubatch.errors import ConfigError
-from ubatch.trace import UNSPLIT, Span, SpanKind, StepNote
-from ubatch.trace_export import (
+from ubatch.trace.export import (
     Interval,
     by_step,
     computing,
@@ -30,6 +29,7 @@ from ubatch.trace_export import (
     union,
     write_whole,
 )
+from ubatch.trace.spans import UNSPLIT, Span, SpanKind, StepNote
 
 __all__ = ["Remark", "write_html"]
 

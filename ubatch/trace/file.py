@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from ubatch.errors import ConfigError
-from ubatch.trace import UNSPLIT, Span, SpanKind, StepNote
-from ubatch.trace_export import FILE_KEY, WAIT_PREFIX, Clock, by_step, lane_row
+from ubatch.trace.export import FILE_KEY, WAIT_PREFIX, Clock, by_step, lane_row
+from ubatch.trace.spans import UNSPLIT, Span, SpanKind, StepNote
 
 __all__ = ["RankTrace", "merge_traces", "read_chrome"]
 

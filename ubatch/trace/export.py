@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from ubatch.process.machine import machine_name
-from ubatch.trace import UNSPLIT, Span, SpanKind, StepNote
+from ubatch.trace.spans import UNSPLIT, Span, SpanKind, StepNote
 
 __all__ = ["Clock", "Mark", "TraceSummary", "points", "summarise", "to_chrome", "write_chrome", "write_whole"]
 
