@@ -29,8 +29,8 @@ from model_runner.transport import most_chunks
 from moe import All2All
 from ubatch import SCHEDULES, CommGroup, ConfigError, Decision, ForwardMode, Schedule, UBatchConfig, fingerprint
 from ubatch.connection import Connection
-from ubatch.cost_table import SERIAL_ARM, Setting
-from ubatch.modes import MODE_KEYS, ModeSettings, mode_key
+from ubatch.schedules.cost_table import SERIAL_ARM, Setting
+from ubatch.schedules.modes import MODE_KEYS, ModeSettings, mode_key
 
 __all__ = ["DboAuto", "FixedSettings", "StepSettings", "make_step_settings"]
 

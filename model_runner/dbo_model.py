@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ubatch.cost_table import SERIAL_ARM
+from ubatch.schedules.cost_table import SERIAL_ARM
 
 __all__ = ["Seen", "StepModel", "Sum", "mean_below"]
 

@@ -4,7 +4,7 @@ It sees what all ranks know of a step (kind, fewest tokens of a busy rank, which
 steps at once, how long it took on the slowest rank. Every rank tells it the same, so all decide alike.
 
     every step that is told                            -> `StepModel`: what each arm makes of each size, and how sure
-    what is expected of a kind's sizes                 -> `ubatch.cost_table.choose`
+    what is expected of a kind's sizes                 -> `ubatch.schedules.cost_table.choose`
     the setting in use is worse than that by the hysteresis                  -> change it
     a step in another arm would tell more than it costs, and the budget has it   -> the next step of that size tries it
     nothing but what is in use has run for long, at that size and close to it                  -> likewise
@@ -24,8 +24,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from model_runner.dbo_model import Seen, StepModel, Sum, mean_below
-from ubatch.cost_table import SERIAL_ARM, CostTable, Setting, choose
 from ubatch.errors import ConfigError
+from ubatch.schedules.cost_table import SERIAL_ARM, CostTable, Setting, choose
 
 __all__ = ["Policy", "PolicyStatistics"]
 

@@ -34,8 +34,8 @@ from ubatch import (
     split_by_cost,
     split_requests,
 )
-from ubatch.modes import Resolved
-from ubatch.split_mixed import split_mixed
+from ubatch.schedules.modes import Resolved
+from ubatch.schedules.split_mixed import split_mixed
 
 __all__ = ["BatchShape", "Coordination", "coordinate_batch_across_dp", "make_offer"]
 

@@ -44,7 +44,7 @@ from serving.options import ServeCommand, Settings
 from serving.requests import EngineDead
 from serving.text import check_chat_template, load_tokenizer
 from ubatch import ForwardMode
-from ubatch.modes import mode_key
+from ubatch.schedules.modes import mode_key
 
 __all__ = ["run_server"]
 

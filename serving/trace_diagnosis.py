@@ -19,7 +19,7 @@ from serving.trace_finding import Finding, FindingKind
 from serving.trace_inside import exposed, hand_offs, idle, meetings, nothing_to_hide, uneven
 from serving.trace_steps import LEAST_STEPS, Basis, Comparison, StepRecord, compare
 from ubatch import DeclineReason, ForwardMode
-from ubatch.modes import mode_key
+from ubatch.schedules.modes import mode_key
 
 __all__ = ["diagnose"]
 
@@ -198,7 +198,7 @@ def _evidence(classes: Sequence[Comparison]) -> str:
 
 
 def _threshold(mode: str) -> str:
-    """What to set; the same mode as in `ubatch.modes`. Verify steps have no flag of their own."""
+    """What to set; the same mode as in `ubatch.schedules.modes`. Verify steps have no flag of their own."""
     flags = {"decode": "--dbo-decode-token-threshold", "verify": "the token_threshold of verify (YAML)"}
     return flags.get(mode_key(ForwardMode(mode)), "--dbo-prefill-token-threshold")
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from lanes import run, walker
 
 from ubatch.dbo import dbo_yield
-from ubatch.ring import interleave
+from ubatch.schedules.ring import interleave
 from ubatch.trace.spans import tracing
 from ubatch.workers import LanePool
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ubatch.dbo import dbo_yield
-from ubatch.schedule import Schedule
+from ubatch.schedules.schedule import Schedule
 from ubatch.streams import StreamBackend
 from ubatch.workers import LanePool
 

@@ -19,7 +19,7 @@ from ubatch.dbo import (
     dbo_yield_and_switch_from_compute_to_comm,
     on_comm_stream,
 )
-from ubatch.schedule import Point, Schedule, SharedExpert
+from ubatch.schedules.schedule import Point, Schedule, SharedExpert
 from ubatch.transfer import Transfer
 from ubatch.workers import LanePool
 

@@ -29,9 +29,9 @@ from serving.options.sources import Source, read_file, read_keywords
 from serving.runner_setup import describe_transport
 from serving.tuning.steps import ArmSteps
 from ubatch import CommGroup, ConfigError, ForwardMode, UBatchConfig
-from ubatch.layer_program import LayerTimes
-from ubatch.modes import ModeSettings
-from ubatch.schedule import get_schedule
+from ubatch.schedules.layer_program import LayerTimes
+from ubatch.schedules.modes import ModeSettings
+from ubatch.schedules.schedule import get_schedule
 
 TINY = str(Path(__file__).resolve().parent.parent / "examples" / "models" / "tiny-moe")
 EP = ("--data-parallel-size", "2", "--enable-expert-parallel")

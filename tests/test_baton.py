@@ -18,9 +18,9 @@ from ubatch.baton import Baton
 from ubatch.context import make_ubatch_contexts
 from ubatch.dbo import dbo_current_ubatch_id, dbo_enabled, dbo_maybe_run_recv_hook, dbo_register_recv_hook, dbo_yield
 from ubatch.errors import ConfigError, LaneAborted, UBatchError
-from ubatch.forward_context import ForwardContext, get_forward_context
-from ubatch.ring import interleave
-from ubatch.schedule import SCHEDULES, Point, Schedule, get_schedule
+from ubatch.schedules.forward_context import ForwardContext, get_forward_context
+from ubatch.schedules.ring import interleave
+from ubatch.schedules.schedule import SCHEDULES, Point, Schedule, get_schedule
 from ubatch.streams import NullStream
 from ubatch.trace.spans import tracing
 from ubatch.wakeup import EventFdWakeUp, Gate, LockWakeUp, WakeUp, make_wakeup

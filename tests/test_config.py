@@ -11,8 +11,8 @@ import pytest
 import yaml
 
 from ubatch import SCHEDULES, ConfigError, Schedule, UBatchConfig
-from ubatch.modes import MODE_KEYS, ModeSettings
-from ubatch.schedule import Recv
+from ubatch.schedules.modes import MODE_KEYS, ModeSettings
+from ubatch.schedules.schedule import Recv
 
 
 def refused(message: str, make: Callable[..., object], *args: Any, **kwargs: Any) -> None:

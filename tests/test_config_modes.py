@@ -23,7 +23,7 @@ from ubatch import (
     decide,
     fingerprint,
 )
-from ubatch.modes import ModeSettings
+from ubatch.schedules.modes import ModeSettings
 
 MINE = {"lanes": 3, "chunks": 2, "lead": 1, "points_off": ["layer", "output"], "shared_expert": "dispatch"}
 CONFIG: Mapping[str, Any] = {

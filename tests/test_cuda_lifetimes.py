@@ -27,7 +27,7 @@ from ubatch.dbo import (
 from ubatch.errors import UBatchTimeout
 from ubatch.lane_streams import LaneStreams
 from ubatch.lifetimes import Ledger
-from ubatch.schedule import Recv, Schedule
+from ubatch.schedules.schedule import Recv, Schedule
 from ubatch.transfer import Transfer
 
 PEER = Schedule("peer", points_off=frozenset(), recv=Recv.PEER)

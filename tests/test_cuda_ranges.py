@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from ubatch import UBatchConfig, UBatchWrapper, dbo_yield
-from ubatch.schedule import Schedule
+from ubatch.schedules.schedule import Schedule
 from ubatch.trace.ranges import LaneRanges, profile_ranges
 
 POINTS = ("select", "dispatch", "mine")

@@ -22,8 +22,8 @@ from serving.engine.build import make_core, make_runner
 from serving.options import read_serve_command
 from serving.scheduler import SchedulerConfig
 from ubatch import CommGroup, ConfigError, Decision, DeclineReason, ForwardMode, UBatchConfig, fingerprint
-from ubatch.cost_table import SERIAL_ARM, Setting
-from ubatch.modes import ModeSettings
+from ubatch.schedules.cost_table import SERIAL_ARM, Setting
+from ubatch.schedules.modes import ModeSettings
 
 
 def test_wrong_settings_are_refused() -> None:

@@ -26,9 +26,9 @@ from serving.tuning.cells import Arm, Cell, Grid
 from serving.tuning.stages import StageModel, better_schedule
 from serving.tuning.steps import ArmSteps
 from ubatch import SCHEDULES, CommGroup, ConfigError, Schedule, UBatchConfig
-from ubatch.cost_table import Setting
-from ubatch.layer_program import LayerTimes
-from ubatch.modes import ModeSettings
+from ubatch.schedules.cost_table import Setting
+from ubatch.schedules.layer_program import LayerTimes
+from ubatch.schedules.modes import ModeSettings
 
 DEFAULT = SCHEDULES["mlp_shared_overlap"]
 USUAL = (DEFAULT, DEFAULT.with_lanes(3), SCHEDULES["single_batch"])

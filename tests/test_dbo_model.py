@@ -8,7 +8,7 @@ import random
 import pytest
 
 from model_runner.dbo_model import Seen, StepModel
-from ubatch.cost_table import SERIAL_ARM
+from ubatch.schedules.cost_table import SERIAL_ARM
 
 ARMS = {"decode": ("2", "3"), "prefill": ("2", "3")}
 

@@ -12,7 +12,7 @@ import pytest
 from model_runner.dbo_model import Seen
 from model_runner.dbo_policy import Policy
 from ubatch import ConfigError
-from ubatch.cost_table import SERIAL_ARM, CostTable, Setting, choose
+from ubatch.schedules.cost_table import SERIAL_ARM, CostTable, Setting, choose
 
 ARMS = {"decode": ("2", "3"), "prefill": ("2", "3")}
 STEPS = 6000

@@ -22,8 +22,8 @@ from ubatch import UBatchConfig, UBatchWrapper, workers
 from ubatch.connection import Connection, Work
 from ubatch.dbo import dbo_current_ubatch_id, dbo_yield
 from ubatch.errors import LaneAborted, UBatchTimeout
-from ubatch.ring import interleave
-from ubatch.schedule import Schedule
+from ubatch.schedules.ring import interleave
+from ubatch.schedules.schedule import Schedule
 from ubatch.streams import NullStreams
 from ubatch.trace.spans import tracing
 from ubatch.transfer import Transfer

@@ -14,7 +14,7 @@ from model_runner.dp import BatchShape, make_offer
 from serving.scheduler import ScheduledStep, SchedulerConfig
 from serving.scheduler.mixed_steps import MeasuredLimit, MixedSteps
 from ubatch import ConfigError, Decision, ForwardMode, UBatchConfig
-from ubatch.vote import decide
+from ubatch.schedules.vote import decide
 
 PAGE = 16
 

@@ -20,9 +20,9 @@ from moe.all2all.chunks import blocks_of, only_block
 from moe.experts.grouped import GroupedExperts
 from ubatch import ConfigError, Point, Recv, Schedule, SharedExpert, SpanKind, Trace, dbo_yield, get_schedule, tracing
 from ubatch.handover import HandoverError
-from ubatch.layer_program import LayerTimes, layer_program
-from ubatch.schedule import check_runnable
-from ubatch.simulate import Launch, Op, Pass, Wait, programs_of, simulate
+from ubatch.schedules.layer_program import LayerTimes, layer_program
+from ubatch.schedules.schedule import check_runnable
+from ubatch.schedules.simulate import Launch, Op, Pass, Wait, programs_of, simulate
 from ubatch.single_lane import SingleLane
 from ubatch.streams import StreamBackend
 from ubatch.workers import LanePool

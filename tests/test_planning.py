@@ -21,9 +21,9 @@ from serving.planning.tables import interpolated
 from serving.planning.transfers import Transfers
 from serving.planning.workload import Mode, Workload
 from ubatch.errors import ConfigError
-from ubatch.layer_program import layer_program
-from ubatch.schedule import SCHEDULES, SERIAL, Schedule, SharedExpert
-from ubatch.simulate import Compute
+from ubatch.schedules.layer_program import layer_program
+from ubatch.schedules.schedule import SCHEDULES, SERIAL, Schedule, SharedExpert
+from ubatch.schedules.simulate import Compute
 
 CONSTANTS = load_constants()
 MODEL = read_model("deepseek-v3")

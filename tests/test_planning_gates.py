@@ -24,8 +24,8 @@ from serving.planning.steps import predict_step
 from serving.planning.workload import Mode, Workload
 from serving.tuning.programs import write_steps
 from ubatch.errors import ConfigError
-from ubatch.schedule import SCHEDULES, SERIAL
-from ubatch.simulate import Compute, Launch, Op, Pass, Wait
+from ubatch.schedules.schedule import SCHEDULES, SERIAL
+from ubatch.schedules.simulate import Compute, Launch, Op, Pass, Wait
 
 ROOT = Path(__file__).resolve().parent.parent
 MODEL = read_model("deepseek-v3")

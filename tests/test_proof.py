@@ -25,7 +25,7 @@ from ubatch import (
     set_forward_context,
     tracing,
 )
-from ubatch.forward_context import ForwardContext, ForwardMode
+from ubatch.schedules.forward_context import ForwardContext, ForwardMode
 from ubatch.signature import signature_of
 
 FIRST = {"verify": "first"}

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ubatch.ring import Ring, interleave
-from ubatch.schedule import SCHEDULES, Point, get_schedule
+from ubatch.schedules.ring import Ring, interleave
+from ubatch.schedules.schedule import SCHEDULES, Point, get_schedule
 
 Order = list[tuple[int, str]]
 

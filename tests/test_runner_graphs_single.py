@@ -10,7 +10,7 @@ from runner_graph_cases import make_captured, make_checkpoint, make_runner, star
 from model_runner import ModelRunner, ScheduledRequest
 from model_runner.graph_sizes import graph_families
 from ubatch import ForwardMode, UBatchConfig, UBatchError
-from ubatch.modes import ModeSettings
+from ubatch.schedules.modes import ModeSettings
 
 SINGLE = UBatchConfig(
     dbo_prefill_token_threshold=4096, modes={"decode": ModeSettings("single_batch", token_threshold=4)}

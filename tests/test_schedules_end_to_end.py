@@ -22,7 +22,7 @@ from model_runner import ModelRunner, SamplingParams, generate
 from model_runner.models import decoder
 from ranks import run_ranks
 from ubatch import SCHEDULES, CommGroup, Transfer, UBatchConfig, current_trace, dbo_current_ubatch_id, tracing
-from ubatch.ring import interleave
+from ubatch.schedules.ring import interleave
 
 SPARSE = 4
 FAMILIES: dict[str, dict[str, Any]] = {

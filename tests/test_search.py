@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 
 from ubatch.errors import ConfigError
-from ubatch.layer_program import LayerTimes, layer_program
-from ubatch.schedule import Schedule, SharedExpert
-from ubatch.search import Candidate, search_schedules
-from ubatch.simulate import simulate
+from ubatch.schedules.layer_program import LayerTimes, layer_program
+from ubatch.schedules.schedule import Schedule, SharedExpert
+from ubatch.schedules.search import Candidate, search_schedules
+from ubatch.schedules.simulate import simulate
 
 LAYERS = 200
 

@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 
 from ubatch.errors import ConfigError
-from ubatch.layer_program import LayerTimes, UnevenTimes, layer_program
-from ubatch.ring import interleave
-from ubatch.schedule import SCHEDULES, Point, Recv, Schedule, SharedExpert, get_schedule
-from ubatch.simulate import (
+from ubatch.schedules.layer_program import LayerTimes, UnevenTimes, layer_program
+from ubatch.schedules.ring import interleave
+from ubatch.schedules.schedule import SCHEDULES, Point, Recv, Schedule, SharedExpert, get_schedule
+from ubatch.schedules.simulate import (
     Compute,
     Launch,
     Op,

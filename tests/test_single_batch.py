@@ -32,7 +32,7 @@ from ubatch import (
     set_forward_context,
     tracing,
 )
-from ubatch.modes import ModeSettings
+from ubatch.schedules.modes import ModeSettings
 
 SINGLE: dict[str, Any] = {"schedule": "single_batch", "dbo_prefill_token_threshold": 4, "dbo_decode_token_threshold": 2}
 Seen = tuple[str, int, int, ForwardContext | None]

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ubatch.errors import ConfigError, SplitError
-from ubatch.split import UBatchSlice, split_balanced, split_fixed, split_requests, split_two_chunk
+from ubatch.schedules.split import UBatchSlice, split_balanced, split_fixed, split_requests, split_two_chunk
 
 THRESHOLD = 0.48
 

@@ -10,7 +10,7 @@ import pytest
 
 from model_runner import BatchShape, make_offer
 from ubatch import ForwardMode, SplitCost, UBatchConfig, UBatchSlice, get_schedule, split_by_cost
-from ubatch.split_mixed import predicted_cost, split_mixed
+from ubatch.schedules.split_mixed import predicted_cost, split_mixed
 
 SCHEDULE = get_schedule("mlp_shared_overlap")
 HEADS, LATENT, NOPE, ROPE, VALUE = 128, 512, 128, 64, 128

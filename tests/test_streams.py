@@ -25,7 +25,7 @@ from ubatch.dbo import (
     dbo_yield_and_switch_from_compute_to_comm,
     on_comm_stream,
 )
-from ubatch.schedule import Recv, Schedule, get_schedule
+from ubatch.schedules.schedule import Recv, Schedule, get_schedule
 from ubatch.transfer import Transfer
 
 OVERLAPS = {

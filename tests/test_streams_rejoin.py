@@ -10,7 +10,7 @@ from fake_streams import FakeStream
 from streams_cases import Streams, model, opened_streams
 
 from ubatch.dbo import dbo_current_ubatch_id, dbo_switch_to_comm, dbo_yield, on_comm_stream
-from ubatch.schedule import get_schedule
+from ubatch.schedules.schedule import get_schedule
 
 
 @pytest.fixture

@@ -63,11 +63,11 @@ from ubatch import (
     fingerprint,
     set_forward_context,
 )
-from ubatch.layer_program import LayerTimes, layer_program
-from ubatch.schedule import KNOWN_POINTS
-from ubatch.search import search_schedules
-from ubatch.simulate import Compute, Launch, Op, Pass, Wait, simulate
-from ubatch.vote import decode_offer, encode_offer
+from ubatch.schedules.layer_program import LayerTimes, layer_program
+from ubatch.schedules.schedule import KNOWN_POINTS
+from ubatch.schedules.search import search_schedules
+from ubatch.schedules.simulate import Compute, Launch, Op, Pass, Wait, simulate
+from ubatch.schedules.vote import decode_offer, encode_offer
 
 DECODE, PREFILL = fingerprint(ForwardMode.DECODE), fingerprint(ForwardMode.PREFILL)
 SHAPE = AttentionShape(num_heads=8, num_kv_heads=2, head_dim=16)

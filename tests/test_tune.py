@@ -22,10 +22,10 @@ from serving.tuning.report import make_result
 from serving.tuning.stages import StageModel, best_schedules, layer_times
 from serving.tuning.state import State, load_state, save_state
 from ubatch import ConfigError, ForwardMode, Schedule, UBatchConfig
-from ubatch.cost_table import SERIAL_ARM, CostTable, Setting
-from ubatch.layer_program import LayerTimes, layer_program
-from ubatch.schedule import KNOWN_POINTS, Point
-from ubatch.simulate import Compute, Launch, Op
+from ubatch.schedules.cost_table import SERIAL_ARM, CostTable, Setting
+from ubatch.schedules.layer_program import LayerTimes, layer_program
+from ubatch.schedules.schedule import KNOWN_POINTS, Point
+from ubatch.schedules.simulate import Compute, Launch, Op
 
 TINY = str(Path(__file__).parents[1] / "examples" / "models" / "tiny-moe")
 GRID = Grid(("decode", "prefill"), 256, 1024, 64, 128, 3)

@@ -17,8 +17,8 @@ from serving.tuning.programs import (
 )
 from serving.tuning.stages import slowest_layer_times
 from ubatch import Transfer
-from ubatch.schedule import get_schedule
-from ubatch.simulate import Compute, Launch, Op, Pass, Wait
+from ubatch.schedules.schedule import get_schedule
+from ubatch.schedules.simulate import Compute, Launch, Op, Pass, Wait
 from ubatch.trace.spans import Event, EventKind, SpanKind, current_trace
 from ubatch.trace.spans import traced_step as one_step
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ubatch import ConfigError, Decision, DeclineReason, Offer, SplitError, Wish, decide, fingerprint
-from ubatch.vote import MAX_LANES, OFFER_WIDTH, decode_offer, encode_offer
+from ubatch.schedules.vote import MAX_LANES, OFFER_WIDTH, decode_offer, encode_offer
 
 DECODE, PREFILL = fingerprint("decode"), fingerprint("prefill")
 YES = Offer(Wish.YES, (3, 4), 2, schedule=fingerprint("a"), mode=PREFILL)

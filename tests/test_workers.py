@@ -31,8 +31,8 @@ from lanes import (
 from ubatch.context import make_ubatch_contexts
 from ubatch.dbo import dbo_current_ubatch_id, dbo_yield
 from ubatch.errors import ForkedLaneError, UBatchError
-from ubatch.forward_context import ForwardContext, get_forward_context
-from ubatch.ring import interleave
+from ubatch.schedules.forward_context import ForwardContext, get_forward_context
+from ubatch.schedules.ring import interleave
 from ubatch.streams import NullStream, NullStreams
 from ubatch.trace.spans import tracing
 from ubatch.wakeup import Gate

@@ -91,22 +91,30 @@ from ubatch.errors import (
     UnvotedCollectiveError,
     nearest,
 )
-from ubatch.forward_context import ForwardContext, ForwardMode, get_forward_context, set_forward_context
 from ubatch.graph_cuda import CudaGraphs
 from ubatch.graphs import CapturedGraph, CaptureFailed, GraphBackend, GraphKey, GraphMiss, capturing
 from ubatch.group import CommGroup
 from ubatch.host_copy import copy_to_host
-from ubatch.layer_program import LayerTimes
-from ubatch.modes import ModeSettings, Resolved
 from ubatch.process.registry import LazyRegistry, import_optional
-from ubatch.ring import Ring, interleave
-from ubatch.schedule import SCHEDULES, Point, Recv, Schedule, SharedExpert, get_schedule
-from ubatch.search import Candidate, search_schedules
+from ubatch.schedules.forward_context import ForwardContext, ForwardMode, get_forward_context, set_forward_context
+from ubatch.schedules.layer_program import LayerTimes
+from ubatch.schedules.modes import ModeSettings, Resolved
+from ubatch.schedules.ring import Ring, interleave
+from ubatch.schedules.schedule import SCHEDULES, Point, Recv, Schedule, SharedExpert, get_schedule
+from ubatch.schedules.search import Candidate, search_schedules
+from ubatch.schedules.split import (
+    UBatchSlice,
+    keep_together,
+    split_balanced,
+    split_fixed,
+    split_requests,
+    split_two_chunk,
+)
+from ubatch.schedules.split_cost import SplitBy, SplitCost, split_by_cost
+from ubatch.schedules.split_mixed import split_mixed
+from ubatch.schedules.vote import Decision, DeclineReason, Offer, Wish, decide, fingerprint
 from ubatch.single_lane import SingleLane
 from ubatch.sm_budget import SMBudget, current_sm_budget, report_sm_use
-from ubatch.split import UBatchSlice, keep_together, split_balanced, split_fixed, split_requests, split_two_chunk
-from ubatch.split_cost import SplitBy, SplitCost, split_by_cost
-from ubatch.split_mixed import split_mixed
 from ubatch.statistics import UBatchStatistics
 from ubatch.trace.export import TraceSummary, summarise, write_chrome
 from ubatch.trace.file import RankTrace, merge_traces, read_chrome
@@ -114,7 +122,6 @@ from ubatch.trace.page import Remark, write_html
 from ubatch.trace.ranges import profile_ranges
 from ubatch.trace.spans import LinkTime, Span, SpanKind, StepNote, Trace, current_trace, tracing
 from ubatch.transfer import Transfer
-from ubatch.vote import Decision, DeclineReason, Offer, Wish, decide, fingerprint
 from ubatch.wakeup import Gate
 from ubatch.wrapper import UBatchWrapper
 

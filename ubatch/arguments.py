@@ -26,7 +26,7 @@ from ubatch.caches import splitter_for
 from ubatch.call_plan import CallPlan, CannotSplit, Leaf
 from ubatch.containers import FUNCTIONS, PLAIN, children_of
 from ubatch.errors import ConfigError, nearest
-from ubatch.vote import DeclineReason
+from ubatch.schedules.vote import DeclineReason
 
 __all__ = [
     "check_split_dims",

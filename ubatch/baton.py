@@ -22,7 +22,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from ubatch.errors import LaneAborted, UBatchError
-from ubatch.ring import Ring
+from ubatch.schedules.ring import Ring
 from ubatch.wakeup import WakeUp, make_wakeup
 
 __all__ = ["Baton", "BatonStatistics"]

@@ -17,7 +17,7 @@ from ubatch.caches import CacheSplitter
 from ubatch.containers import children_of, rebuild, tensors_in
 from ubatch.copies import Copier
 from ubatch.errors import SplitError
-from ubatch.vote import DeclineReason
+from ubatch.schedules.vote import DeclineReason
 
 __all__ = ["CallPlan", "CannotSplit", "LaneParts", "Leaf", "even_bounds", "merge_cache"]
 

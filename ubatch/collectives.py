@@ -44,7 +44,7 @@ from ubatch.errors import ConfigError
 from ubatch.group import CommGroup
 from ubatch.host_copy import CopiedWork, check_not_capturing, host_like, mark_copied
 from ubatch.launch_checks import block_sizes, check_launch, check_summable, rows_of
-from ubatch.schedule import Point
+from ubatch.schedules.schedule import Point
 from ubatch.transfer import Transfer
 
 __all__ = [

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any, cast
 
 from ubatch.errors import ConfigError, nearest
-from ubatch.forward_context import ForwardMode
 from ubatch.group import CommGroup
-from ubatch.modes import MODE_KEYS, ModeSettings, Resolved, mode_key
-from ubatch.schedule import SCHEDULES, Schedule, check_runnable
-from ubatch.split_cost import SplitBy
-from ubatch.vote import MAX_LANES, Decision, fingerprint
+from ubatch.schedules.forward_context import ForwardMode
+from ubatch.schedules.modes import MODE_KEYS, ModeSettings, Resolved, mode_key
+from ubatch.schedules.schedule import SCHEDULES, Schedule, check_runnable
+from ubatch.schedules.split_cost import SplitBy
+from ubatch.schedules.vote import MAX_LANES, Decision, fingerprint
 
 __all__ = ["CUDAGraphMode", "UBatchConfig", "Verify"]
 
@@ -78,7 +78,7 @@ class UBatchConfig:
         num_ubatches: lanes, 2 to 8. A schedule of `schedules` has its own number.
         dbo_decode_token_threshold: a decode-only step overlaps from this many tokens on.
         dbo_prefill_token_threshold: a step with a prefill overlaps from this many tokens on.
-        schedule: a name of `ubatch.schedule.SCHEDULES` or of `schedules`, or a `Schedule`. One lane with chunks
+        schedule: a name of `ubatch.schedules.schedule.SCHEDULES` or of `schedules`, or a `Schedule`. One lane with chunks
             (`single_batch`) or a signalled combine overlaps without splitting the batch.
         comm_sms: streaming multiprocessors left to communication kernels; None as the schedule has it. Nothing to
             share out on a CPU.

@@ -27,10 +27,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from ubatch.baton import Baton
 from ubatch.errors import ConfigError, ForkedLaneError, LaneAborted, UBatchError, describe, note
-from ubatch.forward_context import ForwardContext, _forward_context
 from ubatch.lane_streams import LaneStreams
 from ubatch.lifetimes import Launched
-from ubatch.schedule import SERIAL, Recv, Schedule, get_schedule
+from ubatch.schedules.forward_context import ForwardContext, _forward_context
+from ubatch.schedules.schedule import SERIAL, Recv, Schedule, get_schedule
 from ubatch.streams import NullStreams, StreamBackend
 from ubatch.trace.ranges import LaneRanges, ranges_wanted
 from ubatch.trace.spans import Event, EventKind, LinkTime, SpanKind, Trace, current_trace

@@ -22,11 +22,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from ubatch.forward_context import ForwardContext, ForwardMode
 from ubatch.graph_io import CallLeaves, GraphInputs, GraphOutput, StaticBuffers, leaves_of
 from ubatch.graphs import PLAIN, CapturedGraph, GraphBackend, GraphKey, GraphMiss
 from ubatch.planner import Intent, Planner
-from ubatch.vote import Decision, fingerprint
+from ubatch.schedules.forward_context import ForwardContext, ForwardMode
+from ubatch.schedules.vote import Decision, fingerprint
 
 __all__ = ["Entry", "GraphTable", "Hit", "Lookup", "Setting", "wants_gradients"]
 

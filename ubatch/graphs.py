@@ -27,8 +27,8 @@ from typing import Protocol
 import torch
 
 from ubatch.errors import UBatchError
-from ubatch.forward_context import ForwardMode
 from ubatch.process.interrupts import changing
+from ubatch.schedules.forward_context import ForwardMode
 
 __all__ = [
     "PLAIN",

@@ -36,7 +36,7 @@ from ubatch.launch_order import BALLOT_WIDTH, check_ballots, first_difference
 from ubatch.process.job_store import JobStore, job_store
 from ubatch.process.lateness import Patience
 from ubatch.process.machine import machine_name
-from ubatch.vote import OFFER_WIDTH, Decision, Offer, decide, decode_offer, encode_offer, fingerprint
+from ubatch.schedules.vote import OFFER_WIDTH, Decision, Offer, decide, decode_offer, encode_offer, fingerprint
 
 __all__ = ["CommGroup"]
 

@@ -39,7 +39,7 @@ from ubatch.context import UBatchContext, current_lane
 from ubatch.dbo import dbo_maybe_run_recv_hook, dbo_register_recv_hook, dbo_yield
 from ubatch.errors import GradientError, UnvotedCollectiveError
 from ubatch.process.patches import Patches, Replacement
-from ubatch.schedule import Point
+from ubatch.schedules.schedule import Point
 from ubatch.transfer import Transfer
 
 __all__ = ["intercepting"]

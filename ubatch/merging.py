@@ -29,7 +29,7 @@ from ubatch.closeness import Comparison, identical
 from ubatch.containers import PLAIN, children_of, rebuild
 from ubatch.copies import Copier
 from ubatch.outputs import named_dim
-from ubatch.vote import DeclineReason
+from ubatch.schedules.vote import DeclineReason
 
 __all__ = ["Learner", "Rule"]
 

@@ -25,7 +25,7 @@ from ubatch.arguments import longest_named
 from ubatch.caches import splitter_for
 from ubatch.call_plan import CallPlan, CannotSplit, LaneParts
 from ubatch.containers import PLAIN, children_of, rebuild
-from ubatch.vote import DeclineReason
+from ubatch.schedules.vote import DeclineReason
 
 __all__ = ["merge_outputs", "named_dim"]
 

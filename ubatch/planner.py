@@ -26,16 +26,16 @@ from ubatch.arguments import parameter_names, plan_call
 from ubatch.call_plan import CallPlan, CannotSplit, LaneParts, even_bounds
 from ubatch.config import UBatchConfig, Verify
 from ubatch.errors import SplitError
-from ubatch.forward_context import ForwardContext, ForwardMode
 from ubatch.graph_io import leaves_of
 from ubatch.merging import Rule
-from ubatch.modes import mode_key
 from ubatch.proof_table import ProofTable
-from ubatch.schedule import Schedule
+from ubatch.schedules.forward_context import ForwardContext, ForwardMode
+from ubatch.schedules.modes import mode_key
+from ubatch.schedules.schedule import Schedule
+from ubatch.schedules.split import UBatchSlice
+from ubatch.schedules.vote import MAX_LANES, Decision, DeclineReason, Offer, Wish, fingerprint
 from ubatch.signature import signature_of
-from ubatch.split import UBatchSlice
 from ubatch.torch_modes import why_not_in_lanes
-from ubatch.vote import MAX_LANES, Decision, DeclineReason, Offer, Wish, fingerprint
 
 __all__ = ["CutCall", "Intent", "Planner"]
 

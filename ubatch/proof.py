@@ -36,8 +36,8 @@ from ubatch.merging import Learner
 from ubatch.module_state import ModuleState, RandomState, TensorMark
 from ubatch.planner import CutCall, Intent
 from ubatch.proof_table import ProofTable
+from ubatch.schedules.vote import Decision, DeclineReason, Offer, Wish, decide, fingerprint
 from ubatch.trace.spans import current_trace, tracing
-from ubatch.vote import Decision, DeclineReason, Offer, Wish, decide, fingerprint
 
 __all__ = ["Outcome", "Proof"]
 

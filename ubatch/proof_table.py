@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from ubatch.closeness import Comparison
 from ubatch.merging import Rule
-from ubatch.vote import DeclineReason
+from ubatch.schedules.vote import DeclineReason
 
 __all__ = ["ProofTable", "Standing"]
 

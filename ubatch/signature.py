@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ubatch.call_plan import CallPlan
 from ubatch.containers import FUNCTIONS, children_of
-from ubatch.forward_context import ForwardMode
+from ubatch.schedules.forward_context import ForwardMode
 
 __all__ = ["signature_of"]
 

@@ -20,10 +20,10 @@ import torch
 from ubatch.baton import Baton
 from ubatch.context import UBatchContext
 from ubatch.errors import ConfigError, note
-from ubatch.forward_context import ForwardContext
 from ubatch.graphs import Capture
 from ubatch.lifetimes import abandon_transfers
-from ubatch.schedule import Schedule
+from ubatch.schedules.forward_context import ForwardContext
+from ubatch.schedules.schedule import Schedule
 from ubatch.sm_budget import merge_sm_use, share_out_sms
 from ubatch.streams import StreamBackend, make_streams
 from ubatch.transfer import transfers_end_within

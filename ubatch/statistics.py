@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ubatch.graphs import GraphMiss
-from ubatch.schedule import Schedule
+from ubatch.schedules.schedule import Schedule
+from ubatch.schedules.vote import Decision, DeclineReason
 from ubatch.trace.spans import note_outcome
-from ubatch.vote import Decision, DeclineReason
 
 __all__ = ["Tally", "UBatchStatistics"]
 

@@ -43,7 +43,6 @@ from ubatch.errors import (
 )
 from ubatch.execution import Execution, Step, checked_device, device_of, span
 from ubatch.facade import ModuleFacade, refuse_tracing, uncompiled
-from ubatch.forward_context import ForwardContext, get_forward_context
 from ubatch.graph_capture import Capturer
 from ubatch.graph_cuda import CudaGraphs
 from ubatch.graph_table import GraphTable, Hit
@@ -52,12 +51,13 @@ from ubatch.group import CommGroup
 from ubatch.planner import CutCall, Intent, Planner
 from ubatch.process.interrupts import Claim, Claims, apart
 from ubatch.proof import Proof
-from ubatch.schedule import Schedule
+from ubatch.schedules.forward_context import ForwardContext, get_forward_context
+from ubatch.schedules.schedule import Schedule
+from ubatch.schedules.vote import Decision, DeclineReason, Offer, Wish, decide
 from ubatch.sm_budget import merge_sm_use
 from ubatch.statistics import Tally, UBatchStatistics
 from ubatch.torch_modes import why_not_in_lanes
 from ubatch.trace.spans import note_step, traced_step
-from ubatch.vote import Decision, DeclineReason, Offer, Wish, decide
 
 __all__ = ["UBatchWrapper"]
 

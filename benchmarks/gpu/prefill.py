@@ -34,8 +34,8 @@ from benchmarks.gpu.report import Arms, Section
 from moe.all2all.host_loopback import HostLoopbackAll2All
 from serving.bench import Interval, bootstrap, paired
 from ubatch import CUDAGraphMode, Transfer, UBatchConfig, UBatchWrapper, set_forward_context
-from ubatch.layer_program import LayerTimes, layer_program
-from ubatch.simulate import simulate
+from ubatch.schedules.layer_program import LayerTimes, layer_program
+from ubatch.schedules.simulate import simulate
 
 __all__ = ["measure", "overlap_figures"]
 

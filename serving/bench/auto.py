@@ -48,7 +48,7 @@ from serving.tuning.auto import Room, prepare_auto
 from serving.tuning.batches import kv_blocks_needed, make_batch, requests_needed
 from serving.tuning.cells import Arm, Cell, Grid, arm_config, library_arms
 from ubatch import CommGroup, UBatchConfig
-from ubatch.cost_table import SERIAL_ARM, Setting
+from ubatch.schedules.cost_table import SERIAL_ARM, Setting
 
 __all__ = ["AutoResult", "Options", "best_fixed", "mixed_load", "pooled", "run"]
 

@@ -49,7 +49,7 @@ from serving.bench.step_setting import (
 from serving.ranks import run_ranks
 from serving.tuning.programs import Programs, middle_steps, predict_step, write_steps
 from ubatch import Schedule
-from ubatch.schedule import SERIAL
+from ubatch.schedules.schedule import SERIAL
 
 __all__ = ["LaneResult", "Options", "OverlapResult", "Stages", "measure_overlap", "run"]
 

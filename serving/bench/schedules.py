@@ -41,7 +41,7 @@ from serving.ranks import run_ranks
 from serving.tuning.programs import Programs, predict_step
 from serving.tuning.stages import HANDOFF_S, StageModel, nameless, slowest_layer_times
 from ubatch import SCHEDULES, ConfigError, Schedule
-from ubatch.schedule import SERIAL
+from ubatch.schedules.schedule import SERIAL
 
 __all__ = ["Options", "ScheduleResult", "SchedulesResult", "measure_schedules", "run"]
 

@@ -34,7 +34,7 @@ from serving.bench.options import BlockOptions
 from serving.hub import fetch_weights, find_checkpoint
 from serving.tuning.programs import Programs, gather_steps, traced_step
 from ubatch import CommGroup, ConfigError, Schedule, UBatchConfig, UBatchError, UBatchWrapper, set_forward_context
-from ubatch.schedule import SERIAL
+from ubatch.schedules.schedule import SERIAL
 
 __all__ = [
     "Setting",

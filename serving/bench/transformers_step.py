@@ -25,7 +25,7 @@ from serving.bench.statistics import paired
 from serving.bench.step_setting import Setting, StepOptions, model_folder
 from serving.ranks import run_ranks
 from ubatch import CommGroup, Schedule, UBatchConfig, UBatchError, UBatchWrapper
-from ubatch.schedule import SERIAL
+from ubatch.schedules.schedule import SERIAL
 
 __all__ = ["Options", "TransformersSetting", "run"]
 

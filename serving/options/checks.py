@@ -15,7 +15,7 @@ from serving.options.sources import API_KEY_VARIABLE, Settings, Source
 from serving.options.speculation import check_speculation
 from serving.runner_setup import backend_faults, tensor_parallel_faults
 from ubatch import ConfigError
-from ubatch.modes import MODE_KEYS
+from ubatch.schedules.modes import MODE_KEYS
 
 __all__ = ["Machine", "check_alone", "check_with_model", "notes"]
 

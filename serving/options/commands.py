@@ -13,7 +13,7 @@ from serving.options.fields import Group, Positive
 from serving.options.flags import Attention, Cache, Graphs, Overlap, Parallelism, PerMode, Scheduling, Speculation
 from serving.options.model_flags import Model
 from serving.options.tables import SERVE, Table, pick
-from ubatch.vote import MAX_LANES
+from ubatch.schedules.vote import MAX_LANES
 
 __all__ = ["COMMANDS", "GENERATE", "TRACE", "TUNE", "Mode"]
 

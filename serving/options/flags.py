@@ -27,7 +27,7 @@ from serving.options.fields import (
 )
 from serving.options.model_flags import TRANSPORTS, TransportName
 from ubatch import SCHEDULES, SplitBy
-from ubatch.vote import MAX_LANES
+from ubatch.schedules.vote import MAX_LANES
 
 __all__ = [
     "ALIASES",

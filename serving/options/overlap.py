@@ -17,7 +17,7 @@ from dataclasses import replace
 
 from serving.options.sources import Settings, Source
 from ubatch import SCHEDULES, ConfigError, Schedule, UBatchConfig, nearest
-from ubatch.modes import MODE_KEYS, ModeSettings
+from ubatch.schedules.modes import MODE_KEYS, ModeSettings
 
 __all__ = ["derive_overlap", "overlap_config"]
 

@@ -20,7 +20,7 @@ from serving.planning.routing import expected_destinations
 from serving.planning.shapes import ModelShape
 from serving.planning.transfers import Transfers
 from serving.planning.workload import Mode, Workload
-from ubatch.layer_program import LayerTimes
+from ubatch.schedules.layer_program import LayerTimes
 
 __all__ = ["LaneCosts", "LayerCosts"]
 

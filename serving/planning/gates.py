@@ -14,7 +14,7 @@ from serving.planning.costs import LayerCosts
 from serving.planning.shapes import ModelShape, read_model
 from serving.planning.steps import plain_step, predict_step
 from serving.planning.workload import Mode, Workload
-from ubatch.schedule import SCHEDULES
+from ubatch.schedules.schedule import SCHEDULES
 
 __all__ = ["Gate", "crossover", "published_gates"]
 

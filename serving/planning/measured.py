@@ -35,7 +35,7 @@ from serving.tuning.programs import predict_step, read_steps
 from serving.tuning.stages import HANDOFF_S
 from ubatch import Schedule
 from ubatch.errors import ConfigError
-from ubatch.simulate import Launch, Op
+from ubatch.schedules.simulate import Launch, Op
 
 __all__ = ["gates_of_results", "live_gates", "over_link"]
 

@@ -11,8 +11,8 @@ from serving.planning.costs import LayerCosts
 from serving.planning.shapes import ModelShape
 from serving.planning.steps import Step, predict_step
 from serving.planning.workload import Workload
-from ubatch.schedule import SCHEDULES, SERIAL, Schedule
-from ubatch.search import search_schedules
+from ubatch.schedules.schedule import SCHEDULES, SERIAL, Schedule
+from ubatch.schedules.search import search_schedules
 
 __all__ = ["Plan", "make_plan"]
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from serving.planning.costs import LaneCosts, LayerCosts
-from ubatch.layer_program import layer_program
-from ubatch.schedule import SERIAL, Schedule
-from ubatch.simulate import Compute, Launch, Op, Timeline, Wait, simulate
+from ubatch.schedules.layer_program import layer_program
+from ubatch.schedules.schedule import SERIAL, Schedule
+from ubatch.schedules.simulate import Compute, Launch, Op, Timeline, Wait, simulate
 
 __all__ = ["Step", "lane_program", "plain_step", "predict_step"]
 

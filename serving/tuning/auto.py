@@ -19,7 +19,7 @@ from serving.tuning.cells import Arm, Cell, Grid
 from serving.tuning.stages import better_schedule
 from serving.tuning.steps import ArmSteps
 from ubatch import UBatchConfig
-from ubatch.cost_table import SERIAL_ARM
+from ubatch.schedules.cost_table import SERIAL_ARM
 
 __all__ = ["Room", "prepare_auto"]
 

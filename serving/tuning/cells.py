@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ubatch import SCHEDULES, Schedule, UBatchConfig
-from ubatch.cost_table import SERIAL_ARM
-from ubatch.schedule import SERIAL
+from ubatch.schedules.cost_table import SERIAL_ARM
+from ubatch.schedules.schedule import SERIAL
 
 __all__ = ["Arm", "Cell", "Grid", "arm_config", "library_arms"]
 

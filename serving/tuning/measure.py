@@ -28,7 +28,7 @@ from serving.tuning.cells import Arm, Cell, Grid, library_arms
 from serving.tuning.stages import best_schedules
 from serving.tuning.state import State, save_state
 from serving.tuning.steps import ArmSteps
-from ubatch.cost_table import SERIAL_ARM
+from ubatch.schedules.cost_table import SERIAL_ARM
 
 __all__ = ["Plan", "Tuner"]
 

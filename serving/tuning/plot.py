@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from serving.tuning.report import ModeResult, Result
-from ubatch.cost_table import SERIAL_ARM
+from ubatch.schedules.cost_table import SERIAL_ARM
 
 __all__ = ["can_draw_png", "write_html", "write_png"]
 

@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from moe import EmulatedLink
 from ubatch import Schedule, tracing
-from ubatch.simulate import Compute, Launch, Op, Pass, Wait, programs_of, simulate_ranks
+from ubatch.schedules.simulate import Compute, Launch, Op, Pass, Wait, programs_of, simulate_ranks
 from ubatch.trace.spans import SpanKind
 
 __all__ = [

@@ -13,7 +13,7 @@ import yaml
 from serving.tuning.cells import Arm, Cell
 from serving.tuning.state import State
 from ubatch import SCHEDULES, UBatchConfig
-from ubatch.cost_table import SERIAL_ARM, Choice, CostTable, choose
+from ubatch.schedules.cost_table import SERIAL_ARM, Choice, CostTable, choose
 
 __all__ = ["ModeResult", "Result", "make_result"]
 

@@ -15,10 +15,10 @@ from moe import All2AllTraits
 from serving.tuning.cells import Arm
 from serving.tuning.programs import Programs
 from ubatch import ConfigError, Schedule
-from ubatch.layer_program import LayerTimes, UnevenTimes
-from ubatch.schedule import SERIAL, Point
-from ubatch.search import Candidate, search_schedules
-from ubatch.simulate import Compute, Launch, Op, Pass, Wait, median_programs
+from ubatch.schedules.layer_program import LayerTimes, UnevenTimes
+from ubatch.schedules.schedule import SERIAL, Point
+from ubatch.schedules.search import Candidate, search_schedules
+from ubatch.schedules.simulate import Compute, Launch, Op, Pass, Wait, median_programs
 
 __all__ = [
     "HANDOFF_S",
@@ -88,7 +88,7 @@ class StageModel:
         return cls(LayerTimes(**fixed), LayerTimes(**whole), layers, num_experts, top_k, traits)
 
     def times(self, lanes: int, chunks: int, chunk_dispatch: bool) -> UnevenTimes:
-        """Of one lane in one layer, all chunks together; see `ubatch.search.TimesOf`."""
+        """Of one lane in one layer, all chunks together; see `ubatch.schedules.search.TimesOf`."""
         cut = (self.num_experts, self.top_k, chunks)
         dispatch_bytes, combine_bytes = self.traits.chunk_factors(*cut, chunk_dispatch=chunk_dispatch)
         dispatch_shares, combine_shares = self.traits.chunk_shares(*cut, chunk_dispatch=chunk_dispatch)

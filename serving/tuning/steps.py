@@ -16,7 +16,7 @@ from serving.tuning.cells import Arm, arm_config
 from serving.tuning.programs import gather_steps, gather_texts, traced_step
 from serving.tuning.stages import StageModel, slowest_layer_times
 from ubatch import SCHEDULES, UBatchConfig, UBatchWrapper, set_forward_context
-from ubatch.layer_program import LayerTimes
+from ubatch.schedules.layer_program import LayerTimes
 
 __all__ = ["ArmSteps"]
 

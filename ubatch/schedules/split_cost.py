@@ -20,7 +20,7 @@ from enum import StrEnum
 from itertools import accumulate
 
 from ubatch.errors import ConfigError, SplitError
-from ubatch.split import UBatchSlice, cuts_by_weight, slices_at
+from ubatch.schedules.split import UBatchSlice, cuts_by_weight, slices_at
 
 __all__ = ["SplitBy", "SplitCost", "split_by_cost"]
 

@@ -3,7 +3,7 @@
     fixed        every request has the same number of tokens (decode, verify): cut at equal request counts
     balanced     requests of different length (prefill): cut between requests, the largest lane as small as possible
     two-chunk    one long request spoils the balance: cut at the token midpoint, through that request
-    by cost      the same two with what requests cost in place of their tokens (`ubatch.split_cost`)
+    by cost      the same two with what requests cost in place of their tokens (`ubatch.schedules.split_cost`)
 
 Lanes are contiguous and in order, so outputs merge by concatenation and every token belongs to exactly one lane.
 Where a cut goes through a request, both lanes' request slices contain it; their token slices say which part each

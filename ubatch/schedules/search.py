@@ -17,9 +17,9 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 
 from ubatch.errors import ConfigError
-from ubatch.layer_program import LayerTimes, layer_program
-from ubatch.schedule import SERIAL, Point, Schedule, SharedExpert
-from ubatch.simulate import simulate
+from ubatch.schedules.layer_program import LayerTimes, layer_program
+from ubatch.schedules.schedule import SERIAL, Point, Schedule, SharedExpert
+from ubatch.schedules.simulate import simulate
 
 __all__ = ["Candidate", "TimesOf", "search_schedules"]
 

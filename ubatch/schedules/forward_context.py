@@ -14,9 +14,9 @@ from enum import StrEnum
 from torch import Tensor
 
 from ubatch.process.interrupts import changing
-from ubatch.schedule import Schedule
-from ubatch.split import UBatchSlice
-from ubatch.vote import Decision
+from ubatch.schedules.schedule import Schedule
+from ubatch.schedules.split import UBatchSlice
+from ubatch.schedules.vote import Decision
 
 __all__ = ["ForwardContext", "ForwardMode", "get_forward_context", "set_forward_context"]
 

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from ubatch.errors import ConfigError, nearest
-from ubatch.forward_context import ForwardMode
-from ubatch.schedule import Schedule
-from ubatch.vote import MAX_LANES
+from ubatch.schedules.forward_context import ForwardMode
+from ubatch.schedules.schedule import Schedule
+from ubatch.schedules.vote import MAX_LANES
 
 __all__ = ["MODE_KEYS", "ModeSettings", "Resolved", "mode_key"]
 

@@ -14,11 +14,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import takewhile
 
-from ubatch.layer_program import LayerTimes, layer_program
-from ubatch.schedule import Schedule
-from ubatch.simulate import simulate
-from ubatch.split import UBatchSlice, slices_at
-from ubatch.split_cost import SplitCost, split_by_cost
+from ubatch.schedules.layer_program import LayerTimes, layer_program
+from ubatch.schedules.schedule import Schedule
+from ubatch.schedules.simulate import simulate
+from ubatch.schedules.split import UBatchSlice, slices_at
+from ubatch.schedules.split_cost import SplitCost, split_by_cost
 
 __all__ = ["predicted_cost", "split_mixed"]
 

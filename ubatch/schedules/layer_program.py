@@ -20,8 +20,8 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, Self
 
 from ubatch.errors import ConfigError
-from ubatch.schedule import Point, Schedule, SharedExpert
-from ubatch.simulate import Compute, Launch, Op, Pass, Wait
+from ubatch.schedules.schedule import Point, Schedule, SharedExpert
+from ubatch.schedules.simulate import Compute, Launch, Op, Pass, Wait
 
 __all__ = ["LayerTimes", "UnevenTimes", "layer_program"]
 

@@ -17,8 +17,8 @@ from dataclasses import dataclass, replace
 from statistics import median
 
 from ubatch.errors import ConfigError
-from ubatch.ring import Ring
-from ubatch.schedule import Recv, Schedule
+from ubatch.schedules.ring import Ring
+from ubatch.schedules.schedule import Recv, Schedule
 from ubatch.trace.spans import Event, EventKind, Span, SpanKind, Trace
 
 __all__ = [

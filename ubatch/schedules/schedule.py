@@ -282,7 +282,7 @@ def get_schedule(name: str) -> Schedule:
 def check_runnable(schedule: Schedule) -> None:
     """Refuse a schedule that could give ranks a different order of collectives, before anything is launched.
 
-    Who runs next follows from the number of lanes, the lead and the active points alone (`ubatch.ring`), and the ranks
+    Who runs next follows from the number of lanes, the lead and the active points alone (`ubatch.schedules.ring`), and the ranks
     vote on all of them; so a schedule that is data cannot. What could:
 
         a subclass            its answers may depend on anything, the rank included
