@@ -24,7 +24,7 @@ from torch import Tensor
 
 from attention.spec_verify import SpecVerifyInput
 from ubatch import ConfigError, ForwardMode, SplitError, UBatchSlice
-from ubatch.small_copies import to_device
+from ubatch.streams.small_copies import to_device
 
 __all__ = ["CommonAttentionMetadata", "split_attn_metadata"]
 

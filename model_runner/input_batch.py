@@ -28,7 +28,7 @@ from model_runner.request import PENDING_TOKEN, Request, ScheduledRequest
 from model_runner.speculation.tree import DraftTrees, chain_of_drafts
 from model_runner.verify import drafts_per_request
 from ubatch import ForwardMode
-from ubatch.small_copies import to_device
+from ubatch.streams.small_copies import to_device
 
 __all__ = ["InputBatch", "build_input_batch"]
 

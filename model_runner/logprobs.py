@@ -18,7 +18,7 @@ from torch import Tensor
 
 from model_runner.errors import RequestError
 from model_runner.request import Request
-from ubatch.small_copies import to_host
+from ubatch.streams.small_copies import to_host
 
 __all__ = [
     "PromptCarry",

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from model_runner.errors import RequestError
 from model_runner.sampling_params import SamplingParams
-from ubatch.small_copies import to_device
+from ubatch.streams.small_copies import to_device
 
 __all__ = ["SamplingRow", "adjust_logits"]
 

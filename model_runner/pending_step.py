@@ -39,7 +39,7 @@ from model_runner.speculation.tree import path_to
 from model_runner.step_streams import StepStreams
 from model_runner.tensor_parallel import TensorParallel
 from ubatch import Decision, ForwardMode
-from ubatch.small_copies import HostCopy, to_device, to_host
+from ubatch.streams.small_copies import HostCopy, to_device, to_host
 
 __all__ = ["PendingStep", "SamplingContext", "StepOutput"]
 

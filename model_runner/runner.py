@@ -82,8 +82,8 @@ from ubatch import (
     set_forward_context,
 )
 from ubatch.long_calls import taking_long
-from ubatch.small_copies import to_device
-from ubatch.streams import StreamBackend
+from ubatch.streams.small_copies import to_device
+from ubatch.streams.streams import StreamBackend
 
 __all__ = ["ModelRunner"]
 

@@ -33,7 +33,7 @@ from torch import Tensor
 from model_runner.flashinfer_sampling import keep_most_likely, truncates
 from model_runner.penalties import SamplingRow, adjust_logits
 from model_runner.sampling_params import SamplingParams
-from ubatch.small_copies import to_device
+from ubatch.streams.small_copies import to_device
 
 __all__ = ["NO_TOKEN", "OUT_OF_TOKENS", "distributions", "fall", "sample"]
 

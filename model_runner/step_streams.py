@@ -42,8 +42,8 @@ from torch import Tensor
 
 from ubatch import CommGroup, GroupBroken, PeerFailed, TransferTimeout
 from ubatch.host_copy import CopiedWork
-from ubatch.small_copies import HostCopy, Packing, carried_by
-from ubatch.streams import Event, NullStreams, StreamBackend, make_streams
+from ubatch.streams.small_copies import HostCopy, Packing, carried_by
+from ubatch.streams.streams import Event, NullStreams, StreamBackend, make_streams
 
 __all__ = ["PinnedBuffers", "StepStreams"]
 

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ubatch.streams import Event, NullStreams, StreamBackend, make_streams
+from ubatch.streams.streams import Event, NullStreams, StreamBackend, make_streams
 
 __all__ = ["PINNED_BYTES", "Progress", "WeightPass"]
 

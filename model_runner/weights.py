@@ -33,7 +33,7 @@ from torch import Tensor
 from model_runner.errors import CheckpointError, CheckpointFileMissing, TensorMissing, WrongShape
 from model_runner.hf_config import HFConfig
 from model_runner.weight_pass import Progress, Wanted, WeightPass
-from ubatch.streams import StreamBackend
+from ubatch.streams.streams import StreamBackend
 
 __all__ = ["Checkpoint", "Part", "Size", "part_index", "whole_shape"]
 

@@ -63,7 +63,7 @@ class _Step:
 
 @dataclass
 class FakeRecording:
-    """See `ubatch.graphs.Recording`.
+    """See `ubatch.streams.graph_protocols.Recording`.
 
     Attributes:
         steps: what a replay does, in order.
@@ -144,7 +144,7 @@ class FakeGraphs:
 
 @dataclass(eq=False)
 class FakeCapture:
-    """See `ubatch.graphs.Capture`."""
+    """See `ubatch.streams.graph_protocols.Capture`."""
 
     graphs: FakeGraphs
     last_op: str | None = None

@@ -12,8 +12,8 @@ from typing import Any
 
 import ubatch
 from ubatch.context import current_lane
-from ubatch.graphs import capturing
 from ubatch.schedules.forward_context import get_forward_context
+from ubatch.streams.graph_protocols import capturing
 from ubatch.trace.ranges import ranges_wanted
 from ubatch.trace.spans import current_trace
 

@@ -14,7 +14,7 @@ import torch
 
 from ubatch.dbo import dbo_yield
 from ubatch.schedules.schedule import Schedule
-from ubatch.streams import StreamBackend
+from ubatch.streams.streams import StreamBackend
 from ubatch.workers import LanePool
 
 EVERY_POINT = Schedule("every_point", points_off=frozenset())

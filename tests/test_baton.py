@@ -21,7 +21,7 @@ from ubatch.errors import ConfigError, LaneAborted, UBatchError
 from ubatch.schedules.forward_context import ForwardContext, get_forward_context
 from ubatch.schedules.ring import interleave
 from ubatch.schedules.schedule import SCHEDULES, Point, Schedule, get_schedule
-from ubatch.streams import NullStream
+from ubatch.streams.streams import NullStream
 from ubatch.trace.spans import tracing
 from ubatch.wakeup import EventFdWakeUp, Gate, LockWakeUp, WakeUp, make_wakeup
 

@@ -30,7 +30,7 @@ from ubatch import (
 )
 from ubatch.dbo import on_comm_stream
 from ubatch.sm_budget import SMBudget, current_sm_budget
-from ubatch.streams import CudaStreams
+from ubatch.streams.streams import CudaStreams
 from ubatch.workers import LanePool
 
 pytestmark = pytest.mark.gpu

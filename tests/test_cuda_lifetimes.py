@@ -1,4 +1,4 @@
-"""Who keeps what alive, case by case of the page in `ubatch.lifetimes`; and that the checker sees what it should."""
+"""Who keeps what alive, case by case of the page in `ubatch.streams.lifetimes`; and that the checker sees what it should."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from ubatch.dbo import (
     dbo_yield_and_switch_from_compute_to_comm,
 )
 from ubatch.errors import UBatchTimeout
-from ubatch.lane_streams import LaneStreams
-from ubatch.lifetimes import Ledger
 from ubatch.schedules.schedule import Recv, Schedule
+from ubatch.streams.lane_streams import LaneStreams
+from ubatch.streams.lifetimes import Ledger
 from ubatch.transfer import Transfer
 
 PEER = Schedule("peer", points_off=frozenset(), recv=Recv.PEER)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ubatch import ConfigError, Schedule, UBatchConfig, UBatchWrapper, dbo_yield, get_schedule
 from ubatch.sm_budget import SMBudget, current_sm_budget, report_sm_use, share_out_sms
-from ubatch.streams import NullStreams
+from ubatch.streams.streams import NullStreams
 
 
 class Kernels(nn.Module):

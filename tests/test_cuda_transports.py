@@ -37,7 +37,7 @@ from ubatch import (
     get_schedule,
     launch_all_reduce,
 )
-from ubatch.lane_streams import LaneStreams
+from ubatch.streams.lane_streams import LaneStreams
 
 EXPERTS, HIDDEN, TOP_K = 8, 12, 2
 NAMED = [get_schedule(name) for name in ("mlp_shared_overlap", "two_batch_prefill", "two_batch_decode")]

@@ -24,7 +24,7 @@ from ubatch.dbo import dbo_current_ubatch_id, dbo_yield
 from ubatch.errors import LaneAborted, UBatchTimeout
 from ubatch.schedules.ring import interleave
 from ubatch.schedules.schedule import Schedule
-from ubatch.streams import NullStreams
+from ubatch.streams.streams import NullStreams
 from ubatch.trace.spans import tracing
 from ubatch.transfer import Transfer
 

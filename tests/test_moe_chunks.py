@@ -24,7 +24,7 @@ from ubatch.schedules.layer_program import LayerTimes, layer_program
 from ubatch.schedules.schedule import check_runnable
 from ubatch.schedules.simulate import Launch, Op, Pass, Wait, programs_of, simulate
 from ubatch.single_lane import SingleLane
-from ubatch.streams import StreamBackend
+from ubatch.streams.streams import StreamBackend
 from ubatch.workers import LanePool
 
 EXPERTS, HIDDEN, TOP_K, LAYERS = 8, 12, 3, 2

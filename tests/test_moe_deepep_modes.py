@@ -42,7 +42,7 @@ from ubatch import (
     dbo_enabled,
     set_forward_context,
 )
-from ubatch.graphs import mark_capturing
+from ubatch.streams.graph_protocols import mark_capturing
 
 
 def test_auto() -> None:

@@ -33,7 +33,7 @@ from torch import Tensor
 
 from moe.all2all import deepep, deepep_buffers
 from ubatch import CommGroup, ConfigError, ForwardContext, ForwardMode, UBatchWrapper, set_forward_context
-from ubatch.graphs import mark_capturing
+from ubatch.streams.graph_protocols import mark_capturing
 
 DECODE, PREFILL = ForwardMode.DECODE, ForwardMode.PREFILL
 

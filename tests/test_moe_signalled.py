@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 from moe import FusedMoEModularKernel, make_all2all, make_experts
 from ubatch import ConfigError, Recv, Schedule, Transfer, tracing
-from ubatch.lane_streams import LaneStreams
 from ubatch.single_lane import SingleLane
+from ubatch.streams.lane_streams import LaneStreams
 
 pytest.importorskip("triton", reason="Triton is not installed; `make test` installs it")
 

@@ -26,7 +26,7 @@ from model_runner import (
 )
 from model_runner.kv_memory import KVMemory, blocks_beside
 from ubatch import ConfigError, UBatchConfig
-from ubatch.small_copies import to_device, to_host
+from ubatch.streams.small_copies import to_device, to_host
 
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6], [53], [58, 97, 93, 23, 84], [62, 64, 33] * 7]
 NEW = 10

@@ -30,7 +30,7 @@ from model_runner import ModelRunner, SamplingParams, generate
 from model_runner.speculation import DraftProposer, load_draft
 from model_runner.step_streams import StepStreams
 from ubatch import ForwardMode
-from ubatch.small_copies import staged, to_device, to_host
+from ubatch.streams.small_copies import staged, to_device, to_host
 
 MHA, MLA = ("torch", "triton", "flashinfer", "trtllm_mha"), ("torch", "triton", "flashinfer", "trtllm_mla")
 CPU = torch.device("cpu")

@@ -23,7 +23,7 @@ from model_runner import (
     generate,
 )
 from ubatch import UBatchConfig
-from ubatch.small_copies import to_device
+from ubatch.streams.small_copies import to_device
 
 ON_GPU = pytest.param("cuda", marks=pytest.mark.gpu)
 NEW = 24

@@ -12,7 +12,7 @@ from step_host import Place
 from model_runner.step_streams import PinnedBuffers, StepStreams
 from ubatch import PeerFailed
 from ubatch.host_copy import CopiedWork
-from ubatch.small_copies import HostCopy, Packing, staged, to_device, to_host
+from ubatch.streams.small_copies import HostCopy, Packing, staged, to_device, to_host
 
 
 def test_the_last_plan_is_copied_before_the_next_is_written() -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ubatch.errors import ConfigError
-from ubatch.streams import CudaStreams, NullStreams, make_streams
+from ubatch.streams.streams import CudaStreams, NullStreams, make_streams
 
 CPU = torch.device("cpu")
 

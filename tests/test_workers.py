@@ -33,7 +33,7 @@ from ubatch.dbo import dbo_current_ubatch_id, dbo_yield
 from ubatch.errors import ForkedLaneError, UBatchError
 from ubatch.schedules.forward_context import ForwardContext, get_forward_context
 from ubatch.schedules.ring import interleave
-from ubatch.streams import NullStream, NullStreams
+from ubatch.streams.streams import NullStream, NullStreams
 from ubatch.trace.spans import tracing
 from ubatch.wakeup import Gate
 from ubatch.workers import LanePool

@@ -92,7 +92,6 @@ from ubatch.errors import (
     nearest,
 )
 from ubatch.graph_cuda import CudaGraphs
-from ubatch.graphs import CapturedGraph, CaptureFailed, GraphBackend, GraphKey, GraphMiss, capturing
 from ubatch.group import CommGroup
 from ubatch.host_copy import copy_to_host
 from ubatch.process.registry import LazyRegistry, import_optional
@@ -116,6 +115,7 @@ from ubatch.schedules.vote import Decision, DeclineReason, Offer, Wish, decide, 
 from ubatch.single_lane import SingleLane
 from ubatch.sm_budget import SMBudget, current_sm_budget, report_sm_use
 from ubatch.statistics import UBatchStatistics
+from ubatch.streams.graph_protocols import CapturedGraph, CaptureFailed, GraphBackend, GraphKey, GraphMiss, capturing
 from ubatch.trace.export import TraceSummary, summarise, write_chrome
 from ubatch.trace.file import RankTrace, merge_traces, read_chrome
 from ubatch.trace.page import Remark, write_html

@@ -6,7 +6,7 @@ Contract:
         dbo_yield(point)     hands the baton on; raises LaneAborted when another lane failed
     on leaving               runs the hook still pending, rejoins the communication stream with the compute
                              stream, leaves the ring and hands on; on an error it marks the baton aborted first
-    meanwhile                its ledger keeps alive what the communication stream uses (`ubatch.lifetimes`)
+    meanwhile                its ledger keeps alive what the communication stream uses (`ubatch.streams.lifetimes`)
 
 A point, in pseudo-code:
     note it (for traces and hang reports)
@@ -27,11 +27,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from ubatch.baton import Baton
 from ubatch.errors import ConfigError, ForkedLaneError, LaneAborted, UBatchError, describe, note
-from ubatch.lane_streams import LaneStreams
-from ubatch.lifetimes import Launched
 from ubatch.schedules.forward_context import ForwardContext, _forward_context
 from ubatch.schedules.schedule import SERIAL, Recv, Schedule, get_schedule
-from ubatch.streams import NullStreams, StreamBackend
+from ubatch.streams.lane_streams import LaneStreams
+from ubatch.streams.lifetimes import Launched
+from ubatch.streams.streams import NullStreams, StreamBackend
 from ubatch.trace.ranges import LaneRanges, ranges_wanted
 from ubatch.trace.spans import Event, EventKind, LinkTime, SpanKind, Trace, current_trace
 

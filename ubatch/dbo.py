@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from typing import ParamSpec, TypeVar
 
 from ubatch.context import _lane
-from ubatch.streams import Event
+from ubatch.streams.streams import Event
 
 __all__ = [
     "dbo_current_ubatch_id",
@@ -100,7 +100,7 @@ def dbo_keep(*tensors: object) -> None:
     """Keep what the communication stream works on alive until the lane is back on compute and that comes after it.
 
     For code that switches streams by hand and drops a tensor before it switches back; transfers keep their own
-    buffers. See `ubatch.lifetimes`. Does nothing outside a lane.
+    buffers. See `ubatch.streams.lifetimes`. Does nothing outside a lane.
     """
     lane = _current_lane()
     if lane is not None:
@@ -143,7 +143,7 @@ def dbo_yield_and_switch_from_compute_to_comm(point: str = "user") -> None:
     """Hand on; when the baton is back, continue on the communication stream after *this* lane's compute work.
 
     Allocate before this what compute will read: what other lanes compute meanwhile may still use the memory that the
-    communication stream would get (`ubatch.lifetimes`).
+    communication stream would get (`ubatch.streams.lifetimes`).
     """
     lane = _current_lane()
     if lane is not None:
@@ -165,7 +165,7 @@ def fork_comm_stream() -> Event | None:
     """Mark what the compute stream has so far, for an `on_comm_stream` later; None outside a lane.
 
     For a transfer that is to run beside compute which is launched before it. What it writes must be allocated before
-    this: memory that is freed later may still be in use by that compute (`ubatch.lifetimes`).
+    this: memory that is freed later may still be in use by that compute (`ubatch.streams.lifetimes`).
     """
     lane = _current_lane()
     return None if lane is None else lane.fork()

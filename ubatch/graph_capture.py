@@ -23,10 +23,18 @@ from ubatch.errors import ConfigError, describe
 from ubatch.execution import Execution, Step
 from ubatch.graph_io import CallLeaves, GraphInputs, GraphOutput, RowDims, find_row_dims, leaves_of, replace_tensors
 from ubatch.graph_table import Entry, GraphTable, Setting, wants_gradients
-from ubatch.graphs import Capture, CapturedGraph, CaptureFailed, GraphBackend, GraphKey, Recording, mark_capturing
 from ubatch.planner import Intent, Planner
 from ubatch.schedules.forward_context import ForwardContext
 from ubatch.schedules.vote import Decision, DeclineReason, Offer, Wish, decide, fingerprint
+from ubatch.streams.graph_protocols import (
+    Capture,
+    CapturedGraph,
+    CaptureFailed,
+    GraphBackend,
+    GraphKey,
+    Recording,
+    mark_capturing,
+)
 from ubatch.trace.spans import current_trace, tracing
 
 __all__ = ["Capturer", "record"]

@@ -27,8 +27,8 @@ from typing import Any
 import torch
 
 from ubatch.errors import ConfigError
-from ubatch.graphs import Capture, Recording
-from ubatch.streams import make_streams
+from ubatch.streams.graph_protocols import Capture, Recording
+from ubatch.streams.streams import make_streams
 
 __all__ = ["CudaGraphs"]
 
@@ -116,7 +116,7 @@ class CudaGraphs:
 
 
 class _CudaCapture:
-    """See `ubatch.graphs.Capture`."""
+    """See `ubatch.streams.graph_protocols.Capture`."""
 
     last_op: str | None = None
     """CUDA sees single operations only as it launches them."""
@@ -178,7 +178,7 @@ class _CudaCapture:
 
 
 class _CudaRecording:
-    """See `ubatch.graphs.Recording`."""
+    """See `ubatch.streams.graph_protocols.Recording`."""
 
     def __init__(self, graphs: CudaGraphs, graph: torch.cuda.CUDAGraph, nbytes: int) -> None:
         self._graphs = graphs

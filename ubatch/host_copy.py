@@ -20,9 +20,9 @@ from torch import Tensor
 from ubatch.context import UBatchContext, current_lane
 from ubatch.dbo import on_comm_stream
 from ubatch.errors import ConfigError
-from ubatch.graphs import capturing
 from ubatch.group import CommGroup
-from ubatch.streams import CudaStreams, Event
+from ubatch.streams.graph_protocols import capturing
+from ubatch.streams.streams import CudaStreams, Event
 from ubatch.transfer import Transfer
 
 __all__ = ["CopiedWork", "check_not_capturing", "copy_to_host", "host_like", "mark_copied"]

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 
 from ubatch.context import current_lane
 from ubatch.errors import ConfigError
-from ubatch.streams import StreamBackend
+from ubatch.streams.streams import StreamBackend
 
 __all__ = ["SMBudget", "current_sm_budget", "merge_sm_use", "report_sm_use", "share_out_sms"]
 

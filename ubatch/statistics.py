@@ -7,9 +7,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ubatch.graphs import GraphMiss
 from ubatch.schedules.schedule import Schedule
 from ubatch.schedules.vote import Decision, DeclineReason
+from ubatch.streams.graph_protocols import GraphMiss
 from ubatch.trace.spans import note_outcome
 
 __all__ = ["Tally", "UBatchStatistics"]

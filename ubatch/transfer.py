@@ -10,7 +10,7 @@ holds the baton for too long is found (`ubatch.workers`); elsewhere a transfer w
 `transfers_end_within` that it is in.
 
 Buffers stay referenced until the transport is done with them, also when the lane that launched them fails; which
-streams have to come first is in `ubatch.lifetimes`.
+streams have to come first is in `ubatch.streams.lifetimes`.
 
 On CUDA most transports are *stream-ordered*: the wait of their works makes the current stream wait and returns, so the
 host queues on. Then `wait` costs the host no time, and a peer that fails is seen where the host does wait.
@@ -30,9 +30,9 @@ from typing import Generic, TypeVar, cast
 from ubatch.connection import Connection, Work
 from ubatch.context import UBatchContext, current_lane
 from ubatch.errors import TransferTimeout, UBatchError
-from ubatch.graphs import capturing
-from ubatch.lifetimes import abandon_transfers
 from ubatch.process.interrupts import changing
+from ubatch.streams.graph_protocols import capturing
+from ubatch.streams.lifetimes import abandon_transfers
 from ubatch.trace.spans import UNSPLIT, LinkTime, SpanKind, current_trace
 
 __all__ = ["Transfer", "transfers_end_within"]

@@ -35,14 +35,14 @@ from ubatch.ambient import Ambient
 from ubatch.baton import Baton
 from ubatch.context import UBatchContext, current_lane, make_ubatch_contexts
 from ubatch.errors import LaneAborted, UBatchError, UBatchTimeout, describe, note
-from ubatch.graphs import Capture
-from ubatch.lifetimes import abandon_transfers
 from ubatch.process.heartbeat import beat
 from ubatch.process.interrupts import Marks, is_inside
 from ubatch.schedules.forward_context import ForwardContext
 from ubatch.schedules.schedule import Schedule
 from ubatch.sm_budget import merge_sm_use, share_out_sms
-from ubatch.streams import StreamBackend, make_streams
+from ubatch.streams.graph_protocols import Capture
+from ubatch.streams.lifetimes import abandon_transfers
+from ubatch.streams.streams import StreamBackend, make_streams
 from ubatch.wakeup import Gate, WakeUp, make_wakeup
 
 __all__ = ["LanePool", "PoolStatistics"]

@@ -46,7 +46,6 @@ from ubatch.facade import ModuleFacade, refuse_tracing, uncompiled
 from ubatch.graph_capture import Capturer
 from ubatch.graph_cuda import CudaGraphs
 from ubatch.graph_table import GraphTable, Hit
-from ubatch.graphs import CapturedGraph, CaptureFailed, GraphBackend, GraphKey
 from ubatch.group import CommGroup
 from ubatch.planner import CutCall, Intent, Planner
 from ubatch.process.interrupts import Claim, Claims, apart
@@ -56,6 +55,7 @@ from ubatch.schedules.schedule import Schedule
 from ubatch.schedules.vote import Decision, DeclineReason, Offer, Wish, decide
 from ubatch.sm_budget import merge_sm_use
 from ubatch.statistics import Tally, UBatchStatistics
+from ubatch.streams.graph_protocols import CapturedGraph, CaptureFailed, GraphBackend, GraphKey
 from ubatch.torch_modes import why_not_in_lanes
 from ubatch.trace.spans import note_step, traced_step
 

@@ -33,7 +33,7 @@ from attention.backends.trtllm_common import (
 from attention.kv_cache import MLAKVCache, PagedKVCache
 from attention.metadata import CommonAttentionMetadata
 from ubatch import ConfigError
-from ubatch.small_copies import staged, to_device
+from ubatch.streams.small_copies import staged, to_device
 
 __all__ = [
     "INT_WORKSPACE_BYTES",

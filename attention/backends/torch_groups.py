@@ -24,7 +24,7 @@ from attention.backends.base import EagerOnly
 from attention.kv_cache import CacheSpec, TokenPool, quantize_fp8
 from attention.metadata import CommonAttentionMetadata
 from attention.spec_verify import SpecVerifyInput
-from ubatch.small_copies import to_device
+from ubatch.streams.small_copies import to_device
 
 __all__ = [
     "KeyPages",

@@ -18,7 +18,7 @@ from torch import Tensor
 from attention.backends.base import MLAShape
 from attention.metadata import CommonAttentionMetadata
 from ubatch import ConfigError, import_optional
-from ubatch.small_copies import to_device
+from ubatch.streams.small_copies import to_device
 
 __all__ = [
     "FlashInferKernel",

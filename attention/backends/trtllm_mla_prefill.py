@@ -27,7 +27,7 @@ from attention.backends.torch_groups import as_stored
 from attention.backends.trtllm_common import RequestBatch, ragged_positions, rows_of
 from attention.kv_cache import MLAKVCache
 from attention.lse import merge_states
-from ubatch.small_copies import to_device
+from ubatch.streams.small_copies import to_device
 
 if TYPE_CHECKING:
     from attention.backends.trtllm_mla import TRTLLMMLABackend

@@ -19,7 +19,7 @@ from model_runner.random_checkpoint import RandomQwen3Moe
 from model_runner.weights import Checkpoint
 from moe import All2All, FusedMoEModularKernel
 from ubatch import ForwardContext, ForwardMode, split_requests
-from ubatch.small_copies import to_device
+from ubatch.streams.small_copies import to_device
 
 __all__ = ["LANES", "QWEN3_30B_A3B", "QWEN3_235B_A22B", "TINY", "Model", "Step", "make_metadata"]
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from attention import RopeTable
 from model_runner.hf_config import HFConfig
-from ubatch.small_copies import to_device
+from ubatch.streams.small_copies import to_device
 
 __all__ = [
     "LinearRope",

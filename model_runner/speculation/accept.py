@@ -27,7 +27,7 @@ from model_runner.errors import RequestError
 from model_runner.penalties import SamplingRow
 from model_runner.request import ScheduledRequest
 from model_runner.sampler import OUT_OF_TOKENS, distributions, fall
-from ubatch.small_copies import to_device
+from ubatch.streams.small_copies import to_device
 
 __all__ = ["Acceptance", "DraftRows", "accepted_nodes", "check_acceptance", "sample_by_rejection"]
 

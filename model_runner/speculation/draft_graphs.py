@@ -37,8 +37,8 @@ from ubatch import (
 )
 from ubatch.graph_capture import record
 from ubatch.graph_io import GraphOutput
-from ubatch.graphs import PLAIN, Capture
 from ubatch.long_calls import taking_long
+from ubatch.streams.graph_protocols import PLAIN, Capture
 
 __all__ = ["DraftGraphs", "DraftShape", "can_capture"]
 

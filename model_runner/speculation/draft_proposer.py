@@ -38,7 +38,7 @@ from model_runner.speculation.draft_tree import draft_trees, most_nodes
 from model_runner.speculation.extend import draft_extend_batch
 from model_runner.speculation.proposer import Draft
 from ubatch import ConfigError, ForwardMode
-from ubatch.small_copies import to_device
+from ubatch.streams.small_copies import to_device
 
 if TYPE_CHECKING:  # the runner's batches import what builds trees, which is in this package
     from model_runner.input_batch import InputBatch

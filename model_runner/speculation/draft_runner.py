@@ -34,7 +34,7 @@ from model_runner.speculation.draft_graphs import DraftGraphs, DraftShape, can_c
 from model_runner.speculation.draft_network import DraftNetwork
 from model_runner.speculation.draft_sampling import DraftDraws, draft_chain
 from ubatch import ForwardContext, ForwardMode, set_forward_context
-from ubatch.small_copies import to_device, to_host
+from ubatch.streams.small_copies import to_device, to_host
 
 if TYPE_CHECKING:  # the runner's batches import what builds trees, which is in this package
     from model_runner.runner import ModelRunner

@@ -19,7 +19,7 @@ from model_runner.request import Request
 from model_runner.sampler import fall
 from model_runner.speculation.draft_network import DraftNetwork
 from ubatch import ForwardContext, set_forward_context
-from ubatch.small_copies import to_device
+from ubatch.streams.small_copies import to_device
 
 __all__ = ["DraftDraws", "choose_drafts", "draft_chain"]
 

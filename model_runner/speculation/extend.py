@@ -23,7 +23,7 @@ from torch import Tensor
 
 from attention import CommonAttentionMetadata
 from ubatch import ConfigError, ForwardMode
-from ubatch.small_copies import to_device
+from ubatch.streams.small_copies import to_device
 
 if TYPE_CHECKING:  # the batch imports what builds trees, which is in this package
     from model_runner.input_batch import InputBatch

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from attention import SpecVerifyInput
 from model_runner.errors import RequestError
-from ubatch.small_copies import to_device
+from ubatch.streams.small_copies import to_device
 
 __all__ = ["DraftTrees", "chain_of_drafts", "check_parents", "path_to"]
 

@@ -36,7 +36,7 @@ from ubatch import (
     on_comm_stream,
     report_sm_use,
 )
-from ubatch.streams import Event
+from ubatch.streams.streams import Event
 
 __all__ = ["HostLoopbackAll2All", "Message", "Staging", "lane_here"]
 

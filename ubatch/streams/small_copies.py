@@ -18,7 +18,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ubatch.streams import CudaStreams, Event
+from ubatch.streams.streams import CudaStreams, Event
 
 __all__ = ["Carrier", "HostCopy", "Packing", "carried_by", "staged", "to_device", "to_host"]
 

@@ -6,7 +6,7 @@
 
 All lanes share the streams; marks are the lane's own, and recorded before the hand-off, so that what other lanes put
 on a stream afterwards is not waited for. Marks are numbered: a transfer is joined by its own, so that who waits for the
-first of several does not wait for the others. Events are kept, not made per step. `ubatch.lifetimes` has the other
+first of several does not wait for the others. Events are kept, not made per step. `ubatch.streams.lifetimes` has the other
 half: which tensors live until which join.
 """
 
@@ -17,8 +17,8 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, TypeVar
 
-from ubatch.lifetimes import Launched, Ledger
-from ubatch.streams import Event, NullStreams, StreamBackend
+from ubatch.streams.lifetimes import Launched, Ledger
+from ubatch.streams.streams import Event, NullStreams, StreamBackend
 
 __all__ = ["LaneStreams"]
 

@@ -50,8 +50,8 @@ import threading
 from collections.abc import Collection, Iterable
 from typing import Protocol
 
-from ubatch.graphs import capturing
 from ubatch.process.interrupts import holding
+from ubatch.streams.graph_protocols import capturing
 
 __all__ = ["Launched", "Ledger", "abandon_transfers"]
 
