@@ -78,7 +78,7 @@ from ubatch import (
     dbo_yield,
     get_forward_context,
 )
-from ubatch.handover import Handover, Left
+from ubatch.lanes.handover import Handover, Left
 
 __all__ = ["FusedMoEModularKernel"]
 

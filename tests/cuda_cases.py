@@ -11,9 +11,9 @@ from lanes import EVERY_POINT, FinishedWork, run
 from torch import Tensor
 
 from ubatch.dbo import dbo_maybe_run_recv_hook, dbo_register_recv_hook, dbo_yield, on_comm_stream
+from ubatch.lanes.workers import LanePool
 from ubatch.schedules.schedule import Schedule
 from ubatch.transfer import Transfer
-from ubatch.workers import LanePool
 
 Body = Callable[[], Any]
 

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from lanes import run, walker
 
 from ubatch.dbo import dbo_yield
+from ubatch.lanes.workers import LanePool
 from ubatch.schedules.ring import interleave
 from ubatch.trace.spans import tracing
-from ubatch.workers import LanePool
 
 
 def usable(pool: LanePool) -> bool:

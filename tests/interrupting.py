@@ -11,7 +11,7 @@ from types import FrameType
 from typing import Any
 
 import ubatch
-from ubatch.context import current_lane
+from ubatch.lanes.context import current_lane
 from ubatch.schedules.forward_context import get_forward_context
 from ubatch.streams.graph_protocols import capturing
 from ubatch.trace.ranges import ranges_wanted

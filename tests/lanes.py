@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from ubatch.dbo import dbo_yield
+from ubatch.lanes.workers import LanePool
 from ubatch.schedules.schedule import Schedule
 from ubatch.streams.streams import StreamBackend
-from ubatch.workers import LanePool
 
 EVERY_POINT = Schedule("every_point", points_off=frozenset())
 CPU = torch.device("cpu")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ubatch import CommGroup, Schedule, Trace, tracing
-from ubatch.single_lane import SingleLane
+from ubatch.lanes.single_lane import SingleLane
 
 __all__ = ["alone"]
 

@@ -36,7 +36,7 @@ from model_runner import (
     ScheduledRequest,
 )
 from model_runner.step_streams import PinnedBuffers
-from ubatch.workers import _Job
+from ubatch.lanes.workers import _Job
 
 
 @dataclass(eq=False)

@@ -9,7 +9,6 @@ import torch
 from fake_streams import FakeStreams, Operation
 from lanes import EVERY_POINT, FinishedWork, run
 
-from ubatch.context import current_schedule
 from ubatch.dbo import (
     dbo_current_ubatch_id,
     dbo_maybe_run_recv_hook,
@@ -19,9 +18,10 @@ from ubatch.dbo import (
     dbo_yield_and_switch_from_compute_to_comm,
     on_comm_stream,
 )
+from ubatch.lanes.context import current_schedule
+from ubatch.lanes.workers import LanePool
 from ubatch.schedules.schedule import Point, Schedule, SharedExpert
 from ubatch.transfer import Transfer
-from ubatch.workers import LanePool
 
 CPU = torch.device("cpu")
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ubatch import UBatchConfig, UBatchWrapper
 from ubatch.dbo import dbo_current_ubatch_id, dbo_enabled, dbo_yield
-from ubatch.workers import LanePool
+from ubatch.lanes.workers import LanePool
 
 LANES = 3
 

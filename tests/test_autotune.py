@@ -16,8 +16,8 @@ from lanes import run
 
 from ubatch import ConfigError
 from ubatch.autotune import Autotuner, CudaTimer, autotune, autotune_path
-from ubatch.context import current_lane
-from ubatch.workers import LanePool
+from ubatch.lanes.context import current_lane
+from ubatch.lanes.workers import LanePool
 
 CPU = torch.device("cpu")
 

@@ -14,16 +14,16 @@ from itertools import product
 import pytest
 from lanes import EVERY_POINT, lane_pool, run, walker
 
-from ubatch.baton import Baton
-from ubatch.context import make_ubatch_contexts
 from ubatch.dbo import dbo_current_ubatch_id, dbo_enabled, dbo_maybe_run_recv_hook, dbo_register_recv_hook, dbo_yield
 from ubatch.errors import ConfigError, LaneAborted, UBatchError
+from ubatch.lanes.baton import Baton
+from ubatch.lanes.context import make_ubatch_contexts
+from ubatch.lanes.wakeup import EventFdWakeUp, Gate, LockWakeUp, WakeUp, make_wakeup
 from ubatch.schedules.forward_context import ForwardContext, get_forward_context
 from ubatch.schedules.ring import interleave
 from ubatch.schedules.schedule import SCHEDULES, Point, Schedule, get_schedule
 from ubatch.streams.streams import NullStream
 from ubatch.trace.spans import tracing
-from ubatch.wakeup import EventFdWakeUp, Gate, LockWakeUp, WakeUp, make_wakeup
 
 KINDS: list[type[EventFdWakeUp] | type[LockWakeUp]] = [LockWakeUp]
 if hasattr(os, "eventfd"):

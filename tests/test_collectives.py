@@ -30,7 +30,7 @@ from ubatch import (
     launch_reduce_scatter,
     tracing,
 )
-from ubatch.workers import LanePool
+from ubatch.lanes.workers import LanePool
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 MOVED = (torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int16, torch.bool, torch.complex64, *FP8)

@@ -29,9 +29,9 @@ from ubatch import (
     reduce_scatter,
 )
 from ubatch.dbo import on_comm_stream
-from ubatch.sm_budget import SMBudget, current_sm_budget
+from ubatch.lanes.sm_budget import SMBudget, current_sm_budget
+from ubatch.lanes.workers import LanePool
 from ubatch.streams.streams import CudaStreams
-from ubatch.workers import LanePool
 
 pytestmark = pytest.mark.gpu
 

@@ -18,10 +18,11 @@ from failure_cases import endless, usable
 from lanes import FakeWork, lane_pool, lane_threads, no_lane_threads_within, run, walker, within
 from torch import Tensor, nn
 
-from ubatch import UBatchConfig, UBatchWrapper, workers
+from ubatch import UBatchConfig, UBatchWrapper
 from ubatch.connection import Connection, Work
 from ubatch.dbo import dbo_current_ubatch_id, dbo_yield
 from ubatch.errors import LaneAborted, UBatchTimeout
+from ubatch.lanes import workers
 from ubatch.schedules.ring import interleave
 from ubatch.schedules.schedule import Schedule
 from ubatch.streams.streams import NullStreams

@@ -9,7 +9,7 @@ from functools import partial
 
 import pytest
 
-from ubatch.handover import Handover, HandoverError, Left
+from ubatch.lanes.handover import Handover, HandoverError, Left
 
 
 class Thing:

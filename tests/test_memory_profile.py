@@ -30,7 +30,7 @@ from ranks import run_ranks
 from serving.generate_drafted import generate_drafted
 from serving.speculation import Algorithm, SpeculationConfig, runner_options
 from ubatch import CommGroup, ConfigError, ForwardMode
-from ubatch.workers import _Job
+from ubatch.lanes.workers import _Job
 
 TOTAL = 48 << 20
 SHARE = 0.75

@@ -19,13 +19,13 @@ from moe.all2all.base import All2AllTraits
 from moe.all2all.chunks import blocks_of, only_block
 from moe.experts.grouped import GroupedExperts
 from ubatch import ConfigError, Point, Recv, Schedule, SharedExpert, SpanKind, Trace, dbo_yield, get_schedule, tracing
-from ubatch.handover import HandoverError
+from ubatch.lanes.handover import HandoverError
+from ubatch.lanes.single_lane import SingleLane
+from ubatch.lanes.workers import LanePool
 from ubatch.schedules.layer_program import LayerTimes, layer_program
 from ubatch.schedules.schedule import check_runnable
 from ubatch.schedules.simulate import Launch, Op, Pass, Wait, programs_of, simulate
-from ubatch.single_lane import SingleLane
 from ubatch.streams.streams import StreamBackend
-from ubatch.workers import LanePool
 
 EXPERTS, HIDDEN, TOP_K, LAYERS = 8, 12, 3, 2
 CPU = torch.device("cpu")

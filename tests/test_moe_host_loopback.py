@@ -32,8 +32,8 @@ from ubatch import (
     dbo_yield,
     tracing,
 )
+from ubatch.lanes.workers import LanePool
 from ubatch.trace.spans import SpanKind
-from ubatch.workers import LanePool
 
 CPU = torch.device("cpu")
 RUNNABLE = [name for name, schedule in SCHEDULES.items() if schedule.chunks == 1 and schedule.lanes > 1]

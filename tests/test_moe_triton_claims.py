@@ -21,7 +21,7 @@ from moe.kernels.align import align_pairs, tile_batches
 from moe.kernels.gemm_configs import gemm_configs
 from moe.kernels.grouped_gemm import Rows, Weights, project_up
 from ubatch import Schedule, get_schedule
-from ubatch.single_lane import SingleLane
+from ubatch.lanes.single_lane import SingleLane
 from ubatch.triton_jit import INTERPRETED
 
 if not INTERPRETED:

@@ -30,7 +30,7 @@ from ubatch import (
     set_forward_context,
     tracing,
 )
-from ubatch.single_lane import SingleLane
+from ubatch.lanes.single_lane import SingleLane
 
 CPU = torch.device("cpu")
 SINGLE = get_schedule("single_batch")

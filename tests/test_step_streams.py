@@ -25,7 +25,7 @@ from serving.engine import EngineCore
 from serving.requests import RequestInput
 from serving.scheduler import Scheduler, SchedulerConfig
 from ubatch import UBatchConfig
-from ubatch.workers import LanePool
+from ubatch.lanes.workers import LanePool
 
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6], [53], [58, 97, 93, 23, 84], [62, 64, 33] * 5]
 NEW = 5

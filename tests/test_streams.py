@@ -10,7 +10,6 @@ import pytest
 from fake_streams import Operation
 from streams_cases import Streams, model, opened_streams, switching
 
-from ubatch.context import UBatchContext
 from ubatch.dbo import (
     dbo_current_ubatch_id,
     dbo_get_previous_event,
@@ -25,6 +24,7 @@ from ubatch.dbo import (
     dbo_yield_and_switch_from_compute_to_comm,
     on_comm_stream,
 )
+from ubatch.lanes.context import UBatchContext
 from ubatch.schedules.schedule import Recv, Schedule, get_schedule
 from ubatch.transfer import Transfer
 

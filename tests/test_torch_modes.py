@@ -27,7 +27,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from ubatch import DeclineReason, UBatchConfig, UBatchWrapper, dbo_yield
-from ubatch.torch_modes import why_not_in_lanes
+from ubatch.lanes.torch_modes import why_not_in_lanes
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.*is deprecated:DeprecationWarning")
 """Torch's forward-mode gradients use it themselves."""

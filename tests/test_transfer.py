@@ -13,7 +13,7 @@ import torch.distributed as dist
 import ubatch
 from ranks import run_ranks
 from ubatch import CommGroup, Schedule, Transfer
-from ubatch.single_lane import SingleLane
+from ubatch.lanes.single_lane import SingleLane
 from ubatch.transfer import transfers_end_within
 
 

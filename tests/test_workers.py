@@ -28,15 +28,15 @@ from lanes import (
     within,
 )
 
-from ubatch.context import make_ubatch_contexts
 from ubatch.dbo import dbo_current_ubatch_id, dbo_yield
 from ubatch.errors import ForkedLaneError, UBatchError
+from ubatch.lanes.context import make_ubatch_contexts
+from ubatch.lanes.wakeup import Gate
+from ubatch.lanes.workers import LanePool
 from ubatch.schedules.forward_context import ForwardContext, get_forward_context
 from ubatch.schedules.ring import interleave
 from ubatch.streams.streams import NullStream, NullStreams
 from ubatch.trace.spans import tracing
-from ubatch.wakeup import Gate
-from ubatch.workers import LanePool
 
 ROOT = Path(__file__).resolve().parent.parent
 forks = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")

@@ -53,7 +53,6 @@ from ubatch.collectives import (
     reduce_scatter,
 )
 from ubatch.config import CUDAGraphMode, UBatchConfig, Verify
-from ubatch.context import UBatchContext, current_lane, current_schedule, make_ubatch_contexts
 from ubatch.dbo import (
     dbo_current_ubatch_id,
     dbo_enabled,
@@ -94,6 +93,10 @@ from ubatch.errors import (
 from ubatch.graph_cuda import CudaGraphs
 from ubatch.group import CommGroup
 from ubatch.host_copy import copy_to_host
+from ubatch.lanes.context import UBatchContext, current_lane, current_schedule, make_ubatch_contexts
+from ubatch.lanes.single_lane import SingleLane
+from ubatch.lanes.sm_budget import SMBudget, current_sm_budget, report_sm_use
+from ubatch.lanes.wakeup import Gate
 from ubatch.process.registry import LazyRegistry, import_optional
 from ubatch.schedules.forward_context import ForwardContext, ForwardMode, get_forward_context, set_forward_context
 from ubatch.schedules.layer_program import LayerTimes
@@ -112,8 +115,6 @@ from ubatch.schedules.split import (
 from ubatch.schedules.split_cost import SplitBy, SplitCost, split_by_cost
 from ubatch.schedules.split_mixed import split_mixed
 from ubatch.schedules.vote import Decision, DeclineReason, Offer, Wish, decide, fingerprint
-from ubatch.single_lane import SingleLane
-from ubatch.sm_budget import SMBudget, current_sm_budget, report_sm_use
 from ubatch.statistics import UBatchStatistics
 from ubatch.streams.graph_protocols import CapturedGraph, CaptureFailed, GraphBackend, GraphKey, GraphMiss, capturing
 from ubatch.trace.export import TraceSummary, summarise, write_chrome
@@ -122,7 +123,6 @@ from ubatch.trace.page import Remark, write_html
 from ubatch.trace.ranges import profile_ranges
 from ubatch.trace.spans import LinkTime, Span, SpanKind, StepNote, Trace, current_trace, tracing
 from ubatch.transfer import Transfer
-from ubatch.wakeup import Gate
 from ubatch.wrapper import UBatchWrapper
 
 __all__ = [

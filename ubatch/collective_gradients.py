@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from ubatch.connection import lead_again, leading_connection
-from ubatch.context import current_lane
-from ubatch.torch_modes import function_transform
+from ubatch.lanes.context import current_lane
+from ubatch.lanes.torch_modes import function_transform
 
 __all__ = ["differentiable"]
 

@@ -32,7 +32,6 @@ from torch import Tensor
 
 from ubatch.collective_gradients import differentiable
 from ubatch.connection import Connection, Work
-from ubatch.context import current_lane
 from ubatch.dbo import (
     dbo_maybe_run_recv_hook,
     dbo_register_recv_hook,
@@ -43,6 +42,7 @@ from ubatch.dbo import (
 from ubatch.errors import ConfigError
 from ubatch.group import CommGroup
 from ubatch.host_copy import CopiedWork, check_not_capturing, host_like, mark_copied
+from ubatch.lanes.context import current_lane
 from ubatch.launch_checks import block_sizes, check_launch, check_summable, rows_of
 from ubatch.schedules.schedule import Point
 from ubatch.transfer import Transfer

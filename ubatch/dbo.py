@@ -1,7 +1,7 @@
 """What model code calls inside a lane. Outside a lane all of it returns at once: a `ContextVar` that is unset costs
 tens of nanoseconds.
 
-Names are vLLM's. Each function looks up the lane it runs in; what happens there is in `ubatch.context`. Beside vLLM's
+Names are vLLM's. Each function looks up the lane it runs in; what happens there is in `ubatch.lanes.context`. Beside vLLM's
 own there are `dbo_keep`, `on_comm_stream`, `on_compute_stream` and `fork_comm_stream`. What differs:
 
     dbo_switch_to_comm, dbo_switch_to_compute   are ordered here, as vLLM's `_sync` ones are: memory that two streams
@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import ParamSpec, TypeVar
 
-from ubatch.context import _lane
+from ubatch.lanes.context import _lane
 from ubatch.streams.streams import Event
 
 __all__ = [

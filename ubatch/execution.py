@@ -24,6 +24,8 @@ from torch import nn
 from ubatch.config import UBatchConfig
 from ubatch.errors import ConfigError
 from ubatch.fsdp import sharing_weights
+from ubatch.lanes.single_lane import SingleLane
+from ubatch.lanes.workers import LanePool
 from ubatch.long_calls import taking_long
 from ubatch.outputs import merge_outputs
 from ubatch.planner import CutCall, Intent
@@ -31,13 +33,11 @@ from ubatch.process.interrupts import Marks
 from ubatch.schedules.forward_context import ForwardContext, set_forward_context
 from ubatch.schedules.schedule import Schedule
 from ubatch.schedules.vote import Decision
-from ubatch.single_lane import SingleLane
 from ubatch.streams.graph_protocols import Capture
 from ubatch.streams.streams import make_streams
 from ubatch.trace.ranges import profile_ranges
 from ubatch.trace.spans import UNSPLIT, SpanKind, current_trace
 from ubatch.transfer import transfers_end_within
-from ubatch.workers import LanePool
 
 __all__ = ["Execution", "Step", "checked_device", "device_of", "span"]
 

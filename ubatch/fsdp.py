@@ -18,8 +18,8 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from ubatch.context import UBatchContext, current_lane
 from ubatch.errors import UnvotedCollectiveError
+from ubatch.lanes.context import UBatchContext, current_lane
 from ubatch.process.patches import Patches, Replacement
 
 __all__ = ["sharing_weights"]

@@ -17,10 +17,10 @@ from datetime import timedelta
 import torch
 from torch import Tensor
 
-from ubatch.context import UBatchContext, current_lane
 from ubatch.dbo import on_comm_stream
 from ubatch.errors import ConfigError
 from ubatch.group import CommGroup
+from ubatch.lanes.context import UBatchContext, current_lane
 from ubatch.streams.graph_protocols import capturing
 from ubatch.streams.streams import CudaStreams, Event
 from ubatch.transfer import Transfer

@@ -35,9 +35,9 @@ import torch.distributed._functional_collectives as functional
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ubatch.context import UBatchContext, current_lane
 from ubatch.dbo import dbo_maybe_run_recv_hook, dbo_register_recv_hook, dbo_yield
 from ubatch.errors import GradientError, UnvotedCollectiveError
+from ubatch.lanes.context import UBatchContext, current_lane
 from ubatch.process.patches import Patches, Replacement
 from ubatch.schedules.schedule import Point
 from ubatch.transfer import Transfer

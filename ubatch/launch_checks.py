@@ -10,10 +10,10 @@ from torch._C import _functorch
 from torch.autograd import forward_ad
 
 from ubatch.connection import Connection
-from ubatch.context import UBatchContext, current_lane
 from ubatch.errors import ConfigError, GradientError, UnvotedCollectiveError
 from ubatch.group import CommGroup
-from ubatch.torch_modes import function_transform
+from ubatch.lanes.context import UBatchContext, current_lane
+from ubatch.lanes.torch_modes import function_transform
 
 __all__ = ["block_sizes", "check_launch", "check_summable", "rows_of"]
 

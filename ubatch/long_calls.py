@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from ubatch.context import current_lane
+from ubatch.lanes.context import current_lane
 from ubatch.peer_watch import silence
 from ubatch.process.lateness import LATE_S, late
 

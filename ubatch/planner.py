@@ -27,6 +27,7 @@ from ubatch.call_plan import CallPlan, CannotSplit, LaneParts, even_bounds
 from ubatch.config import UBatchConfig, Verify
 from ubatch.errors import SplitError
 from ubatch.graph_io import leaves_of
+from ubatch.lanes.torch_modes import why_not_in_lanes
 from ubatch.merging import Rule
 from ubatch.proof_table import ProofTable
 from ubatch.schedules.forward_context import ForwardContext, ForwardMode
@@ -35,7 +36,6 @@ from ubatch.schedules.schedule import Schedule
 from ubatch.schedules.split import UBatchSlice
 from ubatch.schedules.vote import MAX_LANES, Decision, DeclineReason, Offer, Wish, fingerprint
 from ubatch.signature import signature_of
-from ubatch.torch_modes import why_not_in_lanes
 
 __all__ = ["CutCall", "Intent", "Planner"]
 

@@ -6,7 +6,7 @@
                              the later of: the transport completed, the emulated link's deadline
 
 No wait is without end where somebody knows how long it may take: a connection ends it by its own time-out; a lane that
-holds the baton for too long is found (`ubatch.workers`); elsewhere a transfer without a connection ends with the
+holds the baton for too long is found (`ubatch.lanes.workers`); elsewhere a transfer without a connection ends with the
 `transfers_end_within` that it is in.
 
 Buffers stay referenced until the transport is done with them, also when the lane that launched them fails; which
@@ -28,8 +28,8 @@ from datetime import timedelta
 from typing import Generic, TypeVar, cast
 
 from ubatch.connection import Connection, Work
-from ubatch.context import UBatchContext, current_lane
 from ubatch.errors import TransferTimeout, UBatchError
+from ubatch.lanes.context import UBatchContext, current_lane
 from ubatch.process.interrupts import changing
 from ubatch.streams.graph_protocols import capturing
 from ubatch.streams.lifetimes import abandon_transfers

@@ -32,7 +32,6 @@ from torch import nn
 from ubatch.arguments import check_split_dims
 from ubatch.call_plan import CannotSplit
 from ubatch.config import CUDAGraphMode, UBatchConfig
-from ubatch.context import current_lane
 from ubatch.errors import (
     ConcurrentCallError,
     ConfigError,
@@ -47,16 +46,17 @@ from ubatch.graph_capture import Capturer
 from ubatch.graph_cuda import CudaGraphs
 from ubatch.graph_table import GraphTable, Hit
 from ubatch.group import CommGroup
+from ubatch.lanes.context import current_lane
+from ubatch.lanes.sm_budget import merge_sm_use
+from ubatch.lanes.torch_modes import why_not_in_lanes
 from ubatch.planner import CutCall, Intent, Planner
 from ubatch.process.interrupts import Claim, Claims, apart
 from ubatch.proof import Proof
 from ubatch.schedules.forward_context import ForwardContext, get_forward_context
 from ubatch.schedules.schedule import Schedule
 from ubatch.schedules.vote import Decision, DeclineReason, Offer, Wish, decide
-from ubatch.sm_budget import merge_sm_use
 from ubatch.statistics import Tally, UBatchStatistics
 from ubatch.streams.graph_protocols import CapturedGraph, CaptureFailed, GraphBackend, GraphKey
-from ubatch.torch_modes import why_not_in_lanes
 from ubatch.trace.spans import note_step, traced_step
 
 __all__ = ["UBatchWrapper"]

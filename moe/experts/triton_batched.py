@@ -27,7 +27,7 @@ from moe.kernels.quantize import BLOCK, quantize_rows, quantize_weights
 from moe.kernels.signals import Signals, project_down_signalling
 from ubatch import ConfigError, GradientError, current_schedule
 from ubatch.autotune import autotune
-from ubatch.sm_budget import current_sm_budget, report_sm_use
+from ubatch.lanes.sm_budget import current_sm_budget, report_sm_use
 from ubatch.triton_jit import INTERPRETED, power_of_2
 
 __all__ = ["TritonBatchedExperts"]

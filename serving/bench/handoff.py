@@ -21,8 +21,8 @@ from pydantic import Field
 from serving.bench.options import BlockOptions
 from serving.bench.statistics import Interval, bootstrap, interleave_arms, paired
 from ubatch import dbo_yield, get_schedule
-from ubatch.wakeup import EventFdWakeUp, LockWakeUp
-from ubatch.workers import LanePool
+from ubatch.lanes.wakeup import EventFdWakeUp, LockWakeUp
+from ubatch.lanes.workers import LanePool
 
 __all__ = ["Options", "run"]
 

@@ -93,7 +93,7 @@ class Schedule:
         shared_expert: where the shared expert runs.
         recv: who runs a receive hook.
         comm_sms: a GPU's streaming multiprocessors that compute kernels leave to communication kernels, where both
-            can obey (`ubatch.sm_budget`); 0 shares all of them, and GEMMs leave no tile to a program that finds none.
+            can obey (`ubatch.lanes.sm_budget`); 0 shares all of them, and GEMMs leave no tile to a program that finds none.
         signalled: a combine begins block by block while its experts are still computed. Told by signals on the device,
             which needs `comm_sms` there, or by the host between blocks of experts: as transport and experts can.
     """

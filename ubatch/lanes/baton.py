@@ -22,8 +22,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from ubatch.errors import LaneAborted, UBatchError
+from ubatch.lanes.wakeup import WakeUp, make_wakeup
 from ubatch.schedules.ring import Ring
-from ubatch.wakeup import WakeUp, make_wakeup
 
 __all__ = ["Baton", "BatonStatistics"]
 

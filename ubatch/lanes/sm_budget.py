@@ -22,8 +22,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ubatch.context import current_lane
 from ubatch.errors import ConfigError
+from ubatch.lanes.context import current_lane
 from ubatch.streams.streams import StreamBackend
 
 __all__ = ["SMBudget", "current_sm_budget", "merge_sm_use", "report_sm_use", "share_out_sms"]

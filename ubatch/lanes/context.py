@@ -25,8 +25,8 @@ from threading import get_ident
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol
 
-from ubatch.baton import Baton
 from ubatch.errors import ConfigError, ForkedLaneError, LaneAborted, UBatchError, describe, note
+from ubatch.lanes.baton import Baton
 from ubatch.schedules.forward_context import ForwardContext, _forward_context
 from ubatch.schedules.schedule import SERIAL, Recv, Schedule, get_schedule
 from ubatch.streams.lane_streams import LaneStreams
@@ -44,13 +44,13 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from ubatch.sm_budget import SMBudget
+    from ubatch.lanes.sm_budget import SMBudget
 
 Hook = Callable[[], object]
 
 
 class ReadyBarrier(Protocol):
-    """Where lanes report that they are parked and warm (`ubatch.wakeup.Gate`)."""
+    """Where lanes report that they are parked and warm (`ubatch.lanes.wakeup.Gate`)."""
 
     def arrive(self) -> None:
         """One lane is ready."""

@@ -1,6 +1,6 @@
 """What torch keeps per thread and no lane can take over: a call under it runs whole, in the caller's thread.
 
-What lanes do take over is in `ubatch.ambient`. Of the rest there are two kinds:
+What lanes do take over is in `ubatch.lanes.ambient`. Of the rest there are two kinds:
 
     function transforms     `torch.func.grad`, `jvp`, `vmap`, `functionalize`, and forward-mode gradients: the tensors
                             of the call belong to a transform of the caller's thread, and lanes would do without it
