@@ -37,7 +37,7 @@ from moe import (
 )
 from ubatch import CommGroup, ConfigError, ForwardMode, Schedule, UBatchConfig
 from ubatch.fastest import Chosen, measured
-from ubatch.long_calls import taking_long
+from ubatch.ranks.long_calls import taking_long
 
 __all__ = ["resolve_attention", "resolve_experts"]
 

@@ -28,7 +28,7 @@ from model_runner.dp import BatchShape
 from model_runner.transport import most_chunks
 from moe import All2All
 from ubatch import SCHEDULES, CommGroup, ConfigError, Decision, ForwardMode, Schedule, UBatchConfig, fingerprint
-from ubatch.connection import Connection
+from ubatch.ranks.connection import Connection
 from ubatch.schedules.cost_table import SERIAL_ARM, Setting
 from ubatch.schedules.modes import MODE_KEYS, ModeSettings, mode_key
 

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from ubatch import ConfigError, import_optional
-from ubatch.long_calls import taking_long
+from ubatch.ranks.long_calls import taking_long
 
 __all__ = ["find_truncation", "keep_most_likely", "truncates"]
 

@@ -81,7 +81,7 @@ from ubatch import (
     UBatchWrapper,
     set_forward_context,
 )
-from ubatch.long_calls import taking_long
+from ubatch.ranks.long_calls import taking_long
 from ubatch.streams.small_copies import to_device
 from ubatch.streams.streams import StreamBackend
 

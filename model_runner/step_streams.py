@@ -41,7 +41,7 @@ import torch
 from torch import Tensor
 
 from ubatch import CommGroup, GroupBroken, PeerFailed, TransferTimeout
-from ubatch.host_copy import CopiedWork
+from ubatch.ranks.host_copy import CopiedWork
 from ubatch.streams.small_copies import HostCopy, Packing, carried_by
 from ubatch.streams.streams import Event, NullStreams, StreamBackend, make_streams
 

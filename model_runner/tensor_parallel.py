@@ -36,7 +36,7 @@ from model_runner.request import ScheduledRequest
 from model_runner.weights import Part
 from moe import EmulatedLink
 from ubatch import CommGroup, ConfigError, Decision
-from ubatch.collectives import Carry
+from ubatch.ranks.collectives import Carry
 
 if TYPE_CHECKING:
     from model_runner.models.base import ModelConfig

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from ubatch.dbo import dbo_maybe_run_recv_hook, dbo_register_recv_hook, dbo_yield, on_comm_stream
 from ubatch.lanes.workers import LanePool
+from ubatch.ranks.transfer import Transfer
 from ubatch.schedules.schedule import Schedule
-from ubatch.transfer import Transfer
 
 Body = Callable[[], Any]
 

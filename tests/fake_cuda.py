@@ -43,7 +43,7 @@ from ubatch import (
     workers,
     wrapper,
 )
-from ubatch.connection import Connection
+from ubatch.ranks.connection import Connection
 
 Clock = dict[str, int]
 
@@ -265,7 +265,7 @@ class FakeCuda:
                 freed[stream] = use
 
     def host_like(self, tensor: Tensor) -> Tensor:
-        """In place of `ubatch.host_copy.host_like`: memory of the host, which has no stream."""
+        """In place of `ubatch.ranks.host_copy.host_like`: memory of the host, which has no stream."""
         copy = torch.empty(tensor.shape, dtype=tensor.dtype)
         memory = self.memory_of(copy)
         memory.on_host, memory.before = True, {}

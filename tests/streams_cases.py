@@ -20,8 +20,8 @@ from ubatch.dbo import (
 )
 from ubatch.lanes.context import current_schedule
 from ubatch.lanes.workers import LanePool
+from ubatch.ranks.transfer import Transfer
 from ubatch.schedules.schedule import Point, Schedule, SharedExpert
-from ubatch.transfer import Transfer
 
 CPU = torch.device("cpu")
 

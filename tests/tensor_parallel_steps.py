@@ -13,7 +13,7 @@ from model_checks import all_logits
 
 from model_runner import ModelRunner, Request, SamplingParams, ScheduledRequest
 from ubatch import CommGroup, Point, Schedule, Trace, UBatchConfig, tracing
-from ubatch.launch_order import VARIABLE
+from ubatch.ranks.launch_order import VARIABLE
 from ubatch.trace.spans import Span, SpanKind
 
 TOLERANCE = 1e-4

@@ -32,7 +32,7 @@ from ubatch import (
     launch_all_to_all_single,
     launch_reduce_scatter,
 )
-from ubatch.launch_order import VARIABLE
+from ubatch.ranks.launch_order import VARIABLE
 
 EPS = 1e-6
 Call = Callable[[Tensor], Tensor]

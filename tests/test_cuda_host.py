@@ -10,14 +10,14 @@ import torch
 from cuda_cases import Lanes, compute, exchange, opened_lanes
 from lanes import FinishedWork
 
-from ubatch import host_copy
-from ubatch import transfer as transfer_module
 from ubatch.dbo import dbo_yield
 from ubatch.errors import ConfigError, UBatchError
-from ubatch.host_copy import CopiedWork, copy_to_host
+from ubatch.ranks import host_copy
+from ubatch.ranks import transfer as transfer_module
+from ubatch.ranks.host_copy import CopiedWork, copy_to_host
+from ubatch.ranks.transfer import Transfer
 from ubatch.streams import lifetimes
 from ubatch.streams.streams import NullEvent
-from ubatch.transfer import Transfer
 
 
 @pytest.fixture

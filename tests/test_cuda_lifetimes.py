@@ -25,10 +25,10 @@ from ubatch.dbo import (
     dbo_yield_and_switch_from_compute_to_comm,
 )
 from ubatch.errors import UBatchTimeout
+from ubatch.ranks.transfer import Transfer
 from ubatch.schedules.schedule import Recv, Schedule
 from ubatch.streams.lane_streams import LaneStreams
 from ubatch.streams.lifetimes import Ledger
-from ubatch.transfer import Transfer
 
 PEER = Schedule("peer", points_off=frozenset(), recv=Recv.PEER)
 

@@ -19,9 +19,9 @@ from lanes import within
 
 from ranks import run_ranks
 from ubatch import CommGroup, GroupBroken, UBatchConfig, UBatchWrapper
-from ubatch.long_calls import holding_gil
-from ubatch.peer_watch import PeerWatch, silence
 from ubatch.process.job_store import JobStore
+from ubatch.ranks.long_calls import holding_gil
+from ubatch.ranks.peer_watch import PeerWatch, silence
 
 
 def _watched(timeout_s: float) -> tuple[CommGroup, list[str]]:

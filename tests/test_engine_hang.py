@@ -18,8 +18,8 @@ from serving.engine.messages import Alive, Failed
 from serving.engine.vital_signs import VitalSigns
 from serving.requests import EngineDead
 from ubatch import UBatchConfig
-from ubatch.long_calls import holding_gil, taking_long
 from ubatch.process.heartbeat import Heart, beat, stop_hearts
+from ubatch.ranks.long_calls import holding_gil, taking_long
 
 TIMEOUT_S = 4.0
 SLACK_S = 10.0

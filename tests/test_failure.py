@@ -18,9 +18,9 @@ from lanes import FakeWork, lane_pool, run, walker, within
 from ubatch.dbo import dbo_register_recv_hook, dbo_switch_to_comm, dbo_yield
 from ubatch.errors import LaneAborted
 from ubatch.lanes.workers import LanePool
+from ubatch.ranks.transfer import Transfer
 from ubatch.schedules.schedule import Schedule
 from ubatch.streams.streams import NullEvent, NullStreams
-from ubatch.transfer import Transfer
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -19,15 +19,15 @@ from lanes import FakeWork, lane_pool, lane_threads, no_lane_threads_within, run
 from torch import Tensor, nn
 
 from ubatch import UBatchConfig, UBatchWrapper
-from ubatch.connection import Connection, Work
 from ubatch.dbo import dbo_current_ubatch_id, dbo_yield
 from ubatch.errors import LaneAborted, UBatchTimeout
 from ubatch.lanes import workers
+from ubatch.ranks.connection import Connection, Work
+from ubatch.ranks.transfer import Transfer
 from ubatch.schedules.ring import interleave
 from ubatch.schedules.schedule import Schedule
 from ubatch.streams.streams import NullStreams
 from ubatch.trace.spans import tracing
-from ubatch.transfer import Transfer
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -19,9 +19,9 @@ from ubatch import UBatchConfig, UBatchWrapper
 from ubatch.dbo import dbo_current_ubatch_id, dbo_register_recv_hook, dbo_yield
 from ubatch.errors import UBatchTimeout
 from ubatch.lanes.workers import LanePool
+from ubatch.ranks.transfer import Transfer
 from ubatch.schedules.ring import interleave
 from ubatch.schedules.schedule import Schedule
-from ubatch.transfer import Transfer
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from ranks import run_ranks
 from ubatch import CommGroup, UBatchConfig, UBatchWrapper, UnvotedCollectiveError, dbo_current_ubatch_id, tracing
 from ubatch import all_reduce as overlapped_all_reduce
-from ubatch.fsdp import sharing_weights
+from ubatch.ranks.fsdp import sharing_weights
 
 HIDDEN, LAYERS = 8, 3
 

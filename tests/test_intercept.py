@@ -26,7 +26,7 @@ from ubatch import (
     UnvotedCollectiveError,
     tracing,
 )
-from ubatch.intercept import intercepting
+from ubatch.ranks.intercept import intercepting
 
 HIDDEN, LAYERS = 16, 3
 

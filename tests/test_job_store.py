@@ -11,9 +11,9 @@ from torch.distributed import distributed_c10d as c10d
 
 from ranks import run_ranks
 from ubatch import CommGroup, ForgedValue
-from ubatch.group import _update
-from ubatch.peer_watch import PeerWatch
 from ubatch.process.job_store import JobStore, sign_job_store
+from ubatch.ranks.group import _update
+from ubatch.ranks.peer_watch import PeerWatch
 
 KEY, OTHER = b"k" * 32, b"o" * 32
 

@@ -21,7 +21,7 @@ from ubatch import (
     dbo_yield,
 )
 from ubatch.errors import LaunchOrderError, UBatchError
-from ubatch.launch_order import VARIABLE, LaunchOrder, check_ballots, first_difference
+from ubatch.ranks.launch_order import VARIABLE, LaunchOrder, check_ballots, first_difference
 
 SCHEDULE = Schedule("every_point", points_off=frozenset())
 

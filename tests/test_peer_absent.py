@@ -24,7 +24,7 @@ from ubatch import (
     dbo_current_ubatch_id,
     launch_all_gather,
 )
-from ubatch.connection import _kept
+from ubatch.ranks.connection import _kept
 
 # --------------------------------------------------------------------------------------------------- late or absent
 

@@ -89,7 +89,7 @@ def test_the_default_inside_a_node_is_captured(tmp_path: Path) -> None:
 
 def machines_on_rank(rank: int, world_size: int) -> tuple[bool, bool]:
     group = CommGroup.from_process_group(timeout_s=20)
-    with mock.patch("ubatch.group.machine_name", return_value=f"machine {rank}"):
+    with mock.patch("ubatch.ranks.group.machine_name", return_value=f"machine {rank}"):
         apart = group.on_one_machine()
     return group.on_one_machine(), apart
 

@@ -18,7 +18,7 @@ from model_runner.speculation import DraftProposer, load_draft
 from moe import EmulatedLink
 from ranks import run_ranks
 from ubatch import CommGroup, ConfigError, capturing
-from ubatch.connection import Connection
+from ubatch.ranks.connection import Connection
 
 SIZES = (1, 3, 6)
 """None of them, nor of their lanes, divides by two ranks, but one: shares are padded, and some are padding alone."""

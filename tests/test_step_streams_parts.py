@@ -11,7 +11,7 @@ from step_host import Place
 
 from model_runner.step_streams import PinnedBuffers, StepStreams
 from ubatch import PeerFailed
-from ubatch.host_copy import CopiedWork
+from ubatch.ranks.host_copy import CopiedWork
 from ubatch.streams.small_copies import HostCopy, Packing, staged, to_device, to_host
 
 

@@ -25,8 +25,8 @@ from ubatch.dbo import (
     on_comm_stream,
 )
 from ubatch.lanes.context import UBatchContext
+from ubatch.ranks.transfer import Transfer
 from ubatch.schedules.schedule import Recv, Schedule, get_schedule
-from ubatch.transfer import Transfer
 
 OVERLAPS = {
     "mlp_shared_overlap": {"dispatch beside attention", "combine beside experts"},

@@ -22,7 +22,7 @@ from model_runner import FinishReason, RequestError, SamplingParams
 from serving import LLM
 from serving.cli import main
 from serving.requests import EngineDead, RequestInput
-from ubatch.launch_order import VARIABLE
+from ubatch.ranks.launch_order import VARIABLE
 
 NO_SEED = SamplingParams(max_tokens=30, ignore_eos=True, temperature=1.0)
 

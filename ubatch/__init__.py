@@ -41,17 +41,6 @@ One line per group of files:
 
 from ubatch.caches import CacheSplitter, register_splitter
 from ubatch.call_plan import CannotSplit
-from ubatch.collectives import (
-    all_gather,
-    all_reduce,
-    all_to_all_single,
-    check_launch,
-    launch_all_gather,
-    launch_all_reduce,
-    launch_all_to_all_single,
-    launch_reduce_scatter,
-    reduce_scatter,
-)
 from ubatch.config import CUDAGraphMode, UBatchConfig, Verify
 from ubatch.dbo import (
     dbo_current_ubatch_id,
@@ -91,13 +80,25 @@ from ubatch.errors import (
     nearest,
 )
 from ubatch.graph_cuda import CudaGraphs
-from ubatch.group import CommGroup
-from ubatch.host_copy import copy_to_host
 from ubatch.lanes.context import UBatchContext, current_lane, current_schedule, make_ubatch_contexts
 from ubatch.lanes.single_lane import SingleLane
 from ubatch.lanes.sm_budget import SMBudget, current_sm_budget, report_sm_use
 from ubatch.lanes.wakeup import Gate
 from ubatch.process.registry import LazyRegistry, import_optional
+from ubatch.ranks.collectives import (
+    all_gather,
+    all_reduce,
+    all_to_all_single,
+    check_launch,
+    launch_all_gather,
+    launch_all_reduce,
+    launch_all_to_all_single,
+    launch_reduce_scatter,
+    reduce_scatter,
+)
+from ubatch.ranks.group import CommGroup
+from ubatch.ranks.host_copy import copy_to_host
+from ubatch.ranks.transfer import Transfer
 from ubatch.schedules.forward_context import ForwardContext, ForwardMode, get_forward_context, set_forward_context
 from ubatch.schedules.layer_program import LayerTimes
 from ubatch.schedules.modes import ModeSettings, Resolved
@@ -122,7 +123,6 @@ from ubatch.trace.file import RankTrace, merge_traces, read_chrome
 from ubatch.trace.page import Remark, write_html
 from ubatch.trace.ranges import profile_ranges
 from ubatch.trace.spans import LinkTime, Span, SpanKind, StepNote, Trace, current_trace, tracing
-from ubatch.transfer import Transfer
 from ubatch.wrapper import UBatchWrapper
 
 __all__ = [

@@ -31,8 +31,8 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from ubatch.errors import ConfigError, UBatchError
-from ubatch.long_calls import taking_long
 from ubatch.process.cores import num_cores
+from ubatch.ranks.long_calls import taking_long
 from ubatch.streams.graph_protocols import capturing
 
 __all__ = ["Autotuner", "CudaTimer", "Timer", "autotune", "autotune_path"]

@@ -33,7 +33,7 @@ from typing import Any
 import torch
 
 from ubatch.errors import ConfigError
-from ubatch.long_calls import taking_long
+from ubatch.ranks.long_calls import taking_long
 
 __all__ = ["CACHE_VARIABLE", "OFF_VARIABLE", "compile_c", "kernel_of", "why_not_c"]
 

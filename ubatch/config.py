@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from ubatch.errors import ConfigError, nearest
-from ubatch.group import CommGroup
+from ubatch.ranks.group import CommGroup
 from ubatch.schedules.forward_context import ForwardMode
 from ubatch.schedules.modes import MODE_KEYS, ModeSettings, Resolved, mode_key
 from ubatch.schedules.schedule import SCHEDULES, Schedule, check_runnable

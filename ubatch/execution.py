@@ -23,13 +23,14 @@ from torch import nn
 
 from ubatch.config import UBatchConfig
 from ubatch.errors import ConfigError
-from ubatch.fsdp import sharing_weights
 from ubatch.lanes.single_lane import SingleLane
 from ubatch.lanes.workers import LanePool
-from ubatch.long_calls import taking_long
 from ubatch.outputs import merge_outputs
 from ubatch.planner import CutCall, Intent
 from ubatch.process.interrupts import Marks
+from ubatch.ranks.fsdp import sharing_weights
+from ubatch.ranks.long_calls import taking_long
+from ubatch.ranks.transfer import transfers_end_within
 from ubatch.schedules.forward_context import ForwardContext, set_forward_context
 from ubatch.schedules.schedule import Schedule
 from ubatch.schedules.vote import Decision
@@ -37,7 +38,6 @@ from ubatch.streams.graph_protocols import Capture
 from ubatch.streams.streams import make_streams
 from ubatch.trace.ranges import profile_ranges
 from ubatch.trace.spans import UNSPLIT, SpanKind, current_trace
-from ubatch.transfer import transfers_end_within
 
 __all__ = ["Execution", "Step", "checked_device", "device_of", "span"]
 
@@ -67,7 +67,7 @@ class Execution:
         model: any module.
         config: its group, time-out and output dimensions count here.
         device: where the module runs; where its parameters are, if None.
-        intercept: overlapped calls run under `ubatch.intercept.intercepting`.
+        intercept: overlapped calls run under `ubatch.ranks.intercept.intercepting`.
 
     Attributes:
         pools: the lanes, by their number and device.
@@ -139,7 +139,7 @@ class Execution:
     def _intercepting(self) -> AbstractContextManager[None]:
         if not self._intercept:
             return nullcontext()
-        from ubatch.intercept import intercepting  # it needs torch.distributed, which not every torch has
+        from ubatch.ranks.intercept import intercepting  # it needs torch.distributed, which not every torch has
 
         return intercepting()
 

@@ -45,13 +45,13 @@ from ubatch.facade import ModuleFacade, refuse_tracing, uncompiled
 from ubatch.graph_capture import Capturer
 from ubatch.graph_cuda import CudaGraphs
 from ubatch.graph_table import GraphTable, Hit
-from ubatch.group import CommGroup
 from ubatch.lanes.context import current_lane
 from ubatch.lanes.sm_budget import merge_sm_use
 from ubatch.lanes.torch_modes import why_not_in_lanes
 from ubatch.planner import CutCall, Intent, Planner
 from ubatch.process.interrupts import Claim, Claims, apart
 from ubatch.proof import Proof
+from ubatch.ranks.group import CommGroup
 from ubatch.schedules.forward_context import ForwardContext, get_forward_context
 from ubatch.schedules.schedule import Schedule
 from ubatch.schedules.vote import Decision, DeclineReason, Offer, Wish, decide
@@ -75,7 +75,7 @@ class UBatchWrapper(ModuleFacade):
         graphs: what captures; `CudaGraphs` of the device by default.
         intercept_collectives: what the module launches inside torch (`parallelize_module`, DTensor, functional
             collectives, `torch.distributed.all_reduce`) are transfers, and torch's own waits points; see
-            `ubatch.intercept`. For inference: a call that records gradients declines.
+            `ubatch.ranks.intercept`. For inference: a call that records gradients declines.
 
     A call overlaps when the forward context carries `ubatch_slices`; otherwise the thresholds decide, from the
     number of tokens (token ids `[B, S]` count B x S, decode if S = 1; otherwise the size of the split dimension).

@@ -37,7 +37,7 @@ from ubatch import (
 )
 from ubatch.graph_capture import record
 from ubatch.graph_io import GraphOutput
-from ubatch.long_calls import taking_long
+from ubatch.ranks.long_calls import taking_long
 from ubatch.streams.graph_protocols import PLAIN, Capture
 
 __all__ = ["DraftGraphs", "DraftShape", "can_capture"]

@@ -7,7 +7,7 @@ A rank that fails leaves the others' kernels waiting inside DeepEP; after DeepEP
 process. So unlike a gloo group, a group that runs DeepEP does not survive a failed rank by `CommGroup.reset`.
 
 While a dispatch waits for its peers' counts, and while a buffer is made, Python's lock is held and nothing else of the
-process runs: `ubatch.long_calls.holding_gil` tells the peers before.
+process runs: `ubatch.ranks.long_calls.holding_gil` tells the peers before.
 
 **Not yet run on several GPUs.** These adapters were proved with a stand-in for `deep_ep` that has its signatures,
 checks arguments and the order of calls, and exchanges over gloo (`tests/deep_ep_standin.py`).

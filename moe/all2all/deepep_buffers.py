@@ -34,8 +34,8 @@ from weakref import WeakKeyDictionary
 from torch import Tensor
 
 from ubatch import ConfigError, capturing
-from ubatch.connection import Connection
-from ubatch.long_calls import holding_gil
+from ubatch.ranks.connection import Connection
+from ubatch.ranks.long_calls import holding_gil
 
 __all__ = ["NODE", "BufferSize", "DeepEPBuffers", "Queued", "SizedBuffer", "SizedBuffers", "in_one_node"]
 

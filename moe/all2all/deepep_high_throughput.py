@@ -29,8 +29,8 @@ from moe.all2all.deepep import DeepEPStreamed, Inputs, Payload, check_ranks
 from moe.all2all.deepep_buffers import NODE, BufferSize, SizedBuffers, in_one_node
 from moe.all2all.voted import voted_tokens
 from ubatch import CommGroup, ConfigError, Transfer, capturing, current_sm_budget, report_sm_use
-from ubatch.collectives import check_launch
-from ubatch.long_calls import holding_gil
+from ubatch.ranks.collectives import check_launch
+from ubatch.ranks.long_calls import holding_gil
 
 __all__ = ["DeepEPHighThroughputAll2All", "HighThroughputHandle"]
 

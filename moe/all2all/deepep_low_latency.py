@@ -41,7 +41,7 @@ from moe.all2all.chunks import ids_of_blocks
 from moe.all2all.deepep import DeepEPTransport, check_ranks
 from moe.all2all.deepep_buffers import NODE, BufferSize, SizedBuffer, SizedBuffers, in_one_node
 from ubatch import CommGroup, ConfigError, Transfer, dbo_current_ubatch_id, report_sm_use
-from ubatch.collectives import check_launch
+from ubatch.ranks.collectives import check_launch
 from ubatch.streams.graph_protocols import current_capture
 
 __all__ = ["HIDDEN_SIZES", "DeepEPLowLatencyAll2All", "LowLatencyHandle"]

@@ -30,9 +30,9 @@ from moe.all2all.deepep import DeepEPStreamed, Inputs, Payload, check_ranks
 from moe.all2all.deepep_buffers import DeepEPBuffers
 from moe.all2all.voted import voted_tokens
 from ubatch import CommGroup, ConfigError, Transfer, current_sm_budget, report_sm_use
-from ubatch.collectives import check_launch
-from ubatch.connection import Connection
-from ubatch.long_calls import holding_gil
+from ubatch.ranks.collectives import check_launch
+from ubatch.ranks.connection import Connection
+from ubatch.ranks.long_calls import holding_gil
 
 __all__ = ["DeepEPV2All2All", "ElasticHandle"]
 

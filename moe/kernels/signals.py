@@ -31,7 +31,8 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from ubatch import UBatchError, host_copy
+from ubatch import UBatchError
+from ubatch.ranks import host_copy
 from ubatch.triton_jit import INTERPRETED, cdiv, jit, power_of_2
 
 __all__ = [

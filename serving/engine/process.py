@@ -66,8 +66,8 @@ from serving.pinning import pin_rank
 from serving.requests import RequestOutput
 from serving.runner_setup import describe_memory, describe_transport
 from ubatch import CommGroup, ConfigError, GroupBroken, PeerFailed, TransferTimeout, UBatchError
-from ubatch.long_calls import taking_long
 from ubatch.process.heartbeat import Heart, stop_hearts
+from ubatch.ranks.long_calls import taking_long
 
 __all__ = ["Engine", "Orphaned", "run_engine"]
 

@@ -5,7 +5,7 @@ It comes from the threads that do the work, not from one of its own, which would
     between steps              the loop calls `beat`
     between layers             the model does, in a step without lanes, too
     waiting for peers, lanes   that wait does; it looks out for them, and has a time-out of its own
-    a declared long call       no beat; its limit is sent in front (`ubatch.long_calls`)
+    a declared long call       no beat; its limit is sent in front (`ubatch.ranks.long_calls`)
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import time
 import weakref
 from collections.abc import Callable
 
-from ubatch.peer_watch import hear_silences, silences_in_force
+from ubatch.ranks.peer_watch import hear_silences, silences_in_force
 
 __all__ = ["Heart", "beat", "stop_hearts"]
 

@@ -54,7 +54,7 @@ class Point(StrEnum):
     FINAL_GATHER = "final_gather"
     """after the all-gather of the last hidden states was launched"""
     COLLECTIVE = "collective"
-    """after a collective of `ubatch.collectives` was launched"""
+    """after a collective of `ubatch.ranks.collectives` was launched"""
 
 
 class SharedExpert(StrEnum):

@@ -57,7 +57,7 @@ __all__ = ["Launched", "Ledger", "abandon_transfers"]
 
 
 class Launched(Protocol):
-    """What a lane remembers of its transfers (`ubatch.transfer.Transfer`)."""
+    """What a lane remembers of its transfers (`ubatch.ranks.transfer.Transfer`)."""
 
     @property
     def over(self) -> bool:

@@ -21,7 +21,6 @@ import torch
 import torch.distributed as dist
 from torch.utils.checkpoint import _StopRecomputationError
 
-from ubatch.connection import Connection
 from ubatch.errors import (
     ConfigError,
     ForgedValue,
@@ -32,10 +31,11 @@ from ubatch.errors import (
     describe,
     note,
 )
-from ubatch.launch_order import BALLOT_WIDTH, check_ballots, first_difference
 from ubatch.process.job_store import JobStore, job_store
 from ubatch.process.lateness import Patience
 from ubatch.process.machine import machine_name
+from ubatch.ranks.connection import Connection
+from ubatch.ranks.launch_order import BALLOT_WIDTH, check_ballots, first_difference
 from ubatch.schedules.vote import OFFER_WIDTH, Decision, Offer, decide, decode_offer, encode_offer, fingerprint
 
 __all__ = ["CommGroup"]
@@ -153,7 +153,7 @@ class CommGroup:
 
         Raises:
             GroupBroken: before it, when a rank failed since the last `reset()`.
-            LaunchOrderError: see `ubatch.launch_order`.
+            LaunchOrderError: see `ubatch.ranks.launch_order`.
             PeerFailed, TransferTimeout: see `Connection.wait_for_works`.
         """
         if self.size == 1:

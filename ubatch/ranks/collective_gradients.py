@@ -21,9 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ubatch.connection import lead_again, leading_connection
 from ubatch.lanes.context import current_lane
 from ubatch.lanes.torch_modes import function_transform
+from ubatch.ranks.connection import lead_again, leading_connection
 
 __all__ = ["differentiable"]
 

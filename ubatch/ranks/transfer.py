@@ -27,10 +27,10 @@ from contextvars import ContextVar
 from datetime import timedelta
 from typing import Generic, TypeVar, cast
 
-from ubatch.connection import Connection, Work
 from ubatch.errors import TransferTimeout, UBatchError
 from ubatch.lanes.context import UBatchContext, current_lane
 from ubatch.process.interrupts import changing
+from ubatch.ranks.connection import Connection, Work
 from ubatch.streams.graph_protocols import capturing
 from ubatch.streams.lifetimes import abandon_transfers
 from ubatch.trace.spans import UNSPLIT, LinkTime, SpanKind, current_trace

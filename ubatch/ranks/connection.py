@@ -33,12 +33,12 @@ from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
 from ubatch.errors import ForgedValue, GroupBroken, PeerFailed, TransferTimeout
-from ubatch.launch_order import LaunchOrder
-from ubatch.peer_watch import PeerWatch, weak_call
 from ubatch.process.heartbeat import beat
 from ubatch.process.interrupts import changing
 from ubatch.process.job_store import JobStore
 from ubatch.process.lateness import LATE_S, Patience, late_ranks
+from ubatch.ranks.launch_order import LaunchOrder
+from ubatch.ranks.peer_watch import PeerWatch, weak_call
 
 __all__ = ["Connection", "Work", "lead_again", "leading_connection"]
 
@@ -117,7 +117,7 @@ class Connection:
         return other in self._dependents
 
     def note_launch(self, lane: int, name: str, x: Tensor) -> None:
-        """A transfer is launched here, in the steps of the connection whose ranks vote. See `ubatch.launch_order`."""
+        """A transfer is launched here, in the steps of the connection whose ranks vote. See `ubatch.ranks.launch_order`."""
         order = (_leader.get() or self).order
         if order is not None:
             order.note(lane, name, x)

@@ -2,7 +2,7 @@
 
     taking_long     compiling, tuning, loading weights: peers wait for this rank (`ubatch.process.lateness`)
     holding_gil     one call that waits for peers itself and keeps Python's lock: no thread of this process can say that
-                    it lives (`ubatch.peer_watch`)
+                    it lives (`ubatch.ranks.peer_watch`)
 
 In both the lane that calls is not taken for hung, and neither peers nor who watches the process (`ubatch.process.heartbeat`)
 take this rank for dead.
@@ -16,8 +16,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from ubatch.lanes.context import current_lane
-from ubatch.peer_watch import silence
 from ubatch.process.lateness import LATE_S, late
+from ubatch.ranks.peer_watch import silence
 
 __all__ = ["holding_gil", "taking_long"]
 

@@ -19,11 +19,11 @@ from torch import Tensor
 
 from ubatch.dbo import on_comm_stream
 from ubatch.errors import ConfigError
-from ubatch.group import CommGroup
 from ubatch.lanes.context import UBatchContext, current_lane
+from ubatch.ranks.group import CommGroup
+from ubatch.ranks.transfer import Transfer
 from ubatch.streams.graph_protocols import capturing
 from ubatch.streams.streams import CudaStreams, Event
-from ubatch.transfer import Transfer
 
 __all__ = ["CopiedWork", "check_not_capturing", "copy_to_host", "host_like", "mark_copied"]
 

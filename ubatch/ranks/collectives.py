@@ -7,7 +7,7 @@ Two layers: `launch_*` returns a `Transfer` (for all-to-all back ends, which pla
 functions without prefix launch, pass the point and wait. All are functional: the input is never written.
 Shapes: `x` is split and concatenated along `dim`, 0 unless said otherwise.
 
-Outside a lane the functions without prefix are differentiable (`ubatch.collective_gradients`): a rank gets the gradient
+Outside a lane the functions without prefix are differentiable (`ubatch.ranks.collective_gradients`): a rank gets the gradient
 of the sum over all ranks of what they differentiate, as from `torch.distributed.nn`: where all compute the same loss,
 divide it by the number of ranks. The backward runs collectives of its own, so **every rank of the group takes part in
 it**, in the same order: a rank that does not use a result, or does not call backward, lets the others wait until their
@@ -30,8 +30,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ubatch.collective_gradients import differentiable
-from ubatch.connection import Connection, Work
 from ubatch.dbo import (
     dbo_maybe_run_recv_hook,
     dbo_register_recv_hook,
@@ -40,12 +38,14 @@ from ubatch.dbo import (
     on_compute_stream,
 )
 from ubatch.errors import ConfigError
-from ubatch.group import CommGroup
-from ubatch.host_copy import CopiedWork, check_not_capturing, host_like, mark_copied
 from ubatch.lanes.context import current_lane
-from ubatch.launch_checks import block_sizes, check_launch, check_summable, rows_of
+from ubatch.ranks.collective_gradients import differentiable
+from ubatch.ranks.connection import Connection, Work
+from ubatch.ranks.group import CommGroup
+from ubatch.ranks.host_copy import CopiedWork, check_not_capturing, host_like, mark_copied
+from ubatch.ranks.launch_checks import block_sizes, check_launch, check_summable, rows_of
+from ubatch.ranks.transfer import Transfer
 from ubatch.schedules.schedule import Point
-from ubatch.transfer import Transfer
 
 __all__ = [
     "Carry",

@@ -39,8 +39,8 @@ from ubatch.dbo import dbo_maybe_run_recv_hook, dbo_register_recv_hook, dbo_yiel
 from ubatch.errors import GradientError, UnvotedCollectiveError
 from ubatch.lanes.context import UBatchContext, current_lane
 from ubatch.process.patches import Patches, Replacement
+from ubatch.ranks.transfer import Transfer
 from ubatch.schedules.schedule import Point
-from ubatch.transfer import Transfer
 
 __all__ = ["intercepting"]
 

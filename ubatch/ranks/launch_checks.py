@@ -9,11 +9,11 @@ from torch import Tensor
 from torch._C import _functorch
 from torch.autograd import forward_ad
 
-from ubatch.connection import Connection
 from ubatch.errors import ConfigError, GradientError, UnvotedCollectiveError
-from ubatch.group import CommGroup
 from ubatch.lanes.context import UBatchContext, current_lane
 from ubatch.lanes.torch_modes import function_transform
+from ubatch.ranks.connection import Connection
+from ubatch.ranks.group import CommGroup
 
 __all__ = ["block_sizes", "check_launch", "check_summable", "rows_of"]
 
@@ -26,7 +26,7 @@ def check_launch(x: Tensor, group: CommGroup, launches: str | None = None) -> Co
     Args:
         x: what travels.
         group: the ranks.
-        launches: the name of what is launched next, for `ubatch.launch_order`; None if that is checked once more.
+        launches: the name of what is launched next, for `ubatch.ranks.launch_order`; None if that is checked once more.
 
     Raises:
         ConfigError: `group` is none.
