@@ -10,7 +10,7 @@ import transformers as hf
 from torch import Tensor
 from transformers import DynamicCache, EncoderDecoderCache, StaticCache
 
-from ubatch.containers import PLAIN
+from ubatch.calls.containers import PLAIN
 
 LONGEST = 16
 """Tokens that a static cache holds."""

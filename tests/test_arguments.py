@@ -13,8 +13,8 @@ from torch import Tensor
 from wrapping import Plain, call_both, rows, wrapped
 
 from ubatch import CannotSplit, ConfigError, DeclineReason, SplitError, register_splitter
-from ubatch.arguments import parameter_names, plan_call
-from ubatch.call_plan import even_bounds
+from ubatch.calls.arguments import parameter_names, plan_call
+from ubatch.calls.call_plan import even_bounds
 
 AMBIGUOUS_ARGUMENT = DeclineReason.AMBIGUOUS_ARGUMENT
 NO_SPLITTER = DeclineReason.NO_SPLITTER
@@ -208,7 +208,7 @@ def test_a_registered_splitter(kind: type[Slots], monkeypatch: pytest.MonkeyPatc
         assert wrapper.statistics().declined == {NO_SPLITTER: 1}
         assert "Slots" in str(wrapper.statistics().last_reason)
         assert "register_splitter" in str(wrapper.statistics().last_reason)
-    monkeypatch.setattr("ubatch.caches._splitters", {})
+    monkeypatch.setattr("ubatch.calls.caches._splitters", {})
     register_splitter(Slots, SlotsSplitter())
     for nest in (lambda cache: cache, lambda cache: {"inner": [cache]}):
         plain, overlapped = kind(torch.zeros(1, 6)), kind(torch.zeros(1, 6))
@@ -226,7 +226,7 @@ def test_a_registered_splitter(kind: type[Slots], monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_splitter_that_cannot_or_miscounts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ubatch.caches._splitters", {})
+    monkeypatch.setattr("ubatch.calls.caches._splitters", {})
     register_splitter(f"{__name__}.Slots", SlotsSplitter())
     call_both(lambda x, cache: x + cache.values.sum(), rows(), Slots(torch.zeros(1, 1)), declines=NO_SPLITTER)
     monkeypatch.setattr(SlotsSplitter, "parts_wanted", 1)
@@ -236,7 +236,7 @@ def test_a_splitter_that_cannot_or_miscounts(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_cache_stays_as_it_was_when_the_outputs_cannot_be_merged(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ubatch.caches._splitters", {})
+    monkeypatch.setattr("ubatch.calls.caches._splitters", {})
     register_splitter(Slots, SlotsSplitter())
     plain, overlapped = Slots(torch.zeros(1, 6)), Slots(torch.zeros(1, 6))
     module = Plain(lambda x, cache: append(x, cache)[0].sum())

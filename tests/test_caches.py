@@ -16,7 +16,7 @@ from transformers.models.reformer.modeling_reformer import ReformerDynamicCache
 from wrapping import wrapped
 
 from ubatch import DeclineReason, SplitError
-from ubatch.caches import splitter_for
+from ubatch.calls.caches import splitter_for
 
 CHUNKS = (3, 1, 1, 2, 1)
 """Tokens of the steps: into an empty cache, then single ones, and a few at once; sliding windows fill up on the way."""

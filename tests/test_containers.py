@@ -15,7 +15,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from wrapping import Plain, assert_same, call_both, rows, wrapped
 
 from ubatch import CannotSplit, DeclineReason
-from ubatch.containers import children_of, rebuild
+from ubatch.calls.containers import children_of, rebuild
 
 CANNOT_MERGE = DeclineReason.CANNOT_MERGE
 NO_SPLITTER = DeclineReason.NO_SPLITTER

@@ -39,8 +39,8 @@ One line per group of files:
     forward_context, registry, errors what the rest shares
 """
 
-from ubatch.caches import CacheSplitter, register_splitter
-from ubatch.call_plan import CannotSplit
+from ubatch.calls.caches import CacheSplitter, register_splitter
+from ubatch.calls.call_plan import CannotSplit
 from ubatch.config import CUDAGraphMode, UBatchConfig, Verify
 from ubatch.dbo import (
     dbo_current_ubatch_id,

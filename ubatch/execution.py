@@ -21,11 +21,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from ubatch.calls.outputs import merge_outputs
 from ubatch.config import UBatchConfig
 from ubatch.errors import ConfigError
 from ubatch.lanes.single_lane import SingleLane
 from ubatch.lanes.workers import LanePool
-from ubatch.outputs import merge_outputs
 from ubatch.planner import CutCall, Intent
 from ubatch.process.interrupts import Marks
 from ubatch.ranks.fsdp import sharing_weights

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ubatch.caches import splitter_for
-from ubatch.call_plan import CallPlan, CannotSplit
+from ubatch.calls.caches import splitter_for
+from ubatch.calls.call_plan import CallPlan, CannotSplit
 from ubatch.config import UBatchConfig, Verify
 from ubatch.errors import ConfigError, describe
 from ubatch.execution import Execution, Step

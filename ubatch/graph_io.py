@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ubatch.caches import splitter_for
-from ubatch.containers import PLAIN, children_of, rebuild
+from ubatch.calls.caches import splitter_for
+from ubatch.calls.containers import PLAIN, children_of, rebuild
+from ubatch.calls.outputs import named_dim
 from ubatch.errors import ConfigError
-from ubatch.outputs import named_dim
 
 __all__ = [
     "CallLeaves",
@@ -56,7 +56,7 @@ def leaves_of(names: _Names, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
     """Take a call apart.
 
     Args:
-        names: the forward's positional parameters; see `ubatch.arguments.parameter_names`.
+        names: the forward's positional parameters; see `ubatch.calls.arguments.parameter_names`.
         args, kwargs: the call.
     """
     tensors: dict[str, Tensor] = {}

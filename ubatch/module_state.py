@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from ubatch.containers import FUNCTIONS, PLAIN
+from ubatch.calls.containers import FUNCTIONS, PLAIN
 
 __all__ = ["ModuleState", "RandomState", "TensorMark"]
 

@@ -22,13 +22,13 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ubatch.arguments import parameter_names, plan_call
-from ubatch.call_plan import CallPlan, CannotSplit, LaneParts, even_bounds
+from ubatch.calls.arguments import parameter_names, plan_call
+from ubatch.calls.call_plan import CallPlan, CannotSplit, LaneParts, even_bounds
+from ubatch.calls.merging import Rule
 from ubatch.config import UBatchConfig, Verify
 from ubatch.errors import SplitError
 from ubatch.graph_io import leaves_of
 from ubatch.lanes.torch_modes import why_not_in_lanes
-from ubatch.merging import Rule
 from ubatch.proof_table import ProofTable
 from ubatch.schedules.forward_context import ForwardContext, ForwardMode
 from ubatch.schedules.modes import mode_key
@@ -104,7 +104,7 @@ class Planner:
         intercept: waits inside torch become points, so nothing may be differentiated.
 
     Attributes:
-        names: of the module's positional parameters; see `ubatch.arguments.parameter_names`.
+        names: of the module's positional parameters; see `ubatch.calls.arguments.parameter_names`.
         proofs: what is known of the module's calls.
     """
 

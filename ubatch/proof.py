@@ -26,13 +26,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ubatch.call_plan import CallPlan, CannotSplit, LaneParts
-from ubatch.closeness import Comparison, Unequal, identical
+from ubatch.calls.call_plan import CallPlan, CannotSplit, LaneParts
+from ubatch.calls.closeness import Comparison, Unequal, identical
+from ubatch.calls.containers import children_of
+from ubatch.calls.merging import Learner
 from ubatch.config import UBatchConfig
-from ubatch.containers import children_of
 from ubatch.errors import GroupBroken, PeerFailed
 from ubatch.execution import Execution, Step
-from ubatch.merging import Learner
 from ubatch.module_state import ModuleState, RandomState, TensorMark
 from ubatch.planner import CutCall, Intent
 from ubatch.proof_table import ProofTable

@@ -6,8 +6,8 @@ from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
-from ubatch.closeness import Comparison
-from ubatch.merging import Rule
+from ubatch.calls.closeness import Comparison
+from ubatch.calls.merging import Rule
 from ubatch.schedules.vote import DeclineReason
 
 __all__ = ["ProofTable", "Standing"]

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ubatch.call_plan import CallPlan
-from ubatch.containers import FUNCTIONS, children_of
+from ubatch.calls.call_plan import CallPlan
+from ubatch.calls.containers import FUNCTIONS, children_of
 from ubatch.schedules.forward_context import ForwardMode
 
 __all__ = ["signature_of"]

@@ -29,8 +29,8 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from ubatch.arguments import check_split_dims
-from ubatch.call_plan import CannotSplit
+from ubatch.calls.arguments import check_split_dims
+from ubatch.calls.call_plan import CannotSplit
 from ubatch.config import CUDAGraphMode, UBatchConfig
 from ubatch.errors import (
     ConcurrentCallError,

@@ -1,6 +1,6 @@
 """A call, cut into lanes: its leaves, every lane's arguments, and what becomes of the caches in it.
 
-How the leaves were found, and where they are cut, is decided in `ubatch.arguments`.
+How the leaves were found, and where they are cut, is decided in `ubatch.calls.arguments`.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ubatch.caches import CacheSplitter
-from ubatch.containers import children_of, rebuild, tensors_in
-from ubatch.copies import Copier
+from ubatch.calls.caches import CacheSplitter
+from ubatch.calls.containers import children_of, rebuild, tensors_in
+from ubatch.calls.copies import Copier
 from ubatch.errors import SplitError
 from ubatch.schedules.vote import DeclineReason
 

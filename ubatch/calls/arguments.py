@@ -22,9 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ubatch.caches import splitter_for
-from ubatch.call_plan import CallPlan, CannotSplit, Leaf
-from ubatch.containers import FUNCTIONS, PLAIN, children_of
+from ubatch.calls.caches import splitter_for
+from ubatch.calls.call_plan import CallPlan, CannotSplit, Leaf
+from ubatch.calls.containers import FUNCTIONS, PLAIN, children_of
 from ubatch.errors import ConfigError, nearest
 from ubatch.schedules.vote import DeclineReason
 

@@ -23,12 +23,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ubatch.caches import splitter_for
-from ubatch.call_plan import CallPlan, CannotSplit, LaneParts, Leaf, merge_cache
-from ubatch.closeness import Comparison, identical
-from ubatch.containers import PLAIN, children_of, rebuild
-from ubatch.copies import Copier
-from ubatch.outputs import named_dim
+from ubatch.calls.caches import splitter_for
+from ubatch.calls.call_plan import CallPlan, CannotSplit, LaneParts, Leaf, merge_cache
+from ubatch.calls.closeness import Comparison, identical
+from ubatch.calls.containers import PLAIN, children_of, rebuild
+from ubatch.calls.copies import Copier
+from ubatch.calls.outputs import named_dim
 from ubatch.schedules.vote import DeclineReason
 
 __all__ = ["Learner", "Rule"]

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ubatch.caches import CacheSplitter
-from ubatch.containers import tensors_in
+from ubatch.calls.caches import CacheSplitter
+from ubatch.calls.containers import tensors_in
 
 __all__ = ["Copier"]
 

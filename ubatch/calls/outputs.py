@@ -8,7 +8,7 @@
                                       must be named
 
 Only when everything could be merged do the caller's caches change. How the outputs of a proved call are put together
-was learned in the proof (`ubatch.merging`).
+was learned in the proof (`ubatch.calls.merging`).
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ubatch.arguments import longest_named
-from ubatch.caches import splitter_for
-from ubatch.call_plan import CallPlan, CannotSplit, LaneParts
-from ubatch.containers import PLAIN, children_of, rebuild
+from ubatch.calls.arguments import longest_named
+from ubatch.calls.caches import splitter_for
+from ubatch.calls.call_plan import CallPlan, CannotSplit, LaneParts
+from ubatch.calls.containers import PLAIN, children_of, rebuild
 from ubatch.schedules.vote import DeclineReason
 
 __all__ = ["merge_outputs", "named_dim"]

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from ubatch.containers import PLAIN
+from ubatch.calls.containers import PLAIN
 from ubatch.errors import SplitError
 
 __all__ = ["CacheSplitter", "register_splitter", "splitter_for"]

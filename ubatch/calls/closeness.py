@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ubatch.containers import PLAIN, children_of
+from ubatch.calls.containers import PLAIN, children_of
 
 __all__ = ["Comparison", "Unequal", "identical"]
 
