@@ -238,7 +238,9 @@ def recording(runner: ModelRunner, fake: StepStreamsFake, monkeypatch: pytest.Mo
 @contextmanager
 def recorded(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """All that is done in the `with` block, and by lanes, goes to the recorder's fake streams."""
-    monkeypatch.setattr("ubatch.planner.why_not_in_lanes", lambda: None)  # the recorder is in every lane, too
+    monkeypatch.setattr(
+        "ubatch.wrapping.eligibility.why_not_in_lanes", lambda: None
+    )  # the recorder is in every lane, too
     take = PinnedBuffers.take
 
     def pinned(self: PinnedBuffers, nbytes: int) -> Tensor:

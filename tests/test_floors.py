@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGES: list[str] = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
 FLOORS = ["ubatch", "moe", "attention", "model_runner", "serving"]
 # Read only where a configuration file is given.
-LAZY = {("ubatch/config.py", "yaml")}
+LAZY = {("ubatch/wrapping/config.py", "yaml")}
 # What the kernels of the floors above share.
 TRITON = ROOT / "ubatch" / "triton_jit.py"
 

@@ -26,7 +26,7 @@ from ubatch import (
     tracing,
 )
 from ubatch.schedules.forward_context import ForwardContext, ForwardMode
-from ubatch.signature import signature_of
+from ubatch.wrapping.signature import signature_of
 
 FIRST = {"verify": "first"}
 

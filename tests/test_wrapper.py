@@ -55,7 +55,7 @@ def test_every_split_is_a_line_for_the_log(wrapper: UBatchWrapper, caplog: pytes
     with caplog.at_level(logging.DEBUG, "ubatch"):
         wrapper(x_of(7))
         wrapper(x_of(1))
-    (line,) = [each.getMessage() for each in caplog.records if each.name == "ubatch.statistics"]
+    (line,) = [each.getMessage() for each in caplog.records if each.name == "ubatch.wrapping.statistics"]
     assert line.startswith("split: 3 + 4 tokens, run by schedule mlp_shared_overlap: 2 lanes x 1 chunks")
 
 

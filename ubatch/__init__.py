@@ -41,7 +41,6 @@ One line per group of files:
 
 from ubatch.calls.caches import CacheSplitter, register_splitter
 from ubatch.calls.call_plan import CannotSplit
-from ubatch.config import CUDAGraphMode, UBatchConfig, Verify
 from ubatch.dbo import (
     dbo_current_ubatch_id,
     dbo_enabled,
@@ -116,7 +115,6 @@ from ubatch.schedules.split import (
 from ubatch.schedules.split_cost import SplitBy, SplitCost, split_by_cost
 from ubatch.schedules.split_mixed import split_mixed
 from ubatch.schedules.vote import Decision, DeclineReason, Offer, Wish, decide, fingerprint
-from ubatch.statistics import UBatchStatistics
 from ubatch.streams.graph_protocols import CapturedGraph, CaptureFailed, GraphBackend, GraphKey, GraphMiss, capturing
 from ubatch.trace.export import TraceSummary, summarise, write_chrome
 from ubatch.trace.file import RankTrace, merge_traces, read_chrome
@@ -124,6 +122,8 @@ from ubatch.trace.page import Remark, write_html
 from ubatch.trace.ranges import profile_ranges
 from ubatch.trace.spans import LinkTime, Span, SpanKind, StepNote, Trace, current_trace, tracing
 from ubatch.wrapper import UBatchWrapper
+from ubatch.wrapping.config import CUDAGraphMode, UBatchConfig, Verify
+from ubatch.wrapping.statistics import UBatchStatistics
 
 __all__ = [
     "SCHEDULES",

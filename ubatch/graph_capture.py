@@ -18,12 +18,9 @@ from torch import Tensor, nn
 
 from ubatch.calls.caches import splitter_for
 from ubatch.calls.call_plan import CallPlan, CannotSplit
-from ubatch.config import UBatchConfig, Verify
 from ubatch.errors import ConfigError, describe
-from ubatch.execution import Execution, Step
 from ubatch.graph_io import CallLeaves, GraphInputs, GraphOutput, RowDims, find_row_dims, leaves_of, replace_tensors
 from ubatch.graph_table import Entry, GraphTable, Setting, wants_gradients
-from ubatch.planner import Intent, Planner
 from ubatch.schedules.forward_context import ForwardContext
 from ubatch.schedules.vote import Decision, DeclineReason, Offer, Wish, decide, fingerprint
 from ubatch.streams.graph_protocols import (
@@ -36,6 +33,9 @@ from ubatch.streams.graph_protocols import (
     mark_capturing,
 )
 from ubatch.trace.spans import current_trace, tracing
+from ubatch.wrapping.config import UBatchConfig, Verify
+from ubatch.wrapping.eligibility import Intent, Planner
+from ubatch.wrapping.execution import Execution, Step
 
 __all__ = ["Capturer", "record"]
 

@@ -23,10 +23,10 @@ import torch
 from torch import nn
 
 from ubatch.graph_io import CallLeaves, GraphInputs, GraphOutput, StaticBuffers, leaves_of
-from ubatch.planner import Intent, Planner
 from ubatch.schedules.forward_context import ForwardContext, ForwardMode
 from ubatch.schedules.vote import Decision, fingerprint
 from ubatch.streams.graph_protocols import PLAIN, CapturedGraph, GraphBackend, GraphKey, GraphMiss
+from ubatch.wrapping.eligibility import Intent, Planner
 
 __all__ = ["Entry", "GraphTable", "Hit", "Lookup", "Setting", "wants_gradients"]
 

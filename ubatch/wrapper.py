@@ -31,7 +31,6 @@ from torch import nn
 
 from ubatch.calls.arguments import check_split_dims
 from ubatch.calls.call_plan import CannotSplit
-from ubatch.config import CUDAGraphMode, UBatchConfig
 from ubatch.errors import (
     ConcurrentCallError,
     ConfigError,
@@ -40,24 +39,25 @@ from ubatch.errors import (
     OverlapDeclined,
     UBatchError,
 )
-from ubatch.execution import Execution, Step, checked_device, device_of, span
-from ubatch.facade import ModuleFacade, refuse_tracing, uncompiled
 from ubatch.graph_capture import Capturer
 from ubatch.graph_cuda import CudaGraphs
 from ubatch.graph_table import GraphTable, Hit
 from ubatch.lanes.context import current_lane
 from ubatch.lanes.sm_budget import merge_sm_use
 from ubatch.lanes.torch_modes import why_not_in_lanes
-from ubatch.planner import CutCall, Intent, Planner
 from ubatch.process.interrupts import Claim, Claims, apart
-from ubatch.proof import Proof
 from ubatch.ranks.group import CommGroup
 from ubatch.schedules.forward_context import ForwardContext, get_forward_context
 from ubatch.schedules.schedule import Schedule
 from ubatch.schedules.vote import Decision, DeclineReason, Offer, Wish, decide
-from ubatch.statistics import Tally, UBatchStatistics
 from ubatch.streams.graph_protocols import CapturedGraph, CaptureFailed, GraphBackend, GraphKey
 from ubatch.trace.spans import note_step, traced_step
+from ubatch.wrapping.config import CUDAGraphMode, UBatchConfig
+from ubatch.wrapping.eligibility import CutCall, Intent, Planner
+from ubatch.wrapping.execution import Execution, Step, checked_device, device_of, span
+from ubatch.wrapping.proof import Proof
+from ubatch.wrapping.stand_in import ModuleFacade, refuse_tracing, uncompiled
+from ubatch.wrapping.statistics import Tally, UBatchStatistics
 
 __all__ = ["UBatchWrapper"]
 
@@ -85,7 +85,7 @@ class UBatchWrapper(ModuleFacade):
     the bare call, once, with a counted reason. The exceptions: coupling between rows that the proved call did not show
     (token dropping by capacity, a rope that follows the longest row); and hooks and effects outside torch happen twice
     in a proving call. That is the first call of a signature that would overlap: it runs whole on the real arguments and
-    once more in lanes on copies, and the two are compared (`ubatch.proof`, `UBatchConfig.verify`).
+    once more in lanes on copies, and the two are compared (`ubatch.wrapping.proof`, `UBatchConfig.verify`).
 
     Attributes, parameters, `state_dict`, `to`, `eval` are the module's; attributes set here are set on the module.
 

@@ -13,7 +13,7 @@ An idle rank votes yes and goes along with any mode, and with whatever schedule 
 empty but pass every collective point. One lane is a yes, too, where the schedule has chunks or a signalled
 combine (single-batch overlap).
 
-A step that some rank has yet to prove (`ubatch.proof`) is proved by all of them.
+A step that some rank has yet to prove (`ubatch.wrapping.proof`) is proved by all of them.
 
 Whether the step replays a CUDA graph is agreed in the same vote, overlapped or not: all ranks replay, or all run it
 eagerly. A rank without tokens goes along with any graph.
@@ -107,7 +107,7 @@ class Offer:
         graph_mode: what this rank could replay, as a fingerprint of the graphs it has for such a step; 0 runs eagerly.
         again: the step has run in lanes, but this rank could not merge its outputs, and would repeat it unsplit.
         content: fingerprint of what it runs, where some ranks must run the same (tensor parallelism); else 0.
-        unproved: the step would have to be proved first (`ubatch.proof`).
+        unproved: the step would have to be proved first (`ubatch.wrapping.proof`).
         prefill_tokens: how many of its tokens are of prompts. This and the next are for whoever plans later steps.
         period_us: microseconds since its last vote; 0 if it had nothing to do meanwhile.
 

@@ -25,7 +25,7 @@ class UBatchStatistics:
         calls: all calls.
         engaged: calls that ran in lanes.
         engaged_single: calls that overlapped in one piece (single-batch overlap).
-        proved: calls that ran whole, and showed that their like may overlap (`ubatch.proof`).
+        proved: calls that ran whole, and showed that their like may overlap (`ubatch.wrapping.proof`).
         proof_seconds: what proofs have cost beside the calls themselves, also those that failed.
         declined: calls that ran unsplit, by reason.
         handoffs: switches from one lane to another.

@@ -22,11 +22,9 @@ import torch
 from torch import nn
 
 from ubatch.calls.outputs import merge_outputs
-from ubatch.config import UBatchConfig
 from ubatch.errors import ConfigError
 from ubatch.lanes.single_lane import SingleLane
 from ubatch.lanes.workers import LanePool
-from ubatch.planner import CutCall, Intent
 from ubatch.process.interrupts import Marks
 from ubatch.ranks.fsdp import sharing_weights
 from ubatch.ranks.long_calls import taking_long
@@ -38,6 +36,8 @@ from ubatch.streams.graph_protocols import Capture
 from ubatch.streams.streams import make_streams
 from ubatch.trace.ranges import profile_ranges
 from ubatch.trace.spans import UNSPLIT, SpanKind, current_trace
+from ubatch.wrapping.config import UBatchConfig
+from ubatch.wrapping.eligibility import CutCall, Intent
 
 __all__ = ["Execution", "Step", "checked_device", "device_of", "span"]
 

@@ -30,14 +30,14 @@ from ubatch.calls.call_plan import CallPlan, CannotSplit, LaneParts
 from ubatch.calls.closeness import Comparison, Unequal, identical
 from ubatch.calls.containers import children_of
 from ubatch.calls.merging import Learner
-from ubatch.config import UBatchConfig
 from ubatch.errors import GroupBroken, PeerFailed
-from ubatch.execution import Execution, Step
-from ubatch.module_state import ModuleState, RandomState, TensorMark
-from ubatch.planner import CutCall, Intent
-from ubatch.proof_table import ProofTable
 from ubatch.schedules.vote import Decision, DeclineReason, Offer, Wish, decide, fingerprint
 from ubatch.trace.spans import current_trace, tracing
+from ubatch.wrapping.config import UBatchConfig
+from ubatch.wrapping.eligibility import CutCall, Intent
+from ubatch.wrapping.execution import Execution, Step
+from ubatch.wrapping.module_state import ModuleState, RandomState, TensorMark
+from ubatch.wrapping.proof_table import ProofTable
 
 __all__ = ["Outcome", "Proof"]
 

@@ -25,17 +25,17 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from ubatch.calls.arguments import parameter_names, plan_call
 from ubatch.calls.call_plan import CallPlan, CannotSplit, LaneParts, even_bounds
 from ubatch.calls.merging import Rule
-from ubatch.config import UBatchConfig, Verify
 from ubatch.errors import SplitError
 from ubatch.graph_io import leaves_of
 from ubatch.lanes.torch_modes import why_not_in_lanes
-from ubatch.proof_table import ProofTable
 from ubatch.schedules.forward_context import ForwardContext, ForwardMode
 from ubatch.schedules.modes import mode_key
 from ubatch.schedules.schedule import Schedule
 from ubatch.schedules.split import UBatchSlice
 from ubatch.schedules.vote import MAX_LANES, Decision, DeclineReason, Offer, Wish, fingerprint
-from ubatch.signature import signature_of
+from ubatch.wrapping.config import UBatchConfig, Verify
+from ubatch.wrapping.proof_table import ProofTable
+from ubatch.wrapping.signature import signature_of
 
 __all__ = ["CutCall", "Intent", "Planner"]
 
