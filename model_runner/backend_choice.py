@@ -36,7 +36,7 @@ from moe import (
     usable_experts,
 )
 from ubatch import CommGroup, ConfigError, ForwardMode, Schedule, UBatchConfig
-from ubatch.fastest import Chosen, measured
+from ubatch.kernels.fastest import Chosen, measured
 from ubatch.ranks.long_calls import taking_long
 
 __all__ = ["resolve_attention", "resolve_experts"]

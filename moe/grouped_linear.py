@@ -2,7 +2,7 @@
 
 torch would multiply expert by expert. In a decode step each of them has a few rows, and its weight is read from memory
 at a fraction of what memory can give, by threads that start and join for 50 us of work each. Here a call is one loop
-over panels of all weights (`moe/kernels/grouped_linear.c`, compiled by `ubatch.c_jit`): two cores read them at twice
+over panels of all weights (`moe/kernels/grouped_linear.c`, compiled by `ubatch.kernels.c_jit`): two cores read them at twice
 the speed, and multiply many rows at 0.93 of what the cores can do (`docs/cpu-kernels.md`).
 """
 
@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ubatch import ConfigError
-from ubatch.c_jit import compile_c, kernel_of, why_not_c
+from ubatch.kernels.c_jit import compile_c, kernel_of, why_not_c
 
 __all__ = ["GroupedLinear", "NativeLinear"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ubatch.c_jit import why_not_c
+from ubatch.kernels.c_jit import why_not_c
 
 _REASON = why_not_c()
 

@@ -26,7 +26,7 @@ import torch
 from forked import AsSpawned
 from tqdm import tqdm
 
-from ubatch import c_jit
+from ubatch.kernels import c_jit
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where a shell started us in the background
 torch.set_num_threads(1)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from ubatch import autotune, fastest
+from ubatch.kernels import autotune, fastest
 
 
 @dataclass

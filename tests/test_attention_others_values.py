@@ -20,7 +20,7 @@ from attention import AttentionShape, GraphLimits, MLAKVCache, PagedKVCache, mak
 from attention.backends import torch_mla
 from attention.kernels import decode as decode_kernels
 from ubatch import ForwardMode
-from ubatch.c_jit import why_not_c
+from ubatch.kernels.c_jit import why_not_c
 
 STEPS: dict[str, tuple[list[tuple[int, int]], dict[str, Any]]] = {
     "decode": ([(5, 1), (33, 1), (0, 1), (18, 1)], {}),

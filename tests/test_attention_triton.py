@@ -31,7 +31,7 @@ from attention.backends.triton import TritonAttentionBackend, TritonAttentionPla
 from attention.kernels import decode as decode_kernels
 from attention.kernels.decode import DecodeSplits
 from ubatch import ConfigError, ForwardMode, UBatchSlice
-from ubatch.triton_jit import INTERPRETED
+from ubatch.kernels.triton_jit import INTERPRETED
 
 CLOSE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 

@@ -15,7 +15,7 @@ import torch
 from lanes import run
 
 from ubatch import ConfigError
-from ubatch.autotune import Autotuner, CudaTimer, autotune, autotune_path
+from ubatch.kernels.autotune import Autotuner, CudaTimer, autotune, autotune_path
 from ubatch.lanes.context import current_lane
 from ubatch.lanes.workers import LanePool
 

@@ -27,8 +27,9 @@ from moe import ExpertsNeeds, ExpertsShape, experts_backends, fastest_experts, m
 from moe.experts import flashinfer
 from moe.experts.flashinfer import FlashInferExperts
 from ranks import run_ranks
-from ubatch import SCHEDULES, CommGroup, ConfigError, PeerFailed, UBatchConfig, autotune
-from ubatch.fastest import Chosen
+from ubatch import SCHEDULES, CommGroup, ConfigError, PeerFailed, UBatchConfig
+from ubatch.kernels import autotune
+from ubatch.kernels.fastest import Chosen
 
 CPU = torch.device("cpu")
 SHAPE = ExpertsShape(held=4, num_experts=4, top_k=2, hidden_size=32, intermediate_size=16)
@@ -286,7 +287,7 @@ def _choose_where_some_fail(
     def fastest(names: Any) -> Chosen:
         measured.append(list(names))
         working = [name for name in found[rank] if name in names and name not in failing[rank]]
-        if len(names) == 1 or not working:  # as `ubatch.fastest`: what is left alone is not tried
+        if len(names) == 1 or not working:  # as `ubatch.kernels.fastest`: what is left alone is not tried
             return Chosen(names[0], "the only one that can run here")
         return Chosen(working[0], "fastest of some", lambda name: name not in failing[rank])
 

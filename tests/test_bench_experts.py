@@ -11,7 +11,7 @@ import torch
 
 from serving.bench import experts
 from serving.bench.experts import Options, run
-from ubatch.c_jit import why_not_c
+from ubatch.kernels.c_jit import why_not_c
 
 
 @pytest.fixture(autouse=True)

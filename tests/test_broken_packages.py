@@ -20,7 +20,8 @@ from model_runner.flashinfer_sampling import find_truncation, truncates
 from moe import ExpertsShape, make_experts, usable_experts
 from moe.all2all.deepep import import_deep_ep
 from moe.experts.flashinfer import FlashInferExperts
-from ubatch import ConfigError, LazyRegistry, fastest
+from ubatch import ConfigError, LazyRegistry
+from ubatch.kernels import fastest
 
 CPU = torch.device("cpu")
 MHA = AttentionShape(4, 2, 16)

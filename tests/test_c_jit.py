@@ -11,8 +11,9 @@ import pytest
 import torch
 from c_kernels import needs_c
 
-from ubatch import ConfigError, c_jit
-from ubatch.c_jit import CACHE_VARIABLE, OFF_VARIABLE, compile_c, kernel_of, why_not_c
+from ubatch import ConfigError
+from ubatch.kernels import c_jit
+from ubatch.kernels.c_jit import CACHE_VARIABLE, OFF_VARIABLE, compile_c, kernel_of, why_not_c
 
 SOURCE = "int answer(void) { return 42; }\n"
 

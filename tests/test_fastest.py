@@ -13,7 +13,8 @@ import pytest
 import torch
 from fastest_cases import ToldTimes, told
 
-from ubatch import ConfigError, autotune, fastest
+from ubatch import ConfigError
+from ubatch.kernels import autotune, fastest
 
 CPU = torch.device("cpu")
 BATCHES = ("64 tokens", "4096 tokens")

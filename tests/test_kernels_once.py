@@ -18,8 +18,8 @@ from triton_batches import DEVICE, moved, moved_cache
 from attention import AttentionShape, MLAKVCache, MLAShape, make_attention_backend
 from attention.kernels import decode as decode_kernels
 from moe import SigmoidTopKRouter, make_experts, quantize_blocks
-from ubatch import autotune
-from ubatch.triton_jit import INTERPRETED
+from ubatch.kernels import autotune
+from ubatch.kernels.triton_jit import INTERPRETED
 
 pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
 

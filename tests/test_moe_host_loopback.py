@@ -128,7 +128,7 @@ def test_what_a_schedule_reserves_comes_before_what_the_transport_is_given(progr
 
 
 def test_a_cpu_has_no_sms(monkeypatch: pytest.MonkeyPatch, programs: list[int]) -> None:
-    monkeypatch.setattr("ubatch.triton_jit.INTERPRETED", False)
+    monkeypatch.setattr("ubatch.kernels.triton_jit.INTERPRETED", False)
     with pytest.raises(ConfigError, match=r"host_loopback's sms are a GPU's\. Leave them out"):
         loopback(make_layer(), sms=3).travel("combine", torch.ones(4))
     assert not programs

@@ -10,7 +10,7 @@ from triton_batches import DEVICE
 
 from moe import GroupLimitedRouter, Router, SigmoidTopKRouter, SoftmaxTopKRouter, make_all2all
 from moe.kernels.router import route_topk
-from ubatch.c_jit import why_not_c
+from ubatch.kernels.c_jit import why_not_c
 
 ROUTERS: list[Router] = [
     SoftmaxTopKRouter(2),

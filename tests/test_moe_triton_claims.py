@@ -21,8 +21,8 @@ from moe.kernels.align import align_pairs, tile_batches
 from moe.kernels.gemm_configs import gemm_configs
 from moe.kernels.grouped_gemm import Rows, Weights, project_up
 from ubatch import Schedule, get_schedule
+from ubatch.kernels.triton_jit import INTERPRETED
 from ubatch.lanes.single_lane import SingleLane
-from ubatch.triton_jit import INTERPRETED
 
 if not INTERPRETED:
     pytest.skip("only the interpreter can hold programs back", allow_module_level=True)

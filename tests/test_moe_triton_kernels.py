@@ -31,9 +31,9 @@ from moe.kernels.grouped_gemm import (
 )
 from moe.kernels.quantize import quantize_rows, quantize_weights
 from moe.kernels.reduce import reference_sum_choices, sum_choices
-from ubatch.autotune import Autotuner
+from ubatch.kernels.autotune import Autotuner
+from ubatch.kernels.triton_jit import descriptor
 from ubatch.lanes.sm_budget import SMBudget
-from ubatch.triton_jit import descriptor
 
 FP8 = torch.float8_e4m3fn
 

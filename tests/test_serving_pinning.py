@@ -18,7 +18,7 @@ from serving import generate, tune
 from serving.engine.options import EngineOptions
 from serving.options import resolve
 from serving.pinning import pin_rank
-from ubatch.autotune import _prepare
+from ubatch.kernels.autotune import _prepare
 
 GPU = torch.device("cuda", 1)
 
@@ -163,7 +163,7 @@ def test_compile_workers_are_as_many_as_cores_may_be_used(machine: Machine, monk
         def map(self, work: Callable[[Any], Any], items: Any) -> list[Any]:
             return [work(item) for item in items]
 
-    monkeypatch.setattr("ubatch.autotune.ThreadPoolExecutor", Pool)
+    monkeypatch.setattr("ubatch.kernels.autotune.ThreadPoolExecutor", Pool)
     machine.allowed = {7, 8}
     _prepare(list(range(50)), lambda _: None, torch.device("cpu"))
     assert sizes == [3]

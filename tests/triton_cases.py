@@ -6,7 +6,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from ubatch.triton_jit import jit
+from ubatch.kernels.triton_jit import jit
 
 
 @jit()

@@ -16,7 +16,7 @@ from attention.backends.base import AttentionBackend, AttentionShape, KVCache, M
 from attention.kv_cache import CacheSpec, make_kv_cache
 from attention.metadata import CommonAttentionMetadata
 from ubatch import ForwardMode
-from ubatch.fastest import Chosen, Launches, fastest, measured
+from ubatch.kernels.fastest import Chosen, Launches, fastest, measured
 
 __all__ = ["fastest_attention"]
 

@@ -304,7 +304,7 @@ def _lister(device: torch.device) -> Callable[..., None]:
     """How pages are listed: in one launch where Triton runs."""
     if importlib.util.find_spec("triton") is not None:
         from attention.kernels.pages import list_pages
-        from ubatch.triton_jit import INTERPRETED
+        from ubatch.kernels.triton_jit import INTERPRETED
 
         if device.type == "cuda" or INTERPRETED:
             return list_pages

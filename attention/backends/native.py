@@ -32,7 +32,7 @@ from attention.backends.torch_sdpa import (
 from attention.kv_cache import KVCacheError, PagedKVCache
 from attention.metadata import CommonAttentionMetadata
 from ubatch import ConfigError
-from ubatch.c_jit import compile_c, kernel_of, why_not_c
+from ubatch.kernels.c_jit import compile_c, kernel_of, why_not_c
 
 __all__ = ["CHUNK_KEYS", "NativeAttentionBackend"]
 

@@ -12,7 +12,7 @@ from attention.backends.base import AttentionBackend, AttentionShape, BackendTra
 from attention.backends.fastest import fastest_attention
 from attention.kv_cache import MLAKVCache
 from ubatch import ConfigError, LazyRegistry
-from ubatch.fastest import Chosen
+from ubatch.kernels.fastest import Chosen
 
 __all__ = [
     "attention_backends",

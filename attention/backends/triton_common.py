@@ -17,7 +17,7 @@ from attention.kv_cache import MLAKVCache, PagedKVCache
 from attention.metadata import CommonAttentionMetadata
 from attention.spec_verify import SpecVerifyInput
 from ubatch import ConfigError
-from ubatch.triton_jit import INTERPRETED
+from ubatch.kernels.triton_jit import INTERPRETED
 
 __all__ = ["DEVICES", "StaticTensors", "Workspace", "paged_batch", "processors", "refuse_other_batch", "tree_of"]
 

@@ -29,7 +29,7 @@ from attention.kernels.tile import (
     score_constants,
 )
 from attention.kv_cache import PagedKVCache
-from ubatch.triton_jit import cdiv, jit, power_of_2, rows_contiguous
+from ubatch.kernels.triton_jit import cdiv, jit, power_of_2, rows_contiguous
 
 __all__ = ["DecodeSplits", "decode_attention", "reduce_splits"]
 

@@ -7,7 +7,7 @@ programs R and on        a block of the slot mapping
 import triton.language as tl
 from torch import Tensor
 
-from ubatch.triton_jit import cdiv, jit, power_of_2
+from ubatch.kernels.triton_jit import cdiv, jit, power_of_2
 
 __all__ = ["fill_batch"]
 

@@ -6,7 +6,7 @@ Source: as in Flash-Decoding (Dao et al., 2023).
 import triton.language as tl
 from torch import Tensor
 
-from ubatch.triton_jit import cdiv, jit, power_of_2
+from ubatch.kernels.triton_jit import cdiv, jit, power_of_2
 
 __all__ = ["merge_states"]
 

@@ -9,7 +9,7 @@ the reference.
 import triton.language as tl
 from torch import Tensor
 
-from ubatch.triton_jit import cdiv, jit, power_of_2
+from ubatch.kernels.triton_jit import cdiv, jit, power_of_2
 
 __all__ = ["list_pages"]
 

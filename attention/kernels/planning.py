@@ -12,7 +12,7 @@ The kernels are launched for every request, also in a graph, where the batch is 
 import triton.language as tl
 from torch import Tensor
 
-from ubatch.triton_jit import jit, power_of_2
+from ubatch.kernels.triton_jit import jit, power_of_2
 
 __all__ = ["num_tiles", "plan_mask_offsets", "plan_tiles"]
 

@@ -20,7 +20,7 @@ from attention.kernels.tile import (
     score_constants,
 )
 from attention.kv_cache import PagedKVCache
-from ubatch.triton_jit import jit, rows_contiguous
+from ubatch.kernels.triton_jit import jit, rows_contiguous
 
 __all__ = ["prefill_attention"]
 

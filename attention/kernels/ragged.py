@@ -9,7 +9,7 @@ A row is anything; heads and their dimension are what attention pads.
 import triton.language as tl
 from torch import Tensor
 
-from ubatch.triton_jit import cdiv, jit, power_of_2, rows_contiguous
+from ubatch.kernels.triton_jit import cdiv, jit, power_of_2, rows_contiguous
 
 __all__ = ["pad_ragged", "unpad_ragged"]
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from attention.backends.base import AttentionShape
 from attention.kv_cache import PagedKVCache
 from ubatch import ConfigError
-from ubatch.triton_jit import INTERPRETED, constant, jit, power_of_2
+from ubatch.kernels.triton_jit import INTERPRETED, constant, jit, power_of_2
 
 __all__ = [
     "BATCH_ARGUMENTS",

@@ -1,6 +1,6 @@
 """Which tiles are tried on a GPU, and the batches they are tried on.
 
-What is fastest depends on the GPU and on the shapes, so it is measured there (`ubatch.autotune`), on batches made up
+What is fastest depends on the GPU and on the shapes, so it is measured there (`ubatch.kernels.autotune`), on batches made up
 for it: as many requests as the step has, all of one length, in pages scattered over the pool. They read the cache,
 whatever is in it, and write nothing that anybody reads. The first choice is what runs where nothing may be measured.
 
@@ -20,8 +20,8 @@ from attention.kernels.planning import num_tiles, plan_tiles
 from attention.kernels.prefill import prefill_attention
 from attention.kernels.tile import PagedBatch, TileSize
 from attention.kv_cache import MLAKVCache, PagedKVCache
-from ubatch.autotune import autotune
-from ubatch.triton_jit import INTERPRETED, power_of_2
+from ubatch.kernels.autotune import autotune
+from ubatch.kernels.triton_jit import INTERPRETED, power_of_2
 
 __all__ = [
     "DecodeChoice",

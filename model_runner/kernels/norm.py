@@ -12,7 +12,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from ubatch.triton_jit import INTERPRETED, jit, power_of_2, rows_contiguous
+from ubatch.kernels.triton_jit import INTERPRETED, jit, power_of_2, rows_contiguous
 
 __all__ = ["add_rms_norm", "rms_norm"]
 

@@ -3,7 +3,7 @@
 import triton.language as tl
 from torch import Tensor
 
-from ubatch.triton_jit import cdiv, jit
+from ubatch.kernels.triton_jit import cdiv, jit
 
 __all__ = ["place_lane"]
 

@@ -7,7 +7,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from ubatch.triton_jit import cdiv, jit
+from ubatch.kernels.triton_jit import cdiv, jit
 
 __all__ = ["resolve_tokens", "store_tokens"]
 

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ubatch import ConfigError
-from ubatch.triton_jit import cdiv, jit, power_of_2
+from ubatch.kernels.triton_jit import cdiv, jit, power_of_2
 
 __all__ = ["rotate_heads"]
 

@@ -186,7 +186,7 @@ class HostLoopbackAll2All:
             out.copy_(x, non_blocking=True)
             return
         from moe.kernels.copy import copy_on_sms
-        from ubatch.triton_jit import INTERPRETED
+        from ubatch.kernels.triton_jit import INTERPRETED
 
         if not (INTERPRETED or out.is_cuda or x.is_cuda):
             raise ConfigError(

@@ -1,7 +1,7 @@
 """Which experts are the fastest on this machine: asked by running them.
 
 On a CPU once per process, by a fixed probe. On a GPU with the model's own sizes, before its weights are loaded, and
-kept in the file of `ubatch.autotune`: well-kept kernels of other libraries against ours, which come first in the list
+kept in the file of `ubatch.kernels.autotune`: well-kept kernels of other libraries against ours, which come first in the list
 and so are what is taken where nothing can be timed.
 """
 
@@ -18,8 +18,8 @@ from moe.cpu_linear import best_times, packing_pays
 from moe.experts.base import BatchedExperts, BlockwiseExperts, FusedExperts, SignallingExperts
 from moe.experts.registry import make_experts
 from ubatch import ConfigError
-from ubatch.c_jit import why_not_c
-from ubatch.fastest import Chosen, Launches, fastest, measured
+from ubatch.kernels.c_jit import why_not_c
+from ubatch.kernels.fastest import Chosen, Launches, fastest, measured
 
 __all__ = ["ExpertsNeeds", "ExpertsShape", "fastest_cpu_experts", "fastest_experts", "usable_experts"]
 

@@ -60,7 +60,7 @@ def quantize_tokens(x: Tensor) -> tuple[Tensor, Tensor]:
 def _in_triton(device_type: str) -> bool:
     if importlib.util.find_spec("triton") is None:
         return False
-    from ubatch.triton_jit import INTERPRETED
+    from ubatch.kernels.triton_jit import INTERPRETED
 
     return device_type == "cuda" or INTERPRETED
 

@@ -21,7 +21,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from ubatch.triton_jit import INTERPRETED, cdiv, jit, power_of_2
+from ubatch.kernels.triton_jit import INTERPRETED, cdiv, jit, power_of_2
 
 __all__ = ["Alignment", "Tiles", "align_pairs", "reference_align_pairs", "tile_batches"]
 

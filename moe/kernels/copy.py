@@ -9,7 +9,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from ubatch.triton_jit import INTERPRETED, cdiv, jit
+from ubatch.kernels.triton_jit import INTERPRETED, cdiv, jit
 
 __all__ = ["copy_on_sms"]
 

@@ -20,7 +20,7 @@ from functools import cache
 
 import torch
 
-from ubatch.triton_jit import INTERPRETED
+from ubatch.kernels.triton_jit import INTERPRETED
 
 __all__ = ["GemmConfig", "RowTile", "gemm_configs", "row_tiles"]
 

@@ -10,7 +10,7 @@ from typing import Any
 import triton.language as tl
 
 from moe.kernels.quantize import BLOCK, block_scale
-from ubatch.triton_jit import constant, jit, to_fp8
+from ubatch.kernels.triton_jit import constant, jit, to_fp8
 
 __all__ = ["compute_tile"]
 

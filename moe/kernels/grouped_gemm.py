@@ -33,7 +33,7 @@ from moe.kernels.align import Alignment, Tiles
 from moe.kernels.gemm_configs import GemmConfig
 from moe.kernels.gemm_tile import compute_tile
 from moe.kernels.quantize import BLOCK
-from ubatch.triton_jit import INTERPRETED, cdiv, descriptor, jit, undefined
+from ubatch.kernels.triton_jit import INTERPRETED, cdiv, descriptor, jit, undefined
 
 __all__ = ["Rows", "Weights", "project_down", "project_up", "reference_project_down", "reference_project_up"]
 

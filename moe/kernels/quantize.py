@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ubatch import ConfigError
-from ubatch.triton_jit import cdiv, constant, jit, power_of_2, rows_contiguous, to_fp8, undefined
+from ubatch.kernels.triton_jit import cdiv, constant, jit, power_of_2, rows_contiguous, to_fp8, undefined
 
 __all__ = ["BLOCK", "block_scale", "dequantize_weights", "quantize_rows", "quantize_weights"]
 

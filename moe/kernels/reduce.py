@@ -4,7 +4,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from ubatch.triton_jit import cdiv, jit, power_of_2
+from ubatch.kernels.triton_jit import cdiv, jit, power_of_2
 
 __all__ = ["reference_sum_choices", "sum_choices"]
 

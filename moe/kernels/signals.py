@@ -32,8 +32,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ubatch import UBatchError
+from ubatch.kernels.triton_jit import INTERPRETED, cdiv, jit, power_of_2
 from ubatch.ranks import host_copy
-from ubatch.triton_jit import INTERPRETED, cdiv, jit, power_of_2
 
 __all__ = [
     "BLOCK_ROWS",

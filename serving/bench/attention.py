@@ -35,7 +35,7 @@ from serving.bench.options import BlockOptions
 from serving.bench.statistics import Interval, bootstrap, interleave_arms, paired, timed
 from serving.pinning import pin_rank
 from ubatch import ForwardMode, split_fixed
-from ubatch.c_jit import why_not_c
+from ubatch.kernels.c_jit import why_not_c
 
 __all__ = ["Options", "run"]
 

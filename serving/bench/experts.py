@@ -17,7 +17,7 @@ from pydantic import Field
 from moe import experts_backends, make_experts, packing_pays
 from serving.bench.options import BlockOptions
 from serving.bench.statistics import Interval, bootstrap, interleave_arms, paired, timed
-from ubatch.c_jit import why_not_c
+from ubatch.kernels.c_jit import why_not_c
 from ubatch.process.cores import num_cores
 
 __all__ = ["Options", "run"]

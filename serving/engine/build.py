@@ -90,7 +90,7 @@ def warm_up(options: EngineOptions, runner: ModelRunner) -> None:
     `dbo_auto`, measure the arms that it chooses from, see `serving.tuning.auto`.
 
     On a CPU one short prompt will do. On a GPU kernels are tuned for every power of two of tokens, some seconds each
-    where the cache of `ubatch.autotune` does not know them: better here than in the step of a request. All ranks must
+    where the cache of `ubatch.kernels.autotune` does not know them: better here than in the step of a request. All ranks must
     call it.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Which of several back ends is fastest on this device: measured once, then remembered in `ubatch.autotune`'s file.
+"""Which of several back ends is fastest on this device: measured once, then remembered in `ubatch.kernels.autotune`'s file.
 
     chosen = fastest("experts of 768 over 2048", {"ours": make_ours, "theirs": make_theirs}, ("64 tokens",), device=gpu)
 
@@ -18,8 +18,8 @@ from importlib import metadata
 
 import torch
 
-from ubatch.autotune import autotune, autotune_path
 from ubatch.errors import describe
+from ubatch.kernels.autotune import autotune, autotune_path
 
 __all__ = ["Chosen", "Launches", "fastest", "measured"]
 
