@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from ubatch import ConfigError, CudaGraphs
-from ubatch import graph_cuda as module
+from ubatch.graphs import cuda as module
 
 
 class Stream:
@@ -57,7 +57,7 @@ class Graph:
 
 
 class Cuda:
-    """What `ubatch.graph_cuda` uses of torch.
+    """What `ubatch.graphs.cuda` uses of torch.
 
     Attributes:
         underway: pools that the device's allocator believes are being captured into.

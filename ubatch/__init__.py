@@ -78,7 +78,7 @@ from ubatch.errors import (
     UnvotedCollectiveError,
     nearest,
 )
-from ubatch.graph_cuda import CudaGraphs
+from ubatch.graphs.cuda import CudaGraphs
 from ubatch.lanes.context import UBatchContext, current_lane, current_schedule, make_ubatch_contexts
 from ubatch.lanes.single_lane import SingleLane
 from ubatch.lanes.sm_budget import SMBudget, current_sm_budget, report_sm_use

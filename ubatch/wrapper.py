@@ -39,9 +39,9 @@ from ubatch.errors import (
     OverlapDeclined,
     UBatchError,
 )
-from ubatch.graph_capture import Capturer
-from ubatch.graph_cuda import CudaGraphs
-from ubatch.graph_table import GraphTable, Hit
+from ubatch.graphs.capture import Capturer
+from ubatch.graphs.cuda import CudaGraphs
+from ubatch.graphs.table import GraphTable, Hit
 from ubatch.lanes.context import current_lane
 from ubatch.lanes.sm_budget import merge_sm_use
 from ubatch.lanes.torch_modes import why_not_in_lanes

@@ -35,8 +35,8 @@ from ubatch import (
     GraphKey,
     set_forward_context,
 )
-from ubatch.graph_capture import record
-from ubatch.graph_io import GraphOutput
+from ubatch.graphs.capture import record
+from ubatch.graphs.inputs_outputs import GraphOutput
 from ubatch.ranks.long_calls import taking_long
 from ubatch.streams.graph_protocols import PLAIN, Capture
 

@@ -26,7 +26,7 @@ from ubatch.calls.arguments import parameter_names, plan_call
 from ubatch.calls.call_plan import CallPlan, CannotSplit, LaneParts, even_bounds
 from ubatch.calls.merging import Rule
 from ubatch.errors import SplitError
-from ubatch.graph_io import leaves_of
+from ubatch.graphs.inputs_outputs import leaves_of
 from ubatch.lanes.torch_modes import why_not_in_lanes
 from ubatch.schedules.forward_context import ForwardContext, ForwardMode
 from ubatch.schedules.modes import mode_key

@@ -19,8 +19,16 @@ from torch import Tensor, nn
 from ubatch.calls.caches import splitter_for
 from ubatch.calls.call_plan import CallPlan, CannotSplit
 from ubatch.errors import ConfigError, describe
-from ubatch.graph_io import CallLeaves, GraphInputs, GraphOutput, RowDims, find_row_dims, leaves_of, replace_tensors
-from ubatch.graph_table import Entry, GraphTable, Setting, wants_gradients
+from ubatch.graphs.inputs_outputs import (
+    CallLeaves,
+    GraphInputs,
+    GraphOutput,
+    RowDims,
+    find_row_dims,
+    leaves_of,
+    replace_tensors,
+)
+from ubatch.graphs.table import Entry, GraphTable, Setting, wants_gradients
 from ubatch.schedules.forward_context import ForwardContext
 from ubatch.schedules.vote import Decision, DeclineReason, Offer, Wish, decide, fingerprint
 from ubatch.streams.graph_protocols import (
