@@ -2,8 +2,8 @@
 
 torch would multiply expert by expert. In a decode step each of them has a few rows, and its weight is read from memory
 at a fraction of what memory can give, by threads that start and join for 50 us of work each. Here a call is one loop
-over panels of all weights (`moe/kernels/grouped_linear.c`, compiled by `ubatch.kernels.c_jit`): two cores read them at twice
-the speed, and multiply many rows at 0.93 of what the cores can do (`docs/cpu-kernels.md`).
+over panels of all weights (`moe/kernels/grouped_linear.c`, compiled by `ubatch.kernels.c_jit`): two cores read them at
+twice the speed, and multiply many rows at 0.93 of what the cores can do (`docs/cpu-kernels.md`).
 """
 
 from __future__ import annotations

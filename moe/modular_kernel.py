@@ -31,7 +31,8 @@ or alone:
 
 All dispatches are launched together, so that the link never idles while there is something to send, and a chunk's
 combine leaves as soon as its experts are done. Between chunks there is no point: the peer would take over just when
-this lane's next chunk has arrived. `ubatch.schedules.layer_program` is the same for the simulator; a test compares the two.
+this lane's next chunk has arrived. `ubatch.schedules.layer_program` is the same for the simulator; a test compares the
+two.
 
 Where a rank has more tokens than a dispatch has room for (`All2AllTraits.max_tokens`), the layer runs in pieces of the
 batch: the first as drawn, the others one after the other in its experts' place, without a point between them. All ranks

@@ -32,18 +32,11 @@ from fake_cuda_modes import FakeCollectives, HostReads, Operations, merge, watch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ubatch import (
-    CommGroup,
-    collectives,
-    dbo_current_ubatch_id,
-    dbo_enabled,
-    host_copy,
-    planner,
-    single_lane,
-    workers,
-    wrapper,
-)
+from ubatch import CommGroup, dbo_current_ubatch_id, dbo_enabled, wrapper
+from ubatch.lanes import single_lane, workers
+from ubatch.ranks import collectives, host_copy
 from ubatch.ranks.connection import Connection
+from ubatch.wrapping import eligibility
 
 Clock = dict[str, int]
 
@@ -297,7 +290,7 @@ class FakeCuda:
                 (workers, "make_streams", lambda device: self),
                 (single_lane, "make_streams", lambda device: self),
                 (workers._Job, "_run_in_context", watched_lane),
-                (planner, "why_not_in_lanes", lambda: None),  # its own modes are in every lane
+                (eligibility, "why_not_in_lanes", lambda: None),  # its own modes are in every lane
                 (wrapper, "why_not_in_lanes", lambda: None),
                 (CommGroup, "vote", unwatched_vote),
                 (Connection, "is_stream_ordered", lambda connection, device: True),

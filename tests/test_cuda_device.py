@@ -29,8 +29,8 @@ from ubatch import (
     reduce_scatter,
 )
 from ubatch.dbo import on_comm_stream
-from ubatch.lanes.sm_budget import SMBudget, current_sm_budget
 from ubatch.lanes.workers import LanePool
+from ubatch.streams.sm_budget import SMBudget, current_sm_budget
 from ubatch.streams.streams import CudaStreams
 
 pytestmark = pytest.mark.gpu

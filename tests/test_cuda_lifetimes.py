@@ -1,4 +1,4 @@
-"""Who keeps what alive, case by case of the page in `ubatch.streams.lifetimes`; and that the checker sees what it should."""
+"""Who keeps what alive, case by case of the page in `ubatch.streams.lifetimes`; and what the checker sees."""
 
 from __future__ import annotations
 

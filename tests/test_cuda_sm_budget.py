@@ -12,7 +12,8 @@ from fake_cuda import FakeCuda
 from torch import Tensor, nn
 
 from ubatch import ConfigError, Schedule, UBatchConfig, UBatchWrapper, dbo_yield, get_schedule
-from ubatch.lanes.sm_budget import SMBudget, current_sm_budget, report_sm_use, share_out_sms
+from ubatch.dbo import current_sm_budget, report_sm_use
+from ubatch.streams.sm_budget import SMBudget, share_out_sms
 from ubatch.streams.streams import NullStreams
 
 

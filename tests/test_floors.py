@@ -22,7 +22,7 @@ FLOORS = ["ubatch", "moe", "attention", "model_runner", "serving"]
 # Read only where a configuration file is given.
 LAZY = {("ubatch/wrapping/config.py", "yaml")}
 # What the kernels of the floors above share.
-TRITON = ROOT / "ubatch" / "triton_jit.py"
+TRITON = ROOT / "ubatch" / "kernels" / "triton_jit.py"
 
 
 def imported(path: Path) -> Iterator[tuple[str, bool]]:

@@ -33,7 +33,7 @@ from moe.kernels.quantize import quantize_rows, quantize_weights
 from moe.kernels.reduce import reference_sum_choices, sum_choices
 from ubatch.kernels.autotune import Autotuner
 from ubatch.kernels.triton_jit import descriptor
-from ubatch.lanes.sm_budget import SMBudget
+from ubatch.streams.sm_budget import SMBudget
 
 FP8 = torch.float8_e4m3fn
 

@@ -42,6 +42,7 @@ One line per group of files:
 from ubatch.calls.caches import CacheSplitter, register_splitter
 from ubatch.calls.call_plan import CannotSplit
 from ubatch.dbo import (
+    current_sm_budget,
     dbo_current_ubatch_id,
     dbo_enabled,
     dbo_get_previous_event,
@@ -58,6 +59,7 @@ from ubatch.dbo import (
     fork_comm_stream,
     on_comm_stream,
     on_compute_stream,
+    report_sm_use,
 )
 from ubatch.errors import (
     ConcurrentCallError,
@@ -81,7 +83,6 @@ from ubatch.errors import (
 from ubatch.graphs.cuda import CudaGraphs
 from ubatch.lanes.context import UBatchContext, current_lane, current_schedule, make_ubatch_contexts
 from ubatch.lanes.single_lane import SingleLane
-from ubatch.lanes.sm_budget import SMBudget, current_sm_budget, report_sm_use
 from ubatch.lanes.wakeup import Gate
 from ubatch.process.registry import LazyRegistry, import_optional
 from ubatch.ranks.collectives import (
@@ -116,6 +117,7 @@ from ubatch.schedules.split_cost import SplitBy, SplitCost, split_by_cost
 from ubatch.schedules.split_mixed import split_mixed
 from ubatch.schedules.vote import Decision, DeclineReason, Offer, Wish, decide, fingerprint
 from ubatch.streams.graph_protocols import CapturedGraph, CaptureFailed, GraphBackend, GraphKey, GraphMiss, capturing
+from ubatch.streams.sm_budget import SMBudget
 from ubatch.trace.export import TraceSummary, summarise, write_chrome
 from ubatch.trace.file import RankTrace, merge_traces, read_chrome
 from ubatch.trace.page import Remark, write_html

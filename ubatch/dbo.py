@@ -1,8 +1,9 @@
 """What model code calls inside a lane. Outside a lane all of it returns at once: a `ContextVar` that is unset costs
 tens of nanoseconds.
 
-Names are vLLM's. Each function looks up the lane it runs in; what happens there is in `ubatch.lanes.context`. Beside vLLM's
-own there are `dbo_keep`, `on_comm_stream`, `on_compute_stream` and `fork_comm_stream`. What differs:
+Names are vLLM's. Each function looks up the lane it runs in; what happens there is in `ubatch.lanes.context`. Beside
+vLLM's own there are `dbo_keep`, `on_comm_stream`, `on_compute_stream`, `fork_comm_stream` and the two of the SM budget.
+What differs:
 
     dbo_switch_to_comm, dbo_switch_to_compute   are ordered here, as vLLM's `_sync` ones are: memory that two streams
                                                 share lives by it. To leave compute without waiting for the
@@ -19,9 +20,11 @@ from contextlib import contextmanager
 from typing import ParamSpec, TypeVar
 
 from ubatch.lanes.context import _lane
+from ubatch.streams.sm_budget import SMBudget, merge_sm_use
 from ubatch.streams.streams import Event
 
 __all__ = [
+    "current_sm_budget",
     "dbo_current_ubatch_id",
     "dbo_enabled",
     "dbo_get_previous_event",
@@ -38,6 +41,7 @@ __all__ = [
     "fork_comm_stream",
     "on_comm_stream",
     "on_compute_stream",
+    "report_sm_use",
 ]
 
 P = ParamSpec("P")
@@ -209,3 +213,21 @@ def on_compute_stream() -> Iterator[None]:
         yield
     finally:
         lane.enter_comm()
+
+
+def current_sm_budget() -> SMBudget | None:
+    """The budget of the lane this code runs in; None outside a lane, on a CPU, or where nothing is reserved."""
+    lane = _current_lane()
+    return None if lane is None else lane.sm_budget
+
+
+def report_sm_use(user: str, *, obeys: bool) -> None:
+    """Say whether a kernel or back end keeps to the budget in force; does nothing where there is none.
+
+    Args:
+        user: its name in `statistics().sm_budget`.
+        obeys: whether it takes no more SMs than its share. Once False, it stays False there.
+    """
+    lane = _current_lane()
+    if lane is not None and lane.sm_budget is not None:
+        merge_sm_use(lane.sm_users, {user: obeys})

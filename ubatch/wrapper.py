@@ -43,7 +43,6 @@ from ubatch.graphs.capture import Capturer
 from ubatch.graphs.cuda import CudaGraphs
 from ubatch.graphs.table import GraphTable, Hit
 from ubatch.lanes.context import current_lane
-from ubatch.lanes.sm_budget import merge_sm_use
 from ubatch.lanes.torch_modes import why_not_in_lanes
 from ubatch.process.interrupts import Claim, Claims, apart
 from ubatch.ranks.group import CommGroup
@@ -51,6 +50,7 @@ from ubatch.schedules.forward_context import ForwardContext, get_forward_context
 from ubatch.schedules.schedule import Schedule
 from ubatch.schedules.vote import Decision, DeclineReason, Offer, Wish, decide
 from ubatch.streams.graph_protocols import CapturedGraph, CaptureFailed, GraphBackend, GraphKey
+from ubatch.streams.sm_budget import merge_sm_use
 from ubatch.trace.spans import note_step, traced_step
 from ubatch.wrapping.config import CUDAGraphMode, UBatchConfig
 from ubatch.wrapping.eligibility import CutCall, Intent, Planner

@@ -1,8 +1,9 @@
 """Which tiles are tried on a GPU, and the batches they are tried on.
 
-What is fastest depends on the GPU and on the shapes, so it is measured there (`ubatch.kernels.autotune`), on batches made up
-for it: as many requests as the step has, all of one length, in pages scattered over the pool. They read the cache,
-whatever is in it, and write nothing that anybody reads. The first choice is what runs where nothing may be measured.
+What is fastest depends on the GPU and on the shapes, so it is measured there (`ubatch.kernels.autotune`), on batches
+made up for it: as many requests as the step has, all of one length, in pages scattered over the pool. They read the
+cache, whatever is in it, and write nothing that anybody reads. The first choice is what runs where nothing may be
+measured.
 
 A key has one of few sizes for each number that changes from step to step, so that measuring ends soon.
 """

@@ -77,7 +77,7 @@ class All2AllTraits:
         signals: a combine may begin while its down projection still runs, told by the device (`SignalsCombine`).
         sends_blocks: a combine may send what blocks of experts have completed while the host launches, or computes, the
             next ones (`SendsBlocks`).
-        obeys_sms: it keeps to the SMs that a schedule reserves for communication (`ubatch.lanes.sm_budget`).
+        obeys_sms: it keeps to the SMs that a schedule reserves for communication (`ubatch.streams.sm_budget`).
         max_tokens: the most tokens of a rank that a dispatch has room for; None for any number. A layer with more sends
             them in pieces, one after the other, as many as the rank with most tokens needs.
     """

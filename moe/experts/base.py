@@ -121,7 +121,7 @@ class FusedExperts(nn.Module):
 
     Attributes:
         capturable: see `Experts`.
-        obeys_sms: they take no more SMs than a schedule leaves to compute (`ubatch.lanes.sm_budget`).
+        obeys_sms: they take no more SMs than a schedule leaves to compute (`ubatch.streams.sm_budget`).
         dtype: of the weights, and of what comes out.
         hidden_size, intermediate_size: `H` and `I`.
 

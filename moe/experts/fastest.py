@@ -1,8 +1,8 @@
 """Which experts are the fastest on this machine: asked by running them.
 
 On a CPU once per process, by a fixed probe. On a GPU with the model's own sizes, before its weights are loaded, and
-kept in the file of `ubatch.kernels.autotune`: well-kept kernels of other libraries against ours, which come first in the list
-and so are what is taken where nothing can be timed.
+kept in the file of `ubatch.kernels.autotune`: well-kept kernels of other libraries against ours, which come first in
+the list and so are what is taken where nothing can be timed.
 """
 
 from __future__ import annotations

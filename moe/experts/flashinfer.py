@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from moe.experts.base import FusedExperts
 from ubatch import ConfigError, import_optional
-from ubatch.lanes.sm_budget import report_sm_use
+from ubatch.dbo import report_sm_use
 
 __all__ = ["FlashInferExperts", "find_fused_moe"]
 

@@ -26,9 +26,9 @@ from moe.kernels.grouped_gemm import Rows, Weights, project_down, project_up
 from moe.kernels.quantize import BLOCK, quantize_rows, quantize_weights
 from moe.kernels.signals import Signals, project_down_signalling
 from ubatch import ConfigError, GradientError, current_schedule
+from ubatch.dbo import current_sm_budget, report_sm_use
 from ubatch.kernels.autotune import autotune
 from ubatch.kernels.triton_jit import INTERPRETED, power_of_2
-from ubatch.lanes.sm_budget import current_sm_budget, report_sm_use
 
 __all__ = ["TritonBatchedExperts"]
 

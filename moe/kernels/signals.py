@@ -12,7 +12,7 @@ A signal is one int32 for every block of 64 rows of an expert, `int32[E * ceil(C
 when it is stored (release); a block is done when all tiles of its columns have (`threshold`). The copy reads it
 (acquire), copies the block and sets it back to 0, so that a captured graph needs nothing in between.
 
-**No dead-lock.** A program that waits holds its SM. So the two share the SMs out (`ubatch.lanes.sm_budget`), and the
+**No dead-lock.** A program that waits holds its SM. So the two share the SMs out (`ubatch.streams.sm_budget`), and the
 producer is launched first: its programs then have SMs to run on whatever the copy's do. In a graph the two are
 branches that the device starts as it likes; the share that the copy leaves is what lets the projection run there.
 

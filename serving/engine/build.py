@@ -90,8 +90,8 @@ def warm_up(options: EngineOptions, runner: ModelRunner) -> None:
     `dbo_auto`, measure the arms that it chooses from, see `serving.tuning.auto`.
 
     On a CPU one short prompt will do. On a GPU kernels are tuned for every power of two of tokens, some seconds each
-    where the cache of `ubatch.kernels.autotune` does not know them: better here than in the step of a request. All ranks must
-    call it.
+    where the cache of `ubatch.kernels.autotune` does not know them: better here than in the step of a request. All
+    ranks must call it.
 
     Raises:
         CaptureFailed: see there.

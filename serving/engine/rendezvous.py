@@ -10,9 +10,10 @@
 
 The launching process outlives every rank, so a rank that dies takes no store with it.
 
-With a cluster secret (`secret`) all that is said here carries a keyed hash (`ubatch.process.job_store`): "client" and "nodes/N"
-by a key of the secret alone, the rest by keys of the run as well. Without one, whoever reaches the ports of node 0 can
-take part. The store itself, gloo and NCCL have no authentication in either case: their network must be private.
+With a cluster secret (`secret`) all that is said here carries a keyed hash (`ubatch.process.job_store`): "client" and
+"nodes/N" by a key of the secret alone, the rest by keys of the run as well. Without one, whoever reaches the ports of
+node 0 can take part. The store itself, gloo and NCCL have no authentication in either case: their network must be
+private.
 """
 
 from __future__ import annotations

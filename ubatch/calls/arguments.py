@@ -6,8 +6,8 @@
     tuple, list, dict, dataclass      leaf by leaf
     number, string, None, dtype, ...  the same for every lane
 
-Anything else is ambiguous. Where the cut will be proved (`ubatch.wrapping.proof`), it is *tried*: along dimension 0 if that has
-as many rows as the batch, else every lane gets the whole. Where nobody proves it, the call is refused instead.
+Anything else is ambiguous. Where the cut will be proved (`ubatch.wrapping.proof`), it is *tried*: along dimension 0 if
+that has as many rows as the batch, else every lane gets the whole. Where nobody proves it, the call is refused instead.
 
 What cannot be split is reported with a reason and a sentence, and nothing has run yet.
 """

@@ -17,17 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from ubatch.calls.caches import splitter_for
+from ubatch.calls.call_leaves import CallLeaves, leaves_of, replace_tensors
 from ubatch.calls.call_plan import CallPlan, CannotSplit
 from ubatch.errors import ConfigError, describe
-from ubatch.graphs.inputs_outputs import (
-    CallLeaves,
-    GraphInputs,
-    GraphOutput,
-    RowDims,
-    find_row_dims,
-    leaves_of,
-    replace_tensors,
-)
+from ubatch.graphs.inputs_outputs import GraphInputs, GraphOutput, RowDims, find_row_dims
 from ubatch.graphs.table import Entry, GraphTable, Setting, wants_gradients
 from ubatch.schedules.forward_context import ForwardContext
 from ubatch.schedules.vote import Decision, DeclineReason, Offer, Wish, decide, fingerprint

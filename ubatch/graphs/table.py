@@ -22,7 +22,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ubatch.graphs.inputs_outputs import CallLeaves, GraphInputs, GraphOutput, StaticBuffers, leaves_of
+from ubatch.calls.call_leaves import CallLeaves, leaves_of
+from ubatch.graphs.inputs_outputs import GraphInputs, GraphOutput, StaticBuffers
 from ubatch.schedules.forward_context import ForwardContext, ForwardMode
 from ubatch.schedules.vote import Decision, fingerprint
 from ubatch.streams.graph_protocols import PLAIN, CapturedGraph, GraphBackend, GraphKey, GraphMiss

@@ -1,4 +1,4 @@
-"""Which of several back ends is fastest on this device: measured once, then remembered in `ubatch.kernels.autotune`'s file.
+"""Which of several back ends is fastest here: measured once, then remembered in `ubatch.kernels.autotune`'s file.
 
     chosen = fastest("experts of 768 over 2048", {"ours": make_ours, "theirs": make_theirs}, ("64 tokens",), device=gpu)
 

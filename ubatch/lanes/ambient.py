@@ -9,7 +9,8 @@
     intra-op threads                a new thread would start an OpenMP pool of its own size
 
 The CUDA device and stream are the lane context's business. A call under what no lane can take over runs whole: see
-`ubatch.lanes.torch_modes`. Torch does not tell under which `torch.cuda.use_mem_pool` a thread is, so lanes allocate as usual.
+`ubatch.lanes.torch_modes`. Torch does not tell under which `torch.cuda.use_mem_pool` a thread is, so lanes allocate as
+usual.
 """
 
 from __future__ import annotations

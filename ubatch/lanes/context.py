@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 from contextvars import ContextVar, Token
 from threading import get_ident
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from ubatch.errors import ConfigError, ForkedLaneError, LaneAborted, UBatchError, describe, note
 from ubatch.lanes.baton import Baton
@@ -31,6 +31,7 @@ from ubatch.schedules.forward_context import ForwardContext, _forward_context
 from ubatch.schedules.schedule import SERIAL, Recv, Schedule, get_schedule
 from ubatch.streams.lane_streams import LaneStreams
 from ubatch.streams.lifetimes import Launched
+from ubatch.streams.sm_budget import SMBudget
 from ubatch.streams.streams import NullStreams, StreamBackend
 from ubatch.trace.ranges import LaneRanges, ranges_wanted
 from ubatch.trace.spans import Event, EventKind, LinkTime, SpanKind, Trace, current_trace
@@ -42,9 +43,6 @@ __all__ = [
     "current_schedule",
     "make_ubatch_contexts",
 ]
-
-if TYPE_CHECKING:
-    from ubatch.lanes.sm_budget import SMBudget
 
 Hook = Callable[[], object]
 

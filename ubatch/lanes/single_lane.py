@@ -20,13 +20,13 @@ import torch
 from ubatch.errors import ConfigError, note
 from ubatch.lanes.baton import Baton
 from ubatch.lanes.context import UBatchContext
-from ubatch.lanes.sm_budget import merge_sm_use, share_out_sms
+from ubatch.lanes.time_limit import transfers_end_within
 from ubatch.lanes.workers import PoolStatistics
-from ubatch.ranks.transfer import transfers_end_within
 from ubatch.schedules.forward_context import ForwardContext
 from ubatch.schedules.schedule import Schedule
 from ubatch.streams.graph_protocols import Capture
 from ubatch.streams.lifetimes import abandon_transfers
+from ubatch.streams.sm_budget import merge_sm_use, share_out_sms
 from ubatch.streams.streams import StreamBackend, make_streams
 
 __all__ = ["SingleLane"]

@@ -9,8 +9,8 @@ What lanes do take over is in `ubatch.lanes.ambient`. Of the rest there are two 
                             non-reentrant checkpoints: their recomputation must save what the forward has saved, so that
                             it must not be that one of the two overlaps and the other does not
 
-Torch profilers are bound to a thread, too, but they change no result: see `ubatch.trace.ranges` for the switch that shows all
-threads.
+Torch profilers are bound to a thread, too, but they change no result: see `ubatch.trace.ranges` for the switch that
+shows all threads.
 """
 
 from __future__ import annotations

@@ -35,7 +35,6 @@ from ubatch.errors import LaneAborted, UBatchError, UBatchTimeout, describe, not
 from ubatch.lanes.ambient import Ambient
 from ubatch.lanes.baton import Baton
 from ubatch.lanes.context import UBatchContext, current_lane, make_ubatch_contexts
-from ubatch.lanes.sm_budget import merge_sm_use, share_out_sms
 from ubatch.lanes.wakeup import Gate, WakeUp, make_wakeup
 from ubatch.process.heartbeat import beat
 from ubatch.process.interrupts import Marks, is_inside
@@ -43,6 +42,7 @@ from ubatch.schedules.forward_context import ForwardContext
 from ubatch.schedules.schedule import Schedule
 from ubatch.streams.graph_protocols import Capture
 from ubatch.streams.lifetimes import abandon_transfers
+from ubatch.streams.sm_budget import merge_sm_use, share_out_sms
 from ubatch.streams.streams import StreamBackend, make_streams
 
 __all__ = ["LanePool", "PoolStatistics"]
@@ -61,7 +61,7 @@ class PoolStatistics:
         steps: steps run in lanes.
         handoffs: switches from one lane to another.
         threads_started: worker threads made; more than the lanes means some were replaced.
-        sm_users: who said whether they keep to the SM budget (`ubatch.lanes.sm_budget`).
+        sm_users: who said whether they keep to the SM budget (`ubatch.streams.sm_budget`).
     """
 
     steps: int

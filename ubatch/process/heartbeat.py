@@ -16,7 +16,7 @@ import time
 import weakref
 from collections.abc import Callable
 
-from ubatch.ranks.peer_watch import hear_silences, silences_in_force
+from ubatch.process.silences import hear_silences, silences_in_force
 
 __all__ = ["Heart", "beat", "stop_hearts"]
 

@@ -7,11 +7,11 @@ Two layers: `launch_*` returns a `Transfer` (for all-to-all back ends, which pla
 functions without prefix launch, pass the point and wait. All are functional: the input is never written.
 Shapes: `x` is split and concatenated along `dim`, 0 unless said otherwise.
 
-Outside a lane the functions without prefix are differentiable (`ubatch.ranks.collective_gradients`): a rank gets the gradient
-of the sum over all ranks of what they differentiate, as from `torch.distributed.nn`: where all compute the same loss,
-divide it by the number of ranks. The backward runs collectives of its own, so **every rank of the group takes part in
-it**, in the same order: a rank that does not use a result, or does not call backward, lets the others wait until their
-time-out. Let its loss depend on the result: `loss + 0 * y.sum()`.
+Outside a lane the functions without prefix are differentiable (`ubatch.ranks.collective_gradients`): a rank gets the
+gradient of the sum over all ranks of what they differentiate, as from `torch.distributed.nn`: where all compute the
+same loss, divide it by the number of ranks. The backward runs collectives of its own, so **every rank of the group
+takes part in it**, in the same order: a rank that does not use a result, or does not call backward, lets the others
+wait until their time-out. Let its loss depend on the result: `loss + 0 * y.sum()`.
 Inside a lane what requires grad is refused, and so it is by `launch_*` anywhere, for a transfer has no gradient.
 
 On CUDA a lane's communication stream carries the transfer from launch to end, though NCCL runs it on a stream of its

@@ -117,7 +117,7 @@ class Connection:
         return other in self._dependents
 
     def note_launch(self, lane: int, name: str, x: Tensor) -> None:
-        """A transfer is launched here, in the steps of the connection whose ranks vote. See `ubatch.ranks.launch_order`."""
+        """A transfer is launched, in the steps of the connection whose ranks vote. See `ubatch.ranks.launch_order`."""
         order = (_leader.get() or self).order
         if order is not None:
             order.note(lane, name, x)
@@ -149,7 +149,8 @@ class Connection:
         Raises:
             PeerFailed: a rank reported an error, or died.
             GroupBroken: this rank failed while it waited, in another thread, or `reset()` was called.
-            TransferTimeout: not over within `timeout_s`, beside the time in which a peer was late (`ubatch.process.lateness`).
+            TransferTimeout: not over within `timeout_s`, beside the time in which a peer was late
+            (`ubatch.process.lateness`).
         """
         leader = _leader.get() or self
         patience = Patience(self.timeout_s, {*leader.ranks, *self.ranks} - {self.rank})

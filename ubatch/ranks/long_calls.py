@@ -4,8 +4,8 @@
     holding_gil     one call that waits for peers itself and keeps Python's lock: no thread of this process can say that
                     it lives (`ubatch.ranks.peer_watch`)
 
-In both the lane that calls is not taken for hung, and neither peers nor who watches the process (`ubatch.process.heartbeat`)
-take this rank for dead.
+In both the lane that calls is not taken for hung, and neither peers nor who watches the process
+(`ubatch.process.heartbeat`) take this rank for dead.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from contextlib import contextmanager
 
 from ubatch.lanes.context import current_lane
 from ubatch.process.lateness import LATE_S, late
-from ubatch.ranks.peer_watch import silence
+from ubatch.process.silences import silence
 
 __all__ = ["holding_gil", "taking_long"]
 

@@ -21,20 +21,19 @@ Not yet run on several GPUs: tests drive it over gloo, with a communicator that 
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 import torch.distributed as dist
 
 from ubatch.errors import ForgedValue
 from ubatch.process.job_store import JobStore
+from ubatch.process.silences import hear_no_more, hear_silences, longest_silence_s, silences_in_force
 
-__all__ = ["PeerWatch", "hear_silences", "silence", "silences_in_force", "weak_call"]
+__all__ = ["PeerWatch", "weak_call"]
 
 _BEAT_S = 1.0
 _BEATS_ASIDE = 2
@@ -82,14 +81,14 @@ class PeerWatch:
 
     def start(self) -> None:
         """Begin to look."""
-        _watches.add(self)
-        self.tell_silence(_silences.longest_s())
+        hear_silences(self)
+        self.tell_silence(longest_silence_s())
         self._thread.start()
 
     def stop(self) -> None:
         """Look no more; returns at once."""
         self._stop.set()
-        _watches.discard(self)
+        hear_no_more(self)
 
     def tell_silence(self, limit_s: float) -> None:
         """Let peers bear with this rank that much longer, from before this returns."""
@@ -101,7 +100,7 @@ class PeerWatch:
     def _withdraw_silence(self) -> None:
         """After a beat, so that nobody who finds it withdrawn has missed that."""
         with self._lock:
-            if self._told_s and not _silences.in_force(_BEATS_ASIDE * self._beat_s):
+            if self._told_s and not silences_in_force(_BEATS_ASIDE * self._beat_s):
                 self._store.set(self._silence, "0")
                 self._told_s = 0.0
 
@@ -156,75 +155,6 @@ class PeerWatch:
         if not self._store.check([key]):
             return self._patience_s
         return self._patience_s + self._store.parsed(key, self._store.get(key), float)
-
-
-class _Call:
-    """A call that keeps this process silent."""
-
-    def __init__(self, limit_s: float) -> None:
-        self.limit_s = limit_s
-
-
-class _Silences:
-    """The silent calls of this process. One that an interrupt left open goes with its frame."""
-
-    def __init__(self) -> None:
-        self.calls: weakref.WeakSet[_Call] = weakref.WeakSet()
-        self.ended = -float("inf")
-
-    def longest_s(self) -> float:
-        return max((call.limit_s for call in list(self.calls)), default=0.0)
-
-    def in_force(self, aside_s: float) -> bool:
-        return len(self.calls) > 0 or time.monotonic() - self.ended < aside_s
-
-
-class _Listener(Protocol):
-    """Hears of calls that keep this process silent; held weakly."""
-
-    def tell_silence(self, limit_s: float) -> None: ...
-
-
-_silences = _Silences()
-_watches: weakref.WeakSet[_Listener] = weakref.WeakSet()
-
-
-def hear_silences(listener: _Listener) -> None:
-    """Tell it before every `silence` from now on."""
-    _watches.add(listener)
-
-
-def silences_in_force(aside_s: float) -> bool:
-    """Whether a silent call is running, or was within the last `aside_s` seconds."""
-    return _silences.in_force(aside_s)
-
-
-@contextmanager
-def silence(limit_s: float) -> Iterator[None]:
-    """Let no peer take this process for dead in the `with` block, because its watches cannot beat.
-
-    Args:
-        limit_s: so much longer than their time-out at most.
-    """
-    call = _Call(limit_s)
-    _silences.calls.add(call)
-    for watch in list(_watches):
-        watch.tell_silence(limit_s)
-    try:
-        yield
-    finally:
-        _silences.calls.discard(call)
-        _silences.ended = time.monotonic()
-
-
-def _after_fork_in_child() -> None:
-    global _silences
-    _watches.clear()  # they look in the parent
-    _silences = _Silences()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 def weak_call(method: Callable[..., object]) -> Callable[..., object]:

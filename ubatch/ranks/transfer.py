@@ -20,22 +20,19 @@ from __future__ import annotations
 
 import functools
 import time
-import weakref
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from contextvars import ContextVar
 from datetime import timedelta
 from typing import Generic, TypeVar, cast
 
 from ubatch.errors import TransferTimeout, UBatchError
 from ubatch.lanes.context import UBatchContext, current_lane
-from ubatch.process.interrupts import changing
+from ubatch.lanes.time_limit import transfer_limit_s
 from ubatch.ranks.connection import Connection, Work
 from ubatch.streams.graph_protocols import capturing
 from ubatch.streams.lifetimes import abandon_transfers
 from ubatch.trace.spans import UNSPLIT, LinkTime, SpanKind, current_trace
 
-__all__ = ["Transfer", "transfers_end_within"]
+__all__ = ["Transfer"]
 
 _LATE_S = 1.0
 """How much later than it is due a lane may be back from sleep."""
@@ -199,7 +196,7 @@ class Transfer(Generic[T]):
             check = None if lane is None else functools.partial(self._look_up, lane)
             self._connection.wait_for_works(self._works, self.name, check)
         else:
-            limit_s = None if self._stream_ordered else _limit_now()
+            limit_s = None if self._stream_ordered else transfer_limit_s()
             for work in self._works:
                 _wait(work, self.name, limit_s)
         remaining = self._deadline - time.monotonic()
@@ -276,40 +273,3 @@ def _wait(work: Work, name: str, limit_s: float | None) -> None:
             "really is that slow, raise timeout_s."
         )
     work.wait()  # over at once; it may have completed just after the time-out did
-
-
-class _Limit:
-    """How long a wait may take; gone with the block that set it, also where Ctrl-C has left that open."""
-
-    def __init__(self, seconds: float | None) -> None:
-        self.seconds = seconds
-
-
-class _Within(changing["weakref.ref[_Limit] | None"]):
-    """The block that keeps a limit alive."""
-
-    __slots__ = ("_limit",)
-
-    def __init__(self, limit: _Limit) -> None:
-        super().__init__(_limit, weakref.ref(limit))
-        self._limit = limit
-
-
-_limit: ContextVar[weakref.ref[_Limit] | None] = ContextVar("ubatch_transfer_limit", default=None)
-
-
-def _limit_now() -> float | None:
-    reference = _limit.get()
-    limit = None if reference is None else reference()
-    return None if limit is None else limit.seconds
-
-
-def transfers_end_within(seconds: float | None) -> AbstractContextManager[object]:
-    """End the wait for a transfer without a connection, in the `with` block, by `TransferTimeout` after `seconds`.
-
-    For where no lane's time-out would find it. A work that takes no regard of the time-out it is given cannot be ended.
-
-    Args:
-        seconds: None waits for ever.
-    """
-    return _Within(_Limit(seconds))

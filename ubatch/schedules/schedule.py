@@ -93,7 +93,8 @@ class Schedule:
         shared_expert: where the shared expert runs.
         recv: who runs a receive hook.
         comm_sms: a GPU's streaming multiprocessors that compute kernels leave to communication kernels, where both
-            can obey (`ubatch.lanes.sm_budget`); 0 shares all of them, and GEMMs leave no tile to a program that finds none.
+            can obey (`ubatch.streams.sm_budget`); 0 shares all of them, and GEMMs leave no tile to a program that finds
+            none.
         signalled: a combine begins block by block while its experts are still computed. Told by signals on the device,
             which needs `comm_sms` there, or by the host between blocks of experts: as transport and experts can.
     """
@@ -282,8 +283,8 @@ def get_schedule(name: str) -> Schedule:
 def check_runnable(schedule: Schedule) -> None:
     """Refuse a schedule that could give ranks a different order of collectives, before anything is launched.
 
-    Who runs next follows from the number of lanes, the lead and the active points alone (`ubatch.schedules.ring`), and the ranks
-    vote on all of them; so a schedule that is data cannot. What could:
+    Who runs next follows from the number of lanes, the lead and the active points alone (`ubatch.schedules.ring`), and
+    the ranks vote on all of them; so a schedule that is data cannot. What could:
 
         a subclass            its answers may depend on anything, the rank included
         recv=peer, one lane   has no peer: a hook that nobody is there to run

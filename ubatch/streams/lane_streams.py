@@ -6,8 +6,8 @@
 
 All lanes share the streams; marks are the lane's own, and recorded before the hand-off, so that what other lanes put
 on a stream afterwards is not waited for. Marks are numbered: a transfer is joined by its own, so that who waits for the
-first of several does not wait for the others. Events are kept, not made per step. `ubatch.streams.lifetimes` has the other
-half: which tensors live until which join.
+first of several does not wait for the others. Events are kept, not made per step. `ubatch.streams.lifetimes` has the
+other half: which tensors live until which join.
 """
 
 from __future__ import annotations

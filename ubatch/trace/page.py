@@ -1,6 +1,6 @@
 """A trace as one HTML page: who computed, what travelled meanwhile, and when everybody waited.
 
-This file decides what is drawn and in which row; `trace_page.html` draws it. The page loads nothing from anywhere.
+This file decides what is drawn and in which row; `page.html` draws it. The page loads nothing from anywhere.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ def write_html(
         "table": _table(table),
         "data": data.replace("<", "\\u003c"),  # a "</script>" in a name must not end the element that holds the data
     }
-    template = resources.files("ubatch").joinpath("trace_page.html").read_text(encoding="utf-8")
+    template = resources.files("ubatch.trace").joinpath("page.html").read_text(encoding="utf-8")
     # One pass, so that nothing in a value is taken for a slot.
     write_whole(Path(path), re.sub(r"\{\{(\w+)\}\}", lambda slot: slots[slot[1]], template))
 

@@ -78,8 +78,8 @@ class UBatchConfig:
         num_ubatches: lanes, 2 to 8. A schedule of `schedules` has its own number.
         dbo_decode_token_threshold: a decode-only step overlaps from this many tokens on.
         dbo_prefill_token_threshold: a step with a prefill overlaps from this many tokens on.
-        schedule: a name of `ubatch.schedules.schedule.SCHEDULES` or of `schedules`, or a `Schedule`. One lane with chunks
-            (`single_batch`) or a signalled combine overlaps without splitting the batch.
+        schedule: a name of `ubatch.schedules.schedule.SCHEDULES` or of `schedules`, or a `Schedule`. One lane with
+            chunks (`single_batch`) or a signalled combine overlaps without splitting the batch.
         comm_sms: streaming multiprocessors left to communication kernels; None as the schedule has it. Nothing to
             share out on a CPU.
         tbo_token_distribution_threshold: a prefill batch so lopsided that the best split by requests leaves one lane

@@ -23,10 +23,10 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ubatch.calls.arguments import parameter_names, plan_call
+from ubatch.calls.call_leaves import leaves_of
 from ubatch.calls.call_plan import CallPlan, CannotSplit, LaneParts, even_bounds
 from ubatch.calls.merging import Rule
 from ubatch.errors import SplitError
-from ubatch.graphs.inputs_outputs import leaves_of
 from ubatch.lanes.torch_modes import why_not_in_lanes
 from ubatch.schedules.forward_context import ForwardContext, ForwardMode
 from ubatch.schedules.modes import mode_key

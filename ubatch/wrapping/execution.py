@@ -24,11 +24,11 @@ from torch import nn
 from ubatch.calls.outputs import merge_outputs
 from ubatch.errors import ConfigError
 from ubatch.lanes.single_lane import SingleLane
+from ubatch.lanes.time_limit import transfers_end_within
 from ubatch.lanes.workers import LanePool
 from ubatch.process.interrupts import Marks
 from ubatch.ranks.fsdp import sharing_weights
 from ubatch.ranks.long_calls import taking_long
-from ubatch.ranks.transfer import transfers_end_within
 from ubatch.schedules.forward_context import ForwardContext, set_forward_context
 from ubatch.schedules.schedule import Schedule
 from ubatch.schedules.vote import Decision

@@ -23,10 +23,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ubatch.errors import ConfigError
-from ubatch.lanes.context import current_lane
 from ubatch.streams.streams import StreamBackend
 
-__all__ = ["SMBudget", "current_sm_budget", "merge_sm_use", "report_sm_use", "share_out_sms"]
+__all__ = ["SMBudget", "merge_sm_use", "share_out_sms"]
 
 
 @dataclass(frozen=True)
@@ -55,24 +54,6 @@ class SMBudget:
     def compute(self) -> int:
         """What is left to compute kernels."""
         return self.total - self.comm
-
-
-def current_sm_budget() -> SMBudget | None:
-    """The budget of the lane this code runs in; None outside a lane, on a CPU, or where nothing is reserved."""
-    lane = current_lane()
-    return None if lane is None else lane.sm_budget
-
-
-def report_sm_use(user: str, *, obeys: bool) -> None:
-    """Say whether a kernel or back end keeps to the budget in force; does nothing where there is none.
-
-    Args:
-        user: its name in `statistics().sm_budget`.
-        obeys: whether it takes no more SMs than its share. Once False, it stays False there.
-    """
-    lane = current_lane()
-    if lane is not None and lane.sm_budget is not None:
-        merge_sm_use(lane.sm_users, {user: obeys})
 
 
 def merge_sm_use(users: dict[str, bool], *reports: Mapping[str, bool]) -> None:

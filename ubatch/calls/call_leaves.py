@@ -1,0 +1,104 @@
+"""A call as named leaves: every tensor and every plain value in its arguments, by path."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from ubatch.calls.caches import splitter_for
+from ubatch.calls.containers import PLAIN, children_of, rebuild
+from ubatch.errors import ConfigError
+
+__all__ = ["CallLeaves", "children_unless_leaf", "leaves_of", "replace_tensors"]
+
+_Names = tuple[tuple[str, ...], str | None]
+
+
+@dataclass(frozen=True)
+class CallLeaves:
+    """A call, taken apart. Arguments that are None are left out, as if they were not given.
+
+    Attributes:
+        tensors: by path: the parameter's name, or `name.key` inside a nested argument.
+        others: everything else, by path.
+    """
+
+    tensors: Mapping[str, Tensor]
+    others: Mapping[str, Any]
+
+
+def leaves_of(names: _Names, args: Sequence[Any], kwargs: Mapping[str, Any]) -> CallLeaves:
+    """Take a call apart.
+
+    Args:
+        names: the forward's positional parameters; see `ubatch.calls.arguments.parameter_names`.
+        args, kwargs: the call.
+    """
+    tensors: dict[str, Tensor] = {}
+    others: dict[str, Any] = {}
+    for path, value in _named(names, args, kwargs):
+        _collect(path, value, tensors, others)
+    return CallLeaves(tensors, others)
+
+
+def replace_tensors(
+    names: _Names, args: Sequence[Any], kwargs: Mapping[str, Any], by_path: Mapping[str, Tensor]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The same call on other tensors.
+
+    Raises:
+        ConfigError: an argument holds tensors in a container of a class that cannot be made anew.
+    """
+    made = [_replaced(path, value, by_path) for path, value in _named(names, args, kwargs)]
+    return tuple(made[: len(args)]), dict(zip(kwargs, made[len(args) :], strict=True))
+
+
+def _named(names: _Names, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    positional, rest = names
+    count = len(positional)
+    own = [
+        (positional[index] if index < count else f"{rest or 'args'}.{index - count}", value)
+        for index, value in enumerate(args)
+    ]
+    return [*own, *kwargs.items()]
+
+
+def children_unless_leaf(value: Any) -> list[tuple[str, Any]] | None:
+    """Children of a container; None for a leaf, and so for a cache, which is changed in place."""
+    return None if isinstance(value, PLAIN) or splitter_for(value) is not None else children_of(value)
+
+
+def _collect(path: str, value: Any, tensors: dict[str, Tensor], others: dict[str, Any]) -> None:
+    if isinstance(value, Tensor):
+        tensors[path] = value
+        return
+    if value is None:
+        return
+    children = children_unless_leaf(value)
+    if children is None:
+        others[path] = value
+        return
+    others[path] = (type(value), len(children))
+    for key, child in children:
+        _collect(f"{path}.{key}", child, tensors, others)
+
+
+def _replaced(path: str, value: Any, by_path: Mapping[str, Tensor]) -> Any:
+    if isinstance(value, Tensor):
+        return by_path[path]
+    children = children_unless_leaf(value)
+    if not children:
+        return value
+    new = [_replaced(f"{path}.{key}", child, by_path) for key, child in children]
+    if all(one is child for one, (_, child) in zip(new, children, strict=True)):
+        return value
+    try:
+        return rebuild(value, new)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"argument {path!r} is a {type(value).__name__}, which cannot be made anew from its items ({error}), so "
+            "its tensors cannot be replaced by static ones. Pass them by themselves."
+        ) from error
