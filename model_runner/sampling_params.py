@@ -90,7 +90,7 @@ class SamplingParams:
             becomes a `TokenIds`, which reads like a tuple.
         bad_token_sequences: no token comes that would complete one of them in the output, whose other tokens count
             as they are in the output, not in the prompt. 256 at most, of 4096 tokens together. vLLM's `bad_words`
-            as tokens (`serving.bad_words` makes them).
+            as tokens (`serving.text.bad_words` makes them).
 
     Raises:
         RequestError: at construction, for any value of a wrong type, or one that cannot work.

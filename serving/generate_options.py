@@ -23,7 +23,7 @@ from serving.options import (
     resolve_settings,
     to_engine_options,
 )
-from serving.tokenizer_files import TOKENIZER, read_tokenizer
+from serving.text.tokenizer_files import TOKENIZER, read_tokenizer
 from ubatch import ConfigError
 
 __all__ = ["GenerateCommand", "Prompts", "load_tokenizer", "read", "resolve_offline"]

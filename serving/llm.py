@@ -16,13 +16,13 @@ from typing import Any, TypeAlias, cast
 from tqdm import tqdm
 
 from model_runner import FAULTS, FinishReason, RequestError, SamplingParams, TokenLogprobs
-from serving.bad_words import bad_token_sequences
 from serving.engine.offline import OfflineEngine, make_offline_engine
 from serving.logs import log_event
 from serving.options import fetch_checkpoints, notes, resolve_keywords, to_engine_options
 from serving.options.flags import Server
 from serving.requests import DraftCounts, EngineStatistics, RequestInput, RequestOutput
-from serving.text import TextStream, load_tokenizer
+from serving.text.bad_words import bad_token_sequences
+from serving.text.detokenizer import TextStream, load_tokenizer
 from ubatch import ConfigError, UBatchError
 
 __all__ = ["LLM", "CompletionResult", "LLMOutput"]

@@ -20,7 +20,7 @@ from fastapi import FastAPI
 
 from serving.api import create_app
 from serving.requests import DraftCounts, RequestInput
-from serving.text import load_tokenizer
+from serving.text.detokenizer import load_tokenizer
 
 MODEL = "tiny"
 TINY = Path(__file__).resolve().parent.parent / "examples" / "models" / "tiny-moe"

@@ -15,7 +15,7 @@ from pydantic import ValidationError
 
 from serving.api import bodies, prompts
 from serving.api.request_models import CompletionRequest
-from serving.text import Vocabulary
+from serving.text.detokenizer import Vocabulary
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 JSON = {"Content-Type": "application/json"}

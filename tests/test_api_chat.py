@@ -8,7 +8,7 @@ import pytest
 from api_clients import TINY, app_of, chat, post, says, stream, token_ids, tokenizer
 from fake_engine import FakeEngine
 
-from serving.text import load_tokenizer
+from serving.text.detokenizer import load_tokenizer
 
 PATH = "/v1/chat/completions"
 

@@ -9,7 +9,7 @@ from api_clients import TINY, app_of, chat, complete, post, says, stream, token_
 from fake_engine import FakeEngine
 
 from serving.api.prompts import COUNTED_CHARACTERS, _names_in
-from serving.text import Vocabulary, load_tokenizer
+from serving.text.detokenizer import Vocabulary, load_tokenizer
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 HALF = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "So, "}]

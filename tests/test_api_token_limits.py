@@ -15,7 +15,7 @@ from model_runner import RequestError, TokenIds
 from serving.api import token_limits
 from serving.api.long_work import SHORT_BYTES
 from serving.api.token_limits import MAX_ALLOWED_OF_ALL
-from serving.bad_words import MAX_BAD_WORD_CHARACTERS, MAX_BAD_WORDS, bad_token_sequences
+from serving.text.bad_words import MAX_BAD_WORD_CHARACTERS, MAX_BAD_WORDS, bad_token_sequences
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 ASKS: dict[str, dict[str, Any]] = {

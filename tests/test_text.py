@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from model_runner import FinishReason, RequestError
 from serving.requests import RequestOutput
-from serving.text import Detokenizer, TextStream, Vocabulary, check_chat_template, load_tokenizer
+from serving.text.detokenizer import Detokenizer, TextStream, Vocabulary, check_chat_template, load_tokenizer
 from ubatch import ConfigError
 
 TINY = Path(__file__).resolve().parent.parent / "examples" / "models" / "tiny-moe"

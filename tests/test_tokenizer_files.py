@@ -12,7 +12,7 @@ import pytest
 import serving.llm
 from serving import LLM
 from serving.cli import main
-from serving.text import load_tokenizer
+from serving.text.detokenizer import load_tokenizer
 from ubatch import ConfigError
 
 TINY = Path(__file__).resolve().parent.parent / "examples" / "models" / "tiny-moe"

@@ -13,7 +13,7 @@ from serving.api.observer import RequestObserver
 from serving.api.request_models import GenerationRequest
 from serving.api.service import Engine, Service
 from serving.requests import DraftCounts, RequestInput, RequestOutput
-from serving.text import TextStream
+from serving.text.detokenizer import TextStream
 
 __all__ = ["Delta", "Output", "make_outputs", "run_outputs"]
 

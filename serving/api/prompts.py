@@ -12,7 +12,7 @@ from jinja2 import Environment
 from serving.api.errors import ApiError, shown
 from serving.api.request_models import ChatMessage, ConversationOptions, GenerationRequest
 from serving.api.unsupported_fields import log_unused
-from serving.text import Vocabulary
+from serving.text.detokenizer import Vocabulary
 
 if TYPE_CHECKING:
     from serving.api.service import Service

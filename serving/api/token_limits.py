@@ -9,7 +9,7 @@ from serving.api.errors import ApiError
 from serving.api.prompts import check_token_ids
 from serving.api.request_models import GenerationRequest
 from serving.api.service import Service
-from serving.bad_words import bad_token_sequences
+from serving.text.bad_words import bad_token_sequences
 
 __all__ = ["MAX_ALLOWED_OF_ALL", "token_limits"]
 

@@ -35,7 +35,7 @@ from serving.engine.options import EngineOptions
 from serving.requests import DraftCounts, RequestInput
 from serving.scheduler import SchedulerConfig
 from serving.speculation import Algorithm, SpeculationConfig
-from serving.text import load_tokenizer
+from serving.text.detokenizer import load_tokenizer
 from ubatch import ConfigError, UBatchError
 from ubatch.process.cores import num_cores
 

@@ -20,8 +20,8 @@ from weakref import WeakKeyDictionary
 from jinja2.exceptions import TemplateError, TemplateSyntaxError
 
 from serving.requests import RequestOutput
-from serving.stop_strings import StopMatcher, check_stop_strings
-from serving.tokenizer_files import TOKENIZER, find_vocabulary, no_vocabulary, read_tokenizer
+from serving.text.stop_strings import StopMatcher, check_stop_strings
+from serving.text.tokenizer_files import TOKENIZER, find_vocabulary, no_vocabulary, read_tokenizer
 from ubatch import ConfigError
 
 if TYPE_CHECKING:
