@@ -26,10 +26,10 @@ import torch.distributed as dist
 
 from model_runner import ModelRunner, SamplingParams, generate
 from moe import EmulatedLink
-from serving.bench.overlap import OverlapResult, measure_overlap, print_result
-from serving.bench.step_setting import StepSetting, prefill_batch
 from serving.generate import describe_steps, load_tokenizer
 from serving.ranks import run_ranks
+from serving.workbench.bench.overlap import OverlapResult, measure_overlap, print_result
+from serving.workbench.bench.step_setting import StepSetting, prefill_batch
 from ubatch import CommGroup, Span, UBatchConfig, UBatchWrapper, tracing
 from ubatch.trace.export import summarise, write_chrome
 from ubatch.trace.page import write_html

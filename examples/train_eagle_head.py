@@ -40,7 +40,7 @@ from transformers.utils import logging as transformers_logging
 
 from model_runner import ModelRunner, Request, SamplingParams, ScheduledRequest, generate
 from model_runner.speculation import DraftProposer, load_draft
-from serving.bench.corpus import Corpus, read_corpus
+from serving.workbench.bench.corpus import Corpus, read_corpus
 
 MODELS = Path(__file__).resolve().parent / "models"
 DEFAULT_TARGET = MODELS / "tiny-moe"

@@ -39,7 +39,7 @@ from transformers import (
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 from transformers.utils import logging as transformers_logging
 
-from serving.bench.corpus import CorpusMissing, read_corpus
+from serving.workbench.bench.corpus import CorpusMissing, read_corpus
 
 DEFAULT_OUT = Path(__file__).resolve().parent / "models" / "tiny-moe"
 DEFAULT_STEPS = 2500

@@ -25,23 +25,44 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "simulate": ("serving.simulate", "predict the best schedule for a machine that is not here, and check predictions"),
     "trace": ("serving.trace", "record a server's or a run's steps: timeline, summary, diagnosis"),
     "tune": ("serving.tune", "measure when overlap pays on this model, these ranks and this link; write settings"),
-    "bench handoff": ("serving.bench.handoff", "what a hand-off costs, against a threading.Event ring"),
-    "bench lanes": ("serving.bench.lanes", "what the lanes cost where there is nothing to overlap"),
-    "bench experts": ("serving.bench.experts", "the experts of a layer on this CPU, by every back end that runs here"),
-    "bench attention": ("serving.bench.attention", "attention against plainer ways, and a model against transformers"),
-    "bench overlap": ("serving.bench.overlap", "how much communication is hidden, and how close to the bound"),
-    "bench auto": ("serving.bench.auto", "--dbo-auto over a mixed load, against serial and every fixed setting"),
-    "bench schedules": ("serving.bench.schedules", "named schedules beside those that the search picks"),
-    "bench speculation": ("serving.bench.speculation", "tokens guessed ahead against none: speed, and how often right"),
+    "bench handoff": ("serving.workbench.bench.handoff", "what a hand-off costs, against a threading.Event ring"),
+    "bench lanes": ("serving.workbench.bench.lanes", "what the lanes cost where there is nothing to overlap"),
+    "bench experts": (
+        "serving.workbench.bench.experts",
+        "the experts of a layer on this CPU, by every back end that runs here",
+    ),
+    "bench attention": (
+        "serving.workbench.bench.attention",
+        "attention against plainer ways, and a model against transformers",
+    ),
+    "bench overlap": (
+        "serving.workbench.bench.overlap",
+        "how much communication is hidden, and how close to the bound",
+    ),
+    "bench auto": (
+        "serving.workbench.bench.auto",
+        "--dbo-auto over a mixed load, against serial and every fixed setting",
+    ),
+    "bench schedules": ("serving.workbench.bench.schedules", "named schedules beside those that the search picks"),
+    "bench speculation": (
+        "serving.workbench.bench.speculation",
+        "tokens guessed ahead against none: speed, and how often right",
+    ),
     "bench transformers": (
-        "serving.bench.transformers_step",
+        "serving.workbench.bench.transformers_step",
         "a model that transformers itself shards, wrapped against not wrapped",
     ),
-    "bench serve": ("serving.bench.serve", "a load on an OpenAI-compatible server, and what its clients see"),
-    "bench abuse": ("serving.bench.abuse", "a server under attack beside a steady load: what may and must not happen"),
-    "bench fairness": ("serving.bench.fairness", "what long prompts cost requests that decode, and what a limit costs"),
+    "bench serve": ("serving.workbench.bench.serve", "a load on an OpenAI-compatible server, and what its clients see"),
+    "bench abuse": (
+        "serving.workbench.bench.abuse",
+        "a server under attack beside a steady load: what may and must not happen",
+    ),
+    "bench fairness": (
+        "serving.workbench.bench.fairness",
+        "what long prompts cost requests that decode, and what a limit costs",
+    ),
     "bench engine": (
-        "serving.bench.serve_compare",
+        "serving.workbench.bench.serve_compare",
         "whole engines: offline and served, with overlap, and the scheduler",
     ),
 }

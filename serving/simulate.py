@@ -17,7 +17,6 @@ from typing import Annotated, Any, Literal
 import tyro
 from pydantic import BaseModel, Field
 
-from serving.bench import write_json
 from serving.hub import find_checkpoint, looks_like_name
 from serving.planning.constants import load_constants
 from serving.planning.gates import Gate, published_gates
@@ -25,6 +24,7 @@ from serving.planning.plan import Plan, make_plan
 from serving.planning.shapes import read_model
 from serving.planning.steps import Step
 from serving.planning.workload import Mode, Workload
+from serving.workbench.bench import write_json
 from ubatch.errors import ConfigError
 
 __all__ = ["Options", "run"]
@@ -103,8 +103,8 @@ def _check(options: Options) -> None:
 def _compare(options: Options) -> list[Gate]:
     gates = published_gates() if options.gates else []
     if options.measured or options.live:
-        from serving.bench.overlap import Options as Bench  # these need the models
         from serving.planning.measured import gates_of_results, live_gates
+        from serving.workbench.bench.overlap import Options as Bench  # these need the models
 
         for path in options.measured:
             gates += gates_of_results(path)

@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 
 from model_runner.transport import resolve_all2all
-from serving.bench.statistics import environment
 from serving.engine.build import make_runner
 from serving.engine.options import EngineOptions
 from serving.generate import print_notes
@@ -38,6 +37,7 @@ from serving.tuning.plot import can_draw_png, write_html, write_png
 from serving.tuning.report import Result, make_result
 from serving.tuning.state import State, load_state, state_file
 from serving.tuning.steps import ArmSteps
+from serving.workbench.bench.statistics import environment
 from ubatch import CommGroup, ConfigError, UBatchConfig
 
 __all__ = ["TuneCommand", "read", "run"]

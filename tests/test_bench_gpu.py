@@ -18,7 +18,7 @@ from benchmarks.gpu.prefill import overlap_figures
 from benchmarks.gpu.report import Figure, Section, as_markdown, as_text
 from benchmarks.gpu.run import Options, names_of, run
 from benchmarks.gpu.sections import SECTIONS, Plan, run_section
-from serving.bench import Interval
+from serving.workbench.bench import Interval
 
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 FIGURES = {

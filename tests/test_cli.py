@@ -15,9 +15,9 @@ from checkpoints import make_qwen3_moe_checkpoint
 
 import serving
 from model_runner import RandomDeepseekV3, make_random_checkpoint
-from serving.bench.statistics import bootstrap, interleave_arms, paired
-from serving.bench.step_setting import StepOptions, model_folder
 from serving.cli import COMMANDS, main
+from serving.workbench.bench.statistics import bootstrap, interleave_arms, paired
+from serving.workbench.bench.step_setting import StepOptions, model_folder
 from ubatch import SCHEDULES
 
 TINY = str(Path(__file__).resolve().parent.parent / "examples" / "models" / "tiny-moe")

@@ -11,8 +11,6 @@ import pytest
 
 from model_runner import RandomQwen3Moe, make_random_qwen3_moe
 from serving import simulate
-from serving.bench.overlap import Options as Bench
-from serving.bench.statistics import write_json
 from serving.cli import main
 from serving.planning.constants import load_constants
 from serving.planning.costs import LayerCosts
@@ -23,6 +21,8 @@ from serving.planning.shapes import read_model
 from serving.planning.steps import predict_step
 from serving.planning.workload import Mode, Workload
 from serving.tuning.programs import write_steps
+from serving.workbench.bench.overlap import Options as Bench
+from serving.workbench.bench.statistics import write_json
 from ubatch.errors import ConfigError
 from ubatch.schedules.schedule import SCHEDULES, SERIAL
 from ubatch.schedules.simulate import Compute, Launch, Op, Pass, Wait

@@ -20,7 +20,6 @@ from test_scheduler_random import be_optimistic
 
 from model_runner import Draft, ModelRunner, Request, SamplingParams, generate
 from serving import LLM
-from serving.bench.speculation_census import census_of
 from serving.cli import main
 from serving.engine.build import make_core
 from serving.engine.build import make_runner as make_engine_runner
@@ -30,6 +29,7 @@ from serving.requests import DraftCounts, EngineStatistics, RequestInput
 from serving.scheduler import Scheduler, SchedulerConfig
 from serving.scheduler.speculation import depth_of
 from serving.speculation import Algorithm, SpeculationConfig
+from serving.workbench.bench.speculation_census import census_of
 from ubatch import ConfigError, UBatchConfig
 
 MODEL = Path(__file__).resolve().parent.parent / "examples" / "models" / "tiny-moe"

@@ -13,11 +13,11 @@ from fake_proposer import FakeProposer
 from model_runner import ModelRunner, Request, SamplingParams
 from ranks import run_ranks
 from serving import LLM
-from serving.bench.speculation_census import census_of, take_census
 from serving.engine.core import EngineCore
 from serving.requests import RequestInput
 from serving.scheduler import Scheduler, SchedulerConfig
 from serving.speculation import Algorithm, SpeculationConfig
+from serving.workbench.bench.speculation_census import census_of, take_census
 from ubatch import CommGroup, UBatchConfig
 
 MODEL = Path(__file__).resolve().parent.parent / "examples" / "models" / "tiny-moe"

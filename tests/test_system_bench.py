@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from model_runner import RandomQwen3Moe
-from serving.bench.serve_compare import Options, Part, run
-from serving.bench.serve_offline import Workload, make_served_model, measure_offline, random_prompts
-from serving.bench.serve_overlap import measure_served_overlap
-from serving.bench.serve_scheduler import measure_scheduler
-from serving.bench.statistics import write_json
+from serving.workbench.bench.serve_compare import Options, Part, run
+from serving.workbench.bench.serve_offline import Workload, make_served_model, measure_offline, random_prompts
+from serving.workbench.bench.serve_overlap import measure_served_overlap
+from serving.workbench.bench.serve_scheduler import measure_scheduler
+from serving.workbench.bench.statistics import write_json
 
 SMALL = RandomQwen3Moe(
     vocab_size=256,

@@ -11,9 +11,9 @@ import pytest
 from served import TINY, family, read_metrics, resident_bytes, values, wait_until
 
 from model_runner import SamplingParams
-from serving.bench.serve_process import ServerProcess, running_server
-from serving.bench.serve_requests import Outcome, Server, Status, Task, send_all
 from serving.llm import LLM, LLMOutput
+from serving.workbench.bench.serve_process import ServerProcess, running_server
+from serving.workbench.bench.serve_requests import Outcome, Server, Status, Task, send_all
 
 CLIENTS = 200
 CLEAR_GAP = 1e-3  # of log-probabilities: with less, another batch's rounding may prefer the other token

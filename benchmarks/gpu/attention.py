@@ -17,7 +17,7 @@ from attention import AttentionShape, PagedKVCache, make_attention_backend
 from benchmarks.gpu.bench import Bench
 from benchmarks.gpu.model import make_metadata
 from benchmarks.gpu.report import Arms, Section
-from serving.bench import bootstrap, paired
+from serving.workbench.bench import bootstrap, paired
 from ubatch import ForwardMode
 
 __all__ = ["decode"]

@@ -1,7 +1,7 @@
 """What every section works with: the device, timing on it, its ceilings, and the time that is left.
 
 arm       a function that runs something once and returns its milliseconds
-blocks    arms interleaved A B B A (`serving.bench.interleave_arms`)
+blocks    arms interleaved A B B A (`serving.workbench.bench.interleave_arms`)
 ceiling   what this very device can do at most, measured: copies on it, copies to the host, matrix products
 """
 
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from benchmarks.gpu.report import Arms
-from serving.bench import bootstrap, environment, interleave_arms
+from serving.workbench.bench import bootstrap, environment, interleave_arms
 from ubatch import UBatchError
 
 if TYPE_CHECKING:

@@ -27,7 +27,7 @@ from benchmarks.gpu.report import Section
 from model_runner.random_checkpoint import RandomQwen3Moe
 from moe import All2All, make_all2all
 from moe.all2all.host_loopback import HostLoopbackAll2All
-from serving.bench import Interval, bootstrap
+from serving.workbench.bench import Interval, bootstrap
 from ubatch import CUDAGraphMode, ForwardContext, UBatchConfig, UBatchWrapper, set_forward_context
 
 __all__ = ["count_launches", "measure"]

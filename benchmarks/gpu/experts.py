@@ -20,7 +20,7 @@ from benchmarks.gpu.bench import Bench
 from benchmarks.gpu.peers import GROUPED_MM, Layer, grouped_products, peers
 from benchmarks.gpu.report import Arms, Section
 from moe import make_experts
-from serving.bench import bootstrap, paired
+from serving.workbench.bench import bootstrap, paired
 
 __all__ = ["MoEShape", "decode", "make_layer", "prefill"]
 

@@ -18,7 +18,7 @@ from benchmarks.gpu.bench import Bench
 from benchmarks.gpu.model import LANES, QWEN3_30B_A3B, TINY, Model, Step
 from benchmarks.gpu.report import Section
 from moe import make_all2all
-from serving.bench import bootstrap
+from serving.workbench.bench import bootstrap
 from ubatch import UBatchConfig, UBatchWrapper, set_forward_context
 
 __all__ = ["measure"]

@@ -23,7 +23,7 @@ from benchmarks.gpu.bench import Bench, describe_machine
 from benchmarks.gpu.parts import REHEARSAL, names_in
 from benchmarks.gpu.report import Section, as_markdown, as_text
 from benchmarks.gpu.sections import HEADLINE, SECTIONS, run_section
-from serving.bench import write_json
+from serving.workbench.bench import write_json
 
 if TYPE_CHECKING:
     from ubatch import GraphBackend

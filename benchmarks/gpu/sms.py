@@ -21,7 +21,7 @@ from moe.all2all.host_loopback import HostLoopbackAll2All
 from moe.kernels.align import align_pairs
 from moe.kernels.gemm_configs import gemm_configs
 from moe.kernels.grouped_gemm import Rows, Weights, project_down, project_up
-from serving.bench import paired
+from serving.workbench.bench import paired
 
 __all__ = ["measure"]
 

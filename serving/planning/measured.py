@@ -19,9 +19,13 @@ from statistics import median
 
 import torch
 
-from serving.bench.overlap import Options
-from serving.bench.statistics import interleave_arms
-from serving.bench.step_setting import (
+from serving.planning.gates import Gate
+from serving.ranks import run_ranks
+from serving.tuning.programs import predict_step, read_steps
+from serving.tuning.stages import HANDOFF_S
+from serving.workbench.bench.overlap import Options
+from serving.workbench.bench.statistics import interleave_arms
+from serving.workbench.bench.step_setting import (
     SplitCompute,
     StepSetting,
     measure_load,
@@ -29,10 +33,6 @@ from serving.bench.step_setting import (
     open_setting,
     slowest_rank,
 )
-from serving.planning.gates import Gate
-from serving.ranks import run_ranks
-from serving.tuning.programs import predict_step, read_steps
-from serving.tuning.stages import HANDOFF_S
 from ubatch import Schedule
 from ubatch.errors import ConfigError
 from ubatch.schedules.simulate import Launch, Op

@@ -15,8 +15,8 @@ import torch
 from pydantic import Field
 
 from moe import experts_backends, make_experts, packing_pays
-from serving.bench.options import BlockOptions
-from serving.bench.statistics import Interval, bootstrap, interleave_arms, paired, timed
+from serving.workbench.bench.options import BlockOptions
+from serving.workbench.bench.statistics import Interval, bootstrap, interleave_arms, paired, timed
 from ubatch.kernels.c_jit import why_not_c
 from ubatch.process.cores import num_cores
 

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from model_runner import keep_freed_memory
 from moe import FusedMoEModularKernel, SoftmaxTopKRouter, make_all2all, make_experts
-from serving.bench.options import BlockOptions
-from serving.bench.statistics import bootstrap, interleave_arms, paired
 from serving.pinning import pin_rank
+from serving.workbench.bench.options import BlockOptions
+from serving.workbench.bench.statistics import bootstrap, interleave_arms, paired
 from ubatch import ConfigError, UBatchConfig, UBatchWrapper
 
 __all__ = ["Options", "run"]

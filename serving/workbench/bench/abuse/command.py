@@ -16,8 +16,8 @@ import tyro
 from pydantic import Field
 from tqdm import tqdm
 
-from serving.bench.abuse.attacks import ATTACKS, Answers, Attack, Target
-from serving.bench.abuse.judge import (
+from serving.workbench.bench.abuse.attacks import ATTACKS, Answers, Attack, Target
+from serving.workbench.bench.abuse.judge import (
     Row,
     faults_of_hang,
     faults_of_memory,
@@ -25,13 +25,13 @@ from serving.bench.abuse.judge import (
     faults_of_windows,
     stretch,
 )
-from serving.bench.abuse.poison import poisoned_copy
-from serving.bench.abuse.rounds import Hang, Round, hang, overlapped_steps, rest, rounds
-from serving.bench.abuse.watch import Seen, Watch, Window, ask_references, resident_bytes
-from serving.bench.options import ReportOptions
-from serving.bench.serve_load import served_model, token_pool
-from serving.bench.serve_process import ServerProcess, running_server
-from serving.bench.serve_requests import Server
+from serving.workbench.bench.abuse.poison import poisoned_copy
+from serving.workbench.bench.abuse.rounds import Hang, Round, hang, overlapped_steps, rest, rounds
+from serving.workbench.bench.abuse.watch import Seen, Watch, Window, ask_references, resident_bytes
+from serving.workbench.bench.options import ReportOptions
+from serving.workbench.bench.serve_load import served_model, token_pool
+from serving.workbench.bench.serve_process import ServerProcess, running_server
+from serving.workbench.bench.serve_requests import Server
 from ubatch import ConfigError
 
 __all__ = ["Options", "run"]

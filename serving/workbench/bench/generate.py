@@ -16,7 +16,7 @@ from torch import Tensor
 
 from model_runner import ModelRunner, SamplingParams, generate, make_random_qwen3_moe, split_cost
 from moe import linear
-from serving.bench.statistics import Interval, bootstrap, interleave_arms, paired, timed
+from serving.workbench.bench.statistics import Interval, bootstrap, interleave_arms, paired, timed
 from ubatch import UBatchConfig, UBatchError
 from ubatch.process.cores import num_cores
 

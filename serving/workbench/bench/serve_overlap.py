@@ -25,12 +25,12 @@ import torch.distributed as dist
 
 from model_runner import ModelRunner, Request, SamplingParams, ScheduledRequest, build_input_batch
 from moe import EmulatedLink
-from serving.bench.overlap import measure_overlap
-from serving.bench.serve_offline import Workload, random_prompts
-from serving.bench.statistics import Interval, bootstrap, interleave_arms, paired, timed
-from serving.bench.step_setting import StepSetting, prefill_batch
 from serving.llm import LLM
 from serving.ranks import run_ranks
+from serving.workbench.bench.overlap import measure_overlap
+from serving.workbench.bench.serve_offline import Workload, random_prompts
+from serving.workbench.bench.statistics import Interval, bootstrap, interleave_arms, paired, timed
+from serving.workbench.bench.step_setting import StepSetting, prefill_batch
 from ubatch import CommGroup, UBatchConfig, UBatchError
 
 __all__ = ["Calibration", "ServedOverlapResult", "measure_served_overlap"]

@@ -40,13 +40,13 @@ from model_runner import InputBatch, ModelRunner
 from model_runner.dbo_auto import DboAuto
 from model_runner.transport import most_chunks
 from moe import EmulatedLink
-from serving.bench.options import ReportOptions
-from serving.bench.statistics import Interval
-from serving.bench.step_setting import StepSetting, calibrate, slowest_rank
 from serving.ranks import run_ranks
 from serving.tuning.auto import Room, prepare_auto
 from serving.tuning.batches import kv_blocks_needed, make_batch, requests_needed
 from serving.tuning.cells import Arm, Cell, Grid, arm_config, library_arms
+from serving.workbench.bench.options import ReportOptions
+from serving.workbench.bench.statistics import Interval
+from serving.workbench.bench.step_setting import StepSetting, calibrate, slowest_rank
 from ubatch import CommGroup, UBatchConfig
 from ubatch.schedules.cost_table import SERIAL_ARM, Setting
 

@@ -25,11 +25,11 @@ from typing import Any
 import torch
 
 from model_runner import RandomQwen3Moe, SamplingParams, make_random_qwen3_moe
-from serving.bench.generate import transformers_arm
-from serving.bench.serve_process import running_server
-from serving.bench.serve_requests import Server, Status, Task, send_all
-from serving.bench.statistics import Interval, bootstrap, interleave_arms, paired, timed
 from serving.llm import LLM
+from serving.workbench.bench.generate import transformers_arm
+from serving.workbench.bench.serve_process import running_server
+from serving.workbench.bench.serve_requests import Server, Status, Task, send_all
+from serving.workbench.bench.statistics import Interval, bootstrap, interleave_arms, paired, timed
 from ubatch import UBatchError
 from ubatch.process.cores import num_cores
 

@@ -19,10 +19,10 @@ from typing import Annotated, Any
 import tyro
 from pydantic import Field
 
-from serving.bench.options import BlockOptions
-from serving.bench.serve_offline import Workload, make_served_model, measure_offline
-from serving.bench.serve_overlap import measure_served_overlap
-from serving.bench.serve_scheduler import measure_scheduler
+from serving.workbench.bench.options import BlockOptions
+from serving.workbench.bench.serve_offline import Workload, make_served_model, measure_offline
+from serving.workbench.bench.serve_overlap import measure_served_overlap
+from serving.workbench.bench.serve_scheduler import measure_scheduler
 
 __all__ = ["Options", "Part", "run"]
 

@@ -18,8 +18,8 @@ from typing import Annotated
 import torch
 from pydantic import Field
 
-from serving.bench.options import BlockOptions
-from serving.bench.statistics import Interval, bootstrap, interleave_arms, paired
+from serving.workbench.bench.options import BlockOptions
+from serving.workbench.bench.statistics import Interval, bootstrap, interleave_arms, paired
 from ubatch import dbo_yield, get_schedule
 from ubatch.lanes.wakeup import EventFdWakeUp, LockWakeUp
 from ubatch.lanes.workers import LanePool

@@ -20,10 +20,10 @@ from typing import Any
 
 from attention import BlockAllocator, RequestToTokenTable
 from model_runner import SamplingParams, ScheduledRequest, StepOutput
-from serving.bench.statistics import Interval, bootstrap, interleave_arms, paired
 from serving.engine.core import EngineCore
 from serving.requests import RequestInput
 from serving.scheduler import Scheduler, SchedulerConfig
+from serving.workbench.bench.statistics import Interval, bootstrap, interleave_arms, paired
 from ubatch import Decision, DeclineReason
 
 __all__ = ["SchedulerResult", "measure_scheduler"]

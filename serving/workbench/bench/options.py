@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar
 import tyro
 from pydantic import BaseModel, Field
 
-from serving.bench.statistics import environment, write_json
+from serving.workbench.bench.statistics import environment, write_json
 
 __all__ = ["BlockOptions", "ReportOptions"]
 

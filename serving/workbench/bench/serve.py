@@ -15,10 +15,10 @@ import tyro
 from pydantic import BaseModel, Field
 from tqdm import tqdm
 
-from serving.bench.serve_figures import Figures, figures_of
-from serving.bench.serve_load import Dataset, Load, make_tasks, served_model
-from serving.bench.serve_requests import Endpoint, Outcome, Server, send_all
-from serving.bench.statistics import environment, write_json
+from serving.workbench.bench.serve_figures import Figures, figures_of
+from serving.workbench.bench.serve_load import Dataset, Load, make_tasks, served_model
+from serving.workbench.bench.serve_requests import Endpoint, Outcome, Server, send_all
+from serving.workbench.bench.statistics import environment, write_json
 from ubatch import ConfigError
 
 __all__ = ["Options", "run"]

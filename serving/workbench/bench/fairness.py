@@ -32,12 +32,12 @@ from prometheus_client.parser import text_string_to_metric_families
 from pydantic import Field
 from tqdm import tqdm
 
-from serving.bench.options import ReportOptions
-from serving.bench.serve_figures import figures_of
-from serving.bench.serve_load import Load, make_tasks, served_model
-from serving.bench.serve_process import ServerProcess, running_server
-from serving.bench.serve_requests import Outcome, Server, Status, Task, send_all
-from serving.bench.statistics import Interval, bootstrap, paired
+from serving.workbench.bench.options import ReportOptions
+from serving.workbench.bench.serve_figures import figures_of
+from serving.workbench.bench.serve_load import Load, make_tasks, served_model
+from serving.workbench.bench.serve_process import ServerProcess, running_server
+from serving.workbench.bench.serve_requests import Outcome, Server, Status, Task, send_all
+from serving.workbench.bench.statistics import Interval, bootstrap, paired
 from ubatch import UBatchError
 
 __all__ = ["Options", "Round", "gaps_between", "run"]

@@ -27,8 +27,11 @@ import torch.distributed as dist
 from pydantic import Field
 
 from model_runner.transport import most_chunks
-from serving.bench.statistics import Interval, bootstrap, interleave_arms, paired
-from serving.bench.step_setting import (
+from serving.ranks import run_ranks
+from serving.tuning.programs import Programs, predict_step
+from serving.tuning.stages import HANDOFF_S, StageModel, nameless, slowest_layer_times
+from serving.workbench.bench.statistics import Interval, bootstrap, interleave_arms, paired
+from serving.workbench.bench.step_setting import (
     SplitCompute,
     StepOptions,
     StepSetting,
@@ -37,9 +40,6 @@ from serving.bench.step_setting import (
     open_setting,
     slowest_rank,
 )
-from serving.ranks import run_ranks
-from serving.tuning.programs import Programs, predict_step
-from serving.tuning.stages import HANDOFF_S, StageModel, nameless, slowest_layer_times
 from ubatch import SCHEDULES, ConfigError, Schedule
 from ubatch.schedules.schedule import SERIAL
 

@@ -35,8 +35,10 @@ import torch
 import torch.distributed as dist
 from pydantic import Field
 
-from serving.bench.statistics import Interval, bootstrap, interleave_arms, paired
-from serving.bench.step_setting import (
+from serving.ranks import run_ranks
+from serving.tuning.programs import Programs, middle_steps, predict_step, write_steps
+from serving.workbench.bench.statistics import Interval, bootstrap, interleave_arms, paired
+from serving.workbench.bench.step_setting import (
     Setting,
     SplitCompute,
     StepOptions,
@@ -46,8 +48,6 @@ from serving.bench.step_setting import (
     open_setting,
     slowest_rank,
 )
-from serving.ranks import run_ranks
-from serving.tuning.programs import Programs, middle_steps, predict_step, write_steps
 from ubatch import Schedule
 from ubatch.schedules.schedule import SERIAL
 

@@ -25,10 +25,6 @@ import torch
 from pydantic import Field
 
 from model_runner import SamplingParams
-from serving.bench.corpus import read_corpus
-from serving.bench.options import BlockOptions
-from serving.bench.speculation_census import Census, take_census
-from serving.bench.statistics import Interval, bootstrap, interleave_arms, paired
 from serving.engine.build import make_core, make_runner
 from serving.engine.core import EngineCore
 from serving.engine.options import EngineOptions
@@ -36,6 +32,10 @@ from serving.requests import DraftCounts, RequestInput
 from serving.scheduler import SchedulerConfig
 from serving.speculation import Algorithm, SpeculationConfig
 from serving.text.detokenizer import load_tokenizer
+from serving.workbench.bench.corpus import read_corpus
+from serving.workbench.bench.options import BlockOptions
+from serving.workbench.bench.speculation_census import Census, take_census
+from serving.workbench.bench.statistics import Interval, bootstrap, interleave_arms, paired
 from ubatch import ConfigError, UBatchError
 from ubatch.process.cores import num_cores
 

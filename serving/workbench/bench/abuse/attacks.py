@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import msgspec
 
-from serving.bench.serve_requests import Server
+from serving.workbench.bench.serve_requests import Server
 
 __all__ = ["ATTACKS", "Answers", "Attack", "Target"]
 

@@ -30,10 +30,10 @@ from attention import (
     split_attn_metadata,
 )
 from model_runner import keep_freed_memory
-from serving.bench.generate import GenerateResult, measure_generate
-from serving.bench.options import BlockOptions
-from serving.bench.statistics import Interval, bootstrap, interleave_arms, paired, timed
 from serving.pinning import pin_rank
+from serving.workbench.bench.generate import GenerateResult, measure_generate
+from serving.workbench.bench.options import BlockOptions
+from serving.workbench.bench.statistics import Interval, bootstrap, interleave_arms, paired, timed
 from ubatch import ForwardMode, split_fixed
 from ubatch.kernels.c_jit import why_not_c
 

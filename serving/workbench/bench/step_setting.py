@@ -30,9 +30,9 @@ from model_runner import (
 )
 from model_runner.models.config import DecoderConfig
 from moe import EmulatedLink
-from serving.bench.options import BlockOptions
 from serving.hub import fetch_weights, find_checkpoint
 from serving.tuning.programs import Programs, gather_steps, traced_step
+from serving.workbench.bench.options import BlockOptions
 from ubatch import CommGroup, ConfigError, Schedule, UBatchConfig, UBatchError, UBatchWrapper, set_forward_context
 from ubatch.schedules.schedule import SERIAL
 
