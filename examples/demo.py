@@ -28,7 +28,7 @@ from model_runner import ModelRunner, SamplingParams, generate
 from moe import EmulatedLink
 from serving.generate import describe_steps, load_tokenizer
 from serving.ranks import run_ranks
-from serving.workbench.bench.overlap import OverlapResult, measure_overlap, print_result
+from serving.workbench.bench.runtime.overlap import OverlapResult, measure_overlap, print_result
 from serving.workbench.bench.step_setting import StepSetting, prefill_batch
 from ubatch import CommGroup, Span, UBatchConfig, UBatchWrapper, tracing
 from ubatch.trace.export import summarise, write_chrome

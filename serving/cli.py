@@ -25,44 +25,53 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "simulate": ("serving.simulate", "predict the best schedule for a machine that is not here, and check predictions"),
     "trace": ("serving.trace", "record a server's or a run's steps: timeline, summary, diagnosis"),
     "tune": ("serving.tune", "measure when overlap pays on this model, these ranks and this link; write settings"),
-    "bench handoff": ("serving.workbench.bench.handoff", "what a hand-off costs, against a threading.Event ring"),
-    "bench lanes": ("serving.workbench.bench.lanes", "what the lanes cost where there is nothing to overlap"),
+    "bench handoff": (
+        "serving.workbench.bench.runtime.handoff",
+        "what a hand-off costs, against a threading.Event ring",
+    ),
+    "bench lanes": ("serving.workbench.bench.runtime.lanes", "what the lanes cost where there is nothing to overlap"),
     "bench experts": (
-        "serving.workbench.bench.experts",
+        "serving.workbench.bench.runtime.experts",
         "the experts of a layer on this CPU, by every back end that runs here",
     ),
     "bench attention": (
-        "serving.workbench.bench.attention",
+        "serving.workbench.bench.runtime.attention",
         "attention against plainer ways, and a model against transformers",
     ),
     "bench overlap": (
-        "serving.workbench.bench.overlap",
+        "serving.workbench.bench.runtime.overlap",
         "how much communication is hidden, and how close to the bound",
     ),
     "bench auto": (
-        "serving.workbench.bench.auto",
+        "serving.workbench.bench.runtime.auto",
         "--dbo-auto over a mixed load, against serial and every fixed setting",
     ),
-    "bench schedules": ("serving.workbench.bench.schedules", "named schedules beside those that the search picks"),
+    "bench schedules": (
+        "serving.workbench.bench.runtime.schedules",
+        "named schedules beside those that the search picks",
+    ),
     "bench speculation": (
-        "serving.workbench.bench.speculation",
+        "serving.workbench.bench.runtime.speculation",
         "tokens guessed ahead against none: speed, and how often right",
     ),
     "bench transformers": (
-        "serving.workbench.bench.transformers_step",
+        "serving.workbench.bench.runtime.transformers_step",
         "a model that transformers itself shards, wrapped against not wrapped",
     ),
-    "bench serve": ("serving.workbench.bench.serve", "a load on an OpenAI-compatible server, and what its clients see"),
+    "bench serve": (
+        "serving.workbench.bench.server.serve",
+        "a load on an OpenAI-compatible server, and what its clients see",
+    ),
     "bench abuse": (
         "serving.workbench.bench.abuse",
         "a server under attack beside a steady load: what may and must not happen",
     ),
     "bench fairness": (
-        "serving.workbench.bench.fairness",
+        "serving.workbench.bench.server.fairness",
         "what long prompts cost requests that decode, and what a limit costs",
     ),
     "bench engine": (
-        "serving.workbench.bench.serve_compare",
+        "serving.workbench.bench.server.compare",
         "whole engines: offline and served, with overlap, and the scheduler",
     ),
 }

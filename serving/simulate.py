@@ -104,7 +104,7 @@ def _compare(options: Options) -> list[Gate]:
     gates = published_gates() if options.gates else []
     if options.measured or options.live:
         from serving.planning.measured import gates_of_results, live_gates
-        from serving.workbench.bench.overlap import Options as Bench  # these need the models
+        from serving.workbench.bench.runtime.overlap import Options as Bench  # these need the models
 
         for path in options.measured:
             gates += gates_of_results(path)

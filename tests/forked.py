@@ -14,7 +14,12 @@ from typing import Any
 
 ALWAYS = ["torch", "torch.distributed.distributed_c10d", "ubatch"]
 WHERE_USED = [
-    *("model_runner", "serving.workbench.bench.overlap", "serving.engine.process", "torch.distributed.tensor.parallel"),
+    *(
+        "model_runner",
+        "serving.workbench.bench.runtime.overlap",
+        "serving.engine.process",
+        "torch.distributed.tensor.parallel",
+    ),
     "torch._dynamo",
     *("transformers.models.deepseek_v3.modeling_deepseek_v3", "transformers.models.llama.modeling_llama"),
     *("transformers.models.mixtral.modeling_mixtral", "transformers.models.qwen3_moe.modeling_qwen3_moe"),

@@ -28,7 +28,7 @@ from serving.workbench.bench.abuse.judge import (
 from serving.workbench.bench.abuse.poison import poisoned_copy
 from serving.workbench.bench.abuse.rounds import Hang, Round, rest
 from serving.workbench.bench.abuse.watch import Reference, Seen, Watch
-from serving.workbench.bench.serve_requests import Outcome, RequestFailed, Server, Status, Task, send
+from serving.workbench.bench.server.requests import Outcome, RequestFailed, Server, Status, Task, send
 from ubatch import ConfigError
 
 TINY = Path(__file__).resolve().parent.parent / "examples" / "models" / "tiny-moe"

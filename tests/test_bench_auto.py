@@ -9,7 +9,7 @@ import pytest
 
 from serving.cli import main
 from serving.tuning.cells import Cell
-from serving.workbench.bench.auto import Options, best_fixed, mixed_load, pooled
+from serving.workbench.bench.runtime.auto import Options, best_fixed, mixed_load, pooled
 from ubatch.schedules.cost_table import SERIAL_ARM, Setting
 
 TINY = Path(__file__).resolve().parent.parent / "examples" / "models" / "tiny-moe"

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from serving.workbench.bench import experts
-from serving.workbench.bench.experts import Options, run
+from serving.workbench.bench.runtime import experts
+from serving.workbench.bench.runtime.experts import Options, run
 from ubatch.kernels.c_jit import why_not_c
 
 

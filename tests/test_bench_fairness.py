@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 
 from serving.cli import main
-from serving.workbench.bench import fairness, serve_load
-from serving.workbench.bench.fairness import Options, Round, gaps_between, run
-from serving.workbench.bench.serve_load import ServedModel
-from serving.workbench.bench.serve_requests import Outcome, Server, Status, Task
+from serving.workbench.bench.server import fairness
+from serving.workbench.bench.server import load as serve_load
+from serving.workbench.bench.server.fairness import Options, Round, gaps_between, run
+from serving.workbench.bench.server.load import ServedModel
+from serving.workbench.bench.server.requests import Outcome, Server, Status, Task
 from ubatch import UBatchError
 
 TINY = Path(__file__).parents[1] / "examples" / "models" / "tiny-moe"

@@ -9,7 +9,7 @@ import pytest
 
 from model_runner import RandomQwen3Moe, make_random_qwen3_moe
 from serving.planning.measured import gates_of_results
-from serving.workbench.bench.overlap import Options, _lane_result, run
+from serving.workbench.bench.runtime.overlap import Options, _lane_result, run
 
 
 def test_no_step_passes_the_bound() -> None:

@@ -15,10 +15,10 @@ import pytest
 import tyro
 from openai_stub import VOCABULARY, Stub, Wrong, running_stub
 
-from serving.workbench.bench.serve import Options, run
-from serving.workbench.bench.serve_figures import figures_of
-from serving.workbench.bench.serve_load import Dataset, Load, make_tasks
-from serving.workbench.bench.serve_requests import Endpoint, Outcome, RequestFailed, Server, Status, Task, send_all
+from serving.workbench.bench.server.figures import figures_of
+from serving.workbench.bench.server.load import Dataset, Load, make_tasks
+from serving.workbench.bench.server.requests import Endpoint, Outcome, RequestFailed, Server, Status, Task, send_all
+from serving.workbench.bench.server.serve import Options, run
 from ubatch import ConfigError
 
 
@@ -201,7 +201,7 @@ def test_answers_without_usage_are_counted_by_events(stub: Stub, capsys: pytest.
 
 def test_a_failed_request_is_exit_status_1(stub: Stub, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("serving.workbench.bench.serve_load.Load.lengths", lambda self, rng: (1, 1))
+        patch.setattr("serving.workbench.bench.server.load.Load.lengths", lambda self, rng: (1, 1))
         patch.setattr("random.Random.choices", lambda self, pool, k: [Wrong.REFUSED])
         assert run(Options(base_url=stub.url, num_prompts=2)) == 1
     output = capsys.readouterr().out

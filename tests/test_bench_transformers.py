@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from model_runner import RandomQwen3Moe, make_random_checkpoint
-from serving.workbench.bench.transformers_step import Options, run
+from serving.workbench.bench.runtime.transformers_step import Options, run
 
 SMALL = RandomQwen3Moe(
     vocab_size=128,

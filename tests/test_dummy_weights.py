@@ -15,7 +15,7 @@ from model_runner import CheckpointFileMissing, ModelRunner, SamplingParams
 from model_runner.dummy_weights import DummyCheckpoint, open_checkpoint
 from model_runner.weights import Part
 from serving import LLM
-from serving.workbench.bench.serve_process import running_server
+from serving.workbench.bench.server.process import running_server
 from ubatch import ConfigError
 
 LITE_NAME = "deepseek-ai/DeepSeek-V2-Lite"

@@ -21,7 +21,7 @@ from serving.planning.shapes import read_model
 from serving.planning.steps import predict_step
 from serving.planning.workload import Mode, Workload
 from serving.tuning.programs import write_steps
-from serving.workbench.bench.overlap import Options as Bench
+from serving.workbench.bench.runtime.overlap import Options as Bench
 from serving.workbench.bench.statistics import write_json
 from ubatch.errors import ConfigError
 from ubatch.schedules.schedule import SCHEDULES, SERIAL

@@ -29,7 +29,7 @@ from serving.requests import DraftCounts, EngineStatistics, RequestInput
 from serving.scheduler import Scheduler, SchedulerConfig
 from serving.scheduler.speculation import depth_of
 from serving.speculation import Algorithm, SpeculationConfig
-from serving.workbench.bench.speculation_census import census_of
+from serving.workbench.bench.runtime.speculation_census import census_of
 from ubatch import ConfigError, UBatchConfig
 
 MODEL = Path(__file__).resolve().parent.parent / "examples" / "models" / "tiny-moe"

@@ -17,7 +17,7 @@ from serving.engine.core import EngineCore
 from serving.requests import RequestInput
 from serving.scheduler import Scheduler, SchedulerConfig
 from serving.speculation import Algorithm, SpeculationConfig
-from serving.workbench.bench.speculation_census import census_of, take_census
+from serving.workbench.bench.runtime.speculation_census import census_of, take_census
 from ubatch import CommGroup, UBatchConfig
 
 MODEL = Path(__file__).resolve().parent.parent / "examples" / "models" / "tiny-moe"

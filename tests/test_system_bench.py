@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from model_runner import RandomQwen3Moe
-from serving.workbench.bench.serve_compare import Options, Part, run
-from serving.workbench.bench.serve_offline import Workload, make_served_model, measure_offline, random_prompts
-from serving.workbench.bench.serve_overlap import measure_served_overlap
-from serving.workbench.bench.serve_scheduler import measure_scheduler
+from serving.workbench.bench.server.compare import Options, Part, run
+from serving.workbench.bench.server.offline import Workload, make_served_model, measure_offline, random_prompts
+from serving.workbench.bench.server.overlap import measure_served_overlap
+from serving.workbench.bench.server.scheduler import measure_scheduler
 from serving.workbench.bench.statistics import write_json
 
 SMALL = RandomQwen3Moe(

@@ -12,8 +12,8 @@ from served import TINY, family, read_metrics, resident_bytes, values, wait_unti
 
 from model_runner import SamplingParams
 from serving.llm import LLM, LLMOutput
-from serving.workbench.bench.serve_process import ServerProcess, running_server
-from serving.workbench.bench.serve_requests import Outcome, Server, Status, Task, send_all
+from serving.workbench.bench.server.process import ServerProcess, running_server
+from serving.workbench.bench.server.requests import Outcome, Server, Status, Task, send_all
 
 CLIENTS = 200
 CLEAR_GAP = 1e-3  # of log-probabilities: with less, another batch's rounding may prefer the other token

@@ -22,7 +22,7 @@ from typing import IO, Any
 import pytest
 from served import TINY, family, parse_metrics, values, wait_until
 
-from serving.workbench.bench.serve_process import UBATCH
+from serving.workbench.bench.server.process import UBATCH
 
 ADDRESSES = ("10.83.7.1", "10.83.7.2")
 MASTER_PORT, PORT = "29417", "8000"

@@ -23,7 +23,7 @@ from serving.planning.gates import Gate
 from serving.ranks import run_ranks
 from serving.tuning.programs import predict_step, read_steps
 from serving.tuning.stages import HANDOFF_S
-from serving.workbench.bench.overlap import Options
+from serving.workbench.bench.runtime.overlap import Options
 from serving.workbench.bench.statistics import interleave_arms
 from serving.workbench.bench.step_setting import (
     SplitCompute,

@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import msgspec
 
-from serving.workbench.bench.serve_requests import Server
+from serving.workbench.bench.server.requests import Server
 
 __all__ = ["ATTACKS", "Answers", "Attack", "Target"]
 

@@ -29,9 +29,9 @@ from serving.workbench.bench.abuse.poison import poisoned_copy
 from serving.workbench.bench.abuse.rounds import Hang, Round, hang, overlapped_steps, rest, rounds
 from serving.workbench.bench.abuse.watch import Seen, Watch, Window, ask_references, resident_bytes
 from serving.workbench.bench.options import ReportOptions
-from serving.workbench.bench.serve_load import served_model, token_pool
-from serving.workbench.bench.serve_process import ServerProcess, running_server
-from serving.workbench.bench.serve_requests import Server
+from serving.workbench.bench.server.load import served_model, token_pool
+from serving.workbench.bench.server.process import ServerProcess, running_server
+from serving.workbench.bench.server.requests import Server
 from ubatch import ConfigError
 
 __all__ = ["Options", "run"]

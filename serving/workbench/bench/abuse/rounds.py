@@ -15,9 +15,9 @@ import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 from serving.workbench.bench.abuse.watch import Reference, ask_references, resident_bytes
-from serving.workbench.bench.serve_load import Load, make_tasks
-from serving.workbench.bench.serve_process import ServerProcess
-from serving.workbench.bench.serve_requests import Outcome, RequestFailed, Server, Status, send_all
+from serving.workbench.bench.server.load import Load, make_tasks
+from serving.workbench.bench.server.process import ServerProcess
+from serving.workbench.bench.server.requests import Outcome, RequestFailed, Server, Status, send_all
 
 __all__ = ["Hang", "Round", "engines_of", "hang", "overlapped_steps", "rest", "rounds"]
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import httpx
 import numpy as np
 
-from serving.workbench.bench.serve_requests import Outcome, RequestFailed, Server, Status, Task, refused, send
+from serving.workbench.bench.server.requests import Outcome, RequestFailed, Server, Status, Task, refused, send
 
 __all__ = ["Reference", "Seen", "Watch", "Window", "ask_references", "resident_bytes"]
 

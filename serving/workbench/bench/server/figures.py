@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from serving.workbench.bench.serve_requests import Outcome, Status
+from serving.workbench.bench.server.requests import Outcome, Status
 
 __all__ = ["Figures", "Spread", "figures_of"]
 

@@ -15,9 +15,9 @@ import tyro
 from pydantic import BaseModel, Field
 from tqdm import tqdm
 
-from serving.workbench.bench.serve_figures import Figures, figures_of
-from serving.workbench.bench.serve_load import Dataset, Load, make_tasks, served_model
-from serving.workbench.bench.serve_requests import Endpoint, Outcome, Server, send_all
+from serving.workbench.bench.server.figures import Figures, figures_of
+from serving.workbench.bench.server.load import Dataset, Load, make_tasks, served_model
+from serving.workbench.bench.server.requests import Endpoint, Outcome, Server, send_all
 from serving.workbench.bench.statistics import environment, write_json
 from ubatch import ConfigError
 

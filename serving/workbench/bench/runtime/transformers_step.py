@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from moe import EmulatedLink, register_with_transformers
 from serving.ranks import run_ranks
-from serving.workbench.bench.overlap import OverlapResult, as_json, measure_overlap, print_result
+from serving.workbench.bench.runtime.overlap import OverlapResult, as_json, measure_overlap, print_result
 from serving.workbench.bench.statistics import paired
 from serving.workbench.bench.step_setting import Setting, StepOptions, model_folder
 from ubatch import CommGroup, Schedule, UBatchConfig, UBatchError, UBatchWrapper

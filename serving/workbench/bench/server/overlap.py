@@ -27,8 +27,8 @@ from model_runner import ModelRunner, Request, SamplingParams, ScheduledRequest,
 from moe import EmulatedLink
 from serving.llm import LLM
 from serving.ranks import run_ranks
-from serving.workbench.bench.overlap import measure_overlap
-from serving.workbench.bench.serve_offline import Workload, random_prompts
+from serving.workbench.bench.runtime.overlap import measure_overlap
+from serving.workbench.bench.server.offline import Workload, random_prompts
 from serving.workbench.bench.statistics import Interval, bootstrap, interleave_arms, paired, timed
 from serving.workbench.bench.step_setting import StepSetting, prefill_batch
 from ubatch import CommGroup, UBatchConfig, UBatchError

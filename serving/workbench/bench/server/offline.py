@@ -27,8 +27,8 @@ import torch
 from model_runner import RandomQwen3Moe, SamplingParams, make_random_qwen3_moe
 from serving.llm import LLM
 from serving.workbench.bench.generate import transformers_arm
-from serving.workbench.bench.serve_process import running_server
-from serving.workbench.bench.serve_requests import Server, Status, Task, send_all
+from serving.workbench.bench.server.process import running_server
+from serving.workbench.bench.server.requests import Server, Status, Task, send_all
 from serving.workbench.bench.statistics import Interval, bootstrap, interleave_arms, paired, timed
 from ubatch import UBatchError
 from ubatch.process.cores import num_cores

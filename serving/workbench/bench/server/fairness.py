@@ -33,10 +33,10 @@ from pydantic import Field
 from tqdm import tqdm
 
 from serving.workbench.bench.options import ReportOptions
-from serving.workbench.bench.serve_figures import figures_of
-from serving.workbench.bench.serve_load import Load, make_tasks, served_model
-from serving.workbench.bench.serve_process import ServerProcess, running_server
-from serving.workbench.bench.serve_requests import Outcome, Server, Status, Task, send_all
+from serving.workbench.bench.server.figures import figures_of
+from serving.workbench.bench.server.load import Load, make_tasks, served_model
+from serving.workbench.bench.server.process import ServerProcess, running_server
+from serving.workbench.bench.server.requests import Outcome, Server, Status, Task, send_all
 from serving.workbench.bench.statistics import Interval, bootstrap, paired
 from ubatch import UBatchError
 

@@ -34,7 +34,7 @@ from serving.speculation import Algorithm, SpeculationConfig
 from serving.text.detokenizer import load_tokenizer
 from serving.workbench.bench.corpus import read_corpus
 from serving.workbench.bench.options import BlockOptions
-from serving.workbench.bench.speculation_census import Census, take_census
+from serving.workbench.bench.runtime.speculation_census import Census, take_census
 from serving.workbench.bench.statistics import Interval, bootstrap, interleave_arms, paired
 from ubatch import ConfigError, UBatchError
 from ubatch.process.cores import num_cores

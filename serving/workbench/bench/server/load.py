@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx
 
-from serving.workbench.bench.serve_requests import Endpoint, RequestFailed, Server, Task, refused
+from serving.workbench.bench.server.requests import Endpoint, RequestFailed, Server, Task, refused
 from ubatch import ConfigError
 
 __all__ = ["Dataset", "Load", "ServedModel", "make_tasks", "served_model", "token_pool"]

@@ -20,9 +20,9 @@ import tyro
 from pydantic import Field
 
 from serving.workbench.bench.options import BlockOptions
-from serving.workbench.bench.serve_offline import Workload, make_served_model, measure_offline
-from serving.workbench.bench.serve_overlap import measure_served_overlap
-from serving.workbench.bench.serve_scheduler import measure_scheduler
+from serving.workbench.bench.server.offline import Workload, make_served_model, measure_offline
+from serving.workbench.bench.server.overlap import measure_served_overlap
+from serving.workbench.bench.server.scheduler import measure_scheduler
 
 __all__ = ["Options", "Part", "run"]
 
