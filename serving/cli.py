@@ -63,7 +63,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
         "a load on an OpenAI-compatible server, and what its clients see",
     ),
     "bench abuse": (
-        "serving.workbench.bench.abuse",
+        "serving.workbench.bench.server.abuse",
         "a server under attack beside a steady load: what may and must not happen",
     ),
     "bench fairness": (

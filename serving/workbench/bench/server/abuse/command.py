@@ -16,8 +16,9 @@ import tyro
 from pydantic import Field
 from tqdm import tqdm
 
-from serving.workbench.bench.abuse.attacks import ATTACKS, Answers, Attack, Target
-from serving.workbench.bench.abuse.judge import (
+from serving.workbench.bench.options import ReportOptions
+from serving.workbench.bench.server.abuse.attacks import ATTACKS, Answers, Attack, Target
+from serving.workbench.bench.server.abuse.judge import (
     Row,
     faults_of_hang,
     faults_of_memory,
@@ -25,10 +26,9 @@ from serving.workbench.bench.abuse.judge import (
     faults_of_windows,
     stretch,
 )
-from serving.workbench.bench.abuse.poison import poisoned_copy
-from serving.workbench.bench.abuse.rounds import Hang, Round, hang, overlapped_steps, rest, rounds
-from serving.workbench.bench.abuse.watch import Seen, Watch, Window, ask_references, resident_bytes
-from serving.workbench.bench.options import ReportOptions
+from serving.workbench.bench.server.abuse.poison import poisoned_copy
+from serving.workbench.bench.server.abuse.rounds import Hang, Round, hang, overlapped_steps, rest, rounds
+from serving.workbench.bench.server.abuse.watch import Seen, Watch, Window, ask_references, resident_bytes
 from serving.workbench.bench.server.load import served_model, token_pool
 from serving.workbench.bench.server.process import ServerProcess, running_server
 from serving.workbench.bench.server.requests import Server

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from serving.workbench.bench.abuse.rounds import Hang, Round
-from serving.workbench.bench.abuse.watch import Seen
+from serving.workbench.bench.server.abuse.rounds import Hang, Round
+from serving.workbench.bench.server.abuse.watch import Seen
 
 __all__ = ["Row", "faults_of_hang", "faults_of_memory", "faults_of_rounds", "faults_of_windows", "stretch"]
 

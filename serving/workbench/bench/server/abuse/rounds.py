@@ -14,7 +14,7 @@ from pathlib import Path
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-from serving.workbench.bench.abuse.watch import Reference, ask_references, resident_bytes
+from serving.workbench.bench.server.abuse.watch import Reference, ask_references, resident_bytes
 from serving.workbench.bench.server.load import Load, make_tasks
 from serving.workbench.bench.server.process import ServerProcess
 from serving.workbench.bench.server.requests import Outcome, RequestFailed, Server, Status, send_all

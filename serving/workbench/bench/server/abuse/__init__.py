@@ -6,6 +6,6 @@ rounds      a thousand streams at once, a third of them dropped midway, and agai
 hang        one rank stands still: `/health` says so, requests fail with its name, the server ends
 """
 
-from serving.workbench.bench.abuse.command import Options, run
+from serving.workbench.bench.server.abuse.command import Options, run
 
 __all__ = ["Options", "run"]
