@@ -18,13 +18,13 @@ import tyro
 from pydantic import BaseModel, Field
 
 from serving.hub import find_checkpoint, looks_like_name
-from serving.planning.constants import load_constants
-from serving.planning.gates import Gate, published_gates
-from serving.planning.plan import Plan, make_plan
-from serving.planning.shapes import read_model
-from serving.planning.steps import Step
-from serving.planning.workload import Mode, Workload
 from serving.workbench.bench import write_json
+from serving.workbench.planning.constants import load_constants
+from serving.workbench.planning.gates import Gate, published_gates
+from serving.workbench.planning.plan import Plan, make_plan
+from serving.workbench.planning.shapes import read_model
+from serving.workbench.planning.steps import Step
+from serving.workbench.planning.workload import Mode, Workload
 from ubatch.errors import ConfigError
 
 __all__ = ["Options", "run"]
@@ -103,8 +103,8 @@ def _check(options: Options) -> None:
 def _compare(options: Options) -> list[Gate]:
     gates = published_gates() if options.gates else []
     if options.measured or options.live:
-        from serving.planning.measured import gates_of_results, live_gates
         from serving.workbench.bench.runtime.overlap import Options as Bench  # these need the models
+        from serving.workbench.planning.measured import gates_of_results, live_gates
 
         for path in options.measured:
             gates += gates_of_results(path)

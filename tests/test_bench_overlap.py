@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from model_runner import RandomQwen3Moe, make_random_qwen3_moe
-from serving.planning.measured import gates_of_results
 from serving.workbench.bench.runtime.overlap import Options, _lane_result, run
+from serving.workbench.planning.measured import gates_of_results
 
 
 def test_no_step_passes_the_bound() -> None:

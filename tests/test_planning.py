@@ -11,15 +11,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from serving.planning.constants import GemmKernel, load_constants
-from serving.planning.costs import LayerCosts
-from serving.planning.kernels import KernelTimes
-from serving.planning.routing import expected_destinations
-from serving.planning.shapes import ModelShape, read_model
-from serving.planning.steps import lane_program, plain_step, predict_step
-from serving.planning.tables import interpolated
-from serving.planning.transfers import Transfers
-from serving.planning.workload import Mode, Workload
+from serving.workbench.planning.constants import GemmKernel, load_constants
+from serving.workbench.planning.costs import LayerCosts
+from serving.workbench.planning.kernels import KernelTimes
+from serving.workbench.planning.routing import expected_destinations
+from serving.workbench.planning.shapes import ModelShape, read_model
+from serving.workbench.planning.steps import lane_program, plain_step, predict_step
+from serving.workbench.planning.tables import interpolated
+from serving.workbench.planning.transfers import Transfers
+from serving.workbench.planning.workload import Mode, Workload
 from ubatch.errors import ConfigError
 from ubatch.schedules.layer_program import layer_program
 from ubatch.schedules.schedule import SCHEDULES, SERIAL, Schedule, SharedExpert

@@ -12,17 +12,17 @@ import pytest
 from model_runner import RandomQwen3Moe, make_random_qwen3_moe
 from serving import simulate
 from serving.cli import main
-from serving.planning.constants import load_constants
-from serving.planning.costs import LayerCosts
-from serving.planning.gates import Gate, crossover, published_gates
-from serving.planning.measured import gates_of_results, live_gates, over_link
-from serving.planning.plan import make_plan
-from serving.planning.shapes import read_model
-from serving.planning.steps import predict_step
-from serving.planning.workload import Mode, Workload
 from serving.tuning.programs import write_steps
 from serving.workbench.bench.runtime.overlap import Options as Bench
 from serving.workbench.bench.statistics import write_json
+from serving.workbench.planning.constants import load_constants
+from serving.workbench.planning.costs import LayerCosts
+from serving.workbench.planning.gates import Gate, crossover, published_gates
+from serving.workbench.planning.measured import gates_of_results, live_gates, over_link
+from serving.workbench.planning.plan import make_plan
+from serving.workbench.planning.shapes import read_model
+from serving.workbench.planning.steps import predict_step
+from serving.workbench.planning.workload import Mode, Workload
 from ubatch.errors import ConfigError
 from ubatch.schedules.schedule import SCHEDULES, SERIAL
 from ubatch.schedules.simulate import Compute, Launch, Op, Pass, Wait

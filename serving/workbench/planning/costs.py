@@ -14,12 +14,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from serving.planning.constants import Hardware, load_constants
-from serving.planning.kernels import BF16, FP8, KernelTimes
-from serving.planning.routing import expected_destinations
-from serving.planning.shapes import ModelShape
-from serving.planning.transfers import Transfers
-from serving.planning.workload import Mode, Workload
+from serving.workbench.planning.constants import Hardware, load_constants
+from serving.workbench.planning.kernels import BF16, FP8, KernelTimes
+from serving.workbench.planning.routing import expected_destinations
+from serving.workbench.planning.shapes import ModelShape
+from serving.workbench.planning.transfers import Transfers
+from serving.workbench.planning.workload import Mode, Workload
 from ubatch.schedules.layer_program import LayerTimes
 
 __all__ = ["LaneCosts", "LayerCosts"]

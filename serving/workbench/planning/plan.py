@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from serving.planning.constants import Hardware
-from serving.planning.costs import LayerCosts
-from serving.planning.shapes import ModelShape
-from serving.planning.steps import Step, predict_step
-from serving.planning.workload import Workload
+from serving.workbench.planning.constants import Hardware
+from serving.workbench.planning.costs import LayerCosts
+from serving.workbench.planning.shapes import ModelShape
+from serving.workbench.planning.steps import Step, predict_step
+from serving.workbench.planning.workload import Workload
 from ubatch.schedules.schedule import SCHEDULES, SERIAL, Schedule
 from ubatch.schedules.search import search_schedules
 

@@ -9,11 +9,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 
-from serving.planning.constants import Hardware, load_constants
-from serving.planning.costs import LayerCosts
-from serving.planning.shapes import ModelShape, read_model
-from serving.planning.steps import plain_step, predict_step
-from serving.planning.workload import Mode, Workload
+from serving.workbench.planning.constants import Hardware, load_constants
+from serving.workbench.planning.costs import LayerCosts
+from serving.workbench.planning.shapes import ModelShape, read_model
+from serving.workbench.planning.steps import plain_step, predict_step
+from serving.workbench.planning.workload import Mode, Workload
 from ubatch.schedules.schedule import SCHEDULES
 
 __all__ = ["Gate", "crossover", "published_gates"]

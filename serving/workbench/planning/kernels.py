@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from serving.planning.constants import Gpu, Kernels
-from serving.planning.tables import interpolated
+from serving.workbench.planning.constants import Gpu, Kernels
+from serving.workbench.planning.tables import interpolated
 
 __all__ = ["BF16", "FP8", "KernelTimes"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from math import comb
 
-from serving.planning.shapes import ModelShape
+from serving.workbench.planning.shapes import ModelShape
 
 __all__ = ["expected_destinations"]
 

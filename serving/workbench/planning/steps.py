@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from serving.planning.costs import LaneCosts, LayerCosts
+from serving.workbench.planning.costs import LaneCosts, LayerCosts
 from ubatch.schedules.layer_program import layer_program
 from ubatch.schedules.schedule import SERIAL, Schedule
 from ubatch.schedules.simulate import Compute, Launch, Op, Timeline, Wait, simulate

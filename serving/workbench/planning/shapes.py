@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from model_runner.hf_config import HFConfig
-from serving.planning.constants import load_constants
+from serving.workbench.planning.constants import load_constants
 from ubatch.errors import ConfigError, nearest
 
 __all__ = ["ModelShape", "read_model"]

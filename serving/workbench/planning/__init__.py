@@ -3,13 +3,13 @@
 `ubatch simulate` is the command. `constants.yaml` holds every constant with its source.
 """
 
-from serving.planning.constants import Constants, Hardware, load_constants
-from serving.planning.costs import LaneCosts, LayerCosts
-from serving.planning.gates import Gate, published_gates
-from serving.planning.plan import Plan, make_plan
-from serving.planning.shapes import ModelShape, read_model
-from serving.planning.steps import Step, plain_step, predict_step
-from serving.planning.workload import Mode, Workload
+from serving.workbench.planning.constants import Constants, Hardware, load_constants
+from serving.workbench.planning.costs import LaneCosts, LayerCosts
+from serving.workbench.planning.gates import Gate, published_gates
+from serving.workbench.planning.plan import Plan, make_plan
+from serving.workbench.planning.shapes import ModelShape, read_model
+from serving.workbench.planning.steps import Step, plain_step, predict_step
+from serving.workbench.planning.workload import Mode, Workload
 
 __all__ = [
     "Constants",

@@ -19,7 +19,6 @@ from statistics import median
 
 import torch
 
-from serving.planning.gates import Gate
 from serving.ranks import run_ranks
 from serving.tuning.programs import predict_step, read_steps
 from serving.tuning.stages import HANDOFF_S
@@ -33,6 +32,7 @@ from serving.workbench.bench.step_setting import (
     open_setting,
     slowest_rank,
 )
+from serving.workbench.planning.gates import Gate
 from ubatch import Schedule
 from ubatch.errors import ConfigError
 from ubatch.schedules.simulate import Launch, Op
