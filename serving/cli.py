@@ -22,7 +22,10 @@ __all__ = ["main"]
 COMMANDS: Mapping[str, tuple[str, str]] = {
     "serve": ("serving.serve", "an OpenAI-compatible server over one or several ranks"),
     "generate": ("serving.generate", "generate text from a checkpoint, on one or several expert-parallel ranks"),
-    "simulate": ("serving.simulate", "predict the best schedule for a machine that is not here, and check predictions"),
+    "simulate": (
+        "serving.workbench.planning.simulate",
+        "predict the best schedule for a machine that is not here, and check predictions",
+    ),
     "trace": ("serving.trace", "record a server's or a run's steps: timeline, summary, diagnosis"),
     "tune": ("serving.tune", "measure when overlap pays on this model, these ranks and this link; write settings"),
     "bench handoff": (

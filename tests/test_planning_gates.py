@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from model_runner import RandomQwen3Moe, make_random_qwen3_moe
-from serving import simulate
 from serving.cli import main
 from serving.tuning.programs import write_steps
 from serving.workbench.bench.runtime.overlap import Options as Bench
 from serving.workbench.bench.statistics import write_json
+from serving.workbench.planning import simulate
 from serving.workbench.planning.constants import load_constants
 from serving.workbench.planning.costs import LayerCosts
 from serving.workbench.planning.gates import Gate, crossover, published_gates
