@@ -27,7 +27,10 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
         "predict the best schedule for a machine that is not here, and check predictions",
     ),
     "trace": ("serving.trace", "record a server's or a run's steps: timeline, summary, diagnosis"),
-    "tune": ("serving.tune", "measure when overlap pays on this model, these ranks and this link; write settings"),
+    "tune": (
+        "serving.workbench.tuning.tune",
+        "measure when overlap pays on this model, these ranks and this link; write settings",
+    ),
     "bench handoff": (
         "serving.workbench.bench.runtime.handoff",
         "what a hand-off costs, against a threading.Event ring",

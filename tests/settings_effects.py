@@ -25,7 +25,7 @@ import serving.generate as generate
 import serving.serve as serve
 import serving.server as server
 import serving.trace as trace
-import serving.tune as tune
+import serving.workbench.tuning.tune as tune
 from serving.engine.options import EngineOptions
 from serving.engine.secret import read_secret
 from ubatch import UBatchError

@@ -21,7 +21,7 @@ from serving.generate_options import read as read_generate
 from serving.hub import ModelNotFound, fetch_weights, find_checkpoint, looks_like_name
 from serving.options import fetch_checkpoints, notes, read_serve_command, resolve_keywords
 from serving.text.detokenizer import load_tokenizer
-from serving.tune import read as read_tune
+from serving.workbench.tuning.tune import read as read_tune
 from ubatch import ConfigError
 
 NAME = "tiny-lab/Tiny-MoE"

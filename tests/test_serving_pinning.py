@@ -14,10 +14,11 @@ import torch
 import serving.engine.process as process
 import serving.pinning as pinning
 import ubatch.process.cores
-from serving import generate, tune
+from serving import generate
 from serving.engine.options import EngineOptions
 from serving.options import resolve
 from serving.pinning import pin_rank
+from serving.workbench.tuning import tune
 from ubatch.kernels.autotune import _prepare
 
 GPU = torch.device("cuda", 1)

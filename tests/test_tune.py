@@ -13,14 +13,14 @@ import pytest
 import yaml
 from checkpoints import make_qwen3_moe_checkpoint
 
-import serving.tune
+import serving.workbench.tuning.tune
 from serving.cli import main
 from serving.options import read_serve_command
 from serving.tuning.cells import Arm, Cell, Grid, library_arms
-from serving.tuning.plot import can_draw_png, write_html, write_png
-from serving.tuning.report import make_result
 from serving.tuning.stages import StageModel, best_schedules, layer_times
-from serving.tuning.state import State, load_state, save_state
+from serving.workbench.tuning.plot import can_draw_png, write_html, write_png
+from serving.workbench.tuning.report import make_result
+from serving.workbench.tuning.state import State, load_state, save_state
 from ubatch import ConfigError, ForwardMode, Schedule, UBatchConfig
 from ubatch.schedules.cost_table import SERIAL_ARM, CostTable, Setting
 from ubatch.schedules.layer_program import LayerTimes, layer_program
@@ -224,11 +224,11 @@ def test_a_run_that_was_stopped_goes_on(tmp_path: Path, capsys: pytest.CaptureFi
     kept: list[State] = []
 
     def keep(path: Path, missing_ok: bool) -> None:  # in place of removing the state at the end
-        state = load_state(path, serving.tune._key(command))
+        state = load_state(path, serving.workbench.tuning.tune._key(command))
         assert state is not None
         kept.append(state)
 
-    command = serving.tune.read("ubatch tune", "", [*words[1:], "--rounds", "1"])
+    command = serving.workbench.tuning.tune.read("ubatch tune", "", [*words[1:], "--rounds", "1"])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Path, "unlink", keep)
         assert main([*words, "--rounds", "1"]) == 0

@@ -1,4 +1,4 @@
-"""`ubatch tune`, in its parts; `serving.tune` is the command.
+"""`ubatch tune`, in its parts; `serving.workbench.tuning.tune` is the command.
 
 cells     what is measured: kinds and sizes of steps, and the arms that compete
 batches   a synthetic batch of a cell

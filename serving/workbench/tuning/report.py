@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from serving.tuning.cells import Arm, Cell
-from serving.tuning.state import State
+from serving.workbench.tuning.state import State
 from ubatch import SCHEDULES, UBatchConfig
 from ubatch.schedules.cost_table import SERIAL_ARM, Choice, CostTable, choose
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from serving.tuning.report import ModeResult, Result
+from serving.workbench.tuning.report import ModeResult, Result
 from ubatch.schedules.cost_table import SERIAL_ARM
 
 __all__ = ["can_draw_png", "write_html", "write_png"]

@@ -26,8 +26,8 @@ from model_runner.transport import most_chunks
 from serving.tuning.batches import make_batch
 from serving.tuning.cells import Arm, Cell, Grid, library_arms
 from serving.tuning.stages import best_schedules
-from serving.tuning.state import State, save_state
 from serving.tuning.steps import ArmSteps
+from serving.workbench.tuning.state import State, save_state
 from ubatch.schedules.cost_table import SERIAL_ARM
 
 __all__ = ["Plan", "Tuner"]

@@ -32,12 +32,12 @@ from serving.options import (
 from serving.ranks import run_ranks
 from serving.tuning.batches import kv_blocks_needed, requests_needed
 from serving.tuning.cells import Arm, Grid
-from serving.tuning.measure import Plan, Tuner
-from serving.tuning.plot import can_draw_png, write_html, write_png
-from serving.tuning.report import Result, make_result
-from serving.tuning.state import State, load_state, state_file
 from serving.tuning.steps import ArmSteps
 from serving.workbench.bench.statistics import environment
+from serving.workbench.tuning.measure import Plan, Tuner
+from serving.workbench.tuning.plot import can_draw_png, write_html, write_png
+from serving.workbench.tuning.report import Result, make_result
+from serving.workbench.tuning.state import State, load_state, state_file
 from ubatch import CommGroup, ConfigError, UBatchConfig
 
 __all__ = ["TuneCommand", "read", "run"]
