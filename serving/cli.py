@@ -26,7 +26,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
         "serving.workbench.planning.simulate",
         "predict the best schedule for a machine that is not here, and check predictions",
     ),
-    "trace": ("serving.trace", "record a server's or a run's steps: timeline, summary, diagnosis"),
+    "trace": ("serving.workbench.tracing.trace", "record a server's or a run's steps: timeline, summary, diagnosis"),
     "tune": (
         "serving.workbench.tuning.tune",
         "measure when overlap pays on this model, these ranks and this link; write settings",

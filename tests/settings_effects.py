@@ -24,7 +24,7 @@ import serving.engine.rendezvous as rendezvous
 import serving.generate as generate
 import serving.serve as serve
 import serving.server as server
-import serving.trace as trace
+import serving.workbench.tracing.trace as trace
 import serving.workbench.tuning.tune as tune
 from serving.engine.options import EngineOptions
 from serving.engine.secret import read_secret

@@ -18,12 +18,13 @@ from huggingface_hub import constants
 from settings_effects import EFFECTS, as_text
 from settings_table import CASES, HEAD, TINY, Case
 
-from serving import generate, trace
+from serving import generate
 from serving.cli import main
 from serving.options import GENERATE, SERVE, TRACE, TUNE, Table, merge, read_layers, resolve, resolve_keywords
 from serving.options.sources import Source, read_file
 from serving.workbench.planning import simulate
 from serving.workbench.planning.simulate import Options as SimulateOptions
+from serving.workbench.tracing import trace
 
 TABLES = {"serve": SERVE, "generate": GENERATE, "trace": TRACE, "tune": TUNE}
 EACH = [

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from serving import trace
 from serving.cli import main
 from serving.options import notes, read_serve_command
 from serving.options.sources import read_file, read_keywords
+from serving.workbench.tracing import trace
 from ubatch import ConfigError
 
 TINY = str(Path(__file__).resolve().parent.parent / "examples" / "models" / "tiny-moe")

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-import serving.trace
+import serving.workbench.tracing.trace
 from serving.cli import main
 from ubatch.trace.export import write_chrome
 from ubatch.trace.file import read_chrome
@@ -143,7 +143,7 @@ def test_ctrl_c_stops_the_recording(url: str, tmp_path: Path, monkeypatch: pytes
     def interrupt(seconds: float) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(serving.trace.time, "sleep", interrupt)
+    monkeypatch.setattr(serving.workbench.tracing.trace.time, "sleep", interrupt)
     assert main(["trace", "--url", url, "--api-key", KEY, "--out", str(tmp_path / "trace")]) == 130
     assert Recorder.asked == ["/start_profile", "/stop_profile"]
     assert not (tmp_path / "trace").exists()

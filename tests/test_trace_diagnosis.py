@@ -6,9 +6,17 @@ from collections.abc import Mapping, Sequence
 
 import pytest
 
-from serving.trace_diagnosis import diagnose
-from serving.trace_finding import Finding, FindingKind
-from serving.trace_steps import Basis, StepRecord, between_steps, compare, group_steps, read_steps, size_class
+from serving.workbench.tracing.diagnosis import diagnose
+from serving.workbench.tracing.finding import Finding, FindingKind
+from serving.workbench.tracing.steps import (
+    Basis,
+    StepRecord,
+    between_steps,
+    compare,
+    group_steps,
+    read_steps,
+    size_class,
+)
 from ubatch import DeclineReason, Span, SpanKind, TraceSummary
 from ubatch.trace.export import Clock
 from ubatch.trace.file import RankTrace

@@ -13,8 +13,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from statistics import fmean
 
-from serving.trace_finding import Finding, FindingKind
-from serving.trace_steps import LEAST_STEPS, StepRecord
+from serving.workbench.tracing.finding import Finding, FindingKind
+from serving.workbench.tracing.steps import LEAST_STEPS, StepRecord
 
 __all__ = ["exposed", "hand_offs", "idle", "meetings", "nothing_to_hide", "uneven"]
 

@@ -24,9 +24,9 @@ from serving.engine.options import EngineOptions
 from serving.generate_options import GenerateCommand, Prompts, resolve_offline
 from serving.options import TRACE, Layer, Settings, describe_settings, fetch_checkpoints, merge, read_layers
 from serving.options.sources import Source, settle_environment
-from serving.trace_diagnosis import diagnose
-from serving.trace_finding import Finding
-from serving.trace_steps import Group, StepRecord, between_steps, group_steps, read_steps
+from serving.workbench.tracing.diagnosis import diagnose
+from serving.workbench.tracing.finding import Finding
+from serving.workbench.tracing.steps import Group, StepRecord, between_steps, group_steps, read_steps
 from ubatch import ConfigError, UBatchError, tracing, write_chrome, write_html
 from ubatch.trace.export import Clock
 from ubatch.trace.file import RankTrace, merge_traces, read_chrome

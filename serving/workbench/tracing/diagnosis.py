@@ -15,9 +15,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import median
 
-from serving.trace_finding import Finding, FindingKind
-from serving.trace_inside import exposed, hand_offs, idle, meetings, nothing_to_hide, uneven
-from serving.trace_steps import LEAST_STEPS, Basis, Comparison, StepRecord, compare
+from serving.workbench.tracing.finding import Finding, FindingKind
+from serving.workbench.tracing.inside import exposed, hand_offs, idle, meetings, nothing_to_hide, uneven
+from serving.workbench.tracing.steps import LEAST_STEPS, Basis, Comparison, StepRecord, compare
 from ubatch import DeclineReason, ForwardMode
 from ubatch.schedules.modes import mode_key
 
