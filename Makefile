@@ -105,12 +105,12 @@ gpu: ## both of the next two, what matters most first: for whoever has a GPU for
 test-gpu: ## the tests that need a GPU, with this machine's own torch if it is a CUDA build; writes gpu-tests.json
 	@mkdir -p $(GPU_RESULTS)
 	python="$(GPU_PYTHON)"; \
-	PYTHONPATH=".:$${PYTHONPATH:-}" "$$python" -m benchmarks.gpu.checks --device $(GPU_DEVICE) --json $(GPU_RESULTS)/gpu-tests.json $(GPU_OPTIONS)
+	PYTHONPATH=".:$${PYTHONPATH:-}" "$$python" -m serving.workbench.gpu.checks --device $(GPU_DEVICE) --json $(GPU_RESULTS)/gpu-tests.json $(GPU_OPTIONS)
 
 bench-gpu: ## the GPU benchmarks, made for 8 minutes at most; writes benchmarks/results/gpu.json and gpu.md
 	@mkdir -p $(GPU_RESULTS)
 	python="$(GPU_PYTHON)"; \
-	PYTHONPATH=".:$${PYTHONPATH:-}" "$$python" -m benchmarks.gpu --device $(GPU_DEVICE) $(if $(filter cpu,$(GPU_DEVICE)),--tiny --blocks 1) \
+	PYTHONPATH=".:$${PYTHONPATH:-}" "$$python" -m serving.workbench.gpu --device $(GPU_DEVICE) $(if $(filter cpu,$(GPU_DEVICE)),--tiny --blocks 1) \
 	    --json $(GPU_RESULTS)/gpu.json --markdown $(GPU_RESULTS)/gpu.md $(GPU_OPTIONS)
 
 clean: ## remove the virtual environment, caches and what `make demo` wrote

@@ -11,14 +11,14 @@ import pytest
 import torch
 from fake_graphs import FakeGraphs
 
-from benchmarks.gpu import run as runner
-from benchmarks.gpu.__main__ import main
-from benchmarks.gpu.bench import Bench
-from benchmarks.gpu.prefill import overlap_figures
-from benchmarks.gpu.report import Figure, Section, as_markdown, as_text
-from benchmarks.gpu.run import Options, names_of, run
-from benchmarks.gpu.sections import SECTIONS, Plan, run_section
 from serving.workbench.bench import Interval
+from serving.workbench.gpu import run as runner
+from serving.workbench.gpu.__main__ import main
+from serving.workbench.gpu.bench import Bench
+from serving.workbench.gpu.prefill import overlap_figures
+from serving.workbench.gpu.report import Figure, Section, as_markdown, as_text
+from serving.workbench.gpu.run import Options, names_of, run
+from serving.workbench.gpu.sections import SECTIONS, Plan, run_section
 
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 FIGURES = {
@@ -92,7 +92,7 @@ def test_one_section_that_breaks_loses_nothing_of_the_others(
         "bad": Plan("Bad", f"{here}:_bad", 60.0),
         "late": Plan("Late", f"{here}:_late", 0.0),
     }
-    for module in (runner, __import__("benchmarks.gpu.sections", fromlist=["SECTIONS"])):
+    for module in (runner, __import__("serving.workbench.gpu.sections", fromlist=["SECTIONS"])):
         monkeypatch.setattr(module, "SECTIONS", plans)
     file, tables = tmp_path / "gpu.json", tmp_path / "gpu.md"
     options = Options(tuple(plans), "cpu", tiny=True, json_file=file, markdown_file=tables)
@@ -151,7 +151,7 @@ def test_a_section_whose_process_dies_or_hangs_is_a_result(
     section = runner._run_apart(Options(device="cpu", tiny=True), "lanes")
     assert section.error == error
     assert not section.complete
-    assert commands[0][1:7] == ["-m", "benchmarks.gpu", "--only", "lanes", "--in-process", "--json"]
+    assert commands[0][1:7] == ["-m", "serving.workbench.gpu", "--only", "lanes", "--in-process", "--json"]
 
 
 def test_budgets_leave_the_whole_under_eight_minutes() -> None:

@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from benchmarks.gpu import prefill
-from benchmarks.gpu.bench import Bench, OutOfTime
-from benchmarks.gpu.decode import count_launches
-from benchmarks.gpu.experts import _kernel_or_eager
+from serving.workbench.gpu import prefill
+from serving.workbench.gpu.bench import Bench, OutOfTime
+from serving.workbench.gpu.decode import count_launches
+from serving.workbench.gpu.experts import _kernel_or_eager
 
 
 @dataclass
@@ -92,7 +92,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
         ("synchronize", found.synchronize),
     ):
         monkeypatch.setattr(torch.cuda, name, value)
-    monkeypatch.setattr("benchmarks.gpu.bench.time.perf_counter", lambda: found.host_s)
+    monkeypatch.setattr("serving.workbench.gpu.bench.time.perf_counter", lambda: found.host_s)
     return found
 
 

@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from benchmarks.gpu import checks
-from benchmarks.gpu.__main__ import main as bench
-from benchmarks.gpu.checks import DECIDING, SECTIONS, files_of
-from benchmarks.gpu.parts import FIRST, REST, names_in
-from benchmarks.gpu.sections import HEADLINE
-from benchmarks.gpu.sections import SECTIONS as BENCHES
+from serving.workbench.gpu import checks
+from serving.workbench.gpu.__main__ import main as bench
+from serving.workbench.gpu.checks import DECIDING, SECTIONS, files_of
+from serving.workbench.gpu.parts import FIRST, REST, names_in
+from serving.workbench.gpu.sections import HEADLINE
+from serving.workbench.gpu.sections import SECTIONS as BENCHES
 
 ROOT = Path(__file__).resolve().parent.parent
 PROCESS_START_S = 8
@@ -110,10 +110,10 @@ def test_what_decides_comes_first_and_what_fails_hides_nothing(tmp_path: Path) -
     assert done.returncode != 0
     asked = [line.split() for line in (tmp_path / "asked").read_text().splitlines()]
     assert [(words[1], words[words.index("--only") + 1]) for words in asked] == [
-        ("benchmarks.gpu.checks", FIRST),
-        ("benchmarks.gpu", FIRST),
-        ("benchmarks.gpu.checks", REST),
-        ("benchmarks.gpu", REST),
+        ("serving.workbench.gpu.checks", FIRST),
+        ("serving.workbench.gpu", FIRST),
+        ("serving.workbench.gpu.checks", REST),
+        ("serving.workbench.gpu", REST),
     ]
 
 

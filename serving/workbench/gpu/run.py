@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from benchmarks.gpu.bench import Bench, describe_machine
-from benchmarks.gpu.parts import REHEARSAL, names_in
-from benchmarks.gpu.report import Section, as_markdown, as_text
-from benchmarks.gpu.sections import HEADLINE, SECTIONS, run_section
 from serving.workbench.bench import write_json
+from serving.workbench.gpu.bench import Bench, describe_machine
+from serving.workbench.gpu.parts import REHEARSAL, names_in
+from serving.workbench.gpu.report import Section, as_markdown, as_text
+from serving.workbench.gpu.sections import HEADLINE, SECTIONS, run_section
 
 if TYPE_CHECKING:
     from ubatch import GraphBackend
@@ -94,7 +94,7 @@ def _run_apart(options: Options, name: str) -> Section:
     plan = SECTIONS[name]
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "section.json"
-        command = [sys.executable, "-m", "benchmarks.gpu", "--only", name, "--in-process", "--json", str(file)]
+        command = [sys.executable, "-m", "serving.workbench.gpu", "--only", name, "--in-process", "--json", str(file)]
         command += ["--device", options.device, "--blocks", str(options.blocks), *(["--tiny"] if options.tiny else [])]
         try:
             done = subprocess.run(
@@ -136,5 +136,5 @@ def read_results(file: Path) -> Mapping[str, Any]:
 
 
 def names_of(asked: Sequence[str] | None) -> tuple[str, ...]:
-    """The sections that were asked for, in order; all if none was. See `benchmarks.gpu.parts`."""
+    """The sections that were asked for, in order; all if none was. See `serving.workbench.gpu.parts`."""
     return names_in(SECTIONS, HEADLINE, asked)

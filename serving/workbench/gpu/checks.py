@@ -1,4 +1,5 @@
-"""`python -m benchmarks.gpu.checks`: the tests that need a GPU; first those that decide whether the rest makes sense.
+"""`python -m serving.workbench.gpu.checks`: the tests that need a GPU; first those that decide whether the rest makes
+sense.
 
     streams       lanes on two streams, events, memory that crosses streams
     capture       a graph captured over several threads, and replayed
@@ -31,7 +32,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.parts import FIRST, REHEARSAL, REST, names_in, why_not_into
+from serving.workbench.gpu.parts import FIRST, REHEARSAL, REST, names_in, why_not_into
 
 __all__ = ["SECTIONS", "Section", "main"]
 
@@ -120,7 +121,7 @@ def _run(name: str, device: str) -> dict[str, Any]:
         lines = Path(folder) / "lines"
         lines.touch()
         selected = "gpu" if device == "cuda" else "not slow"
-        command = [sys.executable, "-m", "pytest", "-p", "benchmarks.gpu.pytest_lines", "-m", selected]
+        command = [sys.executable, "-m", "pytest", "-p", "serving.workbench.gpu.pytest_lines", "-m", selected]
         command += ["-o", "faulthandler_exit_on_timeout=false"]  # the budget ends what hangs
         command += ["-W", "ignore::pytest.PytestConfigWarning", *map(str, files_of(name))]
         begun = time.monotonic()
@@ -164,7 +165,7 @@ def _write(file: Path, device: str, name: str, found: Mapping[str, Any]) -> None
 
 def _environment() -> dict[str, Any]:
     """The machine, asked in a process of its own: nothing here should touch the device."""
-    ask = "import json; from benchmarks.gpu.bench import describe_machine; print(json.dumps(describe_machine()))"
+    ask = "import json; from serving.workbench.gpu.bench import describe_machine; print(json.dumps(describe_machine()))"
     try:
         done = subprocess.run([sys.executable, "-c", ask], cwd=ROOT, capture_output=True, timeout=60, check=True)
         environment: dict[str, Any] = json.loads(done.stdout)
@@ -174,7 +175,9 @@ def _environment() -> dict[str, Any]:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.checks", description="The tests that need a GPU.")
+    parser = argparse.ArgumentParser(
+        prog="python -m serving.workbench.gpu.checks", description="The tests that need a GPU."
+    )
     parser.add_argument("--only", nargs="+", choices=[FIRST, REST, *SECTIONS], help="these sections; all by default")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--json", type=Path, help="write what every test gave here, section by section")

@@ -28,11 +28,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from benchmarks.gpu.bench import Bench
-from benchmarks.gpu.model import LANES, QWEN3_235B_A22B, TINY, Model, Step
-from benchmarks.gpu.report import Arms, Section
 from moe.all2all.host_loopback import HostLoopbackAll2All
 from serving.workbench.bench import Interval, bootstrap, paired
+from serving.workbench.gpu.bench import Bench
+from serving.workbench.gpu.model import LANES, QWEN3_235B_A22B, TINY, Model, Step
+from serving.workbench.gpu.report import Arms, Section
 from ubatch import CUDAGraphMode, Transfer, UBatchConfig, UBatchWrapper, set_forward_context
 from ubatch.schedules.layer_program import LayerTimes, layer_program
 from ubatch.schedules.simulate import simulate

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from attention import CommonAttentionMetadata, GraphLimits, UBatchAttention, make_kv_cache, split_attn_metadata
-from benchmarks.gpu.bench import Bench
 from model_runner.hf_config import HFConfig
 from model_runner.models.base import CausalLM, ExpertParallel
 from model_runner.models.registry import model_class
 from model_runner.random_checkpoint import RandomQwen3Moe
 from model_runner.weights import Checkpoint
 from moe import All2All, FusedMoEModularKernel
+from serving.workbench.gpu.bench import Bench
 from ubatch import ForwardContext, ForwardMode, split_requests
 from ubatch.streams.small_copies import to_device
 

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from attention import AttentionShape, PagedKVCache, make_attention_backend
-from benchmarks.gpu.bench import Bench
-from benchmarks.gpu.model import make_metadata
-from benchmarks.gpu.report import Arms, Section
 from serving.workbench.bench import bootstrap, paired
+from serving.workbench.gpu.bench import Bench
+from serving.workbench.gpu.model import make_metadata
+from serving.workbench.gpu.report import Arms, Section
 from ubatch import ForwardMode
 
 __all__ = ["decode"]

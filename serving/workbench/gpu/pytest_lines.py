@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.gpu.checks import LINES
+from serving.workbench.gpu.checks import LINES
 
 _LONGEST = 2000
 """characters of an error, its end"""

@@ -16,11 +16,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from benchmarks.gpu.bench import Bench
-from benchmarks.gpu.peers import GROUPED_MM, Layer, grouped_products, peers
-from benchmarks.gpu.report import Arms, Section
 from moe import make_experts
 from serving.workbench.bench import bootstrap, paired
+from serving.workbench.gpu.bench import Bench
+from serving.workbench.gpu.peers import GROUPED_MM, Layer, grouped_products, peers
+from serving.workbench.gpu.report import Arms, Section
 
 __all__ = ["MoEShape", "decode", "make_layer", "prefill"]
 

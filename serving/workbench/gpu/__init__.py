@@ -1,4 +1,4 @@
-"""The GPU benchmarks: `make bench-gpu`, or `python -m benchmarks.gpu`.
+"""The GPU benchmarks: `make bench-gpu`, or `python -m serving.workbench.gpu`.
 
     checks      the tests that need a GPU, in sections too: `make test-gpu`; `pytest_lines` writes what each gave
     parts       which sections come first

@@ -14,11 +14,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from benchmarks.gpu.bench import Bench
-from benchmarks.gpu.model import LANES, QWEN3_30B_A3B, TINY, Model, Step
-from benchmarks.gpu.report import Section
 from moe import make_all2all
 from serving.workbench.bench import bootstrap
+from serving.workbench.gpu.bench import Bench
+from serving.workbench.gpu.model import LANES, QWEN3_30B_A3B, TINY, Model, Step
+from serving.workbench.gpu.report import Section
 from ubatch import UBatchConfig, UBatchWrapper, set_forward_context
 
 __all__ = ["measure"]

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.gpu`: measure on a GPU, print tables, write them."""
+"""`python -m serving.workbench.gpu`: measure on a GPU, print tables, write them."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def main(argv: list[str] | None = None) -> int:
 
     import torch
 
-    from benchmarks.gpu.parts import why_not_into
-    from benchmarks.gpu.run import Options, names_of, run
+    from serving.workbench.gpu.parts import why_not_into
+    from serving.workbench.gpu.run import Options, names_of, run
 
     if options.device == "cuda" and not torch.cuda.is_available():
         print(
@@ -64,10 +64,10 @@ def _fake_graphs() -> Any:
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
-    from benchmarks.gpu.parts import FIRST, REST
-    from benchmarks.gpu.sections import SECTIONS
+    from serving.workbench.gpu.parts import FIRST, REST
+    from serving.workbench.gpu.sections import SECTIONS
 
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description="The GPU benchmarks.")
+    parser = argparse.ArgumentParser(prog="python -m serving.workbench.gpu", description="The GPU benchmarks.")
     parser.add_argument("--only", nargs="+", choices=[FIRST, REST, *SECTIONS], help="these sections; all by default")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--tiny", action="store_true", help="shapes for a smoke test, which measures nothing")

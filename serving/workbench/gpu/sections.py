@@ -8,8 +8,8 @@ import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from benchmarks.gpu.bench import Bench, OutOfTime, describe_machine
-from benchmarks.gpu.report import Section
+from serving.workbench.gpu.bench import Bench, OutOfTime, describe_machine
+from serving.workbench.gpu.report import Section
 
 __all__ = ["HEADLINE", "SECTIONS", "Plan", "run_section"]
 
@@ -35,13 +35,13 @@ class Plan:
 
 
 SECTIONS: Mapping[str, Plan] = {
-    "prefill": Plan("Overlapped prefill over host memory, in graphs", "benchmarks.gpu.prefill:measure", 152),
-    "moe-decode": Plan("Fused MoE, decode sizes", "benchmarks.gpu.experts:decode", 85),
-    "decode": Plan("Decode steps as graphs", "benchmarks.gpu.decode:measure", 45),
-    "sms": Plan("Grouped GEMM beside a transport on SMs", "benchmarks.gpu.sms:measure", 20),
-    "moe-prefill": Plan("Fused MoE, prefill sizes", "benchmarks.gpu.experts:prefill", 62),
-    "attention": Plan("Paged decode attention", "benchmarks.gpu.attention:decode", 40),
-    "lanes": Plan("Eager lanes", "benchmarks.gpu.lanes:measure", 20),
+    "prefill": Plan("Overlapped prefill over host memory, in graphs", "serving.workbench.gpu.prefill:measure", 152),
+    "moe-decode": Plan("Fused MoE, decode sizes", "serving.workbench.gpu.experts:decode", 85),
+    "decode": Plan("Decode steps as graphs", "serving.workbench.gpu.decode:measure", 45),
+    "sms": Plan("Grouped GEMM beside a transport on SMs", "serving.workbench.gpu.sms:measure", 20),
+    "moe-prefill": Plan("Fused MoE, prefill sizes", "serving.workbench.gpu.experts:prefill", 62),
+    "attention": Plan("Paged decode attention", "serving.workbench.gpu.attention:decode", 40),
+    "lanes": Plan("Eager lanes", "serving.workbench.gpu.lanes:measure", 20),
 }
 """In the order in which they run: the headline first, for whoever has only minutes."""
 HEADLINE = ("prefill", "moe-decode")

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from benchmarks.gpu.report import Arms
 from serving.workbench.bench import bootstrap, environment, interleave_arms
+from serving.workbench.gpu.report import Arms
 from ubatch import UBatchError
 
 if TYPE_CHECKING:

@@ -21,13 +21,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.gpu.bench import Bench
-from benchmarks.gpu.model import LANES, QWEN3_30B_A3B, TINY, Model, Step
-from benchmarks.gpu.report import Section
 from model_runner.random_checkpoint import RandomQwen3Moe
 from moe import All2All, make_all2all
 from moe.all2all.host_loopback import HostLoopbackAll2All
 from serving.workbench.bench import Interval, bootstrap
+from serving.workbench.gpu.bench import Bench
+from serving.workbench.gpu.model import LANES, QWEN3_30B_A3B, TINY, Model, Step
+from serving.workbench.gpu.report import Section
 from ubatch import CUDAGraphMode, ForwardContext, UBatchConfig, UBatchWrapper, set_forward_context
 
 __all__ = ["count_launches", "measure"]
