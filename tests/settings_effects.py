@@ -20,14 +20,14 @@ from torch.distributed import HashStore
 import serving.engine.build as build
 import serving.engine.launch as launch
 import serving.engine.node as node
-import serving.engine.rendezvous as rendezvous
+import serving.engine.wire.rendezvous as rendezvous
 import serving.generate as generate
 import serving.serve as serve
 import serving.server as server
 import serving.workbench.tracing.trace as trace
 import serving.workbench.tuning.tune as tune
 from serving.engine.options import EngineOptions
-from serving.engine.secret import read_secret
+from serving.engine.wire.secret import read_secret
 from ubatch import UBatchError
 
 Effects = dict[str, Any]

@@ -22,11 +22,11 @@ import zmq.asyncio
 from zmq.utils import z85
 
 from serving.engine import EngineOptions
-from serving.engine.gate import CurveGate, Seldom
-from serving.engine.link import EngineLink
-from serving.engine.messages import Failed, FromEngine, NodeAlive, Outputs, Refused, decode_from_engine
-from serving.engine.rendezvous import Run, announce_network, check_node, join_run, post_node
-from serving.engine.secret import ClusterSecret, CurveKeys, read_secret
+from serving.engine.wire.gate import CurveGate, Seldom
+from serving.engine.wire.link import EngineLink
+from serving.engine.wire.messages import Failed, FromEngine, NodeAlive, Outputs, Refused, decode_from_engine
+from serving.engine.wire.rendezvous import Run, announce_network, check_node, join_run, post_node
+from serving.engine.wire.secret import ClusterSecret, CurveKeys, read_secret
 from serving.network import listening_store
 from serving.options import describe_settings, read_serve_command
 from serving.requests import EngineStatistics, RequestOutput
@@ -350,7 +350,7 @@ def test_of_a_message_that_node_0_would_not_take_the_longest_request_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """And the engine goes on."""
-    monkeypatch.setattr("serving.engine.link.MOST_BYTES", 600)
+    monkeypatch.setattr("serving.engine.wire.link.MOST_BYTES", 600)
     keys = ClusterSecret(b"s" * 32).curve("run")
     outputs = [RequestOutput(name, (1,) * (900 if name == "c" else 30)) for name in "abcdefgh"]
 
@@ -379,7 +379,7 @@ def test_of_a_message_that_node_0_would_not_take_the_longest_request_is_refused(
 
 
 def test_a_longer_message_than_node_0_takes_ends_its_connection(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("serving.engine.gate.MOST_BYTES", 4096)
+    monkeypatch.setattr("serving.engine.wire.gate.MOST_BYTES", 4096)
     keys = ClusterSecret(b"s" * 32).curve("run")
 
     async def scenario() -> None:
@@ -397,7 +397,7 @@ def test_a_longer_message_than_node_0_takes_ends_its_connection(monkeypatch: pyt
 
 def test_who_says_nothing_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
     """By itself zmq would wait for 30 s."""
-    monkeypatch.setattr("serving.engine.gate._HANDSHAKE_MS", 300)
+    monkeypatch.setattr("serving.engine.wire.gate._HANDSHAKE_MS", 300)
 
     async def scenario() -> None:
         async with guarded(ClusterSecret(b"s" * 32).curve("run")) as (_, address):

@@ -21,10 +21,10 @@ from engine_mains import MODEL, tiny
 
 from ranks import free_port
 from serving.engine import EngineClient, EngineOptions, run_node
-from serving.engine.agreement import describe_shape, require_same_shape
 from serving.engine.client import EngineClient as Client
-from serving.engine.messages import Alive, Failed, NodeAlive, Outputs, ProfileWritten, Ready, Refused, encode
-from serving.engine.rendezvous import Run, check_node, claim_node, join_run, post_node
+from serving.engine.wire.agreement import describe_shape, require_same_shape
+from serving.engine.wire.messages import Alive, Failed, NodeAlive, Outputs, ProfileWritten, Ready, Refused, encode
+from serving.engine.wire.rendezvous import Run, check_node, claim_node, join_run, post_node
 from serving.requests import EngineStatistics
 from serving.scheduler import SchedulerConfig
 from serving.speculation import Algorithm, SpeculationConfig
@@ -108,7 +108,7 @@ def test_another_version_is_an_error(text: str) -> None:
 
 def test_another_process_says_the_same_of_the_same_settings() -> None:
     """Whatever order its sets have."""
-    script = "from serving.engine.agreement import *; from engine_mains import tiny; print(describe_shape(tiny()))"
+    script = "from serving.engine.wire.agreement import *; from engine_mains import tiny; print(describe_shape(tiny()))"
     paths = os.pathsep.join(["tests", *sys.path])
     said = {
         subprocess.run(

@@ -14,8 +14,8 @@ from engine_mains import MODEL, is_alive, tiny, tokens_of, wait_for
 
 from model_runner import ModelRunner, SamplingParams, generate
 from serving.engine import EngineClient, EngineOptions
-from serving.engine.messages import Alive, Failed
 from serving.engine.vital_signs import VitalSigns
+from serving.engine.wire.messages import Alive, Failed
 from serving.requests import EngineDead
 from ubatch import UBatchConfig
 from ubatch.process.heartbeat import Heart, beat, stop_hearts

@@ -13,8 +13,8 @@ from engine_mains import tiny, tokens_of
 
 from model_runner import RequestError, SamplingParams
 from serving.engine.client import EngineClient
-from serving.engine.link import EngineLink
-from serving.engine.messages import Abort, Add, Refused, decode_to_engine, encode
+from serving.engine.wire.link import EngineLink
+from serving.engine.wire.messages import Abort, Add, Refused, decode_to_engine, encode
 
 
 def test_a_flood_of_messages_is_taken_in_over_several_steps(tmp_path: Path) -> None:

@@ -9,9 +9,10 @@ import pytest
 
 from attention import KVCacheExhausted
 from model_runner import CheckpointError, FinishReason, RequestError, SamplingParams, TensorMissing, TokenLogprobs
-from serving.engine import EngineOptions, messages
+from serving.engine import EngineOptions
 from serving.engine.failures import dead_error, start_error
-from serving.engine.messages import (
+from serving.engine.wire import messages
+from serving.engine.wire.messages import (
     Abort,
     Add,
     Alive,

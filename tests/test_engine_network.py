@@ -19,8 +19,8 @@ from engine_mains import tiny, tokens_of
 from model_runner import SamplingParams
 from ranks import free_port
 from serving.engine import EngineClient, run_node
-from serving.engine.messages import Failed, NodeAlive, encode
-from serving.engine.rendezvous import Run, init_ranks
+from serving.engine.wire.messages import Failed, NodeAlive, encode
+from serving.engine.wire.rendezvous import Run, init_ranks
 from ubatch import ConfigError
 
 PROMPTS = {"a": [1, 2], "b": [5, 6, 7], "c": [9]}

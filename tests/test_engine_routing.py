@@ -9,8 +9,8 @@ import pytest
 
 from model_runner import FinishReason, RequestError, SamplingParams
 from serving.engine.failures import FirstCause
-from serving.engine.messages import Failed, Outputs
 from serving.engine.routing import RequestStream, Router
+from serving.engine.wire.messages import Failed, Outputs
 from serving.requests import EngineDead, EngineStatistics, RequestInput, RequestOutput
 
 

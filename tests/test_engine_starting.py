@@ -12,7 +12,7 @@ import torch.distributed as dist
 from serving.engine import process
 from serving.engine.core import EngineCore
 from serving.engine.options import EngineOptions
-from serving.engine.rendezvous import Run
+from serving.engine.wire.rendezvous import Run
 from serving.scheduler import SchedulerConfig
 from serving.speculation import Algorithm, SpeculationConfig
 from ubatch.process import lateness

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from model_runner import SamplingParams, TokenIds
-from serving.engine.messages import Add, Turn, decode_to_engine, decode_turn, encode
+from serving.engine.wire.messages import Add, Turn, decode_to_engine, decode_turn, encode
 from serving.requests import RequestInput
 
 VOCAB = 151_936

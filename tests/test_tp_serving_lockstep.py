@@ -19,7 +19,8 @@ from model_runner import SamplingParams, ScheduledRequest
 from serving.engine import EngineOptions
 from serving.engine.core import EngineCore
 from serving.engine.lockstep import FollowerLink, LeaderLink, OutOfStep, join_turns
-from serving.engine.messages import (
+from serving.engine.process import Engine
+from serving.engine.wire.messages import (
     Abort,
     Add,
     Alive,
@@ -32,8 +33,7 @@ from serving.engine.messages import (
     Shutdown,
     ToEngine,
 )
-from serving.engine.process import Engine
-from serving.engine.rendezvous import turns_address
+from serving.engine.wire.rendezvous import turns_address
 from serving.requests import EngineStatistics, RequestInput, RequestOutput
 from serving.scheduler import SchedulerConfig
 from ubatch import TransferTimeout

@@ -24,12 +24,16 @@ import zmq
 import zmq.asyncio
 
 from model_runner import FinishReason, RequestError
-from serving.engine.agreement import is_of_this_run, rank_identity
 from serving.engine.failures import FirstCause, again, dead_error, start_error
 from serving.engine.folder import SocketFolder
-from serving.engine.gate import CurveGate, Seldom
 from serving.engine.launch import EngineMain, LocalEngines
-from serving.engine.messages import (
+from serving.engine.options import EngineOptions
+from serving.engine.process import run_engine
+from serving.engine.routing import RequestStream, Router
+from serving.engine.vital_signs import VitalSigns
+from serving.engine.wire.agreement import is_of_this_run, rank_identity
+from serving.engine.wire.gate import CurveGate, Seldom
+from serving.engine.wire.messages import (
     Abort,
     Add,
     Alive,
@@ -50,12 +54,8 @@ from serving.engine.messages import (
     error_kind,
     make_error,
 )
-from serving.engine.options import EngineOptions
-from serving.engine.process import run_engine
-from serving.engine.rendezvous import Run, announce_network, check_node, host_store, numeric_address
-from serving.engine.routing import RequestStream, Router
-from serving.engine.secret import ClusterSecret, CurveKeys, read_secret
-from serving.engine.vital_signs import VitalSigns
+from serving.engine.wire.rendezvous import Run, announce_network, check_node, host_store, numeric_address
+from serving.engine.wire.secret import ClusterSecret, CurveKeys, read_secret
 from serving.logs import log_event
 from serving.requests import EngineDead, EngineStatistics, RequestInput, RequestOutput
 from ubatch import ConfigError, UBatchError

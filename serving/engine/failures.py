@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from serving.engine.messages import Failed, make_error
+from serving.engine.wire.messages import Failed, make_error
 from serving.requests import EngineDead
 from ubatch import ConfigError, UBatchError
 

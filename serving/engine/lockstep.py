@@ -28,7 +28,8 @@ import msgspec
 import zmq
 
 from model_runner import fresh_seed
-from serving.engine.messages import (
+from serving.engine.options import EngineOptions
+from serving.engine.wire.messages import (
     Add,
     Alive,
     Failed,
@@ -43,8 +44,7 @@ from serving.engine.messages import (
     decode_turn,
     encode,
 )
-from serving.engine.options import EngineOptions
-from serving.engine.rendezvous import post_turns_address, turns_address
+from serving.engine.wire.rendezvous import post_turns_address, turns_address
 from serving.requests import RequestInput
 from ubatch import TransferTimeout, UBatchError
 from ubatch.process.heartbeat import beat

@@ -13,11 +13,11 @@ from typing import Self
 import torch.distributed as dist
 
 from serving.engine.launch import EngineMain, LocalEngines
-from serving.engine.link import EngineLink
-from serving.engine.messages import Failed, NodeAlive
 from serving.engine.options import EngineOptions
 from serving.engine.process import run_engine
-from serving.engine.rendezvous import claim_node, connect_store, join_run, post_node
+from serving.engine.wire.link import EngineLink
+from serving.engine.wire.messages import Failed, NodeAlive
+from serving.engine.wire.rendezvous import claim_node, connect_store, join_run, post_node
 from serving.logs import log_event
 from serving.network import warn_of_loopback
 from ubatch import ConfigError

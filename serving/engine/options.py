@@ -54,7 +54,7 @@ class EngineOptions:
         node_rank: this one.
         master_addr: where node 0 is reached by the others.
         master_port: the port of the rendezvous; 0 picks one (one node only).
-        cluster_secret_file: what all nodes know and nobody else; each process reads it (`serving.engine.secret`).
+        cluster_secret_file: what all nodes know and nobody else; each process reads it (`serving.engine.wire.secret`).
 
     Raises:
         ConfigError: at construction, for ranks and nodes that do not fit together.

@@ -40,9 +40,10 @@ from attention import KVCacheExhausted
 from model_runner import CheckpointError, ModelRunner, RequestError
 from serving.engine.build import make_core, make_runner, warm_up
 from serving.engine.core import EngineCore
-from serving.engine.link import EngineLink
 from serving.engine.lockstep import Link, join_turns
-from serving.engine.messages import (
+from serving.engine.options import EngineOptions
+from serving.engine.wire.link import EngineLink
+from serving.engine.wire.messages import (
     Abort,
     Add,
     Alive,
@@ -59,8 +60,7 @@ from serving.engine.messages import (
     Wake,
     error_kind,
 )
-from serving.engine.options import EngineOptions
-from serving.engine.rendezvous import Run, connect_store, init_ranks, join_run
+from serving.engine.wire.rendezvous import Run, connect_store, init_ranks, join_run
 from serving.logs import configure_logging, log_event
 from serving.pinning import pin_rank
 from serving.requests import RequestOutput

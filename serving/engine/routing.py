@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 
-from serving.engine.messages import Outputs
+from serving.engine.wire.messages import Outputs
 from serving.requests import DraftCounts, EngineStatistics, RequestInput, RequestOutput
 from ubatch import UBatchError
 

@@ -14,8 +14,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from serving.engine.messages import Alive, Failed
 from serving.engine.options import EngineOptions
+from serving.engine.wire.messages import Alive, Failed
 
 __all__ = ["VitalSigns"]
 

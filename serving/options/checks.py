@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from model_runner import ModelConfig
 from model_runner.transport import LOCAL, check_schedules_by_name
 from moe import check_all2all_options
-from serving.engine.secret import read_secret
+from serving.engine.wire.secret import read_secret
 from serving.options.flags import Parallelism, PerMode, Server
 from serving.options.overlap import overlap_config
 from serving.options.sources import API_KEY_VARIABLE, Settings, Source

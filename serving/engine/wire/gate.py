@@ -15,7 +15,7 @@ import zmq.asyncio
 from zmq.auth.asyncio import AsyncioAuthenticator
 from zmq.utils.monitor import recv_monitor_message
 
-from serving.engine.secret import CurveKeys
+from serving.engine.wire.secret import CurveKeys
 from serving.logs import log_event
 
 __all__ = ["MOST_BYTES", "CurveGate", "Seldom"]

@@ -11,8 +11,8 @@ from dataclasses import fields
 
 import msgspec
 
-from serving.engine.messages import Alive, Failed, FromEngine, NodeAlive, Outputs, ProfileWritten, Ready, Refused
 from serving.engine.options import EngineOptions
+from serving.engine.wire.messages import Alive, Failed, FromEngine, NodeAlive, Outputs, ProfileWritten, Ready, Refused
 from ubatch import ConfigError
 
 __all__ = ["describe_shape", "is_of_this_run", "rank_identity", "require_same_shape"]

@@ -25,9 +25,9 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from serving.engine.agreement import describe_shape, require_same_shape
 from serving.engine.options import EngineOptions
-from serving.engine.secret import ClusterSecret, CurveKeys, read_secret
+from serving.engine.wire.agreement import describe_shape, require_same_shape
+from serving.engine.wire.secret import ClusterSecret, CurveKeys, read_secret
 from serving.logs import log_event
 from serving.network import choose_interface, listening_store, warn_of_loopback
 from ubatch import ConfigError, ForgedValue, UBatchError

@@ -10,9 +10,9 @@ import msgspec
 import zmq
 
 from model_runner import RequestError
-from serving.engine.gate import MOST_BYTES
-from serving.engine.messages import FromEngine, Outputs, Refused, Shutdown, ToEngine, decode_to_engine, encode
-from serving.engine.secret import CurveKeys
+from serving.engine.wire.gate import MOST_BYTES
+from serving.engine.wire.messages import FromEngine, Outputs, Refused, Shutdown, ToEngine, decode_to_engine, encode
+from serving.engine.wire.secret import CurveKeys
 from ubatch import UBatchError
 
 __all__ = ["EngineLink"]
