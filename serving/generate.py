@@ -15,16 +15,16 @@ from tqdm import tqdm
 
 from model_runner import FAULTS, FinishReason, ModelRunner, SamplingParams, fresh_seed
 from model_runner import generate as generate_tokens
-from serving.engine.build import make_runner
 from serving.engine.options import EngineOptions
+from serving.engine.rank.build import make_runner
+from serving.engine.rank.graph_capture import capture_graphs
+from serving.engine.rank.runner_setup import describe_memory
 from serving.generate_drafted import DraftedOutput, generate_drafted
 from serving.generate_options import GenerateCommand, Prompts, load_tokenizer, read
-from serving.graph_capture import capture_graphs
 from serving.options import describe_settings, fetch_checkpoints
 from serving.pinning import pin_rank
 from serving.ranks import run_ranks
 from serving.requests import DraftCounts
-from serving.runner_setup import describe_memory
 from ubatch import CommGroup
 
 __all__ = [

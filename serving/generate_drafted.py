@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from model_runner import FinishReason, ModelRunner, SamplingParams, check_request
-from serving.engine.core import EngineCore
+from serving.engine.rank.core import EngineCore
 from serving.requests import DraftCounts, RequestInput, RequestOutput
 from serving.scheduler import SchedulerConfig
 from serving.speculation import SpeculationConfig, make_scheduler

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from model_runner import ModelRunner, PendingStep, SamplingParams, ScheduledRequest
-from serving.engine import EngineClient, EngineOptions, process
-from serving.engine.process import run_engine
+from serving.engine import EngineClient, EngineOptions
+from serving.engine.rank import process
+from serving.engine.rank.process import run_engine
 from serving.requests import RequestInput
 from serving.scheduler import SchedulerConfig
 from ubatch import UBatchConfig

@@ -17,7 +17,7 @@ WHERE_USED = [
     *(
         "model_runner",
         "serving.workbench.bench.runtime.overlap",
-        "serving.engine.process",
+        "serving.engine.rank.process",
         "torch.distributed.tensor.parallel",
     ),
     "torch._dynamo",

@@ -17,9 +17,9 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
-import serving.engine.build as build
 import serving.engine.launch as launch
 import serving.engine.node as node
+import serving.engine.rank.build as build
 import serving.engine.wire.rendezvous as rendezvous
 import serving.generate as generate
 import serving.serve as serve

@@ -23,10 +23,10 @@ from model_runner.graph_mode import capturable_families
 from model_runner.graph_sizes import graph_families
 from model_runner.transport import check_schedules, most_chunks
 from moe import StepSizes, check_all2all_options, check_schedule, default_all2all_options, make_all2all, traits_in
+from serving.engine.rank.runner_setup import describe_transport
 from serving.options import SERVE, Machine, Settings, describe_settings, resolve_settings, to_engine_options
 from serving.options.command_line import read_command_line
 from serving.options.sources import Source, read_file, read_keywords
-from serving.runner_setup import describe_transport
 from serving.tuning.steps import ArmSteps
 from ubatch import CommGroup, ConfigError, ForwardMode, UBatchConfig
 from ubatch.schedules.layer_program import LayerTimes

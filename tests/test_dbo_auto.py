@@ -18,7 +18,7 @@ from model_runner.dbo_policy import Policy
 from model_runner.dp import BatchShape
 from ranks import run_ranks
 from serving.engine import EngineOptions
-from serving.engine.build import make_core, make_runner
+from serving.engine.rank.build import make_core, make_runner
 from serving.options import read_serve_command
 from serving.scheduler import SchedulerConfig
 from ubatch import CommGroup, ConfigError, Decision, DeclineReason, ForwardMode, UBatchConfig, fingerprint

@@ -18,7 +18,7 @@ from model_runner.dbo_policy import Policy
 from moe import All2AllTraits
 from ranks import run_ranks
 from serving.engine import EngineOptions
-from serving.engine.build import make_runner, warm_up
+from serving.engine.rank.build import make_runner, warm_up
 from serving.scheduler import SchedulerConfig
 from serving.tuning import auto as auto_search
 from serving.tuning.auto import Room, prepare_auto

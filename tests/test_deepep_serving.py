@@ -26,8 +26,8 @@ from runner_graph_cases import EXPERTS
 from model_runner import ModelRunner, RandomQwen3Moe, SamplingParams, make_random_qwen3_moe
 from ranks import run_ranks
 from serving.engine import EngineClient, EngineOptions
-from serving.engine.build import make_core, make_runner, warm_up
-from serving.engine.process import run_engine
+from serving.engine.rank.build import make_core, make_runner, warm_up
+from serving.engine.rank.process import run_engine
 from serving.options import SERVE, Machine, resolve_settings, to_engine_options
 from serving.options.command_line import read_command_line
 from serving.requests import RequestInput
@@ -71,7 +71,10 @@ def options_of(checkpoint: str, ranks: int, backend: str) -> EngineOptions:
 def on_a_fake_gpu(*, captures: bool = True) -> Iterator[None]:
     """Runners record graphs, with back ends that can be recorded; `import deep_ep` finds the stand-in."""
     settings: dict[str, Any] = {"graphs": FakeGraphs()} if captures else {}
-    with deep_ep_standin.installed(), mock.patch("serving.engine.build.ModelRunner", partial(ModelRunner, **settings)):
+    with (
+        deep_ep_standin.installed(),
+        mock.patch("serving.engine.rank.build.ModelRunner", partial(ModelRunner, **settings)),
+    ):
         yield
 
 

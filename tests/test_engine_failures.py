@@ -25,7 +25,7 @@ from engine_mains import (
 from model_runner import CheckpointError, SamplingParams
 from serving.engine import EngineClient, EngineOptions
 from serving.engine.launch import EngineMain
-from serving.engine.process import run_engine
+from serving.engine.rank.process import run_engine
 from serving.requests import EngineDead
 from ubatch import ConfigError, UBatchConfig
 

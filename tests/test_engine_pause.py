@@ -13,7 +13,7 @@ from fake_device import FakeDevice, FakeStep, expected_output, make_core
 
 from model_runner import SamplingParams, ScheduledRequest
 from ranks import run_ranks
-from serving.engine.process import Engine
+from serving.engine.rank.process import Engine
 from serving.engine.wire.messages import Add, FromEngine, Outputs, Ready, Shutdown, ToEngine, Wake
 from serving.requests import RequestInput
 from ubatch import CommGroup

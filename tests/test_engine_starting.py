@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from serving.engine import process
-from serving.engine.core import EngineCore
 from serving.engine.options import EngineOptions
+from serving.engine.rank import process
+from serving.engine.rank.core import EngineCore
 from serving.engine.wire.rendezvous import Run
 from serving.scheduler import SchedulerConfig
 from serving.speculation import Algorithm, SpeculationConfig

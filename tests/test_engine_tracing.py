@@ -10,7 +10,7 @@ import pytest
 from fake_device import DECLINED, ENGAGED, make_core
 
 from model_runner import SamplingParams
-from serving.engine.tracing import StepTracer
+from serving.engine.rank.tracing import StepTracer
 from serving.requests import RequestInput
 from ubatch import Span, SpanKind, current_trace, summarise
 from ubatch.trace.file import read_chrome
@@ -125,7 +125,7 @@ def test_a_profile_that_ends_while_its_step_is_in_flight_is_no_statistic(tmp_pat
 
 
 def test_a_forgotten_profile_ends_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("serving.engine.tracing.MOST_SPANS", 10)
+    monkeypatch.setattr("serving.engine.rank.tracing.MOST_SPANS", 10)
     tracer = StepTracer()
     tracer.start_profile()
     recorded = 0

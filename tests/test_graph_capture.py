@@ -13,9 +13,9 @@ from fake_graphs import FakeGraphs
 from runner_graph_cases import TINY, make_checkpoint, make_runner
 
 from model_runner import ModelRunner, SamplingParams
-from serving.engine.build import make_core, warm_up, warm_up_lengths
 from serving.engine.options import EngineOptions
-from serving.graph_capture import capture_graphs
+from serving.engine.rank.build import make_core, warm_up, warm_up_lengths
+from serving.engine.rank.graph_capture import capture_graphs
 from serving.requests import EngineStatistics, RequestInput
 from serving.scheduler import SchedulerConfig
 from serving.speculation import Algorithm, SpeculationConfig, runner_options

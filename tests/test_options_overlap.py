@@ -12,7 +12,7 @@ from dense_checkpoint import DenseQwen3
 from model_runner import make_random_qwen3_moe
 from moe import FusedExperts
 from serving.cli import main
-from serving.engine.build import make_runner
+from serving.engine.rank.build import make_runner
 from serving.options import Machine, describe_settings, notes, read_serve_command, resolve_settings, to_engine_options
 from serving.options.sources import read_file, read_keywords
 from ubatch import SCHEDULES, ConfigError, ForwardMode, Schedule, UBatchConfig

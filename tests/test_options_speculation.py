@@ -12,8 +12,8 @@ from attention import UBatchAttention
 from model_runner import ModelRunner
 from model_runner.speculation import Acceptance
 from serving.cli import main
-from serving.engine.build import make_core
 from serving.engine.options import EngineOptions
+from serving.engine.rank.build import make_core
 from serving.generate_options import read as read_generate
 from serving.options import (
     Machine,

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-import serving.engine.process as process
+import serving.engine.rank.process as process
 import serving.pinning as pinning
 import ubatch.process.cores
 from serving import generate

@@ -21,10 +21,10 @@ from test_scheduler_random import be_optimistic
 from model_runner import Draft, ModelRunner, Request, SamplingParams, generate
 from serving import LLM
 from serving.cli import main
-from serving.engine.build import make_core
-from serving.engine.build import make_runner as make_engine_runner
-from serving.engine.core import EngineCore
 from serving.engine.options import EngineOptions
+from serving.engine.rank.build import make_core
+from serving.engine.rank.build import make_runner as make_engine_runner
+from serving.engine.rank.core import EngineCore
 from serving.requests import DraftCounts, EngineStatistics, RequestInput
 from serving.scheduler import Scheduler, SchedulerConfig
 from serving.scheduler.speculation import depth_of

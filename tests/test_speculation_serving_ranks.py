@@ -13,7 +13,7 @@ from fake_proposer import FakeProposer
 from model_runner import ModelRunner, Request, SamplingParams
 from ranks import run_ranks
 from serving import LLM
-from serving.engine.core import EngineCore
+from serving.engine.rank.core import EngineCore
 from serving.requests import RequestInput
 from serving.scheduler import Scheduler, SchedulerConfig
 from serving.speculation import Algorithm, SpeculationConfig

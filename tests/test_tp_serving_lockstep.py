@@ -17,9 +17,9 @@ from fake_device import FakeDevice, FakeStep, expected_output, make_core
 
 from model_runner import SamplingParams, ScheduledRequest
 from serving.engine import EngineOptions
-from serving.engine.core import EngineCore
-from serving.engine.lockstep import FollowerLink, LeaderLink, OutOfStep, join_turns
-from serving.engine.process import Engine
+from serving.engine.rank.core import EngineCore
+from serving.engine.rank.lockstep import FollowerLink, LeaderLink, OutOfStep, join_turns
+from serving.engine.rank.process import Engine
 from serving.engine.wire.messages import (
     Abort,
     Add,

@@ -23,7 +23,7 @@ from model_runner import weight_pass as module
 from model_runner import weights as weights_module
 from model_runner.speculation.draft_network import load_draft
 from model_runner.weight_pass import PINNED_BYTES, Wanted, WeightPass
-from serving.runner_setup import WeightsBar
+from serving.engine.rank.runner_setup import WeightsBar
 
 CPU = torch.device("cpu")
 

@@ -15,9 +15,9 @@ client         all of it, as the API sees it
 """
 
 from serving.engine.client import EngineClient, EngineInfo
-from serving.engine.core import EngineCore, Executor, LaunchedStep, StepScheduler
 from serving.engine.node import run_node
 from serving.engine.options import EngineOptions
+from serving.engine.rank.core import EngineCore, Executor, LaunchedStep, StepScheduler
 
 __all__ = [
     "EngineClient",

@@ -28,7 +28,7 @@ from serving.engine.failures import FirstCause, again, dead_error, start_error
 from serving.engine.folder import SocketFolder
 from serving.engine.launch import EngineMain, LocalEngines
 from serving.engine.options import EngineOptions
-from serving.engine.process import run_engine
+from serving.engine.rank.process import run_engine
 from serving.engine.routing import RequestStream, Router
 from serving.engine.vital_signs import VitalSigns
 from serving.engine.wire.agreement import is_of_this_run, rank_identity

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from serving.engine.launch import EngineMain, LocalEngines
 from serving.engine.options import EngineOptions
-from serving.engine.process import run_engine
+from serving.engine.rank.process import run_engine
 from serving.engine.wire.link import EngineLink
 from serving.engine.wire.messages import Failed, NodeAlive
 from serving.engine.wire.rendezvous import claim_node, connect_store, join_run, post_node

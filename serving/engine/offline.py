@@ -9,9 +9,9 @@ from concurrent.futures import Future, wait
 from contextlib import aclosing
 from typing import Any, Protocol, TypeAlias, TypeVar
 
-from serving.engine.build import make_core, make_runner, warm_up
 from serving.engine.client import EngineClient
 from serving.engine.options import EngineOptions
+from serving.engine.rank.build import make_core, make_runner, warm_up
 from serving.requests import EngineStatistics, RequestInput, RequestOutput
 
 __all__ = ["InProcessEngine", "OfflineEngine", "OnOutput", "RankEngines", "make_offline_engine"]

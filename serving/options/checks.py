@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from model_runner import ModelConfig
 from model_runner.transport import LOCAL, check_schedules_by_name
 from moe import check_all2all_options
+from serving.engine.rank.runner_setup import backend_faults, tensor_parallel_faults
 from serving.engine.wire.secret import read_secret
 from serving.options.flags import Parallelism, PerMode, Server
 from serving.options.overlap import overlap_config
 from serving.options.sources import API_KEY_VARIABLE, Settings, Source
 from serving.options.speculation import check_speculation
-from serving.runner_setup import backend_faults, tensor_parallel_faults
 from ubatch import ConfigError
 from ubatch.schedules.modes import MODE_KEYS
 

@@ -16,6 +16,7 @@ from model_runner import (
 )
 from model_runner.transport import AUTO, choose_all2all
 from serving.engine.options import EngineOptions
+from serving.engine.rank.runner_setup import choose_dtype, count_gpus, read_config
 from serving.options.checks import Machine, check_alone, check_with_model
 from serving.options.command_line import read_command_line
 from serving.options.folders import locate
@@ -34,7 +35,6 @@ from serving.options.sources import (
 )
 from serving.options.speculation import check_draft_network, derive_speculation, speculation_config
 from serving.options.tables import SERVE, Table
-from serving.runner_setup import choose_dtype, count_gpus, read_config
 from serving.scheduler import SchedulerConfig, SchedulingPolicy
 from ubatch import ConfigError
 

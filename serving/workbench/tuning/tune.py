@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 from model_runner.transport import resolve_all2all
-from serving.engine.build import make_runner
 from serving.engine.options import EngineOptions
+from serving.engine.rank.build import make_runner
 from serving.generate import print_notes
 from serving.options import (
     TUNE,

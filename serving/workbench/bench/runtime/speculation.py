@@ -25,9 +25,9 @@ import torch
 from pydantic import Field
 
 from model_runner import SamplingParams
-from serving.engine.build import make_core, make_runner
-from serving.engine.core import EngineCore
 from serving.engine.options import EngineOptions
+from serving.engine.rank.build import make_core, make_runner
+from serving.engine.rank.core import EngineCore
 from serving.requests import DraftCounts, RequestInput
 from serving.scheduler import SchedulerConfig
 from serving.speculation import Algorithm, SpeculationConfig

@@ -20,7 +20,7 @@ from typing import Any
 
 from attention import BlockAllocator, RequestToTokenTable
 from model_runner import SamplingParams, ScheduledRequest, StepOutput
-from serving.engine.core import EngineCore
+from serving.engine.rank.core import EngineCore
 from serving.requests import RequestInput
 from serving.scheduler import Scheduler, SchedulerConfig
 from serving.workbench.bench.statistics import Interval, bootstrap, interleave_arms, paired

@@ -7,11 +7,11 @@ import logging
 import torch
 
 from model_runner import DboAuto, ModelRunner, SamplingParams, generate
-from serving.engine.core import EngineCore
 from serving.engine.options import EngineOptions
-from serving.graph_capture import capture_graphs
+from serving.engine.rank.core import EngineCore
+from serving.engine.rank.graph_capture import capture_graphs
+from serving.engine.rank.runner_setup import WeightsBar, make_link
 from serving.logs import log_event
-from serving.runner_setup import WeightsBar, make_link
 from serving.speculation import make_scheduler, runner_options
 from serving.tuning.auto import Room, prepare_auto
 from ubatch import CommGroup, ConfigError

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from model_runner import ScheduledRequest, StepOutput
-from serving.engine.tracing import StepTracer
+from serving.engine.rank.tracing import StepTracer
 from serving.requests import EngineStatistics, RequestInput, RequestOutput
 from serving.scheduler import ScheduledStep
 from ubatch import ForwardMode, Trace, UBatchError

@@ -38,10 +38,11 @@ from tqdm import tqdm
 
 from attention import KVCacheExhausted
 from model_runner import CheckpointError, ModelRunner, RequestError
-from serving.engine.build import make_core, make_runner, warm_up
-from serving.engine.core import EngineCore
-from serving.engine.lockstep import Link, join_turns
 from serving.engine.options import EngineOptions
+from serving.engine.rank.build import make_core, make_runner, warm_up
+from serving.engine.rank.core import EngineCore
+from serving.engine.rank.lockstep import Link, join_turns
+from serving.engine.rank.runner_setup import describe_memory, describe_transport
 from serving.engine.wire.link import EngineLink
 from serving.engine.wire.messages import (
     Abort,
@@ -64,7 +65,6 @@ from serving.engine.wire.rendezvous import Run, connect_store, init_ranks, join_
 from serving.logs import configure_logging, log_event
 from serving.pinning import pin_rank
 from serving.requests import RequestOutput
-from serving.runner_setup import describe_memory, describe_transport
 from ubatch import CommGroup, ConfigError, GroupBroken, PeerFailed, TransferTimeout, UBatchError
 from ubatch.process.heartbeat import Heart, stop_hearts
 from ubatch.ranks.long_calls import taking_long
