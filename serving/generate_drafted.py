@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 
 from model_runner import FinishReason, ModelRunner, SamplingParams, check_request
 from serving.engine.rank.core import EngineCore
+from serving.engine.speculation import SpeculationConfig, make_scheduler
 from serving.requests import DraftCounts, RequestInput, RequestOutput
 from serving.scheduler import SchedulerConfig
-from serving.speculation import SpeculationConfig, make_scheduler
 
 __all__ = ["DraftedOutput", "generate_drafted"]
 

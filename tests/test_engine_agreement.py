@@ -22,12 +22,12 @@ from engine_mains import MODEL, tiny
 from ranks import free_port
 from serving.engine import EngineClient, EngineOptions, run_node
 from serving.engine.client import EngineClient as Client
+from serving.engine.speculation import Algorithm, SpeculationConfig
 from serving.engine.wire.agreement import describe_shape, require_same_shape
 from serving.engine.wire.messages import Alive, Failed, NodeAlive, Outputs, ProfileWritten, Ready, Refused, encode
 from serving.engine.wire.rendezvous import Run, check_node, claim_node, join_run, post_node
 from serving.requests import EngineStatistics
 from serving.scheduler import SchedulerConfig
-from serving.speculation import Algorithm, SpeculationConfig
 from ubatch import ConfigError, UBatchConfig
 
 

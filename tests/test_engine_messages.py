@@ -11,6 +11,7 @@ from attention import KVCacheExhausted
 from model_runner import CheckpointError, FinishReason, RequestError, SamplingParams, TensorMissing, TokenLogprobs
 from serving.engine import EngineOptions
 from serving.engine.failures import dead_error, start_error
+from serving.engine.speculation import Algorithm, SpeculationConfig
 from serving.engine.wire import messages
 from serving.engine.wire.messages import (
     Abort,
@@ -34,7 +35,6 @@ from serving.engine.wire.messages import (
     make_error,
 )
 from serving.requests import EngineDead, EngineStatistics, RequestInput, RequestOutput
-from serving.speculation import Algorithm, SpeculationConfig
 from ubatch import ConfigError, PeerFailed
 
 PARAMS = SamplingParams(

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from serving.engine.options import EngineOptions
 from serving.engine.rank import process
 from serving.engine.rank.core import EngineCore
+from serving.engine.speculation import Algorithm, SpeculationConfig
 from serving.engine.wire.rendezvous import Run
 from serving.scheduler import SchedulerConfig
-from serving.speculation import Algorithm, SpeculationConfig
 from ubatch.process import lateness
 
 MODELS = Path(__file__).resolve().parent.parent / "examples" / "models"

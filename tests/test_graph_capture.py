@@ -16,9 +16,9 @@ from model_runner import ModelRunner, SamplingParams
 from serving.engine.options import EngineOptions
 from serving.engine.rank.build import make_core, warm_up, warm_up_lengths
 from serving.engine.rank.graph_capture import capture_graphs
+from serving.engine.speculation import Algorithm, SpeculationConfig, runner_options
 from serving.requests import EngineStatistics, RequestInput
 from serving.scheduler import SchedulerConfig
-from serving.speculation import Algorithm, SpeculationConfig, runner_options
 
 
 @pytest.fixture(scope="module")

@@ -27,8 +27,8 @@ from model_runner.input_batch import InputBatch
 from model_runner.kv_memory import blocks_beside
 from model_runner.memory_profile import MemoryUse, graphs_in_all, largest_step
 from ranks import run_ranks
+from serving.engine.speculation import Algorithm, SpeculationConfig, runner_options
 from serving.generate_drafted import generate_drafted
-from serving.speculation import Algorithm, SpeculationConfig, runner_options
 from ubatch import CommGroup, ConfigError, ForwardMode
 from ubatch.lanes.workers import _Job
 

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from serving.cli import main
+from serving.engine.speculation import Algorithm, SpeculationConfig
 from serving.options import (
     Machine,
     Settings,
@@ -26,7 +27,6 @@ from serving.options import (
 from serving.options.fields import parse_bytes
 from serving.options.sources import merge, read_file, read_keywords
 from serving.scheduler import SchedulingPolicy
-from serving.speculation import Algorithm, SpeculationConfig
 from ubatch import ConfigError, UBatchConfig
 
 REPOSITORY = Path(__file__).resolve().parent.parent

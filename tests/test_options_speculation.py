@@ -14,6 +14,7 @@ from model_runner.speculation import Acceptance
 from serving.cli import main
 from serving.engine.options import EngineOptions
 from serving.engine.rank.build import make_core
+from serving.engine.speculation import Algorithm, SpeculationConfig, runner_options
 from serving.generate_options import read as read_generate
 from serving.options import (
     Machine,
@@ -23,7 +24,6 @@ from serving.options import (
 )
 from serving.options.flags import Speculation
 from serving.options.sources import read_file, read_keywords
-from serving.speculation import Algorithm, SpeculationConfig, runner_options
 from ubatch import ConfigError
 
 MODELS = Path(__file__).resolve().parent.parent / "examples" / "models"

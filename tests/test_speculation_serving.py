@@ -25,10 +25,10 @@ from serving.engine.options import EngineOptions
 from serving.engine.rank.build import make_core
 from serving.engine.rank.build import make_runner as make_engine_runner
 from serving.engine.rank.core import EngineCore
+from serving.engine.speculation import Algorithm, SpeculationConfig
 from serving.requests import DraftCounts, EngineStatistics, RequestInput
 from serving.scheduler import Scheduler, SchedulerConfig
 from serving.scheduler.speculation import depth_of
-from serving.speculation import Algorithm, SpeculationConfig
 from serving.workbench.bench.runtime.speculation_census import census_of
 from ubatch import ConfigError, UBatchConfig
 

@@ -14,9 +14,9 @@ from model_runner import ModelRunner, Request, SamplingParams
 from ranks import run_ranks
 from serving import LLM
 from serving.engine.rank.core import EngineCore
+from serving.engine.speculation import Algorithm, SpeculationConfig
 from serving.requests import RequestInput
 from serving.scheduler import Scheduler, SchedulerConfig
-from serving.speculation import Algorithm, SpeculationConfig
 from serving.workbench.bench.runtime.speculation_census import census_of, take_census
 from ubatch import CommGroup, UBatchConfig
 

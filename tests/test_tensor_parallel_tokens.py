@@ -9,8 +9,8 @@ from torch import Tensor
 
 from model_runner import Acceptance, ModelRunner, SamplingParams, generate
 from ranks import run_ranks
+from serving.engine.speculation import Algorithm, SpeculationConfig, runner_options
 from serving.generate_drafted import generate_drafted
-from serving.speculation import Algorithm, SpeculationConfig, runner_options
 from ubatch import CommGroup, UBatchConfig
 
 MODEL = Path(__file__).resolve().parent.parent / "examples" / "models" / "tiny-moe"

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from serving.engine.speculation import SpeculationConfig
 from serving.scheduler import SchedulerConfig
-from serving.speculation import SpeculationConfig
 from ubatch import ConfigError, UBatchConfig
 
 __all__ = ["EngineOptions"]

@@ -15,8 +15,8 @@ from contextlib import closing
 from model_runner import Checkpoint, CheckpointError, ModelConfig
 from model_runner.speculation import Acceptance
 from model_runner.speculation.draft_tree import most_nodes
+from serving.engine.speculation import Algorithm, SpeculationConfig
 from serving.options.sources import Settings
-from serving.speculation import Algorithm, SpeculationConfig
 from ubatch import ConfigError
 
 __all__ = ["check_draft_network", "check_speculation", "derive_speculation", "speculation_config"]

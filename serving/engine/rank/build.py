@@ -11,8 +11,8 @@ from serving.engine.options import EngineOptions
 from serving.engine.rank.core import EngineCore
 from serving.engine.rank.graph_capture import capture_graphs
 from serving.engine.rank.runner_setup import WeightsBar, make_link
+from serving.engine.speculation import make_scheduler, runner_options
 from serving.logs import log_event
-from serving.speculation import make_scheduler, runner_options
 from serving.tuning.auto import Room, prepare_auto
 from ubatch import CommGroup, ConfigError
 

@@ -28,9 +28,9 @@ from model_runner import SamplingParams
 from serving.engine.options import EngineOptions
 from serving.engine.rank.build import make_core, make_runner
 from serving.engine.rank.core import EngineCore
+from serving.engine.speculation import Algorithm, SpeculationConfig
 from serving.requests import DraftCounts, RequestInput
 from serving.scheduler import SchedulerConfig
-from serving.speculation import Algorithm, SpeculationConfig
 from serving.text.detokenizer import load_tokenizer
 from serving.workbench.bench.corpus import read_corpus
 from serving.workbench.bench.options import BlockOptions

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from model_runner import SamplingParams
+from serving.engine.speculation import SpeculationConfig
 from serving.llm import LLM
-from serving.speculation import SpeculationConfig
 from ubatch import DeclineReason, UBatchError
 
 __all__ = ["Census", "census_of", "take_census"]

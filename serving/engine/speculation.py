@@ -117,7 +117,7 @@ def make_proposer(config: SpeculationConfig, runner: ModelRunner) -> Proposer:
     if proposer is None:
         raise ConfigError(
             f"the runner was made without a draft network, so {config.algorithm} cannot draft for it. Give ModelRunner "
-            "what serving.speculation.runner_options says."
+            "what serving.engine.speculation.runner_options says."
         )
     runner.set_observer(proposer)
     return proposer
