@@ -22,7 +22,7 @@ import h11
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from serving.api.errors import ApiError, error_response
+from serving.api.schema.errors import ApiError, error_response
 from serving.logs import log_event
 from ubatch import UBatchError
 

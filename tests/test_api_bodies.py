@@ -14,7 +14,7 @@ from fake_engine import FakeEngine
 from pydantic import ValidationError
 
 from serving.api import bodies, prompts
-from serving.api.request_models import CompletionRequest
+from serving.api.schema.request_models import CompletionRequest
 from serving.text.detokenizer import Vocabulary
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"

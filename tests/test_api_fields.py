@@ -13,15 +13,15 @@ from api_clients import app_of, call, post
 from fake_engine import FakeEngine
 from pydantic import BaseModel
 
-from serving.api import unsupported_fields
-from serving.api.request_models import (
+from serving.api.schema import unsupported_fields
+from serving.api.schema.request_models import (
     ChatCompletionRequest,
     CompletionRequest,
     DetokenizeRequest,
     StreamOptions,
     TokenizeRequest,
 )
-from serving.api.unsupported_fields import MAX_NAME_CHARACTERS, MAX_NAMED, UNUSED
+from serving.api.schema.unsupported_fields import MAX_NAME_CHARACTERS, MAX_NAMED, UNUSED
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "api.md"
 MESSAGES = [{"role": "user", "content": "a"}]

@@ -15,8 +15,8 @@ from api_clients import app_of
 from fake_engine import FakeEngine
 
 from serving.api import long_work
-from serving.api.errors import ApiError
 from serving.api.long_work import SHORT_BYTES, THREADS, LongWork
+from serving.api.schema.errors import ApiError
 from serving.requests import QueueFull
 
 

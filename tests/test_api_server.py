@@ -12,7 +12,13 @@ from fake_engine import FakeEngine
 from prometheus_client import CollectorRegistry, Counter, make_asgi_app
 from pydantic import BaseModel
 
-from serving.api.response_models import ChatCompletion, ChatCompletionChunk, Completion, CompletionChunk, ErrorBody
+from serving.api.schema.response_models import (
+    ChatCompletion,
+    ChatCompletionChunk,
+    Completion,
+    CompletionChunk,
+    ErrorBody,
+)
 from serving.requests import EngineDead
 from ubatch import UBatchError
 

@@ -15,7 +15,7 @@ import torch
 from openai_stub import running_stub
 from safetensors.torch import load_file
 
-from serving.api.errors import shown
+from serving.api.schema.errors import shown
 from serving.workbench.bench.server.abuse.attacks import ATTACKS, Target
 from serving.workbench.bench.server.abuse.command import Options, run
 from serving.workbench.bench.server.abuse.judge import (

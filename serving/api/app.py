@@ -14,12 +14,12 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from serving.api.bodies import BodyLimit
 from serving.api.description import complete_description
-from serving.api.errors import ApiError, add_error_handlers, error_response
 from serving.api.long_work import LongWork
 from serving.api.observer import NoObserver, RequestObserver
 from serving.api.request_log import RequestLog
 from serving.api.routes import router
 from serving.api.sampling import SamplingDefaults
+from serving.api.schema.errors import ApiError, add_error_handlers, error_response
 from serving.api.service import Engine, Service
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from fastapi.routing import APIRoute
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from serving.api.errors import ApiError, error_response
+from serving.api.schema.errors import ApiError, error_response
 
 __all__ = ["BodyLimit", "JsonRoute"]
 

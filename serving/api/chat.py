@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from serving.api.answer import Answer, Gathered, check_common, check_logprobs, check_outputs
-from serving.api.errors import ApiError
 from serving.api.generation import Delta, Output, make_outputs
 from serving.api.logprobs import chat_logprobs
 from serving.api.prompts import (
@@ -20,8 +19,9 @@ from serving.api.prompts import (
     encode,
     truncated,
 )
-from serving.api.request_models import ChatCompletionRequest
 from serving.api.sampling import sampling_params
+from serving.api.schema.errors import ApiError
+from serving.api.schema.request_models import ChatCompletionRequest
 from serving.api.service import Service
 from serving.api.token_limits import token_limits
 

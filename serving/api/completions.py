@@ -9,13 +9,13 @@ from itertools import chain
 from typing import Any
 
 from serving.api.answer import SCORED_AT_ONCE, Answer, Gathered, check_common, check_logprobs, check_outputs
-from serving.api.errors import ApiError
 from serving.api.generation import Delta, Output, make_outputs
-from serving.api.json_lists import JsonLists
 from serving.api.logprobs import COMPLETION_LISTS, CompletionLogprobsWriter
 from serving.api.prompts import check_length, decode, prompts_in, prompts_of
-from serving.api.request_models import DEFAULT_MAX_TOKENS, CompletionRequest
 from serving.api.sampling import sampling_params
+from serving.api.schema.errors import ApiError
+from serving.api.schema.json_lists import JsonLists
+from serving.api.schema.request_models import DEFAULT_MAX_TOKENS, CompletionRequest
 from serving.api.service import Service
 from serving.api.token_limits import token_limits
 

@@ -8,9 +8,9 @@ from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 
 from model_runner import FAULTS, FinishReason, SamplingParams, TokenLogprobs
-from serving.api.errors import ApiError
 from serving.api.observer import RequestObserver
-from serving.api.request_models import GenerationRequest
+from serving.api.schema.errors import ApiError
+from serving.api.schema.request_models import GenerationRequest
 from serving.api.service import Engine, Service
 from serving.requests import DraftCounts, RequestInput, RequestOutput
 from serving.text.detokenizer import TextStream

@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from serving.api.errors import shutting_down
+from serving.api.schema.errors import shutting_down
 from serving.requests import QueueFull
 
 __all__ = ["LongWork"]

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from jinja2 import Environment
 
-from serving.api.errors import ApiError, shown
-from serving.api.request_models import ChatMessage, ConversationOptions, GenerationRequest
-from serving.api.unsupported_fields import log_unused
+from serving.api.schema.errors import ApiError, shown
+from serving.api.schema.request_models import ChatMessage, ConversationOptions, GenerationRequest
+from serving.api.schema.unsupported_fields import log_unused
 from serving.text.detokenizer import Vocabulary
 
 if TYPE_CHECKING:

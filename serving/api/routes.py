@@ -13,7 +13,6 @@ from serving.api.answer import Answer
 from serving.api.bodies import JsonRoute
 from serving.api.chat import ChatAnswer
 from serving.api.completions import CompletionAnswer
-from serving.api.errors import ApiError
 from serving.api.prompts import (
     COUNTED_CHARACTERS,
     check_characters,
@@ -23,14 +22,15 @@ from serving.api.prompts import (
     decode,
     encode,
 )
-from serving.api.request_models import (
+from serving.api.schema.errors import ApiError
+from serving.api.schema.request_models import (
     ChatCompletionRequest,
     CompletionRequest,
     DetokenizeRequest,
     GenerationRequest,
     TokenizeRequest,
 )
-from serving.api.response_models import (
+from serving.api.schema.response_models import (
     ChatCompletion,
     ChatCompletionChunk,
     Completion,

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from serving.api.errors import ApiError, shown, shutting_down
 from serving.api.long_work import LongWork
 from serving.api.observer import NoObserver, RequestObserver
 from serving.api.sampling import SamplingDefaults
+from serving.api.schema.errors import ApiError, shown, shutting_down
 from serving.requests import EngineDead, QueueFull, RequestInput, RequestOutput
 
 if TYPE_CHECKING:

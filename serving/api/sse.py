@@ -11,7 +11,7 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from serving.api.errors import as_api_error, error_response
+from serving.api.schema.errors import as_api_error, error_response
 
 __all__ = ["ClientLeft", "EventStream", "event", "until_client_leaves"]
 

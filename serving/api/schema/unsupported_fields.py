@@ -13,7 +13,7 @@ from typing import Any
 
 from pydantic_core import PydanticCustomError
 
-from serving.api.errors import UNSUPPORTED, shown
+from serving.api.schema.errors import UNSUPPORTED, shown
 from serving.logs import log_event
 
 __all__ = ["CHAT", "COMPLETIONS", "TOKENIZE", "UNUSED", "Refused", "check_fields", "describe_fields", "log_unused"]

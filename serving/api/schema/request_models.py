@@ -20,7 +20,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from model_runner import MAX_BAD_TOKENS, MAX_LOGIT_BIASES, MAX_STOP_TOKEN_IDS
-from serving.api.unsupported_fields import CHAT, COMPLETIONS, TOKENIZE, Refused, check_fields, describe_fields
+from serving.api.schema.unsupported_fields import CHAT, COMPLETIONS, TOKENIZE, Refused, check_fields, describe_fields
 from serving.text.bad_words import MAX_BAD_WORD_CHARACTERS, MAX_BAD_WORDS
 from serving.text.stop_strings import MAX_STOP_CHARACTERS, MAX_STOP_STRINGS
 
