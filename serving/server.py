@@ -27,8 +27,7 @@ from fastapi import FastAPI
 from prometheus_client import make_asgi_app
 
 from serving.api import SamplingDefaults, create_app
-from serving.api.request_log import RequestLog
-from serving.connections import (
+from serving.api.http.connections import (
     CannotListen,
     Listener,
     connection_protocol,
@@ -36,6 +35,7 @@ from serving.connections import (
     most_connections,
     raise_file_limit,
 )
+from serving.api.http.request_log import RequestLog
 from serving.engine.client import EngineClient
 from serving.engine.folder import SocketFolder
 from serving.logs import log_event

@@ -13,7 +13,8 @@ from api_clients import app_of, call, complete, post, serving, tokenizer
 from fake_engine import FakeEngine
 from pydantic import ValidationError
 
-from serving.api import bodies, prompts
+from serving.api import prompts
+from serving.api.http import bodies
 from serving.api.schema.request_models import CompletionRequest
 from serving.text.detokenizer import Vocabulary
 

@@ -16,9 +16,8 @@ import uvicorn
 from api_clients import app_of
 from fake_engine import FakeEngine
 
-from serving import connections
-from serving.api.request_log import RequestLog
-from serving.connections import (
+from serving.api.http import connections
+from serving.api.http.connections import (
     CannotListen,
     Listener,
     connection_protocol,
@@ -26,6 +25,7 @@ from serving.connections import (
     most_connections,
     raise_file_limit,
 )
+from serving.api.http.request_log import RequestLog
 
 GET = b"GET /health HTTP/1.1\r\nHost: here\r\n"
 Ask = Callable[..., Coroutine[Any, Any, bytes]]

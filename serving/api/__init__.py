@@ -12,7 +12,7 @@ service, routes, app               put together by `create_app`
 observer                           what metrics are told
 """
 
-from serving.api.app import create_app
+from serving.api.http.app import create_app
 from serving.api.observer import RequestObserver
 from serving.api.sampling import SamplingDefaults
 from serving.api.service import Engine

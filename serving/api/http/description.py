@@ -8,7 +8,7 @@ from typing import Any
 from fastapi import FastAPI
 from pydantic.json_schema import models_json_schema
 
-from serving.api.routes import STREAMED
+from serving.api.http.routes import STREAMED
 from serving.api.service import Service
 
 __all__ = ["complete_description"]

@@ -10,9 +10,9 @@ from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel
 
 from serving.api.answer import Answer
-from serving.api.bodies import JsonRoute
 from serving.api.chat import ChatAnswer
 from serving.api.completions import CompletionAnswer
+from serving.api.http.bodies import JsonRoute
 from serving.api.prompts import (
     COUNTED_CHARACTERS,
     check_characters,

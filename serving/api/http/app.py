@@ -12,12 +12,12 @@ from starlette.datastructures import Headers
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from serving.api.bodies import BodyLimit
-from serving.api.description import complete_description
+from serving.api.http.bodies import BodyLimit
+from serving.api.http.description import complete_description
+from serving.api.http.request_log import RequestLog
+from serving.api.http.routes import router
 from serving.api.long_work import LongWork
 from serving.api.observer import NoObserver, RequestObserver
-from serving.api.request_log import RequestLog
-from serving.api.routes import router
 from serving.api.sampling import SamplingDefaults
 from serving.api.schema.errors import ApiError, add_error_handlers, error_response
 from serving.api.service import Engine, Service
