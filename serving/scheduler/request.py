@@ -8,7 +8,7 @@ from typing import Any
 
 from model_runner import PENDING_TOKEN, Draft, Request, ScheduledRequest, TokenLogprobs
 from serving.requests import DraftCounts, RequestInput
-from serving.scheduler.radix_cache import RadixNode
+from serving.scheduler.cache.radix_cache import RadixNode
 
 __all__ = ["ScheduledStep", "TrackedRequest"]
 

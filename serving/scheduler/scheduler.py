@@ -25,14 +25,14 @@ from attention import BlockAllocator, KVCacheError, RequestToTokenTable
 from model_runner import FAULTS, PENDING_TOKEN, FinishReason, Proposer, RequestError, StepOutput
 from serving.requests import EngineStatistics, RequestInput, RequestOutput
 from serving.scheduler.budget import NewTokenRatio, choose_victim
+from serving.scheduler.cache.kv_manager import KVManager
+from serving.scheduler.cache.radix_cache import PrefixMatch
+from serving.scheduler.cache.sharing import PrefixWaits
 from serving.scheduler.checks import check_input
 from serving.scheduler.config import SchedulerConfig, SchedulingPolicy
 from serving.scheduler.endings import ending
-from serving.scheduler.kv_manager import KVManager
 from serving.scheduler.mixed_steps import MixedSteps
-from serving.scheduler.radix_cache import PrefixMatch
 from serving.scheduler.request import ScheduledStep, TrackedRequest
-from serving.scheduler.sharing import PrefixWaits
 from serving.scheduler.speculation import Speculation
 from serving.scheduler.totals import Totals
 from serving.scheduler.waiting import WaitingQueue
