@@ -19,7 +19,7 @@ from model_runner import FAULTS, FinishReason, RequestError, SamplingParams, Tok
 from serving.engine.offline import OfflineEngine, make_offline_engine
 from serving.logs import log_event
 from serving.options import fetch_checkpoints, notes, resolve_keywords, to_engine_options
-from serving.options.flags import Server
+from serving.options.flags.server_flags import Server
 from serving.requests import DraftCounts, EngineStatistics, RequestInput, RequestOutput
 from serving.text.bad_words import bad_token_sequences
 from serving.text.detokenizer import TextStream, load_tokenizer

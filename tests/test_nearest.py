@@ -6,7 +6,7 @@ import pytest
 
 from serving.cli import COMMANDS
 from serving.options import SERVE
-from serving.options.flags import ALIASES
+from serving.options.flags.server_flags import ALIASES
 from ubatch import nearest
 
 OPTIONS = {*SERVE.settings, *ALIASES}

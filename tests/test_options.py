@@ -24,7 +24,7 @@ from serving.options import (
     resolve_settings,
     to_engine_options,
 )
-from serving.options.fields import parse_bytes
+from serving.options.flags.fields import parse_bytes
 from serving.options.sources import merge, read_file, read_keywords
 from serving.scheduler import SchedulingPolicy
 from ubatch import ConfigError, UBatchConfig

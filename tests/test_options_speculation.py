@@ -22,7 +22,7 @@ from serving.options import (
     resolve_settings,
     to_engine_options,
 )
-from serving.options.flags import Speculation
+from serving.options.flags.server_flags import Speculation
 from serving.options.sources import read_file, read_keywords
 from ubatch import ConfigError
 

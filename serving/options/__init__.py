@@ -9,7 +9,8 @@ resolve                 all of it, up to `EngineOptions`
 """
 
 from serving.options.checks import Machine, notes
-from serving.options.commands import GENERATE, TRACE, TUNE
+from serving.options.flags.commands import GENERATE, TRACE, TUNE
+from serving.options.flags.tables import SERVE, Table
 from serving.options.folders import fetch_checkpoints
 from serving.options.resolve import (
     ServeCommand,
@@ -21,7 +22,6 @@ from serving.options.resolve import (
     to_engine_options,
 )
 from serving.options.sources import Layer, Setting, Settings, Source, merge
-from serving.options.tables import SERVE, Table
 
 __all__ = [
     "GENERATE",

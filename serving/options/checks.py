@@ -10,7 +10,7 @@ from model_runner.transport import LOCAL, check_schedules_by_name
 from moe import check_all2all_options
 from serving.engine.rank.runner_setup import backend_faults, tensor_parallel_faults
 from serving.engine.wire.secret import read_secret
-from serving.options.flags import Parallelism, PerMode, Server
+from serving.options.flags.server_flags import Parallelism, PerMode, Server
 from serving.options.overlap import overlap_config
 from serving.options.sources import API_KEY_VARIABLE, Settings, Source
 from serving.options.speculation import check_speculation

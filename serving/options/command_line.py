@@ -12,12 +12,12 @@ from typing import Any
 
 import tyro
 
-from serving.options.commands import COMMANDS
-from serving.options.fields import WrongValue
-from serving.options.flags import SHORT
-from serving.options.foreign import FOREIGN
+from serving.options.flags.commands import COMMANDS
+from serving.options.flags.fields import WrongValue
+from serving.options.flags.foreign import FOREIGN
+from serving.options.flags.server_flags import SHORT
+from serving.options.flags.tables import Table
 from serving.options.sources import Layer, Source, make_layer, nearest_alone, spelled_flag
-from serving.options.tables import Table
 from ubatch import ConfigError
 
 __all__ = ["CommandLine", "read_command_line"]

@@ -19,6 +19,7 @@ from serving.engine.options import EngineOptions
 from serving.engine.rank.runner_setup import choose_dtype, count_gpus, read_config
 from serving.options.checks import Machine, check_alone, check_with_model
 from serving.options.command_line import read_command_line
+from serving.options.flags.tables import SERVE, Table
 from serving.options.folders import locate
 from serving.options.overlap import derive_overlap, overlap_config
 from serving.options.sources import (
@@ -34,7 +35,6 @@ from serving.options.sources import (
     settle_environment,
 )
 from serving.options.speculation import check_draft_network, derive_speculation, speculation_config
-from serving.options.tables import SERVE, Table
 from serving.scheduler import SchedulerConfig, SchedulingPolicy
 from ubatch import ConfigError
 

@@ -16,11 +16,11 @@ from typing import Any
 import yaml
 
 from serving.hub import Located
-from serving.options.commands import COMMANDS
-from serving.options.fields import WrongValue
-from serving.options.flags import ALIASES
-from serving.options.foreign import FOREIGN, spell_hint
-from serving.options.tables import SERVE, Table
+from serving.options.flags.commands import COMMANDS
+from serving.options.flags.fields import WrongValue
+from serving.options.flags.foreign import FOREIGN, spell_hint
+from serving.options.flags.server_flags import ALIASES
+from serving.options.flags.tables import SERVE, Table
 from ubatch import ConfigError, nearest
 
 __all__ = [

@@ -9,10 +9,19 @@ from typing import Annotated, Any, Literal
 import tyro
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from serving.options.fields import Group, Positive
-from serving.options.flags import Attention, Cache, Graphs, Overlap, Parallelism, PerMode, Scheduling, Speculation
-from serving.options.model_flags import Model
-from serving.options.tables import SERVE, Table, pick
+from serving.options.flags.fields import Group, Positive
+from serving.options.flags.model_flags import Model
+from serving.options.flags.server_flags import (
+    Attention,
+    Cache,
+    Graphs,
+    Overlap,
+    Parallelism,
+    PerMode,
+    Scheduling,
+    Speculation,
+)
+from serving.options.flags.tables import SERVE, Table, pick
 from ubatch.schedules.vote import MAX_LANES
 
 __all__ = ["COMMANDS", "GENERATE", "TRACE", "TUNE", "Mode"]

@@ -10,7 +10,7 @@ from pydantic import AfterValidator, Field
 
 from model_runner.transport import AUTO
 from moe import all2all_backends
-from serving.options.fields import Group, Positive, derived
+from serving.options.flags.fields import Group, Positive, derived
 from ubatch import nearest
 
 __all__ = ["TRANSPORTS", "Model", "TransportName"]

@@ -15,7 +15,7 @@ from pydantic import AfterValidator, BeforeValidator, Field
 
 from attention import attention_backends
 from model_runner.transport import AUTO
-from serving.options.fields import (
+from serving.options.flags.fields import (
     ExpertsName,
     Group,
     NamedValues,
@@ -25,7 +25,7 @@ from serving.options.fields import (
     one_of,
     parse_bytes,
 )
-from serving.options.model_flags import TRANSPORTS, TransportName
+from serving.options.flags.model_flags import TRANSPORTS, TransportName
 from ubatch import SCHEDULES, SplitBy
 from ubatch.schedules.vote import MAX_LANES
 

@@ -15,8 +15,9 @@ import tyro
 from pydantic import BaseModel, Field, create_model
 from pydantic.fields import FieldInfo
 
-from serving.options.fields import Group
-from serving.options.flags import (
+from serving.options.flags.fields import Group
+from serving.options.flags.model_flags import Model
+from serving.options.flags.server_flags import (
     ALIASES,
     Attention,
     Cache,
@@ -28,7 +29,6 @@ from serving.options.flags import (
     Server,
     Speculation,
 )
-from serving.options.model_flags import Model
 
 __all__ = ["SERVE", "Table", "pick"]
 
