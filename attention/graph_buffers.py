@@ -21,7 +21,7 @@ import importlib.util
 import torch
 from torch import Tensor
 
-from attention.backends.base import GraphLimits
+from attention.interface import GraphLimits
 from attention.metadata import CommonAttentionMetadata
 from ubatch import ConfigError
 

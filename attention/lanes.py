@@ -16,7 +16,8 @@ from typing import Any
 
 from torch import Tensor
 
-from attention.backends.base import (
+from attention.backends.registry import make_attention_backend, resolve_attention_backend
+from attention.interface import (
     AttentionBackend,
     AttentionPlan,
     GraphLimits,
@@ -25,7 +26,6 @@ from attention.backends.base import (
     MLAPlan,
     Shape,
 )
-from attention.backends.registry import make_attention_backend, resolve_attention_backend
 from attention.metadata import CommonAttentionMetadata
 from attention.modes import MODES, Kernel
 from ubatch import ConfigError

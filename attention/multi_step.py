@@ -18,8 +18,8 @@ from typing import Any
 
 from torch import Tensor
 
-from attention.backends.base import AttentionBackend, GraphLimits, KVCache, Shape
 from attention.backends.registry import make_attention_backend, resolve_attention_backend
+from attention.interface import AttentionBackend, GraphLimits, KVCache, Shape
 from attention.metadata import CommonAttentionMetadata
 from ubatch import ConfigError, ForwardMode
 

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from attention.backends.base import AttentionShape, MLAInputs, MLAShape
+from attention.interface import AttentionShape, MLAInputs, MLAShape
 from attention.kv_cache import MLAKVCache, PagedKVCache
 from attention.metadata import CommonAttentionMetadata
 

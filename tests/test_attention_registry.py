@@ -19,8 +19,8 @@ from attention import (
     resolve_attention_backend,
 )
 from attention.backends import registry
-from attention.backends.base import BackendTraits
 from attention.backends.torch_sdpa import TorchAttentionBackend
+from attention.interface import BackendTraits
 from ubatch import ConfigError
 
 MHA = AttentionShape(4, 2, 16)

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from moe_layers import make_layer, make_tokens
 
-from attention.backends.base import BackendTraits
+from attention.interface import BackendTraits
 from moe import All2AllTraits, EmulatedLink, LinkStatistics, all2all_backends, make_all2all
 from moe.all2all.payload import pack_rows, unpack_rows
 from ubatch import CommGroup, ConfigError, LinkTime, Transfer

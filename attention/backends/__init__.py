@@ -1,6 +1,14 @@
 """Attention back ends: one interface, chosen by name, imported only when chosen."""
 
-from attention.backends.base import (
+from attention.backends.registry import (
+    attention_backends,
+    fastest_attention_backend,
+    make_attention_backend,
+    register_attention_backend,
+    resolve_attention_backend,
+    usable_attention_backends,
+)
+from attention.interface import (
     AttentionBackend,
     AttentionPlan,
     AttentionShape,
@@ -11,14 +19,6 @@ from attention.backends.base import (
     MLAPlan,
     MLAShape,
     RopeTable,
-)
-from attention.backends.registry import (
-    attention_backends,
-    fastest_attention_backend,
-    make_attention_backend,
-    register_attention_backend,
-    resolve_attention_backend,
-    usable_attention_backends,
 )
 
 __all__ = [

@@ -12,7 +12,7 @@ from functools import cache, partial
 import torch
 from torch import Tensor
 
-from attention.backends.base import AttentionBackend, AttentionShape, KVCache, MLAInputs, RopeTable, Shape
+from attention.interface import AttentionBackend, AttentionShape, KVCache, MLAInputs, RopeTable, Shape
 from attention.kv_cache import CacheSpec, make_kv_cache
 from attention.metadata import CommonAttentionMetadata
 from ubatch import ForwardMode

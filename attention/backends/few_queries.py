@@ -17,9 +17,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from attention.backends.base import GraphLimits
 from attention.backends.trtllm_common import RequestBatch
 from attention.graph_buffers import GraphBuffers
+from attention.interface import GraphLimits
 from attention.kv_cache import MLAKVCache, PagedKVCache
 from attention.metadata import CommonAttentionMetadata
 from attention.modes import MODES

@@ -24,7 +24,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from attention.backends.base import AttentionShape, BackendTraits
 from attention.backends.few_queries import FewQueries
 from attention.backends.flashinfer_pages import (
     PackedMask,
@@ -40,6 +39,7 @@ from attention.backends.trtllm_common import (
     pad_rows,
     without_graph_buffers,
 )
+from attention.interface import AttentionShape, BackendTraits
 from attention.kv_cache import FP8, PagedKVCache
 from attention.metadata import CommonAttentionMetadata
 from attention.spec_verify import SpecVerifyInput

@@ -17,7 +17,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from attention.backends.base import BackendTraits, MLAInputs, MLAShape
 from attention.backends.flashinfer_pages import (
     PageLists,
     PlannedWrapper,
@@ -36,6 +35,7 @@ from attention.backends.trtllm_common import (
     refuse_tree_mask,
     without_graph_buffers,
 )
+from attention.interface import BackendTraits, MLAInputs, MLAShape
 from attention.kv_cache import MLAKVCache
 from attention.metadata import CommonAttentionMetadata
 

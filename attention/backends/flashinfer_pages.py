@@ -23,13 +23,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attention.backends.base import BackendTraits, GraphLimits
 from attention.backends.few_queries import FewQueries, GraphState
 from attention.backends.trtllm_common import (
     Workspace,
     compute_capability,
     refuse_dtype,
 )
+from attention.interface import BackendTraits, GraphLimits
 from attention.kv_cache import MLAKVCache, PagedKVCache
 from attention.metadata import CommonAttentionMetadata
 from ubatch import ConfigError

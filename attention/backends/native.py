@@ -20,7 +20,6 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from attention.backends.base import AttentionShape, BackendTraits
 from attention.backends.torch_groups import Request, TokenRows, indices
 from attention.backends.torch_sdpa import (
     AttentionGroup,
@@ -29,6 +28,7 @@ from attention.backends.torch_sdpa import (
     TorchAttentionPlan,
     make_groups,
 )
+from attention.interface import AttentionShape, BackendTraits
 from attention.kv_cache import KVCacheError, PagedKVCache
 from attention.metadata import CommonAttentionMetadata
 from ubatch import ConfigError

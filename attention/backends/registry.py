@@ -8,8 +8,8 @@ from typing import cast
 
 import torch
 
-from attention.backends.base import AttentionBackend, AttentionShape, BackendTraits, KVCache, Shape
 from attention.backends.fastest import fastest_attention
+from attention.interface import AttentionBackend, AttentionShape, BackendTraits, KVCache, Shape
 from attention.kv_cache import MLAKVCache
 from ubatch import ConfigError, LazyRegistry
 from ubatch.kernels.fastest import Chosen

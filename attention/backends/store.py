@@ -8,7 +8,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from attention.backends.base import MLAInputs
+from attention.interface import MLAInputs
 from attention.kv_cache import MLAKVCache, PagedKVCache
 
 __all__ = ["FP8_CAPABILITY", "store_kv", "store_latents"]

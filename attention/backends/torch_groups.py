@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attention.backends.base import EagerOnly
+from attention.interface import EagerOnly
 from attention.kv_cache import CacheSpec, TokenPool, quantize_fp8
 from attention.metadata import CommonAttentionMetadata
 from attention.spec_verify import SpecVerifyInput

@@ -26,7 +26,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from attention.backends.base import BackendTraits, MLAInputs, MLAShape
 from attention.backends.torch_groups import (
     KeyPages,
     Request,
@@ -41,6 +40,7 @@ from attention.backends.torch_groups import (
     list_requests,
     visible_mask,
 )
+from attention.interface import BackendTraits, MLAInputs, MLAShape
 from attention.kv_cache import MLAKVCache
 from attention.lse import merge_states, softmax_attention
 from attention.metadata import CommonAttentionMetadata

@@ -30,7 +30,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from attention.backends.base import AttentionShape, BackendTraits
 from attention.backends.torch_groups import (
     KeyPages,
     Request,
@@ -43,6 +42,7 @@ from attention.backends.torch_groups import (
     list_requests,
     visible_mask,
 )
+from attention.interface import AttentionShape, BackendTraits
 from attention.kv_cache import PagedKVCache
 from attention.lse import softmax_attention
 from attention.metadata import CommonAttentionMetadata

@@ -24,7 +24,6 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from attention.backends.base import AttentionShape, BackendTraits, GraphLimits
 from attention.backends.triton_common import (
     DEVICES,
     StaticTensors,
@@ -34,6 +33,7 @@ from attention.backends.triton_common import (
     refuse_other_batch,
     tree_of,
 )
+from attention.interface import AttentionShape, BackendTraits, GraphLimits
 from attention.kernels.cache import write_kv
 from attention.kernels.decode import DecodeSplits, decode_attention
 from attention.kernels.planning import num_tiles, plan_tiles

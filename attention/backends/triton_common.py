@@ -8,9 +8,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from attention.backends.base import GraphLimits
 from attention.backends.store import FP8_CAPABILITY
 from attention.graph_buffers import GraphBuffers
+from attention.interface import GraphLimits
 from attention.kernels.planning import plan_mask_offsets
 from attention.kernels.tile import PagedBatch, TreeMask
 from attention.kv_cache import MLAKVCache, PagedKVCache

@@ -17,7 +17,6 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from attention.backends.base import BackendTraits, GraphLimits, MLAInputs, MLAShape, RopeTable
 from attention.backends.torch_groups import Request, list_requests
 from attention.backends.torch_groups import Workspace as GatherWorkspace
 from attention.backends.torch_mla import ExpandedGroup, LatentStep, expanded_groups
@@ -31,6 +30,7 @@ from attention.backends.triton_common import (
     tree_of,
 )
 from attention.backends.trtllm_common import RequestBatch, absorb, project_latents, rows_of
+from attention.interface import BackendTraits, GraphLimits, MLAInputs, MLAShape, RopeTable
 from attention.kernels.decode import DecodeSplits
 from attention.kernels.latent import LatentTile, as_attention, latent_decode, write_latent
 from attention.kernels.tile import PagedBatch

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attention.backends.base import MLAShape
+from attention.interface import MLAShape
 from attention.metadata import CommonAttentionMetadata
 from ubatch import ConfigError, import_optional
 from ubatch.streams.small_copies import to_device

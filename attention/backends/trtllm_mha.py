@@ -40,7 +40,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from attention.backends.base import AttentionShape, BackendTraits, GraphLimits
 from attention.backends.few_queries import FewQueries, GraphState
 from attention.backends.store import store_kv
 from attention.backends.trtllm_common import (
@@ -54,6 +53,7 @@ from attention.backends.trtllm_common import (
     refuse_tree_mask,
     without_graph_buffers,
 )
+from attention.interface import AttentionShape, BackendTraits, GraphLimits
 from attention.kv_cache import FP8, PagedKVCache, quantize_fp8
 from attention.metadata import CommonAttentionMetadata
 from ubatch import ConfigError, ForwardMode

@@ -29,7 +29,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from attention.backends.base import BackendTraits, GraphLimits, MLAInputs, MLAShape
 from attention.backends.few_queries import FewQueries, GraphState
 from attention.backends.store import store_latents
 from attention.backends.trtllm_common import (
@@ -48,6 +47,7 @@ from attention.backends.trtllm_common import (
     without_graph_buffers,
 )
 from attention.backends.trtllm_mla_prefill import ExpandedPart, plan_expanded
+from attention.interface import BackendTraits, GraphLimits, MLAInputs, MLAShape
 from attention.kv_cache import FP8, MLAKVCache
 from attention.metadata import CommonAttentionMetadata
 from attention.modes import MODES, Kernel

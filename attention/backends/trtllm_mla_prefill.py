@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from attention.backends.base import MLAInputs
 from attention.backends.torch_groups import as_stored
 from attention.backends.trtllm_common import RequestBatch, ragged_positions, rows_of
+from attention.interface import MLAInputs
 from attention.kv_cache import MLAKVCache
 from attention.lse import merge_states
 from ubatch.streams.small_copies import to_device

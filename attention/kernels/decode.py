@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import triton.language as tl
 from torch import Tensor
 
-from attention.backends.base import AttentionShape
+from attention.interface import AttentionShape
 from attention.kernels.tile import (
     BATCH_ARGUMENTS,
     LOG2_E,

@@ -20,7 +20,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from attention.backends.base import AttentionShape, MLAShape, RopeTable
+from attention.interface import AttentionShape, MLAShape, RopeTable
 from attention.kernels.cache import quantize
 from attention.kernels.decode import DecodeSplits, reduce_splits
 from attention.kernels.tile import BATCH_ARGUMENTS, LOG2_E, PagedBatch, finish_rows, load_fp8

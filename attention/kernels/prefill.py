@@ -9,7 +9,7 @@ Source: FlashAttention-2 (Dao, 2023).
 import triton.language as tl
 from torch import Tensor
 
-from attention.backends.base import AttentionShape
+from attention.interface import AttentionShape
 from attention.kernels.tile import (
     BATCH_ARGUMENTS,
     PagedBatch,

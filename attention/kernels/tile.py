@@ -19,7 +19,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from attention.backends.base import AttentionShape
+from attention.interface import AttentionShape
 from attention.kv_cache import PagedKVCache
 from ubatch import ConfigError
 from ubatch.kernels.triton_jit import INTERPRETED, constant, jit, power_of_2

@@ -14,7 +14,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from attention.backends.base import AttentionShape, MLAShape, RopeTable
+from attention.interface import AttentionShape, MLAShape, RopeTable
 from attention.kernels.decode import DecodeSplits, decode_attention
 from attention.kernels.latent import LatentTile, as_attention, latent_decode
 from attention.kernels.planning import num_tiles, plan_tiles
