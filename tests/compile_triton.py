@@ -27,8 +27,8 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from attention import AttentionShape, GraphLimits, MLAKVCache, MLAShape, PagedKVCache
-from attention.backends.triton import TritonAttentionBackend
-from attention.backends.triton_mla import TritonMLABackend
+from attention.backends.triton.mha import TritonAttentionBackend
+from attention.backends.triton.mla import TritonMLABackend
 from attention.graph_buffers import GraphBuffers
 from attention.kernels import tuning
 from attention.kernels.fill import fill_batch

@@ -12,12 +12,15 @@ from flashinfer_standin import COUNTER_BYTES
 from torch import Tensor
 
 from attention import GraphLimits, MLAShape
-from attention.backends import flashinfer, flashinfer_mla, trtllm_mha, trtllm_mla
-from attention.backends.flashinfer import FlashInferBackend
-from attention.backends.flashinfer_mla import FlashInferMLABackend
-from attention.backends.trtllm_common import FlashInferKernel
-from attention.backends.trtllm_mha import TRTLLMMHABackend
-from attention.backends.trtllm_mla import TRTLLMMLABackend
+from attention.backends.flashinfer import mha as flashinfer
+from attention.backends.flashinfer import mla as flashinfer_mla
+from attention.backends.flashinfer.mha import FlashInferBackend
+from attention.backends.flashinfer.mla import FlashInferMLABackend
+from attention.backends.trtllm import mha as trtllm_mha
+from attention.backends.trtllm import mla as trtllm_mla
+from attention.backends.trtllm.common import FlashInferKernel
+from attention.backends.trtllm.mha import TRTLLMMHABackend
+from attention.backends.trtllm.mla import TRTLLMMLABackend
 
 MLA = MLAShape(num_heads=2, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)
 DECODE = [(20, 1), (3, 1), (15, 1), (16, 1)]

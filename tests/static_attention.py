@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from attention import AttentionShape, CommonAttentionMetadata, GraphLimits, PagedKVCache, register_attention_backend
-from attention.backends.torch_sdpa import TorchAttentionBackend
+from attention.backends.torch.sdpa import TorchAttentionBackend
 from attention.graph_buffers import GraphBuffers
 
 NAME = "static_torch"

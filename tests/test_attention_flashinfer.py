@@ -14,8 +14,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from attention import AttentionShape, UBatchAttention, make_attention_backend, split_attn_metadata
-from attention.backends import flashinfer_pages, trtllm_mla
-from attention.backends.flashinfer_pages import INT_WORKSPACE_BYTES
+from attention.backends.flashinfer import pages as flashinfer_pages
+from attention.backends.flashinfer.pages import INT_WORKSPACE_BYTES
+from attention.backends.trtllm import mla as trtllm_mla
 from ubatch import ConfigError, ForwardMode, UBatchSlice
 
 

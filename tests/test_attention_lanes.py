@@ -24,7 +24,7 @@ from attention import (
     split_attn_metadata,
 )
 from attention.backends import registry
-from attention.backends.torch_sdpa import TorchAttentionBackend
+from attention.backends.torch.sdpa import TorchAttentionBackend
 from attention.lanes import EmptyPlan, Plan
 from ubatch import ConfigError, ForwardMode, SplitError, UBatchSlice
 

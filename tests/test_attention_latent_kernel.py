@@ -17,7 +17,7 @@ from triton_batches import DEVICE, moved, moved_cache, numbers
 
 from attention import GraphLimits, MLAInputs, MLAKVCache, MLAShape, UBatchAttention, make_attention_backend
 from attention.backends import store
-from attention.backends.triton_mla import TritonMLABackend, TritonMLAGraphPlan, TritonMLAPlan
+from attention.backends.triton.mla import TritonMLABackend, TritonMLAGraphPlan, TritonMLAPlan
 from attention.kernels import decode as decode_kernels
 from attention.kernels import tuning
 from attention.kernels.latent import LatentTile, write_latent

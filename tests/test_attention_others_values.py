@@ -17,7 +17,7 @@ from attention_batches import Batch, MLABatch, make_batch, make_mla_batch  # iso
 from torch import Tensor
 
 from attention import AttentionShape, GraphLimits, MLAKVCache, PagedKVCache, make_attention_backend
-from attention.backends import torch_mla
+from attention.backends.torch import mla as torch_mla
 from attention.kernels import decode as decode_kernels
 from ubatch import ForwardMode
 from ubatch.kernels.c_jit import why_not_c

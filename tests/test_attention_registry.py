@@ -19,7 +19,7 @@ from attention import (
     resolve_attention_backend,
 )
 from attention.backends import registry
-from attention.backends.torch_sdpa import TorchAttentionBackend
+from attention.backends.torch.sdpa import TorchAttentionBackend
 from attention.interface import BackendTraits
 from ubatch import ConfigError
 

@@ -19,8 +19,8 @@ from attention import (
     register_attention_backend,
 )
 from attention import lse as attention_lse
-from attention.backends import torch_groups
-from attention.backends.torch_sdpa import TorchAttentionBackend, TorchAttentionPlan
+from attention.backends.torch import groups as torch_groups
+from attention.backends.torch.sdpa import TorchAttentionBackend, TorchAttentionPlan
 from attention.lse import merge_states, softmax_attention
 from ubatch import ConfigError, ForwardMode
 
@@ -363,7 +363,7 @@ def test_registry() -> None:
         register_attention_backend("torch", "somewhere:Else")
     with pytest.raises(ConfigError, match="form"):
         register_attention_backend("mine", "somewhere.Else")
-    register_attention_backend("torch", "attention.backends.torch_sdpa:TorchAttentionBackend")
+    register_attention_backend("torch", "attention.backends.torch.sdpa:TorchAttentionBackend")
 
 
 def test_capture_is_refused_by_name() -> None:

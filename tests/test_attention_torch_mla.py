@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attention import AttentionShape, KVCacheSpec, MLAKVCache, MLAShape, PagedKVCache, make_attention_backend
-from attention.backends import torch_mla
-from attention.backends.torch_mla import TorchMLABackend, TorchMLAPlan
+from attention.backends.torch import mla as torch_mla
+from attention.backends.torch.mla import TorchMLABackend, TorchMLAPlan
 from ubatch import ConfigError
 
 MIXED = [(9, 4), (1, 2), (0, 4), (3, 1), (0, 7), (12, 1), (0, 0), (30, 5)]

@@ -27,7 +27,7 @@ from attention import (
     make_attention_backend,
     split_attn_metadata,
 )
-from attention.backends.triton import TritonAttentionBackend, TritonAttentionPlan, TritonGraphPlan
+from attention.backends.triton.mha import TritonAttentionBackend, TritonAttentionPlan, TritonGraphPlan
 from attention.kernels import decode as decode_kernels
 from attention.kernels.decode import DecodeSplits
 from ubatch import ConfigError, ForwardMode, UBatchSlice

@@ -15,8 +15,8 @@ from trtllm_cases import install
 from trtllm_mha_cases import backend_of, fp8_queries
 
 from attention import AttentionShape, PagedKVCache, UBatchAttention, make_attention_backend, split_attn_metadata
-from attention.backends import trtllm_mha
-from attention.backends.trtllm_mha import TRTLLMMHABackend
+from attention.backends.trtllm import mha as trtllm_mha
+from attention.backends.trtllm.mha import TRTLLMMHABackend
 from ubatch import ConfigError, ForwardMode, UBatchSlice
 
 DECODE = [(20, 1), (3, 1), (15, 1), (16, 1)]

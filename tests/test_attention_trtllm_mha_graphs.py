@@ -12,8 +12,8 @@ from trtllm_cases import check_replan_allocates_nothing, check_same_call, instal
 from trtllm_mha_cases import backend_of, fp8_queries
 
 from attention import GraphLimits, PagedKVCache, UBatchAttention, split_attn_metadata
-from attention.backends import trtllm_mha
-from attention.backends.trtllm_mha import TRTLLMMHABackend
+from attention.backends.trtllm import mha as trtllm_mha
+from attention.backends.trtllm.mha import TRTLLMMHABackend
 from ubatch import ConfigError, ForwardMode, split_fixed
 
 LIMITS = GraphLimits(max_reqs=6, max_tokens=24, max_seq_len=96)

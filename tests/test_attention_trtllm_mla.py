@@ -21,8 +21,9 @@ from attention import (
     make_attention_backend,
     split_attn_metadata,
 )
-from attention.backends import trtllm_mla, trtllm_mla_prefill
-from attention.backends.trtllm_mla import TRTLLMMLABackend, padded_blocks
+from attention.backends.trtllm import mla as trtllm_mla
+from attention.backends.trtllm import mla_prefill as trtllm_mla_prefill
+from attention.backends.trtllm.mla import TRTLLMMLABackend, padded_blocks
 from attention.kv_cache import quantize_fp8
 from ubatch import ConfigError, ForwardMode, UBatchSlice
 

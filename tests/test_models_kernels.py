@@ -52,10 +52,10 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     for module, names in places.items():
         for name in names:
             monkeypatch.setattr(module, name, counted(name, getattr(module, name)))
-    monkeypatch.setattr("attention.backends.triton.write_kv", cache.write_kv)
-    monkeypatch.setattr("attention.backends.triton.decode_attention", decode.decode_attention)
-    monkeypatch.setattr("attention.backends.triton_mla.write_latent", latent.write_latent)
-    monkeypatch.setattr("attention.backends.triton_mla.latent_decode", latent.latent_decode)
+    monkeypatch.setattr("attention.backends.triton.mha.write_kv", cache.write_kv)
+    monkeypatch.setattr("attention.backends.triton.mha.decode_attention", decode.decode_attention)
+    monkeypatch.setattr("attention.backends.triton.mla.write_latent", latent.write_latent)
+    monkeypatch.setattr("attention.backends.triton.mla.latent_decode", latent.latent_decode)
     monkeypatch.setattr(ops, "_fuses", lambda x: True)
     monkeypatch.setattr(router, "_fuses", lambda logits: True)
     monkeypatch.setattr(model_checks, "DECODE_STEPS", 2)

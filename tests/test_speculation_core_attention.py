@@ -21,9 +21,10 @@ from attention import (
     make_attention_backend,
     multi_step,
 )
-from attention.backends import trtllm_mha, trtllm_mla
-from attention.backends.trtllm_mha import TRTLLMMHABackend
-from attention.backends.trtllm_mla import TRTLLMMLABackend
+from attention.backends.trtllm import mha as trtllm_mha
+from attention.backends.trtllm import mla as trtllm_mla
+from attention.backends.trtllm.mha import TRTLLMMHABackend
+from attention.backends.trtllm.mla import TRTLLMMLABackend
 from model_runner import BatchShape, InputBatch
 from model_runner.speculation.extend import draft_extend_batch
 from ubatch import ConfigError, ForwardMode

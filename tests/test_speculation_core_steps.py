@@ -19,8 +19,8 @@ from step_cases import StepStreamsFake, recording
 from torch import Tensor
 from trtllm_cases import install
 
-from attention.backends import trtllm_mha
-from attention.backends.trtllm_mha import TRTLLMMHABackend
+from attention.backends.trtllm import mha as trtllm_mha
+from attention.backends.trtllm.mha import TRTLLMMHABackend
 from model_runner import (
     Acceptance,
     Draft,

@@ -24,7 +24,7 @@ from step_host import Place
 from torch import Tensor
 
 from attention import AttentionBackend, make_attention_backend
-from attention.backends.flashinfer_pages import PackedMask, PageLists, list_pages_in_torch
+from attention.backends.flashinfer.pages import PackedMask, PageLists, list_pages_in_torch
 from attention.kernels.pages import list_pages
 from model_runner import ModelRunner, SamplingParams, generate
 from model_runner.speculation import DraftProposer, load_draft

@@ -13,8 +13,8 @@ from flashinfer_standin import COUNTER_BYTES, StandIns, allocations
 from torch import Tensor
 
 from attention import GraphLimits
-from attention.backends.trtllm_mha import TRTLLMMHABackend
-from attention.backends.trtllm_mla import TRTLLMMLABackend
+from attention.backends.trtllm.mha import TRTLLMMHABackend
+from attention.backends.trtllm.mla import TRTLLMMLABackend
 
 
 def install(

@@ -8,7 +8,7 @@ from attention_batches import Batch
 from flashinfer_standin import FP8
 
 from attention import PagedKVCache, make_attention_backend
-from attention.backends.trtllm_mha import TRTLLMMHABackend
+from attention.backends.trtllm.mha import TRTLLMMHABackend
 from attention.kv_cache import quantize_fp8
 
 

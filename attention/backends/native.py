@@ -1,7 +1,7 @@
 """The `native` back end: the `torch` back end on a CPU, its decodes by a kernel in C (`native_decode.c`).
 
     decode                      one new token: the kernel reads keys and values where they lie in the cache, once
-    fresh, extend, verify       as `torch` does them (`attention.backends.torch_sdpa`)
+    fresh, extend, verify       as `torch` does them (`attention.backends.torch.sdpa`)
     latent attention            is `torch_mla`; this name stands for it, too (`attention.backends.registry`)
 
 A request's decode is bit for bit the same alone and in any batch, and on any number of threads.
@@ -20,8 +20,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from attention.backends.torch_groups import Request, TokenRows, indices
-from attention.backends.torch_sdpa import (
+from attention.backends.torch.groups import Request, TokenRows, indices
+from attention.backends.torch.sdpa import (
     AttentionGroup,
     AttentionStep,
     TorchAttentionBackend,

@@ -27,14 +27,14 @@ _BACKENDS = LazyRegistry(
     "attention back end",
     {
         "native": "attention.backends.native:NativeAttentionBackend",
-        "torch": "attention.backends.torch_sdpa:TorchAttentionBackend",
-        "torch_mla": "attention.backends.torch_mla:TorchMLABackend",
-        "triton": "attention.backends.triton:TritonAttentionBackend",
-        "triton_mla": "attention.backends.triton_mla:TritonMLABackend",
-        "flashinfer": "attention.backends.flashinfer:FlashInferBackend",
-        "flashinfer_mla": "attention.backends.flashinfer_mla:FlashInferMLABackend",
-        "trtllm_mha": "attention.backends.trtllm_mha:TRTLLMMHABackend",
-        "trtllm_mla": "attention.backends.trtllm_mla:TRTLLMMLABackend",
+        "torch": "attention.backends.torch.sdpa:TorchAttentionBackend",
+        "torch_mla": "attention.backends.torch.mla:TorchMLABackend",
+        "triton": "attention.backends.triton.mha:TritonAttentionBackend",
+        "triton_mla": "attention.backends.triton.mla:TritonMLABackend",
+        "flashinfer": "attention.backends.flashinfer.mha:FlashInferBackend",
+        "flashinfer_mla": "attention.backends.flashinfer.mla:FlashInferMLABackend",
+        "trtllm_mha": "attention.backends.trtllm.mha:TRTLLMMHABackend",
+        "trtllm_mla": "attention.backends.trtllm.mla:TRTLLMMLABackend",
     },
 )
 _MLA_NAMES = {"native": "torch_mla", "torch": "torch_mla", "triton": "triton_mla", "flashinfer": "flashinfer_mla"}

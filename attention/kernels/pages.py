@@ -2,7 +2,7 @@
 
     program (r, part)    a block of request r's pages; it counts the pages of the requests before r by itself
 
-So no place is worked out on the host, and nothing is copied to the device. `attention.backends.flashinfer_pages` has
+So no place is worked out on the host, and nothing is copied to the device. `attention.backends.flashinfer.pages` has
 the reference.
 """
 

@@ -17,10 +17,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from attention.backends.torch_groups import Request, list_requests
-from attention.backends.torch_groups import Workspace as GatherWorkspace
-from attention.backends.torch_mla import ExpandedGroup, LatentStep, expanded_groups
-from attention.backends.triton_common import (
+from attention.backends.torch.groups import Request, list_requests
+from attention.backends.torch.groups import Workspace as GatherWorkspace
+from attention.backends.torch.mla import ExpandedGroup, LatentStep, expanded_groups
+from attention.backends.triton.common import (
     DEVICES,
     StaticTensors,
     Workspace,
@@ -29,7 +29,7 @@ from attention.backends.triton_common import (
     refuse_other_batch,
     tree_of,
 )
-from attention.backends.trtllm_common import RequestBatch, absorb, project_latents, rows_of
+from attention.backends.trtllm.common import RequestBatch, absorb, project_latents, rows_of
 from attention.interface import BackendTraits, GraphLimits, MLAInputs, MLAShape, RopeTable
 from attention.kernels.decode import DecodeSplits
 from attention.kernels.latent import LatentTile, as_attention, latent_decode, write_latent

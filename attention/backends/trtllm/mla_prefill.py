@@ -22,15 +22,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from attention.backends.torch_groups import as_stored
-from attention.backends.trtllm_common import RequestBatch, ragged_positions, rows_of
+from attention.backends.torch.groups import as_stored
+from attention.backends.trtllm.common import RequestBatch, ragged_positions, rows_of
 from attention.interface import MLAInputs
 from attention.kv_cache import MLAKVCache
 from attention.lse import merge_states
 from ubatch.streams.small_copies import to_device
 
 if TYPE_CHECKING:
-    from attention.backends.trtllm_mla import TRTLLMMLABackend
+    from attention.backends.trtllm.mla import TRTLLMMLABackend
 
 __all__ = ["ExpandedPart", "plan_expanded"]
 

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from attention.backends.torch_groups import (
+from attention.backends.torch.groups import (
     KeyPages,
     Request,
     TokenRows,

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from attention.backends.few_queries import FewQueries
-from attention.backends.flashinfer_pages import (
+from attention.backends.flashinfer.pages import (
     PackedMask,
     PageLists,
     PlannedWrapper,
@@ -33,7 +33,7 @@ from attention.backends.flashinfer_pages import (
     WrapperPlan,
 )
 from attention.backends.store import store_kv
-from attention.backends.trtllm_common import (
+from attention.backends.trtllm.common import (
     FlashInferKernel,
     find_kernel,
     pad_rows,

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from attention.backends.few_queries import FewQueries, GraphState
 from attention.backends.store import store_latents
-from attention.backends.trtllm_common import (
+from attention.backends.trtllm.common import (
     FlashInferKernel,
     RequestBatch,
     Workspace,
@@ -46,7 +46,7 @@ from attention.backends.trtllm_common import (
     rows_of,
     without_graph_buffers,
 )
-from attention.backends.trtllm_mla_prefill import ExpandedPart, plan_expanded
+from attention.backends.trtllm.mla_prefill import ExpandedPart, plan_expanded
 from attention.interface import BackendTraits, GraphLimits, MLAInputs, MLAShape
 from attention.kv_cache import FP8, MLAKVCache
 from attention.metadata import CommonAttentionMetadata

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from attention.backends.few_queries import FewQueries, GraphState
-from attention.backends.trtllm_common import (
+from attention.backends.trtllm.common import (
     Workspace,
     compute_capability,
     refuse_dtype,

@@ -24,7 +24,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from attention.backends.triton_common import (
+from attention.backends.triton.common import (
     DEVICES,
     StaticTensors,
     Workspace,

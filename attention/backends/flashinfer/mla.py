@@ -4,8 +4,8 @@ flashinfer's wrapper takes ragged queries behind any prefix, causally, so one ca
 draft extend, and prefill. Prefill costs more arithmetic absorbed than expanded (512 numbers per value instead of 128):
 this is the back end for GPUs that `trtllm_mla` does not know.
 
-Planning, and CUDA graphs, are as in `attention.backends.flashinfer`. The wrapper is called as flashinfer 0.6 knows it,
-with lists of pages as separate arguments; 0.7 takes that, too, and says once that it prefers them in one object.
+Planning, and CUDA graphs, are as in `attention.backends.flashinfer.mha`. The wrapper is called as flashinfer 0.6 knows
+it, with lists of pages as separate arguments; 0.7 takes that, too, and says once that it prefers them in one object.
 
 Source: flashinfer's documentation of `BatchMLAPagedAttentionWrapper`.
 """
@@ -17,14 +17,14 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from attention.backends.flashinfer_pages import (
+from attention.backends.flashinfer.pages import (
     PageLists,
     PlannedWrapper,
     WrapperBackend,
     WrapperPlan,
 )
 from attention.backends.store import store_latents
-from attention.backends.trtllm_common import (
+from attention.backends.trtllm.common import (
     FlashInferKernel,
     absorb,
     compute_capability,

@@ -42,7 +42,7 @@ from torch.nn import functional as F
 
 from attention.backends.few_queries import FewQueries, GraphState
 from attention.backends.store import store_kv
-from attention.backends.trtllm_common import (
+from attention.backends.trtllm.common import (
     FlashInferKernel,
     RequestBatch,
     Workspace,
