@@ -18,7 +18,7 @@ from attention.backends import registry
 from attention.backends.trtllm.common import FlashInferKernel, find_kernel
 from model_runner.flashinfer_sampling import find_truncation, truncates
 from moe import ExpertsShape, make_experts, usable_experts
-from moe.all2all.deepep import import_deep_ep
+from moe.all2all.deepep.base import import_deep_ep
 from moe.experts.flashinfer import FlashInferExperts
 from ubatch import ConfigError, LazyRegistry
 from ubatch.kernels import fastest

@@ -21,7 +21,8 @@ from moe_layers import make_layer
 from torch import Tensor, nn
 
 from moe import EmulatedLink, SoftmaxTopKRouter, make_all2all
-from moe.all2all import deepep, torch_dist_chunks
+from moe.all2all.deepep import base as deepep
+from moe.all2all.torch_dist import chunks as torch_dist_chunks
 from ranks import run_ranks
 from ubatch import (
     CommGroup,

@@ -31,7 +31,8 @@ from deepep_cases import (
 from deepep_device import deepep_device
 from torch import Tensor
 
-from moe.all2all import deepep, deepep_buffers
+from moe.all2all.deepep import base as deepep
+from moe.all2all.deepep import buffers as deepep_buffers
 from ubatch import CommGroup, ConfigError, ForwardContext, ForwardMode, UBatchWrapper, set_forward_context
 from ubatch.streams.graph_protocols import mark_capturing
 

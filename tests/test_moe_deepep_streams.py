@@ -20,7 +20,7 @@ from fake_cuda import FakeCuda
 from torch import Tensor, nn
 
 from moe import SoftmaxTopKRouter
-from moe.all2all.deepep import DeepEPStreamed, Prepared, Queued
+from moe.all2all.deepep.base import DeepEPStreamed, Prepared, Queued
 from ubatch import CommGroup, Recv, Schedule, get_schedule
 
 NAMED = [get_schedule(name) for name in ("mlp_shared_overlap", "two_batch_decode")]

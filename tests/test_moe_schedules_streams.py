@@ -24,8 +24,9 @@ from moe_layers import make_layer
 from torch import Tensor, nn
 
 from moe import EmulatedLink, FusedMoEModularKernel, SoftmaxTopKRouter, make_all2all
-from moe.all2all import deepep, registry
-from moe.all2all.deepep_auto import DeepEPAutoAll2All
+from moe.all2all import registry
+from moe.all2all.deepep import base as deepep
+from moe.all2all.deepep.auto import DeepEPAutoAll2All
 from moe.experts import SignallingExperts
 from ranks import run_ranks
 from ubatch import (

@@ -6,13 +6,14 @@
 
 Tokens arrive as rows (`Dispatched`), in bfloat16 or in fp8 with a scale per block of 128.
 
-One buffer serves all lanes: DeepEP's stream runs their kernels one after the other (`moe.all2all.deepep`), and what a
-dispatch leaves for its combine is in its handle.
+One buffer serves all lanes: DeepEP's stream runs their kernels one after the other (`moe.all2all.deepep.base`), and
+what a dispatch leaves for its combine is in its handle.
 
 **Capture** needs `worst_case=True`: room for every token of every rank, so that no count is needed on the host. Of one
 node only.
 
-Not yet run on several GPUs: see `moe.all2all.deepep`. Source: DeepEP's README; vLLM's `DeepEPHTPrepareAndFinalize`.
+Not yet run on several GPUs: see `moe.all2all.deepep.base`. Source: DeepEP's README; vLLM's
+`DeepEPHTPrepareAndFinalize`.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from typing import Any
 from torch import Tensor
 
 from moe.all2all.base import Dispatched, StepSizes, refuse_gradients
-from moe.all2all.deepep import DeepEPStreamed, Inputs, Payload, check_ranks
-from moe.all2all.deepep_buffers import NODE, BufferSize, SizedBuffers, in_one_node
+from moe.all2all.deepep.base import DeepEPStreamed, Inputs, Payload, check_ranks
+from moe.all2all.deepep.buffers import NODE, BufferSize, SizedBuffers, in_one_node
 from moe.all2all.voted import voted_tokens
 from ubatch import CommGroup, ConfigError, Transfer, capturing, current_sm_budget, report_sm_use
 from ubatch.ranks.collectives import check_launch

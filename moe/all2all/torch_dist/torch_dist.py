@@ -13,8 +13,8 @@ each other's token counts from the vote, `allgather_reducescatter` does without.
 alone, not for what the device has queued beside them; everything after them has a size that the host knows.
 
 Chunks of experts exchange their counts together, so the host waits once for all of them, and send together what one
-chunk would (`moe.all2all.torch_dist_chunks`). A signalled combine sends what blocks of experts have completed
-(`moe.all2all.torch_dist_blocks`).
+chunk would (`moe.all2all.torch_dist.chunks`). A signalled combine sends what blocks of experts have completed
+(`moe.all2all.torch_dist.blocks`).
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from torch import Tensor
 from moe.all2all.base import All2AllTraits, Dispatched, OnCounts, at_once, check_dispatch, refuse_gradients
 from moe.all2all.chunks import only_block
 from moe.all2all.payload import pack_rows, unpack_rows
-from moe.all2all.torch_dist_blocks import BlockRoutes, BlocksHandle, TorchDistBlocks
-from moe.all2all.torch_dist_chunks import ChunkedRows, ChunkHandle, Cube, Routes, tokens_of, visits_of
+from moe.all2all.torch_dist.blocks import BlockRoutes, BlocksHandle, TorchDistBlocks
+from moe.all2all.torch_dist.chunks import ChunkedRows, ChunkHandle, Cube, Routes, tokens_of, visits_of
 from moe.placement import local_experts
 from moe.segments import segment_sum
 from ubatch import CommGroup, ConfigError, Transfer, copy_to_host, launch_all_to_all_single

@@ -12,7 +12,7 @@ nothing to wait for on the host, so it can be captured.
 
 **Buffers.** DeepEP's has two halves: a launch clears the half of the launch before it. So on one buffer a transfer must
 have been received before the next one is launched. Within a node a process may have several (DeepEP's source says so:
-`moe.all2all.deepep_buffers`), and each lane has its own, for every chunk, which keeps them free of each other:
+`moe.all2all.deepep.buffers`), and each lane has its own, for every chunk, which keeps them free of each other:
 
     2 * (E * M * (2 H + 16) + E * M * (2 H + 4 H / 128 + 16)) bytes each, about, for E experts of all ranks, M tokens
     1.9 GB for 256 experts, 128 tokens a rank and hidden size 7168
@@ -24,7 +24,8 @@ choice: a second low-latency buffer of a process fails in DeepEP.
 **Larger steps**, such as prefills, go in pieces of `max_tokens_per_rank`, where the ranks voted on them: it works, but
 `deepep_auto` sends them by other kernels, which are made for that.
 
-Not yet run on several GPUs: see `moe.all2all.deepep`. Source: DeepEP's README; vLLM's `DeepEPLLPrepareAndFinalize`.
+Not yet run on several GPUs: see `moe.all2all.deepep.base`. Source: DeepEP's README; vLLM's
+`DeepEPLLPrepareAndFinalize`.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ from torch import Tensor
 
 from moe.all2all.base import All2AllTraits, BatchedDispatch, StepSizes, refuse_gradients
 from moe.all2all.chunks import ids_of_blocks
-from moe.all2all.deepep import DeepEPTransport, check_ranks
-from moe.all2all.deepep_buffers import NODE, BufferSize, SizedBuffer, SizedBuffers, in_one_node
+from moe.all2all.deepep.base import DeepEPTransport, check_ranks
+from moe.all2all.deepep.buffers import NODE, BufferSize, SizedBuffer, SizedBuffers, in_one_node
 from ubatch import CommGroup, ConfigError, Transfer, dbo_current_ubatch_id, report_sm_use
 from ubatch.ranks.collectives import check_launch
 from ubatch.streams.graph_protocols import current_capture

@@ -12,7 +12,7 @@ power of two: DeepEP compiles a kernel for every number). Rows behind those that
 **Cached handles.** `dispatch_again` sends other hidden states the way of an earlier dispatch: nothing is counted, and
 nothing waited for.
 
-Not yet run on several GPUs: see `moe.all2all.deepep`. Source: DeepEP's `deep_ep/buffers/elastic.py`; vLLM's
+Not yet run on several GPUs: see `moe.all2all.deepep.base`. Source: DeepEP's `deep_ep/buffers/elastic.py`; vLLM's
 `DeepEPV2PrepareAndFinalize`.
 """
 
@@ -26,8 +26,8 @@ import torch
 from torch import Tensor
 
 from moe.all2all.base import Dispatched, StepSizes, refuse_gradients
-from moe.all2all.deepep import DeepEPStreamed, Inputs, Payload, check_ranks
-from moe.all2all.deepep_buffers import DeepEPBuffers
+from moe.all2all.deepep.base import DeepEPStreamed, Inputs, Payload, check_ranks
+from moe.all2all.deepep.buffers import DeepEPBuffers
 from moe.all2all.voted import voted_tokens
 from ubatch import CommGroup, ConfigError, Transfer, current_sm_budget, report_sm_use
 from ubatch.ranks.collectives import check_launch

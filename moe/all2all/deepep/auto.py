@@ -8,8 +8,8 @@ the ranks' vote told all of them alike:
 
 A rank without tokens follows the others, whatever its own mode is.
 
-Not yet run on several GPUs: see `moe.all2all.deepep`. Source: vLLM's and SGLang's `auto` mode, which go by the engine's
-role (decode or prefill) instead.
+Not yet run on several GPUs: see `moe.all2all.deepep.base`. Source: vLLM's and SGLang's `auto` mode, which go by the
+engine's role (decode or prefill) instead.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from torch import Tensor
 
 from moe.all2all.base import All2AllTraits, BatchedDispatch, Dispatched, StepSizes
 from moe.all2all.chunks import dispatch_chunks, dispatch_cut
-from moe.all2all.deepep import check_ranks
-from moe.all2all.deepep_high_throughput import DeepEPHighThroughputAll2All, HighThroughputHandle
-from moe.all2all.deepep_low_latency import DeepEPLowLatencyAll2All, LowLatencyHandle
+from moe.all2all.deepep.base import check_ranks
+from moe.all2all.deepep.high_throughput import DeepEPHighThroughputAll2All, HighThroughputHandle
+from moe.all2all.deepep.low_latency import DeepEPLowLatencyAll2All, LowLatencyHandle
 from ubatch import CommGroup, ConfigError, ForwardMode, Transfer, fingerprint, get_forward_context
 
 __all__ = ["AutoHandle", "DeepEPAutoAll2All"]
@@ -38,7 +38,7 @@ class DeepEPAutoAll2All:
     """Two DeepEP back ends, of which each step uses one.
 
     Memory is for both; beyond one node it is the same, as one process can have no two such buffers
-    (`moe.all2all.deepep_buffers`).
+    (`moe.all2all.deepep.buffers`).
 
     Args:
         group, num_experts: for both.

@@ -1,7 +1,7 @@
 """What the DeepEP back ends share: the package, its limits, and the order of its launches.
 
 DeepEP (https://github.com/deepseek-ai/DeepEP) moves tokens between GPUs by its own kernels, over NVLink inside a node
-and RDMA between nodes, through buffers that all ranks make together (`moe.all2all.deepep_buffers`).
+and RDMA between nodes, through buffers that all ranks make together (`moe.all2all.deepep.buffers`).
 
 A rank that fails leaves the others' kernels waiting inside DeepEP; after DeepEP's own time-out (100 s) those end their
 process. So unlike a gloo group, a group that runs DeepEP does not survive a failed rank by `CommGroup.reset`.
@@ -27,7 +27,7 @@ from torch import Tensor
 
 from moe.all2all.base import All2AllTraits, Dispatched, check_dispatch
 from moe.all2all.chunks import cut, ids_of_blocks
-from moe.all2all.deepep_buffers import NODE, Queued, in_one_node
+from moe.all2all.deepep.buffers import NODE, Queued, in_one_node
 from moe.experts.quantization import quantize_tokens
 from moe.placement import local_experts
 from ubatch import CommGroup, ConfigError, Transfer, capturing, dbo_current_ubatch_id, import_optional, on_comm_stream
