@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from moe import FusedExperts, PackedLinear, cpu_linear, linear, make_experts, packing_pays
 from moe.cpu_linear import kernel_rows
-from moe.experts import packed as packed_module
+from moe.experts.cpu import packed as packed_module
 from ubatch import ConfigError
 
 

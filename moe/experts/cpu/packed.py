@@ -7,8 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moe.cpu_linear import PackedLinear, kernel_rows
+from moe.experts.cpu.repacked import RepackedExperts
 from moe.experts.grouped import RowPlan
-from moe.experts.repacked import RepackedExperts
 
 __all__ = ["PackedExperts"]
 

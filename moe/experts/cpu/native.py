@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from moe.experts.cpu.repacked import RepackedExperts
 from moe.experts.grouped import RowPlan
-from moe.experts.repacked import RepackedExperts
 from moe.grouped_linear import GroupedLinear
 from moe.segments import segment_offsets
 
