@@ -53,12 +53,6 @@ from model_runner.models import (
 )
 from model_runner.penalties import SamplingRow
 from model_runner.pending_step import PendingStep, StepOutput
-from model_runner.random_checkpoint import (
-    RandomDeepseekV3,
-    RandomQwen3Moe,
-    make_random_checkpoint,
-    make_random_qwen3_moe,
-)
 from model_runner.request import PENDING_TOKEN, Request, ScheduledRequest
 from model_runner.runner import ModelRunner
 from model_runner.sampler import sample
@@ -67,7 +61,13 @@ from model_runner.speculation import Acceptance, Draft, Proposer, StepObserver
 from model_runner.step_cost import split_cost
 from model_runner.tensor_parallel import TensorParallel, check_tensor_parallel
 from model_runner.token_ids import TokenIds
-from model_runner.weights import Checkpoint
+from model_runner.weights.random_checkpoint import (
+    RandomDeepseekV3,
+    RandomQwen3Moe,
+    make_random_checkpoint,
+    make_random_qwen3_moe,
+)
+from model_runner.weights.weights import Checkpoint
 
 __all__ = [
     "DEFAULT_KV_CACHE_MEMORY",

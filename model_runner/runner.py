@@ -38,7 +38,6 @@ from attention import (
 from model_runner.backend_choice import resolve_attention, resolve_experts
 from model_runner.dbo_auto import make_step_settings
 from model_runner.dp import Coordination, coordinate_batch_across_dp
-from model_runner.dummy_weights import open_checkpoint
 from model_runner.future_map import FutureMap
 from model_runner.graph_batches import CapturedSteps
 from model_runner.graph_mode import GraphsAsked
@@ -47,7 +46,6 @@ from model_runner.graph_steps import GraphSteps
 from model_runner.host_memory import keep_freed_memory
 from model_runner.input_batch import InputBatch, build_input_batch
 from model_runner.kv_memory import KVMemory
-from model_runner.kv_scales import load_kv_scales
 from model_runner.logprobs import PromptCarry
 from model_runner.memory_profile import CudaMemory, DeviceMemory, measured_blocks
 from model_runner.models.base import CausalLM, ExpertParallel, ModelConfig
@@ -66,8 +64,10 @@ from model_runner.step_cost import split_cost
 from model_runner.step_streams import StepStreams
 from model_runner.tensor_parallel import check_tensor_parallel, content_of, make_tensor_parallel
 from model_runner.transport import check_schedules, make_transport
-from model_runner.weight_pass import Progress
-from model_runner.weights import Checkpoint
+from model_runner.weights.dummy_weights import open_checkpoint
+from model_runner.weights.kv_scales import load_kv_scales
+from model_runner.weights.weight_pass import Progress
+from model_runner.weights.weights import Checkpoint
 from moe import All2All, EmulatedLink, StepSizes, TellsLater
 from ubatch import (
     CapturedGraph,

@@ -22,7 +22,7 @@ from attention.backends import registry
 from model_runner import ModelRunner, Request, SamplingParams, ScheduledRequest
 from model_runner.backend_choice import _choose, resolve_attention, resolve_experts
 from model_runner.models.qwen3_moe import Qwen3MoeForCausalLM
-from model_runner.weights import Checkpoint
+from model_runner.weights.weights import Checkpoint
 from moe import ExpertsNeeds, ExpertsShape, experts_backends, fastest_experts, make_all2all, usable_experts
 from moe.experts import flashinfer
 from moe.experts.flashinfer import FlashInferExperts

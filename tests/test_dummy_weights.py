@@ -12,8 +12,8 @@ import torch
 from hub_cache import LITE, TINY, add_to_cache, make_lite
 
 from model_runner import CheckpointFileMissing, ModelRunner, SamplingParams
-from model_runner.dummy_weights import DummyCheckpoint, open_checkpoint
-from model_runner.weights import Part
+from model_runner.weights.dummy_weights import DummyCheckpoint, open_checkpoint
+from model_runner.weights.weights import Part
 from serving import LLM
 from serving.workbench.bench.server.process import running_server
 from ubatch import ConfigError

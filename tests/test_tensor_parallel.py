@@ -45,7 +45,7 @@ from model_runner.tensor_parallel import (
     share_tokens,
     valid_rows,
 )
-from model_runner.weights import Part
+from model_runner.weights.weights import Part
 from serving.tuning.stages import layer_times
 from ubatch import (
     SCHEDULES,

@@ -19,10 +19,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from model_runner import Checkpoint, ExpertParallel, ModelRunner, TensorMissing, model_class
-from model_runner import weight_pass as module
-from model_runner import weights as weights_module
 from model_runner.speculation.draft_network import load_draft
-from model_runner.weight_pass import PINNED_BYTES, Wanted, WeightPass
+from model_runner.weights import weight_pass as module
+from model_runner.weights import weights as weights_module
+from model_runner.weights.weight_pass import PINNED_BYTES, Wanted, WeightPass
 from serving.engine.rank.runner_setup import WeightsBar
 
 CPU = torch.device("cpu")

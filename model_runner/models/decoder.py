@@ -36,7 +36,7 @@ from model_runner.models.scatter import (
 )
 from model_runner.models.sparse_mlp import SparseMLP
 from model_runner.tensor_parallel import Shard
-from model_runner.weights import Checkpoint
+from model_runner.weights.weights import Checkpoint
 from moe import linear
 from ubatch import Point, dbo_yield
 from ubatch.process.heartbeat import beat

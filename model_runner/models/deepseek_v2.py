@@ -10,10 +10,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from attention import MLAShape
-from model_runner.hf_config import HFConfig
 from model_runner.models.config import DecoderConfig, MoEConfig, read_decoder, read_num_experts, read_top_k
 from model_runner.models.decoder import DecoderLM
 from model_runner.models.rope import Rope, read_rope
+from model_runner.weights.hf_config import HFConfig
 from moe import GroupLimitedRouter, Router
 
 __all__ = ["DeepseekV2ForCausalLM", "read_deepseek", "read_groups"]

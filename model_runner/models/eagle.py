@@ -29,7 +29,7 @@ from model_runner.models.decoder import DecoderLayer, DecoderLM
 from model_runner.models.layers import frozen
 from model_runner.models.ops import add_rms_norm
 from model_runner.models.rope import RotaryEmbedding
-from model_runner.weights import Checkpoint
+from model_runner.weights.weights import Checkpoint
 from moe import linear
 
 __all__ = ["EAGLE_ARCHITECTURE", "EagleHead"]

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from model_runner.hf_config import HFConfig
 from model_runner.models.config import (
     DecoderConfig,
     MoEConfig,
@@ -19,6 +18,7 @@ from model_runner.models.config import (
 )
 from model_runner.models.decoder import DecoderLM
 from model_runner.models.rope import read_rope
+from model_runner.weights.hf_config import HFConfig
 from moe import SoftmaxTopKRouter
 
 __all__ = ["MixtralForCausalLM"]

@@ -23,7 +23,7 @@ from model_runner.models.config import DecoderConfig
 from model_runner.models.decoder import DecoderLayer, DecoderLM
 from model_runner.models.layers import frozen
 from model_runner.models.ops import add_rms_norm, rms_norm
-from model_runner.weights import Checkpoint
+from model_runner.weights.weights import Checkpoint
 from moe import linear
 from ubatch import ConfigError
 

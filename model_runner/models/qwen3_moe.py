@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from model_runner.hf_config import HFConfig
 from model_runner.models.config import (
     DecoderConfig,
     MoEConfig,
@@ -20,6 +19,7 @@ from model_runner.models.config import (
 )
 from model_runner.models.decoder import DecoderLM
 from model_runner.models.qwen3 import read_sliding_window
+from model_runner.weights.hf_config import HFConfig
 from moe import SoftmaxTopKRouter
 
 __all__ = ["Qwen3MoeForCausalLM"]

@@ -6,8 +6,8 @@ from typing import cast
 
 from attention import refuse_unsupported_model
 from model_runner.errors import UnknownArchitecture
-from model_runner.hf_config import HFConfig
 from model_runner.models.base import CausalLM
+from model_runner.weights.hf_config import HFConfig
 from ubatch import LazyRegistry
 
 __all__ = ["known_architectures", "model_class", "register_model"]

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from attention import RopeTable
-from model_runner.hf_config import HFConfig
+from model_runner.weights.hf_config import HFConfig
 from ubatch.streams.small_copies import to_device
 
 __all__ = [

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from model_runner.models.base import ExpertParallel
 from model_runner.models.config import MoEConfig, TensorNames
 from model_runner.models.layers import GatedMLP, frozen
-from model_runner.weights import Checkpoint
+from model_runner.weights.weights import Checkpoint
 from moe import FusedMoEModularKernel, SigmoidTopKRouter, linear, make_experts, route
 
 __all__ = ["SparseMLP"]

@@ -17,14 +17,14 @@ from typing import TYPE_CHECKING, Protocol
 from torch import Tensor, nn
 
 from model_runner.backend_choice import resolve_experts
-from model_runner.dummy_weights import open_checkpoint
 from model_runner.models.base import CausalLM, ExpertParallel, ModelConfig
 from model_runner.models.decoder import DecoderLM
 from model_runner.models.eagle import EAGLE_ARCHITECTURE, EagleHead
 from model_runner.models.mtp import MTPLayer
 from model_runner.models.registry import model_class
 from model_runner.transport import make_transport
-from model_runner.weights import Checkpoint
+from model_runner.weights.dummy_weights import open_checkpoint
+from model_runner.weights.weights import Checkpoint
 from ubatch import ConfigError, nearest
 
 if TYPE_CHECKING:  # the runner's batches import what builds trees, which is in this package

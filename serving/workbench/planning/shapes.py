@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from model_runner.hf_config import HFConfig
+from model_runner.weights.hf_config import HFConfig
 from serving.workbench.planning.constants import load_constants
 from ubatch.errors import ConfigError, nearest
 

@@ -11,7 +11,7 @@ compute dtype happens on the way.
         with checkpoint.once_read(fuse):        `fuse` is called when the tensors that this block asks for are read
             ...
 
-One pass reads the files from front to back, whatever order the model asks in, see `model_runner.weight_pass`.
+One pass reads the files from front to back, whatever order the model asks in, see `model_runner.weights.weight_pass`.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from model_runner.errors import CheckpointError, CheckpointFileMissing, TensorMissing, WrongShape
-from model_runner.hf_config import HFConfig
-from model_runner.weight_pass import Progress, Wanted, WeightPass
+from model_runner.weights.hf_config import HFConfig
+from model_runner.weights.weight_pass import Progress, Wanted, WeightPass
 from ubatch.streams.streams import StreamBackend
 
 __all__ = ["Checkpoint", "Part", "Size", "part_index", "whole_shape"]

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from model_runner.weights import Checkpoint, Size, part_index, whole_shape
+from model_runner.weights.weights import Checkpoint, Size, part_index, whole_shape
 from ubatch import ConfigError, nearest
 
 __all__ = ["LOAD_FORMATS", "DummyCheckpoint", "open_checkpoint"]

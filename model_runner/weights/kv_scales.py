@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from attention import MLAKVCache, PagedKVCache
 from model_runner.errors import CheckpointError
-from model_runner.weights import Checkpoint
+from model_runner.weights.weights import Checkpoint
 
 __all__ = ["load_kv_scales"]
 
