@@ -25,7 +25,6 @@ random_checkpoint     a large model with random weights, for measuring
 
 from model_runner.dbo_auto import DboAuto
 from model_runner.dp import BatchShape, Coordination, coordinate_batch_across_dp, make_offer
-from model_runner.draws import fresh_seed
 from model_runner.errors import (
     CheckpointError,
     CheckpointFileMissing,
@@ -51,16 +50,17 @@ from model_runner.models import (
     model_class,
     register_model,
 )
-from model_runner.penalties import SamplingRow
 from model_runner.pending_step import PendingStep, StepOutput
 from model_runner.request import PENDING_TOKEN, Request, ScheduledRequest
 from model_runner.runner import ModelRunner
-from model_runner.sampler import sample
-from model_runner.sampling_params import MAX_BAD_TOKENS, MAX_LOGIT_BIASES, MAX_STOP_TOKEN_IDS, SamplingParams
+from model_runner.sampling.draws import fresh_seed
+from model_runner.sampling.penalties import SamplingRow
+from model_runner.sampling.sampler import sample
+from model_runner.sampling.sampling_params import MAX_BAD_TOKENS, MAX_LOGIT_BIASES, MAX_STOP_TOKEN_IDS, SamplingParams
+from model_runner.sampling.token_ids import TokenIds
 from model_runner.speculation import Acceptance, Draft, Proposer, StepObserver
 from model_runner.step_cost import split_cost
 from model_runner.tensor_parallel import TensorParallel, check_tensor_parallel
-from model_runner.token_ids import TokenIds
 from model_runner.weights.random_checkpoint import (
     RandomDeepseekV3,
     RandomQwen3Moe,

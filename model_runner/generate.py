@@ -17,7 +17,7 @@ from model_runner.errors import RequestError
 from model_runner.logprobs import TokenLogprobs
 from model_runner.request import Request, ScheduledRequest
 from model_runner.runner import ModelRunner
-from model_runner.sampling_params import SamplingParams
+from model_runner.sampling.sampling_params import SamplingParams
 
 __all__ = ["FAULTS", "FinishReason", "GenerationOutput", "check_request", "generate"]
 

@@ -27,7 +27,7 @@ from attention import CacheSpec
 from model_runner.graph_sizes import GraphShape
 from model_runner.kv_memory import blocks_beside
 from model_runner.request import Request, ScheduledRequest
-from model_runner.sampling_params import SamplingParams
+from model_runner.sampling.sampling_params import SamplingParams
 from model_runner.speculation.proposer import Draft, Proposer
 
 if TYPE_CHECKING:

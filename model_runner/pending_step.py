@@ -30,9 +30,9 @@ from model_runner.logprobs import (
     score_prompt_rows,
     score_tokens,
 )
-from model_runner.penalties import SamplingRow
 from model_runner.request import PENDING_TOKEN, ScheduledRequest
-from model_runner.sampler import NO_TOKEN, OUT_OF_TOKENS, sample
+from model_runner.sampling.penalties import SamplingRow
+from model_runner.sampling.sampler import NO_TOKEN, OUT_OF_TOKENS, sample
 from model_runner.speculation.accept import Acceptance, DraftRows, accepted_nodes, sample_by_rejection
 from model_runner.speculation.proposer import StepObserver
 from model_runner.speculation.tree import path_to

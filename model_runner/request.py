@@ -14,8 +14,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from model_runner.draws import fresh_seed, uniform
-from model_runner.sampling_params import SamplingParams
+from model_runner.sampling.draws import fresh_seed, uniform
+from model_runner.sampling.sampling_params import SamplingParams
 
 __all__ = ["PENDING_TOKEN", "Request", "ScheduledRequest"]
 

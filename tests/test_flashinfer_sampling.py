@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from model_runner import flashinfer_sampling
-from model_runner.flashinfer_sampling import find_truncation, keep_most_likely, truncates
+from model_runner.sampling import flashinfer_sampling
+from model_runner.sampling.flashinfer_sampling import find_truncation, keep_most_likely, truncates
 from ubatch import ConfigError
 from ubatch.process.heartbeat import Heart
 from ubatch.process.lateness import LATE_S

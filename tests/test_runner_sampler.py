@@ -11,9 +11,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-import model_runner.sampler
+import model_runner.sampling.sampler
 from model_runner import SamplingParams, SamplingRow, sample
-from model_runner.sampler import NO_TOKEN
+from model_runner.sampling.sampler import NO_TOKEN
 
 
 def reference_distribution(logits: torch.Tensor, params: SamplingParams) -> dict[int, float]:
@@ -85,8 +85,8 @@ def test_the_truncation_of_flashinfer_gives_the_same_distribution(monkeypatch: p
     rows = torch.cat((logits.expand(count, -1), other[None]))
     each = [params] * count + [SamplingParams(temperature=0.7)]
     by_sorting = tokens_of(rows, each, [*draws, 0.4])
-    monkeypatch.setattr(model_runner.sampler, "truncates", lambda device: True)
-    monkeypatch.setattr(model_runner.sampler, "keep_most_likely", without_sorting)
+    monkeypatch.setattr(model_runner.sampling.sampler, "truncates", lambda device: True)
+    monkeypatch.setattr(model_runner.sampling.sampler, "keep_most_likely", without_sorting)
     unsorted = tokens_of(rows, each, [*draws, 0.4])
     expected = reference_distribution(logits, params)
     for tokens in (by_sorting, unsorted):
@@ -188,7 +188,7 @@ def test_few_candidates_are_as_good_as_all(monkeypatch: pytest.MonkeyPatch, scal
     for seed in range(20):
         draws = draws_of(seed, 12)
         few = tokens_of(logits, params, draws)
-        monkeypatch.setattr(model_runner.sampler, "_FEW", 3000)
+        monkeypatch.setattr(model_runner.sampling.sampler, "_FEW", 3000)
         assert few == tokens_of(logits, params, draws)
         monkeypatch.undo()
 

@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-import model_runner.sampler
+import model_runner.sampling.sampler
 from model_runner import SamplingParams, SamplingRow, sample
-from model_runner.sampler import _highest, distributions, fall
+from model_runner.sampling.sampler import _highest, distributions, fall
 
 VOCAB = 6000  # several blocks, and a part of one
 KINDS = {
@@ -126,7 +126,7 @@ def test_a_gpu_sorts_only_what_has_no_small_top_k(monkeypatch: pytest.MonkeyPatc
     rows = [SamplingRow(each, 0.4) for each in KINDS.values()]
     logits = logits_of(len(rows), torch.bfloat16)
     expected = sample(logits, dict(enumerate(rows))).tolist()
-    monkeypatch.setattr(model_runner.sampler, "_may_ask", lambda device: False)
+    monkeypatch.setattr(model_runner.sampling.sampler, "_may_ask", lambda device: False)
     with Watch() as watch:
         assert sample(logits, dict(enumerate(rows))).tolist() == expected
     sorts = [size for name, _, size in watch.made if name in ("sort", "argsort") and size >= VOCAB]

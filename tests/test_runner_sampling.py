@@ -26,8 +26,8 @@ from model_runner import (
     generate,
     sample,
 )
-from model_runner.draws import uniform
-from model_runner.penalties import adjust_logits
+from model_runner.sampling.draws import uniform
+from model_runner.sampling.penalties import adjust_logits
 from ubatch import UBatchConfig
 
 VOCAB = 13

@@ -17,10 +17,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-import model_runner.sampler
+import model_runner.sampling.sampler
 from model_runner import RequestError, SamplingParams, SamplingRow, sample
-from model_runner.penalties import adjust_logits
-from model_runner.sampler import OUT_OF_TOKENS, distributions
+from model_runner.sampling.penalties import adjust_logits
+from model_runner.sampling.sampler import OUT_OF_TOKENS, distributions
 
 VOCAB = 40
 
@@ -139,8 +139,8 @@ def test_the_truncation_of_flashinfer_comes_after_min_p(monkeypatch: pytest.Monk
         seen.append(probabilities.clone())
         return probabilities
 
-    monkeypatch.setattr(model_runner.sampler, "truncates", lambda device: True)
-    monkeypatch.setattr(model_runner.sampler, "keep_most_likely", keep_all)
+    monkeypatch.setattr(model_runner.sampling.sampler, "truncates", lambda device: True)
+    monkeypatch.setattr(model_runner.sampling.sampler, "keep_most_likely", keep_all)
     distributions(logits, rows)
     whole = [replace(row, params=replace(row.params, top_p=1.0)) for row in rows]
     expected = [by_definition(own, row) for own, row in zip(logits.double().numpy(), whole, strict=True)]

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from model_runner import RequestError, SamplingParams
-from model_runner.sampling_params import MAX_LOGIT_BIASES, MAX_STOP_TOKEN_IDS
+from model_runner.sampling.sampling_params import MAX_LOGIT_BIASES, MAX_STOP_TOKEN_IDS
 
 
 @pytest.mark.parametrize(

@@ -292,6 +292,6 @@ def test_a_copy_that_is_dropped_needs_what_it_copies(steps: Steps) -> None:
 
 
 def test_an_upload_past_the_pinned_buffers_is_found(steps: Steps, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("model_runner.sampler.to_device", lambda tensors, device: list(tensors))
+    monkeypatch.setattr("model_runner.sampling.sampler.to_device", lambda tensors, device: list(tensors))
     steps.run(DRAWN)
     assert any("takes tensors of the host and of the device" in fault for fault in steps.faults)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from model_runner.request import Request
-from model_runner.sampler import fall
+from model_runner.sampling.sampler import fall
 from model_runner.speculation.draft_network import DraftNetwork
 from ubatch import ForwardContext, set_forward_context
 from ubatch.streams.small_copies import to_device

@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from model_runner.bad_sequences import BadSequences
 from model_runner.errors import RequestError
-from model_runner.token_ids import TokenIds
+from model_runner.sampling.bad_sequences import BadSequences
+from model_runner.sampling.token_ids import TokenIds
 from ubatch.streams.small_copies import to_device
 
 __all__ = ["MAX_BAD_SEQUENCES", "MAX_BAD_TOKENS", "MAX_LOGIT_BIASES", "MAX_STOP_TOKEN_IDS", "SamplingParams"]

@@ -6,10 +6,10 @@ place and its logits only. What fits the promise is the step before: flashinfer 
 what is below them, row by row and with order-independent sums (`is_deterministic`). The draw stays ours, over what is
 left, in the vocabulary's order.
 
-It cuts where `model_runner.sampler` would sort the vocabulary: top-p by itself, and a top-k above 1024. Two things
-differ from sorting: tokens as likely as the last one kept are kept, too; and a draw counts through the vocabulary, not
-from the most likely token on. So there the same seed gives other tokens than on a machine without flashinfer, equally
-distributed.
+It cuts where `model_runner.sampling.sampler` would sort the vocabulary: top-p by itself, and a top-k above 1024. Two
+things differ from sorting: tokens as likely as the last one kept are kept, too; and a draw counts through the
+vocabulary, not from the most likely token on. So there the same seed gives other tokens than on a machine without
+flashinfer, equally distributed.
 
 Source: flashinfer's documentation of `top_k_renorm_probs` and `top_p_renorm_probs`.
 """

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from model_runner.errors import RequestError
-from model_runner.sampling_params import SamplingParams
+from model_runner.sampling.sampling_params import SamplingParams
 from ubatch.streams.small_copies import to_device
 
 __all__ = ["SamplingRow", "adjust_logits"]

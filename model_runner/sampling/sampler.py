@@ -14,8 +14,8 @@ Rows go one of three ways, each by its own parameters, whoever else is in the ba
 What is as long as the vocabulary is float32; numbers of few tokens, and sums of blocks of the vocabulary, are float64.
 So a draw falls on another token than exact arithmetic would choose only where it lies within some 1e-6 of an edge.
 
-The order is vLLM's: first what `model_runner.penalties` changes (allowed tokens, bad sequences, `min_tokens`, bias,
-penalties), then temperature, min-p, top-k of what min-p leaves, and top-p of the mass that both leave.
+The order is vLLM's: first what `model_runner.sampling.penalties` changes (allowed tokens, bad sequences, `min_tokens`,
+bias, penalties), then temperature, min-p, top-k of what min-p leaves, and top-p of the mass that both leave.
 
 Ties: tokens that are equally likely are ranked in the vocabulary's order. Which of them top-k keeps, where its limit
 falls among more of them than are looked at, is left to `torch.topk`.
@@ -30,9 +30,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from model_runner.flashinfer_sampling import keep_most_likely, truncates
-from model_runner.penalties import SamplingRow, adjust_logits
-from model_runner.sampling_params import SamplingParams
+from model_runner.sampling.flashinfer_sampling import keep_most_likely, truncates
+from model_runner.sampling.penalties import SamplingRow, adjust_logits
+from model_runner.sampling.sampling_params import SamplingParams
 from ubatch.streams.small_copies import to_device
 
 __all__ = ["NO_TOKEN", "OUT_OF_TOKENS", "distributions", "fall", "sample"]
@@ -258,7 +258,7 @@ class _Draws:
             yield from self._cut_by_sorting(logits)
 
     def _cut_by_flashinfer(self, logits: Tensor) -> Tensor:
-        """In the vocabulary's order; see `model_runner.flashinfer_sampling`."""
+        """In the vocabulary's order; see `model_runner.sampling.flashinfer_sampling`."""
         top_k, top_p = self.columns[4, :, 0], self.columns[3, :, 0]
         weights = self._lowered(logits).softmax(dim=-1)
         weights.nan_to_num_(nan=1 / weights.shape[-1])  # a row that is not finite ends its request, whatever is drawn
