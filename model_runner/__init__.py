@@ -50,6 +50,7 @@ from model_runner.models import (
     model_class,
     register_model,
 )
+from model_runner.parallel.tensor_parallel import TensorParallel, check_tensor_parallel
 from model_runner.pending_step import PendingStep, StepOutput
 from model_runner.request import PENDING_TOKEN, Request, ScheduledRequest
 from model_runner.runner import ModelRunner
@@ -60,7 +61,6 @@ from model_runner.sampling.sampling_params import MAX_BAD_TOKENS, MAX_LOGIT_BIAS
 from model_runner.sampling.token_ids import TokenIds
 from model_runner.speculation import Acceptance, Draft, Proposer, StepObserver
 from model_runner.step_cost import split_cost
-from model_runner.tensor_parallel import TensorParallel, check_tensor_parallel
 from model_runner.weights.random_checkpoint import (
     RandomDeepseekV3,
     RandomQwen3Moe,

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from attention import MODES, Kernel, SplitKind
 from model_runner.graph_sizes import GraphShape
-from model_runner.tensor_parallel import check_same_requests
+from model_runner.parallel.tensor_parallel import check_same_requests
 from ubatch import (
     CommGroup,
     Decision,

@@ -11,7 +11,7 @@ from torch import nn
 
 from attention import UBatchAttention
 from model_runner.graph_sizes import GraphFamily, GraphShape
-from model_runner.tensor_parallel import TensorParallel
+from model_runner.parallel.tensor_parallel import TensorParallel
 from moe import All2All, FusedMoEModularKernel, traits_in
 from ubatch import ConfigError, CUDAGraphMode, ForwardMode, GraphBackend, nearest
 

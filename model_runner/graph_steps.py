@@ -27,7 +27,7 @@ from model_runner.dp import BatchShape, Coordination
 from model_runner.graph_batches import GraphSetting, batch_to_capture
 from model_runner.graph_sizes import GraphFamily, GraphShape, tokens_needed
 from model_runner.input_batch import InputBatch
-from model_runner.tensor_parallel import padded_len
+from model_runner.parallel.tensor_parallel import padded_len
 from ubatch import (
     CapturedGraph,
     ConfigError,

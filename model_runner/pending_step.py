@@ -30,6 +30,7 @@ from model_runner.logprobs import (
     score_prompt_rows,
     score_tokens,
 )
+from model_runner.parallel.tensor_parallel import TensorParallel
 from model_runner.request import PENDING_TOKEN, ScheduledRequest
 from model_runner.sampling.penalties import SamplingRow
 from model_runner.sampling.sampler import NO_TOKEN, OUT_OF_TOKENS, sample
@@ -37,7 +38,6 @@ from model_runner.speculation.accept import Acceptance, DraftRows, accepted_node
 from model_runner.speculation.proposer import StepObserver
 from model_runner.speculation.tree import path_to
 from model_runner.step_streams import StepStreams
-from model_runner.tensor_parallel import TensorParallel
 from ubatch import Decision, ForwardMode
 from ubatch.streams.small_copies import HostCopy, to_device, to_host
 

@@ -50,6 +50,8 @@ from model_runner.logprobs import PromptCarry
 from model_runner.memory_profile import CudaMemory, DeviceMemory, measured_blocks
 from model_runner.models.base import CausalLM, ExpertParallel, ModelConfig
 from model_runner.models.registry import model_class
+from model_runner.parallel.tensor_parallel import check_tensor_parallel, content_of, make_tensor_parallel
+from model_runner.parallel.transport import check_schedules, make_transport
 from model_runner.pending_step import PendingStep, SamplingContext, StepOutput
 from model_runner.request import Request, ScheduledRequest
 from model_runner.request_memory import RequestMemory
@@ -62,8 +64,6 @@ from model_runner.speculation.proposer import StepObserver
 from model_runner.step_context import step_context
 from model_runner.step_cost import split_cost
 from model_runner.step_streams import StepStreams
-from model_runner.tensor_parallel import check_tensor_parallel, content_of, make_tensor_parallel
-from model_runner.transport import check_schedules, make_transport
 from model_runner.weights.dummy_weights import open_checkpoint
 from model_runner.weights.kv_scales import load_kv_scales
 from model_runner.weights.weight_pass import Progress
@@ -96,8 +96,8 @@ class ModelRunner:
         load_format: `dummy` makes random weights, a draft network's too; `auto` and `safetensors` read those there.
         group: all ranks, which share the experts and vote; None for one rank alone.
         tensor_parallel_size: so many ranks share a replica's attention and dense MLPs, rank = dp_rank * this + tp_rank;
-            they launch the same steps. See `model_runner.tensor_parallel`.
-        all2all_backend: how tokens reach their experts; `auto` and None choose, see `model_runner.transport`.
+            they launch the same steps. See `model_runner.parallel.tensor_parallel`.
+        all2all_backend: how tokens reach their experts; `auto` and None choose, see `model_runner.parallel.transport`.
         all2all_options: its options; what is left out follows from the three numbers of steps below.
         link: deliver what the ranks send to each other's experts, gather and scatter over this emulated link.
         dbo: when and how to overlap; its `group` is set to `group`.

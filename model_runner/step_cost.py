@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from attention import AttentionShape
 from model_runner.models.layers import Projection
-from model_runner.tensor_parallel import Shard
+from model_runner.parallel.tensor_parallel import Shard
 from moe import FusedExperts
 from ubatch import SplitCost
 

@@ -33,8 +33,7 @@ from model_runner.dp import BatchShape, coordinate_batch_across_dp
 from model_runner.input_batch import build_input_batch
 from model_runner.models import DecoderLM, scatter
 from model_runner.models.scatter import ScatterMode, current_layout
-from model_runner.step_context import step_context
-from model_runner.tensor_parallel import (
+from model_runner.parallel.tensor_parallel import (
     Shard,
     TensorParallel,
     check_same_requests,
@@ -45,6 +44,7 @@ from model_runner.tensor_parallel import (
     share_tokens,
     valid_rows,
 )
+from model_runner.step_context import step_context
 from model_runner.weights.weights import Part
 from serving.tuning.stages import layer_times
 from ubatch import (

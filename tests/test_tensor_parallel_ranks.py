@@ -31,7 +31,7 @@ from model_runner import (
     generate,
 )
 from model_runner.models.scatter import Layout, ScatterMode
-from model_runner.tensor_parallel import make_tensor_parallel, padded_len, share_tokens
+from model_runner.parallel.tensor_parallel import make_tensor_parallel, padded_len, share_tokens
 from moe import EmulatedLink
 from ranks import run_ranks
 from ubatch import (

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from attention import AttentionPlan, AttentionShape, MLAPlan, MLAShape
-from model_runner.tensor_parallel import WHOLE, Shard, TensorParallel
+from model_runner.parallel.tensor_parallel import WHOLE, Shard, TensorParallel
 from model_runner.weights.hf_config import HFConfig
 from model_runner.weights.weights import Checkpoint
 from moe import All2All

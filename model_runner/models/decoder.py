@@ -35,7 +35,7 @@ from model_runner.models.scatter import (
     postprocess,
 )
 from model_runner.models.sparse_mlp import SparseMLP
-from model_runner.tensor_parallel import Shard
+from model_runner.parallel.tensor_parallel import Shard
 from model_runner.weights.weights import Checkpoint
 from moe import linear
 from ubatch import Point, dbo_yield

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from attention import AttentionPlan, AttentionShape
 from model_runner.models.ops import normalise_and_rotate, silu_mul
 from model_runner.models.rope import Rotation
-from model_runner.tensor_parallel import WHOLE, Shard
+from model_runner.parallel.tensor_parallel import WHOLE, Shard
 from model_runner.weights.weights import Checkpoint
 from moe import NativeLinear, linear
 from ubatch import ConfigError, Point, dbo_yield

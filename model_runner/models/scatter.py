@@ -36,7 +36,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from model_runner.models.ops import add_rms_norm, rms_norm
-from model_runner.tensor_parallel import TensorParallel, padded_len, share_rows, valid_rows
+from model_runner.parallel.tensor_parallel import TensorParallel, padded_len, share_rows, valid_rows
 from ubatch import CommGroup, ConfigError, Point, all_gather, get_forward_context, reduce_scatter
 
 __all__ = [

@@ -22,7 +22,7 @@ from model_runner.models.decoder import DecoderLM
 from model_runner.models.eagle import EAGLE_ARCHITECTURE, EagleHead
 from model_runner.models.mtp import MTPLayer
 from model_runner.models.registry import model_class
-from model_runner.transport import make_transport
+from model_runner.parallel.transport import make_transport
 from model_runner.weights.dummy_weights import open_checkpoint
 from model_runner.weights.weights import Checkpoint
 from ubatch import ConfigError, nearest

@@ -32,7 +32,7 @@ class EngineOptions:
         tensor_parallel_size: processes of each of them, which share its attention and dense layers. They are
             consecutive, rank = data-parallel rank * tensor_parallel_size + tensor-parallel rank, and on one node.
         enable_expert_parallel: all processes share the experts, and step together.
-        all2all_backend: how tokens reach their experts; None chooses, see `model_runner.transport`.
+        all2all_backend: how tokens reach their experts; None chooses, see `model_runner.parallel.transport`.
         all2all_options: its options; those left out follow from the steps that there will be.
         moe_backend: who computes the experts, `ModelRunner`'s `experts_backend`.
         emulated_link: latency in microseconds and bandwidth in MB/s of a link to deliver over; None for none.

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from model_runner import ModelConfig
-from model_runner.transport import LOCAL, check_schedules_by_name
+from model_runner.parallel.transport import LOCAL, check_schedules_by_name
 from moe import check_all2all_options
 from serving.engine.rank.runner_setup import backend_faults, tensor_parallel_faults
 from serving.engine.wire.secret import read_secret

@@ -14,7 +14,7 @@ from model_runner import (
     ModelConfig,
     capture_sizes,
 )
-from model_runner.transport import AUTO, choose_all2all
+from model_runner.parallel.transport import AUTO, choose_all2all
 from serving.engine.options import EngineOptions
 from serving.engine.rank.runner_setup import choose_dtype, count_gpus, read_config
 from serving.options.checks import Machine, check_alone, check_with_model

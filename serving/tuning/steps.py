@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from model_runner import InputBatch, ModelRunner
-from model_runner.transport import most_lanes, traits_in_lanes
+from model_runner.parallel.transport import most_lanes, traits_in_lanes
 from moe import EmulatedLink
 from serving.tuning.cells import Arm, arm_config
 from serving.tuning.programs import gather_steps, gather_texts, traced_step

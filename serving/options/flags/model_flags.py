@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 import tyro
 from pydantic import AfterValidator, Field
 
-from model_runner.transport import AUTO
+from model_runner.parallel.transport import AUTO
 from moe import all2all_backends
 from serving.options.flags.fields import Group, Positive, derived
 from ubatch import nearest

@@ -14,7 +14,7 @@ import tyro
 from pydantic import AfterValidator, BeforeValidator, Field
 
 from attention import attention_backends
-from model_runner.transport import AUTO
+from model_runner.parallel.transport import AUTO
 from serving.options.flags.fields import (
     ExpertsName,
     Group,

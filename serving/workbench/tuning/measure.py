@@ -22,7 +22,7 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 from model_runner import ModelRunner
-from model_runner.transport import most_chunks
+from model_runner.parallel.transport import most_chunks
 from serving.tuning.batches import make_batch
 from serving.tuning.cells import Arm, Cell, Grid, library_arms
 from serving.tuning.stages import best_schedules

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from model_runner.transport import resolve_all2all
+from model_runner.parallel.transport import resolve_all2all
 from serving.engine.options import EngineOptions
 from serving.engine.rank.build import make_runner
 from serving.generate import print_notes

@@ -38,7 +38,7 @@ from tqdm import tqdm
 
 from model_runner import InputBatch, ModelRunner
 from model_runner.dbo_auto import DboAuto
-from model_runner.transport import most_chunks
+from model_runner.parallel.transport import most_chunks
 from moe import EmulatedLink
 from serving.ranks import run_ranks
 from serving.tuning.auto import Room, prepare_auto

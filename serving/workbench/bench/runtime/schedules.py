@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from pydantic import Field
 
-from model_runner.transport import most_chunks
+from model_runner.parallel.transport import most_chunks
 from serving.ranks import run_ranks
 from serving.tuning.programs import Programs, predict_step
 from serving.tuning.stages import HANDOFF_S, StageModel, nameless, slowest_layer_times
