@@ -24,7 +24,6 @@ random_checkpoint     a large model with random weights, for measuring
 """
 
 from model_runner.dbo_auto import DboAuto
-from model_runner.dp import BatchShape, Coordination, coordinate_batch_across_dp, make_offer
 from model_runner.errors import (
     CheckpointError,
     CheckpointFileMissing,
@@ -35,13 +34,9 @@ from model_runner.errors import (
     UnknownArchitecture,
     WrongShape,
 )
-from model_runner.future_map import FutureMap
 from model_runner.generate import FAULTS, FinishReason, GenerationOutput, check_request, generate
-from model_runner.graph_sizes import GraphShape, capture_sizes
 from model_runner.host_memory import keep_freed_memory
-from model_runner.input_batch import InputBatch, build_input_batch
 from model_runner.kv_memory import DEFAULT_KV_CACHE_MEMORY
-from model_runner.logprobs import TokenLogprobs
 from model_runner.models import (
     CausalLM,
     ExpertParallel,
@@ -52,7 +47,6 @@ from model_runner.models import (
 )
 from model_runner.parallel.tensor_parallel import TensorParallel, check_tensor_parallel
 from model_runner.pending_step import PendingStep, StepOutput
-from model_runner.request import PENDING_TOKEN, Request, ScheduledRequest
 from model_runner.runner import ModelRunner
 from model_runner.sampling.draws import fresh_seed
 from model_runner.sampling.penalties import SamplingRow
@@ -60,6 +54,12 @@ from model_runner.sampling.sampler import sample
 from model_runner.sampling.sampling_params import MAX_BAD_TOKENS, MAX_LOGIT_BIASES, MAX_STOP_TOKEN_IDS, SamplingParams
 from model_runner.sampling.token_ids import TokenIds
 from model_runner.speculation import Acceptance, Draft, Proposer, StepObserver
+from model_runner.step.dp import BatchShape, Coordination, coordinate_batch_across_dp, make_offer
+from model_runner.step.future_map import FutureMap
+from model_runner.step.graph_sizes import GraphShape, capture_sizes
+from model_runner.step.input_batch import InputBatch, build_input_batch
+from model_runner.step.logprobs import TokenLogprobs
+from model_runner.step.request import PENDING_TOKEN, Request, ScheduledRequest
 from model_runner.step_cost import split_cost
 from model_runner.weights.random_checkpoint import (
     RandomDeepseekV3,

@@ -24,8 +24,8 @@ import torch.distributed as dist
 
 from model_runner.dbo_model import Seen
 from model_runner.dbo_policy import Policy, PolicyStatistics
-from model_runner.dp import BatchShape
 from model_runner.parallel.transport import most_chunks
+from model_runner.step.dp import BatchShape
 from moe import All2All
 from ubatch import SCHEDULES, CommGroup, ConfigError, Decision, ForwardMode, Schedule, UBatchConfig, fingerprint
 from ubatch.ranks.connection import Connection

@@ -14,10 +14,10 @@ from enum import StrEnum
 
 from attention import KVCacheExhausted
 from model_runner.errors import RequestError
-from model_runner.logprobs import TokenLogprobs
-from model_runner.request import Request, ScheduledRequest
 from model_runner.runner import ModelRunner
 from model_runner.sampling.sampling_params import SamplingParams
+from model_runner.step.logprobs import TokenLogprobs
+from model_runner.step.request import Request, ScheduledRequest
 
 __all__ = ["FAULTS", "FinishReason", "GenerationOutput", "check_request", "generate"]
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from attention import CommonAttentionMetadata, MLAKVCache, PagedKVCache, SpecVerifyInput
-from model_runner.graph_sizes import GraphShape
+from model_runner.step.graph_sizes import GraphShape
 from ubatch import CapturedGraph, GraphBackend
 
 __all__ = ["CapturedSteps", "GraphSetting", "batch_to_capture"]

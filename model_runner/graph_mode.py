@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from attention import UBatchAttention
-from model_runner.graph_sizes import GraphFamily, GraphShape
 from model_runner.parallel.tensor_parallel import TensorParallel
+from model_runner.step.graph_sizes import GraphFamily, GraphShape
 from moe import All2All, FusedMoEModularKernel, traits_in
 from ubatch import ConfigError, CUDAGraphMode, ForwardMode, GraphBackend, nearest
 

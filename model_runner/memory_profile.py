@@ -24,11 +24,11 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from attention import CacheSpec
-from model_runner.graph_sizes import GraphShape
 from model_runner.kv_memory import blocks_beside
-from model_runner.request import Request, ScheduledRequest
 from model_runner.sampling.sampling_params import SamplingParams
 from model_runner.speculation.proposer import Draft, Proposer
+from model_runner.step.graph_sizes import GraphShape
+from model_runner.step.request import Request, ScheduledRequest
 
 if TYPE_CHECKING:
     from model_runner.runner import ModelRunner

@@ -20,9 +20,15 @@ from torch import Tensor
 
 from attention import MLAKVCache, PagedKVCache
 from model_runner.errors import RequestError, StepOrderError
-from model_runner.future_map import FutureMap
-from model_runner.input_batch import InputBatch
-from model_runner.logprobs import (
+from model_runner.parallel.tensor_parallel import TensorParallel
+from model_runner.sampling.penalties import SamplingRow
+from model_runner.sampling.sampler import NO_TOKEN, OUT_OF_TOKENS, sample
+from model_runner.speculation.accept import Acceptance, DraftRows, accepted_nodes, sample_by_rejection
+from model_runner.speculation.proposer import StepObserver
+from model_runner.step.draft_trees import path_to
+from model_runner.step.future_map import FutureMap
+from model_runner.step.input_batch import InputBatch
+from model_runner.step.logprobs import (
     PromptCarry,
     PromptScores,
     TokenLogprobs,
@@ -30,14 +36,8 @@ from model_runner.logprobs import (
     score_prompt_rows,
     score_tokens,
 )
-from model_runner.parallel.tensor_parallel import TensorParallel
-from model_runner.request import PENDING_TOKEN, ScheduledRequest
-from model_runner.sampling.penalties import SamplingRow
-from model_runner.sampling.sampler import NO_TOKEN, OUT_OF_TOKENS, sample
-from model_runner.speculation.accept import Acceptance, DraftRows, accepted_nodes, sample_by_rejection
-from model_runner.speculation.proposer import StepObserver
-from model_runner.speculation.tree import path_to
-from model_runner.step_streams import StepStreams
+from model_runner.step.request import PENDING_TOKEN, ScheduledRequest
+from model_runner.step.streams import StepStreams
 from ubatch import Decision, ForwardMode
 from ubatch.streams.small_copies import HostCopy, to_device, to_host
 

@@ -37,33 +37,33 @@ from attention import (
 )
 from model_runner.backend_choice import resolve_attention, resolve_experts
 from model_runner.dbo_auto import make_step_settings
-from model_runner.dp import Coordination, coordinate_batch_across_dp
-from model_runner.future_map import FutureMap
 from model_runner.graph_batches import CapturedSteps
 from model_runner.graph_mode import GraphsAsked
-from model_runner.graph_sizes import GraphShape
 from model_runner.graph_steps import GraphSteps
 from model_runner.host_memory import keep_freed_memory
-from model_runner.input_batch import InputBatch, build_input_batch
 from model_runner.kv_memory import KVMemory
-from model_runner.logprobs import PromptCarry
 from model_runner.memory_profile import CudaMemory, DeviceMemory, measured_blocks
 from model_runner.models.base import CausalLM, ExpertParallel, ModelConfig
 from model_runner.models.registry import model_class
 from model_runner.parallel.tensor_parallel import check_tensor_parallel, content_of, make_tensor_parallel
 from model_runner.parallel.transport import check_schedules, make_transport
 from model_runner.pending_step import PendingStep, SamplingContext, StepOutput
-from model_runner.request import Request, ScheduledRequest
-from model_runner.request_memory import RequestMemory
 from model_runner.runner_graphs import make_graph_steps, make_wrapper
 from model_runner.runner_options import check_max_model_len, is_fp8, with_group
 from model_runner.speculation.accept import Acceptance, check_acceptance
 from model_runner.speculation.draft_proposer import DraftProposer
 from model_runner.speculation.draft_setting import DraftSetting
 from model_runner.speculation.proposer import StepObserver
-from model_runner.step_context import step_context
+from model_runner.step.context import step_context
+from model_runner.step.dp import Coordination, coordinate_batch_across_dp
+from model_runner.step.future_map import FutureMap
+from model_runner.step.graph_sizes import GraphShape
+from model_runner.step.input_batch import InputBatch, build_input_batch
+from model_runner.step.logprobs import PromptCarry
+from model_runner.step.request import Request, ScheduledRequest
+from model_runner.step.request_memory import RequestMemory
+from model_runner.step.streams import StepStreams
 from model_runner.step_cost import split_cost
-from model_runner.step_streams import StepStreams
 from model_runner.weights.dummy_weights import open_checkpoint
 from model_runner.weights.kv_scales import load_kv_scales
 from model_runner.weights.weight_pass import Progress

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 from model_runner.graph_batches import GraphSetting
 from model_runner.graph_mode import GraphsAsked, capturable_families, resolve_graph_mode
-from model_runner.graph_sizes import capture_sizes, graph_families
 from model_runner.graph_steps import GraphSteps
+from model_runner.step.graph_sizes import capture_sizes, graph_families
 from ubatch import CUDAGraphMode, CudaGraphs, GraphBackend, UBatchWrapper
 
 if TYPE_CHECKING:

@@ -35,7 +35,7 @@ from model_runner import (
     SamplingParams,
     ScheduledRequest,
 )
-from model_runner.step_streams import PinnedBuffers
+from model_runner.step.streams import PinnedBuffers
 from ubatch.lanes.workers import _Job
 
 

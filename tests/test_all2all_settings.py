@@ -20,8 +20,8 @@ import yaml
 
 from model_runner import InputBatch, ModelRunner
 from model_runner.graph_mode import capturable_families
-from model_runner.graph_sizes import graph_families
 from model_runner.parallel.transport import check_schedules, most_chunks
+from model_runner.step.graph_sizes import graph_families
 from moe import StepSizes, check_all2all_options, check_schedule, default_all2all_options, make_all2all, traits_in
 from serving.engine.rank.runner_setup import describe_transport
 from serving.options import SERVE, Machine, Settings, describe_settings, resolve_settings, to_engine_options

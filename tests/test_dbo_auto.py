@@ -15,7 +15,7 @@ from model_runner import ModelRunner, Request, SamplingParams, ScheduledRequest
 from model_runner.dbo_auto import DboAuto
 from model_runner.dbo_model import Seen
 from model_runner.dbo_policy import Policy
-from model_runner.dp import BatchShape
+from model_runner.step.dp import BatchShape
 from ranks import run_ranks
 from serving.engine import EngineOptions
 from serving.engine.rank.build import make_core, make_runner

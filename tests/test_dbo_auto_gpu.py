@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from model_runner.dbo_auto import DboAuto
-from model_runner.dp import BatchShape
+from model_runner.step.dp import BatchShape
 from ubatch import Decision, ForwardMode, UBatchConfig, fingerprint
 
 pytestmark = pytest.mark.gpu

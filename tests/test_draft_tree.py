@@ -30,7 +30,7 @@ from transformers import AutoTokenizer
 from model_runner import ModelRunner
 from model_runner.speculation import DraftProposer, load_draft
 from model_runner.speculation.draft_tree import most_nodes, select_nodes
-from model_runner.speculation.tree import check_parents, path_to
+from model_runner.step.draft_trees import check_parents, path_to
 
 Nodes = tuple[int, ...]
 Shape = dict[str, int]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from model_runner import FutureMap, Request, SamplingParams, StepOrderError
-from model_runner.future_map import resolve_reference, store_reference
+from model_runner.step.future_map import resolve_reference, store_reference
 
 pytest.importorskip("triton", reason="Triton is not installed; `make test` installs it")
 

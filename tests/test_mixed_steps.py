@@ -10,7 +10,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from model_runner import SamplingParams
-from model_runner.dp import BatchShape, make_offer
+from model_runner.step.dp import BatchShape, make_offer
 from serving.scheduler import ScheduledStep, SchedulerConfig
 from serving.scheduler.mixed_steps import MeasuredLimit, MixedSteps
 from ubatch import ConfigError, Decision, ForwardMode, UBatchConfig

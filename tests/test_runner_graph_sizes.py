@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from model_runner.graph_sizes import (
+from model_runner.step.graph_sizes import (
     GraphFamily,
     GraphShape,
     capture_sizes,

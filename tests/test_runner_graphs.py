@@ -23,7 +23,7 @@ from runner_graph_cases import (
 )
 
 from model_runner import ModelRunner, SamplingParams, ScheduledRequest, build_input_batch
-from model_runner.dp import Coordination
+from model_runner.step.dp import Coordination
 from ubatch import CapturedGraph, ConfigError, Decision, ForwardMode, UBatchConfig
 
 

@@ -8,7 +8,7 @@ import pytest
 from runner_graph_cases import make_captured, make_checkpoint, make_runner, start
 
 from model_runner import ModelRunner, ScheduledRequest
-from model_runner.graph_sizes import graph_families
+from model_runner.step.graph_sizes import graph_families
 from ubatch import ForwardMode, UBatchConfig, UBatchError
 from ubatch.schedules.modes import ModeSettings
 

@@ -21,7 +21,7 @@ from attention import (
     split_attn_metadata,
 )
 from model_runner import InputBatch, ModelRunner, Request, SamplingParams, ScheduledRequest, build_input_batch
-from model_runner.dp import BatchShape, Coordination, make_offer
+from model_runner.step.dp import BatchShape, Coordination, make_offer
 from ubatch import Decision, DeclineReason, ForwardMode, SplitCost, UBatchConfig, UBatchSlice
 
 PREFIX = [7, 3, 9, 1, 4, 4, 2, 8]  # two blocks of 4

@@ -10,7 +10,7 @@ import torch
 from checkpoints import load_reference, make_qwen3_moe_checkpoint, reference_logits
 from torch import Tensor
 
-import model_runner.logprobs
+import model_runner.step.logprobs
 from model_runner import (
     ModelRunner,
     Request,
@@ -20,7 +20,7 @@ from model_runner import (
     TokenLogprobs,
     generate,
 )
-from model_runner.logprobs import read_logprobs, score_tokens
+from model_runner.step.logprobs import read_logprobs, score_tokens
 from ubatch import UBatchConfig
 
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6], [53], [62, 64, 33] * 7, [9, 8, 7, 6]]
@@ -153,7 +153,7 @@ def test_long_prompts_are_scored_in_slices(runner: ModelRunner, monkeypatch: pyt
         return compute(hidden)
 
     monkeypatch.setattr(runner.model, "compute_logits", record)
-    monkeypatch.setattr(model_runner.logprobs, "_SLICE_NUMBERS", 6 * runner.config.vocab_size)
+    monkeypatch.setattr(model_runner.step.logprobs, "_SLICE_NUMBERS", 6 * runner.config.vocab_size)
     (sliced,) = generate(runner, PROMPTS[2:3], params)
     assert sizes == [1, 6, 6, 6, 2]
     assert whole.prompt_logprobs is not None

@@ -9,7 +9,7 @@ import torch
 from step_cases import Memory, StepStreamsFake
 from step_host import Place
 
-from model_runner.step_streams import PinnedBuffers, StepStreams
+from model_runner.step.streams import PinnedBuffers, StepStreams
 from ubatch import PeerFailed
 from ubatch.ranks.host_copy import CopiedWork
 from ubatch.streams.small_copies import HostCopy, Packing, staged, to_device, to_host

@@ -29,8 +29,6 @@ from model_runner import (
     register_model,
     split_cost,
 )
-from model_runner.dp import BatchShape, coordinate_batch_across_dp
-from model_runner.input_batch import build_input_batch
 from model_runner.models import DecoderLM, scatter
 from model_runner.models.scatter import ScatterMode, current_layout
 from model_runner.parallel.tensor_parallel import (
@@ -44,7 +42,9 @@ from model_runner.parallel.tensor_parallel import (
     share_tokens,
     valid_rows,
 )
-from model_runner.step_context import step_context
+from model_runner.step.context import step_context
+from model_runner.step.dp import BatchShape, coordinate_batch_across_dp
+from model_runner.step.input_batch import build_input_batch
 from model_runner.weights.weights import Part
 from serving.tuning.stages import layer_times
 from ubatch import (

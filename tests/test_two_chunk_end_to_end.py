@@ -14,7 +14,7 @@ from dense_checkpoint import make_small
 from fake_device import run
 
 from model_runner import InputBatch, ModelRunner, SamplingParams
-from model_runner.dp import Coordination
+from model_runner.step.dp import Coordination
 from serving.engine import EngineCore
 from serving.requests import RequestInput
 from serving.scheduler import Scheduler, SchedulerConfig

@@ -13,7 +13,7 @@ from attention_batches import Batch, make_batch
 from torch import Tensor
 
 from attention import CommonAttentionMetadata, SpecVerifyInput, UBatchAttention, split_attn_metadata
-from model_runner.speculation.tree import DraftTrees, chain_of_drafts
+from model_runner.step.draft_trees import DraftTrees, chain_of_drafts
 from ubatch import UBatchSlice, split_fixed
 
 NUM_BATCHES, PARTS = 1000, 4

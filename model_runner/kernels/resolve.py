@@ -1,6 +1,6 @@
 """Tokens that the host does not know yet: stored where they were sampled, looked up where they are needed.
 
-One launch each, on the forward stream. `model_runner.future_map` has the references.
+One launch each, on the forward stream. `model_runner.step.future_map` has the references.
 """
 
 import torch

@@ -32,7 +32,7 @@ from torch import Tensor
 
 from attention import AttentionShape, MLAShape
 from model_runner.errors import TensorParallelMismatch
-from model_runner.request import ScheduledRequest
+from model_runner.step.request import ScheduledRequest
 from model_runner.weights.weights import Part
 from moe import EmulatedLink
 from ubatch import CommGroup, ConfigError, Decision

@@ -24,9 +24,9 @@ import torch
 from torch import Tensor
 
 from model_runner.errors import RequestError
-from model_runner.request import ScheduledRequest
 from model_runner.sampling.penalties import SamplingRow
 from model_runner.sampling.sampler import OUT_OF_TOKENS, distributions, fall
+from model_runner.step.request import ScheduledRequest
 from ubatch.streams.small_copies import to_device
 
 __all__ = ["Acceptance", "DraftRows", "accepted_nodes", "check_acceptance", "sample_by_rejection"]

@@ -23,9 +23,9 @@ from torch import Tensor, nn
 from attention import CommonAttentionMetadata, GraphLimits, MultiStepDraftAttention, UBatchAttention
 from model_runner.graph_batches import GraphSetting, batch_to_capture
 from model_runner.graph_mode import resolve_graph_mode
-from model_runner.graph_sizes import GraphFamily, GraphShape
 from model_runner.speculation.draft_network import DraftNetwork
 from model_runner.speculation.draft_sampling import DraftDraws, draft_chain
+from model_runner.step.graph_sizes import GraphFamily, GraphShape
 from ubatch import (
     CapturedGraph,
     ConfigError,

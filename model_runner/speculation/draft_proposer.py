@@ -30,19 +30,19 @@ from torch import Tensor
 
 from attention import CommonAttentionMetadata, MLAKVCache, PagedKVCache
 from model_runner.errors import RequestError
-from model_runner.request import Request
 from model_runner.speculation.draft_graphs import DraftShape
 from model_runner.speculation.draft_network import DraftNetwork
 from model_runner.speculation.draft_runner import DraftBatch, DraftRunner
 from model_runner.speculation.draft_tree import draft_trees, most_nodes
 from model_runner.speculation.extend import draft_extend_batch
 from model_runner.speculation.proposer import Draft
+from model_runner.step.request import Request
 from ubatch import ConfigError, ForwardMode
 from ubatch.streams.small_copies import to_device
 
 if TYPE_CHECKING:  # the runner's batches import what builds trees, which is in this package
-    from model_runner.input_batch import InputBatch
     from model_runner.runner import ModelRunner
+    from model_runner.step.input_batch import InputBatch
 
 __all__ = ["DraftProposer"]
 

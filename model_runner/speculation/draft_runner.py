@@ -29,10 +29,10 @@ from attention import (
     UBatchAttention,
     make_kv_cache,
 )
-from model_runner.request import Request
 from model_runner.speculation.draft_graphs import DraftGraphs, DraftShape, can_capture
 from model_runner.speculation.draft_network import DraftNetwork
 from model_runner.speculation.draft_sampling import DraftDraws, draft_chain
+from model_runner.step.request import Request
 from ubatch import ForwardContext, ForwardMode, set_forward_context
 from ubatch.streams.small_copies import to_device, to_host
 

@@ -26,7 +26,7 @@ from ubatch import ConfigError, ForwardMode
 from ubatch.streams.small_copies import to_device
 
 if TYPE_CHECKING:  # the batch imports what builds trees, which is in this package
-    from model_runner.input_batch import InputBatch
+    from model_runner.step.input_batch import InputBatch
 
 __all__ = ["DraftExtendBatch", "draft_extend_batch"]
 

@@ -15,8 +15,8 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 
-from model_runner.request import Request
 from model_runner.speculation.proposer import Draft
+from model_runner.step.request import Request
 
 __all__ = ["NgramIndex", "NgramProposer"]
 

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
 
-from model_runner.request import Request
+from model_runner.step.request import Request
 
 if TYPE_CHECKING:  # the batch imports what builds trees, which is in this package
-    from model_runner.input_batch import InputBatch
+    from model_runner.step.input_batch import InputBatch
 
 __all__ = ["Draft", "Proposer", "StepObserver"]
 

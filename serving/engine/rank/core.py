@@ -8,7 +8,7 @@
 In the overlapped loop step N+1 is launched before the host knows the tokens of step N: the device takes them from its
 own memory (the runner's FutureMap). Sampling that depends on those tokens on the host (penalties, `min_tokens`, bad
 sequences) waits until step N is processed; the forward of step N+1 runs meanwhile. A request that turns out to have
-ended at step N is in step N+1 once too often, and what that gives is dropped. `model_runner.step_streams` says what
+ended at step N is in step N+1 once too often, and what that gives is dropped. `model_runner.step.streams` says what
 runs on which stream.
 """
 

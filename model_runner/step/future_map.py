@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from model_runner.errors import StepOrderError
-from model_runner.request import Request
+from model_runner.step.request import Request
 
 __all__ = ["FutureMap", "resolve_reference", "store_reference"]
 

@@ -14,8 +14,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from attention import MODES, Kernel, SplitKind
-from model_runner.graph_sizes import GraphShape
 from model_runner.parallel.tensor_parallel import check_same_requests
+from model_runner.step.graph_sizes import GraphShape
 from ubatch import (
     CommGroup,
     Decision,

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from model_runner.errors import RequestError
-from model_runner.request import Request
+from model_runner.step.request import Request
 from ubatch.streams.small_copies import to_host
 
 __all__ = [

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from attention import UBatchAttention, split_attn_metadata
-from model_runner.dp import Coordination
-from model_runner.input_batch import InputBatch
 from model_runner.parallel.tensor_parallel import padded_len, share_tokens
+from model_runner.step.dp import Coordination
+from model_runner.step.input_batch import InputBatch
 from ubatch import Decision, ForwardContext, ForwardMode, fingerprint
 
 __all__ = ["common_mode", "step_context"]

@@ -6,7 +6,7 @@
     new tokens             the accepted drafts, and what the row of the last accepted one says: 1 to D + 1
 
 Which drafts are right is said in `model_runner.speculation.accept`, how trees lie in a batch in
-`model_runner.speculation.tree`. After a step the keys and values of accepted drafts are moved next to each other, where
+`model_runner.step.draft_trees`. After a step the keys and values of accepted drafts are moved next to each other, where
 later steps look for them: node i was written to place prefix + i. In a chain they are there already.
 """
 
@@ -15,8 +15,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from model_runner.errors import RequestError
-from model_runner.request import ScheduledRequest
-from model_runner.speculation.tree import check_parents
+from model_runner.step.draft_trees import check_parents
+from model_runner.step.request import ScheduledRequest
 
 __all__ = ["drafts_per_request"]
 

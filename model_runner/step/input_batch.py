@@ -21,12 +21,12 @@ from attention import (
     SpecVerifyInput,
     reads_of_later_writes,
 )
-from model_runner.dp import BatchShape
 from model_runner.errors import RequestError
-from model_runner.logprobs import PromptSpan
-from model_runner.request import PENDING_TOKEN, Request, ScheduledRequest
-from model_runner.speculation.tree import DraftTrees, chain_of_drafts
-from model_runner.verify import drafts_per_request
+from model_runner.step.dp import BatchShape
+from model_runner.step.draft_trees import DraftTrees, chain_of_drafts
+from model_runner.step.logprobs import PromptSpan
+from model_runner.step.request import PENDING_TOKEN, Request, ScheduledRequest
+from model_runner.step.verify import drafts_per_request
 from ubatch import ForwardMode
 from ubatch.streams.small_copies import to_device
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from attention import BlockAllocator, KVCacheExhausted, RequestToTokenTable
-from model_runner.request import Request
+from model_runner.step.request import Request
 
 __all__ = ["RequestMemory"]
 
