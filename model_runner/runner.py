@@ -37,9 +37,10 @@ from attention import (
 )
 from model_runner.backend_choice import resolve_attention, resolve_experts
 from model_runner.dbo_auto import make_step_settings
-from model_runner.graph_batches import CapturedSteps
-from model_runner.graph_mode import GraphsAsked
-from model_runner.graph_steps import GraphSteps
+from model_runner.graphs.batches import CapturedSteps
+from model_runner.graphs.mode import GraphsAsked
+from model_runner.graphs.runner_graphs import make_graph_steps, make_wrapper
+from model_runner.graphs.steps import GraphSteps
 from model_runner.host_memory import keep_freed_memory
 from model_runner.kv_memory import KVMemory
 from model_runner.memory_profile import CudaMemory, DeviceMemory, measured_blocks
@@ -48,7 +49,6 @@ from model_runner.models.registry import model_class
 from model_runner.parallel.tensor_parallel import check_tensor_parallel, content_of, make_tensor_parallel
 from model_runner.parallel.transport import check_schedules, make_transport
 from model_runner.pending_step import PendingStep, SamplingContext, StepOutput
-from model_runner.runner_graphs import make_graph_steps, make_wrapper
 from model_runner.runner_options import check_max_model_len, is_fp8, with_group
 from model_runner.speculation.accept import Acceptance, check_acceptance
 from model_runner.speculation.draft_proposer import DraftProposer

@@ -19,7 +19,7 @@ import torch
 import yaml
 
 from model_runner import InputBatch, ModelRunner
-from model_runner.graph_mode import capturable_families
+from model_runner.graphs.mode import capturable_families
 from model_runner.parallel.transport import check_schedules, most_chunks
 from model_runner.step.graph_sizes import graph_families
 from moe import StepSizes, check_all2all_options, check_schedule, default_all2all_options, make_all2all, traits_in

@@ -132,7 +132,7 @@ def test_a_step_beyond_the_largest_runs_eagerly_and_says_so_once(
             for _ in range(3):
                 output = runner.execute([ScheduledRequest(request, 1) for request in requests])
                 assert not output.decision.graph_mode
-        (record,) = [record for record in caplog.records if record.name == "model_runner.graph_steps"]
+        (record,) = [record for record in caplog.records if record.name == "model_runner.graphs.steps"]
         assert "6 requests runs eagerly: the largest CUDA graph has room for 4" in record.getMessage()
         runner.execute([ScheduledRequest(request, 1) for request in requests[:4]])
         assert runner.statistics().graph_replays == 1

@@ -23,7 +23,7 @@ from model_runner import (
     ScheduledRequest,
     build_input_batch,
 )
-from model_runner.graph_steps import place_in_torch
+from model_runner.graphs.steps import place_in_torch
 from model_runner.kernels.place import place_lane
 from model_runner.step.dp import BatchShape, Coordination
 from ubatch import ConfigError, Decision, DeclineReason, ForwardMode, Offer, Wish, decide, split_fixed

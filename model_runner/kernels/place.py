@@ -36,7 +36,7 @@ def place_lane(
     static: tuple[Tensor, Tensor, Tensor], batch: tuple[Tensor, Tensor], tokens: slice, start: int, rows: int, lane: int
 ) -> None:
     """Copy a lane's ids and positions, pad them with 0, and say how many there are. `place_in_torch` of
-    `model_runner.graph_steps` is its reference.
+    `model_runner.graphs.steps` is its reference.
 
     Args:
         static: ids `[max_tokens]`, positions `[max_tokens]` and how many tokens each lane has `[lanes]`, int64:

@@ -6,7 +6,7 @@
 
 A draft network calls no collective, so nobody votes. A batch is padded to the smallest graph with room for its
 requests; what fits none, prompts above all, runs eagerly. Inputs have places of their own, and padding is as in
-`model_runner.graph_steps`: token and position 0, no slot, no expert.
+`model_runner.graphs.steps`: token and position 0, no slot, no expert.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from attention import CommonAttentionMetadata, GraphLimits, MultiStepDraftAttention, UBatchAttention
-from model_runner.graph_batches import GraphSetting, batch_to_capture
-from model_runner.graph_mode import resolve_graph_mode
+from model_runner.graphs.batches import GraphSetting, batch_to_capture
+from model_runner.graphs.mode import resolve_graph_mode
 from model_runner.speculation.draft_network import DraftNetwork
 from model_runner.speculation.draft_sampling import DraftDraws, draft_chain
 from model_runner.step.graph_sizes import GraphFamily, GraphShape

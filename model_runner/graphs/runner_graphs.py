@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from model_runner.graph_batches import GraphSetting
-from model_runner.graph_mode import GraphsAsked, capturable_families, resolve_graph_mode
-from model_runner.graph_steps import GraphSteps
+from model_runner.graphs.batches import GraphSetting
+from model_runner.graphs.mode import GraphsAsked, capturable_families, resolve_graph_mode
+from model_runner.graphs.steps import GraphSteps
 from model_runner.step.graph_sizes import capture_sizes, graph_families
 from ubatch import CUDAGraphMode, CudaGraphs, GraphBackend, UBatchWrapper
 

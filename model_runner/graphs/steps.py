@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from attention import GraphLimits, UBatchAttention, split_attn_metadata
-from model_runner.graph_batches import GraphSetting, batch_to_capture
+from model_runner.graphs.batches import GraphSetting, batch_to_capture
 from model_runner.parallel.tensor_parallel import padded_len
 from model_runner.step.dp import BatchShape, Coordination
 from model_runner.step.graph_sizes import GraphFamily, GraphShape, tokens_needed
