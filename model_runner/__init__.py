@@ -23,7 +23,8 @@ generate              offline generation, batched and over several ranks
 random_checkpoint     a large model with random weights, for measuring
 """
 
-from model_runner.dbo_auto import DboAuto
+from model_runner.auto.dbo_auto import DboAuto
+from model_runner.auto.step_cost import split_cost
 from model_runner.errors import (
     CheckpointError,
     CheckpointFileMissing,
@@ -60,7 +61,6 @@ from model_runner.step.graph_sizes import GraphShape, capture_sizes
 from model_runner.step.input_batch import InputBatch, build_input_batch
 from model_runner.step.logprobs import TokenLogprobs
 from model_runner.step.request import PENDING_TOKEN, Request, ScheduledRequest
-from model_runner.step_cost import split_cost
 from model_runner.weights.random_checkpoint import (
     RandomDeepseekV3,
     RandomQwen3Moe,

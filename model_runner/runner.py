@@ -35,8 +35,9 @@ from attention import (
     UBatchAttention,
     make_kv_cache,
 )
+from model_runner.auto.dbo_auto import make_step_settings
+from model_runner.auto.step_cost import split_cost
 from model_runner.backend_choice import resolve_attention, resolve_experts
-from model_runner.dbo_auto import make_step_settings
 from model_runner.graphs.batches import CapturedSteps
 from model_runner.graphs.mode import GraphsAsked
 from model_runner.graphs.runner_graphs import make_graph_steps, make_wrapper
@@ -63,7 +64,6 @@ from model_runner.step.logprobs import PromptCarry
 from model_runner.step.request import Request, ScheduledRequest
 from model_runner.step.request_memory import RequestMemory
 from model_runner.step.streams import StepStreams
-from model_runner.step_cost import split_cost
 from model_runner.weights.dummy_weights import open_checkpoint
 from model_runner.weights.kv_scales import load_kv_scales
 from model_runner.weights.weight_pass import Progress

@@ -12,9 +12,9 @@ import torch
 from checkpoints import make_qwen3_moe_checkpoint
 
 from model_runner import ModelRunner, Request, SamplingParams, ScheduledRequest
-from model_runner.dbo_auto import DboAuto
-from model_runner.dbo_model import Seen
-from model_runner.dbo_policy import Policy
+from model_runner.auto.dbo_auto import DboAuto
+from model_runner.auto.dbo_model import Seen
+from model_runner.auto.dbo_policy import Policy
 from model_runner.step.dp import BatchShape
 from ranks import run_ranks
 from serving.engine import EngineOptions

@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from model_runner.dbo_auto import DboAuto
+from model_runner.auto.dbo_auto import DboAuto
 from model_runner.step.dp import BatchShape
 from ubatch import Decision, ForwardMode, UBatchConfig, fingerprint
 

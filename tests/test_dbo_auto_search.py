@@ -13,8 +13,8 @@ import torch
 from checkpoints import make_qwen3_moe_checkpoint
 
 from model_runner import DboAuto, ModelRunner, SamplingParams, generate
-from model_runner.dbo_model import Seen
-from model_runner.dbo_policy import Policy
+from model_runner.auto.dbo_model import Seen
+from model_runner.auto.dbo_policy import Policy
 from moe import All2AllTraits
 from ranks import run_ranks
 from serving.engine import EngineOptions

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from model_runner.dbo_model import Seen, StepModel
+from model_runner.auto.dbo_model import Seen, StepModel
 from ubatch.schedules.cost_table import SERIAL_ARM
 
 ARMS = {"decode": ("2", "3"), "prefill": ("2", "3")}

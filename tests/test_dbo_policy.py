@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from model_runner.dbo_model import Seen
-from model_runner.dbo_policy import Policy
+from model_runner.auto.dbo_model import Seen
+from model_runner.auto.dbo_policy import Policy
 from ubatch import ConfigError
 from ubatch.schedules.cost_table import SERIAL_ARM, CostTable, Setting, choose
 

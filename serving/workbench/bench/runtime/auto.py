@@ -37,7 +37,7 @@ from pydantic import Field
 from tqdm import tqdm
 
 from model_runner import InputBatch, ModelRunner
-from model_runner.dbo_auto import DboAuto
+from model_runner.auto.dbo_auto import DboAuto
 from model_runner.parallel.transport import most_chunks
 from moe import EmulatedLink
 from serving.ranks import run_ranks

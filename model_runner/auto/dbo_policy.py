@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from model_runner.dbo_model import Seen, StepModel, Sum, mean_below
+from model_runner.auto.dbo_model import Seen, StepModel, Sum, mean_below
 from ubatch.errors import ConfigError
 from ubatch.schedules.cost_table import SERIAL_ARM, CostTable, Setting, choose
 

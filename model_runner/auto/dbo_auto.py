@@ -22,8 +22,8 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from model_runner.dbo_model import Seen
-from model_runner.dbo_policy import Policy, PolicyStatistics
+from model_runner.auto.dbo_model import Seen
+from model_runner.auto.dbo_policy import Policy, PolicyStatistics
 from model_runner.parallel.transport import most_chunks
 from model_runner.step.dp import BatchShape
 from moe import All2All
