@@ -36,8 +36,8 @@ from model_runner.errors import (
     WrongShape,
 )
 from model_runner.generate import FAULTS, FinishReason, GenerationOutput, check_request, generate
-from model_runner.host_memory import keep_freed_memory
-from model_runner.kv_memory import DEFAULT_KV_CACHE_MEMORY
+from model_runner.memory.host_memory import keep_freed_memory
+from model_runner.memory.kv_memory import DEFAULT_KV_CACHE_MEMORY
 from model_runner.models import (
     CausalLM,
     ExpertParallel,

@@ -42,9 +42,9 @@ from model_runner.graphs.batches import CapturedSteps
 from model_runner.graphs.mode import GraphsAsked
 from model_runner.graphs.runner_graphs import make_graph_steps, make_wrapper
 from model_runner.graphs.steps import GraphSteps
-from model_runner.host_memory import keep_freed_memory
-from model_runner.kv_memory import KVMemory
-from model_runner.memory_profile import CudaMemory, DeviceMemory, measured_blocks
+from model_runner.memory.host_memory import keep_freed_memory
+from model_runner.memory.kv_memory import KVMemory
+from model_runner.memory.memory_profile import CudaMemory, DeviceMemory, measured_blocks
 from model_runner.models.base import CausalLM, ExpertParallel, ModelConfig
 from model_runner.models.registry import model_class
 from model_runner.parallel.tensor_parallel import check_tensor_parallel, content_of, make_tensor_parallel

@@ -22,8 +22,8 @@ from torch.utils._pytree import tree_leaves
 from attention import KVCacheSpec
 from model_runner import Acceptance, GraphShape, ModelRunner, Request, SamplingParams, ScheduledRequest, generate
 from model_runner import runner as runner_module
-from model_runner.kv_memory import blocks_beside
-from model_runner.memory_profile import MemoryUse, graphs_in_all, largest_step
+from model_runner.memory.kv_memory import blocks_beside
+from model_runner.memory.memory_profile import MemoryUse, graphs_in_all, largest_step
 from model_runner.step.dp import Coordination
 from model_runner.step.input_batch import InputBatch
 from ranks import run_ranks

@@ -24,7 +24,7 @@ from model_runner import (
     build_input_batch,
     generate,
 )
-from model_runner.kv_memory import KVMemory, blocks_beside
+from model_runner.memory.kv_memory import KVMemory, blocks_beside
 from ubatch import ConfigError, UBatchConfig
 from ubatch.streams.small_copies import to_device, to_host
 

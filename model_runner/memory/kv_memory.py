@@ -25,8 +25,8 @@ class KVMemory:
         num_kv_blocks: in blocks.
         kv_cache_memory: in bytes.
         gpu_memory_utilization: share of the GPU's memory that this process may use, above 0 and at most 1; the cache
-            gets what weights, the largest step and graphs leave of it, see `model_runner.memory_profile`. What other
-            processes hold does not count as the GPU's.
+            gets what weights, the largest step and graphs leave of it, see `model_runner.memory.memory_profile`. What
+            other processes hold does not count as the GPU's.
         simulated: something else than CUDA tells what memory there is, so any device does.
 
     Raises:

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from attention import CacheSpec
-from model_runner.kv_memory import blocks_beside
+from model_runner.memory.kv_memory import blocks_beside
 from model_runner.sampling.sampling_params import SamplingParams
 from model_runner.speculation.proposer import Draft, Proposer
 from model_runner.step.graph_sizes import GraphShape
