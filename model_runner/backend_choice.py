@@ -24,7 +24,7 @@ from attention import (
     fastest_attention_backend,
     usable_attention_backends,
 )
-from model_runner.models.base import ModelConfig
+from model_runner.decoder.base import ModelConfig
 from moe import (
     All2All,
     ExpertsNeeds,

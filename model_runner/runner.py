@@ -38,6 +38,7 @@ from attention import (
 from model_runner.auto.dbo_auto import make_step_settings
 from model_runner.auto.step_cost import split_cost
 from model_runner.backend_choice import resolve_attention, resolve_experts
+from model_runner.decoder.base import CausalLM, ExpertParallel, ModelConfig
 from model_runner.graphs.batches import CapturedSteps
 from model_runner.graphs.mode import GraphsAsked
 from model_runner.graphs.runner_graphs import make_graph_steps, make_wrapper
@@ -45,7 +46,6 @@ from model_runner.graphs.steps import GraphSteps
 from model_runner.memory.host_memory import keep_freed_memory
 from model_runner.memory.kv_memory import KVMemory
 from model_runner.memory.memory_profile import CudaMemory, DeviceMemory, measured_blocks
-from model_runner.models.base import CausalLM, ExpertParallel, ModelConfig
 from model_runner.models.registry import model_class
 from model_runner.parallel.tensor_parallel import check_tensor_parallel, content_of, make_tensor_parallel
 from model_runner.parallel.transport import check_schedules, make_transport

@@ -9,11 +9,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 from triton_batches import DEVICE
 
+from model_runner.decoder import ops
+from model_runner.decoder.rope import RotaryEmbedding, Rotation
 from model_runner.kernels import norm
 from model_runner.kernels.activation import silu_mul
 from model_runner.kernels.rope import rotate_heads
-from model_runner.models import Rope, ops
-from model_runner.models.rope import RotaryEmbedding, Rotation
+from model_runner.models import Rope
 from ubatch import ConfigError
 
 CLOSE = {torch.float32: 1e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}

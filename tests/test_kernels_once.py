@@ -233,8 +233,8 @@ def static_batch() -> None:
 
 @launches("norm")
 def norms() -> None:
+    from model_runner.decoder import ops
     from model_runner.kernels.norm import add_rms_norm, rms_norm
-    from model_runner.models import ops
 
     x, residual, weight = torch.randn(3, 24), torch.randn(3, 24), torch.randn(24)
     on_device = [each.to(DEVICE) for each in (x, residual, weight)]
@@ -254,9 +254,10 @@ def activation() -> None:
 
 @launches("rotate")
 def rope() -> None:
+    from model_runner.decoder import ops
+    from model_runner.decoder.rope import RotaryEmbedding
     from model_runner.kernels.rope import rotate_heads
-    from model_runner.models import Rope, ops
-    from model_runner.models.rope import RotaryEmbedding
+    from model_runner.models import Rope
 
     turn = RotaryEmbedding(Rope(10_000.0), 16, torch.float32, torch.device("cpu"))(torch.arange(3))
     heads, weight = torch.randn(3, 4, 16), torch.randn(4, 16)

@@ -14,8 +14,8 @@ from model_checks import check_decode, check_overlap
 from triton_batches import DEVICE
 
 from attention.kernels import cache, decode, latent
+from model_runner.decoder import ops
 from model_runner.kernels import activation, norm, rope
-from model_runner.models import ops
 from moe import router
 from moe.kernels import router as router_kernel
 

@@ -13,8 +13,8 @@ from model_checks import PROMPTS
 from torch.nn import functional as F
 
 from model_runner import ModelRunner, SamplingParams, generate, split_cost
-from model_runner.models import ops
-from model_runner.models.layers import Projection, pack_projections
+from model_runner.decoder import ops
+from model_runner.decoder.layers import Projection, pack_projections
 from ubatch import ConfigError
 
 

@@ -14,8 +14,8 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import apply_rotary_po
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from model_runner import CheckpointError
+from model_runner.decoder.rope import RotaryEmbedding, RotaryTable
 from model_runner.models import Rope, read_rope
-from model_runner.models.rope import RotaryEmbedding, RotaryTable
 from model_runner.weights.hf_config import HFConfig
 
 CPU = torch.device("cpu")

@@ -19,7 +19,7 @@ from checkpoints import load_reference, make_checkpoint, reference_greedy
 from torch import Tensor, nn
 
 from model_runner import ModelRunner, SamplingParams, generate
-from model_runner.models import decoder
+from model_runner.decoder import decoder
 from ranks import run_ranks
 from ubatch import SCHEDULES, CommGroup, Transfer, UBatchConfig, current_trace, dbo_current_ubatch_id, tracing
 from ubatch.schedules.ring import interleave

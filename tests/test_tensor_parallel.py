@@ -29,8 +29,9 @@ from model_runner import (
     register_model,
     split_cost,
 )
-from model_runner.models import DecoderLM, scatter
-from model_runner.models.scatter import ScatterMode, current_layout
+from model_runner.decoder import scatter
+from model_runner.decoder.scatter import ScatterMode, current_layout
+from model_runner.models import DecoderLM
 from model_runner.parallel.tensor_parallel import (
     Shard,
     TensorParallel,

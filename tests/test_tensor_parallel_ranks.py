@@ -30,7 +30,7 @@ from model_runner import (
     TensorParallelMismatch,
     generate,
 )
-from model_runner.models.scatter import Layout, ScatterMode
+from model_runner.decoder.scatter import Layout, ScatterMode
 from model_runner.parallel.tensor_parallel import make_tensor_parallel, padded_len, share_tokens
 from moe import EmulatedLink
 from ranks import run_ranks

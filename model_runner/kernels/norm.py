@@ -3,7 +3,7 @@
     norm        y = x / sqrt(mean(x ** 2) + eps) * weight
     add norm    residual = residual + x, rounded to its dtype; then the norm of that
 
-One program holds one row, in float32. The torch reference is in `model_runner.models.ops`.
+One program holds one row, in float32. The torch reference is in `model_runner.decoder.ops`.
 
 Source: Zhang and Sennrich, Root Mean Square Layer Normalization, 2019.
 """

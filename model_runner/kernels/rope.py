@@ -5,7 +5,7 @@
     rotate                  dimension i with i + head_dim / 2, by the token's angles
 
 A program holds some heads of a token, each as two halves, in float32. The torch reference is in
-`model_runner.models.ops`.
+`model_runner.decoder.ops`.
 
 Source: Su et al., RoFormer, 2021; the norm: Qwen3 Technical Report, 2025.
 """

@@ -12,8 +12,8 @@ llama, qwen3, qwen3_moe, mixtral, deepseek_v2, deepseek_v3   one family each: ho
 `docs/adding-a-model.md` shows how to add one.
 """
 
-from model_runner.models.base import CausalLM, ExpertParallel, ModelConfig
-from model_runner.models.config import (
+from model_runner.decoder.base import CausalLM, ExpertParallel, ModelConfig
+from model_runner.decoder.config import (
     DecoderConfig,
     MoEConfig,
     TensorNames,
@@ -22,9 +22,9 @@ from model_runner.models.config import (
     read_num_experts,
     read_top_k,
 )
-from model_runner.models.decoder import DecoderLM
+from model_runner.decoder.decoder import DecoderLM
+from model_runner.decoder.rope import Rope, read_rope
 from model_runner.models.registry import known_architectures, model_class, register_model
-from model_runner.models.rope import Rope, read_rope
 
 __all__ = [
     "CausalLM",

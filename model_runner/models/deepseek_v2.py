@@ -10,9 +10,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from attention import MLAShape
-from model_runner.models.config import DecoderConfig, MoEConfig, read_decoder, read_num_experts, read_top_k
-from model_runner.models.decoder import DecoderLM
-from model_runner.models.rope import Rope, read_rope
+from model_runner.decoder.config import DecoderConfig, MoEConfig, read_decoder, read_num_experts, read_top_k
+from model_runner.decoder.decoder import DecoderLM
+from model_runner.decoder.rope import Rope, read_rope
 from model_runner.weights.hf_config import HFConfig
 from moe import GroupLimitedRouter, Router
 

@@ -7,8 +7,8 @@ Source: DeepSeek-V3 (2024) and the `DeepseekV3ForCausalLM` checkpoints on the Hu
 
 from __future__ import annotations
 
-from model_runner.models.config import DecoderConfig, read_top_k
-from model_runner.models.decoder import DecoderLM
+from model_runner.decoder.config import DecoderConfig, read_top_k
+from model_runner.decoder.decoder import DecoderLM
 from model_runner.models.deepseek_v2 import read_deepseek, read_groups
 from model_runner.weights.hf_config import HFConfig
 from moe import SigmoidTopKRouter

@@ -23,12 +23,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from model_runner.models.base import ExpertParallel, current_plan
-from model_runner.models.config import DecoderConfig, read_decoder, read_grouped_query
-from model_runner.models.decoder import DecoderLayer, DecoderLM
-from model_runner.models.layers import frozen
-from model_runner.models.ops import add_rms_norm
-from model_runner.models.rope import RotaryEmbedding
+from model_runner.decoder.base import ExpertParallel, current_plan
+from model_runner.decoder.config import DecoderConfig, read_decoder, read_grouped_query
+from model_runner.decoder.decoder import DecoderLayer, DecoderLM
+from model_runner.decoder.layers import frozen
+from model_runner.decoder.ops import add_rms_norm
+from model_runner.decoder.rope import RotaryEmbedding
 from model_runner.weights.weights import Checkpoint
 from moe import linear
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from model_runner.models.config import DecoderConfig, read_decoder, read_grouped_query
-from model_runner.models.decoder import DecoderLM
+from model_runner.decoder.config import DecoderConfig, read_decoder, read_grouped_query
+from model_runner.decoder.decoder import DecoderLM
 from model_runner.weights.hf_config import HFConfig
 
 __all__ = ["LlamaForCausalLM"]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from model_runner.models.config import (
+from model_runner.decoder.config import (
     DecoderConfig,
     MoEConfig,
     TensorNames,
@@ -16,8 +16,8 @@ from model_runner.models.config import (
     read_num_experts,
     read_top_k,
 )
-from model_runner.models.decoder import DecoderLM
-from model_runner.models.rope import read_rope
+from model_runner.decoder.decoder import DecoderLM
+from model_runner.decoder.rope import read_rope
 from model_runner.weights.hf_config import HFConfig
 from moe import SoftmaxTopKRouter
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from model_runner.models.config import (
+from model_runner.decoder.config import (
     DecoderConfig,
     MoEConfig,
     read_decoder,
@@ -17,7 +17,7 @@ from model_runner.models.config import (
     read_num_experts,
     read_top_k,
 )
-from model_runner.models.decoder import DecoderLM
+from model_runner.decoder.decoder import DecoderLM
 from model_runner.models.qwen3 import read_sliding_window
 from model_runner.weights.hf_config import HFConfig
 from moe import SoftmaxTopKRouter

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import cast
 
 from attention import refuse_unsupported_model
+from model_runner.decoder.base import CausalLM
 from model_runner.errors import UnknownArchitecture
-from model_runner.models.base import CausalLM
 from model_runner.weights.hf_config import HFConfig
 from ubatch import LazyRegistry
 

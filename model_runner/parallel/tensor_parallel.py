@@ -39,7 +39,7 @@ from ubatch import CommGroup, ConfigError, Decision
 from ubatch.ranks.collectives import Carry
 
 if TYPE_CHECKING:
-    from model_runner.models.base import ModelConfig
+    from model_runner.decoder.base import ModelConfig
 
 __all__ = [
     "WHOLE",

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Protocol
 from torch import Tensor, nn
 
 from model_runner.backend_choice import resolve_experts
-from model_runner.models.base import CausalLM, ExpertParallel, ModelConfig
-from model_runner.models.decoder import DecoderLM
+from model_runner.decoder.base import CausalLM, ExpertParallel, ModelConfig
+from model_runner.decoder.decoder import DecoderLM
 from model_runner.models.eagle import EAGLE_ARCHITECTURE, EagleHead
 from model_runner.models.mtp import MTPLayer
 from model_runner.models.registry import model_class

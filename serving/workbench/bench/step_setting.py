@@ -28,7 +28,7 @@ from model_runner import (
     build_input_batch,
     make_random_checkpoint,
 )
-from model_runner.models.config import DecoderConfig
+from model_runner.decoder.config import DecoderConfig
 from moe import EmulatedLink
 from serving.hub import fetch_weights, find_checkpoint
 from serving.tuning.programs import Programs, gather_steps, traced_step

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from attention import CommonAttentionMetadata, GraphLimits, UBatchAttention, make_kv_cache, split_attn_metadata
-from model_runner.models.base import CausalLM, ExpertParallel
+from model_runner.decoder.base import CausalLM, ExpertParallel
 from model_runner.models.registry import model_class
 from model_runner.weights.hf_config import HFConfig
 from model_runner.weights.random_checkpoint import RandomQwen3Moe

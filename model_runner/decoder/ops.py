@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from model_runner.models.rope import Rotation
+from model_runner.decoder.rope import Rotation
 
 __all__ = ["add_rms_norm", "normalise_and_rotate", "rms_norm", "silu_mul"]
 

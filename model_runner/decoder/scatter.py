@@ -35,7 +35,7 @@ from functools import cached_property
 from torch import Tensor
 from torch.nn import functional as F
 
-from model_runner.models.ops import add_rms_norm, rms_norm
+from model_runner.decoder.ops import add_rms_norm, rms_norm
 from model_runner.parallel.tensor_parallel import TensorParallel, padded_len, share_rows, valid_rows
 from ubatch import CommGroup, ConfigError, Point, all_gather, get_forward_context, reduce_scatter
 

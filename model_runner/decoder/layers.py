@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from attention import AttentionPlan, AttentionShape
-from model_runner.models.ops import normalise_and_rotate, silu_mul
-from model_runner.models.rope import Rotation
+from model_runner.decoder.ops import normalise_and_rotate, silu_mul
+from model_runner.decoder.rope import Rotation
 from model_runner.parallel.tensor_parallel import WHOLE, Shard
 from model_runner.weights.weights import Checkpoint
 from moe import NativeLinear, linear

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from attention import MLAInputs, MLAPlan, MLAShape, RopeTable
-from model_runner.models.layers import Projection, frozen
-from model_runner.models.ops import rms_norm
+from model_runner.decoder.layers import Projection, frozen
+from model_runner.decoder.ops import rms_norm
 from model_runner.parallel.tensor_parallel import WHOLE, Shard
 from model_runner.weights.weights import Checkpoint
 from ubatch import Point, dbo_yield

@@ -81,7 +81,7 @@ class CausalLM(nn.Module, ABC):
 
     config: ModelConfig
     serves_tensor_parallel: ClassVar[bool] = False
-    """Whether `load` heeds `ExpertParallel.tensor`, and `forward` moves rows as `model_runner.models.scatter` says."""
+    """Whether `load` heeds `ExpertParallel.tensor`, and `forward` moves rows as `model_runner.decoder.scatter` says."""
 
     @classmethod
     @abstractmethod

@@ -10,9 +10,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from model_runner.models.base import ExpertParallel
-from model_runner.models.config import MoEConfig, TensorNames
-from model_runner.models.layers import GatedMLP, frozen
+from model_runner.decoder.base import ExpertParallel
+from model_runner.decoder.config import MoEConfig, TensorNames
+from model_runner.decoder.layers import GatedMLP, frozen
 from model_runner.weights.weights import Checkpoint
 from moe import FusedMoEModularKernel, SigmoidTopKRouter, linear, make_experts, route
 

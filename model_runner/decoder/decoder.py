@@ -9,7 +9,7 @@ What a half adds to the residual is added where the next half begins, because th
 kernel. A dense layer has an MLP in place of the second line, and passes no point in it but the last.
 
 Where ranks share attention (tensor parallelism), rows are gathered and scattered at points of their own between these:
-`model_runner.models.scatter`.
+`model_runner.decoder.scatter`.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from attention import MLAShape
-from model_runner.models.base import CausalLM, ExpertParallel, current_plan
-from model_runner.models.config import DecoderConfig
-from model_runner.models.latent_attention import LatentAttention
-from model_runner.models.layers import Attention, GatedMLP, frozen, pack_projections
-from model_runner.models.rope import RotaryEmbedding, RotaryTable
-from model_runner.models.scatter import (
+from model_runner.decoder.base import CausalLM, ExpertParallel, current_plan
+from model_runner.decoder.config import DecoderConfig
+from model_runner.decoder.latent_attention import LatentAttention
+from model_runner.decoder.layers import Attention, GatedMLP, frozen, pack_projections
+from model_runner.decoder.rope import RotaryEmbedding, RotaryTable
+from model_runner.decoder.scatter import (
     Layout,
     ScatterMode,
     comm_final,
@@ -34,7 +34,7 @@ from model_runner.models.scatter import (
     current_layout,
     postprocess,
 )
-from model_runner.models.sparse_mlp import SparseMLP
+from model_runner.decoder.sparse_mlp import SparseMLP
 from model_runner.parallel.tensor_parallel import Shard
 from model_runner.weights.weights import Checkpoint
 from moe import linear

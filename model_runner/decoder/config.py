@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from attention import AttentionShape, MLAShape
-from model_runner.models.base import ModelConfig
-from model_runner.models.rope import Rope, read_rope
+from model_runner.decoder.base import ModelConfig
+from model_runner.decoder.rope import Rope, read_rope
 from model_runner.weights.hf_config import HFConfig
 from moe import Router
 
