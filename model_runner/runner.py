@@ -39,6 +39,8 @@ from model_runner.auto.dbo_auto import make_step_settings
 from model_runner.auto.step_cost import split_cost
 from model_runner.backend_choice import resolve_attention, resolve_experts
 from model_runner.decoder.base import CausalLM, ExpertParallel, ModelConfig
+from model_runner.drafting.proposer import DraftProposer
+from model_runner.drafting.setting import DraftSetting
 from model_runner.graphs.batches import CapturedSteps
 from model_runner.graphs.mode import GraphsAsked
 from model_runner.graphs.runner_graphs import make_graph_steps, make_wrapper
@@ -52,8 +54,6 @@ from model_runner.parallel.transport import check_schedules, make_transport
 from model_runner.pending_step import PendingStep, SamplingContext, StepOutput
 from model_runner.runner_options import check_max_model_len, is_fp8, with_group
 from model_runner.speculation.accept import Acceptance, check_acceptance
-from model_runner.speculation.draft_proposer import DraftProposer
-from model_runner.speculation.draft_setting import DraftSetting
 from model_runner.speculation.proposer import StepObserver
 from model_runner.step.context import step_context
 from model_runner.step.dp import Coordination, coordinate_batch_across_dp

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from model_runner import Checkpoint, ExpertParallel, ModelRunner, TensorMissing, model_class
-from model_runner.speculation.draft_network import load_draft
+from model_runner.drafting.network import load_draft
 from model_runner.weights import weight_pass as module
 from model_runner.weights import weights as weights_module
 from model_runner.weights.weight_pass import PINNED_BYTES, Wanted, WeightPass

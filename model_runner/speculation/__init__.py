@@ -15,11 +15,11 @@ draft_proposer   the proposer around a draft network
 draft_setting    a draft network that a runner makes room for
 """
 
+from model_runner.drafting.graphs import DraftShape
+from model_runner.drafting.network import DraftNetwork, load_draft
+from model_runner.drafting.proposer import DraftProposer
+from model_runner.drafting.setting import DraftSetting
 from model_runner.speculation.accept import Acceptance
-from model_runner.speculation.draft_graphs import DraftShape
-from model_runner.speculation.draft_network import DraftNetwork, load_draft
-from model_runner.speculation.draft_proposer import DraftProposer
-from model_runner.speculation.draft_setting import DraftSetting
 from model_runner.speculation.extend import DraftExtendBatch, draft_extend_batch
 from model_runner.speculation.ngram import NgramIndex, NgramProposer
 from model_runner.speculation.proposer import Draft, Proposer, StepObserver

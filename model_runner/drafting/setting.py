@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from attention import CacheSpec
-from model_runner.speculation.draft_graphs import DraftShape
-from model_runner.speculation.draft_network import DraftNetwork, load_draft
-from model_runner.speculation.draft_proposer import DraftProposer
-from model_runner.speculation.draft_runner import draft_cache_spec
+from model_runner.drafting.graphs import DraftShape
+from model_runner.drafting.network import DraftNetwork, load_draft
+from model_runner.drafting.proposer import DraftProposer
+from model_runner.drafting.runner import draft_cache_spec
 from ubatch import ConfigError
 
 if TYPE_CHECKING:  # the runner's batches import what builds trees, which is in this package

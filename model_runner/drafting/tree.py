@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from model_runner.speculation.draft_runner import DraftBatch, DraftRunner
+from model_runner.drafting.runner import DraftBatch, DraftRunner
 from model_runner.speculation.proposer import Draft
 
 __all__ = ["draft_trees", "most_nodes", "select_nodes"]

@@ -21,10 +21,10 @@ import torch
 from torch import Tensor, nn
 
 from attention import CommonAttentionMetadata, GraphLimits, MultiStepDraftAttention, UBatchAttention
+from model_runner.drafting.network import DraftNetwork
+from model_runner.drafting.sampling import DraftDraws, draft_chain
 from model_runner.graphs.batches import GraphSetting, batch_to_capture
 from model_runner.graphs.mode import resolve_graph_mode
-from model_runner.speculation.draft_network import DraftNetwork
-from model_runner.speculation.draft_sampling import DraftDraws, draft_chain
 from model_runner.step.graph_sizes import GraphFamily, GraphShape
 from ubatch import (
     CapturedGraph,

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from model_runner.drafting.network import DraftNetwork
 from model_runner.sampling.sampler import fall
-from model_runner.speculation.draft_network import DraftNetwork
 from model_runner.step.request import Request
 from ubatch import ForwardContext, set_forward_context
 from ubatch.streams.small_copies import to_device

@@ -4,7 +4,7 @@
     chain     steps of one place per request; all of them are planned before the first one runs
     level     the nodes of one level of each request's tree, which see the prefix, their ancestors and themselves
 
-Where the target's steps are captured as CUDA graphs, so are these (`model_runner.speculation.draft_graphs`).
+Where the target's steps are captured as CUDA graphs, so are these (`model_runner.drafting.graphs`).
 
 Its cache has few layers, and otherwise the target's pages: what the target puts at a slot, the draft network puts at
 the same slot here. So whatever happens to pages (allocation, sharing of prefixes, retraction) happens to both.
@@ -29,9 +29,9 @@ from attention import (
     UBatchAttention,
     make_kv_cache,
 )
-from model_runner.speculation.draft_graphs import DraftGraphs, DraftShape, can_capture
-from model_runner.speculation.draft_network import DraftNetwork
-from model_runner.speculation.draft_sampling import DraftDraws, draft_chain
+from model_runner.drafting.graphs import DraftGraphs, DraftShape, can_capture
+from model_runner.drafting.network import DraftNetwork
+from model_runner.drafting.sampling import DraftDraws, draft_chain
 from model_runner.step.request import Request
 from ubatch import ForwardContext, ForwardMode, set_forward_context
 from ubatch.streams.small_copies import to_device, to_host

@@ -29,11 +29,11 @@ import torch
 from torch import Tensor
 
 from attention import CommonAttentionMetadata, MLAKVCache, PagedKVCache
+from model_runner.drafting.graphs import DraftShape
+from model_runner.drafting.network import DraftNetwork
+from model_runner.drafting.runner import DraftBatch, DraftRunner
+from model_runner.drafting.tree import draft_trees, most_nodes
 from model_runner.errors import RequestError
-from model_runner.speculation.draft_graphs import DraftShape
-from model_runner.speculation.draft_network import DraftNetwork
-from model_runner.speculation.draft_runner import DraftBatch, DraftRunner
-from model_runner.speculation.draft_tree import draft_trees, most_nodes
 from model_runner.speculation.extend import draft_extend_batch
 from model_runner.speculation.proposer import Draft
 from model_runner.step.request import Request
