@@ -39,7 +39,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 from transformers.utils import logging as transformers_logging
 
 from model_runner import ModelRunner, Request, SamplingParams, ScheduledRequest, generate
-from model_runner.speculation import DraftProposer, load_draft
+from model_runner.drafting import DraftProposer, load_draft
 from serving.workbench.bench.corpus import Corpus, read_corpus
 
 MODELS = Path(__file__).resolve().parent / "models"

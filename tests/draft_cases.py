@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from model_runner import ModelRunner, Request, SamplingParams, ScheduledRequest
-from model_runner.speculation import Draft, DraftProposer
+from model_runner.drafting import DraftProposer
+from model_runner.speculation import Draft
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 TINY_MOE = EXAMPLES / "models" / "tiny-moe"

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 from model_runner import ModelRunner, ScheduledRequest
 from model_runner.decoder.base import CausalLM
-from model_runner.speculation import DraftProposer, load_draft
+from model_runner.drafting import DraftProposer, load_draft
 from serving.cli import main
 from ubatch import ConfigError
 

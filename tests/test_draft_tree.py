@@ -28,8 +28,8 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 from model_runner import ModelRunner
+from model_runner.drafting import DraftProposer, load_draft
 from model_runner.drafting.tree import most_nodes, select_nodes
-from model_runner.speculation import DraftProposer, load_draft
 from model_runner.step.draft_trees import check_parents, path_to
 
 Nodes = tuple[int, ...]

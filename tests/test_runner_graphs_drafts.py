@@ -16,8 +16,8 @@ from runner_graph_cases import SIZES, TINY, make_checkpoint, make_runner
 
 from attention import MODES
 from model_runner import Acceptance, ModelRunner, ScheduledRequest, make_random_qwen3_moe
+from model_runner.drafting import DraftProposer, load_draft
 from model_runner.drafting import graphs as draft_graphs
-from model_runner.speculation import DraftProposer, load_draft
 from ubatch import ConfigError, ForwardMode
 from ubatch.process import lateness
 

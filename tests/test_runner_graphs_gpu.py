@@ -12,7 +12,7 @@ from draft_cases import admitted, drafted_tokens, prefill
 from runner_graph_cases import TINY, make_captured, make_checkpoint, make_load, make_runner, serve, start
 
 from model_runner import SamplingParams, ScheduledRequest, generate
-from model_runner.speculation import DraftProposer, load_draft
+from model_runner.drafting import DraftProposer, load_draft
 
 pytestmark = pytest.mark.gpu
 

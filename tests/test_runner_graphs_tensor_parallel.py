@@ -14,7 +14,7 @@ from draft_cases import PROMPTS, admitted, drafted_tokens, make_head, plain_toke
 from runner_graph_cases import EXPERTS, make_captured, make_checkpoint, make_runner, start
 
 from model_runner import ModelRunner, SamplingParams, ScheduledRequest, generate
-from model_runner.speculation import DraftProposer, load_draft
+from model_runner.drafting import DraftProposer, load_draft
 from moe import EmulatedLink
 from ranks import run_ranks
 from ubatch import CommGroup, ConfigError, capturing

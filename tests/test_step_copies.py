@@ -27,7 +27,7 @@ from attention import AttentionBackend, make_attention_backend
 from attention.backends.flashinfer.pages import PackedMask, PageLists, list_pages_in_torch
 from attention.kernels.pages import list_pages
 from model_runner import ModelRunner, SamplingParams, generate
-from model_runner.speculation import DraftProposer, load_draft
+from model_runner.drafting import DraftProposer, load_draft
 from model_runner.step.streams import StepStreams
 from ubatch import ForwardMode
 from ubatch.streams.small_copies import staged, to_device, to_host

@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from model_runner import ModelRunner, Proposer
-from model_runner.speculation import Acceptance, DraftProposer, DraftSetting, DraftShape, NgramProposer
+from model_runner.drafting import DraftProposer, DraftSetting, DraftShape
+from model_runner.speculation import Acceptance, NgramProposer
 from serving.scheduler import Scheduler, SchedulerConfig
 from ubatch import ConfigError
 
