@@ -16,9 +16,9 @@ from attention.backends.flashinfer import mha as flashinfer
 from attention.backends.flashinfer import mla as flashinfer_mla
 from attention.backends.flashinfer.mha import FlashInferBackend
 from attention.backends.flashinfer.mla import FlashInferMLABackend
+from attention.backends.flashinfer_kernels import FlashInferKernel
 from attention.backends.trtllm import mha as trtllm_mha
 from attention.backends.trtllm import mla as trtllm_mla
-from attention.backends.trtllm.common import FlashInferKernel
 from attention.backends.trtllm.mha import TRTLLMMHABackend
 from attention.backends.trtllm.mla import TRTLLMMLABackend
 

@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from attention.backends.trtllm.common import FlashInferKernel
+from attention.backends.flashinfer_kernels import FlashInferKernel
 
 __all__ = ["COUNTER_BYTES", "FLASHINFER_VERSION", "FP8", "Call", "StandIns", "allocations"]
 

@@ -12,8 +12,8 @@ from flashinfer_standin import FLASHINFER_VERSION, StandIns
 from flashinfer_standin_wrappers import DECODE_PLAN_OPTIONS
 
 from attention import MLAKVCache, make_attention_backend
-from attention.backends.trtllm import common as trtllm_common
-from attention.backends.trtllm.common import FlashInferKernel, find_kernel
+from attention.backends import flashinfer_kernels as trtllm_common
+from attention.backends.flashinfer_kernels import FlashInferKernel, find_kernel
 from ubatch import ConfigError, ForwardMode
 
 

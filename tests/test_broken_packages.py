@@ -15,7 +15,7 @@ from flashinfer_cases import BACKENDS
 import moe.experts.fastest
 from attention import AttentionShape, make_attention_backend, make_kv_cache, usable_attention_backends
 from attention.backends import registry
-from attention.backends.trtllm.common import FlashInferKernel, find_kernel
+from attention.backends.flashinfer_kernels import FlashInferKernel, find_kernel
 from model_runner.sampling.flashinfer_sampling import find_truncation, truncates
 from moe import ExpertsShape, make_experts, usable_experts
 from moe.all2all.deepep.base import import_deep_ep

@@ -17,7 +17,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from attention.backends.trtllm.common import RequestBatch
+from attention.backends.flashinfer_kernels import RequestBatch
 from attention.graph_buffers import GraphBuffers
 from attention.interface import GraphLimits
 from attention.kv_cache import MLAKVCache, PagedKVCache

@@ -32,13 +32,13 @@ from attention.backends.flashinfer.pages import (
     WrapperBackend,
     WrapperPlan,
 )
-from attention.backends.store import store_kv
-from attention.backends.trtllm.common import (
+from attention.backends.flashinfer_kernels import (
     FlashInferKernel,
     find_kernel,
     pad_rows,
     without_graph_buffers,
 )
+from attention.backends.store import store_kv
 from attention.interface import AttentionShape, BackendTraits
 from attention.kv_cache import FP8, PagedKVCache
 from attention.metadata import CommonAttentionMetadata

@@ -23,8 +23,7 @@ from attention.backends.flashinfer.pages import (
     WrapperBackend,
     WrapperPlan,
 )
-from attention.backends.store import store_latents
-from attention.backends.trtllm.common import (
+from attention.backends.flashinfer_kernels import (
     FlashInferKernel,
     absorb,
     compute_capability,
@@ -35,6 +34,7 @@ from attention.backends.trtllm.common import (
     refuse_tree_mask,
     without_graph_buffers,
 )
+from attention.backends.store import store_latents
 from attention.interface import BackendTraits, MLAInputs, MLAShape
 from attention.kv_cache import MLAKVCache
 from attention.metadata import CommonAttentionMetadata

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from attention.backends.few_queries import FewQueries, GraphState
-from attention.backends.trtllm.common import (
+from attention.backends.flashinfer_kernels import (
     Workspace,
     compute_capability,
     refuse_dtype,

@@ -17,6 +17,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from attention.backends.flashinfer_kernels import RequestBatch, absorb, project_latents, rows_of
 from attention.backends.torch.groups import Request, list_requests
 from attention.backends.torch.groups import Workspace as GatherWorkspace
 from attention.backends.torch.mla import ExpandedGroup, LatentStep, expanded_groups
@@ -29,7 +30,6 @@ from attention.backends.triton.common import (
     refuse_other_batch,
     tree_of,
 )
-from attention.backends.trtllm.common import RequestBatch, absorb, project_latents, rows_of
 from attention.interface import BackendTraits, GraphLimits, MLAInputs, MLAShape, RopeTable
 from attention.kernels.decode import DecodeSplits
 from attention.kernels.latent import LatentTile, as_attention, latent_decode, write_latent

@@ -41,8 +41,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from attention.backends.few_queries import FewQueries, GraphState
-from attention.backends.store import store_kv
-from attention.backends.trtllm.common import (
+from attention.backends.flashinfer_kernels import (
     FlashInferKernel,
     RequestBatch,
     Workspace,
@@ -53,6 +52,7 @@ from attention.backends.trtllm.common import (
     refuse_tree_mask,
     without_graph_buffers,
 )
+from attention.backends.store import store_kv
 from attention.interface import AttentionShape, BackendTraits, GraphLimits
 from attention.kv_cache import FP8, PagedKVCache, quantize_fp8
 from attention.metadata import CommonAttentionMetadata

@@ -30,8 +30,7 @@ import torch
 from torch import Tensor
 
 from attention.backends.few_queries import FewQueries, GraphState
-from attention.backends.store import store_latents
-from attention.backends.trtllm.common import (
+from attention.backends.flashinfer_kernels import (
     FlashInferKernel,
     RequestBatch,
     Workspace,
@@ -46,6 +45,7 @@ from attention.backends.trtllm.common import (
     rows_of,
     without_graph_buffers,
 )
+from attention.backends.store import store_latents
 from attention.backends.trtllm.mla_prefill import ExpandedPart, plan_expanded
 from attention.interface import BackendTraits, GraphLimits, MLAInputs, MLAShape
 from attention.kv_cache import FP8, MLAKVCache

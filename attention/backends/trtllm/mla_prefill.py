@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from attention.backends.flashinfer_kernels import RequestBatch, ragged_positions, rows_of
 from attention.backends.torch.groups import as_stored
-from attention.backends.trtllm.common import RequestBatch, ragged_positions, rows_of
 from attention.interface import MLAInputs
 from attention.kv_cache import MLAKVCache
 from attention.lse import merge_states
