@@ -35,7 +35,7 @@ from serving.api.http.connections import (
     most_connections,
     raise_file_limit,
 )
-from serving.api.http.request_log import RequestLog
+from serving.api.request_log import RequestLog
 from serving.engine.client import EngineClient
 from serving.engine.folder import SocketFolder
 from serving.logs import log_event

@@ -25,7 +25,7 @@ from serving.api.http.connections import (
     most_connections,
     raise_file_limit,
 )
-from serving.api.http.request_log import RequestLog
+from serving.api.request_log import RequestLog
 
 GET = b"GET /health HTTP/1.1\r\nHost: here\r\n"
 Ask = Callable[..., Coroutine[Any, Any, bytes]]

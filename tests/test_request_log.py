@@ -13,7 +13,7 @@ import pytest
 from api_clients import MODEL, app_of, call, events_of, post
 from fake_engine import FakeEngine
 
-from serving.api.http.request_log import RequestLog
+from serving.api.request_log import RequestLog
 from serving.logs import configure_logging
 from serving.options import notes
 from serving.options.resolve import read_serve_command

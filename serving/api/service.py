@@ -72,7 +72,7 @@ class Service:
         max_outputs_per_request: how many outputs one body may ask for, over all its prompts; None for no limit.
         long_work: does what would hold the event loop.
         profiles: the engine may record profiles.
-        log_requests: log what is generated; see `serving.api.http.request_log`.
+        log_requests: log what is generated; see `serving.api.request_log`.
         max_log_len: token ids of a prompt that are shown then; None for all.
         created: when the server was started, in seconds since 1970.
         entrance: held from the check of the queue until the engine counts what was let in.

@@ -14,10 +14,10 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from serving.api.http.bodies import BodyLimit
 from serving.api.http.description import complete_description
-from serving.api.http.request_log import RequestLog
 from serving.api.http.routes import router
 from serving.api.long_work import LongWork
 from serving.api.observer import NoObserver, RequestObserver
+from serving.api.request_log import RequestLog
 from serving.api.sampling import SamplingDefaults
 from serving.api.schema.errors import ApiError, add_error_handlers, error_response
 from serving.api.service import Engine, Service
