@@ -9,7 +9,7 @@ from fake_runner import Loop, expected, make_loop
 
 from model_runner import FinishReason, SamplingParams
 from serving.scheduler import SchedulingPolicy
-from serving.scheduler.budget import NewTokenRatio, choose_victim
+from serving.scheduler.admission.budget import NewTokenRatio, choose_victim
 
 
 def optimistic(loop: Loop) -> Loop:

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from model_runner import SamplingParams
 from serving.scheduler import ScheduledStep, SchedulingPolicy, TrackedRequest
-from serving.scheduler.cache.kv_manager import KVManager
-from serving.scheduler.cache.radix_cache import PrefixMatch
-from serving.scheduler.waiting import WaitingQueue
+from serving.scheduler.admission.waiting import WaitingQueue
+from serving.scheduler.kv_manager import KVManager
+from serving.scheduler.radix_cache import PrefixMatch
 
 
 def admitted(step: ScheduledStep) -> list[str]:

@@ -14,9 +14,9 @@ totals         what was counted
 checks         what can never be served
 """
 
-from serving.scheduler.cache.kv_manager import KVManager
-from serving.scheduler.cache.radix_cache import Insertion, PrefixMatch, RadixCache, RadixNode
 from serving.scheduler.config import SchedulerConfig, SchedulingPolicy
+from serving.scheduler.kv_manager import KVManager
+from serving.scheduler.radix_cache import Insertion, PrefixMatch, RadixCache, RadixNode
 from serving.scheduler.request import ScheduledStep, TrackedRequest
 from serving.scheduler.scheduler import Scheduler
 

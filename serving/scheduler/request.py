@@ -8,7 +8,7 @@ from typing import Any
 
 from model_runner import PENDING_TOKEN, Draft, Request, ScheduledRequest, TokenLogprobs
 from serving.requests import DraftCounts, RequestInput
-from serving.scheduler.cache.radix_cache import RadixNode
+from serving.scheduler.radix_cache import RadixNode
 
 __all__ = ["ScheduledStep", "TrackedRequest"]
 
@@ -23,7 +23,7 @@ class TrackedRequest(Request):
     Attributes:
         priority: lower runs earlier, where the policy asks.
         arrival: a number that grows with every request.
-        group: whose turn it takes, see `serving.scheduler.waiting`.
+        group: whose turn it takes, see `serving.scheduler.admission.waiting`.
         turn: when, among those that wait.
         limit: tokens, prompt and output, with which it ends at the latest.
         ends: tokens that end it.

@@ -24,18 +24,18 @@ from collections.abc import Sequence
 from attention import BlockAllocator, KVCacheError, RequestToTokenTable
 from model_runner import FAULTS, PENDING_TOKEN, FinishReason, Proposer, RequestError, StepOutput
 from serving.requests import EngineStatistics, RequestInput, RequestOutput
-from serving.scheduler.budget import NewTokenRatio, choose_victim
-from serving.scheduler.cache.kv_manager import KVManager
-from serving.scheduler.cache.radix_cache import PrefixMatch
-from serving.scheduler.cache.sharing import PrefixWaits
-from serving.scheduler.checks import check_input
+from serving.scheduler.admission.budget import NewTokenRatio, choose_victim
+from serving.scheduler.admission.checks import check_input
+from serving.scheduler.admission.sharing import PrefixWaits
+from serving.scheduler.admission.waiting import WaitingQueue
 from serving.scheduler.config import SchedulerConfig, SchedulingPolicy
 from serving.scheduler.endings import ending
+from serving.scheduler.kv_manager import KVManager
 from serving.scheduler.mixed_steps import MixedSteps
+from serving.scheduler.radix_cache import PrefixMatch
 from serving.scheduler.request import ScheduledStep, TrackedRequest
 from serving.scheduler.speculation import Speculation
 from serving.scheduler.totals import Totals
-from serving.scheduler.waiting import WaitingQueue
 from ubatch import ConfigError, UBatchError
 
 __all__ = ["Scheduler"]

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from model_runner import Draft, Proposer
-from serving.scheduler.cache.kv_manager import KVManager
 from serving.scheduler.config import SchedulerConfig
+from serving.scheduler.kv_manager import KVManager
 from serving.scheduler.request import TrackedRequest
 from ubatch import ConfigError
 

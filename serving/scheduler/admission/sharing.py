@@ -6,7 +6,7 @@ The prefix cache only has what was written. Without this, prompts that come toge
 
 from __future__ import annotations
 
-from serving.scheduler.cache.radix_cache import common_prefix
+from serving.scheduler.radix_cache import common_prefix
 from serving.scheduler.request import TrackedRequest
 
 __all__ = ["PrefixWaits"]

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from attention import BlockAllocator, KVCacheError, KVCacheExhausted, RequestToTokenTable
-from serving.scheduler.cache.radix_cache import PrefixMatch, RadixCache
+from serving.scheduler.radix_cache import PrefixMatch, RadixCache
 from serving.scheduler.request import TrackedRequest
 
 __all__ = ["KVManager"]
