@@ -18,12 +18,12 @@ import sys
 import threading
 import time
 from collections.abc import Generator, Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from forked import AsSpawned
+from repository import ROOT, SUPPORT
 from tqdm import tqdm
 
 from ubatch.kernels import c_jit
@@ -86,9 +86,8 @@ def pytest_make_collect_report(
 
 def _is_foreign(package: str) -> bool:
     """Whether it would come from a package index, not from this tree."""
-    tests = Path(__file__).resolve().parent
     return bool(package) and not any(
-        (place / name).exists() for place in (tests, tests.parent) for name in (package, f"{package}.py")
+        (place / name).exists() for place in (SUPPORT, ROOT) for name in (package, f"{package}.py")
     )
 
 

@@ -40,7 +40,7 @@ What model code that switches streams by hand has to do:
 
 Nobody calls `record_stream`: it would delay every reuse by an event query, and in a captured graph forbid it.
 A graph's own pool follows the same rule, in the order of capture; nothing here asks an event while one is captured.
-Tests hold the code to this with `tests/fake_cuda.py`, which sees every operation of the real modules.
+Tests hold the code to this with `tests/support/fake_cuda.py`, which sees every operation of the real modules.
 """
 
 from __future__ import annotations

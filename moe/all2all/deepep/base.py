@@ -10,7 +10,7 @@ While a dispatch waits for its peers' counts, and while a buffer is made, Python
 process runs: `ubatch.ranks.long_calls.holding_gil` tells the peers before.
 
 **Not yet run on several GPUs.** These adapters were proved with a stand-in for `deep_ep` that has its signatures,
-checks arguments and the order of calls, and exchanges over gloo (`tests/deep_ep_standin.py`).
+checks arguments and the order of calls, and exchanges over gloo (`tests/support/deep_ep_standin.py`).
 """
 
 from __future__ import annotations

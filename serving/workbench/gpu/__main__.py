@@ -57,7 +57,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _fake_graphs() -> Any:
     """What captures in a rehearsal: the tests' recorder, or nothing where there are no tests."""
-    sys.path.append(str(Path(__file__).resolve().parents[2] / "tests"))
+    sys.path.append(str(Path(__file__).resolve().parents[3] / "tests" / "support"))
     if find_spec("fake_graphs") is None:
         return None
     return import_module("fake_graphs").FakeGraphs("cpu")

@@ -36,7 +36,7 @@ from serving.workbench.gpu.parts import FIRST, REHEARSAL, REST, names_in, why_no
 
 __all__ = ["SECTIONS", "Section", "main"]
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 LINES = "UBATCH_TEST_LINES"
 """Environment variable: where `pytest_lines` writes a line per test."""
 
@@ -46,7 +46,7 @@ class Section:
     """Tests that run together.
 
     Attributes:
-        files: in `tests/`, without `test_` and `.py`.
+        files: under `tests/`, without `test_` and `.py`.
         budget_s: seconds until its process is ended, on a GPU.
     """
 
@@ -103,14 +103,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def files_of(name: str) -> list[Path]:
     """A section's files; those that no section names are in the last one."""
-    tests = ROOT / "tests"
     named = {file for section in SECTIONS.values() for file in section.files}
+    by_name = {path.stem.removeprefix("test_"): path for path in sorted((ROOT / "tests").rglob("test_*.py"))}
     if SECTIONS[name].files:
-        return [tests / f"test_{file}.py" for file in SECTIONS[name].files]
+        return [by_name[file] for file in SECTIONS[name].files]
     return [
-        path
-        for path in sorted(tests.glob("test_*.py"))
-        if path.stem.removeprefix("test_") not in named and "mark.gpu" in path.read_text(encoding="utf-8")
+        path for file, path in by_name.items() if file not in named and "mark.gpu" in path.read_text(encoding="utf-8")
     ]
 
 

@@ -41,7 +41,7 @@ from ubatch.process.cores import num_cores
 
 __all__ = ["Options", "SpeculationResult", "held_out_prompts", "run"]
 
-_EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "models"
+_EXAMPLES = Path(__file__).resolve().parents[4] / "examples" / "models"
 _WITHOUT = "without"
 _CACHE_BYTES = 64 << 20
 

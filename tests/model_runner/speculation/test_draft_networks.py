@@ -1,0 +1,201 @@
+"""Loading draft networks: DeepSeek's layer for multi-token prediction against transformers' layers, and refusals."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import make_checkpoint, make_qwen3_moe_checkpoint
+from draft_cases import TOLERANCE, Recording, Reference, admitted, drafted_tokens, make_head, prefill, step
+from run_examples import run_example
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from torch import Tensor
+from torch.nn import functional as F
+
+from model_runner import ModelRunner, ScheduledRequest
+from model_runner.decoder.base import CausalLM
+from model_runner.drafting import DraftProposer, load_draft
+from serving.cli import main
+from ubatch import ConfigError
+
+LAYERS = 3
+
+
+def make_mtp_checkpoint(path: Path) -> Path:
+    """A DeepSeek-V3 checkpoint of three layers; the fourth is for multi-token prediction, as in published ones."""
+    make_checkpoint(path, "DeepseekV3", num_hidden_layers=LAYERS + 1)
+    weights = load_file(path / "model.safetensors")
+    generator = torch.Generator().manual_seed(5)
+    place, hidden = f"model.layers.{LAYERS}", weights["model.norm.weight"].shape[0]
+    for name in ("enorm", "hnorm", "shared_head.norm"):
+        weights[f"{place}.{name}.weight"] = torch.rand(hidden, generator=generator) + 0.5
+    weights[f"{place}.eh_proj.weight"] = torch.randn(hidden, 2 * hidden, generator=generator) * 0.2
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((path / "config.json").read_text())
+    config |= {"num_hidden_layers": LAYERS, "num_nextn_predict_layers": 1}
+    (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
+def mtp_estimates(path: Path) -> Callable[[Any], Any]:
+    """The layer by transformers' own: the fourth of a model that has four."""
+
+    def bind(model: Any) -> Any:
+        from transformers import AutoConfig, DeepseekV3ForCausalLM
+
+        weights = load_file(path / "model.safetensors")
+        own = {name: weights[f"model.layers.{LAYERS}.{name}.weight"] for name in ("enorm", "hnorm", "eh_proj")}
+        last = weights[f"model.layers.{LAYERS}.shared_head.norm.weight"]
+        config = AutoConfig.from_pretrained(path, num_hidden_layers=LAYERS + 1, attn_implementation="eager")
+        layers = DeepseekV3ForCausalLM.from_pretrained(path, config=config, dtype=torch.float32).eval().model
+        eps = config.rms_norm_eps
+
+        @torch.no_grad()
+        def estimate(tokens: list[int], features: Tensor) -> Tensor:
+            embedded = F.embedding(torch.tensor(tokens[1:]), model.get_input_embeddings().weight)
+            size = embedded.shape[-1:]
+            both = (F.rms_norm(embedded, size, own["enorm"], eps), F.rms_norm(features, size, own["hnorm"], eps))
+            x = F.linear(torch.cat(both, dim=-1), own["eh_proj"])[None]
+            places = torch.arange(x.shape[1])[None]
+            mask = torch.full((x.shape[1], x.shape[1]), -torch.inf).triu(1)[None, None]
+            rotary = layers.rotary_emb(x, places)
+            out = layers.layers[LAYERS](x, attention_mask=mask, position_ids=places, position_embeddings=rotary)
+            return F.rms_norm((out[0] if isinstance(out, tuple) else out)[0], size, last, eps)
+
+        return estimate
+
+    return bind
+
+
+def test_the_layer_for_multi_token_prediction(tmp_path: Path) -> None:
+    path = make_mtp_checkpoint(tmp_path)
+    reference = Reference(path, mtp_estimates(path))
+    with ModelRunner(path, num_kv_blocks=128, block_size=4) as runner:
+        network = Recording(load_draft("mtp", None, runner))
+        proposer = DraftProposer(runner, network, num_steps=3)
+        runner.set_observer(proposer)
+        requests = admitted(runner)
+        prefill(runner, requests, chunk=6)
+        for _ in range(3):
+            network.given.clear()
+            drafts = proposer.propose(requests, [3] * 3)
+            for index, (request, draft) in enumerate(zip(requests, drafts, strict=True)):
+                for place in range(3):
+                    expected = reference.logits(request.token_ids, draft.tokens[:place])
+                    assert (network.given[place][index] - expected).abs().max() < TOLERANCE
+                    assert expected.abs().max() > 0.3
+            drafted_tokens(runner, proposer, requests, max(r.num_output_tokens for r in requests) + 1, 3)
+        with_drafts = [request.output_token_ids for request in requests]
+    with ModelRunner(path, num_kv_blocks=128, block_size=4) as plain:
+        requests = admitted(plain)
+        prefill(plain, requests)
+        for _ in range(max(map(len, with_drafts)) - 1):
+            step(plain, [ScheduledRequest(request, 1) for request in requests])
+        for request, got in zip(requests, with_drafts, strict=True):
+            assert request.output_token_ids[: len(got)] == got
+
+
+@pytest.mark.parametrize("cache", ["auto", "fp8"])
+def test_latent_attention_with_heads_of_both_kinds_gives_the_same_text(
+    cache: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`ubatch generate` on a checkpoint with its own layer, or a head with grouped-query attention, over both caches.
+
+    Draft networks keep what they compute as it is, whatever the model's cache stores.
+    """
+    path = make_mtp_checkpoint(tmp_path / "target")
+    make_head(tmp_path / "head")
+    words = Tokenizer(WordLevel({f"t{token}": token for token in range(131)}, unk_token="t0"))
+    words.pre_tokenizer = WhitespaceSplit()
+    words.save(str(path / "tokenizer.json"))
+    prompts = [" ".join(f"t{(7 * place + 31 * index) % 131}" for place in range(4 + 9 * index)) for index in range(3)]
+    command = ["generate", str(path), "--prompt", *prompts, "--max-tokens", "20", "--kv-cache-dtype", cache]
+
+    def generated(*flags: str) -> tuple[list[str], str]:
+        assert main([*command, *flags]) == 0
+        text, _, rest = capsys.readouterr().out.partition("steps: ")
+        return text.splitlines(), rest
+
+    plain, rest = generated()
+    assert "speculation: " not in rest
+    head = ["--speculative-algorithm", "eagle", "--speculative-draft-model-path", str(tmp_path / "head")]
+    for flags in (["--speculative-algorithm", "mtp"], head):
+        for shape in ([], ["--speculative-eagle-topk", "2"]):
+            text, rest = generated(*flags, *shape, "--max-num-batched-tokens", "16")
+            assert len(text) == len(plain)
+            if cache == "auto":  # rounding to fp8 turns the last bits, which depend on the batch, into steps
+                assert text == plain
+            assert "tokens per request and verify step" in rest
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(140)
+def test_training_starts(tmp_path: Path) -> None:
+    output = run_example("train_eagle_head.py", "--steps", "1", "--out", str(tmp_path), timeout=140)
+    assert "mean accepted length 1." in output  # it has learned nothing yet
+    assert (tmp_path / "model.safetensors").stat().st_size < 4_000_000
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_qwen3_moe_checkpoint(tmp_path_factory.mktemp("target"))
+
+
+@pytest.fixture
+def runner(target: Path) -> Iterator[ModelRunner]:
+    with ModelRunner(target, num_kv_blocks=16, block_size=4) as runner:
+        yield runner
+
+
+def test_heads_of_other_models_are_refused(tmp_path: Path, runner: ModelRunner) -> None:
+    make_head(tmp_path / "wide", hidden_size=64)
+    with pytest.raises(ConfigError, match="hidden_size 64, the target 48"):
+        load_draft("eagle", tmp_path / "wide", runner)
+    make_head(tmp_path / "words", vocab_size=140)
+    with pytest.raises(ConfigError, match="vocab_size 140, the target 131"):
+        load_draft("eagle", tmp_path / "words", runner)
+
+
+def test_models_that_do_not_fit_are_refused(tmp_path: Path, runner: ModelRunner) -> None:
+    words = make_qwen3_moe_checkpoint(tmp_path / "words", vocab_size=140)
+    with pytest.raises(ConfigError, match="vocab_size 140, the target 131"):
+        load_draft("draft_model", words, runner)
+    short = make_qwen3_moe_checkpoint(tmp_path / "short", max_position_embeddings=64)
+    with pytest.raises(ConfigError, match="has 64 positions, the target runs sequences of 256"):
+        load_draft("draft_model", short, runner)
+
+
+def test_what_is_something_else_is_refused(tmp_path: Path, target: Path, runner: ModelRunner) -> None:
+    with pytest.raises(ConfigError, match="choose draft_model"):
+        load_draft("eagle", target, runner)
+    make_head(tmp_path)
+    with pytest.raises(ConfigError, match="choose eagle"):
+        load_draft("draft_model", tmp_path, runner)
+    with pytest.raises(ConfigError, match="has no layer for multi-token prediction"):
+        load_draft("mtp", None, runner)
+    with pytest.raises(ConfigError, match="takes no path"):
+        load_draft("mtp", tmp_path, runner)
+    with pytest.raises(ConfigError, match="needs a checkpoint's path"):
+        load_draft("eagle", None, runner)
+    with pytest.raises(ConfigError, match="eagel"):
+        load_draft("eagel", tmp_path, runner)
+
+
+def test_a_target_that_does_not_say_what_its_embeddings_are(tmp_path: Path, runner: ModelRunner) -> None:
+    class Other(CausalLM):
+        def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
+            return input_ids
+
+    make_head(tmp_path)
+    Other.__abstractmethods__ = frozenset()
+    runner.model, model = Other(), runner.model
+    with pytest.raises(ConfigError, match="cannot share its embeddings"):
+        load_draft("eagle", tmp_path, runner)
+    runner.model = model

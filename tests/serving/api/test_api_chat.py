@@ -1,0 +1,151 @@
+"""`/v1/chat/completions` over a fake engine, with the checkpoint's chat template."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from api_clients import app_of, chat, post, says, stream, token_ids, tokenizer
+from fake_engine import FakeEngine
+from repository import TINY_MOE
+
+from serving.text.detokenizer import load_tokenizer
+
+PATH = "/v1/chat/completions"
+
+
+def test_a_conversation_is_written_by_the_template() -> None:
+    engine = FakeEngine(reply=says("Fine."))
+    parts = [{"type": "text", "text": "How are"}, {"type": "text", "text": "you?"}]
+    messages = [{"role": "system", "content": "Be short."}, {"role": "user", "content": parts}]
+    answer = chat(engine, {"messages": messages})
+    assert tokenizer().decode(token_ids(engine.requests[0])) == "Be short.\nHow are\nyou?\n"
+    [choice] = answer["choices"]
+    message = {"role": "assistant", "content": "Fine.", "refusal": None}
+    assert choice == {"index": 0, "message": message, "logprobs": None, "finish_reason": "stop"}
+    assert answer["object"] == "chat.completion"
+    assert answer["id"].startswith("chatcmpl-")
+
+
+def test_it_goes_on_to_the_end_of_the_context() -> None:
+    engine = FakeEngine()
+    chat(engine, {"messages": [{"role": "user", "content": "Hello"}]})
+    [request] = engine.requests
+    assert len(request.token_ids) + request.params.max_tokens == engine.info.max_model_len
+    for name in ("max_tokens", "max_completion_tokens"):
+        chat(engine, {name: 5})
+        assert engine.requests[-1].params.max_tokens == 5
+    chat(engine, {"max_tokens": 7, "max_completion_tokens": 6})
+    assert engine.requests[-1].params.max_tokens == 6
+
+
+def test_the_stream_begins_with_the_role() -> None:
+    engine = FakeEngine(reply=says("Zoë 🎉"))
+    first, *events = stream(engine, PATH, {"n": 1})
+    assert first["object"] == "chat.completion.chunk"
+    assert first["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    deltas = [event["choices"][0]["delta"] for event in events]
+    assert "".join(delta.get("content", "") for delta in deltas) == "Zoë 🎉"
+    assert not any("role" in delta for delta in deltas)
+    assert events[-1]["choices"][0]["finish_reason"] == "stop"
+    assert len({event["id"] for event in events}) == 1
+
+
+def test_several_answers_are_not_mixed_up() -> None:
+    body = {"n": 3, "seed": 10, "max_tokens": 5}
+    whole = chat(FakeEngine(pause_s=0.001), {**body, "messages": [{"role": "user", "content": "Hi"}]})
+    events = stream(FakeEngine(pause_s=0.001), PATH, body)
+    texts = ["", "", ""]
+    for event in events:
+        [choice] = event["choices"]
+        texts[choice["index"]] += choice["delta"].get("content", "")
+    assert texts == [choice["message"]["content"] for choice in whole["choices"]]
+    assert texts == [tokenizer().decode(list(range(first, first + 5))) for first in (310, 311, 312)]
+    roles = [event["choices"][0]["index"] for event in events if "role" in event["choices"][0]["delta"]]
+    assert sorted(roles) == [0, 1, 2]
+
+
+def test_log_probabilities() -> None:
+    engine = FakeEngine(reply=says("é"))
+    [choice] = chat(engine, {"logprobs": True, "top_logprobs": 1, "max_tokens": 2})["choices"]
+    assert choice["logprobs"]["content"] == [
+        {
+            "token": rf"bytes:\x{byte:02x}",
+            "logprob": -1.5,
+            "bytes": [byte],
+            "top_logprobs": [{"token": rf"bytes:\x{byte + 1:02x}", "logprob": -1.0, "bytes": [byte + 1]}],
+        }
+        for byte in "é".encode()
+    ]
+    [choice] = chat(engine, {"logprobs": True, "max_tokens": 1})["choices"]
+    assert choice["logprobs"]["content"][0]["top_logprobs"] == []
+    events = stream(engine, PATH, {"logprobs": True, "max_tokens": 2})
+    told = [event["choices"][0]["logprobs"] for event in events]
+    assert [entry["bytes"] for part in told if part for entry in part["content"]] == [[0xC3], [0xA9]]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"response_format": {"type": "text"}},
+        {"tool_choice": "none"},
+        {"tools": [], "tool_choice": "auto"},
+        {"tools": [{"type": "function"}], "tool_choice": "none"},
+        {"chat_template_kwargs": {"enable_thinking": False}},
+        {"add_generation_prompt": False},
+        {"messages": [{"role": "tool", "content": "4", "tool_call_id": "x"}]},
+        {"messages": [{"role": "assistant", "content": None, "tool_calls": []}, {"role": "user", "content": "a"}]},
+        {"reasoning_effort": "low", "store": False, "metadata": {"a": "b"}, "user": "me"},
+    ],
+)
+def test_what_is_accepted(body: dict[str, Any]) -> None:
+    assert chat(FakeEngine(), {"max_tokens": 1, **body})["choices"]
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"messages": []}, "messages"),
+        ({"messages": None}, "messages"),
+        ({"messages": [{"content": "a"}]}, "messages.0.role"),
+        ({"messages": [{"role": "user", "content": 5}]}, "messages.0.content"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format"),
+        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"chat_template_kwargs": {"chat_template": "x"}}, "chat_template_kwargs"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"top_logprobs": 21, "logprobs": True}, "top_logprobs"),
+        ({"logprobs": 5}, "logprobs"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_completion_tokens": 1.5}, "max_completion_tokens"),
+    ],
+)
+def test_what_is_refused(body: dict[str, Any], param: str) -> None:
+    engine = FakeEngine()
+    response = post(engine, PATH, {"messages": [{"role": "user", "content": "a"}], **body})
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == param
+    assert not engine.requests
+
+
+def test_messages_that_do_not_fit() -> None:
+    response = post(FakeEngine(), PATH, {"messages": [{"role": "user", "content": "a b c d " * 1000}]})
+    assert response.status_code == 400
+    assert response.json()["error"]["code"] == "context_length_exceeded"
+    assert response.json()["error"]["param"] == "messages"
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [("{{ raise_exception('roles must alternate') }}", "roles must alternate"), (None, "no chat template")],
+)
+def test_templates_that_refuse(template: str | None, message: str) -> None:
+    own = load_tokenizer(TINY_MOE)
+    own.chat_template = template
+    app = app_of(FakeEngine())
+    app.state.service.tokenizer = own
+    response = post(app, PATH, {"messages": [{"role": "user", "content": "a"}]})
+    assert response.status_code == 400
+    assert message in response.json()["error"]["message"]

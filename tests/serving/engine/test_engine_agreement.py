@@ -1,0 +1,197 @@
+"""Nodes that were started with different settings say so, on both ends, and serve nothing together."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+import zmq
+from engine_mains import tiny
+from repository import TINY_MOE
+
+from ranks import free_port
+from serving.engine import EngineClient, EngineOptions, run_node
+from serving.engine.client import EngineClient as Client
+from serving.engine.speculation import Algorithm, SpeculationConfig
+from serving.engine.wire.agreement import describe_shape, require_same_shape
+from serving.engine.wire.messages import Alive, Failed, NodeAlive, Outputs, ProfileWritten, Ready, Refused, encode
+from serving.engine.wire.rendezvous import Run, check_node, claim_node, join_run, post_node
+from serving.requests import EngineStatistics
+from serving.scheduler import SchedulerConfig
+from ubatch import ConfigError, UBatchConfig
+
+
+def two_nodes(node_rank: int = 0, **options: Any) -> EngineOptions:
+    return tiny(options.pop("ranks", 2), node_rank=node_rank, **{"nnodes": 2, "master_port": 1, **options})
+
+
+DIFFERENT: dict[str, tuple[dict[str, Any], str]] = {
+    "nodes": (
+        {"ranks": 4, "nnodes": 4},
+        "--data-parallel-size is 4 on node 1 and 2 on node 0; --nnodes is 4 on node 1",
+    ),
+    "ranks": ({"ranks": 4}, "--data-parallel-size is 4 on node 1 and 2 on node 0"),
+    "tensor parallel": ({"tensor_parallel_size": 2}, "--tensor-parallel-size is 2 on node 1 and 1 on node 0"),
+    "experts": ({"expert_parallel": True}, "--enable-expert-parallel is true on node 1 and false on node 0"),
+    "blocks": ({"block_size": 32}, "--block-size is 32 on node 1 and 16 on node 0"),
+    "tokens": (
+        {"scheduler": SchedulerConfig(max_model_len=256, max_num_seqs=16)},
+        "--max-model-len is 256 on node 1 and 512 on node 0",
+    ),
+    "overlap": (
+        {"dbo": UBatchConfig(dbo_decode_token_threshold=5, dbo_prefill_token_threshold=8)},
+        "--dbo-decode-token-threshold is 5 on node 1 and 4 on node 0",
+    ),
+    "speculation": (
+        {"speculation": SpeculationConfig(Algorithm.NGRAM, 2)},
+        '--speculative-algorithm is "ngram" on node 1 and not set',
+    ),
+}
+
+
+@pytest.mark.parametrize(("other", "why"), DIFFERENT.values(), ids=DIFFERENT)
+def test_other_settings_are_an_error_on_both_ends(other: dict[str, Any], why: str) -> None:
+    store = dist.HashStore()
+    Run.open(store, None).post_client_address("tcp://127.0.0.1:5", two_nodes())
+    post_node(store, two_nodes(1, **other))
+    with pytest.raises(ConfigError, match=f"^node 1 and node 0 cannot serve together: .*{why}"):
+        join_run(store, two_nodes(1, **other))
+    with pytest.raises(
+        ConfigError, match=r"^node 0 and node 1 cannot serve together: .* Start every node with the same"
+    ):
+        check_node(store, None, two_nodes(), 1)
+
+
+def test_a_node_that_node_0_does_not_expect_is_an_error_there_too() -> None:
+    store = dist.HashStore()
+    stranger = two_nodes(3, ranks=4, nnodes=4)
+    Run.open(store, None).post_client_address("tcp://127.0.0.1:5", two_nodes())
+    post_node(store, stranger)
+    assert not check_node(store, None, two_nodes(), 1)
+    with pytest.raises(ConfigError, match="--nnodes is 4 on node 3 and 2 on node 0"):
+        join_run(store, stranger)
+    with pytest.raises(ConfigError, match="--nnodes is 4 on node 3 and 2 on node 0"):
+        check_node(store, None, two_nodes(), 1)
+
+
+def test_what_is_a_machines_own_may_differ(tmp_path: Path) -> None:
+    copy = tmp_path / "elsewhere"
+    shutil.copytree(TINY_MOE, copy)
+    there = replace(
+        two_nodes(1, master_addr="127.0.0.1", kv_cache_memory=1 << 20, log_level="debug", profile_folder=tmp_path),
+        model=copy,
+    )
+    require_same_shape(two_nodes(), describe_shape(there), 1)
+    (copy / "config.json").write_text(json.dumps(json.loads((copy / "config.json").read_text()) | {"vocab_size": 7}))
+    with pytest.raises(ConfigError, match=r"config\.json of TINY_MOE \(SHA-256\) is \"[0-9a-f]{16}\" on node 0"):
+        require_same_shape(two_nodes(), describe_shape(there), 1)
+    (copy / "config.json").unlink()
+    with pytest.raises(ConfigError, match=r"unreadable \(No such file"):
+        require_same_shape(two_nodes(), describe_shape(there), 1)
+
+
+@pytest.mark.parametrize("text", ["", "here", "[]", "{"])
+def test_another_version_is_an_error(text: str) -> None:
+    with pytest.raises(ConfigError, match="Install the same version on every node"):
+        require_same_shape(two_nodes(), text, 1)
+
+
+def test_another_process_says_the_same_of_the_same_settings() -> None:
+    """Whatever order its sets have."""
+    script = "from serving.engine.wire.agreement import *; from engine_mains import tiny; print(describe_shape(tiny()))"
+    paths = os.pathsep.join(sys.path)
+    said = {
+        subprocess.run(
+            [sys.executable, "-c", script],
+            env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": paths},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout.strip()
+        for seed in "12"
+    }
+    assert said == {describe_shape(tiny())}
+
+
+def test_a_second_node_of_the_same_rank_is_refused() -> None:
+    run = Run.open(dist.HashStore(), None)
+    claim_node(run, 1)
+    claim_node(run, 2)
+    with pytest.raises(ConfigError, match="a node with --node-rank 1 has joined node 0's run already"):
+        claim_node(run, 1)
+
+
+def sleep_for_ever(options: EngineOptions, rank: int, host: str, port: int) -> None:
+    """A rank that never gets ready."""
+    asyncio.run(asyncio.sleep(3600))
+
+
+def test_a_server_of_two_nodes_takes_none_of_four() -> None:
+    port = free_port()
+
+    async def scenario() -> list[Any]:
+        stranger = tiny(4, nnodes=4, node_rank=3, master_port=port)
+        node = asyncio.create_task(asyncio.to_thread(run_node, stranger, engine_main=sleep_for_ever))
+        start = EngineClient.start(tiny(2, nnodes=2, master_port=port), engine_main=sleep_for_ever)
+        return await asyncio.wait_for(asyncio.gather(start, node, return_exceptions=True), 60)
+
+    for error in asyncio.run(scenario()):
+        assert isinstance(error, ConfigError)
+        assert "--nnodes is 4 on node 3 and 2 on node 0" in str(error)
+
+
+STRANGE: dict[str, tuple[str, Callable[[int], Any]]] = {
+    "ready": ("rank-9", lambda rank: Ready(rank, 1, 1, "")),
+    "ready in another's name": ("rank-9", lambda rank: Ready(1, 1, 1, "")),
+    "alive": ("rank-9", lambda rank: Alive(rank, 0.0)),
+    "outputs": ("rank-9", lambda rank: Outputs(rank, 0, (), EngineStatistics())),
+    "refused": ("rank-9", lambda rank: Refused(rank, "a", "RequestError", "no")),
+    "failed": ("rank-9", lambda rank: Failed(rank, "", "", "is no more", "", False)),
+    "a profile": ("rank-9", lambda rank: ProfileWritten(rank, "", None)),
+    "a node": ("node-9", lambda rank: NodeAlive(rank)),
+}
+
+
+def test_a_message_of_no_rank_of_this_run_changes_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    """Ready is who has all its ranks, and not who has as many."""
+    caplog.set_level(logging.WARNING, "serving")
+
+    async def scenario() -> None:
+        client = Client(tiny(2))
+        address = f"tcp://127.0.0.1:{client._socket.bind_to_random_port('tcp://127.0.0.1')}"
+        receiving = asyncio.create_task(client._receive())
+        context = zmq.Context()
+
+        def send(name: str, message: Any) -> None:
+            with context.socket(zmq.DEALER) as socket:
+                socket.setsockopt_string(zmq.IDENTITY, name)
+                socket.connect(address)
+                socket.send(encode(message))
+
+        send("rank-0", Ready(0, 1, 1, ""))
+        for name, message in STRANGE.values():
+            send(name, message(9))
+        await asyncio.sleep(0.5)
+        assert not client._all_ready.done()
+        assert not receiving.done()
+        assert client._signs._nodes == {}
+        send("rank-1", Ready(1, 1, 1, ""))
+        await asyncio.wait_for(client._all_ready, 10)
+        receiving.cancel()
+        await client._end(0.0)
+        context.term()
+
+    asyncio.run(scenario())
+    texts = [each.getMessage() for each in caplog.records]
+    assert len([text for text in texts if text.startswith("a message of no rank or node of this run")]) == 1

@@ -1,0 +1,182 @@
+"""Engines that hang: they are named, what waits for them fails in time, and a pause that ends in time is forgiven."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+from engine_mains import is_alive, tiny, tokens_of, wait_for
+from repository import TINY_MOE
+
+from model_runner import ModelRunner, SamplingParams, generate
+from serving.engine import EngineClient, EngineOptions
+from serving.engine.vital_signs import VitalSigns
+from serving.engine.wire.messages import Alive, Failed
+from serving.requests import EngineDead
+from ubatch import UBatchConfig
+from ubatch.process.heartbeat import Heart, beat, stop_hearts
+from ubatch.ranks.long_calls import holding_gil, taking_long
+
+TIMEOUT_S = 4.0
+SLACK_S = 10.0
+"""What a busy machine may add."""
+SHORT = SamplingParams(max_tokens=4, ignore_eos=True)
+LONG = SamplingParams(max_tokens=400, ignore_eos=True)
+
+
+def impatient(options: EngineOptions, timeout_s: float = TIMEOUT_S) -> EngineOptions:
+    return replace(options, dbo=UBatchConfig(dbo_decode_token_threshold=4, timeout_s=timeout_s))
+
+
+def stop(client: EngineClient, rank: int) -> int:
+    pid = client.pids[rank]
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)
+    return pid
+
+
+def test_an_idle_engine_that_hangs_is_named_and_one_that_goes_on_in_time_is_not() -> None:
+    async def scenario() -> None:
+        client = await EngineClient.start(impatient(tiny()))
+        try:
+            pid = stop(client, 0)
+            await asyncio.sleep(TIMEOUT_S / 4)
+            os.kill(pid, signal.SIGCONT)
+            await asyncio.sleep(TIMEOUT_S)
+            assert client.dead is None
+            assert len(await tokens_of(client, "after", [1, 2], SHORT)) == 4
+
+            stop(client, 0)
+            begun = time.monotonic()
+            with pytest.raises(EngineDead, match=r"^rank 0 hangs: .* no sign of life for 4 s"):
+                await asyncio.wait_for(tokens_of(client, "hung", [1, 2], SHORT), 30)
+            assert time.monotonic() - begun < TIMEOUT_S + SLACK_S
+            assert (await asyncio.wait_for(client.wait_dead(), 10)) is client.dead
+            assert await wait_for(lambda: not is_alive(pid))
+        finally:
+            await client.close()
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.slow
+def test_of_ranks_that_step_together_the_one_that_hangs_is_named() -> None:
+    """The other one waits for it, and says so all the time."""
+
+    async def scenario() -> None:
+        client = await EngineClient.start(impatient(tiny(2, expert_parallel=True)))
+        try:
+            streams = [asyncio.create_task(tokens_of(client, name, [1, 2, 3], LONG)) for name in "ab"]
+            assert await wait_for(lambda: all(each.generation_tokens for each in client.statistics.values()))
+            stop(client, 1)
+            for outcome in await asyncio.wait_for(asyncio.gather(*streams, return_exceptions=True), 30):
+                assert isinstance(outcome, EngineDead)
+                assert str(outcome).startswith("rank 1 hangs: ")
+        finally:
+            await client.close()
+
+    asyncio.run(scenario())
+
+
+# -- without processes ------------------------------------------------------------------------------------------------
+
+
+def silent_ranks(during: Callable[[VitalSigns], None], *, ranks: int = 1, together: bool = False) -> list[int]:
+    """Who is reported, up to the third report, of ranks of which something is heard at the start."""
+    reported: list[int] = []
+    signs = VitalSigns(impatient(tiny(ranks, expert_parallel=together), 0.1), lambda failed: note(failed))
+
+    def note(failed: Failed) -> None:
+        reported.append(failed.rank)
+
+    async def watch() -> None:
+        watching = asyncio.create_task(signs.watch())
+        signs.begin()
+        during(signs)
+        ends = time.monotonic() + (1.0 if together else 30.0)
+        while len(reported) < 3 and time.monotonic() < ends:
+            await asyncio.sleep(0.02)
+        watching.cancel()
+
+    asyncio.run(watch())
+    return reported
+
+
+def test_who_is_missing() -> None:
+    assert set(silent_ranks(lambda signs: None)) == {0}
+    announced = Alive(1, 900.0)
+    assert set(silent_ranks(lambda signs: signs.heard(announced), ranks=2)) == {0}
+    assert not silent_ranks(lambda signs: signs.heard(announced), ranks=2, together=True)
+
+
+def test_time_in_which_nobody_looked_does_not_count() -> None:
+    reported: list[Failed] = []
+    signs = VitalSigns(impatient(tiny(), 0.2), reported.append)
+
+    async def watch() -> None:
+        watching = asyncio.create_task(signs.watch())
+        signs.begin()
+        await asyncio.sleep(0.05)
+        time.sleep(0.5)  # the whole server was stopped
+        await asyncio.sleep(0.03)
+        signs.heard(Alive(0, 0.0))
+        await asyncio.sleep(0.05)
+        watching.cancel()
+
+    asyncio.run(watch())
+    assert not reported
+
+
+def test_a_heart_beats_where_a_wait_goes_on_and_announces_long_calls() -> None:
+    sent: list[float] = []
+    heart = Heart(sent.append, every_s=0.5)
+    beat()
+    beat()  # too soon
+    assert sent == [0.0]
+    with holding_gil("a call", 10.0):
+        assert sent == [0.0, 15.0]
+        with taking_long("another"):
+            assert sent == [0.0, 15.0, 900.0]
+        time.sleep(0.55)
+        heart.beat()
+        assert sent[-1] == 900.0
+    time.sleep(1.1)
+    heart.beat()
+    assert sent[-1] == 0.0
+    stop_hearts()
+    time.sleep(0.55)
+    beat()
+    assert sent[-2:] == [900.0, 0.0]
+
+
+def test_a_step_without_lanes_beats_between_its_layers() -> None:
+    sent: list[float] = []
+    heart = Heart(sent.append, every_s=0.0)
+    with ModelRunner(TINY_MOE, kv_cache_memory=8 << 20) as runner:
+        before = len(sent)
+        generate(runner, [[1, 2, 3]], SamplingParams(max_tokens=1))
+        assert len(sent) - before >= runner.config.num_layers > 1
+    heart.stop()
+
+
+def test_a_silence_that_is_taken_back_gives_those_that_waited_their_time_again() -> None:
+    reported: list[Failed] = []
+    signs = VitalSigns(impatient(tiny(2, expert_parallel=True), 10.0), reported.append)
+    signs.heard(Alive(0, 900.0))  # ready before the other one, it compiles
+    signs._now = 5.0
+    signs.begin()
+    signs._now = 300.0
+    signs._look()
+    signs.heard(Alive(0, 0.0))
+    signs._now = 309.0
+    signs._look()
+    assert not reported
+    signs.heard(Alive(0, 0.0))
+    signs._now = 311.0
+    signs._look()
+    assert [failed.rank for failed in reported] == [1]

@@ -1,0 +1,42 @@
+"""What a rank does before it says that it is ready: its peers wait for all of it."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from repository import MODELS
+
+from serving.engine.options import EngineOptions
+from serving.engine.rank import process
+from serving.engine.rank.core import EngineCore
+from serving.engine.speculation import Algorithm, SpeculationConfig
+from serving.engine.wire.rendezvous import Run
+from serving.scheduler import SchedulerConfig
+from ubatch.process import lateness
+
+
+def test_peers_wait_for_a_rank_that_makes_its_proposer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its first step is collective: a draft network that takes long to load or capture must not come after."""
+    late: dict[str, int] = {}
+    make_core = process.make_core
+
+    def noted(*args: Any) -> EngineCore:
+        late["make_core"] = lateness._own.depth
+        return make_core(*args)
+
+    monkeypatch.setattr(process, "make_core", noted)
+    speculation = SpeculationConfig(Algorithm.EAGLE, 2, 2, draft_model_path=MODELS / "tiny-moe-eagle")
+    options = EngineOptions(
+        MODELS / "tiny-moe",
+        scheduler=SchedulerConfig(max_model_len=512),
+        speculation=speculation,
+        kv_cache_memory=1 << 20,
+    )
+    monkeypatch.setattr(gc, "freeze", lambda: late.setdefault("freeze", lateness._own.depth))
+    with process._loaded(options, 0, Run.open(dist.HashStore(), None)):
+        assert late == {"make_core": 1, "freeze": 1}
+        assert list(late)[-1] == "freeze", "the collector need not walk through the draft network, either"
+        assert lateness._own.depth == 0

@@ -1,0 +1,399 @@
+"""Settings of `ubatch serve`: which source counts, what is refused, and what is shown of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from repository import ROOT
+
+from serving.cli import main
+from serving.engine.speculation import Algorithm, SpeculationConfig
+from serving.options import (
+    Machine,
+    Settings,
+    Source,
+    describe_settings,
+    notes,
+    read_serve_command,
+    resolve_keywords,
+    resolve_settings,
+    to_engine_options,
+)
+from serving.options.flags.fields import parse_bytes
+from serving.options.sources import merge, read_file, read_keywords
+from serving.scheduler import SchedulingPolicy
+from ubatch import ConfigError, UBatchConfig
+
+TINY = str(ROOT / "examples" / "models" / "tiny-moe")
+EXAMPLE = ROOT / "examples" / "dbo.yaml"
+EP = ("--data-parallel-size", "2", "--enable-expert-parallel")
+
+
+@pytest.fixture(autouse=True)
+def _no_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("UBATCH_API_KEY", raising=False)
+
+
+def resolve(*words: str) -> Settings:
+    return read_serve_command("ubatch serve", "", [TINY, *words]).settings
+
+
+def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    """The one line that the command prints."""
+    assert main(["serve", *words]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    line = captured.err.strip()
+    assert line.startswith("ubatch serve: ")
+    assert "\n" not in line
+    return line.removeprefix("ubatch serve: ")
+
+
+# -- which source counts -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "in_file", "words", "default", "from_file", "from_line"),
+    [
+        ("port", "port: 9000", ["--port", "9001"], 8000, 9000, 9001),
+        ("port", "port: 9000", ["--port=9001"], 8000, 9000, 9001),
+        ("port", "port: 9000", ["--port", "8000"], 8000, 9000, 8000),  # the default, but asked for
+        ("max_num_seqs", "max_num_seqs: 8", ["--max_num_seqs", "9"], None, 8, 9),
+        ("enable_prefix_caching", "enable-prefix-caching: false", ["--enable-prefix-caching"], True, False, True),
+        ("enable_dbo", "enable-dbo: true", ["--no-enable-dbo"], False, True, False),
+        ("enable_dbo", "enable-two-batch-overlap: true", ["--no-enable-dbo"], False, True, False),
+        ("enable_dbo", "enable_dbo: true", ["--no-enable-two-batch-overlap"], False, True, False),
+        ("ubatch_size", "num-ubatches: 3", ["--ubatch-size", "4"], 2, 3, 4),
+        ("overlap_schedule", "overlap-schedule: true", ["--no-overlap-schedule"], False, True, False),
+        ("kv_cache_memory", "kv-cache-memory: 1M", ["--kv-cache-memory", "2M"], None, 2**20, 2**21),
+        ("max_waiting_requests", "max-waiting-requests: 5", ["--max-waiting-requests", "None"], None, 5, None),
+        ("max_request_bytes", "max-request-bytes: 1M", ["--max-request-bytes", "2M"], 2**23, 2**20, 2**21),
+        ("max_outputs_per_request", "max-outputs-per-request: 5", ["--max-outputs-per-request", "6"], 1024, 5, 6),
+        ("scheduling_policy", "scheduling-policy: lpm", ["--scheduling-policy", "priority"], "fcfs", "lpm", "priority"),
+        ("timeout_s", "timeout-s: 5", ["--timeout-s", "6.5"], 60.0, 5.0, 6.5),
+        ("profile_dir", "profile-dir: a/b", ["--profile-dir", "c"], None, Path("a/b"), Path("c")),
+    ],
+)
+def test_command_line_beats_file_beats_default(
+    tmp_path: Path, name: str, in_file: str, words: list[str], default: Any, from_file: Any, from_line: Any
+) -> None:
+    file = tmp_path / "serve.yaml"
+    file.write_text(in_file + "\n")
+    config = ("--config", str(file))
+    filed, both = resolve(*config), resolve(*words, *config)
+    assert (merge()[name] or False) == (default or False)
+    assert (filed[name], filed.all[name].source) == (from_file, Source.FILE)
+    assert (both[name], both.all[name].source) == (from_line, Source.COMMAND_LINE)
+
+
+def test_environment_stands_between_file_and_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "serve.yaml"
+    file.write_text("api-key: of-the-file\n")
+    monkeypatch.setenv("UBATCH_API_KEY", "of-the-environment")
+    assert resolve("--config", str(file))["api_key"] == "of-the-environment"
+    assert resolve("--config", str(file), "--api-key", "of-the-line")["api_key"] == "of-the-line"
+    monkeypatch.delenv("UBATCH_API_KEY")
+    assert resolve("--config", str(file))["api_key"] == "of-the-file"
+
+
+def test_model_may_come_from_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "serve.yaml"
+    file.write_text(f"model: {TINY}\n")
+    command = read_serve_command("ubatch serve", "", ["--config", str(file)])
+    assert command.engine.model == Path(TINY)
+    assert command.settings["served_model_name"] == TINY
+
+
+VALUES = st.dictionaries(st.sampled_from(["port", "block_size", "max_num_seqs", "timeout_s"]), st.integers(1, 99))
+
+
+@given(st.lists(VALUES, max_size=4))
+def test_every_layer_overrides_exactly_what_it_names(layers: list[dict[str, int]]) -> None:
+    settings = merge(*map(read_keywords, layers))
+    defaults = merge()
+    for name in ("port", "block_size", "max_num_seqs", "timeout_s"):
+        naming = [layer[name] for layer in layers if name in layer]
+        assert settings[name] == (naming[-1] if naming else defaults[name])
+        assert settings.given(name) == bool(naming)
+
+
+def test_example_file_serves_both_commands() -> None:
+    config = UBatchConfig.from_yaml(EXAMPLE)
+    dbo = read_serve_command("ubatch serve", "", [TINY, *EP, "--enable-dbo", "--config", str(EXAMPLE)]).engine.dbo
+    assert dbo == config
+    assert not read_serve_command("ubatch serve", "", [TINY, "--config", str(EXAMPLE)]).engine.dbo.enable_dbo
+
+
+# -- what is derived ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("keywords", "machine", "expected"),
+    [
+        (
+            {},
+            Machine(),
+            {"device": "cpu", "dtype": "float32", "overlap_schedule": False, "gpu_memory_utilization": None},
+        ),
+        ({}, Machine(1), {"device": "cuda", "dtype": "bfloat16", "overlap_schedule": True}),
+        ({}, Machine(1), {"gpu_memory_utilization": 0.9}),
+        ({"kv_cache_memory": "1G"}, Machine(1), {"gpu_memory_utilization": None, "kv_cache_memory": 2**30}),
+        ({"device": "cpu", "dtype": "bfloat16"}, Machine(1), {"dtype": "bfloat16", "overlap_schedule": False}),
+        ({"speculative_algorithm": "ngram"}, Machine(1), {"overlap_schedule": False, "speculative_ngram_max": 4}),
+        ({"max_num_batched_tokens": 100}, Machine(), {"max_num_seqs": 100}),
+        ({"max_num_seqs": 4000}, Machine(), {"max_num_batched_tokens": 4000}),
+        ({"enable_chunked_prefill": False}, Machine(), {"max_num_batched_tokens": 2048, "max_model_len": 1024}),
+        ({}, Machine(), {"max_num_seqs": 256, "max_num_batched_tokens": 2048, "served_model_name": TINY}),
+    ],
+)
+def test_what_follows_from_the_rest(keywords: dict[str, Any], machine: Machine, expected: dict[str, Any]) -> None:
+    settings = resolve_settings(read_keywords({"model": TINY, **keywords}), machine=machine)
+    assert {name: settings[name] for name in expected} == expected
+    for name in set(expected) - set(keywords):
+        assert not settings.given(name)
+
+
+def test_keywords_make_engine_options() -> None:
+    options = to_engine_options(
+        resolve_keywords(
+            TINY,
+            {
+                "data_parallel_size": 2,
+                "enable_expert_parallel": True,
+                "emulated_link": (10, 1000.0),
+                "enable_dbo": True,
+                "ubatch_size": 3,
+                "dbo_decode_token_threshold": 6,
+                "scheduling_policy": "lpm",
+                "speculative_algorithm": "ngram",
+                "speculative_num_draft_tokens": 3,
+                "device": "cpu",
+            },
+        )
+    )
+    assert options.emulated_link == (10.0, 1000.0)
+    assert (options.dbo.enable_dbo, options.dbo.num_ubatches, options.dbo.dbo_decode_token_threshold) == (True, 3, 6)
+    assert options.scheduler.policy is SchedulingPolicy.LPM
+    assert options.scheduler.max_model_len == 1024
+    assert options.speculation == SpeculationConfig(Algorithm.NGRAM, 3)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("512M", 512 * 2**20), ("512MiB", 512 * 2**20), ("1.5G", 3 * 2**29), ("512m", 512_000_000), ("7", 7), (7, 7)],
+)
+def test_bytes(text: str | int, expected: int) -> None:
+    assert parse_bytes(text) == expected
+
+
+@pytest.mark.parametrize("text", ["", "M", "0", "1 G B", "-1", "1e9", 0])
+def test_no_bytes(text: str | int) -> None:
+    with pytest.raises(ValueError, match="expected"):
+        parse_bytes(text)
+
+
+def test_every_value_has_a_distinct_derivation() -> None:
+    """What differs between machines is said; what does not is a default."""
+    settings = resolve_settings(read_keywords({"model": TINY}), machine=Machine())
+    derived = {name for name, setting in settings.all.items() if setting.source is Source.DERIVED}
+    assert derived == {
+        "device",
+        "dtype",
+        "kv_cache_memory",
+        "max_model_len",
+        "served_model_name",
+        "overlap_schedule",
+        "cudagraph_mode",
+    }
+
+
+# -- what is shown -----------------------------------------------------------------------------------------------
+
+
+def test_print_config_says_where_each_value_came_from(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["serve", TINY, *EP, "--enable-dbo", "--config", str(EXAMPLE), "--port=1234", "--print-config"]
+    assert main(words) == 0
+    rows = dict(line.split(": ", 1) for line in capsys.readouterr().out.splitlines())
+    assert rows["port"].split(" # ") == [rows["port"].split(" # ")[0], "command line"]
+    assert rows["port"].startswith("1234 ")
+    assert rows["dbo-decode-token-threshold"].startswith("4 ")
+    assert rows["dbo-decode-token-threshold"].endswith(f"# {EXAMPLE}")
+    assert rows["block-size"].endswith("# default")
+    assert rows["dtype"].endswith("# derived: fastest and exact on a CPU")
+
+
+def test_what_is_printed_can_be_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UBATCH_API_KEY", "hush")
+    settings = resolve(*EP, "--enable-dbo", "--emulated-link", "5", "100", "--kv-cache-memory", "8M")
+    text = describe_settings(settings)
+    assert "hush" not in text
+    file = tmp_path / "again.yaml"
+    file.write_text(text)
+    again = resolve_settings(read_file(file), machine=Machine())
+    assert {n: s.value for n, s in again.all.items() if n != "api_key"} == {
+        n: s.value for n, s in settings.all.items() if n != "api_key"
+    }
+
+
+def test_help_has_every_group(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["serve", "--help"])
+    assert ended.value.code == 0
+    text = capsys.readouterr().out
+    for group in ("model", "parallelism", "overlap", "cache", "scheduling", "attention", "server", "speculation"):
+        assert f"{group} options" in text
+    for flag in ("--dbo-decode-token-threshold INT", "--no-enable-prefix-caching", "--kv-cache-memory BYTES"):
+        assert flag in text
+    assert "{None}" not in text.replace("{None,ngram,", "")
+
+
+def test_notes_say_what_may_not_have_been_meant() -> None:
+    assert list(notes(resolve())) == []
+    assert "no communication to hide" in " ".join(notes(resolve("--enable-dbo")))
+    assert list(notes(resolve(*EP, "--enable-dbo"))) == []
+    assert "--ubatch-size" in " ".join(notes(resolve("--ubatch-size", "3")))
+    assert "overlaps nothing" in " ".join(notes(resolve(*EP, "--enable-dbo", "--schedule", "serial")))
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------
+
+LINE_IS_WRONG: Mapping[str, tuple[tuple[str, ...], str]] = {
+    "unknown flag": (("--max-num-seq", "4"), "unknown flag --max-num-seq; did you mean --max-num-seqs?"),
+    "no such flag": (("--qqqq",), "unknown flag --qqqq; see --help"),
+    "wrong type": (("--port", "http"), "--port: expected an integer, not 'http'."),
+    "wrong number": (("--timeout-s", "soon"), "--timeout-s: expected a number, not 'soon'."),
+    "wrong type or nothing": (("--max-model-len", "all"), "--max-model-len: expected INT, not 'all'."),
+    "one of two numbers": (("--emulated-link", "3"), "--emulated-link: expected two numbers, not '3'."),
+    "wrong choice": (("--dtype", "int8"), "'int8'"),
+    "no value": (("--port",), "--port needs a value."),
+    "a word too many": (("--served-model-name", "a", "b"), "unexpected argument b; see --help."),
+    "nothing may wait": (("--max-waiting-requests", "0"), "--max-waiting-requests 0: it should be at least 1"),
+    "no output at all": (("--max-outputs-per-request", "0"), "--max-outputs-per-request 0: it should be at least 1"),
+    "no body": (("--max-request-bytes", "0"), "--max-request-bytes 0: expected at least one byte"),
+    "too small": (("--max-num-seqs", "0"), "--max-num-seqs 0: it should be at least 1"),
+    "unknown name": (("--attention-backend", "flash"), "did you mean 'flashinfer'"),
+    "unknown schedule": (("--schedule", "two_batch"), "unknown schedule 'two_batch'. Known: "),
+    "no bytes": (("--kv-cache-memory", "lots"), "--kv-cache-memory lots: expected bytes"),
+    "two models": (("another",), "another"),
+    "one lane": (("--ubatch-size", "1"), "--ubatch-size 1: it should be at least 2"),
+    "two names": (("--enable-dbo", "--no-enable-two-batch-overlap"), "--enable-dbo (true) and --no-enable-two-batch"),
+    "one rank": (("--enable-expert-parallel",), "--enable-expert-parallel needs --data-parallel-size 2 or more"),
+    "threshold": (("--dbo-decode-token-threshold", "1"), "--dbo-decode-token-threshold is 1, below --ubatch-size (2)"),
+    "threshold of more lanes": (
+        ("--ubatch-size", "8", "--dbo-prefill-token-threshold", "7"),
+        "--dbo-prefill-token-threshold is 7, below --ubatch-size (8)",
+    ),
+    "gpu memory": (("--gpu-memory-utilization", "0.5", "--device", "cpu"), "is for GPUs"),
+    "both memories": (("--gpu-memory-utilization", "0.5", "--kv-cache-memory", "1G"), "both size the KV cache"),
+    "all2all alone": (("--all2all-backend", "torch_dist"), "--all2all-backend needs --enable-expert-parallel"),
+    "link alone": (("--emulated-link", "1", "1"), "--emulated-link needs --enable-expert-parallel"),
+    "local experts": ((*EP, "--all2all-backend", "local"), "--all2all-backend local exchanges nothing"),
+    "link by name": ((*EP, "--all2all-backend", "emulated_link"), "chosen by --emulated-link US MB/S"),
+    "experts and ranks": (("--data-parallel-size", "7", EP[2]), "experts do not divide"),
+    "too long": (("--max-model-len", "4096"), "--max-model-len is 4096, but the checkpoint has 1024 positions"),
+    "steps too small": (("--max-num-seqs", "64", "--max-num-batched-tokens", "32"), "below --max-num-seqs (64)"),
+    "prompt in a step": (("--no-enable-chunked-prefill", "--max-num-batched-tokens", "512"), "must be at least"),
+    "drafts alone": (
+        ("--speculative-num-draft-tokens", "3"),
+        "--speculative-num-draft-tokens needs --speculative-algorithm;",
+    ),
+    "n-grams": (
+        ("--speculative-algorithm", "ngram", "--speculative-ngram-max", "2", "--speculative-ngram-min", "3"),
+        "--speculative-ngram-max is 2, below --speculative-ngram-min (3)",
+    ),
+    "node": (("--node-rank", "1"), "--node-rank is 1, but --nnodes is 1"),
+    "nodes without address": (("--nnodes", "2", "--data-parallel-size", "2"), "needs --master-addr"),
+    "nodes without port": (
+        ("--nnodes", "2", "--data-parallel-size", "2", "--master-addr", "10.0.0.1"),
+        "needs --master-port",
+    ),
+    "ranks and nodes": (("--nnodes", "2", "--data-parallel-size", "3"), "(3) does not divide by --nnodes (2)"),
+    "address alone": (("--master-addr", "10.0.0.1"), "--master-addr needs --nnodes 2 or more"),
+    "no file": (("--config", "nowhere.yaml"), "cannot read nowhere.yaml"),
+}
+
+
+@pytest.mark.parametrize("name", LINE_IS_WRONG)
+def test_wrong_flags_are_one_clear_line(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words, message = LINE_IS_WRONG[name]
+    assert message in refused(capsys, TINY, *words)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("dbo-decode-token-treshold: 8", "unknown key 'dbo-decode-token-treshold'; did you mean 'dbo-decode-token-thr"),
+        ("config: other.yaml", "unknown key 'config'"),
+        ("zzzz: 1", "unknown key 'zzzz'; keys are the flags that --help shows, without dashes in front."),
+        ("port: http", "port: it should be a valid integer, not 'http'"),
+        ("port: '8000'", "port: it should be a valid integer, not '8000'"),
+        ("port: true", "port: it should be a valid integer, not True"),
+        ("port: 70000", "port: it should be at most 65535, not 70000"),
+        ("enable-dbo: 1", "enable-dbo: it should be a valid boolean, not 1"),
+        ("emulated-link: [1]", "emulated-link"),
+        ("host: 2026-01-31", "host: datetime.date(2026, 1, 31) is no value for it"),
+        ("max-num-seqs: 2\nmax_num_seqs: 3", "max-num-seqs in serve.yaml (2) and max_num_seqs in serve.yaml (3)"),
+        ("num-ubatches: 2\nubatch-size: 3", "num-ubatches in serve.yaml (2) and ubatch-size in serve.yaml (3)"),
+        (
+            "ubatch-size: 4\ndbo-decode-token-threshold: 3",
+            "dbo-decode-token-threshold in serve.yaml is 3, below ubatch",
+        ),
+        ("split-dims: {x: 0}", "split-dims is for wrapped modules"),
+        ("- port", "must hold one mapping of settings, not list"),
+        ("port: [", "serve.yaml, line 1, column 8 is not valid YAML: expected the node content, but found"),
+        ("\x07", "serve.yaml is not valid YAML"),
+    ],
+)
+def test_wrong_files_are_one_clear_line(
+    text: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("serve.yaml").write_text(text)
+    assert message in refused(capsys, TINY, "--config", "serve.yaml")
+
+
+@pytest.mark.parametrize(
+    ("keywords", "message"),
+    [
+        ({"max_num_seq": 1}, "unknown option 'max_num_seq'; did you mean 'max_num_seqs'"),
+        ({"max_num_seqs": "many"}, "max_num_seqs: it should be a valid integer"),
+        ({"max_num_seqs": True}, "max_num_seqs: it should be a valid integer"),
+        ({"enable_dbo": object()}, "enable_dbo: <object"),
+        ({"enable_expert_parallel": True}, "^enable_expert_parallel needs"),
+        ({"data_parallel_size": 3, "device": "cuda"}, "has 1 GPUs"),
+    ],
+)
+def test_wrong_keywords(keywords: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        resolve_settings(read_keywords({"model": TINY, **keywords}), machine=Machine(1))
+
+
+def test_what_the_checkpoint_has_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "MODEL is missing" in refused(capsys)
+    assert "is not a folder" in refused(capsys, str(tmp_path / "nothing"))
+    assert "config.json" in refused(capsys, str(tmp_path))
+    dense = tmp_path / "dense"
+    dense.mkdir()
+    config = json.loads((Path(TINY) / "config.json").read_text())
+    (dense / "config.json").write_text(json.dumps({**config, "architectures": ["Qwen3ForCausalLM"]}))
+    (dense / "model.safetensors").symlink_to(Path(TINY) / "model.safetensors")
+    assert "is a dense model" in refused(capsys, str(dense), *EP)
+
+
+def test_an_empty_key_in_the_environment_is_no_key(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("UBATCH_API_KEY", "")
+    assert "UBATCH_API_KEY: it should have at least 1 character" in refused(capsys, TINY)
+    assert resolve_keywords(TINY, {"device": "cpu"})["api_key"] is None, "no server, no key"
+
+
+@pytest.mark.parametrize("words", [("--enable-dbo", "--enable-two-batch-overlap"), ("--enable-two-batch-overlap",)])
+def test_two_names_with_one_value_are_no_contradiction(words: tuple[str, ...]) -> None:
+    assert resolve(*EP, *words)["enable_dbo"] is True

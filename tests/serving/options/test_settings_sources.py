@@ -1,0 +1,227 @@
+"""Files, variables and keywords that are not what they should be: each is one line that says where and what to do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from repository import TINY_MOE
+
+from serving.cli import main
+from serving.options import notes, read_serve_command
+from serving.options.sources import read_file, read_keywords
+from serving.workbench.tracing import trace
+from ubatch import ConfigError
+
+TINY = str(TINY_MOE)
+
+
+@pytest.fixture(autouse=True)
+def _no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in ("UBATCH_API_KEY", "VLLM_ALL2ALL_BACKEND"):
+        monkeypatch.delenv(variable, raising=False)
+
+
+def from_file(tmp_path: Path, text: str) -> Any:
+    file = tmp_path / "settings.yaml"
+    file.write_text(text)
+    return read_file(file)
+
+
+# -- files -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "place", "key"),
+    [
+        ("port: 1\nseed: 2\nport: 3\n", "line 3, column 1", "'port' is there twice, first in line 1"),
+        ("port: 1\nport: 1\n", "line 2, column 1", "port"),
+        ("{port: 1, 'port': 2}\n", "line 1, column 11", "port"),
+        ("decode:\n  schedule: serial\n  schedule: plain\n", "line 3, column 3", "schedule"),
+        ("schedules:\n  mine: {lanes: 2, lanes: 3}\n", "line 2, column 20", "lanes"),
+        ("schedules:\n  mine: {lanes: 2}\n  mine: {lanes: 3}\n", "line 3, column 3", "mine"),
+    ],
+)
+def test_a_key_twice_is_refused_with_its_place(tmp_path: Path, text: str, place: str, key: str) -> None:
+    with pytest.raises(ConfigError, match=f"{place} is not valid YAML: .*{key}"):
+        from_file(tmp_path, text)
+
+
+def test_what_is_merged_in_may_be_overridden(tmp_path: Path) -> None:
+    text = "schedules:\n  a: {b: &b {<<: &c {lanes: 2, lead: 1}, lanes: 3}}\n  d: {<<: *b, lead: 0}\n"
+    assert from_file(tmp_path, text)["schedules"].value["d"] == {"lanes": 3, "lead": 0}
+
+
+@pytest.mark.parametrize("text", ["schedules: &a {x: *a}\n", "all2all-options: &a {x: *a}\n"])
+def test_a_mapping_within_itself_is_one_line(tmp_path: Path, text: str) -> None:
+    with pytest.raises(ConfigError, match=r"settings\.yaml: .* the value contains itself, or is nested too deeply"):
+        from_file(tmp_path, text)
+
+
+def test_a_file_nested_too_deeply_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="nested too deeply"):
+        from_file(tmp_path, "schedules: " + "[" * 5000 + "]" * 5000)
+
+
+def test_a_list_within_itself_is_refused_from_python() -> None:
+    itself: list[Any] = []
+    itself.append(itself)
+    with pytest.raises(ConfigError, match="all2all_options: the value contains itself"):
+        read_keywords({"all2all_options": {"a": itself}})
+
+
+# -- the environment -------------------------------------------------------------------------------------------------
+
+SHARED = ["--data-parallel-size", "2", "--enable-expert-parallel"]
+
+
+def printed(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    assert main([*words, "--print-config"]) == 0
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("value", ["", "pplx", "nonsense"])
+@pytest.mark.parametrize(
+    "words", [("serve", TINY), ("trace", "--url", "http://h"), ("trace", "--files", "f"), ("generate", TINY)]
+)
+def test_a_transport_is_checked_only_where_tokens_travel(
+    words: tuple[str, ...], value: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("VLLM_ALL2ALL_BACKEND", value)
+    assert printed(capsys, *words)
+    if "serve" in words and value:
+        assert main(["serve", TINY, *SHARED]) == 2
+        assert "VLLM_ALL2ALL_BACKEND: " in capsys.readouterr().err
+
+
+def test_an_empty_transport_is_none(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("VLLM_ALL2ALL_BACKEND", "")
+    assert "VLLM_ALL2ALL_BACKEND" not in printed(capsys, "serve", TINY, *SHARED, "--device", "cpu")
+
+
+def test_an_empty_key_matters_only_where_it_is_sent(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("UBATCH_API_KEY", "")
+    assert printed(capsys, "trace", "--files", "f")
+    assert printed(capsys, "trace", TINY, "--prompt", "x")
+    for words in (["serve", TINY], ["trace", "--url", "http://h"]):
+        assert main([*words, "--print-config"]) == 2
+        assert "UBATCH_API_KEY: it should have at least 1 character" in capsys.readouterr().err
+
+
+# -- a stronger source against a weaker one --------------------------------------------------------------------------
+
+
+def test_what_is_printed_of_single_batch_overlap_loads_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = printed(capsys, "serve", TINY, *SHARED, "--enable-single-batch-overlap", "--device", "cpu")
+    assert 'schedule: "single_batch" ' in first
+    assert "# derived: --enable-single-batch-overlap" in first
+    file = tmp_path / "again.yaml"
+    file.write_text(first)
+    again = printed(capsys, "serve", "--config", str(file))
+    assert [row.partition("#")[0].strip() for row in again.splitlines()] == [
+        row.partition("#")[0].strip() for row in first.splitlines()
+    ]
+
+
+def test_overlap_that_the_line_turns_off_needs_no_other_change(tmp_path: Path) -> None:
+    file = tmp_path / "dbo.yaml"
+    file.write_text("enable-dbo: true\ndbo-auto: true\nubatch-size: 4\ndbo-decode-token-threshold: 2\n")
+    words = [TINY, *SHARED, "--device", "cpu", "--config", str(file)]
+    with pytest.raises(ConfigError, match="a microbatch would be empty"):
+        read_serve_command("ubatch serve", "", words)
+    settings = read_serve_command("ubatch serve", "", [*words, "--no-enable-dbo"]).settings
+    assert settings["dbo_auto"] is False
+    told = "\n".join(notes(settings))
+    assert f"dbo-auto in {file} (true) has no effect: no step overlaps (--no-enable-dbo)" in told
+    with pytest.raises(ConfigError, match="Add --enable-dbo"):
+        read_serve_command("ubatch serve", "", [TINY, *SHARED, "--no-enable-dbo", "--dbo-auto"])
+    file.write_text("enable-dbo: true\ndbo-auto: true\nenable-single-batch-overlap: true\n")
+    settings = read_serve_command("ubatch serve", "", [*words, "--no-enable-dbo"]).settings
+    assert (settings["dbo_auto"], settings["schedule"]) == (True, "single_batch"), "the other kind of overlap stays"
+
+
+@pytest.mark.parametrize("own", [("--files", "f"), (TINY, "--prompt", "x"), ("--url", "http://line")])
+def test_the_source_on_the_line_beats_that_of_the_file(own: tuple[str, ...], tmp_path: Path) -> None:
+    file = tmp_path / "trace.yaml"
+    file.write_text("url: http://file\nfiles: [a, b]\nprompt: [hello]\n")
+    command = trace.read("ubatch trace", "", [*own, "--config", str(file)])
+    assert command.url == ("http://line" if "--url" in own else None)
+    assert command.files == ((Path("f"),) if "--files" in own else ())
+    assert (command.run is not None) == ("--prompt" in own)
+    told = [note for note in command.notes if "is given on the command line" in note]
+    assert len(told) == 2
+    assert all(str(file) in note for note in told)
+
+
+def test_a_prompt_that_took_the_model(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", "--prompt", "Hello", TINY]) == 2
+    error = capsys.readouterr().err
+    assert "--prompt takes all words that follow" in error
+    assert "Put MODEL first, or write --model" in error
+    assert main(["generate", "--prompt", "Hello", "you there"]) == 2
+    assert "MODEL is missing: give" in capsys.readouterr().err
+
+
+# -- what the message says -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("null: 2", "null is no name of a setting; keys are the flags that --help shows"),
+        ("named_model: x", "unknown key 'named_model'; use model."),
+        ("tokenizer: x", "use a checkpoint's folder with that tokenizer in it."),
+        ("mem-fraction-static: 0.5", "use gpu-memory-utilization."),
+        ("tp: 2", "use tensor-parallel-size."),
+        ("quantization: fp8", "use a checkpoint in bf16"),
+        ("no-enable-dbo: true", "use enable-dbo: false."),
+        ("disable-radix-cache: true", "use enable-prefix-caching: false."),
+        ("Enable-Dbo: true", "did you mean 'enable-dbo'?"),
+        ("emulated-link: [1]", "emulated-link: expected two numbers, microseconds and MB/s, not [1]."),
+        ("emulated-link: 5", "expected two numbers, microseconds and MB/s, not 5."),
+        ("all2all-options: {a: [1]}", "expected true, false, a number or text for a, not"),
+        ("timeout_s: .inf", "timeout_s: it should be a finite number, not inf."),
+        ("kv-cache-memory: " + "9" * 400, "expected at least one byte, and less than 8 EiB"),
+        ("kv-cache-memory: '" + "9" * 400 + "G'", "expected at least one byte, and less than 8 EiB"),
+    ],
+)
+def test_a_file_is_told_what_to_write(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        from_file(tmp_path, text)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("tp", "use tensor_parallel_size."),
+        ("no_enable_dbo", "use enable_dbo=False."),
+        ("disable_cuda_graph", "use enforce_eager."),
+        ("named_model", "use model."),
+    ],
+)
+def test_python_is_told_what_to_write(name: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read_keywords({name: 1})
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("--no-port", "unknown flag --no-port: --port takes a value"),
+        ("--named-model", "use --model."),
+        ("--enable-dbo=true", "--enable-dbo takes no value: --enable-dbo turns it on, --no-enable-dbo off."),
+        ("--kv-cache-memory=" + "9" * 400, "expected at least one byte, and less than 8 EiB"),
+    ],
+)
+def test_the_line_is_told_what_to_write(word: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", TINY, word]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1

@@ -1,0 +1,165 @@
+"""Random requests through every kind of scheduler.
+
+Whatever is cut, shared, evicted, retracted, drafted or aborted, each request gets the tokens that it would get alone,
+no step reads KV that is not its own, and no block is lost.
+"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from fake_proposer import FakeProposer
+from fake_runner import VOCAB, Loop, be_optimistic, expected, hashed, make_loop, repeating
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from model_runner import FinishReason, SamplingParams
+from serving.scheduler import SchedulingPolicy
+
+
+def random_params(rng: random.Random) -> dict[str, object]:
+    return {
+        "max_tokens": rng.choice([1, 2, 5, 20, 60]),
+        "ignore_eos": rng.random() < 0.5,
+        "stop_token_ids": tuple(rng.sample(range(VOCAB), rng.choice([0, 0, 1]))),
+        "min_tokens": rng.choice([0, 0, 1]),
+        "presence_penalty": rng.choice([0.0, 0.0, 1.0]),  # its sampling is delayed
+        "logprobs": rng.choice([None, None, 0]),
+        "prompt_logprobs": rng.choice([None] * 8 + [0]),
+    }
+
+
+class Traffic:
+    """Requests that come and go while a loop runs."""
+
+    def __init__(self, loop: Loop, rng: random.Random, max_prompt: int) -> None:
+        self.loop, self.rng = loop, rng
+        # Few beginnings and few tokens, so that prompts share prefixes of many lengths.
+        self.stems = [[rng.randrange(VOCAB) for _ in range(max_prompt)] for _ in range(3)]
+        self.max_prompt = max_prompt
+        self.requests: dict[str, tuple[list[int], SamplingParams]] = {}
+        self.aborted: set[str] = set()
+
+    def prompt(self) -> list[int]:
+        stem = self.rng.choice(self.stems)[: self.rng.randint(0, self.max_prompt - 1)]
+        tail = [self.rng.randrange(VOCAB) for _ in range(self.rng.choice([1, 1, 2, 9]))]
+        return (stem + tail)[-self.max_prompt :]
+
+    def add(self) -> None:
+        prompt, params = self.prompt(), random_params(self.rng)
+        group = self.rng.choice(["", f"g{len(self.requests)}", "always"])
+        for _ in range(self.rng.choice([1, 1, 3])):  # as with `n`
+            name = f"r{len(self.requests)}"
+            self.loop.add(name, prompt, priority=self.rng.randrange(3), group=group, **params)
+            self.requests[name] = prompt, SamplingParams(**params)  # type: ignore[arg-type]
+
+    def abort(self) -> None:
+        name = f"r{self.rng.randrange(len(self.requests) + 1)}"
+        if self.loop.scheduler.abort(name):
+            self.aborted.add(name)
+
+
+@settings(max_examples=120)
+@given(
+    seed=st.integers(0, 1 << 30),
+    overlapped=st.booleans(),
+    drafts=st.sampled_from(["", "", "ngram", "chain", "tree"]),
+    block_size=st.sampled_from([1, 4, 16]),
+    chunked=st.booleans(),
+    caching=st.sampled_from([True, True, False]),
+    prefill_first=st.booleans(),
+    policy=st.sampled_from(list(SchedulingPolicy)),
+    optimistic=st.booleans(),
+)
+def test_every_request_gets_its_own_tokens(
+    seed: int,
+    overlapped: bool,
+    drafts: str,
+    block_size: int,
+    chunked: bool,
+    caching: bool,
+    prefill_first: bool,
+    policy: SchedulingPolicy,
+    optimistic: bool,
+) -> None:
+    rng = random.Random(seed)
+    max_model_len = rng.choice([48, 96])
+    max_num_seqs = rng.choice([1, 4, 12])
+    cache_tokens = rng.choice([32, 64, 128, 1024])
+    next_token = repeating if drafts == "ngram" else hashed
+    proposer = FakeProposer(
+        lambda request, tokens: next_token(tokens),
+        trees=drafts == "tree",
+        silent=0.3,
+        places=5 if drafts == "tree" else 0,
+        seed=seed,
+    )
+    loop = make_loop(
+        num_blocks=cache_tokens // block_size,
+        block_size=block_size,
+        max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=rng.choice([16, 24, 64]) if chunked else max_model_len,
+        enable_chunked_prefill=chunked,
+        enable_prefix_caching=caching,
+        prefill_first=prefill_first,
+        policy=policy,
+        num_speculative_tokens=3 if drafts else 0,
+        num_draft_places=5 if drafts == "tree" else 0,
+        proposer=proposer if drafts in ("chain", "tree") else None,
+        prompt_lookup_min=1,
+        next_token=next_token,
+        overlapped=overlapped,
+    )
+    proposer.table = loop.runner.table
+    if optimistic:
+        be_optimistic(loop)
+    traffic = Traffic(loop, rng, max_prompt=min(30, max_model_len - 1))
+    for _ in range(60):
+        if rng.random() < 0.4:
+            traffic.add()
+        if rng.random() < 0.1:
+            traffic.abort()
+        loop.step()
+        loop.scheduler.check()
+    loop.run()
+    assert not proposer.known  # every request has ended
+
+    limit = min(max_model_len, cache_tokens + 1)
+    for name, (prompt, params) in traffic.requests.items():
+        wanted = expected(prompt, params, limit=limit, next_token=loop.runner.next_token)
+        if name in traffic.aborted:
+            got = loop.tokens(name) if name in loop.outputs else []
+            assert got == wanted[: len(got)]
+            continue
+        outputs = loop.outputs[name]
+        assert loop.tokens(name) == wanted
+        assert [output.finish_reason for output in outputs[:-1]] == [None] * (len(outputs) - 1)
+        stopped = outputs[-1].stop_token is not None
+        assert outputs[-1].finish_reason is (FinishReason.STOP if stopped else FinishReason.LENGTH)
+        if params.logprobs is not None:
+            assert [one.token for output in outputs for one in output.logprobs] == wanted
+        if params.prompt_logprobs is not None:
+            given_back = outputs[0].prompt_logprobs
+            assert given_back is not None
+            assert [one and one.token for one in given_back] == [None, *prompt[1:]]
+
+
+@pytest.mark.parametrize("overlapped", [False, True])
+def test_a_long_run_in_a_tiny_cache_retracts_and_evicts(overlapped: bool) -> None:
+    rng = random.Random(5)
+    loop = make_loop(num_blocks=20, max_model_len=64, max_num_batched_tokens=32, overlapped=overlapped)
+    be_optimistic(loop)
+    traffic = Traffic(loop, rng, max_prompt=30)
+    for _ in range(400):
+        if loop.scheduler.num_waiting < 5:
+            traffic.add()
+        loop.step()
+        loop.scheduler.check()
+    loop.run()
+    statistics = loop.scheduler.statistics()
+    assert statistics.preemptions > 10
+    assert statistics.prefix_hits > 100
+    for name, (prompt, params) in traffic.requests.items():
+        assert loop.tokens(name) == expected(prompt, params, limit=64)

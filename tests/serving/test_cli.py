@@ -1,0 +1,284 @@
+"""The `ubatch` command as a user types it."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from statistics import median
+
+import pytest
+from checkpoints import make_qwen3_moe_checkpoint
+from repository import TINY_MOE
+
+import serving
+from model_runner import RandomDeepseekV3, make_random_checkpoint
+from serving.cli import COMMANDS, main
+from serving.workbench.bench.statistics import bootstrap, interleave_arms, paired
+from serving.workbench.bench.step_setting import StepOptions, model_folder
+from ubatch import SCHEDULES
+
+TINY = str(TINY_MOE)
+
+
+@pytest.mark.parametrize("words", [[], ["--help"], ["bench"], ["bench", "--help"]])
+def test_usage_lists_the_commands(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    status = main(words)
+    captured = capsys.readouterr()
+    assert status == (0 if words else 2)
+    for name in COMMANDS:
+        assert name in captured.out + captured.err
+
+
+def test_as_a_module_it_is_imported_once() -> None:
+    words = [sys.executable, "-W", "error::RuntimeWarning", "-m", "serving.cli", "--help"]
+    ran = subprocess.run(words, capture_output=True, text=True, timeout=100)
+    assert (ran.returncode, ran.stderr) == (0, "")
+    assert serving.main is main
+
+
+def test_a_reader_that_has_seen_enough_is_no_error() -> None:
+    """As in `ubatch bench --help | head -1`."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    words = [sys.executable, "-m", "serving.cli", "bench", "--help"]
+    with open(writer, "wb") as closed:
+        ran = subprocess.run(words, stdout=closed, stderr=subprocess.PIPE, text=True, timeout=100)
+    assert (ran.returncode, ran.stderr) == (1, "")
+
+
+def test_unknown_command_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generat"]) == 2
+    assert "did you mean 'generate'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_of_every_command(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_status:
+        main([*name.split(), "--help"])
+    assert exit_status.value.code == 0
+    assert COMMANDS[name][1].split(",")[0] in " ".join(capsys.readouterr().out.split())
+
+
+def test_generate_on_one_rank(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", TINY, "--prompt", "def main(", "import os", "--max-tokens", "5"]) == 0
+    output = capsys.readouterr().out
+    assert "def main(self" in output
+    assert "steps: 0 overlapped, 5 not (disabled 5)" in output
+
+
+def test_generate_on_two_ranks_is_the_same(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    prompts = ["--prompt", "def main(", "import os", "class Server:", "for i in", "--max-tokens", "5"]
+    assert main(["generate", TINY, *prompts]) == 0
+    plain = capfd.readouterr().out.split("steps:")[0]
+    settings = tmp_path / "dbo.yaml"
+    settings.write_text("dbo-decode-token-threshold: 2\ndbo_prefill_token_threshold: 4\n")
+    flags = ["--data-parallel-size", "2", "--enable-expert-parallel", "--enable-dbo", "--config", str(settings)]
+    assert main(["generate", TINY, *prompts, *flags, "--emulated-link", "10", "1000"]) == 0
+    overlapped = capfd.readouterr().out
+    assert overlapped.split("steps:")[0] == plain
+    assert "steps: 10 overlapped, 0 not" in overlapped
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--enable-expert-parallel"], "--data-parallel-size 2 or more"),
+        (["--all2all-backend", "torch_dist"], "--enable-expert-parallel"),
+        (["--emulated-link", "1", "1"], "--enable-expert-parallel"),
+        (["--enable-dbo", "--schedule", "mlp_shared"], "did you mean 'mlp_shared_overlap'"),
+        (["--enable-dbo", "--ubatch-size", "1"], "--ubatch-size 1: it should be at least 2"),
+        (["--enable-dbo", "--dbo-decode-token-threshold", "1"], "below --ubatch-size (2)"),
+        (["--config", "nowhere.yaml"], "cannot read nowhere.yaml"),
+        (["--max-tokens", "5000"], "positions"),
+        (["--device", "cpu", "--cudagraph-mode", "full"], "--cudagraph-mode full needs a GPU"),
+        (["--device", "cpu", "--cudagraph-capture-sizes", "1", "2"], "--cudagraph-capture-sizes is for CUDA graphs"),
+        (["--enforce-eager", "--cudagraph-mode", "full"], "--enforce-eager and --cudagraph-mode full contradict"),
+        (["--data-parallel-size", "2", "--device", "cuda"], "use `ubatch serve`"),
+    ],
+)
+def test_wrong_settings_are_one_clear_line(flags: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", TINY, "--prompt", "x", *flags]) == 2
+    error = capsys.readouterr().err.strip()
+    assert message in error
+    assert "\n" not in error
+
+
+def test_unknown_key_in_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    settings = tmp_path / "dbo.yaml"
+    settings.write_text("dbo-decode-token-treshold: 8\n")
+    assert main(["generate", TINY, "--prompt", "x", "--config", str(settings)]) == 2
+    assert "did you mean 'dbo-decode-token-threshold'" in capsys.readouterr().err
+
+
+def test_a_folder_that_is_no_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", str(tmp_path), "--prompt", "x"]) == 2
+    assert "config.json is missing" in capsys.readouterr().err
+
+
+def test_bench_handoff_writes_what_a_script_reads(tmp_path: Path) -> None:
+    file = tmp_path / "handoff.json"
+    assert main(["bench", "handoff", "--blocks", "2", "--handoffs", "100", "--json", str(file)]) == 0
+    results = json.loads(file.read_text())
+    for name in ("noop_ns", "per_switch_us", "event_ring_us", "ratio_to_event"):
+        assert results[name]["low"] <= results[name]["median"] <= results[name]["high"]
+        assert math.isfinite(results[name]["median"])
+    assert set(results["arms_us"]) == {"pinned", "unpinned", "busy"}
+    assert all(len(values) == 2 for arms in results["arms_us"].values() for values in arms.values())
+
+
+def test_bench_lanes(tmp_path: Path) -> None:
+    file = tmp_path / "lanes.json"
+    sizes = ["--tokens", "32", "--layers", "2", "--hidden-size", "32", "--experts", "4", "--intermediate-size", "16"]
+    assert main(["bench", "lanes", *sizes, "--top-k", "2", "--blocks", "2", "--json", str(file)]) == 0
+    results = json.loads(file.read_text())
+    assert results["handoffs"] == 2 * 2 * 2 + 1  # two points a layer and lane, and the end of lane 0
+    assert set(results["arms_ms"]) == {"back_to_back", "lanes"}
+
+
+@pytest.mark.slow
+def test_bench_overlap(tmp_path: Path) -> None:
+    model = make_qwen3_moe_checkpoint(tmp_path / "model")
+    file = tmp_path / "overlap.json"
+    flags = ["--model", str(model), "--sequences", "4", "--sequence-length", "16", "--lanes", "2", "3"]
+    status = main(["bench", "overlap", *flags, "--ratios", "1", "8", "--blocks", "2", "--json", str(file)])
+    assert status in (0, 1)  # 1: void, which two short blocks may well be
+    results = json.loads(file.read_text())
+    for name in ("efficiency", "schedule_efficiency", "hidden", "speedup"):
+        assert results[name]["low"] <= results[name]["median"] <= results[name]["high"]
+    arms = {"compute_unsplit", "serial_unsplit"}
+    arms |= {
+        f"{arm}_{n}"
+        for n in (2, 3)
+        for arm in ("serial", "split", "overlapped", "split_compute", "own_compute", "ideal", "communication")
+    }
+    assert set(results["arms_ms"]) == arms
+    assert [link["ratio"] for link in results["links"]] == [1.0, 8.0]
+    slow = results["links"][1]
+    for n in ("2", "3"):  # link-bound: the step cannot be shorter than the link was busy
+        busy, wall = slow["arms_ms"][f"communication_{n}"], slow["arms_ms"][f"overlapped_{n}"]
+        assert all(b <= w for b, w in zip(busy, wall, strict=True))
+        waits_not, waits = (median(slow["arms_ms"][f"{arm}_{n}"]) for arm in ("split", "serial"))
+        assert waits_not < 0.8 * waits  # stages are timed with nothing to wait for
+
+
+@pytest.mark.slow
+def test_bench_schedules(tmp_path: Path) -> None:
+    """Of a model with shared experts, whose place makes a difference."""
+    size = RandomDeepseekV3(
+        **{"vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 3, "q_lora_rank": 32},
+        **{"num_attention_heads": 2, "kv_lora_rank": 32, "n_routed_experts": 8, "moe_intermediate_size": 32},
+    )
+    model = make_random_checkpoint(tmp_path / "model", size)
+    file = tmp_path / "schedules.json"
+    flags = ["--model", str(model), "--sequences", "4", "--sequence-length", "16", "--ratio", "4", "--blocks", "2"]
+    assert main(["bench", "schedules", *flags, "--top", "2", "--max-lanes", "2", "--json", str(file)]) == 0
+    results = json.loads(file.read_text())
+    assert [each["name"] for each in results["named"]] == [
+        name for name, schedule in SCHEDULES.items() if schedule.overlaps
+    ]
+    assert [each["name"] for each in results["searched"]] == ["searched 1", "searched 2"]
+    arms = results["arms_ms"]
+    assert {"one_by_one 2x1, shared at combine", "split 2x1, shared at combine"} <= set(arms)
+    assert "split 1x2, shared at combine" in arms
+    assert "one_by_one 1x2, shared at combine" not in arms  # its chunks overlap: no serial arm
+    assert "split 1x1, shared at combine, signalled" in arms
+    assert not any(arm.startswith("one_by_one") and "signalled" in arm for arm in arms)  # its blocks do
+    busy = min(results["arms_ms"]["communication 2x1, shared at combine"])
+    for each in (*results["named"], *results["searched"]):
+        assert each["efficiency"]["low"] <= each["efficiency"]["median"] <= each["efficiency"]["high"]
+        assert each["measured_ms"]["median"] > 0.95 * busy  # the link alone takes so long
+        assert each["error"] == pytest.approx(each["predicted_ms"] / each["measured_ms"]["median"] - 1)
+        assert 0.1 < each["predicted_ms"] / each["measured_ms"]["median"] < 10.0  # of one kind; a busy machine adds
+
+
+def test_a_random_model_has_as_many_layers_as_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    with model_folder(StepOptions(random="deepseek-v3", layers=2)) as folder:
+        config = json.loads((folder / "config.json").read_text())
+    assert (config["num_hidden_layers"], config["first_k_dense_replace"]) == (2, 1)
+    assert main(["bench", "overlap", "--model", TINY, "--layers", "3"]) == 2
+    assert "has its own" in capsys.readouterr().err
+
+
+def test_bootstrap_and_pairs() -> None:
+    interval = bootstrap([1.0, 2.0, 3.0, 4.0, 100.0])
+    assert interval.median == 3.0
+    assert 1.0 <= interval.low <= 3.0 <= interval.high <= 100.0
+    assert paired([2.0, 4.0, 6.0], [1.0, 2.0, 3.0]).median == 2.0
+
+
+def test_arms_run_forwards_then_backwards() -> None:
+    calls: list[str] = []
+
+    def arm(name: str) -> float:
+        calls.append(name)
+        return float(len(calls))
+
+    arms = interleave_arms({"a": lambda: arm("a"), "b": lambda: arm("b")}, 2, show=False)
+    assert "".join(calls) == "ab" + "abba" * 2
+    assert arms == {"a": [(3 + 6) / 2, (7 + 10) / 2], "b": [(4 + 5) / 2, (8 + 9) / 2]}
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["generate", TINY, "--prompt", "x", "--enable-dbo"],
+        ["serve", TINY, "--enable-single-batch-overlap", "--device", "cpu"],
+        [
+            *("serve", TINY, "--enable-single-batch-overlap", "--device", "cpu", "--data-parallel-size", "2"),
+            *("--enable-expert-parallel", "--all2all-backend", "allgather_reducescatter"),
+        ],
+    ],
+)
+def test_a_schedule_that_nobody_can_signal_is_refused_before_any_rank_starts(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*words, "--schedule", "single_batch_signalled"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    name = words[-1] if "allgather" in words[-1] else "local"
+    assert "decode steps: schedule 'single_batch_signalled' is signalled" in line
+    assert f"all2all back end '{name}' cannot do" in line
+
+
+@pytest.mark.parametrize("command", [["generate", TINY, "--prompt", "x", "--enable-expert-parallel"], ["tune", TINY]])
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        (["--all2all-options", "room=3"], "back end 'torch_dist' has no option 'room'; it takes none."),
+        (["--all2all-backend", "local"], "--all2all-backend local exchanges nothing, but the ranks share experts."),
+        (["--all2all-backend", "emulated_link"], "emulated_link is chosen by --emulated-link US MB/S"),
+        (["--all2all-backend", "host_loopback"], "'host_loopback' stands in for a network: it serves one rank, not 2."),
+        (
+            ["--all2all-backend", "deepep_low_latency", "--all2all-options", "max_tokens_per_rank=100000"],
+            "max_tokens_per_rank must be 1 to 511, not 100000.",
+        ),
+        (
+            ["--all2all-backend", "deepep_auto", "--all2all-options", "max_tokens_per_rank=7"],
+            "max_tokens_per_rank = 7 times 2 ranks must be a multiple of 4.",
+        ),
+        (
+            ["--all2all-backend", "deepep_v2", "--all2all-options", "max_tokens_per_rank=-1"],
+            "max_tokens_per_rank must be at least 1, not -1.",
+        ),
+        (["--all2all-backend", "nonsense"], "unknown all2all back end 'nonsense'"),
+        (["--all2all-backend", "deepep_v2", "--all2all-options", "max_tokens_per_rank=x"], "must be int, not 'x'."),
+    ],
+)
+def test_a_transport_is_refused_before_any_rank_starts(
+    command: list[str], words: list[str], complaint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = ["--out", str(tmp_path / "dbo.yaml")] if command[0] == "tune" else []
+    assert main([*command, "--data-parallel-size", "2", *words, *out]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert complaint in line
+
+
+@pytest.mark.parametrize("command", [["generate", TINY, "--prompt", "x"], ["tune", TINY]])
+def test_unknown_experts_are_refused_before_any_rank_starts(
+    command: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*command, "--moe-backend", "flashinfr"]) == 2
+    assert "did you mean 'flashinfer'?" in capsys.readouterr().err

@@ -1,0 +1,352 @@
+"""Offline use: the reference's tokens, from one rank here or two elsewhere, and text with its stop strings."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import replace
+
+import pytest
+import torch
+from repository import TINY_MOE
+
+from model_runner import FinishReason, ModelRunner, RequestError, SamplingParams, generate
+from serving import LLM
+from serving.requests import RequestInput, RequestOutput
+from ubatch import ConfigError, UBatchError
+
+TEXTS = ["Once upon a time", "The cat", "def main():", "In a hole in the ground there lived", "0 1 2 3"]
+TEXTS += ["import os\n", "for name in names:\n    "]
+BAD = ((714, 585), (384, 844), (1247, 14), (19,), (429, 1247, 348), (8,))
+ALLOWED = range(3, 2048, 2)
+PARAMS = [
+    SamplingParams(max_tokens=24),
+    SamplingParams(max_tokens=20, temperature=0.9, seed=3),
+    SamplingParams(max_tokens=30, temperature=0.7, top_p=0.9, seed=4),
+    SamplingParams(max_tokens=9, repetition_penalty=1.3),
+    SamplingParams(max_tokens=12, logprobs=2, prompt_logprobs=1),
+    SamplingParams(max_tokens=24, ignore_eos=True, bad_token_sequences=BAD),
+    SamplingParams(max_tokens=24, temperature=0.7, seed=5, allowed_token_ids=ALLOWED, bad_token_sequences=BAD),  # type: ignore[arg-type]
+]
+SMALL = {"max_num_seqs": 8, "kv_cache_memory": "16M", "max_model_len": 512}
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with LLM(TINY_MOE, **SMALL) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def reference(llm: LLM) -> list[tuple[int, ...]]:
+    """The plain loop's tokens, which admits everything at once and knows no scheduler."""
+    with ModelRunner(TINY_MOE, max_num_seqs=8, kv_cache_memory=16 << 20) as runner:
+        prompts = [llm.tokenizer.encode(text) for text in TEXTS]
+        return [output.token_ids for output in generate(runner, prompts, PARAMS)]
+
+
+def tokens(outputs: list) -> list[tuple[int, ...]]:  # type: ignore[type-arg]
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+def test_the_tokens_are_those_of_the_reference(llm: LLM, reference: list[tuple[int, ...]]) -> None:
+    outputs = llm.generate(TEXTS, PARAMS)
+    assert tokens(outputs) == reference
+    for text, output in zip(TEXTS, outputs, strict=True):
+        assert output.prompt == text
+        assert list(output.prompt_token_ids) == llm.tokenizer.encode(text)
+        only = output.outputs[0]
+        if only.finish_reason is FinishReason.LENGTH:
+            assert only.stop_reason is None
+            assert only.text == llm.tokenizer.decode(only.token_ids, skip_special_tokens=True)
+    scored = outputs[4]
+    assert [each.token for each in scored.outputs[0].logprobs] == list(scored.outputs[0].token_ids)
+    assert scored.prompt_logprobs is not None
+    assert len(scored.prompt_logprobs) == len(scored.prompt_token_ids)
+    assert scored.prompt_logprobs[0] is None
+
+
+def test_only_allowed_tokens_come_and_no_bad_sequence(llm: LLM, reference: list[tuple[int, ...]]) -> None:
+    def has_bad(tokens: tuple[int, ...]) -> bool:
+        return any(tokens[at : at + len(bad)] == bad for bad in BAD for at in range(len(tokens)))
+
+    assert not has_bad(reference[5])
+    assert not has_bad(reference[6])
+    assert set(reference[6]) <= set(ALLOWED)
+    free = tokens(llm.generate(TEXTS[5:], SamplingParams(max_tokens=24, ignore_eos=True)))
+    assert all(map(has_bad, free)), "the test is about tokens that would come"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"overlap_schedule": True},
+        {"enable_chunked_prefill": True, "max_num_batched_tokens": 16, "prefill_first": True, "block_size": 4},
+        {"speculative_algorithm": "ngram"},
+        {"enable_dbo": True, "dbo_decode_token_threshold": 2, "dbo_prefill_token_threshold": 2},
+        {"enable_single_batch_overlap": True, "prefill": {"schedule": "serial"}, "decode": {"token_threshold": 2}},
+    ],
+)
+def test_settings_do_not_change_tokens(options: dict[str, object], reference: list[tuple[int, ...]]) -> None:
+    with LLM(TINY_MOE, **{**SMALL, **options}) as llm:
+        assert tokens(llm.generate(TEXTS, PARAMS)) == reference
+        statistics = llm.statistics[0]
+        assert (statistics.num_running, statistics.kv_usage) == (0, 0)
+        if "enable_dbo" in options:
+            assert statistics.steps["decode/engaged"] > 0
+        if "enable_single_batch_overlap" in options:
+            assert statistics.steps["decode/engaged_single"] > 0
+        if "speculative_algorithm" in options:
+            assert any(key.startswith("target_verify/") for key in statistics.steps)
+
+
+def test_a_stop_string_ends_the_text_before_it(llm: LLM, reference: list[tuple[int, ...]]) -> None:
+    whole = llm.tokenizer.decode(reference[0], skip_special_tokens=True)
+    stop = whole[len(whole) // 2 :][:3]
+    (output,) = llm.generate(TEXTS[0], PARAMS[0], stop=["never there", stop])
+    only = output.outputs[0]
+    assert only.text == whole[: whole.index(stop)]
+    assert (only.finish_reason, only.stop_reason) == (FinishReason.STOP, stop)
+    assert reference[0][: len(only.token_ids)] == only.token_ids
+    assert stop in llm.tokenizer.decode(only.token_ids)
+    assert stop not in llm.tokenizer.decode(only.token_ids[:-1])
+    (kept,) = llm.generate(TEXTS[0], PARAMS[0], stop=stop, include_stop_str_in_output=True)
+    assert kept.outputs[0].text == only.text + stop
+    assert llm.statistics[0].num_running == 0
+
+
+def test_bad_words_are_made_tokens(llm: LLM) -> None:
+    """With a space before and without; each of several prompts keeps its own parameters."""
+    prompts = ["import os\n", "def main(", "for name in names:\n    "]
+    params = [SamplingParams(max_tokens=24, ignore_eos=True), SamplingParams(max_tokens=9, bad_token_sequences=((5,),))]
+    params.append(params[0])
+    outputs = llm.generate(prompts, params, bad_words=["import os", "self", "name", "self"])
+    assert [len(output.outputs[0].token_ids) for output in outputs] == [24, 9, 24]
+    for output in outputs:
+        assert not any(word in output.outputs[0].text for word in ("import os", "self", "name"))
+    (one,) = llm.generate(prompts[1], params[0], bad_words="self")
+    assert one.outputs[0].text.startswith("obj")
+    for wrong, why in (
+        (["a" * 201], "201 characters"),
+        (["a"] * 129, "129 words"),
+        ([" "], "no word"),
+        ([3], "strings"),
+    ):
+        with pytest.raises(RequestError, match=why):
+            llm.generate("a", bad_words=wrong)  # type: ignore[arg-type]
+    with pytest.raises(RequestError, match="surrogate"):
+        llm.generate("a", bad_words="\ud800")
+    with pytest.raises(RequestError, match=r"^with the tokens of bad_words: bad_token_sequences has .* at most 256"):
+        llm.generate("a", SamplingParams(bad_token_sequences=tuple((n,) for n in range(256))), bad_words="self")
+
+
+@pytest.mark.parametrize("name", ["stop", "bad_words"])
+def test_none_is_no_string_and_a_number_is_refused(llm: LLM, name: str) -> None:
+    (plain,) = llm.generate("import os\n")
+    (same,) = llm.generate("import os\n", **{name: None})  # type: ignore[arg-type]
+    assert same.outputs[0].token_ids == plain.outputs[0].token_ids
+    for wrong in (5, 0, True, b"os", 2.5):
+        with pytest.raises(RequestError, match=f"^{name} must be a string or a list of strings, not ") as caught:
+            llm.generate("a", **{name: wrong})  # type: ignore[arg-type]
+        assert caught.value.param == name
+    for entry in (None, 5, b"a"):
+        with pytest.raises(RequestError, match=f"{name} must be strings"):
+            llm.generate("a", **{name: ["b", entry]})  # type: ignore[arg-type]
+
+
+def test_where_no_token_is_left_only_that_request_ends(llm: LLM, reference: list[tuple[int, ...]]) -> None:
+    """Behind its first token everything that is allowed is bad; what no output can begin with is refused before."""
+    few = SamplingParams(max_tokens=9, allowed_token_ids=(5, 6), bad_token_sequences=((5, 5), (5, 6), (6, 5), (6, 6)))
+    sampled = replace(few, temperature=0.8, seed=1, top_p=0.9)
+    outputs = llm.generate([*TEXTS, *TEXTS[:2]], [*PARAMS, few, sampled])
+    assert tokens(outputs[: len(TEXTS)]) == reference
+    for output in outputs[len(TEXTS) :]:
+        only = output.outputs[0]
+        assert (only.finish_reason, len(only.token_ids)) == (FinishReason.NO_TOKEN_LEFT, 1)
+        assert set(only.token_ids) <= {5, 6}
+        assert "leave no token" in str(only.error)
+        assert "checkpoint" not in str(only.error)
+    eos = llm.tokenizer.eos_token_id
+    with pytest.raises(RequestError, match="leaves no token"):
+        llm.generate("a", SamplingParams(allowed_token_ids=(eos,), min_tokens=1))
+    with pytest.raises(RequestError, match=r"allowed_token_ids.* has token 2048; the vocabulary is 0 to 2047"):
+        llm.generate("a", SamplingParams(allowed_token_ids=(2048,)))
+    assert (llm.statistics[0].num_running, llm.statistics[0].corrupted_requests) == (0, 0)
+
+
+@pytest.mark.parametrize("include", [False, True])
+@pytest.mark.parametrize("min_tokens", [0, 1, 4, 5, 6, 11, 24])
+def test_stop_strings_do_not_end_a_text_before_min_tokens(llm: LLM, min_tokens: int, include: bool) -> None:
+    """vLLM's rule: they are looked for where they end in the text of tokens behind `min_tokens`."""
+    params = SamplingParams(max_tokens=24, ignore_eos=True, min_tokens=min_tokens)
+    (plain,) = llm.generate("import os\n", replace(params, min_tokens=0))
+    ids = plain.outputs[0].token_ids
+    stop = ["rt os\nim", "os"]
+    count = len(ids)
+    text = ""
+    for place, token in enumerate(ids, 1):
+        start = len(text)
+        text += llm.tokenizer.decode([token])
+        ends = [(text.find(each, max(0, start + 1 - len(each))), each) for each in stop]
+        ends = [(at, each) for at, each in ends if at >= 0]
+        if place > min_tokens and ends:
+            at, found = min(ends, key=lambda end: end[0] + len(end[1]))
+            text, count = text[: at + len(found) if include else at], place
+            break
+    (output,) = llm.generate("import os\n", params, stop=stop, include_stop_str_in_output=include)
+    assert (output.outputs[0].text, len(output.outputs[0].token_ids)) == (text, count)
+    assert count > min_tokens or min_tokens == 24
+
+
+def test_a_stop_token_is_the_last_token_and_no_text(llm: LLM, reference: list[tuple[int, ...]]) -> None:
+    token = reference[0][5]
+    first = reference[0].index(token)
+    params = SamplingParams(max_tokens=24, stop_token_ids=(token,))
+    only = llm.generate(list(llm.tokenizer.encode(TEXTS[0])), params)[0].outputs[0]
+    assert only.token_ids == reference[0][: first + 1]
+    assert (only.finish_reason, only.stop_reason) == (FinishReason.STOP, token)
+    assert only.text == llm.tokenizer.decode(only.token_ids[:-1])
+
+
+def test_prompts_come_as_text_as_tokens_or_many(llm: LLM) -> None:
+    one = SamplingParams(max_tokens=1)
+    assert len(llm.generate("a", one)) == 1
+    assert len(llm.generate([1, 2, 3], one)) == 1
+    assert [output.prompt for output in llm.generate([[1, 2], [3]], one)] == [None, None]
+    assert llm.generate([]) == []
+
+
+def test_what_is_no_token_or_no_parameters_is_refused(llm: LLM) -> None:
+    one = SamplingParams(max_tokens=1)
+    assert tokens(llm.generate([torch.tensor([1, 2])], one)) == tokens(llm.generate([1, 2], one))  # type: ignore[list-item]
+    with pytest.raises(RequestError, match=r"a list of token ids, not \[1, 2\.5\]"):
+        llm.generate([1, 2.5])  # type: ignore[list-item]
+    with pytest.raises(RequestError, match="must be SamplingParams, or one each, not a str"):
+        llm.generate("a", {"max_tokens": 1})  # type: ignore[arg-type]
+
+
+def test_shared_prompts_come_from_the_cache(llm: LLM) -> None:
+    prompt = list(range(100, 164))
+    first = llm.generate(prompt, SamplingParams(max_tokens=4))[0]
+    second = llm.generate(prompt, SamplingParams(max_tokens=4))[0]
+    assert (first.num_cached_tokens, second.num_cached_tokens) == (0, 48)
+    assert first.outputs == second.outputs
+
+
+def test_what_cannot_be_served_leaves_nothing_behind(llm: LLM) -> None:
+    with pytest.raises(RequestError, match="vocabulary"):
+        llm.generate([[1, 2], [9999]])
+    with pytest.raises(RequestError, match="3 sampling parameters for 2 prompts"):
+        llm.generate([[1, 2], [3]], [SamplingParams()] * 3)
+    statistics = llm.statistics[0]
+    assert (statistics.num_running, statistics.num_waiting, statistics.kv_usage) == (0, 0, 0)
+    assert len(llm.generate([[1, 2], [3]])) == 2
+
+
+def test_threads_that_generate_at_the_same_time_get_what_they_get_alone(
+    llm: LLM, reference: list[tuple[int, ...]]
+) -> None:
+    with ThreadPoolExecutor(4) as threads:
+        together = list(threads.map(lambda _: tokens(llm.generate(TEXTS, PARAMS, stop="never there")), range(8)))
+    assert together == [reference] * 8
+    statistics = llm.statistics[0]
+    assert (statistics.num_running, statistics.num_waiting, statistics.kv_usage) == (0, 0, 0)
+
+
+def test_a_signal_handler_may_close_in_the_middle_of_a_call() -> None:
+    llm = LLM(TINY_MOE, kv_cache_memory="8M", max_num_seqs=2)
+    before = signal.signal(signal.SIGUSR1, lambda *_: llm.close())
+    try:
+        engine = llm._engine
+        assert engine is not None
+        run = engine.run
+
+        def told(requests: list[RequestInput], on_output: Callable[[RequestOutput], bool]) -> None:
+            signal.raise_signal(signal.SIGUSR1)
+            run(requests, on_output)
+
+        engine.run = told  # type: ignore[method-assign]
+        with suppress(Exception):  # what it was to give is gone
+            llm.generate(TEXTS)
+        with pytest.raises(UBatchError, match="was closed"):
+            llm.generate(TEXTS)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+def test_an_interrupt_leaves_nothing_behind(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = llm._engine
+    assert engine is not None
+    run = engine.run
+
+    def interrupted(requests: list[RequestInput], on_output: object) -> None:
+        def interrupt(output: RequestOutput) -> bool:
+            raise KeyboardInterrupt
+
+        run(requests, interrupt)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "run", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate(TEXTS)
+    assert llm.statistics[0].num_running == 0
+    assert len(llm.generate(TEXTS, SamplingParams(max_tokens=1))) == len(TEXTS)
+
+
+def test_prompts_and_stop_strings_that_cannot_work(llm: LLM) -> None:
+    with pytest.raises(RequestError, match="surrogate"):
+        llm.generate("a\ud800")
+    for stop, why in ((["a" * 1001], "1001 characters"), (["a"] * 65, "65 strings")):
+        with pytest.raises(RequestError, match=why):
+            llm.generate("a", stop=stop)
+
+
+def test_wrong_options_are_refused_before_anything_is_loaded() -> None:
+    with pytest.raises(ConfigError, match="max_num_seqs"):
+        LLM(TINY_MOE, max_num_seq=3)
+    with pytest.raises(ConfigError, match="nowhere"):
+        LLM("/nowhere")
+    with pytest.raises(ConfigError, match="expert"):
+        LLM(TINY_MOE, enable_expert_parallel=True)
+
+
+def test_without_a_tokenizer_tokens_go_in_and_out() -> None:
+    with LLM(TINY_MOE, skip_tokenizer_init=True, **SMALL) as llm:
+        only = llm.generate([1, 2, 3])[0].outputs[0]
+        assert len(only.token_ids) == 16
+        assert only.text == ""
+        with pytest.raises(ConfigError, match="skip_tokenizer_init"):
+            llm.generate("text")
+        with pytest.raises(ConfigError, match="skip_tokenizer_init"):
+            llm.generate([1], stop="x")
+        with pytest.raises(ConfigError, match="skip_tokenizer_init"):
+            llm.generate([1], bad_words="x")
+    with pytest.raises(UBatchError, match="closed"):
+        llm.generate([1])
+
+
+def go_on(llm: LLM) -> None:
+    for _ in range(100):
+        llm.generate([[1, 2]] * 16, SamplingParams(max_tokens=400, ignore_eos=True))
+
+
+def test_two_ranks_give_the_same_and_can_be_interrupted(
+    reference: list[tuple[int, ...]], no_thread_leaks: None
+) -> None:
+    threads = torch.get_num_threads()
+    with LLM(TINY_MOE, data_parallel_size=2, enable_expert_parallel=True, **SMALL) as llm:
+        assert tokens(llm.generate(TEXTS, PARAMS)) == reference
+        # A real signal: it interrupts what the main thread waits for, as `_thread.interrupt_main` would not.
+        timer = threading.Timer(1.0, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT))
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            go_on(llm)
+        timer.join()
+        assert tokens(llm.generate(TEXTS, PARAMS)) == reference
+        stopped = llm.generate(TEXTS[0], PARAMS[0], stop=llm.tokenizer.decode(reference[0][3:4]))
+        assert stopped[0].outputs[0].finish_reason is FinishReason.STOP
+        assert set(llm.statistics) == {0, 1}
+    assert torch.get_num_threads() == threads

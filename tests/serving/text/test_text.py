@@ -1,0 +1,265 @@
+"""Text as tokens come: whole characters only, equal to what `decode` gives for all of them, cut at stop strings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from repository import TINY_MOE
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from model_runner import FinishReason, RequestError
+from serving.requests import RequestOutput
+from serving.text.detokenizer import Detokenizer, TextStream, Vocabulary, check_chat_template, load_tokenizer
+from ubatch import ConfigError
+
+WORDS = ["▁", "▁the", "▁a", "the", "s", "▁▁", "é", "中", ".", "▁.", "�"]
+BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
+
+
+def wrapped(backend: Tokenizer) -> Any:
+    backend.add_special_tokens([AddedToken("</s>", special=True)])
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>")
+
+
+def word_level(words: list[str], decoder: Any) -> Any:
+    backend = Tokenizer(models.WordLevel({word: place for place, word in enumerate(words)}, unk_token=words[0]))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace()
+    backend.decoder = decoder
+    return wrapped(backend)
+
+
+def llama_like() -> Any:
+    """Byte tokens for rare characters, and a leading space that is stripped: as in Llama 2 and Mixtral."""
+    chain = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    return word_level([*WORDS, *BYTES], decoders.Sequence(chain))
+
+
+MAKERS: dict[str, Callable[[], Any]] = {
+    "byte level": lambda: load_tokenizer(TINY_MOE),
+    "metaspace": lambda: word_level(WORDS, decoders.Metaspace()),
+    "metaspace, never stripped": lambda: word_level(WORDS, decoders.Metaspace(prepend_scheme="never")),
+    "byte fallback": llama_like,
+    "word piece": lambda: word_level(["the", "##s", "a", ".", "##ing", "'", "do"], decoders.WordPiece()),
+    "suffix": lambda: word_level(["th", "e</w>", "a</w>", "."], decoders.BPEDecoder()),
+    "no decoder": lambda: word_level(["th", "e", "a"], None),
+}
+
+
+class Tokenizers(dict[str, Any]):
+    """Printed shortly where a property fails."""
+
+    def __repr__(self) -> str:
+        return "..."
+
+
+@pytest.fixture(scope="module")
+def tokenizers() -> Tokenizers:
+    return Tokenizers({name: make() for name, make in MAKERS.items()})
+
+
+@pytest.fixture(scope="module")
+def tiny(tokenizers: Tokenizers) -> Any:
+    return tokenizers["byte level"]
+
+
+def reference(tokenizer: Any, ids: list[int], *, skip: bool = True) -> str:
+    text: str = tokenizer.decode(ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False)
+    return text
+
+
+@st.composite
+def pieces(draw: st.DrawFn, size: int) -> list[list[int]]:
+    """Token ids below `size`, and some beyond the vocabulary, in the pieces that pushes bring."""
+    token = st.integers(0, size + 2)
+    return draw(st.lists(st.lists(token, max_size=4), max_size=20))
+
+
+@pytest.mark.parametrize("name", [name for name in MAKERS if name != "byte fallback"])
+@given(data=st.data())
+def test_streamed_text_is_the_decoded_text(tokenizers: Tokenizers, name: str, data: st.DataObject) -> None:
+    tokenizer = tokenizers[name]
+    skip = data.draw(st.booleans())
+    pushes = data.draw(pieces(len(tokenizer)))
+    stream = TextStream(tokenizer, skip_special_tokens=skip)
+    parts = [stream.push(push) for push in pushes]
+    parts.append(stream.push([], finished=True))
+    ids = [token for push in pushes for token in push]
+    assert "".join(parts) == stream.text == reference(tokenizer, ids, skip=skip)
+    assert stream.num_tokens == len(ids)
+
+
+@given(st.lists(st.one_of(st.sampled_from(WORDS), st.characters(exclude_categories=["Cs"])), max_size=20))
+def test_byte_tokens_make_characters(tokenizers: Tokenizers, parts: list[str]) -> None:
+    tokenizer = tokenizers["byte fallback"]
+    ids: list[int] = []
+    for part in parts:
+        spelled = [part] if part in WORDS else [f"<0x{byte:02X}>" for byte in part.encode()]
+        ids += tokenizer.convert_tokens_to_ids(spelled)
+    if ids and ids[0] == tokenizer.convert_tokens_to_ids("<0x20>"):
+        ids = ids[1:]  # `decode` strips a leading space that is a byte token; no tokenizer makes one
+    stream = TextStream(tokenizer)
+    given_out = [stream.push([token]) for token in ids]
+    assert "".join(given_out) + stream.push([], finished=True) == reference(tokenizer, ids)
+
+
+def test_byte_tokens_are_not_held_back(tokenizers: Tokenizers) -> None:
+    """A new line is a byte token in Llama 2: it must end the text at once, not with the token after it."""
+    tokenizer = tokenizers["byte fallback"]
+    newline, broken, the = tokenizer.convert_tokens_to_ids(["<0x0A>", "<0xE4>", "▁the"])
+    stream = TextStream(tokenizer, stop=["\n"])
+    assert (stream.push([the]), stream.push([newline]), stream.stopped) == ("the", "", "\n")
+    stream = TextStream(tokenizer)
+    assert [stream.push([token]) for token in (newline, broken, the)] == ["\n", "", "� the"]
+
+
+def test_characters_are_whole(tiny: Any) -> None:
+    text = "Zoë 🎉 漢字"
+    ids = tiny.encode(text)
+    stream = TextStream(tiny)
+    parts = [stream.push([token]) for token in ids]
+    assert len(ids) > len(text)
+    assert "".join(parts) == text
+    assert not any("�" in part for part in parts)
+
+
+def test_an_incomplete_character_comes_at_the_end(tiny: Any) -> None:
+    ids = tiny.encode("a🎉")[:-1]
+    stream = TextStream(tiny)
+    assert stream.push(ids) == "a"
+    assert stream.push([], finished=True) == "�"
+
+
+@given(
+    text=st.text(alphabet="abé ", max_size=25),
+    stop=st.lists(st.text(alphabet="abé ", min_size=1, max_size=5), max_size=3),
+    include=st.booleans(),
+    sizes=st.lists(st.integers(0, 4), max_size=40),
+)
+def test_stop_strings(tiny: Any, text: str, stop: list[str], include: bool, sizes: list[int]) -> None:
+    """However the tokens come in, the text ends at the stop string that is complete first."""
+    ids = [token for character in text for token in tiny.encode(character)]
+    ends = sorted((end, -len(s), s) for s in stop for end in range(len(text) + 1) if text[:end].endswith(s))
+    expected, stopped = text, None
+    if ends:
+        end, _, stopped = ends[0]
+        expected = text[: end if include else end - len(stopped)]
+    stream = TextStream(tiny, stop=stop, include_stop_str_in_output=include)
+    given_out, place = "", 0
+    for size in [*sizes, len(ids)]:
+        given_out += stream.push(ids[place : place + size])
+        place += size
+        assert expected.startswith(given_out)
+    given_out += stream.push([], finished=True)
+    assert (given_out, stream.text, stream.stopped) == (expected, expected, stopped)
+    assert stream.num_tokens == (len(text[: ends[0][0]].encode()) if ends else len(ids))
+
+
+@pytest.mark.parametrize(
+    ("stop", "stopped", "text"),
+    [
+        (["o", "lo", "elo", "xlo"], "lo", "Hel"),
+        (["Hello", "l"], "l", "He"),
+        (["lo", "ell"], "ell", "H"),
+        (["H", "el"], "H", ""),
+    ],
+)
+def test_of_several_stop_strings_the_first_complete_one_counts(
+    tiny: Any, stop: list[str], stopped: str, text: str
+) -> None:
+    """In one token or in several; of those that end at the same character the longest."""
+    ids = tiny.encode("Hello")
+    assert len(ids) < len("Hello")
+    for pushes in ([ids], [[token] for token in ids]):
+        stream = TextStream(tiny, stop=stop)
+        assert "".join(stream.push(push) for push in pushes) == text
+        assert stream.stopped == stopped
+
+
+def test_text_is_held_back_only_as_long_as_needed(tiny: Any) -> None:
+    stream = TextStream(tiny, stop=["abc", "bd"])
+    tokens = {character: tiny.encode(character) for character in "abcdx"}
+    assert stream.push(tokens["x"]) == "x"
+    assert stream.push(tokens["a"]) == ""
+    assert stream.push(tokens["b"]) == ""
+    assert stream.push(tokens["x"]) == "abx"
+    assert stream.push(tokens["a"]) == ""
+    assert stream.push(tokens["b"]) == ""
+    assert stream.push(tokens["d"]) == "a"
+    assert (stream.stopped, stream.num_tokens, stream.text) == ("bd", 7, "xabxa")
+    assert stream.push(tokens["x"], finished=True) == ""
+    assert stream.num_tokens == 7
+
+
+def test_stop_strings_do_not_count_within_min_tokens(tiny: Any) -> None:
+    ids = [tiny.encode(character)[0] for character in "abxabx"]
+    stream = TextStream(tiny, stop=["b"], min_tokens=2)
+    assert "".join(stream.push([token]) for token in ids) == "abxa"
+    assert stream.num_tokens == 5
+
+
+@pytest.mark.parametrize(("include", "text"), [(False, "ab"), (True, "abx")])
+def test_the_stop_token_is_counted_and_not_shown(tiny: Any, include: bool, text: str) -> None:
+    ids = [tiny.encode(character)[0] for character in "abx"]
+    stream = TextStream(tiny, include_stop_str_in_output=include)
+    output = RequestOutput("r", ids, finish_reason=FinishReason.STOP, stop_token=ids[-1])
+    assert stream.take(output) == text
+    assert stream.num_tokens == 3
+
+
+def test_an_empty_stop_string_is_refused(tiny: Any) -> None:
+    with pytest.raises(RequestError, match="empty"):
+        TextStream(tiny, stop=["a", ""])
+
+
+@given(data=st.data())
+def test_pieces_join_to_the_text(tokenizers: Tokenizers, data: st.DataObject) -> None:
+    """Bytes of single tokens, as log-probabilities show them, are those of the text."""
+    for name in ("byte level", "metaspace, never stripped"):
+        tokenizer = tokenizers[name]
+        ids = data.draw(st.lists(st.integers(0, len(tokenizer) - 1), max_size=10))
+        joined = b"".join(Vocabulary.of(tokenizer).piece(token) for token in ids)
+        assert joined.decode(errors="replace") == reference(tokenizer, ids, skip=False)
+
+
+def test_a_piece_keeps_its_space(tokenizers: Tokenizers) -> None:
+    for name in ("metaspace", "byte fallback"):
+        tokenizer = tokenizers[name]
+        assert Vocabulary.of(tokenizer).piece(tokenizer.convert_tokens_to_ids("▁the")) == b" the"
+
+
+def test_the_vocabulary_is_made_once(tiny: Any) -> None:
+    assert Vocabulary.of(tiny) is Vocabulary.of(tiny)
+    assert Detokenizer(Vocabulary.of(tiny)).decode(tiny.encode("a")[0]) == "a"
+
+
+@pytest.mark.parametrize(
+    ("template", "why"),
+    [("{% if %}", "line 1"), ("{{ messages[0].content | no_such }}", "no_such"), ("{{ messages[0].a.b }}", "'a'")],
+)
+def test_a_broken_chat_template_is_found(template: str, why: str) -> None:
+    tokenizer = load_tokenizer(TINY_MOE)
+    check_chat_template(tokenizer, TINY_MOE)
+    tokenizer.chat_template = template
+    with pytest.raises(ConfigError, match=why):
+        check_chat_template(tokenizer, TINY_MOE)
+    for fine in ("{{ raise_exception('a system prompt is needed') }}", None):
+        tokenizer.chat_template = fine
+        check_chat_template(tokenizer, TINY_MOE)
+
+
+def test_no_tokenizer_is_said(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"tokenizer\.json"):
+        load_tokenizer(tmp_path)
+    with pytest.raises(ConfigError, match="is not a folder"):
+        load_tokenizer(tmp_path / "missing")
+
+
+def test_a_decoder_over_the_whole_text_is_refused() -> None:
+    with pytest.raises(ConfigError, match="CTC"):
+        Vocabulary.of(word_level(WORDS, decoders.CTC()))

@@ -1,0 +1,247 @@
+"""`ubatch trace`: from a server, from files, from a run; what it writes, what it says, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from collections.abc import Iterator, Mapping
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+from repository import TINY_MOE
+
+import serving.workbench.tracing.trace
+from serving.cli import main
+from ubatch.trace.export import write_chrome
+from ubatch.trace.file import read_chrome
+from ubatch.trace.spans import UNSPLIT, Span, SpanKind, StepNote
+
+TINY = str(TINY_MOE)
+COMPUTE, WAIT, TRANSFER = SpanKind.COMPUTE, SpanKind.WAIT, SpanKind.TRANSFER
+KEY = "secret"
+
+
+def write_rank(path: Path, rank: int, steps: int = 6) -> Path:
+    """A rank's profile: steps in two lanes, and as many of the same size unsplit that take a fifth longer."""
+    spans, notes = [], []
+    for step in range(1, 2 * steps + 1):
+        start, split = 100.0 + step, step % 2 == 0
+        if split:
+            spans += [
+                Span(COMPUTE, "dispatch.0", 0, start, start + 0.1, step),
+                Span(COMPUTE, "dispatch", 0, start + 0.1, start + 0.2, step),
+                Span(COMPUTE, "end", 1, start + 0.21, start + 0.3, step),
+                Span(COMPUTE, "dispatch", 0, start + 0.31, start + 0.32, step),
+                Span(WAIT, "dispatch", 0, start + 0.32, start + 0.35, step),
+                Span(COMPUTE, "end", 0, start + 0.35, start + 0.4, step),
+                Span(TRANSFER, "dispatch", 0, start + 0.1, start + 0.35, step, 4096),
+            ]
+        else:
+            spans.append(Span(COMPUTE, "unsplit", UNSPLIT, start, start + 0.5, step))
+        end = start + (0.4 if split else 0.5)
+        reason = None if split else "peer_declined"
+        notes.append(StepNote(step, "decode", 64, "s", 1 + split, 1, reason, None if split else 7, start, end))
+    write_chrome(path, {rank: spans}, notes={rank: notes})
+    return path
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> list[str]:
+    return [str(write_rank(tmp_path / f"rank-{rank}.json", rank)) for rank in (0, 1)]
+
+
+class Recorder(BaseHTTPRequestHandler):
+    """A server's two paths; `answers` is what they give."""
+
+    answers: ClassVar[Mapping[str, tuple[int, Any]]] = {}
+    asked: ClassVar[list[str]] = []
+
+    def do_POST(self) -> None:
+        self.asked.append(self.path)
+        allowed = self.headers.get("Authorization") == f"Bearer {KEY}"
+        status, body = self.answers[self.path] if allowed else (401, {"error": "no key"})
+        content = json.dumps(body).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def url(files: list[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    answers = {"/start_profile": (200, {"status": "profiling"}), "/stop_profile": (200, {"files": files})}
+    monkeypatch.setattr(Recorder, "answers", answers)
+    monkeypatch.setattr(Recorder, "asked", [])
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Recorder)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+# ----------------------------------------------------------------------------------------------------------- sources
+
+
+def test_files_of_all_ranks_become_one_timeline(
+    files: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "trace"
+    assert main(["trace", "--files", *files, "--out", str(out)]) == 0
+    printed = capsys.readouterr().out
+    assert "fact: 6 of 12 steps overlapped (6 of 12 decode)." in printed
+    assert "good: decode steps of 64-127 tokens gain 20% (median of 6 steps, 400.00 ms, against unsplit" in printed
+    assert "hint: 6 of 12 decode steps (50%) ran unsplit because of peer_declined" in printed
+    row = re.search(r"decode 2 lanes +6 +64 +400\.00 +(\d+)% +7\.5% +5\.0% +0\.0%", printed)
+    assert row, printed
+    assert int(row[1]) == 80  # of 0.25 s on the link, 0.2 s under compute
+
+    assert [(rank.rank, len(rank.notes)) for rank in read_chrome(out / "trace.json")] == [(0, 12), (1, 12)]
+    summary = json.loads((out / "summary.json").read_text())
+    assert summary["ranks"] == "2"
+    assert summary["groups"][0]["steps"] == 6
+    assert {"kind": "good", "figures": {"change": pytest.approx(-0.2), "steps": 6}}.items() <= next(
+        each for each in summary["findings"] if each["kind"] == "good"
+    ).items()
+
+
+def test_the_page_says_it_too_and_loads_nothing(files: list[str], tmp_path: Path) -> None:
+    assert main(["trace", "--files", *files, "--out", str(tmp_path / "trace")]) == 0
+    page = (tmp_path / "trace" / "trace.html").read_text()
+    assert '<li class="good"><b>good</b> decode steps of 64-127 tokens gain 20%' in page
+    assert "<td>decode 2 lanes</td><td>6</td><td>64</td><td>400.00</td>" in page
+    assert not re.search(r"https?:|//[a-z]|\bsrc=|<link|@import|url\(|fetch\(|import\(", page)
+    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
+    assert found
+    data = json.loads(found[1])
+    shown = data["steps"][data["first"]]
+    assert shown["note"] == "decode, 64 tokens, 2 lanes"
+    rows = {row["name"]: row["points"] for row in shown["ranks"][1]["rows"]}
+    (mark,) = rows["lane 0"]
+    assert (mark["name"], mark["at"], mark["to"], mark["ran_at"]) == ("dispatch", 200_000, 1, pytest.approx(210_000))
+    assert rows["link"] == rows["lane 1"] == []
+
+
+def test_a_server_records_and_is_told_to_stop(url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "trace"
+    words = ["trace", "--url", f"{url}/v1/", "--seconds", "0.01", "--api-key", KEY, "--out", str(out)]
+    assert main(words) == 0
+    assert Recorder.asked == ["/start_profile", "/stop_profile"]
+    assert "6 of 12 steps overlapped" in capsys.readouterr().out
+    assert len(read_chrome(out / "trace.json")) == 2
+
+
+def test_ctrl_c_stops_the_recording(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(seconds: float) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(serving.workbench.tracing.trace.time, "sleep", interrupt)
+    assert main(["trace", "--url", url, "--api-key", KEY, "--out", str(tmp_path / "trace")]) == 130
+    assert Recorder.asked == ["/start_profile", "/stop_profile"]
+    assert not (tmp_path / "trace").exists()
+
+
+@pytest.mark.parametrize(
+    ("path", "answer", "message"),
+    [
+        ("/start_profile", (500, {"error": "the engine is dead"}), "answers 500 to /start_profile: .*engine is dead"),
+        ("/stop_profile", (409, {"error": "no profile"}), "answers 409 to /stop_profile"),
+        ("/stop_profile", (200, {"files": ["/far/away/rank-0.json"]}), "is not here. Copy the files .* --files"),
+    ],
+)
+def test_a_server_that_gives_no_trace(
+    url: str,
+    path: str,
+    answer: tuple[int, Any],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(Recorder, "answers", {**Recorder.answers, path: answer})
+    assert main(["trace", "--url", url, "--seconds", "0.01", "--api-key", KEY]) in (1, 2)
+    assert re.search(message, capsys.readouterr().err)
+
+
+def test_a_server_that_is_not_there_or_wants_a_key(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["trace", "--url", url, "--seconds", "0.01"]) == 1
+    assert "answers 401" in capsys.readouterr().err
+    for wrong in ("http://127.0.0.1:1", "nonsense", "http://["):
+        assert main(["trace", "--url", wrong]) == 1
+        assert "gives no answer that can be used" in capsys.readouterr().err
+
+
+def test_an_idle_server_gives_nothing_to_see(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    empty = tmp_path / "empty.json"
+    write_chrome(empty, {0: []})
+    monkeypatch.setattr(Recorder, "answers", {**Recorder.answers, "/stop_profile": (200, {"files": [str(empty)]})})
+    out = tmp_path / "trace"
+    assert main(["trace", "--url", url, "--seconds", "0.01", "--api-key", KEY, "--out", str(out)]) == 1
+    assert "no step was recorded: send requests while it records" in capsys.readouterr().out
+    assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "give --url of a running server, --files, or a checkpoint and --prompt"),
+        ([TINY], "and --prompt"),
+        (["--url", "http://x", "--prompt", "x"], "--prompt has no effect with --url"),
+        (["--url", "http://x", "--enable-dbo"], "--enable-dbo has no effect with --url"),
+        ([TINY, "--url", "http://x"], "MODEL has no effect with --url"),
+        (["--files", "a.json", "--seconds", "3"], "--seconds has no effect with --files"),
+        ([TINY, "--prompt", "x", "--seconds", "3"], "--seconds has no effect with --prompt"),
+        (["--files", "nowhere.json"], "cannot read nowhere.json"),
+        ([TINY, "--prompt", "x", "--enable-expert-parallel"], "--data-parallel-size 2 or more"),
+        ([TINY, "--prompt", "x", "--all2all-backend", "torch_dist"], "--all2all-backend needs --enable-expert-paral"),
+        ([TINY, "--prompt", "x", "--emulated-link", "1", "1"], "--emulated-link needs --enable-expert-parallel"),
+    ],
+)
+def test_wrong_calls_are_one_clear_line(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["trace", *words]) == 2
+    error = capsys.readouterr().err.strip()
+    assert message in error
+    assert "\n" not in error
+
+
+def test_a_folder_that_cannot_be_written(files: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["trace", "--files", *files, "--out", str(tmp_path / "rank-0.json" / "in")]) == 2
+    assert "Choose another folder with --out" in capsys.readouterr().err
+
+
+# ------------------------------------------------------------------------------------------------------- a run here
+
+
+def test_two_ranks_run_here(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Also that a real wrapper notes its steps, and that the ranks' steps fit together."""
+    out = tmp_path / "trace"
+    flags = ["--data-parallel-size", "2", "--enable-expert-parallel", "--enable-dbo", "--max-tokens", "5"]
+    thresholds = ["--dbo-decode-token-threshold", "2", "--dbo-prefill-token-threshold", "4096"]
+    prompts = ["--prompt", "def main(", "import os", "class Server:", "for i in"]
+    assert main(["trace", TINY, *prompts, *flags, *thresholds, "--out", str(out)]) == 0
+    printed = capfd.readouterr().out
+    assert "def main(self" in printed
+    assert "fact: 4 of 5 steps overlapped (4 of 4 decode, 0 of 1 prefill)." in printed
+    ranks = read_chrome(out / "trace.json")
+    assert [rank.rank for rank in ranks] == [0, 1]
+    for rank in ranks:
+        assert [note.step for note in rank.notes] == [1, 2, 3, 4, 5]
+        first, *others = rank.notes
+        assert (first.mode, first.reason, first.lanes) == ("prefill", "below_prefill_threshold", 1)
+        assert {(note.mode, note.tokens, note.reason, note.lanes) for note in others} == {("decode", 2, None, 2)}
+        for note in rank.notes:
+            spans = [span for span in rank.spans if span.step == note.step]
+            assert spans
+            assert all(note.start <= span.start <= span.end <= note.end for span in spans)
+    page = (out / "trace.html").read_text()
+    assert '"name":"dispatch","at":' in page, "points are on the page"

@@ -1,0 +1,256 @@
+"""`ubatch tune`: what it chooses against an exhaustive sweep, what it writes, and one run on two ranks."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+
+import pytest
+import yaml
+from checkpoints import make_qwen3_moe_checkpoint
+from repository import TINY_MOE
+
+import serving.workbench.tuning.tune
+from serving.cli import main
+from serving.options import read_serve_command
+from serving.tuning.cells import Arm, Cell, Grid, library_arms
+from serving.tuning.stages import StageModel, best_schedules, layer_times
+from serving.workbench.tuning.plot import can_draw_png, write_html, write_png
+from serving.workbench.tuning.report import make_result
+from serving.workbench.tuning.state import State, load_state, save_state
+from ubatch import ConfigError, ForwardMode, Schedule, UBatchConfig
+from ubatch.schedules.cost_table import SERIAL_ARM, CostTable, Setting
+from ubatch.schedules.layer_program import LayerTimes, layer_program
+from ubatch.schedules.schedule import KNOWN_POINTS, Point
+from ubatch.schedules.simulate import Compute, Launch, Op
+
+TINY = str(TINY_MOE)
+GRID = Grid(("decode", "prefill"), 256, 1024, 64, 128, 3)
+ARMS = library_arms((2, 3), chunks=True)
+Machine = Callable[[str, int], float]
+
+
+def machine(link: float, per_lane: float) -> Machine:
+    """True seconds of an arm at a number of tokens: lanes pay `per_lane` each, communication is `link` x compute."""
+
+    def seconds(arm: str, tokens: int) -> float:
+        compute = 0.003 + 2.5e-5 * tokens
+        communication = link * compute
+        if arm == SERIAL_ARM:
+            return compute + communication
+        if arm == "single_batch":
+            return max(compute, communication) + 0.7 * min(compute, communication) + per_lane
+        lanes = int(arm[-1])
+        split = compute + lanes * per_lane
+        return max(split, communication) + min(split, communication) / lanes
+
+    return seconds
+
+
+def measured(true: Machine, seed: int, rounds: int = 9, noise: float = 0.04) -> State:
+    """What the rounds see of it: a drift that all arms of a round share, and noise that is each one's own."""
+    draw = random.Random(seed)
+    state = State({})
+    for cell in GRID.cells():
+        samples: dict[str, list[float] | None] = {arm.name: [] for arm in ARMS}
+        for _ in range(rounds):
+            drift = math.exp(draw.gauss(0, 0.1))
+            for name, own in samples.items():
+                assert own is not None
+                own.append(true(name, cell.tokens) * drift * math.exp(draw.gauss(0, noise)))
+        state.samples[str(cell)] = samples
+    return state
+
+
+@pytest.mark.parametrize(("link", "per_lane"), list(product((0.0, 0.1, 0.25, 0.5, 1.0, 2.0, 4.0), (2e-4, 1e-3, 3e-3))))
+def test_against_an_exhaustive_sweep(link: float, per_lane: float) -> None:
+    """Within a power of two of the optimum, or as good; regret at most 2%, over sizes between the measured ones too."""
+    true = machine(link, per_lane)
+    for smallest, largest, mode in ((2, 256, 0), (16, 1024, 1)):
+        sizes = sorted({int(smallest * 2 ** (step / 4)) for step in range(40) if smallest * 2 ** (step / 4) <= largest})
+        sweep = CostTable({size: {arm.name: true(arm.name, size) for arm in ARMS} for size in sizes})
+        thresholds = (Setting(arm.name, size) for arm in ARMS if not arm.is_serial for size in sizes)
+        best = min([Setting(), *thresholds], key=sweep.regret)
+        for seed in range(3):
+            result = make_result(GRID.cells(), dict.fromkeys(GRID.modes, ARMS), measured(true, seed), {}).modes[mode]
+            chosen = result.choice.setting
+            worse = sweep.regret(chosen) - sweep.regret(best)
+            assert worse <= 0.02, (result.sentence(), best)
+            if chosen.threshold is not None and best.threshold is not None and chosen.arm == best.arm:
+                near = best.threshold / 2 <= chosen.threshold <= 2 * best.threshold
+                assert near or worse < 0.003, (result.sentence(), best)
+
+
+def a_result(searched: bool = True) -> tuple[State, list[Cell], dict[str, list[Arm]]]:
+    state = measured(machine(1.0, 3e-4), 0)
+    own = Schedule("searched_prefill_1", lanes=3, chunks=2, lead=1, points_off=frozenset({Point.LAYER}))
+    arms = {"decode": list(ARMS), "prefill": [*ARMS, Arm(own.name, own)] if searched else list(ARMS)}
+    for cell in GRID.cells():
+        if cell.mode == "prefill" and searched:
+            serial = state.samples[str(cell)][SERIAL_ARM]
+            assert serial is not None
+            state.samples[str(cell)][own.name] = None if cell.tokens < 32 else [each / 2 for each in serial]
+    return state, GRID.cells(), arms
+
+
+def test_the_file_is_read_by_serve_and_generate(tmp_path: Path) -> None:
+    state, cells, arms = a_result()
+    result = make_result(cells, arms, state, {"machine": "two cores", "measured": "yesterday"})
+    path = tmp_path / "dbo.yaml"
+    result.write(path)
+    config = UBatchConfig.from_yaml(path)
+    assert config.enable_dbo
+    prefill = config.for_mode(ForwardMode.MIXED)
+    assert prefill.schedule == arms["prefill"][-1].schedule
+    assert prefill.token_threshold == 32
+    decode = config.for_mode(ForwardMode.DECODE)
+    chosen = result.modes[0]
+    assert decode.schedule.lanes == chosen.arm.schedule.lanes > 1
+    assert decode.token_threshold == max(chosen.choice.setting.threshold or 0, decode.schedule.lanes)
+    text = path.read_text(encoding="utf-8")
+    assert "# machine: two cores" in text
+    assert f"# {chosen.sentence()}" in text
+    assert "1024" in text.split("enable-dbo")[0]  # the measurements
+    words = ["examples/models/tiny-moe", "--data-parallel-size", "2", "--enable-expert-parallel", "--config", str(path)]
+    served = read_serve_command("serve", "", words).settings
+    assert served["enable_dbo"]
+    assert served["prefill"]["token_threshold"] == 32
+
+
+def test_nothing_to_gain_is_written_as_serial(tmp_path: Path) -> None:
+    state = measured(machine(0.0, 3e-3), 0)
+    result = make_result(GRID.cells(), dict.fromkeys(GRID.modes, ARMS), state, {})
+    settings = yaml.safe_load(result.yaml())
+    assert settings == {"enable-dbo": False, "decode": {"schedule": "serial"}, "prefill": {"schedule": "serial"}}
+    assert result.modes[0].sentence().startswith("decode: serial; no arm is faster by enough")
+
+
+def test_the_page_shows_every_arm_and_needs_nothing_else(tmp_path: Path) -> None:
+    state, cells, arms = a_result()
+    result = make_result(cells, arms, state, {"model": "a <model> & more"})
+    write_html(result, tmp_path / "dbo.html")
+    page = (tmp_path / "dbo.html").read_text(encoding="utf-8")
+    assert "a &lt;model&gt; &amp; more" in page
+    assert page.count("<svg") == 2
+    assert page.count("<polyline") == len(result.modes[0].table.arms) + len(result.modes[1].table.arms)
+    assert "searched_prefill_1, 32 tokens: 2.00x" in page
+    assert "http" not in page  # no script, font or picture from elsewhere
+    assert "nan" not in page
+
+
+@pytest.mark.skipif(not can_draw_png(), reason="matplotlib is not installed; `pip install '.[tune]'` brings it")
+def test_a_png_is_drawn(tmp_path: Path) -> None:
+    state, cells, arms = a_result()
+    write_png(make_result(cells, arms, state, {}), tmp_path / "dbo.png")
+    assert (tmp_path / "dbo.png").read_bytes().startswith(b"\x89PNG")
+
+
+# -- stages ---------------------------------------------------------------------------------------------------------
+
+
+def test_stage_times_come_back_from_a_program() -> None:
+    times = LayerTimes(attn_prepare=1.0, attn_core=2.0, dispatch=0.5, experts=4.0, combine=0.7, shared=1.5)
+    one_by_one = Schedule("one by one", points_off=KNOWN_POINTS)
+    program: list[Op] = []
+    for op in layer_program(times, 3, one_by_one):  # as traced: behind every launch what the transport computed
+        program += [op, Compute(0.25)] if isinstance(op, Launch) else [op]
+    found, layers = layer_times(program)
+    assert layers == 3
+    assert vars(found) == pytest.approx({**vars(times), "attn_core": 2.25, "experts": 4.25})
+    without, _ = layer_times(
+        layer_program(LayerTimes(attn_core=2.0, experts=4.0, dispatch=1, combine=1), 2, one_by_one)
+    )
+    assert without.shared == 0
+    with pytest.raises(ConfigError, match="no MoE layer"):
+        layer_times([])
+
+
+def test_stage_times_of_other_numbers_of_lanes() -> None:
+    from moe import All2AllTraits
+
+    traits = All2AllTraits(True, True, False, None, 4, 1, True, cuts_combine=True)
+
+    def of_lanes(lanes: int) -> LayerTimes:
+        return LayerTimes(
+            attn_core=0.1 + 1.0 / lanes, experts=0.2 + 2.0 / lanes, dispatch=0.5 / lanes, combine=0.6 / lanes
+        )
+
+    model = StageModel.fit((2, of_lanes(2)), (4, of_lanes(4)), 4, 32, 4, traits)
+    for lanes in (1, 3):
+        times = vars(model.times(lanes, 1, True))
+        assert {name: times[name] for name in vars(of_lanes(lanes))} == pytest.approx(vars(of_lanes(lanes)))
+    chunked = model.times(2, 2, True)
+    assert chunked.experts == pytest.approx(0.4 + 1.0)  # a chunk costs again what a lane costs
+    assert chunked.dispatch == pytest.approx(1.48 * 0.25, rel=0.01)  # and sends some tokens twice
+    assert model.times(2, 2, False).dispatch == pytest.approx(0.25)
+    once = StageModel.fit((2, of_lanes(2)), (4, of_lanes(4)), 4, 32, 4, replace(traits, once=True)).times(2, 2, True)
+    assert once.dispatch == pytest.approx(0.25)  # a token travels once, most with the first chunk
+    assert (once.dispatch_shares[0], once.combine_shares[1]) == pytest.approx((0.74, 0.74), abs=0.01)
+    found = best_schedules(model, "prefill", [], max_lanes=2, max_chunks=1, keep=2)
+    assert [arm.name for arm in found] == ["searched_prefill_1", "searched_prefill_2"]
+    assert found[0].schedule.lanes == 2
+    others = best_schedules(model, "prefill", [Arm("known", found[0].schedule)], max_lanes=2, max_chunks=1, keep=1)
+    assert others[0].schedule.describe().partition(":")[2] == found[1].schedule.describe().partition(":")[2]
+
+
+# -- the command ----------------------------------------------------------------------------------------------------
+
+
+def test_state_is_of_one_run_only(tmp_path: Path) -> None:
+    path = tmp_path / "state.json"
+    assert load_state(path, {"model": 1}) is None
+    schedule = Schedule("searched_decode_1", chunks=2)
+    state = State(
+        {"model": 1}, {"decode/2": {SERIAL_ARM: [1.0], "x4": None}}, {"decode": [Arm(schedule.name, schedule)]}, 1, 5.0
+    )
+    save_state(path, state)
+    assert load_state(path, {"model": 1}) == state
+    assert load_state(path, {"model": 2}) is None
+    path.write_text("{", encoding="utf-8")
+    with pytest.raises(ConfigError, match="Remove it to start anew"):
+        load_state(path, {"model": 1})
+
+
+@pytest.mark.slow
+def test_a_run_that_was_stopped_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two short runs on two ranks: the second begins where the time of the first was up."""
+    model = make_qwen3_moe_checkpoint(tmp_path / "model")
+    out = tmp_path / "dbo.yaml"
+    words = ["tune", str(model), "--out", str(out), "--lanes", "2", "--modes", "decode", "verify", "--search-best", "1"]
+    words += ["--max-decode-tokens", "8", "--context", "8", "--emulated-link", "100", "50", "--draft-tokens", "1"]
+    kept: list[State] = []
+
+    def keep(path: Path, missing_ok: bool) -> None:  # in place of removing the state at the end
+        state = load_state(path, serving.workbench.tuning.tune._key(command))
+        assert state is not None
+        kept.append(state)
+
+    command = serving.workbench.tuning.tune.read("ubatch tune", "", [*words[1:], "--rounds", "1"])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Path, "unlink", keep)
+        assert main([*words, "--rounds", "1"]) == 0
+    assert kept[0].rounds == 1
+    capsys.readouterr()
+    assert main([*words, "--rounds", "2"]) == 0
+    shown = capsys.readouterr().out
+    assert "going on after" in shown
+    assert "2 whole rounds" in out.read_text(encoding="utf-8")
+    assert "single_batch" in shown
+    assert not out.with_name("dbo.yaml.state.json").exists()
+    assert out.with_suffix(".html").exists()
+    UBatchConfig.from_yaml(out)
+
+
+def test_wrong_calls_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["tune", TINY, "--device", "cuda"]) == 2
+    assert "--device cuda: there is no GPU here that torch can use" in capsys.readouterr().err
+    assert main(["tune", str(tmp_path)]) == 2
+    assert "config.json is missing" in capsys.readouterr().err
+    assert main(["tune", str(tmp_path), "--out", "x.html"]) == 2
+    assert "the settings are YAML" in capsys.readouterr().err
+    assert main(["tune", str(tmp_path), "--draft-tokens", "9", "--max-decode-tokens", "8"]) == 2
+    assert "fewer than two requests" in capsys.readouterr().err

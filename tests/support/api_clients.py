@@ -1,0 +1,140 @@
+"""Talking to an application without a network, and over a real server."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import threading
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import httpx
+import uvicorn
+from fake_engine import FakeEngine
+from fastapi import FastAPI
+from repository import TINY_MOE
+
+from serving.api import create_app
+from serving.requests import DraftCounts, RequestInput
+from serving.text.detokenizer import load_tokenizer
+
+MODEL = "tiny"
+SECONDS_TO_START = 60.0
+
+
+class Recorder:
+    """A `RequestObserver` that remembers."""
+
+    def __init__(self) -> None:
+        self.prompts: dict[str, int] = {}
+        self.counts: dict[str, int] = defaultdict(int)
+        self.drafted: dict[str, DraftCounts] = defaultdict(DraftCounts)
+        self.reasons: list[str] = []
+
+    def started(self, request_id: str, num_prompt_tokens: int) -> None:
+        self.prompts[request_id] = num_prompt_tokens
+
+    def tokens(self, request_id: str, count: int) -> None:
+        self.counts[request_id] += count
+
+    def drafts(self, request_id: str, counts: DraftCounts) -> None:
+        self.drafted[request_id] += counts
+
+    def finished(self, request_id: str, reason: str) -> None:
+        assert request_id in self.prompts
+        self.reasons.append(reason)
+
+
+@cache
+def tokenizer() -> Any:
+    """The committed checkpoint's, loaded once."""
+    return load_tokenizer(TINY_MOE)
+
+
+def says(text: str) -> Any:
+    """A reply: this text, then the end of sequence."""
+    ids = [*tokenizer().encode(text), 0]
+    return lambda request: ids
+
+
+def app_of(engine: FakeEngine, **options: Any) -> FastAPI:
+    """The application under test."""
+    return create_app(engine, tokenizer(), **{"served_model_name": MODEL, **options})
+
+
+def call(app: FastAPI, method: str, path: str, **options: Any) -> httpx.Response:
+    """One request, without a network."""
+
+    async def run() -> httpx.Response:
+        transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            return await client.request(method, path, **options)
+
+    return asyncio.run(run())
+
+
+def post(engine: FakeEngine | FastAPI, path: str, body: Any, **options: Any) -> httpx.Response:
+    """One POST of JSON."""
+    app = engine if isinstance(engine, FastAPI) else app_of(engine)
+    return call(app, "POST", path, json=body, **options)
+
+
+def complete(engine: FakeEngine | FastAPI, body: Mapping[str, Any]) -> dict[str, Any]:
+    """A completion that must be answered."""
+    response = post(engine, "/v1/completions", {"model": MODEL, "prompt": "Hello", **body})
+    assert response.status_code == 200, response.text
+    answer: dict[str, Any] = response.json()
+    return answer
+
+
+def chat(engine: FakeEngine | FastAPI, body: Mapping[str, Any]) -> dict[str, Any]:
+    """A chat completion that must be answered."""
+    messages = [{"role": "user", "content": "Hello"}]
+    response = post(engine, "/v1/chat/completions", {"model": MODEL, "messages": messages, **body})
+    assert response.status_code == 200, response.text
+    answer: dict[str, Any] = response.json()
+    return answer
+
+
+def stream(engine: FakeEngine | FastAPI, path: str, body: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The events of a stream, which must be exact server-sent events that end with `[DONE]`."""
+    defaults = {"prompt": "Hello"} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "Hi"}]}
+    response = post(engine, path, {"model": MODEL, "stream": True, **defaults, **body})
+    assert response.status_code == 200, response.text
+    return events_of(response)
+
+
+def events_of(response: httpx.Response) -> list[dict[str, Any]]:
+    """The data of a stream's events."""
+    assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
+    *events, done, end = response.text.split("\n\n")
+    assert (done, end) == ("data: [DONE]", "")
+    assert all(event.startswith("data: {") and "\n" not in event for event in events)
+    return [json.loads(event.removeprefix("data: ")) for event in events]
+
+
+def token_ids(request: RequestInput) -> list[int]:
+    """A prompt as a list."""
+    return list(request.token_ids)
+
+
+@contextmanager
+def serving(app: FastAPI) -> Iterator[str]:
+    """A real server on a free port; yields its address."""
+    listener = socket.socket()
+    listener.bind(("127.0.0.1", 0))
+    server = uvicorn.Server(uvicorn.Config(app, log_config=None, lifespan="off", timeout_graceful_shutdown=5))
+    thread = threading.Thread(target=server.run, args=([listener],), name="api server")
+    thread.start()
+    try:
+        address = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        httpx.get(f"{address}/health", timeout=SECONDS_TO_START)
+        yield address
+    finally:
+        server.should_exit = True
+        thread.join()
+        listener.close()

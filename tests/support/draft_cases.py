@@ -1,0 +1,168 @@
+"""What tests of draft networks share: small heads, a loop of steps, and drafting by recomputing everything."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from checkpoints import load_reference
+from repository import ROOT
+from torch import Tensor
+from torch.nn import functional as F
+
+from model_runner import ModelRunner, Request, SamplingParams, ScheduledRequest
+from model_runner.drafting import DraftProposer
+from model_runner.speculation import Draft
+
+EXAMPLES = ROOT / "examples"
+TINY_MOE = EXAMPLES / "models" / "tiny-moe"
+TINY_HEAD = EXAMPLES / "models" / "tiny-moe-eagle"
+PROMPTS = [[5, 17, 99, 3, 42, 42, 8], list(range(20, 41)), [130, 0, 64]]
+TOLERANCE = 1e-4
+
+Estimate = Callable[[list[int], Tensor], Tensor]
+"""From tokens `[n]` and the target's features `[n - 1, hidden]` to the estimates at all `n - 1` places."""
+
+
+def trainer() -> ModuleType:
+    """`examples/train_eagle_head.py`, whose head is the reference of the one that is served."""
+    if str(EXAMPLES) not in sys.path:
+        sys.path.append(str(EXAMPLES))
+    name = "train_eagle_head"
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[name] = module
+        spec.loader.exec_module(module)
+    return sys.modules[name]
+
+
+def make_head(path: Path, *, hidden_size: int = 48, vocab_size: int = 131, seed: int = 0) -> Any:
+    """A random head of the small checkpoints, saved to `path`; returns the reference."""
+    train = trainer()
+    torch.manual_seed(seed)
+    head = train.Head(train.HeadConfig(vocab_size, hidden_size, 56, 4, 2, 16, 1e-6, 10_000.0, 256))
+    with torch.no_grad():
+        for parameter in head.parameters():
+            if parameter.dim() == 1:
+                parameter.uniform_(0.5, 1.5)
+            parameter.copy_(parameter.half())  # as it is stored
+    path.mkdir(exist_ok=True)
+    train.save(head, path)
+    return head
+
+
+class Reference:
+    """The target by transformers, and chains and trees of drafts by recomputing all places for every draft."""
+
+    def __init__(self, target: Path, estimate: Callable[[Any], Estimate]) -> None:
+        self.model = load_reference(target)
+        self._estimate = estimate(self.model)
+
+    @torch.no_grad()
+    def features(self, tokens: list[int]) -> Tensor:
+        """`[n, hidden]`."""
+        return self.model.model(torch.tensor([tokens])).last_hidden_state[0]
+
+    @torch.no_grad()
+    def logits(self, tokens: list[int], drafts: Sequence[int]) -> Tensor:
+        """What the head says behind `drafts` that follow `tokens`, `[vocab]`."""
+        features = self.features(tokens[:-1])
+        for count in range(len(drafts) + 1):
+            estimates = self._estimate([*tokens, *drafts[:count]], features)
+            features = torch.cat((features, estimates[-1:]))
+        return F.linear(features[-1], self.model.get_output_embeddings().weight)
+
+
+def head_estimates(head: Any) -> Callable[[Any], Estimate]:
+    """The reference head's."""
+
+    def bind(model: Any) -> Estimate:
+        @torch.no_grad()
+        def estimate(tokens: list[int], features: Tensor) -> Tensor:
+            embedded = F.embedding(torch.tensor([tokens[1:]]), model.get_input_embeddings().weight)
+            (first,) = head(embedded, features[None], 1)
+            return first[0]
+
+        return estimate
+
+    return bind
+
+
+class Recording:
+    """A draft network that remembers the logits it gave."""
+
+    def __init__(self, network: Any) -> None:
+        self._network = network
+        self.config, self.reads_hidden = network.config, network.reads_hidden
+        self.given: list[Tensor] = []
+
+    def __call__(self, *inputs: Tensor) -> Tensor:
+        out: Tensor = self._network(*inputs)
+        return out
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """See `DraftNetwork`."""
+        logits: Tensor = self._network.compute_logits(hidden)
+        self.given.append(logits)
+        return logits
+
+
+def admitted(
+    runner: ModelRunner, prompts: Sequence[Sequence[int]] = PROMPTS, room: int = 64, **params: Any
+) -> list[Request]:
+    """Requests with rows and blocks for `room` more tokens each."""
+    requests = [Request(index, list(prompt), SamplingParams(**params)) for index, prompt in enumerate(prompts)]
+    for request in requests:
+        runner.admit(request, request.num_tokens + room)
+    return requests
+
+
+def step(runner: ModelRunner, shares: Sequence[ScheduledRequest]) -> list[int]:
+    """Run a step and take its tokens over; returns how many tokens each share got."""
+    output = runner.execute(shares)
+    for share, new in zip(shares, output.tokens, strict=True):
+        share.request.num_computed_tokens += len(new) if share.drafts else share.num_tokens
+        share.request.token_ids += new
+    return [len(new) for new in output.tokens]
+
+
+def prefill(runner: ModelRunner, requests: Sequence[Request], chunk: int = 1000) -> None:
+    """All prompts to their ends, at most `chunk` tokens of each per step."""
+    while waiting := [request for request in requests if request.num_computed_tokens < request.num_prompt_tokens]:
+        lens = [min(chunk, request.num_uncomputed_tokens) for request in waiting]
+        step(runner, [ScheduledRequest(request, length) for request, length in zip(waiting, lens, strict=True)])
+
+
+def verify(runner: ModelRunner, requests: Sequence[Request], drafts: Sequence[Draft]) -> list[int]:
+    """One verify step."""
+    pairs = zip(requests, drafts, strict=True)
+    shares = [ScheduledRequest(request, 1, draft.tokens, draft.parents, draft.probs) for request, draft in pairs]
+    return step(runner, shares)
+
+
+def drafted_tokens(
+    runner: ModelRunner, proposer: DraftProposer, requests: Sequence[Request], count: int, num_drafts: int
+) -> list[int]:
+    """Generate until every request has at least `count` tokens; returns all steps' accepted lengths."""
+    lengths = []
+    while running := [request for request in requests if request.num_output_tokens < count]:
+        lengths += verify(runner, running, proposer.propose(running, [num_drafts] * len(running)))
+    return lengths
+
+
+def plain_tokens(target: Path, prompts: Sequence[Sequence[int]], count: int) -> list[list[int]]:
+    """Greedy tokens without drafts."""
+    with ModelRunner(target, num_kv_blocks=512, block_size=4) as runner:
+        requests = admitted(runner, prompts, ignore_eos=True)
+        prefill(runner, requests)
+        for _ in range(count - 1):
+            step(runner, [ScheduledRequest(request, 1) for request in requests])
+        return [request.output_token_ids for request in requests]

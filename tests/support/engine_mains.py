@@ -1,0 +1,100 @@
+"""What engine processes run in tests: the real thing, or one that fails."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from repository import TINY_MOE
+
+from model_runner import ModelRunner, PendingStep, SamplingParams, ScheduledRequest
+from serving.engine import EngineClient, EngineOptions
+from serving.engine.rank import process
+from serving.engine.rank.process import run_engine
+from serving.requests import RequestInput
+from serving.scheduler import SchedulerConfig
+from ubatch import UBatchConfig
+
+POISON = 666
+"""A step with this token fails, with `run_poisonable_engine`."""
+
+
+def tiny(ranks: int = 1, *, expert_parallel: bool = False, **options: Any) -> EngineOptions:
+    """A small engine: overlaps from 4 tokens on."""
+    settings: dict[str, Any] = {
+        "scheduler": SchedulerConfig(max_model_len=512, max_num_seqs=16),
+        "dbo": UBatchConfig(dbo_decode_token_threshold=4, dbo_prefill_token_threshold=8),
+        "kv_cache_memory": 16 << 20,
+        **options,
+    }
+    return EngineOptions(TINY_MOE, data_parallel_size=ranks, enable_expert_parallel=expert_parallel, **settings)
+
+
+async def tokens_of(client: EngineClient, name: str, prompt: Sequence[int], params: SamplingParams) -> list[int]:
+    """What a request gives, in all."""
+    tokens: list[int] = []
+    async for output in client.generate(RequestInput(name, prompt, params)):
+        tokens += output.token_ids
+    return tokens
+
+
+def run_poisonable_engine(options: EngineOptions, rank: int, host: str, port: int) -> None:
+    """`run_engine`, in which a step with `POISON` raises on the rank that has it."""
+    launch = ModelRunner.launch
+
+    def poisoned(runner: ModelRunner, scheduled: Sequence[ScheduledRequest]) -> PendingStep:
+        if any(POISON in share.request.token_ids for share in scheduled):
+            raise ZeroDivisionError("poisoned")
+        return launch(runner, scheduled)
+
+    ModelRunner.launch = poisoned  # type: ignore[method-assign]
+    run_engine(options, rank, host, port)
+
+
+LATE_S = 12.0
+"""How much later than rank 0 rank 1 has its model, with `run_uneven_engine`."""
+
+
+def run_uneven_engine(options: EngineOptions, rank: int, host: str, port: int) -> None:
+    """`run_engine`, in which rank 1 takes long to load, as if it compiled what others do not."""
+    load = process.make_runner
+
+    def load_late(*args: Any, **kwargs: Any) -> ModelRunner:
+        time.sleep(LATE_S * rank)
+        return load(*args, **kwargs)
+
+    process.make_runner = load_late
+    run_engine(options, rank, host, port)
+
+
+def exit_at_once(options: EngineOptions, rank: int, host: str, port: int) -> None:
+    """A process that dies before it can say anything."""
+    os._exit(7)
+
+
+def wait_until(true: Callable[[], bool], timeout_s: float = 30.0) -> bool:
+    """Poll; whether it became true within the time."""
+    deadline = time.monotonic() + timeout_s
+    while not true() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return true()
+
+
+async def wait_for(true: Callable[[], bool], timeout_s: float = 30.0) -> bool:
+    """`wait_until` that lets the event loop run."""
+    deadline = time.monotonic() + timeout_s
+    while not true() and time.monotonic() < deadline:
+        await asyncio.sleep(0.02)
+    return true()
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process runs; one that has ended and was not waited for does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False

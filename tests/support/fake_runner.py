@@ -1,0 +1,311 @@
+"""A runner without a model: its KV cache holds which sequence every slot belongs to, and checks it at every read.
+
+The next token is a function of the tokens so far, as the *cache* has them: a slot keeps the position and a hash of all
+tokens up to there. A step that reads a slot which was freed, shared too early, or overwritten, finds another hash than
+its request's tokens give, and fails. Steps run when they are launched, as on a CPU.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+
+from attention import BlockAllocator, RequestToTokenTable
+from model_runner import PENDING_TOKEN, Proposer, SamplingParams, ScheduledRequest, StepOutput, TokenLogprobs
+from model_runner.speculation.ngram import NgramProposer
+from serving.requests import RequestInput, RequestOutput
+from serving.scheduler import ScheduledStep, Scheduler, SchedulerConfig
+from ubatch import Decision
+
+EOS = 0
+VOCAB = 50
+NextToken = Callable[[Sequence[int]], int]
+
+
+def hashed(tokens: Sequence[int]) -> int:
+    """A token that depends on all before it; now and then the end-of-sequence token."""
+    value = len(tokens)
+    for token in tokens:
+        value = (value * 1_000_003 + token + 1) % 2_147_483_647
+    return value % VOCAB
+
+
+def repeating(tokens: Sequence[int]) -> int:
+    """A token that depends on the last two only, so that outputs run into cycles which can be predicted."""
+    a, b = ([1, *tokens])[-2:]
+    return (a * 7 + b * 3) % 11 + 1
+
+
+def expected(
+    prompt: Sequence[int], params: SamplingParams, *, limit: int = 1 << 30, next_token: NextToken = hashed
+) -> list[int]:
+    """The output of a request, without any scheduler.
+
+    Args:
+        prompt: its tokens.
+        params: `max_tokens`, `min_tokens` and the stop tokens count.
+        limit: most tokens of prompt and output.
+        next_token: the runner's.
+    """
+    tokens = list(prompt)
+    ends = {*params.stop_token_ids, *([] if params.ignore_eos else [EOS])}
+    while len(tokens) - len(prompt) < params.max_tokens and len(tokens) < limit:
+        tokens.append(next_token(tokens))
+        if tokens[-1] in ends and len(tokens) - len(prompt) >= params.min_tokens:
+            break
+    return tokens[len(prompt) :]
+
+
+@dataclass
+class FakePending:
+    """A step that has run. `tokens` is filled by `sample`."""
+
+    runner: FakeRunner
+    sequences: list[tuple[ScheduledRequest, int, list[int]]]
+    logprobs: tuple[tuple[TokenLogprobs | None, ...], ...]
+    tokens: list[tuple[int, ...]] | None = None
+    num_prefills: int = 0
+    period_us: int = 0
+
+    def sample(self) -> None:
+        assert self.tokens is None, "sampled twice"
+        self.tokens = [self._sample(*sequence) for sequence in self.sequences]
+
+    def _sample(self, share: ScheduledRequest, row: int, tokens: list[int]) -> tuple[int, ...]:
+        if not tokens:
+            return ()
+        params = share.request.params
+        if params.needs_history:
+            known = share.request.token_ids[: len(tokens)]
+            assert known == tokens, f"history {known} when it is sampled, {tokens} in the cache"
+        sampled: list[int] = []
+        path: list[int] = []  # nodes of the drafts that are right
+        while True:
+            sampled.append(self.runner.next_token([*tokens, *sampled]))
+            node = path[-1] if path else 0
+            children = [n for n, parent in enumerate(parents_of(share), 1) if parent == node]
+            right = [child for child in children if share.drafts[child - 1] == sampled[-1]]
+            if not right:
+                break
+            path.append(right[0])
+        if path:
+            self.runner.keep(share, row, path)
+        if not share.drafts:
+            self.runner.future[row] = sampled[-1]
+        return tuple(sampled)
+
+    def result(self) -> StepOutput:
+        assert self.tokens is not None, "result before sample"
+        logprobs = [
+            tuple(TokenLogprobs(token, -1.0, 1, ()) for token in tokens)
+            if share.request.params.logprobs is not None
+            else ()
+            for (share, _, _), tokens in zip(self.sequences, self.tokens, strict=True)
+        ]
+        num_tokens = sum(share.num_tokens + len(share.drafts) for share, _, _ in self.sequences)
+        told = {"prefill_tokens": (self.num_prefills,), "period_us": self.period_us}
+        decision = Decision(False, None, None, ((num_tokens,),), **told)  # type: ignore[arg-type]
+        return StepOutput(tuple(self.tokens), tuple(logprobs), self.logprobs, decision, all_idle=not self.sequences)
+
+
+def parents_of(share: ScheduledRequest) -> Sequence[int]:
+    """Of each draft the node before it: 0 is the last known token, `j + 1` draft `j`."""
+    return range(len(share.drafts)) if share.parents is None else share.parents
+
+
+class FakeRunner:
+    """An executor for `Scheduler`, with its allocator and table.
+
+    Args:
+        num_blocks: of the KV cache.
+        block_size: tokens per block.
+        max_num_seqs: rows of the table.
+        max_model_len: tokens of a row.
+        next_token: from the tokens so far to the next.
+        checked: look at the KV cache; without it only tokens are made (to measure the scheduler).
+        step_us: how long a step of so many decodes and prompt tokens takes, on a clock that does not tick.
+        overlapped: a step's time is told by the vote of the second step after it, not of the next.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int = 64,
+        block_size: int = 4,
+        *,
+        max_num_seqs: int = 16,
+        max_model_len: int = 128,
+        next_token: NextToken = hashed,
+        checked: bool = True,
+        step_us: Callable[[int, int], int] = lambda decodes, prefills: 0,
+        overlapped: bool = False,
+    ) -> None:
+        self.step_us = step_us
+        self.periods = deque([0] * (1 + overlapped))
+        self.allocator = BlockAllocator(num_blocks)
+        self.table = RequestToTokenTable(max_num_seqs, -(-max_model_len // block_size), block_size)
+        self.next_token = next_token
+        self.future = [PENDING_TOKEN] * max_num_seqs
+        self.slots: list[tuple[int, int] | None] = [None] * (num_blocks * block_size)
+        self.checked = checked
+        self.num_steps = 0
+        self.steps: list[list[tuple[str, int, int]]] = []
+        """Of every step that was not empty: (request, tokens, drafts) of each share."""
+
+    def launch(self, shares: Sequence[ScheduledRequest]) -> FakePending:
+        pending = self._launch(shares)
+        counts = [s.num_tokens for s in shares if s.num_tokens > 1 or not s.request.num_computed_tokens]
+        pending.num_prefills, pending.period_us = sum(counts), self.periods.popleft()
+        self.periods.append(self.step_us(len(shares) - len(counts), sum(counts)))
+        return pending
+
+    def _launch(self, shares: Sequence[ScheduledRequest]) -> FakePending:
+        self.num_steps += bool(shares)
+        if not self.checked:
+            return FakePending(self, [(share, share.request.row or 0, [1]) for share in shares], ((),) * len(shares))
+        if shares:
+            self.steps.append([(str(s.request.request_id), s.num_tokens, len(s.drafts)) for s in shares])
+        assert len({(len(s.drafts), s.num_tokens) for s in shares}) == 1 or not any(s.drafts for s in shares)
+        logprobs = tuple(self._prompt_logprobs(share) for share in shares)
+        return FakePending(self, [self._run(share) for share in shares], logprobs)
+
+    def _run(self, share: ScheduledRequest) -> tuple[ScheduledRequest, int, list[int]]:
+        """Read what is cached, write what is new; returns the tokens to sample after, or none."""
+        request = share.request
+        assert request.row is not None
+        tokens = list(request.token_ids)
+        if tokens[-1] == PENDING_TOKEN:
+            tokens[-1] = self.future[request.row]
+        assert PENDING_TOKEN not in tokens, "only the last token may be pending"
+        start, stop = request.num_computed_tokens, request.num_computed_tokens + share.num_tokens
+        assert 0 < share.num_tokens <= len(tokens) - start
+        size = self.table.block_size
+        blocks = self.table.blocks(request.row)
+        value = 0
+        for place, token in enumerate(tokens[:stop]):
+            value = hash((value, place, token))
+            slot = blocks[place // size] * size + place % size
+            if place < start:
+                assert self.slots[slot] == (place, value), f"{request.request_id}: the KV of token {place} is another's"
+            else:
+                self.slots[slot] = (place, value)
+        path = [(stop - 1, value)]  # of every node its place in the sequence, and the hash of its path
+        for node, (token, parent) in enumerate(zip(share.drafts, parents_of(share), strict=True), 1):
+            assert parent < node, "a draft comes before its parent"
+            place = path[parent][0] + 1
+            path.append((place, hash((path[parent][1], place, token))))
+            slot = stop - 1 + node
+            self.slots[blocks[slot // size] * size + slot % size] = path[node]
+        return share, request.row, tokens if stop == len(tokens) else []
+
+    def keep(self, share: ScheduledRequest, row: int, path: Sequence[int]) -> None:
+        """Move the KV of the drafts that were right to the places of their tokens, as the runner does with a tree."""
+        size, root = self.table.block_size, share.request.num_computed_tokens
+        blocks = self.table.blocks(row)
+        for offset, node in enumerate(path, 1):
+            old, new = root + node, root + offset
+            self.slots[blocks[new // size] * size + new % size] = self.slots[blocks[old // size] * size + old % size]
+
+    @staticmethod
+    def _prompt_logprobs(share: ScheduledRequest) -> tuple[TokenLogprobs | None, ...]:
+        request = share.request
+        if request.params.prompt_logprobs is None:
+            return ()
+        start = request.num_computed_tokens
+        places = range(start, min(start + share.num_tokens, request.num_prompt_tokens))
+        return tuple(TokenLogprobs(request.token_ids[p], -1.0, 1, ()) if p else None for p in places)
+
+
+@dataclass
+class Loop:
+    """Scheduler and fake runner, in the order of an engine: plain, or overlapped with results one step late."""
+
+    scheduler: Scheduler
+    runner: FakeRunner
+    overlapped: bool = False
+    outputs: dict[str, list[RequestOutput]] = field(default_factory=dict)
+    _flight: tuple[ScheduledStep, FakePending] | None = None
+
+    def step(self) -> ScheduledStep:
+        step = self.scheduler.schedule()
+        assert step.shares or self._flight or not self.scheduler.has_work, "nothing runs although somebody waits"
+        pending = self.runner.launch(step.shares)
+        self.scheduler.advance(step)
+        if not step.delay_sampling:
+            pending.sample()
+        if self.overlapped:
+            self._process()
+        if step.delay_sampling:
+            pending.sample()
+        self._flight = (step, pending)
+        if not self.overlapped:
+            self._process()
+        return step
+
+    def run(self, most_steps: int = 10_000) -> None:
+        """Until nothing is left."""
+        while self.scheduler.has_work or self._flight is not None:
+            most_steps -= 1
+            assert most_steps > 0, "it does not come to an end"
+            self.step()
+            if not self.scheduler.has_work:
+                self._process()
+        self.scheduler.check(idle=True)
+
+    def _process(self) -> None:
+        if self._flight is not None:
+            step, pending = self._flight
+            self._flight = None
+            for output in self.scheduler.process(step, pending.result()):
+                self.outputs.setdefault(output.request_id, []).append(output)
+
+    def tokens(self, request_id: str) -> list[int]:
+        return [token for output in self.outputs[request_id] for token in output.token_ids]
+
+    def add(
+        self, request_id: str, prompt: Sequence[int], *, priority: int = 0, group: str = "", **params: object
+    ) -> None:
+        sampling = SamplingParams(**params)  # type: ignore[arg-type]
+        self.scheduler.add(RequestInput(request_id, prompt, sampling, priority, group))
+
+
+def make_loop(
+    *,
+    num_blocks: int = 64,
+    block_size: int = 4,
+    max_model_len: int = 128,
+    max_num_seqs: int = 16,
+    next_token: NextToken = hashed,
+    overlapped: bool = False,
+    checked: bool = True,
+    proposer: Proposer | None = None,
+    prompt_lookup_min: int = 2,
+    step_us: Callable[[int, int], int] = lambda decodes, prefills: 0,
+    **config: object,
+) -> Loop:
+    """A scheduler over a fake runner. What is not named here is `SchedulerConfig`'s; drafts are n-grams by default."""
+    runner = FakeRunner(
+        num_blocks,
+        block_size,
+        max_num_seqs=max_num_seqs,
+        max_model_len=max_model_len,
+        next_token=next_token,
+        checked=checked,
+        step_us=step_us,
+        overlapped=overlapped,
+    )
+    settings = SchedulerConfig(max_num_seqs=max_num_seqs, max_model_len=max_model_len, **config)  # type: ignore[arg-type]
+    if proposer is None and settings.num_speculative_tokens:
+        proposer = NgramProposer(prompt_lookup_min, 4)
+    scheduler = Scheduler(
+        settings, runner.allocator, runner.table, eos_token_ids=[EOS], vocab_size=VOCAB, proposer=proposer
+    )
+    return Loop(scheduler, runner, overlapped)
+
+
+def be_optimistic(loop: Loop) -> None:
+    """Keep no KV for outputs: as many requests as can be are admitted, and many retracted."""
+    loop.scheduler._ratio = SimpleNamespace(  # type: ignore[assignment]
+        decay=lambda: None, reset=lambda: None, estimate=lambda running: None, tokens=lambda requests: 0
+    )

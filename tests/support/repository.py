@@ -1,0 +1,14 @@
+"""Where the repository's own files lie."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+__all__ = ["MODELS", "ROOT", "SUPPORT", "TESTS", "TINY_MOE"]
+
+ROOT = Path(__file__).resolve().parents[2]
+TESTS = ROOT / "tests"
+SUPPORT = TESTS / "support"
+"""What tests share; programs that they start find it by `PYTHONPATH`."""
+MODELS = ROOT / "examples" / "models"
+TINY_MOE = MODELS / "tiny-moe"

@@ -1,0 +1,105 @@
+"""`ubatch serve` as a process, and what its clients see."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from repository import ROOT
+
+MODEL = "examples/models/tiny-moe"
+
+
+PATIENCE_S = 90.0
+
+
+PROMPTS = ["def main(", "import os", "class Server:", "for i in", "if __name__", "return self.", "while True:", "try:"]
+
+
+class Server:
+    """A server in a process of its own, and what it has printed."""
+
+    def __init__(self, *words: str) -> None:
+        command = [sys.executable, "-c", "import sys; from serving.cli import main; sys.exit(main())", "serve", *words]
+        self.process = subprocess.Popen(
+            command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+        )
+        self.lines: list[str] = []
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.lines.append(line.rstrip("\n"))
+        self.process.stdout.close()
+
+    @property
+    def text(self) -> str:
+        return "\n".join(self.lines)
+
+    def wait_for(self, pattern: str) -> str:
+        """The first group of a line that is printed, now or later."""
+        deadline = time.monotonic() + PATIENCE_S
+        over = False
+        while not over:
+            over = not self._reader.is_alive() or time.monotonic() > deadline
+            if found := re.search(pattern, self.text):
+                return found[1] if found.groups() else found[0]
+            time.sleep(0.05)
+        pytest.fail(f"{pattern!r} does not come (exit status {self.process.poll()}):\n{self.text}")
+
+    @property
+    def url(self) -> str:
+        return self.wait_for(r"ready on (http://\S+)")
+
+    def end(self, timeout_s: float = PATIENCE_S) -> int:
+        """Wait for its exit status; everything that it started must be gone too."""
+        try:
+            status = self.process.wait(timeout_s)
+            self._reader.join(timeout_s)  # until nobody has the pipe any more
+            assert not self._reader.is_alive(), f"somebody lives on:\n{self.text}"
+            return status
+        finally:
+            if self.process.poll() is None or self._reader.is_alive():
+                os.killpg(self.process.pid, signal.SIGKILL)
+                self.process.wait()
+
+
+def metric(server: Server, name: str, **labels: str) -> float:
+    text = httpx.get(f"{server.url}/metrics", timeout=PATIENCE_S).text
+    samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+    return sum(s.value for s in samples if s.name == name and labels.items() <= s.labels.items())
+
+
+def stream_lines(url: str, max_tokens: int, lines: list[str], began: threading.Event) -> None:
+    """Stream a completion of exactly so many tokens; collects the lines until the connection ends."""
+    body = {"model": MODEL, "prompt": "def main(", "max_tokens": max_tokens, "ignore_eos": True, "stream": True}
+    try:
+        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=PATIENCE_S) as response:
+            for line in response.iter_lines():
+                lines.append(line)
+                began.set()
+    except httpx.HTTPError as error:
+        lines.append(f"cut: {error!r}")
+    finally:
+        began.set()
+
+
+def sick(url: str) -> str:
+    """What `/health` says once it says that the server is not well, which it must within 20 seconds."""
+    begun = time.monotonic()
+    health = httpx.get(f"{url}/health", timeout=PATIENCE_S)
+    while health.status_code == 200 and time.monotonic() - begun < 20:
+        time.sleep(0.05)
+        health = httpx.get(f"{url}/health", timeout=PATIENCE_S)
+    assert health.status_code == 503
+    return health.text

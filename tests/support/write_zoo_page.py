@@ -1,0 +1,89 @@
+"""Run the zoo and write its table, `docs/zoo.md`: `PYTHONPATH=. python tests/support/write_zoo_page.py` from the root.
+
+An entry whose outcome is not the expected one is printed, and nothing is written.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+
+from repository import ROOT
+from zoo import ENTRIES
+from zoo_check import Twins, built
+from zoo_entry import OVERLAPS, Entry
+
+HEAD = """# The zoo
+
+Modules from elsewhere, wrapped at the lowest thresholds and called three times (in 16 bits, four) at every batch of the
+table: at first, while the wrapper learns, and again. At every call the result, what was written to arguments and
+caches, the state of the module and of the random number generators are those of the bare module, within rounding.
+*overlaps*: the last call ran in lanes, by its trace. *whole*: it was the bare call, and the reason was counted.
+*either*: both are right, and equal. A batch of one row is never cut.
+
+{count} modules: {overlaps} overlap, {whole} run whole, {either} may do either. The last batch of a row is the
+one that equals another size of the call, which is named. `tests/support/zoo*.py` has the modules and the expected
+outcomes, `tests/ubatch/wrapping/test_zoo.py` runs them, and `tests/support/write_zoo_page.py` writes this page.
+
+| module | family | batches | collides with | outcome | reason |
+|---|---|---|---|---|---|
+"""
+
+
+def page() -> str:
+    """The page that the expected outcomes make."""
+    kinds = [kind_of(entry) for entry in ENTRIES.values()]
+    counts = {kind: kinds.count(kind) for kind in ("overlaps", "whole", "either")}
+    return HEAD.format(count=len(ENTRIES), **counts) + "".join(map(row_of, ENTRIES.values()))
+
+
+def row_of(entry: Entry) -> str:
+    """The table's row of an entry."""
+    others = [f"at {batch}: {_words(entry.expected(batch))}" for batch in sorted(entry.at)]
+    cells = [
+        entry.name,
+        entry.family,
+        ", ".join(map(str, entry.batches)),
+        entry.with_what,
+        kind_of(entry),
+        "; ".join(filter(None, [_words(entry.outcomes - {OVERLAPS}), *others])),
+    ]
+    return "| " + " | ".join(cells) + " |\n"
+
+
+def kind_of(entry: Entry) -> str:
+    """What becomes of a batch of several rows, as a rule."""
+    if OVERLAPS not in entry.outcomes:
+        return "whole"
+    return "overlaps" if entry.outcomes == {OVERLAPS} else "either"
+
+
+def _words(reasons: frozenset[str]) -> str:
+    return " or ".join(f"`{reason}`" if reason != OVERLAPS else reason for reason in sorted(reasons))
+
+
+def unexpected(entry: Entry) -> Iterator[str]:
+    """What an entry does that it should not."""
+    for batch in entry.batches:
+        try:
+            seen = Twins.of(entry, built(entry, batch)).compare(batch)
+        except Exception as error:
+            seen = {f"{type(error).__name__}: {error}"}
+        if not seen <= entry.expected(batch):
+            yield f"{entry.name}, batch {batch}: {sorted(seen)}, not {sorted(entry.expected(batch))}"
+
+
+def main() -> int:
+    """Run all, and write the page if all did as expected."""
+    wrong = [line for entry in ENTRIES.values() for line in unexpected(entry)]
+    if wrong:
+        print("\n".join(wrong), file=sys.stderr)
+        return 1
+    path = ROOT / "docs" / "zoo.md"
+    path.write_text(page(), encoding="utf-8")
+    print(f"wrote {path}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

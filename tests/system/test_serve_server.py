@@ -1,0 +1,121 @@
+"""Draining, without engines: what it waits for, and what ends the waiting."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from fastapi import FastAPI
+from repository import TINY_MOE
+
+from serving import server
+from serving.options import Machine, ServeCommand, resolve_settings, to_engine_options
+from serving.options.sources import read_keywords
+from serving.requests import EngineDead
+from serving.server import _Serve, _Stop, _unless
+from serving.text.detokenizer import load_tokenizer
+from ubatch import ConfigError
+
+
+class FakeClient:
+    num_outstanding = 1
+
+
+def drain(happens: Callable[[FakeClient, _Stop, asyncio.Future[Any]], None], drain_timeout_s: float) -> FakeClient:
+    """Drain a server with one request, while something happens a moment later."""
+    keywords = {"model": TINY_MOE, "drain_timeout_s": drain_timeout_s}
+    settings = resolve_settings(read_keywords(keywords), machine=Machine())
+    client = FakeClient()
+    second: list[int] = []
+
+    async def run() -> None:
+        app, stop = FastAPI(), _Stop(second.append)
+        died: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        signal.raise_signal(signal.SIGTERM)
+        await asyncio.wait_for(stop.came.wait(), 30)
+        with socket.socket() as listener:
+            serve = _Serve(ServeCommand(settings, to_engine_options(settings), False), listener, 1024)
+            asyncio.get_running_loop().call_later(0.05, happens, client, stop, died)
+            fake: Any = client
+            task: Any = died
+            await asyncio.wait_for(serve._drain(fake, app, stop, task), 30)
+            assert app.state.draining
+            signal.raise_signal(signal.SIGINT)
+            await asyncio.sleep(0.01)
+            assert second == [signal.SIGINT]
+
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        asyncio.run(run())
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    return client
+
+
+def finish(client: FakeClient, stop: _Stop, died: asyncio.Future[Any]) -> None:
+    client.num_outstanding = 0
+
+
+def die(client: FakeClient, stop: _Stop, died: asyncio.Future[Any]) -> None:
+    died.set_result(EngineDead("rank 0 was killed."))
+
+
+def nothing(client: FakeClient, stop: _Stop, died: asyncio.Future[Any]) -> None:
+    pass
+
+
+@pytest.mark.parametrize(
+    ("happens", "drain_timeout_s", "left"),
+    [(finish, 600.0, 0), (die, 600.0, 1), (nothing, 0.1, 1)],
+)
+def test_draining_ends(
+    happens: Callable[[FakeClient, _Stop, asyncio.Future[Any]], None], drain_timeout_s: float, left: int
+) -> None:
+    assert drain(happens, drain_timeout_s).num_outstanding == left
+
+
+def test_a_broken_chat_template_ends_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before any engine starts."""
+
+    def broken(model: Path) -> Any:
+        tokenizer = load_tokenizer(model)
+        tokenizer.chat_template = "{% if %}"
+        return tokenizer
+
+    monkeypatch.setattr(server, "load_tokenizer", broken)
+    monkeypatch.delattr(server.EngineClient, "start")
+    monkeypatch.setattr(server, "_Stop", lambda _: SimpleNamespace(first=asyncio.Event()))
+    settings = resolve_settings(read_keywords({"model": TINY_MOE}), machine=Machine())
+    with socket.socket() as listener, pytest.raises(ConfigError, match="chat template"):
+        asyncio.run(_Serve(ServeCommand(settings, to_engine_options(settings), False), listener, 100).run())
+
+
+def test_work_is_called_off_and_waited_for() -> None:
+    ended: list[str] = []
+
+    async def work(after_s: float = 0.05) -> str:
+        try:
+            await asyncio.sleep(after_s)
+            return "done"
+        finally:
+            ended.append("work")
+
+    async def run() -> None:
+        event = asyncio.Event()
+        assert await _unless(event, work()) == "done"
+        event.set()
+        assert await _unless(event, work()) is None
+        assert ended == ["work", "work"]
+        event.clear()
+        asyncio.get_running_loop().call_later(0.01, event.set)
+        assert await _unless(event, work(after_s=60)) is None
+        assert ended == ["work", "work", "work"]
+
+    asyncio.run(run())
