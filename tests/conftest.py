@@ -23,7 +23,7 @@ import numpy as np
 import pytest
 import torch
 from forked import AsSpawned
-from repository import ROOT, SUPPORT
+from repository import ROOT, SUPPORT, TESTS
 from tqdm import tqdm
 
 from ubatch.kernels import c_jit
@@ -87,7 +87,7 @@ def pytest_make_collect_report(
 def _is_foreign(package: str) -> bool:
     """Whether it would come from a package index, not from this tree."""
     return bool(package) and not any(
-        (place / name).exists() for place in (SUPPORT, ROOT) for name in (package, f"{package}.py")
+        (place / name).exists() for place in (SUPPORT, TESTS, ROOT) for name in (package, f"{package}.py")
     )
 
 

@@ -94,7 +94,7 @@ def test_what_is_a_machines_own_may_differ(tmp_path: Path) -> None:
     )
     require_same_shape(two_nodes(), describe_shape(there), 1)
     (copy / "config.json").write_text(json.dumps(json.loads((copy / "config.json").read_text()) | {"vocab_size": 7}))
-    with pytest.raises(ConfigError, match=r"config\.json of TINY_MOE \(SHA-256\) is \"[0-9a-f]{16}\" on node 0"):
+    with pytest.raises(ConfigError, match=r"config\.json of MODEL \(SHA-256\) is \"[0-9a-f]{16}\" on node 0"):
         require_same_shape(two_nodes(), describe_shape(there), 1)
     (copy / "config.json").unlink()
     with pytest.raises(ConfigError, match=r"unreadable \(No such file"):
