@@ -10,6 +10,7 @@ from pydantic.json_schema import models_json_schema
 
 from serving.api.http.routes import STREAMED
 from serving.api.service import Service
+from serving.api.token_limits import MAX_ALLOWED_OF_ALL
 
 __all__ = ["complete_description"]
 
@@ -57,6 +58,8 @@ def _add_limits(properties: dict[str, Any], service: Service) -> None:
         for item in _items(properties.get(field, {})):
             if item.get("type") == "integer":
                 item |= {"minimum": 0, "maximum": info.vocab_size - 1}
+    for kind in _kinds(properties.get("allowed_token_ids", {}), "array"):
+        kind["maxItems"] = MAX_ALLOWED_OF_ALL
     for field in ("max_tokens", "max_completion_tokens", "min_tokens"):
         for kind in _kinds(properties.get(field, {}), "integer"):
             kind["maximum"] = info.max_model_len - 1

@@ -165,7 +165,7 @@ def test_the_description_says_the_limits() -> None:
         words, _ = schemas[kind]["properties"]["bad_words"]["anyOf"]
         assert (words["maxItems"], words["items"]["maxLength"]) == (MAX_BAD_WORDS, MAX_BAD_WORD_CHARACTERS)
         allowed, _ = schemas[kind]["properties"]["allowed_token_ids"]["anyOf"]
-        assert (allowed["minItems"], allowed["items"]["minimum"]) == (1, 0)
+        assert (allowed["minItems"], allowed["maxItems"], allowed["items"]["minimum"]) == (1, MAX_ALLOWED_OF_ALL, 0)
 
 
 @given(
