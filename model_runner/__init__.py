@@ -25,6 +25,7 @@ random_checkpoint     a large model with random weights, for measuring
 
 from model_runner.auto.dbo_auto import DboAuto
 from model_runner.auto.step_cost import split_cost
+from model_runner.decoder.base import check_tensor_parallel
 from model_runner.errors import (
     CheckpointError,
     CheckpointFileMissing,
@@ -46,7 +47,7 @@ from model_runner.models import (
     model_class,
     register_model,
 )
-from model_runner.parallel.tensor_parallel import TensorParallel, check_tensor_parallel
+from model_runner.parallel.tensor_parallel import TensorParallel
 from model_runner.pending_step import PendingStep, StepOutput
 from model_runner.runner import ModelRunner
 from model_runner.sampling.draws import fresh_seed

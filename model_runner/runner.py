@@ -38,7 +38,7 @@ from attention import (
 from model_runner.auto.dbo_auto import make_step_settings
 from model_runner.auto.step_cost import split_cost
 from model_runner.backend_choice import resolve_attention, resolve_experts
-from model_runner.decoder.base import CausalLM, ExpertParallel, ModelConfig
+from model_runner.decoder.base import CausalLM, ExpertParallel, ModelConfig, check_tensor_parallel
 from model_runner.drafting.proposer import DraftProposer
 from model_runner.drafting.setting import DraftSetting
 from model_runner.graphs.batches import CapturedSteps
@@ -49,14 +49,14 @@ from model_runner.memory.host_memory import keep_freed_memory
 from model_runner.memory.kv_memory import KVMemory
 from model_runner.memory.memory_profile import CudaMemory, DeviceMemory, measured_blocks
 from model_runner.models.registry import model_class
-from model_runner.parallel.tensor_parallel import check_tensor_parallel, content_of, make_tensor_parallel
+from model_runner.parallel.tensor_parallel import make_tensor_parallel
 from model_runner.parallel.transport import check_schedules, make_transport
 from model_runner.pending_step import PendingStep, SamplingContext, StepOutput
 from model_runner.runner_options import check_max_model_len, is_fp8, with_group
 from model_runner.speculation.accept import Acceptance, check_acceptance
 from model_runner.speculation.proposer import StepObserver
 from model_runner.step.context import step_context
-from model_runner.step.dp import Coordination, coordinate_batch_across_dp
+from model_runner.step.dp import Coordination, content_of, coordinate_batch_across_dp
 from model_runner.step.future_map import FutureMap
 from model_runner.step.graph_sizes import GraphShape
 from model_runner.step.input_batch import InputBatch, build_input_batch

@@ -15,7 +15,7 @@ from model_runner.weights.weights import Checkpoint
 from moe import All2All
 from ubatch import ConfigError, get_forward_context
 
-__all__ = ["CausalLM", "ExpertParallel", "ModelConfig", "current_plan"]
+__all__ = ["CausalLM", "ExpertParallel", "ModelConfig", "check_tensor_parallel", "current_plan"]
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,35 @@ class ModelConfig:
     def expert_intermediate_size(self) -> int | None:
         """Columns of a routed expert; None for a dense model. Without it `auto` does not measure the experts."""
         return None
+
+
+def check_tensor_parallel(config: ModelConfig, size: int) -> None:
+    """Whether a model can be shared by so many ranks.
+
+    Args:
+        config: of the model.
+        size: ranks of a replica.
+
+    Raises:
+        ConfigError: its heads, key/value heads or dense MLPs do not divide.
+    """
+    if size < 1:
+        raise ConfigError(f"tensor_parallel_size must be at least 1, not {size}.")
+    shape, dense = config.attention, config.dense_intermediate_size
+    if shape.num_heads % size:
+        raise _undivided(size, f"its {shape.num_heads} attention heads")
+    kv_heads = size if isinstance(shape, MLAShape) else shape.num_kv_heads
+    if kv_heads % size and size % kv_heads:
+        raise _undivided(size, f"its {kv_heads} key/value heads, nor they it")
+    if dense is not None and dense % size:
+        raise _undivided(size, f"the intermediate size {dense} of its dense MLPs")
+
+
+def _undivided(size: int, what: str) -> ConfigError:
+    return ConfigError(
+        f"tensor_parallel_size {size} does not fit the model: it does not divide {what}. Choose another, or run more "
+        "data-parallel ranks instead."
+    )
 
 
 @dataclass(frozen=True)

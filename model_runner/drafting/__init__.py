@@ -1,5 +1,6 @@
 """Networks that draft: a head, a multi-token-prediction layer, or a small model.
 
+target      what a draft network needs of the target's runner
 network     the networks, and loading them
 runner      a draft network's own keys and values, and the batches that it runs
 graphs      those batches as CUDA graphs

@@ -12,13 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from torch import Tensor, nn
 
 from model_runner.backend_choice import resolve_experts
 from model_runner.decoder.base import CausalLM, ExpertParallel, ModelConfig
 from model_runner.decoder.decoder import DecoderLM
+from model_runner.drafting.target import TargetRunner
 from model_runner.models.eagle import EAGLE_ARCHITECTURE, EagleHead
 from model_runner.models.mtp import MTPLayer
 from model_runner.models.registry import model_class
@@ -26,9 +27,6 @@ from model_runner.parallel.transport import make_transport
 from model_runner.weights.dummy_weights import open_checkpoint
 from model_runner.weights.weights import Checkpoint
 from ubatch import ConfigError, nearest
-
-if TYPE_CHECKING:  # the runner's batches import what builds trees, which is in this package
-    from model_runner.runner import ModelRunner
 
 __all__ = ["DraftModel", "DraftNetwork", "load_draft"]
 
@@ -83,7 +81,7 @@ class DraftModel(nn.Module):
         return out
 
 
-def load_draft(algorithm: str, path: str | Path | None, runner: ModelRunner) -> DraftNetwork:
+def load_draft(algorithm: str, path: str | Path | None, runner: TargetRunner) -> DraftNetwork:
     """The draft network of a runner, on its device and in its dtype.
 
     Args:
@@ -112,7 +110,7 @@ def load_draft(algorithm: str, path: str | Path | None, runner: ModelRunner) -> 
     return network
 
 
-def _load_eagle(runner: ModelRunner, checkpoint: Checkpoint) -> DraftNetwork:
+def _load_eagle(runner: TargetRunner, checkpoint: Checkpoint) -> DraftNetwork:
     if checkpoint.architecture != EAGLE_ARCHITECTURE:
         raise ConfigError(
             f"{checkpoint.path} is a {checkpoint.architecture}, not a draft head ({EAGLE_ARCHITECTURE}). If it is a "
@@ -124,12 +122,12 @@ def _load_eagle(runner: ModelRunner, checkpoint: Checkpoint) -> DraftNetwork:
         return EagleHead(_decoder(runner), checkpoint, _alone(runner, None)).eval()
 
 
-def _load_mtp(runner: ModelRunner, checkpoint: Checkpoint) -> DraftNetwork:
+def _load_mtp(runner: TargetRunner, checkpoint: Checkpoint) -> DraftNetwork:
     with checkpoint.one_pass():
         return MTPLayer(_decoder(runner), checkpoint, _alone(runner, runner.config)).eval()
 
 
-def _load_model(runner: ModelRunner, checkpoint: Checkpoint) -> DraftNetwork:
+def _load_model(runner: TargetRunner, checkpoint: Checkpoint) -> DraftNetwork:
     if checkpoint.architecture == EAGLE_ARCHITECTURE:
         raise ConfigError(f"{checkpoint.path} is a draft head, not a model of its own; choose eagle.")
     _check_fits(checkpoint, "vocab_size", runner.config.vocab_size)
@@ -143,14 +141,14 @@ def _load_model(runner: ModelRunner, checkpoint: Checkpoint) -> DraftNetwork:
     return DraftModel(kind.load(config, checkpoint, _alone(runner, config)).eval())
 
 
-_LOADERS: dict[str, Callable[[ModelRunner, Checkpoint], DraftNetwork]] = {
+_LOADERS: dict[str, Callable[[TargetRunner, Checkpoint], DraftNetwork]] = {
     "draft_model": _load_model,
     "eagle": _load_eagle,
     "mtp": _load_mtp,
 }
 
 
-def _decoder(runner: ModelRunner) -> DecoderLM:
+def _decoder(runner: TargetRunner) -> DecoderLM:
     """The target, whose embeddings are shared.
 
     Raises:
@@ -173,7 +171,7 @@ def _check_fits(checkpoint: Checkpoint, name: str, wanted: int) -> None:
         )
 
 
-def _alone(runner: ModelRunner, config: ModelConfig | None) -> ExpertParallel:
+def _alone(runner: TargetRunner, config: ModelConfig | None) -> ExpertParallel:
     """All experts on this rank, computed as the target's; None for a network without."""
     transport = make_transport(None, None, None, 0 if config is None else config.num_experts)
     name = "auto" if runner.all2all.traits.batched else runner.experts_backend  # here they arrive as rows

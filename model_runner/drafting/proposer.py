@@ -23,7 +23,6 @@ have been made with another next token. Neither changes what comes out, only how
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -32,17 +31,15 @@ from attention import CommonAttentionMetadata, MLAKVCache, PagedKVCache
 from model_runner.drafting.graphs import DraftShape
 from model_runner.drafting.network import DraftNetwork
 from model_runner.drafting.runner import DraftBatch, DraftRunner
+from model_runner.drafting.target import TargetRunner
 from model_runner.drafting.tree import draft_trees, most_nodes
 from model_runner.errors import RequestError
 from model_runner.speculation.extend import draft_extend_batch
 from model_runner.speculation.proposer import Draft
+from model_runner.step.input_batch import InputBatch
 from model_runner.step.request import Request
 from ubatch import ConfigError, ForwardMode
 from ubatch.streams.small_copies import to_device
-
-if TYPE_CHECKING:  # the runner's batches import what builds trees, which is in this package
-    from model_runner.runner import ModelRunner
-    from model_runner.step.input_batch import InputBatch
 
 __all__ = ["DraftProposer"]
 
@@ -67,7 +64,7 @@ class DraftProposer:
 
     def __init__(
         self,
-        runner: ModelRunner,
+        runner: TargetRunner,
         draft: DraftNetwork,
         *,
         num_steps: int,

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,12 +32,10 @@ from attention import (
 from model_runner.drafting.graphs import DraftGraphs, DraftShape, can_capture
 from model_runner.drafting.network import DraftNetwork
 from model_runner.drafting.sampling import DraftDraws, draft_chain
+from model_runner.drafting.target import TargetRunner
 from model_runner.step.request import Request
 from ubatch import ForwardContext, ForwardMode, set_forward_context
 from ubatch.streams.small_copies import to_device, to_host
-
-if TYPE_CHECKING:  # the runner's batches import what builds trees, which is in this package
-    from model_runner.runner import ModelRunner
 
 __all__ = ["DraftBatch", "DraftRunner", "draft_cache_spec"]
 
@@ -82,7 +80,7 @@ class DraftRunner:
         ConfigError: graphs were asked for by name, and it cannot be captured.
     """
 
-    def __init__(self, runner: ModelRunner, network: DraftNetwork, shape: DraftShape) -> None:
+    def __init__(self, runner: TargetRunner, network: DraftNetwork, shape: DraftShape) -> None:
         self.network = network
         self.device = runner.device
         self._table = runner.request_table

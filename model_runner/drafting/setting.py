@@ -6,17 +6,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from attention import CacheSpec
 from model_runner.drafting.graphs import DraftShape
 from model_runner.drafting.network import DraftNetwork, load_draft
 from model_runner.drafting.proposer import DraftProposer
 from model_runner.drafting.runner import draft_cache_spec
+from model_runner.drafting.target import TargetRunner
 from ubatch import ConfigError
-
-if TYPE_CHECKING:  # the runner's batches import what builds trees, which is in this package
-    from model_runner.runner import ModelRunner
 
 __all__ = ["DraftSetting", "LoadedDraft"]
 
@@ -34,7 +31,7 @@ class DraftSetting:
     path: Path | None
     shape: DraftShape
 
-    def load(self, runner: ModelRunner) -> LoadedDraft:
+    def load(self, runner: TargetRunner) -> LoadedDraft:
         """The network, for a runner whose model is loaded; see `load_draft`, also for errors."""
         return LoadedDraft(load_draft(self.algorithm, self.path, runner), self.shape)
 
@@ -50,7 +47,7 @@ class LoadedDraft:
         """What it keeps beside a block of the model's KV cache."""
         return draft_cache_spec(self.network, spec).bytes_per_block
 
-    def proposer(self, runner: ModelRunner) -> DraftProposer:
+    def proposer(self, runner: TargetRunner) -> DraftProposer:
         """A proposer with a cache of as many blocks as the runner has now.
 
         Raises:

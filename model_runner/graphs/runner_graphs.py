@@ -2,21 +2,51 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Protocol
 
+import torch
+
+from attention import MLAKVCache, PagedKVCache, RequestToTokenTable, UBatchAttention
+from model_runner.decoder.base import CausalLM
 from model_runner.graphs.batches import GraphSetting
 from model_runner.graphs.mode import GraphsAsked, capturable_families, resolve_graph_mode
 from model_runner.graphs.steps import GraphSteps
+from model_runner.parallel.tensor_parallel import TensorParallel
 from model_runner.step.graph_sizes import capture_sizes, graph_families
-from ubatch import CUDAGraphMode, CudaGraphs, GraphBackend, UBatchWrapper
-
-if TYPE_CHECKING:
-    from model_runner.runner import ModelRunner
+from model_runner.step.streams import StepStreams
+from moe import All2All
+from ubatch import CommGroup, CUDAGraphMode, CudaGraphs, GraphBackend, UBatchConfig, UBatchWrapper
 
 __all__ = ["make_graph_steps", "make_wrapper"]
 
 
-def make_wrapper(runner: ModelRunner, asked: GraphsAsked) -> tuple[UBatchWrapper, GraphBackend | None]:
+class CapturingRunner(Protocol):
+    """The runner whose steps are captured; `ModelRunner` says what each attribute is.
+
+    A wrapper needs the first block. The steps to capture need all, the KV cache and the wrapper among them.
+    """
+
+    device: torch.device
+    dbo: UBatchConfig
+    model: CausalLM
+    attention: UBatchAttention
+    tensor_parallel: TensorParallel | None
+
+    group: CommGroup | None
+    all2all: All2All
+    max_num_seqs: int
+    streams: StepStreams
+    kv_cache: PagedKVCache | MLAKVCache
+    request_table: RequestToTokenTable
+    wrapper: UBatchWrapper
+
+    @property
+    def tensor_parallel_size(self) -> int:
+        """Ranks of a replica."""
+        ...
+
+
+def make_wrapper(runner: CapturingRunner, asked: GraphsAsked) -> tuple[UBatchWrapper, GraphBackend | None]:
     """The runner's model in lanes, and what captures its steps; None where nothing is captured.
 
     Args:
@@ -40,7 +70,7 @@ def make_wrapper(runner: ModelRunner, asked: GraphsAsked) -> tuple[UBatchWrapper
     return UBatchWrapper(runner.model, runner.dbo, mode, runner.device, backend), backend
 
 
-def make_graph_steps(runner: ModelRunner, asked: GraphsAsked, backend: GraphBackend | None) -> GraphSteps | None:
+def make_graph_steps(runner: CapturingRunner, asked: GraphsAsked, backend: GraphBackend | None) -> GraphSteps | None:
     """The steps to capture; None where all run eagerly.
 
     Args:

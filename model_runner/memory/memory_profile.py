@@ -19,19 +19,22 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 
-from attention import CacheSpec
+from attention import CacheSpec, MLAKVCache, PagedKVCache
+from model_runner.drafting.proposer import DraftProposer
+from model_runner.drafting.setting import LoadedDraft
+from model_runner.graphs.batches import CapturedSteps
 from model_runner.memory.kv_memory import blocks_beside
+from model_runner.parallel.tensor_parallel import TensorParallel
+from model_runner.pending_step import StepOutput
 from model_runner.sampling.sampling_params import SamplingParams
-from model_runner.speculation.proposer import Draft, Proposer
+from model_runner.speculation.proposer import Draft, Proposer, StepObserver
 from model_runner.step.graph_sizes import GraphShape
 from model_runner.step.request import Request, ScheduledRequest
-
-if TYPE_CHECKING:
-    from model_runner.runner import ModelRunner
+from ubatch import CapturedGraph, UBatchWrapper
 
 __all__ = ["CudaMemory", "DeviceMemory", "MemoryUse", "graphs_in_all", "largest_step", "measured_blocks"]
 
@@ -101,6 +104,36 @@ class CudaMemory:
         torch.cuda.empty_cache()
 
 
+class MeasuredRunner(Protocol):
+    """The runner that is measured; `ModelRunner` says what each attribute and method is."""
+
+    max_num_seqs: int
+    max_model_len: int
+    num_speculative_tokens: int
+    tensor_parallel: TensorParallel | None
+    draft: LoadedDraft | None
+    proposer: DraftProposer | None
+    kv_cache: PagedKVCache | MLAKVCache
+    wrapper: UBatchWrapper
+
+    @property
+    def captured_steps(self) -> tuple[CapturedSteps, ...]: ...
+
+    def set_observer(self, observer: StepObserver | None) -> None: ...
+
+    def admit(self, request: Request, num_tokens: int) -> None: ...
+
+    def release(self, request: Request) -> None: ...
+
+    def execute(self, scheduled: Sequence[ScheduledRequest]) -> StepOutput: ...
+
+    def capture_graphs(
+        self,
+        progress: Callable[[CapturedGraph], None] | None = None,
+        choose: Callable[[Sequence[GraphShape]], Sequence[GraphShape]] | None = None,
+    ) -> list[CapturedGraph]: ...
+
+
 @dataclass(frozen=True)
 class MemoryUse:
     """Bytes beside the KV cache.
@@ -122,7 +155,7 @@ class MemoryUse:
 
 
 def measured_blocks(
-    runner: ModelRunner,
+    runner: MeasuredRunner,
     spec: CacheSpec,
     share: float,
     open_cache: Callable[[int], None],
@@ -224,7 +257,7 @@ class _Steps:
     places: int
 
 
-def _run(runner: ModelRunner, steps: _Steps) -> None:
+def _run(runner: MeasuredRunner, steps: _Steps) -> None:
     """A prefill; drafts and a verify step, where there are any; a decode step."""
     proposer = runner.proposer
     requests = [Request(number, [0] * steps.length, replace(_SAMPLED)) for number in range(steps.requests)]
@@ -257,7 +290,7 @@ def _drafted(requests: Sequence[Request], count: int, proposer: Proposer | None)
     ]
 
 
-def _graphs(runner: ModelRunner, memory: DeviceMemory) -> int:
+def _graphs(runner: MeasuredRunner, memory: DeviceMemory) -> int:
     """What the runner's graphs will take; those that are captured for it are given back when its cache is closed."""
     free = [memory.free()]
     runner.capture_graphs(lambda _: free.append(memory.free()), _samples)

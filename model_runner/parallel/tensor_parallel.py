@@ -20,34 +20,23 @@ Source: SGLang's attention tensor parallelism in its data-parallel attention (`a
 
 from __future__ import annotations
 
-import zlib
-from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 from torch import Tensor
 
 from attention import AttentionShape, MLAShape
-from model_runner.errors import TensorParallelMismatch
-from model_runner.step.request import ScheduledRequest
 from model_runner.weights.weights import Part
 from moe import EmulatedLink
-from ubatch import CommGroup, ConfigError, Decision
+from ubatch import CommGroup, ConfigError
 from ubatch.ranks.collectives import Carry
-
-if TYPE_CHECKING:
-    from model_runner.decoder.base import ModelConfig
 
 __all__ = [
     "WHOLE",
     "Shard",
     "TensorParallel",
-    "check_same_requests",
-    "check_tensor_parallel",
-    "content_of",
     "make_tensor_parallel",
     "padded_len",
     "share_rows",
@@ -206,62 +195,3 @@ def make_tensor_parallel(group: CommGroup | None, size: int, link: EmulatedLink 
     first = group.rank // size * size
     part = group.part(group.ranks[first : first + size])
     return TensorParallel(part, group, None if link is None else link.carry)
-
-
-def check_tensor_parallel(config: ModelConfig, size: int) -> None:
-    """Whether a model can be shared by so many ranks.
-
-    Args:
-        config: of the model.
-        size: ranks of a replica.
-
-    Raises:
-        ConfigError: its heads, key/value heads or dense MLPs do not divide.
-    """
-    if size < 1:
-        raise ConfigError(f"tensor_parallel_size must be at least 1, not {size}.")
-    shape, dense = config.attention, config.dense_intermediate_size
-    if shape.num_heads % size:
-        raise _undivided(size, f"its {shape.num_heads} attention heads")
-    kv_heads = size if isinstance(shape, MLAShape) else shape.num_kv_heads
-    if kv_heads % size and size % kv_heads:
-        raise _undivided(size, f"its {kv_heads} key/value heads, nor they it")
-    if dense is not None and dense % size:
-        raise _undivided(size, f"the intermediate size {dense} of its dense MLPs")
-
-
-def _undivided(size: int, what: str) -> ConfigError:
-    return ConfigError(
-        f"tensor_parallel_size {size} does not fit the model: it does not divide {what}. Choose another, or run more "
-        "data-parallel ranks instead."
-    )
-
-
-def content_of(scheduled: Sequence[ScheduledRequest]) -> int:
-    """A fingerprint of what a rank runs, for the vote: never 0, the same for the same tokens at the same places."""
-    content = 1
-    for share in scheduled:
-        request, start = share.request, share.request.num_computed_tokens
-        tokens = request.token_ids[start : start + share.num_tokens]
-        numbers = (start, len(tokens), *tokens, *share.drafts, *(share.parents or ()))
-        content = zlib.crc32(array("q", numbers).tobytes(), content)
-    return content or 1
-
-
-def check_same_requests(decision: Decision, size: int) -> None:
-    """Whether the ranks of every replica came with the same requests. All ranks see the same, and raise alike.
-
-    Raises:
-        TensorParallelMismatch: they did not; nothing has run.
-    """
-    if size == 1:
-        return
-    offered = list(zip(decision.tokens, decision.modes, decision.contents or (0,) * len(decision.tokens), strict=True))
-    for first in range(0, len(offered), size):
-        for rank in range(first + 1, first + size):
-            if offered[rank] != offered[first]:
-                raise TensorParallelMismatch(
-                    f"ranks {first} and {rank} of the group are one replica (tensor_parallel_size {size}), but came to "
-                    f"this step with different requests: {sum(offered[first][0])} and {sum(offered[rank][0])} tokens. "
-                    "Launch the same requests, with the same tokens and seeds, in the same order on both."
-                )

@@ -16,17 +16,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from attention import CommonAttentionMetadata
+from model_runner.step.input_batch import InputBatch
 from ubatch import ConfigError, ForwardMode
 from ubatch.streams.small_copies import to_device
-
-if TYPE_CHECKING:  # the batch imports what builds trees, which is in this package
-    from model_runner.step.input_batch import InputBatch
 
 __all__ = ["DraftExtendBatch", "draft_extend_batch"]
 

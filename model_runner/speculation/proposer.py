@@ -12,14 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from torch import Tensor
 
+from model_runner.step.input_batch import InputBatch
 from model_runner.step.request import Request
-
-if TYPE_CHECKING:  # the batch imports what builds trees, which is in this package
-    from model_runner.step.input_batch import InputBatch
 
 __all__ = ["Draft", "Proposer", "StepObserver"]
 

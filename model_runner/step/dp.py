@@ -10,12 +10,15 @@ Every rank votes at every step, idle ones too: one small all-reduce that also te
 
 from __future__ import annotations
 
+import zlib
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from attention import MODES, Kernel, SplitKind
-from model_runner.parallel.tensor_parallel import check_same_requests
+from model_runner.errors import TensorParallelMismatch
 from model_runner.step.graph_sizes import GraphShape
+from model_runner.step.request import ScheduledRequest
 from ubatch import (
     CommGroup,
     Decision,
@@ -37,7 +40,14 @@ from ubatch import (
 from ubatch.schedules.modes import Resolved
 from ubatch.schedules.split_mixed import split_mixed
 
-__all__ = ["BatchShape", "Coordination", "coordinate_batch_across_dp", "make_offer"]
+__all__ = [
+    "BatchShape",
+    "Coordination",
+    "check_same_requests",
+    "content_of",
+    "coordinate_batch_across_dp",
+    "make_offer",
+]
 
 
 _TOKENS_ALONE = SplitCost(per_token=1.0, per_pair=0.0)
@@ -193,3 +203,33 @@ def _split(config: UBatchConfig, schedule: Schedule, batch: BatchShape) -> tuple
     if config.split_by == SplitBy.COST and not fixed:
         return split_by_cost(batch.query_lens, batch.prefix_lens, batch.cost, lanes, threshold)
     return split_requests(batch.query_lens, decode=fixed, num_ubatches=lanes, two_chunk_threshold=threshold)
+
+
+def content_of(scheduled: Sequence[ScheduledRequest]) -> int:
+    """A fingerprint of what a rank runs, for the vote: never 0, the same for the same tokens at the same places."""
+    content = 1
+    for share in scheduled:
+        request, start = share.request, share.request.num_computed_tokens
+        tokens = request.token_ids[start : start + share.num_tokens]
+        numbers = (start, len(tokens), *tokens, *share.drafts, *(share.parents or ()))
+        content = zlib.crc32(array("q", numbers).tobytes(), content)
+    return content or 1
+
+
+def check_same_requests(decision: Decision, size: int) -> None:
+    """Whether the ranks of every replica came with the same requests. All ranks see the same, and raise alike.
+
+    Raises:
+        TensorParallelMismatch: they did not; nothing has run.
+    """
+    if size == 1:
+        return
+    offered = list(zip(decision.tokens, decision.modes, decision.contents or (0,) * len(decision.tokens), strict=True))
+    for first in range(0, len(offered), size):
+        for rank in range(first + 1, first + size):
+            if offered[rank] != offered[first]:
+                raise TensorParallelMismatch(
+                    f"ranks {first} and {rank} of the group are one replica (tensor_parallel_size {size}), but came to "
+                    f"this step with different requests: {sum(offered[first][0])} and {sum(offered[rank][0])} tokens. "
+                    "Launch the same requests, with the same tokens and seeds, in the same order on both."
+                )

@@ -36,8 +36,6 @@ from model_runner.models import DecoderLM
 from model_runner.parallel.tensor_parallel import (
     Shard,
     TensorParallel,
-    check_same_requests,
-    content_of,
     make_tensor_parallel,
     padded_len,
     share_rows,
@@ -45,7 +43,7 @@ from model_runner.parallel.tensor_parallel import (
     valid_rows,
 )
 from model_runner.step.context import step_context
-from model_runner.step.dp import BatchShape, coordinate_batch_across_dp
+from model_runner.step.dp import BatchShape, check_same_requests, content_of, coordinate_batch_across_dp
 from model_runner.step.input_batch import build_input_batch
 from model_runner.weights.weights import Part
 from serving.tuning.stages import layer_times
