@@ -15,7 +15,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from attention import MODES, Kernel, SplitKind
+from attention import MODES, SplitKind
 from model_runner.errors import TensorParallelMismatch
 from model_runner.step.graph_sizes import GraphShape
 from model_runner.step.request import ScheduledRequest
@@ -37,7 +37,6 @@ from ubatch import (
     split_by_cost,
     split_requests,
 )
-from ubatch.schedules.modes import Resolved
 from ubatch.schedules.split_mixed import split_mixed
 
 __all__ = [
@@ -50,6 +49,7 @@ __all__ = [
 ]
 
 
+_NOT_SPLIT = (DeclineReason.MODE_NOT_SPLIT, "steps of this mode are never split.")
 _TOKENS_ALONE = SplitCost(per_token=1.0, per_pair=0.0)
 
 
@@ -144,11 +144,13 @@ def coordinate_batch_across_dp(
 
 def make_offer(config: UBatchConfig, batch: BatchShape) -> tuple[Offer, tuple[UBatchSlice, ...] | None]:
     """This rank's vote, and its lanes if it would overlap."""
-    settings = config.for_mode(batch.mode)
-    schedule = settings.schedule
+    schedule = config.for_mode(batch.mode).schedule
     total = sum(batch.query_lens)
     slices = None
-    reason = _objection(config.enable_dbo, settings, total, batch.mode)
+    no = config.switched_off(schedule if total else None)
+    if no is None and total:
+        no = _NOT_SPLIT if MODES[batch.mode].split is SplitKind.NEVER else config.below_threshold(batch.mode, total)
+    reason = None if no is None else no[0]
     if reason is None and schedule.lanes > 1:
         wanted = _split(config, schedule, batch)
         slices = keep_together(wanted, batch.query_lens, batch.late_reads())
@@ -171,21 +173,6 @@ def make_offer(config: UBatchConfig, batch: BatchShape) -> tuple[Offer, tuple[UB
         period_us=batch.period_us,
     )
     return offer, slices
-
-
-def _objection(enabled: bool, settings: Resolved, total: int, mode: ForwardMode) -> DeclineReason | None:
-    if not enabled:
-        return DeclineReason.DISABLED
-    if total and not settings.overlaps:
-        return DeclineReason.SERIAL_SCHEDULE
-    if not total:
-        return None
-    if MODES[mode].split is SplitKind.NEVER:
-        return DeclineReason.MODE_NOT_SPLIT
-    if total < settings.token_threshold:
-        decode = MODES[mode].kernel is Kernel.DECODE
-        return DeclineReason.BELOW_DECODE_THRESHOLD if decode else DeclineReason.BELOW_PREFILL_THRESHOLD
-    return None
 
 
 def _split(config: UBatchConfig, schedule: Schedule, batch: BatchShape) -> tuple[UBatchSlice, ...]:

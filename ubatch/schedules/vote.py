@@ -212,7 +212,7 @@ def decide(offers: Sequence[Offer], rank: int = 0) -> Decision:
             f"ranks {again} could not merge the outputs of their lanes ({offers[again[0]].reason}), but the others "
             "could merge theirs and went on. Name the outputs in output_dims, or set enable_dbo=False."
         )
-    reason, declined_by = _objection(offers)
+    reason, declined_by = _common_reason(offers)
     graph_mode, modes = _common_graph_mode(offers), tuple(offer.mode for offer in offers)
     contents = tuple(offer.content for offer in offers)
     contents = contents if any(contents) else ()
@@ -248,7 +248,7 @@ def _common_graph_mode(offers: Sequence[Offer]) -> int:
     return busy.pop() if len(busy) == 1 and all(offer.graph_mode for offer in offers) else 0
 
 
-def _objection(offers: Sequence[Offer]) -> tuple[DeclineReason | None, int | None]:
+def _common_reason(offers: Sequence[Offer]) -> tuple[DeclineReason | None, int | None]:
     for rank, offer in enumerate(offers):
         if offer.wish is Wish.NO:
             return offer.reason, rank

@@ -15,7 +15,7 @@ from ubatch.schedules.forward_context import ForwardMode
 from ubatch.schedules.modes import MODE_KEYS, ModeSettings, Resolved, mode_key
 from ubatch.schedules.schedule import SCHEDULES, Schedule, check_runnable
 from ubatch.schedules.split_cost import SplitBy
-from ubatch.schedules.vote import MAX_LANES, Decision, fingerprint
+from ubatch.schedules.vote import MAX_LANES, Decision, DeclineReason, fingerprint
 
 __all__ = ["CUDAGraphMode", "UBatchConfig", "Verify"]
 
@@ -197,6 +197,27 @@ class UBatchConfig:
         the others, gets decode's.
         """
         return self._by_mode[mode]
+
+    def switched_off(self, schedule: Schedule | None) -> tuple[DeclineReason, str] | None:
+        """Why no step overlaps, whatever its size, and that in words; None if nothing is switched off.
+
+        Args:
+            schedule: the mode's; None for an idle rank, which does not know the mode.
+        """
+        if not self.enable_dbo:
+            return DeclineReason.DISABLED, "enable_dbo is off."
+        if schedule is not None and not schedule.overlaps:
+            return DeclineReason.SERIAL_SCHEDULE, f"schedule {schedule.name!r} has one lane, and no chunks."
+        return None
+
+    def below_threshold(self, mode: ForwardMode, num_tokens: int) -> tuple[DeclineReason, str] | None:
+        """Why a step of this mode is too small to overlap, and that in words; None if it is large enough."""
+        threshold = self.for_mode(mode).token_threshold
+        if num_tokens >= threshold:
+            return None
+        prefill = mode_key(mode) == "prefill"
+        reason = DeclineReason.BELOW_PREFILL_THRESHOLD if prefill else DeclineReason.BELOW_DECODE_THRESHOLD
+        return reason, f"{num_tokens} tokens are below the {mode} threshold of {threshold}."
 
     def agreed_schedule(self, decision: Decision, mode: ForwardMode) -> Schedule:
         """What this rank runs in a step that the ranks agreed to overlap. A rank without tokens has voted without

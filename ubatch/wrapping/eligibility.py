@@ -29,7 +29,6 @@ from ubatch.calls.merging import Rule
 from ubatch.errors import SplitError
 from ubatch.lanes.torch_modes import why_not_in_lanes
 from ubatch.schedules.forward_context import ForwardContext, ForwardMode
-from ubatch.schedules.modes import mode_key
 from ubatch.schedules.schedule import Schedule
 from ubatch.schedules.split import UBatchSlice
 from ubatch.schedules.vote import MAX_LANES, Decision, DeclineReason, Offer, Wish, fingerprint
@@ -134,7 +133,7 @@ class Planner:
             if plan.decode and not num_tokens:
                 mode = ForwardMode.DECODE
             num_tokens = plan.num_tokens
-            no = self._objection(plan, mode, args, kwargs, context)
+            no = self._unwanted(plan, mode, args, kwargs, context)
             if no is not None:
                 return self._no(*no, num_tokens, mode, plan)
             return self._with_proof(self._even(plan, mode, self._config.for_mode(mode).schedule))
@@ -197,7 +196,7 @@ class Planner:
         plan = self.plan(args, kwargs)
         bounds = _explicit_bounds(slices, plan)
         schedule = context.schedule or self._config.for_mode(context.mode).schedule
-        no = self._switched_off(schedule) or self._not_in_lanes(plan, args, kwargs)
+        no = self._config.switched_off(schedule) or self._not_in_lanes(plan, args, kwargs)
         if no is not None:
             raise CannotSplit(no[0], f"the forward context has ubatch_slices, but {no[1]}")
         return self._yes(
@@ -222,7 +221,7 @@ class Planner:
             plan = None
         return self._single(plan, context.mode, schedule, context.num_tokens)
 
-    def _objection(
+    def _unwanted(
         self,
         plan: CallPlan,
         mode: ForwardMode,
@@ -232,7 +231,7 @@ class Planner:
     ) -> tuple[DeclineReason, str] | None:
         """Why this rank would rather not split a call that could be split; an idle rank has no objection."""
         settings, idle = self._config.for_mode(mode), plan.rows == 0 and self._config.group is not None
-        off = self._switched_off(None if idle else settings.schedule)
+        off = self._config.switched_off(None if idle else settings.schedule)
         if off is not None:
             return off
         if context is not None and context.attn_metadata is not None:
@@ -242,13 +241,9 @@ class Planner:
             )
         if idle:
             return None
-        threshold, lanes = settings.token_threshold, settings.schedule.lanes
-        if plan.num_tokens < threshold:
-            prefill = mode_key(mode) == "prefill"
-            reason = DeclineReason.BELOW_PREFILL_THRESHOLD if prefill else DeclineReason.BELOW_DECODE_THRESHOLD
-            return reason, f"{plan.num_tokens} tokens are below the {mode} threshold of {threshold}."
-        if lanes == 1:
-            return None
+        too_small, lanes = self._config.below_threshold(mode, plan.num_tokens), settings.schedule.lanes
+        if too_small is not None or lanes == 1:
+            return too_small
         if plan.rows < lanes:
             return DeclineReason.LAST_UBATCH_EMPTY, f"{plan.rows} rows leave a lane of {lanes} empty."
         return self._not_in_lanes(plan, args, kwargs)
@@ -274,14 +269,6 @@ class Planner:
                     f"{type(model).__name__} has batch_first=False, so dimension 0 of {leaf.path!r} is the sequence. "
                     f"Say split_dims={{{leaf.path!r}: 1}}.",
                 )
-        return None
-
-    def _switched_off(self, schedule: Schedule | None) -> tuple[DeclineReason, str] | None:
-        """Whether nothing overlaps; `schedule` is the mode's, None for an idle rank, which does not know the mode."""
-        if not self._config.enable_dbo:
-            return DeclineReason.DISABLED, "enable_dbo is off."
-        if schedule is not None and not schedule.overlaps:
-            return DeclineReason.SERIAL_SCHEDULE, f"schedule {schedule.name!r} has one lane, and no chunks."
         return None
 
     def _gradients(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[DeclineReason, str] | None:
