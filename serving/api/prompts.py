@@ -5,17 +5,16 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from jinja2 import Environment
 
-from serving.api.schema.errors import ApiError, shown
+from serving.api.schema.errors import ApiError
 from serving.api.schema.request_models import ChatMessage, ConversationOptions, GenerationRequest
+from serving.api.schema.token_ids import check_token_ids
 from serving.api.schema.unsupported_fields import log_unused
+from serving.api.service import Service
 from serving.text.detokenizer import Vocabulary
-
-if TYPE_CHECKING:
-    from serving.api.service import Service
 
 SHOWN_REASON = 1000  # characters of what a template says
 COUNTED_CHARACTERS = 1_000_000  # of a text that does not fit the context, and still is tokenized: to cut or count it
@@ -25,7 +24,6 @@ __all__ = [
     "check_characters",
     "check_conversation",
     "check_length",
-    "check_token_ids",
     "content_of",
     "conversation_text",
     "counted_characters",
@@ -49,22 +47,6 @@ def decode(service: Service, token_ids: Sequence[int], *, skip_special_tokens: b
         token_ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
     )
     return text
-
-
-def check_token_ids(token_ids: Sequence[int], vocab_size: int, param: str) -> None:
-    """Refuse ids that the model has no row for.
-
-    Args:
-        token_ids: as they were sent.
-        vocab_size: ids are below it.
-        param: the field that they stand in.
-
-    Raises:
-        ApiError: 400.
-    """
-    for token in (min(token_ids, default=0), max(token_ids, default=0)):
-        if not 0 <= token < vocab_size:
-            raise ApiError(400, f"{param}: {shown(token)} is not a token id from 0 to {vocab_size - 1}.", param=param)
 
 
 def check_characters(service: Service, text: str, param: str, *, at_least: int = 0) -> None:

@@ -7,9 +7,9 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from model_runner import SamplingParams
-from serving.api.prompts import check_token_ids
 from serving.api.schema.errors import ApiError, shown
 from serving.api.schema.request_models import GenerationRequest
+from serving.api.schema.token_ids import check_token_ids
 from ubatch import ConfigError
 
 __all__ = ["SamplingDefaults", "sampling_params"]

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from model_runner import SamplingParams
-from serving.api.prompts import check_token_ids
 from serving.api.schema.errors import ApiError
 from serving.api.schema.request_models import GenerationRequest
+from serving.api.schema.token_ids import check_token_ids
 from serving.api.service import Service
 from serving.text.bad_words import bad_token_sequences
 

@@ -17,7 +17,6 @@ from serving.api.prompts import (
     COUNTED_CHARACTERS,
     check_characters,
     check_conversation,
-    check_token_ids,
     conversation_text,
     decode,
     encode,
@@ -44,6 +43,7 @@ from serving.api.schema.response_models import (
     Tokenized,
     Version,
 )
+from serving.api.schema.token_ids import check_token_ids
 from serving.api.service import Service
 from serving.api.sse import ClientLeft, EventStream, until_client_leaves
 from serving.requests import EngineDead
