@@ -11,8 +11,9 @@ A call, in pseudo-code:
           (one lane that overlaps within the batch: run it as it is, as that lane)
     on any error: tell the peers, raise the original
 
-For everything but its call it stands in for the module (`facade`); whether to split is decided in `planner`, how it
-runs is in `execution`, which graph it has in `graph_table`.
+For everything but its call it stands in for the module (`ubatch.wrapping.stand_in`). Whether to split is decided in
+`ubatch.wrapping.eligibility`, how a call runs is in `ubatch.wrapping.execution`, which graph it has in
+`ubatch.graphs.table`.
 """
 
 from __future__ import annotations
@@ -53,10 +54,10 @@ from ubatch.streams.graph_protocols import CapturedGraph, CaptureFailed, GraphBa
 from ubatch.streams.sm_budget import merge_sm_use
 from ubatch.trace.spans import note_step, traced_step
 from ubatch.wrapping.config import CUDAGraphMode, UBatchConfig
-from ubatch.wrapping.eligibility import CutCall, Intent, Planner
+from ubatch.wrapping.eligibility import CutCall, Eligibility, Intent
 from ubatch.wrapping.execution import Execution, Step, checked_device, device_of, span
 from ubatch.wrapping.proof import Proof
-from ubatch.wrapping.stand_in import ModuleFacade, refuse_tracing, uncompiled
+from ubatch.wrapping.stand_in import StandIn, refuse_tracing, uncompiled
 from ubatch.wrapping.statistics import Tally, UBatchStatistics
 
 __all__ = ["UBatchWrapper"]
@@ -64,7 +65,7 @@ __all__ = ["UBatchWrapper"]
 T = TypeVar("T")
 
 
-class UBatchWrapper(ModuleFacade):
+class UBatchWrapper(StandIn):
     """Runs a module in overlapping microbatches.
 
     Args:
@@ -123,17 +124,17 @@ class UBatchWrapper(ModuleFacade):
         if config.group is None and group is not None:
             config = replace(config, group=group)
         checked = None if device is None else checked_device(device)
-        planner = Planner(model, config, intercept=intercept_collectives)
+        eligibility = Eligibility(model, config, intercept=intercept_collectives)
         execution = Execution(model, config, checked, intercept=intercept_collectives)
         super().__init__(model)
         self._keep("_ubatch_config", config)
-        self._keep("_ubatch_planner", planner)
+        self._keep("_ubatch_eligibility", eligibility)
         self._keep("_ubatch_execution", execution)
         self._keep("_ubatch_pools", execution.pools)
         self._keep("_ubatch_device", checked)
         self._keep("_ubatch_given_graphs", graphs)
         self._keep("_ubatch_intercepts", intercept_collectives)
-        self._keep("_ubatch_table", _table(mode, graphs, planner, model, checked))
+        self._keep("_ubatch_table", _table(mode, graphs, eligibility, model, checked))
         self._keep("_ubatch_claims", Claims())
         self._keep("_ubatch_tally", Tally())
 
@@ -224,12 +225,12 @@ class UBatchWrapper(ModuleFacade):
             raise ConfigError("nothing is captured with cudagraph_mode NONE. Make the UBatchWrapper with FULL.")
         if not table.graphs:
             gc.collect()  # what cycles hold would count as a graph's memory
-        config, planner, execution = self._ubatch_config, self._ubatch_planner, self._ubatch_execution
+        config, eligibility, execution = self._ubatch_config, self._ubatch_eligibility, self._ubatch_execution
         try:
             capturer = Capturer(
                 self._ubatch_model,
                 config,
-                planner,
+                eligibility,
                 execution,
                 table,
                 decide=lambda intent: self._decide(intent, context),
@@ -252,7 +253,7 @@ class UBatchWrapper(ModuleFacade):
         tally: Tally = self._ubatch_tally
         tally.calls += 1
         context = get_forward_context()
-        planner: Planner = self._ubatch_planner
+        eligibility: Eligibility = self._ubatch_eligibility
         execution: Execution = self._ubatch_execution
         table: GraphTable | None = self._ubatch_table
         if table is not None and why_not_in_lanes() is not None:
@@ -265,13 +266,13 @@ class UBatchWrapper(ModuleFacade):
                 schedule = context.schedule or self._ubatch_config.for_mode(context.mode).schedule
                 note_step(context.mode, context.num_tokens, schedule.name)
                 return self._replay(hit, context.decision, None, schedule)
-        intent = planner.intent(args, kwargs, context)
+        intent = eligibility.intent(args, kwargs, context)
         note_step(intent.mode, intent.num_tokens, intent.schedule.name)
         lookup = None if table is None else table.look_up(args, kwargs, intent, context)
         if lookup is not None:
             intent = replace(intent, offer=replace(intent.offer, graph_mode=lookup.graph_mode))
         decision = self._decide(intent, context)
-        intent = planner.settle(intent, decision)
+        intent = eligibility.settle(intent, decision)
         if lookup is not None:
             hit = lookup.settle(decision, several_ranks=several_ranks)
             if hit is not None:
@@ -288,7 +289,7 @@ class UBatchWrapper(ModuleFacade):
     def _in_lanes(self, step: Step, cut: CutCall) -> Any:
         """Run a call in lanes; then whole, if it was unlike its proof and may run once more."""
         tally: Tally = self._ubatch_tally
-        planner: Planner = self._ubatch_planner
+        eligibility: Eligibility = self._ubatch_eligibility
         execution: Execution = self._ubatch_execution
         group: CommGroup | None = self._ubatch_config.group
         try:
@@ -296,25 +297,25 @@ class UBatchWrapper(ModuleFacade):
             tally.overlapped(cut.tokens, step.intent.schedule)
             return output
         except CannotSplit as cannot:  # only the outputs could tell
-            if not planner.may_run_again(step.intent):
+            if not eligibility.may_run_again(step.intent):
                 raise
             reason, why = cannot.reason, str(cannot)
         except UBatchError:
             raise
         except Exception as error:  # of the module's own; whole it may raise nothing, as in its proof
-            if (group is not None and group.size > 1) or not planner.may_run_again(step.intent):
+            if (group is not None and group.size > 1) or not eligibility.may_run_again(step.intent):
                 raise
             reason, why = DeclineReason.LANE_FAILED, f"{type(error).__name__}: {error} (raised in a lane)"
         decision = self._decide_again(step.intent, reason)
         output = execution.unsplit(replace(step, decision=decision))  # what it raises here, it would have raised bare
-        planner.proofs.failed(step.intent.signature, reason, why)
+        eligibility.proofs.failed(step.intent.signature, reason, why)
         self._count_declined(decision, why)
         return output
 
     def _prove(self, step: Step) -> Any:
         """Run a call as it is, and find out whether its like may overlap."""
         tally: Tally = self._ubatch_tally
-        proofs = self._ubatch_planner.proofs
+        proofs = self._ubatch_eligibility.proofs
         outcome = Proof(self._ubatch_model, self._ubatch_config, self._ubatch_execution, proofs, step).run()
         tally.proof_seconds += outcome.seconds
         if outcome.reason is None:
@@ -358,7 +359,7 @@ class UBatchWrapper(ModuleFacade):
 
     def _module_changed(self, how: str) -> None:
         if how not in _SAME_MODULE:
-            self._ubatch_planner.proofs.clear()
+            self._ubatch_eligibility.proofs.clear()
         table: GraphTable | None = self._ubatch_table
         if table is not None:  # hooks and attributes are not in a graph; of the rest only what moves memory counts
             table.module_changed(how, certainly=how.startswith(("attribute", "register_")))
@@ -459,7 +460,11 @@ def _refuse(other: Claim) -> UBatchError:
 
 
 def _table(
-    mode: CUDAGraphMode, graphs: GraphBackend | None, planner: Planner, model: nn.Module, device: torch.device | None
+    mode: CUDAGraphMode,
+    graphs: GraphBackend | None,
+    eligibility: Eligibility,
+    model: nn.Module,
+    device: torch.device | None,
 ) -> GraphTable | None:
     if mode is CUDAGraphMode.NONE:
         if graphs is not None:
@@ -467,4 +472,4 @@ def _table(
         return None
     if graphs is None:
         graphs = CudaGraphs(device_of(model) if device is None else device)
-    return GraphTable(graphs, planner, model)
+    return GraphTable(graphs, eligibility, model)

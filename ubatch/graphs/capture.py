@@ -35,7 +35,7 @@ from ubatch.streams.graph_protocols import (
 )
 from ubatch.trace.spans import current_trace, tracing
 from ubatch.wrapping.config import UBatchConfig, Verify
-from ubatch.wrapping.eligibility import Intent, Planner
+from ubatch.wrapping.eligibility import Eligibility, Intent
 from ubatch.wrapping.execution import Execution, Step
 
 __all__ = ["Capturer", "record"]
@@ -55,7 +55,7 @@ class Capturer:
     Args:
         model: the module.
         config: its group, capture sizes and output dimensions count here.
-        planner, execution: of the module.
+        eligibility, execution: of the module.
         table: where graphs go.
         decide: gives the ranks' decision.
         prove: proves a call that was decided on.
@@ -65,7 +65,7 @@ class Capturer:
         self,
         model: nn.Module,
         config: UBatchConfig,
-        planner: Planner,
+        eligibility: Eligibility,
         execution: Execution,
         table: GraphTable,
         *,
@@ -74,7 +74,7 @@ class Capturer:
     ) -> None:
         self._model = model
         self._config = config
-        self._planner = planner
+        self._eligibility = eligibility
         self._execution = execution
         self._table = table
         self._decide = decide
@@ -91,7 +91,7 @@ class Capturer:
             CaptureFailed, ConfigError: see `record`.
         """
         leaves, static = self._static(call)
-        intent = self._planner.intent(*static, context)
+        intent = self._eligibility.intent(*static, context)
         if not intent.num_tokens:
             raise ConfigError(f"the call has no tokens that could be counted. {intent.why or ''}".strip())
         return self._capture(leaves, self._proved(static, intent, context))
@@ -102,7 +102,7 @@ class Capturer:
         with self._rehearsing():
             while step.decision.prove:
                 self._prove(step)
-                intent = self._planner.intent(*static, context)
+                intent = self._eligibility.intent(*static, context)
                 step = Step(*static, intent, self._decide(intent), context)
                 if self._config.verify == Verify.ALWAYS:
                     break
@@ -122,9 +122,9 @@ class Capturer:
                 "the forward context has a plan for one batch, but capture_sizes() captures many. Capture each size "
                 "by itself, with capture()."
             )
-        self._check(leaves_of(self._planner.names, *call))
+        self._check(leaves_of(self._eligibility.names, *call))
         try:
-            plan = self._planner.plan(*call)
+            plan = self._eligibility.plan(*call)
             parts = {size: plan.cut([slice(0, rows)])[0][0] for size, rows in self._rows_of_sizes(plan).items()}
         except CannotSplit as cannot:
             raise ConfigError(f"the call cannot be cut to cudagraph_capture_sizes: {cannot}") from cannot
@@ -157,7 +157,7 @@ class Capturer:
         group = self._config.group
         if group is None or group.size == 1:
             return
-        intents = {size: self._planner.intent(*part, context) for size, part in parts.items()}
+        intents = {size: self._eligibility.intent(*part, context) for size, part in parts.items()}
         plan = [(size, str(intent.mode), intent.offer.tokens) for size, intent in intents.items()]
         offer = Offer(Wish.NO, (max(parts),), 1, DeclineReason.NOT_REQUESTED, graph_mode=fingerprint(str(plan)) or 1)
         if not group.vote(offer).graph_mode:
@@ -171,14 +171,14 @@ class Capturer:
 
         None where one row is the most that is captured: no smaller call can be padded to it.
         """
-        plan = self._planner.plan(*call)
+        plan = self._eligibility.plan(*call)
         if plan.rows == 1:
             return None
         shapes, plain = [], []
         with self._rehearsing(), self._table.backend.warming_up():
             for rows in (plan.rows, plan.rows - 1):
                 part = plan.cut([slice(0, rows)])[0][0]
-                intent = replace(self._planner.intent(*part, context), cut=None, single=False)
+                intent = replace(self._eligibility.intent(*part, context), cut=None, single=False)
                 output = self._execution.unsplit(Step(*part, intent, self._as_if_voted(intent, False), context))
                 shapes.append(GraphOutput(output).shapes())
                 plain.append(GraphOutput(output).plain())
@@ -195,7 +195,7 @@ class Capturer:
         self, part: _Call, context: ForwardContext | None, row_dims: RowDims | None
     ) -> Iterable[CapturedGraph]:
         leaves, static = self._static(part)
-        step = self._proved(static, self._planner.intent(*static, context), context)
+        step = self._proved(static, self._eligibility.intent(*static, context), context)
         if step.intent.engages(step.decision):
             yield self._capture(leaves, step, row_dims)
         whole = replace(step.intent, cut=None, single=False)
@@ -230,7 +230,7 @@ class Capturer:
 
     def _static(self, call: _Call) -> tuple[CallLeaves, _Call]:
         """The call on static inputs, and what it is made of."""
-        names = self._planner.names
+        names = self._eligibility.names
         leaves = leaves_of(names, *call)
         self._check(leaves)
         statics = self._table.buffers.static(leaves.tensors)

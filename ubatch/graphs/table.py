@@ -27,7 +27,7 @@ from ubatch.graphs.inputs_outputs import GraphInputs, GraphOutput, StaticBuffers
 from ubatch.schedules.forward_context import ForwardContext, ForwardMode
 from ubatch.schedules.vote import Decision, fingerprint
 from ubatch.streams.graph_protocols import PLAIN, CapturedGraph, GraphBackend, GraphKey, GraphMiss
-from ubatch.wrapping.eligibility import Intent, Planner
+from ubatch.wrapping.eligibility import Eligibility, Intent
 
 __all__ = ["Entry", "GraphTable", "Hit", "Lookup", "Setting", "wants_gradients"]
 
@@ -122,17 +122,17 @@ class GraphTable:
 
     Args:
         backend: captures and replays.
-        planner: of the module.
+        eligibility: of the module.
         model: the module.
     """
 
-    def __init__(self, backend: GraphBackend, planner: Planner, model: nn.Module) -> None:
+    def __init__(self, backend: GraphBackend, eligibility: Eligibility, model: nn.Module) -> None:
         self.backend = backend
         self.buffers = StaticBuffers(backend.device)
         self.replays = 0
         self.misses: Counter[GraphMiss] = Counter()
         self.last_miss: str | None = None
-        self._planner = planner
+        self._eligibility = eligibility
         self._model = model
         self._entries: dict[GraphKey, Entry] = {}
         self._by_plans: dict[tuple[int, ...], Entry] = {}
@@ -219,7 +219,7 @@ class GraphTable:
             return None
         if several_ranks and (decision is None or not decision.graph_mode):
             return None
-        call = leaves_of(self._planner.names, args, kwargs)
+        call = leaves_of(self._eligibility.names, args, kwargs)
         now = Setting.current(self._model, self.backend.device, context)
         if wants_gradients(self._model, call) or entry.mismatch(call, now) is not None:
             return None
@@ -229,7 +229,7 @@ class GraphTable:
         self, args: tuple[Any, ...], kwargs: dict[str, Any], intent: Intent, context: ForwardContext | None
     ) -> Lookup:
         """Begin to look for the graph of a call; `Lookup.settle` ends it, once the ranks have decided."""
-        call = leaves_of(self._planner.names, args, kwargs)
+        call = leaves_of(self._eligibility.names, args, kwargs)
         return Lookup(self, call, intent, context, Setting.current(self._model, self.backend.device, context))
 
     def replay(self, hit: Hit) -> Any:

@@ -36,7 +36,7 @@ from ubatch.wrapping.config import UBatchConfig, Verify
 from ubatch.wrapping.proof_table import ProofTable
 from ubatch.wrapping.signature import signature_of
 
-__all__ = ["CutCall", "Intent", "Planner"]
+__all__ = ["CutCall", "Eligibility", "Intent"]
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class Intent:
         return decision.engaged and (self.single or self.cut is not None)
 
 
-class Planner:
+class Eligibility:
     """Decides for one module and its settings.
 
     Args:

@@ -25,7 +25,7 @@ from torch.fx import _symbolic_trace as fx
 
 from ubatch.errors import ConfigError
 
-__all__ = ["ModuleFacade", "refuse_tracing", "uncompiled"]
+__all__ = ["StandIn", "refuse_tracing", "uncompiled"]
 
 _READING = frozenset(
     {"buffers", "children", "extra_repr", "get_buffer", "get_extra_state", "get_parameter", "get_submodule", "modules"}
@@ -41,7 +41,7 @@ _TRACED = (
 )
 
 
-class ModuleFacade(nn.Module):
+class StandIn(nn.Module):
     """A stand-in for `model`. Subclasses define `forward`; their own state has names that begin with `_ubatch_`."""
 
     __slots__ = ("_ubatch_twin",)
@@ -81,7 +81,7 @@ class ModuleFacade(nn.Module):
             return method
         made: dict[str, Any] = self._ubatch_methods
         if name not in made or made[name].__wrapped__ is not method:
-            made[name] = _returning_the_facade(method)
+            made[name] = _returning_the_stand_in(method)
         found: Callable[..., Any] = made[name]
         return found
 
@@ -98,7 +98,7 @@ class ModuleFacade(nn.Module):
             twin = object.__new__(self._ubatch_twin_kind)
             object.__setattr__(twin, "__dict__", model.__dict__)
             object.__setattr__(twin, "_ubatch_core", core)
-            object.__setattr__(twin, "_ubatch_facade", weakref.ref(self))
+            object.__setattr__(twin, "_ubatch_stand_in", weakref.ref(self))
             self._keep("_ubatch_twin", twin)
         return twin
 
@@ -180,14 +180,14 @@ def _twin_kind_of(kind: type[nn.Module]) -> type[nn.Module]:
         "__module__": kind.__module__,
         "__qualname__": kind.__qualname__,
         "__doc__": kind.__doc__,
-        "__slots__": ("_ubatch_core", "_ubatch_facade"),
+        "__slots__": ("_ubatch_core", "_ubatch_stand_in"),
         "__class__": property(lambda self: kind),
         "__new__": new,
         "__call__": forward,
         "forward": forward,
         "__copy__": lambda self: copy.copy(_itself(self)),
-        "__deepcopy__": lambda self, memo: copy.deepcopy(_facade_of(self), memo),
-        "__reduce_ex__": lambda self, protocol: (_unchanged, (_facade_of(self),)),
+        "__deepcopy__": lambda self, memo: copy.deepcopy(_stand_in_of(self), memo),
+        "__reduce_ex__": lambda self, protocol: (_unchanged, (_stand_in_of(self),)),
     }
     if hasattr(kind, "__del__"):
         body["__del__"] = lambda self: None  # the module still lives, and has its own
@@ -203,26 +203,26 @@ def _passing_for(kind: type[nn.Module]) -> type[type]:
     return type(type(kind).__name__, (type(kind),), body)
 
 
-def _returning_the_facade(method: Callable[..., Any]) -> Callable[..., Any]:
+def _returning_the_stand_in(method: Callable[..., Any]) -> Callable[..., Any]:
     """A method of a twin; where it returns the twin, the stand-in is returned. A copy of it is a stand-in's method."""
 
     @functools.wraps(method)
     def called(self: Any, *args: Any, **kwargs: Any) -> Any:
-        self = self._twin() if isinstance(self, ModuleFacade) else self
+        self = self._twin() if isinstance(self, StandIn) else self
         result = method(self, *args, **kwargs)
-        return _facade_of(self) if result is self else result
+        return _stand_in_of(self) if result is self else result
 
     return called
 
 
-def _facade_of(twin: Any) -> Any:
+def _stand_in_of(twin: Any) -> Any:
     """The stand-in; its core where only a method of it was kept."""
-    facade = twin._ubatch_facade()
-    return twin._ubatch_core if facade is None else facade
+    stand_in = twin._ubatch_stand_in()
+    return twin._ubatch_core if stand_in is None else stand_in
 
 
-def _unchanged(facade: ModuleFacade) -> ModuleFacade:
-    return facade
+def _unchanged(stand_in: StandIn) -> StandIn:
+    return stand_in
 
 
 def _itself(module: object) -> object:
@@ -235,7 +235,7 @@ def _delegate(name: str) -> Callable[..., Any]:
     """A method that the module runs; where it returns itself, the stand-in returns itself."""
 
     @functools.wraps(getattr(nn.Module, name))
-    def method(self: ModuleFacade, *args: Any, **kwargs: Any) -> Any:
+    def method(self: StandIn, *args: Any, **kwargs: Any) -> Any:
         model = self._ubatch_model
         result = getattr(model, name)(*args, **kwargs)
         if name not in _READING:
@@ -247,11 +247,11 @@ def _delegate(name: str) -> Callable[..., Any]:
 
 def _delegate_module_methods() -> None:
     """`nn.Module`'s own public methods (and those that its recursion uses) act on the wrapped module."""
-    own = set(ModuleFacade.__dict__) | {"forward"}
+    own = set(StandIn.__dict__) | {"forward"}
     recursion = ("_apply", "_named_members", "_load_from_state_dict", "_save_to_state_dict")
     for name, value in vars(nn.Module).items():
         if callable(value) and name not in own and (not name.startswith("_") or name in recursion):
-            setattr(ModuleFacade, name, _delegate(name))
+            setattr(StandIn, name, _delegate(name))
 
 
 _delegate_module_methods()

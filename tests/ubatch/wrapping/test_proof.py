@@ -94,16 +94,16 @@ def test_a_signature_is_what_a_call_looks_like_but_for_its_sizes() -> None:
 def test_a_look_up_is_cheap() -> None:
     module = Plain(lambda **given: given["input_ids"])
     with wrapped(module, **FIRST) as wrapper:
-        planner = wrapper._ubatch_planner
+        eligibility = wrapper._ubatch_eligibility
         ids = torch.zeros(8, 4, dtype=torch.long)
         call = {"input_ids": ids, "attention_mask": ids, "position_ids": ids, "use_cache": True, "labels": None}
-        plan = planner.plan((), call, tried=True)
+        plan = eligibility.plan((), call, tried=True)
         for _ in range(2):
             wrapper(**call)
         took = []
         for _ in range(300):
             begun = time.perf_counter()
-            planner.proofs.find(signature_of(module, plan, ForwardMode.PREFILL, 2))
+            eligibility.proofs.find(signature_of(module, plan, ForwardMode.PREFILL, 2))
             took.append(time.perf_counter() - begun)
         assert min(took) < 20e-6
 
