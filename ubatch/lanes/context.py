@@ -8,6 +8,9 @@ Contract:
                              stream, leaves the ring and hands on; on an error it marks the baton aborted first
     meanwhile                its ledger keeps alive what the communication stream uses (`ubatch.streams.lifetimes`)
 
+What a lane does with its streams is in `ubatch.streams.lane_streams`, what it records in `ubatch.trace.recorder`, how
+its receive hook runs in `ubatch.lanes.hooks`. Here is who it is, and when which of these has its turn.
+
 A point, in pseudo-code:
     note it (for traces and hang reports)
     if the schedule hands on here and another lane lives: hand on, park, come back
@@ -19,7 +22,7 @@ Model code calls the functions of `ubatch.dbo`, which find the context of the la
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextvars import ContextVar, Token
 from threading import get_ident
 from types import TracebackType
@@ -27,14 +30,15 @@ from typing import Any, Protocol
 
 from ubatch.errors import ConfigError, ForkedLaneError, LaneAborted, UBatchError, describe, note
 from ubatch.lanes.baton import Baton
+from ubatch.lanes.hooks import Hook, ReceiveHook
 from ubatch.schedules.forward_context import ForwardContext, _forward_context
 from ubatch.schedules.schedule import SERIAL, Recv, Schedule, get_schedule
 from ubatch.streams.lane_streams import LaneStreams
 from ubatch.streams.lifetimes import Launched
 from ubatch.streams.sm_budget import SMBudget
 from ubatch.streams.streams import NullStreams, StreamBackend
-from ubatch.trace.ranges import LaneRanges, ranges_wanted
-from ubatch.trace.spans import Event, EventKind, LinkTime, SpanKind, Trace, current_trace
+from ubatch.trace.recorder import LaneRecorder, make_recorder
+from ubatch.trace.spans import LinkTime, Trace, current_trace
 
 __all__ = [
     "ReadyBarrier",
@@ -43,8 +47,6 @@ __all__ = [
     "current_schedule",
     "make_ubatch_contexts",
 ]
-
-Hook = Callable[[], object]
 
 
 class ReadyBarrier(Protocol):
@@ -102,13 +104,10 @@ class UBatchContext(LaneStreams):
         self.points_passed = 0
         self.waiting: str | None = None
         self.waits_until = 0.0
-        self._hook: Hook | None = None
-        self._hook_joins = True
-        self._ranges: LaneRanges | None = None
-        self.begin_streams()
+        self._hook: ReceiveHook | None = None
+        self._recorder: LaneRecorder | None = None
         self._launches = 0
-        self._stage_start = self._stage_cpu = 0.0
-        self._wait: tuple[float, float] | None = None
+        self.begin_streams()
 
     def __enter__(self) -> UBatchContext:
         outer = _lane.get()
@@ -127,10 +126,9 @@ class UBatchContext(LaneStreams):
                 self.baton.interrupted(self.id)
             self._leave()
             raise
-        if ranges_wanted():
-            self._ranges = LaneRanges(self.id)
-            self._ranges.begin("start")
-        self._begin_stage()
+        self._recorder = make_recorder(self.id, self.trace)
+        if self._recorder is not None:
+            self._recorder.begin()
         return self
 
     def __exit__(
@@ -141,7 +139,7 @@ class UBatchContext(LaneStreams):
                 if error is None:
                     self._check_alive()
                     while self._hook is not None:  # a hook may leave another one
-                        self._run_hook(self)
+                        self._run_hook_of(self)
             finally:
                 self._rejoin(failed=error is not None)
         except BaseException as late:
@@ -152,11 +150,8 @@ class UBatchContext(LaneStreams):
         finally:
             if error is not None and not isinstance(error, LaneAborted):
                 self.baton.abort(self.id)
-            if self._ranges is not None:
-                self._ranges.end()
-            if self.trace is not None and self.baton.aborted_by is None:
-                self._end_stage(EventKind.END, "end")
-                self.trace.order.append((self.id, "end"))
+            if self._recorder is not None:
+                self._recorder.end(failed=self.baton.aborted_by is not None)
             self._leave()
 
     def _leave(self) -> None:
@@ -193,7 +188,7 @@ class UBatchContext(LaneStreams):
 
         Returns the transfers that nobody waited for and that their transport may still work on.
         """
-        self.forward_context = self.trace = self._hook = None
+        self.forward_context = self.trace = self._hook = self._recorder = None
         return self.end_streams(hung=self.baton.abandoned(self.id))
 
     def _check_alive(self) -> None:
@@ -211,24 +206,18 @@ class UBatchContext(LaneStreams):
             self._check_alive()
         self.last_point = point
         self.points_passed += 1
-        if self._ranges is not None:
-            self._ranges.end()
-        if point not in self.schedule.points_off:
-            if self.trace is not None:
-                self._end_stage(EventKind.POINT, point)
-                self.trace.order.append((self.id, point))
+        active, recorder = point not in self.schedule.points_off, self._recorder
+        if recorder is not None:
+            recorder.reach(point, active=active)
+        if active:
             self.baton.pass_on(self.id)
-            if self.trace is not None:
-                self._begin_stage()
         else:
             self.baton.check(self.id)
             self.baton.since = time.monotonic()
-            if self.trace is not None:
-                self._end_stage(EventKind.POINT, point)
-        if self._ranges is not None:
-            self._ranges.begin(point)
+        if recorder is not None:
+            recorder.go_on(point, active=active)
         if self._hook is not None:
-            self._run_hook(self)
+            self._run_hook_of(self)
 
     def register_hook(self, hook: Hook, *, joins: bool = True) -> None:
         """Leave `hook` to be run when the transfer's result is needed; see `Recv` and `dbo_register_recv_hook`."""
@@ -238,31 +227,18 @@ class UBatchContext(LaneStreams):
                 f"lane {self.id} registered a receive hook while its previous one is pending. "
                 "Pass a point between two launches."
             )
-        self._hook, self._hook_joins = hook, joins or self.on_comm
+        self._hook = ReceiveHook(self.id, self, hook, joins)
 
     def maybe_run_hook(self) -> None:
         """Run the hook that is due before this lane's next launch."""
         self._check_alive()
         owner = self.baton.previous(self.id) if self.schedule.recv is Recv.PEER else self.id
-        self._run_hook(self.peers[owner])
+        self._run_hook_of(self.peers[owner])
 
-    def _run_hook(self, owner: UBatchContext) -> None:
+    def _run_hook_of(self, owner: UBatchContext) -> None:
         hook, owner._hook = owner._hook, None
-        if hook is None:
-            return
-        was_on_comm = self._on_comm
-        self.leave_comm()  # a hook's own work belongs to the compute stream
-        if owner._hook_joins:
-            if owner._on_comm:
-                owner.mark_comm()
-            owner.join_comm()
-        try:
-            hook()
-        except Exception as error:
-            note(error, f"in the receive hook of lane {owner.id}, run by lane {self.id}")
-            raise
-        if was_on_comm:
-            self.enter_comm()
+        if hook is not None:
+            hook.run(self.id, self)
 
     def mark_compute(self) -> bool:
         """Record the compute stream's work; done *before* a hand-off, so that the peer's work does not count.
@@ -276,15 +252,15 @@ class UBatchContext(LaneStreams):
         """The lane launches a transfer; returns its key, unique in this lane and step."""
         key = f"{name}.{self._launches}"
         self._launches += 1
-        if self.trace is not None:
-            self._end_stage(EventKind.LAUNCH, key)
+        if self._recorder is not None:
+            self._recorder.launch(key)
         return key
 
     def begin_wait(self, name: str, until: float) -> None:
         """The lane starts to wait for transfer `name`, which ends by itself at `until`, or never if 0."""
         self.waiting, self.waits_until = name, until
-        if self.trace is not None:
-            self._wait = (time.monotonic(), time.process_time())
+        if self._recorder is not None:
+            self._recorder.begin_wait()
 
     def end_wait(self, name: str, key: str, link: LinkTime, launcher: UBatchContext | None) -> None:
         """The wait is over; the transfer, launched by lane `launcher`, had occupied the link for so long.
@@ -293,33 +269,8 @@ class UBatchContext(LaneStreams):
         """
         self.waiting, self.waits_until = None, 0.0
         self.baton.since = now = time.monotonic()
-        trace = self.trace
-        if trace is None or self._wait is None:
-            return
-        (start, cpu), cpu_now = self._wait, time.process_time()
-        trace.add(SpanKind.COMPUTE, name, self.id, self._stage_start, start)
-        trace.add(SpanKind.WAIT, name, self.id, start, now)
-        stage_cpu = cpu - self._stage_cpu
-        self._stage_start = now
-        if launcher is self:
-            trace.events.append(Event(trace.step, self.id, EventKind.WAIT, key, stage_cpu, cpu_now - cpu, link))
-            self._stage_cpu = cpu_now
-            return
-        self._stage_cpu = cpu_now - stage_cpu  # this lane's stage goes on
-        if launcher is not None:
-            trace.events.append(Event(trace.step, launcher.id, EventKind.WAIT, key, 0.0, cpu_now - cpu, link))
-
-    def _begin_stage(self) -> None:
-        self._stage_start, self._stage_cpu = time.monotonic(), time.process_time()
-
-    def _end_stage(self, kind: EventKind, name: str) -> None:
-        """Record the compute since the previous event, and begin the next stage."""
-        if self.trace is None:
-            return
-        now, cpu = time.monotonic(), time.process_time()
-        self.trace.add(SpanKind.COMPUTE, name, self.id, self._stage_start, now)
-        self.trace.events.append(Event(self.trace.step, self.id, kind, name, cpu - self._stage_cpu))
-        self._stage_start, self._stage_cpu = now, cpu
+        if self._recorder is not None:
+            self._recorder.end_wait(name, key, link, None if launcher is None else launcher.id, now)
 
 
 _lane: ContextVar[UBatchContext | None] = ContextVar("ubatch_lane", default=None)

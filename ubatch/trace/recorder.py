@@ -1,0 +1,105 @@
+"""What one lane records in one step: its stages and waits in the trace, and its ranges for profilers.
+
+A stage is what a lane computes from one event (a point, a launch, the end of a wait) to the next. A lane has a recorder
+only where somebody looks, so a step without a trace and without ranges costs its points one comparison with None.
+"""
+
+from __future__ import annotations
+
+import time
+
+from ubatch.trace.ranges import LaneRanges, ranges_wanted
+from ubatch.trace.spans import Event, EventKind, LinkTime, SpanKind, Trace
+
+__all__ = ["LaneRecorder", "make_recorder"]
+
+
+class LaneRecorder:
+    """Records one lane's step, in the lane's own thread.
+
+    Args:
+        lane: its number.
+        trace: where spans and events go; None where only ranges are wanted.
+        ranges: what profilers see; None where they see nothing.
+    """
+
+    def __init__(self, lane: int, trace: Trace | None, ranges: LaneRanges | None) -> None:
+        self._lane = lane
+        self._trace = trace
+        self._ranges = ranges
+        self._start = self._cpu = 0.0
+        self._wait: tuple[float, float] | None = None
+
+    def begin(self) -> None:
+        """The lane has the baton for the first time."""
+        if self._ranges is not None:
+            self._ranges.begin("start")
+        self._begin_stage()
+
+    def reach(self, point: str, *, active: bool) -> None:
+        """The lane is at a point; `active` where the schedule hands on there."""
+        if self._ranges is not None:
+            self._ranges.end()
+        self._end_stage(EventKind.POINT, point)
+        if active and self._trace is not None:
+            self._trace.order.append((self._lane, point))
+
+    def go_on(self, point: str, *, active: bool) -> None:
+        """The lane goes on after the point; the time of other lanes in between does not count."""
+        if active:
+            self._begin_stage()
+        if self._ranges is not None:
+            self._ranges.begin(point)
+
+    def launch(self, key: str) -> None:
+        """The lane launches a transfer."""
+        self._end_stage(EventKind.LAUNCH, key)
+
+    def begin_wait(self) -> None:
+        """The lane starts to wait for a transfer."""
+        self._wait = (time.monotonic(), time.process_time())
+
+    def end_wait(self, name: str, key: str, link: LinkTime, launcher: int | None, now: float) -> None:
+        """The wait is over; see `UBatchContext.end_wait`."""
+        trace = self._trace
+        if trace is None or self._wait is None:
+            return
+        (start, cpu), cpu_now = self._wait, time.process_time()
+        trace.add(SpanKind.COMPUTE, name, self._lane, self._start, start)
+        trace.add(SpanKind.WAIT, name, self._lane, start, now)
+        stage_cpu = cpu - self._cpu
+        self._start = now
+        if launcher == self._lane:
+            trace.events.append(Event(trace.step, self._lane, EventKind.WAIT, key, stage_cpu, cpu_now - cpu, link))
+            self._cpu = cpu_now
+            return
+        self._cpu = cpu_now - stage_cpu  # this lane's stage goes on
+        if launcher is not None:
+            trace.events.append(Event(trace.step, launcher, EventKind.WAIT, key, 0.0, cpu_now - cpu, link))
+
+    def end(self, *, failed: bool) -> None:
+        """The lane leaves; what a step that `failed` did last is not recorded."""
+        if self._ranges is not None:
+            self._ranges.end()
+        if self._trace is not None and not failed:
+            self._end_stage(EventKind.END, "end")
+            self._trace.order.append((self._lane, "end"))
+
+    def _begin_stage(self) -> None:
+        self._start, self._cpu = time.monotonic(), time.process_time()
+
+    def _end_stage(self, kind: EventKind, name: str) -> None:
+        """Record the compute since the previous event, and begin the next stage."""
+        trace = self._trace
+        if trace is None:
+            return
+        now, cpu = time.monotonic(), time.process_time()
+        trace.add(SpanKind.COMPUTE, name, self._lane, self._start, now)
+        trace.events.append(Event(trace.step, self._lane, kind, name, cpu - self._cpu))
+        self._start, self._cpu = now, cpu
+
+
+def make_recorder(lane: int, trace: Trace | None) -> LaneRecorder | None:
+    """The recorder of a lane that begins a step now; None where nobody looks."""
+    ranges = LaneRanges(lane) if ranges_wanted() else None
+    return None if trace is None and ranges is None else LaneRecorder(lane, trace, ranges)
