@@ -13,30 +13,21 @@ Wrapping a module needs nothing but torch:
 
     model = UBatchWrapper(model, UBatchConfig(group=CommGroup.from_process_group()))
 
-One line per group of files:
+From the top down (each folder's `__init__.py` has a line for every file):
 
-    ring, schedule                    the rules, as data and pure functions
-    wakeup, baton, workers            who runs: the primitive, the invariant, the threads
-    context, dbo, ambient             what a lane is, what model code calls in it, what it takes from the caller
-    single_lane, handover             one lane in chunks, without a thread; what a stage leaves for the next
-    streams, lane_streams, lifetimes  where it runs what, and how long memory lives
-    transfer, collectives, host_copy  what it launches and waits for
-    vote, group, connection           what ranks agree on, and
-    peer_watch, launch_order          what they see when one fails, or launches in another order
-    lateness, long_calls, cores       what may take longer than a time-out, and how many threads compile
-    split, split_*, caches            what is cut
-    arguments, call_plan, copies      how a call is cut, and copied for its proof
-    outputs, containers               how it is put together again
-    config, modes, planner, execution whether a call overlaps, and running it
-    proof, proof_table, signature     whether lanes are equal to the whole, found out once per kind of call
-    closeness, merging, module_state  what equal means, how outputs merge, what a call leaves behind
-    wrapper, facade, statistics       what a user sees
-    graphs, graph_*                   what is captured, replayed, and why not
-    trace, trace_*                    what happened, and
-    ranges, sm_budget                 what profilers see, and how a GPU is shared out
-    layer_program, simulate, search   what would happen, and which schedule is best
-    intercept, fsdp, patches          waits inside torch as points, and weights that torch gathers and frees
-    forward_context, registry, errors what the rest shares
+    wrapper, wrapped   a module that overlaps, and what happens in a call of it
+    graphs/            CUDA graphs of its calls: captured, replayed, and why not
+    wrapping/          settings, whether a call may overlap, the proof of it, running it
+    calls/             a call cut into lanes, and outputs put together
+    kernels/           compiling kernels, and choosing the fastest
+    ranks/             groups, transfers, collectives, and peers that fail
+    dbo                what model code calls inside a lane
+    lanes/             the baton, the threads, and what a lane is
+    streams/           CUDA's streams, memory, and the sharing of SMs
+    schedules/         schedules, splits and votes as data; the simulator
+    trace/             what happened when
+    process/           what concerns the whole process: Ctrl-C, heartbeat, registries
+    errors             every error, with what to do
 """
 
 from ubatch.calls.caches import CacheSplitter, register_splitter

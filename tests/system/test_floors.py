@@ -83,3 +83,11 @@ def test_all_is_complete(name: str) -> None:
     assert len(shown) == len(set(shown)), "a name stands in __all__ twice"
     assert not public - set(shown), f"{name} defines or imports these, but __all__ does not show them"
     assert not [attribute for attribute in shown if not hasattr(package, attribute)]
+
+
+@pytest.mark.parametrize("name", [name for name in PACKAGES if name.startswith("ubatch.")])
+def test_a_folder_has_a_line_for_every_file(name: str) -> None:
+    package = importlib.import_module(name)
+    lines = [line.split()[0] for line in (package.__doc__ or "").splitlines() if line.startswith("    ")]
+    files = {path.stem for path in (ROOT / name.replace(".", "/")).glob("*.py")} - {"__init__"}
+    assert sorted(lines) == sorted(files)

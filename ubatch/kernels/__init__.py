@@ -1,0 +1,7 @@
+"""What kernels need to be compiled and chosen. The kernels themselves are in `moe` and `attention`.
+
+c_jit       compiles C for this CPU
+triton_jit  Triton's `jit`, typed, and its interpreter
+autotune    measures which way to run a kernel is fastest, and remembers it in a file
+fastest     the same for back ends
+"""

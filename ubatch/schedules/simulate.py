@@ -83,7 +83,7 @@ class Timeline:
         communication_s: time the busier direction of the link was busy.
         exposed_s: time a lane held the baton and waited.
         order: `(lane, point)` per active point passed and per lane that ended, as `Trace.order`.
-        spans: for `trace_export`.
+        spans: for `ubatch.trace.export`.
     """
 
     seconds: float

@@ -1,0 +1,9 @@
+"""What happened when.
+
+spans     what is recorded, and `tracing()`
+recorder  records one lane
+ranges    lanes in `torch.profiler` and NVTX
+export    a summary, and a file for Perfetto
+file      reads such files, and puts ranks on one clock
+page      an HTML page
+"""

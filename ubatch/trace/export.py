@@ -33,7 +33,7 @@ _FIRST_LINK_ROW = 1000
 """Chrome's thread numbers: steps, then lanes from 1 on, then the link."""
 WAIT_PREFIX = "wait for "
 FILE_KEY = "ubatch"
-"""Under `otherData`: what a viewer does not need, and `trace_file` does."""
+"""Under `otherData`: what a viewer does not need, and `ubatch.trace.file` does."""
 
 
 @dataclass(frozen=True)
@@ -231,11 +231,11 @@ def write_chrome(
     measures: bool = True,
     clock: Clock | None = None,
 ) -> None:
-    """Write the traces of all ranks into one Chrome JSON file, which `trace_file.read_chrome` reads, too.
+    """Write the traces of all ranks into one Chrome JSON file, which `read_chrome` reads, too.
 
     Args:
         path: the file; replaced if it exists.
-        traces: rank to spans. The ranks must share a clock, that is, run on one machine; or see `trace_file.merge`.
+        traces: rank to spans. The ranks must share a clock, that is, run on one machine; or see `ubatch.trace.file`.
         notes: rank to what its steps were.
         measures: whether a span says how long its work took, and not how long the host took to queue it.
         clock: of the machine that `traces` were recorded on; this one's by default.
