@@ -33,8 +33,9 @@ from repository import ROOT, TESTS
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ubatch import CommGroup, dbo_current_ubatch_id, dbo_enabled, wrapper
+from ubatch import CommGroup, dbo_current_ubatch_id, dbo_enabled, wrapped
 from ubatch.lanes import single_lane, workers
+from ubatch.lanes.crew import Job
 from ubatch.ranks import collectives, host_copy
 from ubatch.ranks.connection import Connection
 from ubatch.wrapping import eligibility
@@ -276,7 +277,7 @@ class FakeCuda:
     @contextmanager
     def installed(self) -> Iterator[FakeCuda]:
         """Make it the device of every lane pool made in the `with` block, and of collectives; watch this thread."""
-        run_lane, vote = workers._Job._run_in_context, CommGroup.vote
+        run_lane, vote = Job._run_in_context, CommGroup.vote
 
         def watched_lane(job: Any) -> None:
             with self.watching():
@@ -290,9 +291,9 @@ class FakeCuda:
             for target, name, replacement in (
                 (workers, "make_streams", lambda device: self),
                 (single_lane, "make_streams", lambda device: self),
-                (workers._Job, "_run_in_context", watched_lane),
+                (Job, "_run_in_context", watched_lane),
                 (eligibility, "why_not_in_lanes", lambda: None),  # its own modes are in every lane
-                (wrapper, "why_not_in_lanes", lambda: None),
+                (wrapped, "why_not_in_lanes", lambda: None),
                 (CommGroup, "vote", unwatched_vote),
                 (Connection, "is_stream_ordered", lambda connection, device: True),
                 (collectives, "dist", FakeCollectives(self)),

@@ -31,9 +31,11 @@ def lane_pool(lanes: int = 2, timeout_s: float = 20.0, streams: StreamBackend | 
         pool.close()
 
 
-def run(pool: LanePool, *bodies: Callable[[], Any], schedule: Schedule = EVERY_POINT) -> list[Any]:
+def run(
+    pool: LanePool, *bodies: Callable[[], Any], schedule: Schedule = EVERY_POINT, patient: bool = False
+) -> list[Any]:
     """One step without forward contexts."""
-    return pool.run(bodies, schedule.with_lanes(len(bodies)), [None] * len(bodies))
+    return pool.run(bodies, schedule.with_lanes(len(bodies)), [None] * len(bodies), patient=patient)
 
 
 def walker(program: Sequence[str], result: Any = None) -> Callable[[], Any]:

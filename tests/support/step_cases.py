@@ -36,7 +36,7 @@ from model_runner import (
     ScheduledRequest,
 )
 from model_runner.step.streams import PinnedBuffers
-from ubatch.lanes.workers import _Job
+from ubatch.lanes.crew import Job
 
 
 @dataclass(eq=False)
@@ -248,14 +248,14 @@ def recorded(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> Iterator[No
         recorder.memory(buffer).place = Place.PINNED
         return buffer
 
-    run = _Job._run_in_context
+    run = Job._run_in_context
 
-    def run_in_lane(job: _Job) -> None:
+    def run_in_lane(job: Job) -> None:
         with recorder.for_another_thread() as other, HostSide(other):
             run(job)
 
     with monkeypatch.context() as patch:
-        patch.setattr(_Job, "_run_in_context", run_in_lane)
+        patch.setattr(Job, "_run_in_context", run_in_lane)
         patch.setattr(PinnedBuffers, "take", pinned)
         with recorder, HostSide(recorder), watched_launches(Recorder):
             yield

@@ -11,8 +11,8 @@ keep their own time-outs; one that has none ends within `timeout_s`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -59,7 +59,6 @@ class SingleLane:
     ) -> None:
         self.timeout_s = timeout_s
         self.failure: tuple[int, str] | None = None
-        self._patience = 0
         self._streams = streams if streams is not None else make_streams(device)
         self._comm_stream = self._streams.new_stream()
         self._context: UBatchContext | None = None
@@ -104,7 +103,7 @@ class SingleLane:
             capture.begin()
             part = capture.part()
         try:
-            with part, context, transfers_end_within(None if self._patience else self.timeout_s):
+            with part, context, transfers_end_within(None if patient or capture is not None else self.timeout_s):
                 result = bodies[0]()
         except BaseException as error:
             self.failure = 0, str(context.last_point)
@@ -124,15 +123,6 @@ class SingleLane:
     def statistics(self) -> PoolStatistics:
         """Counts since it was made."""
         return PoolStatistics(self._steps, 0, 0, dict(self._sm_users))
-
-    @contextmanager
-    def no_timeout(self) -> Iterator[None]:
-        """Suspend `timeout_s` for steps that begin in the `with` block."""
-        self._patience += 1
-        try:
-            yield
-        finally:
-            self._patience -= 1
 
     def close(self) -> None:
         """There is no thread to stop."""

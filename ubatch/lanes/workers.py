@@ -7,9 +7,9 @@ A step, in pseudo-code:
     sleep until all lanes have ended, looking up now and then whether one holds the baton for too long
     return the results, or raise the first failure with its traceback
 
-A crew (threads, contexts, baton, barriers) is kept from step to step. After a step that did not run its course (a
-lane hung or could not even start, Ctrl-C) it may hold a wake-up that nobody took: it is replaced as a whole. It is
-marked while a step runs, so that one which Ctrl-C left behind, at whatever line, is found by the next step.
+A crew (threads, contexts, baton, barriers: `ubatch.lanes.crew`) is kept from step to step. After a step that did not
+run its course (a lane hung or could not even start, Ctrl-C) it may hold a wake-up that nobody took: it is replaced as a
+whole. It is marked while a step runs, so that one which Ctrl-C left behind, at whatever line, is found by the next.
 
 Threads are daemons and hold no reference to the pool, so a pool that is dropped closes itself. After a fork the
 child has no workers; its next step makes new ones.
@@ -19,29 +19,24 @@ from __future__ import annotations
 
 import contextvars
 import os
-import sys
 import threading
 import time
-import traceback
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from ubatch.errors import LaneAborted, UBatchError, UBatchTimeout, describe, note
 from ubatch.lanes.ambient import Ambient
-from ubatch.lanes.baton import Baton
-from ubatch.lanes.context import UBatchContext, current_lane, make_ubatch_contexts
-from ubatch.lanes.wakeup import Gate, WakeUp, make_wakeup
+from ubatch.lanes.context import current_lane, make_ubatch_contexts
+from ubatch.lanes.crew import UNWIND_S, Crew, Job, Worker, note_lane, report
+from ubatch.lanes.wakeup import Gate
 from ubatch.process.heartbeat import beat
-from ubatch.process.interrupts import Marks, is_inside
 from ubatch.schedules.forward_context import ForwardContext
 from ubatch.schedules.schedule import Schedule
 from ubatch.streams.graph_protocols import Capture
-from ubatch.streams.lifetimes import abandon_transfers
 from ubatch.streams.sm_budget import merge_sm_use, share_out_sms
 from ubatch.streams.streams import StreamBackend, make_streams
 
@@ -49,8 +44,6 @@ __all__ = ["LanePool", "PoolStatistics"]
 
 _LOOK_UP_S = 0.5
 """The caller looks for hung lanes at least this often; a hang is noticed at most this much late."""
-_UNWIND_S = 5.0
-"""How long lanes that were told to abort may take before their threads are abandoned."""
 
 
 @dataclass(frozen=True)
@@ -68,127 +61,6 @@ class PoolStatistics:
     handoffs: int
     threads_started: int
     sm_users: Mapping[str, bool]
-
-
-@dataclass
-class _Job:
-    """One lane's part of one step: what to run, in which state; the worker fills in how it ended."""
-
-    context: UBatchContext
-    body: Callable[[], Any]
-    ambient: Ambient
-    variables: contextvars.Context
-    done: Gate
-    part: Callable[[], AbstractContextManager[None]] = nullcontext
-    result: Any = None
-    error: BaseException | None = None
-    ended: bool = False
-
-    def run(self) -> None:
-        """Run in the worker's thread, which then arrives at `done`."""
-        try:
-            self.variables.run(self._run_in_context)
-        except BaseException as error:
-            self.error = error
-        if self.context.baton.forked:
-            _end_forked_child(self.error)
-        self.ended = True
-
-    def _run_in_context(self) -> None:
-        with self.ambient.applied(), self.part(), self.context:
-            self.result = self.body()
-
-
-@dataclass
-class _Worker:
-    """A thread and its mailbox."""
-
-    name: str
-    wake: WakeUp = field(default_factory=make_wakeup)
-    job: _Job | None = None
-    thread: threading.Thread | None = None
-
-    def start(self) -> None:
-        self.thread = threading.Thread(target=_work, args=(self,), name=self.name, daemon=True)
-        self.thread.start()
-
-    def give(self, job: _Job | None) -> None:
-        """Hand over a job, or None to stop."""
-        self.job = job
-        self.wake.set()
-
-
-def _work(worker: _Worker) -> None:
-    while True:
-        worker.wake.wait()
-        job, worker.job = worker.job, None
-        if job is None:
-            break
-        done = job.done
-        job.run()
-        del job  # once the step is over it keeps no tensors alive
-        done.arrive()
-
-
-def _nothing() -> None:
-    """What a job runs that has run."""
-
-
-def _end_forked_child(error: BaseException | None) -> NoReturn:
-    """The lane was forked and its copy ran to the end. There is no caller to return to, so the child process ends."""
-    traceback.print_exception(error)
-    os._exit(1)
-
-
-@dataclass
-class _Crew:
-    """All that belongs together and is replaced together: contexts, baton, barriers, threads.
-
-    Attributes:
-        in_step: it was made, or a step began, and no step has run its course since.
-        thread: whose step that is.
-        patient: the step is one of those that may take very long.
-    """
-
-    contexts: list[UBatchContext]
-    ready: Gate
-    done: Gate
-    workers: list[_Worker]
-    pid: int
-    in_step: bool = True
-    thread: int = 0
-    patient: bool = False
-
-    @property
-    def baton(self) -> Baton:
-        """The one of all lanes."""
-        return self.contexts[0].baton
-
-    def settle(self) -> None:
-        """The step is over for the caller: what is still under way is kept alive by itself."""
-        abandon_transfers([transfer for context in self.contexts for transfer in context.settle()])
-
-    def discard(self) -> None:
-        """Let the threads stop as soon as they can, without waiting for them. May be called again."""
-        if self.pid != os.getpid():
-            return
-        self.baton.discard()
-        for worker in self.workers:
-            worker.give(None)
-        self.settle()
-
-    def dismiss(self) -> None:
-        """Stop the threads, after the step that runs; in a forked child there are none."""
-        if self.in_step and not is_inside(self.thread, LanePool.run.__code__, "crew", self):
-            self.discard()
-            return
-        if self.pid != os.getpid():
-            return
-        for worker in self.workers:
-            worker.give(None)
-        for worker in self.workers:
-            if worker.thread is not None and worker.thread is not threading.current_thread():
-                worker.thread.join(timeout=_UNWIND_S)
 
 
 class LanePool:
@@ -212,9 +84,8 @@ class LanePool:
         self.failure: tuple[int, str] | None = None
         self._streams = streams if streams is not None else make_streams(device)
         self._comm_stream = self._streams.new_stream()
-        self._crew: _Crew | None = None
+        self._crew: Crew | None = None
         self._closer: weakref.finalize[..., Any] | None = None
-        self._patient = Marks()
         self._steps = 0
         self._handoffs = 0
         self._threads_started = 0
@@ -264,13 +135,13 @@ class LanePool:
 
     def _jobs(
         self,
-        crew: _Crew,
+        crew: Crew,
         bodies: Sequence[Callable[[], Any]],
         schedule: Schedule,
         forward_contexts: Sequence[ForwardContext | None],
         voted_ranks: frozenset[int],
         capture: Capture | None,
-    ) -> list[_Job]:
+    ) -> list[Job]:
         """Prepare the crew for a step; returns what its workers are to do."""
         crew.baton.prepare(schedule.lead)
         ambient = Ambient.capture()
@@ -281,13 +152,13 @@ class LanePool:
         jobs = []
         for context, body, forward_context in zip(crew.contexts, bodies, forward_contexts, strict=True):
             context.begin_step(forward_context, schedule, voted_ranks, compute_stream, sm_budget)
-            jobs.append(_Job(context, body, ambient, contextvars.copy_context(), crew.done))
+            jobs.append(Job(context, body, ambient, contextvars.copy_context(), crew.done))
             if capture is not None:
                 jobs[-1].part = capture.part
         self._steps += 1
         return jobs
 
-    def _count(self, crew: _Crew) -> None:
+    def _count(self, crew: Crew) -> None:
         self._handoffs += crew.baton.handoffs
         crew.baton.handoffs = 0
         merge_sm_use(self._sm_users, *(context.sm_users for context in crew.contexts))
@@ -296,17 +167,13 @@ class LanePool:
         """Counts since the pool was made."""
         return PoolStatistics(self._steps, self._handoffs, self._threads_started, dict(self._sm_users))
 
-    def no_timeout(self) -> AbstractContextManager[None]:
-        """Suspend the hang check: during warm-up, compilation and capture a lane may take very long."""
-        return self._patient.marked()
-
     def close(self) -> None:
         """Stop the threads. The next step would make new ones."""
         if self._closer is not None:
             self._closer()
         self._crew = self._closer = None
 
-    def _crew_for_a_step(self) -> _Crew:
+    def _crew_for_a_step(self) -> Crew:
         """The crew, marked; a new one in a forked child, and where Ctrl-C left the old one in a step."""
         if self._crew is not None and (self._crew.in_step or self._crew.pid != os.getpid()):
             self._discard()
@@ -320,8 +187,8 @@ class LanePool:
                 ready,
                 streams=self._streams,
             )
-            workers = [_Worker(f"ubatch-lane-{lane}") for lane in range(self.lanes)]
-            self._crew = _Crew(contexts, ready, done, workers, os.getpid())
+            workers = [Worker(f"ubatch-lane-{lane}") for lane in range(self.lanes)]
+            self._crew = Crew(contexts, ready, done, workers, LanePool.run.__code__)
             self._closer = weakref.finalize(self, self._crew.dismiss)
             for worker in workers:
                 try:
@@ -346,13 +213,13 @@ class LanePool:
             self._closer.detach()
         self._crew = self._closer = None
 
-    def _watch(self, crew: _Crew, jobs: Sequence[_Job], capture: Capture | None) -> bool:
+    def _watch(self, crew: Crew, jobs: Sequence[Job], capture: Capture | None) -> bool:
         """Start the lanes, give the baton to lane 0 once all are ready, and see the step through to its end.
 
         Returns whether every lane could start and ended, well or badly.
         """
         baton = crew.baton
-        given: list[_Job] = []
+        given: list[Job] = []
         try:
             for worker, job in zip(crew.workers, jobs, strict=True):
                 worker.give(job)
@@ -373,7 +240,7 @@ class LanePool:
             raise
         return all_ready
 
-    def _await_ready(self, crew: _Crew, jobs: Sequence[_Job]) -> bool:
+    def _await_ready(self, crew: Crew, jobs: Sequence[Job]) -> bool:
         """Wait until all lanes are parked and warm; False if one could not enter, and so has ended with an error."""
         begun = time.monotonic()
         while not crew.ready.wait_for(min(_LOOK_UP_S, self.timeout_s)):
@@ -383,13 +250,13 @@ class LanePool:
                 crew.baton.abandon(lane)
             if stillborn:
                 return False
-            if time.monotonic() - begun > self.timeout_s and not (crew.patient or self._patient):
-                raise UBatchTimeout(f"lanes were not ready within {self.timeout_s} s.\n{_report(crew.contexts)}")
+            if time.monotonic() - begun > self.timeout_s and not crew.patient:
+                raise UBatchTimeout(f"lanes were not ready within {self.timeout_s} s.\n{report(crew.contexts)}")
         return True
 
-    def _check_hang(self, crew: _Crew) -> None:
+    def _check_hang(self, crew: Crew) -> None:
         state = crew.baton.statistics()
-        if state.holder < 0 or crew.patient or self._patient or state.held_s <= self.timeout_s:
+        if state.holder < 0 or crew.patient or state.held_s <= self.timeout_s:
             return
         holder = crew.contexts[state.holder]
         if time.monotonic() < holder.waits_until:  # that has a time-out of its own, which can name the peer
@@ -398,17 +265,17 @@ class LanePool:
             return
         raise UBatchTimeout(
             f"lane {holder.id} held the baton for {state.held_s:.1f} s (timeout_s = {self.timeout_s}); last point "
-            f"{holder.last_point!r}. What this step wrote is invalid.\n{_report(crew.contexts)}"
+            f"{holder.last_point!r}. What this step wrote is invalid.\n{report(crew.contexts)}"
         )
 
-    def _unwind(self, crew: _Crew, jobs: Sequence[_Job]) -> None:
+    def _unwind(self, crew: Crew, jobs: Sequence[Job]) -> None:
         """Give aborted lanes a moment to end."""
         baton = crew.baton
-        deadline = time.monotonic() + min(_UNWIND_S, self.timeout_s)
+        deadline = time.monotonic() + min(UNWIND_S, self.timeout_s)
         while time.monotonic() < deadline and not all(job.ended or baton.abandoned(job.context.id) for job in jobs):
             crew.done.wait_for(0.02)
 
-    def _results(self, jobs: Sequence[_Job]) -> list[Any]:
+    def _results(self, jobs: Sequence[Job]) -> list[Any]:
         failed = [job for job in jobs if job.error is not None]
         if not failed:
             return [job.result for job in jobs]
@@ -417,36 +284,14 @@ class LanePool:
         error = culprit.error
         if error is None or isinstance(error, LaneAborted):
             raise UBatchError("a lane was aborted, but none reported why. Please report this.")
-        _note(error, culprit.context, len(jobs))
+        note_lane(error, culprit.context, len(jobs))
         self.failure = culprit.context.id, str(culprit.context.last_point)
         for job in failed:
             if job is not culprit and job.error is not None and not isinstance(job.error, LaneAborted):
                 note(error, f"lane {job.context.id} also raised {describe(job.error)} while it unwound")
         for job in jobs:
-            job.error = job.result = None  # their tracebacks hold the lanes' tensors,
-            job.body = _nothing  # and the error's, which lives on, holds the job
+            job.forget()
         try:
             raise error
         finally:
             del error, culprit, failed  # or the traceback would hold itself
-
-
-def _note(error: BaseException, context: UBatchContext, lanes: int) -> None:
-    note(
-        error,
-        f"raised in lane {context.id} of {lanes}, last point {str(context.last_point)!r}, "
-        f"{context.points_passed} points passed",
-    )
-
-
-def _report(contexts: Sequence[UBatchContext]) -> str:
-    """Every lane's last point and stack."""
-    frames = sys._current_frames()
-    parts = []
-    for context in contexts:
-        frame = frames.get(context.thread)
-        stack = "".join(traceback.format_stack(frame)) if frame is not None else "  (no stack)\n"
-        where = f"last point {context.last_point!r}, {context.points_passed} points passed"
-        waiting = f", waiting for {context.waiting!r}" if context.waiting else ""
-        parts.append(f"lane {context.id}: {where}{waiting}\n{stack}")
-    return "".join(parts)

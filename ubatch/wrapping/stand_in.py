@@ -42,16 +42,17 @@ _TRACED = (
 
 
 class StandIn(nn.Module):
-    """A stand-in for `model`. Subclasses define `forward`; their own state has names that begin with `_ubatch_`."""
+    """A stand-in for `model`. Subclasses define `forward`; what is theirs alone has names that begin with `_ubatch_`,
+    since any other name may be the module's."""
 
     __slots__ = ("_ubatch_twin",)
 
     def __init__(self, model: nn.Module) -> None:
-        self._keep("_ubatch_model", model)
-        self._keep("_ubatch_twin_kind", _twin_kind_of(type(model)))
-        self._keep("_ubatch_methods", {})
+        self._ubatch_keep("_ubatch_model", model)
+        self._ubatch_keep("_ubatch_twin_kind", _twin_kind_of(type(model)))
+        self._ubatch_keep("_ubatch_methods", {})
 
-    def _keep(self, name: str, value: Any) -> None:
+    def _ubatch_keep(self, name: str, value: Any) -> None:
         """Set an attribute of the stand-in itself."""
         object.__setattr__(self, name, value)
 
@@ -66,16 +67,16 @@ class StandIn(nn.Module):
         if not _runs_code(model, name):
             value = getattr(model, name)
             bound = isinstance(value, MethodType) and value.__self__ is model
-            return MethodType(value.__func__, self._twin()) if bound else value
-        twin = self._twin()
+            return MethodType(value.__func__, self._ubatch_as_twin()) if bound else value
+        twin = self._ubatch_as_twin()
         value = getattr(twin, name)
         if value is twin:
             return self
         if isinstance(value, MethodType) and value.__self__ is twin:
-            return MethodType(self._method(name, value.__func__), twin)
+            return MethodType(self._ubatch_method(name, value.__func__), twin)
         return value
 
-    def _method(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    def _ubatch_method(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
         """The same function every time, so that two looks at a method are equal, as the module's are."""
         if any(check(method) for check in _NEVER_RETURN_SELF):
             return method
@@ -85,7 +86,7 @@ class StandIn(nn.Module):
         found: Callable[..., Any] = made[name]
         return found
 
-    def _twin(self) -> Any:
+    def _ubatch_as_twin(self) -> Any:
         """The object that *is* the module (same `__dict__`), but whose call and forward go through the stand-in."""
         model = self._ubatch_model
         try:
@@ -99,18 +100,18 @@ class StandIn(nn.Module):
             object.__setattr__(twin, "__dict__", model.__dict__)
             object.__setattr__(twin, "_ubatch_core", core)
             object.__setattr__(twin, "_ubatch_stand_in", weakref.ref(self))
-            self._keep("_ubatch_twin", twin)
+            self._ubatch_keep("_ubatch_twin", twin)
         return twin
 
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(self._ubatch_model, name, value)
-        self._module_changed(f"attribute {name!r} was set")
+        self._ubatch_module_changed(f"attribute {name!r} was set")
 
     def __delattr__(self, name: str) -> None:
         delattr(self._ubatch_model, name)
-        self._module_changed(f"attribute {name!r} was deleted")
+        self._ubatch_module_changed(f"attribute {name!r} was deleted")
 
-    def _module_changed(self, how: str) -> None:
+    def _ubatch_module_changed(self, how: str) -> None:
         """Something was set, or a method that may change the module ran (`how` is its name). For subclasses."""
 
     def __prepare_scriptable__(self) -> nn.Module:
@@ -208,7 +209,7 @@ def _returning_the_stand_in(method: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(method)
     def called(self: Any, *args: Any, **kwargs: Any) -> Any:
-        self = self._twin() if isinstance(self, StandIn) else self
+        self = self._ubatch_as_twin() if isinstance(self, StandIn) else self
         result = method(self, *args, **kwargs)
         return _stand_in_of(self) if result is self else result
 
@@ -239,7 +240,7 @@ def _delegate(name: str) -> Callable[..., Any]:
         model = self._ubatch_model
         result = getattr(model, name)(*args, **kwargs)
         if name not in _READING:
-            self._module_changed(name)
+            self._ubatch_module_changed(name)
         return self if result is model else result
 
     return method

@@ -30,7 +30,7 @@ from ranks import run_ranks
 from serving.engine.speculation import Algorithm, SpeculationConfig, runner_options
 from serving.generate_drafted import generate_drafted
 from ubatch import CommGroup, ConfigError, ForwardMode
-from ubatch.lanes.workers import _Job
+from ubatch.lanes.crew import Job
 
 TOTAL = 48 << 20
 SHARE = 0.75
@@ -101,13 +101,13 @@ def measured(checkpoint: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) 
     memory = Memory()
     for user in ("wrapping.eligibility", "wrapper"):
         monkeypatch.setattr(f"ubatch.{user}.why_not_in_lanes", lambda: None)  # the mode is in every lane, too
-    run = _Job._run_in_context
+    run = Job._run_in_context
 
-    def run_in_lane(job: _Job) -> None:
+    def run_in_lane(job: Job) -> None:
         with Memory(shared=memory):
             run(job)
 
-    monkeypatch.setattr(_Job, "_run_in_context", run_in_lane)
+    monkeypatch.setattr(Job, "_run_in_context", run_in_lane)
     settings: dict[str, Any] = {"num_kv_blocks": None, "gpu_memory_utilization": SHARE, "memory": memory}
     settings |= {"max_num_batched_tokens": TOKENS, "max_model_len": 64}
     with memory, make_runner(checkpoint, **(settings | options)) as runner:

@@ -193,7 +193,7 @@ def test_in_lanes(checkpoint: Path, plain: ModelRunner, monkeypatch: pytest.Monk
     steps = Steps(checkpoint, monkeypatch, lanes=True)
     with steps.runner:
         cpu = torch.device("cpu")
-        steps.runner.wrapper._ubatch_pools[2, cpu] = LanePool(2, cpu, 20.0, steps.fake)
+        steps.runner.wrapper._ubatch_wrapped.execution.pools[2, cpu] = LanePool(2, cpu, 20.0, steps.fake)
         assert steps.run(DRAWN) == expected(plain, DRAWN)
         assert steps.runner.statistics().engaged == NEW
     assert steps.faults == []

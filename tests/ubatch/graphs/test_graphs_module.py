@@ -106,7 +106,7 @@ def test_a_copy_has_the_mode_and_a_pool_of_its_own_but_no_graphs(
         try:
             assert not clone.graphs
             clone.capture_sizes(case.x(4))
-            assert clone._ubatch_table.backend is not case.fake
+            assert clone._ubatch_wrapped.table.backend is not case.fake
             x = case.x(4)
             assert torch.equal(clone(x), case.wrapper(x))
             assert clone.statistics().graph_replays == case.wrapper.statistics().graph_replays == 1

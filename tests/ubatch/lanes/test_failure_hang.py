@@ -163,8 +163,7 @@ def test_the_time_out_can_be_suspended() -> None:
         return "compiled"
 
     with lane_pool(timeout_s=0.15) as pool:
-        with pool.no_timeout(), pool.no_timeout():
-            assert run(pool, compiles, walker("a", "x")) == ["compiled", "x"]
+        assert run(pool, compiles, walker("a", "x"), patient=True) == ["compiled", "x"]
         with pytest.raises(UBatchTimeout):
             run(pool, compiles, walker("a", "x"))
         assert usable(pool)
@@ -253,8 +252,7 @@ def test_the_time_out_of_a_transfer_can_be_suspended() -> None:
     with lane_pool(timeout_s=0.2) as pool, endless_work(regards_timeout=True) as work:
         timer = threading.Timer(0.8, work.end.set)
         timer.start()
-        with pool.no_timeout():
-            assert run(pool, waits_for(work), walker("a", "x")) == [7, "x"]
+        assert run(pool, waits_for(work), walker("a", "x"), patient=True) == [7, "x"]
         timer.join()
 
 
@@ -358,7 +356,7 @@ def test_ctrl_c_while_lanes_run() -> None:
 
 @pytest.mark.parametrize("which", [0, 1, 2])
 def test_ctrl_c_while_a_lane_hangs(which: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(workers, "_UNWIND_S", 0.2)
+    monkeypatch.setattr(workers, "UNWIND_S", 0.2)
     with lane_pool(3) as pool:
         with hanging() as hung:
             bodies: list[Callable[[], Any]] = [endless] * 3
@@ -383,7 +381,7 @@ def test_ctrl_c_twice_does_not_wait_for_the_lanes(monkeypatch: pytest.MonkeyPatc
         unwind(*args)
 
     monkeypatch.setattr(workers.LanePool, "_unwind", tells)
-    monkeypatch.setattr(workers, "_UNWIND_S", 30.0)
+    monkeypatch.setattr(workers, "UNWIND_S", 30.0)
     with lane_pool(timeout_s=30.0) as pool, hanging() as hung:
         start = time.monotonic()
         with interrupt_when(hung.hangs, unwinding):

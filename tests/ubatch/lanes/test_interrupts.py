@@ -145,7 +145,7 @@ def test_later_calls(mode: str, make: Callable[[str], Case]) -> None:
     before = case.wrapper.statistics()
     lines = interrupt_everywhere(case.call, case.check)
     after = case.wrapper.statistics()
-    assert not case.wrapper._ubatch_execution._patient
+    assert not case.wrapper._ubatch_wrapped.execution._patient
     assert lines > 100
     assert after.engaged - before.engaged >= (lines if before.engaged else 0), "every call that checks overlapped"
     assert after.engaged_single - before.engaged_single >= (lines if before.engaged_single else 0)

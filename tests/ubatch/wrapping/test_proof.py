@@ -94,7 +94,7 @@ def test_a_signature_is_what_a_call_looks_like_but_for_its_sizes() -> None:
 def test_a_look_up_is_cheap() -> None:
     module = Plain(lambda **given: given["input_ids"])
     with wrapped(module, **FIRST) as wrapper:
-        eligibility = wrapper._ubatch_eligibility
+        eligibility = wrapper._ubatch_wrapped.eligibility
         ids = torch.zeros(8, 4, dtype=torch.long)
         call = {"input_ids": ids, "attention_mask": ids, "position_ids": ids, "use_cache": True, "labels": None}
         plan = eligibility.plan((), call, tried=True)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from wrapping import wrapped
 
 from ubatch import UBatchConfig, UBatchWrapper, dbo_yield
+from ubatch.wrapping.stand_in import StandIn
 
 X = torch.arange(12.0).reshape(4, 3)
 ended: list[str] = []
@@ -306,3 +307,26 @@ def test_a_module_with_lookups_of_its_own(model: Rich) -> None:
         assert (wrapper.answer, wrapper.scale) == (42, 2.0)
         assert wrapper.configure(3.0) is wrapper
         torch.testing.assert_close(wrapper.twice(X), wrapper.module.twice(X))
+
+
+class Stepper(nn.Module):
+    """A module whose own helpers have names that anybody might choose."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._step = "the module's"
+        self._settings = self._capture = self._method = self._twin = self._keep = self._step
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + 1
+
+
+def test_private_names_are_the_modules() -> None:
+    with wrapped(Stepper()) as stepper:
+        for name in ("_step", "_settings", "_capture", "_method", "_twin", "_keep"):
+            assert getattr(stepper, name) == "the module's", name
+    own = {name for kind in (UBatchWrapper, StandIn) for name in vars(kind)}
+    private = {
+        name for name in own if name.startswith("_") and not name.startswith("__") and not hasattr(nn.Module, name)
+    }
+    assert {name for name in private if not name.startswith("_ubatch_")} <= {"_abc_impl"}

@@ -1,0 +1,334 @@
+"""A module and all that calling it overlapped takes: eligibility, lanes, graphs, counts. What a `UBatchWrapper` holds.
+
+A call, in pseudo-code:
+    refuse to run inside a lane, or while another call runs
+    may this call be split, is it big enough?  cut it            -> an offer: yes, no (reason), idle; proved or not
+    several ranks: vote                                          -> the same decision on all of them
+    it was captured, on all of them: replay its graph
+    no:   count the reason, run the module as it is
+    yes, unproved: run the module as it is, then in lanes on copies, and compare (`ubatch.wrapping.proof`)
+    yes:  run the module once per lane, put the outputs together
+          (one lane that overlaps within the batch: run it as it is, as that lane)
+    on any error: tell the peers, raise the original
+
+Whether to split is decided in `ubatch.wrapping.eligibility`, how a call runs is in `ubatch.wrapping.execution`, which
+graph it has in `ubatch.graphs.table`.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+import traceback
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from ubatch.calls.arguments import check_split_dims
+from ubatch.calls.call_plan import CannotSplit
+from ubatch.errors import (
+    ConcurrentCallError,
+    ConfigError,
+    ForkedLaneError,
+    NestedUBatchError,
+    OverlapDeclined,
+    UBatchError,
+)
+from ubatch.graphs.capture import Capturer
+from ubatch.graphs.cuda import CudaGraphs
+from ubatch.graphs.table import GraphTable, Hit
+from ubatch.lanes.context import current_lane
+from ubatch.lanes.torch_modes import why_not_in_lanes
+from ubatch.process.interrupts import Claim, Claims, apart
+from ubatch.ranks.group import CommGroup
+from ubatch.schedules.forward_context import ForwardContext, get_forward_context
+from ubatch.schedules.schedule import Schedule
+from ubatch.schedules.vote import Decision, DeclineReason, Offer, Wish, decide
+from ubatch.streams.graph_protocols import CaptureFailed, GraphBackend
+from ubatch.streams.sm_budget import merge_sm_use
+from ubatch.trace.spans import note_step, traced_step
+from ubatch.wrapping.config import CUDAGraphMode, UBatchConfig
+from ubatch.wrapping.eligibility import CutCall, Eligibility, Intent
+from ubatch.wrapping.execution import Execution, Step, checked_device, device_of, span
+from ubatch.wrapping.proof import Proof
+from ubatch.wrapping.stand_in import refuse_tracing, uncompiled
+from ubatch.wrapping.statistics import Tally, UBatchStatistics
+
+__all__ = ["WrappedModule"]
+
+T = TypeVar("T")
+
+
+class WrappedModule:
+    """One module, and the state of its wrapper. Arguments, errors: see `UBatchWrapper`.
+
+    Attributes:
+        model: the module.
+        config: with the group that the module's experts are spread over, if it names none itself.
+        device, given_graphs, intercepts: as the wrapper got them, for a copy.
+        eligibility: whether a call may be split, and what its proofs have shown.
+        execution: runs calls, and keeps the lanes.
+        table: the captured graphs; None where nothing is captured.
+        tally: counts of calls.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        config: UBatchConfig,
+        mode: CUDAGraphMode,
+        device: torch.device | str | None,
+        graphs: GraphBackend | None,
+        intercept: bool,
+    ) -> None:
+        check_split_dims(model.forward, config.split_dims)
+        group = _group_of(model)
+        if config.group is None and group is not None:
+            config = replace(config, group=group)
+        self.model = model
+        self.config = config
+        self.device = None if device is None else checked_device(device)
+        self.given_graphs = graphs
+        self.intercepts = intercept
+        self.eligibility = Eligibility(model, config, intercept=intercept)
+        self.execution = Execution(model, config, self.device, intercept=intercept)
+        self.table = _table(mode, graphs, self.eligibility, model, self.device)
+        self.tally = Tally()
+        self._claims = Claims()
+
+    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What the module returns for these arguments; see `UBatchWrapper.forward`."""
+        return self._alone(self._traced, args, kwargs)
+
+    def _alone(self, work: Callable[..., Any], *args: Any) -> Any:
+        """Run `work(*args)`: one call at a time, and of all ranks together."""
+        if torch.compiler.is_dynamo_compiling():
+            return uncompiled(self._alone, work, *args)
+        refuse_tracing()
+        lane = current_lane()
+        if lane is not None and lane.baton.forked:
+            raise ForkedLaneError(
+                f"a UBatchWrapper was called in the child of lane {lane.id}, which was forked. Fork outside of calls."
+            )
+        if lane is not None:
+            raise NestedUBatchError(
+                f"a UBatchWrapper was called inside lane {lane.id}. Wrap only the outermost module."
+            )
+        claims, group = self._claims, self.config.group
+        if group is None:
+            return claims.alone(_refuse, work, *args)
+        return claims.alone(_refuse, apart, _in_step, group, work, *args)
+
+    def capture(self, context: ForwardContext | None, work: Callable[[Capturer], T]) -> T:
+        """What `work` returns, called as a call with what captures calls like it under `context`.
+
+        Raises:
+            CaptureFailed, ConfigError: see `UBatchWrapper.capture`.
+        """
+        table = self.table
+        if table is None:
+            raise ConfigError("nothing is captured with cudagraph_mode NONE. Make the UBatchWrapper with FULL.")
+        if not table.graphs:
+            gc.collect()  # what cycles hold would count as a graph's memory
+        try:
+            capturer = Capturer(
+                self.model,
+                self.config,
+                self.eligibility,
+                self.execution,
+                table,
+                decide=lambda intent: self._decide(intent, context),
+                prove=self._prove,
+            )
+            result: T = self._alone(apart, work, capturer)
+            return result
+        except CaptureFailed as failed:  # its cause says where; the frames in between hold the static inputs
+            traceback.clear_frames(failed.__traceback__)
+            raise
+        finally:
+            if not table.graphs:
+                table.buffers.clear()
+
+    @property
+    def _several_ranks(self) -> bool:
+        return self.config.group is not None and self.config.group.size > 1
+
+    def _traced(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with traced_step():
+            return self._step(args, kwargs)
+
+    def _step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self.tally.calls += 1
+        context, eligibility, table = get_forward_context(), self.eligibility, self.table
+        if table is not None and why_not_in_lanes() is not None:
+            table = None  # a replay would do without the caller's modes, too
+        several_ranks = self._several_ranks
+        if table is not None and context is not None:
+            hit = table.planned(args, kwargs, context, several_ranks=several_ranks)
+            if hit is not None:
+                schedule = context.schedule or self.config.for_mode(context.mode).schedule
+                note_step(context.mode, context.num_tokens, schedule.name)
+                return self._replay(table, hit, context.decision, None, schedule)
+        intent = eligibility.intent(args, kwargs, context)
+        note_step(intent.mode, intent.num_tokens, intent.schedule.name)
+        lookup = None if table is None else table.look_up(args, kwargs, intent, context)
+        if lookup is not None:
+            intent = replace(intent, offer=replace(intent.offer, graph_mode=lookup.graph_mode))
+        decision = self._decide(intent, context)
+        intent = eligibility.settle(intent, decision)
+        if table is not None and lookup is not None:
+            hit = lookup.settle(decision, several_ranks=several_ranks)
+            if hit is not None:
+                return self._replay(table, hit, decision, intent.why, intent.schedule)
+        step = Step(args, kwargs, intent, decision, context)
+        if decision.engaged and intent.single:
+            self.tally.overlapped((intent.num_tokens,), intent.schedule)
+            return self.execution.single(step)
+        if decision.engaged and intent.cut is not None:
+            return self._prove(step) if decision.prove else self._in_lanes(step, intent.cut)
+        self._count_declined(decision, intent.why)
+        return self.execution.unsplit(step)
+
+    def _in_lanes(self, step: Step, cut: CutCall) -> Any:
+        """Run a call in lanes; then whole, if it was unlike its proof and may run once more."""
+        try:
+            output = self.execution.lanes(step, cut)
+            self.tally.overlapped(cut.tokens, step.intent.schedule)
+            return output
+        except CannotSplit as cannot:  # only the outputs could tell
+            if not self.eligibility.may_run_again(step.intent):
+                raise
+            reason, why = cannot.reason, str(cannot)
+        except UBatchError:
+            raise
+        except Exception as error:  # of the module's own; whole it may raise nothing, as in its proof
+            if self._several_ranks or not self.eligibility.may_run_again(step.intent):
+                raise
+            reason, why = DeclineReason.LANE_FAILED, f"{type(error).__name__}: {error} (raised in a lane)"
+        decision = self._decide_again(step.intent, reason)
+        step = replace(step, decision=decision)
+        output = self.execution.unsplit(step)  # what it raises here, it would have raised bare
+        self.eligibility.proofs.failed(step.intent.signature, reason, why)
+        self._count_declined(decision, why)
+        return output
+
+    def _prove(self, step: Step) -> Any:
+        """Run a call as it is, and find out whether its like may overlap."""
+        proofs = self.eligibility.proofs
+        outcome = Proof(self.model, self.config, self.execution, proofs, step).run()
+        self.tally.proof_seconds += outcome.seconds
+        if outcome.reason is None:
+            self.tally.passed()
+        else:
+            no = replace(step.decision.whole(), reason=outcome.reason, declined_by=outcome.declined_by)
+            self._count_declined(no, outcome.why)
+        return outcome.result
+
+    def _replay(
+        self, table: GraphTable, hit: Hit, decision: Decision | None, why: str | None, schedule: Schedule
+    ) -> Any:
+        key = hit.entry.graph.key
+        if key.overlapped:
+            self.tally.overlapped(key.tokens, schedule, replayed=True)
+        else:
+            self._count_declined(decision, why)
+        with span("replay"):
+            return table.replay(hit)
+
+    def _decide(self, intent: Intent, context: ForwardContext | None) -> Decision:
+        group = self.config.group
+        if context is not None and context.decision is not None:
+            return context.decision
+        return decide([intent.offer]) if group is None else group.vote(intent.offer)
+
+    def _decide_again(self, intent: Intent, reason: DeclineReason) -> Decision:
+        """Repeat the step unsplit, if all ranks do: one that could merge its outputs is at its next step already."""
+        group = self.config.group
+        offer = Offer(Wish.NO, (sum(intent.offer.tokens),), intent.offer.lanes, reason, again=True)
+        return decide([offer]) if group is None else group.vote(offer)
+
+    def _count_declined(self, decision: Decision | None, why: str | None) -> None:
+        """Count a call that runs unsplit.
+
+        Raises:
+            OverlapDeclined: it must overlap.
+        """
+        reason = self.tally.unsplit(decision, why)
+        if self.config.require_overlap:
+            raise OverlapDeclined(f"require_overlap is set, but the call declined: {self.tally.last_reason}", reason)
+
+    def module_changed(self, how: str) -> None:
+        """Something was set on the module, or a method that may change it ran (`how` is its name)."""
+        if how not in _SAME_MODULE:
+            self.eligibility.proofs.clear()
+        if self.table is not None:  # other methods change what is in a graph only where they move memory
+            self.table.module_changed(how, certainly=how.startswith(("attribute", "register_")))
+
+    def arguments(self, graphs: GraphBackend | None) -> tuple[Any, ...]:
+        """Those of a wrapper like this one, after the module; `graphs` captures for it."""
+        mode = CUDAGraphMode.NONE if self.table is None else CUDAGraphMode.FULL
+        return self.config, mode, self.device, graphs, self.intercepts
+
+    def statistics(self) -> UBatchStatistics:
+        """How often overlap engaged, and why not when it did not."""
+        pools = [pool.statistics() for pool in self.execution.pools.values()]
+        sm_use: dict[str, bool] = {}
+        merge_sm_use(sm_use, *(pool.sm_users for pool in pools))
+        table, tally = self.table, self.tally
+        return UBatchStatistics(
+            calls=tally.calls,
+            engaged=tally.engaged,
+            declined=dict(tally.declined),
+            handoffs=sum(pool.handoffs for pool in pools),
+            lane_threads_started=sum(pool.threads_started for pool in pools),
+            sm_budget=sm_use,
+            last_reason=tally.last_reason,
+            graph_replays=0 if table is None else table.replays,
+            graph_misses=0 if table is None else table.misses.total(),
+            graph_misses_by_reason={} if table is None else dict(table.misses),
+            last_graph_miss=None if table is None else table.last_miss,
+            engaged_single=tally.engaged_single,
+            proved=tally.proved,
+            proof_seconds=tally.proof_seconds,
+        )
+
+
+_SAME_MODULE = frozenset({"train", "eval", "zero_grad", "requires_grad_"})
+"""Methods after which the module computes what it did, or another signature."""
+
+
+def _group_of(model: nn.Module) -> CommGroup | None:
+    """The ranks that the module's experts are spread over, as whoever spread them noted on it or on a part of it."""
+    noted = (getattr(module, "_ubatch_group", None) for module in model.modules())
+    return next((group for group in noted if isinstance(group, CommGroup)), None)
+
+
+def _in_step(group: CommGroup, work: Callable[..., T], *args: Any) -> T:
+    with group.step():
+        return work(*args)
+
+
+def _refuse(other: Claim) -> UBatchError:
+    """What a call raises while `other` is in one."""
+    if other.thread == threading.get_ident():
+        return NestedUBatchError("a UBatchWrapper was called from inside its own call. Wrap a module once.")
+    return ConcurrentCallError("another thread is in a call of this UBatchWrapper. Use one wrapper per thread.")
+
+
+def _table(
+    mode: CUDAGraphMode,
+    graphs: GraphBackend | None,
+    eligibility: Eligibility,
+    model: nn.Module,
+    device: torch.device | None,
+) -> GraphTable | None:
+    if mode is CUDAGraphMode.NONE:
+        if graphs is not None:
+            raise ConfigError("graphs was given, but cudagraph_mode is NONE. Set it to FULL.")
+        return None
+    if graphs is None:
+        graphs = CudaGraphs(device_of(model) if device is None else device)
+    return GraphTable(graphs, eligibility, model)
