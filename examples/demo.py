@@ -26,8 +26,9 @@ import torch.distributed as dist
 
 from model_runner import ModelRunner, SamplingParams, generate
 from moe import EmulatedLink
-from serving.generate import describe_steps, load_tokenizer
+from serving.generate import describe_steps
 from serving.ranks import run_ranks
+from serving.text.tokenizer_files import TOKENIZER, read_tokenizer
 from serving.workbench.bench.runtime.overlap import OverlapResult, measure_overlap, print_result
 from serving.workbench.bench.step_setting import StepSetting, prefill_batch
 from ubatch import CommGroup, Span, UBatchConfig, UBatchWrapper, tracing
@@ -76,7 +77,7 @@ def rank_main(rank: int, world_size: int, blocks: int, max_tokens: int) -> DemoR
     """One rank: measure, generate with overlap off and on, trace."""
     group = CommGroup.from_process_group()
     link = EmulatedLink(20e-6, float("inf"))
-    tokenizer = load_tokenizer(MODEL)
+    tokenizer = read_tokenizer(MODEL / TOKENIZER)
     with ModelRunner(MODEL, group=group, link=link, dbo=UBatchConfig()) as runner:
         own = make_prompts(tokenizer, rank)
         setting = StepSetting(runner, prefill_batch(runner, own[-STEP_TOKENS // PROMPT_TOKENS :]), link)

@@ -1,216 +1,242 @@
-"""`ubatch generate`: completions from a checkpoint, on one rank or on several that share its experts."""
+"""`ubatch generate`: completions of prompts, by `LLM`, with the settings of `ubatch serve` but for the server's own."""
 
 from __future__ import annotations
 
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
-import torch.distributed as dist
-from tqdm import tqdm
-
-from model_runner import FAULTS, FinishReason, ModelRunner, SamplingParams, fresh_seed
-from model_runner import generate as generate_tokens
+from model_runner import SamplingParams
 from serving.engine.options import EngineOptions
-from serving.engine.rank.build import make_runner
-from serving.engine.rank.graph_capture import capture_graphs
-from serving.engine.rank.runner_setup import describe_memory
-from serving.generate_drafted import DraftedOutput, generate_drafted
-from serving.generate_options import GenerateCommand, Prompts, load_tokenizer, read
-from serving.options import describe_settings, fetch_checkpoints
-from serving.pinning import pin_rank
-from serving.ranks import run_ranks
-from serving.requests import DraftCounts
-from ubatch import CommGroup
+from serving.hub import looks_like_name
+from serving.options import (
+    GENERATE,
+    Layer,
+    Machine,
+    Settings,
+    Source,
+    Table,
+    describe_settings,
+    fetch_checkpoints,
+    merge,
+    notes,
+    read_layers,
+    resolve_settings,
+    to_engine_options,
+)
+from serving.requests import DraftCounts, EngineStatistics
+from serving.text.detokenizer import check_tokenizer
+from ubatch import ConfigError, DeclineReason
+
+if TYPE_CHECKING:
+    from serving.llm import LLM, LLMOutput
 
 __all__ = [
-    "Completion",
-    "Generated",
-    "generate_on_rank",
-    "load_tokenizer",
-    "on_every_rank",
+    "GenerateCommand",
+    "Prompts",
+    "describe_steps",
     "print_generated",
     "print_notes",
     "read",
+    "resolve_offline",
     "run",
 ]
 
-
-@dataclass(frozen=True)
-class Completion:
-    """One prompt's output."""
-
-    prompt: str
-    text: str
-    token_ids: tuple[int, ...]
-    finish_reason: str
-    drafts: DraftCounts = field(default_factory=DraftCounts)
+_MOST_PROMPTS_AT_ONCE = 256
 
 
 @dataclass(frozen=True)
-class Generated:
-    """All prompts' outputs, in order, and what the ranks' steps did (summed over the data-parallel ranks)."""
+class Prompts:
+    """What to generate from, and how tokens are chosen; names are the flags'."""
 
-    completions: tuple[Completion, ...]
-    engaged: int
-    declined: Mapping[str, int]
-    memory: str
+    prompt: tuple[str, ...]
+    max_tokens: int = 64
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int | None = None
+
+    def sampling_params(self) -> list[SamplingParams]:
+        """Of every prompt; prompt i has the seed + i."""
+        chosen = {name: getattr(self, name) for name in ("max_tokens", "temperature", "top_k", "top_p")}
+        seeds = [None if self.seed is None else self.seed + index for index in range(len(self.prompt))]
+        return [SamplingParams(**chosen, seed=seed) for seed in seeds]
+
+
+@dataclass(frozen=True)
+class GenerateCommand:
+    """What to run.
+
+    Attributes:
+        settings: all of them, in force and without contradictions.
+        prompts: what to generate from.
+        engine: what the ranks are made from.
+        print_config: print the settings and exit.
+        notes: what is allowed but may not be what was meant.
+    """
+
+    settings: Settings
+    prompts: Prompts
+    engine: EngineOptions
+    print_config: bool = False
+    notes: tuple[str, ...] = ()
+
+
+def read(program: str, description: str, words: Sequence[str]) -> GenerateCommand:
+    """The command line, with the file it names and the environment.
+
+    Raises:
+        ConfigError: anything that cannot work, in one line.
+        SystemExit: after `--help`.
+    """
+    layers, print_config = read_layers(GENERATE, program, description, words)
+    return resolve_offline(layers, GENERATE, print_config=print_config)
+
+
+def resolve_offline(layers: Sequence[Layer], table: Table, *, print_config: bool = False) -> GenerateCommand:
+    """What to run, of a command that generates from prompts.
+
+    Args:
+        layers: from the weakest to the strongest.
+        table: of the command.
+        print_config: see `GenerateCommand`.
+
+    Raises:
+        ConfigError: settings that contradict each other, the checkpoint or the machine; no prompt, or no tokenizer.
+    """
+    given = merge(*layers, table=table)
+    if not given["prompt"] and not print_config and given["node_rank"] == 0:
+        raise ConfigError("--prompt is missing: give one or more prompts to generate from.")
+    _check_model(given)
+    _check_launcher()
+    settings = resolve_settings(*layers, table=table, first=_size_for_prompts)
+    check_tokenizer(settings.folders["model"])
+    prompts = Prompts(**{name: settings[name] for name in Prompts.__dataclass_fields__})
+    if prompts.max_tokens >= settings["max_model_len"]:
+        raise ConfigError(
+            f"{settings.spell('max_tokens')} is {prompts.max_tokens}, but a sequence, prompt and output together, has "
+            f"at most {settings['max_model_len']} positions."
+        )
+    told = list(notes(settings))
+    greedy = [settings.spell(name) for name in ("top_k", "top_p", "seed") if settings.given(name)]
+    if greedy and prompts.temperature == 0:
+        told.append(f"{', '.join(greedy)} without --temperature: the likeliest token is taken")
+    return GenerateCommand(settings, prompts, to_engine_options(settings), print_config, tuple(told))
+
+
+def _check_model(given: Settings) -> None:
+    """See whether the list of prompts has taken MODEL.
+
+    Raises:
+        ConfigError: it has.
+    """
+    prompts = given.all["prompt"]
+    if given["model"] is not None or prompts.source is not Source.COMMAND_LINE or len(prompts.value) < 2:
+        return
+    last = prompts.value[-1]
+    if ("/" in last and looks_like_name(last)) or (last and Path(last).is_dir()):
+        raise ConfigError(
+            f"MODEL is missing: {prompts.spelled} takes all words that follow, and so {last!r}. Put MODEL first, or "
+            f"write --model {last}."
+        )
+
+
+def _check_launcher() -> None:
+    """Refuse to run once per rank.
+
+    Raises:
+        ConfigError: under `torchrun` or the like.
+    """
+    if "RANK" in os.environ and os.environ.get("WORLD_SIZE", "1") != "1":
+        raise ConfigError(
+            "RANK and WORLD_SIZE are set, as by torchrun, but this command starts its ranks by itself. Call it without "
+            "a launcher, once per machine; for several machines give --nnodes, --node-rank, --master-addr and "
+            "--master-port."
+        )
+
+
+def _size_for_prompts(s: Settings, _: Machine) -> Settings:
+    """As many requests at once as a rank has prompts, for machines that all know how many that is."""
+    if s["max_num_seqs"] is not None or s["nnodes"] > 1:
+        return s
+    most = min(_MOST_PROMPTS_AT_ONCE, s["max_num_batched_tokens"] or _MOST_PROMPTS_AT_ONCE)
+    prompts = -(-len(s["prompt"]) // s["data_parallel_size"])
+    return s.derive("max_num_seqs", max(1, min(most, prompts)), "the prompts of a rank")
 
 
 def run(command: GenerateCommand) -> int:
-    """Generate and print."""
+    """Generate and print. Machines other than the first have ranks only."""
     if command.print_config:
         print(describe_settings(command.settings))
         return 0
     print_notes("ubatch generate", command.notes)
-    fetch_checkpoints(command.settings)
-    generated = on_every_rank(generate_on_rank, command.engine, command.prompts)
-    if generated is not None:
-        print_generated(generated)
+    if command.engine.node_rank:
+        from serving.engine.node import run_node
+
+        fetch_checkpoints(command.settings)
+        return run_node(command.engine)
+    from serving.llm import LLM  # the imports take longer than all the checks
+
+    with LLM.from_settings(command.settings) as llm:
+        print_generated(llm, llm.generate(command.prompts.prompt, command.prompts.sampling_params()))
+        print_notes("ubatch generate", _why_no_overlap(command.settings, llm.statistics))
     return 0
 
 
-def print_notes(program: str, notes: Sequence[str]) -> None:
-    """What is allowed but may not be what was meant, once for all ranks."""
+# -- what is printed -------------------------------------------------------------------------------------------------
+
+
+def print_notes(program: str, notes: Iterable[str]) -> None:
+    """What is allowed but may not be what was meant; under a launcher once for all ranks."""
     for note in notes if os.environ.get("RANK", "0") == "0" else ():
         print(f"{program}: note: {note}", file=sys.stderr)
 
 
-def on_every_rank(fn: Callable[..., Any], engine: EngineOptions, *args: Any) -> Any:
-    """Call `fn(rank, world_size, engine, *args)` on all ranks, here if there is one; returns rank 0's result."""
-    if engine.world_size == 1:
-        pin_rank(0, 1, torch.device("cuda", torch.cuda.current_device()) if engine.device == "cuda" else None)
-        return fn(0, 1, engine, *args)
-    return run_ranks(fn, engine.world_size, engine, *args)
-
-
-def generate_on_rank(rank: int, world_size: int, engine: EngineOptions, prompts: Prompts) -> Generated | None:
-    """This rank's share of the prompts; rank 0 returns everything, the others None.
-
-    The processes of a tensor-parallel group have the same prompts, and sample the same tokens.
-    """
-    tokenizer = load_tokenizer(engine.model)
-    group = _group_of(rank, engine)
-    own = list(range(engine.dp_rank(rank), len(prompts.prompt), engine.data_parallel_size))
-    prompts = _with_seed(prompts, engine)
-    params = [
-        SamplingParams(
-            max_tokens=prompts.max_tokens,
-            temperature=prompts.temperature,
-            top_k=prompts.top_k,
-            top_p=prompts.top_p,
-            seed=None if prompts.seed is None else prompts.seed + index,
-        )
-        for index in own
-    ]
-    tokens = [tokenizer.encode(prompts.prompt[index]).ids for index in own]
-    with make_runner(engine, group) as runner:
-        capture_graphs(runner, show=rank == 0)
-        total = len(own) * prompts.max_tokens
-        with tqdm(total=total, unit="token", disable=None if rank == 0 else True, leave=False) as bar:
-            outputs = _generate(runner, tokens, params, engine, lambda _, __: bar.update())
-        statistics, memory = runner.statistics(), describe_memory(runner)
-    completions = {
-        index: Completion(
-            prompts.prompt[index],
-            tokenizer.decode(list(out.token_ids)),
-            tuple(out.token_ids),
-            str(out.finish_reason),
-            out.drafts,
-        )
-        for index, out in zip(own, outputs, strict=True)
-    }
-    engaged = statistics.engaged + statistics.engaged_single
-    declined = {str(reason): count for reason, count in statistics.declined.items()}
-    share = _Share(completions, engaged, declined)
-    if engine.tp_rank(rank):
-        share = _Share()  # its leader has the same to say
-    return _gather(share, memory, rank, world_size)
-
-
-def _generate(
-    runner: ModelRunner,
-    prompts: Sequence[Sequence[int]],
-    params: Sequence[SamplingParams],
-    engine: EngineOptions,
-    on_token: Callable[[int, int], None],
-) -> list[DraftedOutput]:
-    most, speculation = engine.scheduler.max_num_batched_tokens, engine.speculation
-    if speculation is not None:
-        return generate_drafted(runner, prompts, params, speculation, max_num_batched_tokens=most, on_token=on_token)
-    outputs = generate_tokens(runner, prompts, params, max_num_batched_tokens=most, on_token=on_token)
-    return [DraftedOutput(list(output.token_ids), output.finish_reason) for output in outputs]
-
-
-def _group_of(rank: int, engine: EngineOptions) -> CommGroup | None:
-    """The ranks that step with this one: all if they share experts, else those of its tensor-parallel group."""
-    if engine.enable_expert_parallel:
-        return CommGroup.from_process_group()
-    size = engine.tensor_parallel_size
-    if size == 1:
-        return None
-    firsts = range(0, engine.world_size, size)
-    groups = [dist.new_group(list(range(first, first + size))) for first in firsts]  # all ranks make all of them
-    return CommGroup.from_process_group(groups[engine.dp_rank(rank)])
-
-
-def _with_seed(prompts: Prompts, engine: EngineOptions) -> Prompts:
-    """With a seed that all processes know, where those of a tensor-parallel group would each draw their own."""
-    if engine.tensor_parallel_size == 1 or prompts.temperature == 0 or prompts.seed is not None:
-        return prompts
-    seed = [fresh_seed()]
-    dist.broadcast_object_list(seed, src=0)
-    return replace(prompts, seed=seed[0])
-
-
-@dataclass(frozen=True)
-class _Share:
-    """What one process adds to `Generated`; completions by the place of their prompt."""
-
-    completions: Mapping[int, Completion] = field(default_factory=dict)
-    engaged: int = 0
-    declined: Mapping[str, int] = field(default_factory=dict)
-
-
-def _gather(share: _Share, memory: str, rank: int, world_size: int) -> Generated | None:
-    shares: list[Any] = [None] * world_size
-    if world_size == 1:
-        shares = [share]
-    else:
-        dist.gather_object(share, shares if rank == 0 else None)
-    if rank != 0:
-        return None
-    merged = {index: completion for each in shares for index, completion in each.completions.items()}
-    declined: Counter[str] = Counter()
-    for each in shares:
-        declined.update(each.declined)
-    completions = tuple(merged[index] for index in sorted(merged))
-    return Generated(completions, sum(each.engaged for each in shares), dict(declined), memory)
-
-
-def print_generated(generated: Generated) -> None:
-    """Completions, then one line about the steps."""
-    for completion in generated.completions:
-        print(f"--- {completion.prompt!r} ({len(completion.token_ids)} tokens, {completion.finish_reason})")
-        print(f"{completion.prompt}{completion.text}")
-        fault = FAULTS.get(FinishReason(completion.finish_reason))
-        if fault is not None:
-            print(f"error: {fault}")
-    print(f"steps: {describe_steps(generated.engaged, generated.declined)}")
-    drafts = sum((completion.drafts for completion in generated.completions), DraftCounts())
+def print_generated(llm: LLM, outputs: Sequence[LLMOutput]) -> None:
+    """Completions, then one line about the steps, and what the ranks hold."""
+    for output in outputs:
+        (completion,) = output.outputs
+        print(f"--- {output.prompt!r} ({len(completion.token_ids)} tokens, {completion.finish_reason})")
+        print(f"{output.prompt}{completion.text}")
+        if completion.error is not None:
+            print(f"error: {completion.error}")
+    print(f"steps: {describe_steps(*_count_steps(llm.statistics))}")
+    drafts = sum((output.outputs[0].drafts for output in outputs), DraftCounts())
     if drafts.verified:
         print(
             f"speculation: {drafts.drafted} tokens guessed, {drafts.accepted} of them right; "
             f"{drafts.mean_accepted_length:.2f} tokens per request and verify step"
         )
-    print(f"memory of a rank: {generated.memory}")
+    for line in llm.memory.splitlines():
+        print(f"memory of {line}")
 
 
 def describe_steps(engaged: int, declined: Mapping[str, int]) -> str:
     """`12 overlapped, 40 not (below_decode_threshold 38, peer_declined 2)`."""
-    reasons: Sequence[str] = [f"{reason} {count}" for reason, count in sorted(declined.items())]
+    reasons = [f"{reason} {count}" for reason, count in sorted(declined.items())]
     return f"{engaged} overlapped, {sum(declined.values())} not" + (f" ({', '.join(reasons)})" if reasons else "")
+
+
+def _count_steps(statistics: Mapping[int, EngineStatistics]) -> tuple[int, Counter[str]]:
+    """Over all ranks: steps that overlapped, and the others by their reason."""
+    outcomes: Counter[str] = Counter()
+    for rank in statistics.values():
+        for step, count in rank.steps.items():
+            outcomes[step.partition("/")[2]] += count
+    engaged = outcomes.pop("engaged", 0) + outcomes.pop("engaged_single", 0)
+    return engaged, outcomes
+
+
+def _why_no_overlap(s: Settings, statistics: Mapping[int, EngineStatistics]) -> Iterator[str]:
+    engaged, declined = _count_steps(statistics)
+    small = {DeclineReason.BELOW_DECODE_THRESHOLD, DeclineReason.BELOW_PREFILL_THRESHOLD} & declined.keys()
+    if not engaged and small:
+        thresholds = [f"--{name.replace('_', '-')} ({s[name]})" for name in _THRESHOLDS]
+        yield f"no step overlapped: each was smaller than {' or '.join(thresholds)}. Give more prompts, or lower these"
+
+
+_THRESHOLDS = ("dbo_decode_token_threshold", "dbo_prefill_token_threshold")

@@ -18,7 +18,7 @@ from tqdm import tqdm
 from model_runner import FAULTS, FinishReason, RequestError, SamplingParams, TokenLogprobs
 from serving.engine.offline import OfflineEngine, make_offline_engine
 from serving.logs import log_event
-from serving.options import fetch_checkpoints, notes, resolve_keywords, to_engine_options
+from serving.options import Settings, fetch_checkpoints, notes, resolve_keywords, to_engine_options
 from serving.options.flags.server_flags import Server
 from serving.requests import DraftCounts, EngineStatistics, RequestInput, RequestOutput
 from serving.text.bad_words import bad_token_sequences
@@ -128,11 +128,23 @@ class LLM:
         for name in sorted(set(options) & _OF_SERVER):
             raise ConfigError(f"{name} is for `ubatch serve`, and LLM has no server. Remove it.")
         settings = resolve_keywords(model, keywords)
-        self.options = to_engine_options(settings)
-        if self.options.nnodes > 1:
-            raise ConfigError("LLM runs on one machine; use `ubatch serve` for several.")
         for note in notes(settings):
             log_event(_logger, note, level=logging.WARNING)
+        self._open(settings, skip_tokenizer_init=skip_tokenizer_init)
+
+    @classmethod
+    def from_settings(cls, settings: Settings) -> LLM:
+        """From what a command has read, which has said already what there is to note of it."""
+        llm = cls.__new__(cls)
+        llm._open(settings, skip_tokenizer_init=False)
+        return llm
+
+    def _open(self, settings: Settings, *, skip_tokenizer_init: bool) -> None:
+        self.options = to_engine_options(settings)
+        if self.options.node_rank > 0:
+            raise ConfigError(
+                "LLM runs on machine 0. On the others call `ubatch serve` or `ubatch generate` with the same settings."
+            )
         self.tokenizer: Any = None if skip_tokenizer_init else load_tokenizer(self.options.model)
         fetch_checkpoints(settings)
         self._numbers = itertools.count()
@@ -175,9 +187,8 @@ class LLM:
         if stops and self.tokenizer is None:
             raise ConfigError("stop strings need the tokenizer, which skip_tokenizer_init left out.")
         with self._one_at_a_time:  # a tokenizer, too, serves one thread at a time
-            if self._engine is None:
-                raise UBatchError("this LLM was closed.")
-            each = self._without_bad_words(self._engine, each, words)
+            engine = self._running()
+            each = self._without_bad_words(engine, each, words)
             jobs: dict[str, _Job] = {}
             for prompt, params in zip(given, each, strict=True):
                 text = None
@@ -198,13 +209,43 @@ class LLM:
                     bar.update(not goes_on)
                     return goes_on
 
-                self._engine.run([job.request for job in jobs.values()], on_output)
+                engine.run([job.request for job in jobs.values()], on_output)
             return [job.result() for job in jobs.values()]
 
     @property
     def statistics(self) -> Mapping[int, EngineStatistics]:
         """Every rank's state and totals, as far as known here."""
         return {} if self._engine is None else self._engine.statistics()
+
+    @property
+    def memory(self) -> str:
+        """What the ranks' KV caches and attention back ends hold, a line for each process."""
+        return "" if self._engine is None else self._engine.memory
+
+    def start_profile(self) -> None:
+        """Let every rank record its steps.
+
+        Raises:
+            EngineDead: a rank died.
+        """
+        with self._one_at_a_time:
+            self._running().start_profile()
+
+    def stop_profile(self, folder: Path) -> list[Path]:
+        """Stop recording; every process writes a Chrome trace, which `ubatch trace --files` shows.
+
+        Args:
+            folder: where to, on the process's own machine.
+
+        Returns:
+            The files, in the order of the processes.
+
+        Raises:
+            UBatchError: no profile was started, or a file could not be written, or not in time.
+            EngineDead: a rank died.
+        """
+        with self._one_at_a_time:
+            return self._running().stop_profile(folder)
 
     def close(self) -> None:
         """Let go of the model, and end the ranks' processes."""
@@ -220,6 +261,11 @@ class LLM:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
+
+    def _running(self) -> OfflineEngine:
+        if self._engine is None:
+            raise UBatchError("this LLM was closed.")
+        return self._engine
 
     def _without_bad_words(
         self, engine: OfflineEngine, params: list[SamplingParams], words: Sequence[str]

@@ -67,6 +67,7 @@ _logger = logging.getLogger(__name__)
 _PROFILE_S = 120.0
 _CLOSE_S = 10.0
 _LOOK_FOR_NODES_S = 0.2
+_SETTLE_S = 0.002
 
 
 @dataclass(frozen=True)
@@ -111,6 +112,7 @@ class EngineClient:
         self._signs = VitalSigns(options, self._cause.report)
         self._tasks: list[asyncio.Task[None]] = []
         self._closing = False
+        self._posted: dict[int, list[bytes]] = {}
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._folder: SocketFolder | None = None
@@ -265,6 +267,20 @@ class EngineClient:
             self._send(stream.rank, encode(Abort(request_id)))
         return stream
 
+    async def settle(self) -> None:
+        """Wait, while no request runs, until every rank has told its last statistics: those of one that has only
+        stepped along come late.
+
+        Raises:
+            EngineDead: an engine died.
+        """
+        for dp_rank in range(self.options.data_parallel_size):
+            self._router.aborted(dp_rank)
+            self._send(dp_rank, encode(Abort("")))  # of nothing; a rank without work answers with its statistics
+        while not self._router.all_received:
+            self._check_alive()
+            await asyncio.sleep(_SETTLE_S)
+
     # -- what is seen -------------------------------------------------------------------------------------------
 
     @property
@@ -348,12 +364,20 @@ class EngineClient:
         """Tell every process: one whose leader is dead would not hear of it otherwise."""
         for rank in self._ready:
             self._post(rank, encode(Shutdown()))
+        self._send_posted()
 
     def _post(self, rank: int, message: bytes) -> None:
-        """Send at once, in order; where the engine is gone, its death is about to be noticed."""
-        frames = [rank_identity(rank), message]
-        sent = asyncio.ensure_future(self._socket.send_multipart(frames))
-        sent.add_done_callback(lambda future: future.cancelled() or future.exception())
+        """Send in this turn of the loop, in order, and together: requests that come together start together."""
+        if not self._posted:
+            self._loop.call_soon(self._send_posted)
+        self._posted.setdefault(rank, []).append(message)
+
+    def _send_posted(self) -> None:
+        """Where an engine is gone, its death is about to be noticed."""
+        posted, self._posted = self._posted, {}
+        for rank, messages in posted.items():
+            sent = asyncio.ensure_future(self._socket.send_multipart([rank_identity(rank), *messages]))
+            sent.add_done_callback(lambda future: future.cancelled() or future.exception())
 
     async def _receive(self) -> None:
         while True:

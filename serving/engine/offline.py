@@ -7,12 +7,15 @@ import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import aclosing
+from pathlib import Path
 from typing import Any, Protocol, TypeAlias, TypeVar
 
 from serving.engine.client import EngineClient
 from serving.engine.options import EngineOptions
 from serving.engine.rank.build import make_core, make_runner, warm_up
+from serving.engine.rank.runner_setup import describe_memory
 from serving.requests import EngineStatistics, RequestInput, RequestOutput
+from ubatch import UBatchError
 
 __all__ = ["InProcessEngine", "OfflineEngine", "OnOutput", "RankEngines", "make_offline_engine"]
 
@@ -38,7 +41,17 @@ class OfflineEngine(Protocol):
         """
 
     def statistics(self) -> Mapping[int, EngineStatistics]:
-        """The last of every rank."""
+        """Of every rank, after the last `run`."""
+
+    @property
+    def memory(self) -> str:
+        """What every process holds, a line for each."""
+
+    def start_profile(self) -> None:
+        """Record the steps from now on."""
+
+    def stop_profile(self, folder: Path) -> list[Path]:
+        """Stop recording; returns the file of each process. Raises UBatchError where there is none."""
 
     def close(self) -> None:
         """Let go of the model."""
@@ -91,6 +104,23 @@ class InProcessEngine:
         return {0: self._core.statistics()}
 
     @property
+    def memory(self) -> str:
+        """See `OfflineEngine`."""
+        return f"rank 0: {describe_memory(self._runner)}"
+
+    def start_profile(self) -> None:
+        """See `OfflineEngine`."""
+        self._core.tracer.start_profile()
+
+    def stop_profile(self, folder: Path) -> list[Path]:
+        """See `OfflineEngine`."""
+        path = folder / "rank-0.json"
+        wrong = self._core.tracer.stop_profile(path, 0)
+        if wrong is not None:
+            raise UBatchError(wrong)
+        return [path]
+
+    @property
     def vocab_size(self) -> int:
         """See `OfflineEngine`."""
         return self._runner.config.vocab_size
@@ -122,6 +152,19 @@ class RankEngines:
         return dict(self._client.statistics)
 
     @property
+    def memory(self) -> str:
+        """See `OfflineEngine`."""
+        return self._client.info.memory
+
+    def start_profile(self) -> None:
+        """See `OfflineEngine`."""
+        self._call(self._client.start_profile())
+
+    def stop_profile(self, folder: Path) -> list[Path]:
+        """See `OfflineEngine`."""
+        return self._call(self._client.stop_profile(folder))
+
+    @property
     def vocab_size(self) -> int:
         """See `OfflineEngine`."""
         return self._client.info.vocab_size
@@ -142,6 +185,7 @@ class RankEngines:
         tasks = [asyncio.create_task(one(request)) for request in requests]
         try:
             await asyncio.gather(*tasks)
+            await self._client.settle()
         finally:
             for task in tasks:
                 task.cancel()

@@ -123,6 +123,11 @@ class Router:
             total += known.num_waiting + max(0, new - max(0, free))
         return total
 
+    @property
+    def all_received(self) -> bool:
+        """Whether every rank has answered every request and abort that was sent to it."""
+        return self._received == self._sent
+
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._streams
 

@@ -97,7 +97,7 @@ def test_generate_on_two_ranks_is_the_same(tmp_path: Path, capfd: pytest.Capture
         (["--device", "cpu", "--cudagraph-mode", "full"], "--cudagraph-mode full needs a GPU"),
         (["--device", "cpu", "--cudagraph-capture-sizes", "1", "2"], "--cudagraph-capture-sizes is for CUDA graphs"),
         (["--enforce-eager", "--cudagraph-mode", "full"], "--enforce-eager and --cudagraph-mode full contradict"),
-        (["--data-parallel-size", "2", "--device", "cuda"], "use `ubatch serve`"),
+        (["--data-parallel-size", "2", "--device", "cuda"], "there is no GPU here that torch can use"),
     ],
 )
 def test_wrong_settings_are_one_clear_line(flags: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

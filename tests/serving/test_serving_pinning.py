@@ -15,8 +15,6 @@ from repository import ROOT, TINY_MOE
 import serving.engine.rank.process as process
 import serving.pinning as pinning
 import ubatch.process.cores
-from serving import generate
-from serving.engine.options import EngineOptions
 from serving.options import resolve
 from serving.pinning import pin_rank
 from serving.workbench.tuning import tune
@@ -108,15 +106,6 @@ def test_an_engine_pins_by_its_device(monkeypatch: pytest.MonkeyPatch, device: s
 
 def _stop(*_: Any, **__: Any) -> None:
     raise Stop
-
-
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_generating_alone_pins_by_its_device(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
-    pinned: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(generate, "pin_rank", lambda *how: pinned.append(how))
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    generate.on_every_rank(lambda *_: None, EngineOptions(Path("model"), device=device))
-    assert pinned == [(0, 1, torch.device("cuda", 0) if device == "cuda" else None)]
 
 
 def test_spawned_ranks_are_told_their_device(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,6 +22,7 @@ import serving.engine.node as node
 import serving.engine.rank.build as build
 import serving.engine.wire.rendezvous as rendezvous
 import serving.generate as generate
+import serving.llm as llm
 import serving.serve as serve
 import serving.server as server
 import serving.workbench.tracing.trace as trace
@@ -70,6 +71,17 @@ def _of_runner(seen: Seen, engine: EngineOptions) -> None:
     seen["scheduler"] = args[:2]
 
 
+def _of_ranks(seen: Seen, options: EngineOptions) -> None:
+    """The store, and the processes of this machine."""
+    with contextlib.suppress(UBatchError):
+        rendezvous.host_store(options)
+    run = rendezvous.Run.open(HashStore(), read_secret(options.cluster_secret_file))
+    seen["messages are encrypted"] = run.curve is not None
+    process = mock.MagicMock(side_effect=lambda **how: seen.note("process", mock.MagicMock())(how["name"]))
+    with mock.patch.object(launch.multiprocessing, "get_context", return_value=SimpleNamespace(Process=process)):
+        launch.LocalEngines(options, options.master_addr, 1, build.warm_up)  # type: ignore[arg-type]
+
+
 @contextlib.contextmanager
 def _signals_kept() -> Iterator[None]:
     """A server leaves both signals to end its process, which here is that of the tests."""
@@ -91,13 +103,7 @@ def of_serve(words: Sequence[str]) -> Effects:
         yield mock.MagicMock()
 
     async def start(options: EngineOptions) -> Any:
-        with contextlib.suppress(UBatchError):
-            rendezvous.host_store(options)
-        run = rendezvous.Run.open(HashStore(), read_secret(options.cluster_secret_file))
-        seen["messages are encrypted"] = run.curve is not None
-        process = mock.MagicMock(side_effect=lambda **how: seen.note("process", mock.MagicMock())(how["name"]))
-        with mock.patch.object(launch.multiprocessing, "get_context", return_value=SimpleNamespace(Process=process)):
-            launch.LocalEngines(options, options.master_addr, 1, build.warm_up)  # type: ignore[arg-type]
+        _of_ranks(seen, options)
         return mock.MagicMock(close=mock.AsyncMock())
 
     command = serve.read("ubatch serve", "", words)
@@ -152,33 +158,28 @@ def _file_of(words: Sequence[str]) -> str:
 
 
 def of_generate(words: Sequence[str]) -> Effects:
-    """Of `ubatch generate` on rank 0."""
+    """Of `ubatch generate`: what it says, its prompts, and what the model is made from."""
     command = generate.read("ubatch generate", "", [*words, *prompts_of(words)])
     seen = Seen()
-    with mock.patch.object(generate, "on_every_rank", seen.note("ranks")):
+    with mock.patch.object(llm, "LLM") as made, mock.patch.object(node, "run_node", seen.note("node", 0)):
+        made.from_settings.return_value.__enter__.return_value = _Generated(seen)
         _silently(lambda: generate.run(command), seen)
-    seen["ranks"] = command.engine.world_size
-    return _of_offline(seen, command.engine, command.prompts)
-
-
-def _of_offline(seen: Seen, engine: EngineOptions, prompts: Any) -> Effects:
-    _of_runner(seen, engine)
-    drafted = mock.patch.object(generate, "generate_drafted", seen.note("generated", then=Enough))
-    plain = mock.patch.object(generate, "generate_tokens", seen.note("generated", then=Enough))
-    with (
-        mock.patch.object(generate, "make_runner", return_value=contextlib.nullcontext(None)),
-        mock.patch.object(generate, "capture_graphs"),
-        mock.patch.object(generate, "_group_of"),
-        mock.patch.object(generate, "_with_seed", lambda prompts, _: prompts),
-        drafted,
-        plain,
-        pytest.raises(Enough),
-    ):
-        generate.generate_on_rank(0, engine.world_size, engine, prompts)
-    ((args, kwargs),) = seen["generated"]
-    kwargs.pop("on_token")
-    seen["generated"] = args[1:], kwargs
+    seen.pop("node", None)
+    _of_offline(seen, command.engine)
     return seen
+
+
+class _Generated(SimpleNamespace):
+    """Stands in for an `LLM`."""
+
+    def __init__(self, seen: Seen) -> None:
+        super().__init__(generate=seen.note("generated", []), statistics={}, memory="")
+
+
+def _of_offline(seen: Seen, engine: EngineOptions) -> None:
+    _of_runner(seen, engine)
+    with mock.patch.object(rendezvous.socket, "create_server", seen.note("store", then=OSError)):
+        _of_ranks(seen, engine)
 
 
 def of_trace(words: Sequence[str]) -> Effects:
@@ -200,9 +201,10 @@ def of_trace(words: Sequence[str]) -> Effects:
         trace._write(command, [], [], [], [])
     run = command.run
     if run is not None:
-        with mock.patch.object(trace, "_record", return_value=None):
+        with mock.patch.object(trace, "_record", return_value=[]):
             _silently(lambda: trace.run(command), seen)
-        _of_offline(seen, run.engine, run.prompts)
+        seen["generated"] = run.prompts
+        _of_offline(seen, run.engine)
     return seen
 
 

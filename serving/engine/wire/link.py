@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 
 import msgspec
@@ -37,6 +38,7 @@ class EngineLink:
         self._context = zmq.Context()
         self._lock = threading.Lock()
         self._received_at = time.monotonic()
+        self._taken: deque[bytes] = deque()  # messages that have come, and are still to be handled
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.IDENTITY, identity.encode())
         self._socket.setsockopt(zmq.SNDHWM, 0)  # what is queued is bounded by the requests that the client sent
@@ -69,19 +71,21 @@ class EngineLink:
         """Messages that have come; waits up to `wait_s` for the first.
 
         A large body's requests do not hold up a step for longer than the step before took: the rest comes next time.
+        Where no step waits, what was sent together is taken together.
         """
         took = time.monotonic() - self._received_at
-        if wait_s and not self._socket.poll(int(wait_s * 1000)):
+        if wait_s and not self._taken and not self._socket.poll(int(wait_s * 1000)):
             self._received_at = time.monotonic()
             return
         until = time.monotonic() + max(took, _TAKE_IN_S)
-        while (now := time.monotonic()) < until:
+        while (now := time.monotonic()) < until or (wait_s and self._taken):
             self._received_at = now
-            try:
-                data = self._socket.recv(zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            yield decode_to_engine(data)
+            if not self._taken:
+                try:
+                    self._taken.extend(self._socket.recv_multipart(zmq.NOBLOCK))
+                except zmq.Again:
+                    return
+            yield decode_to_engine(self._taken.popleft())
 
     def shutdown_comes(self) -> bool:
         """Whether `Shutdown` is among what has come, or comes in a moment. Everything else is dropped."""

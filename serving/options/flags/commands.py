@@ -14,12 +14,8 @@ from serving.options.flags.model_flags import Model
 from serving.options.flags.server_flags import (
     Attention,
     Cache,
-    Graphs,
-    Overlap,
     Parallelism,
     PerMode,
-    Scheduling,
-    Speculation,
 )
 from serving.options.flags.tables import SERVE, Table, pick
 from ubatch.schedules.vote import MAX_LANES
@@ -107,19 +103,12 @@ _EXCHANGE = ("all2all_backend", "all2all_options", "moe_backend", "emulated_link
 _OFFLINE: Mapping[str, type[Group]] = {
     "model": Model,
     "prompts": Prompts,
-    "parallelism": pick(
-        Parallelism, "data_parallel_size", "tensor_parallel_size", "enable_expert_parallel", *_EXCHANGE
-    ),
-    "overlap": pick(Overlap, *(name for name in Overlap.model_fields if name != "dbo_auto")),
-    "cache": pick(Cache, "block_size", "kv_cache_memory", "gpu_memory_utilization", "kv_cache_dtype"),
-    "scheduling": pick(Scheduling, "max_num_seqs", "max_num_batched_tokens"),
-    "attention": Attention,
-    "graphs": Graphs,
-    "speculation": Speculation,
+    **{title: group for title, group in SERVE.groups.items() if title not in ("model", "server")},
 }
+_QUIET = {"log_level": "warning"}
 
-GENERATE = Table("ubatch generate", _OFFLINE, file_only=PerMode)
-TRACE = Table("ubatch trace", {"source": Source, **_OFFLINE}, file_only=PerMode)
+GENERATE = Table("ubatch generate", _OFFLINE, file_only=PerMode, implied=_QUIET)
+TRACE = Table("ubatch trace", {"source": Source, **_OFFLINE}, file_only=PerMode, implied=_QUIET)
 TUNE = Table(
     "ubatch tune",
     {

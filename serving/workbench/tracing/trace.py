@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import sys
+import tempfile
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
@@ -17,18 +18,15 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import torch.distributed as dist
 
-from serving import generate
-from serving.engine.options import EngineOptions
-from serving.generate_options import GenerateCommand, Prompts, resolve_offline
-from serving.options import TRACE, Layer, Settings, describe_settings, fetch_checkpoints, merge, read_layers
+from serving.generate import GenerateCommand, print_generated, print_notes, resolve_offline
+from serving.llm import LLM
+from serving.options import TRACE, Layer, Settings, describe_settings, merge, read_layers
 from serving.options.sources import Source, settle_environment
 from serving.workbench.tracing.diagnosis import diagnose
 from serving.workbench.tracing.finding import Finding
 from serving.workbench.tracing.steps import Group, StepRecord, between_steps, group_steps, read_steps
-from ubatch import ConfigError, UBatchError, tracing, write_chrome, write_html
-from ubatch.trace.export import Clock
+from ubatch import ConfigError, UBatchError, write_chrome, write_html
 from ubatch.trace.file import RankTrace, merge_traces, read_chrome
 from ubatch.trace.page import Remark
 
@@ -88,6 +86,11 @@ def read(program: str, description: str, words: Sequence[str]) -> TraceCommand:
     told = settings.notes
     if source == "--prompt":
         run = resolve_offline(layers, TRACE, print_config=print_config)
+        if run.engine.nnodes > 1:
+            raise ConfigError(
+                f"{run.settings.spell('nnodes')}: every machine writes what its ranks recorded to its own disk. Trace "
+                "`ubatch serve` there, and show the files with --files."
+            )
         settings, told = run.settings, run.notes
     own = {name: settings[name] for name in ("url", "seconds", "api_key", "files", "out")}
     return TraceCommand(settings, **own, run=run, print_config=print_config, notes=(*idle, *told))
@@ -104,10 +107,8 @@ def run(command: TraceCommand) -> int:
     if command.print_config:
         print(describe_settings(command.settings))
         return 0
-    generate.print_notes("ubatch trace", command.notes)
+    print_notes("ubatch trace", command.notes)
     recorded = _record(command)
-    if recorded is None:  # a rank other than the first, under a launcher
-        return 0
     ranks = merge_traces(recorded)
     steps = read_steps(ranks)
     measures = all(rank.measures for rank in ranks)
@@ -157,7 +158,7 @@ def _check(s: Settings, words: Layer) -> str:
 # --------------------------------------------------------------------------------------------------------- recording
 
 
-def _record(options: TraceCommand) -> list[RankTrace] | None:
+def _record(options: TraceCommand) -> list[RankTrace]:
     if options.run is not None:
         return _offline(options.run)
     return _from_files(options.files) if options.url is None else _from_server(options)
@@ -201,31 +202,15 @@ def _from_files(files: Sequence[Path]) -> list[RankTrace]:
     return [trace for file in files for trace in read_chrome(file)]
 
 
-def _offline(command: GenerateCommand) -> list[RankTrace] | None:
+def _offline(command: GenerateCommand) -> list[RankTrace]:
     """Generate, and record every step; prints what was generated."""
-    fetch_checkpoints(command.settings)
-    result = generate.on_every_rank(trace_on_rank, command.engine, command.prompts)
-    if result is None:
-        return None
-    generated, traces = result
-    generate.print_generated(generated)
-    return list(traces)
-
-
-def trace_on_rank(
-    rank: int, world_size: int, engine: EngineOptions, prompts: Prompts
-) -> tuple[generate.Generated, list[RankTrace]] | None:
-    """This rank's share of the prompts, recorded; rank 0 returns everything, the others None."""
-    with tracing() as trace:
-        generated = generate.generate_on_rank(rank, world_size, engine, prompts)
-    spans = tuple(span for span in trace.spans if span.step > 0)  # before the first step graphs are captured
-    measures = engine.device == "cpu"
-    own = RankTrace(rank, spans, tuple(trace.notes), Clock.here(), measures)
-    traces: list[Any] = [own]
-    if world_size > 1:
-        traces = [None] * world_size
-        dist.gather_object(own, traces if rank == 0 else None)
-    return None if generated is None else (generated, traces)
+    prompts = command.prompts
+    with LLM.from_settings(command.settings) as llm, tempfile.TemporaryDirectory() as folder:
+        llm.start_profile()
+        outputs = llm.generate(prompts.prompt, prompts.sampling_params())
+        traces = _from_files(llm.stop_profile(Path(folder)))
+        print_generated(llm, outputs)
+    return traces
 
 
 # ----------------------------------------------------------------------------------------------- writing and printing

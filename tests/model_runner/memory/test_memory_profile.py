@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from draft_cases import make_head
+from drafted import generate_drafted
 from fake_graphs import FakeGraphs
 from runner_graph_cases import SIZES, TINY, make_checkpoint, make_runner
 from safetensors.torch import load_file, save_file
@@ -28,7 +29,6 @@ from model_runner.step.dp import Coordination
 from model_runner.step.input_batch import InputBatch
 from ranks import run_ranks
 from serving.engine.speculation import Algorithm, SpeculationConfig, runner_options
-from serving.generate_drafted import generate_drafted
 from ubatch import CommGroup, ConfigError, ForwardMode
 from ubatch.lanes.crew import Job
 

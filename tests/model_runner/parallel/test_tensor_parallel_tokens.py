@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import torch
+from drafted import generate_drafted
 from repository import TINY_MOE
 from torch import Tensor
 
 from model_runner import Acceptance, ModelRunner, SamplingParams, generate
 from ranks import run_ranks
 from serving.engine.speculation import Algorithm, SpeculationConfig, runner_options
-from serving.generate_drafted import generate_drafted
 from ubatch import CommGroup, UBatchConfig
 
 HEAD = TINY_MOE.parent / "tiny-moe-eagle"

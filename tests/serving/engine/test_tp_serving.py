@@ -218,7 +218,7 @@ def used_while_idle_s(served: Served) -> float:
 
 
 def pages(printed: str) -> int:
-    found = re.search(r"memory of a rank: KV cache \S+ MiB \((\d+) pages", printed)
+    found = re.search(r"memory of rank 0.*: KV cache \S+ MiB \((\d+) pages", printed)
     assert found, printed
     return int(found[1])
 

@@ -18,7 +18,7 @@ from repository import ROOT, TINY_MOE
 from model_runner import CheckpointError
 from serving import LLM
 from serving.cli import main
-from serving.generate_options import read as read_generate
+from serving.generate import read as read_generate
 from serving.hub import ModelNotFound, fetch_weights, find_checkpoint, looks_like_name
 from serving.options import fetch_checkpoints, notes, read_serve_command, resolve_keywords
 from serving.text.detokenizer import load_tokenizer

@@ -16,7 +16,7 @@ from serving.cli import main
 from serving.engine.options import EngineOptions
 from serving.engine.rank.build import make_core
 from serving.engine.speculation import Algorithm, SpeculationConfig, runner_options
-from serving.generate_options import read as read_generate
+from serving.generate import read as read_generate
 from serving.options import (
     Machine,
     resolve_keywords,

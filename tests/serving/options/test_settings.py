@@ -200,10 +200,10 @@ def test_generate_does_not_overlap_where_the_flag_says_so() -> None:
 
 
 def test_keys_of_other_commands_are_named(capsys: pytest.CaptureFixture[str]) -> None:
-    Path("serve.yaml").write_text("port: 9000\nenable-prefix-caching: false\napi-key: null\nmax-tokens: 3\n")
+    Path("serve.yaml").write_text("port: 9000\nmax-log-len: 9\napi-key: null\nmax-tokens: 3\n")
     command = generate.read("ubatch generate", "", [str(TINY_MOE), "--prompt", "x", "--config", "serve.yaml"])
     assert command.prompts.max_tokens == 3
-    note = "without effect on `ubatch generate`: port in serve.yaml, enable-prefix-caching in serve.yaml"
+    note = "without effect on `ubatch generate`: port in serve.yaml, max-log-len in serve.yaml"
     assert command.notes == (note,)
     assert main(["serve", str(TINY_MOE), "--config", "serve.yaml", "--print-config"]) == 0
     Path("serve.yaml").write_text("modes: [none-such]\n")

@@ -77,7 +77,7 @@ def test_what_cannot_be_is_one_clear_line(
         (("-tp", "2"), "-tp 2 shares attention and dense layers, and this model has 8 experts."),
         (EP, "--data-parallel-size 2 or more, or --tensor-parallel-size"),
         ((*EP, "-tp", "3"), "-tp: tensor_parallel_size 3 does not fit the model"),
-        ((*EP, "-tp", "2", "--device", "cuda"), "--device cuda with -tp: use `ubatch serve`"),
+        ((*EP, "-tp", "2", "--device", "cuda"), "--device cuda: there is no GPU here that torch can use."),
     ],
 )
 def test_generate_refuses_the_same(words: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,7 +1,6 @@
-"""Offline generation with tokens guessed ahead: what `model_runner.generate` does, by way of the scheduler.
+"""What `model_runner.generate` does, with tokens guessed ahead: on every rank of a group, by way of the scheduler.
 
-`ubatch generate` needs no scheduler as long as every request takes one token a step. With drafts it does: blocks for
-them, equally many of each request, and what happens when a request ends among them.
+Drafts need a scheduler: blocks for them, equally many of each request, and what happens when a request ends among them.
 """
 
 from __future__ import annotations
