@@ -1,8 +1,8 @@
 """The `ubatch` command. Sub-commands are imported only when they are called.
 
 Each command is a module with a pydantic model `Options` (its flags, their help and their checks) and a function
-`run(options) -> int`. tyro turns the model into flags. A module that reads more than the command line has a function
-`read(program, description, words)` in place of the model.
+`run(options) -> int`. `serving.arguments` turns the model into flags. A module that reads
+more than the command line has a function `read(program, description, words)` in place of the model.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from functools import partial
 from importlib.metadata import version
 from typing import Any
 
+from serving.arguments.parser import parse_options
 from ubatch.errors import UBatchError, nearest
 
 __all__ = ["main"]
@@ -104,7 +105,7 @@ def _run(words: list[str]) -> int:
         return _usage(words)
     try:
         module: Any = importlib.import_module(COMMANDS[name][0])  # which takes seconds, and may be interrupted
-        read = module.read if hasattr(module, "read") else partial(_parse, module.Options)
+        read = module.read if hasattr(module, "read") else partial(parse_options, module.Options)
         options = read(f"ubatch {name}", COMMANDS[name][1], words[len(name.split()) :])
         return int(module.run(options))
     except UBatchError as error:
@@ -112,13 +113,6 @@ def _run(words: list[str]) -> int:
         return 2 if isinstance(error, ValueError) else 1
     except KeyboardInterrupt:
         return 130
-
-
-def _parse(kind: type[Any], program: str, description: str, words: Sequence[str]) -> Any:
-    os.environ.setdefault("PYDANTIC_ERRORS_INCLUDE_URL", "0")  # read when pydantic is first imported
-    import tyro
-
-    return tyro.cli(kind, prog=program, description=description, args=list(words))
 
 
 def _usage(words: Sequence[str]) -> int:

@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
-import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import tyro
-
+from serving.arguments.fields import Group
+from serving.arguments.parser import nearest_flag, parse
 from serving.options.flags.commands import COMMANDS
-from serving.options.flags.fields import WrongValue
 from serving.options.flags.foreign import FOREIGN
-from serving.options.flags.server_flags import SHORT
-from serving.options.flags.tables import Table
-from serving.options.sources import Layer, Source, make_layer, nearest_alone, spelled_flag
-from ubatch import ConfigError
+from serving.options.flags.tables import Own, Table
+from serving.options.sources import Layer, Source, make_layer
 
 __all__ = ["CommandLine", "read_command_line"]
-
-_OWN = frozenset(("config", "print_config", "help", "tyro_print_completion", "tyro_write_completion"))
 
 
 @dataclass(frozen=True)
@@ -52,40 +43,11 @@ def read_command_line(table: Table, program: str, description: str, words: Seque
         ConfigError: an unknown flag, a wrong value, or two names of a setting with different values; one line.
         SystemExit: after `--help`.
     """
-    given = _flags_given(table, words)
-    options = _parse(table, program, description, words)
-    items = []
-    for title in table.groups:
-        values = getattr(options, title)
-        items += [(name, getattr(values, name), given[name]) for name in type(values).model_fields if name in given]
-        if getattr(values, "model", None) is not None:
-            items.append(("model", values.model, "MODEL"))
-    return CommandLine(make_layer(items, Source.COMMAND_LINE), options.config, options.print_config)
-
-
-def _flags_given(table: Table, words: Sequence[str]) -> dict[str, str]:
-    """Setting or alias -> flag as it was written; tyro knows no abbreviations, and no value begins with two dashes."""
-    short = {flag: name for name, flags in SHORT.items() if name in table.settings for flag in flags}
-    given = {}
-    for word in words:
-        if word == "--":
-            break
-        written = word.partition("=")[0]
-        if written in short:
-            given[short[written]] = written
-        if not word.startswith("--"):
-            continue
-        flag = written[2:].replace("-", "_")
-        positive = flag if flag in table.flags else flag.removeprefix("no_")
-        name = table.flags.get(positive)
-        if name is not None and (positive == flag or table.is_switch(name)):
-            given[name] = written.replace("_", "-")
-            if "=" in word and table.is_switch(name):
-                flag = positive.replace("_", "-")
-                raise ConfigError(f"{written} takes no value: --{flag} turns it on, --no-{flag} off.")
-        elif flag not in _OWN:
-            raise ConfigError(f"unknown flag {written}{_hint(table, flag)}")
-    return given
+    groups: Mapping[str, type[Group]] = {**table.groups, "other": Own}
+    given = parse(groups, program, description, words, lambda flag: _hint(table, flag))
+    own = Own(**{name: given.pop(name).value for name in Own.model_fields if name in given})
+    items = [(name, each.value, each.spelled) for name, each in given.items()]
+    return CommandLine(make_layer(items, Source.COMMAND_LINE), own.config, own.print_config)
 
 
 def _hint(table: Table, flag: str) -> str:
@@ -97,53 +59,4 @@ def _hint(table: Table, flag: str) -> str:
     others = [each.program for each in COMMANDS if flag.removeprefix("no_") in each.flags]
     if others:
         return f": it is one of `{others[0]}`, and has no effect on `{table.program}`."
-    hint = nearest_alone(flag, [*table.flags, "config", "print_config"])
-    return hint.replace(" '", " --").replace("'?", "?").replace("_", "-") or "; see --help."
-
-
-def _parse(table: Table, program: str, description: str, words: Sequence[str]) -> Any:
-    console = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(console):
-            return tyro.cli(
-                table.options,
-                prog=program,
-                description=description,
-                args=list(words),
-                config=(tyro.conf.OmitArgPrefixes,),
-            )
-    except WrongValue as wrong:
-        raise ConfigError(f"{spelled_flag(wrong.name)} {wrong.value}: {wrong.why}.") from None
-    except SystemExit as ended:
-        if ended.code in (0, None):
-            raise
-        raise ConfigError(_one_line(console.getvalue())) from None
-
-
-def _one_line(box: str) -> str:
-    """What tyro says is wrong: title, message and help are parted by rules, in a frame if the terminal has one."""
-    parts: list[list[str]] = [[]]
-    framed = box.startswith("╭")
-    for line in box.splitlines():
-        text = line.strip("│ ")
-        if text and not text.strip("─-"):
-            parts.append([])
-        elif text and text[0] not in "╭╰":
-            parts[-1].append(text)
-    message = " ".join(parts[0] if framed or len(parts) == 1 else parts[1])
-    for pattern, plain in _PLAINER:
-        message = re.sub(pattern, plain, message)
-    return message
-
-
-_PLAINER = (
-    ("^Error parsing ", ""),
-    (r" Got errors: .*", ""),
-    (r"^Unrecognized options: (.+)", r"unexpected argument \1; see --help."),
-    (r"^Missing value for argument '(.+)'\. Expected 1 values\.$", r"\1 needs a value."),
-    (r"\{FLOAT FLOAT\}", "two numbers"),
-    (r"\{\[INT \[INT \.\.\.\]\]\}", "integers"),
-    (r"no type matching (?:\{None\}\|)?(.+) could be instantiated from \[(.*)\]\.", r"expected \1, not \2."),
-    (r"invalid literal for int\(\) with base 10: ('.*')$", r"expected an integer, not \1."),
-    (r"could not convert string to float: ('.*')$", r"expected a number, not \1."),
-)
+    return nearest_flag(flag, [*table.flags, *Own.model_fields])

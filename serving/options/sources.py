@@ -15,9 +15,9 @@ from typing import Any
 
 import yaml
 
+from serving.arguments.fields import WrongValue, nearest_alone
 from serving.hub import Located
 from serving.options.flags.commands import COMMANDS
-from serving.options.flags.fields import WrongValue
 from serving.options.flags.foreign import FOREIGN, spell_hint
 from serving.options.flags.server_flags import ALIASES
 from serving.options.flags.tables import SERVE, Table
@@ -33,7 +33,6 @@ __all__ = [
     "Source",
     "make_layer",
     "merge",
-    "nearest_alone",
     "read_environment",
     "read_file",
     "read_keywords",
@@ -351,9 +350,3 @@ def _shown(name: str, value: object) -> str:
 def spelled_flag(name: str) -> str:
     """A setting as the command line has it."""
     return "MODEL" if name == "model" else f"--{name.replace('_', '-')}"
-
-
-def nearest_alone(name: str, known: Iterable[str]) -> str:
-    """The hint, if there is one: the whole list is what `--help` is for."""
-    hint = nearest(name, known).partition(" Known: ")[0]
-    return hint if "?" in hint else ""

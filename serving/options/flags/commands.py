@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import tyro
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from serving.options.flags.fields import Group, Positive
+from serving.arguments.fields import Flag, Group
+from serving.options.flags.fields import Positive
 from serving.options.flags.model_flags import Model
 from serving.options.flags.server_flags import (
     Attention,
@@ -35,7 +35,6 @@ class Prompts(Group):
     prompt: Annotated[
         tuple[str, ...],
         BeforeValidator(_as_tuple),
-        tyro.conf.arg(metavar="STR [STR ...]"),
         Field(description="one or more prompts"),
     ] = ()
     max_tokens: Annotated[Positive, Field(description="tokens to generate per prompt")] = 64
@@ -56,7 +55,7 @@ class Source(Group):
     files: Annotated[
         tuple[Path, ...],
         BeforeValidator(_as_tuple),
-        tyro.conf.arg(metavar="FILE [FILE ...]"),
+        Flag(metavar="FILE [FILE ...]"),
         Field(description="show what /stop_profile wrote earlier or elsewhere, one file per rank"),
     ] = ()
     out: Annotated[Path, Field(description="folder for trace.json, trace.html and summary.json")] = Path("trace")

@@ -1,4 +1,4 @@
-"""What kinds of values settings have, and what is said of one that a setting does not take."""
+"""The kinds of values that settings have."""
 
 from __future__ import annotations
 
@@ -8,30 +8,16 @@ from contextlib import suppress
 from decimal import Decimal
 from typing import Annotated, Any, Literal
 
-import tyro
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    ModelWrapValidatorHandler,
-    ValidationError,
-    model_validator,
-)
-from tyro.constructors import PrimitiveConstructorSpec
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from moe import experts_backends
-from ubatch import UBatchError, nearest
+from ubatch import nearest
 
 __all__ = [
     "ExpertsName",
-    "Group",
     "NamedValues",
     "Positive",
     "TokensAutoOff",
-    "WrongValue",
-    "derived",
     "one_of",
     "parse_bytes",
 ]
@@ -67,51 +53,6 @@ def one_of(names: Iterable[str]) -> AfterValidator:
         return value
 
     return AfterValidator(check)
-
-
-class WrongValue(UBatchError):
-    """A value that its setting does not take. Not a ValueError: those tyro and pydantic would wrap.
-
-    Attributes:
-        name: of the setting.
-        value: the wrong one.
-        why: what it should be.
-    """
-
-    def __init__(self, name: str, value: object, why: str) -> None:
-        super().__init__(f"--{name.replace('_', '-')} {value}: {why}.")
-        self.name, self.value, self.why = name, value, why
-
-
-class Group(BaseModel):
-    """Settings that belong together. A wrong one is a `WrongValue`."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
-
-    @model_validator(mode="wrap")
-    @classmethod
-    def _name_what_is_wrong(cls, values: Any, validate: ModelWrapValidatorHandler[Group]) -> Group:
-        try:
-            return validate(values)
-        except ValidationError as error:
-            wrong = error.errors(include_url=False, include_context=False)[0]
-            name = str(wrong["loc"][0])
-            value = values[name] if isinstance(values, dict) else wrong["input"]
-            raise WrongValue(name, value, _plain(wrong["msg"])) from None
-
-
-def _plain(message: str) -> str:
-    """pydantic's message, as the end of a sentence that began with the setting's name."""
-    message = (
-        message.removeprefix("Value error, ").replace("Input should", "it should").replace("String should", "it should")
-    )
-    message = message.replace("greater than or equal to", "at least").replace("less than or equal to", "at most")
-    return message.replace("a valid dictionary", "a mapping")
-
-
-def derived(metavar: str, how: str) -> Any:
-    """For a flag whose default depends on the rest: what `--help` shows for its value, and as its default."""
-    return tyro.conf.arg(metavar=metavar, help_behavior_hint=f"(default: {how})")
 
 
 Positive = Annotated[int, Field(ge=1)]
@@ -176,6 +117,8 @@ def _check_values(values: Any) -> Any:
     Raises:
         ValueError: a name twice, or a value that is a list or a mapping.
     """
+    if isinstance(values, list) and all(isinstance(word, str) for word in values):
+        return _read_values(values)
     if not isinstance(values, dict):
         return values
     for name, value in values.items():
@@ -193,12 +136,5 @@ ExpertsName = Annotated[
 NamedValues = Annotated[
     dict[str, bool | int | float | str] | None,
     BeforeValidator(_check_values),
-    PrimitiveConstructorSpec(
-        nargs="*",
-        metavar="NAME=VALUE ...",
-        instance_from_str=_read_values,
-        is_instance=lambda value: value is None or isinstance(value, dict),
-        str_from_instance=lambda values: [f"{name}={value}" for name, value in (values or {}).items()],
-    ),
 ]
 """A mapping in a file, words on the command line; names in kebab or snake case."""

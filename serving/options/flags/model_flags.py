@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-import tyro
 from pydantic import AfterValidator, Field
 
 from model_runner.parallel.transport import AUTO
 from moe import all2all_backends
-from serving.options.flags.fields import Group, Positive, derived
+from serving.arguments.fields import Flag, Group
+from serving.options.flags.fields import Positive
 from ubatch import nearest
 
 __all__ = ["TRANSPORTS", "Model", "TransportName"]
@@ -51,23 +51,22 @@ class Model(Group):
 
     model: Annotated[
         str | None,
-        tyro.conf.Positional,
-        tyro.conf.arg(metavar="MODEL", help_behavior_hint="(here, with --model, or in the file)"),
+        Flag(metavar="MODEL", default="here, with --model, or in the file", positional=True),
         Field(description="folder of a Hugging Face checkpoint, or its name on the hub, like Qwen/Qwen3-30B-A3B"),
     ] = None
     named_model: Annotated[
         str | None,
-        tyro.conf.arg(name="model", metavar="MODEL", help_behavior_hint="(instead of MODEL)"),
-        Field(description="the same"),
+        Flag(name="model", metavar="MODEL", default=""),
+        Field(description="the same, instead of MODEL"),
     ] = None
     revision: Annotated[
         str | None,
-        derived("STR", "main"),
+        Flag(default="main"),
         Field(min_length=1, description="branch, tag or commit on the hub"),
     ] = None
     download_dir: Annotated[
         Path | None,
-        derived("PATH", "the hub's cache, HF_HUB_CACHE"),
+        Flag(default="the hub's cache, HF_HUB_CACHE"),
         Field(description="folder that keeps what is downloaded from the hub"),
     ] = None
     load_format: Annotated[
@@ -84,6 +83,6 @@ class Model(Group):
     device: Annotated[Literal["auto", "cpu", "cuda"], Field(description="auto is a GPU where there is one")] = "auto"
     max_model_len: Annotated[
         Positive | None,
-        derived("INT", "the checkpoint's"),
+        Flag(default="the checkpoint's"),
         Field(description="longest sequence, prompt and output together"),
     ] = None

@@ -10,18 +10,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import tyro
 from pydantic import AfterValidator, BeforeValidator, Field
 
 from attention import attention_backends
 from model_runner.parallel.transport import AUTO
+from serving.arguments.fields import Flag, Group
 from serving.options.flags.fields import (
     ExpertsName,
-    Group,
     NamedValues,
     Positive,
     TokensAutoOff,
-    derived,
     one_of,
     parse_bytes,
 )
@@ -31,7 +29,6 @@ from ubatch.schedules.vote import MAX_LANES
 
 __all__ = [
     "ALIASES",
-    "SHORT",
     "Attention",
     "Cache",
     "Graphs",
@@ -49,8 +46,6 @@ ALIASES: Mapping[str, str] = {
     "named_model": "model",
 }
 """Other names of settings: SGLang's, what `UBatchConfig` calls it, and the flag of what may come without one."""
-SHORT: Mapping[str, tuple[str, ...]] = {"tensor_parallel_size": ("-tp",)}
-"""Short flags of settings, vLLM's."""
 
 
 def _read_link(value: Any) -> Any:
@@ -66,8 +61,8 @@ def _read_link(value: Any) -> Any:
     return tuple(value)
 
 
-AttentionName = Annotated[str | None, derived("STR", "the same"), one_of(attention_backends())]
-ScheduleName = Annotated[str | None, derived("STR", "--schedule")]
+AttentionName = Annotated[str | None, Flag(default="the same"), one_of(attention_backends())]
+ScheduleName = Annotated[str | None, Flag(default="--schedule")]
 ModeMapping = Annotated[
     dict[str, Any] | None, Field(description="schedule, num_ubatches and token_threshold of such steps")
 ]
@@ -80,25 +75,25 @@ class Parallelism(Group):
     data_parallel_size: Annotated[Positive, Field(description="ranks in all, which requests are dealt out to")] = 1
     tensor_parallel_size: Annotated[
         Positive,
-        tyro.conf.arg(aliases=SHORT["tensor_parallel_size"]),
+        Flag(short="-tp"),
         Field(description="processes of a rank; they share its attention heads and dense layers"),
     ] = 1
     enable_expert_parallel: Annotated[bool, Field(description="the ranks share the experts, and step together")] = False
     all2all_backend: Annotated[
         TransportName,
-        derived("STR", "VLLM_ALL2ALL_BACKEND, or auto"),
+        Flag(default="VLLM_ALL2ALL_BACKEND, or auto"),
         Field(description=f"how tokens reach their experts: {', '.join((AUTO, *TRANSPORTS))}"),
     ] = None
     all2all_options: Annotated[
         NamedValues,
-        tyro.conf.arg(help_behavior_hint="(default: what --max-num-seqs and the other sizes of steps ask for)"),
+        Flag(metavar="NAME=VALUE ...", many=True, default="what --max-num-seqs and the other sizes of steps ask for"),
         Field(description="its options, such as max_tokens_per_rank=256 use_fp8=true worst_case=true"),
     ] = None
     moe_backend: ExpertsName = "auto"
     emulated_link: Annotated[
         tuple[Annotated[float, Field(ge=0)], Annotated[float, Field(gt=0)]] | None,
         BeforeValidator(_read_link),
-        tyro.conf.arg(metavar="US MB/S"),
+        Flag(metavar="US MB/S"),
         Field(description="deliver over a link of this latency and bandwidth"),
     ] = None
     nnodes: Annotated[Positive, Field(description="machines; they have equally many ranks")] = 1
@@ -106,12 +101,12 @@ class Parallelism(Group):
     master_addr: Annotated[str, Field(description="where the others reach machine 0")] = "127.0.0.1"
     master_port: Annotated[
         int,
-        tyro.conf.arg(help_behavior_hint="(default: a free one; with more machines choose one)"),
+        Flag(default="a free one; with more machines choose one"),
         Field(ge=0, le=65535, description="its port for their rendezvous"),
     ] = 0
     cluster_secret_file: Annotated[
         Path | None,
-        derived("PATH", "none"),
+        Flag(default="none"),
         Field(
             description="with more machines: file of at least 32 random bytes, the same on each and readable by its "
             "owner only (umask 077; openssl rand -hex 32 > FILE); authenticates and encrypts messages between "
@@ -141,7 +136,7 @@ class Overlap(Group):
     schedule_verify: Annotated[ScheduleName, Field(description="another one for steps that verify drafts")] = None
     comm_sms: Annotated[
         int | None,
-        derived("INT", "the schedule's"),
+        Flag(default="the schedule's"),
         Field(
             ge=0, description="a GPU's streaming multiprocessors left to communication kernels; 0 shares all of them"
         ),
@@ -189,12 +184,12 @@ class Cache(Group):
     kv_cache_memory: Annotated[
         int | str | None,
         AfterValidator(parse_bytes),
-        tyro.conf.arg(metavar="BYTES", help_behavior_hint="(default: 256M on a CPU)"),
+        Flag(metavar="BYTES", default="256M on a CPU"),
         Field(description="memory of a rank's cache, like 512M or 4G"),
     ] = None
     gpu_memory_utilization: Annotated[
         float | None,
-        derived("FLOAT", "0.9 on a GPU"),
+        Flag(default="0.9 on a GPU"),
         Field(gt=0, le=1, description="share of the GPU's memory that a rank may use, weights included"),
     ] = None
     kv_cache_dtype: Annotated[Literal["auto", "fp8"], Field(description="fp8 stores one byte a number")] = "auto"
@@ -205,15 +200,15 @@ class Scheduling(Group):
     """Which requests run in a step."""
 
     max_num_seqs: Annotated[
-        Positive | None, derived("INT", "256"), Field(description="most requests of a rank that run at once")
+        Positive | None, Flag(default="256"), Field(description="most requests of a rank that run at once")
     ] = None
     max_num_batched_tokens: Annotated[
-        Positive | None, derived("INT", "2048"), Field(description="most tokens of a rank's step")
+        Positive | None, Flag(default="2048"), Field(description="most tokens of a rank's step")
     ] = None
     enable_chunked_prefill: Annotated[bool, Field(description="prompts may run in chunks, beside decodes")] = True
     max_prefill_tokens_per_mixed_step: Annotated[
         TokensAutoOff,
-        tyro.conf.arg(metavar="INT|auto|off"),
+        Flag(metavar="INT|auto|off"),
         Field(
             description="most prompt tokens of a rank's step in which requests decode, here or on a rank that steps "
             "along; auto follows step times, so that such a step takes about twice as long as decodes alone"
@@ -228,7 +223,7 @@ class Scheduling(Group):
     )
     overlap_schedule: Annotated[
         bool,
-        tyro.conf.arg(help_behavior_hint="(default: on a GPU, without speculation)"),
+        Flag(default="on a GPU, without speculation"),
         Field(description="schedule the next step while this one runs"),
     ] = False
 
@@ -253,12 +248,12 @@ class Graphs(Group):
     cudagraph_capture_sizes: Annotated[
         Annotated[tuple[Positive, ...], Field(min_length=1)] | None,
         BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value),
-        derived("INT [INT ...]", "1 2 4 8 16 ... 256 272 ..., up to --max-num-seqs"),
+        Flag(default="1 2 4 8 16 ... 256 272 ..., up to --max-num-seqs"),
         Field(description="requests of the steps that are captured; others are padded to the next"),
     ] = None
     max_cudagraph_capture_size: Annotated[
         Positive | None,
-        derived("INT", "--max-num-seqs, at most 512"),
+        Flag(default="--max-num-seqs, at most 512"),
         Field(description="largest of them; larger steps run eagerly"),
     ] = None
     enforce_eager: Annotated[bool, Field(description="capture nothing, as --cudagraph-mode none")] = False
@@ -271,21 +266,21 @@ class Server(Group):
     port: Annotated[int, Field(ge=0, le=65535, description="0 picks a free one, and prints it")] = 8000
     api_key: Annotated[
         str | None,
-        derived("STR", "none"),
+        Flag(default="none"),
         Field(min_length=1, description="clients must send it; better set in UBATCH_API_KEY, which ps does not show"),
     ] = None
     served_model_name: Annotated[
-        str | None, derived("STR", "MODEL"), Field(min_length=1, description="what clients call the model")
+        str | None, Flag(default="MODEL"), Field(min_length=1, description="what clients call the model")
     ] = None
     max_waiting_requests: Annotated[
         int | None,
-        derived("INT", "no limit"),
+        Flag(default="no limit"),
         Field(ge=1, description="requests beyond this many waiting ones get 503 and Retry-After"),
     ] = None
     max_request_bytes: Annotated[
         int | str,
         AfterValidator(parse_bytes),
-        tyro.conf.arg(metavar="BYTES", help_behavior_hint="(default: 8M)"),
+        Flag(metavar="BYTES", default="8M"),
         Field(description="a larger body gets 413"),
     ] = 8 * 2**20
     max_outputs_per_request: Annotated[
@@ -293,7 +288,7 @@ class Server(Group):
     ] = 1024
     max_connections: Annotated[
         int | None,
-        derived("INT", "what the limit of open files allows"),
+        Flag(default="what the limit of open files allows"),
         Field(ge=1, description="requests on connections beyond this many open ones get 503 and Retry-After"),
     ] = None
     drain_timeout_s: Annotated[
@@ -301,7 +296,7 @@ class Server(Group):
     ] = 120.0
     profile_dir: Annotated[
         Path | None,
-        derived("PATH", "none"),
+        Flag(default="none"),
         Field(description="folder for what /start_profile records, which is refused without it"),
     ] = None
     log_level: Annotated[Literal["debug", "info", "warning", "error"], Field(description="least that is logged")] = (
@@ -312,7 +307,7 @@ class Server(Group):
         bool, Field(description="log what is asked for: parameters; with --log-level debug also the prompt's tokens")
     ] = False
     max_log_len: Annotated[
-        int | None, derived("INT", "no limit"), Field(ge=0, description="tokens of a prompt that are logged at most")
+        int | None, Flag(default="no limit"), Field(ge=0, description="tokens of a prompt that are logged at most")
     ] = None
     enable_request_id_headers: Annotated[
         bool, Field(description="say every request's id in the answer's X-Request-Id: the client's, or one of ours")
@@ -331,32 +326,32 @@ class Speculation(Group):
     ] = None
     speculative_draft_model_path: Annotated[
         Path | None,
-        derived("PATH", "none"),
+        Flag(default="none"),
         Field(description="eagle, draft_model: the head's or the small model's checkpoint, folder or name on the hub"),
     ] = None
     speculative_num_steps: Annotated[
         Positive | None,
-        derived("INT", "3, or the drafts"),
+        Flag(default="3, or the drafts"),
         Field(description="steps of the draft network: tokens of the longest guess"),
     ] = None
     speculative_eagle_topk: Annotated[
         Positive | None,
-        derived("INT", "1"),
+        Flag(default="1"),
         Field(description="guesses that each of its steps goes on from; above 1 they are a tree"),
     ] = None
     speculative_num_draft_tokens: Annotated[
         Positive | None,
-        derived("INT", "4 with ngram, the steps, or 8 of a tree"),
+        Flag(default="4 with ngram, the steps, or 8 of a tree"),
         Field(description="tokens guessed per request and step; SGLang counts one more, the last known token"),
     ] = None
     speculative_accept: Annotated[
         Literal["match", "rejection"] | None,
-        derived("{match,rejection}", "match"),
+        Flag(default="match"),
         Field(description="a draft is right if it is the token sampled there, or by rejection sampling"),
     ] = None
     speculative_ngram_max: Annotated[
-        Positive | None, derived("INT", "4"), Field(description="ngram: longest run of tokens looked up")
+        Positive | None, Flag(default="4"), Field(description="ngram: longest run of tokens looked up")
     ] = None
     speculative_ngram_min: Annotated[
-        Positive | None, derived("INT", "2"), Field(description="ngram: shortest run of tokens looked up")
+        Positive | None, Flag(default="2"), Field(description="ngram: shortest run of tokens looked up")
     ] = None

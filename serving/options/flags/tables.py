@@ -11,11 +11,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
-import tyro
-from pydantic import BaseModel, Field, create_model
+from pydantic import Field, create_model
 from pydantic.fields import FieldInfo
 
-from serving.options.flags.fields import Group
+from serving.arguments.fields import Flag, Group
 from serving.options.flags.model_flags import Model
 from serving.options.flags.server_flags import (
     ALIASES,
@@ -30,20 +29,25 @@ from serving.options.flags.server_flags import (
     Speculation,
 )
 
-__all__ = ["SERVE", "Table", "pick"]
+__all__ = ["SERVE", "Own", "Table", "pick"]
 
 _FLAG_NAMES = {"named_model": "model"}
 """Flags that are not called as their setting."""
-_FILE = Annotated[
-    Path | None,
-    tyro.conf.arg(metavar="FILE"),
-    Field(description="YAML file of settings, named as the flags without dashes in front; flags beat it"),
-]
-_PRINT = Annotated[
-    bool,
-    tyro.conf.FlagCreatePairsOff,
-    Field(description="print the settings in force and where each came from, and exit"),
-]
+
+
+class Own(Group):
+    """What is not a setting."""
+
+    config: Annotated[
+        Path | None,
+        Flag(metavar="FILE", default="none"),
+        Field(description="YAML file of settings, named as the flags without dashes in front; flags beat it"),
+    ] = None
+    print_config: Annotated[
+        bool,
+        Flag(default="", has_off=False),
+        Field(description="print the settings in force and where each came from, and exit"),
+    ] = False
 
 
 @dataclass(frozen=True)
@@ -61,12 +65,6 @@ class Table:
     groups: Mapping[str, type[Group]]
     file_only: type[Group] | None = None
     implied: Mapping[str, Any] = field(default_factory=dict)
-
-    @cached_property
-    def options(self) -> type[BaseModel]:
-        """What tyro parses. The values in force are those of `Settings`, which knows file and environment too."""
-        fields: dict[str, Any] = {title: (group, Field(default_factory=group)) for title, group in self.groups.items()}
-        return create_model("Options", **fields, config=(_FILE, None), print_config=(_PRINT, False))
 
     @cached_property
     def owners(self) -> Mapping[str, type[Group]]:

@@ -6,15 +6,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
-import tyro
-from pydantic import BaseModel, Field
+from pydantic import Field
 
+from serving.arguments.fields import Flag, Group
 from serving.workbench.bench.statistics import environment, write_json
 
 __all__ = ["BlockOptions", "ReportOptions"]
 
 
-class ReportOptions(BaseModel):
+class ReportOptions(Group):
     """Where the figures go besides the terminal.
 
     Attributes:
@@ -24,7 +24,7 @@ class ReportOptions(BaseModel):
     unwritten: ClassVar[frozenset[str]] = frozenset()
 
     json_file: Annotated[
-        Path | None, tyro.conf.arg(name="json", metavar="FILE"), Field(description="write raw arms and results here")
+        Path | None, Flag(name="json", metavar="FILE"), Field(description="write raw arms and results here")
     ] = None
 
     def write(self, figures: Mapping[str, Any]) -> None:

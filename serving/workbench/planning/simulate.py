@@ -14,9 +14,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import tyro
-from pydantic import BaseModel, Field
+from pydantic import Field
 
+from serving.arguments.fields import Flag, Group
 from serving.hub import find_checkpoint, looks_like_name
 from serving.workbench.bench import write_json
 from serving.workbench.planning.constants import load_constants
@@ -33,7 +33,7 @@ _COMPARES = ("gates", "measured", "live")
 _TOKENS = {Mode.PREFILL: 8192, Mode.DECODE: 128, Mode.VERIFY: 256}
 
 
-class Options(BaseModel):
+class Options(Group):
     """What to predict."""
 
     hardware: Annotated[str, Field(description="h100-ib, h800-ib, h200-ib, h20-ib or gb200-nvl72")] = "h100-ib"
@@ -44,14 +44,14 @@ class Options(BaseModel):
         ),
     ] = "deepseek-v3"
     mode: Annotated[Literal["prefill", "decode", "verify"], Field(description="what the step does")] = "decode"
-    ep: Annotated[int, Field(description="expert-parallel ranks")] = 32
-    tokens: Annotated[int | None, Field(description="of a rank; 128 for decode, 256 for verify, 8192 for prefill")] = (
-        None
-    )
-    context: Annotated[int, Field(description="tokens of a sequence in the cache, or of a prompt")] = 4096
-    tokens_per_sequence: Annotated[int, Field(description="of a sequence, in verify")] = 2
-    redundant_experts: Annotated[int, Field(description="copies of experts beside the model's own")] = 0
-    skew: Annotated[float, Field(description="load of the busiest rank over the mean")] = 1.0
+    ep: Annotated[int, Field(ge=2, description="expert-parallel ranks")] = 32
+    tokens: Annotated[
+        int | None, Field(ge=1, description="of a rank; 128 for decode, 256 for verify, 8192 for prefill")
+    ] = None
+    context: Annotated[int, Field(ge=1, description="tokens of a sequence in the cache, or of a prompt")] = 4096
+    tokens_per_sequence: Annotated[int, Field(ge=1, description="of a sequence, in verify")] = 2
+    redundant_experts: Annotated[int, Field(ge=0, description="copies of experts beside the model's own")] = 0
+    skew: Annotated[float, Field(ge=1, description="load of the busiest rank over the mean")] = 1.0
     max_lanes: Annotated[int, Field(ge=1, description="most lanes to look at")] = 4
     max_chunks: Annotated[int, Field(ge=1, description="most chunks to look at")] = 4
     gates: Annotated[bool, Field(description="compare with published gains instead; fails if one is missed")] = False
@@ -60,7 +60,7 @@ class Options(BaseModel):
     ] = ()
     live: Annotated[bool, Field(description="measure on this machine and compare instead; takes minutes")] = False
     json_file: Annotated[
-        Path | None, tyro.conf.arg(name="json", metavar="FILE"), Field(description="write the results here")
+        Path | None, Flag(name="json", metavar="FILE"), Field(description="write the results here")
     ] = None
 
 

@@ -72,7 +72,7 @@ def test_what_the_engine_gets(words: list[str], mode: str, sizes: tuple[int, ...
         (["--max-cudagraph-capture-size", "64", "--max-num-seqs", "32"], "has 64, above --max-num-seqs (32)"),
         (["--cudagraph-mode", "piecewise"], "cudagraph-mode"),
         (["--cudagraph-capture-sizes", "0"], "at least 1"),
-        (["--cudagraph-capture-sizes", "1", "x"], "expected integers, not '1', 'x'"),
+        (["--cudagraph-capture-sizes", "1", "x"], "expected an integer, not 'x'"),
     ],
 )
 def test_what_cannot_be(words: list[str], complaint: str) -> None:

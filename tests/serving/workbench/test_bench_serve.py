@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tyro
 from openai_stub import VOCABULARY, Stub, Wrong, running_stub
 
+from serving.arguments.parser import parse_options
 from serving.workbench.bench.server.figures import figures_of
 from serving.workbench.bench.server.load import Dataset, Load, make_tasks
 from serving.workbench.bench.server.requests import Endpoint, Outcome, RequestFailed, Server, Status, Task, send_all
@@ -178,7 +178,7 @@ def test_the_command_prints_and_writes(stub: Stub, tmp_path: Path, capsys: pytes
     file = tmp_path / "serve.json"
     flags = ["--base-url", stub.url + "/v1/", "--api-key", "secret", "--num-prompts", "10", "--input-len", "8"]
     flags += ["--output-len", "6", "--cancel-ratio", "0.2", "--ignore-eos", "--endpoint", "chat", "--json", str(file)]
-    assert run(tyro.cli(Options, args=flags)) == 0
+    assert run(parse_options(Options, "ubatch bench serve", "", flags)) == 0
     output = capsys.readouterr().out
     assert "10 requests to stub (chat, streamed)" in output
     assert "8 ok, 0 failed, 2 cancelled" in output

@@ -23,7 +23,7 @@ from serving.workbench.gpu.sections import SECTIONS as BENCHES
 PROCESS_START_S = 8
 FOREIGN = (
     *("accelerate", "fastapi", "httpx", "hypothesis", "jinja2", "msgspec", "openai", "prometheus_client", "pydantic"),
-    *("pytest_timeout", "tokenizers", "transformers", "tyro", "uvicorn", "yaml", "zmq"),
+    *("pytest_timeout", "tokenizers", "transformers", "uvicorn", "yaml", "zmq"),
 )
 """What a machine may lack that has torch, Triton, numpy, tqdm, safetensors and pytest."""
 

@@ -32,7 +32,6 @@ from typing import Annotated, Any
 import numpy as np
 import torch
 import torch.distributed as dist
-import tyro
 from pydantic import Field
 from tqdm import tqdm
 
@@ -40,6 +39,7 @@ from model_runner import InputBatch, ModelRunner
 from model_runner.auto.dbo_auto import DboAuto
 from model_runner.parallel.transport import most_chunks
 from moe import EmulatedLink
+from serving.arguments.fields import Flag
 from serving.ranks import run_ranks
 from serving.tuning.auto import Room, prepare_auto
 from serving.tuning.batches import kv_blocks_needed, make_batch, requests_needed
@@ -61,7 +61,7 @@ _RESAMPLES = 2000
 class Options(ReportOptions):
     """What to measure."""
 
-    model: Annotated[tyro.conf.Positional[Path], Field(description="folder of a Hugging Face checkpoint")]
+    model: Annotated[Path, Flag(positional=True), Field(description="folder of a Hugging Face checkpoint")]
     ranks: Annotated[int, Field(ge=2, description="data- and expert-parallel ranks")] = 2
     steps: Annotated[int, Field(ge=20, description="steps of the load, over each link")] = 800
     compared: Annotated[float, Field(gt=0, le=1, description="share of the steps that every arm runs")] = 0.25

@@ -16,9 +16,9 @@ from itertools import product
 from pathlib import Path
 from typing import Annotated, Any
 
-import tyro
 from pydantic import Field
 
+from serving.arguments.fields import Flag
 from serving.workbench.bench.options import BlockOptions
 from serving.workbench.bench.server.offline import Workload, make_served_model, measure_offline
 from serving.workbench.bench.server.overlap import measure_served_overlap
@@ -39,13 +39,11 @@ class Part(StrEnum):
 class Options(BlockOptions):
     """What to measure."""
 
-    only: Annotated[tuple[Part, ...], tyro.conf.EnumChoicesFromValues, Field(description="the parts to measure")] = (
-        *Part,
-    )
+    only: Annotated[tuple[Part, ...], Field(description="the parts to measure")] = (*Part,)
     ranks: Annotated[tuple[int, ...], Field(description="offline, served: numbers of data-parallel ranks")] = (1, 2)
     tensor_parallel_size: Annotated[
         tuple[Annotated[int, Field(ge=1)], ...],
-        tyro.conf.arg(aliases=("-tp",)),
+        Flag(short="-tp"),
         Field(min_length=1, description="offline, served: processes of a rank; each with each of --ranks"),
     ] = (1,)
     prompts: Annotated[int, Field(ge=1, description="offline, served: prompts")] = 64

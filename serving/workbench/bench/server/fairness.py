@@ -27,11 +27,11 @@ from typing import Annotated, Any
 
 import httpx
 import numpy as np
-import tyro
 from prometheus_client.parser import text_string_to_metric_families
 from pydantic import Field
 from tqdm import tqdm
 
+from serving.arguments.fields import Flag
 from serving.workbench.bench.options import ReportOptions
 from serving.workbench.bench.server.figures import figures_of
 from serving.workbench.bench.server.load import Load, make_tasks, served_model
@@ -49,10 +49,10 @@ _PROMPT_OUTPUT = 2
 class Options(ReportOptions):
     """What to serve, and the load."""
 
-    model: Annotated[tyro.conf.Positional[Path], Field(description="folder of a Hugging Face checkpoint")]
+    model: Annotated[Path, Flag(positional=True), Field(description="folder of a Hugging Face checkpoint")]
     ranks: Annotated[int, Field(ge=2, description="data- and expert-parallel ranks")] = 2
     emulated_link: Annotated[
-        tuple[float, float], tyro.conf.arg(metavar="US MB/S"), Field(description="latency and bandwidth between them")
+        tuple[float, float], Flag(metavar="US MB/S"), Field(description="latency and bandwidth between them")
     ] = (20.0, 50.0)
     limits: Annotated[
         tuple[str, ...], Field(min_length=1, description="--max-prefill-tokens-per-mixed-step of the arms, beside off")

@@ -11,10 +11,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
-import tyro
-from pydantic import BaseModel, Field
+from pydantic import ConfigDict, Field
 from tqdm import tqdm
 
+from serving.arguments.fields import Flag, Group
 from serving.workbench.bench.server.figures import Figures, figures_of
 from serving.workbench.bench.server.load import Dataset, Load, make_tasks, served_model
 from serving.workbench.bench.server.requests import Endpoint, Outcome, Server, send_all
@@ -24,14 +24,14 @@ from ubatch import ConfigError
 __all__ = ["Options", "run"]
 
 
-class Options(BaseModel):
+class Options(Group):
     """Whom to ask, how much, and how."""
+
+    model_config = ConfigDict(allow_inf_nan=True)
 
     base_url: Annotated[str, Field(description="the server, with or without /v1")] = "http://127.0.0.1:8000"
     model: Annotated[str | None, Field(description="served name; the first of /v1/models if not given")] = None
-    endpoint: Annotated[Endpoint, tyro.conf.EnumChoicesFromValues, Field(description="which API")] = (
-        Endpoint.COMPLETIONS
-    )
+    endpoint: Annotated[Endpoint, Field(description="which API")] = Endpoint.COMPLETIONS
     api_key: Annotated[str | None, Field(description="sent as a bearer token")] = None
     num_prompts: Annotated[int, Field(ge=1, description="requests")] = 100
     request_rate: Annotated[float, Field(gt=0, description="requests per second, Poisson; inf sends all at once")] = (
@@ -40,7 +40,6 @@ class Options(BaseModel):
     max_concurrency: Annotated[int | None, Field(ge=1, description="most requests at once")] = None
     dataset: Annotated[
         Dataset,
-        tyro.conf.EnumChoicesFromValues,
         Field(description="random: token ids known to /tokenize; words: English words"),
     ] = Dataset.RANDOM
     input_len: Annotated[int, Field(ge=1, description="mean tokens of a prompt")] = 128
@@ -54,7 +53,7 @@ class Options(BaseModel):
     timeout_s: Annotated[float, Field(gt=0, description="a request fails after so long without a byte")] = 600.0
     json_file: Annotated[
         Path | None,
-        tyro.conf.arg(name="json", metavar="FILE"),
+        Flag(name="json", metavar="FILE"),
         Field(description="write figures and raw requests here"),
     ] = None
 

@@ -12,10 +12,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
-import tyro
 from pydantic import Field
 from tqdm import tqdm
 
+from serving.arguments.fields import Flag
 from serving.workbench.bench.options import ReportOptions
 from serving.workbench.bench.server.abuse.attacks import ATTACKS, Answers, Attack, Target
 from serving.workbench.bench.server.abuse.judge import (
@@ -54,7 +54,7 @@ class Options(ReportOptions):
 
     unwritten = frozenset({"model"})
 
-    model: Annotated[tyro.conf.Positional[Path], Field(description="folder of a checkpoint in safetensors")]
+    model: Annotated[Path, Flag(positional=True), Field(description="folder of a checkpoint in safetensors")]
     only: Annotated[tuple[str, ...], Field(description="attacks whose names contain one of these; all if none")] = ()
     streams: Annotated[int, Field(ge=1, description="that run beside the attacks")] = 50
     alone_s: Annotated[float, Field(gt=0, description="seconds of the streams alone, before and after")] = 10.0
@@ -65,7 +65,7 @@ class Options(ReportOptions):
     timeout_s: Annotated[float, Field(ge=5, description="of the server: after which a rank counts as hung")] = 15.0
     serve_flags: Annotated[
         str,
-        tyro.conf.arg(metavar='"FLAG ..."'),
+        Flag(metavar='"FLAG ..."'),
         Field(
             description="more flags of the server, as in --serve-flags='--ubatch-size 3', besides " + " ".join(FLAGS)
         ),

@@ -1,0 +1,93 @@
+"""What a command takes: fields of pydantic models, each with a flag, and what is said of a wrong value."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, ModelWrapValidatorHandler, ValidationError, model_validator
+
+from ubatch.errors import UBatchError, nearest
+
+__all__ = ["Flag", "Group", "WrongValue", "nearest_alone"]
+
+
+@dataclass(frozen=True)
+class Flag:
+    """How a field looks on the command line, where that does not follow from the field.
+
+    Attributes:
+        metavar: what `--help` shows for the value.
+        default: what `--help` shows as the default; "" shows none.
+        name: without dashes, in snake case.
+        short: another name, dash included.
+        positional: it has no flag.
+        has_off: a switch has the flag that turns it off.
+        many: it takes any number of words.
+    """
+
+    metavar: str | None = None
+    default: str | None = None
+    name: str | None = None
+    short: str | None = None
+    positional: bool = False
+    has_off: bool = True
+    many: bool = False
+
+
+class WrongValue(UBatchError):
+    """A value that its setting does not take. Not a ValueError: pydantic would wrap that.
+
+    Attributes:
+        name: of the setting.
+        value: the wrong one.
+        why: what it should be, as the end of a sentence that began with the setting's name.
+        missing: it is not there, and has to be.
+        unreadable: the value has the wrong type, or is none of those that there are.
+    """
+
+    def __init__(self, name: str, value: object, why: str, kind: str = "") -> None:
+        super().__init__(f"{name}: {why}, not {value!r}.")
+        self.name, self.value, self.why = name, value, why
+        self.missing = kind == "missing"
+        self.unreadable = kind in _UNREADABLE
+
+
+class Group(BaseModel):
+    """Settings that belong together, each with a flag. A wrong one is a `WrongValue`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _name_what_is_wrong(cls, values: Any, validate: ModelWrapValidatorHandler[Group]) -> Group:
+        try:
+            return validate(values)
+        except ValidationError as error:
+            wrong = min(
+                error.errors(include_url=False, include_context=False), key=lambda each: each["type"] == "missing"
+            )
+            name, kind = str(wrong["loc"][0]), wrong["type"]
+            whole = isinstance(values, dict) and name in values and kind not in _UNREADABLE
+            raise WrongValue(
+                name, values[name] if whole else wrong["input"], _plain(wrong["msg"], kind), kind
+            ) from None
+
+
+_NO_NUMBER = {"int_parsing": "expected an integer", "float_parsing": "expected a number"}
+_UNREADABLE = (*_NO_NUMBER, "literal_error", "enum")
+
+
+def _plain(message: str, kind: str) -> str:
+    """pydantic's message, as the end of a sentence that began with the setting's name."""
+    message = re.sub(r"^Value error, |^(Input|String|Tuple) should", lambda m: "it should" if m[1] else "", message)
+    message = message.replace("greater than or equal to", "at least").replace("less than or equal to", "at most")
+    return _NO_NUMBER.get(kind) or message.replace("a valid dictionary", "a mapping")
+
+
+def nearest_alone(name: str, known: Iterable[str]) -> str:
+    """The hint, if there is one: the whole list is what `--help` is for."""
+    hint = nearest(name, known).partition(" Known: ")[0]
+    return hint if "?" in hint else ""

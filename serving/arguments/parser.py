@@ -1,0 +1,266 @@
+"""A command's flags, from pydantic models and by argparse: a field is a flag, with its name, type, default and help."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from types import UnionType
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
+
+from pydantic.fields import FieldInfo
+
+from serving.arguments.fields import Flag, Group, WrongValue, nearest_alone
+from ubatch.errors import ConfigError
+
+__all__ = ["Given", "nearest_flag", "parse", "parse_options"]
+
+_HELP_AT, _WIDTH = 26, 80
+_Options = TypeVar("_Options", bound=Group)
+
+
+@dataclass(frozen=True)
+class Given:
+    """A value from the command line.
+
+    Attributes:
+        value: of its field's type.
+        spelled: its flag, as it was written.
+    """
+
+    value: Any
+    spelled: str
+
+
+def parse_options(kind: type[_Options], program: str, description: str, words: Sequence[str]) -> _Options:
+    """The options of a command that reads nothing but its command line.
+
+    Raises:
+        ConfigError: an unknown flag, a wrong value, or none where there has to be one; one line.
+        SystemExit: after `--help`.
+    """
+    given = parse({"": kind}, program, description, words)
+    for each in _fields_of({"": kind}):
+        if each.field.is_required() and each.name not in given:
+            raise ConfigError(f"{each.label} is missing; see --help.")
+    return kind(**{name: each.value for name, each in given.items()})
+
+
+def parse(
+    groups: Mapping[str, type[Group]],
+    program: str,
+    description: str,
+    words: Sequence[str],
+    unknown: Callable[[str], str] | None = None,
+) -> dict[str, Given]:
+    """What was given, by field, each value checked by itself.
+
+    Args:
+        groups: title in `--help` -> fields; no two have a field of one name.
+        program, description: what `--help` begins with.
+        words: after the command.
+        unknown: what to say behind a flag that there is not; it is given the flag without dashes, in snake case.
+
+    Raises:
+        ConfigError: an unknown flag, or a wrong value; one line.
+        SystemExit: after `--help`.
+    """
+    fields = _fields_of(groups)
+    parser = _make_parser(groups, program, description)
+    try:
+        found, rest = parser.parse_known_args([_in_kebab_case(word) for word in words])
+    except argparse.ArgumentError as error:
+        raise ConfigError(_wrong_count(parser, error)) from None
+    if found.help:
+        print(_make_parser(groups, program, description, positionals=True).format_help(), end="")
+        sys.exit(0)
+    known = [each.flag.name or each.name for each in fields]
+    given: dict[str, Given] = found.given
+    given |= _read_positionals(fields, [*found.rest, *rest], unknown or (lambda flag: nearest_flag(flag, known)))
+    by_name = {each.name: each for each in fields}
+    return {name: Given(by_name[name].check(each.value), each.spelled) for name, each in given.items()}
+
+
+def nearest_flag(unknown: str, known: Iterable[str]) -> str:
+    """What to say behind a flag, in snake case and without dashes, that there is not."""
+    hint = nearest_alone(unknown, known)
+    return hint.replace(" '", " --").replace("'?", "?").replace("_", "-") or "; see --help."
+
+
+def _in_kebab_case(word: str) -> str:
+    flag, equals, value = word.partition("=")
+    return flag.replace("_", "-") + equals + value if flag.startswith("--") and " " not in flag else word
+
+
+def _wrong_count(parser: argparse.ArgumentParser, error: argparse.ArgumentError) -> str:
+    """What argparse finds wrong: nothing but how many values a flag has."""
+    (action,) = (each for each in parser._actions if "/".join(each.option_strings) == error.argument_name)
+    flag, *off = action.option_strings
+    if action.nargs == 0:
+        return f"{flag} takes no value{f': {flag} turns it on, {off[0]} off' if off else ''}."
+    return f"{flag} needs {'a value' if action.nargs is None else action.metavar}."
+
+
+def _read_positionals(
+    fields: Sequence[_Field], words: Sequence[str], unknown: Callable[[str], str]
+) -> dict[str, Given]:
+    """What the words that are no flags mean; argparse takes none of its own once a flag stood before them."""
+    end = words.index("--") if "--" in words else len(words)
+    for word in words[:end]:
+        if word.startswith("-") and word != "-":
+            flag = word.partition("=")[0]
+            raise ConfigError(f"unknown flag {flag}{unknown(flag.lstrip('-').replace('-', '_'))}")
+    places = [each for each in fields if each.flag.positional]
+    given = [*words[:end], *words[end + 1 :]]
+    if len(given) > len(places):
+        raise ConfigError(f"unexpected argument {given[len(places)]}; see --help.")
+    return {each.name: Given(word, each.label) for each, word in zip(places, given, strict=False)}
+
+
+# -- the parser, from the fields -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Field:
+    """A field of a group."""
+
+    group: type[Group]
+    name: str
+    field: FieldInfo
+    flag: Flag
+
+    @property
+    def label(self) -> str:
+        """As the user knows it."""
+        name = self.flag.name or self.name
+        return (self.flag.metavar or name.upper()) if self.flag.positional else f"--{name.replace('_', '-')}"
+
+    @property
+    def help(self) -> str:
+        """What it is, and its default."""
+        default = self.flag.default
+        if default is None and not self.field.is_required() and self.field.default not in (None, ()):
+            value = self.field.default
+            default = ("on" if value else "off") if self.field.annotation is bool else _as_words(value)
+        return f"{self.field.description or ''} {f'(default: {default})' if default else ''}".strip().replace("%", "%%")
+
+    def check(self, value: Any) -> Any:
+        """The words as the field's type has them."""
+        if value in ("None", ["None"]) and type(None) in get_args(self.field.annotation):
+            return None
+        try:
+            return getattr(self.group.model_validate({self.name: value}), self.name)
+        except WrongValue as wrong:
+            if wrong.missing:
+                return value  # what is missing is another one; both are checked together
+            if wrong.unreadable:
+                why = f"{self.label}: {wrong.why}, not {wrong.value!r}."
+            else:
+                why = f"{self.label} {_as_words(wrong.value)}: {wrong.why}."
+            raise ConfigError(why) from None
+
+
+def _fields_of(groups: Mapping[str, type[Group]]) -> list[_Field]:
+    return [
+        _Field(group, name, field, next((each for each in field.metadata if isinstance(each, Flag)), Flag()))
+        for group in groups.values()
+        for name, field in group.model_fields.items()
+    ]
+
+
+def _as_words(value: object) -> str:
+    return " ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+
+
+def _make_parser(
+    groups: Mapping[str, type[Group]], program: str, description: str, *, positionals: bool = False
+) -> argparse.ArgumentParser:
+    """Of the flags; with `positionals` for `--help` only, see `_read_positionals`."""
+    places = [each.label for each in _fields_of(groups) if each.flag.positional]
+    parser = argparse.ArgumentParser(
+        prog=program,
+        usage=" ".join(("%(prog)s", *places, "[flags]")),
+        description=description,
+        formatter_class=_Formatter,
+        add_help=False,
+        allow_abbrev=False,
+        exit_on_error=False,
+    )
+    parser.set_defaults(given={}, rest=[])
+    for title, group in groups.items():
+        section = parser.add_argument_group(f"{title} options".strip(), " ".join((group.__doc__ or "").split()))
+        for each in _fields_of({title: group}):
+            if not each.flag.positional:
+                _add_flag(section, each)
+            elif positionals:
+                section.add_argument(each.name, metavar=each.label, help=each.help)
+    parser.add_argument("-h", "--help", action="store_true", help="show this, and exit")
+    return parser
+
+
+def _add_flag(section: argparse._ArgumentGroup, each: _Field) -> None:
+    nargs, metavar = _words_of(each.field.annotation)
+    names = [each.label, *filter(None, [each.flag.short])]
+    if nargs == 0 and each.flag.has_off:
+        names.append(f"--no-{each.label[2:]}")
+    section.add_argument(
+        *names,
+        action=_Store,
+        dest=each.name,
+        nargs="*" if each.flag.many else nargs,
+        metavar=each.flag.metavar or metavar,
+        help=each.help,
+        default=argparse.SUPPRESS,
+    )
+
+
+def _words_of(annotation: Any) -> tuple[int | str | None, str]:
+    """Of a type: argparse's `nargs`, of which + is as many as the metavar has words; and the metavar."""
+    origin, parts = get_origin(annotation), get_args(annotation)
+    if annotation is bool:
+        return 0, ""
+    if origin is Annotated:
+        return _words_of(parts[0])
+    if origin in (Union, UnionType):
+        each = [_words_of(part) for part in parts if part is not type(None)]
+        return each[0][0], "|".join(dict.fromkeys(metavar for _, metavar in each))
+    if origin is Literal:
+        return None, f"{{{','.join(map(str, parts))}}}"
+    if origin is tuple and parts[-1] is ...:
+        metavar = _words_of(parts[0])[1]
+        return "*", f"{metavar} [{metavar} ...]"
+    if origin is tuple:
+        return "+", " ".join(_words_of(part)[1] for part in parts)
+    if isinstance(annotation, type) and issubclass(annotation, StrEnum):
+        return None, f"{{{','.join(annotation)}}}"
+    return None, {int: "INT", float: "FLOAT", Path: "PATH"}.get(annotation, "STR")
+
+
+class _Store(argparse.Action):
+    """Keep the words, and how the flag was written. Of a flag with so many values, words behind those are others."""
+
+    def __call__(self, parser: object, namespace: argparse.Namespace, values: Any, flag: str | None = None) -> None:
+        flag = flag or ""
+        if self.nargs == 0:
+            values = not flag.startswith("--no-")
+        elif self.nargs == "+":
+            count = 1 if values[0] == "None" else len(str(self.metavar).split())
+            namespace.rest = [*namespace.rest, *values[count:]]
+            values = values[:count]
+            if len(values) < count:
+                raise argparse.ArgumentError(self, "too few")
+        namespace.given = {**namespace.given, self.dest: Given(values, flag)}
+
+
+class _Formatter(argparse.HelpFormatter):
+    """80 columns at most, and metavars as they were given."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=_HELP_AT)
+        self._width = min(self._width, _WIDTH - 2)
+
+    def _format_args(self, action: argparse.Action, default_metavar: str) -> str:
+        return str(action.metavar or "")
