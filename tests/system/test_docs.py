@@ -1,7 +1,9 @@
-"""The code in the documents runs, and does what they say."""
+"""The documents are true: their figures are the measured ones, and what they name exists."""
 
 from __future__ import annotations
 
+import functools
+import importlib
 import itertools
 import json
 import re
@@ -13,15 +15,17 @@ from pathlib import Path
 
 import pytest
 from checkpoints import COMMON, GROUPED, make_checkpoint
+from documents import DOCUMENTS
 from model_checks import check_decode, check_prefill
 from repository import ROOT
 
-from attention import MODES
 from model_runner import UnknownArchitecture, model_class
 from model_runner.models import registry
 
 RESULTS = ROOT / "benchmarks" / "results"
 README = ROOT / "README.md"
+MEASURED = ROOT / "docs" / "measured.md"
+NAMES = ROOT / "docs" / "names.md"
 ADDING_A_MODEL = ROOT / "docs" / "adding-a-model.md"
 
 
@@ -42,23 +46,7 @@ def test_adding_a_model_in_ten_lines(tmp_path: Path, monkeypatch: pytest.MonkeyP
     check_decode(path)
 
 
-def test_files_that_the_document_names_exist() -> None:
-    root = ADDING_A_MODEL.parents[1]
-    named = re.findall(r"`((?:[a-z_]+/)*[a-z0-9_]+\.py)`", ADDING_A_MODEL.read_text(encoding="utf-8"))
-    assert named
-    for name in named:
-        assert (root / name).exists() or (root / "model_runner" / "models" / name).exists(), name
-
-
-def test_the_readme_shows_the_table_of_forward_modes() -> None:
-    shown = {row[0].split(" (")[0]: (row[3], row[4]) for row in table_below("| mode | tokens per request |")}
-    assert shown == {
-        str(mode).replace("_", " "): (str(traits.kernel), "yes" if traits.graph else "no")
-        for mode, traits in MODES.items()
-    }
-
-
-def test_the_readme_shows_the_measured_overlap() -> None:
+def test_the_page_of_figures_shows_the_measured_overlap() -> None:
     """Every row of the table of links, from the two files that `make bench` writes; where they differ, put in these."""
     shown = table_below("| communication | lanes | best serial |")
     rows = [row for name in ("overlap-ratios", "overlap") for row in measured_rows(RESULTS / f"{name}.json")]
@@ -67,13 +55,13 @@ def test_the_readme_shows_the_measured_overlap() -> None:
     assert shown == expected, "\n".join("| " + " | ".join(row) + " |" for row in expected)
 
 
-def test_the_readme_shows_what_wrapping_a_model_of_transformers_gives() -> None:
+def test_the_page_of_figures_shows_what_wrapping_a_model_of_transformers_gives() -> None:
     measured = json.loads((RESULTS / "transformers.json").read_text(encoding="utf-8"))["over_not_wrapped"]
     figures = "{median:.2f}x [{low:.2f}, {high:.2f}]".format(**measured)
     assert [row[1] for row in table_below("| what | measured |") if "that transformers shards" in row[0]] == [figures]
 
 
-def test_the_readme_shows_what_long_prompts_cost_and_what_a_limit_costs() -> None:
+def test_the_page_of_figures_shows_what_long_prompts_cost_and_what_a_limit_costs() -> None:
     """Where they differ, put these in."""
     arms = json.loads((RESULTS / "fairness.json").read_text(encoding="utf-8"))["arms"]
     figures = {
@@ -96,7 +84,7 @@ def test_the_readme_shows_what_long_prompts_cost_and_what_a_limit_costs() -> Non
     assert [row[1] for row in rows] == expected, "\n".join(expected)
 
 
-def test_the_readme_shows_what_attacks_do() -> None:
+def test_the_page_of_figures_shows_what_attacks_do() -> None:
     """Where it differs, put this in."""
     found = json.loads((RESULTS / "abuse.json").read_text(encoding="utf-8"))
     windows = found["windows"]
@@ -114,6 +102,14 @@ def test_the_readme_shows_what_attacks_do() -> None:
     assert not found["faults"]
 
 
+def test_the_readme_shows_figures_of_that_page() -> None:
+    measured = set(MEASURED.read_text(encoding="utf-8").splitlines())
+    lines = iter(README.read_text(encoding="utf-8").splitlines())
+    shown = list(itertools.takewhile(bool, itertools.dropwhile(lambda line: line != "| what | measured |", lines)))
+    assert len(shown) > 2
+    assert [line for line in shown if line not in measured] == []
+
+
 @pytest.mark.parametrize("name", ["overlap.json", "overlap-ratios.json"])
 def test_no_measured_step_passes_the_bound(name: str) -> None:
     for link in json.loads((RESULTS / name).read_text(encoding="utf-8"))["links"]:
@@ -123,7 +119,7 @@ def test_no_measured_step_passes_the_bound(name: str) -> None:
 
 
 def measured_rows(file: Path) -> Iterator[tuple[tuple[float, int], list[str]]]:
-    """Rows of the README's table, by link and number of lanes."""
+    """Rows of the table of links, by link and number of lanes."""
     for link in json.loads(file.read_text(encoding="utf-8"))["links"]:
         medians = {arm: statistics.median(values) for arm, values in link["arms_ms"].items()}
         serial = min(value for arm, value in medians.items() if arm.startswith("serial_"))
@@ -148,8 +144,125 @@ def measured_rows(file: Path) -> Iterator[tuple[tuple[float, int], list[str]]]:
 
 
 def table_below(heading: str) -> list[list[str]]:
-    """Rows of the README's table whose first line begins like this, cell by cell."""
-    lines = README.read_text(encoding="utf-8").splitlines()
+    """Rows of the figures' table whose first line begins like this, cell by cell."""
+    lines = MEASURED.read_text(encoding="utf-8").splitlines()
     (start,) = [number for number, line in enumerate(lines) if line.startswith(heading)]
     rows = itertools.takewhile(lambda line: line.startswith("|"), lines[start + 2 :])
     return [line.strip("| ").split(" | ") for line in rows]
+
+
+# -- names -------------------------------------------------------------------------------------------------------------
+
+CODE = re.compile(r"`([^`\n]+)`")
+FOLDERS = ("ubatch", "moe", "attention", "model_runner", "serving", "tests", "docs", "examples", "benchmarks", ".ci")
+PACKAGES = ("ubatch", "moe", "attention", "model_runner", "serving")
+WRITTEN = {"benchmarks/results/gpu-tests.json", "benchmarks/results/gpu.json"}
+"""Files that a command writes, and nobody commits."""
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: document.name)
+def test_files_and_modules_that_a_document_names_exist(document: Path) -> None:
+    """A file by its path from the root, or by its name alone; a module, or what is in it, by its dotted path."""
+    missing = []
+    for word in named(document):
+        if re.fullmatch(r"[\w./*-]+/[\w./*-]*|[\w-]+\.(py|md|c|html|yaml|toml)", word):
+            if word not in WRITTEN and not file_exists(word, document):
+                missing.append(word)
+        elif re.fullmatch(rf"({'|'.join(PACKAGES)})(\.\w+)+", word) and not is_importable(word):
+            missing.append(word)
+    assert not missing, f"{document.name} names what is not there: {missing}"
+
+
+def named(document: Path) -> Iterator[str]:
+    """The words of inline code and of links that may be a path or a module."""
+    text = re.sub(r"^```.*?^```", "", document.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    for code in CODE.findall(text):
+        for word in code.split():
+            yield word.removesuffix(":").removesuffix(",").split("::")[0]
+    for link in re.findall(r"\]\(([^)#]+)[^)]*\)", text):
+        if not link.startswith("https://"):
+            yield link
+
+
+def file_exists(word: str, document: Path) -> bool:
+    top = word.split("/")[0]
+    if "/" in word and top not in FOLDERS:
+        return True  # an API's path, a model's name
+    if "/" not in word:  # beside the document, at the root, or of a folder that the document names
+        here = [document.parent / word, ROOT / word]
+        return any(path.exists() for path in here) or any(next((ROOT / top).rglob(word), None) for top in FOLDERS)
+    return next(ROOT.glob(word.rstrip("/")), None) is not None
+
+
+def is_importable(name: str) -> bool:
+    """`package.module`, `package.module.name` or `package.name`."""
+    module, rest = name, list[str]()
+    while module:
+        try:
+            found = importlib.import_module(module)
+        except ModuleNotFoundError:
+            module, _, last = module.rpartition(".")
+            rest.insert(0, last)
+            continue
+        return all(hasattr(found := getattr(found, part, None), "__class__") and found is not None for part in rest)
+    return False
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: document.name)
+def test_flags_that_a_document_names_exist(document: Path) -> None:
+    """In the settings, a command of the workbench, an example, or the list of others' flags."""
+    text = document.read_text(encoding="utf-8")
+    unknown = []
+    for flag in sorted(set(re.findall(r"(?<![\w-])--([a-z][a-z0-9-]*[a-z0-9])(?![\w-])", text)) - OTHERS):
+        name = flag.replace("-", "_")
+        if not re.search(rf"\b{name}\b|\b{name.removeprefix('no_')}\b|--{flag}\b", sources()):
+            unknown.append(f"--{flag}")
+    assert not unknown, f"{document.name} names flags that no command takes: {unknown}"
+
+
+OTHERS = {"nproc-per-node", "enable-two-batch-overlap"}
+"""Flags of torchrun, and SGLang's."""
+
+
+@functools.cache
+def sources() -> str:
+    files = itertools.chain(
+        (ROOT / "serving").rglob("*.py"), (ROOT / "examples").glob("*.py"), [ROOT / "docs/timeline.py"]
+    )
+    return "\n".join(file.read_text(encoding="utf-8") for file in files)
+
+
+def test_the_readme_needs_no_tree_around_it() -> None:
+    """On a package index there is nothing beside it: links are absolute, and there is no picture in a file."""
+    text = README.read_text(encoding="utf-8")
+    assert [link for link in re.findall(r"\]\(([^)]+)\)", text) if not link.startswith("https://")] == []
+    assert "<img" not in text
+
+
+def test_other_systems_names_lead_to_ours() -> None:
+    """Every file of `docs/names.md` holds the names of its row."""
+    wrong, rows = [], 0
+    for line in NAMES.read_text(encoding="utf-8").splitlines():
+        cells = [cell.strip() for cell in line.strip("| ").split(" | ")]
+        if len(cells) != 3 or "`" not in cells[2]:
+            continue
+        rows += 1
+        theirs, ours, files = (CODE.findall(cell) for cell in cells)
+        texts = {file: (ROOT / file).read_text(encoding="utf-8") if (ROOT / file).is_file() else "" for file in files}
+        names = [name for name in (ours or theirs) if not name.startswith("_sync")]
+        held = {name: [file for file, text in texts.items() if re.search(rf"\b{name}\b", text)] for name in names}
+        wrong += [f"{name} is not in {files}" for name, where in held.items() if not where]
+        wrong += [
+            f"{file} has nothing of {names}" for file in files if not any(file in where for where in held.values())
+        ]
+    assert rows > 80
+    assert not wrong, "\n".join(wrong)
+
+
+def test_the_tour_names_what_is_there() -> None:
+    """Every function and class of a chapter is in one of the files that the page names."""
+    text = (ROOT / "docs" / "tour.md").read_text(encoding="utf-8")
+    files = {word for word in CODE.findall(text) if word.endswith(".py")}
+    code = "\n".join((ROOT / file).read_text(encoding="utf-8") for file in files)
+    names = {part for word in CODE.findall(text) for part in re.findall(r"[A-Za-z_]\w+", word) if "/" not in word}
+    assert sorted(name for name in names - {"model", "wrapper"} if not re.search(rf"\b{name}\b", code)) == []

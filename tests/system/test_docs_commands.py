@@ -1,0 +1,293 @@
+"""Every command in the documents runs, and prints what is shown; the few that cannot run here are parsed at least."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import os
+import re
+import secrets
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import httpx
+import pytest
+from documents import DOCUMENTS, Command, Section, sections, unbound_names
+from repository import ROOT
+
+from serving import cli
+from serving.ranks import free_port
+
+NOT_RUN: Mapping[str, str] = {
+    "deepseek-ai/DeepSeek-V2-Lite": "the hub, and 31 GB of weights",
+    "--nnodes 2": "two machines; tests/system/test_system_two_hosts.py has them",
+    "ubatch bench schedules": "minutes of measuring; tests/serving/workbench has it with fewer steps",
+    "ubatch bench auto": "minutes of measuring; tests/serving/workbench has it with fewer steps",
+}
+"""Part of a command -> why its section is not run. The flags are parsed all the same."""
+FASTER: Mapping[str, str] = {
+    "ubatch tune": "--max-seconds 4 --rounds 1 --modes decode --max-decode-tokens 8 --search-best 0 --lanes 2",
+    "ubatch bench serve": "--num-prompts 16",
+    "examples/wrap_module.py": "--tokens 512",
+    "examples/wrap_tensor_parallel.py": "--sequences 4",
+    "examples/wrap_transformers.py": "--max-new-tokens 4",
+}
+"""Begin of a command -> flags that make it quick. Figures are those of the document then only in kind."""
+IN_MAKE_TEST = ("torchrun --nproc-per-node 2 overlap.py",)
+"""Sections with these run for every change, the others in `make test-slow`."""
+
+SECTIONS = {section.name: section for section in sections()}
+COMMANDS = [(section, command) for section in SECTIONS.values() for command in section.commands]
+STANDINS = {"MODEL": "examples/models/tiny-moe", "deepseek-ai/DeepSeek-V2-Lite": "examples/models/tiny-moe"}
+SETS_UP = re.compile(r"(make|pip|git|cd|source|\.|\S*python[\d.]* -m (pip|venv|build)) ")
+"""Begin of commands that change this machine, or are a test run of their own: they are not run."""
+PORT = "8000"
+"""The documents' port; tests take a free one."""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """What the documents take to be there."""
+    for name in ("examples", "benchmarks", "docs"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    return tmp_path
+
+
+def write_files(section: Section, folder: Path) -> None:
+    """The blocks of a section that are files."""
+    for block in section.blocks:
+        if block.file is not None:
+            (folder / block.file).write_text(block.text, encoding="utf-8")
+
+
+def reason_not_to_run(section: Section) -> str | None:
+    """Why this section's commands cannot run here."""
+    found = (why for part, why in NOT_RUN.items() for command in section.commands if part in command.text)
+    return next(found, None)
+
+
+# -- every command, whether or not it can run ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("section", "text"),
+    [pytest.param(section, command.text, id=f"{section.name}: {command.text[:40]}") for section, command in COMMANDS],
+)
+def test_the_command_exists_and_takes_these_flags(
+    section: Section, text: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(folder)
+    write_files(section, folder)
+    shutil.copy(ROOT / "examples" / "dbo.yaml", folder / "dbo.yaml")
+    (folder / "cluster-secret").write_text(secrets.token_hex(32))
+    (folder / "cluster-secret").chmod(0o600)
+    program, *words = settled(text, monkeypatch)
+    if program == "ubatch":
+        check_ubatch(words, monkeypatch)
+    elif program == "make":
+        assert re.search(rf"^{words[0]}:", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+    elif program == "python" and words[0] != "-m":
+        source = (ROOT / words[0]).read_text(encoding="utf-8")
+        for flag in (word for word in words[1:] if word.startswith("--")):
+            assert f'"{flag}"' in source, f"{words[0]} has no {flag}"
+    elif program in ("python", "torchrun", "pip"):
+        pass  # run below, or not ours
+    else:
+        assert shutil.which(program) or program in ("umask",), f"{program}: not a command that a reader has"
+
+
+def settled(text: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """A command's words: its environment is set, what only the reader knows is put in, redirections are left out."""
+    text = re.sub(r"\s*(&|2?>\s*\S+|\|.*)\s*$", "", text).strip("()")
+    words = [STANDINS.get(word, word) for word in shlex.split(text) if word not in ("[", "]")]
+    words = [re.sub(r"^(--model=)?deepseek-ai/.*", rf"\g<1>{STANDINS['MODEL']}", word) for word in words]
+    words = ["10.0.0.1" if word == "ADDR" else word for word in words]
+    while "=" in words[0]:
+        monkeypatch.setenv(*words.pop(0).split("=", 1))
+    return words
+
+
+def check_ubatch(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a sub-command parse and check its settings; what it would do is left out."""
+    if words == ["--version"]:
+        return
+    name = next((name for name in cli.COMMANDS if words[: len(name.split())] == name.split()), None)
+    assert name is not None, f"there is no command {words}"
+    ran: list[object] = []
+    monkeypatch.setattr(importlib.import_module(cli.COMMANDS[name][0]), "run", lambda options: ran.append(options) or 0)
+    assert cli.main(words) == 0
+    assert ran
+
+
+def test_commands_stand_in_fenced_blocks() -> None:
+    """Where these tests find them."""
+    loose = re.compile(r"^    (\w+=\S+ )*(ubatch|make|python|pip|torchrun) ")
+    for document in DOCUMENTS:
+        for number, line in enumerate(document.read_text(encoding="utf-8").splitlines(), 1):
+            assert not loose.match(line), f"{document.name}:{number}: put this command into a ```bash block"
+
+
+def test_what_is_not_run_is_there() -> None:
+    for part in (*NOT_RUN, *FASTER, *IN_MAKE_TEST):
+        assert any(part in command.text for _, command in COMMANDS), f"{part!r}: no document has this command any more"
+
+
+# -- the commands that can run -----------------------------------------------------------------------------------------
+
+
+def marks_of(section: Section) -> list[pytest.MarkDecorator]:
+    quick = any(part in command.text for part in IN_MAKE_TEST for command in section.commands)
+    return [] if quick else [pytest.mark.slow]
+
+
+RUN = [
+    pytest.param(name, marks=marks_of(section))
+    for name, section in SECTIONS.items()
+    if any(not SETS_UP.match(command.text) for command in section.commands) and reason_not_to_run(section) is None
+]
+
+
+@pytest.mark.parametrize("name", RUN)
+@pytest.mark.timeout(140)
+def test_the_commands_of_a_section_run(name: str, folder: Path) -> None:
+    shell = Shell(folder)
+    try:
+        write_files(SECTIONS[name], folder)
+        for block in SECTIONS[name].blocks:
+            if block.language == "python" and block.file is None and shell.server is not None:
+                shell.run(Command(f"python -c {shlex.quote(block.text)}"))
+            for command in block.commands():
+                shell.run(command)
+    finally:
+        shell.close()
+
+
+class Shell:
+    """Runs a section's commands, one after the other, in a folder of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.port = str(free_port())
+        self.server: subprocess.Popen[bytes] | None = None
+        programs = folder / "bin"
+        programs.mkdir()
+        for name, module in (("ubatch", "-m serving.cli"), ("python", ""), ("torchrun", "-m torch.distributed.run")):
+            (programs / name).write_text(f'#!/bin/sh\nexec "{sys.executable}" {module} "$@"\n')
+            (programs / name).chmod(0o755)
+        path = f"{programs}{os.pathsep}{os.environ['PATH']}"
+        self.environment = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+
+    def run(self, command: Command) -> None:
+        """Run it to its end, but a server until it answers; compare what it prints with what is shown."""
+        text = command.text.replace(f"127.0.0.1:{PORT}", f"127.0.0.1:{self.port}")
+        if SETS_UP.match(text):
+            return
+        if text.startswith("ubatch serve"):
+            self.serve(text.removesuffix("&"))
+            return
+        if text.startswith("ubatch bench serve") and "--base-url" not in text:
+            text += f" --base-url http://127.0.0.1:{self.port}"
+        faster = [f" {flags}" for begin, flags in FASTER.items() if begin in text]
+        done = subprocess.run(
+            ["bash", "-c", text + "".join(faster)],
+            cwd=self.folder,
+            env=self.environment,
+            capture_output=True,
+            text=True,
+            timeout=130,
+        )
+        assert done.returncode == 0, f"{text}\n{done.stdout}\n{done.stderr}"
+        lines = (done.stdout + done.stderr).splitlines()
+        for shown in () if text.startswith("ubatch tune") else command.shown:  # a quick one tries other cells
+            found = any(pattern_of(shown).fullmatch(line.strip()) for line in lines)
+            assert found, f"{text}\nlacks {shown!r} in\n{lines}"
+
+    def serve(self, text: str) -> None:
+        """Start a server, and wait until it answers."""
+        self.close()
+        self.server = subprocess.Popen(
+            shlex.split(f"ubatch {text.removeprefix('ubatch ')} --port {self.port}"),
+            cwd=self.folder,
+            env=self.environment,
+            executable=str(self.folder / "bin" / "ubatch"),
+        )
+        deadline = time.monotonic() + 90
+        while time.monotonic() < deadline and self.server.poll() is None:
+            try:
+                if httpx.get(f"http://127.0.0.1:{self.port}/health", trust_env=False).is_success:
+                    return
+            except httpx.TransportError:
+                time.sleep(0.2)
+        pytest.fail(f"{text}: no server within 90 s")
+
+    def close(self) -> None:
+        """End the server, if there is one: it must drain and exit with 0."""
+        server, self.server = self.server, None
+        if server is None:
+            return
+        server.send_signal(signal.SIGTERM)
+        try:
+            assert server.wait(timeout=30) == 0
+        finally:
+            server.kill()
+
+
+def pattern_of(shown: str) -> re.Pattern[str]:
+    """What a line may look like: `...` is anything, a number any number, but nought only nought."""
+    parts = re.split(r"(\.\.\.|\d[\d.,]*(?:e[-+]\d+)?)", shown.strip())
+    return re.compile("".join(part_pattern(part) for part in parts))
+
+
+def part_pattern(part: str) -> str:
+    if part == "...":
+        return ".*"
+    if re.fullmatch(r"0", part):
+        return "0"
+    if re.fullmatch(r"\d[\d.,]*(?:e[-+]\d+)?", part):
+        return r"(?!0(?![\d.]))\d[\d.,]*(?:e[-+]\d+)?"
+    return re.sub(r"(\\?\s)+", r"\\s+", re.escape(part))
+
+
+# -- the Python in the documents ---------------------------------------------------------------------------------------
+
+PYTHON = [
+    pytest.param(block.text, id=f"{section.document.name}:{block.line}")
+    for section in SECTIONS.values()
+    for block in section.blocks
+    if block.language == "python"
+]
+
+
+@pytest.mark.parametrize("text", PYTHON)
+def test_the_python_compiles_and_what_it_imports_is_there(text: str) -> None:
+    tree = ast.parse(textwrap.dedent(text))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module is not None:
+            module = importlib.import_module(node.module)
+            for alias in node.names:
+                assert hasattr(module, alias.name), f"{node.module} has no {alias.name}"
+        elif isinstance(node, ast.Import):
+            for alias in node.names:
+                importlib.import_module(alias.name)
+
+
+def whole_programs() -> Iterator[object]:
+    """Blocks that lack nothing, and are no file of a command; a server's clients run with its commands."""
+    for section in SECTIONS.values():
+        for block in section.blocks:
+            whole = block.language == "python" and block.file is None and f"127.0.0.1:{PORT}" not in block.text
+            if whole and not unbound_names(block.text):
+                yield pytest.param(block.text, id=f"{section.document.name}:{block.line}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("text", list(whole_programs()))
+def test_a_whole_program_runs(text: str, folder: Path) -> None:
+    Shell(folder).run(Command(f"python -c {shlex.quote(text)}"))
