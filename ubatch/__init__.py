@@ -30,6 +30,10 @@ From the top down (each folder's `__init__.py` has a line for every file):
     errors             every error, with what to do
 """
 
+import importlib
+import typing
+import warnings
+
 from ubatch.calls.caches import CacheSplitter, register_splitter
 from ubatch.calls.call_plan import CannotSplit
 from ubatch.dbo import (
@@ -72,15 +76,13 @@ from ubatch.errors import (
     nearest,
 )
 from ubatch.graphs.cuda import CudaGraphs
-from ubatch.lanes.context import UBatchContext, current_lane, current_schedule, make_ubatch_contexts
-from ubatch.lanes.single_lane import SingleLane
+from ubatch.lanes.context import UBatchContext, current_schedule, make_ubatch_contexts
 from ubatch.lanes.wakeup import Gate
 from ubatch.process.registry import LazyRegistry, import_optional
 from ubatch.ranks.collectives import (
     all_gather,
     all_reduce,
     all_to_all_single,
-    check_launch,
     launch_all_gather,
     launch_all_reduce,
     launch_all_to_all_single,
@@ -91,11 +93,9 @@ from ubatch.ranks.group import CommGroup
 from ubatch.ranks.host_copy import copy_to_host
 from ubatch.ranks.transfer import Transfer
 from ubatch.schedules.forward_context import ForwardContext, ForwardMode, get_forward_context, set_forward_context
-from ubatch.schedules.layer_program import LayerTimes
 from ubatch.schedules.modes import ModeSettings, Resolved
-from ubatch.schedules.ring import Ring, interleave
+from ubatch.schedules.ring import interleave
 from ubatch.schedules.schedule import SCHEDULES, Point, Recv, Schedule, SharedExpert, get_schedule
-from ubatch.schedules.search import Candidate, search_schedules
 from ubatch.schedules.split import (
     UBatchSlice,
     keep_together,
@@ -105,15 +105,13 @@ from ubatch.schedules.split import (
     split_two_chunk,
 )
 from ubatch.schedules.split_cost import SplitBy, SplitCost, split_by_cost
-from ubatch.schedules.split_mixed import split_mixed
 from ubatch.schedules.vote import Decision, DeclineReason, Offer, Wish, decide, fingerprint
 from ubatch.streams.graph_protocols import CapturedGraph, CaptureFailed, GraphBackend, GraphKey, GraphMiss, capturing
 from ubatch.streams.sm_budget import SMBudget
 from ubatch.trace.export import TraceSummary, summarise, write_chrome
-from ubatch.trace.file import RankTrace, merge_traces, read_chrome
 from ubatch.trace.page import Remark, write_html
 from ubatch.trace.ranges import profile_ranges
-from ubatch.trace.spans import LinkTime, Span, SpanKind, StepNote, Trace, current_trace, tracing
+from ubatch.trace.spans import LinkTime, Span, SpanKind, StepNote, Trace, tracing
 from ubatch.wrapper import UBatchWrapper
 from ubatch.wrapping.config import CUDAGraphMode, UBatchConfig, Verify
 from ubatch.wrapping.statistics import UBatchStatistics
@@ -122,7 +120,6 @@ __all__ = [
     "SCHEDULES",
     "CUDAGraphMode",
     "CacheSplitter",
-    "Candidate",
     "CannotSplit",
     "CaptureFailed",
     "CapturedGraph",
@@ -144,7 +141,6 @@ __all__ = [
     "GroupBroken",
     "LaneAborted",
     "LaunchOrderError",
-    "LayerTimes",
     "LazyRegistry",
     "LinkTime",
     "ModeSettings",
@@ -153,15 +149,12 @@ __all__ = [
     "OverlapDeclined",
     "PeerFailed",
     "Point",
-    "RankTrace",
     "Recv",
     "Remark",
     "Resolved",
-    "Ring",
     "SMBudget",
     "Schedule",
     "SharedExpert",
-    "SingleLane",
     "Span",
     "SpanKind",
     "SplitBy",
@@ -186,12 +179,9 @@ __all__ = [
     "all_reduce",
     "all_to_all_single",
     "capturing",
-    "check_launch",
     "copy_to_host",
-    "current_lane",
     "current_schedule",
     "current_sm_budget",
-    "current_trace",
     "dbo_current_ubatch_id",
     "dbo_enabled",
     "dbo_get_previous_event",
@@ -218,21 +208,17 @@ __all__ = [
     "launch_all_to_all_single",
     "launch_reduce_scatter",
     "make_ubatch_contexts",
-    "merge_traces",
     "nearest",
     "on_comm_stream",
     "on_compute_stream",
     "profile_ranges",
-    "read_chrome",
     "reduce_scatter",
     "register_splitter",
     "report_sm_use",
-    "search_schedules",
     "set_forward_context",
     "split_balanced",
     "split_by_cost",
     "split_fixed",
-    "split_mixed",
     "split_requests",
     "split_two_chunk",
     "summarise",
@@ -240,3 +226,31 @@ __all__ = [
     "write_chrome",
     "write_html",
 ]
+
+_MOVED = {
+    "Candidate": "ubatch.schedules.search",
+    "LayerTimes": "ubatch.schedules.layer_program",
+    "RankTrace": "ubatch.trace.file",
+    "Ring": "ubatch.schedules.ring",
+    "SingleLane": "ubatch.lanes.single_lane",
+    "check_launch": "ubatch.ranks.launch_checks",
+    "current_lane": "ubatch.lanes.context",
+    "current_trace": "ubatch.trace.spans",
+    "merge_traces": "ubatch.trace.file",
+    "read_chrome": "ubatch.trace.file",
+    "search_schedules": "ubatch.schedules.search",
+    "split_mixed": "ubatch.schedules.split_mixed",
+}
+"""Names that were public up to 0.1.0, and where they are. The next release forgets them."""
+
+
+def __getattr__(name: str) -> typing.Any:
+    if name not in _MOVED:
+        raise AttributeError(f"module 'ubatch' has no attribute {name!r}")
+    place = _MOVED[name]
+    warnings.warn(
+        f"ubatch.{name} is no public name any more, and gone in the next release. It is {place}.{name}.",
+        DeprecationWarning,
+        stacklevel=2,
+    )
+    return getattr(importlib.import_module(place), name)

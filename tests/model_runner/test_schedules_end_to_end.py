@@ -21,8 +21,9 @@ from torch import Tensor, nn
 from model_runner import ModelRunner, SamplingParams, generate
 from model_runner.decoder import decoder
 from ranks import run_ranks
-from ubatch import SCHEDULES, CommGroup, Transfer, UBatchConfig, current_trace, dbo_current_ubatch_id, tracing
+from ubatch import SCHEDULES, CommGroup, Transfer, UBatchConfig, dbo_current_ubatch_id, tracing
 from ubatch.schedules.ring import interleave
+from ubatch.trace.spans import current_trace
 
 SPARSE = 4
 FAMILIES: dict[str, dict[str, Any]] = {

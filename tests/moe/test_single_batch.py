@@ -25,13 +25,13 @@ from ubatch import (
     UBatchConfig,
     UBatchWrapper,
     all_reduce,
-    current_lane,
     current_schedule,
     get_forward_context,
     get_schedule,
     set_forward_context,
     tracing,
 )
+from ubatch.lanes.context import current_lane
 from ubatch.schedules.modes import ModeSettings
 
 SINGLE: dict[str, Any] = {"schedule": "single_batch", "dbo_prefill_token_threshold": 4, "dbo_decode_token_threshold": 2}

@@ -1,9 +1,9 @@
 """What happened when: cheap spans per lane and per transfer.
 
-A span is one tuple-like record appended to a list; with tracing off nothing is recorded at all. The same record
-answers three questions: in what *order* did the lanes run (`order`, which must equal `interleave`), what did the
-time go to (`spans`, which `ubatch.trace.export` draws), and what would an ideal machine make of it (`events`). What a
-step was, and why it did or did not overlap, goes with them (`notes`).
+A span is one tuple-like record appended to a list; with tracing off nothing is recorded at all. The same record answers
+three questions: in what *order* did the lanes run (`order`, which must equal `interleave`), what did the time go to
+(`spans`, which `ubatch.trace.export` draws), and what would an ideal machine make of it (`events`). What a step was,
+and why it did or did not overlap, goes with them (`notes`).
 """
 
 from __future__ import annotations

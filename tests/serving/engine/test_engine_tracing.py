@@ -12,9 +12,9 @@ from fake_device import DECLINED, ENGAGED, make_core
 from model_runner import SamplingParams
 from serving.engine.rank.tracing import StepTracer
 from serving.requests import RequestInput
-from ubatch import Span, SpanKind, current_trace, summarise
+from ubatch import Span, SpanKind, summarise
 from ubatch.trace.file import read_chrome
-from ubatch.trace.spans import StepNote
+from ubatch.trace.spans import StepNote, current_trace
 
 
 def spans_of_a_step(step: int = 1) -> list[Span]:

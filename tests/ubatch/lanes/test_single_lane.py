@@ -17,7 +17,6 @@ from ubatch import (
     Schedule,
     Transfer,
     UBatchError,
-    current_lane,
     current_schedule,
     current_sm_budget,
     dbo_current_ubatch_id,
@@ -30,6 +29,7 @@ from ubatch import (
     set_forward_context,
     tracing,
 )
+from ubatch.lanes.context import current_lane
 from ubatch.lanes.single_lane import SingleLane
 
 CPU = torch.device("cpu")
