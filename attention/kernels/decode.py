@@ -18,18 +18,10 @@ import triton.language as tl
 from torch import Tensor
 
 from attention.interface import AttentionShape
-from attention.kernels.tile import (
-    BATCH_ARGUMENTS,
-    LOG2_E,
-    PagedBatch,
-    TileSize,
-    attend_keys,
-    cache_arguments,
-    finish_rows,
-    score_constants,
-)
+from attention.kernels.attend import launch_attention
+from attention.kernels.tile import LOG2_E, PagedBatch, TileSize
 from attention.kv_cache import PagedKVCache
-from ubatch.kernels.triton_jit import cdiv, jit, power_of_2, rows_contiguous
+from ubatch.kernels.triton_jit import cdiv, jit, power_of_2
 
 __all__ = ["DecodeSplits", "decode_attention", "reduce_splits"]
 
@@ -92,135 +84,6 @@ class DecodeSplits:
         parts = numbers // (shape.head_dim + 1)
         out, lse = workspace[:numbers].split([numbers - parts, parts])
         return out, lse
-
-
-@jit(*BATCH_ARGUMENTS, "num_splits")
-def _split_kernel(
-    out: tl.tensor,
-    lse: tl.tensor,
-    sinks: tl.tensor,
-    partial_out: tl.tensor,
-    partial_lse: tl.tensor,
-    q: tl.tensor,
-    q_stride_token: tl.tensor,
-    q_stride_head: tl.tensor,
-    keys: tl.tensor,
-    values: tl.tensor,
-    query_start_loc: tl.tensor,
-    seq_lens: tl.tensor,
-    block_table: tl.tensor,
-    table_stride: tl.tensor,
-    mask: tl.tensor,
-    mask_offsets: tl.tensor,
-    draft_positions: tl.tensor,
-    score_scale: tl.tensor,
-    value_scale: tl.tensor,
-    stride_block: tl.tensor,
-    stride_slot: tl.tensor,
-    stride_head: tl.tensor,
-    num_splits: tl.tensor,
-    MAX_QUERIES: tl.constexpr,
-    NUM_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    PAGE: tl.constexpr,
-    WINDOW: tl.constexpr,
-    SOFT_CAP: tl.constexpr,
-    HAS_MASK: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
-    WRITE_LSE: tl.constexpr,
-    WHOLE: tl.constexpr,
-    FP8: tl.constexpr,
-    UPCAST: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-) -> None:
-    kv_head, request, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    start = tl.load(query_start_loc + request)
-    num_queries = tl.load(query_start_loc + request + 1) - start
-    if (num_queries == 0) | (num_queries > MAX_QUERIES):
-        return
-    seq_len = tl.load(seq_lens + request)
-    prefix = seq_len - num_queries
-
-    rows = tl.arange(0, BLOCK_M)
-    query, head = rows // GROUP, kv_head * GROUP + rows % GROUP
-    is_row = query < num_queries
-    query = tl.where(is_row, query, 0)
-    dims = tl.arange(0, BLOCK_D)
-    inside = is_row[:, None] & (dims < HEAD_DIM)[None, :]
-    q_rows = (start + query).to(tl.int64) * q_stride_token + head * q_stride_head
-    tile = tl.load(q + q_rows[:, None] + dims[None, :], mask=inside, other=0)
-    if UPCAST:
-        tile = tile.to(tl.float32)
-
-    query_positions = prefix + query
-    mask_rows = query
-    drafts = start
-    if HAS_MASK:
-        drafts = draft_positions + start
-        mask_rows = mask + tl.load(mask_offsets + request) + query.to(tl.int64) * seq_len
-        if WINDOW > 0:
-            query_positions = tl.load(drafts + query).to(tl.int32)
-
-    # The keys that any of the queries sees, in equal parts of whole tiles.
-    lowest = 0
-    if WINDOW > 0:
-        lowest = tl.maximum(prefix + 1 - WINDOW, 0)
-    keys_per_split = tl.cdiv(tl.cdiv(seq_len - lowest, num_splits), BLOCK_N) * BLOCK_N
-    first = lowest + split * keys_per_split
-    last = tl.minimum(first + keys_per_split, seq_len)
-    total, highest, weight_sum = attend_keys(
-        tile,
-        keys + kv_head * stride_head,
-        values + kv_head * stride_head,
-        block_table + request.to(tl.int64) * table_stride,
-        first,
-        last,
-        query_positions,
-        mask_rows,
-        drafts,
-        prefix,
-        score_scale,
-        stride_block,
-        stride_slot,
-        HEAD_DIM,
-        PAGE,
-        WINDOW,
-        SOFT_CAP,
-        HAS_MASK,
-        FP8,
-        BLOCK_M,
-        BLOCK_N,
-        BLOCK_D,
-    )
-
-    if WHOLE:
-        token = (start + query).to(tl.int64) * NUM_HEADS + head
-        finish_rows(
-            out,
-            lse,
-            sinks,
-            total,
-            highest,
-            weight_sum,
-            token,
-            head,
-            is_row,
-            value_scale,
-            HEAD_DIM,
-            HAS_SINKS,
-            WRITE_LSE,
-            BLOCK_D,
-        )
-    else:
-        saw_any = weight_sum > 0
-        divisor = tl.where(saw_any, weight_sum, 1.0)
-        part = ((request * MAX_QUERIES + query).to(tl.int64) * NUM_HEADS + head) * num_splits + split
-        part_out = total * (value_scale / divisor)[:, None]
-        tl.store(partial_out + part[:, None] * HEAD_DIM + dims[None, :], part_out, mask=inside)
-        tl.store(partial_lse + part, tl.where(saw_any, highest + tl.log2(divisor), float("-inf")), mask=is_row)
 
 
 @jit("query_start_loc", "num_splits")
@@ -300,30 +163,25 @@ def decode_attention(
     """
     if not batch.num_reqs:
         return
-    q = rows_contiguous(q)
-    partial_out, partial_lse = splits.partials(shape, batch.num_reqs, workspace)
+    partials = splits.partials(shape, batch.num_reqs, workspace)
     size = splits.tile or TileSize.decode(shape, splits.max_queries, q.dtype)
-    _split_kernel[shape.num_kv_heads, batch.num_reqs, splits.num_splits](
-        out=out,
-        lse=lse,
-        sinks=sinks,
-        partial_out=partial_out,
-        partial_lse=partial_lse,
-        q=q,
-        q_stride_token=q.stride(0),
-        q_stride_head=q.stride(1),
+    launch_attention(
+        (shape.num_kv_heads, batch.num_reqs, splits.num_splits),
+        q,
+        out,
+        shape,
+        cache,
+        layer,
+        batch,
+        size,
+        sinks,
+        lse,
+        partials=partials,
         num_splits=splits.num_splits,
-        MAX_QUERIES=splits.max_queries,
-        HAS_SINKS=sinks is not None,
-        WRITE_LSE=lse is not None,
-        WHOLE=splits.num_splits == 1,
-        **cache_arguments(shape, cache, layer),
-        **batch.arguments(),
-        **score_constants(shape),
-        **size.arguments(),
+        max_queries=splits.max_queries,
     )
     if splits.num_splits > 1:
-        reduce_splits(out, lse, partial_out, partial_lse, batch, splits, sinks)
+        reduce_splits(out, lse, *partials, batch, splits, sinks)
 
 
 def reduce_splits(

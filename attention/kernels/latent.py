@@ -23,7 +23,7 @@ from torch import Tensor
 from attention.interface import AttentionShape, MLAShape, RopeTable
 from attention.kernels.cache import quantize
 from attention.kernels.decode import DecodeSplits, reduce_splits
-from attention.kernels.tile import BATCH_ARGUMENTS, LOG2_E, PagedBatch, finish_rows, load_fp8
+from attention.kernels.tile import BATCH_ARGUMENTS, LOG2_E, PagedBatch, finish_rows, load_fp8, store_part
 from attention.kv_cache import MLAKVCache
 from ubatch.kernels.triton_jit import INTERPRETED, cdiv, jit, power_of_2, rows_contiguous
 
@@ -286,12 +286,8 @@ def _latent_split_kernel(
             out, out, out, total, highest, weight_sum, target, head, is_row, value_scale, RANK, False, False, BLOCK_L
         )
     else:
-        saw_any = weight_sum > 0
-        divisor = tl.where(saw_any, weight_sum, 1.0)
         part = ((request * MAX_QUERIES + query).to(tl.int64) * NUM_HEADS + head) * num_splits + split
-        part_out = total * (value_scale / divisor)[:, None]
-        tl.store(partial_out + part[:, None] * RANK + places_l[None, :], part_out, mask=is_row[:, None] & is_l[None, :])
-        tl.store(partial_lse + part, tl.where(saw_any, highest + tl.log2(divisor), float("-inf")), mask=is_row)
+        store_part(partial_out, partial_lse, total, highest, weight_sum, part, is_row, value_scale, RANK, BLOCK_L)
 
 
 def latent_decode(

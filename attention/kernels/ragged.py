@@ -18,41 +18,34 @@ _MAX_BLOCK = 1024  # numbers that one program moves
 
 @jit("query_start_loc", "max_query_len")
 def _pad_kernel(
-    padded: tl.tensor,
-    ragged: tl.tensor,
+    target: tl.tensor,
+    source: tl.tensor,
     ragged_stride: tl.tensor,
     query_start_loc: tl.tensor,
     max_query_len: tl.tensor,
     ROW: tl.constexpr,
+    PAD: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
     query, request = tl.program_id(0), tl.program_id(1)
     place = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
     start, stop = tl.load(query_start_loc + request), tl.load(query_start_loc + request + 1)
     token = (start + query).to(tl.int64)
-    filled = tl.where(token < stop, ROW, 0)
-    row = tl.load(ragged + token * ragged_stride + place, mask=place < filled, other=0)
-    target = (request.to(tl.int64) * max_query_len + query) * ROW
-    tl.store(padded + target + place, row, mask=place < ROW)
+    filled = place < tl.where(token < stop, ROW, 0)
+    in_ragged = token * ragged_stride + place
+    in_padded = (request.to(tl.int64) * max_query_len + query) * ROW + place
+    if PAD:
+        tl.store(target + in_padded, tl.load(source + in_ragged, mask=filled, other=0), mask=place < ROW)
+    else:
+        tl.store(target + in_ragged, tl.load(source + in_padded, mask=filled, other=0), mask=filled)
 
 
-@jit("query_start_loc", "max_query_len")
-def _unpad_kernel(
-    ragged: tl.tensor,
-    padded: tl.tensor,
-    query_start_loc: tl.tensor,
-    max_query_len: tl.tensor,
-    ROW: tl.constexpr,
-    BLOCK: tl.constexpr,
-) -> None:
-    query, request = tl.program_id(0), tl.program_id(1)
-    place = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
-    start, stop = tl.load(query_start_loc + request), tl.load(query_start_loc + request + 1)
-    token = (start + query).to(tl.int64)
-    inside = place < tl.where(token < stop, ROW, 0)
-    source = (request.to(tl.int64) * max_query_len + query) * ROW
-    row = tl.load(padded + source + place, mask=inside, other=0)
-    tl.store(ragged + token * ROW + place, row, mask=inside)
+def _launch(target: Tensor, source: Tensor, ragged: Tensor, query_start_loc: Tensor, most: int, *, pad: bool) -> None:
+    """Move rows `[T, row]`, which `ragged` is, to a rectangle or back."""
+    row = ragged.shape[1]
+    block = min(power_of_2(row), _MAX_BLOCK)
+    grid = (most, query_start_loc.shape[0] - 1, cdiv(row, block))
+    _pad_kernel[grid](target, source, ragged.stride(0), query_start_loc, most, ROW=row, PAD=pad, BLOCK=block)
 
 
 def pad_ragged(x: Tensor, query_start_loc: Tensor, max_query_len: int) -> Tensor:
@@ -66,15 +59,10 @@ def pad_ragged(x: Tensor, query_start_loc: Tensor, max_query_len: int) -> Tensor
     Returns:
         `[R, max_query_len, ...]`, contiguous; rows past a request's tokens are 0.
     """
-    num_reqs = query_start_loc.shape[0] - 1
-    out = x.new_empty(num_reqs, max_query_len, *x.shape[1:])
+    out = x.new_empty(query_start_loc.shape[0] - 1, max_query_len, *x.shape[1:])
     if out.numel():
         flat = rows_contiguous(x.reshape(x.shape[0], -1))
-        row = flat.shape[1]
-        block = min(power_of_2(row), _MAX_BLOCK)
-        _pad_kernel[max_query_len, num_reqs, cdiv(row, block)](
-            out, flat, flat.stride(0), query_start_loc, max_query_len, ROW=row, BLOCK=block
-        )
+        _launch(out, flat, flat, query_start_loc, max_query_len, pad=True)
     return out
 
 
@@ -90,12 +78,6 @@ def unpad_ragged(padded: Tensor, query_start_loc: Tensor, num_tokens: int) -> Te
         `[num_tokens, ...]`, contiguous; rows of padding are 0.
     """
     out = padded.new_zeros(num_tokens, *padded.shape[2:])
-    if padded.numel():
-        padded = padded.contiguous()
-        num_reqs, max_query_len = padded.shape[:2]
-        row = padded[0, 0].numel()
-        block = min(power_of_2(row), _MAX_BLOCK)
-        _unpad_kernel[max_query_len, num_reqs, cdiv(row, block)](
-            out, padded, query_start_loc, max_query_len, ROW=row, BLOCK=block
-        )
+    if padded.numel() and num_tokens:
+        _launch(out, padded.contiguous(), out.view(num_tokens, -1), query_start_loc, padded.shape[1], pad=False)
     return out

@@ -35,6 +35,7 @@ __all__ = [
     "finish_rows",
     "load_fp8",
     "score_constants",
+    "store_part",
 ]
 
 LOG2_E = constant(1.4426950408889634)
@@ -333,3 +334,33 @@ def finish_rows(
     if WRITE_LSE:
         natural = (highest + tl.log2(divisor)) / LOG2_E
         tl.store(lse + row, tl.where(saw_any, natural, float("-inf")), mask=is_row)
+
+
+@jit()
+def store_part(
+    partial_out: tl.tensor,
+    partial_lse: tl.tensor,
+    total: tl.tensor,
+    highest: tl.tensor,
+    weight_sum: tl.tensor,
+    part: tl.tensor,
+    is_row: tl.tensor,
+    value_scale: tl.tensor,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+) -> None:
+    """Normalise the attention over a part of the keys, and store it with its LSE to the base 2; see `reduce_splits`.
+
+    Args:
+        partial_out: `[parts, HEAD_DIM]`, dense.
+        partial_lse: `[parts]`, dense.
+        part: `[BLOCK_M]` int64, where each row goes.
+        total, highest, weight_sum, is_row, value_scale: as for `finish_rows`.
+    """
+    dims = tl.arange(0, BLOCK_D)
+    saw_any = weight_sum > 0
+    divisor = tl.where(saw_any, weight_sum, 1.0)
+    result = total * (value_scale / divisor)[:, None]
+    inside = is_row[:, None] & (dims < HEAD_DIM)[None, :]
+    tl.store(partial_out + part[:, None] * HEAD_DIM + dims[None, :], result, mask=inside)
+    tl.store(partial_lse + part, tl.where(saw_any, highest + tl.log2(divisor), float("-inf")), mask=is_row)

@@ -19,7 +19,7 @@ SOURCES = [
     ROOT / "moe" / "kernels" / "router.py",
 ]
 HOPPER, SHARED_MEMORY = "90", 227 << 10
-READS_KEYS = {"_split_kernel", "_prefill_kernel", "_latent_split_kernel"}
+READS_KEYS = {"_attention_kernel", "_latent_split_kernel"}
 
 
 def launched_kernels() -> set[str]:

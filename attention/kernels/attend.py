@@ -1,0 +1,226 @@
+"""The kernel of multi-head attention over the paged cache: one program per tile of queries and key/value head.
+
+    split    program (key/value head, request, split): all queries of a request that has few, and a part of its keys
+    tiled    program (tile, key/value head): some queries of a request, and all keys that they see
+
+`attention.kernels.decode` launches the first kind and reduces what the parts give, `attention.kernels.prefill` the
+second.
+
+Source: FlashAttention-2 (Dao, 2023); Flash-Decoding (Dao et al., 2023).
+"""
+
+from typing import Any
+
+import triton.language as tl
+from torch import Tensor
+
+from attention.interface import AttentionShape
+from attention.kernels.tile import (
+    BATCH_ARGUMENTS,
+    PagedBatch,
+    TileSize,
+    attend_keys,
+    cache_arguments,
+    finish_rows,
+    score_constants,
+    store_part,
+)
+from attention.kv_cache import PagedKVCache
+from ubatch.kernels.triton_jit import jit, rows_contiguous
+
+__all__ = ["launch_attention"]
+
+
+@jit(*BATCH_ARGUMENTS, "num_splits")
+def _attention_kernel(
+    out: tl.tensor,
+    lse: tl.tensor,
+    sinks: tl.tensor,
+    tiles: tl.tensor,
+    partial_out: tl.tensor,
+    partial_lse: tl.tensor,
+    q: tl.tensor,
+    q_stride_token: tl.tensor,
+    q_stride_head: tl.tensor,
+    keys: tl.tensor,
+    values: tl.tensor,
+    query_start_loc: tl.tensor,
+    seq_lens: tl.tensor,
+    block_table: tl.tensor,
+    table_stride: tl.tensor,
+    mask: tl.tensor,
+    mask_offsets: tl.tensor,
+    draft_positions: tl.tensor,
+    score_scale: tl.tensor,
+    value_scale: tl.tensor,
+    stride_block: tl.tensor,
+    stride_slot: tl.tensor,
+    stride_head: tl.tensor,
+    num_splits: tl.tensor,
+    MAX_QUERIES: tl.constexpr,
+    NUM_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PAGE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
+    HAS_MASK: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    WRITE_LSE: tl.constexpr,
+    TILED: tl.constexpr,
+    WHOLE: tl.constexpr,
+    FP8: tl.constexpr,
+    UPCAST: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+) -> None:
+    first_query = 0
+    if TILED:
+        place, kv_head = tl.program_id(0), tl.program_id(1)
+        request = tl.load(tiles + 2 * place)
+        if request < 0:
+            return
+        first_query = tl.load(tiles + 2 * place + 1)
+    else:
+        kv_head, request = tl.program_id(0), tl.program_id(1)
+    start = tl.load(query_start_loc + request)
+    num_queries = tl.load(query_start_loc + request + 1) - start
+    if not TILED:  # noqa: SIM102 - Triton decides this one when it compiles
+        if (num_queries == 0) | (num_queries > MAX_QUERIES):
+            return
+    seq_len = tl.load(seq_lens + request)
+    prefix = seq_len - num_queries
+
+    rows = tl.arange(0, BLOCK_M)
+    query, head = first_query + rows // GROUP, kv_head * GROUP + rows % GROUP
+    is_row = (rows < BLOCK_M // GROUP * GROUP) & (query < num_queries)
+    query = tl.where(is_row, query, first_query)
+    dims = tl.arange(0, BLOCK_D)
+    inside = is_row[:, None] & (dims < HEAD_DIM)[None, :]
+    q_rows = (start + query).to(tl.int64) * q_stride_token + head * q_stride_head
+    tile = tl.load(q + q_rows[:, None] + dims[None, :], mask=inside, other=0)
+    if UPCAST:
+        tile = tile.to(tl.float32)
+
+    query_positions = prefix + query
+    mask_rows = query
+    drafts = start
+    lowest = prefix + first_query
+    last = seq_len
+    if HAS_MASK:
+        drafts = draft_positions + start
+        mask_rows = mask + tl.load(mask_offsets + request) + query.to(tl.int64) * seq_len
+        lowest = prefix  # where the root stands: any draft may
+        if WINDOW > 0:
+            query_positions = tl.load(drafts + query).to(tl.int32)
+    elif TILED:  # causal: no query of the tile sees past the tile's end
+        last = tl.minimum(seq_len, lowest + BLOCK_M // GROUP)
+    first = 0
+    if WINDOW > 0:  # nor further back than the first one does
+        first = tl.maximum(lowest + 1 - WINDOW, 0)
+    if not TILED:  # equal parts of whole tiles
+        keys_per_split = tl.cdiv(tl.cdiv(seq_len - first, num_splits), BLOCK_N) * BLOCK_N
+        first += tl.program_id(2) * keys_per_split
+        last = tl.minimum(first + keys_per_split, seq_len)
+    total, highest, weight_sum = attend_keys(
+        tile,
+        keys + kv_head * stride_head,
+        values + kv_head * stride_head,
+        block_table + request.to(tl.int64) * table_stride,
+        first,
+        last,
+        query_positions,
+        mask_rows,
+        drafts,
+        prefix,
+        score_scale,
+        stride_block,
+        stride_slot,
+        HEAD_DIM,
+        PAGE,
+        WINDOW,
+        SOFT_CAP,
+        HAS_MASK,
+        FP8,
+        BLOCK_M,
+        BLOCK_N,
+        BLOCK_D,
+    )
+
+    if WHOLE:
+        token = (start + query).to(tl.int64) * NUM_HEADS + head
+        finish_rows(
+            out,
+            lse,
+            sinks,
+            total,
+            highest,
+            weight_sum,
+            token,
+            head,
+            is_row,
+            value_scale,
+            HEAD_DIM,
+            HAS_SINKS,
+            WRITE_LSE,
+            BLOCK_D,
+        )
+    else:
+        part = ((request * MAX_QUERIES + query).to(tl.int64) * NUM_HEADS + head) * num_splits + tl.program_id(2)
+        store_part(partial_out, partial_lse, total, highest, weight_sum, part, is_row, value_scale, HEAD_DIM, BLOCK_D)
+
+
+def launch_attention(
+    grid: tuple[int, int, int],
+    q: Tensor,
+    out: Tensor,
+    shape: AttentionShape,
+    cache: PagedKVCache,
+    layer: int,
+    batch: PagedBatch,
+    size: TileSize,
+    sinks: Tensor | None,
+    lse: Tensor | None,
+    *,
+    tiles: Tensor | None = None,
+    partials: tuple[Tensor, Tensor] | None = None,
+    num_splits: int = 1,
+    max_queries: int = 0,
+) -> None:
+    """Launch programs of either kind; see `prefill_attention` and `decode_attention` for what is not said here.
+
+    Args:
+        grid: of programs.
+        size: of a program's tile.
+        tiles: of queries; None splits keys.
+        partials: where parts go, outputs and LSEs, if there are several splits.
+        num_splits: parts of a request's keys.
+        max_queries: queries of a request whose keys are split.
+    """
+    q = rows_contiguous(q)
+    partial_out, partial_lse = (None, None) if partials is None else partials
+    arguments: dict[str, Any] = {
+        **cache_arguments(shape, cache, layer),
+        **batch.arguments(),
+        **score_constants(shape),
+        **size.arguments(),
+    }
+    _attention_kernel[grid](
+        out=out,
+        lse=lse,
+        sinks=sinks,
+        tiles=tiles,
+        partial_out=partial_out,
+        partial_lse=partial_lse,
+        q=q,
+        q_stride_token=q.stride(0),
+        q_stride_head=q.stride(1),
+        num_splits=num_splits,
+        MAX_QUERIES=max_queries,
+        HAS_SINKS=sinks is not None,
+        WRITE_LSE=lse is not None,
+        TILED=tiles is not None,
+        WHOLE=num_splits == 1,
+        **arguments,
+    )
