@@ -1,26 +1,25 @@
 """Floor 3: models from Hugging Face checkpoints, run step by step over a paged KV cache.
 
-weights, hf_config    a checkpoint's tensors and config, read lazily and checked
-weight_pass           the files from front to back, by pinned memory to a device
-memory_profile        what a step and graphs take, so that the KV cache gets the rest
-models                families, one file each
-step_cost             what a token and an attended pair cost, for splits by cost
-request               a sequence while it is generated, and its share of one step
-input_batch           requests, flattened into one step's batch
-graph_sizes           which steps are captured as CUDA graphs, and which graph a step is padded to
-graph_steps           captured, padded and replayed; `graph_mode`: whether at all; `runner_graphs`: of one runner
-dp                    the vote with the other ranks, and this rank's lanes
-sampling_params       how to generate for one request; `bad_sequences`: which tokens would complete one
-penalties, sampler    from logits to tokens
-logprobs              how likely tokens were
-future_map            tokens that the host does not know yet
-verify                drafts, and which of them were right; `speculation` makes them
-pending_step          a step between its launch and its result
-tensor_parallel       ranks that share a replica: who has which heads and rows
-step_context          what every lane of a step knows
-runner                all of it: `ModelRunner.execute` runs one step
-generate              offline generation, batched and over several ranks
-random_checkpoint     a large model with random weights, for measuring
+generate          offline generation, batched and over several ranks
+runner            all of it: `ModelRunner.execute` runs one step; `runner_options`: what its settings stand for
+random_checkpoint a large model with random weights, for measuring
+memory/           what a step and graphs take, so that the KV cache gets the rest
+drafting/         networks that draft, with keys and values of their own
+graphs/           steps captured as CUDA graphs, and replayed
+auto/             when to overlap, found out while steps run; what a token and an attended pair cost
+backend_choice    which attention and experts `auto` stands for
+models/           families, one file each, and the registry
+decoder/          the decoder that they share
+pending_step      a step between its launch and its result
+speculation/      who drafts, and which drafts are accepted
+step/             requests, flattened into a batch, agreed on by all ranks, and its streams
+sampling/         how to generate for one request; from logits to tokens
+parallel/         ranks that share a replica, and how tokens reach their experts
+weights/          a checkpoint's tensors and config, or random ones
+kernels/          Triton kernels of all this
+errors            what can be wrong with a checkpoint, a request or a step
+
+From what users see down to the ground: who imports, imports what is below.
 """
 
 from model_runner.auto.dbo_auto import DboAuto
@@ -49,6 +48,12 @@ from model_runner.models import (
 )
 from model_runner.parallel.tensor_parallel import TensorParallel
 from model_runner.pending_step import PendingStep, StepOutput
+from model_runner.random_checkpoint import (
+    RandomDeepseekV3,
+    RandomQwen3Moe,
+    make_random_checkpoint,
+    make_random_qwen3_moe,
+)
 from model_runner.runner import ModelRunner
 from model_runner.sampling.draws import fresh_seed
 from model_runner.sampling.penalties import SamplingRow
@@ -62,12 +67,6 @@ from model_runner.step.graph_sizes import GraphShape, capture_sizes
 from model_runner.step.input_batch import InputBatch, build_input_batch
 from model_runner.step.logprobs import TokenLogprobs
 from model_runner.step.request import PENDING_TOKEN, Request, ScheduledRequest
-from model_runner.weights.random_checkpoint import (
-    RandomDeepseekV3,
-    RandomQwen3Moe,
-    make_random_checkpoint,
-    make_random_qwen3_moe,
-)
 from model_runner.weights.weights import Checkpoint
 
 __all__ = [

@@ -1,7 +1,8 @@
 """Checkpoints with random weights, in Hugging Face's layout, written without transformers.
 
-For measuring, where speed matters and words do not. By default both have 8 layers of hidden size 512, 32 experts of 256
-of which a token visits 4, and a vocabulary of 2,048:
+For measuring, where speed matters and words do not. The model itself says which tensors there are: it is loaded once,
+from a checkpoint that notes what it is asked for. Weights are those of `load_format dummy`. By default both have 8
+layers of hidden size 512, 32 experts of 256 of which a token visits 4, and a vocabulary of 2,048:
 
     Qwen3-MoE      106 million parameters; 8 heads and 2 key/value heads of 64
     DeepSeek-V3    107 million; latent attention with 8 heads, two shared experts of 256, the first layer dense
@@ -10,39 +11,33 @@ of which a token visits 4, and a vocabulary of 2,048:
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import re
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from tempfile import TemporaryDirectory
+from typing import Any, Protocol
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from model_runner.decoder.base import ExpertParallel
+from model_runner.models.registry import model_class
+from model_runner.parallel.transport import make_transport
+from model_runner.weights.dummy_weights import DummyCheckpoint
+from model_runner.weights.weights import Size, whole_shape
 from ubatch import ConfigError
 
 __all__ = ["RandomDeepseekV3", "RandomQwen3Moe", "make_random_checkpoint", "make_random_qwen3_moe"]
 
-_Shapes = Iterator[tuple[str, tuple[int, ...]]]
-
 
 class RandomModel(Protocol):
-    """A model's size, and what its checkpoint holds."""
-
-    @property
-    def vocab_size(self) -> int: ...
-    @property
-    def hidden_size(self) -> int: ...
-    @property
-    def num_hidden_layers(self) -> int: ...
-    @property
-    def tie_word_embeddings(self) -> bool: ...
+    """A model's size."""
 
     def hf_config(self, dtype: torch.dtype) -> dict[str, object]:
         """The content of `config.json`."""
-
-    def tensors(self, layer: int) -> _Shapes:
-        """Names and shapes of one layer's tensors."""
 
 
 @dataclass(frozen=True)
@@ -79,20 +74,6 @@ class RandomQwen3Moe:
             "use_sliding_window": False,
             **vars(self),
         }
-
-    def tensors(self, layer: int) -> _Shapes:
-        """Names and shapes of one layer's tensors."""
-        name, hidden = f"model.layers.{layer}", self.hidden_size
-        yield from _norms(name, hidden)
-        heads = {"q": self.num_attention_heads, "k": self.num_key_value_heads, "v": self.num_key_value_heads}
-        for part, count in heads.items():
-            yield f"{name}.self_attn.{part}_proj.weight", (count * self.head_dim, hidden)
-        yield f"{name}.self_attn.o_proj.weight", (hidden, self.num_attention_heads * self.head_dim)
-        for part in ("q", "k"):
-            yield f"{name}.self_attn.{part}_norm.weight", (self.head_dim,)
-        yield f"{name}.mlp.gate.weight", (self.num_experts, hidden)
-        for expert in range(self.num_experts):
-            yield from _gated(f"{name}.mlp.experts.{expert}", hidden, self.moe_intermediate_size)
 
 
 @dataclass(frozen=True)
@@ -137,40 +118,6 @@ class RandomDeepseekV3:
             **vars(self),
         }
 
-    def tensors(self, layer: int) -> _Shapes:
-        """Names and shapes of one layer's tensors."""
-        name, hidden, heads = f"model.layers.{layer}", self.hidden_size, self.num_attention_heads
-        yield from _norms(name, hidden)
-        attention = f"{name}.self_attn"
-        yield f"{attention}.q_a_proj.weight", (self.q_lora_rank, hidden)
-        yield f"{attention}.q_a_layernorm.weight", (self.q_lora_rank,)
-        query_size = self.qk_nope_head_dim + self.qk_rope_head_dim
-        yield f"{attention}.q_b_proj.weight", (heads * query_size, self.q_lora_rank)
-        yield f"{attention}.kv_a_proj_with_mqa.weight", (self.kv_lora_rank + self.qk_rope_head_dim, hidden)
-        yield f"{attention}.kv_a_layernorm.weight", (self.kv_lora_rank,)
-        expanded = heads * (self.qk_nope_head_dim + self.v_head_dim)
-        yield f"{attention}.kv_b_proj.weight", (expanded, self.kv_lora_rank)
-        yield f"{attention}.o_proj.weight", (hidden, heads * self.v_head_dim)
-        if layer < self.first_k_dense_replace:
-            yield from _gated(f"{name}.mlp", hidden, self.intermediate_size)
-            return
-        yield f"{name}.mlp.gate.weight", (self.n_routed_experts, hidden)
-        yield f"{name}.mlp.gate.e_score_correction_bias", (self.n_routed_experts,)
-        yield from _gated(f"{name}.mlp.shared_experts", hidden, self.n_shared_experts * self.moe_intermediate_size)
-        for expert in range(self.n_routed_experts):
-            yield from _gated(f"{name}.mlp.experts.{expert}", hidden, self.moe_intermediate_size)
-
-
-def _norms(name: str, hidden: int) -> _Shapes:
-    yield f"{name}.input_layernorm.weight", (hidden,)
-    yield f"{name}.post_attention_layernorm.weight", (hidden,)
-
-
-def _gated(name: str, hidden: int, intermediate: int) -> _Shapes:
-    for part in ("gate", "up"):
-        yield f"{name}.{part}_proj.weight", (intermediate, hidden)
-    yield f"{name}.down_proj.weight", (hidden, intermediate)
-
 
 def make_random_qwen3_moe(
     path: str | Path,
@@ -210,42 +157,58 @@ def make_random_checkpoint(
     """
     if layers_per_shard is not None and layers_per_shard < 1:
         raise ConfigError(f"layers_per_shard must be at least 1, or None for a single file, not {layers_per_shard}.")
+    weights = weights_of(size, dtype, seed)
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)
-    generator = torch.Generator().manual_seed(seed)
-    shards = [
-        [("model.embed_tokens.weight", (size.vocab_size, size.hidden_size)), ("model.norm.weight", (size.hidden_size,))]
-    ]
-    if not size.tie_word_embeddings:
-        shards[0].append(("lm_head.weight", (size.vocab_size, size.hidden_size)))
-    for layer in range(size.num_hidden_layers):
-        if layers_per_shard is not None and layer % layers_per_shard == 0:
-            shards.append([])
-        shards[-1] += size.tensors(layer)
-    single = len(shards) == 1
+    shards: defaultdict[int, list[str]] = defaultdict(list)
+    for name in weights.shapes:
+        layer = re.match(r"model\.layers\.(\d+)\.", name)
+        shards[0 if layer is None or layers_per_shard is None else 1 + int(layer[1]) // layers_per_shard].append(name)
     weight_map: dict[str, str] = {}
     total = 0
-    for number, shard in enumerate(shards, 1):
-        file = "model.safetensors" if single else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        tensors = {name: _random(name, shape, generator, dtype) for name, shape in shard}
+    for number, names in enumerate(shards.values(), 1):
+        file = "model.safetensors" if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        tensors = {name: weights.tensor(name) for name in names}
         save_file(tensors, folder / file, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(tensors, file)
         total += sum(tensor.nbytes for tensor in tensors.values())
-    if not single:
+    if len(shards) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
     # Last, so that a folder with a config is a complete checkpoint.
-    (folder / "config.json").write_text(json.dumps(size.hf_config(dtype), indent=2) + "\n", encoding="utf-8")
+    _write_config(folder, size, dtype)
     return folder
 
 
-def _random(name: str, shape: tuple[int, ...], generator: torch.Generator, dtype: torch.dtype) -> Tensor:
-    """Norms are 1 and biases 0; everything else keeps the scale of what it multiplies, so that activations stay of
-    order 1.
+class RandomWeights(DummyCheckpoint):
+    """Random weights of a model that is loaded to learn their names.
+
+    Attributes:
+        shapes: of every tensor that was asked for, by name.
     """
-    if "norm" in name:
-        return torch.ones(shape, dtype=dtype)
-    if name.endswith("bias"):
-        return torch.zeros(shape, dtype=dtype)
-    std = 1.0 if "embed" in name else shape[-1] ** -0.5
-    return torch.randn(shape, generator=generator).mul_(std).to(dtype)
+
+    def __init__(self, path: str | Path, **options: Any) -> None:
+        super().__init__(path, **options)
+        self.shapes: dict[str, tuple[int, ...]] = {}
+
+    def _copy(self, name: str, shape: Sequence[Size], out: Tensor) -> None:
+        self.shapes[name] = whole_shape(shape)
+
+    def tensor(self, name: str) -> Tensor:
+        """One of them."""
+        return self._whole(name, self.shapes[name]).to(self.dtype).clone(memory_format=torch.contiguous_format)
+
+
+def weights_of(size: RandomModel, dtype: torch.dtype, seed: int = 0) -> RandomWeights:
+    """All weights of a model."""
+    with TemporaryDirectory() as folder:
+        _write_config(Path(folder), size, dtype)
+        weights = RandomWeights(folder, dtype=dtype, seed=seed)
+        kind = model_class(weights.architecture, weights.config)
+        config = kind.read_config(weights.config, weights.generation_config())
+    kind.load(config, weights, ExpertParallel(make_transport(None, None, None, config.num_experts)))
+    return weights
+
+
+def _write_config(folder: Path, size: RandomModel, dtype: torch.dtype) -> None:
+    (folder / "config.json").write_text(json.dumps(size.hf_config(dtype), indent=2) + "\n", encoding="utf-8")

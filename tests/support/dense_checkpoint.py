@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -26,13 +25,6 @@ class DenseQwen3(RandomQwen3Moe):
     def hf_config(self, dtype: torch.dtype) -> dict[str, object]:
         """The content of `config.json`."""
         return {**super().hf_config(dtype), "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
-
-    def tensors(self, layer: int) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """Names and shapes of one layer's tensors."""
-        yield from ((name, shape) for name, shape in super().tensors(layer) if ".mlp." not in name)
-        wide, narrow = 3 * self.hidden_size, self.hidden_size
-        for part, shape in (("gate", (wide, narrow)), ("up", (wide, narrow)), ("down", (narrow, wide))):
-            yield f"model.layers.{layer}.mlp.{part}_proj.weight", shape
 
 
 SMALL_MOE = RandomQwen3Moe(

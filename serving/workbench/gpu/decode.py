@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from model_runner.weights.random_checkpoint import RandomQwen3Moe
+from model_runner.random_checkpoint import RandomQwen3Moe
 from moe import All2All, make_all2all
 from moe.all2all.host_loopback import HostLoopbackAll2All
 from serving.workbench.bench import Interval, bootstrap

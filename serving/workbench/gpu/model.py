@@ -13,8 +13,8 @@ from torch import Tensor
 from attention import CommonAttentionMetadata, GraphLimits, UBatchAttention, make_kv_cache, split_attn_metadata
 from model_runner.decoder.base import CausalLM, ExpertParallel
 from model_runner.models.registry import model_class
+from model_runner.random_checkpoint import RandomQwen3Moe
 from model_runner.weights.hf_config import HFConfig
-from model_runner.weights.random_checkpoint import RandomQwen3Moe
 from model_runner.weights.weights import Checkpoint
 from moe import All2All, FusedMoEModularKernel
 from serving.workbench.gpu.bench import Bench

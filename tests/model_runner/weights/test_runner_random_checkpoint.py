@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from checkpoints import load_reference, reference_greedy
 
 from model_runner import ModelRunner, RandomQwen3Moe, SamplingParams, generate, make_random_qwen3_moe
+from model_runner.random_checkpoint import weights_of
 from ubatch import ConfigError
 
 SMALL = RandomQwen3Moe(
@@ -26,9 +28,7 @@ SMALL = RandomQwen3Moe(
 
 
 def test_default_size_is_about_100_million() -> None:
-    size = RandomQwen3Moe()
-    per_layer = sum(torch.Size(shape).numel() for _, shape in size.tensors(0))
-    total = size.num_hidden_layers * per_layer + size.vocab_size * size.hidden_size + size.hidden_size
+    total = sum(math.prod(shape) for shape in weights_of(RandomQwen3Moe(), torch.bfloat16).shapes.values())
     assert 100e6 < total < 110e6
 
 
