@@ -6,11 +6,13 @@ spec_verify  what a batch of drafts knows beside, and its split
 kv_cache     the pools: keys and values, or latents
 kv_tables    which blocks are free, and which request has which
 kv_order     which requests read what others of the same batch write, and so must not run before them
+interface    what a back end is, and the shape of a model's attention
 backends     one interface, one plan per step and lane
 kernels      Triton kernels of the `triton` back end
 graph_buffers  a batch's tensors at fixed addresses, for captured CUDA graphs
 lanes        back ends and plans of a whole batch and of its lanes
 multi_step   plans of the decode steps in a row that draft a chain
+lse          attention over keys that come in pieces, merged
 reference    the slow, obvious oracle
 """
 

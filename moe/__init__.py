@@ -5,7 +5,11 @@
     schedule_checks   which schedules transport and experts serve
     all2all/          how tokens travel between ranks
     experts/          how a rank computes its experts
+    kernels/          Triton kernels of both
     cpu_linear        a linear layer by whichever CPU library is faster
+    grouped_linear    one for every expert, in C
+    placement         which experts a rank holds
+    segments          sums and offsets of rows that lie side by side
     expert_parallel   replaces the MoE blocks of a Hugging Face model
     transformers_parallel   carries the tokens of a model that transformers itself shards
 

@@ -11,6 +11,9 @@
     host_loopback_batched       the same, batches by expert; results may leave while they are made
     emulated_link               another back end over a link of chosen latency and bandwidth
 
+And what they share: `base` (the protocol), `registry` (by name, and options), `chunks` and `batches` (layouts),
+`payload` (a token's message), `link` (an emulated link's clock), `voted` (what the vote tells).
+
 Options of a back end that nobody gives follow from the steps that there will be (`StepSizes`). A step that is larger
 than a back end has room for goes in pieces (`moe.modular_kernel`).
 

@@ -9,6 +9,7 @@ flashinfer   flashinfer's CUTLASS kernels, where it is installed; bfloat16 and f
 triton       this project's Triton kernels; GPUs, both layouts, fp8
 triton_batched   the same for the low-latency layout alone
 
+`base` is the protocol, `registry` finds them by name, `quantization` packs fp8 in blocks; those for CPUs are in `cpu`.
 `fastest` says which of them `auto` takes, and how that is found out.
 """
 

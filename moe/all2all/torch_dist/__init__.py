@@ -1,0 +1,6 @@
+"""`torch_dist`: torch.distributed's all-to-all, on any device.
+
+torch_dist    the transport
+chunks        tokens that several chunks of experts share travel once
+blocks        combines that go home block by block of experts
+"""
