@@ -31,7 +31,7 @@ export UBATCH_C_CACHE := $(CURDIR)/.cache/c
 export TORCHINDUCTOR_CACHE_DIR := $(CURDIR)/.cache/inductor
 export FLASHINFER_WORKSPACE_BASE := $(CURDIR)/.cache
 
-.PHONY: help setup setup-test setup-gpu demo test test-slow lint bench gpu test-gpu bench-gpu clean
+.PHONY: help setup setup-test setup-gpu demo test test-fast test-slow lint bench gpu test-gpu bench-gpu clean
 
 help: ## this list
 	@grep --extended-regexp '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -64,12 +64,20 @@ $(VENV)/.installed-gpu: $(VENV)/.installed
 demo: setup ## two expert-parallel ranks generate text, with and without overlap; writes demo/trace.html
 	$(BIN)/python examples/demo.py --out demo
 
-# Two files at once: most tests keep one core busy. Those with two ranks, or with a time-out, have patience for that.
-test: setup-test ## the tests, but for those that are long by nature
-	$(BIN)/python -m pytest -m "not slow" -n 2 --dist loadfile
+# A file runs in one worker, whose cores are its own, and the longest files begin (tests/conftest.py). What tests start
+# imports this tree again and again: it is compiled once.
+WORKERS ?= $(shell nproc 2>/dev/null || echo 2)
+PYTEST := env --unset=PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest
+PARALLEL := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+
+test: setup-test ## the tests, but for those that are long by nature: 6 minutes on 2 cores
+	$(PYTEST) -m "not slow" $(PARALLEL)
+
+test-fast: setup-test ## for every commit: the tests that start nothing and compute little, within a minute
+	$(PYTEST) -m "not slow and not long and not ranks and not server and not triton and not gpu" $(PARALLEL)
 
 test-slow: setup-test ## the tests that are long by nature: more of the zoo, of interrupts, of transports, of servers
-	$(BIN)/python -m pytest -m slow
+	$(PYTEST) -m slow
 
 lint: setup ## ruff, mypy, and the floors (import-linter)
 	$(BIN)/ruff check .

@@ -1,4 +1,4 @@
-"""What every test gets: one compute thread, the same seeds, no GPU tests without a GPU."""
+"""What every test gets: one compute thread, the same seeds, markers of what it needs, no GPU tests without a GPU."""
 
 from __future__ import annotations
 
@@ -17,12 +17,15 @@ import signal
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Generator, Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from forked import AsSpawned
+from needs import mark_left_out, mark_needs
 from repository import ROOT, SUPPORT, TESTS
 from tqdm import tqdm
 
@@ -30,6 +33,11 @@ from ubatch.kernels import c_jit
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where a shell started us in the background
 torch.set_num_threads(1)
+if hasattr(os, "sched_setaffinity") and "PYTEST_XDIST_WORKER" in os.environ:
+    # Each worker, and what it starts, has cores of its own: every first rank would else pin itself to the first core.
+    worker, count = int(os.environ["PYTEST_XDIST_WORKER"][2:]), int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
+    all_cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, all_cores[worker % len(all_cores) :: count])
 tqdm.monitor_interval = 0  # no thread of its own
 
 try:
@@ -45,6 +53,8 @@ else:
 pytest.register_assert_rewrite("model_checks", "peer_failure_cases", "trtllm_cases")  # they assert for the tests
 
 SECONDS_FOR_THREADS_TO_END = 5.0
+SECONDS = {"server": 4.0, "ranks": 1.0, "triton": 0.5, "long": 0.5}
+"""What a test with that marker takes, roughly."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -53,14 +63,27 @@ def pytest_configure(config: pytest.Config) -> None:
         config.addinivalue_line("markers", "timeout(seconds): unheeded here, as pytest-timeout is not installed")
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m` selects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what needs a GPU where there is none."""
-    if torch.cuda.is_available():
-        return
+    """Mark what tests need, skip what needs a GPU where there is none, and begin with the files that take longest."""
     skip = pytest.mark.skip(reason="needs a CUDA GPU; run `make test-gpu` on a machine that has one")
+    mark_left_out(items)
     for item in items:
-        if item.get_closest_marker("gpu"):
+        mark_needs(item)
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(skip)
+    weights: Counter[Path] = Counter()
+    for item in items:
+        weights[item.path] += sum(SECONDS.get(mark.name, 0.0) for mark in item.iter_markers())
+    items.sort(key=lambda item: -weights[item.path])
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say once per reason how many tests were skipped."""
+    reports = terminalreporter.stats.get("skipped", [])
+    reasons = Counter(report.longrepr[2].removeprefix("Skipped: ") for report in reports)
+    for reason, count in reasons.most_common():
+        terminalreporter.write_line(f"skipped {count}: {reason}")
 
 
 @pytest.hookimpl(wrapper=True)

@@ -1,0 +1,95 @@
+"""Markers that a test is given: what it needs, found in its code (`ranks`, `server`, `triton`), and `slow` by sampling.
+
+A test has a need if it, a fixture of its, or a function or class of `tests/` that these name, names one of `NEEDS`.
+Triton it needs if its id says so: a file, a test or a parameter.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from types import CodeType, FunctionType, ModuleType
+from typing import Any
+
+import pytest
+from repository import ROOT
+
+NEEDS = {
+    **dict.fromkeys(["run_ranks", "EngineClient", "LocalEngines", "get_context"], "ranks"),
+    **dict.fromkeys(["subprocess", "Server"], "server"),
+}
+EVERYWHERE = {"_forked_ranks"}
+"""Prepares every test for ranks, whether or not it starts any."""
+TESTS = str(ROOT / "tests")
+
+
+def mark_needs(item: pytest.Item) -> None:
+    """Give a test the markers of what it needs; `timeout` and others are left to its author."""
+    if not isinstance(item, pytest.Function):
+        return
+    fixtures = getattr(item, "_fixtureinfo").name2fixturedefs  # noqa: B009 - pytest has no public name for it
+    fixtures = {name: chain for name, chain in fixtures.items() if name not in EVERYWHERE}
+    functions = [item.function, *(definition.func for chain in fixtures.values() for definition in chain)]
+    needs = {need for function in functions for need in needs_of(function)}
+    if "triton" in item.nodeid:
+        needs.add("triton")
+    for need in sorted(needs):
+        item.add_marker(need)
+
+
+def mark_left_out(items: Iterable[pytest.Item]) -> None:
+    """Of every test with `sample(n)`, mark all parameters `slow` but the first and every n-th after it."""
+    counts: Counter[str] = Counter()
+    for item in items:
+        sample = item.get_closest_marker("sample")
+        if sample is None:
+            continue
+        test = item.nodeid.partition("[")[0]
+        if counts[test] % sample.args[0]:
+            item.add_marker("slow")
+        counts[test] += 1
+
+
+@functools.cache
+def needs_of(function: Any) -> frozenset[str]:
+    """The needs of a function or a class of `tests/`; of anything else, none."""
+    found: set[str] = set()
+    seen: set[Any] = set()
+    left = [function]
+    while left:
+        thing = left.pop()
+        while isinstance(thing, FunctionType) and hasattr(thing, "__wrapped__"):
+            thing = thing.__wrapped__
+        if not isinstance(thing, FunctionType | type) or thing in seen:
+            continue
+        seen.add(thing)
+        for name, value in _named(thing):
+            if name in NEEDS:
+                found.add(NEEDS[name])
+            left.append(value)
+    return frozenset(found)
+
+
+def _named(thing: FunctionType | type) -> Iterator[tuple[str, Any]]:
+    """Names that the code of a function or of a class's methods uses, and what they stand for."""
+    if isinstance(thing, type):
+        for value in list(vars(thing).values()):  # pydantic's classes change as they are looked at
+            yield "", getattr(value, "__func__", getattr(value, "fget", value))
+        return
+    if not thing.__code__.co_filename.startswith(TESTS):
+        return
+    names = set(_names(thing.__code__))
+    for name in names:
+        value = thing.__globals__.get(name)
+        yield name, value
+        if isinstance(value, ModuleType):  # also what it is asked for
+            yield value.__name__.partition(".")[0], None
+            yield from ((inner, vars(value)[inner]) for inner in names & vars(value).keys())
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names(constant)
