@@ -46,7 +46,7 @@ except ImportError:  # a GPU machine may lack it, and then skips what needs it
     pass
 else:
     # Reproducible and free of wall-clock limits; `--hypothesis-profile=explore` looks for new counterexamples.
-    settings.register_profile("ubatch", deadline=None, derandomize=True, database=None)
+    settings.register_profile("ubatch", deadline=None, derandomize=True, database=None, max_examples=40)
     settings.register_profile("explore", deadline=None, max_examples=2000)
     settings.load_profile("ubatch")
 

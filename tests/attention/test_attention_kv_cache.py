@@ -86,7 +86,7 @@ def test_check_notices_a_leak() -> None:
         allocator.check()
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 6)), max_size=60))
 def test_allocator_against_a_set(steps: list[tuple[bool, int]]) -> None:
     allocator = BlockAllocator(16)

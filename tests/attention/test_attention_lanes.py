@@ -115,14 +115,14 @@ def check_lanes(batch: Batch | MLABatch, slices: Sequence[UBatchSlice], name: st
 
 
 @pytest.mark.parametrize("name", ["torch", "auto"])
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(case=cut_batches(mla=False))
 def test_lane_by_lane_equals_whole(name: str, case: tuple[Batch, list[UBatchSlice]]) -> None:
     """The later lane sees what the earlier one wrote, in every kind of batch, wherever it is cut."""
     check_lanes(*case, name)
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(cut_batches(mla=True))
 def test_latent_attention_lane_by_lane_equals_whole(case: tuple[MLABatch, list[UBatchSlice]]) -> None:
     check_lanes(*case)

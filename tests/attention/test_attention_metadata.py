@@ -137,7 +137,7 @@ def lane_by_lane(
     return torch.cat(parts)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(requests=BATCHES, data=st.data(), slow=st.booleans())
 def test_lane_by_lane_equals_whole(requests: list[tuple[int, int]], data: st.DataObject, slow: bool) -> None:
     """For any cuts, through requests or not: the later lane sees what the earlier one wrote."""
@@ -149,7 +149,7 @@ def test_lane_by_lane_equals_whole(requests: list[tuple[int, int]], data: st.Dat
     torch.testing.assert_close(lane_by_lane(batch, lanes, batch.new_cache(), slow=slow), whole, atol=2e-6, rtol=1e-5)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(requests=BATCHES, num_lanes=st.integers(2, 4), threshold=st.sampled_from([0.0, 0.3, 0.5]))
 def test_runtime_splits_are_accepted(requests: list[tuple[int, int]], num_lanes: int, threshold: float) -> None:
     """Whatever `ubatch` cuts, its slices fit, and every token and key is accounted for."""

@@ -27,6 +27,8 @@ from ubatch.schedules.schedule import check_runnable
 from ubatch.schedules.simulate import Launch, Op, Pass, Wait, programs_of, simulate
 from ubatch.streams.streams import StreamBackend
 
+pytestmark = pytest.mark.long
+
 EXPERTS, HIDDEN, TOP_K, LAYERS = 8, 12, 3, 2
 CPU = torch.device("cpu")
 BASE = get_schedule("mlp_shared_overlap")

@@ -64,7 +64,7 @@ DEEPSEEK_V2 = {"experts": 160, "num_groups": 8, "top_groups": 3, "top_k": 6, "re
 DEEPSEEK_V3 = {"experts": 256, "num_groups": 8, "top_groups": 4, "top_k": 8, "renormalize": True, "scale": 2.5}
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(
     choice=choices(),
     kind=st.sampled_from(["softmax", "sigmoid", "bias"]),

@@ -22,6 +22,8 @@ from repository import ROOT
 from model_runner import UnknownArchitecture, model_class
 from model_runner.models import registry
 
+pytestmark = pytest.mark.long
+
 RESULTS = ROOT / "benchmarks" / "results"
 README = ROOT / "README.md"
 MEASURED = ROOT / "docs" / "measured.md"

@@ -36,6 +36,7 @@ def test_wrap_transformers_parallel() -> None:
     assert output.count("communication hidden: ") == 2
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(140)
 def test_demo(tmp_path: Path) -> None:
     output = run_example("demo.py", "--out", str(tmp_path), "--blocks", "2", "--max-tokens", "4", timeout=160)

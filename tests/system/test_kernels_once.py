@@ -21,7 +21,7 @@ from moe import SigmoidTopKRouter, make_experts, quantize_blocks
 from ubatch.kernels import autotune
 from ubatch.kernels.triton_jit import INTERPRETED
 
-pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
+pytestmark = pytest.mark.gpu if DEVICE == "cuda" else pytest.mark.long
 
 LAYER = (4, 32, 16)
 """experts, hidden and intermediate size"""

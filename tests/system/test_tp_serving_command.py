@@ -40,6 +40,7 @@ def test_it_says_who_is_who(server: Server) -> None:
         assert server.wait_for(rf"engine rank={rank} pid=\d+ dp=0 tp={rank}")
 
 
+@pytest.mark.slow
 def test_its_steps_overlap_and_are_counted_once(server: Server) -> None:
     client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=PATIENCE_S)
     one = client.completions.create(model=MODEL, prompt="def main(", max_tokens=5, temperature=0)
@@ -55,6 +56,7 @@ def test_its_steps_overlap_and_are_counted_once(server: Server) -> None:
     assert metric(server, "ubatch:steps_total", engine="1") == 0  # there is one data-parallel rank
 
 
+@pytest.mark.slow
 def test_a_trace_shows_both_processes(server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     traced = threading.Event()
 

@@ -154,7 +154,7 @@ BOTH = pytest.mark.parametrize("mla", [False, True], ids=["mha", "mla"])
 
 
 @BOTH
-@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     requests=st.lists(st.tuples(st.integers(0, 40), st.integers(0, 6)), min_size=1, max_size=6),
     block_size=st.sampled_from([1, 16, 64]),

@@ -24,6 +24,8 @@ from attention.kernels.latent import LatentTile, write_latent
 from attention.metadata import split_attn_metadata
 from ubatch import ConfigError, ForwardMode, UBatchSlice
 
+pytestmark = pytest.mark.triton
+
 CLOSE = {torch.float32: 1e-5, torch.float16: 6e-3, torch.bfloat16: 4e-2}
 DEEPSEEK = MLAShape(16, 512, 128, 64, 128)
 DECODE = [(5, 1), (33, 1), (1, 1), (18, 1)]

@@ -22,7 +22,7 @@ from attention.backends.native import CHUNK_KEYS, NativeAttentionBackend
 from attention.kv_cache import KVCacheError
 from ubatch import ConfigError, split_fixed
 
-pytestmark = needs_c
+pytestmark = [needs_c, pytest.mark.long]
 
 LONG = 2 * CHUNK_KEYS + 45
 
@@ -87,7 +87,7 @@ def test_every_group_and_head_size(group: int, head_dim: int) -> None:
     check(make_batch(requests, heads=(2 * group, 2, head_dim), block_size=16))
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     requests=st.lists(st.tuples(st.integers(0, 70), st.sampled_from([1, 1, 1, 0, 5])), max_size=8),
     group=st.integers(1, 8),

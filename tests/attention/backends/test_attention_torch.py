@@ -75,7 +75,7 @@ def test_equals_the_reference_in_few_calls(shape: str, requests: list[tuple[int,
     check(make_batch(requests, shape=SHAPES[shape], num_layers=2), num_calls)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     requests=st.lists(st.tuples(st.integers(0, 20), st.integers(0, 7)), max_size=8),
     option=st.sampled_from(["gqa", *OPTIONS]),
@@ -128,7 +128,7 @@ def test_a_window_gathers_only_the_blocks_it_touches() -> None:
 # -- drafts ------------------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     prefixes=st.lists(st.integers(0, 20), min_size=1, max_size=5),
     number=st.integers(1, 6),

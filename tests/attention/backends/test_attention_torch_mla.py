@@ -52,7 +52,7 @@ def test_equals_the_reference_in_few_groups(
     check(make_mla_batch(requests, num_layers=2), num_absorbed, num_expanded)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     requests=st.lists(st.tuples(st.integers(0, 20), st.integers(0, 7)), max_size=7),
     block_size=st.sampled_from([1, 4, 16]),
@@ -102,7 +102,7 @@ def test_shapes(shape: MLAShape) -> None:
 # -- drafts ------------------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     prefixes=st.lists(st.integers(0, 20), min_size=1, max_size=5),
     number=st.integers(1, 6),

@@ -70,7 +70,7 @@ def test_draft_extend_is_ragged(kernels: StandIns) -> None:
     assert [call.name for call in kernels.calls] == ["context"]
 
 
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     requests=st.lists(st.tuples(st.integers(0, 40), st.integers(0, 6)), max_size=6),
     block_size=st.sampled_from([16, 32, 64]),

@@ -22,6 +22,8 @@ from attention import (
 from attention.kernels import tuning
 from attention.kernels.decode import DecodeSplits
 
+pytestmark = pytest.mark.triton
+
 QWEN, DEEPSEEK = AttentionShape(32, 4, 128), MLAShape(128, 512, 128, 64, 128)
 BF16 = torch.bfloat16
 

@@ -17,6 +17,8 @@ from model_runner.kernels.rope import rotate_heads
 from model_runner.models import Rope
 from ubatch import ConfigError
 
+pytestmark = pytest.mark.triton
+
 CLOSE = {torch.float32: 1e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 
 

@@ -19,7 +19,10 @@ from model_runner.kernels import activation, norm, rope
 from moe import router
 from moe.kernels import router as router_kernel
 
-pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="forces kernels on models that live on the CPU")
+pytestmark = [
+    pytest.mark.skipif(DEVICE != "cpu", reason="forces kernels on models that live on the CPU"),
+    pytest.mark.triton,
+]
 FAMILIES = ["Llama", "Qwen3Moe", "DeepseekV3"]
 
 

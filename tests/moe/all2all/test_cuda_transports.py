@@ -6,9 +6,10 @@ checks the order in which streams would have run them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -75,6 +76,11 @@ def test_one_rank() -> None:
 
 
 @pytest.mark.slow
+def test_one_rank_under_every_schedule() -> None:
+    run_ranks(_check_all, 1, ["transports_1_all"])
+
+
+@pytest.mark.slow
 def test_two_ranks() -> None:
     """And what is left out of the real code is found."""
     run_ranks(_check_all, 2, ["transports_2", "collectives", "planted"])
@@ -83,6 +89,11 @@ def test_two_ranks() -> None:
 def test_deepep_in_the_order_of_the_lanes_streams() -> None:
     """As DeepEP runs while a graph is captured; its asynchronous mode has a stream and marks of its own."""
     run_ranks(_check_all, 2, ["deepep"])
+
+
+@pytest.mark.slow
+def test_deepep_under_every_schedule() -> None:
+    run_ranks(_check_all, 2, ["deepep_all"])
 
 
 def _check_all(rank: int, ranks: int, names: list[str]) -> None:
@@ -149,12 +160,18 @@ def _cases() -> Iterator[tuple[Schedule, int]]:
         yield schedule, 1
 
 
-def _check_transports(transports: dict[str, dict[str, Any]], rank: int, group: CommGroup) -> None:
+USUAL = [(SCHEDULES[0], 2), (SCHEDULES[5], 2), (SCHEDULES[2], 3), (SINGLE, 1)]
+"""Of `_cases`: what usual runs check of every transport."""
+
+
+def _check_transports(
+    transports: dict[str, dict[str, Any]], cases: Sequence[tuple[Schedule, int]], rank: int, group: CommGroup
+) -> None:
     for name, options in transports.items():
         alone = name in ("local", "host_loopback", "host_loopback_batched")
         model = Stack(make_all2all(name, group=None if alone else group, num_experts=EXPERTS, **options))
         in_blocks = model.kernels[0].all2all.traits.sends_blocks
-        for schedule, lanes in (*_cases(), *(SIGNALLED if in_blocks else ())):
+        for schedule, lanes in (*cases, *(SIGNALLED if in_blocks else ())):
             cuda = _run(model, None if alone else group, schedule, lanes, _tokens(rank))
             what = f"{name}, {schedule.name}, {lanes} lanes"
             cuda.check(what)
@@ -195,13 +212,13 @@ def _check_collectives(rank: int, group: CommGroup) -> None:
             assert cuda.counts["nccl"] == 2 * 3 * lanes
 
 
-def _check_deepep(rank: int, group: CommGroup) -> None:
+def _check_deepep(schedules: Sequence[Schedule], rank: int, group: CommGroup) -> None:
     with deep_ep_standin.installed():
         for name in deepep_cases.BACKENDS:
             layers = [deepep_cases.layer_of(seed) for seed in (0, 1)]
             model = deepep_cases.Stack(layers, deepep_cases.transport(name, group))
             x = deepep_cases.rows_of(6, rank)
-            for schedule in SCHEDULES:
+            for schedule in schedules:
                 _run_deepep(model, group, schedule, x)  # makes the buffers
                 with mock.patch.object(deepep, "capturing", return_value=True):
                     cuda = _run_deepep(model, group, schedule, x)
@@ -253,9 +270,11 @@ def _enter_comm_without_fork(lane: Any, **how: Any) -> None:
 
 
 CHECKS: dict[str, Callable[[int, CommGroup], None]] = {
-    "transports_1": lambda rank, group: _check_transports(ONE_RANK, rank, group),
-    "transports_2": lambda rank, group: _check_transports(TWO_RANKS, rank, group),
+    "transports_1": partial(_check_transports, ONE_RANK, USUAL),
+    "transports_1_all": partial(_check_transports, ONE_RANK, list(_cases())),
+    "transports_2": partial(_check_transports, TWO_RANKS, list(_cases())),
     "collectives": _check_collectives,
-    "deepep": _check_deepep,
+    "deepep": partial(_check_deepep, [SCHEDULES[0], SCHEDULES[5]]),
+    "deepep_all": partial(_check_deepep, SCHEDULES),
     "planted": _check_planted,
 }

@@ -35,6 +35,8 @@ from ubatch import (
 from ubatch.lanes.workers import LanePool
 from ubatch.trace.spans import SpanKind
 
+pytestmark = pytest.mark.long
+
 CPU = torch.device("cpu")
 RUNNABLE = [name for name, schedule in SCHEDULES.items() if schedule.chunks == 1 and schedule.lanes > 1]
 STEPS = 2

@@ -24,7 +24,7 @@ from ubatch import CommGroup, ConfigError, GradientError, Schedule
 # -------------------------------------------------------------------------------------------------- by expert, and back
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(
     tokens=st.integers(0, 9),
     top_k=st.integers(1, 4),

@@ -22,6 +22,8 @@ from moe.kernels.signals import (
     reference_counts,
 )
 
+pytestmark = pytest.mark.triton
+
 CASES = [
     pytest.param(3, 150, 48, 40, [150, 0, 65], id="full, empty and a block and a row"),
     pytest.param(2, 64, 130, 24, [1, 64], id="two tiles of columns"),

@@ -38,7 +38,7 @@ from ubatch.streams.sm_budget import SMBudget
 FP8 = torch.float8_e4m3fn
 
 
-@settings(max_examples=20)
+@settings(max_examples=10)
 @given(
     tokens=st.integers(1, 90),
     top_k=st.integers(1, 5),
@@ -178,6 +178,7 @@ class EveryConfig:
         return self.now
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("fp8", [False, True], ids=["fp32", "fp8"])
 def test_both_gemms_and_their_tiles_are_tuned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, fp8: bool) -> None:
     """With made-up choices, because the interpreter has one; on a balanced batch, though this one is not."""

@@ -19,6 +19,8 @@ from serving.api.completions import _pieces
 from serving.requests import EngineDead, RequestInput, RequestOutput
 from ubatch import ConfigError
 
+pytestmark = pytest.mark.long
+
 PATH = "/v1/completions"
 
 
@@ -161,7 +163,7 @@ def test_stop_strings_take_the_request_back(include: bool, text: str, per_step: 
     logprobs=st.sampled_from([None, 1]),
     echo=st.booleans(),
 )
-@settings(max_examples=40)
+@settings(max_examples=20)
 def test_streamed_is_what_is_not_streamed(
     text: str, stop: list[str], per_step: int, logprobs: int | None, echo: bool
 ) -> None:

@@ -23,6 +23,8 @@ from serving.api.schema.request_models import (
 )
 from serving.api.schema.unsupported_fields import MAX_NAME_CHARACTERS, MAX_NAMED, UNUSED
 
+pytestmark = pytest.mark.long
+
 DOCUMENT = ROOT / "docs" / "api.md"
 MESSAGES = [{"role": "user", "content": "a"}]
 BODIES: Mapping[str, tuple[type[Any], dict[str, Any]]] = {

@@ -12,6 +12,8 @@ from repository import TINY_MOE
 from serving.api.prompts import COUNTED_CHARACTERS, _names_in
 from serving.text.detokenizer import Vocabulary, load_tokenizer
 
+pytestmark = pytest.mark.long
+
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 HALF = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "So, "}]
 

@@ -17,6 +17,8 @@ from serving.api.long_work import SHORT_BYTES
 from serving.api.token_limits import MAX_ALLOWED_OF_ALL
 from serving.text.bad_words import MAX_BAD_WORD_CHARACTERS, MAX_BAD_WORDS, bad_token_sequences
 
+pytestmark = pytest.mark.long
+
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 ASKS: dict[str, dict[str, Any]] = {
     COMPLETIONS: {"prompt": ["a", "b"]},
@@ -175,7 +177,7 @@ def test_the_description_says_the_limits() -> None:
     min_tokens=st.integers(0, 14),
     include=st.booleans(),
 )
-@settings(max_examples=60)
+@settings(max_examples=30)
 def test_stop_strings_wait_for_min_tokens(
     text: str, stop: list[str], per_step: int, min_tokens: int, include: bool
 ) -> None:

@@ -126,7 +126,8 @@ def make_wide(folder: Path) -> str:
     return str(make_random_qwen3_moe(folder, 5, size=WIDE, dtype=torch.bfloat16))
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 4])
 def test_every_back_end_serves_prefill_and_captured_decode(tmp_path: Path, ranks: int) -> None:
     options = options_of(make_wide(tmp_path / "wide"), ranks, "deepep_auto")
     for results in run_ranks(serve_on_rank, ranks, options, timeout_s=110):

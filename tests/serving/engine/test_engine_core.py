@@ -15,6 +15,8 @@ from serving.requests import EngineStatistics, RequestInput, RequestOutput
 from serving.scheduler import ScheduledStep, SchedulerConfig
 from ubatch import UBatchError
 
+pytestmark = pytest.mark.long
+
 LONG = SamplingParams(max_tokens=40, ignore_eos=True)
 
 
@@ -36,7 +38,7 @@ def test_the_tokens_are_those_of_the_model(overlap: bool) -> None:
     assert run(core, requests) == expected(requests)
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(
     st.lists(
         st.builds(

@@ -25,6 +25,8 @@ from model_runner import (
 )
 from serving import LLM
 
+pytestmark = pytest.mark.long
+
 BAD = 60
 """A token whose embedding is nan, as that of token 0, which a network drafts whose logits are all the same."""
 DEEPSEEK = RandomDeepseekV3(
@@ -131,6 +133,7 @@ def test_who_runs_out_of_tokens_is_not_corrupted(models: Callable[[str], Path], 
             assert statistics.num_drafts > 0
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("loop", LOOPS)
 @pytest.mark.parametrize("model", ["mha", "mla"])
 def test_only_who_uses_it_ends_with_an_error(models: Callable[[str], Path], model: str, loop: str) -> None:

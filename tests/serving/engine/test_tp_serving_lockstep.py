@@ -39,6 +39,8 @@ from serving.scheduler import SchedulerConfig
 from ubatch import TransferTimeout
 from ubatch.process.job_store import JobStore
 
+pytestmark = pytest.mark.long
+
 SAMPLED = SamplingParams(temperature=1.0, max_tokens=3)
 
 
@@ -265,6 +267,7 @@ def serve(core: EngineCore, link: Client | LeaderLink | FollowerLink, rank: int)
     Engine(Ready(rank, 1, 1, ""), core, None, link, os.getppid(), dp_rank=0).serve()
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("seed", range(4))
 def test_followers_run_the_same_steps(tmp_path: Path, seed: int, overlap: bool) -> None:

@@ -60,7 +60,7 @@ class Traffic:
             self.aborted.add(name)
 
 
-@settings(max_examples=120)
+@settings(max_examples=60)
 @given(
     seed=st.integers(0, 1 << 30),
     overlapped=st.booleans(),

@@ -276,7 +276,7 @@ def tracked(name: str, arrival: int, group: str, priority: int = 0) -> TrackedRe
     )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     st.lists(st.tuples(st.integers(0, 3), st.sampled_from(["push", "push", "push", "admit", "remove", "retract"]))),
     st.sampled_from([SchedulingPolicy.FCFS, SchedulingPolicy.PRIORITY]),

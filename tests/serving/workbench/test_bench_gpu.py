@@ -39,7 +39,10 @@ FIGURES = {
 }
 
 
-@pytest.mark.parametrize("name", list(SECTIONS))
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in ("prefill", "decode") else []) for name in SECTIONS]
+)
 @pytest.mark.usefixtures("no_thread_leaks")
 def test_every_section_runs(name: str) -> None:
     section = run_section(name, Bench(torch.device("cpu"), tiny=True, blocks=1, graphs=FakeGraphs("cpu"), show=False))

@@ -18,6 +18,8 @@ from wrapping import wrapped
 from ubatch import DeclineReason, SplitError
 from ubatch.calls.caches import splitter_for
 
+pytestmark = pytest.mark.long
+
 CHUNKS = (3, 1, 1, 2, 1)
 """Tokens of the steps: into an empty cache, then single ones, and a few at once; sliding windows fill up on the way."""
 

@@ -35,6 +35,8 @@ from ubatch import (
     tracing,
 )
 
+pytestmark = pytest.mark.long
+
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 PREFILL = ForwardMode.PREFILL
 

@@ -26,6 +26,8 @@ from ubatch import (
     register_splitter,
 )
 
+pytestmark = pytest.mark.long
+
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 PREFILL = ForwardMode.PREFILL
 

@@ -15,6 +15,8 @@ from torch import nn
 
 from ubatch import CUDAGraphMode, UBatchConfig, UBatchWrapper
 
+pytestmark = pytest.mark.long
+
 
 @pytest.mark.parametrize(
     "change",

@@ -21,6 +21,8 @@ from ubatch import (
     set_forward_context,
 )
 
+pytestmark = pytest.mark.long
+
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 SIZES = (4, 16, 8)
 

@@ -22,7 +22,7 @@ from ubatch.ranks.transfer import Transfer
 from ubatch.schedules.schedule import Schedule
 from ubatch.streams.streams import NullEvent, NullStreams
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = [pytest.mark.timeout(60), pytest.mark.long]
 
 
 # ------------------------------------------------------------------------------------------------------- a lane raises

@@ -21,6 +21,8 @@ from wrapper_cases import Model, x_of
 
 from ubatch import CommGroup, CUDAGraphMode, UBatchConfig, UBatchWrapper
 
+pytestmark = pytest.mark.long
+
 LANES = 2
 LOW = {"dbo_decode_token_threshold": LANES, "dbo_prefill_token_threshold": LANES, "timeout_s": 20.0, "verify": "off"}
 
@@ -106,6 +108,7 @@ def make(request: pytest.FixtureRequest) -> Iterator[Callable[[str], Case]]:
 
     functions = {name: value for name, value in vars(functional).items() if callable(value)}
     yield make
+    torch.set_grad_enabled(True)  # Ctrl-C at any time also comes while torch's own `no_grad` begins or ends
     for case in made:
         case.wrapper.close()
     assert no_lane_threads_within(5)
@@ -128,7 +131,7 @@ def interrupt_everywhere(
     return lines
 
 
-SLOW = frozenset({"intercepting", "no hang check, ranges", "a group of one"})
+SLOW = frozenset({"intercepting", "no hang check, ranges", "a group of one", "one lane with chunks"})
 
 
 def modes(*named: str) -> list[Any]:

@@ -12,6 +12,8 @@ from ubatch.schedules.schedule import Schedule, SharedExpert
 from ubatch.schedules.search import Candidate, search_schedules
 from ubatch.schedules.simulate import simulate
 
+pytestmark = pytest.mark.long
+
 LAYERS = 200
 
 

@@ -35,7 +35,7 @@ def check_cover(slices: tuple[UBatchSlice, ...], query_lens: list[int]) -> None:
             assert starts[requests.stop - 1] < tokens.stop <= starts[requests.stop]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=75, deadline=None)
 @given(REQUESTS, COSTS, st.integers(2, 4))
 def test_the_costliest_lane_is_as_cheap_as_possible(
     requests: list[tuple[int, int]], cost: SplitCost, lanes: int
@@ -53,7 +53,7 @@ def test_the_costliest_lane_is_as_cheap_as_possible(
     assert max(lane_costs(slices, requests, cost)) <= best * 1.001
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=75, deadline=None)
 @given(REQUESTS, COSTS)
 def test_a_cut_inside_a_request_halves_the_cost_to_a_token(requests: list[tuple[int, int]], cost: SplitCost) -> None:
     query_lens, prefix_lens = [list(column) for column in zip(*requests, strict=True)]
@@ -133,7 +133,7 @@ def test_a_request_of_a_span_is_not_torn() -> None:
         keep_together(torn, lens, [(1, 3)])
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.lists(st.integers(1, 30), min_size=2, max_size=10), st.integers(2, 4), st.data())
 def test_no_span_is_cut(lens: list[int], lanes: int, data: st.DataObject) -> None:
     pairs = st.tuples(st.integers(0, len(lens) - 1), st.integers(0, len(lens) - 1)).map(sorted).map(tuple)

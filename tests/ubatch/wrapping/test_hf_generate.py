@@ -14,6 +14,8 @@ from wrapping import assert_same, wrapped
 
 from ubatch import DeclineReason, Point, UBatchWrapper, dbo_current_ubatch_id, dbo_yield, interleave, tracing
 
+pytestmark = pytest.mark.long
+
 ROWS, LENGTH, NEW = 6, 7, 8
 
 

@@ -13,6 +13,8 @@ from wrapping import wrapped
 
 from ubatch import dbo_current_ubatch_id
 
+pytestmark = pytest.mark.long
+
 NEW, ROWS = 6, 5
 
 HYBRID = ["lfm2", "jamba", "qwen3_next", "mamba", "mamba2", "falcon_mamba", "bamba", "falcon_h1", "zamba2", "minimax"]

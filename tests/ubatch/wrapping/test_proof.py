@@ -28,6 +28,8 @@ from ubatch import (
 from ubatch.schedules.forward_context import ForwardContext, ForwardMode
 from ubatch.wrapping.signature import signature_of
 
+pytestmark = pytest.mark.long
+
 FIRST = {"verify": "first"}
 
 

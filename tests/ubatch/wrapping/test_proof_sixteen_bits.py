@@ -9,10 +9,13 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 
+import pytest
 import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from ubatch import DeclineReason, UBatchConfig, UBatchWrapper
+
+pytestmark = pytest.mark.long
 
 SMALL = {"hidden_size": 64, "num_hidden_layers": 3, "num_experts": 16, "moe_intermediate_size": 32, "head_dim": 16}
 LARGE = {"hidden_size": 512, "num_hidden_layers": 8, "num_experts": 32, "moe_intermediate_size": 256, "head_dim": 64}

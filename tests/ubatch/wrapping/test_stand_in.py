@@ -19,6 +19,8 @@ from wrapping import wrapped
 from ubatch import UBatchConfig, UBatchWrapper, dbo_yield
 from ubatch.wrapping.stand_in import StandIn
 
+pytestmark = pytest.mark.long
+
 X = torch.arange(12.0).reshape(4, 3)
 ended: list[str] = []
 

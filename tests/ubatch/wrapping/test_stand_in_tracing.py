@@ -14,6 +14,8 @@ from wrapping import wrapped
 
 from ubatch import ConfigError, UBatchWrapper, dbo_yield
 
+pytestmark = pytest.mark.long
+
 X = torch.arange(24.0).reshape(6, 4)
 Y = torch.arange(32.0).reshape(8, 4).flip(0)
 

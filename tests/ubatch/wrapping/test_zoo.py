@@ -14,16 +14,18 @@ from zoo_check import Twins, act_on, assert_same, built, generator_states, seede
 from zoo_entry import DRAWS_RANDOM, KEEPS_STATE, OVERLAPS, ROWS_DEPEND, Entry, forward
 from zoo_rows import rows_are_independent
 
+pytestmark = pytest.mark.long
+
 PAGE = ROOT / "docs" / "zoo.md"
 
 QUICK = frozenset(
     {"torch.nn", "outputs", "coupled rows", "keeps state", "recurrent", "random", "detection", "labels", "graph"}
 )
 SAMPLED = [
-    pytest.param(name, marks=[] if entry.family in QUICK or number % 4 == 0 else pytest.mark.slow)
+    pytest.param(name, marks=[] if number % (3 if entry.family in QUICK else 16) == 0 else pytest.mark.slow)
     for number, (name, entry) in enumerate(ENTRIES.items())
 ]
-"""All entries; of the large models every fourth is in the usual run."""
+"""All entries; of the large models every sixteenth is in the usual run, of others every third."""
 
 _built = functools.cache(built)
 
