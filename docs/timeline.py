@@ -25,25 +25,37 @@ def main() -> int:
     parser.add_argument("--rank", type=int, default=0, help="whose lanes (default 0)")
     parser.add_argument("--layers", type=int, nargs=2, default=(1, 3), help="from and to, 0 first (default 1 3)")
     options = parser.parse_args()
-    spans = next(rank.spans for rank in read_chrome(options.trace) if rank.rank == options.rank)
-    print(draw(spans, *options.layers))
+    spans = {trace.rank: trace.spans for trace in read_chrome(options.trace)}
+    if options.rank not in spans:
+        parser.error(f"{options.trace} has no rank {options.rank}, only {sorted(spans)}.")
+    try:
+        picture = draw(spans[options.rank], *options.layers)
+    except ValueError as error:
+        parser.error(str(error))
+    print(f"{picture[0]} of a step    {KEY}", *picture[1:], sep="\n")
     return 0
 
 
-def draw(spans: Iterable[Span], first: int, end: int) -> str:
-    """Layers `first` to `end - 1` of lane 0 in the last step that ran in lanes, and what the others did meanwhile."""
+def draw(spans: Iterable[Span], first: int, end: int) -> list[str]:
+    """Layers `first` to `end - 1` of lane 0 in the last step that ran in lanes, and what the others did meanwhile.
+
+    Raises:
+        ValueError: no step ran in lanes, or it has fewer layers.
+    """
     lanes = [span for span in spans if span.lane >= 0]
     step = [span for span in lanes if span.step == max(span.step for span in lanes)]
     layers = [span.end for span in step if span.lane == 0 and span.name == "layer"]
+    if not 0 <= first < end <= len(layers):
+        raise ValueError(f"--layers {first} {end}: the last step in lanes has {len(layers)} layers.")
     begin, until = [min(span.start for span in step), *layers][first], layers[end - 1]
-    rows = [f"{(until - begin) * 1e3:.1f} ms of rank 0's step    {KEY}"]
+    rows = [f"{(until - begin) * 1e3:.0f} ms"]
     for lane in sorted({span.lane for span in step}):
         own = [span for span in step if span.lane == lane]
         computing = [span for span in own if span.kind is SpanKind.COMPUTE]
         travelling = [span for span in own if span.kind is SpanKind.TRANSFER]
-        rows.append(f"lane {lane} computes  " + row(computing, begin, until))
-        rows.append("       on the link " + row(travelling, begin, until))
-    return "\n".join(line.rstrip() for line in rows)
+        rows.append(f"lane {lane} computes  {row(computing, begin, until)}".rstrip())
+        rows.append(f"       on the link {row(travelling, begin, until)}".rstrip())
+    return rows
 
 
 def row(spans: Iterable[Span], begin: float, until: float) -> str:

@@ -7,6 +7,7 @@ import importlib
 import itertools
 import json
 import re
+import runpy
 import statistics
 import sys
 import types
@@ -21,6 +22,7 @@ from repository import ROOT
 
 from model_runner import UnknownArchitecture, model_class
 from model_runner.models import registry
+from ubatch import Span, SpanKind, write_chrome
 
 pytestmark = pytest.mark.long
 
@@ -268,3 +270,36 @@ def test_the_tour_names_what_is_there() -> None:
     code = "\n".join((ROOT / file).read_text(encoding="utf-8") for file in files)
     names = {part for word in CODE.findall(text) for part in re.findall(r"[A-Za-z_]\w+", word) if "/" not in word}
     assert sorted(name for name in names - {"model", "wrapper"} if not re.search(rf"\b{name}\b", code)) == []
+
+
+# -- the picture -------------------------------------------------------------------------------------------------------
+
+
+def test_the_timeline_draws_a_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A layer of a hundred columns' time: each lane computes half of it, and has a dispatch on the link meanwhile."""
+    half, whole = 42.0, 84.0  # one second is one column
+    spans = [
+        Span(SpanKind.COMPUTE, "select", 0, 0.0, 20.0, 1),
+        Span(SpanKind.COMPUTE, "combine.1", 0, 20.0, half, 1),
+        Span(SpanKind.TRANSFER, "combine", 0, half, whole, 1),
+        Span(SpanKind.COMPUTE, "layer", 0, whole - 0.1, whole, 1),
+        Span(SpanKind.COMPUTE, "select", 1, half, whole, 1),
+        Span(SpanKind.TRANSFER, "dispatch", 1, 0.0, half, 1),
+    ]
+    write_chrome(tmp_path / "trace.json", {0: spans})
+    timeline = runpy.run_path(str(ROOT / "docs" / "timeline.py"))
+    monkeypatch.setattr(sys, "argv", ["timeline.py", str(tmp_path / "trace.json"), "--layers", "0", "1"])
+    assert timeline["main"]() == 0
+    _, *rows = capsys.readouterr().out.splitlines()
+    assert rows == [
+        "lane 0 computes  " + "A" * 20 + "E" * 22,
+        "       on the link " + " " * 42 + "c" * 42,
+        "lane 1 computes  " + " " * 42 + "A" * 42,
+        "       on the link " + "d" * 42,
+    ]
+    monkeypatch.setattr(sys, "argv", ["timeline.py", str(tmp_path / "trace.json"), "--rank", "3"])
+    with pytest.raises(SystemExit):
+        timeline["main"]()
+    assert "has no rank 3, only [0]" in capsys.readouterr().err
