@@ -270,6 +270,8 @@ def test_the_tour_names_what_is_there() -> None:
     code = "\n".join((ROOT / file).read_text(encoding="utf-8") for file in files)
     names = {part for word in CODE.findall(text) for part in re.findall(r"[A-Za-z_]\w+", word) if "/" not in word}
     assert sorted(name for name in names - {"model", "wrapper"} if not re.search(rf"\b{name}\b", code)) == []
+    methods = re.findall(r"`[A-Z]\w+\.([a-z_]\w+)`", text)
+    assert sorted(name for name in methods if f"def {name}(" not in code) == []
 
 
 # -- the picture -------------------------------------------------------------------------------------------------------
