@@ -202,11 +202,6 @@ class RequestBatch:
         """Tokens of all of them in this step."""
         return sum(self.query_lens)
 
-    @property
-    def is_decode(self) -> bool:
-        """Whether each brings one token."""
-        return self.num_tokens == self.num_reqs
-
     def query_start_loc(self) -> Tensor:
         """`[n + 1]` int32 on the device, where each one's tokens start."""
         starts = torch.tensor((0, *accumulate(self.query_lens)), dtype=torch.int32)

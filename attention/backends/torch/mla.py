@@ -206,17 +206,7 @@ class TorchMLAPlan:
     def __init__(self, step: LatentStep) -> None:
         self._step = step
         self._slots = step.kv_cache.write_slots(step.metadata.slot_mapping)
-        self._groups = _make_groups(step)
-
-    @property
-    def num_absorbed(self) -> int:
-        """Groups that attend to latents."""
-        return sum(isinstance(group, _Absorbed) for group in self._groups)
-
-    @property
-    def num_expanded(self) -> int:
-        """Groups that attend to expanded keys and values."""
-        return len(self._groups) - self.num_absorbed
+        self.groups = _make_groups(step)
 
     def forward(self, inputs: MLAInputs, layer: int) -> Tensor:
         """See `MLAPlan.forward`."""
@@ -226,7 +216,7 @@ class TorchMLAPlan:
         step.kv_cache.write(layer, inputs.latent, k_rope, self._slots)
         tokens, heads, _ = inputs.q_nope.shape
         out = inputs.q_nope.new_zeros(tokens, heads, step.shape.v_head_dim)
-        for group in self._groups:
+        for group in self.groups:
             out[group.tokens.rows] = group.attend(step, rotated, layer)
         return out
 

@@ -186,12 +186,7 @@ class TorchAttentionPlan:
         self._step = step
         self._num_rows = step.metadata.slot_mapping.shape[0]
         self._slots = step.kv_cache.write_slots(step.metadata.slot_mapping)
-        self._groups = groups
-
-    @property
-    def num_calls(self) -> int:
-        """Attention calls per layer."""
-        return len(self._groups)
+        self.groups = groups
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, layer: int, sinks: Tensor | None = None) -> Tensor:
         """See `AttentionPlan.forward`.
@@ -202,10 +197,10 @@ class TorchAttentionPlan:
         step = self._step
         step.shape.check_sinks(sinks)
         step.kv_cache.write(layer, k, v, self._slots)
-        if len(self._groups) == 1 and self._groups[0].tokens.covers(self._num_rows):
-            return self._groups[0].attend(step, q, k, v, layer, sinks)
+        if len(self.groups) == 1 and self.groups[0].tokens.covers(self._num_rows):
+            return self.groups[0].attend(step, q, k, v, layer, sinks)
         out = torch.zeros_like(q, memory_format=torch.contiguous_format)
-        for group in self._groups:
+        for group in self.groups:
             out[group.tokens.rows] = group.attend(step, q, k, v, layer, sinks)
         return out
 
