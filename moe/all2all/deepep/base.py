@@ -25,12 +25,23 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from moe.all2all.base import All2AllTraits, Dispatched, check_dispatch
+from moe.all2all.base import All2AllTraits, Dispatched, check_dispatch, refuse_gradients
 from moe.all2all.chunks import cut, ids_of_blocks
 from moe.all2all.deepep.buffers import NODE, Queued, in_one_node
 from moe.experts.quantization import quantize_tokens
 from moe.placement import local_experts
-from ubatch import CommGroup, ConfigError, Transfer, capturing, dbo_current_ubatch_id, import_optional, on_comm_stream
+from ubatch import (
+    CommGroup,
+    ConfigError,
+    Transfer,
+    capturing,
+    current_sm_budget,
+    dbo_current_ubatch_id,
+    import_optional,
+    on_comm_stream,
+    report_sm_use,
+)
+from ubatch.ranks.collectives import check_launch
 
 __all__ = [
     "NODE",
@@ -42,10 +53,12 @@ __all__ = [
     "Queued",
     "check_ranks",
     "import_deep_ep",
+    "sms_in_force",
 ]
 
 Payload = Tensor | tuple[Tensor, Tensor]
 
+_MIN_SMS = 2
 _ROW_BYTES = 512
 """A warp copies 32 times 16 bytes at once."""
 
@@ -83,6 +96,20 @@ def check_ranks(name: str, num_ranks: int) -> None:
         )
 
 
+def sms_in_force(name: str, default: int) -> int:
+    """How many SMs the schedule in force gives DeepEP, which takes them in pairs: one sends, one receives.
+
+    Args:
+        name: of the back end, for the report.
+        default: where nobody reserves any.
+    """
+    budget = current_sm_budget()
+    if budget is None:
+        return default
+    report_sm_use(name, obeys=budget.comm >= _MIN_SMS)
+    return max(_MIN_SMS, budget.comm // 2 * 2)
+
+
 class DeepEPTransport:
     """What is the same in all DeepEP back ends.
 
@@ -91,10 +118,15 @@ class DeepEPTransport:
         group: the expert-parallel ranks.
         num_experts: experts of all ranks.
 
+    Attributes:
+        max_tokens_per_rank: the most tokens of a rank that a dispatch has room for, where that is fixed.
+
     Raises:
         ConfigError: no CommGroup, DeepEP missing, experts that do not divide by the ranks, or so many ranks that they
             are neither one node nor whole nodes.
     """
+
+    max_tokens_per_rank: int
 
     def __init__(self, name: str, group: CommGroup, num_experts: int) -> None:
         if not isinstance(group, CommGroup):
@@ -128,13 +160,28 @@ class DeepEPTransport:
         """Refuse results that no DeepEP kernel brings home.
 
         Raises:
+            GradientError: gradients would be lost on the way.
             ConfigError: they are not bfloat16, or not contiguous.
         """
+        refuse_gradients(y, name=self.name)
         if y.dtype != torch.bfloat16 or not y.is_contiguous():
             contiguous = "contiguous" if y.is_contiguous() else "strided"
             raise ConfigError(
                 f"all2all back end {self.name!r} brings home contiguous bfloat16 results, not {contiguous} {y.dtype} "
                 f"{list(y.shape)}."
+            )
+
+    def check_room(self, tokens: int) -> None:
+        """Refuse more tokens of a rank than its buffers are made for.
+
+        Raises:
+            ConfigError: there are more.
+        """
+        if tokens > self.max_tokens_per_rank:
+            raise ConfigError(
+                f"all2all back end {self.name!r} has room for {self.max_tokens_per_rank} tokens of a rank at once, not "
+                f"{tokens}. Let the ranks vote on the step (UBatchConfig.group), so that it goes in pieces, or raise "
+                "max_tokens_per_rank on every rank."
             )
 
     def ids(self, topk_ids: Tensor) -> Tensor:
@@ -226,6 +273,30 @@ class DeepEPStreamed(DeepEPTransport, ABC):
             inputs: what it reads.
             ids: one of `inputs.ids`.
         """
+
+    @abstractmethod
+    def launch_combine(self, y: Tensor, handle: Any, order: dict[str, Any]) -> tuple[Tensor, Any]:
+        """Launch the results' way home; what comes home, and DeepEP's mark behind it.
+
+        Args:
+            y: see `All2All.combine`, as handle.
+            order: from `ordered`.
+        """
+
+    def combine(self, y: Tensor, handle: Any) -> Transfer[Tensor]:
+        """See `All2All`."""
+        self.check_results(y)
+        check_launch(y, self.group, "combine")
+        with self.ordered(self.prepare(y, quantized=False)) as order:
+            results, event = self.launch_combine(y, handle, order)
+        return Transfer(
+            "combine", (self.after(event, order),), lambda: results, stream_ordered=True, keep=(y, handle, results)
+        )
+
+    def arrived(self, rows: Payload, ids: Tensor, weights: Tensor, handle: Any) -> Dispatched[Any]:
+        """What a dispatch brings, in fp8 with its scales; `ids` are global ones."""
+        hidden_states, scales = rows if isinstance(rows, tuple) else (rows, None)
+        return Dispatched(hidden_states, ids, weights, handle, self.experts, scales)
 
     def inputs_ready(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, blocks: Sequence[range]) -> None:
         """See `MarksInputs`."""

@@ -25,11 +25,11 @@ from typing import Any
 
 from torch import Tensor
 
-from moe.all2all.base import Dispatched, StepSizes, refuse_gradients
-from moe.all2all.deepep.base import DeepEPStreamed, Inputs, Payload, check_ranks
+from moe.all2all.base import Dispatched, StepSizes
+from moe.all2all.deepep.base import DeepEPStreamed, Inputs, check_ranks, sms_in_force
 from moe.all2all.deepep.buffers import NODE, BufferSize, SizedBuffers, in_one_node
 from moe.all2all.voted import voted_tokens
-from ubatch import CommGroup, ConfigError, Transfer, capturing, current_sm_budget, report_sm_use
+from ubatch import CommGroup, ConfigError, Transfer, capturing
 from ubatch.ranks.collectives import check_launch
 from ubatch.ranks.long_calls import holding_gil
 
@@ -73,11 +73,7 @@ class _Settings:
 
     def num_sms(self) -> int:
         """How many SMs the schedule in force gives them."""
-        budget = current_sm_budget()
-        if budget is None:
-            return self.default_sms
-        report_sm_use(self.name, obeys=budget.comm >= 2)
-        return max(2, budget.comm // 2 * 2)  # DeepEP takes them in pairs: one sends, one receives
+        return sms_in_force(self.name, self.default_sms)
 
     def config(self, which: str, num_sms: int) -> Any:
         """DeepEP's recommendation; the number of SMs in it is its class's."""
@@ -178,23 +174,16 @@ class DeepEPHighThroughputAll2All(DeepEPStreamed):
         return Transfer(
             "dispatch",
             (self.after(event, order),),
-            lambda: self._arrived(rows, local_ids, row_weights, handle),
+            lambda: self.arrived(rows, self.global_ids(local_ids), row_weights, handle),
             stream_ordered=True,
             keep=(inputs, rows, local_ids, row_weights, layout, is_in_rank),
         )
 
-    def combine(self, y: Tensor, handle: HighThroughputHandle) -> Transfer[Tensor]:
-        """See `All2All`."""
-        refuse_gradients(y, name=self.name)
-        self.check_results(y)
-        check_launch(y, self.group, "combine")
-        with self.ordered(self.prepare(y, quantized=False)) as order:
-            results, _, event = handle.buffer.combine(
-                y, handle.layout, config=self.settings.config("get_combine_config", handle.num_sms), **order
-            )
-        return Transfer(
-            "combine", (self.after(event, order),), lambda: results, stream_ordered=True, keep=(y, handle, results)
-        )
+    def launch_combine(self, y: Tensor, handle: HighThroughputHandle, order: dict[str, Any]) -> tuple[Tensor, Any]:
+        """See `DeepEPStreamed`."""
+        config = self.settings.config("get_combine_config", handle.num_sms)
+        results, _, event = handle.buffer.combine(y, handle.layout, config=config, **order)
+        return results, event
 
     # -- what travels ---------------------------------------------------------------------------------------------
 
@@ -209,9 +198,3 @@ class DeepEPHighThroughputAll2All(DeepEPStreamed):
                 "vote on this step. Capture under a UBatchWrapper whose config has the group."
             )
         return 0 if tokens is None else max(1, sum(tokens))
-
-    def _arrived(
-        self, rows: Payload, local_ids: Tensor, weights: Tensor, handle: HighThroughputHandle
-    ) -> Dispatched[HighThroughputHandle]:
-        hidden_states, scales = rows if isinstance(rows, tuple) else (rows, None)
-        return Dispatched(hidden_states, self.global_ids(local_ids), weights, handle, self.experts, scales)

@@ -37,7 +37,7 @@ from typing import Any
 
 from torch import Tensor
 
-from moe.all2all.base import All2AllTraits, BatchedDispatch, StepSizes, refuse_gradients
+from moe.all2all.base import All2AllTraits, BatchedDispatch, StepSizes
 from moe.all2all.chunks import ids_of_blocks
 from moe.all2all.deepep.base import DeepEPTransport, check_ranks
 from moe.all2all.deepep.buffers import NODE, BufferSize, SizedBuffer, SizedBuffers, in_one_node
@@ -211,7 +211,6 @@ class DeepEPLowLatencyAll2All(DeepEPTransport):
 
     def combine(self, y: Tensor, handle: LowLatencyHandle) -> Transfer[Tensor]:
         """See `All2All`."""
-        refuse_gradients(y, name=self.name)
         self.check_results(y)
         check_launch(y, self.group, "combine")
         buffer = handle.buffer
@@ -240,12 +239,7 @@ class DeepEPLowLatencyAll2All(DeepEPTransport):
             raise ConfigError(
                 f"all2all back end {self.name!r} serves top_k up to {_MAX_TOP_K}, not {topk_ids.shape[1]}."
             )
-        if tokens > self.max_tokens_per_rank:
-            raise ConfigError(
-                f"all2all back end {self.name!r} has room for {self.max_tokens_per_rank} tokens of a rank at once, not "
-                f"{tokens}. Let the ranks vote on the step (UBatchConfig.group), so that it goes in pieces, or raise "
-                "max_tokens_per_rank on every rank."
-            )
+        self.check_room(tokens)
 
     # -- buffers --------------------------------------------------------------------------------------------------
 

@@ -9,9 +9,6 @@ buffer serves all lanes, as in `deepep_high_throughput`; `async_with_compute_str
 **Capture** needs `worst_case=True`: room for as many tokens of every rank as the one with most has (rounded up to a
 power of two: DeepEP compiles a kernel for every number). Rows behind those that came are undefined, and routed nowhere.
 
-**Cached handles.** `dispatch_again` sends other hidden states the way of an earlier dispatch: nothing is counted, and
-nothing waited for.
-
 Not yet run on several GPUs: see `moe.all2all.deepep.base`. Source: DeepEP's `deep_ep/buffers/elastic.py`; vLLM's
 `DeepEPV2PrepareAndFinalize`.
 """
@@ -25,11 +22,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe.all2all.base import Dispatched, StepSizes, refuse_gradients
-from moe.all2all.deepep.base import DeepEPStreamed, Inputs, Payload, check_ranks
+from moe.all2all.base import Dispatched, StepSizes
+from moe.all2all.deepep.base import DeepEPStreamed, Inputs, check_ranks, sms_in_force
 from moe.all2all.deepep.buffers import DeepEPBuffers
 from moe.all2all.voted import voted_tokens
-from ubatch import CommGroup, ConfigError, Transfer, current_sm_budget, report_sm_use
+from ubatch import CommGroup, ConfigError, Transfer
 from ubatch.ranks.collectives import check_launch
 from ubatch.ranks.connection import Connection
 from ubatch.ranks.long_calls import holding_gil
@@ -37,7 +34,6 @@ from ubatch.ranks.long_calls import holding_gil
 __all__ = ["DeepEPV2All2All", "ElasticHandle"]
 
 _MAX_TOP_K = 32
-_MIN_SMS = 2
 _GIL_HELD_S = 300.0
 """DeepEP's own limit of its wait for counts (`num_cpu_timeout_secs`). Every kernel is compiled at its first call, too,
 with Python's lock held."""
@@ -45,18 +41,15 @@ with Python's lock held."""
 
 @dataclass(frozen=True)
 class ElasticHandle:
-    """How results come home, and how other hidden states go the same way.
+    """How results come home.
 
     Attributes:
         buffer: DeepEP's, through which the tokens came.
         route: DeepEP's `EPHandle`.
-        topk_ids, topk_weights: `[N, k]`, of the rows that came; global ids.
     """
 
     buffer: Any
     route: Any
-    topk_ids: Tensor
-    topk_weights: Tensor
 
 
 class DeepEPV2All2All(DeepEPStreamed):
@@ -132,55 +125,24 @@ class DeepEPV2All2All(DeepEPStreamed):
                 topk_weights=inputs.weights,
                 num_experts=self.num_experts,
                 num_max_tokens_per_rank=self._room(),
-                num_sms=self._num_sms(),
+                num_sms=sms_in_force(self.name, default=0),  # 0 lets DeepEP choose by the links' bandwidth
                 do_cpu_sync=counted,
                 **order,
             )
+        handle = ElasticHandle(buffer, route)
         return Transfer(
             "dispatch",
             (self.after(event, order),),
-            lambda: self._arrived(rows, self._global_ids(local_ids, route, counted), row_weights, buffer, route),
+            lambda: self.arrived(rows, self._global_ids(local_ids, route, counted), row_weights, handle),
             stream_ordered=True,
             keep=(inputs, rows, local_ids, row_weights, route),
         )
 
-    def dispatch_again(self, x: Tensor, handle: ElasticHandle) -> Transfer[Dispatched[ElasticHandle]]:
-        """Send other hidden states of the same tokens the way that an earlier dispatch took. Every rank must.
-
-        Args:
-            x: `[T, H]`, as many tokens as then.
-            handle: from the earlier `Dispatched`.
-
-        Raises:
-            GradientError, ConfigError, UnvotedCollectiveError, GroupBroken: before anything is launched.
-        """
-        refuse_gradients(x, name=self.name)
-        self.check_rows(x)
-        self._check_shape(x, handle.topk_ids.shape[1])
-        check_launch(x, self.group, "dispatch")
-        prepared, route = self.prepare(x, quantized=self.use_fp8), handle.route
-        with self.ordered(prepared) as order, holding_gil("DeepEP's compiler", _GIL_HELD_S):
-            rows, _, _, _, event = handle.buffer.dispatch(
-                prepared.payload, num_experts=self.num_experts, num_sms=route.num_sms, handle=route, **order
-            )
-        return Transfer(
-            "dispatch",
-            (self.after(event, order),),
-            lambda: self._arrived(rows, handle.topk_ids, handle.topk_weights, handle.buffer, route),
-            stream_ordered=True,
-            keep=(prepared, rows, handle),
-        )
-
-    def combine(self, y: Tensor, handle: ElasticHandle) -> Transfer[Tensor]:
-        """See `All2All`."""
-        refuse_gradients(y, name=self.name)
-        self.check_results(y)
-        check_launch(y, self.group, "combine")
-        with self.ordered(self.prepare(y, quantized=False)) as order, holding_gil("DeepEP's compiler", _GIL_HELD_S):
+    def launch_combine(self, y: Tensor, handle: ElasticHandle, order: dict[str, Any]) -> tuple[Tensor, Any]:
+        """See `DeepEPStreamed`."""
+        with holding_gil("DeepEP's compiler", _GIL_HELD_S):
             results, _, event = handle.buffer.combine(y, handle.route, **order)
-        return Transfer(
-            "combine", (self.after(event, order),), lambda: results, stream_ordered=True, keep=(y, handle, results)
-        )
+        return results, event
 
     # -- what travels ---------------------------------------------------------------------------------------------
 
@@ -203,32 +165,12 @@ class DeepEPV2All2All(DeepEPStreamed):
         rows = torch.arange(ids.shape[0], device=ids.device)
         return torch.where((rows < came).unsqueeze(1), ids, -1)
 
-    def _arrived(
-        self, rows: Payload, ids: Tensor, weights: Tensor, buffer: Any, route: Any
-    ) -> Dispatched[ElasticHandle]:
-        hidden_states, scales = rows if isinstance(rows, tuple) else (rows, None)
-        handle = ElasticHandle(buffer, route, ids, weights)
-        return Dispatched(hidden_states, ids, weights, handle, self.experts, scales)
-
     # -- DeepEP's settings ----------------------------------------------------------------------------------------
 
     def _check_shape(self, x: Tensor, top_k: int) -> None:
         if top_k > _MAX_TOP_K:
             raise ConfigError(f"all2all back end {self.name!r} serves top_k up to {_MAX_TOP_K}, not {top_k}.")
-        if x.shape[0] > self.max_tokens_per_rank:
-            raise ConfigError(
-                f"all2all back end {self.name!r} has room for {self.max_tokens_per_rank} tokens of a rank at once, not "
-                f"{x.shape[0]}. Let the ranks vote on the step (UBatchConfig.group), so that it goes in pieces, or "
-                "raise max_tokens_per_rank on every rank."
-            )
-
-    def _num_sms(self) -> int:
-        """0 lets DeepEP choose by the links' bandwidth."""
-        budget = current_sm_budget()
-        if budget is None:
-            return 0
-        report_sm_use(self.name, obeys=budget.comm >= _MIN_SMS)
-        return max(_MIN_SMS, budget.comm // 2 * 2)
+        self.check_room(x.shape[0])
 
     def _make_buffer(self, connection: Connection, key: tuple[int, ...]) -> Any:
         hidden_size, top_k, _ = key

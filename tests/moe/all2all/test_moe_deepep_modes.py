@@ -150,7 +150,7 @@ def _sm_budget(rank: int, group: CommGroup) -> None:
     reported: dict[str, bool] = {}
     budgets: list[SMBudget | None] = [None]
     with mock.patch.multiple(
-        "moe.all2all.deepep.high_throughput",
+        "moe.all2all.deepep.base",
         current_sm_budget=lambda: budgets[-1],
         report_sm_use=lambda name, *, obeys: reported.update({name: obeys}),
     ):
@@ -179,7 +179,7 @@ def _sm_budget(rank: int, group: CommGroup) -> None:
         reported.clear()
         with (
             mock.patch.multiple(
-                "moe.all2all.deepep.v2",
+                "moe.all2all.deepep.base",
                 current_sm_budget=lambda budget=budget: budget,
                 report_sm_use=lambda name, *, obeys: reported.update({name: obeys}),
             ),
