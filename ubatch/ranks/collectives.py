@@ -233,7 +233,6 @@ def launch_all_to_all_single(
     result = _new_result(source, sum(received))
     return _launch(
         name,
-        group,
         connection,
         source,
         result,
@@ -282,7 +281,6 @@ def launch_all_gather(
     row_bytes = _row_bytes(source)
     return _launch(
         name,
-        group,
         connection,
         sent,
         result,
@@ -303,7 +301,6 @@ def launch_all_reduce(x: Tensor, group: CommGroup, *, name: str = "all_reduce") 
     ring = 2 * (group.size - 1) * result.nbytes // group.size
     return _launch(
         name,
-        group,
         connection,
         x,
         result,
@@ -344,7 +341,6 @@ def _new_result(source: Tensor, rows: int) -> Tensor:
 
 def _launch(
     name: str,
-    group: CommGroup,
     connection: Connection,
     source: Tensor,
     result: Tensor,

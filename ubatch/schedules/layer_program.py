@@ -16,8 +16,7 @@ This module imports neither torch nor threads.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
-from typing import Any, Self
+from dataclasses import dataclass, fields
 
 from ubatch.errors import ConfigError
 from ubatch.schedules.schedule import Point, Schedule, SharedExpert
@@ -56,11 +55,6 @@ class LayerTimes:
         for name in _TIMES:
             if not getattr(self, name) >= 0:
                 raise ConfigError(f"LayerTimes.{name} must be at least 0 seconds, not {getattr(self, name)}.")
-
-    def scaled(self, factor: float) -> Self:
-        """All times multiplied by `factor`, as for a smaller share of the batch."""
-        times: dict[str, Any] = {name: getattr(self, name) * factor for name in _TIMES}
-        return replace(self, **times)
 
     @property
     def compute_s(self) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from layer_times import scaled
 
 from ubatch.errors import ConfigError
 from ubatch.schedules.layer_program import LayerTimes, layer_program
@@ -23,7 +24,7 @@ def whole(attention: float, experts: float, shared: float = 0.0) -> LayerTimes:
 
 
 def best_of(times: LayerTimes, *, lanes: int, chunks: int) -> Candidate:
-    found = search_schedules(lambda n, *_: times.scaled(1 / n), LAYERS, max_lanes=lanes, max_chunks=chunks)
+    found = search_schedules(lambda n, *_: scaled(times, 1 / n), LAYERS, max_lanes=lanes, max_chunks=chunks)
     return found[0]
 
 
@@ -48,8 +49,8 @@ def test_golden_facts(times: LayerTimes, lanes: int, chunks: int, efficiency: fl
 
 def test_what_it_says_is_what_the_simulator_says() -> None:
     times = LayerTimes(attn_prepare=0.11, attn_core=0.3, experts=0.5, shared=0.13, dispatch=0.35, combine=0.62)
-    for found in search_schedules(lambda n, *_: times.scaled(1 / n), 17, max_lanes=3, max_chunks=2):
-        program = layer_program(times.scaled(1 / found.schedule.lanes), 17, found.schedule)
+    for found in search_schedules(lambda n, *_: scaled(times, 1 / n), 17, max_lanes=3, max_chunks=2):
+        program = layer_program(scaled(times, 1 / found.schedule.lanes), 17, found.schedule)
         line = simulate([program] * found.schedule.lanes, found.schedule)
         assert found.seconds == line.seconds
         assert found.bound_s == pytest.approx(line.bound_s)
@@ -58,13 +59,13 @@ def test_what_it_says_is_what_the_simulator_says() -> None:
 def test_nothing_better_is_overlooked() -> None:
     """Against two-lane schedules tried one by one, whole: among them every point that may be switched off."""
     times = LayerTimes(attn_prepare=0.2, attn_core=0.25, experts=0.45, shared=0.2, dispatch=0.3, combine=0.6)
-    found = search_schedules(lambda n, *_: times.scaled(1 / n), 23, max_lanes=2, max_chunks=2)
+    found = search_schedules(lambda n, *_: scaled(times, 1 / n), 23, max_lanes=2, max_chunks=2)
     for points in (frozenset({"layer"}), frozenset({"layer", "select", "output"}), frozenset({"attn_prepare"})):
         for lead in range(3):
             for chunks in (1, 2):
                 for place in SharedExpert:
                     one = Schedule("one", chunks=chunks, lead=lead, points_off=points, shared_expert=place)
-                    line = simulate([layer_program(times.scaled(0.5), 23, one)] * 2, one)
+                    line = simulate([layer_program(scaled(times, 0.5), 23, one)] * 2, one)
                     assert line.seconds >= found[0].seconds * (1 - 2e-3), one.describe()
 
 
@@ -74,21 +75,21 @@ def test_what_splitting_costs_decides() -> None:
     times = whole(0.5, 0.5)
 
     def doubled(lanes: int, chunks: int, chunk_dispatch: bool) -> LayerTimes:
-        own = times.scaled(1 / lanes)
+        own = scaled(times, 1 / lanes)
         return own if lanes == 1 else replace(own, attn_core=2 * own.attn_core, experts=2 * own.experts)
 
     found = search_schedules(doubled, LAYERS)[0]
     # Half of the experts runs beside the dispatch, half beside the combine; the link is busy whenever they run.
     assert (found.schedule.lanes, found.schedule.chunks) == (1, 2)
     assert found.speedup == pytest.approx(2 / 1.5)
-    alone = search_schedules(lambda n, *_: replace(times.scaled(1 / n), dispatch=0.0, combine=0.0), LAYERS)[0]
+    alone = search_schedules(lambda n, *_: replace(scaled(times, 1 / n), dispatch=0.0, combine=0.0), LAYERS)[0]
     assert (alone.schedule.lanes, alone.schedule.chunks, alone.speedup) == (1, 1, 1.0)
 
 
 def test_dear_hand_offs_leave_fewer_lanes() -> None:
     times = whole(0.7, 0.3)
     cheap, dear = (
-        search_schedules(lambda n, *_: times.scaled(1 / n), LAYERS, max_chunks=1, handoff_s=cost)[0].schedule.lanes
+        search_schedules(lambda n, *_: scaled(times, 1 / n), LAYERS, max_chunks=1, handoff_s=cost)[0].schedule.lanes
         for cost in (0.0, 0.05)
     )
     assert cheap > dear
@@ -98,7 +99,7 @@ def test_extra_bytes_of_chunks_count() -> None:
     times = whole(0.3, 0.7)
 
     def heavier(lanes: int, chunks: int, chunk_dispatch: bool) -> LayerTimes:
-        own, factor = times.scaled(1 / lanes), 1.48 if chunks > 1 else 1.0
+        own, factor = scaled(times, 1 / lanes), 1.48 if chunks > 1 else 1.0
         return replace(own, combine=factor * own.combine, dispatch=own.dispatch * (factor if chunk_dispatch else 1.0))
 
     found = search_schedules(heavier, LAYERS, max_lanes=2)[0]

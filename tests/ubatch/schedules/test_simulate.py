@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from layer_times import scaled
 
 from ubatch.errors import ConfigError
 from ubatch.schedules.layer_program import LayerTimes, UnevenTimes, layer_program
@@ -31,7 +32,7 @@ SIMULATED = [schedule for schedule in SCHEDULES.values() if not schedule.signall
 def efficiency(attention: float, experts: float, shared: float, schedule: Schedule) -> float:
     """Of a long model whose whole-batch compute and communication are both 1 a layer."""
     whole = LayerTimes(attn_core=attention, experts=experts, shared=shared, dispatch=0.5, combine=0.5)
-    lane = whole.scaled(1 / schedule.lanes)
+    lane = scaled(whole, 1 / schedule.lanes)
     return simulate([layer_program(lane, LAYERS, schedule)] * schedule.lanes, schedule).efficiency
 
 
@@ -218,11 +219,11 @@ def test_uneven_chunks() -> None:
         attn_core=0.4, experts=0.6, dispatch=0.5, combine=0.5, dispatch_shares=(0.74, 0.26), combine_shares=(0.26, 0.74)
     )
     single, two = get_schedule("single_batch"), replace(VLLM, chunks=2)
-    launches = [op.seconds for op in layer_program(shares.scaled(2.0), 1, single) if isinstance(op, Launch)]
+    launches = [op.seconds for op in layer_program(scaled(shares, 2.0), 1, single) if isinstance(op, Launch)]
     assert launches == pytest.approx([0.74, 0.26, 0.26, 0.74])
     line = simulate([layer_program(shares, 1, single)], single)
     assert line.seconds == pytest.approx(0.4 + 0.37 + 0.6 + 0.37)  # the first dispatch and the last combine are exposed
-    half = shares.scaled(0.5)
+    half = scaled(shares, 0.5)
     assert simulate([layer_program(half, LAYERS, two)] * 2, two).efficiency > 0.98
     with pytest.raises(ConfigError, match="dispatch_shares are 2, but the schedule has 1 chunks there"):
         layer_program(shares, 1, replace(single, chunk_dispatch=False))
