@@ -22,6 +22,12 @@ errors            what can be wrong with a checkpoint, a request or a step
 From what users see down to the ground: who imports, imports what is below.
 """
 
+# isort: off
+from ubatch.process import foreign as _foreign
+
+_foreign.check_packages()  # before anything imports `moe` or `attention`
+# isort: on
+
 from model_runner.auto.dbo_auto import DboAuto
 from model_runner.auto.step_cost import split_cost
 from model_runner.decoder.base import check_tensor_parallel

@@ -12,13 +12,17 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
-from importlib.metadata import version
+from textwrap import wrap
 from typing import Any
 
 from serving.arguments.parser import parse_options
+from ubatch import __version__
 from ubatch.errors import UBatchError, nearest
+from ubatch.process.foreign import check_packages
 
 __all__ = ["main"]
+
+_WIDTH = 80
 
 COMMANDS: Mapping[str, tuple[str, str]] = {
     "serve": ("serving.serve", "an OpenAI-compatible server over one or several ranks"),
@@ -32,6 +36,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
         "serving.workbench.tuning.tune",
         "measure when overlap pays on this model, these ranks and this link; write settings",
     ),
+    "completion": ("serving.completion", "a script by which bash and zsh complete commands and flags"),
     "bench handoff": (
         "serving.workbench.bench.runtime.handoff",
         "what a hand-off costs, against a threading.Event ring",
@@ -98,12 +103,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(words: list[str]) -> int:
     if words in (["--version"], ["-V"]):
-        print(f"ubatch {version('ubatch')}")
+        print(f"ubatch {__version__}")
         return 0
     name = next((name for name in COMMANDS if words[: len(name.split())] == name.split()), None)
     if name is None:
         return _usage(words)
     try:
+        check_packages()
         module: Any = importlib.import_module(COMMANDS[name][0])  # which takes seconds, and may be interrupted
         read = module.read if hasattr(module, "read") else partial(parse_options, module.Options)
         options = read(f"ubatch {name}", COMMANDS[name][1], words[len(name.split()) :])
@@ -128,7 +134,9 @@ def _usage(words: Sequence[str]) -> int:
         print(f"ubatch: unknown command {wrong!r}{nearest(wrong, COMMANDS)}\n", file=out)
     print("usage: ubatch COMMAND [--help] [flags]    (or --version)\n", file=out)
     for name, (_, description) in COMMANDS.items():
-        print(f"  {name:18} {description}", file=out)
+        first, *rest = wrap(description, _WIDTH - 21)
+        print(f"  {name:18} {first}", *(f"{'':21}{line}" for line in rest), sep="\n", file=out)
+    print("\nTo complete commands and flags with Tab: see `ubatch completion --help`.", file=out)
     return 0 if asked and words else 2
 
 

@@ -116,6 +116,8 @@ from ubatch.wrapper import UBatchWrapper
 from ubatch.wrapping.config import CUDAGraphMode, UBatchConfig, Verify
 from ubatch.wrapping.statistics import UBatchStatistics
 
+__version__ = "0.1.0"
+
 __all__ = [
     "SCHEDULES",
     "CUDAGraphMode",

@@ -7,19 +7,21 @@ import math
 import os
 import subprocess
 import sys
+from contextlib import redirect_stdout
 from pathlib import Path
 from statistics import median
 
 import pytest
 from checkpoints import make_qwen3_moe_checkpoint
-from repository import TINY_MOE
+from repository import ROOT, TINY_MOE
 
 import serving
 from model_runner import RandomDeepseekV3, make_random_checkpoint
 from serving.cli import COMMANDS, main
+from serving.progress import progress
 from serving.workbench.bench.statistics import bootstrap, interleave_arms, paired
 from serving.workbench.bench.step_setting import StepOptions, model_folder
-from ubatch import SCHEDULES
+from ubatch import SCHEDULES, __version__
 
 TINY = str(TINY_MOE)
 
@@ -55,12 +57,107 @@ def test_unknown_command_names_the_nearest(capsys: pytest.CaptureFixture[str]) -
     assert "did you mean 'generate'" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", COMMANDS)
-def test_help_of_every_command(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as exit_status:
-        main([*name.split(), "--help"])
-    assert exit_status.value.code == 0
-    assert COMMANDS[name][1].split(",")[0] in " ".join(capsys.readouterr().out.split())
+@pytest.mark.parametrize("columns", [None, "80", "200"])
+@pytest.mark.parametrize("name", ["", "bench", *COMMANDS])
+def test_help_fits_80_columns(
+    name: str, columns: str | None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where a pipe has no columns, and says what the command does."""
+    monkeypatch.delenv("COLUMNS", raising=False)
+    if columns is not None:
+        monkeypatch.setenv("COLUMNS", columns)
+    if name in COMMANDS:
+        with pytest.raises(SystemExit) as ended:
+            main([*name.split(), "--help"])
+        assert ended.value.code == 0
+    else:
+        assert main([*name.split(), "--help"]) == 0
+    shown = capsys.readouterr().out
+    assert max(map(len, shown.splitlines())) <= 80
+    assert COMMANDS.get(name, ("", "usage"))[1].split(",")[0] in " ".join(shown.split())
+
+
+def test_the_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"ubatch {__version__}\n"
+
+
+WRONG = [
+    *((*name.split(), "--no-such-flag") for name in COMMANDS),
+    *((*name.split(), "a", "b") for name in COMMANDS),
+    *((*name.split(), "--blocks", "1") for name in COMMANDS if "serve" not in name),
+    ("simulate", "--ep", "0"),
+    ("simulate", "--skew", "nan"),
+    ("simulate", "--mode", "decoding"),
+    ("simulate", "--measured", "nowhere.json"),
+    ("simulate", "--model", "nowhere"),
+    ("bench", "abuse"),
+    ("bench", "abuse", "nowhere"),
+    ("bench", "auto", "nowhere"),
+    ("bench", "fairness", "nowhere", "--streams", "0"),
+    ("bench", "fairness", "nowhere"),
+    ("bench", "speculation", "--model", "nowhere"),
+    ("bench", "engine", "--only", "everything"),
+    ("bench", "overlap", "--schedule", "mlp"),
+    ("bench", "overlap", "--all2all-backend", "mpi"),
+    ("bench", "overlap", "--ratios", "half"),
+    ("bench", "serve", "--request-rate", "nan"),
+    ("bench", "serve", "--json"),
+    ("tune", TINY, "--modes", "decoding"),
+    ("generate", TINY, "--prompt", "x", "--temperature", "hot"),
+]
+
+
+@pytest.mark.parametrize("words", WRONG, ids=" ".join)
+def test_a_wrong_call_is_one_plain_line(words: tuple[str, ...], capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(words) == 2
+    out, error = capfd.readouterr()
+    (line,) = error.splitlines()
+    assert out == ""
+    assert line.startswith(f"ubatch {' '.join(words[: 2 if words[0] == 'bench' else 1])}: ")
+    for internal in ("Input should", "Error(", "Traceback", "pydantic", "[type=", "╭", "[/"):
+        assert internal not in line
+
+
+@pytest.mark.parametrize("name", ["attention", "moe"])
+@pytest.mark.parametrize("code", ["from serving.cli import main; main(['serve', 'x'])", "import model_runner"])
+def test_another_package_of_our_name_is_named(name: str, code: str, tmp_path: Path) -> None:
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "__init__.py").write_text("import tensorflow\n")
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    ran = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=100
+    )
+    last = ran.stderr.strip().splitlines()[-1]
+    assert f"`import {name}` finds another package, {tmp_path / name / '__init__.py'}, in place of ubatch's own" in last
+    assert "PYTHONPATH" in last
+    assert "tensorflow" not in ran.stderr
+
+
+def test_what_the_shell_completes(tmp_path: Path) -> None:
+    script = tmp_path / "completion"
+    with script.open("w") as file, redirect_stdout(file):
+        assert main(["completion"]) == 0
+    for typed, offered in {
+        "s": "serve simulate",
+        "bench f": "fairness",
+        "serve x --enable-d": "--enable-dbo",
+        "serve x --no-enable-d": "--no-enable-dbo",
+        "bench fairness --in": "--input-len --in-flight",
+    }.items():
+        line = f"COMP_WORDS=(ubatch {typed}); COMP_CWORD={len(typed.split())}; _ubatch; echo ${{COMPREPLY[@]}}"
+        ran = subprocess.run(["bash", "-c", f". {script}; {line}"], capture_output=True, text=True, timeout=60)
+        assert ran.stdout.split() == offered.split(), typed
+
+
+def test_progress_in_a_pipe_is_lines(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("serving.progress._LINES_EVERY_S", 0.0)
+    assert list(progress(range(3), desc="rounds")) == [0, 1, 2]
+    error = capsys.readouterr().err
+    assert "\r" not in error
+    assert [line.split()[1][:4] for line in error.splitlines()] == ["0%|", "33%|", "67%|", "100%", "100%"]
+    list(progress(range(3), show=False))
+    assert capsys.readouterr().err == ""
 
 
 def test_generate_on_one_rank(capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,12 +6,22 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from serving.arguments.fields import Flag, Group
 from serving.workbench.bench.statistics import environment, write_json
 
-__all__ = ["BlockOptions", "ReportOptions"]
+__all__ = ["BlockOptions", "Checkpoint", "ReportOptions"]
+
+
+def _is_checkpoint(folder: Path) -> Path:
+    if not (folder / "config.json").is_file():
+        raise ValueError("no config.json is there; give the folder of a Hugging Face checkpoint")
+    return folder
+
+
+Checkpoint = Annotated[Path, AfterValidator(_is_checkpoint)]
+"""The folder of one."""
 
 
 class ReportOptions(Group):

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from tqdm import tqdm
 
+from serving.progress import progress
 from ubatch.process.cores import num_cores
 
 __all__ = ["Interval", "bootstrap", "environment", "interleave_arms", "paired", "timed", "write_json"]
@@ -59,7 +59,7 @@ def interleave_arms(
         arm()
     order = [*arms, *reversed(list(arms))]
     measured: dict[str, list[float]] = {name: [] for name in arms}
-    for _ in tqdm(range(blocks), desc=label or "blocks", disable=None if show else True, leave=False):
+    for _ in progress(range(blocks), desc=label or "blocks", show=show):
         block: dict[str, list[float]] = {name: [] for name in arms}
         for name in order:
             block[name].append(arms[name]())

@@ -29,11 +29,21 @@ from model_runner import (
     make_random_checkpoint,
 )
 from model_runner.decoder.config import DecoderConfig
-from moe import EmulatedLink
+from moe import EmulatedLink, all2all_backends
 from serving.hub import fetch_weights, find_checkpoint
+from serving.options.flags.fields import one_of
 from serving.tuning.programs import Programs, gather_steps, traced_step
 from serving.workbench.bench.options import BlockOptions
-from ubatch import CommGroup, ConfigError, Schedule, UBatchConfig, UBatchError, UBatchWrapper, set_forward_context
+from ubatch import (
+    SCHEDULES,
+    CommGroup,
+    ConfigError,
+    Schedule,
+    UBatchConfig,
+    UBatchError,
+    UBatchWrapper,
+    set_forward_context,
+)
 from ubatch.schedules.schedule import SERIAL
 
 __all__ = [
@@ -67,8 +77,12 @@ class StepOptions(BlockOptions):
     sequences: Annotated[int, Field(ge=2, description="prompts per rank and step")] = 8
     sequence_length: Annotated[int, Field(ge=1, description="tokens of a prompt")] = 128
     latency_us: Annotated[float, Field(ge=0, description="the link's latency")] = 20.0
-    schedule: str = "mlp_shared_overlap"
-    all2all_backend: Annotated[str, Field(description="what carries the data under the emulated link")] = "torch_dist"
+    schedule: Annotated[str, one_of(SCHEDULES), Field(description=f"one of {', '.join(SCHEDULES)}")] = (
+        "mlp_shared_overlap"
+    )
+    all2all_backend: Annotated[
+        str, one_of(all2all_backends()), Field(description="what carries the data under the emulated link")
+    ] = "torch_dist"
 
 
 class Setting(ABC):

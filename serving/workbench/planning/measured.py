@@ -57,8 +57,10 @@ def gates_of_results(path: Path) -> list[Gate]:
                 predicted = predict_step(read_steps(stages["steps"]), schedule, HANDOFF_S) * 1e3 + stages["around_ms"]
                 measured = median(link["arms_ms"][f"overlapped_{lanes}"])
                 gates.append(_gate(f"{path.name}, {lanes} lanes", link["ratio"], predicted, measured))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, ConfigError) as error:
-        raise ConfigError(f"{path} is not what `ubatch bench overlap --json` writes: {error!r}.") from error
+    except OSError as error:
+        raise ConfigError(f"--measured: cannot read {path}: {error.strerror}.") from error
+    except (ValueError, KeyError, TypeError, AttributeError, ConfigError) as error:
+        raise ConfigError(f"--measured: {path} is not what `ubatch bench overlap --json` writes ({error}).") from error
     return gates
 
 

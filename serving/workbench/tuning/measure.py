@@ -19,10 +19,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from tqdm import tqdm
 
 from model_runner import ModelRunner
 from model_runner.parallel.transport import most_chunks
+from serving.progress import progress
 from serving.tuning.batches import make_batch
 from serving.tuning.cells import Arm, Cell, Grid, library_arms
 from serving.tuning.stages import best_schedules
@@ -85,7 +85,7 @@ class Tuner:
         cells = self._plan.grid.cells()
         for done in range(self._state.rounds, self._plan.rounds):
             label = f"round {done + 1} of at most {self._plan.rounds}"
-            for cell in tqdm(cells, desc=label, unit="cell", disable=None if self._rank == 0 else True, leave=False):
+            for cell in progress(cells, desc=label, unit="cell", show=self._rank == 0):
                 serial = self._state.samples.get(str(cell), {}).get(SERIAL_ARM)
                 if serial is not None and len(serial) > done:
                     continue  # before the run was stopped

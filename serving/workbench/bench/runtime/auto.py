@@ -26,25 +26,24 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from pydantic import Field
-from tqdm import tqdm
 
 from model_runner import InputBatch, ModelRunner
 from model_runner.auto.dbo_auto import DboAuto
 from model_runner.parallel.transport import most_chunks
 from moe import EmulatedLink
 from serving.arguments.fields import Flag
+from serving.progress import progress
 from serving.ranks import run_ranks
 from serving.tuning.auto import Room, prepare_auto
 from serving.tuning.batches import kv_blocks_needed, make_batch, requests_needed
 from serving.tuning.cells import Arm, Cell, Grid, arm_config, library_arms
-from serving.workbench.bench.options import ReportOptions
+from serving.workbench.bench.options import Checkpoint, ReportOptions
 from serving.workbench.bench.statistics import Interval
 from serving.workbench.bench.step_setting import StepSetting, calibrate, slowest_rank
 from ubatch import CommGroup, UBatchConfig
@@ -61,7 +60,7 @@ _RESAMPLES = 2000
 class Options(ReportOptions):
     """What to measure."""
 
-    model: Annotated[Path, Flag(positional=True), Field(description="folder of a Hugging Face checkpoint")]
+    model: Annotated[Checkpoint, Flag(positional=True), Field(description="folder of a Hugging Face checkpoint")]
     ranks: Annotated[int, Field(ge=2, description="data- and expert-parallel ranks")] = 2
     steps: Annotated[int, Field(ge=20, description="steps of the load, over each link")] = 800
     compared: Annotated[float, Field(gt=0, le=1, description="share of the steps that every arm runs")] = 0.25
@@ -214,8 +213,7 @@ def _measure(runner: ModelRunner, link: EmulatedLink, ratio: float, options: Opt
     ran: dict[str, list[_Ran]] = {name: [] for name in (*arms, _AUTO)}
     load: list[Cell] = []
     rank, draw = dist.get_rank(), random.Random(options.seed + 1)
-    shown = None if rank == 0 else True  # a terminal decides for itself
-    steps = tqdm(mixed_load(options), f"communication {ratio:g}x", options.steps, disable=shown, leave=False)
+    steps = progress(mixed_load(options), f"communication {ratio:g}x", options.steps, show=rank == 0)
     for number, cell in enumerate(steps):
         with make_batch(runner, cell, options.grid, seed=number * 64 + rank) as batch:
             if draw.random() >= options.compared:

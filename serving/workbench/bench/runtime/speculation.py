@@ -33,7 +33,7 @@ from serving.requests import DraftCounts, RequestInput
 from serving.scheduler import SchedulerConfig
 from serving.text.detokenizer import load_tokenizer
 from serving.workbench.bench.corpus import read_corpus
-from serving.workbench.bench.options import BlockOptions
+from serving.workbench.bench.options import BlockOptions, Checkpoint
 from serving.workbench.bench.runtime.speculation_census import Census, take_census
 from serving.workbench.bench.statistics import Interval, bootstrap, interleave_arms, paired
 from ubatch import ConfigError, UBatchError
@@ -52,10 +52,10 @@ class Options(BlockOptions):
     unwritten: ClassVar[frozenset[str]] = frozenset({"model", "draft"})
 
     model: Annotated[
-        Path, Field(description="folder of a checkpoint with its tokenizer; by default the examples' tiny-moe")
+        Checkpoint, Field(description="folder of a checkpoint with its tokenizer; by default the examples' tiny-moe")
     ] = _EXAMPLES / "tiny-moe"
     draft: Annotated[
-        Path, Field(description="folder of an EAGLE-style head for it; by default the examples' tiny-moe-eagle")
+        Checkpoint, Field(description="folder of an EAGLE-style head for it; by default the examples' tiny-moe-eagle")
     ] = _EXAMPLES / "tiny-moe-eagle"
     num_draft_tokens: Annotated[int, Field(ge=1, description="drafts of a chain, and steps of the head")] = 3
     tree_topk: Annotated[int, Field(ge=2, description="guesses that each step goes on from in a tree")] = 2
@@ -122,9 +122,6 @@ class SpeculationResult:
 
 def run(options: Options) -> int:
     """Measure, print, write."""
-    for path in (options.model, options.draft):
-        if not (path / "config.json").is_file():
-            raise ConfigError(f"{path} has no config.json: give folders of checkpoints with --model and --draft.")
     if options.prompts < max(options.batches):
         raise ConfigError(f"--batches has {max(options.batches)}, but --prompts is {options.prompts}. Raise --prompts.")
     threads = num_cores() if options.threads is None else options.threads

@@ -22,17 +22,16 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, product
-from pathlib import Path
 from typing import Annotated, Any
 
 import httpx
 import numpy as np
 from prometheus_client.parser import text_string_to_metric_families
 from pydantic import Field
-from tqdm import tqdm
 
 from serving.arguments.fields import Flag
-from serving.workbench.bench.options import ReportOptions
+from serving.progress import progress
+from serving.workbench.bench.options import Checkpoint, ReportOptions
 from serving.workbench.bench.server.figures import figures_of
 from serving.workbench.bench.server.load import Load, make_tasks, served_model
 from serving.workbench.bench.server.process import ServerProcess, running_server
@@ -49,7 +48,7 @@ _PROMPT_OUTPUT = 2
 class Options(ReportOptions):
     """What to serve, and the load."""
 
-    model: Annotated[Path, Flag(positional=True), Field(description="folder of a Hugging Face checkpoint")]
+    model: Annotated[Checkpoint, Flag(positional=True), Field(description="folder of a Hugging Face checkpoint")]
     ranks: Annotated[int, Field(ge=2, description="data- and expert-parallel ranks")] = 2
     emulated_link: Annotated[
         tuple[float, float], Flag(metavar="US MB/S"), Field(description="latency and bandwidth between them")
@@ -136,7 +135,7 @@ def run(options: Options) -> int:
             arms.append(_Arm(limit, dbo, server))
         for arm in arms:  # what is made at the first use
             asyncio.run(_visit(arm, options, seed=0))
-        for number in tqdm(range(options.rounds), desc="rounds", disable=None, leave=False):
+        for number in progress(range(options.rounds), desc="rounds"):
             for seed, sweep in ((2 * number + 1, arms), (2 * number + 2, arms[::-1])):
                 for arm in sweep:
                     arm.rounds.append(asyncio.run(_visit(arm, options, seed)))

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Annotated
 
 from pydantic import ConfigDict, Field
-from tqdm import tqdm
 
 from serving.arguments.fields import Flag, Group
+from serving.progress import progress
 from serving.workbench.bench.server.figures import Figures, figures_of
 from serving.workbench.bench.server.load import Dataset, Load, make_tasks, served_model
 from serving.workbench.bench.server.requests import Endpoint, Outcome, Server, send_all
@@ -100,7 +100,7 @@ async def _measure(options: Options) -> tuple[str, list[Outcome]]:
         )
     server = Server(url, model.name, options.endpoint, options.stream, options.api_key, options.timeout_s)
     tasks = await make_tasks(server, load)
-    with tqdm(total=len(tasks), unit="request", disable=None, leave=False) as bar:
+    with progress(total=len(tasks), unit="request") as bar:
         outcomes = await send_all(
             server, tasks, max_concurrency=options.max_concurrency, on_done=lambda _: bar.update()
         )

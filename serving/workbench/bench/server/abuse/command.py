@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Annotated
 
 from pydantic import Field
-from tqdm import tqdm
 
 from serving.arguments.fields import Flag
-from serving.workbench.bench.options import ReportOptions
+from serving.progress import progress
+from serving.workbench.bench.options import Checkpoint, ReportOptions
 from serving.workbench.bench.server.abuse.attacks import ATTACKS, Answers, Attack, Target
 from serving.workbench.bench.server.abuse.judge import (
     Row,
@@ -54,7 +54,7 @@ class Options(ReportOptions):
 
     unwritten = frozenset({"model"})
 
-    model: Annotated[Path, Flag(positional=True), Field(description="folder of a checkpoint in safetensors")]
+    model: Annotated[Checkpoint, Flag(positional=True), Field(description="folder of a checkpoint in safetensors")]
     only: Annotated[tuple[str, ...], Field(description="attacks whose names contain one of these; all if none")] = ()
     streams: Annotated[int, Field(ge=1, description="that run beside the attacks")] = 50
     alone_s: Annotated[float, Field(gt=0, description="seconds of the streams alone, before and after")] = 10.0
@@ -150,7 +150,7 @@ class _Abuse:
         async with Watch(target.server, references) as watch:
             await asyncio.sleep(3.0)
             await watch.during(_ALONE, options.alone_s)
-            for attack in tqdm(attacks, unit="attack", disable=None, leave=False):
+            for attack in progress(attacks, unit="attack"):
                 answers: Answers = []
                 window = await watch.during(attack.name, self._run(attack, target, answers))
                 by_window[id(window)] = attack, answers

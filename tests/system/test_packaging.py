@@ -1,0 +1,98 @@
+"""What is released: a source distribution from which the tests run, and a wheel that needs no repository."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import tomllib
+from pathlib import Path
+
+import pytest
+from repository import ROOT
+
+from ubatch import __version__
+
+PACKAGES = ("ubatch", "moe", "attention", "model_runner", "serving")
+WRITTEN = (".git", ".venv", ".*cache", ".hypothesis", "__pycache__", "*.egg-info", "build", "dist", "demo")
+
+
+def run(words: list[str], folder: Path, **environment: str) -> str:
+    outside = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    ran = subprocess.run(words, cwd=folder, env=outside | environment, capture_output=True, text=True, timeout=110)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    return ran.stdout
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The repository without what `make` wrote: building writes beside the sources."""
+    copy = tmp_path_factory.mktemp("source") / "ubatch"
+    shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(*WRITTEN))
+    return copy
+
+
+@pytest.fixture(scope="module")
+def unpacked(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the source distribution holds."""
+    folder = tmp_path_factory.mktemp("sdist")
+    before = files_of(source)
+    build = f"import setuptools.build_meta as build; build.build_sdist({str(folder)!r})"
+    run([sys.executable, "-c", build], source)
+    with tarfile.open(folder / f"ubatch-{__version__}.tar.gz") as archive:
+        archive.extractall(folder, filter="data")
+    found = folder / f"ubatch-{__version__}"
+    assert before - files_of(found) - {".gitignore"} == set()
+    return found
+
+
+def files_of(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(140)
+def test_the_tests_run_from_the_source_distribution(unpacked: Path) -> None:
+    words = ["tests/ubatch/schedules", "tests/serving/options/test_nearest.py"]
+    run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not slow", *words[1:]], unpacked)
+    collected = run(
+        [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", *words], unpacked
+    )
+    assert len(collected.splitlines()) > 100
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(140)
+def test_a_wheel_needs_no_repository(unpacked: Path, tmp_path: Path) -> None:
+    """In an environment of its own, which borrows our dependencies but not the packages that are installed there."""
+    build = f"import setuptools.build_meta as build; build.build_wheel({str(tmp_path)!r})"
+    run([sys.executable, "-c", build], unpacked)
+    (wheel,) = tmp_path.glob("*.whl")
+    fresh = tmp_path / "venv"
+    run([sys.executable, "-m", "venv", "--without-pip", str(fresh)], tmp_path)
+    python = fresh / "bin" / "python"
+    install = ["install", "--quiet", "--no-deps", "--no-index", str(wheel)]
+    run([sys.executable, "-m", "pip", "--python", str(python), *install], tmp_path)
+    (site,) = fresh.glob("lib/python*/site-packages")
+    (site / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    assert run([str(fresh / "bin" / "ubatch"), "--version"], tmp_path) == f"ubatch {__version__}\n"
+    where = f"import {', '.join(PACKAGES)}; print(*(each.__file__ for each in ({', '.join(PACKAGES)})), sep='\\n')"
+    for line in run([str(python), "-c", where], tmp_path).splitlines():
+        assert Path(line).is_relative_to(site)
+        assert (Path(line).parent / "py.typed").is_file()
+    data = ("ubatch/kernels/c_vectors.h", "ubatch/trace/page.html", "attention/backends/native_decode.c")
+    for name in (*data, "serving/workbench/planning/constants.yaml"):
+        assert (site / name).is_file()
+    assert list((site / "moe" / "kernels").glob("*.c"))
+    assert "serve" in run([str(fresh / "bin" / "ubatch"), "--help"], tmp_path)
+
+
+def test_extras_are_in_the_table() -> None:
+    """docs/install.md names every extra, and only those."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    page = (ROOT / "docs" / "install.md").read_text()
+    for extra in extras:
+        assert f"| `{extra}` |" in page
