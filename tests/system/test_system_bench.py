@@ -62,7 +62,7 @@ def test_offline_and_served_generate_what_transformers_does(
     assert result.over_offline.keys() == {"served_1", "streamed_1"}
     result.print()
     assert "generate: 4 x 12 in, 6 out" in capsys.readouterr().out
-    write_json(tmp_path / "offline.json", result.as_json())
+    write_json(tmp_path / "offline.json", vars(result))
     assert json.loads((tmp_path / "offline.json").read_text())["workload"]["prompts"] == 4
 
 
@@ -78,7 +78,7 @@ def test_overlap_is_calibrated_and_engages(model: Path, tmp_path: Path, capsys: 
     assert decode.arms_ms.keys() == {"without", "enable_dbo"}
     overlap.print()
     assert "prefill-heavy (4 x 256 in, 2 out); same tokens in 100%" in capsys.readouterr().out
-    write_json(tmp_path / "overlap.json", overlap.as_json())
+    write_json(tmp_path / "overlap.json", vars(overlap))
 
 
 def test_a_device_is_never_faster_than_it_is() -> None:

@@ -9,14 +9,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from model_runner import ModelRunner, SamplingParams, generate, make_random_qwen3_moe, split_cost
 from moe import linear
-from serving.workbench.bench.statistics import Interval, bootstrap, interleave_arms, paired, timed
+from serving.workbench.bench.statistics import Interval, bootstrap, interleave_arms, paired, print_arms, timed
 from ubatch import UBatchConfig, UBatchError
 from ubatch.process.cores import num_cores
 
@@ -48,15 +47,10 @@ class GenerateResult:
     where: Mapping[str, float]
     same_tokens: float
 
-    def as_json(self) -> dict[str, Any]:
-        """For `--json`."""
-        return dict(vars(self))
-
     def print(self) -> None:
         """As text."""
         print(f"generate: {_PROMPTS} prompts x {_PROMPT_LEN} tokens, {_NEW} new, 100 M Qwen3-MoE, all cores")
-        for name, values in self.arms_ms.items():
-            print(f"  {name:14} {bootstrap(values):.0f} ms")
+        print_arms(self.arms_ms, ".0f", width=14)
         print(f"  new tokens per second   {self.tokens_per_s:.0f}")
         print(f"  speed-up over transformers   {self.speedup:.3f}   (same tokens: {self.same_tokens:.1%})")
         print(f"  share of the arithmetic limit ({self.gflops_limit:.0f} GFLOP/s)   {self.arithmetic_share:.3f}")

@@ -6,7 +6,7 @@ import json
 import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,17 @@ import torch
 from serving.progress import progress
 from ubatch.process.cores import num_cores
 
-__all__ = ["Interval", "bootstrap", "environment", "interleave_arms", "paired", "timed", "write_json"]
+__all__ = [
+    "Interval",
+    "bootstrap",
+    "environment",
+    "interleave_arms",
+    "overlap_figures",
+    "paired",
+    "print_arms",
+    "timed",
+    "write_json",
+]
 
 _RESAMPLES = 2000
 
@@ -91,13 +101,29 @@ def environment() -> dict[str, Any]:
     }
 
 
+def overlap_figures(
+    compute: Sequence[float], communication: Sequence[float], overlapped: Sequence[float]
+) -> tuple[Interval, Interval]:
+    """Of steps, block by block: efficiency, max(compute, communication) / T; and the share of the shorter one that is
+    hidden, (compute + communication - T) / min(compute, communication)."""
+    columns = list(zip(compute, communication, overlapped, strict=True))
+    efficiency = bootstrap([max(c, m) / t for c, m, t in columns])
+    return efficiency, bootstrap([(c + m - t) / min(c, m) for c, m, t in columns])
+
+
+def print_arms(arms: Mapping[str, Sequence[float]], spec: str, width: int, indent: int = 2, unit: str = "ms") -> None:
+    """A line for every arm."""
+    for name, values in arms.items():
+        print(f"{'':{indent}}{name:{width}} {bootstrap(values):{spec}} {unit}")
+
+
 def write_json(path: Path, results: Mapping[str, Any]) -> None:
-    """Write results with stable keys; intervals become `{"median", "low", "high"}`."""
+    """Write results with stable keys; a dataclass, as an interval is, becomes its fields."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(results, indent=2, default=_plain) + "\n", encoding="utf-8")
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, Interval):
-        return asdict(value)
+    if is_dataclass(value):
+        return {each.name: getattr(value, each.name) for each in fields(value)}
     return str(value)

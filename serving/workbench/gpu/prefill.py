@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from moe.all2all.host_loopback import HostLoopbackAll2All
-from serving.workbench.bench import Interval, bootstrap, paired
+from serving.workbench.bench import Interval, bootstrap, overlap_figures, paired
 from serving.workbench.gpu.bench import Bench
 from serving.workbench.gpu.model import LANES, QWEN3_235B_A22B, TINY, Model, Step
 from serving.workbench.gpu.report import Arms, Section
@@ -37,7 +37,7 @@ from ubatch import CUDAGraphMode, Transfer, UBatchConfig, UBatchWrapper, set_for
 from ubatch.schedules.layer_program import LayerTimes, layer_program
 from ubatch.schedules.simulate import simulate
 
-__all__ = ["measure", "overlap_figures"]
+__all__ = ["figures_of", "measure"]
 
 _RATIOS = (0.5, 1.0)
 _DRIFT = 1.02
@@ -148,7 +148,7 @@ def _measure_ratio(bench: Bench, section: Section, setting: _Setting, label: str
     section.arms_ms[label] = arms
     for name, values in arms.items():
         section.add(f"{label}: {name}", bootstrap(values), "ms")
-    for name, figure in overlap_figures(arms, _ideal_ms(setting, arms, config)).items():
+    for name, figure in figures_of(arms, _ideal_ms(setting, arms, config)).items():
         goal = 0.95 if name in ("hidden", "efficiency") else None
         if figure.low > _DRIFT and name != "speed-up":
             section.add(f"{label}: {name}", None, at_least=goal, note=f"void, {figure:.3f}: the machine drifted")
@@ -156,19 +156,19 @@ def _measure_ratio(bench: Bench, section: Section, setting: _Setting, label: str
             section.add(f"{label}: {name}", figure, at_least=goal)
 
 
-def overlap_figures(arms: Arms, ideal_ms: float) -> dict[str, Interval]:
+def figures_of(arms: Arms, ideal_ms: float) -> dict[str, Interval]:
     """What DESIGN's protocol says of a set of arms.
 
     Args:
         arms: block means, milliseconds.
         ideal_ms: the schedule's time on an ideal machine.
     """
-    compute, sent, overlapped = arms["split_compute"], arms["communication"], arms["overlapped"]
-    columns = list(zip(compute, sent, overlapped, strict=True))
+    overlapped = arms["overlapped"]
+    efficiency, hidden = overlap_figures(arms["split_compute"], arms["communication"], overlapped)
     best = min(("serial", "split_serial"), key=lambda name: bootstrap(arms[name]).median)
     return {
-        "hidden": bootstrap([(c + m - t) / min(c, m) for c, m, t in columns]),
-        "efficiency": bootstrap([max(c, m) / t for c, m, t in columns]),
+        "hidden": hidden,
+        "efficiency": efficiency,
         "schedule_efficiency": bootstrap([ideal_ms / t for t in overlapped]),
         "speed-up": paired(arms[best], overlapped),
     }

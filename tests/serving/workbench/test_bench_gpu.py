@@ -16,7 +16,7 @@ from serving.workbench.bench import Interval
 from serving.workbench.gpu import run as runner
 from serving.workbench.gpu.__main__ import main
 from serving.workbench.gpu.bench import Bench
-from serving.workbench.gpu.prefill import overlap_figures
+from serving.workbench.gpu.prefill import figures_of
 from serving.workbench.gpu.report import Figure, Section, as_markdown, as_text
 from serving.workbench.gpu.run import Options, names_of, run
 from serving.workbench.gpu.sections import SECTIONS, Plan, run_section
@@ -195,14 +195,14 @@ def test_verdicts_and_tables() -> None:
 
 def test_figures_of_a_perfect_overlap_and_of_none() -> None:
     arms = {"split_compute": [10.0], "communication": [8.0], "serial": [19.0], "split_serial": [18.0]}
-    perfect = overlap_figures({**arms, "overlapped": [10.0]}, ideal_ms=9.0)
+    perfect = figures_of({**arms, "overlapped": [10.0]}, ideal_ms=9.0)
     assert {name: figure.median for name, figure in perfect.items()} == {
         "hidden": 1.0,
         "efficiency": 1.0,
         "schedule_efficiency": 0.9,
         "speed-up": 1.8,
     }
-    none = overlap_figures({**arms, "overlapped": [18.0]}, ideal_ms=9.0)
+    none = figures_of({**arms, "overlapped": [18.0]}, ideal_ms=9.0)
     assert none["hidden"].median == 0.0
     assert none["speed-up"].median == 1.0
 

@@ -88,7 +88,7 @@ def run(options: Options) -> int:
         results["split_us"] = _split(options)
     _print(options, results, generated)
     if generated is not None:
-        results["generate"] = generated.as_json()
+        results["generate"] = generated
     options.write(results)
     return 0
 

@@ -347,7 +347,6 @@ def as_json(results: Sequence[AutoResult]) -> dict[str, Any]:
                 "seconds": _rounded(result.seconds),
                 "forwards": _rounded(result.forwards),
                 "bytes_per_s": None if np.isinf(result.bytes_per_s) else result.bytes_per_s,
-                "best": {kind: vars(setting) for kind, setting in result.best.items()},
             }
             for result in results
         ],

@@ -68,10 +68,7 @@ def run(options: Options) -> int:
                 f"{count:>6} tokens, {name:10} {result.layer_ms:.2f} ms a layer, {result.over_grouped:.2f}x grouped, "
                 f"{result.gflops:.0f} GFLOP/s, weights at {result.weights_gb_s:.0f} GB/s"
             )
-    as_plain = {
-        count: {name: vars(result) for name, result in of_tokens.items()} for count, of_tokens in results.items()
-    }
-    options.write({"arms_ms": arms_ms, "results": as_plain})
+    options.write({"arms_ms": arms_ms, "results": results})
     return 0
 
 

@@ -19,7 +19,7 @@ from model_runner import keep_freed_memory
 from moe import FusedMoEModularKernel, SoftmaxTopKRouter, make_all2all, make_experts
 from serving.pinning import pin_rank
 from serving.workbench.bench.options import BlockOptions
-from serving.workbench.bench.statistics import bootstrap, interleave_arms, paired
+from serving.workbench.bench.statistics import interleave_arms, paired, print_arms
 from ubatch import ConfigError, UBatchConfig, UBatchWrapper
 
 __all__ = ["Options", "run"]
@@ -82,8 +82,7 @@ def run(options: Options) -> int:
     overhead = paired(measured["lanes"], measured["back_to_back"])
     handoffs = wrapper.statistics().handoffs // wrapper.statistics().engaged
     print(f"{options.tokens} tokens, {options.layers} layers, two halves on {device}, nothing to communicate")
-    for name, values in measured.items():
-        print(f"  {name:13} {bootstrap(values):.2f} ms")
+    print_arms(measured, ".2f", width=13)
     print(f"  lanes / back to back   {overhead:.4f}   ({handoffs} hand-offs a step)")
     options.write({"handoffs": handoffs, "overhead": overhead, "arms_ms": measured})
     wrapper.close()

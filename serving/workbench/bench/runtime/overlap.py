@@ -37,7 +37,7 @@ from pydantic import Field
 
 from serving.ranks import run_ranks
 from serving.tuning.programs import Programs, middle_steps, predict_step, write_steps
-from serving.workbench.bench.statistics import Interval, bootstrap, interleave_arms, paired
+from serving.workbench.bench.statistics import Interval, bootstrap, interleave_arms, overlap_figures, paired, print_arms
 from serving.workbench.bench.step_setting import (
     Setting,
     SplitCompute,
@@ -202,12 +202,12 @@ def _lane_result(arms: Mapping[str, Sequence[float]], n: int, lanes: Sequence[in
     compute = [min(pair) for pair in zip(split_compute, own_compute, strict=True)]
     serial_arms = ["serial_unsplit", *(f"serial_{k}" for k in lanes)]
     best = min(serial_arms, key=lambda arm: bootstrap(arms[arm]).median)
-    columns = list(zip(compute, communication, overlapped, strict=True))
+    efficiency, hidden = overlap_figures(compute, communication, overlapped)
     return LaneResult(
         lanes=n,
-        efficiency=bootstrap([max(c, m) / t for c, m, t in columns]),
+        efficiency=efficiency,
         schedule_efficiency=paired(arms[f"ideal_{n}"], overlapped),
-        hidden=bootstrap([(c + m - t) / min(c, m) for c, m, t in columns]),
+        hidden=hidden,
         speedup=paired(arms[best], overlapped),
     )
 
@@ -216,8 +216,7 @@ def print_result(result: OverlapResult) -> None:
     """The arms and the figures of one link, as text."""
     speed = result.bytes_per_s / 1e6
     print(f"\ncommunication {result.ratio:g}x compute (link: {speed:.1f} MB/s, {result.latency_s * 1e6:g} us)")
-    for name, values in result.arms_ms.items():
-        print(f"  {name:18} {bootstrap(values):.1f} ms")
+    print_arms(result.arms_ms, ".1f", width=18)
     print(f"  {'lanes':>5} {'efficiency':>22} {'schedule_efficiency':>22} {'hidden':>22} {'speedup':>22}")
     for lane in result.lanes.values():
         cells = (lane.efficiency, lane.schedule_efficiency, lane.hidden, lane.speedup)

@@ -30,7 +30,7 @@ from model_runner.parallel.transport import most_chunks
 from serving.ranks import run_ranks
 from serving.tuning.programs import Programs, predict_step
 from serving.tuning.stages import HANDOFF_S, StageModel, nameless, slowest_layer_times
-from serving.workbench.bench.statistics import Interval, bootstrap, interleave_arms, paired
+from serving.workbench.bench.statistics import Interval, bootstrap, interleave_arms, overlap_figures, paired, print_arms
 from serving.workbench.bench.step_setting import (
     SplitCompute,
     StepOptions,
@@ -104,7 +104,7 @@ def run(options: Options) -> int:
     with model_folder(options) as model:
         result: SchedulesResult = run_ranks(_measure_on_rank, options.ranks, options, model)
     print_result(options, result)
-    options.write(as_json(result))
+    options.write(vars(result))
     return 0
 
 
@@ -235,12 +235,12 @@ def _result(
 ) -> ScheduleResult:
     serial = [arm for arm in arms if arm.startswith(("serial_unsplit", "one_by_one"))]
     best = min(serial, key=lambda arm: bootstrap(arms[arm]).median)
-    columns = zip(arms[f"split_compute {work}"], arms[f"communication {work}"], arms[name], strict=True)
+    efficiency, _ = overlap_figures(arms[f"split_compute {work}"], arms[f"communication {work}"], arms[name])
     measured = bootstrap(arms[name])
     return ScheduleResult(
         name=name,
         schedule=schedule.describe().partition(": ")[2],
-        efficiency=bootstrap([max(compute, link) / t for compute, link, t in columns]),
+        efficiency=efficiency,
         speedup=paired(arms[best], arms[name]),
         predicted_ms=predicted_ms,
         measured_ms=measured,
@@ -252,8 +252,7 @@ def print_result(options: Options, result: SchedulesResult) -> None:
     """Arms and figures, as text."""
     speed, latency = result.bytes_per_s / 1e6, result.latency_s * 1e6
     print(f"communication {options.ratio:g}x compute (link: {speed:.1f} MB/s, {latency:g} us)")
-    for name, values in result.arms_ms.items():
-        print(f"  {name:44} {bootstrap(values):.1f} ms")
+    print_arms(result.arms_ms, ".1f", width=44)
     print(f"  {'schedule':24} {'efficiency':>22} {'speedup':>22} {'predicted':>10} {'measured':>24} {'error':>7}")
     for each in (*result.named, *result.searched):
         print(
@@ -262,14 +261,3 @@ def print_result(options: Options, result: SchedulesResult) -> None:
         )
     for each in result.searched:
         print(f"  {each.name}: {each.schedule}")
-
-
-def as_json(result: SchedulesResult) -> dict[str, Any]:
-    """What `--json` writes."""
-    return {
-        "bytes_per_s": result.bytes_per_s,
-        "latency_s": result.latency_s,
-        "named": [vars(each) for each in result.named],
-        "searched": [vars(each) for each in result.searched],
-        "arms_ms": result.arms_ms,
-    }

@@ -66,7 +66,7 @@ def run(options: Options) -> int:
     if Part.SCHEDULER in options.only:
         scheduler = measure_scheduler(options.blocks, options.running)
         scheduler.print()
-        parts["scheduler"] = scheduler.as_json()
+        parts["scheduler"] = scheduler
     options.write(parts)
     return 0
 
@@ -83,10 +83,10 @@ def _measure_model(options: Options, model: Path) -> dict[str, Any]:
             served=Part.SERVED in options.only,
         )
         offline.print()
-        parts["generate"] = offline.as_json()
+        parts["generate"] = offline
     if Part.OVERLAP in options.only:
         workloads = {"prefill": PREFILL_HEAVY, "decode": DECODE_HEAVY}
         overlap = measure_served_overlap(model, options.blocks, step_tokens=options.step_tokens, workloads=workloads)
         overlap.print()
-        parts["overlap"] = overlap.as_json()
+        parts["overlap"] = overlap
     return parts

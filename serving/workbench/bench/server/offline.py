@@ -70,10 +70,6 @@ class OfflineResult:
     over_offline: Mapping[str, Interval]
     same: Mapping[str, float]
 
-    def as_json(self) -> dict[str, Any]:
-        """For `--json`."""
-        return vars(self) | {"workload": vars(self.workload)}
-
     def print(self) -> None:
         """As text."""
         print(f"\ngenerate: {self.workload}, all cores")

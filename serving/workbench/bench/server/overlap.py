@@ -29,7 +29,7 @@ from serving.llm import LLM
 from serving.ranks import run_ranks
 from serving.workbench.bench.runtime.overlap import measure_overlap
 from serving.workbench.bench.server.offline import Workload, random_prompts
-from serving.workbench.bench.statistics import Interval, bootstrap, interleave_arms, paired, timed
+from serving.workbench.bench.statistics import Interval, interleave_arms, paired, print_arms, timed
 from serving.workbench.bench.step_setting import StepSetting, prefill_batch
 from ubatch import CommGroup, UBatchConfig, UBatchError
 
@@ -87,11 +87,6 @@ class ServedOverlap:
     step_tokens: int
     results: Mapping[str, ServedOverlapResult]
 
-    def as_json(self) -> dict[str, Any]:
-        """For `--json`."""
-        results = {name: vars(each) | {"workload": vars(each.workload)} for name, each in self.results.items()}
-        return {"calibration": vars(self.calibration), "step_tokens": self.step_tokens, "results": results}
-
     def print(self) -> None:
         """As text."""
         link = self.calibration
@@ -104,8 +99,7 @@ class ServedOverlap:
         print(f"  decode steps by tokens of a rank   {tuned}   -> threshold {link.decode_threshold}")
         for name, result in self.results.items():
             print(f"  {name}-heavy ({result.workload}); same tokens in {result.same:.0%} of the prompts")
-            for arm, values in result.arms_ms.items():
-                print(f"    {arm:12} {bootstrap(values):.0f} ms")
+            print_arms(result.arms_ms, ".0f", width=12, indent=4)
             print(f"    speed-up     {result.speedup:.3f}")
             print(
                 "    steps        " + ", ".join(f"{kind} {count}" for kind, count in result.steps.items()), flush=True

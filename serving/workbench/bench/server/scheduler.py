@@ -16,14 +16,13 @@ import functools
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from attention import BlockAllocator, RequestToTokenTable
 from model_runner import SamplingParams, ScheduledRequest, StepOutput
 from serving.engine.rank.core import EngineCore
 from serving.requests import RequestInput
 from serving.scheduler import Scheduler, SchedulerConfig
-from serving.workbench.bench.statistics import Interval, bootstrap, interleave_arms, paired
+from serving.workbench.bench.statistics import Interval, bootstrap, interleave_arms, paired, print_arms
 from ubatch import Decision, DeclineReason
 
 __all__ = ["SchedulerResult", "measure_scheduler"]
@@ -53,15 +52,10 @@ class SchedulerResult:
     exposed: Interval
     hidden: Interval
 
-    def as_json(self) -> dict[str, Any]:
-        """For `--json`."""
-        return dict(vars(self))
-
     def print(self) -> None:
         """As text."""
         print(f"\nscheduler: {self.running} running requests; a device that takes {self.device_ms:g} ms a step")
-        for name, values in self.arms_ms.items():
-            print(f"  {name:22} {bootstrap(values):.3f} ms a step")
+        print_arms(self.arms_ms, ".3f", unit="ms a step", width=22)
         print(f"  the device waits in the plain loop   {self.exposed:.3f} ms a step")
         print(f"  of which the overlapped loop hides   {self.hidden:.2f}", flush=True)
 

@@ -8,35 +8,36 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import asdict
-from pathlib import Path
-from typing import Annotated
+from typing import Annotated, ClassVar
 
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict, Field, PlainSerializer
 
-from serving.arguments.fields import Flag, Group
 from serving.progress import progress
-from serving.workbench.bench.server.figures import Figures, figures_of
+from serving.workbench.bench.options import ReportOptions
+from serving.workbench.bench.server.figures import figures_of
 from serving.workbench.bench.server.load import Dataset, Load, make_tasks, served_model
 from serving.workbench.bench.server.requests import Endpoint, Outcome, Server, send_all
-from serving.workbench.bench.statistics import environment, write_json
 from ubatch import ConfigError
 
 __all__ = ["Options", "run"]
 
 
-class Options(Group):
+class Options(ReportOptions):
     """Whom to ask, how much, and how."""
 
     model_config = ConfigDict(allow_inf_nan=True)
+    unwritten: ClassVar[frozenset[str]] = frozenset({"api_key"})
 
     base_url: Annotated[str, Field(description="the server, with or without /v1")] = "http://127.0.0.1:8000"
     model: Annotated[str | None, Field(description="served name; the first of /v1/models if not given")] = None
     endpoint: Annotated[Endpoint, Field(description="which API")] = Endpoint.COMPLETIONS
     api_key: Annotated[str | None, Field(description="sent as a bearer token")] = None
     num_prompts: Annotated[int, Field(ge=1, description="requests")] = 100
-    request_rate: Annotated[float, Field(gt=0, description="requests per second, Poisson; inf sends all at once")] = (
-        float("inf")
-    )
+    request_rate: Annotated[
+        float,
+        PlainSerializer(str, when_used="json"),  # JSON knows no infinity
+        Field(gt=0, description="requests per second, Poisson; inf sends all at once"),
+    ] = float("inf")
     max_concurrency: Annotated[int | None, Field(ge=1, description="most requests at once")] = None
     dataset: Annotated[
         Dataset,
@@ -51,11 +52,6 @@ class Options(Group):
     cancel_ratio: Annotated[float, Field(ge=0, le=1, description="share of the requests dropped midway")] = 0.0
     seed: Annotated[int, Field(description="of lengths, prompts, arrivals and who is dropped")] = 0
     timeout_s: Annotated[float, Field(gt=0, description="a request fails after so long without a byte")] = 600.0
-    json_file: Annotated[
-        Path | None,
-        Flag(name="json", metavar="FILE"),
-        Field(description="write figures and raw requests here"),
-    ] = None
 
 
 def run(options: Options) -> int:
@@ -72,9 +68,8 @@ def run(options: Options) -> int:
     how = "streamed" if options.stream else "not streamed"
     print(f"{options.num_prompts} requests to {model} ({options.endpoint}, {how})")
     figures.print()
-    if options.json_file is not None:
-        _write(options.json_file, options, figures, outcomes)
-        print(f"wrote {options.json_file}")
+    requests = [{key: value for key, value in asdict(each).items() if key != "text"} for each in outcomes]
+    options.write({"figures": figures, "requests": requests})
     return 1 if figures.failed else 0
 
 
@@ -105,13 +100,3 @@ async def _measure(options: Options) -> tuple[str, list[Outcome]]:
             server, tasks, max_concurrency=options.max_concurrency, on_done=lambda _: bar.update()
         )
     return model.name, outcomes
-
-
-def _write(path: Path, options: Options, figures: Figures, outcomes: list[Outcome]) -> None:
-    requests = [{key: value for key, value in asdict(each).items() if key != "text"} for each in outcomes]
-    settings = options.model_dump(mode="json", exclude={"api_key"})
-    settings["request_rate"] = str(options.request_rate)  # JSON knows no infinity
-    write_json(
-        path,
-        {"environment": environment(), "options": settings, "figures": asdict(figures), "requests": requests},
-    )
