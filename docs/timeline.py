@@ -12,7 +12,8 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from ubatch import Span, SpanKind, read_chrome
+from ubatch import Span, SpanKind
+from ubatch.trace.file import read_chrome
 
 WIDTH = 84
 KEY = "A attention, norms, router    E experts    d dispatch    c combine"
