@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import re
-import tomllib
 import warnings
 
 import pytest
@@ -28,7 +27,7 @@ def test_the_changelog_names_what_changed() -> None:
 
 
 def test_the_last_release_is_this_version_or_an_older_one() -> None:
-    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    version = ubatch.__version__
     assert (FILE.parent / f"public-names-{version}.txt").is_file(), f"copy {FILE.name} to public-names-{version}.txt"
     assert f"\n## {version}" in (ROOT / "CHANGELOG.md").read_text()
 
