@@ -37,7 +37,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "GenerateCommand",
-    "Prompts",
     "describe_steps",
     "print_generated",
     "print_notes",
@@ -50,37 +49,21 @@ _MOST_PROMPTS_AT_ONCE = 256
 
 
 @dataclass(frozen=True)
-class Prompts:
-    """What to generate from, and how tokens are chosen; names are the flags'."""
-
-    prompt: tuple[str, ...]
-    max_tokens: int = 64
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    seed: int | None = None
-
-    def sampling_params(self) -> list[SamplingParams]:
-        """Of every prompt; prompt i has the seed + i."""
-        chosen = {name: getattr(self, name) for name in ("max_tokens", "temperature", "top_k", "top_p")}
-        seeds = [None if self.seed is None else self.seed + index for index in range(len(self.prompt))]
-        return [SamplingParams(**chosen, seed=seed) for seed in seeds]
-
-
-@dataclass(frozen=True)
 class GenerateCommand:
     """What to run.
 
     Attributes:
         settings: all of them, in force and without contradictions.
         prompts: what to generate from.
+        params: of each of them.
         engine: what the ranks are made from.
         print_config: print the settings and exit.
         notes: what is allowed but may not be what was meant.
     """
 
     settings: Settings
-    prompts: Prompts
+    prompts: tuple[str, ...]
+    params: tuple[SamplingParams, ...]
     engine: EngineOptions
     print_config: bool = False
     notes: tuple[str, ...] = ()
@@ -115,17 +98,23 @@ def resolve_offline(layers: Sequence[Layer], table: Table, *, print_config: bool
     _check_launcher()
     settings = resolve_settings(*layers, table=table, first=_size_for_prompts)
     check_tokenizer(settings.folders["model"])
-    prompts = Prompts(**{name: settings[name] for name in Prompts.__dataclass_fields__})
-    if prompts.max_tokens >= settings["max_model_len"]:
+    if settings.given("max_tokens") and settings["max_tokens"] >= settings["max_model_len"]:
         raise ConfigError(
-            f"{settings.spell('max_tokens')} is {prompts.max_tokens}, but a sequence, prompt and output together, has "
-            f"at most {settings['max_model_len']} positions."
+            f"{settings.spell('max_tokens')} is {settings['max_tokens']}, but a sequence, prompt and output together, "
+            f"has at most {settings['max_model_len']} positions."
         )
     told = list(notes(settings))
     greedy = [settings.spell(name) for name in ("top_k", "top_p", "seed") if settings.given(name)]
-    if greedy and prompts.temperature == 0:
+    if greedy and settings["temperature"] == 0:
         told.append(f"{', '.join(greedy)} without --temperature: the likeliest token is taken")
-    return GenerateCommand(settings, prompts, to_engine_options(settings), print_config, tuple(told))
+    prompts, engine = settings["prompt"], to_engine_options(settings)
+    params = tuple(_sampling_params(settings, index) for index in range(len(prompts)))
+    return GenerateCommand(settings, prompts, params, engine, print_config, tuple(told))
+
+
+def _sampling_params(s: Settings, index: int) -> SamplingParams:
+    chosen = {name: s[name] for name in ("max_tokens", "temperature", "top_k", "top_p")}
+    return SamplingParams(**chosen, seed=None if s["seed"] is None else s["seed"] + index)
 
 
 def _check_model(given: Settings) -> None:
@@ -182,7 +171,7 @@ def run(command: GenerateCommand) -> int:
     from serving.llm import LLM  # the imports take longer than all the checks
 
     with LLM.from_settings(command.settings) as llm:
-        print_generated(llm, llm.generate(command.prompts.prompt, command.prompts.sampling_params()))
+        print_generated(llm, llm.generate(command.prompts, command.params))
         print_notes("ubatch generate", _why_no_overlap(command.settings, llm.statistics))
     return 0
 

@@ -19,6 +19,7 @@ import serving
 from model_runner import RandomDeepseekV3, make_random_checkpoint
 from serving.cli import COMMANDS, main
 from serving.progress import progress
+from serving.ranks import free_port
 from serving.workbench.bench.statistics import bootstrap, interleave_arms, paired
 from serving.workbench.bench.step_setting import StepOptions, model_folder
 from ubatch import SCHEDULES, __version__
@@ -161,10 +162,39 @@ def test_progress_in_a_pipe_is_lines(monkeypatch: pytest.MonkeyPatch, capsys: py
 
 
 def test_generate_on_one_rank(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["generate", TINY, "--prompt", "def main(", "import os", "--max-tokens", "5"]) == 0
-    output = capsys.readouterr().out
-    assert "def main(self" in output
-    assert "steps: 0 overlapped, 5 not (disabled 5)" in output
+    assert main(["generate", TINY, "--prompt", "def main(", "import os", "--max-tokens", "5", "--enable-dbo"]) == 0
+    captured = capsys.readouterr()
+    assert "def main(self" in captured.out
+    assert "steps: 0 overlapped, 5 not (below_decode_threshold 4, below_prefill_threshold 1)" in captured.out
+    assert "no step overlapped: each was smaller than --dbo-decode-token-threshold (32)" in captured.err
+
+
+def test_generate_is_no_job_of_a_launcher(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    for size, status in (("2", 2), ("1", 0)):
+        monkeypatch.setenv("WORLD_SIZE", size)
+        assert main(["generate", TINY, "--prompt", "x", "--print-config"]) == status
+    assert "for several machines give --nnodes" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_generate_on_two_machines(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Both on this one; the second one has ranks only, and ends with the first."""
+    words = ["generate", TINY, "--prompt", "def main(", "import os", "--max-tokens", "5"]
+    assert main(words) == 0
+    alone = capfd.readouterr().out.split("steps:")[0]
+    words += ["--data-parallel-size", "2", "--enable-expert-parallel", "--nnodes", "2", "--master-addr", "127.0.0.1"]
+    words += ["--master-port", str(free_port())]
+    other = [sys.executable, "-m", "serving.cli", *words, "--node-rank", "1"]
+    with subprocess.Popen(other, stdout=subprocess.PIPE, text=True) as second:
+        try:
+            assert main(words) == 0
+            assert (second.wait(60), second.stdout and second.stdout.read()) == (0, "")
+        finally:
+            second.kill()
+    together = capfd.readouterr().out
+    assert together.split("steps:")[0] == alone
+    assert "memory of rank 1: KV cache" in together
 
 
 def test_generate_on_two_ranks_is_the_same(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -339,6 +339,9 @@ def test_two_ranks_give_the_same_and_can_be_interrupted(
     threads = torch.get_num_threads()
     with LLM(TINY_MOE, data_parallel_size=2, enable_expert_parallel=True, **SMALL) as llm:
         assert tokens(llm.generate(TEXTS, PARAMS)) == reference
+        assert tokens(llm.generate(TEXTS[0], PARAMS[0])) == reference[:1]
+        counts = {sum(rank.steps.values()) for rank in llm.statistics.values()}
+        assert len(counts) == 1, "they step together, and tell all of it, one without prompts too"
         # A real signal: it interrupts what the main thread waits for, as `_thread.interrupt_main` would not.
         timer = threading.Timer(1.0, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT))
         timer.start()

@@ -203,7 +203,7 @@ def of_trace(words: Sequence[str]) -> Effects:
     if run is not None:
         with mock.patch.object(trace, "_record", return_value=[]):
             _silently(lambda: trace.run(command), seen)
-        seen["generated"] = run.prompts
+        seen["generated"] = run.prompts, run.params
         _of_offline(seen, run.engine)
     return seen
 

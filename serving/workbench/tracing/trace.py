@@ -204,10 +204,9 @@ def _from_files(files: Sequence[Path]) -> list[RankTrace]:
 
 def _offline(command: GenerateCommand) -> list[RankTrace]:
     """Generate, and record every step; prints what was generated."""
-    prompts = command.prompts
     with LLM.from_settings(command.settings) as llm, tempfile.TemporaryDirectory() as folder:
         llm.start_profile()
-        outputs = llm.generate(prompts.prompt, prompts.sampling_params())
+        outputs = llm.generate(command.prompts, command.params)
         traces = _from_files(llm.stop_profile(Path(folder)))
         print_generated(llm, outputs)
     return traces

@@ -49,6 +49,30 @@ def test_a_flood_of_messages_is_taken_in_over_several_steps(tmp_path: Path) -> N
         link.close()
 
 
+def test_what_was_sent_together_is_taken_together_where_no_step_waits(tmp_path: Path) -> None:
+    """So that all prompts of an offline run are in the first step, and ranks that share experts begin alike."""
+    address = f"ipc://{tmp_path}/client"
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as client:
+        client.bind(address)
+        link = EngineLink(address, "rank-0")
+        link.send(Abort("hello"))  # type: ignore[arg-type]
+        client.recv_multipart()
+        together = [encode(Abort(str(number))) for number in range(30)]
+        taken: list[int] = []
+        for wait_s in (5.0, 0.0):
+            client.send_multipart([b"rank-0", *together])
+            time.sleep(0.05)
+            link._received_at = time.monotonic()
+            taken.append(0)
+            for _ in link.receive(wait_s):
+                taken[-1] += 1
+                time.sleep(0.001)
+        assert taken[0] == 30
+        assert 0 < taken[1] < 30, "a step does not wait for all of them"
+        assert taken[1] + sum(1 for _ in link.receive()) == 30
+        link.close()
+
+
 def test_a_request_that_is_refused_while_it_runs_is_aborted() -> None:
     """Its rank goes on with it otherwise, where only an output was too long for node 0."""
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -123,7 +124,7 @@ def test_trace_runs_prompts_as_generate_does() -> None:
     run = trace.read("ubatch trace", "", words).run
     made = generate.read("ubatch generate", "", words)
     assert run is not None
-    assert (run.engine, run.prompts, run.notes) == (made.engine, made.prompts, made.notes)
+    assert replace(run, settings=made.settings) == made
 
 
 @pytest.mark.parametrize(
@@ -202,7 +203,7 @@ def test_generate_does_not_overlap_where_the_flag_says_so() -> None:
 def test_keys_of_other_commands_are_named(capsys: pytest.CaptureFixture[str]) -> None:
     Path("serve.yaml").write_text("port: 9000\nmax-log-len: 9\napi-key: null\nmax-tokens: 3\n")
     command = generate.read("ubatch generate", "", [str(TINY_MOE), "--prompt", "x", "--config", "serve.yaml"])
-    assert command.prompts.max_tokens == 3
+    assert command.params[0].max_tokens == 3
     note = "without effect on `ubatch generate`: port in serve.yaml, max-log-len in serve.yaml"
     assert command.notes == (note,)
     assert main(["serve", str(TINY_MOE), "--config", "serve.yaml", "--print-config"]) == 0
