@@ -1,15 +1,13 @@
 """The OpenAI-compatible HTTP API over an engine.
 
-request_models, response_models    what comes in and goes out, for FastAPI and its `/openapi.json`
-unsupported_fields                 what may come in and is refused, or not used
-description                        `/openapi.json`, with the limits of this server
-errors, sse                        OpenAI's error bodies; server-sent events; clients that leave
+http/                              the app, its routes, bodies, connections and `/openapi.json`
+schema/                            what comes in and goes out, for FastAPI; what is refused; OpenAI's error bodies
+completions, chat                  the two kinds of answers
 prompts, sampling, token_limits    from a request's fields to token ids and sampling parameters
 generation                         the outputs of a request, side by side
-logprobs, answer                   from what they give to what clients read, whole or streamed
-completions, chat                  the two kinds of answers
-service, routes, app               put together by `create_app`
-observer                           what metrics are told
+logprobs, answer, sse              from what they give to what clients read, whole or as server-sent events
+service                            what every route works with; `long_work` does what would hold the event loop
+observer, request_log              what metrics and the log are told
 """
 
 from serving.api.http.app import create_app

@@ -1,17 +1,15 @@
 """An engine: one data-parallel rank that schedules and runs steps; and the client that feeds all of them.
 
-options        what an engine is made from
-core           the two loops over a scheduler and an executor
-tracing        which steps are traced, for statistics and profiles
-build          options -> runner -> core
-messages, link what travels between client and engines, and an engine's end of the wire
-secret, gate   what several nodes know and nobody else, and who is let in by it
-rendezvous     where processes and nodes meet
-process        a rank's process: take in, step, send; pause together
+options        what an engine is made from; `speculation` where it is about drafts
+rank/          one process: the two loops over a scheduler and an executor, and what is made and traced for them
+wire/          what travels between client and engines, where they meet, and who is let in
 launch, node   the processes of one machine; a machine without the client
 routing        which rank serves a request, and the way back
+vital_signs    who is silent for too long
 failures       which of many reports names the cause
+folder         where the sockets of one machine lie
 client         all of it, as the API sees it
+offline        all of it, or one rank in this process, as `LLM` sees it
 """
 
 from serving.engine.client import EngineClient, EngineInfo
