@@ -31,6 +31,8 @@ from ubatch import SCHEDULES, CommGroup, ConfigError, PeerFailed, UBatchConfig
 from ubatch.kernels import autotune
 from ubatch.kernels.fastest import Chosen
 
+pytestmark = pytest.mark.long
+
 CPU = torch.device("cpu")
 SHAPE = ExpertsShape(held=4, num_experts=4, top_k=2, hidden_size=32, intermediate_size=16)
 MHA = AttentionShape(4, 2, 16)

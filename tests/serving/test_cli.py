@@ -24,6 +24,8 @@ from serving.workbench.bench.statistics import bootstrap, interleave_arms, paire
 from serving.workbench.bench.step_setting import StepOptions, model_folder
 from ubatch import SCHEDULES, __version__
 
+pytestmark = pytest.mark.long
+
 TINY = str(TINY_MOE)
 
 

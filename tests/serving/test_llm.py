@@ -18,6 +18,8 @@ from serving import LLM
 from serving.requests import RequestInput, RequestOutput
 from ubatch import ConfigError, UBatchError
 
+pytestmark = pytest.mark.long
+
 TEXTS = ["Once upon a time", "The cat", "def main():", "In a hole in the ground there lived", "0 1 2 3"]
 TEXTS += ["import os\n", "for name in names:\n    "]
 BAD = ((714, 585), (384, 844), (1247, 14), (19,), (429, 1247, 348), (8,))

@@ -95,6 +95,7 @@ def test_launched_on_several_machines_one_rank_warns(
     assert sum("not authenticated" in each.getMessage() for each in caplog.records) == warnings
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("fn", "message"), [(fail_on_rank_1, "no luck"), (die_on_rank_1, "exit status 7")])
 def test_the_first_failure_ends_the_others(fn: object, message: str) -> None:
     start = time.monotonic()
@@ -110,6 +111,7 @@ def test_a_launcher_with_another_number_of_ranks_is_refused(monkeypatch: pytest.
         run_ranks(add_up, 2, 0)
 
 
+@pytest.mark.slow
 def test_terminating_the_parent_ends_its_ranks(tmp_path: Path) -> None:
     code = (
         "import sys; from serving.ranks import run_ranks; from test_serving_ranks import report_and_sleep\n"

@@ -32,6 +32,8 @@ from serving.scheduler.speculation import depth_of
 from serving.workbench.bench.runtime.speculation_census import census_of
 from ubatch import ConfigError, UBatchConfig
 
+pytestmark = pytest.mark.long
+
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6], [53], [58, 97, 93, 23, 84], [62, 64, 33] * 7, [100] * 4]
 PARAMS = [
     SamplingParams(max_tokens=30),

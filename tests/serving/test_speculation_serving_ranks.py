@@ -20,6 +20,8 @@ from serving.scheduler import Scheduler, SchedulerConfig
 from serving.workbench.bench.runtime.speculation_census import census_of, take_census
 from ubatch import CommGroup, UBatchConfig
 
+pytestmark = pytest.mark.ranks
+
 HEAD = TINY_MOE.parent / "tiny-moe-eagle"
 THRESHOLD = 8  # two requests with three drafts each; one alone cannot be cut
 NEW = 40
@@ -91,6 +93,7 @@ def test_ranks_overlap_their_verify_steps_and_give_the_same_tokens() -> None:
             assert engaged == 0
 
 
+@pytest.mark.slow
 def test_tensor_parallel_ranks_draft_alike() -> None:
     """Both ranks draft, with all of the head, and must verify the same; drawn drafts of unseeded requests, too."""
     prompts = [[(29 * index + 7 * place) % 300 + 3 for place in range(4 + 5 * index)] for index in range(6)]

@@ -10,6 +10,8 @@ from repository import ROOT, TINY_MOE
 from model_runner import SamplingParams
 from serving import LLM
 
+pytestmark = pytest.mark.ranks
+
 TEXT = (ROOT / "serving" / "scheduler" / "radix_cache.py").read_text(encoding="utf-8")
 PROMPTS = [TEXT[300 * number : 300 * number + 40 + 60 * (number % 9)] for number in range(20)]
 PARAMS = [SamplingParams(max_tokens=6 + 5 * (number % 4), ignore_eos=True) for number in range(20)]

@@ -19,6 +19,8 @@ from attention.backends.flashinfer.pages import INT_WORKSPACE_BYTES
 from attention.backends.trtllm import mla as trtllm_mla
 from ubatch import ConfigError, ForwardMode, UBatchSlice
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> StandIns:

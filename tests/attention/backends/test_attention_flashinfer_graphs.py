@@ -13,6 +13,8 @@ from flashinfer_standin import StandIns, allocations
 from attention import AttentionShape, MLAKVCache, PagedKVCache, make_attention_backend
 from ubatch import ConfigError, ForwardMode
 
+pytestmark = pytest.mark.long
+
 BOTH = pytest.mark.parametrize("mla", [False, True], ids=["mha", "mla"])
 GRAPHS: dict[str, tuple[int, dict[str, Any], list[tuple[int, int]], list[tuple[int, int]]]] = {
     "decode": (1, {"mode": ForwardMode.DECODE}, [(5, 1), (20, 1), (9, 1), (2, 1)], [(70, 1), (33, 1), (95, 1)]),

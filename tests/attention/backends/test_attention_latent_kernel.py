@@ -119,6 +119,7 @@ def test_equals_the_reference_and_absorbs_those_that_decode(
         assert torch.equal(plan.absorbed.batch.seq_lens.cpu().long(), wanted)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("interleaved", [True, False])
 @pytest.mark.parametrize(
     "shape", [MLAShape(3, 20, 3, 6, 5, scale=0.8), MLAShape(40, 16, 4, 4, 4)], ids=["odd", "many heads"]
@@ -127,6 +128,7 @@ def test_heads_of_every_kind(shape: MLAShape, interleaved: bool) -> None:
     check(make_mla_batch([(40, 1), (3, 1)], shape=shape, interleaved=interleaved))
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("block_size", [1, 16, 64])
 @pytest.mark.parametrize("fp8", [False, True], ids=["fp32", "fp8"])
 def test_page_sizes(block_size: int, fp8: bool) -> None:
@@ -241,6 +243,7 @@ def addresses(plan: TritonMLAGraphPlan) -> dict[str, int]:
     return {name: tensor.data_ptr() for name, tensor in found.items()}
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("kind", GRAPHS)
 def test_a_captured_plan_serves_longer_and_other_batches_in_place(kind: str) -> None:
     captured = Captured(kind)

@@ -21,6 +21,8 @@ from attention.kernels import decode as decode_kernels
 from ubatch import ForwardMode
 from ubatch.kernels.c_jit import why_not_c
 
+pytestmark = pytest.mark.long
+
 STEPS: dict[str, tuple[list[tuple[int, int]], dict[str, Any]]] = {
     "decode": ([(5, 1), (33, 1), (0, 1), (18, 1)], {}),
     "prompts": ([(0, 5), (0, 17), (0, 2)], {}),
@@ -113,6 +115,7 @@ def test_of_keys_and_values(name: str, fp8: bool, shape: str, step: str) -> None
     check(make_batch(requests, shape=SHAPES[shape], fp8=fp8, num_layers=2, **options), name)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize(("shape", "fp8"), [("plain", True), ("window", False)], ids=["fp8", "window"])
 def test_of_keys_and_values_by_triton(shape: str, fp8: bool, step: str) -> None:
@@ -120,6 +123,7 @@ def test_of_keys_and_values_by_triton(shape: str, fp8: bool, step: str) -> None:
     check(make_batch(requests, shape=SHAPES[shape], fp8=fp8, **options), "triton")
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("fp8", [False, True], ids=["fp32", "fp8"])
 @pytest.mark.parametrize("name", ["torch", "triton"])
@@ -128,6 +132,7 @@ def test_of_latents(name: str, fp8: bool, step: str) -> None:
     check(make_mla_batch(requests, fp8=fp8, **options), name)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("step", GRAPHS)
 @pytest.mark.parametrize("make", [make_batch, make_mla_batch], ids=["mha", "mla"])
 def test_of_captured_steps_with_padding(make: Callable[..., Batch | MLABatch], step: str) -> None:

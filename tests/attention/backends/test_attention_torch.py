@@ -24,6 +24,8 @@ from attention.backends.torch.sdpa import TorchAttentionBackend, TorchAttentionP
 from attention.lse import merge_states, softmax_attention
 from ubatch import ConfigError, ForwardMode
 
+pytestmark = pytest.mark.long
+
 MIXED = [(9, 4), (1, 2), (0, 4), (3, 1), (0, 7), (12, 1), (0, 0)]
 
 SHAPES = {

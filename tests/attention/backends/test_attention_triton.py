@@ -85,6 +85,7 @@ def check(batch: Batch, dtype: torch.dtype = torch.float32) -> TritonAttentionPl
     return plan
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("requests", "decodes", "prefills"),
     [(DECODE, True, False), (PROMPTS, False, True), (CHUNKS, False, True), (MIXED, True, True), ([], False, False)],
@@ -104,12 +105,14 @@ def test_heads_of_every_kind(heads: tuple[int, int, int]) -> None:
     check(make_batch([(9, 1), (4, 5)], heads=heads))
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("block_size", [1, 16, 64])
 @pytest.mark.parametrize("fp8", [False, True], ids=["fp32", "fp8"])
 def test_page_sizes(block_size: int, fp8: bool) -> None:
     check(make_batch([(70, 1), (63, 2), (0, 18), (15, 1)], block_size=block_size, fp8=fp8, padding=1))
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("drafts", ["chain", "tree"])
 @pytest.mark.parametrize("number", [3, 20])
 def test_verify(drafts: Any, number: int) -> None:
@@ -129,6 +132,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", OPTIONS)
 def test_every_option_in_decode_prefill_and_verify_and_none_is_ignored(name: str) -> None:
     shape, plain = AttentionShape(4, 2, 8, **OPTIONS[name]), AttentionShape(4, 2, 8)
@@ -141,6 +145,7 @@ def test_every_option_in_decode_prefill_and_verify_and_none_is_ignored(name: str
         assert (batch.expected() - without).abs().max() > 1e-3  # the batch would notice
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("num_heads", [4, 16], ids=["decoded", "in tiles"])
 @pytest.mark.parametrize("window", [2, 6])
 def test_a_window_in_a_tree_goes_by_depth(window: int, num_heads: int) -> None:
@@ -284,6 +289,7 @@ def addresses(plan: TritonGraphPlan) -> dict[str, int]:
     return {name: tensor.data_ptr() for name, tensor in found.items() if tensor is not None}
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("kind", GRAPHS)
 def test_a_captured_plan_serves_longer_and_other_batches_in_place(kind: str) -> None:
     """As a graph replays: the same launches over the same addresses."""

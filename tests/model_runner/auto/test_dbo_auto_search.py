@@ -30,6 +30,8 @@ from ubatch.schedules.cost_table import Setting
 from ubatch.schedules.layer_program import LayerTimes
 from ubatch.schedules.modes import ModeSettings
 
+pytestmark = pytest.mark.long
+
 DEFAULT = SCHEDULES["mlp_shared_overlap"]
 USUAL = (DEFAULT, DEFAULT.with_lanes(3), SCHEDULES["single_batch"])
 MINE = Schedule("mine", lanes=2, chunks=2)

@@ -28,6 +28,8 @@ from model_runner.kernels.place import place_lane
 from model_runner.step.dp import BatchShape, Coordination
 from ubatch import ConfigError, Decision, DeclineReason, ForwardMode, Offer, Wish, decide, split_fixed
 
+pytestmark = pytest.mark.long
+
 DRAFTS = 3
 
 
@@ -78,6 +80,7 @@ def expected(checkpoint: Path) -> list[list[int]]:
         return [request.output_token_ids for request in requests]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("trees", [False, True])
 @pytest.mark.parametrize("lanes", [0, 2])
 def test_verify_steps(checkpoint: Path, expected: list[list[int]], lanes: int, trees: bool) -> None:
@@ -133,6 +136,7 @@ def thin(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(tmp_path_factory.mktemp("thin") / "tiny", size)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("lanes", "experts"), [(0, EXPERTS), (2, EXPERTS), (2, "triton")])
 def test_triton_kernels(thin: Path, lanes: int, experts: str) -> None:
     """Their launches are recorded, too. Lengths are far beyond those at capture, so that keys are split."""

@@ -134,6 +134,7 @@ def latent_on_rank(rank: int, world_size: int, path: str) -> tuple[Any, Any, int
             return expected, tokens, runner.statistics().graph_replays
 
 
+@pytest.mark.slow
 def test_latent_attention(tmp_path: Path) -> None:
     """Ranks share its heads, and each keeps all latents; the model has a dense layer, and shared experts."""
     path = make_family(tmp_path, "DeepseekV3", num_hidden_layers=2)
@@ -166,6 +167,7 @@ def draft_on_rank(rank: int, world_size: int, path: str, head: str) -> tuple[lis
             return [request.output_token_ids[:8] for request in requests], proposer._draft.graphs.replays
 
 
+@pytest.mark.slow
 def test_ranks_that_draft(tmp_path: Path) -> None:
     """Each drafts by itself, over graphs of its own, between the steps that both replay."""
     path = make_family(tmp_path / "target", "Qwen3Moe")

@@ -32,6 +32,8 @@ from serving.engine.speculation import Algorithm, SpeculationConfig, runner_opti
 from ubatch import CommGroup, ConfigError, ForwardMode
 from ubatch.lanes.crew import Job
 
+pytestmark = pytest.mark.long
+
 TOTAL = 48 << 20
 SHARE = 0.75
 TOKENS = 120

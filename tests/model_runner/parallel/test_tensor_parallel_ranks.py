@@ -108,6 +108,7 @@ def test_two_ranks_of_one_replica(paths: dict[str, str]) -> None:
                 check_overlap(played, SCHEDULE[arm], MLPS[family], what)
 
 
+@pytest.mark.slow
 def test_other_transports_and_schedules(paths: dict[str, str]) -> None:
     sparse = {family: paths[family] for family in ("Qwen3Moe", "DeepseekV3")}
     expected = play_alone(sparse, 0)

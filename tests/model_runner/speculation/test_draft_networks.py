@@ -25,6 +25,8 @@ from model_runner.drafting import DraftProposer, load_draft
 from serving.cli import main
 from ubatch import ConfigError
 
+pytestmark = pytest.mark.long
+
 LAYERS = 3
 
 
@@ -102,6 +104,7 @@ def test_the_layer_for_multi_token_prediction(tmp_path: Path) -> None:
             assert request.output_token_ids[: len(got)] == got
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("cache", ["auto", "fp8"])
 def test_latent_attention_with_heads_of_both_kinds_gives_the_same_text(
     cache: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

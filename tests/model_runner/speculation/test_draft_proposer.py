@@ -39,6 +39,8 @@ from model_runner.speculation import Acceptance, Draft
 from ranks import run_ranks
 from ubatch import CommGroup, ConfigError, ForwardMode, UBatchConfig
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:

@@ -32,6 +32,8 @@ from model_runner.step.streams import StepStreams
 from ubatch import ForwardMode
 from ubatch.streams.small_copies import staged, to_device, to_host
 
+pytestmark = pytest.mark.long
+
 MHA, MLA = ("torch", "triton", "flashinfer", "trtllm_mha"), ("torch", "triton", "flashinfer", "trtllm_mla")
 CPU = torch.device("cpu")
 BATCHES: dict[str, tuple[list[tuple[int, int]], dict[str, Any]]] = {
@@ -100,6 +102,7 @@ ATTENTION = [
 ]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("name", "mla", "kind"), ATTENTION)
 def test_attention_of_a_step(monkeypatch: pytest.MonkeyPatch, name: str, mla: bool, kind: str) -> None:
     requests, options = BATCHES[kind]
@@ -126,6 +129,7 @@ REPLAYS = [
 ]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("name", "mla", "kind"), REPLAYS)
 def test_attention_before_a_replay(monkeypatch: pytest.MonkeyPatch, name: str, mla: bool, kind: str) -> None:
     num_queries, options, first, second = GRAPHS[kind]
@@ -224,6 +228,7 @@ def test_steps_of_a_runner(monkeypatch: pytest.MonkeyPatch, checkpoint: Path, at
     assert found == expected
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("topk", [1, 2], ids=["chain", "tree"])
 @pytest.mark.parametrize("attention", ["torch", "triton", "flashinfer"])
 def test_drafting(monkeypatch: pytest.MonkeyPatch, checkpoint: Path, attention: str, topk: int) -> None:

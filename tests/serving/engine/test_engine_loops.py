@@ -16,6 +16,8 @@ from serving.requests import RequestInput, RequestOutput
 from serving.scheduler import ScheduledStep, Scheduler, SchedulerConfig
 from ubatch import UBatchConfig
 
+pytestmark = pytest.mark.long
+
 NEW = 20
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6], [53], [58, 97, 93, 23, 84], [62, 64, 33] * 15]
 MIXED = [

@@ -25,6 +25,8 @@ from serving.cli import main
 from serving.requests import EngineDead, RequestInput
 from ubatch.ranks.launch_order import VARIABLE
 
+pytestmark = pytest.mark.ranks
+
 NO_SEED = SamplingParams(max_tokens=30, ignore_eos=True, temperature=1.0)
 
 

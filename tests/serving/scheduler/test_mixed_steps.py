@@ -16,6 +16,8 @@ from serving.scheduler.mixed_steps import MeasuredLimit, MixedSteps
 from ubatch import ConfigError, Decision, ForwardMode, UBatchConfig
 from ubatch.schedules.vote import decide
 
+pytestmark = pytest.mark.long
+
 PAGE = 16
 
 

@@ -17,6 +17,8 @@ from hypothesis import strategies as st
 from model_runner import FinishReason, SamplingParams
 from serving.scheduler import SchedulingPolicy
 
+pytestmark = pytest.mark.long
+
 
 def random_params(rng: random.Random) -> dict[str, object]:
     return {

@@ -17,6 +17,8 @@ from serving.scheduler.admission.waiting import WaitingQueue
 from serving.scheduler.kv_manager import KVManager
 from serving.scheduler.radix_cache import PrefixMatch
 
+pytestmark = pytest.mark.long
+
 
 def admitted(step: ScheduledStep) -> list[str]:
     return [request.name for request, prefill in zip(step.requests, step.prefills, strict=True) if prefill]

@@ -21,6 +21,8 @@ from serving.workbench.gpu.report import Figure, Section, as_markdown, as_text
 from serving.workbench.gpu.run import Options, names_of, run
 from serving.workbench.gpu.sections import SECTIONS, Plan, run_section
 
+pytestmark = pytest.mark.long
+
 RESULTS = ROOT / "benchmarks" / "results"
 FIGURES = {
     "moe-decode": ["copy bandwidth", "4 tokens: share of the bandwidth floor", "4 tokens: speed against torch._group"],
@@ -39,7 +41,6 @@ FIGURES = {
 }
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow if name in ("prefill", "decode") else []) for name in SECTIONS]
 )

@@ -11,6 +11,8 @@ from model_runner import RandomQwen3Moe, make_random_qwen3_moe
 from serving.workbench.bench.runtime.overlap import Options, _lane_result, run
 from serving.workbench.planning.measured import gates_of_results
 
+pytestmark = pytest.mark.long
+
 
 def test_no_step_passes_the_bound() -> None:
     """Lanes one after the other may compute for longer than the overlapped step takes: it reads weights once."""

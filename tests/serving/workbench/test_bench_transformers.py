@@ -22,6 +22,7 @@ SMALL = RandomQwen3Moe(
 )
 
 
+@pytest.mark.slow
 def test_wrapped_against_not_wrapped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model, file = make_random_checkpoint(tmp_path / "small", SMALL), tmp_path / "figures.json"
     small = {"blocks": 2, "sequences": 4, "sequence_length": 16, "latency_us": 0.0}

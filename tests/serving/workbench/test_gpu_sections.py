@@ -20,6 +20,8 @@ from serving.workbench.gpu.parts import FIRST, REST, names_in
 from serving.workbench.gpu.sections import HEADLINE
 from serving.workbench.gpu.sections import SECTIONS as BENCHES
 
+pytestmark = pytest.mark.long
+
 PROCESS_START_S = 8
 FOREIGN = (
     *("accelerate", "fastapi", "httpx", "hypothesis", "jinja2", "msgspec", "openai", "prometheus_client", "pydantic"),

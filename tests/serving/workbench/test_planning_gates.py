@@ -28,6 +28,8 @@ from ubatch.errors import ConfigError
 from ubatch.schedules.schedule import SCHEDULES, SERIAL
 from ubatch.schedules.simulate import Compute, Launch, Op, Pass, Wait
 
+pytestmark = pytest.mark.long
+
 MODEL = read_model("deepseek-v3")
 
 
@@ -117,6 +119,7 @@ def test_live_comparison_runs_on_two_ranks(tmp_path: Path) -> None:
     assert found[1].predicted > found[0].predicted
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("hardware", "mode", "ep", "tokens"),
     [("h100-ib", "decode", 128, 128), ("h100-ib", "prefill", 32, 8192), ("h200-ib", "verify", 64, 256)],

@@ -19,6 +19,8 @@ from ubatch.trace.export import write_chrome
 from ubatch.trace.file import read_chrome
 from ubatch.trace.spans import UNSPLIT, Span, SpanKind, StepNote
 
+pytestmark = pytest.mark.long
+
 TINY = str(TINY_MOE)
 COMPUTE, WAIT, TRANSFER = SpanKind.COMPUTE, SpanKind.WAIT, SpanKind.TRANSFER
 KEY = "secret"

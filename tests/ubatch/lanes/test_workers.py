@@ -38,6 +38,8 @@ from ubatch.schedules.ring import interleave
 from ubatch.streams.streams import NullStream, NullStreams
 from ubatch.trace.spans import tracing
 
+pytestmark = pytest.mark.long
+
 forks = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 
 
