@@ -217,14 +217,14 @@ class Shell:
             env=self.environment,
             executable=str(self.folder / "bin" / "ubatch"),
         )
-        deadline = time.monotonic() + 90
+        deadline = time.monotonic() + 110
         while time.monotonic() < deadline and self.server.poll() is None:
             try:
                 if httpx.get(f"http://127.0.0.1:{self.port}/health", trust_env=False).is_success:
                     return
             except httpx.TransportError:
                 time.sleep(0.2)
-        pytest.fail(f"{text}: no server within 90 s")
+        pytest.fail(f"{text}: no server within 110 s")
 
     def close(self) -> None:
         """End the server, if there is one: it must drain and exit with 0."""
