@@ -47,7 +47,7 @@ def words(count: int) -> str:
 
 
 def wait_until(condition: Any) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.01)
