@@ -66,7 +66,7 @@ demo: setup ## two expert-parallel ranks generate text, with and without overlap
 
 # A file runs in one worker, whose cores are its own, and the longest files begin (tests/conftest.py). What tests start
 # imports this tree again and again: it is compiled once.
-WORKERS ?= $(shell nproc 2>/dev/null || echo 2)
+WORKERS ?= $(shell env -u OMP_NUM_THREADS nproc 2>/dev/null || echo 2)
 PYTEST := env --unset=PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest
 PARALLEL := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
