@@ -28,6 +28,8 @@ from attention.backends.torch.sdpa import TorchAttentionBackend
 from attention.lanes import EmptyPlan, Plan
 from ubatch import ConfigError, ForwardMode, SplitError, UBatchSlice
 
+pytestmark = pytest.mark.long
+
 # -- batches and cuts --------------------------------------------------------------------------------------------------
 
 KINDS = {

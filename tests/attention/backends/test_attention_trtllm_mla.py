@@ -27,6 +27,8 @@ from attention.backends.trtllm.mla import TRTLLMMLABackend, padded_blocks
 from attention.kv_cache import quantize_fp8
 from ubatch import ConfigError, ForwardMode, UBatchSlice
 
+pytestmark = pytest.mark.long
+
 SHAPE = MLAShape(num_heads=2, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)
 DECODE = [(40, 1), (3, 1), (31, 1), (32, 1)]
 PREFIX = [(33, 5), (0, 3), (70, 2)]

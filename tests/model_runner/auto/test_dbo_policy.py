@@ -14,6 +14,8 @@ from model_runner.auto.dbo_policy import Policy
 from ubatch import ConfigError
 from ubatch.schedules.cost_table import SERIAL_ARM, CostTable, Setting, choose
 
+pytestmark = pytest.mark.long
+
 ARMS = {"decode": ("2", "3"), "prefill": ("2", "3")}
 STEPS = 6000
 NOISE = 0.05

@@ -20,6 +20,8 @@ from serving.engine.speculation import Algorithm, SpeculationConfig, runner_opti
 from serving.requests import EngineStatistics, RequestInput
 from serving.scheduler import SchedulerConfig
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -26,6 +26,8 @@ from model_runner import ModelRunner, SamplingParams, ScheduledRequest, build_in
 from model_runner.step.dp import Coordination
 from ubatch import CapturedGraph, ConfigError, Decision, ForwardMode, UBatchConfig
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -21,6 +21,8 @@ from model_runner.drafting import graphs as draft_graphs
 from ubatch import ConfigError, ForwardMode
 from ubatch.process import lateness
 
+pytestmark = pytest.mark.long
+
 DECODE, VERIFY, EXTEND = ForwardMode.DECODE, ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND
 PROMPTS = [[5, 17, 9, 3, 42, 42, 8], list(range(20, 41)), [1, 0, 58], [7, 7, 7, 7]]
 ROUNDS = 4

@@ -12,6 +12,8 @@ from model_runner.step.graph_sizes import graph_families
 from ubatch import ForwardMode, UBatchConfig, UBatchError
 from ubatch.schedules.modes import ModeSettings
 
+pytestmark = pytest.mark.long
+
 SINGLE = UBatchConfig(
     dbo_prefill_token_threshold=4096, modes={"decode": ModeSettings("single_batch", token_threshold=4)}
 )

@@ -10,6 +10,8 @@ from model_checks import check_decode, check_overlap
 
 from ubatch import Schedule
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:

@@ -69,6 +69,8 @@ from ubatch.schedules.search import search_schedules
 from ubatch.schedules.simulate import Compute, Launch, Op, Pass, Wait, simulate
 from ubatch.schedules.vote import decode_offer, encode_offer
 
+pytestmark = pytest.mark.long
+
 DECODE, PREFILL = fingerprint(ForwardMode.DECODE), fingerprint(ForwardMode.PREFILL)
 SHAPE = AttentionShape(num_heads=8, num_kv_heads=2, head_dim=16)
 

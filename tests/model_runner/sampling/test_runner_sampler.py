@@ -15,6 +15,8 @@ import model_runner.sampling.sampler
 from model_runner import SamplingParams, SamplingRow, sample
 from model_runner.sampling.sampler import NO_TOKEN
 
+pytestmark = pytest.mark.long
+
 
 def reference_distribution(logits: torch.Tensor, params: SamplingParams) -> dict[int, float]:
     """One row's distribution, as the definitions say it."""

@@ -17,6 +17,8 @@ import model_runner.sampling.sampler
 from model_runner import SamplingParams, SamplingRow, sample
 from model_runner.sampling.sampler import _highest, distributions, fall
 
+pytestmark = pytest.mark.long
+
 VOCAB = 6000  # several blocks, and a part of one
 KINDS = {
     "whole": SamplingParams(temperature=0.8),
