@@ -232,7 +232,7 @@ def _words_of(annotation: Any) -> tuple[int | str | None, str]:
         return None, f"{{{','.join(map(str, parts))}}}"
     if origin is tuple and parts[-1] is ...:
         metavar = _words_of(parts[0])[1]
-        return "*", f"{metavar} [{metavar} ...]"
+        return "*", f"{metavar} ..." if metavar.startswith("{") else f"{metavar} [{metavar} ...]"
     if origin is tuple:
         return "+", " ".join(_words_of(part)[1] for part in parts)
     if isinstance(annotation, type) and issubclass(annotation, StrEnum):

@@ -383,7 +383,7 @@ def test_bench_speculation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--model", "nowhere"], "nowhere has no config.json"),
+        (["--model", "nowhere"], "nowhere: no config.json is there"),
         (["--batches", "1", "9"], "--batches has 9, but --prompts is 8"),
     ],
 )

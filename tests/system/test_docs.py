@@ -224,8 +224,8 @@ def test_flags_that_a_document_names_exist(document: Path) -> None:
     assert not unknown, f"{document.name} names flags that no command takes: {unknown}"
 
 
-OTHERS = {"nproc-per-node", "enable-two-batch-overlap"}
-"""Flags of torchrun, and SGLang's."""
+OTHERS = {"nproc-per-node", "enable-two-batch-overlap", "no-build-isolation"}
+"""Flags of torchrun, SGLang's, and pip's."""
 
 
 @functools.cache

@@ -45,7 +45,7 @@ IN_MAKE_TEST = ("torchrun --nproc-per-node 2 overlap.py",)
 SECTIONS = {section.name: section for section in sections()}
 COMMANDS = [(section, command) for section in SECTIONS.values() for command in section.commands]
 STANDINS = {"MODEL": "examples/models/tiny-moe", "deepseek-ai/DeepSeek-V2-Lite": "examples/models/tiny-moe"}
-SETS_UP = re.compile(r"(make|pip|git|cd|source|\.|\S*python[\d.]* -m (pip|venv|build)) ")
+SETS_UP = re.compile(r"(make|\S*\bpip|git|cd|source|\.|\S*python[\d.]* -m (pip|venv|build)) ")
 """Begin of commands that change this machine, or are a test run of their own: they are not run."""
 PORT = "8000"
 """The documents' port; tests take a free one."""

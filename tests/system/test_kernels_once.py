@@ -136,12 +136,12 @@ def attend(requests: list[tuple[int, int]], **options: Any) -> None:
     close(plan.forward(*(x.to(DEVICE) for x in (batch.q, batch.k, batch.v)), 0)[:-1], batch.expected()[:-1], 1e-2)
 
 
-@launches("write", "split", "reduce")
+@launches("write", "attention", "reduce")
 def decode() -> None:
     attend([(90, 1), (7, 1)])
 
 
-@launches("write", "tiles", "prefill")
+@launches("write", "tiles", "attention")
 def prefill() -> None:
     attend([(0, 9), (11, 5)])
 
@@ -181,7 +181,7 @@ def states_of_halves() -> None:
     close(lse, whole[1])
 
 
-@launches("pad", "unpad")
+@launches("pad")
 def ragged_rows() -> None:
     from attention.kernels.ragged import pad_ragged, unpad_ragged
 

@@ -101,7 +101,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def measured(checkpoint: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> Iterator[tuple[ModelRunner, Memory]]:
     """A runner whose cache fills a share of such a device."""
     memory = Memory()
-    for user in ("wrapping.eligibility", "wrapper"):
+    for user in ("wrapping.eligibility", "wrapped"):
         monkeypatch.setattr(f"ubatch.{user}.why_not_in_lanes", lambda: None)  # the mode is in every lane, too
     run = Job._run_in_context
 

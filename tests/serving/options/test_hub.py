@@ -273,7 +273,9 @@ def test_what_the_hub_refuses_says_what_to_do(
 
 def test_the_progress_bar_is_the_hubs_own(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody turns it off, and nobody puts another one in its place."""
-    from huggingface_hub.utils import are_progress_bars_disabled
+    from huggingface_hub.utils import are_progress_bars_disabled, enable_progress_bars
+
+    enable_progress_bars()  # whatever ran before in this process
 
     asked: list[dict[str, Any]] = []
     real = __import__("huggingface_hub").snapshot_download

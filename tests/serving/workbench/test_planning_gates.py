@@ -189,7 +189,7 @@ def test_a_missed_gate_fails_the_command(
     [
         ("--ep 256 --model qwen3-30b-a3b", "256 ranks for 128 experts"),
         ("--hardware h100", "unknown hardware 'h100'"),
-        ("--tokens 0", "tokens must be at least 1, not 0"),
+        ("--tokens 0", "--tokens 0: it should be at least 1"),
     ],
 )
 def test_wrong_calls(words: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
