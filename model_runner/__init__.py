@@ -1,25 +1,25 @@
 """Floor 3: models from Hugging Face checkpoints, run step by step over a paged KV cache.
 
 generate          offline generation, batched and over several ranks
-runner            all of it: `ModelRunner.execute` runs one step; `runner_options`: what its settings stand for
+runner            the whole: `ModelRunner.execute` runs one step; `runner_options` resolves its settings
 random_checkpoint a large model with random weights, for measuring
-memory/           what a step and graphs take, so that the KV cache gets the rest
-drafting/         networks that draft, with keys and values of their own
+memory/           memory that a step and graphs take; the KV cache gets the rest
+drafting/         draft networks, with a KV cache of their own
 graphs/           steps captured as CUDA graphs, and replayed
-auto/             when to overlap, found out while steps run; what a token and an attended pair cost
-backend_choice    which attention and experts `auto` stands for
-models/           families, one file each, and the registry
-decoder/          the decoder that they share
+auto/             learns from running steps when to overlap; the cost of a token and of an attended pair
+backend_choice    resolves `auto` to an attention back end and an experts back end
+models/           model families, one file each, and the registry
+decoder/          the decoder that all families share
 pending_step      a step between its launch and its result
-speculation/      who drafts, and which drafts are accepted
-step/             requests, flattened into a batch, agreed on by all ranks, and its streams
-sampling/         how to generate for one request; from logits to tokens
-parallel/         ranks that share a replica, and how tokens reach their experts
+speculation/      proposers of draft tokens, and the test that accepts drafts
+step/             requests flattened into a batch, the vote of all ranks on it, and its streams
+sampling/         sampling parameters of a request; from logits to tokens
+parallel/         tensor parallelism, and how tokens reach their experts
 weights/          a checkpoint's tensors and config, or random ones
-kernels/          Triton kernels of all this
-errors            what can be wrong with a checkpoint, a request or a step
+kernels/          Triton kernels of this package
+errors            errors of a checkpoint, a request or a step
 
-From what users see down to the ground: who imports, imports what is below.
+The order is from the user's view down: a module imports only modules listed below it.
 """
 
 # isort: off

@@ -1,10 +1,10 @@
-"""Which back ends compute experts and attention where `auto` is asked for: the same on every rank, and logged with why.
+"""Resolves `auto` to the back ends of experts and attention: the same on every rank, with the reason in the log.
 
-On a GPU each rank finds out what it can use and which of that is fastest (`moe.experts.fastest`,
-`attention.backends.fastest`), all at the same time. Only what every rank can use counts, and the first rank's finding
-holds for all: else some might capture their steps and others not, or a step would take as long as the slowest's choice.
-Where that fails on a rank, they choose anew among what works on all of them. On a CPU, where nothing is captured, every
-rank chooses for itself.
+On a GPU all ranks measure at the same time which usable back end is fastest (`moe.experts.fastest`,
+`attention.backends.fastest`). Only back ends that every rank can use count, and the first rank's choice holds for all:
+otherwise some ranks might capture their steps and others not, or one rank's slow choice would delay every step. If the
+choice fails on a rank, all choose again among the back ends that work on every rank. On a CPU, where nothing is
+captured, every rank chooses for itself.
 """
 
 from __future__ import annotations
@@ -54,16 +54,16 @@ def resolve_experts(
     dbo: UBatchConfig | None = None,
     group: CommGroup | None = None,
 ) -> str:
-    """What `auto` stands for; any other name is itself. With a group on a GPU it is collective.
+    """The experts' back end: `auto` is resolved, any other name is returned. With a group on a GPU it is collective.
 
     Args:
-        name: of a back end of `moe.experts`, or `auto`.
-        config: of the model; None for a network without experts.
-        all2all: brings the tokens.
-        dtype: of the weights.
-        device: where they will be; they are not loaded yet, so there is room to measure in.
-        dbo: whose schedules the experts must serve.
-        group: the ranks that choose together; None for one by itself.
+        name: a back end of `moe.experts`, or `auto`.
+        config: the model's config; None for a network without experts.
+        all2all: the transport of tokens to experts.
+        dtype: dtype of the weights.
+        device: device of the weights; they are not loaded yet, so its memory is free for measuring.
+        dbo: settings with the schedules that the experts must support.
+        group: the ranks that choose together; None for a rank that chooses alone.
 
     Raises:
         ConfigError: no back end can be used on every rank, or none works here.
@@ -123,14 +123,14 @@ def resolve_attention(
     *,
     group: CommGroup | None = None,
 ) -> tuple[str, str]:
-    """What `auto` stands for in batches with a prefill and in others; any other name is itself.
+    """Attention back ends for batches with a prefill and for others: `auto` is resolved, any other name is returned.
 
     Args:
-        prefill: of a back end of `attention.backends`, or `auto`.
+        prefill: a back end of `attention.backends`, or `auto`.
         decode: the same.
-        shape: of the model's attention.
-        kv_cache: of the model; it is left alone.
-        group: the ranks that choose together; None for one by itself.
+        shape: shape of the model's attention.
+        kv_cache: the model's KV cache; it is not written.
+        group: the ranks that choose together; None for a rank that chooses alone.
 
     Raises:
         ConfigError, PeerFailed, TransferTimeout, GroupBroken: see `resolve_experts`.
@@ -158,20 +158,20 @@ def _choose(
     fastest: Callable[[Sequence[str]], Chosen],
     group: CommGroup | None,
 ) -> str:
-    """The fastest of what works on every rank, as the first rank finds it.
+    """The fastest back end that works on every rank, as measured by the first rank.
 
     Args:
-        what: for messages.
+        what: the kind of back end, for messages.
         known: all names, the same on every rank.
-        usable: this rank's candidates, the default first, each with why it cannot be used, or None.
-        fastest: of some names; called on every rank.
-        group: None for this rank by itself.
+        usable: this rank's candidates, the default first, each with the reason why it cannot be used, or None.
+        fastest: measures the given names and returns the fastest; called on every rank.
+        group: the ranks that choose together; None for a rank that chooses alone.
     """
     left_out = {name: why for name, why in usable.items() if why is not None}
     names = [name for name in usable if name not in left_out]
 
     def on_every_rank(here: Sequence[str], why_not: str) -> list[str]:
-        """What all ranks have in `here`; of the other names, why not."""
+        """Names that all ranks have in `here`; the others go to `left_out` with the reason `why_not`."""
         common = here if group is None else [name for name in known if group.least(float(name in here))]
         left_out.update({name: why_not for name in names if name not in common})
         return [name for name in names if name in common]
@@ -188,7 +188,7 @@ def _choose(
                 break
             chosen = _of_first_rank(own, known, group)
             with taking_long(f"trying the {what} {chosen.name}"):
-                works = own.works(chosen.name)  # its own, too: another rank may have written the file of choices
+                works = own.works(chosen.name)  # own choice included: it may come from another rank's file
             if group.least(float(works)):
                 break
             with taking_long(f"trying every {what}"):

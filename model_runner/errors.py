@@ -1,4 +1,4 @@
-"""What can be wrong with a checkpoint, a request, or the order of steps. All are `UBatchError`s."""
+"""Errors of a checkpoint, a request, or the order of steps. All are `UBatchError`s."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class CheckpointError(UBatchError):
 
 
 class CheckpointFileMissing(CheckpointError):
-    """A file of the checkpoint, or the whole folder, is not there."""
+    """A file of the checkpoint, or the whole folder, is missing."""
 
 
 class TensorMissing(CheckpointError):
@@ -35,7 +35,7 @@ class TensorMissing(CheckpointError):
 
 
 class WrongShape(CheckpointError):
-    """Tensor `name` has shape `got`; its config asks for `expected`."""
+    """Tensor `name` has shape `got`; the checkpoint's config requires `expected`."""
 
     def __init__(self, name: str, got: Sequence[int], expected: Sequence[int]) -> None:
         self.name, self.got, self.expected = name, tuple(got), tuple(expected)
@@ -46,7 +46,7 @@ class WrongShape(CheckpointError):
 
 
 class UnknownArchitecture(CheckpointError):
-    """The checkpoint's architecture is none that this package runs."""
+    """This package does not support the checkpoint's architecture."""
 
     def __init__(self, architecture: str, known: Iterable[str]) -> None:
         self.architecture = architecture
@@ -58,7 +58,7 @@ class RequestError(UBatchError, ValueError):
 
     Args:
         message: what is wrong and what to do.
-        param: the parameter that is wrong, if it is one.
+        param: name of the wrong parameter; None if the prompt is wrong.
     """
 
     def __init__(self, message: str, *, param: str | None = None) -> None:
@@ -67,8 +67,8 @@ class RequestError(UBatchError, ValueError):
 
 
 class StepOrderError(UBatchError):
-    """The parts of steps were called in an order that cannot work; the message says which."""
+    """The calls that make up steps came in an invalid order; the message says which."""
 
 
 class TensorParallelMismatch(UBatchError):
-    """Ranks that share one replica's attention came to a step with different requests; the message names them."""
+    """Ranks that share one replica's attention have different requests in a step; the message names them."""

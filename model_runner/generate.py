@@ -1,8 +1,8 @@
 """Offline generation: all prompts in, all outputs back.
 
-Prompts are admitted in order while the KV cache holds them to their very end, so nothing is ever retracted. New prompts
-run first, together; then everything that runs decodes one token per step. With several ranks every rank calls
-`generate` with its own prompts, as many as it has, none too; one that is done keeps stepping idly until all are.
+Prompts are admitted in order while the KV cache has room for their longest output, so nothing is ever retracted. New
+prompts run first, together; then all running requests decode one token per step. With several ranks every rank calls
+`generate` with its own prompts (possibly none); a rank that is done runs idle steps until all are done.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ class FinishReason(StrEnum):
     LENGTH = "length"
     """`max_tokens` were generated"""
     ABORT = "abort"
-    """it was taken back before its end"""
+    """the request was aborted before its end"""
     ERROR = "error"
-    """the logits were not finite; the tokens before are right"""
+    """the logits were not finite; earlier tokens are valid"""
     NO_TOKEN_LEFT = "no_token_left"
-    """the sampling parameters leave no token to go on with; the tokens before are right"""
+    """the sampling parameters allow no next token; earlier tokens are valid"""
 
 
 FAULTS = {
@@ -43,20 +43,19 @@ FAULTS = {
     FinishReason.NO_TOKEN_LEFT: "the request's parameters leave no token to go on with: of its allowed_token_ids each "
     "would complete one of its bad_words, or end the output before min_tokens. Allow more tokens, or forbid fewer.",
 }
-"""What these ends mean, for who asked."""
+"""Explanations of these finish reasons, for the user."""
 
 
 @dataclass(frozen=True)
 class GenerationOutput:
-    """What one prompt gave.
+    """The output of one prompt.
 
     Attributes:
         prompt_token_ids: the prompt.
-        token_ids: the output, a stop token included.
+        token_ids: the output, including a stop token.
         finish_reason: why it ended.
-        logprobs: one per output token, where `params.logprobs` asks for them; else empty.
-        prompt_logprobs: one per prompt token (None for the first), where `params.prompt_logprobs` asks for them; else
-            None.
+        logprobs: one per output token if `params.logprobs` is set; else empty.
+        prompt_logprobs: one per prompt token (None for the first) if `params.prompt_logprobs` is set; else None.
     """
 
     prompt_token_ids: tuple[int, ...]
@@ -81,13 +80,13 @@ def generate(
         prompts: token ids of each.
         params: for all prompts, or one per prompt.
         max_num_batched_tokens: most prompt tokens per step; longer prompts run in chunks. None for no limit.
-        on_token: called with (index of the prompt, token) as tokens come.
+        on_token: called with (index of the prompt, token) for each new token.
 
     Returns:
-        One output per prompt, in their order.
+        One output per prompt, in the prompts' order.
 
     Raises:
-        RequestError, KVCacheExhausted: a prompt cannot be served; before anything runs.
+        RequestError, KVCacheExhausted: a prompt cannot be served; raised before anything runs.
         PeerFailed: another rank failed.
     """
     with runner.together():
@@ -108,7 +107,7 @@ def check_request(runner: ModelRunner, token_ids: Sequence[int], params: Samplin
     Raises:
         RequestError: an empty prompt, a token outside the vocabulary, sampling parameters that leave no token to begin
             with, prompt and output longer than `max_model_len`.
-        KVCacheExhausted: it does not fit the whole KV cache.
+        KVCacheExhausted: the request needs more than the whole KV cache.
     """
     config = runner.config
     if not token_ids:
@@ -152,7 +151,7 @@ def _make_requests(
 
 
 class _Job:
-    """One call of `generate`: who waits, who runs, what is done."""
+    """One call of `generate`: waiting requests, running requests, and finished outputs."""
 
     def __init__(
         self,
@@ -196,13 +195,13 @@ class _Job:
                 self.runner.admit(request, request.num_prompt_tokens + request.params.max_tokens)
             except KVCacheExhausted:
                 if not self.running:
-                    raise  # nothing of ours will ever be freed
+                    raise  # nothing is running, so no blocks will be freed
                 return
             self.running[index] = request
             self.waiting.popleft()
 
     def _prefills(self) -> dict[int, ScheduledRequest]:
-        """The prompts that are not in the cache yet, up to the budget; the last one may be cut."""
+        """Shares of prompts that are not in the cache yet, up to the budget; the last one may be a chunk."""
         left = self._budget
         shares: dict[int, ScheduledRequest] = {}
         for index, request in self.running.items():
@@ -216,7 +215,7 @@ class _Job:
         return shares
 
     def _take(self, index: int, request: Request, token: int) -> None:
-        """A token came; the request may be done."""
+        """Handle a new token; finish the request if it was the last."""
         if self._on_token is not None:
             self._on_token(index, token)
         params = request.params

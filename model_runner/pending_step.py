@@ -4,8 +4,8 @@
     step.sample       its tokens, on the device; the next step may be launched now
     step.result       its tokens, on the host
 
-The overlap loop does something else in between: it launches the next step before it asks for this one's result, and
-it samples late where sampling depends on tokens that the step before has not told yet.
+The overlap loop launches the next step before it reads this step's result. It delays sampling if that depends on
+tokens of the previous step that are not known yet.
 """
 
 from __future__ import annotations
@@ -46,19 +46,19 @@ __all__ = ["PendingStep", "SamplingContext", "StepOutput"]
 
 @dataclass(frozen=True)
 class StepOutput:
-    """What a step gave.
+    """The result of a step.
 
     Attributes:
-        tokens: per share its new tokens: none where the step did not reach the end of its tokens, else one, or in a
+        tokens: the new tokens of each share: none for a prompt chunk that does not end its prompt, else one, or in a
             verify step the accepted drafts and one more.
-        logprobs: per share, one per new token where `params.logprobs` asks for them; else empty.
-        prompt_logprobs: per share, one per prompt token of this step (None for a prompt's first) where
-            `params.prompt_logprobs` asks for them; else empty.
+        logprobs: per share, one per new token if `params.logprobs` is set; else empty.
+        prompt_logprobs: per share, one per prompt token of this step (None for a prompt's first) if
+            `params.prompt_logprobs` is set; else empty.
         decision: whether the step overlapped, or why not; with every rank's tokens.
         all_idle: no rank had a token; nothing ran.
-        corrupted: numbers of the shares whose logits, or whose prompt's hidden states, are not finite. The token that
-            would have come is missing in `tokens`.
-        out_of_tokens: numbers of the others whose parameters leave no token after those in `tokens`.
+        corrupted: indices of shares whose logits, or whose prompt's hidden states, are not finite. Their next token is
+            missing in `tokens`.
+        out_of_tokens: indices of other shares whose sampling parameters allow no token after those in `tokens`.
     """
 
     tokens: tuple[tuple[int, ...], ...]
@@ -72,22 +72,22 @@ class StepOutput:
 
 @dataclass(frozen=True)
 class SamplingContext:
-    """What sampling needs of the runner, the same for every step.
+    """The runner's parts that sampling needs, the same for every step.
 
     Attributes:
         compute_logits: from hidden states to logits.
-        vocab_size: numbers of a row of logits.
-        eos_token_ids: of the model, those in its vocabulary.
+        vocab_size: columns of the logits.
+        eos_token_ids: the model's end-of-sequence tokens that are in its vocabulary.
         future_map: tokens that the host does not know yet.
-        prompt_carry: of prompts that run in chunks.
-        together: errors inside reach the other ranks.
-        streams: what steps run on.
-        kv_cache: of the model; accepted drafts of trees are moved in it.
-        tensor_parallel: the ranks that must get the same tokens; None where this one is a replica by itself.
+        prompt_carry: state of prompts that run in chunks.
+        together: context whose errors are reported to the other ranks.
+        streams: the streams of steps.
+        kv_cache: the model's KV cache; accepted drafts of trees are moved in it.
+        tensor_parallel: the ranks that must get the same tokens; None for a rank that is a replica by itself.
         acceptance: when drafts of sampled requests are accepted.
-        listen: raises if what was sent in a step was not complete, which comes out late where it was replayed; None
-            where it cannot happen.
-        observer: is told what steps computed, in their order.
+        listen: raises if a step's transfers were incomplete, which a replayed step reports late; None if the transport
+            has no such check.
+        observer: gets each step's hidden states and tokens, in the steps' order.
     """
 
     compute_logits: Callable[[Tensor], Tensor]
@@ -106,11 +106,11 @@ class SamplingContext:
 
 @dataclass(frozen=True)
 class _Sampled:
-    """What `sample` started to copy to the host.
+    """Copies to the host that `sample` started.
 
     Attributes:
-        told: the tokens of the rows that are sampled; behind them, where rows are not sampled, whether each row of the
-            step has hidden states that are not finite.
+        told: the tokens of the sampled rows; after them, if some rows are not sampled, for each row of the step
+            whether its hidden states are not finite.
     """
 
     told: HostCopy
@@ -120,16 +120,16 @@ class _Sampled:
 
 
 class PendingStep:
-    """One step that was launched. `ModelRunner.launch` makes it.
+    """One launched step; made by `ModelRunner.launch`.
 
     Args:
-        context: of the runner.
-        batch: what runs.
-        decision: how it runs.
-        logits: `[S, vocab]` of the batch's `logits_rows`; None where nothing is sampled.
-        prompt_hidden: hidden states of the rows of the batch's prompt spans; None where there are none.
+        context: the runner's parts.
+        batch: the step's batch.
+        decision: whether it overlaps.
+        logits: `[S, vocab]` of the batch's `logits_rows`; None if nothing is sampled.
+        prompt_hidden: hidden states of the rows of the batch's prompt spans; None if there are none.
         hidden: hidden states of all rows, for the observer.
-        row_sums: `[T]` float32, sums of the hidden states, where some rows are not sampled.
+        row_sums: `[T]` float32, sums of the hidden states; None if all rows are sampled.
         all_idle: no rank has a token; nothing runs.
     """
 
@@ -160,12 +160,12 @@ class PendingStep:
 
     @torch.inference_mode()
     def sample(self) -> None:
-        """Choose the tokens, on the device, and queue their copy to the host; once, in the order of the steps.
+        """Choose the tokens, on the device, and queue their copy to the host. Call it once, in the order of the steps.
 
         Raises:
-            StepOrderError: it was called before.
-            RequestError: a request's sampling needs tokens before its own that are not known yet, or its bias is for
-                tokens that the model does not have.
+            StepOrderError: `sample` was called before.
+            RequestError: a request's sampling needs earlier tokens that are not known yet, or has a bias for tokens
+                outside the vocabulary.
             PeerFailed, TransferTimeout, GroupBroken: another rank of the replica did not sample.
         """
         streams = self._context.streams
@@ -188,7 +188,7 @@ class PendingStep:
         both = told[0] if len(told) == 1 else torch.cat(told)
         if self._context.tensor_parallel is not None:
             both = self._context.tensor_parallel.of_first_rank(both)
-        tokens = both[: len(batch.logits_rows)].clamp_min(0)  # what goes on must be a token, until the host has seen it
+        tokens = both[: len(batch.logits_rows)].clamp_min(0)  # the next step needs a valid token until the host has seen it
         if batch.future_owners:
             self._context.future_map.store(batch.future_places, tokens, batch.future_owners)
         if logits is None or not scored:
@@ -199,7 +199,7 @@ class PendingStep:
         return _Sampled(to_host(both), to_host(scores), tuple(scored), prompt)
 
     def _choose(self, logits: Tensor, rows: dict[int, SamplingRow]) -> Tensor:
-        """What every row says, `[S]`."""
+        """The token of every sampled row, `[S]`."""
         drafted = self._drafts_to_reject(rows)
         tokens = sample(logits, rows)
         if drafted:
@@ -208,7 +208,7 @@ class PendingStep:
         return tokens
 
     def _special_rows(self) -> tuple[dict[int, SamplingRow], dict[int, int]]:
-        """Rows that ask for more than the argmax: how to sample them, and how many top log-probabilities to list."""
+        """Rows that need more than the argmax: how to sample them, and how many top log-probabilities to list."""
         rows: dict[int, SamplingRow] = {}
         scored: dict[int, int] = {}
         next_row = 0
@@ -226,7 +226,7 @@ class PendingStep:
         return rows, scored
 
     def _drafts_to_reject(self, rows: dict[int, SamplingRow]) -> list[DraftRows]:
-        """The requests whose drafts are not accepted by match; their rows are taken out of `rows`."""
+        """The requests whose drafts are accepted by rejection sampling; removes their rows from `rows`."""
         batch = self._batch
         if batch.mode is not ForwardMode.TARGET_VERIFY or self._context.acceptance is Acceptance.MATCH:
             return []
@@ -247,7 +247,7 @@ class PendingStep:
         index = length - request.num_prompt_tokens + len(path)
         if not params.needs_history:
             return SamplingRow(params, request.draw(index))
-        # Penalties look at the whole output, bad sequences at its end, `min_tokens` only at how long it is.
+        # Penalties need the whole output, bad sequences its end, `min_tokens` only its length.
         looks_at = length if params.penalised else max(1, params.bad_sequences.reach)
         start = max(request.num_prompt_tokens, length - looks_at)
         output = request.token_ids[start:length]
@@ -277,12 +277,12 @@ class PendingStep:
     # -- result -------------------------------------------------------------------------------------------------
 
     def result(self) -> StepOutput:
-        """Wait for the tokens. Steps are read in their order; reading one again gives the same.
+        """Wait for the tokens. Read steps in their order; a second call returns the same.
 
         Raises:
             StepOrderError: `sample` was not called yet.
             PeerFailed, GroupBroken, TransferTimeout: on a GPU, another rank did not take part in the step.
-            UBatchError: what was sent in it was not complete (`moe.TellsLater`).
+            UBatchError: a transfer of the step was incomplete (`moe.TellsLater`).
         """
         output = self._output
         if output is None:
@@ -295,8 +295,8 @@ class PendingStep:
         return output
 
     def _read(self, sampled: _Sampled) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]], StepOutput]:
-        """Of each share the rows that its new tokens are read from, by number within it, and what these say, any token
-        in place of one that is missing; and what the step gave."""
+        """For each share the indices (within it) of the rows that give its new tokens, and these tokens, with any token
+        in place of a missing one; and the step's output."""
         batch = self._batch
         told = sampled.told.wait().tolist()
         tokens, bad_rows = iter(told), told[len(batch.logits_rows) :]
@@ -308,7 +308,7 @@ class PendingStep:
             shares = zip(batch.scheduled, says, strict=True)
             paths = [accepted_nodes(share.drafts, share.parents, own) for share, own in shares]
         says = [tuple(own[node] for node in path) for own, path in zip(says, paths, strict=True)]
-        # Nothing follows a missing token: no draft equals it.
+        # A missing token is always the last one: no draft equals it.
         corrupted = {index for index, own in enumerate(says) if NO_TOKEN in own}
         if any(bad_rows):
             starts = batch.metadata.query_start_loc_cpu
@@ -353,7 +353,7 @@ class PendingStep:
 
     @torch.inference_mode()
     def _settle(self, paths: Sequence[tuple[int, ...]], new: Sequence[tuple[int, ...]]) -> None:
-        """Bring the keys and values of accepted drafts to their places, and tell the observer, in this order."""
+        """Move the keys and values of accepted drafts to their final slots, then call the observer."""
         context, batch, hidden, self._hidden = self._context, self._batch, self._hidden, None
         accepted: list[tuple[int, ...]] = [()] * len(paths)
         moves: list[tuple[int, int]] = []

@@ -1,7 +1,7 @@
 """Checkpoints with random weights, in Hugging Face's layout, written without transformers.
 
-For measuring, where speed matters and words do not. The model itself says which tensors there are: it is loaded once,
-from a checkpoint that notes what it is asked for. Weights are those of `load_format dummy`. By default both have 8
+For measuring speed, where the text does not matter. The list of tensors comes from the model class: it is loaded once
+from a checkpoint that records every request. Weights are those of `load_format dummy`. By default both models have 8
 layers of hidden size 512, 32 experts of 256 of which a token visits 4, and a vocabulary of 2,048:
 
     Qwen3-MoE      106 million parameters; 8 heads and 2 key/value heads of 64
@@ -143,11 +143,11 @@ def make_random_checkpoint(
     """Write the checkpoint: the same seed, size and dtype give the same weights.
 
     Args:
-        path: the folder; made if it is not there.
-        size: of the model.
-        seed: of the weights.
-        dtype: of the stored tensors.
-        layers_per_shard: how the files are cut; None for a single file.
+        path: the folder; created if it is missing.
+        size: sizes of the model.
+        seed: seed of the weights.
+        dtype: dtype of the stored tensors.
+        layers_per_shard: decoder layers per file; None for a single file.
 
     Returns:
         `path`.
@@ -175,16 +175,16 @@ def make_random_checkpoint(
     if len(shards) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-    # Last, so that a folder with a config is a complete checkpoint.
+    # Written last, so that a folder with a config is a complete checkpoint.
     _write_config(folder, size, dtype)
     return folder
 
 
 class RandomWeights(DummyCheckpoint):
-    """Random weights of a model that is loaded to learn their names.
+    """Random weights of a model; loading the model records their names and shapes.
 
     Attributes:
-        shapes: of every tensor that was asked for, by name.
+        shapes: name -> shape of every tensor that was loaded.
     """
 
     def __init__(self, path: str | Path, **options: Any) -> None:
@@ -195,7 +195,7 @@ class RandomWeights(DummyCheckpoint):
         self.shapes[name] = whole_shape(shape)
 
     def tensor(self, name: str) -> Tensor:
-        """One of them."""
+        """The tensor of this name."""
         return self._whole(name, self.shapes[name]).to(self.dtype).clone(memory_format=torch.contiguous_format)
 
 

@@ -4,7 +4,7 @@
                coordinate   vote with the other ranks whether to overlap (`dp`)
                plan         attention for the whole batch, or one plan per lane
                forward      the wrapped model, in lanes or not; hidden states come back merged
-                            (or both as a graph that was captured before: `graph_steps`)
+                            (or plan and forward as a captured graph: `model_runner.graphs`)
     sample     logits of the last token of each request only, then its next token (`pending_step`)
     result     the tokens on the host
 
@@ -93,58 +93,58 @@ class ModelRunner:
 
     Args:
         model_path: the folder of a Hugging Face checkpoint.
-        load_format: `dummy` makes random weights, a draft network's too; `auto` and `safetensors` read those there.
-        group: all ranks, which share the experts and vote; None for one rank alone.
-        tensor_parallel_size: so many ranks share a replica's attention and dense MLPs, rank = dp_rank * this + tp_rank;
+        load_format: `dummy` makes random weights, also for a draft network; `auto` and `safetensors` read the files.
+        group: all ranks, which share the experts and vote; None for a single rank.
+        tensor_parallel_size: ranks that share a replica's attention and dense MLPs, rank = dp_rank * this + tp_rank;
             they launch the same steps. See `model_runner.parallel.tensor_parallel`.
         all2all_backend: how tokens reach their experts; `auto` and None choose, see `model_runner.parallel.transport`.
-        all2all_options: its options; what is left out follows from the three numbers of steps below.
-        link: deliver what the ranks send to each other's experts, gather and scatter over this emulated link.
+        all2all_options: its options; those left out are derived from `max_num_seqs`, `max_num_batched_tokens` and
+            `num_speculative_tokens`.
+        link: emulated link for all transfers between ranks: to experts, gathers and scatters; None for the real one.
         dbo: when and how to overlap; its `group` is set to `group`.
-        dbo_auto: find out while steps run when they overlap, see `DboAuto`; `step_settings.statistics()` says what.
-        attention_backend: by name; `auto` is the fastest that this model can use, see `model_runner.backend_choice`.
+        dbo_auto: learn from running steps when to overlap, see `DboAuto`; `step_settings.statistics()` has the result.
+        attention_backend: name; `auto` is the fastest that this model can use, see `model_runner.backend_choice`.
         prefill_attention_backend: another one for batches with a prefill.
         decode_attention_backend: another one for decode batches.
-        experts_backend: by name; `auto` is the fastest, on a GPU of `triton`, `flashinfer` and `grouped_mm`, on a CPU
-            of `native`, `packed` and `grouped`. With `native`, projections are kept as the experts are: only as its
-            kernels read them.
+        experts_backend: name; `auto` is the fastest, on a GPU of `triton`, `flashinfer` and `grouped_mm`, on a CPU of
+            `native`, `packed` and `grouped`. With `native`, projections are packed, too: only the layout of its
+            kernels is kept.
         block_size: tokens per KV block (page).
-        kv_cache_dtype: `auto` stores what the model computes in; `fp8` one byte a number, with the checkpoint's static
-            scales where it has some.
+        kv_cache_dtype: `auto` stores the model's dtype; `fp8` one byte per number, with the checkpoint's static scales
+            if it has some.
         num_kv_blocks: size of the KV cache in blocks; or
-        kv_cache_memory: in bytes, 256 MiB by default, without a draft network's; or
-        gpu_memory_utilization: by what all else leaves of this share of a GPU's memory, which is measured: the largest
-            step runs, and graphs are captured for it and given back; collective. See `KVMemory`.
+        kv_cache_memory: its size in bytes, 256 MiB by default, without a draft network's cache; or
+        gpu_memory_utilization: share of a GPU's memory; the cache gets what everything else leaves of it. This is
+            measured: the largest step runs, and graphs are captured and released; collective. See `KVMemory`.
         max_num_seqs: most requests that run at once.
-        max_num_batched_tokens: most tokens of a step, where somebody sees to it; what memory and transports are for.
-        max_model_len: longest sequence, prompt and output together; the model's own limit by default.
-        cudagraph_mode: `none`; `full` replays decode, verify and draft steps as CUDA graphs, once `capture_graphs` was
-            called; `auto` is `full` on a GPU, where attention, experts and transport can be captured. Prefills run
-            eagerly.
-        cudagraph_capture_sizes: requests of the steps that are captured; those of `dbo`, or the usual ones by default.
+        max_num_batched_tokens: most tokens of a step, to size memory and transports. The caller must keep to it.
+        max_model_len: longest sequence in tokens, prompt and output together; by default the model's own limit.
+        cudagraph_mode: `none`; `full` replays decode, verify and draft steps as CUDA graphs, after `capture_graphs`;
+            `auto` is `full` on a GPU if attention, experts and transport can be captured. Prefills run eagerly.
+        cudagraph_capture_sizes: sizes to capture, in requests; by default those of `dbo`, or the default ones.
         num_speculative_tokens: most drafts of a request in a verify step; 0 for none.
-        speculative_trees: they may be trees. Captured steps of chains have a mask, too, then.
+        speculative_trees: drafts may be trees. Captured steps then have a mask even for chains.
         acceptance: when drafts of sampled requests are accepted.
-        draft: the network that guesses them, which memory is left for; none by default.
-        dtype: what the model computes in, and the KV cache stores.
-        device: where it runs.
-        streams: what the device offers for its steps to run on; its own streams by default.
-        graphs: what captures and replays; CUDA by default.
-        memory: what tells how much memory the device has; CUDA by default.
-        on_weights: told how many bytes of the weights are read, and how many this rank reads.
+        draft: the draft network, for which memory is reserved; none by default.
+        dtype: dtype of the model's computation and of the KV cache.
+        device: device of the model.
+        streams: stream back end of the device; its own streams by default.
+        graphs: back end that captures and replays; CUDA by default.
+        memory: measures the device's memory; CUDA by default.
+        on_weights: called with the bytes of weights read so far, and the bytes that this rank reads in all.
 
     Attributes:
-        link: the emulated one that the ranks talk over; None for the real one.
-        experts_backend: the one in force; draft networks use it, too.
-        graphs: the captured steps; None where all run eagerly.
-        draft: the loaded draft network, None where there is none.
-        proposer: around it, see `set_observer`.
-        tensor_parallel: this rank's place among those that share a replica; None where it is one by itself.
+        link: the emulated link between the ranks; None for the real one.
+        experts_backend: the resolved name; draft networks use it, too.
+        graphs: the captured steps; None if all run eagerly.
+        draft: the loaded draft network; None if there is none.
+        proposer: the proposer around the draft network, see `set_observer`; None if there is none.
+        tensor_parallel: this rank's place in its replica; None if the rank is a replica by itself.
 
     Raises:
         CheckpointError: the checkpoint cannot be loaded; see `model_runner.errors`.
-        ConfigError: an unknown back end, experts that do not divide by the ranks, heads or dense MLPs that do not
-            divide by `tensor_parallel_size`, settings that contradict each other.
+        ConfigError: a back end is unknown, the ranks do not divide the experts, `tensor_parallel_size` does not divide
+            heads or dense MLPs, or settings contradict each other.
     """
 
     kv_cache: PagedKVCache | MLAKVCache
@@ -261,7 +261,7 @@ class ModelRunner:
             return measured_blocks(self, spec, share, open_cache, device, max_num_batched_tokens)
 
         num_blocks = size.num_blocks(spec, measure)
-        if self.tensor_parallel is not None:  # what fits here may not fit there, but all must admit the same requests
+        if self.tensor_parallel is not None:  # memory may differ, but all must admit the same requests
             num_blocks = int(self.tensor_parallel.group.least(num_blocks))
         open_cache(num_blocks)
         checkpoint.close()
@@ -274,10 +274,10 @@ class ModelRunner:
         capture: GraphsAsked,
         num_blocks: int,
     ) -> None:
-        """Make a KV cache and all that has its addresses; the one before is closed."""
+        """Make a KV cache and everything that holds its addresses; a previous cache is closed."""
         if hasattr(self, "kv_cache"):
             self._close_cache()
-            gc.collect()  # what is in cycles holds tensors, too
+            gc.collect()  # reference cycles may hold tensors
         self.kv_cache = make_kv_cache(spec, num_blocks, self.device)
         if spec.fp8:
             load_kv_scales(checkpoint, self.kv_cache)
@@ -293,7 +293,7 @@ class ModelRunner:
         self._sampling = SamplingContext(
             compute_logits=lambda hidden: self.model.compute_logits(hidden),
             vocab_size=self.config.vocab_size,
-            # Some checkpoints name tokens that only their tokenizer has: they never come, so nothing must forbid them.
+            # Some checkpoints list tokens that only their tokenizer has; the model cannot output them.
             eos_token_ids=tuple(token for token in self.config.eos_token_ids if token < self.config.vocab_size),
             future_map=FutureMap(self.max_num_seqs, self.device),
             prompt_carry=PromptCarry(),
@@ -307,7 +307,7 @@ class ModelRunner:
         self.proposer = None if self.draft is None else self.draft.proposer(self)
 
     def _close_cache(self) -> None:
-        """Let go of the KV cache and all that has its addresses, so that its memory is free."""
+        """Drop the KV cache and everything that holds its addresses, to free its memory."""
         self.streams.close()
         for steps in self.captured_steps:
             steps.drop()
@@ -316,7 +316,7 @@ class ModelRunner:
 
     @property
     def tensor_parallel_size(self) -> int:
-        """Ranks that share this one's replica."""
+        """Number of ranks that share this rank's replica."""
         return 1 if self.tensor_parallel is None else self.tensor_parallel.size
 
     # -- requests and their KV ----------------------------------------------------------------------------------
@@ -327,31 +327,31 @@ class ModelRunner:
         return self._memory.free_tokens
 
     def admit(self, request: Request, num_tokens: int) -> None:
-        """Give a request memory for its first `num_tokens` tokens; see `RequestMemory`, also for the next two."""
+        """Give a request KV memory for its first `num_tokens` tokens; see `RequestMemory`."""
         self._memory.admit(request, num_tokens)
 
     def reserve(self, request: Request, num_tokens: int) -> None:
-        """Give an admitted request memory for its first `num_tokens` tokens in all; what it has stays."""
+        """Extend an admitted request's KV memory to its first `num_tokens` tokens; see `RequestMemory`."""
         self._memory.reserve(request, num_tokens)
 
     def release(self, request: Request) -> None:
-        """Take a request's memory back; its tokens must be computed anew if it ever runs again."""
+        """Release a request's KV memory; if it runs again, its tokens are computed again. See `RequestMemory`."""
         self._memory.release(request)
 
     # -- graphs -------------------------------------------------------------------------------------------------
 
     @property
     def graph_shapes(self) -> tuple[GraphShape, ...]:
-        """What `capture_graphs` captures, in its order; empty where all steps run eagerly."""
+        """Shapes that `capture_graphs` captures, in its order; empty if all steps run eagerly."""
         return tuple(chain(*(steps.shapes for steps in self.captured_steps)))
 
     @property
     def captured_steps(self) -> tuple[CapturedSteps, ...]:
-        """Whose steps these are: the model's, and what `capture_beside` was told of."""
+        """The captured steps: the model's, and those added by `capture_beside`."""
         return () if self.graphs is None else (self.graphs, *self._beside)
 
     def capture_beside(self, steps: CapturedSteps) -> None:
-        """Capture other steps (a draft network's) when `capture_graphs` is called, or now if it was."""
+        """Add other steps (a draft network's): captured by `capture_graphs`, or at once if that was called before."""
         self._beside.append(steps)
         if self.graphs is not None and self.graphs.captured:
             with self.streams.forward():
@@ -362,16 +362,16 @@ class ModelRunner:
         progress: Callable[[CapturedGraph], None] | None = None,
         choose: Callable[[Sequence[GraphShape]], Sequence[GraphShape]] | None = None,
     ) -> list[CapturedGraph]:
-        """Capture decode (and verify) steps, plain and in lanes, and what runs beside; once, before the first step.
-        Collective.
+        """Capture decode (and verify) steps, plain and in lanes, and a draft network's steps. Collective; call it once,
+        before the first step.
 
         Args:
             progress: called after each graph.
-            choose: which shapes of each of `captured_steps`, in their order; all by default.
+            choose: selects from the shapes of each of `captured_steps`, in their order; all by default.
 
         Raises:
-            CaptureFailed: see there. The runner then runs its steps eagerly.
-            ConfigError: it was called before.
+            CaptureFailed: a capture failed; the runner then runs its steps eagerly.
+            ConfigError: the graphs were captured before.
         """
         graphs: list[CapturedGraph] = []
         with self.together(), self.streams.forward():
@@ -380,9 +380,9 @@ class ModelRunner:
         return graphs
 
     def set_observer(self, observer: StepObserver | None) -> None:
-        """Tell what every step from the next one on computed, hidden states and new tokens, when its result is read.
+        """Set the observer: from the next step on it gets hidden states and new tokens when a step's result is read.
 
-        Steps must then be read before the next one is launched.
+        With an observer, read each step's result before the next launch.
         """
         self._sampling = replace(self._sampling, observer=observer)
 
@@ -397,7 +397,7 @@ class ModelRunner:
 
         Raises:
             RequestError, KVCacheExhausted: the batch does not fit its requests; see `build_input_batch`.
-            PeerFailed, TransferTimeout, GroupBroken, UBatchTimeout: the step did not end; see there.
+            PeerFailed, TransferTimeout, GroupBroken, UBatchTimeout: the step could not finish; see these classes.
         """
         with self.together():
             step = self.launch(scheduled)
@@ -410,11 +410,10 @@ class ModelRunner:
         is queued on the forward stream.
 
         Args:
-            scheduled: see `execute`. The last token of a request may be `PENDING_TOKEN`, if the step that gives it was
-                sampled.
+            scheduled: see `execute`. The last token of a request may be `PENDING_TOKEN`, if its step was sampled.
 
         Raises:
-            StepOrderError: a token is pending that nobody has sampled.
+            StepOrderError: a pending token was not sampled yet.
             Others: see `execute`.
         """
         with self.together(), self.streams.forward():
@@ -435,16 +434,16 @@ class ModelRunner:
                     logits = self.model.compute_logits(hidden.index_select(0, batch.logits_rows))
             if batch.prompt_spans:
                 prompt_hidden = hidden.index_select(0, self._prompt_rows(batch))
-            if batch.num_tokens > batch.logits_rows.shape[0]:  # what no logits tell: whether a prompt is finite
+            if batch.num_tokens > batch.logits_rows.shape[0]:  # to check rows without logits for nan and infinity
                 row_sums = hidden[: batch.num_tokens].sum(dim=-1, dtype=torch.float32)
             return PendingStep(self._sampling, batch, agreed.decision, logits, prompt_hidden, hidden, row_sums)
 
     def restart_clock(self) -> None:
-        """There was nothing to do since the last step: the next vote does not tell how long that was."""
+        """Reset the step clock after an idle time, so that the next vote does not count it as the step's period."""
         self._voted_at = None
 
     def coordinate(self, batch: InputBatch, dbo: UBatchConfig | None = None) -> Coordination:
-        """Vote with the other ranks on a step, under `dbo` in place of the runner's own settings if given."""
+        """Vote with the other ranks on a step; `dbo`, if given, replaces the runner's own settings."""
         could_replay = 0
         if self.graphs is not None:
             metadata = batch.metadata
@@ -464,9 +463,9 @@ class ModelRunner:
         return agreed if self.graphs is None else self.graphs.agree(agreed)
 
     def forward(self, batch: InputBatch, agreed: Coordination) -> Tensor:
-        """The logits of the rows that are sampled, `[S, vocab_size]`, overlapped if that was agreed.
+        """The logits of the sampled rows, `[S, vocab_size]`; the step overlaps if the vote says so.
 
-        The caller's stream waits for them.
+        The caller's stream waits for the logits.
         """
         with self.streams.forward(join=True):
             return self.model.compute_logits(self._hidden_states(batch, agreed).index_select(0, batch.logits_rows))
@@ -486,13 +485,13 @@ class ModelRunner:
         return placed
 
     def forward_context(self, batch: InputBatch, agreed: Coordination) -> ForwardContext:
-        """The step's context: one attention plan, or where it overlaps one context and plan per lane."""
+        """The step's context: one attention plan, or if it overlaps, one context and plan per lane."""
         return step_context(batch, agreed, self.attention, self.tensor_parallel_size)
 
     def together(self) -> AbstractContextManager[None]:
-        """What the ranks do together: an error in the `with` block makes the other ranks fail at once, naming this one.
+        """Context for collective work: an error in the `with` block fails the other ranks at once, naming this one.
 
-        After that the group needs `reset()` on every rank. See `CommGroup.step`.
+        After an error the group needs `reset()` on every rank. See `CommGroup.step`.
         """
         return nullcontext() if self.group is None else self.group.step()
 
@@ -503,7 +502,7 @@ class ModelRunner:
         return self.wrapper.statistics()
 
     def close(self) -> None:
-        """Stop the lanes' threads, and wait for what is queued on the device."""
+        """Stop the lanes' threads, and wait for the work queued on the device."""
         self.wrapper.close()
         self.streams.close()
 

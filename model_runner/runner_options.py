@@ -1,4 +1,4 @@
-"""What a runner's settings stand for: small decisions that are made once, before anything is loaded."""
+"""Resolves some of a runner's settings, before anything is loaded."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ __all__ = ["check_max_model_len", "is_fp8", "with_group"]
 
 
 def with_group(config: UBatchConfig, group: CommGroup | None) -> UBatchConfig:
-    """`config` with the runner's group, and nothing to prove: tests prove its models, and its steps say where to cut.
+    """`config` with the runner's group, and without verification: tests verify the models of this package.
 
     Raises:
-        ConfigError: it has another one.
+        ConfigError: the config has another group.
     """
     if config.group is not None and config.group is not group:
         raise ConfigError("dbo.group and group are different groups; give the runner `group` alone.")
@@ -21,10 +21,10 @@ def with_group(config: UBatchConfig, group: CommGroup | None) -> UBatchConfig:
 
 
 def is_fp8(kv_cache_dtype: str) -> bool:
-    """Whether the KV cache stores one byte a number.
+    """Whether the KV cache stores one byte per number.
 
     Raises:
-        ConfigError: neither `auto` nor `fp8`.
+        ConfigError: the value is neither `auto` nor `fp8`.
     """
     if kv_cache_dtype not in ("auto", "fp8"):
         raise ConfigError(f"unknown kv_cache_dtype {kv_cache_dtype!r}{nearest(kv_cache_dtype, ('auto', 'fp8'))}")
@@ -32,10 +32,10 @@ def is_fp8(kv_cache_dtype: str) -> bool:
 
 
 def check_max_model_len(asked: int | None, limit: int) -> int:
-    """The longest sequence; `limit`, the model's, unless a shorter one is asked for.
+    """The longest sequence in tokens: `asked`, or the model's `limit` if None.
 
     Raises:
-        ConfigError: it is longer, or not positive.
+        ConfigError: `asked` is above the limit, or not positive.
     """
     if asked is None:
         return limit

@@ -1,7 +1,7 @@
-"""When to overlap, found out while steps run (`--dbo-auto`), and what splits by cost are reckoned with.
+"""`--dbo-auto` learns from running steps when to overlap; the costs that a split by cost needs.
 
-step_cost     what a token and an attended pair cost in a model
-dbo_model     how long a step takes, plain and overlapped, from those that were seen
-dbo_policy    whether the next step overlaps, or is a trial
-dbo_auto      both, for a runner: settings of each step, and what the ranks tell each other
+step_cost     cost of a token and of an attended pair in a model
+dbo_model     estimates the time of a step, serial and overlapped, from measured steps
+dbo_policy    decides whether the next step overlaps, or is a trial
+dbo_auto      both, for a runner: settings of each step, and the exchange of times between ranks
 """

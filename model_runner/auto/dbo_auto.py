@@ -1,13 +1,13 @@
-"""`--dbo-auto`: when steps overlap, found out before the first request and while serving.
+"""`--dbo-auto` measures, before the first request and while serving, when overlapping a step pays.
 
-    measured      a step before the load, in the arm that `arm_settings` asks for
-    begin         the load will begin with what is best by these
-    settings      what this rank votes with: its settings, with the schedule and threshold that are in use or probed
-    timed         the forward of a step that was agreed on
-    every so many steps, and when an early trial has run, the ranks exchange how long theirs took, one small all-reduce
-    beside the vote's; the slowest rank's times go to the `Policy`, which decides alike on all of them
+    measured      times a step before serving, in the arm that `arm_settings` asks for
+    begin         chooses the first settings from these measurements
+    settings      the settings this rank votes with: the schedule and threshold in use, or those of a trial
+    timed         times the forward of a step after the vote
+    every 64 steps, and soon after an early trial, the ranks exchange the times of their steps in one small all-reduce
+    beside the vote's; the slowest rank's times go to the `Policy`, which decides the same on every rank
 
-A step's time is that of its forward and logits: on a GPU between two events of its stream, for which nothing waits.
+A step's time covers its forward and logits: on a GPU it is taken between two events of the stream, without a wait.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _logger = logging.getLogger(__name__)
 _MOST_LANES = 4
 _EXCHANGE_STEPS = 64
 _IN_FLIGHT = 4
-"""On a GPU the latest steps are not asked for their times: it may still work on them."""
+"""On a GPU the times of the latest four steps are not read: they may still be running."""
 _NEVER = 2**62
 _MODES = {"decode": ForwardMode.DECODE, "prefill": ForwardMode.PREFILL, "verify": ForwardMode.TARGET_VERIFY}
 _KINDS = {fingerprint(mode): kind for kind, mode in _MODES.items()}
@@ -48,21 +48,19 @@ _Seconds = Callable[[], float]
 
 
 class StepSettings(Protocol):
-    """Who says what a step is voted on with."""
+    """Gives the settings that this rank votes with for a step."""
 
     def settings(self, batch: BatchShape) -> UBatchConfig | None:
-        """What this rank votes with for its next step; None for the runner's own settings."""
+        """Settings for this rank's next vote; None for the runner's own settings."""
 
     def timed(self, decision: Decision) -> AbstractContextManager[None]:
-        """The forward and logits of a step that was agreed on, in the `with` block; not for one in which all ranks are
-        idle.
-        """
+        """Times the `with` block: forward and logits of a step after its vote. Not used when all ranks are idle."""
 
     def reasons(self) -> Mapping[str, str]:
-        """What was decided for each kind of step, and why, in words; empty where nothing is."""
+        """Kind of step -> a sentence: the decision and its reason; empty if nothing is decided."""
 
     def statistics(self) -> PolicyStatistics | None:
-        """What was decided, with numbers; None where nothing is."""
+        """The decisions, with numbers; None if nothing is decided."""
 
 
 class FixedSettings:
@@ -87,7 +85,7 @@ class FixedSettings:
 def make_step_settings(
     config: UBatchConfig, group: CommGroup | None, device: torch.device, transport: All2All, *, auto: bool
 ) -> StepSettings:
-    """Settings that stay as they are, or with `auto` a `DboAuto`.
+    """Fixed settings, or with `auto` a `DboAuto`.
 
     Raises:
         ConfigError: see `DboAuto`.
@@ -100,16 +98,16 @@ def make_step_settings(
 class DboAuto:
     """Chooses the settings of every step.
 
-    It begins with the thresholds of the modes that have some of their own in `config.modes`, as `ubatch tune` writes
-    them, and with what was `measured` for the others; serially where nothing was. The arms of a mode are its schedule
-    with its lanes, with one lane more, and single-batch overlap; and what `add_arm` adds.
+    A mode with a threshold in `config.modes` (`ubatch tune` writes them) begins with it. The others begin with the best
+    arm that was `measured`, or serially if none was. The arms of a mode are its schedule with its number of lanes, the
+    same with one lane more, single-batch overlap, and those that `add_arm` adds.
 
     Args:
-        config: of the runner; schedules, lanes and the way to split are its.
-        group: the ranks that vote; None for one alone.
+        config: the runner's; gives schedules, lanes and the way to split.
+        group: the ranks that vote; None for a single rank.
         device: where steps run.
-        max_chunks: blocks of experts that the transport can tell apart; single-batch overlap needs two.
-        policy: makes what decides, at first and whenever all begin anew; by default with the usual budget.
+        max_chunks: blocks of experts that the transport can signal separately; single-batch overlap needs two.
+        policy: makes the `Policy`, at the start and at every restart; by default with the default budget.
 
     Raises:
         ConfigError: overlap is switched off or required, or no mode has a schedule that overlaps.
@@ -145,20 +143,20 @@ class DboAuto:
         self._restart()
 
     def arms(self, kind: str) -> Mapping[str, Schedule]:
-        """By name, what steps of this kind may run in beside the serial arm; nothing where they may not overlap."""
+        """Name -> schedule of the arms of this kind beside the serial one; empty if the kind may not overlap."""
         return dict(self._schedules.get(kind, {}))
 
     def is_tuned(self, kind: str) -> bool:
-        """Whether the settings already say from how many tokens on such a step overlaps."""
+        """Whether the settings already have a token threshold for this kind."""
         own = self._config.modes.get(kind)
         return own is not None and own.token_threshold is not None
 
     def add_arm(self, kind: str, schedule: Schedule) -> None:
-        """One schedule more to try for a kind that has arms, on every rank alike; what was learned from the load, or
-        measured since `begin`, is forgotten.
+        """Adds a schedule to try for a kind that has arms. Call it on every rank. It discards what was learned from
+        the load, and what was measured since `begin`.
 
         Raises:
-            ConfigError: the kind has no arms, or one of this name.
+            ConfigError: the kind has no arms, or has one of this name already.
         """
         arms = self._schedules.get(kind)
         if arms is None or schedule.name in arms:
@@ -170,10 +168,10 @@ class DboAuto:
         self._restart()
 
     def settings(self, batch: BatchShape) -> UBatchConfig:
-        """See `StepSettings`. Exchanges times when enough have come together.
+        """See `StepSettings`. Exchanges step times when enough are collected.
 
         Raises:
-            PeerFailed, TransferTimeout, GroupBroken: as a vote.
+            PeerFailed, TransferTimeout, GroupBroken: as in a vote.
         """
         self._follow_group()
         self._learn()
@@ -207,10 +205,10 @@ class DboAuto:
     # -- at the start ------------------------------------------------------------------------------------------
 
     def arm_settings(self, kind: str, arm: str) -> UBatchConfig:
-        """Under which every step of this kind that can runs in this arm, `serial` or one of `arms`.
+        """Settings that run every step of this kind in this arm (`serial` or one of `arms`) where it can.
 
         Raises:
-            ConfigError: there is no such arm.
+            ConfigError: the kind has no such arm.
         """
         if arm == SERIAL_ARM:
             return self._with({kind: Setting()})
@@ -220,9 +218,9 @@ class DboAuto:
 
     @contextmanager
     def measured(self, decision: Decision) -> Iterator[_Seconds]:
-        """Like `timed`, for a step that nobody asked for: it runs for its time, which `begin` tells the others.
+        """Like `timed`, for a measurement step before serving; `begin` exchanges its time with the other ranks.
 
-        What the `with` statement gives is to be called after the block: seconds, on this rank.
+        Yields a function to call after the block: it returns this rank's time in seconds.
         """
         self._follow_group()
         with self._clock() as seconds:
@@ -230,10 +228,10 @@ class DboAuto:
         self._before.append((self._seen(decision), seconds))
 
     def begin(self) -> None:
-        """Before the load, on every rank: what was `measured` is exchanged, and the settings follow from all of it.
+        """Exchanges the `measured` times and chooses the first settings. Every rank calls it before serving.
 
         Raises:
-            PeerFailed, TransferTimeout, GroupBroken: as a vote.
+            PeerFailed, TransferTimeout, GroupBroken: as in a vote.
         """
         self._follow_group()
         if not self._before:
@@ -262,7 +260,7 @@ class DboAuto:
         self._before = []
 
     def _follow_group(self) -> None:
-        """After a failure the ranks may have counted differently: all begin anew on the new connection."""
+        """Restarts on a new connection: after a failure the ranks' step counts may differ."""
         if self._group is None or self._group.size == 1:
             return
         connection = self._group.usable_connection()
@@ -271,19 +269,19 @@ class DboAuto:
         self._connection = connection
 
     def _exchange_is_due(self) -> bool:
-        """The same on every rank: all count the same steps, and have learned the same."""
+        """Gives the same answer on every rank: all count the same steps and have learned the same times."""
         old = len(self._running) - self._in_flight
         return old > 0 and (old >= _EXCHANGE_STEPS or self._policy.wants_times(min(self._running) + old))
 
     def _exchange(self) -> None:
-        """Every rank calls it before the same vote; the answer is read before the next one, and has come by then."""
+        """Starts the exchange, on every rank before the same vote; `_learn` reads the result before the next vote."""
         numbers = sorted(self._running)[: len(self._running) - self._in_flight]
         told = {number: self._running.pop(number) for number in numbers}
         steps = {number: seen for number, (seen, _) in told.items()}
         self._asked = steps, self._slowest([each() for _, each in told.values()])
 
     def _learn(self) -> None:
-        """What was exchanged before the vote before, if anything."""
+        """Learns from the times exchanged before the previous vote, if there were any."""
         if self._asked is None:
             return
         (steps, wait), self._asked = self._asked, None
@@ -295,7 +293,7 @@ class DboAuto:
                 _logger.info("dbo_auto, %s steps: %s", kind, self._policy.reasons[kind])
 
     def _slowest(self, seconds: list[float]) -> Callable[[], list[float]]:
-        """Of every step the time on its slowest rank; waits for it when it is called."""
+        """Starts an all-reduce of each step's time on its slowest rank; the returned function waits for the result."""
         connection = self._connection
         if connection is None:
             return lambda: seconds
@@ -311,7 +309,7 @@ class DboAuto:
 
     @contextmanager
     def _clock(self) -> Iterator[_Seconds]:
-        """How long the `with` block takes, once it has ended."""
+        """Yields a function that returns the seconds the `with` block took; call it after the block."""
         if self._device.type == "cuda":
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             begin.record()
@@ -343,7 +341,7 @@ class DboAuto:
 
 
 def _arms(config: UBatchConfig, kind: str, max_chunks: int) -> dict[str, Schedule]:
-    """By name, the simplest first; none where the mode's schedule is serial."""
+    """Name -> schedule, the simplest first; empty if the mode's schedule is serial."""
     own = config.for_mode(_MODES[kind]).schedule
     if own.lanes == 1:
         return {own.name: own} if own.overlaps else {}
@@ -354,10 +352,10 @@ def _arms(config: UBatchConfig, kind: str, max_chunks: int) -> dict[str, Schedul
 
 
 def _unknown() -> float:
-    """The step failed; its time says nothing."""
+    """Time of a step that failed: 0, which is ignored."""
     return 0.0
 
 
 def _elapsed_s(begin: torch.cuda.Event, end: torch.cuda.Event) -> float:
-    end.synchronize()  # recorded steps ago
+    end.synchronize()  # recorded several steps ago: no wait in practice
     return float(begin.elapsed_time(end)) * 1e-3

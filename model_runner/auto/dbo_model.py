@@ -1,11 +1,11 @@
-"""What `--dbo-auto` believes about the times of steps, and learns from every one of them. No clock, no ranks, no torch.
+"""The statistical model of step times behind `--dbo-auto`. Pure arithmetic: no clock, no ranks, no torch.
 
     log seconds of a step  =  base(kind, size)  +  ratio(kind, arm, size)  +  noise        ratio(serial) = 0
 
-`base` is the time of a serial step, and drifts with the machine; `ratio` is what an arm makes of it. Both are straight
-lines between powers of two. The belief about them is Gaussian: at first vague, but it says that sizes close to each
-other, arms, and kinds are related, and that larger steps have more to gain. So one step in an arm also tells something
-about its other sizes and about other arms. Every step that is told refines it (a Kalman filter); with time it fades.
+`base` is the log time of a serial step, and drifts with the machine; `ratio` is the log of arm / serial. Both are
+piecewise linear between powers of two. The estimate of them (the belief) is Gaussian. It starts wide, but correlates
+nearby sizes, arms and kinds, and expects larger steps to gain more. So one step in an arm also informs about its other
+sizes and about other arms. Every measured step refines the belief (a Kalman filter); old knowledge fades with time.
 """
 
 from __future__ import annotations
@@ -23,48 +23,50 @@ __all__ = ["Seen", "StepModel", "Sum", "mean_below"]
 
 _Vector = NDArray[np.float64]
 Sum = list[tuple[int, float]]
-"""A linear sum of the belief: places and weights."""
+"""A linear combination of the belief's variables: their indices and weights."""
 
 _KNOTS = 15
-"""Powers of two, from one token to 16,384; larger steps count as those."""
+"""Powers of two, from one token to 16,384; a larger step counts as 16,384."""
 _MIDDLE = 6
 """The knot at which the lines of the first belief cross."""
 _NEAR = 2.0
-"""Doublings over which what is particular to a size fades."""
+"""Correlation length between sizes, in doublings of the token count."""
 
 _RATIO_MEAN, _RATIO_SLOPE = 0.15, -0.07
-"""First guess of log(arm / serial) at the middle, and what a doubling of the tokens adds."""
+"""First guess of log(arm / serial) at the middle, and its change per doubling of the tokens."""
 _RATIO_SPREADS = (("all", 0.2, 0.05), ("kind", 0.2, 0.05), ("arm", 0.15, 0.05))
-"""How far ratios may be from it, together and apart: of the middle, and of a doubling."""
+"""Standard deviations of the first guess (middle, change per doubling): common to all arms, to a kind, to one arm."""
 _RATIO_LOCAL = 0.12
 _BASE_SLOPE, _BASE_SLOPE_SPREAD, _BASE_LOCAL = 0.35, 0.3, 0.15
 _BASE_SPREAD = 5.0
-"""Seconds or microseconds, nobody knows."""
+"""Standard deviation of the first log time: a step may take microseconds or seconds."""
 
 _DRIFT = 0.015
-"""How far a kind's base may wander from one step to the next."""
+"""Standard deviation of a kind's base from one step to the next."""
 _OTHER_LOAD = 0.7
-"""How far the base of a load may be from that of steps that were made up: its requests are longer, say."""
+"""Standard deviation between the base of real steps and of steps measured before serving: real requests may be longer,
+for example.
+"""
 _FADING_STEPS = 20_000.0
-"""In so many steps most of what is known about ratios fades."""
+"""Number of steps after which knowledge about ratios has faded to 1/e."""
 _NOISE, _NOISE_COUNTS, _NOISE_MEMORY = 0.15, 8, 200
-"""Of a step's log time: the first guess, the steps that it counts for, and those that are remembered."""
+"""Noise of a step's log time: the first guess, the number of steps it counts for, and the number of steps averaged."""
 _LEAST_NOISE = 0.01
 _FAR = 3.0
-"""Standard deviations from what was expected, from which on a step is an outlier or the world has changed."""
+"""Standard deviations from the expected time beyond which a step is an outlier, or the machine has changed."""
 _SEVERAL = 4
-"""So many steps at once are no outliers."""
+"""This many steps far off together mean a change, not outliers."""
 
 
 @dataclass(frozen=True)
 class Seen:
-    """A step, as all ranks know it after the vote.
+    """A step, as known to all ranks after the vote.
 
     Attributes:
         kind: decode, prefill or verify.
-        fewest: tokens of the busy rank with the fewest; the threshold is compared with it.
-        most: tokens of the rank with the most; the step takes as long as it.
-        arm: how it ran.
+        fewest: tokens of the busy rank with the fewest; the threshold applies to this number.
+        most: tokens of the rank with the most, which sets the step's time.
+        arm: the arm it ran in.
     """
 
     kind: str
@@ -74,13 +76,13 @@ class Seen:
 
     @property
     def size(self) -> int:
-        """The power of two below, or one and a half times it."""
+        """`fewest` rounded down to a power of two, or to one and a half times one."""
         power = 1 << (self.fewest.bit_length() - 1)
         return power + power // 2 if 2 * self.fewest >= 3 * power else power
 
 
 class StepModel:
-    """The belief.
+    """The belief about base and ratios, as a mean and a covariance.
 
     Args:
         arms: kind -> arms beside the serial one.
@@ -99,19 +101,19 @@ class StepModel:
         self._faded = self._first_covariance * np.outer(self._is_ratio, self._is_ratio)
         self._noise = dict.fromkeys(arms, (_NOISE**2, float(_NOISE_COUNTS)))
 
-    # -- what it says --------------------------------------------------------------------------------------------
+    # -- predictions ---------------------------------------------------------------------------------------------
 
     def difference(self, kind: str, arm: str, used: str, tokens: float) -> Sum:
-        """log(arm / in use) at so many tokens; either may be serial."""
+        """log(time in `arm` / time in `used`) at this number of tokens; either may be serial."""
         return self._hat(kind, arm, tokens, 1.0) + self._hat(kind, used, tokens, -1.0)
 
     def expected(self, sums: Sequence[Sum]) -> _Vector:
-        """What each of them is expected to be, `[sums]`."""
+        """The expected value of each sum, `[sums]`."""
         index, weight = _stack(sums)
         return (self._mean[index] * weight).sum(axis=1)
 
     def doubts(self, sums: Sequence[Sum]) -> _Vector:
-        """Their standard deviations, `[sums]`."""
+        """The standard deviation of each sum, `[sums]`."""
         index, weight = _stack(sums)
         variance = (self._covariance[index[:, :, None], index[:, None]] * weight[:, :, None] * weight[:, None]).sum(
             (1, 2)
@@ -120,7 +122,7 @@ class StepModel:
         return found
 
     def moves(self, sums: Sequence[Sum], steps: Sequence[Seen]) -> _Vector:
-        """By how much (one standard deviation) each of them would move if such a step were seen, `[steps, sums]`."""
+        """How far (one standard deviation) measuring each step would move each expected sum, `[steps, sums]`."""
         step_index, step_weight = _stack([self._log_seconds(step) for step in steps])
         known = (self._covariance[step_index] * step_weight[:, :, None]).sum(axis=1)
         variance = (np.take_along_axis(known, step_index, axis=1) * step_weight).sum(axis=1)
@@ -135,10 +137,10 @@ class StepModel:
     def _hat(self, kind: str, arm: str, tokens: float, sign: float) -> Sum:
         return _hat(0, 1.0, 0.0) if arm == SERIAL_ARM else _hat(self._first[kind, arm], tokens, sign)
 
-    # -- what it learns ------------------------------------------------------------------------------------------
+    # -- learning ------------------------------------------------------------------------------------------------
 
     def pass_time(self, steps: int) -> None:
-        """So many steps later less is known."""
+        """Lets knowledge fade by this number of steps."""
         keep = np.where(self._is_ratio, math.exp(-steps / _FADING_STEPS), 1.0)
         kept = keep[:, None] * keep
         self._mean = self._first_mean + keep * (self._mean - self._first_mean)
@@ -147,17 +149,17 @@ class StepModel:
         self._covariance += steps * self._drift
 
     def begin_load(self) -> None:
-        """What was seen so far were steps that were made up: their ratios count for the load, their bases hardly."""
+        """Serving begins: keeps the ratios of the steps measured before it, and widens the doubt about their bases."""
         for kind in self._ratios_of:
             base = slice(self._first[kind, SERIAL_ARM], self._first[kind, SERIAL_ARM] + _KNOTS)
             self._covariance[base, base] += _OTHER_LOAD**2
 
     def see(self, steps: Sequence[tuple[Seen, float]], *, tried: bool = False) -> None:
-        """Steps of one kind and arm and about one size took so many seconds.
+        """Learns the times (in seconds) of steps of one kind, one arm and about one size.
 
-        If they are far from what was expected, the link or the machine has changed: what was known about the ratios of
-        their kind no longer counts. A step that was tried is taken at its word; of steps in use, as each may be an
-        outlier, several together, and single ones are cut off.
+        If the times are far from the expected ones, the link or the machine has changed: the ratios of the kind are
+        doubted as at the start. For a trial (`tried`) one step is enough for that. Otherwise it takes several steps
+        together: a single one may be an outlier, and its deviation is clipped.
         """
         kind = steps[0][0].kind
         sums = [self._log_seconds(step) for step, _ in steps]
@@ -182,11 +184,11 @@ class StepModel:
         self._covariance -= np.outer(known, known / variance)
         if not tried and doubt < noise:
             self._hear(kind, np.maximum(0.0, off**2 - doubt))
-        elif len(steps) >= _SEVERAL:  # what was expected says little, but they are alike
+        elif len(steps) >= _SEVERAL:  # the prediction is vague, but the spread among the steps shows the noise
             self._hear(kind, (off - off.mean()) ** 2 * len(off) / (len(off) - 1))
 
     def _hear(self, kind: str, squares: _Vector) -> None:
-        """How noisy steps are."""
+        """Updates the noise of a kind with these squared deviations."""
         noise, count = self._noise[kind]
         for value in squares.tolist():
             count = min(count + 1, _NOISE_MEMORY)
@@ -195,20 +197,20 @@ class StepModel:
 
 
 def _hat(first: int, tokens: float, sign: float) -> Sum:
-    """The value of a line between knots, of which the first has this place."""
+    """A linear interpolation between knots; `first` is the index of knot 0."""
     at = min(max(math.log2(tokens), 0.0), _KNOTS - 1.0)
     below = min(int(at), _KNOTS - 2)
     return [(first + below, sign * (1 - (at - below))), (first + below + 1, sign * (at - below))]
 
 
 def _stack(sums: Sequence[Sum]) -> tuple[NDArray[np.intp], _Vector]:
-    """Places and weights, `[sums, terms]`."""
+    """Indices and weights, each `[sums, terms]`."""
     table = np.array(sums)
     return table[:, :, 0].astype(np.intp), table[:, :, 1]
 
 
 def _first_belief(rows: Sequence[tuple[str, str]]) -> tuple[_Vector, _Vector]:
-    """Mean `[state]` and covariance `[state, state]`."""
+    """Mean `[state]` and covariance `[state, state]` before any step is measured."""
     at = np.arange(_KNOTS) - float(_MIDDLE)
     near = np.exp(-np.abs(at[:, None] - at) / _NEAR)
     mean, covariance = np.zeros((len(rows), _KNOTS)), np.zeros((len(rows), _KNOTS, len(rows), _KNOTS))

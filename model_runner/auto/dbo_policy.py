@@ -1,16 +1,16 @@
-"""What `--dbo-auto` decides: which arm, from how many tokens on, for every kind of step. No clock, no ranks, no torch.
+"""The decisions of `--dbo-auto`: which arm, from how many tokens on, for every kind of step. No clock, ranks or torch.
 
-It sees what all ranks know of a step (kind, fewest tokens of a busy rank, which arm it ran in) and, later and for many
-steps at once, how long it took on the slowest rank. Every rank tells it the same, so all decide alike.
+The policy gets what all ranks know of a step (kind, fewest tokens of a busy rank, arm) and, later and for many steps
+at once, its time on the slowest rank. Every rank passes the same values, so all ranks decide the same.
 
-    every step that is told                            -> `StepModel`: what each arm makes of each size, and how sure
-    what is expected of a kind's sizes                 -> `ubatch.schedules.cost_table.choose`
-    the setting in use is worse than that by the hysteresis                  -> change it
-    a step in another arm would tell more than it costs, and the budget has it   -> the next step of that size tries it
-    nothing but what is in use has run for long, at that size and close to it                  -> likewise
+    each step with its time                            -> `StepModel`: expected time of each arm at each size, and doubt
+    expected times of a kind's sizes                   -> `ubatch.schedules.cost_table.choose`
+    the setting in use is worse than the chosen one by the hysteresis    -> change it
+    a trial in another arm is worth more than it costs, within the budget    -> the next step of that size tries it
+    for long, only the arm in use has run at that size and close to it       -> the same
 
-What a step would tell: how much faster the load would run, for as long as it has lasted, if the arm proved better than
-expected by what one step can show. The price: how much slower it is expected to be.
+The worth of a trial: the time that the load would gain, over as long as it has lasted, if the arm proved better than
+expected by as much as one step can show. Its cost: how much slower the step is expected to be.
 """
 
 from __future__ import annotations
@@ -32,32 +32,35 @@ __all__ = ["Policy", "PolicyStatistics"]
 _Vector = NDArray[np.float64]
 
 _ALLOWANCE_STEPS = 6.0
-"""Steps' worth of time that trials may lose before the load has lasted; long loads do not notice."""
+"""Time that trials may lose at the start, in mean steps; later `probe_share` of the load's time adds to it."""
 _HORIZON_STEPS = 2000
-"""A load is taken to last as long again as it has lasted, but not longer than this: then it is another one."""
+"""A load is expected to last as long again as it has lasted, but at most this number of steps."""
 _LEAST_COST = 0.01
-"""Of a trial, as a share of its step: nothing is free."""
+"""Lowest cost of a trial, as a share of its step's time."""
 _PRICE = 2.0
-"""A trial must promise so many times what it costs."""
+"""A trial must be worth at least this multiple of its cost."""
 _CAUTION = 0.5
-"""What is not in use must be better by so many standard deviations of what is expected of it."""
+"""Standard deviations added to the expected time of an arm that is not in use."""
 _PATIENCE = 12
-"""So many steps of the kind but of other sizes end a trial."""
+"""A trial ends after this number of steps of its kind with other sizes."""
 _REACH = 3
-"""Ranks with up to so many times its size go along with a trial, until one was in vain."""
+"""A rank joins a trial if its batch is less than three times the trial's size; less than twice, after a failed one."""
 _LEAST_SHARE = 0.01
+"""A size with a smaller share of the load's time gets no trials."""
 _LEAST_STEPS = 0.01
-"""What is left of a size that did not come for some 1,500 steps: it is no longer part of the load."""
+"""A size with a smaller weight (unseen for some 1,500 steps) is no longer part of the load."""
 _MADE_UP = 0.1
-"""What a size that was measured before the load counts for it, in steps."""
+"""Weight, in steps, of a size that was measured before serving."""
 _STALE_STEPS = 500
+"""A size is stale if for this number of steps only the arm in use has run there."""
 _FORGET = 0.997
-"""What a step before another one counts for the load."""
+"""Decay of a step's weight per later step."""
 _FEWEST_TOLD, _SHARE_TOLD = 4, 4
-"""Times are wanted when so many have come together, or one for so many that were told: asking costs some, too."""
+"""Times are exchanged after more than four steps, and more than a quarter of those known: an exchange costs time."""
 _EARLY_STEPS = 128
+"""Number of steps with known times up to which the time of a rare arm is wanted at once."""
 _LATEST = 8
-"""So many steps of a size, and fewer than a third of them in one arm: the times of those are wanted at once, early."""
+"""An arm is rare if it ran fewer than a third of the latest eight steps of a size."""
 
 
 @dataclass
@@ -73,7 +76,9 @@ class _Trial:
 
 @dataclass
 class _Load:
-    """Of a size: seconds, steps and the logs of their tokens, of late; since when, and when each arm last ran."""
+    """Recent load of one size: decaying sums of seconds, steps and the logs of their tokens; the number of its first
+    step, and of the last step in each arm.
+    """
 
     since: int
     seconds: float = 0.0
@@ -93,7 +98,7 @@ class _Load:
         return math.exp(self.fewest / self.steps)
 
     def step(self, kind: str, arm: str) -> Seen:
-        """One like them."""
+        """A step of this size's mean token counts."""
         return Seen(kind, round(self.tokens), round(math.exp(self.most / self.steps)), arm)
 
     @property
@@ -103,16 +108,16 @@ class _Load:
 
 @dataclass(frozen=True)
 class PolicyStatistics:
-    """What it decided, and why.
+    """The decisions so far, and why.
 
     Attributes:
-        steps: seen.
-        seconds: that they took.
-        probes: steps that were tried in another arm.
-        lost_s: seconds by which they are believed to have been slower than in the arm in use.
-        changes: of a setting.
-        settings: kind -> what is in use.
-        reasons: kind -> a sentence.
+        steps: number of steps voted on.
+        seconds: total of the step times known so far.
+        probes: number of trials, steps run in another arm than the one in use.
+        lost_s: estimated seconds that trials were slower than the arm in use.
+        changes: number of times a setting changed.
+        settings: kind -> the setting in use.
+        reasons: kind -> a sentence with the reason.
     """
 
     steps: int
@@ -129,9 +134,9 @@ class Policy:
 
     Args:
         arms: kind -> arms beside the serial one, the simplest first.
-        start: kind -> the setting to begin with; serial where there is none.
-        probe_share: most of the time that probes may lose.
-        hysteresis: a setting changes where another one is faster by more than this share.
+        start: kind -> the setting to begin with; serial if there is none.
+        probe_share: largest share of the time that trials may lose.
+        hysteresis: a setting changes if another one is faster by more than this share.
 
     Raises:
         ConfigError: no arms, or shares outside 0 to 1.
@@ -160,9 +165,9 @@ class Policy:
         self._ran: dict[str, set[str]] = {kind: set() for kind in arms}  # kind -> arms
         self._in_vain: dict[tuple[str, int], int] = {}
         self._trials: dict[str, _Trial] = {}  # by kind: a load without prefills must not hold up decodes
-        self._waiting: set[int] = set()  # steps that were tried, and whose times are not told yet
-        self._latest: dict[tuple[str, int], deque[str]] = {}  # kind and size -> how the latest steps ran
-        self._rare: set[int] = set()  # steps that ran unlike those, and whose times are not told yet
+        self._waiting: set[int] = set()  # trials whose times are not known yet
+        self._latest: dict[tuple[str, int], deque[str]] = {}  # kind and size -> arms of the latest steps
+        self._rare: set[int] = set()  # steps in a rare arm whose times are not known yet
         self._steps = self._told = self._probes = self._changes = 0
         self._last_told = -1
         self._seconds = self._lost_s = 0.0
@@ -170,9 +175,9 @@ class Policy:
     # -- before a step, and after its vote ---------------------------------------------------------------------
 
     def setting(self, kind: str, tokens: int) -> Setting:
-        """What a step of this kind, with so many tokens on this rank, is to run under: a trial's arm while one is on.
+        """The setting for a step of this kind with `tokens` tokens on this rank: a trial's arm while a trial is on.
 
-        Ranks may hold different sizes, so a little more than the trial's own goes along.
+        Ranks may have batches of different sizes, so a trial includes batches somewhat larger than its own size.
         """
         trial = self._trials.get(kind)
         if trial is None:
@@ -183,7 +188,7 @@ class Policy:
         return Setting() if trial.arm == SERIAL_ARM else Setting(trial.arm, trial.size)
 
     def saw(self, step: Seen) -> int:
-        """A step was voted on; returns its number, by which `learn` tells its time."""
+        """Records a step after its vote; returns its number, under which `learn` passes its time."""
         number, self._steps = self._steps, self._steps + 1
         latest = self._latest.setdefault((step.kind, step.size), deque(maxlen=_LATEST))
         latest.append(step.arm)
@@ -204,9 +209,10 @@ class Policy:
         return number
 
     def wants_times(self, before: int) -> bool:
-        """Whether the times of the steps before that number may change what comes next; else they can wait.
+        """Whether the times of the steps before number `before` are needed now; else they can wait.
 
-        It follows from what was voted and told alone: ranks whose arithmetic rounds differently still exchange alike.
+        The answer depends only on votes and on which times were exchanged, so it is the same on ranks that round
+        differently.
         """
         if self._told < _EARLY_STEPS and any(number < before for number in self._rare):
             return True
@@ -215,8 +221,8 @@ class Policy:
     # -- at the start, and now and then ------------------------------------------------------------------------
 
     def measured(self, times: Sequence[tuple[Seen, float]]) -> None:
-        """Steps of a kind, and how long they took on their slowest rank, that ran for their times alone: in every arm,
-        before the load. Settings are chosen as if a step of each of their sizes had come. The same on every rank.
+        """Learns measurement steps that ran before serving, with their seconds on the slowest rank, and chooses the
+        first settings as if the load had a step of each of their sizes. Pass the same on every rank.
         """
         groups: dict[tuple[str, str, int], list[tuple[Seen, float]]] = {}
         for seen, seconds in filter(lambda each: self._knows(each[0]), times):
@@ -232,10 +238,11 @@ class Policy:
             self._decide(kind)
 
     def learn(self, times: Mapping[int, tuple[Seen, float]]) -> None:
-        """Times of steps, by number, on their slowest rank; then settings and trials are thought over.
+        """Learns step times, then decides on settings and trials.
 
         Args:
-            times: of every step since the last call, the same on every rank.
+            times: number -> step and its seconds on the slowest rank, for every step since the last call; the same on
+                every rank.
         """
         if not times:
             return
@@ -261,11 +268,11 @@ class Policy:
 
     @property
     def reasons(self) -> Mapping[str, str]:
-        """Kind -> what is in use, and why; a new mapping where anything changed."""
+        """Kind -> the setting in use, and why; a new mapping after every change."""
         return self._reasons
 
     def statistics(self) -> PolicyStatistics:
-        """The state, and the totals so far."""
+        """The current settings, and the totals so far."""
         return PolicyStatistics(
             steps=self._steps,
             seconds=self._seconds,
@@ -277,7 +284,7 @@ class Policy:
         )
 
     def _weigh(self, times: Mapping[int, tuple[Seen, float]]) -> None:
-        """The load of late."""
+        """Adds these steps to the recent load, and lets older steps decay."""
         forget = _FORGET ** len(times)
         for kind, sizes in self._load.items():
             for load in sizes.values():
@@ -298,7 +305,7 @@ class Policy:
         return seen.kind in self._arms and seen.arm in (SERIAL_ARM, *self._arms[seen.kind])
 
     def _groups(self, times: Mapping[int, tuple[Seen, float]]) -> Iterator[list[int]]:
-        """Numbers of steps that can be learned from together; those that were tried one by one, in the end."""
+        """Groups of step numbers to learn from together: one kind, arm and size; then each trial by itself."""
         groups: dict[tuple[str, str, int], list[int]] = {}
         for number, (seen, _) in times.items():
             if self._knows(seen) and number not in self._waiting:
@@ -320,13 +327,13 @@ class Policy:
             if table.gain(best) > table.gain(now) * (1 + self._hysteresis):
                 self._settings[kind] = found = best
                 self._changes += 1
-                self._trials.pop(kind, None)  # it compares with what is no longer in use
+                self._trials.pop(kind, None)  # it compares with an arm that is no longer in use
             else:
                 note = "; another setting is not better by enough"
         self._reasons[kind] = _in_words(found, believed) + note
 
     def _believed(self, kind: str) -> dict[int, dict[str, tuple[float, float]]]:
-        """Size -> arm -> log(arm / serial) and its standard deviation; of the arms that have run, serial among them."""
+        """Size -> arm -> log(arm / serial) and its standard deviation, for arms that ran; empty until serial ran."""
         arms = [arm for arm in self._arms[kind] if arm in self._ran[kind]]
         cells = [(size, arm) for size in sorted(self._load[kind]) for arm in arms]
         if not cells or SERIAL_ARM not in self._ran[kind]:
@@ -340,7 +347,7 @@ class Policy:
         return found
 
     def _table(self, kind: str, believed: Mapping[int, Mapping[str, tuple[float, float]]]) -> CostTable:
-        """Times relative to serial; what is not in use must surely be better."""
+        """Times relative to serial; an arm that is not in use is charged for its uncertainty."""
         seconds = {}
         for size, arms in believed.items():
             used = self._settings[kind].arm_for(size)
@@ -352,7 +359,7 @@ class Policy:
     # -- trials ------------------------------------------------------------------------------------------------
 
     def _begin_trial(self, kind: str) -> None:
-        """The one that tells most for its price, of those that the budget has time for."""
+        """Begins the trial with the largest worth minus cost among those within the budget, if any pays."""
         total = sum(load.seconds for sizes in self._load.values() for load in sizes.values())
         sizes = {size: load for size, load in self._load[kind].items() if load.seconds > _LEAST_SHARE * total}
         if not sizes:
@@ -378,7 +385,7 @@ class Policy:
             self._trials[kind] = found[1]
 
     def _possible_trials(self, kind: str, sizes: Mapping[int, _Load]) -> list[_Trial]:
-        """Of every size, all arms but the one in use."""
+        """For every size, all arms except the one in use."""
         return [
             _Trial(kind, size, arm, used)
             for size, used in ((size, self._settings[kind].arm_for(size)) for size in sizes)
@@ -389,15 +396,15 @@ class Policy:
     def _worth(
         self, trials: Sequence[_Trial], sizes: Mapping[int, _Load], expected: _Vector, differences: Sequence[Sum]
     ) -> _Vector:
-        """Seconds that the load of late would have been faster by, on average, after each of them.
+        """Mean seconds that the recent load would have gained after each trial, `[trials]`.
 
-        After a step is seen all that is expected moves, by a normal deviate. What then lies below the hysteresis is
-        what a change would gain.
+        A trial moves every expected log ratio by a normal deviate. A change gains what then lies below minus the
+        hysteresis.
 
         Args:
-            trials: all that are possible, size by size.
-            sizes: the load.
-            expected, differences: log(arm / in use) of each trial.
+            trials: all possible trials, size by size.
+            sizes: the recent load.
+            expected, differences: log(arm / in use) of each trial, as a number and as a sum.
         """
         steps = [sizes[each.size].step(each.kind, each.arm) for each in trials]
         moves = np.maximum(self._model.moves(differences, steps), 1e-9)
@@ -406,12 +413,12 @@ class Policy:
         return best @ np.array([load.seconds for load in sizes.values()])
 
     def _loss(self, kind: str, tokens: int, arm: str) -> float:
-        """What a step in this arm is expected to lose, as a share of its time in the arm in use."""
+        """Expected loss of a step in this arm, as a share of its time in the arm in use."""
         used = self._settings[kind].arm_for(tokens)
         return math.expm1(max(0.0, float(self._model.expected([self._model.difference(kind, arm, used, tokens)])[0])))
 
     def _is_stale(self, trial: _Trial) -> bool:
-        """Whether only what is in use ran at this size, and at those next to it, for long."""
+        """Whether only the arm in use ran at this size and its neighbours for the last `_STALE_STEPS` steps."""
         latest = self._load[trial.kind][trial.size].since
         for size, load in self._load[trial.kind].items():
             if trial.size < 2 * size < 4 * trial.size:

@@ -1,4 +1,4 @@
-"""What a step costs on this model, in floating-point operations: the weights of a split by cost."""
+"""Cost of a step on this model, in floating-point operations: the weights of a split by cost."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ __all__ = ["split_cost"]
 def split_cost(model: CausalLM, *, several_ranks: bool = False, tensor_parallel_size: int = 1) -> SplitCost:
     """Operations of one token in all layers, and of one pair of a query token and a token it attends to.
 
-    A token passes every matrix of the model, but of the routed experts only as many as the router chooses; embedding
-    and logits are left out (a lookup, and not computed for every token).
+    A token passes every matrix of the model, but only the routed experts that the router chooses. Embedding and logits
+    are left out (the embedding is a lookup, and logits are not computed for every token).
 
-    What it takes to send a token is not known here. With `several_ranks` that share experts it is taken to be as long
-    as the token is computed, the case that overlap is for.
+    The cost of sending a token is not known here. With `several_ranks` that share experts it is set equal to the cost
+    of computing the token, the case that overlap is for.
 
-    Of ranks that share a replica (`tensor_parallel_size`) each has a share of the heads, and of the experts' work.
+    Each of the ranks that share a replica (`tensor_parallel_size`) has its share of the heads and of the experts' work.
     """
     shape = Shard(size=tensor_parallel_size).attention(model.config.attention)
     if isinstance(shape, AttentionShape):
@@ -50,5 +50,5 @@ def split_cost(model: CausalLM, *, several_ranks: bool = False, tensor_parallel_
 
 
 def _chosen_numbers(experts: FusedExperts, top_k: int) -> int:
-    """Weights that one token visits in a MoE layer, on whichever ranks they are."""
+    """Number of expert weights that one token uses in a MoE layer, over all ranks."""
     return 3 * experts.hidden_size * experts.intermediate_size * top_k

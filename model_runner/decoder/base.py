@@ -1,4 +1,4 @@
-"""What the runner needs to know of a model, and the model of the runner."""
+"""The interface between runner and model."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ __all__ = ["CausalLM", "ExpertParallel", "ModelConfig", "check_tensor_parallel",
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """What every decoder-only model says about itself; families add to it.
+    """Config entries of every decoder-only model; families add to it.
 
     Attributes:
         vocab_size: rows of the logits.
         hidden_size: numbers per token between layers.
         num_layers: decoder layers, each with attention.
-        attention: heads of each of them, those of all tensor-parallel ranks; it says what the KV cache is like, too.
-        max_position_embeddings: longest sequence, prompt and output together.
+        attention: heads of each layer, over all tensor-parallel ranks; it determines the KV cache's shape, too.
+        max_position_embeddings: longest sequence in tokens, prompt and output together.
         num_experts: routed experts per MoE layer; 0 for a dense model.
-        num_experts_per_tok: how many of them a token visits; 0 for a dense model.
+        num_experts_per_tok: routed experts that a token visits; 0 for a dense model.
         eos_token_ids: tokens that end a sequence.
     """
 
@@ -44,24 +44,24 @@ class ModelConfig:
 
     @property
     def dense_intermediate_size(self) -> int | None:
-        """Columns of the dense MLPs that tensor-parallel ranks share; None where no layer has one."""
+        """Intermediate size of the dense MLPs, over all tensor-parallel ranks; None if no layer has one."""
         return None
 
     @property
     def expert_intermediate_size(self) -> int | None:
-        """Columns of a routed expert; None for a dense model. Without it `auto` does not measure the experts."""
+        """Intermediate size of a routed expert; None for a dense model. Without it `auto` does not measure experts."""
         return None
 
 
 def check_tensor_parallel(config: ModelConfig, size: int) -> None:
-    """Whether a model can be shared by so many ranks.
+    """Check that `size` ranks can share a model.
 
     Args:
-        config: of the model.
+        config: the model's config.
         size: ranks of a replica.
 
     Raises:
-        ConfigError: its heads, key/value heads or dense MLPs do not divide.
+        ConfigError: the heads, key/value heads or dense MLPs cannot be divided by `size`.
     """
     if size < 1:
         raise ConfigError(f"tensor_parallel_size must be at least 1, not {size}.")
@@ -84,12 +84,12 @@ def _undivided(size: int, what: str) -> ConfigError:
 
 @dataclass(frozen=True)
 class ExpertParallel:
-    """How a model is spread over the ranks; the runner fills it.
+    """How a model is spread over the ranks; filled by the runner.
 
     Attributes:
         all2all: the transport that all layers and lanes share; it knows which experts this rank holds.
-        experts: the experts' back end, by name; with `native`, layers keep their other weights packed, too.
-        tensor: the ranks that share attention and dense MLPs; None where this one has them whole.
+        experts: name of the experts' back end; with `native`, the layers' other weights are packed, too.
+        tensor: the ranks that share attention and dense MLPs; None if this rank has them whole.
     """
 
     all2all: All2All[Any]
@@ -98,7 +98,7 @@ class ExpertParallel:
 
     @property
     def shard(self) -> Shard:
-        """What this rank holds of attention and dense MLPs."""
+        """This rank's share of attention and dense MLPs."""
         return WHOLE if self.tensor is None else self.tensor.shard
 
 
@@ -110,7 +110,9 @@ class CausalLM(nn.Module, ABC):
 
     config: ModelConfig
     serves_tensor_parallel: ClassVar[bool] = False
-    """Whether `load` heeds `ExpertParallel.tensor`, and `forward` moves rows as `model_runner.decoder.scatter` says."""
+    """Whether the family supports tensor parallelism: `load` uses `ExpertParallel.tensor`, and `forward` moves rows as
+    in `model_runner.decoder.scatter`.
+    """
 
     @classmethod
     @abstractmethod
@@ -124,7 +126,7 @@ class CausalLM(nn.Module, ABC):
     @classmethod
     @abstractmethod
     def load(cls, config: Any, checkpoint: Checkpoint, parallel: ExpertParallel) -> CausalLM:
-        """The model with its weights, of the experts only those that `parallel` gives to this rank."""
+        """The model with its weights; of the experts only those of this rank, as `parallel` says."""
 
     @abstractmethod
     def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
@@ -132,10 +134,10 @@ class CausalLM(nn.Module, ABC):
 
         Args:
             input_ids: `[T]` int64, the tokens of all requests one after the other.
-            positions: `[T]` int64, each token's place in its request.
+            positions: `[T]` int64, each token's position in its request.
 
         Returns:
-            `[T, hidden_size]`, normalised: what `compute_logits` takes.
+            `[T, hidden_size]`, normalised: the input of `compute_logits`.
 
         Raises:
             ConfigError: there is no forward context with an attention plan.
@@ -152,7 +154,7 @@ def current_plan() -> tuple[AttentionPlan | MLAPlan, int | Tensor]:
     In a captured step that number is on the device: `ForwardContext.num_valid`.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is no forward context, or it has no plan.
     """
     context = get_forward_context()
     if context is None or context.attn_metadata is None:

@@ -1,6 +1,7 @@
-"""What a decoder is made of, and the parts of `config.json` that families share.
+"""The config of a decoder, and the entries of `config.json` that families share.
 
-A family's `read_config` starts from `read_decoder` and replaces what is its own; `DecoderLM` builds the layers.
+A family's `read_config` starts from `read_decoder` and replaces the entries in which it differs; `DecoderLM` builds
+the layers.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ __all__ = [
 
 @dataclass(frozen=True)
 class TensorNames:
-    """What a checkpoint calls a MoE's tensors: `{block}.experts.3.{gate}.weight`, and so on.
+    """Names of a MoE's tensors in a checkpoint: `{block}.experts.3.{gate}.weight`, and so on.
 
     Attributes:
-        block: the MoE, within its layer.
+        block: name of the MoE within its layer.
         gate, up, down: the projections of an expert, `down(silu(gate(x)) * up(x))`.
     """
 
@@ -44,12 +45,12 @@ class MoEConfig:
     """The MoE layers of a model.
 
     Attributes:
-        layers: which layers have one; the others have a dense MLP.
-        intermediate_size: of a routed expert.
+        layers: numbers of the layers with a MoE; the others have a dense MLP.
+        intermediate_size: intermediate size of a routed expert.
         router: chooses experts; `SigmoidTopKRouter` gets every layer's own bias.
-        shared_intermediate_size: of the shared experts together, which every token visits; 0 for none.
-        float32_gate: the router's logits are computed in float32 whatever the model computes in.
-        names: of the tensors.
+        shared_intermediate_size: intermediate size of all shared experts together; 0 for none.
+        float32_gate: the router's logits are computed in float32 even if the model's dtype is another.
+        names: names of the tensors.
     """
 
     layers: frozenset[int]
@@ -62,19 +63,19 @@ class MoEConfig:
 
 @dataclass(frozen=True)
 class DecoderConfig(ModelConfig):
-    """Everything that the families of `DecoderLM` differ in.
+    """All settings in which the families of `DecoderLM` differ.
 
     Attributes:
-        intermediate_size: of a dense MLP.
-        rms_norm_eps: of all norms but those inside latent attention.
+        intermediate_size: intermediate size of a dense MLP.
+        rms_norm_eps: epsilon of all norms except those inside latent attention.
         rope: rotary embeddings.
         tie_word_embeddings: logits come from the embedding's weights.
-        attention_bias: attention's projections have biases; in latent attention those into and out of the layer.
+        attention_bias: attention's projections have biases; in latent attention only the first and the last ones.
         mlp_bias: the dense MLPs' projections have biases.
         qk_norm: queries and keys are normalised per head.
-        q_lora_rank: of the compressed query; None is uncompressed. Latent attention only.
-        rope_interleaved: rotated pairs are neighbours. Latent attention only.
-        moe: None for a dense model.
+        q_lora_rank: size of the compressed query; None if it is not compressed. Latent attention only.
+        rope_interleaved: a rotated pair is two neighbouring dimensions. Latent attention only.
+        moe: the MoE layers; None for a dense model.
     """
 
     intermediate_size: int
@@ -108,17 +109,17 @@ def read_decoder(
     rope: Rope | None = None,
     default_eps: float = 1e-6,
 ) -> DecoderConfig:
-    """What every family has; a dense model without biases and query and key norms.
+    """Read the entries that every family has, as a dense model without biases and without query and key norms.
 
     Args:
         config: `config.json`.
         generation: `generation_config.json`.
-        attention: as the family has it; see `read_grouped_query`.
-        rope: as `read_rope` gave it, where the family's defaults are its own.
-        default_eps: the family's `rms_norm_eps`, where the config has none.
+        attention: the family's attention; see `read_grouped_query`.
+        rope: result of `read_rope`, for a family with its own defaults; None to read it here.
+        default_eps: the family's `rms_norm_eps`, used if the config has none.
 
     Raises:
-        CheckpointError: an entry is missing or cannot be, the activation is not SiLU, or the weights are quantised.
+        CheckpointError: an entry is missing or invalid, the activation is not SiLU, or the weights are quantised.
     """
     _refuse_quantised_weights(config)
     activation = config.values.get("hidden_act", "silu")
@@ -145,10 +146,10 @@ def read_grouped_query(config: HFConfig, *, sliding_window: int | None = None) -
 
     Args:
         config: `config.json`.
-        sliding_window: the window in force in all layers, None for none.
+        sliding_window: the window of all layers in tokens; None for none.
 
     Raises:
-        CheckpointError: an entry is missing, or the heads do not fit together.
+        CheckpointError: an entry is missing, the key/value heads do not divide the heads, or the head size is odd.
     """
     num_heads = config.integer("num_attention_heads")
     num_kv_heads = config.integer("num_key_value_heads", default=num_heads)
@@ -161,7 +162,7 @@ def read_grouped_query(config: HFConfig, *, sliding_window: int | None = None) -
 
 
 def read_num_experts(config: HFConfig) -> int:
-    """Routed experts of a MoE layer, by any of the names they go by."""
+    """Number of routed experts of a MoE layer, under any of the three names in use."""
     return config.integer("num_experts", "num_local_experts", "n_routed_experts")
 
 
@@ -169,7 +170,7 @@ def read_top_k(config: HFConfig) -> int:
     """Experts that a token visits.
 
     Raises:
-        CheckpointError: missing, or more than there are.
+        CheckpointError: the entry is missing, or larger than the number of experts.
     """
     top_k, num_experts = config.integer("num_experts_per_tok"), read_num_experts(config)
     if top_k > num_experts:
@@ -178,7 +179,7 @@ def read_top_k(config: HFConfig) -> int:
 
 
 def _refuse_quantised_weights(config: HFConfig) -> None:
-    """Copied as they are, quantised weights would be numbers without their scales. Scales of the KV cache are fine."""
+    """Refuse quantised weights: their scales would be lost in loading. Scales of the KV cache are allowed."""
     quantization = config.values.get("quantization_config")
     if quantization is None:
         return

@@ -1,14 +1,14 @@
-"""The decoder that the families of this package share; a family is what its `read_config` makes of `config.json`.
+"""The decoder that all model families share; a family is defined by its `read_config`.
 
 One layer, and the points it passes (those inside the MoE are in `moe.modular_kernel`):
 
     + residual, norm | projections, rope  ATTN_PREPARE  core attention, out
     + residual, norm | router  SELECT  dispatch DISPATCH  experts  combine COMBINE  OUTPUT, LAYER
 
-What a half adds to the residual is added where the next half begins, because there the sum is normalised, in one
-kernel. A dense layer has an MLP in place of the second line, and passes no point in it but the last.
+The output of each half (one line above) is added to the residual at the start of the next half, in one kernel with the
+norm. A dense layer has an MLP in place of the second line, and passes only the last point, LAYER.
 
-Where ranks share attention (tensor parallelism), rows are gathered and scattered at points of their own between these:
+Under tensor parallelism rows are also gathered and scattered between these steps, at further points:
 `model_runner.decoder.scatter`.
 """
 
@@ -79,7 +79,7 @@ class DecoderLM(CausalLM):
         rotary = self.rope(positions)
         for layer in self.layers:
             hidden, update = layer(hidden, update, rotary, plan, num_tokens, layout)
-            beat()  # a step without lanes may take longer than whoever watches waits
+            beat()  # a step without lanes may take longer than the watchdog's time-out
             dbo_yield(Point.LAYER)
         return comm_final(update, hidden, self.norm, self.config.rms_norm_eps, layout)
 
@@ -126,16 +126,16 @@ class DecoderLayer(nn.Module):
         num_tokens: int | Tensor,
         layout: Layout | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """`[T, hidden_size]` to the residual, and to what is still to be added to it.
+        """Run the layer on `[T, hidden_size]`; returns the residual, and the update still to be added to it.
 
         Args:
             hidden: the residual.
-            update: what the layer before adds to it; None in the first one.
+            update: the previous layer's output, not yet added to the residual; None in the first layer.
             rotary: a `Rotation` for multi-head attention, a `RopeTable` for latent attention.
             plan: an `AttentionPlan`, or an `MLAPlan`.
-            num_tokens: rows that are tokens; the rest is padding.
-            layout: how the rows are spread over the ranks that share attention; None where this one has all. The
-                residual, and what is added to it, are this rank's share.
+            num_tokens: number of rows that are tokens; the rest is padding.
+            layout: how the rows are spread over the ranks that share attention; None if this rank has all rows. With a
+                layout, residual and update hold this rank's share only.
         """
         x, hidden = comm_prepare_attn(update, hidden, self.input_norm, self.eps, layout)
         update = self.attention(x, rotary, plan)

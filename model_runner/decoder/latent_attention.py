@@ -1,8 +1,8 @@
 """Multi-head latent attention (MLA): keys and values live in the cache as one small latent per token.
 
     x -> q [-> norm -> q]        -> q_nope, q_rope     per head
-    x -> latent -> norm, k_rope                        one for all heads; this is what the cache keeps
-    k_nope = latent @ w_uk^T, v = latent @ w_uv        the back end expands, or absorbs w_uk and w_uv instead
+    x -> latent -> norm, k_rope                        one for all heads; stored in the cache
+    k_nope = latent @ w_uk^T, v = latent @ w_uv        computed by the back end, or w_uk and w_uv are absorbed instead
 
 Source: DeepSeek-V2 (2024), section 2.1.
 """
@@ -24,13 +24,13 @@ from ubatch import Point, dbo_yield
 __all__ = ["LatentAttention"]
 
 _LATENT_NORM_EPS = 1e-6
-"""Of the norms of both latents: the published models do not take it from their config."""
+"""Epsilon of the norms of both latents: the published models do not take it from their config."""
 
 
 class LatentAttention(nn.Module):
     """Latent attention with the projections of DeepSeek-V2 and V3.
 
-    The two projections that read the hidden state are one product; `kv_b_proj` is kept as its halves.
+    The two projections of the hidden state are fused into one product; `kv_b_proj` is stored as its two halves.
     """
 
     def __init__(
@@ -45,17 +45,17 @@ class LatentAttention(nn.Module):
         bias: bool,
         shard: Shard = WHOLE,
     ) -> None:
-        """Load the weights: the heads of this rank, and all of what makes the latents.
+        """Load the weights: this rank's heads, and the whole projections to the latents.
 
         Args:
-            checkpoint: where from.
-            prefix: of the tensors' names, without the last dot.
-            layer: whose KV cache.
-            hidden_size: of the model.
-            shape: heads of all ranks, and latent.
-            q_lora_rank: numbers of the compressed query; None for a model that does not compress it.
-            bias: whether the compressing projections and the last one have one.
-            shard: which heads are this rank's.
+            checkpoint: source of the weights.
+            prefix: prefix of the tensors' names, without the last dot.
+            layer: number of the layer in the KV cache.
+            hidden_size: the model's hidden size.
+            shape: heads of all ranks, and the latent's size.
+            q_lora_rank: size of the compressed query; None if it is not compressed.
+            bias: whether the compressing projections and the output projection have a bias.
+            shard: this rank's heads.
         """
         super().__init__()
         self.layer = layer
@@ -91,7 +91,7 @@ class LatentAttention(nn.Module):
             up.append(checkpoint.load(f"{prefix}.kv_b_proj.weight", up_part, rank))
 
     def _split_up(self, up: Tensor) -> None:
-        """What makes keys and values of latents, each as the back ends want it."""
+        """Split `kv_b_proj` into `w_uk` and `w_uv`, in the layouts that the back ends need."""
         shape = self.shape
         heads = up.view(shape.num_heads, -1, shape.kv_lora_rank)
         keys, values = heads.split((shape.qk_nope_head_dim, shape.v_head_dim), dim=1)
@@ -99,7 +99,7 @@ class LatentAttention(nn.Module):
         self.w_uv = frozen(values.transpose(1, 2).contiguous())
 
     def forward(self, x: Tensor, rope: RopeTable, plan: MLAPlan) -> Tensor:
-        """`x` `[T, hidden_size]`, normalised; the sum of the ranks' results is to be added to the residual."""
+        """Attention of `x` `[T, hidden_size]` (normalised). The caller sums the ranks' results into the residual."""
         shape = self.shape
         q, latent, k_rope = self.down(x).split(self.sizes, dim=-1)
         if self.q_norm is not None and self.q_up is not None:

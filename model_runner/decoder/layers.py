@@ -1,7 +1,7 @@
 """Layers that model families share. Weights are loaded fused: one product where the checkpoint has several.
 
-A `Projection` may be packed for the CPU: its weight is then kept only as the `native` experts keep theirs
-(`moe.NativeLinear`). The plain one is gone: there is nothing to save, or to move to another device.
+A `Projection` may be packed for the CPU: its weight is then kept only in the layout of the `native` experts
+(`moe.NativeLinear`). The plain weight is freed, so a packed layer cannot be saved, or moved to another device.
 """
 
 from __future__ import annotations
@@ -45,17 +45,17 @@ class Projection(nn.Module):
         self._packed: NativeLinear | None = None
 
     def pack(self) -> None:
-        """Keep the weight packed only; a second time changes nothing.
+        """Replace the weight by its packed form; a second call does nothing.
 
         Raises:
-            ConfigError: it is not float32 on the CPU.
+            ConfigError: the weight is not float32 on the CPU.
         """
         if self.weight is not None:
             self._packed = NativeLinear(self.weight)
             self.weight = None
 
     def forward(self, x: Tensor) -> Tensor:
-        """`[..., in]` to `[..., out]`; packed, errors as `NativeLinear`."""
+        """`[..., in]` to `[..., out]`; if packed, raises the errors of `NativeLinear`."""
         if self.weight is not None:
             return linear(x, self.weight, self.bias)
         if self._packed is None:
@@ -64,7 +64,7 @@ class Projection(nn.Module):
         return out if self.bias is None else out.add_(self.bias)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """What `to`, `cuda`, `half` and their like end in."""
+        """Called by `to`, `cuda`, `half` and the like."""
         moved = fn(torch.empty(0, dtype=torch.float32, device="cpu"))
         if self._packed is not None and (moved.dtype is not torch.float32 or moved.device.type != "cpu"):
             raise ConfigError(
@@ -83,7 +83,7 @@ class Projection(nn.Module):
 
 
 def pack_projections(model: nn.Module) -> None:
-    """Pack every `Projection` of a model, one after the other; errors as `Projection.pack`."""
+    """Pack every `Projection` of a model, one after the other; raises the errors of `Projection.pack`."""
     for module in model.modules():
         if isinstance(module, Projection):
             module.pack()
@@ -92,7 +92,8 @@ def pack_projections(model: nn.Module) -> None:
 class Attention(nn.Module):
     """Grouped-query attention with rotary embeddings and, in Qwen3's families, normalised queries and keys.
 
-    Query, key and value projections are one product; query and key heads are normalised and rotated together.
+    Query, key and value projections are fused into one product; query and key heads are normalised and rotated
+    together.
     """
 
     def __init__(
@@ -110,14 +111,14 @@ class Attention(nn.Module):
         """Load the weights of this rank's heads.
 
         Args:
-            checkpoint: where from.
-            prefix: of the tensors' names, without the last dot.
-            layer: whose KV cache.
-            hidden_size: of the model.
+            checkpoint: source of the weights.
+            prefix: prefix of the tensors' names, without the last dot.
+            layer: number of the layer in the KV cache.
+            hidden_size: the model's hidden size.
             shape: heads of all ranks.
-            bias: whether the projections have one.
-            norm_eps: of the query and key norms; None for a family without them.
-            shard: which heads are this rank's.
+            bias: whether the projections have a bias.
+            norm_eps: epsilon of the query and key norms; None for a family without them.
+            shard: this rank's heads.
         """
         super().__init__()
         self.layer = layer
@@ -141,13 +142,13 @@ class Attention(nn.Module):
                 norms += [checkpoint.load(f"{prefix}.{part}_norm.weight", shape.head_dim) for part in ("q", "k")]
 
     def _repeat_norms(self, norms: Sequence[Tensor]) -> None:
-        """One row for each query head, then one for each key head."""
+        """Store the norms' weights as one row for each query head, then one for each key head."""
         heads = (self.shape.num_heads, self.shape.num_kv_heads)
         rows = [norm.expand(number, -1) for norm, number in zip(norms, heads, strict=True)]
         self.qk_norm = frozen(torch.cat(rows))
 
     def forward(self, x: Tensor, rotation: Rotation, plan: AttentionPlan) -> Tensor:
-        """`x` `[T, hidden_size]`, normalised; the sum of the ranks' results is to be added to the residual."""
+        """Attention of `x` `[T, hidden_size]` (normalised). The caller sums the ranks' results into the residual."""
         shape = self.shape
         num_qk = shape.num_heads + shape.num_kv_heads
         heads = self.qkv(x).view(x.shape[0], num_qk + shape.num_kv_heads, shape.head_dim)
@@ -160,7 +161,7 @@ class Attention(nn.Module):
 
 
 class GatedMLP(nn.Module):
-    """A dense feed-forward layer, `down(silu(gate(x)) * up(x))`, or a rank's columns of it."""
+    """A dense feed-forward layer, `down(silu(gate(x)) * up(x))`, or one rank's share of its intermediate columns."""
 
     def __init__(
         self,
@@ -185,6 +186,6 @@ class GatedMLP(nn.Module):
         self.gate_up, self.down = Projection(gate_up, gate_up_bias), Projection(down, down_bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """`[T, hidden_size]` to the same; the ranks' results are to be summed."""
+        """`[T, hidden_size]` to the same shape; the caller sums the ranks' results."""
         out: Tensor = self.down(silu_mul(self.gate_up(x)))
         return out

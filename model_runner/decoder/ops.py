@@ -1,7 +1,7 @@
-"""Small operations between the products of a layer: torch's, or on a GPU one kernel of `model_runner.kernels` each.
+"""Small operations between a layer's matrix products: torch's, or on a GPU one kernel of `model_runner.kernels` each.
 
-On a CPU, without Triton, or where gradients are wanted, what runs is what is written here; it is the kernels'
-reference, too. The kernels round once, where torch rounds after every operation.
+The torch versions here run on a CPU, without Triton, or if gradients are wanted; they are also the kernels' reference.
+The kernels round once; torch rounds after every operation.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ def add_rms_norm(update: Tensor, residual: Tensor, weight: Tensor, eps: float) -
     """Add to the residual, and normalise the sum.
 
     Args:
-        update: `[T, hidden_size]`, what a layer adds.
-        residual: the same; not changed.
-        weight: `[hidden_size]`.
-        eps: of the norm.
+        update: `[T, hidden_size]`, a layer's output.
+        residual: same shape; not changed.
+        weight: `[hidden_size]`, of the norm.
+        eps: epsilon of the norm.
 
     Returns:
-        The sum normalised, and the sum.
+        The normalised sum, and the sum.
     """
     if _fuses(residual):
         from model_runner.kernels import norm
@@ -48,13 +48,13 @@ def add_rms_norm(update: Tensor, residual: Tensor, weight: Tensor, eps: float) -
 
 
 def normalise_and_rotate(heads: Tensor, rotation: Rotation, weight: Tensor | None, eps: float | None) -> Tensor:
-    """Queries and keys as attention takes them.
+    """Normalise query and key heads (if the family does), and apply the rotary embedding.
 
     Args:
         heads: `[T, heads, head_dim]`, a slice of a fused projection; it may be overwritten.
-        rotation: of the tokens.
-        weight: `[heads, head_dim]` of the heads' norms; None for a family without them.
-        eps: of the norms; None where there are none.
+        rotation: rotation of the tokens.
+        weight: `[heads, head_dim]`, weights of the heads' norms; None for a family without them.
+        eps: epsilon of the norms; None for a family without them.
 
     Returns:
         The same shape and dtype.
@@ -82,13 +82,13 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     if x.dtype is not torch.float32 or x.device.type != "cpu" or (torch.is_grad_enabled() and x.requires_grad):
         return F.rms_norm(x, (x.shape[-1],), weight, eps)
-    # torch squares, averages, scales and weighs in passes of their own; one pass for the sum of squares takes half.
+    # torch squares, averages, scales and weighs in separate passes; with one pass for the sum of squares it takes half.
     scale = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().mul_(1 / x.shape[-1]).add_(eps).rsqrt_()
     return (x * scale).mul_(weight)
 
 
 def _fuses(x: Tensor) -> bool:
-    """Whether a kernel takes this."""
+    """Whether the Triton kernel is used for `x`."""
     return x.is_cuda and _has_triton() and not (x.requires_grad and torch.is_grad_enabled())
 
 

@@ -1,12 +1,12 @@
-"""Rotary position embeddings: the scalings that checkpoints ask for, and the two ways attention takes them.
+"""Rotary position embeddings: the scalings that checkpoints use, and the two forms that attention needs.
 
-Rope        as published
+Rope        without scaling
 LinearRope  every frequency divided by a factor
 Llama3Rope  low frequencies divided, high ones kept, a ramp between
 YarnRope    the same with a ramp over the dimensions, and scores that grow with the factor
 
 RotaryEmbedding  -> Rotation   multi-head attention: the layer rotates queries and keys itself
-RotaryTable      -> RopeTable  multi-head latent attention: the back end rotates, in one kernel with what it fuses
+RotaryTable      -> RopeTable  multi-head latent attention: the back end rotates, in a fused kernel
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class Rope:
 
     Attributes:
         theta: the base of the frequencies.
-        attention_factor: on cosines and sines, so the scores of rotated dimensions have its square.
-        softmax_factor: on the scale of all scores; for latent attention, which sets its own scale.
+        attention_factor: multiplies cosines and sines, so scores of rotated dimensions are multiplied by its square.
+        softmax_factor: multiplies the scale of all scores; for latent attention, which sets its own scale.
 
     Source: Su et al., RoFormer, 2021.
     """
@@ -50,7 +50,7 @@ class Rope:
     softmax_factor: float = 1.0
 
     def inverse_frequencies(self, dim: int) -> Tensor:
-        """`[dim / 2]` float32: radians per position of every pair of the `dim` dimensions that are rotated."""
+        """Radians per position of each pair of dimensions, `[dim / 2]` float32; `dim` dimensions are rotated."""
         exponent = torch.arange(0, dim, 2, dtype=torch.float32) / dim
         return 1.0 / self.theta**exponent
 
@@ -71,11 +71,11 @@ class LinearRope(Rope):
 
 @dataclass(frozen=True, kw_only=True)
 class Llama3Rope(Rope):
-    """Frequencies by how often they turn within the original context.
+    """Frequencies scaled by their number of turns within the original context.
 
     Attributes:
-        factor: divides those that turn at most `low_freq_factor` times.
-        low_freq_factor, high_freq_factor: between them the division fades out.
+        factor: divides the frequencies that turn at most `low_freq_factor` times.
+        low_freq_factor, high_freq_factor: numbers of turns between which the division fades out.
         original_max_position: tokens of the original context.
 
     Source: the Llama 3 Herd of Models (2024); rope type `llama3` of transformers.
@@ -96,12 +96,12 @@ class Llama3Rope(Rope):
 
 @dataclass(frozen=True, kw_only=True)
 class YarnRope(Rope):
-    """Frequencies by dimension: those before the ramp are kept, those behind it divided.
+    """Frequencies scaled by dimension: kept before a ramp, divided by `factor` after it, blended on it.
 
     Attributes:
-        factor: divides.
+        factor: the divisor.
         original_max_position: tokens of the original context.
-        beta_fast, beta_slow: the ramp goes from the dimension that turns so often in it to the one that turns so often.
+        beta_fast, beta_slow: turns within the original context of the ramp's first and last dimension.
         truncate: the ramp starts and ends at whole dimensions.
 
     Source: Peng et al., YaRN, 2023, section 3.
@@ -125,16 +125,16 @@ class YarnRope(Rope):
         return plain / self.factor * divided + plain * (1 - divided)
 
     def _dimension(self, turns: float, dim: int) -> float:
-        """Which pair of dimensions turns so often within the original context."""
+        """Index of the pair of dimensions that turns `turns` times within the original context."""
         return dim * math.log(self.original_max_position / (turns * 2 * math.pi)) / (2 * math.log(self.theta))
 
 
 def read_rope(config: HFConfig, default_theta: float = 10_000.0) -> Rope:
-    """What `rope_parameters` (transformers 5), or `rope_scaling` and `rope_theta` (before), say.
+    """Read `rope_parameters` (transformers 5), or `rope_scaling` and `rope_theta` (earlier versions).
 
     Args:
-        config: the checkpoint's.
-        default_theta: the family's base, where the config has none.
+        config: the checkpoint's config.
+        default_theta: the family's base, used if the config has none.
 
     Raises:
         CheckpointError: a scaling that is not supported, or one that lacks a number it needs.
@@ -186,20 +186,20 @@ def _read_yarn(config: HFConfig, rope: HFConfig, theta: float) -> YarnRope:
 
 
 def _mscale(factor: float, weight: float) -> float:
-    """How much sharper attention must be over a context that is `factor` times longer; YaRN, section 3.4."""
+    """Factor on attention scores for a context that is `factor` times longer; YaRN, section 3.4."""
     return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
 
 def _original_max_position(config: HFConfig, rope: HFConfig) -> int:
     name = "original_max_position_embeddings"
-    if config.values.get(name) is not None:  # some families keep it outside
+    if config.values.get(name) is not None:  # some families keep it outside the rope entry
         return config.integer(name)
     return rope.integer(name, default=config.integer("max_position_embeddings"))
 
 
 @dataclass(frozen=True)
 class Rotation:
-    """The rotation of a step's tokens, pairs being dimensions `i` and `i + head_dim / 2`; once per step, not per layer.
+    """Rotation of a step's tokens in pairs of dimensions `i` and `i + head_dim / 2`; made once per step, not per layer.
 
     Attributes:
         cos: `[T, 1, head_dim]`.
@@ -210,7 +210,7 @@ class Rotation:
     sin: Tensor
 
     def rotate(self, x: Tensor) -> Tensor:
-        """`x` `[T, heads, head_dim]` rotated to its tokens' positions."""
+        """Rotate `x` `[T, heads, head_dim]` to its tokens' positions."""
         return torch.addcmul(x * self.cos, x.roll(x.shape[-1] // 2, dims=-1), self.sin)
 
 
@@ -219,9 +219,9 @@ class RotaryEmbedding(nn.Module):
 
     Args:
         rope: frequencies and factor.
-        head_dim: numbers per head; even.
-        dtype: of queries and keys.
-        device: where.
+        head_dim: size of a head; even.
+        dtype: dtype of queries and keys.
+        device: device of the frequencies.
     """
 
     inv_freq: Tensor
@@ -234,7 +234,7 @@ class RotaryEmbedding(nn.Module):
         self.register_buffer("inv_freq", inv_freq, persistent=False)
 
     def forward(self, positions: Tensor) -> Rotation:
-        """Of tokens at `positions` `[T]`."""
+        """The rotation of tokens at `positions` `[T]`."""
         angles = positions[:, None].float() * self.inv_freq
         cos, sin = angles.cos(), angles.sin()
         if self.factor != 1.0:
@@ -250,10 +250,10 @@ class RotaryTable(nn.Module):
 
     Args:
         rope: frequencies and factor.
-        rope_dim: numbers of the rotated part; even.
-        num_positions: rows of the table; the longest sequence.
-        interleaved: pairs are neighbours.
-        device: where.
+        rope_dim: size of the rotated part of a head; even.
+        num_positions: rows of the table: tokens of the longest sequence.
+        interleaved: a rotated pair is two neighbouring dimensions.
+        device: device of the table.
     """
 
     cos_sin: Tensor
@@ -270,5 +270,5 @@ class RotaryTable(nn.Module):
         self.register_buffer("cos_sin", cos_sin, persistent=False)
 
     def forward(self, positions: Tensor) -> RopeTable:
-        """Of tokens at `positions` `[T]`."""
+        """The table for tokens at `positions` `[T]`."""
         return RopeTable(self.cos_sin, positions, self.interleaved)

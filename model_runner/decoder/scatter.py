@@ -1,9 +1,9 @@
-"""How hidden states lie between the operations of a decoder layer whose attention is shared by T ranks.
+"""Where the rows of hidden states are, in a decoder layer whose attention is shared by T ranks.
 
     SCATTERED       each rank has its share, 1/T of the rows: the residual, norms, router and experts
-    TP_ATTN_FULL    each rank has all rows of its replica: what attention and dense MLPs read, as each rank holds some
-                    of their columns. What they give are partial sums of all rows.
-    FULL            each rank has the rows of all replicas. No layer asks for it: experts that read it get it inside the
+    TP_ATTN_FULL    each rank has all rows of its replica: input of attention and dense MLPs, of which each rank holds
+                    some columns. Their outputs are partial sums of all rows.
+    FULL            each rank has the rows of all replicas. No layer uses it: experts that need it get it inside the
                     `allgather_reducescatter` transport.
 
     residual    SCATTERED    ---+------------------------------+------------------------------+---->
@@ -15,12 +15,12 @@
     dense MLP   TP_ATTN_FULL                                   +-- all-gather  MLP_GATHER     |
     postprocess                                                    reduce-scatter  MLP_SCATTER +
 
-The points are passed while the transfers travel: another lane computes meanwhile. What is small is moved: all-gathers
-carry normalised states, reduce-scatters partial sums, and an addition to the residual is done by one rank only. With
-one rank per replica (`layout` is None) there is nothing to move, and no point is passed.
+Each point is passed while its transfer is under way: another lane computes meanwhile. All-gathers carry normalised
+states, reduce-scatters carry partial sums, and each row's addition to the residual is done by one rank only. With one
+rank per replica (`layout` is None) nothing is moved, and no point is passed.
 
-Rows are padded to equal shares. Padding is added where rows are scattered and sliced off where they are gathered, so
-attention never sees it (it writes no KV), and lanes that are merged have none; in a share it is behind the tokens
+Rows are padded to equal shares. Padding is added when rows are scattered and sliced off when they are gathered, so
+attention never sees it (it writes no KV), and merged lanes have none. In a share, padding follows the tokens
 (`Layout.share_tokens`), and the router sends it to no expert.
 
 Source: SGLang's `ScatterMode` and `LayerCommunicator`.
@@ -52,7 +52,7 @@ __all__ = [
 
 
 class ScatterMode(StrEnum):
-    """Which rows a rank has; see the module."""
+    """Which rows a rank has; see the module's docstring."""
 
     SCATTERED = "scattered"
     TP_ATTN_FULL = "tp_attn_full"
@@ -64,11 +64,11 @@ class Layout:
     """How one lane's rows (or a whole batch's) are spread. Made per forward by `current_layout`.
 
     Attributes:
-        parallel: the ranks.
-        num_tokens: of this rank's replica.
-        rows: of its padded lane: `ForwardContext.local_dp_buffer_len`.
+        parallel: the ranks that share the replica.
+        num_tokens: rows of this rank's replica, before padding to equal shares.
+        rows: rows of its padded lane: `ForwardContext.local_dp_buffer_len`.
         tokens_across_ranks: every rank's own tokens, as in the `ForwardContext`.
-        num_valid: how many of `num_tokens` are tokens, in a captured step; see `ForwardContext`.
+        num_valid: in a captured step, how many of the `num_tokens` rows are tokens; see `ForwardContext`.
     """
 
     parallel: TensorParallel
@@ -79,32 +79,31 @@ class Layout:
 
     @property
     def share(self) -> slice:
-        """This rank's rows of its replica's."""
+        """This rank's share of its replica's rows."""
         return share_rows(self.num_tokens, self.parallel.rank, self.parallel.size)
 
     @cached_property
     def share_tokens(self) -> int | Tensor:
-        """How many of them are tokens; padding is behind them. In a captured step the number is on the device."""
+        """Number of tokens in this rank's share; padding follows them. In a captured step it is on the device."""
         share = self.share
         if self.num_valid is None:
             return valid_rows(self.num_tokens, share)
         return (self.num_valid - share.start).clamp(0, share.stop - share.start)
 
     def own(self, x: Tensor) -> Tensor:
-        """This rank's share of rows that every rank of the replica has: `[num_tokens, ...]` to `[rows / T, ...]`."""
+        """Slice this rank's share out of the replica's rows: `[num_tokens, ...]` to `[rows / T, ...]`."""
         return self._padded(x)[self.share]
 
     def gather(self, x: Tensor, mode: ScatterMode, point: Point) -> Tensor:
-        """From shares to `mode`.
+        """All-gather shares into `mode`.
 
         Args:
             x: `[rows / T, ...]`, this rank's share.
-            mode: what is wanted.
-            point: passed while it travels.
+            mode: the rows to return.
+            point: passed during the transfer.
 
         Returns:
-            `[num_tokens, ...]` where all rows of the replica are wanted, and where those of all replicas are,
-            `[global_dp_buffer_len, ...]`, padding in its places.
+            `[num_tokens, ...]` for `TP_ATTN_FULL`; `[global_dp_buffer_len, ...]` with padding for `FULL`.
         """
         if mode is ScatterMode.SCATTERED:
             return x
@@ -113,7 +112,7 @@ class Layout:
         return gathered if mode is ScatterMode.FULL else gathered[: self.num_tokens]
 
     def scatter(self, partial: Tensor, mode: ScatterMode, point: Point) -> Tensor:
-        """From partial sums in `mode`, shaped as `gather` returns it, to this rank's share of their total."""
+        """Reduce-scatter partial sums in `mode` (shaped as the result of `gather`) to this rank's share of the total."""
         if mode is ScatterMode.SCATTERED:
             return partial
         group, sizes = self._ranks(mode)
@@ -121,7 +120,7 @@ class Layout:
         return reduce_scatter(padded, group, sizes=sizes, point=point, name=point, carry=self.parallel.carry)
 
     def _ranks(self, mode: ScatterMode) -> tuple[CommGroup, list[int] | None]:
-        """Who has which rows of `mode`; None where all have equally many."""
+        """The group of ranks for `mode`, and each rank's number of rows; None if all have equally many."""
         if mode is ScatterMode.TP_ATTN_FULL:
             return self.parallel.group, None
         size, tokens = self.parallel.size, self.tokens_across_ranks
@@ -134,7 +133,7 @@ class Layout:
 
 
 def current_layout(parallel: TensorParallel | None) -> Layout | None:
-    """How the rows of the current forward lie; None on a rank that is a replica by itself.
+    """The layout of the current forward's rows; None on a rank that is a replica by itself.
 
     Raises:
         ConfigError: the ranks share a replica, but the forward context does not say how many rows each has.
@@ -154,16 +153,16 @@ def current_layout(parallel: TensorParallel | None) -> Layout | None:
 def comm_prepare_attn(
     update: Tensor | None, hidden: Tensor, weight: Tensor, eps: float, layout: Layout | None
 ) -> tuple[Tensor, Tensor]:
-    """What attention reads, all rows of the replica, and the residual.
+    """Add the update, normalise, and gather the input of attention: all rows of the replica.
 
     Args:
-        update: what the layer before adds to the residual, laid out like it; None in the first layer.
+        update: the previous layer's output, `SCATTERED`, not yet added to the residual; None in the first layer.
         hidden: the residual, `SCATTERED`.
         weight, eps: of the norm.
-        layout: of the rows; None where every rank has all of its own.
+        layout: layout of the rows; None if every rank has all rows of its replica.
 
     Returns:
-        `[num_tokens, hidden_size]`, and the residual.
+        Attention's input `[num_tokens, hidden_size]`, and the residual.
     """
     x, hidden = add_norm(update, hidden, weight, eps)
     if layout is not None:
@@ -174,13 +173,13 @@ def comm_prepare_attn(
 def comm_prepare_mlp(
     update: Tensor, hidden: Tensor, weight: Tensor, eps: float, mode: ScatterMode, layout: Layout | None
 ) -> tuple[Tensor, Tensor]:
-    """What the MLP reads, in `mode`, and the residual.
+    """Scatter attention's output, add it, normalise; returns the MLP's input in `mode`, and the residual.
 
     Args:
         update: attention's output: partial sums of all rows of the replica.
         hidden: the residual, `SCATTERED`.
         weight, eps: of the norm.
-        mode: what the MLP reads.
+        mode: rows of the MLP's input.
         layout: see `comm_prepare_attn`.
     """
     if layout is None:
@@ -191,24 +190,24 @@ def comm_prepare_mlp(
 
 
 def postprocess(update: Tensor, mode: ScatterMode, layout: Layout | None) -> Tensor:
-    """What the MLP adds to the residual, `SCATTERED`.
+    """Scatter the MLP's output, to be added to the residual: `SCATTERED`.
 
     Args:
         update: the MLP's output, in `mode`.
-        mode: what the MLP has read.
+        mode: rows of the MLP's input.
         layout: see `comm_prepare_attn`.
     """
     return update if layout is None else layout.scatter(update, mode, Point.MLP_SCATTER)
 
 
 def comm_final(update: Tensor | None, hidden: Tensor, weight: Tensor, eps: float, layout: Layout | None) -> Tensor:
-    """The last hidden states, normalised: all rows of the replica on every rank. Arguments as `comm_prepare_attn`."""
+    """The final hidden states, normalised: all rows of the replica on every rank. Arguments: `comm_prepare_attn`."""
     x, _ = add_norm(update, hidden, weight, eps)
     return x if layout is None else layout.gather(x, ScatterMode.TP_ATTN_FULL, Point.FINAL_GATHER)
 
 
 def add_norm(update: Tensor | None, hidden: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """`hidden + update` normalised, and that sum."""
+    """`hidden + update` normalised, and the sum itself."""
     if update is None:
         return rms_norm(hidden, weight, eps), hidden
     return add_rms_norm(update, hidden, weight, eps)

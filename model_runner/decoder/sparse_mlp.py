@@ -1,6 +1,6 @@
-"""A mixture of experts between two residuals: gate, router, the experts of this rank, and shared ones.
+"""The mixture-of-experts layer: gate, router, the routed experts of this rank, and shared experts.
 
-Shared experts belong to the kernel, which runs them while tokens travel.
+The modular kernel runs the shared experts while tokens are being transferred.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["SparseMLP"]
 
 
 class SparseMLP(nn.Module):
-    """Router and experts; this rank holds the experts that the transport says."""
+    """Router and experts; the transport determines which experts this rank holds."""
 
     def __init__(
         self,
@@ -34,18 +34,18 @@ class SparseMLP(nn.Module):
         """Load the weights.
 
         Args:
-            checkpoint: where from.
-            prefix: of the tensors' names, without the last dot.
-            hidden_size: of the model.
+            checkpoint: source of the weights.
+            prefix: prefix of the tensors' names, without the last dot.
+            hidden_size: the model's hidden size.
             num_experts: routed experts over all ranks.
-            config: the rest.
-            parallel: which of them this rank holds.
+            config: settings of the MoE layers.
+            parallel: transport, back end and this rank's experts.
 
         Raises:
-            ConfigError: an unknown back end of the experts.
+            ConfigError: the experts' back end is unknown.
         """
         super().__init__()
-        # The gate decides between experts whose scores may be close: its precision may be the checkpoint's own.
+        # Scores of experts may be close together, so some families compute the gate in float32.
         dtype = torch.float32 if config.float32_gate else checkpoint.dtype
         gate = torch.empty(num_experts, hidden_size, dtype=dtype, device=checkpoint.device)
         checkpoint.load_into(f"{prefix}.gate.weight", gate)
@@ -63,7 +63,7 @@ class SparseMLP(nn.Module):
         held = parallel.all2all.experts
         weights: list[Tensor] = []
 
-        def make_kernel() -> None:  # back ends may look at the weights: pack them, or put them in another order
+        def make_kernel() -> None:  # needs the weights: a back end may pack or reorder them
             w13, w2 = weights
             weights.clear()
             experts = make_experts(parallel.experts, w13, w2, held.start, num_experts=num_experts)
@@ -73,7 +73,7 @@ class SparseMLP(nn.Module):
             weights += _load_experts(checkpoint, prefix, held, hidden_size, config.intermediate_size, config.names)
 
     def forward(self, x: Tensor, num_tokens: int | Tensor) -> Tensor:
-        """`[T, hidden_size]` to the same; padding behind `num_tokens` visits no routed expert. See `mask_padding`."""
+        """`[T, hidden_size]` to the same shape; rows from `num_tokens` on are padding and visit no routed expert."""
         topk_weights, topk_ids = route(self.router, linear(x.to(self.gate.dtype), self.gate), num_tokens)
         out: Tensor = self.kernel(x, topk_weights, topk_ids)
         return out

@@ -1,13 +1,13 @@
-"""Networks that draft: a head, a multi-token-prediction layer, or a small model.
+"""Draft networks: a head, a multi-token-prediction layer, or a small model.
 
-target      what a draft network needs of the target's runner
+target      the part of the target's runner that a draft network needs
 network     the networks, and loading them
-runner      a draft network's own keys and values, and the batches that it runs
+runner      a draft network's own KV cache, and the batches that it runs
 graphs      those batches as CUDA graphs
-tree        trees of drafts, grown where they are likely
-sampling    chains of drafts, and drafts that are drawn, for acceptance by rejection
+tree        trees of drafts, grown at the likeliest tokens
+sampling    chains of drafts, and random drafts for rejection sampling
 proposer    the proposer around a draft network
-setting     a draft network that a runner makes room for
+setting     a draft network for which a runner reserves memory
 """
 
 from model_runner.drafting.graphs import DraftShape

@@ -1,12 +1,12 @@
-"""A draft network's steps as CUDA graphs: captured with the model's, and replayed wherever a batch fits one.
+"""A draft network's steps as CUDA graphs: captured with the model's, and replayed for every batch that fits one.
 
-    chain     all drafts of a chain in one graph: one is chosen and run, the next one is chosen and run, ...
+    chain     all drafts of a chain in one graph: choose a token, run it, choose the next, run it, ...
     level     one level of the trees of drafts: a verify batch with a mask, `topk` nodes of every request
-    extend    what a step of the model has settled: a draft-extend batch, 1 to D + 1 places of every request
+    extend    the tokens that a step of the model has accepted: a draft-extend batch, 1 to D + 1 of every request
 
-A draft network calls no collective, so nobody votes. A batch is padded to the smallest graph with room for its
-requests; what fits none, prompts above all, runs eagerly. Inputs have places of their own, and padding is as in
-`model_runner.graphs.steps`: token and position 0, no slot, no expert.
+A draft network calls no collective, so its steps need no vote. A batch is padded to the smallest graph with room for
+its requests; a batch that fits none (mostly prompts) runs eagerly. Inputs are copied to static tensors, and padding is
+as in `model_runner.graphs.steps`: token and position 0, no slot, no expert.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class DraftShape:
-    """What a proposer drafts.
+    """The shape of a proposer's drafts.
 
     Attributes:
         num_steps: drafts of a chain, or levels of a tree.
         topk: nodes of a level; 1 for chains.
-        num_drafts: of a request in a verify step.
-        sampled: those of sampled requests are drawn.
+        num_drafts: drafts of a request in a verify step.
+        sampled: drafts of sampled requests are drawn at random.
     """
 
     num_steps: int
@@ -63,20 +63,20 @@ class DraftShape:
 
     @property
     def num_places(self) -> int:
-        """Places behind a request's last known token that must have slots while drafts are made or verified."""
+        """Positions after a request's last known token that need KV slots while drafts are made or verified."""
         return max(self.num_drafts, (self.num_steps - 1) * self.topk if self.topk > 1 else 0)
 
 
 def can_capture(network: DraftNetwork, attention: UBatchAttention, setting: GraphSetting) -> bool:
-    """Whether the network's steps are captured; if not, and `auto` was asked for, the log says why.
+    """Whether the network's steps are captured; if not, and the mode is `auto`, the log says why.
 
     Raises:
-        ConfigError: graphs were asked for by name, and the network or its attention cannot be captured.
+        ConfigError: graphs are required by name, but the network or its attention cannot be captured.
     """
     if not isinstance(network, nn.Module):
         raise ConfigError(
-            f"{type(network).__name__} drafts, but is no nn.Module, so nobody knows whether it can be captured. Make "
-            "it one, or use cudagraph_mode none."
+            f"{type(network).__name__} drafts, but is no nn.Module, so it cannot be checked for CUDA graphs. Make it "
+            "one, or use cudagraph_mode none."
         )
     device = attention.kv_cache.device
     mode = resolve_graph_mode(setting.asked, device, network, attention, simulated=True, steps="draft steps")
@@ -84,12 +84,12 @@ def can_capture(network: DraftNetwork, attention: UBatchAttention, setting: Grap
 
 
 _Input = tuple[Tensor, Tensor, int]
-"""A static input, what goes there, and what is behind that."""
+"""A static input tensor, the values to copy into it, and the fill value for padding rows."""
 
 
 @dataclass(frozen=True)
 class _Captured:
-    """One graph: what it is replayed by, what it gives, and its attention plan, or one per step of a chain."""
+    """One captured graph, its output, and its attention plan (a chain has one plan per step)."""
 
     graph: CapturedGraph
     output: GraphOutput
@@ -100,17 +100,17 @@ class DraftGraphs:
     """The captured steps of one draft network.
 
     Args:
-        network: drafts; `can_capture` says that it can be captured.
-        attention: of its extends and levels.
-        steps: of its chains.
-        setting: of the runner.
-        shape: what is drafted.
+        network: the draft network; `can_capture` must hold for it.
+        attention: attention of its extends and levels.
+        steps: attention of its chains.
+        setting: the runner's graph settings.
+        shape: the shape of the drafts.
 
     Attributes:
-        replays: how often a graph ran.
+        replays: number of replays so far.
 
     Raises:
-        ConfigError: the attention back end has no tree masks, and drafts are trees.
+        ConfigError: drafts are trees, but the attention back end has no tree masks.
     """
 
     @torch.inference_mode(False)
@@ -145,7 +145,7 @@ class DraftGraphs:
         self._num_valid = torch.zeros((), dtype=torch.int64, device=cache.device)
         self._ids = torch.zeros(rows, dtype=torch.int64, device=cache.device)
         self._positions = torch.zeros_like(self._ids)
-        # A network that reads tokens alone gets no rows.
+        # A network that reads only tokens needs no rows here.
         width, dtype = network.config.hidden_size, cache.spec.dtype
         self._hidden = torch.zeros(rows if network.reads_hidden else 0, width, dtype=dtype, device=cache.device)
         self._first = torch.zeros(most, width, dtype=dtype, device=cache.device)
@@ -159,7 +159,7 @@ class DraftGraphs:
 
     @property
     def shapes(self) -> tuple[GraphShape, ...]:
-        """Everything that is captured, in the order of capture: largest first."""
+        """Shapes to capture, in the order of capture: largest first."""
         families = {*self._batches.values(), *(() if self._chains is None else (self._chains,))}
         shapes = (shape for family in families for shape in family.shapes)
         return tuple(sorted(shapes, key=lambda shape: (shape.num_tokens, shape), reverse=True))
@@ -170,14 +170,14 @@ class DraftGraphs:
     def capture(
         self, progress: Callable[[CapturedGraph], None] | None = None, only: Sequence[GraphShape] | None = None
     ) -> list[CapturedGraph]:
-        """Capture every shape. Peers wait for it, though they capture nothing together.
+        """Capture every shape. It is not collective, but peers are told that it takes long, and wait.
 
         Args:
             progress: called after each graph.
             only: some of `shapes`, in their order; all by default.
 
         Raises:
-            CaptureFailed: see there; nothing is replayed then.
+            CaptureFailed: a capture failed; no step is replayed then.
         """
         captured = {}
         with taking_long("capturing draft steps"):
@@ -196,7 +196,7 @@ class DraftGraphs:
         return graphs
 
     def drop(self) -> None:
-        """Give all graphs back; steps run eagerly until new captures."""
+        """Release all graphs; steps run eagerly until the next capture."""
         for each in self._captured.values():
             each.graph.recording.release()
         self._captured = {}
@@ -232,7 +232,7 @@ class DraftGraphs:
     # -- a step -------------------------------------------------------------------------------------------------
 
     def find(self, metadata: CommonAttentionMetadata) -> GraphShape | None:
-        """The graph for an extend or a level; None where it must run eagerly."""
+        """The graph for an extend or a level; None if it must run eagerly."""
         family = self._batches.get(metadata.mode)
         if family is None or metadata.has_tree is not family.tree:
             return None
@@ -241,7 +241,7 @@ class DraftGraphs:
         return self._fit(family, metadata.num_reqs, metadata.max_seq_len)
 
     def find_chain(self, starts: Sequence[int]) -> GraphShape | None:
-        """The graph for chains whose first drafts go to these places; None where they must be drafted eagerly."""
+        """The graph for chains whose first drafts have these positions; None if they must be drafted eagerly."""
         if self._chains is None:
             return None
         return self._fit(self._chains, len(starts), max(starts) + self._steps.num_steps)
@@ -254,7 +254,7 @@ class DraftGraphs:
     def step(
         self, shape: GraphShape, metadata: CommonAttentionMetadata, ids: Tensor, positions: Tensor, hidden: Tensor
     ) -> Tensor:
-        """Run an extend or a level as the graph that `find` gave; arguments and result as of `DraftNetwork`."""
+        """Replay the graph that `find` returned for an extend or a level; arguments and result as of `DraftNetwork`."""
         with self._setting.planning():
             self._attention.replan(self._captured[shape].plan, metadata)
         inputs: list[_Input] = [(self._ids, ids, 0), (self._positions, positions, 0)]
@@ -273,16 +273,16 @@ class DraftGraphs:
         hidden: Tensor,
         draws: DraftDraws | None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Draft chains as the graph that `find_chain` gave: as many drafts as a chain has.
+        """Draft whole chains by replaying the graph that `find_chain` returned.
 
         Args:
-            shape: of the graph.
-            starts: the place of each request's first draft.
+            shape: the graph's shape.
+            starts: the position of each request's first draft.
             block_table: `[R, pages]` int32.
-            slots: `[drafts - 1, R]` int64, where the drafts go; -1 for those that nobody wants.
+            slots: `[drafts - 1, R]` int64, KV slots of the drafts; -1 for drafts that are not needed.
             positions: `starts` on the device, `[R]` int64.
             hidden: `[R, hidden_size]`.
-            draws: where drafts are drawn.
+            draws: random numbers for drafts that are drawn; None if none is.
 
         Returns:
             As `draft_chain`.
@@ -299,7 +299,7 @@ class DraftGraphs:
         return drafts[:count], None if sources is None else sources[:count]
 
     def _replay(self, shape: GraphShape, count: int, inputs: Sequence[_Input]) -> Any:
-        """Put `count` rows to their places and padding behind them, launch, and copy all that comes out."""
+        """Copy `count` rows to the static inputs, pad the rest, launch the graph, and copy its output."""
         captured = self._captured[shape]
         captured.graph.recording.take_turn()
         for static, values, padding in inputs:

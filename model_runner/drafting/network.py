@@ -1,11 +1,11 @@
-"""The networks that draft: a head on the target's hidden states, or a small model of its own.
+"""Draft networks: a head on the target's hidden states, or a separate small model.
 
-    eagle         an EAGLE-style head, a checkpoint of its own                      reads hidden states
+    eagle         an EAGLE-style head with its own checkpoint                       reads hidden states
     mtp           the multi-token-prediction layer of the target's own checkpoint    reads hidden states
     draft_model   any causal language model with the target's vocabulary             reads tokens
 
-A draft network runs on every rank by itself: all its experts are there, with the local transport, and no collective is
-called. So ranks may draft at different times, or not at all.
+Every rank runs the draft network by itself: it holds all its experts, uses the local transport, and calls no
+collective. So ranks may draft at different times, or not at all.
 """
 
 from __future__ import annotations
@@ -32,12 +32,13 @@ __all__ = ["DraftModel", "DraftNetwork", "load_draft"]
 
 
 class DraftNetwork(Protocol):
-    """What drafts, one token of a chain at a time, or one level of a tree. To be captured it must be an `nn.Module`.
+    """A network that drafts one token of a chain, or one level of a tree, per call. Capture needs an `nn.Module`.
 
     Attributes:
         config: its attention, layers and sizes.
-        reads_hidden: it takes at place `t` the hidden state of token `t` (the target's, or its own estimate of it) and
-            token `t + 1`; else it takes token `t`. Either way the result at the last place drafts the next token.
+        reads_hidden: if true, its input at position `t` is the hidden state of token `t` (the target's, or its own
+            estimate of it) and token `t + 1`; else token `t`. Either way the last position's result drafts the next
+            token.
     """
 
     @property
@@ -51,16 +52,16 @@ class DraftNetwork(Protocol):
 
         Args:
             input_ids: `[T]` int64.
-            positions: `[T]` int64, the places.
-            hidden: `[T, hidden_size]` of the target; not read by those that read tokens.
+            positions: `[T]` int64.
+            hidden: `[T, hidden_size]` of the target; not used unless `reads_hidden`.
 
         Returns:
-            `[T, hidden_size]`, what `compute_logits` takes and what the next step takes for `hidden`.
+            `[T, hidden_size]`, the input of `compute_logits` and `hidden` of the next step.
         """
         ...
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """`[rows, vocab_size]` of the target's vocabulary."""
+        """Logits `[rows, vocab_size]` over the target's vocabulary."""
         ...
 
 
@@ -87,10 +88,11 @@ def load_draft(algorithm: str, path: str | Path | None, runner: TargetRunner) ->
     Args:
         algorithm: `eagle`, `mtp` or `draft_model`.
         path: folder of the checkpoint; None for `mtp`, which is in the target's.
-        runner: of the target.
+        runner: the target's runner.
 
     Raises:
-        ConfigError: an unknown algorithm, a path that is missing or too much, a network that does not fit the target.
+        ConfigError: the algorithm is unknown, the path is missing or not allowed, or the network does not fit the
+            target.
         CheckpointError: the checkpoint cannot be loaded.
     """
     load = _LOADERS.get(algorithm)
@@ -149,10 +151,10 @@ _LOADERS: dict[str, Callable[[TargetRunner, Checkpoint], DraftNetwork]] = {
 
 
 def _decoder(runner: TargetRunner) -> DecoderLM:
-    """The target, whose embeddings are shared.
+    """The target as a `DecoderLM`, whose embeddings the draft head shares.
 
     Raises:
-        ConfigError: it is not of a family that says what they are.
+        ConfigError: the target is no `DecoderLM`.
     """
     if not isinstance(runner.model, DecoderLM):
         raise ConfigError(
@@ -172,8 +174,8 @@ def _check_fits(checkpoint: Checkpoint, name: str, wanted: int) -> None:
 
 
 def _alone(runner: TargetRunner, config: ModelConfig | None) -> ExpertParallel:
-    """All experts on this rank, computed as the target's; None for a network without."""
+    """All experts on this rank, with the target's experts back end; `config` is None without experts."""
     transport = make_transport(None, None, None, 0 if config is None else config.num_experts)
-    name = "auto" if runner.all2all.traits.batched else runner.experts_backend  # here they arrive as rows
+    name = "auto" if runner.all2all.traits.batched else runner.experts_backend  # the local transport delivers rows, not batches
     dtype = runner.dtype
     return ExpertParallel(transport, resolve_experts(name, config, transport, dtype, runner.device))

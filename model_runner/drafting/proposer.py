@@ -1,23 +1,23 @@
-"""Drafts by a draft network: what it must have seen before it drafts, and what it drafts.
+"""Proposes the drafts of a draft network: first it runs the target's tokens (observe), then it drafts (propose).
 
-    observe    the step's rows go through the draft network, too (draft extend): after prompts, chunks of prompts and
-               decodes all of them, after a verify step the root and the accepted drafts
-    propose    from the last place of each request, all requests at once: a chain of drafts, or a tree
-    forget     nothing of a request is kept here but how far it is
+    observe    runs the step's rows through the draft network, too (draft extend): all rows after prompts, chunks of
+               prompts and decodes; the root and the accepted drafts after a verify step
+    propose    drafts a chain or a tree from each request's last position, all requests at once
+    forget     drops the request's state: the number of positions that the draft network has run
 
-What lies at a place depends on the network (`DraftNetwork.reads_hidden`):
+The inputs at a position depend on the network (`DraftNetwork.reads_hidden`):
 
-    place          t - 1                        t                           t + 1
+    position       t - 1                        t                           t + 1
     reads hidden   hidden t - 1, token t        hidden t, token t + 1       (a draft step) estimate t + 1, draft
     reads tokens   token t - 1                  token t                     token t + 1
 
-A network that reads hidden states can run the place of every token the target has run: when a token is known, the
-hidden state before it is. One that reads tokens alone does not need the target; after a verify step it runs the
-accepted tokens when it drafts next, together with the last one, even if plain steps come in between.
+A network that reads hidden states can run the position of every token that the target has run: the hidden state before
+a known token is known, too. A network that reads only tokens does not need the target; it runs the tokens accepted in a
+verify step, together with the last one, when it drafts next, even if plain steps run in between.
 
-Drafts of rejected paths stay in the cache until the places are run again, which happens before anything reads them. A
-prefix from the prefix cache brings the draft network's keys and values with the target's; those of its last place may
-have been made with another next token. Neither changes what comes out, only how many drafts are right.
+Rejected drafts stay in the cache until their positions are run again, which happens before anything reads them. A
+prefix from the prefix cache includes the draft network's keys and values; those of its last position may belong to
+another next token. Neither changes the output, only the number of accepted drafts.
 """
 
 from __future__ import annotations
@@ -45,21 +45,21 @@ __all__ = ["DraftProposer"]
 
 
 class DraftProposer:
-    """A `Proposer` and `StepObserver` around a draft network. `ModelRunner.set_observer` must be told of it.
+    """A `Proposer` and `StepObserver` around a draft network. Pass it to `ModelRunner.set_observer`.
 
     Args:
-        runner: of the target.
+        runner: the target's runner.
         draft: the network; `load_draft` makes one.
         num_steps: drafts of a chain, or levels of a tree.
-        topk: 1 for chains; more for trees, see `draft_tree`.
-        num_draft_tokens: drafts of a request, `num_steps` by default, and always with a chain.
-        sampled: draw the drafts of sampled requests, for acceptance by rejection; chains only.
+        topk: 1 for chains; more for trees, see `draft_trees`.
+        num_draft_tokens: drafts of a request, by default `num_steps`; for a chain it must be `num_steps`.
+        sampled: draw the drafts of sampled requests at random, for rejection sampling; chains only.
 
     Attributes:
-        num_places: places behind a request's last known token that must have slots while drafts are made or verified.
+        num_places: positions after a request's last known token that need KV slots while drafts are made or verified.
 
     Raises:
-        ConfigError: numbers that do not fit together, or an attention back end that has no tree masks.
+        ConfigError: the numbers contradict each other, or the attention back end has no tree masks.
     """
 
     def __init__(
@@ -85,19 +85,19 @@ class DraftProposer:
         self._num_steps = num_steps
         self._topk = topk
         self._reads_hidden = draft.reads_hidden
-        self._shift = int(draft.reads_hidden)  # from the place to the token that is read there
+        self._shift = int(draft.reads_hidden)  # from a position to the index of the token read there
         self.num_places = shape.num_places
-        # How many places of a request have draft keys and values; and the result at the last one, by its row.
+        # Number of positions of each request in the draft KV cache, and (`_last`) the result at the last one, by row.
         self._places: dict[Request, int] = {}
         size = (runner.request_table.num_rows, draft.config.hidden_size)
         self._last = torch.zeros(size, dtype=runner.kv_cache.spec.dtype, device=runner.device)
 
     @property
     def kv_cache(self) -> PagedKVCache | MLAKVCache:
-        """Of the draft network."""
+        """The draft network's KV cache."""
         return self._draft.kv_cache
 
-    # -- what the target's steps give -------------------------------------------------------------------------------
+    # -- observing the target's steps -------------------------------------------------------------------------------
 
     def observe(
         self,
@@ -113,11 +113,11 @@ class DraftProposer:
         extend = draft_extend_batch(batch, accepted_rows)
         ids = batch.input_ids
         if verifies:
-            # Root and accepted drafts; what each one reads, the token behind it, is what the step gave.
+            # Root and accepted drafts; each reads the token after it, which is one of the step's output tokens.
             (ids,) = to_device([torch.tensor([token for own in tokens for token in own])], self._draft.device)
             hidden = hidden.index_select(0, extend.rows)
         elif self._reads_hidden:
-            # Each row reads the next one's token; the last of a share what was sampled, or its next chunk's first.
+            # Each row reads the next row's token; a share's last row the sampled token, or the next chunk's first.
             (follows,) = to_device([torch.tensor(_following(batch, tokens))], self._draft.device)
             ids = ids.roll(-1).index_copy_(0, extend.last_rows, follows)
         result = self._draft.extend(extend.metadata, ids, extend.positions, hidden)
@@ -125,11 +125,11 @@ class DraftProposer:
         self._keep(requests, extend.metadata, result.index_select(0, extend.last_rows))
 
     def _keep(self, requests: Sequence[Request], extended: CommonAttentionMetadata, last: Tensor) -> None:
-        """The result at the last place of each request; one that ended meanwhile has no row any more."""
+        """Store the result at each request's last position; a request that has ended has no row and is skipped."""
         kept = [index for index, request in enumerate(requests) if request.row is not None]
         ends, lens = extended.seq_lens_cpu, extended.query_lens_cpu
         for index in kept:
-            # Accepted tokens that were never run lie before this one: all of them are run when drafts are made next.
+            # If earlier accepted tokens were not run yet, keep the count: `propose` runs all of them.
             if self._places.get(requests[index], ends[index]) >= ends[index] - lens[index]:
                 self._places[requests[index]] = ends[index]
         if len(kept) < len(requests):
@@ -142,7 +142,7 @@ class DraftProposer:
     # -- drafts -----------------------------------------------------------------------------------------------------
 
     def propose(self, requests: Sequence[Request], counts: Sequence[int]) -> list[Draft]:
-        """Drafts of each request; none of one whose tokens the draft network has not seen, or of which none are wanted.
+        """Drafts of each request; none if its count is 0, or if the draft network has not run its tokens.
 
         Raises:
             RequestError: a request has no row: it was never admitted, or was released.
@@ -176,7 +176,7 @@ class DraftProposer:
         return seen == wanted if self._reads_hidden else 0 < seen < wanted
 
     def _hidden(self, batch: DraftBatch) -> Tensor:
-        """The result at the last place of each request, `[R, hidden_size]`."""
+        """The result at the last position of each request, `[R, hidden_size]`."""
         if self._reads_hidden:
             (rows,) = to_device([batch.rows], self._last.device)
             return self._last.index_select(0, rows)
@@ -197,7 +197,7 @@ class DraftProposer:
 
 
 def _following(batch: InputBatch, tokens: Sequence[tuple[int, ...]]) -> list[int]:
-    """The token behind each share: what was sampled, or of a prompt that goes on the next one."""
+    """The token after each share: the sampled token, or for an unfinished prompt its next token."""
     ends = batch.metadata.seq_lens_cpu
     return [
         own[0] if own else share.request.token_ids[end]

@@ -1,15 +1,15 @@
-"""A draft network with keys and values of its own, and the batches that it runs.
+"""A draft network with its own KV cache, and the batches that it runs.
 
-    extend    new places of each request, any number of them, as the target ran them or as they were accepted
-    chain     steps of one place per request; all of them are planned before the first one runs
-    level     the nodes of one level of each request's tree, which see the prefix, their ancestors and themselves
+    extend    new positions of each request, any number of them: tokens that the target ran, or accepted
+    chain     steps of one position per request; all of them are planned before the first one runs
+    level     the nodes of one level of each request's tree; a node sees the prefix, its ancestors and itself
 
-Where the target's steps are captured as CUDA graphs, so are these (`model_runner.drafting.graphs`).
+If the target's steps are captured as CUDA graphs, these are, too (`model_runner.drafting.graphs`).
 
-Its cache has few layers, and otherwise the target's pages: what the target puts at a slot, the draft network puts at
-the same slot here. So whatever happens to pages (allocation, sharing of prefixes, retraction) happens to both.
+The draft cache has few layers, and the same pages and slots as the target's cache. So allocation, sharing of prefixes
+and retraction of pages apply to both.
 
-Nothing here is ever split into lanes: a draft step is far too short to hide anything behind it.
+Draft steps are never split into lanes: they are too short to hide a transfer behind them.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ __all__ = ["DraftBatch", "DraftRunner", "draft_cache_spec"]
 
 @dataclass(frozen=True)
 class DraftBatch:
-    """The requests that drafts are made for.
+    """The requests to draft for.
 
     Attributes:
         requests: in order; every one has a row.
-        starts: the first place of each that a draft goes to.
-        starts_device: the same, `[R]` int64.
-        rows: of the request table, `[R]` int64 on the host.
+        starts: position of each request's first draft.
+        starts_device: the same, `[R]` int64 on the device.
+        rows: rows of the request table, `[R]` int64 on the host.
         block_table: `[R, pages]` int32 on the device.
     """
 
@@ -60,7 +60,7 @@ class DraftBatch:
 
 
 def draft_cache_spec(network: DraftNetwork, spec: CacheSpec) -> CacheSpec:
-    """The cache of a draft network: its own layers, in pages of the target's cache, which `spec` is of."""
+    """The draft cache: the network's own layers, with the page size and dtype of the target's cache (`spec`)."""
     config = network.config
     return config.attention.cache_spec(config.num_layers, spec.block_size, spec.dtype)
 
@@ -69,15 +69,15 @@ class DraftRunner:
     """Runs a draft network over its own cache.
 
     Args:
-        runner: of the target; its device, pages and attention back ends are used.
+        runner: the target's runner; its device, pages and attention back ends are used.
         network: the draft network.
-        shape: what it drafts.
+        shape: the shape of the drafts.
 
     Attributes:
-        graphs: its captured steps; None where all run eagerly.
+        graphs: its captured steps; None if all run eagerly.
 
     Raises:
-        ConfigError: graphs were asked for by name, and it cannot be captured.
+        ConfigError: graphs are required by name, but the network cannot be captured.
     """
 
     def __init__(self, runner: TargetRunner, network: DraftNetwork, shape: DraftShape) -> None:
@@ -89,7 +89,7 @@ class DraftRunner:
         self.kv_cache = make_kv_cache(spec, runner.kv_cache.num_blocks, runner.device)
         target = runner.attention
         names = (target.prefill_name, target.decode_name)
-        if type(target.shape) is not type(heads):  # the target's may not know this kind of attention
+        if type(target.shape) is not type(heads):  # the target's back ends may not support this kind of attention
             names = ("auto", "auto")
         self.attention = UBatchAttention(heads, self.kv_cache, *names)
         self._streams = runner.streams
@@ -110,7 +110,7 @@ class DraftRunner:
         return DraftBatch(tuple(requests), tuple(starts), starts_device, torch.tensor(rows), pages)
 
     def extend(self, metadata: CommonAttentionMetadata, ids: Tensor, positions: Tensor, hidden: Tensor) -> Tensor:
-        """Run places as the metadata says; see `DraftNetwork.__call__`."""
+        """Run the positions in the metadata; see `DraftNetwork.__call__`."""
         graph = None if self.graphs is None else self.graphs.find(metadata)
         if self.graphs is not None and graph is not None:
             return self.graphs.step(graph, metadata, ids, positions, hidden)
@@ -121,12 +121,15 @@ class DraftRunner:
             return self.network(ids, positions, hidden)
 
     def catch_up(self, batch: DraftBatch, ids: Sequence[Sequence[int]], hidden: Tensor) -> Tensor:
-        """Run the last places before each request's `start`, from tokens alone: `[R, hidden_size]` of the last ones.
+        """Run the last positions before each request's `start`, from tokens alone.
 
         Args:
             batch: the requests.
-            ids: the tokens of each one's last places, at least one.
-            hidden: not read, `[*, hidden_size]`.
+            ids: the tokens at these positions, at least one per request.
+            hidden: `[*, hidden_size]`; passed on, but not used.
+
+        Returns:
+            `[R, hidden_size]`, the result at each request's last position.
         """
         lens = [len(tokens) for tokens in ids]
         first = [start - length for start, length in zip(batch.starts, lens, strict=True)]
@@ -140,15 +143,16 @@ class DraftRunner:
         return self.extend(metadata, flat, places, hidden).index_select(0, last)
 
     def chain(self, batch: DraftBatch, hidden: Tensor, num_drafts: int) -> tuple[Tensor, Tensor | None]:
-        """A chain for every request: draft `i` is run at the place `start + i`, but for the last one.
+        """A chain for every request: draft `i` is run at position `start + i`, except the last draft.
 
         Args:
             batch: the requests.
-            hidden: `[R, hidden_size]`, from which the first drafts come.
-            num_drafts: how many are wanted; where a graph is replayed there are as many as it makes.
+            hidden: `[R, hidden_size]`, input of the first drafts' logits.
+            num_drafts: number of drafts wanted; a replayed graph always makes its full number.
 
         Returns:
-            `[R, drafts]` int64; and `[R, drafts, vocab]` float32, what they were drawn from, None where none was drawn.
+            Drafts `[R, drafts]` int64, and the probabilities they were drawn from, `[R, drafts, vocab]` float32, or
+            None if none was drawn.
         """
         graph = None if self.graphs is None else self.graphs.find_chain(batch.starts)
         made = num_drafts if graph is None else self._shape.num_steps
@@ -156,7 +160,7 @@ class DraftRunner:
         if self._shape.sampled and (graph is not None or not all(each.params.greedy for each in batch.requests)):
             draws = DraftDraws.of(batch.requests, made, self.device)
         places = torch.tensor(batch.starts) + torch.arange(num_drafts - 1)[:, None]
-        slots = torch.full((made - 1, len(batch.starts)), -1)  # drafts that nobody wants are not kept
+        slots = torch.full((made - 1, len(batch.starts)), -1)  # drafts that are not needed are not stored
         slots[: num_drafts - 1] = self._table.slots(batch.rows.expand(num_drafts - 1, -1), places)
         (slots,) = to_device([slots], self.device)
         if self.graphs is not None and graph is not None:
@@ -167,15 +171,15 @@ class DraftRunner:
         return draft_chain(self.network, context, plans, batch.starts_device, hidden, draws)
 
     def level(self, batch: DraftBatch, depth: int, ids: Tensor, hidden: Tensor, ancestors: Tensor) -> Tensor:
-        """The nodes of one level of the trees, `[R * width, hidden_size]`.
+        """Run the nodes of one level of the trees; returns `[R * width, hidden_size]`.
 
         Args:
             batch: the requests.
-            depth: levels that were run before.
+            depth: number of levels already run.
             ids: `[R, width]` int64.
             hidden: `[R * width, hidden_size]`.
-            ancestors: `[R, width, (depth + 1) * width]` bool, which nodes of these and of the levels before each one
-                sees; all are in the cache behind the prefix, level by level.
+            ancestors: `[R, width, (depth + 1) * width]` bool: the nodes of this and earlier levels that each node
+                sees. In the cache they follow the prefix, level by level.
         """
         requests, width = ids.shape
         written = depth * width
@@ -183,7 +187,7 @@ class DraftRunner:
         places = torch.tensor(batch.starts)[:, None] + written + nodes
         slots = self._table.slots(batch.rows[:, None].expand(-1, width), places).flatten()
         prefix_lens = tuple(start + written for start in batch.starts)
-        # In the flat mask a node has a row of prefix and tree; what it sees of the tree is the end of that row.
+        # In the flat mask each node has a row over prefix and tree; the tree's part is the end of that row.
         row_lens = torch.tensor(batch.starts) + written + width
         offsets = (row_lens * width).cumsum(0)
         total = int(offsets[-1])
@@ -207,7 +211,7 @@ class DraftRunner:
         return self.extend(metadata, ids.flatten(), positions, hidden)
 
     def read(self, drafts: Tensor) -> list[Any]:
-        """Drafts on the host, `[R, ...]` int64; on all ranks of a replica those that its first rank made."""
+        """Copy drafts `[R, ...]` int64 to the host; all ranks of a replica get those of its first rank."""
         if self._tensor_parallel is not None:
             drafts = self._tensor_parallel.of_first_rank(drafts)
         read: list[Any] = to_host(drafts).wait().tolist()

@@ -1,9 +1,7 @@
-"""Chains of drafts: each is chosen from the draft network's logits, and run to get the next one's.
+"""Chains of drafts: each draft is chosen from the draft network's logits, and run to get the next logits.
 
-    chosen     the most likely token, or one that is drawn
-
-Drawn drafts are for acceptance by rejection: a draft is right more often if it follows the distribution that it is
-checked against, and the check must know which one it was drawn from. A greedy request's drafts are never drawn.
+A draft is the most likely token, or drawn at random for rejection sampling: a drawn draft is accepted more often, and
+the check needs the distribution it was drawn from. A greedy request's drafts are never drawn.
 """
 
 from __future__ import annotations
@@ -26,12 +24,12 @@ __all__ = ["DraftDraws", "choose_drafts", "draft_chain"]
 
 @dataclass(frozen=True)
 class DraftDraws:
-    """How the drafts of a chain are drawn, where any are.
+    """Inputs for drawing the drafts of a chain.
 
     Attributes:
-        temperatures: `[R, 1]` float32; 1 where nothing is drawn.
-        draws: `[R, steps]` float64, from 0 to 1.
-        is_drawn: `[R]` bool.
+        temperatures: `[R, 1]` float32; 1 for requests whose drafts are not drawn.
+        draws: random numbers from 0 to 1, `[R, steps]` float64.
+        is_drawn: whether a request's drafts are drawn, `[R]` bool.
     """
 
     temperatures: Tensor
@@ -40,17 +38,17 @@ class DraftDraws:
 
     @classmethod
     def of(cls, requests: Sequence[Request], num_steps: int, device: torch.device) -> DraftDraws:
-        """Those of sampled requests are drawn, at their temperature.
+        """Draws for these requests: drafts of sampled requests are drawn, at their temperature.
 
         Args:
-            requests: whose drafts.
+            requests: the requests to draft for.
             num_steps: drafts of each.
-            device: of the logits.
+            device: device of the logits.
         """
         drawn = [not request.params.greedy for request in requests]
         pairs = list(zip(requests, drawn, strict=True))
         temperatures = torch.tensor([request.params.temperature if own else 1.0 for request, own in pairs])
-        # The draw of a place does not depend on how many steps it took to get there.
+        # The draw of a position does not depend on the number of steps before it.
         draws = [
             [request.draft_draw(request.num_output_tokens + step) if own else 0.0 for step in range(num_steps)]
             for request, own in pairs
@@ -60,15 +58,15 @@ class DraftDraws:
 
 
 def choose_drafts(logits: Tensor, draws: DraftDraws | None, step: int) -> tuple[Tensor, Tensor | None]:
-    """The next draft of every request, and what it was drawn from.
+    """The next draft of every request, and the probabilities it was drawn from.
 
     Args:
         logits: `[R, vocab]`.
-        draws: None where nothing is drawn.
-        step: which of its draws.
+        draws: None if nothing is drawn.
+        step: index of the draw to use.
 
     Returns:
-        `[R]` int64, and `[R, vocab]` float32 or None.
+        Drafts `[R]` int64, and probabilities `[R, vocab]` float32 or None.
     """
     best = logits.argmax(dim=-1)
     if draws is None:
@@ -86,18 +84,18 @@ def draft_chain(
     hidden: Tensor,
     draws: DraftDraws | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """One draft more than there are plans, of every request.
+    """Draft a chain of `len(plans) + 1` tokens for every request.
 
     Args:
-        network: drafts.
-        context: of every step, but for its plan.
-        plans: of attention, one per draft that is run: all but the last.
-        positions: `[R]` int64, the places of the first drafts.
-        hidden: `[R, hidden_size]`, from which those come.
+        network: the draft network.
+        context: forward context of every step, without its plan.
+        plans: attention plans, one per draft that is run: all but the last.
+        positions: `[R]` int64, positions of the first drafts.
+        hidden: `[R, hidden_size]`, input of the first drafts' logits.
         draws: as for `choose_drafts`.
 
     Returns:
-        `[R, drafts]` int64, and `[R, drafts, vocab]` float32 or None: what they were drawn from.
+        Drafts `[R, drafts]` int64, and the probabilities they were drawn from, `[R, drafts, vocab]` float32, or None.
     """
     chosen, sources = [], []
     for step in range(len(plans) + 1):

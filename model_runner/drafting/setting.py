@@ -1,5 +1,5 @@
-"""A draft network that a runner makes room for: it is loaded with the model, before the KV cache is sized, and has its
-own cache and graphs from when the model has them. So what it takes of a GPU's memory is measured with the rest.
+"""A draft network for which a runner reserves memory: it is loaded with the model, before the KV cache is sized, and
+gets its cache and graphs together with the model's. So its GPU memory is measured with the rest.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ __all__ = ["DraftSetting", "LoadedDraft"]
 
 @dataclass(frozen=True)
 class DraftSetting:
-    """Which network drafts for a runner, and what.
+    """The draft network of a runner, and the shape of its drafts.
 
     Attributes:
         algorithm, path: see `load_draft`.
-        shape: of the drafts.
+        shape: shape of the drafts.
     """
 
     algorithm: str
@@ -32,26 +32,26 @@ class DraftSetting:
     shape: DraftShape
 
     def load(self, runner: TargetRunner) -> LoadedDraft:
-        """The network, for a runner whose model is loaded; see `load_draft`, also for errors."""
+        """Load the network, for a runner whose model is loaded; errors as of `load_draft`."""
         return LoadedDraft(load_draft(self.algorithm, self.path, runner), self.shape)
 
 
 @dataclass(frozen=True)
 class LoadedDraft:
-    """The network, and what it drafts."""
+    """A loaded draft network, and the shape of its drafts."""
 
     network: DraftNetwork
     shape: DraftShape
 
     def bytes_per_block(self, spec: CacheSpec) -> int:
-        """What it keeps beside a block of the model's KV cache."""
+        """Bytes of the draft KV cache per block of the model's KV cache."""
         return draft_cache_spec(self.network, spec).bytes_per_block
 
     def proposer(self, runner: TargetRunner) -> DraftProposer:
-        """A proposer with a cache of as many blocks as the runner has now.
+        """A proposer whose cache has as many blocks as the runner's cache has now.
 
         Raises:
-            ConfigError: the model cannot verify the trees that it is to draft, or see `DraftProposer`.
+            ConfigError: the model's attention cannot verify trees; or as `DraftProposer`.
         """
         shape = self.shape
         if shape.topk > 1 and not runner.attention.takes_trees:

@@ -1,4 +1,4 @@
-"""What a draft network needs of the runner whose model it drafts for."""
+"""The part of the target's runner that a draft network needs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["TargetRunner"]
 
 
 class TargetRunner(Protocol):
-    """The target's runner, as draft networks see it; `ModelRunner` says what each attribute is.
+    """The target's runner, as draft networks see it; `ModelRunner` documents each attribute.
 
     Loading a network reads the first block; a proposer, which is made with the KV cache, reads both.
     """
@@ -43,7 +43,7 @@ class TargetRunner(Protocol):
     graphs: GraphSteps | None
 
     def together(self) -> AbstractContextManager[None]:
-        """Entered around what the ranks of a replica do together."""
+        """Context for an action that the ranks of a replica take together."""
         ...
 
     def capture_beside(self, steps: CapturedSteps) -> None:

@@ -1,10 +1,10 @@
-"""Trees of drafts, as EAGLE-2 grows them: wide where the draft network is unsure.
+"""Trees of drafts, grown as in EAGLE-2: wide where the draft network is unsure.
 
-    level 1        the `topk` most likely tokens behind the last known one
-    each further   each of the `topk` most likely nodes of the level before gets its `topk` most likely tokens
-    in the end     the most likely nodes of all levels; a node is as likely as all drafts on its path together
+    level 1        the `topk` most likely tokens after the last known one
+    next levels    the `topk` most likely tokens after each of the `topk` most likely nodes of the previous level
+    at the end     keep the most likely nodes of all levels; a node's probability is the product along its path
 
-A node is never more likely than its parent, so that the parents of those that are kept are kept, too.
+A node is never more likely than its parent, so the parents of kept nodes are kept, too.
 
 Source: EAGLE-2 (Li and others, 2024), sections 4.1 and 4.2.
 """
@@ -23,7 +23,7 @@ __all__ = ["draft_trees", "most_nodes", "select_nodes"]
 
 
 def most_nodes(num_steps: int, topk: int) -> int:
-    """Nodes that a tree of so many levels can be chosen from."""
+    """Number of candidate nodes of a tree with `num_steps` levels."""
     return topk + (num_steps - 1) * topk * topk
 
 
@@ -35,16 +35,16 @@ def draft_trees(
     Args:
         runner: runs the levels.
         batch: the requests.
-        hidden: `[R, hidden_size]`, from which the first level comes.
-        counts: how many nodes each gets at most.
+        hidden: `[R, hidden_size]`, input of the first level's logits.
+        counts: most nodes of each request.
         num_steps: levels.
-        topk: see above.
+        topk: nodes of a level that are extended, and tokens after each.
     """
     requests = hidden.shape[0]
     chances, tokens = _best_tokens(runner, hidden, topk)
     all_chances, all_tokens = [chances], [tokens]
     all_parents = [torch.full_like(tokens, -1)]
-    node = torch.arange(topk, device=hidden.device).expand(requests, -1)  # numbers of the level's nodes among all
+    node = torch.arange(topk, device=hidden.device).expand(requests, -1)  # indices of the level's nodes among all nodes
     hidden = hidden.repeat_interleave(topk, dim=0)
     itself = torch.eye(topk, dtype=torch.bool, device=hidden.device).expand(requests, -1, -1)
     ancestors = itself[:, :, :0]
@@ -59,7 +59,7 @@ def draft_trees(
         all_parents.append(node.repeat_interleave(topk, dim=1))
         if depth == num_steps - 2:
             break
-        # The most likely of the new nodes are the next level.
+        # The most likely new nodes form the next level.
         chances, chosen = behind.topk(topk, dim=-1)
         parent = chosen // topk
         node = chosen + (most_nodes(depth + 1, topk))
@@ -79,15 +79,15 @@ def select_nodes(chances: Tensor, tokens: Tensor, parents: Tensor, *, count: int
     """The most likely nodes of each tree, parents before children.
 
     Args:
-        chances: `[R, nodes]`, the logarithm of each node's probability; no node above its parent.
+        chances: `[R, nodes]`, the logarithm of each node's probability, at most its parent's.
         tokens: `[R, nodes]` int64.
-        parents: `[R, nodes]` int64, the parent's number among them, which is lower; -1 for the root.
-        count: how many to keep, at most all.
+        parents: `[R, nodes]` int64, the parent's index, lower than the node's own; -1 for the root.
+        count: number of nodes to keep; if there are fewer, all are kept.
 
     Returns:
         `[R, 2, count]` int64: tokens, and parents as in `Draft.parents`.
     """
-    # Of equally likely nodes the first: the parent, where one is as likely as its child.
+    # Among equally likely nodes the first wins, so a parent comes before its child.
     order = chances.sort(dim=-1, descending=True, stable=True).indices[:, :count].sort(dim=-1).values
     number = torch.zeros_like(tokens).scatter_(
         1, order, torch.arange(1, order.shape[1] + 1, device=tokens.device).expand_as(order)
@@ -98,7 +98,7 @@ def select_nodes(chances: Tensor, tokens: Tensor, parents: Tensor, *, count: int
 
 
 def _best_tokens(runner: DraftRunner, hidden: Tensor, topk: int) -> tuple[Tensor, Tensor]:
-    """Log-probabilities and tokens, `[rows, topk]` each."""
+    """Log-probabilities and ids of the most likely tokens, `[rows, topk]` each."""
     logits = runner.network.compute_logits(hidden).float()
     best = logits.topk(topk, dim=-1)
     return best.values - logits.logsumexp(dim=-1, keepdim=True), best.indices

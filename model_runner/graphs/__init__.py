@@ -1,7 +1,7 @@
 """Steps of a model as CUDA graphs.
 
 mode             whether steps are captured: `none`, `full` or `auto`
-batches          what captured steps of any network have in common, and batches to capture
-steps            captured, padded and replayed: `GraphSteps`
-runner_graphs    those of one runner
+batches          the common interface of captured steps, and batches to capture
+steps            capture, padding and replay: `GraphSteps`
+runner_graphs    the graphs of one runner
 """

@@ -1,6 +1,6 @@
-"""What the captured steps of a model and of its draft network have in common: their setting, and batches to capture.
+"""Common parts of the captured steps of a model and of its draft network: their setting, and batches to capture.
 
-In a batch to capture every place is taken by the shortest sequence there can be, and nothing of it is kept.
+A batch to capture is full of sequences of the shortest possible length, and writes nothing to the KV cache.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ __all__ = ["CapturedSteps", "GraphSetting", "batch_to_capture"]
 
 @dataclass(frozen=True)
 class GraphSetting:
-    """How a runner captures.
+    """A runner's settings for CUDA graphs.
 
     Attributes:
         asked: the `cudagraph_mode` it was made with.
-        sizes: in requests, ascending.
-        max_seq_len: tokens of the longest sequence that ever comes.
-        backend: captures and replays; all graphs share its pool, as they never run at once.
-        planning: entered around what plans attention; see `StepStreams.planning`.
+        sizes: sizes to capture, in requests, ascending.
+        max_seq_len: tokens of the longest possible sequence.
+        backend: captures and replays; all graphs share its pool, as they never run at the same time.
+        planning: context for planning attention; see `StepStreams.planning`.
     """
 
     asked: str
@@ -40,30 +40,30 @@ class GraphSetting:
 
 
 class CapturedSteps(Protocol):
-    """Steps of one network that are captured: a runner's, and with them others (`ModelRunner.capture_beside`)."""
+    """The captured steps of one network: a runner's model, or a draft network (`ModelRunner.capture_beside`)."""
 
     @property
     def shapes(self) -> tuple[GraphShape, ...]:
-        """Everything that is captured, in the order of capture."""
+        """Shapes to capture, in the order of capture."""
         ...
 
     def capture(
         self, progress: Callable[[CapturedGraph], None] | None = None, only: Sequence[GraphShape] | None = None
     ) -> list[CapturedGraph]:
-        """Capture all of it, or only some of `shapes`; `progress` is called after each graph."""
+        """Capture all shapes, or only some of them; `progress` is called after each graph."""
         ...
 
     def drop(self) -> None:
-        """Give all graphs back."""
+        """Release all graphs."""
         ...
 
 
 def batch_to_capture(shape: GraphShape, kv_cache: PagedKVCache | MLAKVCache) -> CommonAttentionMetadata:
-    """A lane of a graph, full. Keys and values are not kept; drafts that have a mask are chains.
+    """A full batch for one lane of a graph. Keys and values are not stored; drafts with a tree mask are chains.
 
     Args:
-        shape: of the graph.
-        kv_cache: that the steps use.
+        shape: shape of the graph.
+        kv_cache: the KV cache that the steps use.
     """
     requests, tokens, device = shape.lane_requests, shape.tokens_per_request, kv_cache.device
     lens = [tokens] * requests

@@ -1,4 +1,4 @@
-"""Whether a runner captures its steps: `none`, `full`, or `auto`, which is full where everything can be captured."""
+"""Whether a runner captures its steps: `none`, `full`, or `auto` (`full` if everything can be captured)."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ _MODES = (AUTO, *(mode.value for mode in CUDAGraphMode))
 
 @dataclass(frozen=True)
 class GraphsAsked:
-    """What a runner is asked to capture.
+    """The user's settings for CUDA graphs.
 
     Attributes:
         mode: `auto`, `none` or `full`.
         backend: captures and replays; None for CUDA.
-        sizes: requests of the steps; None for the usual ones.
+        sizes: sizes to capture, in requests; None for the default ones.
         num_speculative_tokens: drafts of verify steps; 0 for none.
-        trees: they may be trees.
+        trees: drafts may be trees.
     """
 
     mode: str
@@ -52,19 +52,19 @@ def resolve_graph_mode(
     tensor_parallel: TensorParallel | None = None,
     steps: str = "steps",
 ) -> CUDAGraphMode:
-    """The mode in force.
+    """Resolve the mode to `none` or `full`.
 
     Args:
         asked: `auto`, `none` or `full`.
-        device: of the model.
-        model: whose experts and transport must be capturable.
-        attention: whose decode back end must be.
-        simulated: something else than CUDA captures, so any device does.
+        device: the model's device.
+        model: its experts and transport must be capturable.
+        attention: its decode back end must be capturable.
+        simulated: graphs are captured by something other than CUDA, so any device is allowed.
         tensor_parallel: the ranks of a replica, whose gathers must be capturable.
-        steps: what is captured, for the log.
+        steps: name of the steps to capture, for the log.
 
     Raises:
-        ConfigError: an unknown mode, or `full` where something cannot be captured.
+        ConfigError: the mode is unknown, or it is `full` and something cannot be captured.
     """
     if asked not in _MODES:
         raise ConfigError(f"unknown cudagraph_mode {asked!r}{nearest(asked, _MODES)}")
@@ -98,7 +98,8 @@ def _obstacle(model: nn.Module, attention: UBatchAttention) -> str | None:
 
 
 def _obstacle_to_gathers(tensor_parallel: TensorParallel) -> str | None:
-    """The same of what the ranks of a replica send each other in every layer."""
+    """Why the transfers between the ranks of a replica cannot be captured, as the end of a sentence; None if they can.
+    """
     if tensor_parallel.carry is not None:
         return "an emulated link holds back what tensor-parallel ranks send each other, which no graph can do"
     if not tensor_parallel.group.stream_ordered(torch.device("cuda")):
@@ -112,16 +113,16 @@ def _obstacle_to_gathers(tensor_parallel: TensorParallel) -> str | None:
 def capturable_families(
     families: Sequence[GraphFamily], all2all: All2All, asked: str, tensor_parallel_size: int = 1
 ) -> list[GraphFamily]:
-    """What of the families the transport can be captured in: a step may be too large for the way that can be.
+    """The families that the transport can capture: large steps may need a transport path that cannot be captured.
 
     Args:
-        families: what would be captured.
-        all2all: of the model, which decode steps of one token can be captured with.
-        asked: `auto` leaves out what cannot be captured, and says so; `full` refuses it.
+        families: families to capture.
+        all2all: the model's transport; it can be captured in decode steps of one token.
+        asked: `auto` leaves out shapes that cannot be captured, with a warning; `full` raises.
         tensor_parallel_size: ranks of a replica, which share its tokens.
 
     Raises:
-        ConfigError: `full`, and something cannot be captured.
+        ConfigError: the mode is `full`, and a shape cannot be captured.
     """
 
     def fits(shape: GraphShape) -> bool:

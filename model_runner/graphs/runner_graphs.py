@@ -1,4 +1,4 @@
-"""What is captured of a runner's steps, and by whom: the wrapper, made once, and steps of the KV cache that it has."""
+"""Makes the parts of a runner that capture steps: the wrapper, made once, and the steps, made for each KV cache."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ __all__ = ["make_graph_steps", "make_wrapper"]
 
 
 class CapturingRunner(Protocol):
-    """The runner whose steps are captured; `ModelRunner` says what each attribute is.
+    """The runner whose steps are captured; `ModelRunner` documents each attribute.
 
-    A wrapper needs the first block. The steps to capture need all, the KV cache and the wrapper among them.
+    `make_wrapper` needs the first block of attributes, `make_graph_steps` all of them.
     """
 
     device: torch.device
@@ -47,14 +47,14 @@ class CapturingRunner(Protocol):
 
 
 def make_wrapper(runner: CapturingRunner, asked: GraphsAsked) -> tuple[UBatchWrapper, GraphBackend | None]:
-    """The runner's model in lanes, and what captures its steps; None where nothing is captured.
+    """The wrapper that runs the model in lanes, and the graph back end; None if nothing is captured.
 
     Args:
-        runner: with its model and attention.
-        asked: what it is to capture.
+        runner: a runner that has its model and attention.
+        asked: the user's settings.
 
     Raises:
-        ConfigError: it cannot be captured; see `resolve_graph_mode`.
+        ConfigError: the model cannot be captured; see `resolve_graph_mode`.
     """
     mode = resolve_graph_mode(
         asked.mode,
@@ -71,12 +71,12 @@ def make_wrapper(runner: CapturingRunner, asked: GraphsAsked) -> tuple[UBatchWra
 
 
 def make_graph_steps(runner: CapturingRunner, asked: GraphsAsked, backend: GraphBackend | None) -> GraphSteps | None:
-    """The steps to capture; None where all run eagerly.
+    """The steps to capture; None if all run eagerly.
 
     Args:
-        runner: with its cache and attention.
-        asked: what it is to capture.
-        backend: captures; None where nothing is.
+        runner: a runner that has its cache and attention.
+        asked: the user's settings.
+        backend: the graph back end; None if nothing is captured.
     """
     if backend is None:
         return None

@@ -1,14 +1,14 @@
 """Steps as CUDA graphs: captured once, largest first, then replayed with one launch and no lane threads.
 
     once       capture     for every shape: static attention plans, one forward context, `UBatchWrapper.capture`
-    a step     offer       to the vote: this rank could replay such a step
-               agree       from the vote's answer: the shape, the same on every rank, or none
-               replay      ids and positions to their places, attention replanned in place, one launch
+    a step     offer       for the vote: the kind of graph this rank could replay
+               agree       after the vote: the shape, the same on every rank, or none
+               replay      copy ids and positions to static tensors, replan attention in place, one launch
 
-A graph reads fixed addresses and freezes every number of the host. So what changes from step to step lives in tensors
-made here or by the attention back ends, and each lane's count of real tokens is one of them: its padding is masked by
-it, and so visits no expert. A padding token has id and position 0 and writes to the cache's hidden slot; a padding
-request has no tokens and the length that its attention back end wants.
+A graph reads fixed addresses and freezes every number of the host. So all values that change from step to step are in
+tensors made here or by the attention back ends. One of them is each lane's count of real tokens: it masks the padding,
+so that padding visits no expert. A padding token has id and position 0 and writes to the cache's hidden slot; a padding
+request has no tokens and the sequence length that its attention back end requires.
 """
 
 from __future__ import annotations
@@ -44,16 +44,16 @@ __all__ = ["GraphSteps", "place_in_torch"]
 
 _logger = logging.getLogger(__name__)
 _ANY_GRAPH = 1
-"""What a rank without tokens offers: it goes along with any graph."""
+"""The offer of a rank without tokens: it can replay any graph."""
 
 
 @dataclass(frozen=True)
 class _Captured:
-    """One graph's share of the runner.
+    """The runner's data of one graph.
 
     Attributes:
-        context: what it was captured under, with its static plans; replays run under the same.
-        plans: of its lanes, or of the whole batch.
+        context: the forward context of capture and replays, with the static plans.
+        plans: attention plans of its lanes, or of the whole batch.
     """
 
     context: ForwardContext
@@ -64,17 +64,17 @@ class GraphSteps:
     """The captured steps of one runner.
 
     Args:
-        families: what is captured.
-        attention: of the model.
-        wrapper: of the model; it captures and replays.
-        setting: of the runner.
-        num_ranks: that step together.
-        tensor_parallel_size: so many of them share a replica.
+        families: families of shapes to capture.
+        attention: the model's attention.
+        wrapper: the model's wrapper; it captures and replays.
+        setting: the runner's graph settings.
+        num_ranks: number of ranks that step together.
+        tensor_parallel_size: number of ranks that share a replica.
 
     Attributes:
         families: see above.
         setting: see above.
-        takes_trees: verify steps were captured with a mask, and must have one.
+        takes_trees: verify steps are captured with a tree mask, so their batches must have one.
 
     Raises:
         ConfigError: the attention back end cannot be captured.
@@ -121,7 +121,7 @@ class GraphSteps:
 
     @property
     def shapes(self) -> tuple[GraphShape, ...]:
-        """Everything that is captured, in the order of capture: largest first, so that smaller ones fit its memory."""
+        """Shapes to capture, in the order of capture: largest first, so that smaller graphs reuse its memory."""
         shapes = [shape for family in self.families for shape in family.shapes]
         return tuple(sorted(shapes, key=lambda shape: (shape.num_tokens, shape), reverse=True))
 
@@ -129,7 +129,7 @@ class GraphSteps:
 
     @property
     def captured(self) -> bool:
-        """Whether `capture` was called, and has ended well."""
+        """Whether `capture` has succeeded."""
         return bool(self._captured)
 
     @torch.inference_mode()
@@ -143,8 +143,8 @@ class GraphSteps:
             only: some of `shapes`, in their order; all by default.
 
         Raises:
-            ConfigError: it was called before.
-            CaptureFailed: see there; no step is replayed then.
+            ConfigError: the graphs were captured before.
+            CaptureFailed: a capture failed; no step is replayed then.
         """
         if self._captured:
             raise ConfigError("the graphs of this runner were captured already; capture them once.")
@@ -163,14 +163,15 @@ class GraphSteps:
         return graphs
 
     def drop(self) -> None:
-        """Give all graphs back; steps run eagerly until new captures."""
+        """Release all graphs; steps run eagerly until the next capture."""
         self._wrapper.drop_graphs()
         self._captured = {}
 
     def _prepare(self, shape: GraphShape) -> _Captured:
-        """Static plans and context of a shape, and its inputs filled with what can run: tokens 0 that are not kept.
+        """Make a shape's static plans and context, and fill its inputs with tokens 0, which write no KV.
 
-        All that a replay will launch beside the graph is launched, so that it is compiled before the first step.
+        It launches every kernel that a replay launches outside the graph, so that all are compiled before the first
+        step.
         """
         rows = shape.lane_tokens
         zeros = torch.zeros(rows, dtype=torch.int64, device=self._ids.device)
@@ -226,12 +227,12 @@ class GraphSteps:
     # -- a step -------------------------------------------------------------------------------------------------
 
     def offer(self, batch: BatchShape, max_seq_len: int, *, tree: bool = False) -> int:
-        """What this rank says in the vote: 0 for a step that must run eagerly here; see `Offer.graph_mode`.
+        """This rank's offer in the vote: 0 if the step must run eagerly here; see `Offer.graph_mode`.
 
         Args:
-            batch: this rank's.
+            batch: this rank's batch.
             max_seq_len: tokens of its longest sequence.
-            tree: its drafts have a mask.
+            tree: its drafts have a tree mask.
         """
         if not self._captured:
             return 0
@@ -258,10 +259,10 @@ class GraphSteps:
             )
 
     def agree(self, agreed: Coordination) -> Coordination:
-        """With the shape that all ranks replay in this step; where there is none, all run eagerly, and it says so.
+        """Add the shape that all ranks replay in this step; if none fits, all run eagerly, with a warning.
 
         Raises:
-            ConfigError: other ranks captured what this one did not.
+            ConfigError: other ranks replay graphs that this rank has not captured.
         """
         decision = agreed.decision
         if not decision.graph_mode:
@@ -282,12 +283,12 @@ class GraphSteps:
         """Run a step as the graph of `shape`.
 
         Args:
-            batch: this rank's; without requests, all of the graph is padding.
-            agreed: by the vote.
+            batch: this rank's batch; without requests, the whole graph is padding.
+            agreed: result of the vote.
             shape: `agreed.graph`.
 
         Returns:
-            `[T, hidden_size]`, as an eager step gives: in the batch's order, without the padding.
+            `[T, hidden_size]`, as of an eager step: in the batch's order, without padding.
         """
         captured, rows = self._captured[shape], shape.num_tokens
         pieces = _pieces(batch, agreed, shape)
@@ -309,7 +310,7 @@ class GraphSteps:
 def place_in_torch(
     static: tuple[Tensor, Tensor, Tensor], batch: tuple[Tensor, Tensor], tokens: slice, start: int, rows: int, lane: int
 ) -> None:
-    """What `model_runner.kernels.place.place_lane` does, in torch."""
+    """Reference of `model_runner.kernels.place.place_lane`, in torch."""
     count = tokens.stop - tokens.start
     for room, values in zip(static, batch, strict=False):
         room[start : start + count].copy_(values[tokens])
@@ -318,7 +319,7 @@ def place_in_torch(
 
 
 def _placement(device: torch.device) -> Callable[..., None]:
-    """How ids and positions get to their places: with Triton in one launch, where there is a GPU and Triton."""
+    """The function that copies ids and positions to the static inputs: one Triton launch if possible, else torch."""
     if device.type == "cuda" and importlib.util.find_spec("triton") is not None:
         from model_runner.kernels.place import place_lane
 
@@ -327,12 +328,12 @@ def _placement(device: torch.device) -> Callable[..., None]:
 
 
 def _pieces(batch: InputBatch, agreed: Coordination, shape: GraphShape) -> list[tuple[int, slice]]:
-    """Of each lane: its first row in the graph, and its tokens in the batch."""
+    """For each lane: its first row in the graph, and its tokens in the batch."""
     if agreed.slices is None:
         return [(0, slice(0, batch.num_tokens))]
     return [(lane * shape.lane_tokens, piece.token_slice) for lane, piece in enumerate(agreed.slices)]
 
 
 def _padded(decided: Decision, captured: Decision | None) -> Decision:
-    """The step's decision with the graph's rows for its tokens: what runs, and why not in lanes where it does not."""
+    """The step's decision, with the graph's row counts (tokens and padding) in place of its token counts."""
     return decided if captured is None else replace(decided, tokens=captured.tokens)

@@ -2,7 +2,7 @@
 
 norm          RMS norms, with the addition before them
 rope          rotation of heads, with their norms
-activation    SiLU times the other half
-place         a lane's inputs, to where a captured graph reads them
-resolve       pending tokens, stored and found on the device
+activation    `silu(gate) * up`
+place         copies a lane's inputs to the static tensors of a captured graph
+resolve       pending tokens, stored and looked up on the device
 """

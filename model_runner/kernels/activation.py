@@ -1,4 +1,4 @@
-"""The activation between the two products of a gated MLP, over both halves of the first one as it left them."""
+"""The activation of a gated MLP, on the fused output of its first product: gates, then ups."""
 
 import torch
 import triton.language as tl
@@ -8,7 +8,7 @@ from ubatch.kernels.triton_jit import cdiv, jit, power_of_2, rows_contiguous
 
 __all__ = ["silu_mul"]
 
-_MAX_BLOCK = 1024  # numbers that one program gives
+_MAX_BLOCK = 1024  # outputs of one program
 
 
 @jit()
@@ -26,7 +26,7 @@ def _silu_mul_kernel(
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
-    """`silu(gate) * up`, `[T, size]`, contiguous, of `[T, 2 * size]`: the gates, then the ups. Computed in float32."""
+    """`silu(gate) * up` of `[T, 2 * size]` (gates, then ups): `[T, size]`, contiguous, computed in float32."""
     tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty(tokens, size, dtype=gate_up.dtype, device=gate_up.device)
     if out.numel():

@@ -1,4 +1,4 @@
-"""Root-mean-square norms: alone, or with the sum that the residual stream makes before them.
+"""Root-mean-square norms: alone, or fused with the addition to the residual before them.
 
     norm        y = x / sqrt(mean(x ** 2) + eps) * weight
     add norm    residual = residual + x, rounded to its dtype; then the norm of that
@@ -46,10 +46,10 @@ def _norm_kernel(
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """`x` `[..., size]` normalised over its last dimension; contiguous, in its dtype.
+    """`x` `[..., size]` normalised over its last dimension; contiguous, in the dtype of `x`.
 
     Args:
-        x: floating; rows may be strided, as a slice of a fused projection is.
+        x: floating point; rows may be strided, as in a slice of a fused projection.
         weight: `[size]`.
         eps: added to the mean of the squares.
     """
@@ -60,10 +60,10 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """The norm of `residual + x`, and that sum; both contiguous, in the residual's dtype.
+    """The norm of `residual + x`, and the sum; both contiguous, in the residual's dtype.
 
     Args:
-        x: `[..., size]`, floating.
+        x: `[..., size]`, floating point.
         residual: the same shape.
         weight: `[size]`.
         eps: added to the mean of the squares.

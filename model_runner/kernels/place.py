@@ -1,4 +1,4 @@
-"""One launch that puts a lane's tokens to their places in a captured graph, and padding behind them."""
+"""One launch that copies a lane's tokens to the static inputs of a captured graph, and pads the rest."""
 
 import triton.language as tl
 from torch import Tensor
@@ -35,17 +35,16 @@ def _place_kernel(
 def place_lane(
     static: tuple[Tensor, Tensor, Tensor], batch: tuple[Tensor, Tensor], tokens: slice, start: int, rows: int, lane: int
 ) -> None:
-    """Copy a lane's ids and positions, pad them with 0, and say how many there are. `place_in_torch` of
-    `model_runner.graphs.steps` is its reference.
+    """Copy a lane's ids and positions, pad them with 0, and store the number of tokens. The reference is
+    `place_in_torch` in `model_runner.graphs.steps`.
 
     Args:
-        static: ids `[max_tokens]`, positions `[max_tokens]` and how many tokens each lane has `[lanes]`, int64:
-            written.
+        static: written, int64: ids `[max_tokens]`, positions `[max_tokens]`, and number of tokens per lane `[lanes]`.
         batch: ids and positions of the whole batch, `[T]` int64 each.
-        tokens: the lane's.
+        tokens: the lane's tokens in the batch.
         start: the lane's first row in the graph.
-        rows: the lane has in the graph.
-        lane: its number.
+        rows: number of the lane's rows in the graph.
+        lane: the lane's number.
     """
     count = tokens.stop - tokens.start
     _place_kernel[(cdiv(rows, _BLOCK),)](*static, *batch, tokens.start, count, start, rows, lane, BLOCK=_BLOCK)

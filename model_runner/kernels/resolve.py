@@ -1,4 +1,4 @@
-"""Tokens that the host does not know yet: stored where they were sampled, looked up where they are needed.
+"""Tokens that the host does not know yet: stored on the device after sampling, and looked up in the next step.
 
 One launch each, on the forward stream. `model_runner.step.future_map` has the references.
 """
@@ -55,8 +55,8 @@ def store_tokens(future: Tensor, places: Tensor, tokens: Tensor) -> None:
 
     Args:
         future: `[places]` int64; written.
-        places: `[S]` int64, dense, each at most once.
-        tokens: `[S]` of any integers, dense.
+        places: `[S]` int64, dense, without duplicates.
+        tokens: `[S]` of any integer dtype, dense.
     """
     count = places.shape[0]
     if count:

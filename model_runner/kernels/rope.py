@@ -1,10 +1,10 @@
-"""Rotary embedding of queries and keys where the fused projection left them, behind their norm if they have one.
+"""Rotary embedding of queries and keys, in place in the fused projection's output, after their norm if they have one.
 
-    [T, heads, head_dim]    the query heads, then the key heads: a view of what the fused projection made
-    norm                    every head for itself, times its own weights (Qwen3)
+    [T, heads, head_dim]    the query heads, then the key heads: a view of the fused projection's output
+    norm                    each head separately, times its own weights (Qwen3)
     rotate                  dimension i with i + head_dim / 2, by the token's angles
 
-A program holds some heads of a token, each as two halves, in float32. The torch reference is in
+One program processes some heads of a token, each as two halves, in float32. The torch reference is in
 `model_runner.decoder.ops`.
 
 Source: Su et al., RoFormer, 2021; the norm: Qwen3 Technical Report, 2025.
@@ -18,7 +18,7 @@ from ubatch.kernels.triton_jit import cdiv, jit, power_of_2
 
 __all__ = ["rotate_heads"]
 
-_MAX_TILE = 2048  # numbers of a half that one program holds
+_MAX_TILE = 2048  # elements of a half per program
 
 
 @jit()
@@ -65,14 +65,15 @@ def rotate_heads(
     """Normalise, if there are weights, and rotate the heads of every token, in place.
 
     Args:
-        heads: `[T, heads, head_dim]`, floating, dense in the last dimension; usually a slice of a fused projection.
-        cos: `[T, 1, head_dim]`, dense; of each token's angles.
-        sin: the same; negative in its first half. See `Rotation`.
-        weight: `[heads, head_dim]`, dense, each head's own; None for heads that are not normalised.
-        eps: of the norm.
+        heads: `[T, heads, head_dim]`, floating point, dense in the last dimension; usually a slice of a fused
+            projection.
+        cos: `[T, 1, head_dim]`, dense; cosines of each token's angles.
+        sin: the sines, same shape; negative in the first half. See `Rotation`.
+        weight: `[heads, head_dim]`, dense, norm weights of each head; None for heads that are not normalised.
+        eps: epsilon of the norm.
 
     Raises:
-        ConfigError: an odd dimension, heads that are not dense in it, or weights without eps.
+        ConfigError: `head_dim` is odd or not dense, or only one of weight and eps is given.
     """
     tokens, num_heads, head_dim = heads.shape
     if head_dim % 2 or heads.stride(2) != 1:

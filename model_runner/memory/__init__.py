@@ -1,6 +1,6 @@
-"""How large the KV cache is.
+"""Size of the KV cache, and memory of the host.
 
-kv_memory         in blocks, in bytes, or by what is left of a GPU
-memory_profile    what is left: weights, the largest step and graphs, measured
-host_memory       memory that the allocator keeps on a CPU
+kv_memory         the size in blocks, in bytes, or as the rest of a GPU's memory
+memory_profile    measures weights, the largest step and graphs, to compute that rest
+host_memory       lets the C allocator keep freed memory on a CPU
 """

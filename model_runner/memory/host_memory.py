@@ -1,10 +1,10 @@
-"""Keeping freed memory: on a CPU, a step's tensors should not come fresh from the kernel every time.
+"""Keeps freed memory in the process: on a CPU, a step should not get its tensors' pages from the kernel every time.
 
-glibc gives large blocks back when they are freed, and takes new, zeroed pages for the next tensor of the same size.
-Each page then costs a fault, and on a virtual machine a fault costs microseconds: there, rotary embeddings of 1,024
-tokens alone took 9 ms instead of 0.25 ms. A step asks for the same sizes again and again, so what it freed is worth
-keeping: a prefill of 1,024 tokens through 8 layers goes from thousands of faults per step to none. Lanes take turns, so
-threads that have no arena of their own yet share the main one, and find warm what another lane freed.
+glibc returns large blocks to the kernel when they are freed, and gets new, zeroed pages for the next tensor of the same
+size. Each page then costs a page fault, on a virtual machine some microseconds: there, rotary embeddings of 1,024
+tokens alone took 9 ms instead of 0.25 ms. Steps allocate the same sizes again and again, so keeping freed memory helps:
+a prefill of 1,024 tokens through 8 layers goes from thousands of faults per step to none. Lanes take turns, so threads
+that have no arena of their own yet share the main one, and reuse memory that another lane freed.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _SETTINGS = (
 
 
 def keep_freed_memory() -> bool:
-    """Tell the C library to keep freed memory, for the whole process; calling it again changes nothing.
+    """Set the C library to keep freed memory, for the whole process; a second call changes nothing.
 
     Returns:
-        Whether it was told: True with glibc, False elsewhere, where nothing is changed and everything still works.
+        True if it was set (glibc); False on other systems, which work unchanged.
     """
     if not sys.platform.startswith("linux"):
         return False

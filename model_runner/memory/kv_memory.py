@@ -1,4 +1,4 @@
-"""How many KV blocks a runner has: a number, some bytes, or what a GPU has left beside all else."""
+"""Number of a runner's KV blocks: given in blocks, in bytes, or as a share of a GPU's memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ubatch import ConfigError
 __all__ = ["DEFAULT_KV_CACHE_MEMORY", "KVMemory", "blocks_beside"]
 
 DEFAULT_KV_CACHE_MEMORY = 256 << 20
-"""Bytes of a KV cache whose size nobody gives."""
+"""Bytes of a KV cache if no size is given."""
 
 
 @dataclass(frozen=True)
@@ -21,16 +21,16 @@ class KVMemory:
     """The size of a KV cache; at most one of the three is given, 256 MiB if none is.
 
     Attributes:
-        device: where the cache will be.
-        num_kv_blocks: in blocks.
-        kv_cache_memory: in bytes.
+        device: device of the cache.
+        num_kv_blocks: size in blocks.
+        kv_cache_memory: size in bytes.
         gpu_memory_utilization: share of the GPU's memory that this process may use, above 0 and at most 1; the cache
-            gets what weights, the largest step and graphs leave of it, see `model_runner.memory.memory_profile`. What
-            other processes hold does not count as the GPU's.
-        simulated: something else than CUDA tells what memory there is, so any device does.
+            gets what weights, the largest step and graphs leave of it, see `model_runner.memory.memory_profile`.
+            Memory of other processes is not counted as the GPU's.
+        simulated: memory is measured by something other than CUDA, so any device is allowed.
 
     Raises:
-        ConfigError: at construction, for two of them, a share that cannot be, or a share of a device that is no GPU.
+        ConfigError: at construction, if two sizes are given, the share is out of range, or the device is no GPU.
     """
 
     device: torch.device
@@ -56,11 +56,11 @@ class KVMemory:
             )
 
     def num_blocks(self, spec: CacheSpec, measure: Callable[[float], int]) -> int:
-        """Blocks of the cache; to be called when the model is loaded.
+        """Blocks of the cache; call it when the model is loaded.
 
         Args:
-            spec: of the cache.
-            measure: blocks that fit in a share of the GPU's memory.
+            spec: spec of the cache.
+            measure: returns the blocks that fit in a share of the GPU's memory.
 
         Raises:
             ConfigError: not even one block fits.
@@ -73,17 +73,17 @@ class KVMemory:
 
 
 def blocks_beside(bytes_per_block: int, allowed: int, held: int, share: float, parts: str = "") -> int:
-    """Blocks that fit in `allowed` bytes beside `held` ones; the cache has one block more, for padding.
+    """Blocks that fit in `allowed - held` bytes, without the cache's additional block for padding.
 
     Args:
-        bytes_per_block: of the cache, and of what else has as many blocks.
-        allowed: bytes of this process.
-        held: by all but the cache.
-        share: that was asked for.
+        bytes_per_block: bytes of a block in the cache, and in a draft network's cache.
+        allowed: bytes that this process may use.
+        held: bytes used by everything except the cache.
+        share: the `gpu_memory_utilization`, for the message.
         parts: what `held` consists of, for the message.
 
     Raises:
-        ConfigError: none fits.
+        ConfigError: not even one block fits.
     """
     blocks = (allowed - held) // bytes_per_block - 1
     if blocks < 1:

@@ -1,11 +1,11 @@
-"""What a runner needs of a GPU beside its KV cache, measured before the cache is made: the cache gets the rest.
+"""Measures a runner's GPU memory beside the KV cache, before the cache is made: the cache gets the rest.
 
-    weights    what is held once the model is loaded, and its draft network
-    step       what the largest steps take beyond that: their own tensors, workspaces of attention, buffers of the
-               transport, which may differ in prefills and decode steps. With a small cache a prefill, a verify and a
-               decode step run, twice: what is compiled, tuned and allocated once is so in the first run
-    graphs     by how much free memory shrinks with them. Of every kind the two largest are captured, and given back:
-               the others, which are smaller and share the pool, take at most what the second one took
+    weights    memory held after loading the model and its draft network
+    step       additional memory of the largest steps: their tensors, workspaces of attention, and buffers of the
+               transport, which may differ between prefills and decode steps. With a small cache a prefill, a verify
+               and a decode step run, twice: compilation, tuning and one-time allocations happen in the first run
+    graphs     free memory that graphs take. The two largest of each kind are captured, and released again: each of
+               the others, which are smaller and share the pool, takes at most as much as the second one
 
     pages      allowed - weights - step - graphs
 
@@ -51,26 +51,26 @@ _SAMPLED = SamplingParams(
     prompt_logprobs=1,
     bad_token_sequences=((1,),),
 )
-"""Sampling that makes most of the tensors that sampling can make: logits are copied, and the vocabulary is ranked."""
+"""Sampling parameters that need the most memory: logits are copied, and the vocabulary is sorted."""
 
 _USUAL_TOKENS = 2048
-"""Of the largest step, where nobody says more."""
+"""Tokens of the largest step, if `max_num_batched_tokens` is not given."""
 
 
 class DeviceMemory(Protocol):
-    """The memory of one device, in bytes. All of it is asked with nothing under way."""
+    """The memory of one device, in bytes. Call its methods only while no step is running."""
 
     def held(self) -> int:
-        """What this process's tensors hold; what the allocator keeps for later is given back first."""
+        """Memory of this process's tensors; first, the allocator's unused cache is released."""
 
     def free(self) -> int:
-        """What nobody holds, after the same."""
+        """Free memory of the device; first, the allocator's unused cache is released."""
 
     def reset_peak(self) -> None:
-        """Forget the peak."""
+        """Reset the peak."""
 
     def peak(self) -> int:
-        """The most that the allocator held since then."""
+        """The most that the allocator held since `reset_peak`."""
 
 
 class CudaMemory:
@@ -105,7 +105,7 @@ class CudaMemory:
 
 
 class MeasuredRunner(Protocol):
-    """The runner that is measured; `ModelRunner` says what each attribute and method is."""
+    """The runner that is measured; `ModelRunner` documents each attribute and method."""
 
     max_num_seqs: int
     max_model_len: int
@@ -139,7 +139,7 @@ class MemoryUse:
     """Bytes beside the KV cache.
 
     Attributes:
-        weights, step, graphs: see the module.
+        weights, step, graphs: see the module's docstring.
     """
 
     weights: int
@@ -165,12 +165,12 @@ def measured_blocks(
     """Blocks of the KV cache that fit beside everything else in a share of the device's memory. Collective.
 
     Args:
-        runner: with its model, and no cache yet.
-        spec: of the cache.
-        share: of the memory that is free but for this process's tensors.
-        open_cache: gives the runner a cache of so many blocks, and closes the one it had.
-        memory: of the device.
-        max_num_batched_tokens: tokens of the largest step; None for the usual number.
+        runner: a runner with its model, and no cache yet.
+        spec: spec of the cache.
+        share: share of the memory that is free or held by this process.
+        open_cache: gives the runner a cache of this number of blocks, and closes its previous one.
+        memory: memory of the device.
+        max_num_batched_tokens: tokens of the largest step; None for the default number.
 
     Raises:
         ConfigError: not even one block fits.
@@ -183,9 +183,9 @@ def measured_blocks(
     block_bytes = spec.bytes_per_block + (0 if runner.draft is None else runner.draft.bytes_per_block(spec))
     weights = memory.held()
     room = blocks_beside(block_bytes, int(share * (memory.free() + weights)), weights, share)
-    if runner.tensor_parallel is not None:  # they run the same steps
+    if runner.tensor_parallel is not None:  # the ranks of a replica run the same steps
         room = int(runner.tensor_parallel.group.least(room))
-    # Half of what is left at most: no step is larger than what the cache holds, and the step needs memory, too.
+    # The cache gets at most half of the rest here: the step needs memory, too, and is no larger than the cache holds.
     requests, length = largest_step(spec, tokens, runner.max_num_seqs, runner.max_model_len, room // 2, places)
     open_cache(requests * spec.blocks_for(length + 1 + places))
     cache = runner.kv_cache.nbytes + (0 if runner.proposer is None else runner.proposer.kv_cache.nbytes)
@@ -203,15 +203,15 @@ def measured_blocks(
 def largest_step(
     spec: CacheSpec, tokens: int, max_num_seqs: int, max_model_len: int, num_blocks: int, places: int = 0
 ) -> tuple[int, int]:
-    """Prompts of the step that takes most: as many as may run at once, all of which are sampled, and their length.
+    """Number and length of the prompts in the step that needs the most memory: as many prompts as may run at once.
 
     Args:
-        spec: of the KV cache.
-        tokens: of the step, at most.
+        spec: spec of the KV cache.
+        tokens: most tokens of the step.
         max_num_seqs: most prompts.
-        max_model_len: of a prompt, the token it gives, and drafts.
-        num_blocks: that hold all of it.
-        places: for drafts, behind the token that a prompt gives.
+        max_model_len: most tokens of a prompt, its sampled token, and drafts.
+        num_blocks: KV blocks that must hold all prompts.
+        places: positions for drafts, after a prompt's sampled token.
     """
     requests = max(1, min(max_num_seqs, tokens, num_blocks // spec.blocks_for(2 + places)))
     held = num_blocks // requests * spec.block_size
@@ -219,11 +219,11 @@ def largest_step(
 
 
 def graphs_in_all(shapes: Iterable[GraphShape], sampled: Sequence[tuple[GraphShape, int]]) -> int:
-    """Bytes that all graphs take, from those that were captured.
+    """Estimate of the bytes of all graphs, from a sample of captured ones.
 
     Args:
-        shapes: all that will be captured.
-        sampled: in order of capture, largest first: a shape, and bytes that its graph took.
+        shapes: all shapes that will be captured.
+        sampled: in order of capture, largest first: a shape, and the bytes of its graph.
     """
     left: defaultdict[object, int] = defaultdict(int)
     for shape in shapes:
@@ -240,14 +240,14 @@ def _kind(shape: GraphShape) -> object:
 
 @dataclass(frozen=True)
 class _Steps:
-    """What is run to measure it.
+    """The steps to run for the measurement.
 
     Attributes:
-        requests: prompts of the prefill, and requests of the decode step.
-        length: of the prompts.
+        requests: number of prompts of the prefill, and of requests of the decode step.
+        length: tokens of a prompt.
         verified: most requests of the verify step.
-        drafts: of each of them; 0 for no verify step.
-        places: behind the token that a prompt gives, for drafts.
+        drafts: drafts of each of them; 0 for no verify step.
+        places: positions for drafts, after a prompt's sampled token.
     """
 
     requests: int
@@ -258,7 +258,7 @@ class _Steps:
 
 
 def _run(runner: MeasuredRunner, steps: _Steps) -> None:
-    """A prefill; drafts and a verify step, where there are any; a decode step."""
+    """Run a prefill, a verify step with drafts if there are any, and a decode step."""
     proposer = runner.proposer
     requests = [Request(number, [0] * steps.length, replace(_SAMPLED)) for number in range(steps.requests)]
     runner.set_observer(proposer)
@@ -268,7 +268,7 @@ def _run(runner: MeasuredRunner, steps: _Steps) -> None:
         with runner.wrapper.no_timeout():
             prefilled = runner.execute([ScheduledRequest(request, steps.length) for request in requests])
             for request, tokens in zip(requests, prefilled.tokens, strict=True):
-                request.advance(steps.length, tokens[0] if tokens else 0)  # none where token 0 gives no finite logits
+                request.advance(steps.length, tokens[0] if tokens else 0)  # no token if the logits are not finite
             if steps.drafts and steps.verified:
                 runner.execute(_drafted(requests[: steps.verified], steps.drafts, proposer))
             runner.execute([ScheduledRequest(request, 1) for request in requests])
@@ -281,7 +281,7 @@ def _run(runner: MeasuredRunner, steps: _Steps) -> None:
 
 
 def _drafted(requests: Sequence[Request], count: int, proposer: Proposer | None) -> list[ScheduledRequest]:
-    """Shares of a verify step, with `count` drafts each; any will do where nobody proposes as many."""
+    """Shares of a verify step with `count` drafts each; zeros if the proposer makes fewer, or there is none."""
     drafts = [Draft(())] * len(requests) if proposer is None else proposer.propose(requests, [count] * len(requests))
     whole = [draft if len(draft.tokens) == count else Draft((0,) * count) for draft in drafts]
     return [
@@ -291,7 +291,7 @@ def _drafted(requests: Sequence[Request], count: int, proposer: Proposer | None)
 
 
 def _graphs(runner: MeasuredRunner, memory: DeviceMemory) -> int:
-    """What the runner's graphs will take; those that are captured for it are given back when its cache is closed."""
+    """Estimate of the graphs' bytes; the graphs captured here are released when the runner's cache is closed."""
     free = [memory.free()]
     runner.capture_graphs(lambda _: free.append(memory.free()), _samples)
     took = iter([max(0, before - after) for before, after in pairwise(free)])
@@ -302,7 +302,7 @@ def _graphs(runner: MeasuredRunner, memory: DeviceMemory) -> int:
 
 
 def _samples(shapes: Sequence[GraphShape]) -> list[GraphShape]:
-    """The two largest of each kind."""
+    """The two largest shapes of each kind."""
     seen: defaultdict[object, int] = defaultdict(int)
     samples = []
     for shape in shapes:

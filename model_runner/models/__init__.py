@@ -1,13 +1,11 @@
 """Model families, and the registry that finds one for a checkpoint.
 
-base, registry         what the runner asks of a model; which class an architecture is
-config, decoder        what families differ in, and the decoder that they share
-ops                    its small operations, each one kernel on a GPU
-rope, layers           its parts: rotary embeddings, attention, the dense MLP,
-latent_attention       multi-head latent attention,
-sparse_mlp             and the mixture of experts
-scatter                how rows lie, and move, where ranks share attention
+registry               finds the class for an architecture
 llama, qwen3, qwen3_moe, mixtral, deepseek_v2, deepseek_v3   one family each: how to read its `config.json`
+eagle                  an EAGLE-style draft head
+mtp                    DeepSeek's multi-token-prediction layer, as a draft head
+
+The decoder that families share is in `model_runner.decoder`; what a new family needs of it can be imported from here.
 
 `docs/adding-a-model.md` shows how to add one.
 """

@@ -31,7 +31,7 @@ class DeepseekV2ForCausalLM(DecoderLM):
             raise config.wrong("scoring_func", scoring, "'softmax'")
         if method not in ("greedy", "group_limited_greedy"):
             raise config.wrong("topk_method", method, "'greedy' or 'group_limited_greedy'")
-        if config.flag("norm_topk_prob", False):  # the published code drops the scaling factor then, others keep it
+        if config.flag("norm_topk_prob", False):  # the published code then drops the scaling factor, others keep it
             raise config.wrong("norm_topk_prob", True, "false, as in all published checkpoints")
         num_groups, top_groups = (1, 1) if method == "greedy" else read_groups(config)
         scale = config.number("routed_scaling_factor")
@@ -40,7 +40,7 @@ class DeepseekV2ForCausalLM(DecoderLM):
 
 
 def read_deepseek(config: HFConfig, generation: HFConfig, router: Router) -> DecoderConfig:
-    """What DeepSeek-V2 and V3 share: all but the router."""
+    """Read the config entries that DeepSeek-V2 and V3 share: all except the router's."""
     rope = read_rope(config)
     common = read_decoder(config, generation, _read_latent(config, rope), rope=rope)
     intermediate_size = config.integer("moe_intermediate_size")
@@ -63,10 +63,10 @@ def read_deepseek(config: HFConfig, generation: HFConfig, router: Router) -> Dec
 
 
 def read_groups(config: HFConfig) -> tuple[int, int]:
-    """How many groups the experts form, and how many of them a token may visit.
+    """Number of groups that the experts form, and number of groups that a token may visit.
 
     Raises:
-        CheckpointError: missing, or they do not fit the experts.
+        CheckpointError: an entry is missing, or does not fit the number of experts.
     """
     num_experts, top_k = read_num_experts(config), read_top_k(config)
     num_groups, top_groups = config.integer("n_group"), config.integer("topk_group")
@@ -80,7 +80,7 @@ def read_groups(config: HFConfig) -> tuple[int, int]:
 
 
 def _read_latent(config: HFConfig, rope: Rope) -> MLAShape:
-    """Heads and latent. The softmax scale grows with the context that YaRN extends."""
+    """Sizes of heads and latent; the softmax scale includes YaRN's factor for longer contexts."""
     nope, rotated = config.integer("qk_nope_head_dim"), config.integer("qk_rope_head_dim")
     if rotated % 2:
         raise config.wrong("qk_rope_head_dim", rotated, "an even number, for rotary embeddings")

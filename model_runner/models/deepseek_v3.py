@@ -1,6 +1,6 @@
 """DeepSeek-V3 (and R1): DeepSeek-V2 with a sigmoid router whose bias balances the experts' load.
 
-The layer for multi-token prediction behind the last one is not loaded.
+The multi-token-prediction layer after the last decoder layer is not loaded here (see `model_runner.models.mtp`).
 
 Source: DeepSeek-V3 (2024) and the `DeepseekV3ForCausalLM` checkpoints on the Hugging Face hub.
 """

@@ -1,9 +1,9 @@
-"""An EAGLE-style draft head: it guesses the target's next hidden state, and the target's output layer makes a token.
+"""An EAGLE-style draft head: it estimates the target's next hidden state, from which the output layer drafts a token.
 
-    place t        the target's hidden state of token t, and token t + 1
+    input at t     the target's hidden state of token t, and token t + 1
     one step       fc(embedding of token t + 1 | hidden state of token t) -> decoder layers -> norm
-    gives          an estimate of the hidden state of token t + 1, of which the output layer drafts token t + 2
-    the next step  takes the estimate in place of the hidden state, and the draft
+    output         an estimate of the hidden state of token t + 1, from which the output layer drafts token t + 2
+    the next step  reads the estimate instead of the hidden state, and the draft
 
 Embeddings and output layer are the target's. The layers are Qwen3's, dense: grouped-query attention with normalised
 queries and keys. The target may be of any family with the same hidden size and vocabulary.
@@ -35,19 +35,19 @@ from moe import linear
 __all__ = ["EAGLE_ARCHITECTURE", "EagleHead"]
 
 EAGLE_ARCHITECTURE = "EagleQwen3ForCausalLM"
-"""What `config.json` of a head calls it."""
+"""Architecture name in a head's `config.json`."""
 
 
 class EagleHead(nn.Module):
     """The head of a target. A `DraftNetwork`.
 
     Args:
-        target: whose embeddings and output layer it uses.
-        checkpoint: of the head; its architecture is `EAGLE_ARCHITECTURE`.
-        parallel: that of one rank alone; a head has no experts.
+        target: the model whose embeddings and output layer the head uses.
+        checkpoint: the head's checkpoint; its architecture is `EAGLE_ARCHITECTURE`.
+        parallel: settings for a single rank; a head has no experts.
 
     Raises:
-        CheckpointError: an entry or a tensor is missing, or cannot be.
+        CheckpointError: an entry or a tensor is missing or invalid.
     """
 
     reads_hidden = True

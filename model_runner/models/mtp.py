@@ -1,11 +1,11 @@
-"""DeepSeek's layer for multi-token prediction, as a draft head of the model that it comes with.
+"""DeepSeek's multi-token-prediction layer, as a draft head of the model in the same checkpoint.
 
-    place t    eh_proj(enorm(embedding of token t + 1) | hnorm(hidden state of token t)) -> decoder layer -> norm
-    gives      an estimate of the hidden state of token t + 1, from which the model's output layer drafts token t + 2
+    step at t  eh_proj(enorm(embedding of token t + 1) | hnorm(hidden state of token t)) -> decoder layer -> norm
+    output     an estimate of the hidden state of token t + 1, from which the model's output layer drafts token t + 2
 
-The layer lies behind the model's last one in the checkpoint (`model.layers.{num_hidden_layers}`) and is of the same
-kind as that, latent attention and MoE. Embeddings and output layer are the model's; published checkpoints repeat them
-there. Where a checkpoint has several such layers the first one drafts every token, from its own estimates.
+The layer follows the model's last one in the checkpoint (`model.layers.{num_hidden_layers}`) and is built like it, with
+latent attention and MoE. Embeddings and output layer are the model's; the copies in published checkpoints are not read.
+If a checkpoint has several such layers, the first one drafts every token, from its own estimates.
 
 Source: DeepSeek-V3 (2024), section 2.2.
 """
@@ -31,16 +31,16 @@ __all__ = ["MTPLayer"]
 
 
 class MTPLayer(nn.Module):
-    """The first such layer of a checkpoint. A `DraftNetwork`.
+    """The first multi-token-prediction layer of a checkpoint. A `DraftNetwork`.
 
     Args:
-        target: the model itself; its embeddings, rotary embeddings and output layer are used.
-        checkpoint: of the model.
-        parallel: that of one rank alone: it holds all experts.
+        target: the model; its embeddings, rotary embeddings and output layer are used.
+        checkpoint: the model's checkpoint.
+        parallel: settings for a single rank, which holds all experts.
 
     Raises:
         ConfigError: the checkpoint has no such layer.
-        CheckpointError: a tensor of it is missing, or cannot be.
+        CheckpointError: a tensor of it is missing or has a wrong shape.
     """
 
     reads_hidden = True
@@ -65,7 +65,7 @@ class MTPLayer(nn.Module):
         self.hidden_norm = frozen(checkpoint.load(f"{prefix}.hnorm.weight", hidden_size))
         self.fc = frozen(checkpoint.load(f"{prefix}.eh_proj.weight", hidden_size, 2 * hidden_size))
         self.layer = DecoderLayer(self.config, checkpoint, parallel, place)
-        self.layer.attention.layer = 0  # of a cache of its own, which has one layer
+        self.layer.attention.layer = 0  # the draft cache has one layer
         self.norm = frozen(checkpoint.load(f"{prefix}.shared_head.norm.weight", hidden_size))
 
     def forward(self, input_ids: Tensor, positions: Tensor, hidden: Tensor) -> Tensor:

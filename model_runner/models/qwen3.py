@@ -29,15 +29,15 @@ class Qwen3ForCausalLM(DecoderLM):
 
 
 def read_sliding_window(config: HFConfig) -> int | None:
-    """The window, where `use_sliding_window` puts it in force."""
+    """The sliding window in tokens; None unless `use_sliding_window` is set."""
     return config.optional_integer("sliding_window") if config.flag("use_sliding_window", False) else None
 
 
 def _all_layers_slide(config: HFConfig) -> bool:
-    """Whether the window is that of every layer, or of none.
+    """True if every layer uses the sliding window, False if none does.
 
     Raises:
-        CheckpointError: it is that of some: one plan per step serves all layers.
+        CheckpointError: only some layers use it; one attention plan per step must fit all layers.
     """
     num_layers = config.integer("num_hidden_layers")
     if read_sliding_window(config) is None:

@@ -1,4 +1,4 @@
-"""Model families by the architecture that a checkpoint names. Adding one is one file and one line here."""
+"""Model classes by a checkpoint's architecture name. A new family needs one file and one line here."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ _MODELS = LazyRegistry(
 
 
 def register_model(architecture: str, target: str) -> None:
-    """Make a model known.
+    """Register a model class.
 
     Args:
-        architecture: what `architectures` in `config.json` calls it.
+        architecture: its name in `architectures` of `config.json`.
         target: `"package.module:Class"`, a `CausalLM`; imported on first use.
 
     Raises:
@@ -47,12 +47,12 @@ def model_class(architecture: str, config: HFConfig | None = None) -> type[Causa
     """The class for an architecture.
 
     Args:
-        architecture: what the checkpoint calls it.
-        config: the checkpoint's; with it a kind of model that cannot be run is refused by what it is.
+        architecture: its name in the checkpoint.
+        config: the checkpoint's config; if given, unsupported kinds of models are refused with the reason.
 
     Raises:
-        ConfigError: an encoder-decoder model, or one with linear attention; the message says which.
-        UnknownArchitecture: there is none; the message lists those there are.
+        ConfigError: the model is an encoder-decoder, or has linear attention; the message says which.
+        UnknownArchitecture: the architecture is unknown; the message lists the known ones.
     """
     if config is not None:
         _refuse_unsupported(architecture, config)
@@ -62,7 +62,7 @@ def model_class(architecture: str, config: HFConfig | None = None) -> type[Causa
 
 
 def _refuse_unsupported(architecture: str, config: HFConfig) -> None:
-    text = config.values.get("text_config")  # where a model also sees or hears
+    text = config.values.get("text_config")  # of multimodal models
     layer_types = [
         kind
         for values in (config.values, text if isinstance(text, dict) else {})

@@ -1,5 +1,5 @@
-"""Which ranks share what.
+"""How a model is spread over ranks.
 
-tensor_parallel    attention and dense MLPs: who has which heads and rows
-transport          experts: which all-to-all is taken, and which schedules it serves
+tensor_parallel    attention and dense MLPs: which rank has which heads and rows
+transport          experts: choice of the all-to-all back end, and the schedules it supports
 """

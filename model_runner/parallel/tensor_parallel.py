@@ -1,4 +1,4 @@
-"""Attention tensor parallelism beside expert parallelism: which ranks share a replica, and what each of them holds.
+"""Attention tensor parallelism beside expert parallelism: which ranks share a replica, and which part each rank holds.
 
     rank = dp_rank * T + tp_rank
 
@@ -7,13 +7,13 @@
     dp 1     rank 2            rank 3         MLPs' columns; a `Shard` says which
              experts of all ranks: the group that votes
 
-The T ranks of a replica launch the same steps and get the same tokens. Whatever follows a step is computed by all of
-them, from hidden states that are equal bit by bit, for they were computed once and gathered. What comes out may still
-differ in its last bits, as each process picks its own kernels, and two tokens may be equally likely; so tokens and
-drafts are those of the replica's first rank (`of_first_rank`).
+The T ranks of a replica launch the same steps and get the same tokens. All of them compute logits and sampling, from
+hidden states that are equal bit by bit, because they are computed once and gathered. The logits may still differ in
+their last bits, as each process picks its own kernels, and two tokens may be equally likely; so tokens and drafts are
+taken from the replica's first rank (`of_first_rank`).
 
-A batch, or a lane of it, of n tokens is padded to a multiple of T (`padded_len`), and every rank's share of it are
-equally many rows. The last shares may hold padding: `valid_rows` of them are tokens.
+A batch or lane of n tokens is padded to a multiple of T rows (`padded_len`), and every rank gets an equal share. The
+last shares may hold padding: `valid_rows` is the number of rows that are tokens.
 
 Source: SGLang's attention tensor parallelism in its data-parallel attention (`attn_tp`).
 """
@@ -46,19 +46,17 @@ __all__ = [
 
 
 def padded_len(num_tokens: int, size: int) -> int:
-    """Rows of a batch or lane of so many tokens, padded to a multiple of `size`; 0 stays 0."""
+    """Rows of a batch or lane of `num_tokens` tokens, padded to a multiple of `size`; 0 stays 0."""
     return -(-num_tokens // size) * size
 
 
 def valid_rows(num_tokens: int, rows: slice) -> int:
-    """How many of `rows` are tokens, where the first `num_tokens` rows are: `min(split, n)` of the first part of two,
-    `max(0, n - split)` of the second.
-    """
+    """Number of `rows` that are tokens, if the first `num_tokens` rows of the batch are tokens and the rest padding."""
     return min(max(num_tokens - rows.start, 0), rows.stop - rows.start)
 
 
 def share_rows(num_tokens: int, rank: int, size: int) -> slice:
-    """The rows of a padded batch of `num_tokens` tokens that one of `size` ranks has."""
+    """One rank's rows of a batch of `num_tokens` tokens, padded for `size` ranks."""
     rows = padded_len(num_tokens, size) // size
     return slice(rank * rows, (rank + 1) * rows)
 
@@ -67,7 +65,7 @@ def share_tokens(tokens: Sequence[int], size: int) -> tuple[int, ...]:
     """Every rank's own tokens, without padding.
 
     Args:
-        tokens: of every rank's replica; ranks of one replica follow each other and have the same.
+        tokens: for every rank, the tokens of its replica; ranks of one replica are neighbours with equal numbers.
         size: ranks of a replica.
     """
     if size == 1:
@@ -77,22 +75,22 @@ def share_tokens(tokens: Sequence[int], size: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Shard:
-    """Which part of a replica's attention and dense MLPs a rank holds.
+    """The part of a replica's attention and dense MLPs that a rank holds.
 
     Attributes:
-        rank: among the ranks of the replica.
-        size: how many they are.
+        rank: the rank's number in its replica.
+        size: ranks of the replica.
     """
 
     rank: int = 0
     size: int = 1
 
     def part(self, total: int, most: int | None = None) -> Part:
-        """This rank's of `total` rows or columns.
+        """This rank's part of `total` rows or columns.
 
         Args:
-            total: of all ranks.
-            most: how many parts there may be; where ranks outnumber them, neighbours have the same one.
+            total: rows or columns of all ranks.
+            most: largest number of parts; if there are more ranks, neighbouring ranks hold the same part.
         """
         count = self.size if most is None else min(self.size, most)
         rows = total // count
@@ -105,23 +103,23 @@ class Shard:
         return self.grouped(shape)
 
     def grouped(self, shape: AttentionShape) -> AttentionShape:
-        """The same for multi-head attention. Where ranks outnumber key/value heads, several hold the same one."""
+        """The heads of this rank for multi-head attention. Extra ranks repeat key/value heads."""
         kv_heads = max(1, shape.num_kv_heads // self.size)
         return replace(shape, num_heads=shape.num_heads // self.size, num_kv_heads=kv_heads)
 
 
 WHOLE = Shard()
-"""Everything, on a rank that is a replica by itself."""
+"""The shard of a rank that is a replica by itself: everything."""
 
 
 @dataclass(frozen=True)
 class TensorParallel:
-    """This rank's place. `make_tensor_parallel` makes it.
+    """This rank's place among replicas and ranks; made by `make_tensor_parallel`.
 
     Attributes:
-        group: the ranks of this replica. They vote in `world`, and never by themselves.
+        group: the ranks of this replica. Votes take place only in `world`.
         world: the ranks of all replicas, which share the experts.
-        carry: what gathers and scatters are handed to when they are launched; None delays none of them.
+        carry: delays gathers and scatters (an emulated link); None delays none.
     """
 
     group: CommGroup
@@ -135,33 +133,33 @@ class TensorParallel:
 
     @cached_property
     def rank(self) -> int:
-        """Which of them this one is."""
+        """This rank's number in its replica."""
         return self.group.rank
 
     @cached_property
     def dp_size(self) -> int:
-        """Replicas."""
+        """Number of replicas."""
         return self.world.size // self.size
 
     @cached_property
     def dp_rank(self) -> int:
-        """Which of them this rank belongs to."""
+        """Number of this rank's replica."""
         return self.world.rank // self.size
 
     @cached_property
     def shard(self) -> Shard:
-        """What this rank holds."""
+        """The part of attention and dense MLPs that this rank holds."""
         return Shard(self.rank, self.size)
 
     def of_first_rank(self, chosen: Tensor) -> Tensor:
-        """What the first rank of this replica chose, on all of them; of the same shape on all, and small.
+        """Broadcast a small tensor from this replica's first rank; it must have the same shape on all ranks.
 
         Raises:
             PeerFailed, TransferTimeout, GroupBroken: another rank did not call it.
         """
         connection = self.group.usable_connection()
         told = chosen.clone()
-        # Not among the launches whose order all ranks compare: where one replica samples, another may not.
+        # Not counted in the launch order that all ranks compare: one replica may sample while another does not.
         work = dist.broadcast(told, group=connection.pg, group_src=0, async_op=True)
         if connection.is_stream_ordered(told.device):
             work.wait()
@@ -171,18 +169,18 @@ class TensorParallel:
 
 
 def make_tensor_parallel(group: CommGroup | None, size: int, link: EmulatedLink | None = None) -> TensorParallel | None:
-    """The place of this rank among `group`, whose ranks are taken `size` at a time; None for `size` 1.
+    """This rank's place if every `size` neighbouring ranks of `group` form a replica; None for `size` 1.
 
     Every rank of `group` must call this.
 
     Args:
         group: all ranks.
         size: ranks of a replica.
-        link: deliver gathers and scatters over this emulated link; it may carry the experts' transfers as well.
+        link: emulated link for gathers and scatters; the experts' transfers may use it, too.
 
     Raises:
-        ConfigError: `size` does not divide the ranks.
-        TransferTimeout: a rank of this replica did not call it in time.
+        ConfigError: `size` does not divide the number of ranks.
+        TransferTimeout: a rank of this replica did not call this function in time.
     """
     ranks = 1 if group is None else group.size
     if size < 1 or ranks % size:

@@ -1,10 +1,10 @@
 """How tokens reach their experts: the transport of a runner, its options, and whether its steps can be captured.
 
-What `auto` stands for, where several ranks share experts:
+`auto` chooses, if several ranks share experts:
 
     NCCL, all ranks on one machine      allgather_reducescatter     decode steps are captured
-    NCCL, several machines              torch_dist                  they run eagerly, and the host waits for counts
-    gloo                                torch_dist                  the same; there is nothing to capture
+    NCCL, several machines              torch_dist                  steps run eagerly, and the host waits for counts
+    gloo                                torch_dist                  the same; gloo cannot be captured
 """
 
 from __future__ import annotations
@@ -50,15 +50,15 @@ _logger = logging.getLogger(__name__)
 AUTO = "auto"
 _SPLIT = (ForwardMode.DECODE, ForwardMode.PREFILL)
 LOCAL = "local"
-"""Of a rank that shares no experts."""
+"""The back end of a rank that shares no experts."""
 
 
 def choose_all2all(*, stream_ordered: bool, one_machine: bool) -> tuple[str, str]:
-    """What `auto` stands for among several ranks that share experts, and why.
+    """The back end that `auto` means for several ranks that share experts, and the reason.
 
     Args:
         stream_ordered: collectives run in the order of the device's streams (NCCL's do), so they can be captured.
-        one_machine: all ranks are on it.
+        one_machine: all ranks are on one machine.
     """
     if stream_ordered and one_machine:
         return "allgather_reducescatter", "ranks of one machine over NCCL: it waits for no counts and can be captured"
@@ -68,11 +68,11 @@ def choose_all2all(*, stream_ordered: bool, one_machine: bool) -> tuple[str, str
 
 
 def resolve_all2all(name: str | None, group: CommGroup | None) -> tuple[str, str]:
-    """What a name stands for on these ranks, and why. Every rank of the group must call this.
+    """Resolve a back end's name on these ranks, with the reason. Every rank of the group must call this.
 
     Args:
-        name: of the back end; `auto` or None for `local` on one rank, else what `choose_all2all` says.
-        group: the ranks that share the experts; None for one alone.
+        name: the back end; `auto` or None chooses `local` on one rank, else by `choose_all2all`.
+        group: the ranks that share the experts; None for a single rank.
     """
     if name is not None and name != AUTO:
         return name, "asked for"
@@ -94,18 +94,18 @@ def make_transport(
 
     Args:
         name, group: see `resolve_all2all`.
-        link: deliver over it.
-        num_experts: of all ranks; 0 for a dense model.
-        options: of the back end.
-        sizes: of the steps, from which follow the options that are not given; None for the back end's own defaults.
+        link: emulated link to deliver over; None for the real one.
+        num_experts: experts of all ranks; 0 for a dense model.
+        options: options of the back end.
+        sizes: sizes of the steps, to derive options that are not given; None for the back end's own defaults.
 
     Raises:
-        ConfigError: see `moe.check_all2all_options`; or a back end or option for a dense model.
+        ConfigError: see `moe.check_all2all_options`; or a back end or option is given for a dense model.
     """
     if num_experts == 0:
         if name not in (None, AUTO) or link is not None or options:
             raise ConfigError("a dense model has no experts to reach: leave all2all_backend, its options and link out.")
-        return make_all2all(LOCAL, group=None, num_experts=1)  # never asked for anything
+        return make_all2all(LOCAL, group=None, num_experts=1)  # never called
     name, why = resolve_all2all(name, group)
     ranks, options = 1 if group is None else group.size, dict(options or {})
     check_all2all_options(name, options, ranks)
@@ -121,14 +121,14 @@ def make_transport(
 def check_schedules(
     config: UBatchConfig, all2all: All2All, experts: str, device: torch.device, *, verifies: bool
 ) -> None:
-    """Refuse a schedule that transport or experts cannot serve in the steps it is for, before any step runs.
+    """Refuse a schedule that transport or experts do not support in its mode's steps, before any step runs.
 
     Args:
-        config: of the runner.
-        all2all: of its model, which has experts.
-        experts: back end of `moe.experts` that computes them.
-        device: where.
-        verifies: there are verify steps.
+        config: the runner's config.
+        all2all: the transport of its model, which has experts.
+        experts: the experts' back end.
+        device: device of the experts.
+        verifies: whether there are verify steps.
 
     Raises:
         ConfigError: see `moe.check_schedule` and `moe.check_signalled_experts`.
@@ -144,7 +144,7 @@ def check_schedules(
 
 
 def check_schedules_by_name(config: UBatchConfig, all2all_backend: str, *, verifies: bool) -> None:
-    """The same as far as a transport's name tells, before any rank starts.
+    """Like `check_schedules`, but only from the transport's name, before any rank starts.
 
     Raises:
         ConfigError: see `moe.check_schedule_by_name`.
@@ -153,7 +153,7 @@ def check_schedules_by_name(config: UBatchConfig, all2all_backend: str, *, verif
 
 
 def _check_modes(config: UBatchConfig, check: Callable[[Schedule, ForwardMode], None], *, verifies: bool) -> None:
-    """Of every mode whose steps may overlap; an error names the mode."""
+    """Check every mode whose steps may overlap; an error names the mode."""
     modes = (ForwardMode.DECODE, ForwardMode.PREFILL, *([ForwardMode.TARGET_VERIFY] if verifies else []))
     for mode in modes:
         settings = config.for_mode(mode)
@@ -165,25 +165,25 @@ def _check_modes(config: UBatchConfig, check: Callable[[Schedule, ForwardMode], 
 
 
 def most_chunks(all2all: All2All) -> int:
-    """How many blocks of experts a layer may be cut into, in steps of any mode."""
+    """Most blocks of experts that a layer can be split into, in steps of every mode."""
     return min(traits_in(all2all, mode, 1).max_chunks for mode in _SPLIT)
 
 
 def most_lanes(all2all: All2All) -> int | None:
-    """How many lanes a step of any mode may have; None for any number."""
+    """Most lanes of a step, in every mode; None for any number."""
     return min((most for mode in _SPLIT if (most := traits_in(all2all, mode, 1).max_lanes) is not None), default=None)
 
 
 def traits_in_lanes(all2all: All2All, mode: ForwardMode, tokens: int, lanes: int) -> All2AllTraits:
-    """What a back end can do in a step of `mode` whose lanes nobody has chosen yet.
+    """The traits of a back end in a step of `mode` whose number of lanes is not chosen yet.
 
-    Chunks are those that it serves in any number of lanes: a lane with fewer tokens may go another way.
+    The number of chunks is one that it supports in any number of lanes: a lane with fewer tokens may use another path.
 
     Args:
         all2all: the back end.
-        mode: of the step.
-        tokens: of the step, the most of any rank.
-        lanes: in so many all the rest is as it says.
+        mode: mode of the step.
+        tokens: tokens of the step, the most of any rank.
+        lanes: number of lanes for which all other traits are returned.
     """
     ways = [traits_in(all2all, mode, -(-tokens // count)) for count in range(1, MAX_LANES + 1)]
     cuts = None if any(way.cuts_combine is None for way in ways) else ways[lanes - 1].cuts_combine

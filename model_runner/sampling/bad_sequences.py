@@ -1,4 +1,4 @@
-"""Sequences of tokens that an output must not contain: which tokens would complete one now."""
+"""Token sequences that an output must not contain: finds the tokens that would complete one."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ __all__ = ["BadSequences"]
 
 
 class BadSequences:
-    """Some token sequences, looked up by the tokens before their last one: the work is once per length of these.
+    """Token sequences, indexed by their tokens before the last one; a look-up costs one step per different length.
 
     Args:
-        sequences: none of them empty.
+        sequences: bad sequences, none of them empty.
 
     Attributes:
-        single: tokens that are a sequence by themselves, so that they never come.
-        reach: how many of the last tokens decide which others would complete a sequence.
+        single: tokens that are a sequence by themselves, so they are always forbidden.
+        reach: number of last output tokens that a look-up needs.
     """
 
     def __init__(self, sequences: Sequence[Sequence[int]]) -> None:
@@ -28,6 +28,6 @@ class BadSequences:
         self.reach = self._lengths[-1] if self._lengths else 0
 
     def completing(self, output: Sequence[int]) -> list[int]:
-        """Tokens that would complete a sequence of several, behind this output (or its last `reach` tokens)."""
+        """Tokens that, after this output (or its last `reach` tokens), would complete a sequence of several tokens."""
         tails = (tuple(output[-length:]) for length in self._lengths if length <= len(output))
         return [last for tail in tails for last in self._last_of.get(tail, ())]

@@ -1,7 +1,7 @@
-"""Uniform numbers that depend on a seed and an index only.
+"""Uniform random numbers that depend only on a seed and an index.
 
-A request's output token `i` uses number `i` of its seed, whoever shares its batch, in whatever order rows are sampled,
-and however often it is sampled again after a retraction. A generator with a state could not promise that.
+A request's output token `i` uses number `i` of its seed. So the number does not depend on the rest of the batch, on the
+order of sampling, or on repetitions after a retraction. A generator with a state could not guarantee that.
 
 Source: SplitMix64, the output function of Steele, Lea and Flood (2014).
 """
@@ -20,15 +20,15 @@ def uniform(seed: int, index: int) -> float:
     """Number `index` of `seed`: 53 random bits, at least 0 and below 1.
 
     Args:
-        seed: any integer; the lowest 64 bits count.
+        seed: any integer; only the lowest 64 bits are used.
         index: 0 or more.
     """
-    # The seed is mixed on its own first: seeds next to each other must not give sequences that overlap.
+    # The seed is mixed first, so that sequences of neighbouring seeds do not overlap.
     return (_mix(_mix(seed & _WORD) + (index + 1) * _GOLDEN & _WORD) >> 11) * 2.0**-53
 
 
 def fresh_seed() -> int:
-    """A seed that nobody has used, from the operating system."""
+    """A random 64-bit seed from the operating system."""
     return int.from_bytes(os.urandom(8), "little")
 
 

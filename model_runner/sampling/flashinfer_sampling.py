@@ -1,15 +1,15 @@
 """Top-k and top-p on a GPU without sorting the vocabulary, by flashinfer.
 
-flashinfer's samplers draw for themselves: by rejection, from a generator whose offset counts the launches before. So
-what a request gets would depend on the batches it was in, and this project promises that it depends on its seed, its
-place and its logits only. What fits the promise is the step before: flashinfer finds each row's thresholds and clears
-what is below them, row by row and with order-independent sums (`is_deterministic`). The draw stays ours, over what is
-left, in the vocabulary's order.
+flashinfer's own samplers are not used: they draw by rejection, from a generator whose offset counts earlier launches,
+so a request's tokens would depend on the batches it was in. This project guarantees that they depend only on its seed,
+position and logits. So flashinfer only truncates: it finds each row's thresholds and sets the probabilities below them
+to 0, row by row and with order-independent sums (`is_deterministic`). The draw from the rest is made here, in the
+vocabulary's order.
 
-It cuts where `model_runner.sampling.sampler` would sort the vocabulary: top-p by itself, and a top-k above 1024. Two
-things differ from sorting: tokens as likely as the last one kept are kept, too; and a draw counts through the
-vocabulary, not from the most likely token on. So there the same seed gives other tokens than on a machine without
-flashinfer, equally distributed.
+It is used where `model_runner.sampling.sampler` would sort the vocabulary: for top-p alone, and for a top-k above 1024.
+Two things differ from sorting: tokens as likely as the last kept one are kept, too; and a draw runs through the
+vocabulary in its order, not from the most likely token down. So the same seed gives other tokens than on a machine
+without flashinfer, with the same distribution.
 
 Source: flashinfer's documentation of `top_k_renorm_probs` and `top_p_renorm_probs`.
 """
@@ -36,25 +36,25 @@ _Truncation = tuple[Callable[..., Tensor], Callable[..., Tensor]]
 
 
 def truncates(device: torch.device) -> bool:
-    """Whether `keep_most_likely` can be used there: a CUDA GPU, and a flashinfer that can be deterministic."""
+    """Whether `keep_most_likely` can be used on a device: a CUDA GPU with a flashinfer that can be deterministic."""
     return device.type == "cuda" and find_truncation() is not None
 
 
 def keep_most_likely(probabilities: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """Probabilities with zeros where top-k, and then top-p of what that leaves, leave nothing; the rest sums to 1.
+    """Apply top-k, then top-p: set the probabilities of other tokens to 0, and scale the rest to sum to 1.
 
-    Nothing waits for the device.
+    The host does not wait for the device.
 
     Args:
-        probabilities: `[R, vocab]`, of which each row sums to 1.
-        top_k: `[R]` integer, how many of the most likely tokens are kept, 1 to vocab.
-        top_p: `[R]` floating, above 0: of those, as few of the most likely as reach it together. 1 keeps all.
+        probabilities: `[R, vocab]`, each row sums to 1.
+        top_k: `[R]` integer, number of most likely tokens to keep, 1 to vocab.
+        top_p: `[R]` floating point, above 0: keep the smallest set of most likely tokens with this sum. 1 keeps all.
 
     Returns:
         `[R, vocab]` float32.
 
     Raises:
-        ConfigError: `truncates` says no.
+        ConfigError: flashinfer cannot be used; see `truncates`.
     """
     truncation = find_truncation()
     if truncation is None:
@@ -65,7 +65,7 @@ def keep_most_likely(probabilities: Tensor, top_k: Tensor, top_p: Tensor) -> Ten
 
 @cache
 def _compile(device: torch.device) -> None:
-    """flashinfer compiles where a function is called for the first time."""
+    """Call flashinfer once on small inputs: it compiles at the first call."""
     truncation = find_truncation()
     if truncation is not None:
         one, eight = torch.ones(1, device=device), torch.full((1, 8), 1 / 8, device=device)
@@ -81,8 +81,8 @@ def _truncate(truncation: _Truncation, probabilities: Tensor, top_k: Tensor, top
 
 @cache
 def find_truncation() -> _Truncation | None:
-    """flashinfer's top-k and top-p; None where it cannot be imported, or is too old to be deterministic. The log says
-    why, once."""
+    """flashinfer's top-k and top-p; None if it cannot be imported, or is too old to be deterministic. The reason is
+    logged once."""
     try:
         module = import_optional("flashinfer.sampling", "Install flashinfer-python in one version with its parts.")
         found: list[Any] = [getattr(module, name, None) for name in ("top_k_renorm_probs", "top_p_renorm_probs")]

@@ -1,16 +1,17 @@
-"""What changes a row's logits before temperature: penalties, bias, and tokens that must not come.
+"""Changes to a row's logits before temperature: penalties, bias, and forbidden tokens.
 
     allowed      -inf for all other tokens
     bad          -inf for tokens that would complete a bad sequence
     min_tokens   -inf for tokens that would end the output too early
     bias         added
     repetition   over prompt and output: positive logits are divided, negative ones multiplied
-    frequency    over the output: taken off once for every time a token is there
-    presence     over the output: taken off once if it is there at all
+    frequency    over the output: subtracted once for every occurrence of a token
+    presence     over the output: subtracted once if a token occurs at all
 
-In vLLM's order, so that a bias is divided by the repetition penalty, too.
+The order is vLLM's, so a bias is divided by the repetition penalty, too.
 
-Only the tokens concerned are touched, by flat index `row * vocab + token`: a history is short, a vocabulary is not.
+Only the affected tokens are read and written, by flat index `row * vocab + token`: a history is much shorter than a
+vocabulary.
 """
 
 from __future__ import annotations
@@ -36,11 +37,12 @@ class SamplingRow:
     """How one row of logits is sampled.
 
     Attributes:
-        params: of its request.
-        draw: the uniform number of this output token, 0 to 1.
-        prompt: the different tokens of the prompt, int64 on the host; only penalties look at it.
-        output: the output tokens before this one; only penalties look at it.
-        forbidden: tokens that must not come now, besides those that never come (`SamplingParams.never_mask`).
+        params: the request's parameters.
+        draw: the uniform random number of this output token, 0 to 1.
+        prompt: the different tokens of the prompt, int64 on the host; used only by penalties.
+        output: the output tokens before this one; used only by penalties.
+        forbidden: tokens forbidden at this position, besides those that are always forbidden
+            (`SamplingParams.never_mask`).
     """
 
     params: SamplingParams
@@ -51,7 +53,7 @@ class SamplingRow:
 
 
 def adjust_logits(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
-    """The logits with forbidden tokens, bias and penalties, float32; a copy, or changed in place if they are float32.
+    """Apply forbidden tokens, bias and penalties; returns float32: a copy, or changed in place if already float32.
 
     Args:
         logits: `[R, vocab]`.
@@ -69,7 +71,7 @@ def adjust_logits(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     biases = {row: each.params.bias_tensors for row, each in enumerate(rows) if each.params.logit_bias}
     biased = _flat({row: tokens for row, (tokens, _) in biases.items()}, vocab)
     added = torch.cat([_NO_BIASES, *(own for _, own in biases.values())])
-    # All that is known on the host goes to the device in one copy; there it is gathered and scattered.
+    # All data from the host goes to the device in one copy.
     where = torch.tensor(masked, dtype=torch.int64)
     where, never, biased, added, *moved = to_device((where, never, biased, added, *penalties), logits.device)
     if masks:
@@ -88,7 +90,9 @@ def adjust_logits(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
 
 
 def _penalties(rows: Sequence[SamplingRow], vocab: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Flat indices of what was seen, and of what was said; divisors of the former, what the latter are lowered by."""
+    """Flat indices of tokens in prompt or output (`seen`) and of tokens in the output (`said`), then the repetition
+    penalties of the former, and the amounts to subtract from the latter.
+    """
     owners = torch.repeat_interleave(torch.tensor([len(row.output) for row in rows]))
     written = torch.tensor([token for row in rows for token in row.output], dtype=torch.int64)
     said, counts = (owners * vocab + written).unique(return_counts=True)

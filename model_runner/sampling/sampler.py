@@ -1,24 +1,24 @@
-"""From logits to the next token: greedy, or sampled with temperature, min-p, top-k and top-p; every request for itself.
+"""From logits to the next token: greedy, or sampled with temperature, min-p, top-k and top-p; each row separately.
 
-A sampled row brings one uniform number, and the token is where that number falls in the cumulative distribution. So
-what a request gets depends on its seed, its place and its logits only, not on who shares its batch. The tokens stay on
-the device, and nothing waits for it: what the host knows of the rows goes there in one copy.
+Each sampled row has one uniform random number; its token is where that number falls in the cumulative distribution. So
+a request's tokens depend only on its seed, position and logits, not on the other requests of its batch. The tokens stay
+on the device, and the host does not wait: the rows' parameters go to the device in one copy.
 
-Rows go one of three ways, each by its own parameters, whoever else is in the batch:
+A row takes one of three paths, chosen by its own parameters only:
 
     no truncation         softmax of the vocabulary
-    at most 1024 tokens   top-k: the most likely tokens alone are looked at, 64 or 1024 of them
-    the rest              top-p by itself, or a larger top-k: the vocabulary is sorted, or cut by flashinfer. On a CPU
-                          256 tokens are looked at first
+    top-k up to 1024      only the 64 or 1024 most likely tokens are ranked
+    the rest              top-p alone, or a larger top-k: the vocabulary is sorted, or truncated by flashinfer. On a CPU
+                          256 tokens are tried first
 
-What is as long as the vocabulary is float32; numbers of few tokens, and sums of blocks of the vocabulary, are float64.
-So a draw falls on another token than exact arithmetic would choose only where it lies within some 1e-6 of an edge.
+Tensors as long as the vocabulary are float32; those of few tokens, and sums of blocks of the vocabulary, are float64.
+So a draw picks another token than exact arithmetic only if it lies within about 1e-6 of an edge.
 
-The order is vLLM's: first what `model_runner.sampling.penalties` changes (allowed tokens, bad sequences, `min_tokens`,
-bias, penalties), then temperature, min-p, top-k of what min-p leaves, and top-p of the mass that both leave.
+The order is vLLM's: first `model_runner.sampling.penalties` (allowed tokens, bad sequences, `min_tokens`, bias,
+penalties), then temperature, min-p, top-k of the rest, and top-p of the mass that is left.
 
-Ties: tokens that are equally likely are ranked in the vocabulary's order. Which of them top-k keeps, where its limit
-falls among more of them than are looked at, is left to `torch.topk`.
+Ties: equally likely tokens are ranked in the vocabulary's order. If more tokens tie at the limit of top-k than are
+ranked, `torch.topk` decides which are kept.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ from ubatch.streams.small_copies import to_device
 __all__ = ["NO_TOKEN", "OUT_OF_TOKENS", "distributions", "fall", "sample"]
 
 NO_TOKEN, OUT_OF_TOKENS = -1, -2
-"""In place of a token, where a row's logits are not finite; and where they are, but its parameters leave none."""
+"""In place of a token: the row's logits are not finite; or its parameters allow no token."""
 
 _FEW = 256
 _WIDTHS = (64, 1024)
-"""How many tokens are ranked for a top-k of at most so many. A row's width is its own, so that its ties are, too."""
+"""Numbers of tokens to rank, for a top-k up to that number. The width depends on the row alone, so ties do, too."""
 _BLOCK = 1024
 _SHORT_BLOCK = 64
 
@@ -50,12 +50,12 @@ _SHORT_BLOCK = 64
 def sample(logits: Tensor, rows: Mapping[int, SamplingRow]) -> Tensor:
     """One token per row: `[R]` int64 on the device of the logits.
 
-    `NO_TOKEN` where a row has a nan or +inf, or nothing but -inf; `OUT_OF_TOKENS` where its parameters leave
-    nothing but -inf. The other rows' tokens do not depend on it.
+    `NO_TOKEN` for a row with a nan or +inf, or with only -inf; `OUT_OF_TOKENS` for a row whose parameters leave only
+    -inf. Other rows are not affected.
 
     Args:
-        logits: `[R, vocab]`, floating; not changed.
-        rows: how to sample, by number of the row; a row that is missing is greedy.
+        logits: `[R, vocab]`, floating point; not changed.
+        rows: row index -> how to sample it; missing rows are greedy.
 
     Raises:
         RequestError: a row's bias or stop tokens are outside the vocabulary.
@@ -75,7 +75,7 @@ def sample(logits: Tensor, rows: Mapping[int, SamplingRow]) -> Tensor:
         pairs = iter(moved)
         draws = tuple(replace(each, where=next(pairs), columns=next(pairs)) for each in draws)
 
-    best = logits.argmax(dim=-1)  # of a row with a nan its place
+    best = logits.argmax(dim=-1)  # in a row with a nan, the index of the nan
     highest = logits.gather(1, best[:, None])[:, 0]
     tokens = _choose(logits, best, draws[: len(as_they_are)])
     if adjusted:
@@ -87,11 +87,12 @@ def sample(logits: Tensor, rows: Mapping[int, SamplingRow]) -> Tensor:
 
 
 def distributions(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
-    """What `sample` draws each row from: `[R, vocab]` float32, each row sums to 1; nan where nothing is left.
+    """The distribution that `sample` draws each row from: `[R, vocab]` float32, each row sums to 1; nan in a row
+    without any allowed token.
 
     Args:
-        logits: `[R, vocab]`, floating; not changed.
-        rows: how each is sampled; none is greedy.
+        logits: `[R, vocab]`, floating point; not changed.
+        rows: how each row is sampled; none is greedy.
 
     Raises:
         RequestError: a row's bias or stop tokens are outside the vocabulary.
@@ -108,10 +109,10 @@ def distributions(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
 
 
 def fall(weights: Tensor, draws: Tensor) -> Tensor:
-    """`[n, 1]`, where each row's draw falls in its cumulative distribution.
+    """The index where each row's draw falls in its cumulative distribution, `[n, 1]`.
 
-    Of more than 1024 numbers, sums of blocks are added up first, and then the numbers of one block, in float64: one
-    sum over a whole vocabulary in float32 would lose its unlikely tokens.
+    For more than 1024 weights, it first finds the block by cumulative block sums, then the index within the block, in
+    float64: a float32 sum over a whole vocabulary would lose unlikely tokens.
 
     Args:
         weights: `[n, vocab]`, not negative; they need not sum to 1.
@@ -131,7 +132,7 @@ def fall(weights: Tensor, draws: Tensor) -> Tensor:
 
 
 def _block_sums(weights: Tensor) -> Tensor:
-    """`[n, blocks]` float64, the sums of each row's blocks; on a CPU whatever rows and threads there are."""
+    """Sums of each row's blocks, `[n, blocks]` float64; on a CPU independent of the number of rows and threads."""
     count = weights.shape[1] // _BLOCK
     whole, part = weights[:, : count * _BLOCK], weights[:, count * _BLOCK :]
     sums = whole.unflatten(1, (count, _BLOCK)).sum(dim=-1), part.sum(dim=-1, keepdim=True)
@@ -144,14 +145,14 @@ def _total(weights: Tensor) -> Tensor:
 
 
 def _first_beyond(cumulative: Tensor, target: Tensor) -> Tensor:
-    """`[n, 1]`, the first number of each row above its target; the last one that adds anything, if rounding puts the
-    target at the total."""
+    """Index of each row's first cumulative value above its target, `[n, 1]`; if rounding puts the target at the total,
+    the last index with a weight above 0."""
     place = torch.searchsorted(cumulative, target, right=True)
     return torch.minimum(place, (cumulative < cumulative[:, -1:]).sum(dim=-1, keepdim=True))
 
 
 def _choose(logits: Tensor, tokens: Tensor, draws: tuple[_Draws, ...]) -> Tensor:
-    """One token per row of logits as they are: `tokens`, the most likely, with those that are drawn written over."""
+    """One token per row: `tokens` holds the most likely ones; rows that are drawn are overwritten."""
     for each in draws:
         picked = logits if each.num_rows == logits.shape[0] else logits.index_select(0, each.where)
         tokens.index_copy_(0, each.where, each.tokens(picked))
@@ -159,12 +160,12 @@ def _choose(logits: Tensor, tokens: Tensor, draws: tuple[_Draws, ...]) -> Tensor
 
 
 class _Left(NamedTuple):
-    """What is left of some rows.
+    """The tokens of some rows that truncation keeps.
 
     Attributes:
-        rows: `[n]` int64, which of them; None for all.
+        rows: `[n]` int64, indices of the rows; None for all.
         order: `[n, any]` int64, tokens, most likely first; None for the whole vocabulary in its own order.
-        weights: `[n, any]`, of these tokens; they need not sum to 1.
+        weights: `[n, any]`, weights of these tokens; they need not sum to 1.
     """
 
     rows: Tensor | None
@@ -177,10 +178,10 @@ class _Draws:
     """Rows that are sampled in the same way.
 
     Attributes:
-        where: `[n]` int64, their numbers; like `columns` made on the host, and replaced by what arrived on the device.
-        columns: `[5, n, 1]` float64: temperatures, draws, min_p, top_p, and how many tokens top-k leaves.
-        width: how many of the most likely tokens are ranked; 0 where none are left out but by min-p.
-        has_min_p: whether min-p may leave out any.
+        where: `[n]` int64, their row indices; made on the host like `columns`, then replaced by copies on the device.
+        columns: `[5, n, 1]` float64: temperatures, draws, min_p, top_p, and the number of tokens that top-k keeps.
+        width: number of most likely tokens to rank; 0 without top-k and top-p.
+        has_min_p: whether any row uses min-p.
     """
 
     where: Tensor
@@ -190,7 +191,7 @@ class _Draws:
 
     @classmethod
     def of(cls, rows: Mapping[int, SamplingRow], vocab: int) -> tuple[_Draws, ...]:
-        """Those of these rows that are not greedy."""
+        """The rows that are not greedy, grouped by width."""
         drawn = {index: (row, _width(row.params, vocab)) for index, row in rows.items() if not row.params.greedy}
         widths = sorted({width for _, width in drawn.values()})
         return tuple(
@@ -220,7 +221,7 @@ class _Draws:
         return int(self.where.shape[0])
 
     def tokens(self, logits: Tensor) -> Tensor:
-        """Where the draws fall among the tokens that are left, `[n]`."""
+        """The drawn tokens, `[n]`."""
         tokens = torch.empty(self.num_rows, dtype=torch.int64, device=logits.device)
         for rows, order, weights in self._left(logits):
             place = fall(weights, self.columns[1] if rows is None else self.columns[1][rows])
@@ -231,7 +232,7 @@ class _Draws:
         return tokens
 
     def distribution(self, logits: Tensor) -> Tensor:
-        """What the draws fall in, in the vocabulary's order, `[n, vocab]` float32."""
+        """The distribution of the draws, in the vocabulary's order, `[n, vocab]` float32."""
         found = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
         for rows, order, weights in self._left(logits):
             own = weights.div_(_total(weights).to(weights.dtype)).float()
@@ -243,7 +244,7 @@ class _Draws:
         return found
 
     def _left(self, logits: Tensor) -> Iterator[_Left]:
-        """What min-p, top-k and top-p leave."""
+        """The tokens that min-p, top-k and top-p keep."""
         if not self.width:
             weights = self._lowered(logits).softmax(dim=-1)
             if self.has_min_p:
@@ -258,18 +259,19 @@ class _Draws:
             yield from self._cut_by_sorting(logits)
 
     def _cut_by_flashinfer(self, logits: Tensor) -> Tensor:
-        """In the vocabulary's order; see `model_runner.sampling.flashinfer_sampling`."""
+        """Truncated probabilities in the vocabulary's order; see `model_runner.sampling.flashinfer_sampling`."""
         top_k, top_p = self.columns[4, :, 0], self.columns[3, :, 0]
         weights = self._lowered(logits).softmax(dim=-1)
-        weights.nan_to_num_(nan=1 / weights.shape[-1])  # a row that is not finite ends its request, whatever is drawn
+        weights.nan_to_num_(nan=1 / weights.shape[-1])  # a row that is not finite ends its request, so its draw does not matter
         if self.has_min_p:
             self._cut_min_p(weights, weights.amax(dim=-1, keepdim=True))
             weights.div_(_total(weights).float())
         return keep_most_likely(weights, top_k, top_p)
 
     def _cut_by_sorting(self, logits: Tensor) -> Iterator[_Left]:
-        """Top-p alone mostly keeps few tokens, and sorting a whole vocabulary is slow. A GPU sorts fast, and to ask it
-        which rows have enough in few would be to wait for it. On a CPU the others are sorted by themselves."""
+        """Truncate by ranking. Top-p alone mostly keeps few tokens, and sorting a whole vocabulary is slow on a CPU: it
+        ranks 256 tokens first, and sorts only rows that need more. A GPU sorts all rows: asking which rows need it
+        would make the host wait."""
         rows, lowered, rest = None, self._lowered(logits), self
         if _may_ask(logits.device):
             order, weights = self._ranked(logits, _FEW)
@@ -278,7 +280,7 @@ class _Draws:
                 self._cut_min_p(weights, weights[:, :1])
                 self._cut_min_p(every, every.amax(dim=-1, keepdim=True))
             mass = _total(every)
-            # Without those as likely as the last one, of which there may be more: else who is kept would be chance.
+            # Not counting ties with the last ranked token: more of them may not be ranked, and the choice would be chance.
             surely = weights.masked_fill(weights == weights[:, -1:], 0).sum(dim=-1, keepdim=True)
             enough = ((surely >= self.columns[3] * mass) & (self.columns[4] == logits.shape[1])).flatten()
             few, rows = (each.nonzero().flatten() for each in (enough, ~enough))
@@ -294,11 +296,11 @@ class _Draws:
         return replace(self, where=self.where[rows], columns=self.columns[:, rows])
 
     def _cut(self, weights: Tensor, mass: Tensor | None = None) -> Tensor:
-        """Weights, most likely first, with zeros where min-p, top-k and top-p leave nothing; changed in place.
+        """Set the weights of tokens that min-p, top-k or top-p remove to 0, in place.
 
         Args:
-            weights: `[n, any]`.
-            mass: `[n, 1]`, of all that min-p and top-k leave; by default these are all.
+            weights: `[n, any]`, most likely first.
+            mass: `[n, 1]`, total weight of the tokens that min-p and top-k keep; by default the sum of `weights`.
         """
         top_p, limits = self.columns[3], self.columns[4].long()
         weights.masked_fill_(torch.arange(weights.shape[1], device=weights.device) >= limits, 0)
@@ -312,16 +314,16 @@ class _Draws:
         return weights
 
     def _ranked(self, logits: Tensor, width: int) -> tuple[Tensor, Tensor]:
-        """The `width` most likely tokens, equal ones in the vocabulary's order, and their weights, float64; 1 is the
-        most likely one's."""
+        """The `width` most likely tokens (ties in the vocabulary's order) and their weights, float64, 1 for the most
+        likely one."""
         order = _highest(logits, width).sort(dim=-1).values
         ranked, place = logits.gather(1, order).sort(dim=-1, descending=True, stable=True)
         ranked = ranked.double()
         return order.gather(1, place), ((ranked - ranked[:, :1]) / self.columns[0]).exp_()
 
     def _lowered(self, logits: Tensor) -> Tensor:
-        """`[n, vocab]` float32, logits over temperature, 0 for the most likely token. It is taken off before the
-        division, whose rounding would grow with it."""
+        """(logits - highest logit) / temperature, `[n, vocab]` float32. The highest is subtracted before the division,
+        to keep rounding errors small."""
         temperature = self.columns[0].float().clamp_min(torch.finfo(torch.float32).tiny)
         highest = logits.amax(dim=-1, keepdim=True)
         return torch.sub(logits, highest.float()).float().div_(temperature)
@@ -333,7 +335,8 @@ class _Draws:
 def _highest(logits: Tensor, width: int) -> Tensor:
     """The `width` tokens of each row with the highest logits, in any order.
 
-    On a CPU, which takes long for long rows, in as many short blocks with the highest maxima: no other has any.
+    On a CPU, where long rows are slow, it searches only the `width` short blocks with the highest maxima: they contain
+    all of these tokens.
     """
     vocab = logits.shape[1]
     count = vocab // _SHORT_BLOCK
@@ -347,12 +350,12 @@ def _highest(logits: Tensor, width: int) -> Tensor:
 
 
 def _may_ask(device: torch.device) -> bool:
-    """Whether the host may look at what was computed without waiting for a queue."""
+    """Whether the host can read results without waiting for a queue."""
     return device.type == "cpu"
 
 
 def _limit(params: SamplingParams, vocab: int) -> int:
-    """How many tokens top-k leaves."""
+    """Number of tokens that top-k keeps."""
     return min(params.top_k, vocab) if params.top_k > 0 else vocab
 
 

@@ -23,7 +23,7 @@ __all__ = ["MAX_BAD_SEQUENCES", "MAX_BAD_TOKENS", "MAX_LOGIT_BIASES", "MAX_STOP_
 MAX_LOGIT_BIASES, MAX_STOP_TOKEN_IDS = 1024, 128
 """Most entries of a request; vLLM's limits."""
 MAX_BAD_SEQUENCES, MAX_BAD_TOKENS = 256, 4096
-"""Most token sequences of a request, and tokens of all of them: they are looked at in every step."""
+"""Most token sequences of a request, and tokens of all of them: every step checks them."""
 _GREEDY_BELOW = 1e-5
 _MAX_LOGPROBS = 20
 _MAX_BIAS = 100.0
@@ -49,51 +49,51 @@ _RULES: dict[str, _Rule] = {
 _OPTIONAL = ("seed", "logprobs", "prompt_logprobs")
 _TOKEN: _Rule = (int, "0 or more", lambda value: 0 <= value < 2**63)
 _MOST_TOKENS, _SHOWN_TOKENS = 2**20, 16
-"""More than any vocabulary has; and those of many that are shown."""
+"""More tokens than any vocabulary has; and most tokens to show in a message."""
 _BIAS: _Rule = (float, "from -100 to 100", lambda value: -_MAX_BIAS <= value <= _MAX_BIAS)
 
 if TYPE_CHECKING:
     AllowedTokens: TypeAlias = Sequence[int]
 else:
-    AllowedTokens = TokenIds  # what any of them becomes, and how msgspec sends it
+    AllowedTokens = TokenIds  # the type after `__post_init__`, for msgspec
 
 
 @dataclass(frozen=True)
 class SamplingParams:
     """How to generate for one request. Names and meanings are vLLM's; the default is greedy.
 
-    They act in vLLM's order: allowed tokens, bad sequences, `min_tokens`, bias, penalties, temperature, min-p, top-k,
-    top-p of what is left. A request that they leave no token ends with an error, where it is not refused before.
+    They are applied in vLLM's order: allowed tokens, bad sequences, `min_tokens`, bias, penalties, temperature, min-p,
+    top-k, top-p. A request whose parameters allow no token is refused, or ends with an error if that shows later.
 
-    A number may be numpy's or a 0-dimensional torch tensor, of the right kind; it becomes Python's. An integer is a
-    number, a bool is neither.
+    Numpy numbers and 0-dimensional torch tensors of the right kind are converted to Python's. An integer is accepted as
+    a number; a bool is neither.
 
     Attributes:
-        temperature: below 1e-5 the most likely token is taken; 1 samples from the model's distribution.
+        temperature: below 1e-5 greedy; 1 samples from the model's distribution.
         top_k: sample from the k most likely tokens only; 0 or -1 from all.
         top_p: sample from the smallest set of most likely tokens that together have this probability; 1 from all.
         seed: makes sampling repeatable, 64 bits with or without a sign; None is a fresh seed per request.
-        max_tokens: tokens to generate at most.
+        max_tokens: most tokens to generate.
         stop_token_ids: tokens that end the output, besides the model's own end-of-sequence tokens; 128 at most.
         ignore_eos: go on after the model's end-of-sequence tokens.
         min_p: leave out tokens less likely than this share of the most likely one, 0 to 1.
-        presence_penalty: taken off the logit of every token that is in the output already, -2 to 2.
-        frequency_penalty: the same for every time it is there, -2 to 2.
-        repetition_penalty: logits of tokens that are in prompt or output are divided by it, negative ones multiplied.
-        logit_bias: (token, number added to its logit, -100 to 100), or a mapping; 1024 at most. The last one of a
-            token counts.
-        min_tokens: no token that would end the output comes before so many others, nor an end-of-sequence token that
-            is ignored.
-        logprobs: report the chosen tokens' log-probabilities, and those of so many most likely ones, 0 to 20.
+        presence_penalty: subtracted from the logit of every token that is in the output already, -2 to 2.
+        frequency_penalty: subtracted once per occurrence of the token in the output, -2 to 2.
+        repetition_penalty: divides positive logits of tokens in prompt or output, and multiplies negative ones.
+        logit_bias: pairs (token, number added to its logit, -100 to 100), or a mapping; 1024 at most. If a token
+            repeats, the last pair is used.
+        min_tokens: before this number of tokens, stop tokens and end-of-sequence tokens (ignored ones, too) are
+            forbidden.
+        logprobs: report log-probabilities of the chosen token and of this number of most likely ones, 0 to 20.
         prompt_logprobs: the same for the prompt's tokens.
-        allowed_token_ids: no other tokens come; None for all, else at least one. As many as the vocabulary has. It
-            becomes a `TokenIds`, which reads like a tuple.
-        bad_token_sequences: no token comes that would complete one of them in the output, whose other tokens count
-            as they are in the output, not in the prompt. 256 at most, of 4096 tokens together. vLLM's `bad_words`
-            as tokens (`serving.text.bad_words` makes them).
+        allowed_token_ids: only these tokens are allowed, at least one; None allows all. It becomes a `TokenIds`, which
+            reads like a tuple.
+        bad_token_sequences: sequences that the output must not contain: the token that would complete one is forbidden.
+            The prompt does not count. 256 at most, with 4096 tokens in all. They are vLLM's `bad_words` as tokens
+            (made by `serving.text.bad_words`).
 
     Raises:
-        RequestError: at construction, for any value of a wrong type, or one that cannot work.
+        RequestError: at construction, if a value has a wrong type or is out of range, or values contradict each other.
     """
 
     temperature: float = 0.0
@@ -152,10 +152,10 @@ class SamplingParams:
         return tuple(dict.fromkeys(sequences))
 
     def check_choice(self, eos_token_ids: Iterable[int]) -> None:
-        """Refuse parameters that leave no token to begin with, given the model's end-of-sequence tokens.
+        """Refuse parameters that allow no first token, given the model's end-of-sequence tokens.
 
         Raises:
-            RequestError: all allowed tokens are bad ones by themselves, or would end the output before `min_tokens`.
+            RequestError: every allowed token is a bad sequence by itself, or would end the output before `min_tokens`.
         """
         if self.allowed_token_ids is None:
             return
@@ -170,10 +170,10 @@ class SamplingParams:
             raise RequestError(message, param="allowed_token_ids")
 
     def check_vocabulary(self, vocab_size: int) -> None:
-        """Refuse any tokens that the model does not have.
+        """Refuse tokens outside the vocabulary.
 
         Raises:
-            RequestError: there is one.
+            RequestError: a parameter has one.
         """
         for name, tokens in self.named_tokens():
             highest = max(tokens, default=0)
@@ -182,7 +182,7 @@ class SamplingParams:
                 raise RequestError(message, param=name)
 
     def named_tokens(self) -> Iterator[tuple[str, Sequence[int]]]:
-        """The tokens in each of the parameters, all 0 or more; of the allowed ones, which may be many, the highest."""
+        """Parameter name and its tokens, all 0 or more; of the allowed tokens (may be many) only the highest."""
         yield "logit_bias", [token for token, _ in self.logit_bias]
         yield "stop_token_ids", self.stop_token_ids
         yield "allowed_token_ids", () if self._allowed is None else (self._allowed.highest,)
@@ -193,33 +193,33 @@ class SamplingParams:
         return self.stop_token_ids if self.ignore_eos else (*self.stop_token_ids, *eos_token_ids)
 
     def early_tokens(self, index: int, eos_token_ids: Iterable[int]) -> tuple[int, ...]:
-        """The tokens that `min_tokens` forbids as output token number `index`; as in vLLM also those that
-        `ignore_eos` would go on after."""
+        """The tokens that `min_tokens` forbids at output index `index`: stop tokens and end-of-sequence tokens, as in
+        vLLM even with `ignore_eos`."""
         return (*self.stop_token_ids, *eos_token_ids) if index < self.min_tokens else ()
 
     @property
     def greedy(self) -> bool:
-        """Whether the most likely token is taken."""
+        """Whether the most likely token is chosen."""
         return self.temperature < _GREEDY_BELOW
 
     @property
     def truncated(self) -> bool:
-        """Whether top-k or top-p leaves out any token."""
+        """Whether top-k or top-p is in use."""
         return self.top_k > 0 or self.top_p < 1
 
     @property
     def penalised(self) -> bool:
-        """Whether the tokens before change the logits."""
+        """Whether a penalty is in use."""
         return self.presence_penalty != 0 or self.frequency_penalty != 0 or self.repetition_penalty != 1
 
     @property
     def needs_history(self) -> bool:
-        """Whether sampling depends on the tokens before, beyond the logits; the overlap loop delays it then."""
+        """Whether sampling depends on earlier tokens, beyond the logits; the overlap loop then delays it."""
         return self.penalised or self.min_tokens > 0 or self.bad_sequences.reach > 0
 
     @cached_property
     def masked(self) -> bool:
-        """Whether some tokens never come; `never_mask` says which."""
+        """Whether some tokens are always forbidden; see `never_mask`."""
         return self.allowed_token_ids is not None or bool(self.bad_sequences.single)
 
     @cached_property
@@ -229,22 +229,22 @@ class SamplingParams:
 
     @cached_property
     def plain(self) -> bool:
-        """Whether the argmax of the logits is all that is asked for: the fast path."""
+        """Whether only the argmax of the logits is needed: the fast path."""
         return self.greedy and not self.adjusts and self.logprobs is None and self.prompt_logprobs is None
 
     @cached_property
     def bias_tensors(self) -> tuple[Tensor, Tensor]:
-        """The tokens of `logit_bias`, `[n]` int64, and what is added to their logits, `[n]` float32; on the host."""
+        """The tokens of `logit_bias`, `[n]` int64, and their biases, `[n]` float32; on the host."""
         tokens, biases = zip(*self.logit_bias, strict=True) if self.logit_bias else ((), ())
         return torch.tensor(tokens, dtype=torch.int64), torch.tensor(biases, dtype=torch.float32)
 
     @cached_property
     def bad_sequences(self) -> BadSequences:
-        """`bad_token_sequences`, to be looked up."""
+        """`bad_token_sequences`, indexed for look-up."""
         return BadSequences(self.bad_token_sequences)
 
     def never_mask(self, vocab_size: int, device: torch.device) -> Tensor:
-        """`[vocab_size]` bool on the device, the tokens that never come; made once and kept there.
+        """Mask of tokens that are always forbidden, `[vocab_size]` bool on the device; made once and cached.
 
         Raises:
             RequestError: a token is outside the vocabulary.
@@ -257,7 +257,7 @@ class SamplingParams:
                 never[self._allowed.ids] = False
             never[np.fromiter(self.bad_sequences.single, np.int64)] = True
             (there,) = to_device((torch.from_numpy(never),), device)
-            mask = self._masks[vocab_size, device] = there.clone()  # what is uploaded holds for one step
+            mask = self._masks[vocab_size, device] = there.clone()  # an upload is valid for one step only
         return mask
 
     @property
@@ -270,7 +270,7 @@ class SamplingParams:
 
 
 def _checked(name: str, value: object, rule: _Rule) -> Any:
-    """The value as Python's own number, if it is of the rule's kind and within its range."""
+    """The value as a Python number; raises if it has another type than the rule, or is out of its range."""
     kind, allowed, holds = rule
     if isinstance(value, np.generic) or (isinstance(value, Tensor) and value.ndim == 0):
         value = value.item()
@@ -288,7 +288,7 @@ def _checked(name: str, value: object, rule: _Rule) -> Any:
 
 
 def _checked_set(name: str, given: object) -> TokenIds:
-    """Tokens, at least one; those that repeat count once. They may be as many as a vocabulary has."""
+    """Check and convert tokens, at least one; repeated ones count once. There may be as many as in a vocabulary."""
     if isinstance(given, TokenIds):
         return given
     tokens = _checked_tokens(name, given)
@@ -299,7 +299,7 @@ def _checked_set(name: str, given: object) -> TokenIds:
 
 
 class _Tokens(tuple[int, ...]):
-    """Checked tokens; those of a request with many outputs are not looked at again for each. Logs show the first."""
+    """Checked tokens; a request with many outputs checks them only once. Logs show only the first 16."""
 
     __slots__ = ()
 
@@ -309,7 +309,7 @@ class _Tokens(tuple[int, ...]):
 
 
 def _checked_tokens(name: str, given: object) -> _Tokens:
-    """Tokens, at least one."""
+    """Check tokens, at least one."""
     if type(given) is _Tokens:
         return given
     tokens = _entries(name, given, "token ids", _MOST_TOKENS)
@@ -321,7 +321,7 @@ def _checked_tokens(name: str, given: object) -> _Tokens:
 
 
 def _entries(name: str, given: object, what: str, most: int) -> tuple[Any, ...]:
-    """What was given, entry by entry."""
+    """The given entries as a tuple."""
     if isinstance(given, str | bytes) or not isinstance(given, Iterable):
         raise RequestError(f"{name} must be {what}, not {_shown(given)}.")
     try:
@@ -334,7 +334,7 @@ def _entries(name: str, given: object, what: str, most: int) -> tuple[Any, ...]:
 
 
 def _shown(value: object) -> str:
-    """For a message."""
+    """The value as text for a message."""
     try:
         return reprlib.repr(value)
     except ValueError:  # thousands of digits

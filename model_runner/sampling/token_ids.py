@@ -1,7 +1,7 @@
-"""Which tokens a request allows: up to a whole vocabulary, so they are kept and sent in few bytes.
+"""The tokens that a request allows: up to a whole vocabulary, so they are stored and sent in few bytes.
 
-sent   the ids, 8 bytes each, or a bit for every id up to the highest: whichever is shorter
-kept   `[n]` int64; engines keep those that were sent in the same bytes once, for all outputs of a body
+sent     the ids, 8 bytes each, or one bit for every id up to the highest: whichever is shorter
+stored   `[n]` int64; an engine stores equal messages once, for all outputs of a request body
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ _SHOWN = 16
 
 
 class TokenIds(Sequence[int]):
-    """Different token ids, 0 or more, in the order that they were given in; at least one.
+    """Different token ids, 0 or more, in their given order; at least one.
 
-    To read it is a tuple of integers. It equals what has the same tokens, in whatever order. Logs show the first few.
+    It reads like a tuple of integers. It equals another one with the same tokens in any order. Logs show the first 16.
 
     Args:
-        ids: `[n]` int64, all different; not to be changed afterwards.
+        ids: `[n]` int64, all different; do not change it afterwards.
     """
 
     def __init__(self, ids: NDArray[np.int64]) -> None:
@@ -35,7 +35,7 @@ class TokenIds(Sequence[int]):
 
     @cached_property
     def packed(self) -> bytes:
-        """As it is sent; of many the order is lost."""
+        """The bytes to send; the order is lost if they are sent as bits."""
         if 8 * len(self.ids) <= self.highest // 8 + 1:
             return _IDS + self.ids.astype("<i8").tobytes()
         there = np.zeros(self.highest + 1, np.bool_)
@@ -44,7 +44,7 @@ class TokenIds(Sequence[int]):
 
     @staticmethod
     def unpack(packed: bytes) -> TokenIds:
-        """From `packed`."""
+        """The ids from their `packed` bytes."""
         found = _kept.get(packed)
         if found is None:
             kind, data = packed[:1], packed[1:]

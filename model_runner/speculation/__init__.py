@@ -1,11 +1,11 @@
-"""Speculative decoding with any proposer: who drafts, and which drafts are accepted.
+"""Speculative decoding with any proposer: the interface of proposers, and the acceptance of drafts.
 
-proposer    the interface of everything that drafts
+proposer    the interface of all proposers
 ngram       drafts by prompt lookup
-extend      the batch that refills a draft model's keys and values with accepted tokens
-accept      which drafts are right: by match, or by rejection sampling
+extend      the batch that writes accepted tokens to a draft model's KV cache
+accept      acceptance of drafts: by match, or by rejection sampling
 
-Networks that draft are in `model_runner.drafting`; drafts as a tree in `model_runner.step.draft_trees`.
+Draft networks are in `model_runner.drafting`; trees of drafts in `model_runner.step.draft_trees`.
 """
 
 from model_runner.speculation.accept import Acceptance

@@ -1,15 +1,16 @@
-"""Which drafts are right, and what comes after the last of them.
+"""Acceptance of drafts, and the token after the last accepted one.
 
-    match       every row is sampled as it would be without drafts. From the root on, a child is accepted if it is what
-                the row of its parent says. So the tokens are those of a run without drafts, sampled ones, too.
-    rejection   a draft d, drawn from q where the target says p, is accepted with probability min(1, p(d) / q(d)). The
-                first one that is not is replaced by a token from max(p - q, 0), scaled to sum to 1; behind the last
-                one comes a token from p. So the tokens are distributed as without drafts, and are accepted oftener.
+    match       every row is sampled as without drafts. From the root on, a child is accepted if it equals the token
+                sampled at its parent's row. So the tokens are those of a run without drafts, also for sampled requests.
+    rejection   a draft d, drawn from q where the target's distribution is p, is accepted with probability
+                min(1, p(d) / q(d)). The first rejected draft is replaced by a token from max(p - q, 0), scaled to sum
+                to 1; after the last draft, if all are accepted, a token is drawn from p. So the tokens have the same
+                distribution as without drafts, and more drafts are accepted than by match.
 
-Both give one token per row, and new tokens are read off the rows alike: under rejection a row says its draft, if that
-is accepted, else the replacement, which is never that draft, because max(p - q, 0) is 0 there. p is what the request's
-temperature, top-k, top-p, min-p, penalties and masks leave of the target's distribution. A draft whose q is not
-known counts as certain. A greedy request always matches.
+Both give one token per row, and new tokens are read from the rows in the same way. Under rejection a row's token is its
+draft if that is accepted, else the replacement; the two always differ, because max(p - q, 0) is 0 at a rejected draft.
+p is the target's distribution after the request's temperature, top-k, top-p, min-p, penalties and masks. If q is not
+known, it counts as 1 for the draft. Greedy requests always use match.
 
 Source: Leviathan and others, Chen and others (both 2023); trees: SpecInfer (2023).
 """
@@ -40,11 +41,11 @@ class Acceptance(StrEnum):
 
 
 def check_acceptance(shares: Sequence[ScheduledRequest], acceptance: Acceptance) -> None:
-    """Whether these drafts can be accepted like that.
+    """Check that these drafts fit the way of acceptance.
 
     Raises:
-        RequestError: a tree of a sampled request cannot be accepted by rejection; distributions of drafts are of no use
-            for a match, or are not one row per draft.
+        RequestError: rejection is used with a tree of a sampled request; match is used with distributions of drafts; or
+            distributions do not have one row per draft.
     """
     for share in shares:
         name, probs = share.request.request_id, share.draft_probs
@@ -69,12 +70,12 @@ def check_acceptance(shares: Sequence[ScheduledRequest], acceptance: Acceptance)
 
 
 def accepted_nodes(drafts: Sequence[int], parents: Sequence[int] | None, says: Sequence[int]) -> tuple[int, ...]:
-    """The nodes from the root to the last accepted draft; what their rows say are the new tokens.
+    """The nodes from the root to the last accepted draft; the tokens of their rows are the new tokens.
 
     Args:
-        drafts: `D` of them.
+        drafts: `D` draft tokens.
         parents: see `Draft.parents`.
-        says: what the rows of the `D + 1` nodes say.
+        says: the tokens of the rows of the `D + 1` nodes.
     """
     path = [0]
     # Parents come before their children, so one pass finds the whole path.
@@ -91,9 +92,9 @@ class DraftRows:
 
     Attributes:
         share: its drafts, a chain.
-        first: the row of its root among the step's rows.
+        first: index of its root's row among the step's rows.
         rows: how the rows of root and drafts are sampled.
-        draws: of each draft the uniform number that accepts or rejects it.
+        draws: for each draft the uniform random number that accepts or rejects it.
     """
 
     share: ScheduledRequest
@@ -103,26 +104,26 @@ class DraftRows:
 
     @classmethod
     def of(cls, share: ScheduledRequest, first: int, rows: Mapping[int, SamplingRow], index: int) -> DraftRows:
-        """Of a request whose next output token is number `index`, from the `rows` of the whole step."""
+        """The rows of a request whose next output token has this `index`; `rows` are those of the whole step."""
         nodes = range(len(share.drafts) + 1)
         draws = [share.request.accept_draw(index + draft) for draft in nodes[:-1]]
         return cls(share, first, [rows[first + node] for node in nodes], draws)
 
 
 def sample_by_rejection(logits: Tensor, requests: Sequence[DraftRows]) -> tuple[Tensor, Tensor]:
-    """What the rows of sampled requests say.
+    """The tokens of the rows of sampled requests, by rejection sampling.
 
     Args:
         logits: `[S, vocab]`, of all rows of the step.
         requests: at least one; all have equally many drafts.
 
     Returns:
-        The numbers of their rows, and a token for each, `[len(requests) * (D + 1)]` int64 both; `OUT_OF_TOKENS`
-        where the request's parameters leave none.
+        The indices of their rows, and a token for each, both `[len(requests) * (D + 1)]` int64; `OUT_OF_TOKENS` if the
+        request's parameters allow none.
 
     Raises:
-        RequestError: a row's bias or stop tokens are outside the vocabulary, or a draft's distribution is over another
-            one.
+        RequestError: a row's bias or stop tokens are outside the vocabulary, or a draft's distribution has another
+            vocabulary.
     """
     count, num_drafts, vocab = len(requests), len(requests[0].share.drafts), logits.shape[-1]
     rows = [row for request in requests for row in request.rows]
@@ -135,12 +136,12 @@ def sample_by_rejection(logits: Tensor, requests: Sequence[DraftRows]) -> tuple[
     )
     where, drafts, accepting, drawing = to_device(host, logits.device)
     p = distributions(logits.index_select(0, where), rows).view(count, num_drafts + 1, vocab)
-    q = torch.zeros_like(p)  # nothing was drafted behind the last draft: there the rest is p itself
+    q = torch.zeros_like(p)  # no draft follows the last one: q is 0 there, and the rest is p
     _fill_distributions(q[:, :-1], drafts, requests)
 
     accepted = accepting * q[:, :-1].gather(2, drafts) < p[:, :-1].gather(2, drafts)
     rest = (p - q).clamp_min_(0)
-    # Where rounding alone rejects, nothing may be left: q is p there.
+    # If q equals p, rounding may still reject a draft, and the rest is empty: draw from p then.
     rest = torch.where(rest.sum(dim=-1, keepdim=True) > 0, rest, p)
     says = fall(rest.flatten(0, 1), drawing).view(count, num_drafts + 1, 1)
     says[:, :-1] = torch.where(accepted, drafts, says[:, :-1])
@@ -149,7 +150,7 @@ def sample_by_rejection(logits: Tensor, requests: Sequence[DraftRows]) -> tuple[
 
 
 def _fill_distributions(q: Tensor, drafts: Tensor, requests: Sequence[DraftRows]) -> None:
-    """What each draft was drawn from, into `q` `[R, D, vocab]` of zeros."""
+    """Write the distribution of each draft into `q` `[R, D, vocab]`, which holds zeros."""
     for own, certain, request in zip(q, drafts, requests, strict=True):
         probs = request.share.draft_probs
         if probs is None:
