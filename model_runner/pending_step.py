@@ -188,7 +188,7 @@ class PendingStep:
         both = told[0] if len(told) == 1 else torch.cat(told)
         if self._context.tensor_parallel is not None:
             both = self._context.tensor_parallel.of_first_rank(both)
-        tokens = both[: len(batch.logits_rows)].clamp_min(0)  # the next step needs a valid token until the host has seen it
+        tokens = both[: len(batch.logits_rows)].clamp_min(0)  # the next step needs valid token ids
         if batch.future_owners:
             self._context.future_map.store(batch.future_places, tokens, batch.future_owners)
         if logits is None or not scored:

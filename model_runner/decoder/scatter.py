@@ -112,7 +112,7 @@ class Layout:
         return gathered if mode is ScatterMode.FULL else gathered[: self.num_tokens]
 
     def scatter(self, partial: Tensor, mode: ScatterMode, point: Point) -> Tensor:
-        """Reduce-scatter partial sums in `mode` (shaped as the result of `gather`) to this rank's share of the total."""
+        """Reduce-scatter partial sums in `mode` (shaped as from `gather`) to this rank's share of the total."""
         if mode is ScatterMode.SCATTERED:
             return partial
         group, sizes = self._ranks(mode)

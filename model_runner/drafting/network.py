@@ -174,8 +174,10 @@ def _check_fits(checkpoint: Checkpoint, name: str, wanted: int) -> None:
 
 
 def _alone(runner: TargetRunner, config: ModelConfig | None) -> ExpertParallel:
-    """All experts on this rank, with the target's experts back end; `config` is None without experts."""
+    """All experts on this rank, with the target's back end; `config` is None for a network without experts."""
     transport = make_transport(None, None, None, 0 if config is None else config.num_experts)
-    name = "auto" if runner.all2all.traits.batched else runner.experts_backend  # the local transport delivers rows, not batches
+    name = (
+        "auto" if runner.all2all.traits.batched else runner.experts_backend
+    )  # the local transport delivers rows, not batches
     dtype = runner.dtype
     return ExpertParallel(transport, resolve_experts(name, config, transport, dtype, runner.device))

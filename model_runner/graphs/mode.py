@@ -98,8 +98,7 @@ def _obstacle(model: nn.Module, attention: UBatchAttention) -> str | None:
 
 
 def _obstacle_to_gathers(tensor_parallel: TensorParallel) -> str | None:
-    """Why the transfers between the ranks of a replica cannot be captured, as the end of a sentence; None if they can.
-    """
+    """Why transfers between the ranks of a replica cannot be captured, as the end of a sentence; None if they can."""
     if tensor_parallel.carry is not None:
         return "an emulated link holds back what tensor-parallel ranks send each other, which no graph can do"
     if not tensor_parallel.group.stream_ordered(torch.device("cuda")):

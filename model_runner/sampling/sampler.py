@@ -262,7 +262,7 @@ class _Draws:
         """Truncated probabilities in the vocabulary's order; see `model_runner.sampling.flashinfer_sampling`."""
         top_k, top_p = self.columns[4, :, 0], self.columns[3, :, 0]
         weights = self._lowered(logits).softmax(dim=-1)
-        weights.nan_to_num_(nan=1 / weights.shape[-1])  # a row that is not finite ends its request, so its draw does not matter
+        weights.nan_to_num_(nan=1 / weights.shape[-1])  # such a row ends its request: its draw does not matter
         if self.has_min_p:
             self._cut_min_p(weights, weights.amax(dim=-1, keepdim=True))
             weights.div_(_total(weights).float())
@@ -280,7 +280,7 @@ class _Draws:
                 self._cut_min_p(weights, weights[:, :1])
                 self._cut_min_p(every, every.amax(dim=-1, keepdim=True))
             mass = _total(every)
-            # Not counting ties with the last ranked token: more of them may not be ranked, and the choice would be chance.
+            # Ties with the last ranked token do not count: not all of them may be ranked.
             surely = weights.masked_fill(weights == weights[:, -1:], 0).sum(dim=-1, keepdim=True)
             enough = ((surely >= self.columns[3] * mass) & (self.columns[4] == logits.shape[1])).flatten()
             few, rows = (each.nonzero().flatten() for each in (enough, ~enough))

@@ -1,14 +1,14 @@
-"""Draft extend: the batch in which a draft model takes in what a step of the target has settled.
+"""Draft extend: the batch in which a draft model runs the tokens that a step of the target has accepted.
 
     target's step     root  d1  d2  d3     root  d1  d2  d3        rows, as verified
     accepted          root  d1             root                    a path from each root; in a tree, with gaps
     draft extend      root  d1  root                               ragged: 1 to D + 1 rows per request
 
-Places and slots are those of the target, in which the accepted tokens follow each other. Back ends whose kernels want
-equally many rows of every request pad the queries to the longest and unpad what comes out
+Positions and slots are the target's, in which the accepted tokens follow each other. Back ends whose kernels need
+equally many rows of every request pad the queries to the longest and unpad the output
 (`attention.backends.few_queries`).
 
-After a step without drafts all of its rows are taken in, in the same places.
+After a step without drafts the draft model runs all of its rows, at the same positions.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ __all__ = ["DraftExtendBatch", "draft_extend_batch"]
 
 @dataclass(frozen=True)
 class DraftExtendBatch:
-    """What a draft model takes in after a step.
+    """The batch that a draft model runs after a step.
 
     Attributes:
-        rows: `[T]` int64, the target's rows: of its hidden states, and of its input ids.
-        positions: `[T]` int64, each one's place in its request.
-        metadata: for attention; mode DRAFT_EXTEND, or after a step without drafts that step's.
-        last_rows: `[R]` int64, each request's last row among these; only of requests that have any.
+        rows: `[T]` int64, indices of the target's rows (hidden states and input ids).
+        positions: `[T]` int64, each token's position in its request.
+        metadata: for attention; mode DRAFT_EXTEND, or after a step without drafts that step's mode.
+        last_rows: `[R]` int64, index of each request's last row in this batch; only of requests that have rows.
     """
 
     rows: Tensor
@@ -46,14 +46,14 @@ class DraftExtendBatch:
 
 
 def draft_extend_batch(batch: InputBatch, accepted_rows: Sequence[Sequence[int]]) -> DraftExtendBatch:
-    """The rows of a step that a draft model takes in.
+    """Build the draft-extend batch of a step.
 
     Args:
-        batch: the target's.
-        accepted_rows: as `StepObserver.observe` gets them; looked at for a verify step only.
+        batch: the target's batch.
+        accepted_rows: as `StepObserver.observe` gets them; used for a verify step only.
 
     Raises:
-        ConfigError: a verify step has not the rows of root and accepted drafts for every share.
+        ConfigError: in a verify step, `accepted_rows` lacks a share's root and accepted drafts.
     """
     metadata, device = batch.metadata, batch.input_ids.device
     if batch.mode is not ForwardMode.TARGET_VERIFY:

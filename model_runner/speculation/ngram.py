@@ -1,11 +1,11 @@
-"""Drafts by prompt lookup: what followed the last tokens when they occurred before.
+"""Drafts by prompt lookup: the tokens that followed an earlier occurrence of the last tokens.
 
-The longest run of last tokens, between `longest` and `shortest`, that stands earlier in the sequence; of several the
-most recent. What followed it is the draft. Where that reaches the end of the sequence it goes on with itself, so a
-sequence that repeats is drafted as far as asked.
+The proposer looks for the longest run of last tokens, from `shortest` to `longest`, that occurs earlier in the
+sequence; among several the most recent. The tokens after it are the draft. If these reach the end of the sequence, the
+draft continues with its own tokens, so a repeating sequence is drafted to any length.
 
-An index per sequence, from its runs of `shortest` tokens to where they stand, takes each token in once; a longer run is
-found by walking the places of its end. Rescanning would cost the whole context at every step.
+An index per sequence maps each run of `shortest` tokens to its occurrences, and is extended once per token; longer runs
+are found by comparing backwards from these. Rescanning would read the whole context at every step.
 
 Source: prompt lookup decoding (Saxena, 2023).
 """
@@ -22,11 +22,11 @@ __all__ = ["NgramIndex", "NgramProposer"]
 
 
 class NgramProposer:
-    """Drafts by prompt lookup, a chain for every request; needs nothing of the model. See `Proposer`.
+    """Drafts by prompt lookup, a chain for every request; it does not use the model. See `Proposer`.
 
     Args:
-        shortest: tokens of the shortest run that is looked up, at least 1.
-        longest: of the longest.
+        shortest: tokens of the shortest run to look up, at least 1.
+        longest: tokens of the longest run to look up.
     """
 
     def __init__(self, shortest: int, longest: int) -> None:
@@ -35,7 +35,7 @@ class NgramProposer:
         self._indices: dict[Request, NgramIndex] = {}
 
     def propose(self, requests: Sequence[Request], counts: Sequence[int]) -> list[Draft]:
-        """As many drafts as wanted, or none where nothing is found."""
+        """For each request as many drafts as wanted, or none if no earlier run is found."""
         drafts = []
         for request, count in zip(requests, counts, strict=True):
             index = self._indices.get(request)
@@ -45,30 +45,30 @@ class NgramProposer:
         return drafts
 
     def forget(self, request: Request) -> None:
-        """The request ended; its tokens need no index any more."""
+        """Drop the index of a request that has ended."""
         self._indices.pop(request, None)
 
 
 class NgramIndex:
-    """Where the runs of one growing sequence stand.
+    """Index of the runs of one growing sequence.
 
     Args:
-        shortest: tokens of the shortest run that is looked up, at least 1.
-        longest: of the longest.
+        shortest: tokens of the shortest run to look up, at least 1.
+        longest: tokens of the longest run to look up.
     """
 
     def __init__(self, shortest: int, longest: int) -> None:
         self._shortest = shortest
         self._longest = longest
         self._latest: dict[tuple[int, ...], int] = {}
-        self._previous = array("q")  # by the start of a run: the start of the same run before it, or -1
+        self._previous = array("q")  # start of a run -> start of its previous occurrence, or -1
 
     def draft(self, tokens: Sequence[int], count: int) -> list[int]:
-        """Up to `count` tokens that may follow: none where nothing is found, else `count`.
+        """Draft `count` tokens; none if no earlier run is found.
 
         Args:
             tokens: the sequence; between calls it may only grow.
-            count: of drafts.
+            count: number of drafts.
         """
         if count < 1 or len(tokens) <= self._shortest:
             return []
@@ -82,7 +82,7 @@ class NgramIndex:
         return draft
 
     def _take_in(self, tokens: Sequence[int]) -> None:
-        """Index the runs that end before the last token: the last ones are what will be looked up."""
+        """Index the runs that end before the last token; the run that ends at it is the one to look up."""
         first, stop = len(self._previous), len(tokens) - self._shortest
         runs = zip(*(tokens[first + shift : stop + shift] for shift in range(self._shortest)), strict=True)
         for start, run in enumerate(runs, first):
@@ -90,7 +90,7 @@ class NgramIndex:
             self._latest[run] = start
 
     def _find(self, tokens: Sequence[int]) -> int | None:
-        """The place after the best earlier occurrence of the last tokens."""
+        """The index after the best earlier occurrence of the last tokens."""
         begin = len(tokens) - self._shortest
         start = self._latest.get(tuple(tokens[begin:]), -1)
         best, best_extra, most = None, -1, self._longest - self._shortest

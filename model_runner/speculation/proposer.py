@@ -1,11 +1,11 @@
-"""Who guesses a request's next tokens, so that one step of the model can check several of them.
+"""The interface of proposers: they guess a request's next tokens, so that one step of the model can check several.
 
-    propose     drafts behind the tokens that are known, as a chain or as a tree
-    observe     what a step of the target gave: hidden states of its rows, new tokens, which drafts were right
-    forget      the request ended, or lost its KV
+    propose     drafts after the known tokens, as a chain or as a tree
+    observe     the results of a target's step: hidden states of its rows, new tokens, accepted drafts
+    forget      the request has ended, or lost its KV
 
-What comes out of a request never depends on the drafts, only how many steps it takes (with acceptance by rejection: its
-distribution does not). A proposer may be wrong, late, or have nothing to say.
+Drafts never change a request's output, only the number of its steps (with acceptance by rejection, they do not change
+the output's distribution). A proposer may be wrong, late, or make no drafts.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ __all__ = ["Draft", "Proposer", "StepObserver"]
 
 @dataclass(frozen=True)
 class Draft:
-    """Guesses of what comes after a request's last token.
+    """Draft tokens after a request's last token.
 
     Attributes:
-        tokens: `D` of them; none is no guess.
-        parents: of each draft the node it follows: 0 is the last known token (the root), `j + 1` is draft `j`, which
-            comes before it. None is a chain: every draft follows the one before.
-        probs: `[D, vocab]` float32, the distribution each draft was drawn from; None unless they were drawn, and only
-            with a chain.
+        tokens: `D` draft tokens; may be empty.
+        parents: for each draft the node it follows: 0 is the last known token (the root), `j + 1` is draft `j`, an
+            earlier one. None is a chain: every draft follows the previous one.
+        probs: `[D, vocab]` float32, the distribution each draft was drawn from; None if they were not drawn. Chains
+            only.
     """
 
     tokens: tuple[int, ...]
@@ -40,24 +40,24 @@ class Draft:
 
 
 class Proposer(Protocol):
-    """Makes drafts. Called between steps, by the one who schedules them."""
+    """Makes drafts. The scheduler calls it between steps."""
 
     def propose(self, requests: Sequence[Request], counts: Sequence[int]) -> list[Draft]:
         """Drafts of each request.
 
         Args:
-            requests: whose tokens are all known.
-            counts: how many drafts of each are wanted; it may get fewer.
+            requests: requests without pending tokens.
+            counts: most drafts of each request; the proposer may make fewer.
         """
         ...
 
     def forget(self, request: Request) -> None:
-        """The request ended, or was retracted: its keys and values are gone, what was kept about it may go, too."""
+        """Drop the state of a request that has ended or was retracted: its keys and values are gone."""
         ...
 
 
 class StepObserver(Protocol):
-    """A proposer that needs what the target computed; see `ModelRunner.set_observer`."""
+    """A proposer that needs the target's hidden states; see `ModelRunner.set_observer`."""
 
     def observe(
         self,
@@ -66,13 +66,13 @@ class StepObserver(Protocol):
         tokens: Sequence[tuple[int, ...]],
         accepted_rows: Sequence[tuple[int, ...]],
     ) -> None:
-        """A step that ran tokens was read; called once, in the order of the steps.
+        """Called once per step with tokens when its result is read, in the order of the steps.
 
         Args:
-            batch: what the step ran.
-            hidden: `[T, hidden_size]` of all its rows, normalised: what `compute_logits` takes.
-            tokens: the new tokens of each share; none where its prompt goes on.
-            accepted_rows: of each share in a verify step the rows of its root and its accepted drafts, in order;
-                else none.
+            batch: the step's batch.
+            hidden: `[T, hidden_size]` of all its rows, normalised: the input of `compute_logits`.
+            tokens: the new tokens of each share; none for a prompt chunk that does not end its prompt.
+            accepted_rows: in a verify step, for each share the rows of its root and its accepted drafts, in order;
+                else empty.
         """
         ...

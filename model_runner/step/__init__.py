@@ -1,14 +1,14 @@
-"""One step: from requests to a batch, agreed on by all ranks, and what it needs on the device.
+"""One step: from requests to a batch, the vote of all ranks, and the streams on the device.
 
-request           a request while it is generated, and its share of one step
+request           a request during generation, and its share of one step
 request_memory    its row of the block table, and its blocks
 input_batch       shares, flattened into one batch
 draft_trees       trees of drafts in a batch
-verify            how many drafts a batch has
+verify            checks the drafts of a batch
 graph_sizes       which steps are captured, and which graph a step is padded to
 dp                the vote with the other ranks, and this rank's lanes
-context           what every lane of a step knows
-streams           what runs where, and who waits for whom
+context           the forward context of a step and of its lanes
+streams           the streams of a step, and their order
 future_map        tokens that the host does not know yet
-logprobs          how likely tokens were
+logprobs          log-probabilities of tokens
 """

@@ -1,4 +1,4 @@
-"""The forward context of a step that was agreed on: attention plans, and how many tokens everybody has."""
+"""The forward context of a step after its vote: attention plans, and every rank's number of tokens."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ _MODES = {fingerprint(mode): mode for mode in ForwardMode}
 def step_context(
     batch: InputBatch, agreed: Coordination, attention: UBatchAttention, tensor_parallel_size: int = 1
 ) -> ForwardContext:
-    """One context and attention plan for the batch, or where it overlaps in lanes one of each per lane.
+    """One context and attention plan for the batch, or if it overlaps in lanes, one of each per lane.
 
     Args:
-        batch: of this rank.
-        agreed: on it.
+        batch: this rank's batch.
+        agreed: result of the vote on it.
         attention: makes the plans.
-        tensor_parallel_size: ranks that share a replica, and come with the same batch.
+        tensor_parallel_size: ranks that share a replica, and have the same batch.
     """
     decision = agreed.decision
     mode = common_mode(decision)
 
     def context(plan: object | None, own: int, tokens: Sequence[int]) -> ForwardContext:
-        """Of `own` tokens of this rank, where every rank's replica has `tokens`."""
+        """A context for `own` tokens of this rank; `tokens` are those of every rank's replica."""
         replicas = tokens[::tensor_parallel_size]
         return ForwardContext(
             attn_metadata=plan,
@@ -57,6 +57,6 @@ def step_context(
 
 
 def common_mode(decision: Decision) -> ForwardMode | None:
-    """What the ranks with tokens do; None where they do different things, or there is none. Mixed counts as prefill."""
+    """The mode of all ranks with tokens; None if modes differ or no rank has tokens. Mixed counts as prefill."""
     busy = {mode for mode, row in zip(decision.modes, decision.tokens, strict=False) if any(row)}
     return _MODES.get(busy.pop()) if len(busy) == 1 else None

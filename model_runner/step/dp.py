@@ -1,10 +1,10 @@
-"""Whether this step overlaps, agreed by all ranks, and how this rank's batch is cut if it does.
+"""The vote of all ranks whether a step overlaps, and the split of this rank's batch if it does.
 
-Every rank votes at every step, idle ones too: one small all-reduce that also tells each rank everybody's token counts.
-    too few tokens, dbo off, a lane would be empty      votes no, says why
-    one lane that overlaps in itself (single-batch)     votes yes, as it is
-    requests whose keys and values others of the batch need leave no place to cut    votes no (`attention.kv_order`)
-    no tokens                                           votes idle: goes along, with empty lanes
+Every rank votes at every step, idle ones too: one small all-reduce, which also gives each rank all token counts.
+    too few tokens, dbo off, a lane would be empty      votes no, with the reason
+    one lane that overlaps in itself (single-batch)     votes yes, without a split
+    no split keeps requests together that need each other's keys and values    votes no (`attention.kv_order`)
+    no tokens                                           votes idle: joins the other ranks, with empty lanes
     otherwise                                           votes yes, with its tokens per lane
 """
 
@@ -59,17 +59,17 @@ def _no_pairs() -> Sequence[tuple[int, int]]:
 
 @dataclass(frozen=True)
 class BatchShape:
-    """What the vote must know of this rank's batch, all of it on the host. `build_input_batch` fills it.
+    """The data of this rank's batch for the vote, all on the host; filled by `build_input_batch`.
 
     Attributes:
         query_lens: tokens of each request in this step; empty on an idle rank.
-        mode: what the batch is.
+        mode: mode of the batch.
         prefix_lens: tokens of each request that are in the cache already; needed to split by cost.
-        late_reads: gives (reader, writer) pairs of requests that must be in one lane, see
-            `attention.reads_of_later_writes`. It is called where the batch would be split, only then: it costs time.
-        cost: what a token and an attended pair cost in this model; needed to split by cost.
-        graph_mode: the CUDA graphs this rank could replay for it, `Offer.graph_mode`; 0 for none.
-        content: fingerprint of the requests' tokens, where other ranks must run the same, `Offer.content`; else 0.
+        late_reads: returns (reader, writer) pairs of requests that must be in one lane, see
+            `attention.reads_of_later_writes`. It is slow, and called only if the batch would be split.
+        cost: cost of a token and of an attended pair in this model; needed to split by cost.
+        graph_mode: the CUDA graphs this rank could replay for the batch, `Offer.graph_mode`; 0 for none.
+        content: fingerprint of the requests' tokens if other ranks must run the same, `Offer.content`; else 0.
         period_us: see `Offer.period_us`.
     """
 
@@ -84,7 +84,7 @@ class BatchShape:
 
     @property
     def prefill_tokens(self) -> int:
-        """Tokens of requests that do not decode; none in a step that verifies drafts."""
+        """Tokens of requests that do not decode; 0 in a step that verifies drafts."""
         if self.mode not in (ForwardMode.PREFILL, ForwardMode.MIXED):
             return 0
         decodes = (length == 1 and done > 0 for length, done in zip(self.query_lens, self.prefix_lens, strict=False))
@@ -93,13 +93,13 @@ class BatchShape:
 
 @dataclass(frozen=True)
 class Coordination:
-    """What all ranks do in this step.
+    """The result of the vote on a step.
 
     Attributes:
-        decision: the vote's result, with every rank's tokens.
-        slices: this rank's lanes when the step overlaps in lanes, else None.
-        schedule: what it overlaps with, else None.
-        graph: what the step replays, the same on every rank; None where it runs eagerly. `GraphSteps.agree` fills it.
+        decision: the decision, with every rank's tokens.
+        slices: this rank's lanes if the step overlaps in lanes, else None.
+        schedule: the schedule if the step overlaps, else None.
+        graph: the graph that all ranks replay; None if the step runs eagerly. `GraphSteps.agree` fills it.
     """
 
     decision: Decision
@@ -116,18 +116,18 @@ class Coordination:
 def coordinate_batch_across_dp(
     config: UBatchConfig, batch: BatchShape, group: CommGroup | None, tensor_parallel_size: int = 1
 ) -> Coordination:
-    """Vote on this step. With a group, every rank of it must call this, equally often.
+    """Vote on this step. Every rank of the group must call this for every step.
 
-    Ranks that share a replica make the same offer, of the replica's tokens.
+    Ranks that share a replica make the same offer, with the replica's tokens.
 
     Args:
         config: thresholds, lanes, schedules.
-        batch: this rank's.
-        group: the ranks; None for one rank alone.
+        batch: this rank's batch.
+        group: the ranks; None for a single rank.
         tensor_parallel_size: ranks of a replica.
 
     Raises:
-        TensorParallelMismatch: ranks of a replica came with different requests.
+        TensorParallelMismatch: ranks of a replica have different requests.
         ConfigError: this rank has no tokens, and the others run a schedule that it does not have.
         PeerFailed, TransferTimeout, GroupBroken: see `CommGroup.vote`.
     """
@@ -137,7 +137,7 @@ def coordinate_batch_across_dp(
     if not decision.engaged:
         return Coordination(decision, None)
     schedule = config.agreed_schedule(decision, batch.mode)
-    if offer.wish is Wish.IDLE:  # it has voted without knowing how many lanes the others have
+    if offer.wish is Wish.IDLE:  # an idle rank votes without knowing the others' number of lanes
         slices = (UBatchSlice(slice(0, 0), slice(0, 0)),) * schedule.lanes
     return Coordination(decision, slices if schedule.lanes > 1 else None, schedule=schedule)
 
@@ -158,7 +158,7 @@ def make_offer(config: UBatchConfig, batch: BatchShape) -> tuple[Offer, tuple[UB
             whole = any(piece.is_empty() for piece in wanted)
             reason, slices = DeclineReason.LAST_UBATCH_EMPTY if whole else DeclineReason.KV_ORDER, None
     wish = Wish.NO if reason is not None else Wish.YES if total else Wish.IDLE
-    # A mixed batch counts as prefill: beside a prefill on another rank both can overlap.
+    # A mixed batch counts as prefill, so that it can overlap with a prefill on another rank.
     kind = ForwardMode.PREFILL if batch.mode is ForwardMode.MIXED else batch.mode
     offer = Offer(
         wish=wish,
@@ -176,11 +176,11 @@ def make_offer(config: UBatchConfig, batch: BatchShape) -> tuple[Offer, tuple[UB
 
 
 def _split(config: UBatchConfig, schedule: Schedule, batch: BatchShape) -> tuple[UBatchSlice, ...]:
-    """Decode and verify by request count, prefill balanced; with two lanes a long request may be cut. By cost, a mixed
-    batch may have its decodes in a lane of their own.
+    """Split decode and verify batches by request count, prefills by tokens or cost; with two lanes a long request may
+    be cut in two. In a split by cost, a mixed batch may have its decodes in a separate lane.
 
-    A cut through a request is safe here: all lanes pass the same points in ring order, so in every layer the lane
-    with the earlier tokens has written their keys and values before the next lane attends to them.
+    Cutting a request is safe: all lanes pass the same points in ring order, so in every layer the lane with the earlier
+    tokens writes their keys and values before the next lane reads them.
     """
     fixed = MODES[batch.mode].split is SplitKind.FIXED
     lanes = schedule.lanes
@@ -193,7 +193,7 @@ def _split(config: UBatchConfig, schedule: Schedule, batch: BatchShape) -> tuple
 
 
 def content_of(scheduled: Sequence[ScheduledRequest]) -> int:
-    """A fingerprint of what a rank runs, for the vote: never 0, the same for the same tokens at the same places."""
+    """A fingerprint of a rank's requests, for the vote: equal for equal tokens at equal positions; never 0."""
     content = 1
     for share in scheduled:
         request, start = share.request, share.request.num_computed_tokens
@@ -204,10 +204,10 @@ def content_of(scheduled: Sequence[ScheduledRequest]) -> int:
 
 
 def check_same_requests(decision: Decision, size: int) -> None:
-    """Whether the ranks of every replica came with the same requests. All ranks see the same, and raise alike.
+    """Check that the ranks of each replica have the same requests. All ranks raise the same error.
 
     Raises:
-        TensorParallelMismatch: they did not; nothing has run.
+        TensorParallelMismatch: their requests differ; nothing has run.
     """
     if size == 1:
         return

@@ -1,14 +1,14 @@
-"""Drafts as trees: what attention and acceptance must know about who follows whom.
+"""Trees of drafts in a batch: their layout for attention and acceptance.
 
     node 0             the last known token, the root; node j + 1 is draft j
     rows               root and nodes of request r are rows r * N to (r + 1) * N of the batch, N = D + 1
-    positions          prefix + depth: siblings share one
-    slots              node i is written to the place prefix + i, so that no two nodes share one
+    positions          prefix + depth: siblings have the same position
+    slots              node i is written to the slot of position prefix + i, so every node has its own
     mask               a node sees the prefix, its ancestors and itself
-    links              each node's first child and next sibling, by number
+    links              index of each node's first child and next sibling
 
-A chain is a tree in which every draft follows the one before. Causal attention is right for it, so a step of chains
-only has no mask.
+A chain is a tree in which every draft follows the previous one. Causal attention is correct for it, so a step with only
+chains has no mask.
 
 Source: SpecInfer (2023), EAGLE-2 (2024); the layout of the links is SGLang's.
 """
@@ -33,15 +33,15 @@ _NONE = -1
 
 
 def check_parents(name: int | str, parents: Sequence[int], num_drafts: int) -> None:
-    """Whether the drafts of a request are a tree, parents before children.
+    """Check that the drafts of a request form a tree, parents before children.
 
     Args:
-        name: of the request.
+        name: name of the request, for messages.
         parents: see `Draft.parents`.
-        num_drafts: of the request.
+        num_drafts: drafts of the request.
 
     Raises:
-        RequestError: they are not.
+        RequestError: they do not.
     """
     if len(parents) != num_drafts:
         raise RequestError(
@@ -56,7 +56,7 @@ def check_parents(name: int | str, parents: Sequence[int], num_drafts: int) -> N
 
 
 def path_to(node: int, parents: Sequence[int] | None) -> tuple[int, ...]:
-    """The drafts from the root to a node, both by number: `node - 1` is the last; none for the root."""
+    """Indices of the drafts on the path from the root to `node`; the last is `node - 1`. Empty for the root."""
     if parents is None:
         return tuple(range(node))
     path = []
@@ -96,16 +96,16 @@ class DraftTrees:
         return cls(*(torch.stack(parts) for parts in zip(*grown, strict=True)))
 
     def positions(self, prefix_lens: Sequence[int]) -> Tensor:
-        """`[R * N]` int64, every node's place in its request, were its path accepted."""
+        """Every node's position in its request if its path is accepted, `[R * N]` int64."""
         return (torch.tensor(prefix_lens, dtype=torch.int64)[:, None] + self.depth).flatten()
 
     def verify_input(self, prefix_lens: Sequence[int], input_ids: Tensor, positions: Tensor) -> SpecVerifyInput:
-        """What a verify step of these trees tells attention.
+        """The attention input of a verify step with these trees.
 
         Args:
             prefix_lens: tokens of each request in the cache.
             input_ids: `[R * N]` int64, on the device.
-            positions: see above, on the device.
+            positions: as from `positions`, on the device.
         """
         requests, nodes = self.depth.shape
         index = torch.arange(requests * nodes).view(requests, nodes)
@@ -114,7 +114,7 @@ class DraftTrees:
         ends = torch.tensor([[start + prefix for start, prefix in zip(starts, prefix_lens, strict=False)], rows])
         host = (index, self.first_child, self.next_sibling, ends, self.sees)
         index, child, sibling, ends, sees = to_device(host, input_ids.device)
-        # All of the prefix is seen. What is seen of the tree lies at the end of each row.
+        # Every node sees the whole prefix. The tree's part of the mask is at the end of each row.
         mask = torch.ones(starts[-1], dtype=torch.bool, device=input_ids.device)
         node = torch.arange(nodes, device=input_ids.device)
         where = ends[0][:, None, None] + ends[1][:, None, None] * node[:, None] + node
@@ -158,7 +158,7 @@ def _verify_input(
 
 @lru_cache(maxsize=1024)
 def _grow(parents: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """One tree's `depth`, `first_child`, `next_sibling` and `sees`; nobody writes to them."""
+    """One tree's `depth`, `first_child`, `next_sibling` and `sees`; they are cached, so do not write to them."""
     nodes = len(parents) + 1
     depth, child, sibling = [0] * nodes, [_NONE] * nodes, [_NONE] * nodes
     last_child = [_NONE] * nodes

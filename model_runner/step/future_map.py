@@ -1,13 +1,13 @@
 """Tokens that were sampled on the device and are not known on the host yet.
 
-The overlap loop launches step N + 1 before it has read what step N sampled. A request's last token is then
-`PENDING_TOKEN`, and the real one is taken from here, on the device, in stream order:
+The overlap loop launches step N + 1 before it reads the tokens of step N. A request's last token is then
+`PENDING_TOKEN`, and the real one is looked up here, on the device, in stream order:
 
-    step N, sample        store: tokens[row + 1] = what was sampled
+    step N, sample        store: tokens[row + 1] = the sampled token
     step N + 1, build     input id -(row + 1) for a pending token
     step N + 1, launch    resolve: ids below 0 are looked up
 
-A request keeps its place for as long as it has its row of the request table. Place 0 is for padding.
+A request keeps its place while it has its row of the request table. Place 0 is for padding.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ class FutureMap:
     On a GPU with Triton a store and a resolve are one launch each; elsewhere the references below run.
 
     Args:
-        max_num_seqs: rows.
-        device: where the tokens are.
+        max_num_seqs: rows of the request table.
+        device: device of the tokens.
     """
 
     def __init__(self, max_num_seqs: int, device: torch.device | str = "cpu") -> None:
         self._tokens = torch.zeros(max_num_seqs + 1, dtype=torch.int64, device=device)
-        # Whose token it is, and its place in the request: a stale one must never be taken for a new one.
+        # Each token's request, and its index in the request: a stale token must never be used for a new one.
         self._owners: list[tuple[Request, int] | None] = [None] * max_num_seqs
         self._resolve, self._store = resolve_reference, store_reference
         if self._tokens.device.type == "cuda" and importlib.util.find_spec("triton") is not None:
@@ -47,12 +47,12 @@ class FutureMap:
             self._store(self._tokens, padding, self._resolve(padding, self._tokens))
 
     def store(self, places: Tensor, tokens: Tensor, owners: Sequence[tuple[Request, int, int]]) -> None:
-        """Keep what a step sampled.
+        """Store the sampled tokens of a step.
 
         Args:
             places: `[S]` int64 on the device, row + 1 of each.
             tokens: `[S]` int64 on the device.
-            owners: (request, place of the token in it, row) of each.
+            owners: (request, index of the token in it, row) of each.
         """
         self._store(self._tokens, places, tokens)
         for request, index, row in owners:
@@ -62,11 +62,11 @@ class FutureMap:
         """`input_ids` with every id below 0 replaced by the token at its place.
 
         Args:
-            input_ids: `[T]` int64, `-(row + 1)` where a token is pending.
-            pending: (request, place of the token in it, row) of each of them.
+            input_ids: `[T]` int64, `-(row + 1)` for a pending token.
+            pending: (request, index of the token in it, row) of each pending token.
 
         Raises:
-            StepOrderError: the step that samples one of them has not sampled yet.
+            StepOrderError: a pending token was not sampled yet.
         """
         if not pending:
             return input_ids

@@ -1,16 +1,16 @@
 """Which steps are captured as CUDA graphs, and which graph a step is padded to. No torch here: numbers only.
 
     family      steps that may replay each other's graphs: one mode, one number of tokens per request
-    shape       one graph of a family: room for so many requests, in one piece or in lanes
+    shape       one graph of a family: its number of requests, in one piece or in lanes
 
-    plain       r requests                       -> the smallest shape with room for r; padding behind the last token
-    single      the same, where one batch overlaps in itself (a schedule of one lane, in chunks or signalled)
-    in lanes    the split's r0, r1, ... requests -> the smallest whose lanes all have room for the largest of them;
-                                                    padding behind each lane's last token
+    plain       r requests                       -> the smallest shape with room for r; padding after the last token
+    single      the same, for one batch that overlaps in itself (a schedule of one lane, in chunks or signalled)
+    in lanes    the split's r0, r1, ... requests -> the smallest shape whose lanes have room for the largest of them;
+                                                    padding after each lane's last token
 
-The real split stays as it is, so lanes are as even as in an eager step. All lanes of a graph have the same room: half
-of a size with two lanes, rounded up. With several ranks the largest number of all ranks decides, which the vote told
-every one of them: so all replay the same shape, and buffers are equal everywhere.
+The real split is not changed, so lanes are as even as in an eager step. All lanes of a graph have equal room: with two
+lanes half of a size, rounded up. With several ranks the largest number of all ranks counts, which every rank knows from
+the vote: so all replay the same shape, and buffers have the same size on every rank.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _LARGEST_BY_DEFAULT = 512
 
 @dataclass(frozen=True, order=True)
 class GraphShape:
-    """What one graph runs.
+    """The shape of one graph.
 
     Attributes:
         lane_requests: requests that each lane has room for; of the whole batch if there is one lane.
@@ -37,7 +37,7 @@ class GraphShape:
         tokens_per_request: 1 for decode, 1 + drafts for verify.
         mode: decode or target-verify; of a draft network draft-extend, too.
         single: one lane, overlapped in itself.
-        tree: drafts have a mask, so that they may be trees.
+        tree: drafts have a mask, so they may be trees.
     """
 
     lane_requests: int
@@ -79,9 +79,9 @@ class GraphFamily:
     """Steps of one kind, and the graphs they may replay.
 
     Attributes:
-        mode: of the steps.
-        tokens_per_request: of the steps.
-        shapes: plain and overlapped, ascending.
+        mode: mode of the steps.
+        tokens_per_request: tokens of each request in a step.
+        shapes: plain and overlapped shapes, ascending.
     """
 
     mode: ForwardMode
@@ -90,7 +90,7 @@ class GraphFamily:
 
     @classmethod
     def plain(cls, sizes: Iterable[int], mode: ForwardMode, tokens: int, *, tree: bool = False) -> GraphFamily:
-        """One unsplit graph of each size, which is in requests of `tokens` each."""
+        """A family with one unsplit graph per size; sizes are in requests of `tokens` tokens each."""
         shapes = (GraphShape(size, 1, tokens, mode, tree=tree) for size in sizes)
         return cls(mode, tokens, tuple(sorted(shapes)))
 
@@ -101,23 +101,23 @@ class GraphFamily:
 
     @cached_property
     def fingerprint(self) -> int:
-        """What a rank offers in the vote (`Offer.graph_mode`): the same number on all ranks that captured the same
-        shapes of this family; never 0."""
+        """A rank's offer in the vote (`Offer.graph_mode`): equal on all ranks that captured the same shapes of this
+        family; never 0."""
         return fingerprint(repr(self.shapes)) or 1
 
     def max_requests(self, *, plain: bool = False) -> int:
-        """Requests of the largest step that any graph has room for, or any plain one."""
+        """Requests of the largest step that fits a graph; with `plain` only plain graphs count."""
         return max(shape.lanes * shape.lane_requests for shape in self.shapes if not (plain and shape.engaged))
 
     def fit(self, lanes: int, lane_tokens: int, *, single: bool = False) -> GraphShape | None:
-        """The smallest graph of so many lanes with room for `lane_tokens` in each; None if there is none."""
+        """The smallest graph of `lanes` lanes with room for `lane_tokens` tokens in each; None if there is none."""
         kind = (lanes, single)
         roomy = (shape for shape in self.shapes if (shape.lanes, shape.single) == kind)
         return min((shape for shape in roomy if shape.lane_tokens >= lane_tokens), default=None)
 
 
 def default_capture_sizes(max_num_seqs: int, largest: int | None = None) -> tuple[int, ...]:
-    """1, 2, 4, then multiples of 8 below 256, and of 16 from there on; and the largest step there can be.
+    """1, 2, 4, then multiples of 8 below 256, and of 16 from there on; and the largest possible size.
 
     Args:
         max_num_seqs: most requests of a step.
@@ -131,16 +131,16 @@ def default_capture_sizes(max_num_seqs: int, largest: int | None = None) -> tupl
 
 
 def capture_sizes(max_num_seqs: int, sizes: Iterable[int] | None = None, largest: int | None = None) -> tuple[int, ...]:
-    """The sizes in requests that are captured, ascending.
+    """The sizes to capture, in requests, ascending.
 
     Args:
         max_num_seqs: most requests of a step.
-        sizes: exactly these; None for the default ones.
-        largest: leave out what is above; None for no limit but the default's.
+        sizes: the sizes given by the user; None for the default ones.
+        largest: upper limit of the sizes; None for the default's limit only.
 
     Raises:
-        ConfigError: a size, or `largest`, is not from 1 to `max_num_seqs`; no size is left; or `largest` is below a
-            size that was asked for.
+        ConfigError: `sizes` is empty, a size is not from 1 to `max_num_seqs`, `largest` is below 1, or below a given
+            size.
     """
     if largest is not None and largest < 1:
         raise ConfigError(f"max_cudagraph_capture_size must be at least 1, not {largest}.")
@@ -167,13 +167,13 @@ def capture_sizes(max_num_seqs: int, sizes: Iterable[int] | None = None, largest
 def graph_families(
     sizes: Sequence[int], config: UBatchConfig, num_speculative_tokens: int = 0, *, trees: bool = False
 ) -> list[GraphFamily]:
-    """What is captured: every size plain, and overlapped where a step that is padded to it may overlap.
+    """The families to capture: every size plain, and also overlapped if a step padded to it may overlap.
 
     Args:
-        sizes: in requests.
+        sizes: sizes in requests.
         config: thresholds, lanes and chunks.
         num_speculative_tokens: drafts of a verify step; 0 for no such steps.
-        trees: they may be trees, so that every verify step has a mask.
+        trees: drafts may be trees, so every verify step has a mask.
     """
     plain = [GraphFamily.plain(sizes, ForwardMode.DECODE, 1)]
     if num_speculative_tokens:
@@ -182,7 +182,7 @@ def graph_families(
 
 
 def _overlapped(family: GraphFamily, config: UBatchConfig) -> Iterator[GraphShape]:
-    """One for every plain graph whose steps may overlap."""
+    """One overlapped shape for every plain one whose steps may overlap."""
     settings = config.for_mode(family.mode)
     lanes = settings.schedule.lanes
     if not config.enable_dbo or not settings.overlaps or MODES[family.mode].split is SplitKind.NEVER:
@@ -193,5 +193,5 @@ def _overlapped(family: GraphFamily, config: UBatchConfig) -> Iterator[GraphShap
 
 
 def tokens_needed(decision: Decision) -> tuple[int, int]:
-    """Lanes of a step, and the most tokens that any of them has on any rank."""
+    """Number of lanes of a step, and the most tokens of any lane on any rank."""
     return len(decision.tokens[0]), max(max(row) for row in decision.tokens)

@@ -1,6 +1,6 @@
-"""The flattened batch that one step runs, built from the requests as they are at that moment.
+"""The flattened batch of one step, built from the requests' state at that moment.
 
-Everything that is needed after the launch is written down here: the requests go on while the step runs.
+It stores everything that is needed after the launch, because the requests may change while the step runs.
 """
 
 from __future__ import annotations
@@ -35,23 +35,24 @@ __all__ = ["InputBatch", "build_input_batch"]
 
 @dataclass(frozen=True)
 class InputBatch:
-    """What one step runs, on the device.
+    """The batch of one step, on the device.
 
     Attributes:
         scheduled: the requests' shares, in order.
-        input_ids: `[T]` int64; `-(row + 1)` where the token is pending, see `FutureMap`.
-        positions: `[T]` int64, each token's place in its request; of a tree of drafts, were its path accepted.
+        input_ids: `[T]` int64; `-(row + 1)` for a pending token, see `FutureMap`.
+        positions: `[T]` int64, each token's position in its request; in a tree of drafts, the position if its path is
+            accepted.
         metadata: for attention.
         shape: for the vote.
-        logits_rows: `[S]` int64, the rows that are sampled: the last token of every share that reaches its end, and in
-            a verify batch all rows.
-        future_places: `[S]` int64, row + 1 of the requests that are sampled; empty in a verify batch, whose tokens the
-            host must see before it goes on.
+        logits_rows: `[S]` int64, indices of the sampled rows: the last token of every share that reaches the end of its
+            request's tokens; in a verify batch all rows.
+        future_places: `[S]` int64, row + 1 of the sampled requests; empty in a verify batch, whose tokens the host must
+            read before the next step.
         lengths: tokens of every request when the batch was built.
-        rows_per_share: how many of `logits_rows` are each share's.
-        future_owners: (request, place of the new token in it, row) of `future_places`.
-        pending: (request, place of the token in it, row) of every pending token.
-        prompt_spans: the prompts of this step whose log-probabilities are asked for.
+        rows_per_share: number of `logits_rows` of each share.
+        future_owners: (request, index of the new token in it, row) of `future_places`.
+        pending: (request, index of the token in it, row) of every pending token.
+        prompt_spans: the parts of prompts in this step that need prompt log-probabilities.
     """
 
     scheduled: tuple[ScheduledRequest, ...]
@@ -94,16 +95,16 @@ def build_input_batch(
     """Flatten the requests' next tokens, and their drafts.
 
     Args:
-        scheduled: the shares of this step; none at all is an idle step.
-        table: has every request's blocks.
-        spec: of the KV cache.
-        device: where the tensors go.
-        mask_chains: drafts that are chains have a mask, too: graphs that verify trees read one.
+        scheduled: the shares of this step; empty for an idle step.
+        table: block table of every request.
+        spec: spec of the KV cache.
+        device: device of the tensors.
+        mask_chains: also give chains of drafts a mask, because graphs that verify trees need one.
 
     Raises:
-        RequestError: a share is empty, or longer than what is left of its request, or the request has no row; drafts
-            that are not alike, are no tree, or come behind a token that is pending.
-        KVCacheExhausted: a request has not enough blocks for its share.
+        RequestError: a share is empty or longer than the rest of its request; a request has no row; shares have
+            different numbers of drafts; drafts are no tree, or follow a pending token.
+        KVCacheExhausted: a request has too few blocks for its share.
     """
     shares, device = tuple(scheduled), torch.device(device)
     num_drafts = drafts_per_request(shares)
@@ -167,7 +168,7 @@ def build_input_batch(
 def _places(
     table: RequestToTokenTable, rows: Sequence[int], query_lens: Sequence[int], computed: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
-    """Every token's place in its request, and its slot, `[T]` each."""
+    """Every token's position in its request, and its KV slot, `[T]` each."""
     row_of_request = torch.tensor(rows, dtype=torch.int64)
     done = torch.tensor(computed, dtype=torch.int64)
     num_tokens = sum(query_lens)
@@ -182,7 +183,7 @@ def _places(
 def _input_ids(
     shares: Sequence[ScheduledRequest], computed: Sequence[int]
 ) -> tuple[list[int], tuple[tuple[Request, int, int], ...]]:
-    """The tokens of all shares, with `-(row + 1)` for pending ones; and which these are."""
+    """The tokens of all shares, with `-(row + 1)` for pending ones; and the list of pending ones."""
     ids: list[int] = []
     pending = []
     for share, start in zip(shares, computed, strict=True):
@@ -208,7 +209,7 @@ def _prompt_spans(shares: Sequence[ScheduledRequest], starts: Sequence[int]) -> 
             continue
         start, end = request.num_computed_tokens, request.num_prompt_tokens
         stop = min(start + share.num_tokens, end)
-        # One past the part, where the prompt goes on: the next chunk's first token is scored by this chunk's last row.
+        # If the prompt continues, one token more: this chunk's last row scores the next chunk's first token.
         targets = tuple(request.token_ids[start + 1 : min(stop + 1, end)])
         spans.append(PromptSpan(index, request, start, stop, starts[index], targets))
     return tuple(spans)
@@ -233,7 +234,7 @@ def _checked_row(share: ScheduledRequest, table: RequestToTokenTable, spec: Cach
 
 
 def _mode(query_lens: Sequence[int], computed: Sequence[int]) -> ForwardMode:
-    """Decode: every request adds one token to what it has cached. Such a batch splits by request count."""
+    """Decode: every request runs one token and has cached ones. Such a batch is split by request count."""
     decodes = [length == 1 and done > 0 for length, done in zip(query_lens, computed, strict=True)]
     if not decodes:
         return ForwardMode.IDLE

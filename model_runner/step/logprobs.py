@@ -1,10 +1,10 @@
 """Log-probabilities of tokens under the model's own distribution: raw logits, temperature 1, no penalties.
 
-    sampled tokens   the row that each was sampled from; only rows that ask
-    prompt tokens    row `i` of a prompt says how likely token `i + 1` was
+    sampled tokens   scored by the row that each was sampled from; only if the request needs them
+    prompt tokens    row `i` of a prompt scores token `i + 1`
 
-A prompt may run in chunks. The last row of a chunk says how likely the first token of the next chunk was; so a chunk
-scores that token too, and `PromptCarry` keeps the result until the next chunk is read.
+A prompt may run in chunks. The last row of a chunk scores the first token of the next chunk; `PromptCarry` keeps that
+result until the next chunk is read.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ __all__ = [
 ]
 
 _SLICE_NUMBERS = 1 << 24
-"""Logits of all rows of a long prompt would fill the memory: so many numbers at a time."""
+"""Most logits to compute at a time: those of all rows of a long prompt would fill the memory."""
 
 
 @dataclass(frozen=True)
 class TokenLogprobs:
-    """How likely a token was, and which others were.
+    """Log-probability of a token, and of the most likely ones.
 
     Attributes:
         token: its id.
         logprob: its natural log-probability under the model's own distribution (temperature 1, no penalties).
         rank: 1 is the most likely token.
-        top: the most likely tokens and their log-probabilities, most likely first; as many as were asked for.
+        top: the most likely tokens and their log-probabilities, most likely first; the requested number.
     """
 
     token: int
@@ -57,7 +57,7 @@ def score_tokens(logits: Tensor, tokens: Tensor, num_top: int) -> Tensor:
     Args:
         logits: `[R, vocab]`.
         tokens: `[R]` int64, on the same device.
-        num_top: how many most likely tokens are listed.
+        num_top: number of most likely tokens to list.
 
     Returns:
         `[R, 2 + 2 * num_top]` float64: log-probability, rank, the top log-probabilities, the top tokens.
@@ -75,11 +75,11 @@ def score_prompt_rows(
     """`score_tokens` of many rows, a slice at a time.
 
     Args:
-        hidden: `[R, hidden_size]`, what `compute_logits` takes.
+        hidden: `[R, hidden_size]`, the input of `compute_logits`.
         tokens: `[R]` int64, the token after each row.
-        num_top: how many most likely tokens are listed.
+        num_top: number of most likely tokens to list.
         compute_logits: from hidden states to logits.
-        vocab_size: numbers of a row of logits.
+        vocab_size: columns of the logits.
     """
     size = max(1, _SLICE_NUMBERS // vocab_size)
     parts = [
@@ -90,7 +90,7 @@ def score_prompt_rows(
 
 
 def read_logprobs(tokens: Sequence[int], scores: Sequence[Sequence[float]], num_top: int) -> tuple[TokenLogprobs, ...]:
-    """What `score_tokens` packed, as a list, for so many top tokens or more."""
+    """Unpack the result of `score_tokens`, which must list at least `num_top` top tokens."""
     read = []
     for token, (logprob, rank, *rest) in zip(tokens, scores, strict=True):
         listed = len(rest) // 2
@@ -101,14 +101,14 @@ def read_logprobs(tokens: Sequence[int], scores: Sequence[Sequence[float]], num_
 
 @dataclass(frozen=True)
 class PromptSpan:
-    """The part of a prompt that one step runs, of a request that asks for prompt log-probabilities.
+    """The part of a prompt that one step runs, for a request that needs prompt log-probabilities.
 
     Attributes:
-        share: number of the request's share in the step.
-        request: whose.
-        start, stop: its places in the prompt.
+        share: index of the request's share in the step.
+        request: the request.
+        start, stop: range of the part in the prompt.
         first_row: the row of `start` in the batch.
-        targets: tokens `start + 1` and on, which the rows score; the last of them may be the next chunk's first.
+        targets: the tokens that the rows score, from `start + 1` on; the last may be the next chunk's first.
     """
 
     share: int
@@ -120,17 +120,17 @@ class PromptSpan:
 
 
 class PromptCarry:
-    """Of every prompt that runs in chunks, how likely the first token of its next chunk was."""
+    """For every prompt that runs in chunks, the score of the first token of its next chunk."""
 
     def __init__(self) -> None:
         self._launched: weakref.WeakKeyDictionary[Request, int] = weakref.WeakKeyDictionary()
         self._scores: weakref.WeakKeyDictionary[Request, TokenLogprobs] = weakref.WeakKeyDictionary()
 
     def launch(self, span: PromptSpan) -> None:
-        """A step with this part is launched.
+        """Record that a step with this part is launched.
 
         Raises:
-            RequestError: the part before it did not run in this runner, so nobody knows how likely its first token was.
+            RequestError: the previous part did not run in this runner, so the first token has no score.
         """
         if span.start and self._launched.get(span.request) != span.start:
             raise RequestError(
@@ -144,7 +144,7 @@ class PromptCarry:
 
         Args:
             span: the part; parts of a request are read in their order.
-            scored: of its `targets`.
+            scored: scores of its `targets`.
         """
         first = self._scores.pop(span.request, None) if span.start else None
         own = span.stop - span.start - 1
@@ -154,10 +154,10 @@ class PromptCarry:
 
 
 class PromptScores:
-    """The scores of a step's prompt rows, on their way to the host.
+    """The scores of a step's prompt rows, being copied to the host.
 
     Args:
-        spans: whose; one behind the other.
+        spans: the scored spans, in the order of the rows.
         scores: `[rows of all spans, 2 + 2 * most top tokens]` from `score_prompt_rows`.
     """
 
@@ -166,7 +166,7 @@ class PromptScores:
         self._copy = to_host(scores)
 
     def read(self, carry: PromptCarry) -> dict[int, tuple[TokenLogprobs | None, ...]]:
-        """By number of the share, one entry per prompt token of the step."""
+        """Index of the share -> one entry per prompt token of the step."""
         rows = iter(self._copy.wait().tolist())
         read = {}
         for span in self._spans:

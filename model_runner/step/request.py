@@ -1,9 +1,9 @@
-"""A sequence while it is generated, and its share of one step.
+"""A request during generation, and its share of one step.
 
-A request's tokens are prompt and output in one list. `num_computed_tokens` of them are in the KV cache; a step takes
-the next ones: a whole prompt, a chunk of it, or the one token that was generated last. Where a step reaches the end of
-the list, the next token is sampled. The last token may be `PENDING_TOKEN`: an earlier step sampled it on the device,
-and the host does not know it yet.
+A request's tokens are prompt and output in one list. `num_computed_tokens` of them are in the KV cache; a step runs the
+next ones: a whole prompt, a chunk of it, or the last generated token. If a step reaches the end of the list, it samples
+the next token. The last token may be `PENDING_TOKEN`: an earlier step sampled it on the device, and the host does not
+know it yet.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ PENDING_TOKEN = -1
 """A token that was sampled on the device and is not known on the host yet; see `FutureMap`."""
 
 _DRAFTING, _ACCEPTING = 0x64726166745F746B, 0x6163636570745F64
-"""Make sequences of their own out of a request's seed."""
+"""Derive separate random sequences from a request's seed."""
 
 
 @dataclass(eq=False)
 class Request:
-    """One sequence while it is generated. The scheduler owns it; the runner only reads it.
+    """One sequence during generation. The scheduler owns it; the runner only reads it.
 
     Attributes:
-        request_id: what errors call it.
+        request_id: its name in errors.
         token_ids: prompt, then output so far; the last may be `PENDING_TOKEN`.
-        params: how to generate.
-        num_prompt_tokens: how many of `token_ids` are the prompt.
-        num_computed_tokens: how many of them are in the KV cache.
+        params: sampling parameters.
+        num_prompt_tokens: number of prompt tokens in `token_ids`.
+        num_computed_tokens: number of `token_ids` in the KV cache.
         row: its row of the block table; None while it waits.
     """
 
@@ -54,7 +54,7 @@ class Request:
 
     @property
     def num_tokens(self) -> int:
-        """Prompt and output so far."""
+        """Number of tokens of prompt and output so far."""
         return len(self.token_ids)
 
     @property
@@ -64,12 +64,12 @@ class Request:
 
     @property
     def num_output_tokens(self) -> int:
-        """Tokens generated so far, a pending one too."""
+        """Number of tokens generated so far, including a pending one."""
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
     def output_token_ids(self) -> list[int]:
-        """What was generated so far."""
+        """The tokens generated so far."""
         return self.token_ids[self.num_prompt_tokens :]
 
     @cached_property
@@ -82,15 +82,15 @@ class Request:
         return uniform(self._seed, index)
 
     def draft_draw(self, index: int) -> float:
-        """A number that drafts output token `index`; not `draw`'s, which must not know what the draft was."""
+        """The random number for drafting output token `index`; independent of `draw`."""
         return uniform(self._seed ^ _DRAFTING, index)
 
     def accept_draw(self, index: int) -> float:
-        """A number that accepts or rejects the draft of output token `index`; neither of the others."""
+        """The random number that accepts or rejects the draft of output token `index`; independent of both others."""
         return uniform(self._seed ^ _ACCEPTING, index)
 
     def advance(self, num_tokens: int, token: int | None) -> None:
-        """A step ran `num_tokens` of it and, at the end of the list, sampled `token`."""
+        """Record that a step ran `num_tokens` tokens and, if not None, sampled `token`."""
         self.num_computed_tokens += num_tokens
         if token is not None:
             self.token_ids.append(token)
@@ -98,15 +98,15 @@ class Request:
 
 @dataclass(frozen=True)
 class ScheduledRequest:
-    """A request's share of one step: its next `num_tokens` tokens, and drafts behind them that are to be verified.
+    """A request's share of one step: its next `num_tokens` tokens, and drafts after them to verify.
 
     Attributes:
-        request: whose.
-        num_tokens: how many of its tokens.
-        drafts: guesses of the tokens after its last one. Where any share of a step has drafts all have equally many,
+        request: the request.
+        num_tokens: number of its tokens to run.
+        drafts: guesses of the tokens after its last one. If any share of a step has drafts, all have equally many,
             and `num_tokens` is 1.
-        parents: of each draft the node it follows: 0 is the last known token (the root), `j + 1` is draft `j`, which
-            comes before it. None is a chain. The trees of a step may differ.
+        parents: for each draft the node it follows: 0 is the last known token (the root), `j + 1` is draft `j`, an
+            earlier one. None is a chain. The trees of a step may differ.
         draft_probs: `[D, vocab]` float32 on the model's device, the distribution that each draft of a chain was drawn
             from; only with acceptance by rejection.
     """
@@ -119,5 +119,5 @@ class ScheduledRequest:
 
     @property
     def samples(self) -> bool:
-        """Whether this step reaches the end of the request's tokens, so that one is sampled."""
+        """Whether this step reaches the end of the request's tokens, and so samples the next one."""
         return self.num_tokens == self.request.num_uncomputed_tokens

@@ -1,4 +1,4 @@
-"""Which requests have a row of the request table and KV blocks: they are given both, and give both back."""
+"""Assigns rows of the request table and KV blocks to requests, and releases them."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ __all__ = ["RequestMemory"]
 
 
 class RequestMemory:
-    """Gives requests what their tokens are written to.
+    """Gives requests a row of the request table and KV blocks.
 
     Args:
-        table: whose rows they get.
-        allocator: of the blocks.
-        blocks_for: how many blocks hold so many tokens.
+        table: the request table.
+        allocator: allocates the blocks.
+        blocks_for: number of blocks for a number of tokens.
         max_model_len: longest sequence, for messages.
     """
 
@@ -41,7 +41,7 @@ class RequestMemory:
         """Give a request a row of the request table, and blocks for its first `num_tokens` tokens.
 
         Raises:
-            KVCacheExhausted: there is no row, or there are not enough blocks; nothing is taken then.
+            KVCacheExhausted: no row or too few blocks are free; nothing is changed.
         """
         needed = self._blocks_for(num_tokens)
         if needed > self._table.max_blocks:
@@ -58,10 +58,10 @@ class RequestMemory:
         self._table.append(request.row, blocks)
 
     def reserve(self, request: Request, num_tokens: int) -> None:
-        """Give an admitted request blocks for its first `num_tokens` tokens in all; what it has stays.
+        """Extend an admitted request's blocks to hold its first `num_tokens` tokens.
 
         Raises:
-            KVCacheExhausted: there are not enough blocks; nothing is taken then.
+            KVCacheExhausted: too few blocks are free; nothing is changed.
         """
         if request.row is None:
             self.admit(request, num_tokens)
@@ -72,7 +72,7 @@ class RequestMemory:
             self._table.append(request.row, self._allocator.allocate(more))
 
     def release(self, request: Request) -> None:
-        """Take a request's row and blocks back; its tokens must be computed anew if it ever runs again."""
+        """Release a request's row and blocks; if it runs again, its tokens are computed again."""
         if request.row is not None:
             self._allocator.free(self._table.remove_row(request.row))
             request.row = None

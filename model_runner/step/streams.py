@@ -1,34 +1,34 @@
-"""The streams of a step: what runs where, and who waits for whom.
+"""The streams of a step: the work of each stream, and what it waits for.
 
-    upload     the step's small inputs, from pinned memory                  waits for nobody
-    forward    resolve, attention plans, model, logits, sampling, store     waits for its uploads, and for what the
-                                                                            caller's stream had when the step came
-    download   what was sampled, to pinned memory                           waits for the sampling it copies
+    upload     the step's small inputs, from pinned memory                  waits for nothing
+    forward    resolve, attention plans, model, logits, sampling, store     waits for its uploads, and for the work
+                                                                            queued on the caller's stream before
+    download   the sampled tokens, to pinned memory                         waits for the sampling it copies
 
-    caller     the scheduling thread's own stream: waits for nobody
+    caller     the scheduling thread's own stream                           waits for nothing
 
     upload     in N ........ in N+1 ................
     forward    -- step N ---------|-- step N+1 -----|--
     download                      out N ............. out N+1
     host       launch N+1 | ..... read N | launch N+2 | .....
 
-So step N+1 is launched while step N runs, its inputs are there when step N ends, and reading step N delays neither. The
-host waits in two places: `HostCopy.wait`, where a step is read, and `planning`, for the few bytes of the plan before.
-With several ranks it looks out for failed peers while it waits: a collective that nobody joins never ends.
+So step N+1 is launched while step N runs, its inputs have arrived when step N ends, and reading step N delays neither.
+The host waits in two places: in `HostCopy.wait`, to read a step, and in `planning`, for the copies of the previous
+plan. With several ranks it checks for failed peers while it waits: a collective without all its ranks never ends.
 
-Who owns what crosses streams. The allocator takes a block back when its tensor is freed, and gives it out again in the
-order of the stream it came from, whatever other streams still do with it. So a tensor that another stream uses is kept
-here until an event says that the other stream is done:
+Ownership across streams: the allocator reuses a freed tensor's memory in the order of the stream that made it, even if
+another stream still uses it. So a tensor that another stream uses is held here until an event shows that this stream is
+done:
 
     uploaded tensors      made on upload, read on forward      until the block that used them is done (`keep`)
     downloaded tensors    made on forward, read on download    until the copy is done
-    pinned buffers        the host writes them again           once the copy that reads them is done, or the host has
-                                                               read what was copied into them; staged ones, which a
-                                                               library copies from, once the block is done
+    pinned buffers        written again by the host            after the copy that reads them is done, or the host has
+                                                               read their content; staged ones, from which a library
+                                                               copies, after the block is done
 
-Everything else of a step lives and dies on the forward stream, in its order. One thread uses these objects.
+All other tensors of a step are made and freed on the forward stream, in its order. Only one thread uses these objects.
 
-On a CPU there is nothing to order, and nothing of this happens. Source: the overlap scheduler of SGLang.
+On a CPU there is nothing to order, and all of this is skipped. Source: the overlap scheduler of SGLang.
 """
 
 from __future__ import annotations
@@ -54,12 +54,12 @@ class StepStreams:
     """The forward, upload and download streams of one runner.
 
     Args:
-        device: of the runner.
-        streams: what the device offers; its own by default.
-        group: ranks that the steps' collectives wait for.
+        device: the runner's device.
+        streams: stream back end; the device's own by default.
+        group: ranks of the steps' collectives.
 
     Attributes:
-        asynchronous: whether there is anything to order; False on a CPU.
+        asynchronous: whether the device has streams; False on a CPU.
 
     Raises:
         ConfigError: see `ubatch.make_streams`.
@@ -77,7 +77,7 @@ class StepStreams:
         self._asked, self._made, self._planned = (self._streams.new_event() for _ in range(3))
         self._events = _Events(self._streams.new_event)
         self._pinned = PinnedBuffers(pin=device.type == "cuda")
-        # Of the block that runs now; of blocks that may still run; of copies that may.
+        # Objects and buffers held for the current block; then for blocks, and for copies, that may still be running.
         self._block: list[object] = []
         self._staged: list[Tensor] = []
         self._blocks: deque[tuple[Event, list[object], list[Tensor]]] = deque()
@@ -87,12 +87,12 @@ class StepStreams:
     # -- blocks -------------------------------------------------------------------------------------------------
 
     def forward(self, *, join: bool = False) -> AbstractContextManager[None]:
-        """The body of the `with` block runs on the forward stream, after all that the caller's stream has so far.
+        """Run the `with` block on the forward stream, after the work queued on the caller's stream so far.
 
-        `to_device` and `to_host` go by the other two streams in it. A block inside another one is part of that.
+        Inside, `to_device` and `to_host` use the other two streams. A nested block is part of the outer one.
 
         Args:
-            join: let the caller's stream wait for the block at its end, so that the caller may use what it made.
+            join: let the caller's stream wait for the end of the block, so that the caller may use its results.
         """
         if not self.asynchronous or self._running:
             return nullcontext()
@@ -123,11 +123,11 @@ class StepStreams:
 
     @contextmanager
     def planning(self) -> Iterator[None]:
-        """Around what plans attention, in a block.
+        """Context for planning attention, inside a `forward` block.
 
-        Back ends write their plan to a host buffer, and queue a copy of it to the device; the next plan goes to the
-        same buffer. So the host waits here until the last plan's copies are done: they come before the last step's
-        forward, so that the overlap loop never notices.
+        Back ends write their plan to a host buffer, and queue a copy of it to the device; the next plan uses the same
+        buffer. So the host waits here until the previous plan's copies are done. They run before the previous step's
+        forward, so this wait does not delay the overlap loop.
         """
         if not self.asynchronous:
             yield
@@ -139,14 +139,14 @@ class StepStreams:
             self._planned.record(self._streams.current())
 
     def keep(self, *objects: object) -> None:
-        """Hold on to what the block that runs now uses from other streams, until the block is done on the device."""
+        """Hold objects of other streams that the current block uses, until the block is done on the device."""
         if self.asynchronous:
             self._block += objects
 
     def close(self) -> None:
-        """Wait for all that was queued: what it uses may be freed then. The streams may be used again.
+        """Wait for all queued work; its tensors may be freed afterwards. The streams may be used again.
 
-        Not where the group broke, which was told before: what waits for a peer on the device may never end.
+        If the group is broken (already reported), it does not wait: work that waits for a peer may never end.
         """
         if not self.asynchronous:
             return
@@ -157,7 +157,7 @@ class StepStreams:
             self._let_go()
 
     def _await(self, event: Event) -> None:
-        """Let the host wait.
+        """Make the host wait for an event.
 
         Raises:
             PeerFailed, GroupBroken, TransferTimeout: see `Transfer.wait`.
@@ -168,7 +168,7 @@ class StepStreams:
             self._group.usable_connection().wait_for_works((CopiedWork(event),), "the device's part of a step")
 
     def _let_go(self) -> None:
-        """Forget what the device no longer uses."""
+        """Release everything that the device no longer uses."""
         while self._blocks and self._blocks[0][0].query():
             done, _, staged = self._blocks.popleft()
             self._events.again(done)
@@ -231,10 +231,10 @@ class StepStreams:
 
 
 class PinnedBuffers:
-    """Buffers of pinned host memory that are used again and again: pinning takes longer than a step.
+    """A pool of pinned host buffers, because pinning takes longer than a step.
 
     Args:
-        pin: whether to pin; without a GPU it cannot be done.
+        pin: whether to pin; not possible without a GPU.
     """
 
     def __init__(self, *, pin: bool) -> None:
@@ -244,12 +244,12 @@ class PinnedBuffers:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the buffers that are here or lent."""
+        """Bytes of the buffers that are free or lent."""
         return sum(buffer.nbytes for buffer in (*self._free, *(buffer for _, buffer, _ in self._lent)))
 
-    @torch.inference_mode(False)  # what is made in it can never be written outside of it
+    @torch.inference_mode(False)  # inference tensors cannot be written outside inference mode
     def take(self, nbytes: int) -> Tensor:
-        """`[at least nbytes]` uint8 that nobody reads or writes any more; to be lent or given back."""
+        """A free buffer of at least `nbytes` bytes, uint8. Return it by `lend` or `give`."""
         while self._lent and self._lent[0][0].query():
             event, buffer, over = self._lent.popleft()
             self._free.append(buffer)
@@ -261,16 +261,16 @@ class PinnedBuffers:
         return torch.empty(size, dtype=torch.uint8, pin_memory=self._pin)
 
     def lend(self, buffer: Tensor, until: Event, over: Callable[[Event], None]) -> None:
-        """A copy from the buffer was queued: it comes back after `until`, which `over` is told of then."""
+        """Return a buffer with a queued copy: it is free again after the event `until`, and then `over(until)` runs."""
         self._lent.append((until, buffer, over))
 
     def give(self, buffer: Tensor) -> None:
-        """A buffer comes back that no copy uses."""
+        """Return a buffer that no copy uses."""
         self._free.append(buffer)
 
 
 class _Events:
-    """Events that are used again: making one costs more than recording it."""
+    """A pool of events, because making one costs more than recording it."""
 
     def __init__(self, make: Callable[[], Event]) -> None:
         self._make = make

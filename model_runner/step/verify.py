@@ -1,13 +1,13 @@
-"""Speculative decoding: a step that runs drafts behind a request's last token.
+"""Speculative decoding: a verify step runs drafts after a request's last token.
 
     rows of a request      last token (the root), draft 1, ..., draft D; drafts are a chain, or a tree
-    a row says             what comes after its draft, in a history that ends in the drafts before it
-    accepted               drafts from the root on, for as long as one is there that is what the row before it says
-    new tokens             the accepted drafts, and what the row of the last accepted one says: 1 to D + 1
+    a row's token          the model's token after this row's draft, given the drafts on its path
+    accepted               drafts from the root on, as long as each equals the token of its parent's row
+    new tokens             the accepted drafts, and the token of the last accepted one's row: 1 to D + 1
 
-Which drafts are right is said in `model_runner.speculation.accept`, how trees lie in a batch in
-`model_runner.step.draft_trees`. After a step the keys and values of accepted drafts are moved next to each other, where
-later steps look for them: node i was written to place prefix + i. In a chain they are there already.
+Acceptance is described in `model_runner.speculation.accept`, the layout of trees in a batch in
+`model_runner.step.draft_trees`. After a step the keys and values of accepted drafts are moved next to each other, to
+the slots of their positions: node i was written to position prefix + i. In a chain they are there already.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ __all__ = ["drafts_per_request"]
 
 
 def drafts_per_request(shares: Sequence[ScheduledRequest]) -> int:
-    """How many drafts every share has; 0 for a step without.
+    """Number of drafts of every share; 0 for a step without drafts.
 
     Raises:
-        RequestError: shares differ, one with drafts is not a decode, or its drafts are no tree.
+        RequestError: the numbers differ, a share with drafts is not a decode, or its drafts are no tree.
     """
     if not any(share.drafts for share in shares):
         return 0

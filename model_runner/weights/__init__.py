@@ -1,8 +1,8 @@
 """A checkpoint's tensors and config.
 
 hf_config            `config.json`, read and checked
-weight_pass          the files from front to back, by pinned memory to a device
+weight_pass          reads the files from front to back, through pinned memory to a device
 weights              a checkpoint's tensors, whole or a rank's part
-dummy_weights        random ones in their place (`load_format dummy`)
+dummy_weights        random weights instead (`load_format dummy`)
 kv_scales            static scales of an fp8 KV cache
 """

@@ -1,7 +1,7 @@
-"""Random weights in place of a checkpoint's: its config alone says which tensors there are, and of which shapes.
+"""Random weights instead of a checkpoint's: only the config is read; the model asks for tensors by name and shape.
 
-For measuring, and for trying whether a model fits, without a download. A number depends on the seed, the name of its
-tensor and its place in the whole tensor, so ranks that share a tensor agree on it, however it is cut among them.
+For measuring, and to test whether a model fits, without a download. A number depends on the seed, the name of its
+tensor and its index in the whole tensor, so ranks that share a tensor agree on it, however it is divided among them.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ __all__ = ["LOAD_FORMATS", "DummyCheckpoint", "open_checkpoint"]
 
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
 _POOL = 2**20 + 7
-"""Random numbers that tensors are cut from: a prime, so that no dimension of a tensor repeats with it."""
+"""Number of random values that tensors are cut from; a prime, so that rows of a tensor do not repeat."""
 
 
 class DummyCheckpoint(Checkpoint):
-    """A checkpoint whose tensors are all random. Matrices keep the scale of what they multiply, norms are 1 and biases
-    0, so that activations stay of order 1 and logits finite.
+    """A checkpoint whose tensors are all random. Matrices keep the scale of their input, norms are 1 and biases 0, so
+    that activations stay of order 1 and logits finite.
 
     Args:
         path: the folder; only `config.json` is read.
-        seed: of the numbers.
+        seed: seed of the random numbers.
         options: as of `Checkpoint`.
     """
 
@@ -42,7 +42,7 @@ class DummyCheckpoint(Checkpoint):
 
     @cached_property
     def _file_of(self) -> dict[str, str]:
-        return {}  # no tensor is stored; what a model does not ask for there is not
+        return {}  # no tensor is stored
 
     @cached_property
     def _pool(self) -> Tensor:
@@ -68,7 +68,7 @@ class DummyCheckpoint(Checkpoint):
 
 
 def open_checkpoint(path: str | Path, load_format: str = "auto", **options: Any) -> Checkpoint:
-    """A checkpoint, opened as `load_format` says.
+    """Open a checkpoint in the given `load_format`.
 
     Args:
         path: the folder.
@@ -76,7 +76,7 @@ def open_checkpoint(path: str | Path, load_format: str = "auto", **options: Any)
         options: as of `Checkpoint`.
 
     Raises:
-        ConfigError: an unknown format.
+        ConfigError: the format is unknown.
         CheckpointError: see `Checkpoint`.
     """
     if load_format not in LOAD_FORMATS:

@@ -1,4 +1,4 @@
-"""Reading `config.json` with typed access: a missing or nonsensical entry is named, with its file."""
+"""Reads `config.json` with typed access: errors name the missing or invalid entry and the file."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ class HFConfig:
         self.path = path
 
     def integer(self, *names: str, default: int = _REQUIRED, at_least: int = 1) -> int:
-        """The first of `names` that is there.
+        """The first entry of `names` that exists.
 
         Raises:
-            CheckpointError: none is and there is no default, or it is not an integer of at least `at_least`.
+            CheckpointError: none exists and there is no default, or the value is not an integer of at least `at_least`.
         """
         value: Any = self._get(names, default)
         if type(value) is not int or value < at_least:
@@ -67,7 +67,7 @@ class HFConfig:
         return tuple(value)
 
     def wrong(self, name: str, value: object, wanted: str) -> CheckpointError:
-        """The error for an entry that cannot be."""
+        """The error for an invalid entry."""
         return CheckpointError(f"{self.path}: {name} is {value!r}; this architecture needs {wanted}.")
 
     def _get(self, names: tuple[str, ...], default: object) -> object:

@@ -1,4 +1,4 @@
-"""The static scales that quantised checkpoints bring for an fp8 KV cache."""
+"""Loads the static scales of quantised checkpoints for an fp8 KV cache."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _ENDINGS = ("k_scale", "v_scale", "kv_scale")
 
 
 def load_kv_scales(checkpoint: Checkpoint, cache: PagedKVCache | MLAKVCache) -> None:
-    """Give every layer of an fp8 cache `self_attn.k_scale` and `self_attn.v_scale`; 1 where there are none.
+    """Set every layer's scales of an fp8 cache from `self_attn.k_scale` and `self_attn.v_scale`; 1 if there are none.
 
     Raises:
-        CheckpointError: a layer has one of the two, or a scale of another name: results would silently be wrong.
+        CheckpointError: a layer has only one of the two, or the checkpoint has KV scales of another name.
     """
     known = set()
     if isinstance(cache, PagedKVCache):

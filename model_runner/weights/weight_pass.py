@@ -1,15 +1,15 @@
-"""One pass over a checkpoint's files: what a rank wants of them is read once, in the order of the files.
+"""One pass over a checkpoint's files: a rank's tensors are read once, in the order of the files.
 
-    want       while the model is built: this tensor of a file, or a part of it, goes to that place in memory
-    run        reader threads    mapped file -> pinned buffer, converted to the dtype of the place
-               caller            pinned buffer -> place, a copy that the host does not wait for, on the current stream
-    once_read  what is made of several tensors (packed, reordered) is made as soon as they are in their places
+    want       while the model is built: note a tensor of a file, or a part of it, and its destination in memory
+    run        reader threads    mapped file -> pinned buffer, converted to the dtype of the destination
+               caller            pinned buffer -> destination, an asynchronous copy on the current stream
+    once_read  runs an action on several tensors (packing, reordering) as soon as all of them are read
 
     readers    | read 0 | read 1 | read 2 | ...
     stream              | copy 0 | copy 1 | ...         a buffer is written again when its last copy is done
 
-A place is on the device, so a copy from the mapped file itself would be one from pageable memory, which the host waits
-for. On a CPU nothing needs to travel: the reader is the caller, and the place is written from the file.
+Destinations are on the device; a direct copy from the mapped file would be one from pageable memory, and make the host
+wait. On a CPU there are no buffers and no reader threads: the caller copies from the file to the destination.
 """
 
 from __future__ import annotations
@@ -29,26 +29,26 @@ from ubatch.streams.streams import Event, NullStreams, StreamBackend, make_strea
 __all__ = ["PINNED_BYTES", "Progress", "WeightPass"]
 
 PINNED_BYTES = 128 << 20
-"""Pinned host memory that a pass uses at most."""
+"""Most bytes of pinned host memory of a pass."""
 _BUFFERS = 8
 _READERS = 4
 """Files are read this many buffers ahead of the copies; the other buffers are being copied meanwhile."""
 _ALIGNMENT = 256
 
 Progress = Callable[[int, int], None]
-"""Told how many bytes are in their places, and how many will be."""
+"""Called with the bytes copied so far, and the total."""
 
 Index = tuple[int | slice, ...]
 
 
 @dataclass(frozen=True, eq=False)
 class Wanted:
-    """A tensor of a file, and where it goes.
+    """A tensor of a file, and its destination.
 
     Attributes:
-        file: its name; files are read in the order of their names.
-        source: the tensor, or the part of it that is wanted, as the mapped file has it: no byte of it is read yet.
-        out: its place, of the same shape.
+        file: the file's name; files are read in the order of their names.
+        source: the tensor, or the wanted part of it, in the mapped file: no byte of it is read yet.
+        out: the destination, of the same shape.
     """
 
     file: str
@@ -57,13 +57,13 @@ class Wanted:
 
     @property
     def position(self) -> tuple[str, int]:
-        """What is read first is smaller."""
+        """Sort key: the order of reading."""
         return self.file, self.source.data_ptr()
 
 
 @dataclass(frozen=True)
 class _Piece:
-    """A part of a `Wanted` that fits a buffer, and the byte of the buffer at which it begins."""
+    """A part of a `Wanted` that fits a buffer, and its byte offset in the buffer."""
 
     wanted: Wanted
     index: Index
@@ -81,7 +81,7 @@ class _Piece:
 
 @dataclass
 class _Buffer:
-    """Pinned memory, and the end of the last copy from it."""
+    """Pinned memory, and the event at the end of the last copy from it."""
 
     memory: Tensor
     copied: Event
@@ -89,7 +89,7 @@ class _Buffer:
 
 @dataclass
 class _Action:
-    """What is done once everything it waits for is in place."""
+    """A function to run once all tensors it needs are read; `missing` counts those that are not."""
 
     run: Callable[[], None]
     missing: int
@@ -97,11 +97,11 @@ class _Action:
 
 @dataclass
 class WeightPass:
-    """What is wanted, and how it gets there.
+    """The wanted tensors, and the pass that reads them.
 
     Args:
-        device: of the places.
-        streams: what the device offers; its own by default.
+        device: device of the destinations.
+        streams: stream back end; the device's own by default.
         pinned_bytes: most pinned memory at once.
     """
 
@@ -112,13 +112,13 @@ class WeightPass:
     _waiting: dict[Wanted, list[_Action]] = field(default_factory=dict)
 
     def want(self, wanted: Wanted) -> None:
-        """Note what is to be read."""
+        """Note a tensor to read."""
         if wanted.out.numel():
             self._wanted.append(wanted)
 
     @contextmanager
     def once_read(self, action: Callable[[], None]) -> Iterator[None]:
-        """Call `action` when all that is wanted in the `with` block is in its place, in the stream's order."""
+        """Call `action` when all tensors wanted in the `with` block are read, in the stream's order."""
         first = len(self._wanted)
         yield
         needed = self._wanted[first:]
@@ -130,7 +130,7 @@ class WeightPass:
 
     @torch.no_grad()
     def run(self, progress: Progress | None = None) -> None:
-        """Read everything that is wanted, once. Places that nobody holds but the pass are let go as they are filled."""
+        """Read all wanted tensors, once. The pass drops its reference to each destination when it is filled."""
         ordered = deque(sorted(self._wanted, key=lambda each: each.position))
         self._wanted.clear()
         total, done = sum(each.out.nbytes for each in ordered), 0
@@ -181,7 +181,7 @@ class WeightPass:
                     send()
             while reading:
                 send()
-        for buffer in buffers:  # they are freed here
+        for buffer in buffers:  # wait before they are freed
             buffer.copied.synchronize()
 
     @torch.inference_mode(False)  # other threads write to it
@@ -190,14 +190,14 @@ class WeightPass:
 
 
 def _fill(memory: Tensor, pieces: Sequence[_Piece]) -> None:
-    """Read the pieces into a buffer, each converted to the dtype of its place."""
+    """Read the pieces into a buffer, each converted to the dtype of its destination."""
     with torch.no_grad():
         for piece in pieces:
             piece.staged(memory).copy_(piece.wanted.source[piece.index])
 
 
 def _batches(ordered: deque[Wanted], room: int) -> Iterator[list[_Piece]]:
-    """Pieces in order, as many in each list as `room` bytes hold; what was taken is let go."""
+    """Pieces in order, in lists of up to `room` bytes each; removes the tensors from `ordered`."""
     batch: list[_Piece] = []
     start = 0
     while ordered:

@@ -1,17 +1,17 @@
-"""Hugging Face checkpoints: tensors are read straight into the place where the model wants them.
+"""Hugging Face checkpoints: tensors are read directly into the model's memory.
 
-A checkpoint is a folder with `config.json` and either `model.safetensors` or shards behind
-`model.safetensors.index.json`. Files are mapped, not read: a rank that asks for an eighth of the experts reads an
-eighth of their bytes, and one that asks for a `Part` of a tensor's rows or columns reads that part. Conversion to the
-compute dtype happens on the way.
+A checkpoint is a folder with `config.json` and either `model.safetensors` or shards listed in
+`model.safetensors.index.json`. Files are mapped, not read: a rank that loads an eighth of the experts reads an eighth
+of their bytes, and one that loads a `Part` of a tensor's rows or columns reads that part. Tensors are converted to the
+compute dtype.
 
     norm = checkpoint.load(name, size)          read at once
     with checkpoint.one_pass():
-        norm = checkpoint.load(name, size)      memory, which the end of the block fills: names and shapes are checked
-        with checkpoint.once_read(fuse):        `fuse` is called when the tensors that this block asks for are read
+        norm = checkpoint.load(name, size)      memory that is filled at the end; names and shapes are checked now
+        with checkpoint.once_read(fuse):        `fuse` is called when the tensors loaded in this block are read
             ...
 
-One pass reads the files from front to back, whatever order the model asks in, see `model_runner.weights.weight_pass`.
+One pass reads the files from front to back, in any order of loading, see `model_runner.weights.weight_pass`.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ _INDEX = "model.safetensors.index.json"
 
 @dataclass(frozen=True)
 class Part:
-    """What a rank takes of one dimension of a tensor.
+    """A rank's part of one dimension of a tensor.
 
     Attributes:
         start: the first row or column.
-        size: how many.
-        total: of the whole tensor.
+        size: number of rows or columns.
+        total: rows or columns of the whole tensor.
     """
 
     start: int
@@ -70,29 +70,28 @@ def _rows(size: Size) -> int:
 
 
 def whole_shape(shape: Sequence[Size]) -> tuple[int, ...]:
-    """Of the tensor that a part is of."""
+    """Shape of the whole tensor."""
     return tuple(size.total if isinstance(size, Part) else size for size in shape)
 
 
 def part_index(shape: Sequence[Size]) -> tuple[slice, ...]:
-    """Where the part is in the tensor."""
+    """Index of the part in the whole tensor."""
     return tuple(size.slice if isinstance(size, Part) else slice(None) for size in shape)
 
 
 class Checkpoint:
-    """A checkpoint folder, opened.
+    """An open checkpoint folder.
 
     Args:
         path: the folder.
-        dtype: what tensors are converted to.
-        device: where they go.
-        streams: what the device offers; its own by default.
-        progress: told how far a pass is; see `one_pass`.
+        dtype: dtype of loaded tensors.
+        device: device of loaded tensors.
+        streams: stream back end; the device's own by default.
+        progress: called during a pass with the bytes read; see `one_pass`.
 
     Raises:
-        CheckpointFileMissing: the folder or its config is not there; when weights are asked for, they or one of their
-            shards.
-        CheckpointError: a file is not what its name says.
+        CheckpointFileMissing: the folder or its config is missing; when loading weights, their file or a shard.
+        CheckpointError: a file is not valid for its type.
     """
 
     _pass: WeightPass | None = None
@@ -121,7 +120,7 @@ class Checkpoint:
         """The first of `architectures` in its config.
 
         Raises:
-            CheckpointError: it names none.
+            CheckpointError: the config names none.
         """
         names = self.config.values.get("architectures")
         if not isinstance(names, list) or not names or not isinstance(names[0], str):
@@ -130,23 +129,23 @@ class Checkpoint:
 
     @property
     def names(self) -> frozenset[str]:
-        """Every tensor in it."""
+        """Names of all its tensors."""
         return frozenset(self._file_of)
 
     def check_weights(self) -> None:
-        """See that the files with the weights are there; see `Checkpoint` for errors."""
-        self._file_of  # noqa: B018 - found when it is first asked for
+        """Check that the files with the weights exist; see `Checkpoint` for errors."""
+        self._file_of  # noqa: B018 - reading the property checks the files
 
     def generation_config(self) -> HFConfig:
-        """`generation_config.json`, empty where there is none."""
+        """`generation_config.json`; empty if it is missing."""
         path = self.path / "generation_config.json"
         return HFConfig(_read_json(path) if path.exists() else {}, path)
 
     @contextmanager
     def one_pass(self) -> Iterator[None]:
-        """What the body asks for is read at its end, front to back. Who looks at a tensor before waits for `once_read`.
+        """Read all tensors loaded in the `with` block at its end, front to back. To use one earlier, use `once_read`.
 
-        A block inside another one is part of that.
+        A nested block is part of the outer one.
         """
         if self._pass is not None:
             yield
@@ -160,7 +159,7 @@ class Checkpoint:
 
     @contextmanager
     def once_read(self, action: Callable[[], None]) -> Iterator[None]:
-        """Call `action` when all that the body asks for is read: at its end, or in a pass as soon as it is."""
+        """Call `action` when all tensors loaded in the `with` block are read: at its end, or later during a pass."""
         if self._pass is not None:
             with self._pass.once_read(action):
                 yield
@@ -169,10 +168,10 @@ class Checkpoint:
             action()
 
     def load(self, name: str, *shape: Size) -> Tensor:
-        """A tensor, or the part of it that `shape` names, converted to the compute dtype; see `one_pass`.
+        """A tensor, or the part of it given by `shape`, converted to the compute dtype; see `one_pass`.
 
         Raises:
-            TensorMissing, WrongShape: see there.
+            TensorMissing, WrongShape: the tensor is missing, or has another shape.
         """
         out = torch.empty([_rows(size) for size in shape], dtype=self.dtype, device=self.device)
         self._copy(name, shape, out)
@@ -191,7 +190,7 @@ class Checkpoint:
         """Several tensors stacked along dimension 0, so that one product computes them all.
 
         Args:
-            tensors: (name, rows) of each, in order; the rows all of it, or a part.
+            tensors: (name, rows) of each, in order; all rows, or a part.
             rest: their other dimensions.
         """
         rows = [_rows(size) for _, size in tensors]
@@ -219,7 +218,7 @@ class Checkpoint:
 
     @contextmanager
     def _reading(self, name: str) -> Iterator[None]:
-        """What a file says of a tensor that it cannot give, such as one that only the index has."""
+        """Convert a read error of a tensor (such as one that only the index has) to a `CheckpointError`."""
         try:
             yield
         except SafetensorError as error:
@@ -230,7 +229,7 @@ class Checkpoint:
         return WeightPass(self.device, self._streams)
 
     def close(self) -> None:
-        """Unmap the files. Tensors that were loaded stay."""
+        """Unmap the files. Loaded tensors stay valid."""
         self._files.clear()
 
     @cached_property
@@ -276,7 +275,7 @@ class Checkpoint:
 
 
 def _is_shard(file: object) -> bool:
-    """Whether an index may name it: a safetensors file in the checkpoint's folder, or below."""
+    """Whether an index may name this file: a safetensors file in the checkpoint's folder, or below it."""
     if not isinstance(file, str) or not file.endswith(".safetensors") or "\0" in file:
         return False
     path = PurePosixPath(file)

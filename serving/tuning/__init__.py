@@ -1,6 +1,6 @@
 """`ubatch tune`, in its parts; `serving.workbench.tuning.tune` is the command.
 
-cells     what is measured: kinds and sizes of steps, and the arms that compete
+cells     kinds and sizes of steps to measure, and the arms to compare
 batches   a synthetic batch of a cell
 stages    the time of every stage of a layer, from traced steps; the schedules that the simulator thinks best
 measure   the rounds on the ranks, until the time is up

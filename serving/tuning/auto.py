@@ -1,9 +1,9 @@
-"""What `--dbo-auto` does before the first request: it looks for more arms, and measures them all.
+"""The measurements of `--dbo-auto` before the first request: it searches for more arms, and measures all arms.
 
-for every kind of step     a large one of synthetic requests
-search                     its stages -> the schedule that promises more than the usual arms becomes one of them
-measure                    steps of that size, a quarter of it, a sixteenth, ... in every arm -> the first settings,
-                           and of half the smallest size that overlaps under these -> the settings to begin with
+for every kind of step     make a large step of synthetic requests
+search                     measure its stages; a schedule expected to beat the usual arms is added to them
+measure                    run steps of that size, a quarter of it, a sixteenth, ... in every arm -> first settings;
+                           then of half the smallest size that overlaps under these -> the settings to begin with
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ _PROMPT = 128
 _MOST_PREFILL_TOKENS = 2048
 _FEWEST_TOKENS = 8
 _SECONDS, _MOST_ROUNDS = 1.0, 16
-"""Measuring one size should take so long; more rounds would hardly tell more."""
+"""Seconds to spend on one size, and most rounds; more would add little."""
 _LEAST_ROUNDS, _LONG_ROUND_S = 4, 2.0
-"""Fewer would tell nothing; but of rounds as long as this, whose steps are less noisy, two do."""
+"""Least rounds; two are enough if a round takes this long (seconds), because long steps are less noisy."""
 
 
 @dataclass(frozen=True)
 class Room:
-    """What steps may have, the same on every rank.
+    """Limits of steps, the same on every rank.
 
     Attributes:
-        max_num_seqs: requests.
-        max_prefill_tokens: tokens of a step with a prefill.
-        draft_tokens: of a request that verifies drafts; 0 where none does.
+        max_num_seqs: most requests.
+        max_prefill_tokens: most tokens of a step with a prefill.
+        draft_tokens: drafts of a request in a verify step; 0 if there are no such steps.
     """
 
     max_num_seqs: int
@@ -50,23 +50,22 @@ class Room:
 
 @torch.inference_mode()
 def prepare_auto(auto: DboAuto, runner: ModelRunner, room: Room) -> dict[str, Arm]:
-    """Add to the arms of every kind of step the schedule found for it, where one promises more; then measure all arms,
-    and begin with the settings that were best. Every rank calls it, before the first step that counts, and all do the
-    same.
+    """For every kind of step, search for a better schedule and add it as an arm; then measure all arms, and begin with
+    the best settings. Collective: every rank calls it before the first real step.
 
-    Left out are kinds that were tuned already, and those for whose steps there is no room. Nothing is searched where
-    the stages cannot be measured: `ArmSteps.stage_model`, and on a GPU, whose work the host's clock does not see.
+    Kinds that are tuned already, or whose steps do not fit, are left out. The search is skipped if stages cannot be
+    measured: see `ArmSteps.stage_model`; and on a GPU, whose work the host's clock cannot time.
 
     Args:
         auto: gets the arms and the times.
-        runner: whose steps it decides on.
-        room: for the steps; of prefills, up to 2048 tokens are measured.
+        runner: the runner whose steps it decides on.
+        room: limits of the steps; prefills are measured up to 2048 tokens.
 
     Returns:
-        What was added, by kind.
+        Kind -> added arm.
 
     Raises:
-        PeerFailed, TransferTimeout: as of a step.
+        PeerFailed, TransferTimeout: as in a step.
     """
     with runner.together():
         grid, sizes = _cells(runner, room)
@@ -91,9 +90,7 @@ def prepare_auto(auto: DboAuto, runner: ModelRunner, room: Room) -> dict[str, Ar
 
 
 def _below_threshold(auto: DboAuto, kind: str, cells: list[Cell]) -> int:
-    """Of the cells that were left out the one just below the smallest that overlaps now: its tokens, 0 if there is
-    none.
-    """
+    """Tokens of the largest unmeasured cell below the smallest cell that overlaps now; 0 if there is none."""
     threshold = auto.statistics().settings[kind].threshold
     overlapping = [cell for cell in cells[::2] if threshold is not None and cell.tokens >= threshold]
     smaller = [cell.tokens for cell in cells[1::2] if overlapping and cell.tokens < overlapping[-1].tokens]
@@ -101,7 +98,7 @@ def _below_threshold(auto: DboAuto, kind: str, cells: list[Cell]) -> int:
 
 
 def _search(auto: DboAuto, runner: ModelRunner, steps: ArmSteps, cell: Cell, grid: Grid) -> Arm | None:
-    """The same on every rank."""
+    """The arm found for this cell, the same on every rank; None if none is better."""
     with make_batch(runner, cell, grid, seed=_replica(runner)) as batch:
         known = [*auto.arms(cell.mode).values()]
         found = steps.search(
@@ -111,7 +108,7 @@ def _search(auto: DboAuto, runner: ModelRunner, steps: ArmSteps, cell: Cell, gri
 
 
 def _measure(auto: DboAuto, runner: ModelRunner, cell: Cell, grid: Grid) -> None:
-    """Such a step in every arm, in turns forwards and backwards; the first of each finds cold caches."""
+    """Run a step of this cell in every arm, in alternating order; the first run of each arm only warms up."""
     settings = [auto.arm_settings(cell.mode, arm) for arm in (SERIAL_ARM, *auto.arms(cell.mode))]
     with make_batch(runner, cell, grid, seed=_replica(runner)) as batch:
         for config in settings:
@@ -125,7 +122,7 @@ def _measure(auto: DboAuto, runner: ModelRunner, cell: Cell, grid: Grid) -> None
 
 
 def _run(auto: DboAuto, runner: ModelRunner, batch: InputBatch, config: UBatchConfig) -> Callable[[], float]:
-    """A step that counts; its seconds on this rank, when they are asked for."""
+    """Run a measured step; returns a function that gives its seconds on this rank."""
     agreed = runner.coordinate(batch, config)
     with auto.measured(agreed.decision) as seconds:
         runner.forward(batch, agreed)
@@ -133,9 +130,7 @@ def _run(auto: DboAuto, runner: ModelRunner, batch: InputBatch, config: UBatchCo
 
 
 def _cells(runner: ModelRunner, room: Room) -> tuple[Grid, dict[str, list[Cell]]]:
-    """By kind, the largest first: that is as large as the server's, as far as there is memory on the rank that has the
-    least.
-    """
+    """Kind -> cells, the largest first: it has the server's largest size, or what fits the rank with least memory."""
     blocks = int(_least(runner, runner.kv_cache.num_blocks))
     longest, drafts = runner.max_model_len, room.draft_tokens
     context, prompt = min(_CONTEXT, longest - 1 - drafts), min(_PROMPT, longest)
@@ -162,7 +157,7 @@ def _cells(runner: ModelRunner, room: Room) -> tuple[Grid, dict[str, list[Cell]]
 
 
 def _smaller(cell: Cell) -> Iterator[Cell]:
-    """It, and half of it, and so on."""
+    """The cell, then half of its tokens, a quarter, and so on."""
     tokens = cell.tokens
     while tokens >= _FEWEST_TOKENS:
         yield Cell(cell.mode, tokens)
@@ -170,10 +165,10 @@ def _smaller(cell: Cell) -> Iterator[Cell]:
 
 
 def _replica(runner: ModelRunner) -> int:
-    """The ranks of one have the same requests."""
+    """Number of this rank's replica; all ranks of a replica have the same requests."""
     return 0 if runner.group is None else runner.group.rank // runner.tensor_parallel_size
 
 
 def _least(runner: ModelRunner, number: float) -> float:
-    """The smallest that any rank gives."""
+    """The smallest `number` of all ranks."""
     return number if runner.group is None else runner.group.least(number)

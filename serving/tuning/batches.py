@@ -1,4 +1,4 @@
-"""Synthetic batches: random tokens of their own for every request, because they choose the experts."""
+"""Synthetic batches: every request has its own random tokens, because the tokens determine the experts."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ __all__ = ["kv_blocks_needed", "make_batch", "request_shapes", "requests_needed"
 
 @contextmanager
 def make_batch(runner: ModelRunner, cell: Cell, grid: Grid, seed: int) -> Iterator[InputBatch]:
-    """A batch of this cell; its blocks are given back at the end of the `with` block.
+    """A batch of this cell; its KV blocks are released at the end of the `with` block.
 
     Args:
-        runner: has the KV cache.
+        runner: the runner with the KV cache.
         cell: kind and tokens.
         grid: contexts, prompt lengths and drafts.
         seed: different on every rank.
@@ -40,18 +40,18 @@ def make_batch(runner: ModelRunner, cell: Cell, grid: Grid, seed: int) -> Iterat
 
 
 def kv_blocks_needed(grid: Grid, block_size: int) -> int:
-    """KV blocks that the largest cell of a grid takes."""
-    shapes = (request_shapes(cell, grid) for cell in grid.cells())  # of a rank
+    """KV blocks per rank of the largest cell of a grid."""
+    shapes = (request_shapes(cell, grid) for cell in grid.cells())
     return max(sum(-(-sum(shape) // block_size) for shape in of_cell) for of_cell in shapes)
 
 
 def requests_needed(grid: Grid) -> int:
-    """Requests of the cell with the most."""
+    """Requests of the cell with the most requests."""
     return max(len(request_shapes(cell, grid)) for cell in grid.cells())
 
 
 def request_shapes(cell: Cell, grid: Grid) -> list[tuple[int, int, int]]:
-    """Per request its tokens in the cache, those that it runs, and its drafts."""
+    """For each request: tokens in the cache, tokens to run, and drafts."""
     if cell.mode == "decode":
         return [(grid.context, 1, 0)] * cell.tokens
     if cell.mode == "verify":

@@ -1,4 +1,4 @@
-"""What is measured: cells (a kind of step, and its tokens on every rank) and the arms that compete in them."""
+"""Cells to measure (a kind of step, and its tokens on every rank), and the arms to compare in them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Cell:
 
     Attributes:
         mode: `decode`, `prefill` or `verify`.
-        tokens: of every rank.
+        tokens: tokens on every rank.
     """
 
     mode: str
@@ -33,7 +33,7 @@ class Grid:
     """Sizes and shapes of the synthetic steps.
 
     Attributes:
-        modes: which kinds.
+        modes: kinds of steps.
         max_decode_tokens: requests of the largest decode step; tokens of the largest verify step.
         max_prefill_tokens: tokens of the largest prefill step.
         context: tokens that a decoding request has in the cache.
@@ -49,7 +49,7 @@ class Grid:
     drafts: int
 
     def cells(self) -> list[Cell]:
-        """Powers of two, the largest first: those cost the most time, so they are measured in every round."""
+        """Cells with powers of two as tokens, the largest first: they take the most time, so every round has them."""
         smallest = {"decode": 2, "prefill": 16, "verify": 2 * (self.drafts + 1)}
         largest = {
             "decode": self.max_decode_tokens,
@@ -83,7 +83,7 @@ class Arm:
 
     @property
     def complexity(self) -> tuple[int, int]:
-        """Of two arms that are as fast, the one with less of it is chosen."""
+        """Of two equally fast arms, the one with the lower complexity is chosen."""
         return self.schedule.lanes * self.schedule.chunks, self.schedule.lanes
 
 
@@ -97,7 +97,7 @@ def library_arms(lanes: Sequence[int], *, chunks: bool) -> list[Arm]:
 
 
 def arm_config(base: UBatchConfig, arm: Arm, *, schedules: Mapping[str, Schedule] | None = None) -> UBatchConfig:
-    """Settings under which every step that can runs in this arm."""
+    """Settings that run every step in this arm, if the step allows it."""
     lowest = max(2, arm.schedule.lanes)
     return replace(
         base,

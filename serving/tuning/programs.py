@@ -1,16 +1,15 @@
-"""What the simulator gets to know of a step, in one place for tuning and for benchmarks.
+"""Traced steps as input of the simulator, for tuning and for benchmarks.
 
-    the lanes of a schedule run one after the other, traced      every stage's CPU time is its own
-    an emulated link delivers at once, and says how long each transfer would have taken
-    every such step is simulated, all ranks together     the median of these is the prediction
+    the lanes of a schedule run one after the other, traced      so every stage's CPU time is measured separately
+    an emulated link delivers at once, and reports how long each transfer would have taken
+    each traced step is simulated with all ranks together        the prediction is the median over the steps
 
-The link delivers at once because a core that sleeps until a transfer arrives has colder caches and a lower clock when
-it goes on. Overlapped lanes hardly sleep: over a link as slow as compute, the stages of lanes one by one took 4 to 12%
+The link delivers at once because a core that sleeps until a transfer arrives has colder caches and a lower clock
+afterwards. Overlapped lanes hardly sleep: over a link as slow as compute, the stages of lanes one by one took 4 to 12%
 more CPU time than the same stages overlapped; with nothing to wait for, 1% less to 2% more.
 
-All ranks together because they wait for each other in every layer (`simulate_ranks`), and step by step because of two
-ranks that are disturbed now and then one waits for the other each time. Stages that are too slow by as much as this
-takes would give good predictions by chance.
+All ranks are simulated together because they wait for each other in every layer (`simulate_ranks`). Each step is
+simulated separately because a disturbance on either rank delays both: medians of stages over the steps would hide it.
 """
 
 from __future__ import annotations
@@ -46,11 +45,11 @@ Programs = list[list[Op]]
 
 @dataclass(frozen=True)
 class TracedStep:
-    """What a traced step gives away.
+    """The result of a traced step.
 
     Attributes:
         programs: one per lane.
-        lanes_s: from when the first lane began to when the last one ended; the rest of the call is around them.
+        lanes_s: seconds from the start of the first lane to the end of the last one, without the rest of the call.
     """
 
     programs: Programs
@@ -58,11 +57,11 @@ class TracedStep:
 
 
 def traced_step(step: Callable[[], object], link: EmulatedLink | None) -> TracedStep:
-    """Run a step, and return what every lane did in it.
+    """Run a step, and return every lane's operations.
 
     Args:
         step: one overlapped call whose lanes run one after the other (`Schedule.one_by_one`).
-        link: what the ranks talk over, if it is emulated; over a real one, transfers take the time they take.
+        link: the emulated link between the ranks; None for a real link, whose transfers take their real time.
     """
     with tracing() as trace, nullcontext() if link is None else link.at_once():
         step()
@@ -72,14 +71,14 @@ def traced_step(step: Callable[[], object], link: EmulatedLink | None) -> Traced
 
 
 def gather_steps(mine: Sequence[Programs]) -> list[list[Programs]]:
-    """Of every step every rank's programs, from this rank's. Every rank of the job calls it; all get the same."""
+    """Gather this rank's programs into step -> rank -> programs. Every rank of the job calls it; all get the same."""
     own = json.dumps(write_steps([[programs] for programs in mine]))
     of_ranks = [read_steps(json.loads(text)) for text in gather_texts(own)]
     return [[programs for (programs,) in step] for step in zip(*of_ranks, strict=True)]
 
 
 def gather_texts(mine: str) -> list[str]:
-    """Every rank's text. Over CPU collectives; what comes from other machines is text, and never unpickled."""
+    """Gather every rank's text, by CPU collectives. Data of other machines is sent as text, and never unpickled."""
     own = torch.frombuffer(bytearray(mine.encode() + b"\0"), dtype=torch.uint8)
     sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
     dist.all_gather(sizes, torch.tensor([len(own)]))
@@ -90,12 +89,12 @@ def gather_texts(mine: str) -> list[str]:
 
 
 def predict_step(steps: Sequence[Sequence[Programs]], schedule: Schedule, handoff_s: float = 0.0) -> float:
-    """Seconds from the first lane's start to the end of the slowest rank's last, the median over the steps.
+    """Seconds from the first lane's start to the end of the slowest rank's last lane, the median over the steps.
 
     Args:
-        steps: of every step every rank's programs, with as many lanes and chunks as `schedule`.
-        schedule: who runs when.
-        handoff_s: what a hand-off of the baton costs.
+        steps: step -> rank -> programs, with as many lanes and chunks as `schedule`.
+        schedule: the schedule to simulate.
+        handoff_s: seconds of a hand-off of the baton.
 
     Raises:
         ConfigError: see `simulate_ranks`.
@@ -104,7 +103,7 @@ def predict_step(steps: Sequence[Sequence[Programs]], schedule: Schedule, handof
 
 
 def middle_steps(steps: Sequence[Sequence[Programs]], schedule: Schedule) -> list[Sequence[Programs]]:
-    """The step that `predict_step` says the time of, or the two that it is between: enough to say it again."""
+    """The median step of `predict_step`, or the two middle ones: enough to reproduce its prediction."""
     ordered = sorted(steps, key=lambda ranks: _seconds(ranks, schedule, 0.0))
     return ordered[(len(steps) - 1) // 2 : len(steps) // 2 + 1]
 
@@ -113,16 +112,16 @@ def _seconds(ranks: Sequence[Programs], schedule: Schedule, handoff_s: float) ->
     return max(line.seconds for line in simulate_ranks(ranks, schedule, handoff_s))
 
 
-# -- in a file: of every step, rank and lane a line per operation ------------------------------------------------------
+# -- file format: one line per operation, by step, rank and lane -------------------------------------------------------
 
 
 def write_steps(steps: Sequence[Sequence[Programs]]) -> list[list[list[list[str]]]]:
-    """What `read_steps` reads, for a JSON file."""
+    """Convert steps to lines for a JSON file; `read_steps` reads them."""
     return [[[[_line(op) for op in lane] for lane in programs] for programs in ranks] for ranks in steps]
 
 
 def read_steps(lines: Sequence[Sequence[Sequence[Sequence[str]]]]) -> list[list[Programs]]:
-    """Of every step every rank's programs, as `write_steps` wrote them.
+    """Read step -> rank -> programs from the lines of `write_steps`.
 
     Raises:
         ValueError: a line is no operation.

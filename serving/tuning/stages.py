@@ -1,8 +1,8 @@
-"""The time of every stage of a MoE layer, from traced steps, and what the simulator makes of it.
+"""The time of every stage of a MoE layer, from traced steps, and the best schedules for it by simulation.
 
-Lanes that ran one after the other are measured at two numbers of lanes. Every stage is then taken to cost something
-for each lane and something for each token, so that other numbers of lanes and chunks can be reckoned; a chunk costs
-again what a lane costs, and the bytes that the transport says (`All2AllTraits.chunk_factors`).
+Lanes that run one after the other are measured at two numbers of lanes. The model of a stage is a fixed cost per lane
+plus a cost per token, which gives its time for other numbers of lanes and chunks; each chunk adds the fixed cost of a
+lane again, and the transport gives its bytes (`All2AllTraits.chunk_factors`).
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ __all__ = [
 ]
 
 _SHARED_LEAST = 0.03
-"""A shared expert takes more than this share of the compute, or what looks like it is the runtime's own work."""
+"""Below this share of the compute, a `shared` stage is overhead of the runtime, not a shared expert."""
 _AFTER = {"attn_gather": "attn_prepare", "attn_scatter": "attn_core"}
 """Transfers of tensor-parallel attention, and the stage that waits for them."""
 _MAX_LANES, _MAX_CHUNKS, _POOL = 4, 2, 3
-"""How far `better_schedule` looks: for seconds, where more would take a minute of a server's start."""
+"""Limits of the search in `better_schedule`: it takes seconds; larger limits would add a minute to a server's start."""
 _WORTH_IT = 0.01
-"""A schedule that is expected to be faster by less is not tried beside those that are there."""
+"""Least expected gain, as a share of the time, for which a schedule is added to the known ones."""
 HANDOFF_S = 30e-6
-"""What a hand-off of the baton costs with cold caches, see `ubatch bench handoff`."""
+"""Seconds of a hand-off of the baton with cold caches, see `ubatch bench handoff`."""
 
 
 @dataclass(frozen=True)
@@ -47,11 +47,11 @@ class StageModel:
     """Stage times of one lane and layer: `fixed + whole / lanes` of each stage.
 
     Attributes:
-        fixed: what every lane pays.
-        whole: what all lanes pay together, each its share.
+        fixed: seconds that every lane takes, independent of its tokens.
+        whole: seconds of all tokens together; each lane takes its share.
         layers: MoE layers of the model.
         num_experts, top_k: of the router.
-        traits: of the transport.
+        traits: traits of the transport.
     """
 
     fixed: LayerTimes
@@ -71,7 +71,7 @@ class StageModel:
         top_k: int,
         traits: All2AllTraits,
     ) -> StageModel:
-        """From times of one lane at two numbers of lanes, the smaller first.
+        """Fit the model to times of one lane at two numbers of lanes, the smaller number first.
 
         Raises:
             ConfigError: the numbers are not in order.
@@ -88,7 +88,7 @@ class StageModel:
         return cls(LayerTimes(**fixed), LayerTimes(**whole), layers, num_experts, top_k, traits)
 
     def times(self, lanes: int, chunks: int, chunk_dispatch: bool) -> UnevenTimes:
-        """Of one lane in one layer, all chunks together; see `ubatch.schedules.search.TimesOf`."""
+        """Stage times of one lane in one layer, all chunks together; see `ubatch.schedules.search.TimesOf`."""
         cut = (self.num_experts, self.top_k, chunks)
         dispatch_bytes, combine_bytes = self.traits.chunk_factors(*cut, chunk_dispatch=chunk_dispatch)
         dispatch_shares, combine_shares = self.traits.chunk_shares(*cut, chunk_dispatch=chunk_dispatch)
@@ -105,7 +105,7 @@ class StageModel:
         return UnevenTimes(**values, dispatch_shares=dispatch_shares, combine_shares=combine_shares)
 
     def search(self, *, max_lanes: int, max_chunks: int, keep: int) -> list[Candidate]:
-        """The simulator's best schedules of those that the transport serves; see `search_schedules`."""
+        """The simulator's best schedules among those that the transport supports; see `search_schedules`."""
         return search_schedules(
             self.times,
             self.layers,
@@ -118,9 +118,9 @@ class StageModel:
 
 
 def layer_times(program: Sequence[Op]) -> tuple[LayerTimes, int]:
-    """Mean stage times of the MoE layers of one lane's program, and how many layers these are.
+    """Mean stage times of the MoE layers of one lane's program, and the number of these layers.
 
-    What the transport itself computes belongs to the stage before its launch.
+    The transport's own compute counts for the stage before its launch.
 
     Raises:
         ConfigError: the program has no MoE layer.
@@ -158,17 +158,17 @@ def layer_times(program: Sequence[Op]) -> tuple[LayerTimes, int]:
 
 
 def _transfer(key: str) -> str:
-    """Which of `LayerTimes` a transfer belongs to. What dense layers gather and scatter is counted with it."""
+    """The field of `LayerTimes` for a transfer. Gathers and scatters of dense layers count as those of attention."""
     if key.startswith(("combine", "dispatch")):
         return "combine" if key.startswith("combine") else "dispatch"
     return "attn_scatter" if "_scatter" in key else "attn_gather"
 
 
 def slowest_layer_times(steps: Sequence[Sequence[Programs]]) -> tuple[LayerTimes, int]:
-    """`layer_times`, the mean over a rank's lanes, the largest of the ranks.
+    """`layer_times` of the slowest rank: the mean over each rank's lanes, then the maximum over ranks, stage by stage.
 
     Args:
-        steps: of every step every rank's programs; medians are taken over the steps.
+        steps: step -> rank -> programs; medians are taken over the steps.
     """
     found = [[layer_times(program) for program in median_programs(samples)] for samples in zip(*steps, strict=True)]
     names = [field.name for field in fields(LayerTimes)]
@@ -179,7 +179,7 @@ def slowest_layer_times(steps: Sequence[Sequence[Programs]]) -> tuple[LayerTimes
 def best_schedules(
     model: StageModel, mode: str, known: Sequence[Arm], *, max_lanes: int, max_chunks: int, keep: int
 ) -> list[Arm]:
-    """The schedules that the simulator thinks fastest for `mode`, as arms; none that is serial, or `known` already."""
+    """The fastest schedules for `mode` by simulation, as arms, without serial and `known` ones."""
     if keep == 0:
         return []
     found = model.search(max_lanes=max_lanes, max_chunks=max_chunks, keep=keep + len(known))
@@ -190,7 +190,7 @@ def best_schedules(
 
 
 def better_schedule(model: StageModel, mode: str, known: Sequence[Schedule]) -> Arm | None:
-    """The schedule that the simulator thinks fastest for `mode`; None if one of `known`, or serial, is as good."""
+    """The fastest schedule for `mode` by simulation; None if serial or one of `known` is as good (within 1%)."""
     found = model.search(max_lanes=_MAX_LANES, max_chunks=_MAX_CHUNKS, keep=_POOL + len(known))
     taken = {nameless(replace(each, comm_sms=0, signalled=False)) for each in (*known, SERIAL)}
     fresh = next((each for each in found if nameless(each.schedule) not in taken), None)
@@ -202,7 +202,7 @@ def better_schedule(model: StageModel, mode: str, known: Sequence[Schedule]) -> 
 
 
 def nameless(schedule: Schedule) -> Schedule:
-    """What two schedules that do the same have in common; where nothing is cut, its details do not matter."""
+    """The schedule without its name and without settings that have no effect, to compare what schedules do."""
     if schedule.chunks == 1:
         schedule = replace(schedule, chunk_dispatch=True)
     if schedule.lanes == 1:

@@ -1,4 +1,4 @@
-"""Steps of a batch in whatever arm is asked for, and from some of them what every stage costs."""
+"""Runs steps of a batch in a given arm, and measures the time of every stage."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class ArmSteps:
     """Runs a runner's model in arms. Every rank makes one and calls the same methods.
 
     Args:
-        runner: the model; its settings say nothing here but the time-out.
-        link: what the runner's ranks talk over, if it is emulated.
+        runner: the runner with the model; its overlap settings are replaced by each arm's.
+        link: the emulated link between the runner's ranks; None for a real one.
     """
 
     def __init__(self, runner: ModelRunner, link: EmulatedLink | None = None) -> None:
@@ -47,7 +47,7 @@ class ArmSteps:
             wrapper.close()
 
     def run(self, arm: Arm, batch: InputBatch) -> bool:
-        """Vote, plan and run a step; whether it ran in this arm, the same on every rank."""
+        """Vote, plan and run a step; returns whether it ran in this arm, the same on every rank."""
         config, wrapper = self._wrapper(arm)
         agreed = self._runner.coordinate(batch, config)
         if agreed.decision.engaged == arm.is_serial:
@@ -57,12 +57,12 @@ class ArmSteps:
         return True
 
     def serves(self, lanes: int) -> bool:
-        """Whether the transport does."""
+        """Whether the transport supports this number of lanes."""
         most = most_lanes(self._runner.all2all)
         return most is None or lanes <= most
 
     def search(self, batch: InputBatch, find: Callable[[StageModel], list[Arm]]) -> list[Arm]:
-        """What `find` makes of the stages of such steps on rank 0, told to all; nothing where `stage_model` is None."""
+        """Run `find` on the stage model on rank 0, and send its arms to all ranks; empty if `stage_model` is None."""
         model = self.stage_model(batch)
         if model is None:
             return []
@@ -71,10 +71,9 @@ class ArmSteps:
 
     @torch.inference_mode()
     def stage_model(self, batch: InputBatch) -> StageModel | None:
-        """What the stages of such steps cost in any number of lanes, the same on every rank.
+        """Measure the model of stage times for steps like this batch, the same on every rank.
 
-        None where nothing travels to experts, or the batch or the transport cannot be cut into as many lanes as are
-        measured.
+        None if no tokens are sent to experts, or batch or transport do not allow the measured numbers of lanes.
         """
         config, group = self._runner.config, self._runner.group
         if group is None or group.size == 1 or not config.num_experts or not self.serves(_STAGE_LANES[-1]):
@@ -97,7 +96,7 @@ class ArmSteps:
         )
 
     def _stages(self, batch: InputBatch, lanes: int) -> tuple[LayerTimes, int] | None:
-        """Of one lane, the mean over the lanes; None where the step cannot be cut so."""
+        """Stage times of one lane, the mean over the lanes; None if the batch cannot be split into `lanes` lanes."""
         arm = Arm(f"one by one x{lanes}", SCHEDULES["mlp_shared_overlap"].with_lanes(lanes).one_by_one())
         if not self.run(arm, batch):
             return None
