@@ -56,7 +56,7 @@ _STALE_STEPS = 500
 _FORGET = 0.997
 """Decay of a step's weight per later step."""
 _FEWEST_TOLD, _SHARE_TOLD = 4, 4
-"""Times are exchanged after more than four steps, and more than a quarter of those known: an exchange costs time."""
+"""Times are exchanged after at least four steps, and a quarter of the number known: an exchange costs time."""
 _EARLY_STEPS = 128
 """Number of steps with known times up to which the time of a rare arm is wanted at once."""
 _LATEST = 8
