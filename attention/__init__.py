@@ -1,19 +1,19 @@
-"""Floor 2: attention over a paged KV cache, and what a step must say about its batch.
+"""Floor 2: attention over a paged KV cache, and the metadata that describes a step's batch.
 
 modes        the forward modes, as one table
 metadata     one description of a batch for all back ends, and its split into lanes
-spec_verify  what a batch of drafts knows beside, and its split
+spec_verify  the extra metadata of a batch of drafts, and its split
 kv_cache     the pools: keys and values, or latents
 kv_tables    which blocks are free, and which request has which
-kv_order     which requests read what others of the same batch write, and so must not run before them
+kv_order     which requests read KV that others of the same batch write, and so must not run before them
 interface    what a back end is, and the shape of a model's attention
 backends     one interface, one plan per step and lane
 kernels      Triton kernels of the `triton` back end
 graph_buffers  a batch's tensors at fixed addresses, for captured CUDA graphs
 lanes        back ends and plans of a whole batch and of its lanes
-multi_step   plans of the decode steps in a row that draft a chain
-lse          attention over keys that come in pieces, merged
-reference    the slow, obvious oracle
+multi_step   plans of the consecutive decode steps that draft a chain
+lse          attention over pieces of the keys, and the merging of the results
+reference    the slow reference implementation that tests compare with
 """
 
 from attention.backends import (

@@ -1,17 +1,17 @@
-"""A batch's description at fixed addresses: what the kernels of a captured CUDA graph read.
+"""A batch's description at fixed addresses, where the kernels of a captured CUDA graph read it.
 
 A graph records addresses and scalars, not contents. So the tensors of a batch live here, made once for the largest
 step, and every step is copied into them before its graph is replayed:
 
-    query_start_loc  [max_reqs + 1]           a padding request starts where the last real one ended: it has no tokens
+    query_start_loc  [max_reqs + 1]           a padding request starts where the last real one ends: it has no tokens
     seq_lens         [max_reqs]               `seq_len_fill` for a padding request
     block_table      [max_reqs, max_blocks]   0, a block that exists, past a request's length and for padding requests
     slot_mapping     [max_tokens]             the cache's hidden slot for padding
 
 Graphs of all sizes share one set of buffers: a graph of `n` requests reads the first `n` rows.
 
-What outlives a step, here and in the back ends, is made outside of inference mode, whoever calls: what is made in it
-can never be written outside of it.
+Tensors that outlive a step, here and in the back ends, are made outside of inference mode, even if the caller is in it:
+a tensor made in inference mode can never be written outside of it.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class GraphBuffers:
     Args:
         limits: the largest step.
         block_size: tokens per block of the KV cache.
-        device: where.
-        hidden_slot: where padding is written, `kv_cache.hidden_slot`.
+        device: where the tensors live.
+        hidden_slot: the slot that padding is written to, `kv_cache.hidden_slot`.
         seq_len_fill: length of a padding request; see `BackendTraits`.
 
     Attributes:
@@ -72,7 +72,7 @@ class GraphBuffers:
         self.block_table = torch.zeros(limits.max_reqs, max_blocks, dtype=int32, device=device)
         self.slot_mapping = torch.full((limits.max_tokens,), hidden_slot, dtype=torch.int64, device=device)
         self._fused = self.slot_mapping.device.type == "cuda" and importlib.util.find_spec("triton") is not None
-        # Room for what `fill` works out on the way, so that it allocates nothing.
+        # Scratch for intermediate results of `fill`, so that it allocates nothing.
         self._columns = torch.arange(max_blocks, dtype=int32, device=device)
         self._num_blocks = torch.zeros(limits.max_reqs, dtype=int32, device=device)
         self._past_end = torch.zeros(limits.max_reqs, max_blocks, dtype=torch.bool, device=device)
@@ -80,14 +80,15 @@ class GraphBuffers:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all of it."""
+        """Bytes of all buffers."""
         return sum(value.nbytes for value in vars(self).values() if isinstance(value, Tensor))
 
     def fill(self, metadata: CommonAttentionMetadata, num_reqs: int, num_tokens: int) -> None:
         """Copy a batch in, padded to `num_reqs` requests and `num_tokens` tokens.
 
-        Trailing requests without tokens are padding, too, whatever their length and table say. Allocates no memory on
-        the buffers' device and moves no pointer; waits for the device only if the metadata's tensors are elsewhere.
+        Trailing requests without tokens count as padding, too; their length and table row are ignored. Allocates no
+        memory on the buffers' device and moves no pointer; waits for the device only if the metadata's tensors are on
+        another one.
 
         Raises:
             ConfigError: the batch is larger than `num_reqs` or `num_tokens`, or those exceed the limits; nothing is
@@ -103,7 +104,7 @@ class GraphBuffers:
         self._fill_slots(metadata.slot_mapping, num_tokens)
 
     def _fill_fused(self, metadata: CommonAttentionMetadata, real: int, num_reqs: int, num_tokens: int) -> None:
-        """All of it in one launch: some twenty small ones would cost the host more than a graph's replay."""
+        """Fill all buffers in one launch: some twenty small ones would cost the host more than a graph's replay."""
         from attention.kernels.fill import fill_batch  # imports Triton
 
         table = metadata.block_table
@@ -134,7 +135,7 @@ class GraphBuffers:
         table = self.block_table[:real]
         columns = min(table.shape[1], metadata.block_table.shape[1])
         table[:, :columns].copy_(metadata.block_table[:real, :columns])
-        # The metadata's entries past a request's length may be anything, and ours are left from an earlier batch.
+        # Past a request's length the metadata's entries are undefined, and these buffers hold an earlier batch's.
         num_blocks, past_end = self._num_blocks[:real], self._past_end[:real]
         torch.add(self.seq_lens[:real], self.block_size - 1, out=num_blocks)
         num_blocks.floor_divide_(self.block_size)
@@ -150,7 +151,7 @@ class GraphBuffers:
         mine.masked_fill_(is_padding, self.hidden_slot)
 
     def check(self, metadata: CommonAttentionMetadata, num_reqs: int, num_tokens: int) -> None:
-        """Whether `fill` would take this batch.
+        """Check that `fill` would take this batch.
 
         Raises:
             ConfigError: it would not.
@@ -171,7 +172,7 @@ class GraphBuffers:
 
 
 def _num_real_requests(metadata: CommonAttentionMetadata) -> int:
-    """Requests up to the last that has tokens."""
+    """Number of requests up to the last one that has tokens."""
     starts = metadata.query_start_loc_cpu
     real = metadata.num_reqs
     while real and starts[real] == starts[real - 1]:

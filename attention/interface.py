@@ -10,12 +10,12 @@ For CUDA graphs, whose kernels read fixed addresses:
     plan = backend.plan_for_graph(metadata)                         once per captured size; scalars at their worst case
     backend.replan(plan, metadata)                                  before each replay, in place
 
-A back end object serves one lane: its workspace and its graph buffers are its own, because the kernels of two lanes may
-run at once and count in them. Everything that belongs to one step lives in the plan, which travels in the lane's
-forward context.
+A back end object serves one lane and has its own workspace and graph buffers, because the kernels of two lanes may run
+at once and keep counters in the workspace. Everything that belongs to one step lives in the plan, which the lane's
+forward context carries.
 
-Multi-head (and grouped-query) attention and multi-head latent attention (MLA) have different inputs, so a plan for an
-`AttentionShape` has the `forward` of `AttentionPlan`, one for an `MLAShape` that of `MLAPlan`.
+Multi-head (and grouped-query) attention and multi-head latent attention (MLA) have different inputs. So a plan for an
+`AttentionShape` has the `forward` of `AttentionPlan`, and a plan for an `MLAShape` has the `forward` of `MLAPlan`.
 """
 
 from __future__ import annotations
@@ -51,15 +51,15 @@ KVCache = PagedKVCache | MLAKVCache
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """What a layer of causal attention looks like on this rank.
+    """The shape of a causal attention layer on this rank.
 
     Attributes:
         num_heads: query heads; a multiple of `num_kv_heads`.
         num_kv_heads: key/value heads.
-        head_dim: numbers per head.
+        head_dim: elements per head.
         scale: factor on the scores; None is `head_dim ** -0.5`.
         sliding_window: how many tokens a query sees, itself included; None is all of them.
-        soft_cap: scores become `soft_cap * tanh(score / soft_cap)`, after scaling; None leaves them.
+        soft_cap: scores become `soft_cap * tanh(score / soft_cap)`, after scaling; None is no cap.
         sinks: each head has one more term in its softmax's denominator, given to `forward`.
     """
 
@@ -88,10 +88,10 @@ class AttentionShape:
         return self.head_dim**-0.5 if self.scale is None else self.scale
 
     def check_sinks(self, sinks: Tensor | None) -> None:
-        """Whether a layer passes sinks where the shape has them, and only there.
+        """Check that a layer passes sinks if the shape has them, and none if it has not.
 
         Raises:
-            ConfigError: it does not.
+            ConfigError: sinks are missing, or given to a shape without sinks.
         """
         if (sinks is not None) != self.sinks:
             raise ConfigError(
@@ -110,14 +110,14 @@ class AttentionShape:
 
 @dataclass(frozen=True)
 class MLAShape:
-    """What a layer of multi-head latent attention looks like on this rank.
+    """The shape of a multi-head latent attention layer on this rank.
 
     Attributes:
         num_heads: query heads.
-        kv_lora_rank: numbers of the latent.
-        qk_nope_head_dim: numbers of a query or key head without position.
-        qk_rope_head_dim: numbers of a query or key head with position; keys share one for all heads.
-        v_head_dim: numbers of a value head.
+        kv_lora_rank: elements of the latent.
+        qk_nope_head_dim: elements of the part of a query or key head that is not rotated.
+        qk_rope_head_dim: elements of the part that is rotated; all key heads share one rotated part.
+        v_head_dim: elements of a value head.
         scale: factor on the scores; None is `(qk_nope_head_dim + qk_rope_head_dim) ** -0.5`.
 
     Source: DeepSeek-V2 (2024), section 2.1.
@@ -135,7 +135,7 @@ class MLAShape:
 
     @property
     def qk_head_dim(self) -> int:
-        """Numbers of an expanded query or key head."""
+        """Elements of an expanded query or key head."""
         return self.qk_nope_head_dim + self.qk_rope_head_dim
 
     @property
@@ -161,7 +161,7 @@ def _check_positive(shape: object, *names: str) -> None:
 
 @dataclass(frozen=True)
 class RopeTable:
-    """Rotary embedding of a step's tokens, as a table: fused kernels rotate and quantise in one go.
+    """Rotary embedding of a step's tokens, as a table: fused kernels rotate and quantise in one pass.
 
     Attributes:
         cos_sin: `[max_position, rope_dim]` float32; the cosines of a position in the first half, its sines in the
@@ -195,9 +195,9 @@ class RopeTable:
 
 @dataclass(frozen=True)
 class MLAInputs:
-    """One layer's inputs of multi-head latent attention. The model fills it.
+    """One layer's inputs of multi-head latent attention. The model fills them in.
 
-    Neither queries nor keys are rotated yet: a fused kernel does it, everybody else calls `rope.rotate`.
+    Queries and keys are not rotated yet: a fused kernel rotates them, all other code calls `rope.rotate`.
 
     Attributes:
         q_nope: `[T, num_heads, qk_nope_head_dim]`.
@@ -208,7 +208,7 @@ class MLAInputs:
             `q_latent = q_nope @ w_uk`.
         w_uv: `[num_heads, kv_lora_rank, v_head_dim]`: `v = latent @ w_uv`; absorbed, the output is
             `attended latent @ w_uv`.
-        rope: of these tokens.
+        rope: the rotary embedding of these tokens.
     """
 
     q_nope: Tensor
@@ -221,7 +221,7 @@ class MLAInputs:
 
 
 class AttentionPlan(Protocol):
-    """What a back end worked out for one metadata. Valid for that step, and for all of its layers."""
+    """A back end's plan for one batch. Valid for that step, and for all of its layers."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, layer: int, sinks: Tensor | None = None) -> Tensor:
         """Store the new keys and values, then attend causally over everything each request has in the cache.
@@ -240,13 +240,13 @@ class AttentionPlan(Protocol):
 
 
 class MLAPlan(Protocol):
-    """The same for multi-head latent attention."""
+    """A plan for multi-head latent attention; valid as long as an `AttentionPlan`."""
 
     def forward(self, inputs: MLAInputs, layer: int) -> Tensor:
         """Store the new latents, then attend: decode absorbed, over latents; prefill expanded, over keys and values.
 
         Args:
-            inputs: of this layer.
+            inputs: this layer's inputs.
             layer: which layer's cache.
 
         Returns:
@@ -257,17 +257,17 @@ class MLAPlan(Protocol):
 
 @dataclass(frozen=True)
 class BackendTraits:
-    """What a back end can do. What a model needs and its back end lacks is refused by name when it is made.
+    """What a back end supports. Making a back end that lacks a trait of the model fails, and the error names the trait.
 
     Attributes:
         mha: multi-head and grouped-query attention (`AttentionShape`).
         mla: multi-head latent attention (`MLAShape`).
-        devices: device types it runs on.
+        devices: device types that it runs on.
         sliding_window, soft_cap, sinks: see `AttentionShape`.
-        tree_mask: a verify batch with a custom mask; a chain of drafts needs none.
+        tree_mask: takes a verify batch with a custom mask; a chain of drafts needs none.
         fp8: reads an fp8 cache.
-        graphs: has `plan_for_graph` and `replan`.
-        block_sizes: tokens per page that its kernels take; None is any.
+        graphs: supports `plan_for_graph` and `replan`.
+        block_sizes: page sizes, in tokens, that its kernels take; None is any.
         seq_len_fill: the `seq_lens` entry of a padding request in a captured graph.
     """
 
@@ -291,7 +291,7 @@ class GraphLimits:
     Attributes:
         max_reqs: requests, padding requests included.
         max_tokens: tokens, padding included.
-        max_seq_len: tokens of a request in the cache: the worst case of every scalar that a kernel keeps.
+        max_seq_len: tokens of a request in the cache; a captured kernel's scalars are computed for this length.
     """
 
     max_reqs: int
@@ -302,7 +302,7 @@ class GraphLimits:
 class AttentionBackend(Protocol):
     """Makes plans for one lane of one model's attention over one KV cache.
 
-    Making one allocates nothing large; its workspace is made, zeroed, with the first plan.
+    The constructor allocates nothing large; the workspace is allocated and zeroed with the first plan.
     """
 
     name: ClassVar[str]
@@ -316,10 +316,10 @@ class AttentionBackend(Protocol):
         ...
 
     def plan(self, metadata: CommonAttentionMetadata) -> Any:
-        """Everything that can be worked out once per step, for one metadata.
+        """Prepare everything that is computed once per step, for one batch.
 
         Raises:
-            ConfigError: the batch needs what this back end has not (a tree mask).
+            ConfigError: the batch needs something that this back end lacks (a tree mask).
         """
         ...
 
@@ -332,7 +332,7 @@ class AttentionBackend(Protocol):
         ...
 
     def plan_for_graph(self, metadata: CommonAttentionMetadata) -> Any:
-        """As `plan`, but every tensor a kernel reads lives in the graph buffers, and every scalar is worst-case.
+        """As `plan`, but every tensor a kernel reads lives in the graph buffers, and every scalar is the worst case.
 
         Raises:
             ConfigError: there are no graph buffers, or the batch is larger than they are.
@@ -340,10 +340,10 @@ class AttentionBackend(Protocol):
         ...
 
     def replan(self, plan: Any, metadata: CommonAttentionMetadata) -> None:
-        """Make a plan of `plan_for_graph` describe another batch with as many requests and tokens.
+        """Make a plan of `plan_for_graph` describe another batch with the same number of requests and tokens.
 
-        A smaller batch is padded where the back end can do that, else refused. Allocates no device memory and moves no
-        pointer. Plans of one back end object share its graph buffers, so a plan holds until the next `replan` of any.
+        A smaller batch is padded if the back end can do that, else refused. Allocates no device memory and moves no
+        pointer. Plans of one back end object share its graph buffers: `replan` of one makes all others invalid.
 
         Raises:
             ConfigError: the batch has another size than the plan, or exceeds the limits.

@@ -1,10 +1,10 @@
 """The memory of attention: pools of blocks (pages), written by slot and read by block.
 
     PagedKVCache   keys and values of multi-head and grouped-query attention
-    MLAKVCache     what multi-head latent attention keeps of a token: its latent and its rotated key part
+    MLAKVCache     each token's latent and rotated key part, for multi-head latent attention
 
-A slot is `block * block_size + offset`. Both pools may store fp8: numbers are divided by a static scale per layer and
-kept as bytes, so that every torch operation that moves data works on them.
+A slot is `block * block_size + offset`. Both pools may store fp8: values are divided by a static scale per layer and
+stored as bytes, because some torch operations that move data do not support fp8 tensors.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ class KVCacheError(UBatchError):
 
 @dataclass(frozen=True)
 class CacheSpec(ABC):
-    """What every KV cache has.
+    """The settings that every KV cache has.
 
     Attributes:
         num_layers: layers with attention.
         block_size: tokens per block (page).
-        dtype: what attention computes in, and what is stored unless
-        fp8: store one byte a number (float8_e4m3fn), scaled.
+        dtype: attention computes in it; the cache stores it, too, unless `fp8` is set.
+        fp8: store one byte per element (float8_e4m3fn), scaled.
     """
 
     num_layers: int
@@ -67,11 +67,11 @@ class CacheSpec(ABC):
     @property
     @abstractmethod
     def numbers_per_token(self) -> int:
-        """Numbers that one layer keeps of one token."""
+        """Elements that one layer stores per token."""
 
     @property
     def storage_dtype(self) -> torch.dtype:
-        """Of the pools: bytes for fp8."""
+        """The dtype of the pools: bytes for fp8."""
         return torch.uint8 if self.fp8 else self.dtype
 
     @property
@@ -80,7 +80,7 @@ class CacheSpec(ABC):
         return self.num_layers * self.block_size * self.numbers_per_token * self.storage_dtype.itemsize
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Blocks that `num_tokens` tokens of one request take."""
+        """Blocks needed for `num_tokens` tokens of one request."""
         return -(-num_tokens // self.block_size)
 
     def blocks_in(self, num_bytes: int) -> int:
@@ -103,7 +103,7 @@ class KVCacheSpec(CacheSpec):
 
     Attributes:
         num_kv_heads: key/value heads per layer on this rank.
-        head_dim: numbers per head.
+        head_dim: elements per head.
     """
 
     num_kv_heads: int
@@ -117,7 +117,7 @@ class KVCacheSpec(CacheSpec):
 
     @property
     def numbers_per_token(self) -> int:
-        """Keys and values of all heads."""
+        """Elements of the keys and values of all heads."""
         return 2 * self.num_kv_heads * self.head_dim
 
 
@@ -126,8 +126,8 @@ class MLACacheSpec(CacheSpec):
     """The shape of a cache of latents. It has no heads: one row serves all of them.
 
     Attributes:
-        kv_lora_rank: numbers of the compressed key and value.
-        qk_rope_head_dim: numbers of the key part that carries the position.
+        kv_lora_rank: elements of the compressed key and value.
+        qk_rope_head_dim: elements of the rotated key part.
     """
 
     kv_lora_rank: int
@@ -141,22 +141,22 @@ class MLACacheSpec(CacheSpec):
 
     @property
     def numbers_per_token(self) -> int:
-        """Latent and rotated part, one row for all heads."""
+        """Elements of the latent and the rotated part, one row for all heads."""
         return self.kv_lora_rank + self.qk_rope_head_dim
 
 
 class TokenPool:
     """One pool of rows per layer: `[num_blocks, block_size, *row]`.
 
-    One more block than asked for is allocated and hidden: padding is written there. So a write has a fixed shape and
-    never asks the device which tokens are padding. A block that is free, or the end of a request's last one, may hold
-    anything, nan too: no back end lets a request's result depend on it.
+    The pool has one extra, hidden block, which padding is written to. So a write has a fixed shape and never asks the
+    device which tokens are padding. Free blocks and the unused end of a request's last block may hold anything, also
+    nan: no back end lets a request's result depend on them.
 
     Args:
         spec: layers, block size, dtype, fp8 or not.
         num_blocks: blocks to give out.
-        row: shape of what is kept of a token.
-        device: where.
+        row: shape of one token's data.
+        device: where the pool lives.
     """
 
     def __init__(self, spec: CacheSpec, num_blocks: int, row: Sequence[int], device: torch.device | str) -> None:
@@ -171,14 +171,14 @@ class TokenPool:
         self._blocks = tuple(self.memory[:, :num_blocks].unbind())
 
     def blocks(self, layer: int) -> Tensor:
-        """The layer's pool without the hidden block, as it is stored (fp8 as bytes), a view."""
+        """A view of the layer's pool as stored (fp8 as bytes), without the hidden block."""
         return self._blocks[layer]
 
     def write(self, layer: int, rows: Tensor, slots: Tensor) -> None:
         """Store `rows` `[T, *row]` at `slots` `[T]`, quantised if the pool is fp8."""
         if self.fp8:
             rows = quantize_fp8(rows, self.scales[layer])
-        # As flat rows: torch copies those as they lie, where it loops over the numbers of rows of several dimensions.
+        # Flat rows: torch copies each as one contiguous run, but loops over single elements of multi-dimensional rows.
         self._slots[layer].index_copy_(0, slots, rows.flatten(1))
 
     def move(self, sources: Tensor, targets: Tensor) -> None:
@@ -187,20 +187,20 @@ class TokenPool:
         slots.index_copy_(1, targets, slots.index_select(1, sources))
 
     def decode(self, stored: Tensor, layer: int) -> Tensor:
-        """What was read from `blocks(layer)`, as numbers of the compute dtype; itself if the pool is not fp8."""
+        """Convert data read from `blocks(layer)` to the compute dtype; returned unchanged if the pool is not fp8."""
         if not self.fp8:
             return stored
         return stored.view(FP8).to(self.dtype).mul_(self.scales[layer])
 
 
 def quantize_fp8(x: Tensor, scale: float) -> Tensor:
-    """`x / scale` as float8_e4m3fn, saturated at its largest number, as bytes of the same shape. Rounded once: the
+    """`x / scale` as float8_e4m3fn, saturated at its largest value, as bytes of the same shape. It is rounded once: the
     quotient is float32."""
     return (x.float() / scale).clamp(-_FP8_MAX, _FP8_MAX).to(FP8).view(torch.uint8)
 
 
 class _Cache:
-    """What both caches share. A subclass lists its pools."""
+    """Methods of both caches. A subclass lists its pools."""
 
     spec: CacheSpec
     num_blocks: int
@@ -211,7 +211,7 @@ class _Cache:
 
     @property
     def device(self) -> torch.device:
-        """Where the pools are."""
+        """The device of the pools."""
         return self._pools[0].memory.device
 
     @property
@@ -220,12 +220,12 @@ class _Cache:
         return sum(pool.memory.nbytes for pool in self._pools)
 
     def write_slots(self, slot_mapping: Tensor) -> Tensor:
-        """The slots to give to `write`, `[T]` int64: padding (-1) is sent to the hidden block. Once per step."""
+        """The slots to pass to `write`, `[T]` int64: padding (-1) goes to the hidden block. Call it once per step."""
         return torch.where(slot_mapping < 0, self.hidden_slot, slot_mapping)
 
     def move(self, sources: Tensor, targets: Tensor) -> None:
-        """Copy what all layers keep of some tokens to other slots. All are read before any is written, so a slot may be
-        the source of one and the target of another.
+        """Copy some tokens' data to other slots, in all layers. All sources are read before any target is written, so a
+        slot may be the source of one token and the target of another.
 
         Args:
             sources: `[n]` int64 slots.
@@ -236,7 +236,7 @@ class _Cache:
 
     @property
     def hidden_slot(self) -> int:
-        """Where padding is written: the first slot of the hidden block."""
+        """The slot that padding is written to: the first of the hidden block."""
         return self.num_blocks * self.spec.block_size
 
 
@@ -253,7 +253,7 @@ class PagedKVCache(_Cache):
         super().__init__(num_blocks, (self.key_pool, self.value_pool))
 
     def set_scales(self, layer: int, k_scale: float, v_scale: float) -> None:
-        """The static scales of an fp8 cache's layer, as a checkpoint gives them: stored = number / scale.
+        """Set the static scales of an fp8 cache's layer, as a checkpoint gives them: stored = value / scale.
 
         Raises:
             ConfigError: the cache is not fp8, or a scale is not positive.
@@ -300,7 +300,7 @@ class MLAKVCache(_Cache):
         super().__init__(num_blocks, (self.pool,))
 
     def set_scale(self, layer: int, scale: float) -> None:
-        """The static scale of an fp8 cache's layer; errors as `PagedKVCache.set_scales`."""
+        """Set the static scale of an fp8 cache's layer; errors as `PagedKVCache.set_scales`."""
         _check_scales(self.spec, scale)
         self.pool.scales[layer] = scale
 
@@ -325,7 +325,7 @@ class MLAKVCache(_Cache):
 
 
 def make_kv_cache(spec: CacheSpec, num_blocks: int, device: torch.device | str = "cpu") -> PagedKVCache | MLAKVCache:
-    """The cache of a spec."""
+    """Allocate the cache that a spec describes."""
     if isinstance(spec, MLACacheSpec):
         return MLAKVCache(spec, num_blocks, device)
     if isinstance(spec, KVCacheSpec):

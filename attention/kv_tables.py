@@ -1,9 +1,9 @@
-"""Who has which KV memory: the free blocks, and the slots of every running request.
+"""Bookkeeping of KV memory: the free blocks, and the slots of every running request.
 
     BlockAllocator        which blocks (pages) are free
-    RequestToTokenTable   which slot holds each token of each request; read with a stride, it is the page table
+    RequestToTokenTable   which slot holds each token of each request; the page table is a strided read of it
 
-A prefix cache sits between the two: it keeps blocks allocated after a request has left its row.
+A prefix cache sits between the two: it keeps blocks allocated after their request's row was removed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["BlockAllocator", "RequestToTokenTable"]
 
 
 class BlockAllocator:
-    """Which of `num_blocks` blocks are free. Blocks come back in any order; the last freed is given out first."""
+    """Which of `num_blocks` blocks are free. Blocks are freed in any order; the last freed is allocated first."""
 
     def __init__(self, num_blocks: int) -> None:
         if num_blocks < 1:
@@ -36,7 +36,7 @@ class BlockAllocator:
 
     @property
     def num_used(self) -> int:
-        """Blocks that somebody holds."""
+        """Blocks that are allocated now."""
         return len(self._used)
 
     def allocate(self, count: int) -> list[int]:
@@ -58,7 +58,7 @@ class BlockAllocator:
         return taken
 
     def free(self, blocks: Sequence[int]) -> None:
-        """Give blocks back.
+        """Free blocks.
 
         Raises:
             KVCacheError: one of them is not in use, or is named twice; none is freed then.
@@ -72,7 +72,7 @@ class BlockAllocator:
         self._free.extend(reversed(blocks))
 
     def check(self, *, idle: bool = False) -> None:
-        """The conservation law: free + used == total, and no block is both.
+        """Check that free + used == total, and that no block is both.
 
         Args:
             idle: also require that nothing is in use.
@@ -93,9 +93,9 @@ class BlockAllocator:
 class RequestToTokenTable:
     """The slot of every token of every running request: `[max_num_reqs, max_blocks * block_size]` int32 on the host.
 
-    A row is a request's for as long as it runs. A request's tokens fill its blocks in order, so every `block_size`-th
-    entry of a row, divided by `block_size`, is a block: the page table that kernels take is this table read with a
-    stride. Entries past a request's blocks are 0, a slot that exists.
+    A request keeps its row for as long as it runs. Its tokens fill its blocks in order, so every `block_size`-th entry
+    of a row, divided by `block_size`, is a block number: the page table that kernels take is a strided read of this
+    table. Entries past a request's blocks are 0, which is a valid slot.
     """
 
     def __init__(self, max_num_reqs: int, max_blocks: int, block_size: int) -> None:
@@ -113,7 +113,7 @@ class RequestToTokenTable:
 
     @property
     def num_rows(self) -> int:
-        """Requests that it has room for."""
+        """Requests that the table has room for."""
         return self._slots.shape[0]
 
     @property
@@ -122,7 +122,7 @@ class RequestToTokenTable:
         return len(self._free_rows)
 
     def add_row(self) -> int:
-        """A row for a new request.
+        """Take a row for a new request.
 
         Raises:
             KVCacheExhausted: every row is in use.
@@ -158,7 +158,7 @@ class RequestToTokenTable:
 
         Raises:
             KVCacheError: a row is not in use.
-            KVCacheExhausted: a row is too short for it; none gets one then.
+            KVCacheExhausted: a row is full; then no row gets a block.
         """
         held = [self._held(row) for row in rows]
         if any(len(own) >= self.max_blocks for own in held):
@@ -171,10 +171,10 @@ class RequestToTokenTable:
                 own.append(block)
 
     def replace(self, row: int, start: int, blocks: Sequence[int]) -> None:
-        """Let other blocks, with the same contents, stand in for a row's blocks `start` and following.
+        """Replace a row's blocks from `start` on by other blocks with the same contents.
 
         Raises:
-            KVCacheError: the row is not in use, or does not have so many blocks.
+            KVCacheError: the row is not in use, or has fewer than `start + len(blocks)` blocks.
         """
         held = self._held(row)
         stop = start + len(blocks)
@@ -190,7 +190,7 @@ class RequestToTokenTable:
         return tuple(self._held(row))
 
     def remove_row(self, row: int) -> list[int]:
-        """Release a row; its blocks are the caller's to free or to keep."""
+        """Release a row and return its blocks, which the caller frees or keeps."""
         held = self._held(row)
         del self._blocks[row]
         self._slots[row, : len(held) * self.block_size] = 0
@@ -207,7 +207,7 @@ class RequestToTokenTable:
         return self._slots[rows, positions].long()
 
     def page_table(self, rows: Sequence[int]) -> Tensor:
-        """The blocks of a batch, `[len(rows), widest]` int32, a copy: rows may change while the step runs."""
+        """The blocks of a batch, `[len(rows), longest row]` int32, a copy: rows may change while the step runs."""
         widest = max((len(self._held(row)) for row in rows), default=0)
         first_slots = self._slots[:, : widest * self.block_size : self.block_size]
         return first_slots.index_select(0, torch.tensor(rows, dtype=torch.int64)) // self.block_size

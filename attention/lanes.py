@@ -1,8 +1,8 @@
-"""One model's attention in lanes: a back end for the whole batch, and one of its own for every lane.
+"""One model's attention in lanes: a back end for the whole batch, and a separate one for every lane.
 
     whole batch     one back end, one plan
-    N lanes         N back ends with N plans: lanes run at once, and kernels count in their workspace
-    empty lane      no plan at all: nothing is attended, and nothing is written
+    N lanes         N back ends with N plans: lanes run at once, and kernels keep counters in their workspace
+    empty lane      no back end: it attends to nothing and writes nothing
 
 The lanes' back ends are made on the first step that overlaps. Prefill and decode may run on different back ends over
 the same cache; a mixed batch counts as prefill.
@@ -64,12 +64,12 @@ class _Pair:
         return (self.prefill,) if self.decode is self.prefill else (self.prefill, self.decode)
 
     def for_batch(self, metadata: CommonAttentionMetadata) -> AttentionBackend:
-        # An idle batch runs nothing, but where it is replayed it is a graph's, and those are decode's.
+        # An idle batch attends to nothing, but it may replay a graph, and graphs belong to the decode back end.
         return self.prefill if MODES[metadata.mode].kernel is Kernel.PREFILL else self.decode
 
 
 def _lane_limits(limits: GraphLimits, num_lanes: int) -> GraphLimits:
-    """Of the largest of so many lanes, which hold whole requests: a verify batch's tokens do not divide as its do."""
+    """The limits of the largest of `num_lanes` lanes. A lane holds whole requests, so its tokens follow from them."""
     max_reqs = -(-limits.max_reqs // num_lanes)
     tokens_per_request = -(-limits.max_tokens // limits.max_reqs)
     return replace(limits, max_reqs=max_reqs, max_tokens=min(limits.max_tokens, max_reqs * tokens_per_request))
@@ -79,10 +79,10 @@ class UBatchAttention:
     """Plans attention for whole batches and for lanes.
 
     Args:
-        shape: of the model's attention.
-        kv_cache: of the model.
-        prefill: back end of batches with a prefill.
-        decode: back end of decode, verify and draft-extend batches.
+        shape: the model's attention shape.
+        kv_cache: the model's KV cache.
+        prefill: name of the back end for batches with a prefill.
+        decode: name of the back end for decode, verify and draft-extend batches; None is the same as `prefill`.
 
     Raises:
         ConfigError: an unknown back end, one that lacks what the model needs, or two that do not fit together.
@@ -112,7 +112,7 @@ class UBatchAttention:
 
         Args:
             limits: the largest captured step of the whole batch.
-            num_lanes: lanes that are captured, too, cut between requests.
+            num_lanes: number of lanes that are captured, too; they are cut between requests.
 
         Raises:
             ConfigError: the decode back end cannot be captured.
@@ -146,7 +146,7 @@ class UBatchAttention:
         return [self._plan_for_graph(pair, metadata) for pair, metadata in zip(self._lanes, lanes, strict=False)]
 
     def replan(self, plan: Plan, metadata: CommonAttentionMetadata) -> None:
-        """Before a replay: make a plan of `plan_for_graph` describe this batch, padded; see `AttentionBackend.replan`.
+        """Make a plan of `plan_for_graph` describe this batch, padded. Call it before a replay; see `AttentionBackend`.
 
         Raises:
             ConfigError: the batch does not fit the plan.
@@ -154,18 +154,18 @@ class UBatchAttention:
         self._whole.decode.replan(plan, metadata)
 
     def replan_lanes(self, plans: Sequence[Plan], lanes: Sequence[CommonAttentionMetadata]) -> None:
-        """The same for the plans of `plan_lanes_for_graph`; every lane is padded by itself, an empty one whole."""
+        """`replan` for the plans of `plan_lanes_for_graph`; each lane is padded separately, an empty one entirely."""
         for pair, plan, metadata in zip(self._lanes, plans, lanes, strict=False):
             pair.decode.replan(plan, metadata)
 
     def backend(self, metadata: CommonAttentionMetadata, lane: int | None = None) -> AttentionBackend:
-        """The back end that plans such a batch: for a captured step, which calls its `plan_for_graph` and `replan`."""
+        """The back end that plans this batch, for captured steps, which call `plan_for_graph` and `replan` on it."""
         if lane is not None:
             self._grow(lane + 1)
         return (self._whole if lane is None else self._lanes[lane]).for_batch(metadata)
 
     def memory(self) -> Mapping[str, int]:
-        """Bytes that every back end holds now, by name: `whole/torch`, `lane 0/torch`, ..."""
+        """Bytes that each back end holds now, by name: `whole/torch`, `lane 0/torch`, ..."""
         pairs = [("whole", self._whole), *((f"lane {lane}", pair) for lane, pair in enumerate(self._lanes))]
         return {f"{where}/{backend.name}": backend.nbytes for where, pair in pairs for backend in pair.distinct}
 

@@ -1,9 +1,9 @@
-"""Softmax attention in parts: over keys that come in pieces, merged by the logarithm of each piece's denominator.
+"""Softmax attention over separate pieces of the keys, merged by the logarithm of each piece's denominator.
 
-    state    an output and its `lse`, the natural logarithm of the sum of the exponents of all scores behind it
-    merge    the outputs' mean, weighted with exp(lse): exactly the attention over the keys of both
+    state    an output and its `lse` (log-sum-exp): the natural logarithm of the sum of exp(score) over its keys
+    merge    the mean of two outputs, weighted with exp(lse): exactly the attention over the keys of both
 
-A piece without a visible key has `lse` -inf and weighs nothing.
+A piece without a visible key has `lse` -inf and weight 0.
 
 Source: online softmax (Milakov and Gimelshein, 2018); merging as in flash decoding.
 """
@@ -15,7 +15,7 @@ from torch import Tensor
 
 __all__ = ["merge_states", "softmax_attention"]
 
-_SCORE_BYTES = 64 << 20  # of scores that exist at once; more queries than that are taken in turns
+_SCORE_BYTES = 64 << 20  # largest score tensor, in bytes; more queries are computed in several passes
 
 
 def softmax_attention(
@@ -28,7 +28,7 @@ def softmax_attention(
     soft_cap: float | None = None,
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention with its state, by batched products: what `scaled_dot_product_attention` has no argument for.
+    """Attention that also returns its `lse`, by batched products: `scaled_dot_product_attention` cannot return it.
 
     Scores and softmax are float32 at least. A query that sees no key gets 0, and `lse` -inf.
 
@@ -70,7 +70,7 @@ def _attend(
     count, heads, length, dim = q.shape
     kv_heads, num_keys = k.shape[1:3]
     group = heads // kv_heads
-    # Heads that share keys are rows of one product, so that keys are never repeated.
+    # Heads that share keys become rows of one product, so that keys are never repeated.
     rows = q.reshape(count, kv_heads, group * length, dim)
     scores = (rows @ k.transpose(-1, -2)).to(torch.promote_types(q.dtype, torch.float32))
     scores = scores.view(count, kv_heads, group, length, num_keys)
@@ -88,9 +88,9 @@ def _attend(
 
 
 def merge_states(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
-    """The attention over the keys of two states, whose keys are disjoint and whose queries are the same.
+    """Merge two states of the same queries over disjoint keys into the attention over all keys.
 
-    A state with `lse` -inf is ignored, whatever its output holds.
+    A state with `lse` -inf is ignored; its output may hold anything.
 
     Args:
         out: `[..., dv]`.

@@ -1,4 +1,4 @@
-"""What attention must know about a batch of flattened tokens, and how that is cut into lanes.
+"""The metadata that attention needs about a batch of flattened tokens, and how it is cut into lanes.
 
 A batch of `R` requests is one row of `T` tokens; request `r` owns the tokens `query_start_loc[r]` to
 `query_start_loc[r + 1]`, which are the *last* ones of its `seq_lens[r]` tokens; everything before them is in the
@@ -6,7 +6,7 @@ KV cache already. The cut follows the lanes' token slices. A request may straddl
 
     request         |---- prefix ----|--- query tokens ---|        seq_len = prefix + query
     lane i                           |--------|                    its seq_len ends at the cut
-    lane i + 1                                |-----------|        keeps the total; lane i's part is prefix to it
+    lane i + 1                                |-----------|        keeps the total; lane i's part is its prefix
 
 so lane `i` must write its keys and values before lane `i + 1` reads them, in every layer.
 """
@@ -31,21 +31,21 @@ __all__ = ["CommonAttentionMetadata", "split_attn_metadata"]
 
 @dataclass(frozen=True)
 class CommonAttentionMetadata:
-    """One step's (or one lane's) batch, as every attention back end sees it. The runner fills it; nobody changes it.
+    """The batch of one step or one lane, as every attention back end sees it. The runner fills it; it never changes.
 
     Attributes:
         query_start_loc: `[R + 1]` int32, where each request's tokens start; the last entry is `num_actual_tokens`.
         seq_lens: `[R]` int32, tokens of each request in the KV cache once this step has written its own.
         block_table: `[R, max_blocks]` int32, the KV blocks of each request; entries past its length are meaningless.
-        slot_mapping: `[T]` int64, where each token's key and value go: `block * block_size + offset`, or -1 for
-            padding, which is not written. May be longer than `num_actual_tokens`; the rest is padding.
+        slot_mapping: `[T]` int64, the slot of each token's key and value: `block * block_size + offset`, or -1 for
+            padding, which is not stored. May be longer than `num_actual_tokens`; the rest is padding.
         query_start_loc_cpu: `query_start_loc` on the host.
         seq_lens_cpu: `seq_lens` on the host.
         num_reqs: `R`.
         num_actual_tokens: tokens without padding.
         max_query_len: most tokens of one request in this step; 0 for an empty batch.
         max_seq_len: longest of `seq_lens`; 0 for an empty batch.
-        mode: what the batch is; see `attention.modes`.
+        mode: the batch's forward mode; see `attention.modes`.
         spec_verify: drafts and their tree, in a target-verify batch only.
     """
 
@@ -73,19 +73,19 @@ class CommonAttentionMetadata:
         spec_verify: SpecVerifyInput | None = None,
         lengths: tuple[Tensor, Tensor] | None = None,
     ) -> CommonAttentionMetadata:
-        """Metadata from the lengths on the host; tensors land on `slot_mapping`'s device.
+        """Make the metadata from lengths on the host; its tensors are on `slot_mapping`'s device.
 
         Args:
             query_lens: tokens of each request in this step.
-            seq_lens: each request's tokens in total, these included.
+            seq_lens: each request's total tokens, those of this step included.
             block_table: `[R, max_blocks]` int32.
             slot_mapping: `[T]` int64.
-            mode: what the batch is.
-            spec_verify: of a target-verify batch.
-            lengths: `query_start_loc` and `seq_lens`, where they are on the device already; copied there by default.
+            mode: the batch's forward mode.
+            spec_verify: drafts and their tree, of a target-verify batch.
+            lengths: `query_start_loc` and `seq_lens` if they are on the device already; else they are copied there.
 
         Raises:
-            ConfigError: lengths, table and slots are not of one batch.
+            ConfigError: lengths, table and slots do not fit together.
             SplitError: `spec_verify` describes another batch.
         """
         _check_sizes(query_lens, seq_lens, block_table, slot_mapping)
@@ -119,7 +119,7 @@ class CommonAttentionMetadata:
 
     @property
     def has_tree(self) -> bool:
-        """Whether the step verifies drafts that bring their own mask; a chain of drafts is causal."""
+        """Whether the step verifies drafts with a mask of their own; a chain of drafts is causal and has none."""
         return self.spec_verify is not None and self.spec_verify.custom_mask is not None
 
     @property
@@ -146,7 +146,7 @@ def _check_sizes(query_lens: Sequence[int], seq_lens: Sequence[int], block_table
 
 @dataclass(frozen=True)
 class _Lane:
-    """The host side of one lane, computed once and read by the rules below."""
+    """One lane's lengths on the host, computed once and read by the rules below."""
 
     requests: slice
     tokens: slice
@@ -162,7 +162,7 @@ class _Lane:
         return self.starts[-1]
 
 
-# One rule per field. A field without a rule is an error, so that none can be forgotten when one is added.
+# One rule per field. A field without a rule is an error, so that a new field cannot be forgotten.
 _RULES: dict[str, Callable[[CommonAttentionMetadata, _Lane], Any]] = {
     "query_start_loc": lambda whole, lane: _lane_starts(whole, lane),
     "seq_lens": lambda whole, lane: _lane_seq_lens(whole, lane),
@@ -182,12 +182,12 @@ _RULES: dict[str, Callable[[CommonAttentionMetadata, _Lane], Any]] = {
 def split_attn_metadata(
     slices: Sequence[UBatchSlice], metadata: CommonAttentionMetadata
 ) -> list[CommonAttentionMetadata]:
-    """One metadata per lane. `block_table`, `slot_mapping` and uncut `seq_lens` are views of the batch's.
+    """Cut a batch's metadata into one per lane. `block_table`, `slot_mapping` and uncut `seq_lens` are views.
 
     Args:
         slices: the lanes in token order; together they cover the batch. Lanes may be empty, and a request that
             straddles a cut is in the request slices of all lanes that hold a part of it.
-        metadata: the whole batch's.
+        metadata: the whole batch's metadata.
 
     Raises:
         SplitError: the slices do not fit the batch or each other, or the metadata has a field without a rule.
@@ -223,7 +223,7 @@ def _lanes(slices: Sequence[UBatchSlice], whole: CommonAttentionMetadata) -> lis
 def _lane(index: int, piece: UBatchSlice, whole: CommonAttentionMetadata) -> _Lane:
     requests = slice(piece.request_slice.start, piece.request_slice.stop)
     tokens = slice(piece.token_slice.start, piece.token_slice.stop)
-    # Padding at the end of the batch belongs to no request: the last lane's slots keep it, its starts do not.
+    # Padding at the end of the batch belongs to no request: the last lane's slots include it, its starts do not.
     start, stop = (min(edge, whole.num_actual_tokens) for edge in (tokens.start, tokens.stop))
     edges = whole.query_start_loc_cpu[requests.start : requests.stop + 1]
     if requests.stop <= requests.start or not edges:
@@ -251,7 +251,7 @@ def _lane(index: int, piece: UBatchSlice, whole: CommonAttentionMetadata) -> _La
 def _lane_starts(whole: CommonAttentionMetadata, lane: _Lane) -> Tensor:
     if not lane.seq_lens:
         return whole.query_start_loc.new_zeros(1)
-    # On the device, not from the host's copy: a copy from the host would wait for the device.
+    # Computed on the device: copying the host's values would wait for the device.
     first = min(lane.tokens.start, whole.num_actual_tokens)
     edges = whole.query_start_loc[lane.requests.start : lane.requests.stop + 1]
     return (edges - first).clamp_(0, lane.num_tokens)
@@ -270,5 +270,5 @@ def _lane_spec_verify(whole: CommonAttentionMetadata, lane: _Lane) -> SpecVerify
         return None
     if lane.straddles:
         raise SplitError("a verify batch cannot be cut inside a request: its tree would be torn. Cut between requests.")
-    last = min(lane.requests.stop, whole.spec_verify.num_reqs)  # requests behind it are padding
+    last = min(lane.requests.stop, whole.spec_verify.num_reqs)  # the requests after these are padding
     return whole.spec_verify.split(slice(lane.requests.start, last))

@@ -1,6 +1,6 @@
-"""The forward modes, as one table: what a request brings, how a batch is cut, which kernel runs, graph or not.
+"""The forward modes, as one table: tokens per request, how a batch is cut, which kernel runs, graph or not.
 
-This is the place to look when a mode is new; planners and back ends ask it instead of listing modes themselves.
+A new mode is added here; planners and back ends read this table instead of listing modes themselves.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ class SplitKind(StrEnum):
     """How a batch of a mode is cut into lanes."""
 
     FIXED = "fixed"
-    """every request has as many tokens: by request count"""
+    """every request has the same number of tokens: cut by request count"""
     BY_LENGTH = "by_length"
-    """balanced, through a request (two-chunk), or by cost"""
+    """balanced by tokens, also inside a request (two-chunk), or balanced by cost"""
     EMPTY = "empty"
-    """empty lanes, which pass every collective point"""
+    """empty lanes, which still take part in every collective"""
     NEVER = "never"
-    """always unsplit"""
+    """never cut"""
 
 
 class Kernel(StrEnum):
@@ -43,12 +43,12 @@ class ModeTraits:
 
     Attributes:
         tokens_per_request: in words.
-        split: how it is cut.
-        kernel: what runs it.
-        graph: whether its shapes are fixed, so that back ends plan it for a CUDA graph, and runners capture it. An idle
-            batch has those of whatever graph it is padded to.
-        sglang: what SGLang calls it.
-        refused: what does not work in it, in words; empty for nothing.
+        split: how a batch is cut into lanes.
+        kernel: which kind of kernel runs it.
+        graph: whether its shapes are fixed, so that back ends plan it for a CUDA graph and runners capture it. An idle
+            batch takes the shapes of the graph that it is padded to.
+        sglang: SGLang's name of the mode.
+        refused: what is not supported in this mode, in words; empty if everything is.
     """
 
     tokens_per_request: str
@@ -101,19 +101,19 @@ MODES: Mapping[ForwardMode, ModeTraits] = {
         refused="lanes: drafting runs alone",
     ),
 }
-"""Every forward mode. SGLang's DRAFT_EXTEND_V2 is `DRAFT_EXTEND` here; its first version is gone there, too."""
+"""Every forward mode. SGLang's DRAFT_EXTEND_V2 is `DRAFT_EXTEND` here; SGLang has removed its first version."""
 
 
 def refuse_unsupported_model(architecture: str, *, encoder_decoder: bool, layer_types: tuple[str, ...]) -> None:
     """Refuse models whose attention has no row in the table.
 
     Args:
-        architecture: what the checkpoint calls itself.
+        architecture: the architecture's name in the checkpoint.
         encoder_decoder: whether its config says `is_encoder_decoder`.
-        layer_types: `layer_types` of its config, empty where there is none.
+        layer_types: `layer_types` of its config, empty if it has none.
 
     Raises:
-        ConfigError: encoder-decoder, or linear (hybrid) attention; says which.
+        ConfigError: the model is an encoder-decoder, or has linear (hybrid) attention.
     """
     if encoder_decoder:
         raise ConfigError(f"{architecture} is an encoder-decoder model; only decoder-only models are supported.")

@@ -1,11 +1,11 @@
-"""Attention of a draft model that decodes several tokens in a row: one planned state per step, all planned beforehand.
+"""Attention of a draft model that decodes several tokens in a row: one plan per step, all made before the first step.
 
-    step i     one row per request: the token at place seq_len + i, which sees seq_len + i + 1 tokens
-    state i    a back end of its own (workspace, plan), because plans of one object may share buffers
+    step i     one row per request: the token at position seq_len + i, which sees seq_len + i + 1 tokens
+    state i    a separate back end (workspace, plan), because plans of one object may share buffers
 
-So nothing is planned between two draft steps, and nothing waits there; all of them together can be one CUDA graph.
-Lengths are known beforehand, because a draft model accepts what it drafts. Drafts are one token per request and step;
-only decode back ends are made, no prefill.
+So nothing is planned or waited for between two draft steps, and all steps together can be one CUDA graph. Lengths are
+known in advance, because a draft model accepts every token that it drafts. Each step drafts one token per request; only
+decode back ends are made, no prefill.
 (For a tree of drafts, each level is a verify batch with a mask: `SpecVerifyInput`.)
 
 Source: the multi-step draft back ends of SGLang, where this is `speculative_step_id` and `skip_prefill`.
@@ -30,13 +30,13 @@ class MultiStepDraftAttention:
     """Plans the decode steps that draft a chain.
 
     Args:
-        shape: of the draft model's attention.
-        kv_cache: of the draft model.
-        num_steps: most decode steps in a row, 1 or more.
-        backend: by name, as for decode batches.
+        shape: the draft model's attention shape.
+        kv_cache: the draft model's KV cache.
+        num_steps: the most decode steps in a row, 1 or more.
+        backend: name of the back end, as for decode batches.
 
     Attributes:
-        backend_name: what `backend` stands for.
+        backend_name: the back end in use; differs from `backend` if that is `auto`.
 
     Raises:
         ConfigError: no step at all, an unknown back end, or one that lacks what the model needs.
@@ -52,7 +52,7 @@ class MultiStepDraftAttention:
 
     @property
     def num_steps(self) -> int:
-        """Most steps in a row."""
+        """The most decode steps in a row."""
         return len(self._states)
 
     def plan(self, seq_lens: Sequence[int], block_table: Tensor, slots: Tensor) -> list[Any]:
@@ -60,8 +60,8 @@ class MultiStepDraftAttention:
 
         Args:
             seq_lens: tokens of each request that are in the draft model's cache before the first step.
-            block_table: `[R, max_blocks]` int32; reaches as far as the last step's token.
-            slots: `[steps, R]` int64, where step i writes: the slots of place `seq_len + i`.
+            block_table: `[R, max_blocks]` int32; covers the last step's token, too.
+            slots: `[steps, R]` int64; step i writes to row i, the slots of position `seq_len + i`.
 
         Raises:
             ConfigError: more steps than `num_steps`, or sizes that contradict each other.
@@ -79,7 +79,7 @@ class MultiStepDraftAttention:
             state.init_graph_buffers(limits)
 
     def plan_for_graph(self, metadata: CommonAttentionMetadata) -> list[Any]:
-        """The plans of all `num_steps` that a graph is captured with, for a decode batch of its size.
+        """The plans of all `num_steps` steps that a graph is captured with, for a decode batch of its size.
 
         Raises:
             ConfigError: there are no graph buffers for one this large.
@@ -87,7 +87,7 @@ class MultiStepDraftAttention:
         return [state.plan_for_graph(metadata) for state in self._states]
 
     def replan(self, plans: Sequence[Any], seq_lens: Sequence[int], block_table: Tensor, slots: Tensor) -> None:
-        """Before a replay: make plans of `plan_for_graph` describe these steps, padded. Arguments as `plan`.
+        """Make plans of `plan_for_graph` describe these steps, padded. Call it before a replay. Arguments as `plan`.
 
         Raises:
             ConfigError: the requests do not fit the plans, or sizes contradict each other.
@@ -111,5 +111,5 @@ class MultiStepDraftAttention:
         ]
 
     def memory(self) -> Mapping[str, int]:
-        """Bytes that every state holds now, by name: `step 0/torch`, ..."""
+        """Bytes that each state holds now, by name: `step 0/torch`, ..."""
         return {f"step {step}/{state.name}": state.nbytes for step, state in enumerate(self._states)}

@@ -1,11 +1,11 @@
-"""Attention as slowly and plainly as it can be written: the oracle of every back end.
+"""Attention written as plainly as possible, and slow: tests compare every back end with it.
 
-What is new is written to the cache first. Then each request's keys and values are read back (dequantised where the
-cache is fp8), and one request, one query token and one head at a time attends over the tokens it may see:
+New tokens are written to the cache first. Then each request's keys and values are read back (dequantised if the cache
+is fp8), and one request, one query token and one head at a time attends over the tokens that the query sees:
 
     causal              its own token and all before it
-    tree of drafts      what its row of the custom mask shows
-    sliding window      of those, the ones fewer than so many positions back; drafts that are siblings share a position
+    tree of drafts      the tokens that its row of the custom mask allows
+    sliding window      of those, the ones fewer than `sliding_window` positions back; sibling drafts share a position
 """
 
 from __future__ import annotations
@@ -97,13 +97,13 @@ def reference_mla(
 
 
 def _softmax(scores: Tensor, sink: Tensor | None) -> Tensor:
-    """Weights of the scores, which may be none; a sink takes its share and tells nothing."""
+    """Softmax weights of the scores, which may be empty; a sink only adds to the denominator."""
     terms = scores if sink is None else torch.cat((scores, sink.reshape(1).to(scores.dtype)))
     return torch.softmax(terms, dim=0)[: len(scores)]
 
 
 def _slots(metadata: CommonAttentionMetadata, request: int, block_size: int) -> Tensor:
-    """Where the request's tokens are in the cache, in order."""
+    """The slots of the request's tokens in the cache, in order."""
     blocks = metadata.block_table[request].tolist()
     length = int(metadata.seq_lens[request])
     slots = [blocks[token // block_size] * block_size + token % block_size for token in range(length)]

@@ -1,10 +1,10 @@
 """A batch that verifies drafted tokens: every request brings the same number of them, as a chain or as a tree.
 
     draft tokens of request r     rows r * D to (r + 1) * D of the batch; row r * D is the tree's root
-    custom mask of request r      D rows of (prefix + D) entries: may draft i see that token? flattened, one request
-                                  after the other, so request r starts at sum((prefix_i + D) * D for i < r)
-    retrieve_index[r, i]          the batch's row that holds node i of the request's tree: it must be rebased in a lane
-    retrieve_next_*[r, i]         node numbers within the request: they need not
+    custom mask of request r      D rows of (prefix + D) entries: true if draft i sees that token. Requests are
+                                  flattened one after the other: r starts at sum((prefix_i + D) * D for i < r)
+    retrieve_index[r, i]          the batch's row that holds node i of the request's tree; rebased in a lane
+    retrieve_next_*[r, i]         node numbers within the request; not rebased in a lane
 
 Source: EAGLE-2 (2024); the layout is SGLang's.
 """
@@ -24,14 +24,14 @@ __all__ = ["SpecVerifyInput"]
 
 @dataclass(frozen=True)
 class SpecVerifyInput:
-    """What a target-verify step knows beside tokens and lengths. The speculative decoder fills it; nobody changes it.
+    """Metadata of a target-verify step beside tokens and lengths. The speculative decoder fills it; it never changes.
 
     Attributes:
         num_draft_tokens: `D`, rows of every request.
         prefix_lens: tokens of each request in the cache before this step, on the host.
         draft_tokens: `[R * D]` int64.
-        positions: `[R * D]` int64, each draft's place in its request; siblings share one.
-        custom_mask: flat bool, see above; None is a chain, where plain causal attention is right.
+        positions: `[R * D]` int64, each draft's position in its request; siblings share one.
+        custom_mask: flat bool, see above; None is a chain, which needs only causal attention.
         retrieve_index: `[R, D]` int64, the batch's row of each tree node; -1 where the tree has fewer nodes.
         retrieve_next_token: `[R, D]` int64, the first child of a node, -1 for none.
         retrieve_next_sibling: `[R, D]` int64, the next sibling of a node, -1 for none.
@@ -91,10 +91,10 @@ class SpecVerifyInput:
         return self.custom_mask[start:stop].view(self.num_draft_tokens, -1)
 
     def split(self, requests: slice) -> SpecVerifyInput:
-        """One lane's part: views, but for the retrieve indices, which count rows of the lane.
+        """One lane's part. Its tensors are views, except the retrieve indices, which are rebased to rows of the lane.
 
         Args:
-            requests: the lane's, `slice(start, stop)`.
+            requests: the lane's requests, `slice(start, stop)`.
         """
         drafts = self.num_draft_tokens
         rows = slice(requests.start * drafts, requests.stop * drafts)

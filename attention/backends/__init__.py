@@ -1,12 +1,12 @@
 """Attention back ends: one interface, chosen by name, imported only when chosen.
 
-registry              names, and which one `auto` is; `fastest` measures them
-native                C on a CPU, over the pages themselves
-torch/                gathered pages on any device; latent attention, too
+registry              names, and which one `auto` picks; `fastest` measures them
+native                a C kernel on a CPU, which reads the pages in place
+torch/                gathers pages, on any device; latent attention, too
 triton/               this project's kernels
 flashinfer/           flashinfer's own kernels
-trtllm/               TensorRT-LLM's, which it brings along; `flashinfer_kernels` finds both
-few_queries, store    what several of them share: padded queries and graphs, and writing the cache
+trtllm/               TensorRT-LLM's kernels, which flashinfer ships; `flashinfer_kernels` finds both
+few_queries, store    shared by several back ends: padded queries and graphs, and writing the cache
 """
 
 from attention.backends.registry import (

@@ -1,6 +1,6 @@
 """Which attention back end is the fastest here: each runs one layer of a decode or a prefill batch over a small cache.
 
-Plans are made beforehand: a step makes one, and all of its layers share it.
+Making the plan is not timed: a step makes one plan, and all of its layers share it.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ def fastest_attention(
     *,
     decode: bool,
 ) -> Chosen:
-    """The fastest of some attention back ends; on a CPU, and where nothing can be timed, the first.
+    """The fastest of some attention back ends; the first one on a CPU, or if nothing can be timed.
 
     Args:
-        names: of back ends that can be used with this shape and cache.
-        make: makes one over a cache.
-        shape: of the model's attention.
-        spec: of the model's cache.
-        device: where that is.
-        decode: by one new token of each request, else by whole prompts.
+        names: names of back ends that can be used with this shape and cache.
+        make: makes a back end over a cache.
+        shape: the model's attention shape.
+        spec: the model's cache spec.
+        device: the cache's device.
+        decode: time one new token per request; else time whole prompts.
 
     Raises:
         ConfigError: none of them works here.
@@ -67,7 +67,7 @@ def fastest_attention(
 
 
 def _metadata(requests: int, tokens: int, kv_cache: KVCache, *, decode: bool) -> CommonAttentionMetadata:
-    """Requests of equal length, one after the other in the cache."""
+    """Metadata of requests of equal length, one after the other in the cache."""
     device, pages = kv_cache.device, kv_cache.spec.blocks_for(tokens)
     table = torch.arange(requests * pages, dtype=torch.int32, device=device).view(requests, pages)
     rows = torch.arange(requests, device=device)[:, None] * pages * kv_cache.spec.block_size

@@ -1,4 +1,4 @@
-"""Batches with few queries per request, all with as many rows: what decode kernels take, and what graphs capture.
+"""Batches with few queries per request, the same number for each: decode kernels take them, and graphs capture them.
 
 A decode kernel wants `[R, Q]` queries. Decode and verify batches have them. In a draft-extend batch some requests have
 fewer, so their queries are padded:
@@ -6,8 +6,8 @@ fewer, so their queries are padded:
     request a      q0 q1 q2      ->    q0 q1 q2      sees prefix + 1, prefix + 2, prefix + 3 tokens
     request b      q0            ->    q0  .  .      the same, if its length is taken to be prefix + 3
 
-A causal kernel aligns the last query with the last token. So a padded request must count `prefix + Q` tokens; then its
-real queries see what they should, and what the others see is thrown away. Its table must reach that far.
+A causal kernel aligns the last query with the last token. So a padded request must have length `prefix + Q`: then its
+real queries see the right tokens, and the padded queries' results are dropped. Its block table must cover that length.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ __all__ = ["FewQueries", "FewQueryBuffers", "GraphState", "queries_per_request"]
 
 
 def queries_per_request(name: str, metadata: CommonAttentionMetadata) -> int:
-    """Rows that each request has in a captured graph of this batch; all requests have as many.
+    """Rows per request in a captured graph of this batch, the same for all requests.
 
     Raises:
-        ConfigError: graphs do not know the mode, or the rows do not divide evenly among the requests.
+        ConfigError: batches of this mode are not captured, or the rows do not divide evenly among the requests.
     """
     if not MODES[metadata.mode].graph:
         raise ConfigError(
@@ -56,9 +56,9 @@ class FewQueryBuffers:
     """Tensors of a batch with few queries per request: shared by the graphs of all sizes, or made for one step.
 
     Args:
-        max_reqs: requests.
-        max_tokens: rows of queries, padded or not.
-        device: where.
+        max_reqs: the most requests.
+        max_tokens: the most rows of queries, padding included.
+        device: where the tensors live.
     """
 
     @torch.inference_mode(False)
@@ -77,18 +77,18 @@ class FewQueryBuffers:
 class FewQueries:
     """The queries of one batch, or of one captured size.
 
-    Describing a batch allocates nothing, and no pointer moves: kernels of a captured graph read the buffers.
+    `update` allocates nothing and moves no pointer, because the kernels of a captured graph read the buffers.
 
     Args:
-        buffers: for at least this many requests and rows.
+        buffers: large enough for these requests and rows.
         num_reqs: `R`.
         num_queries: `Q`.
         num_rows: rows of the step, `T`.
-        ragged: whether requests may have fewer than `Q` queries; without, row `i` belongs to request `i // Q`.
+        ragged: whether requests may have fewer than `Q` queries; if not, row `i` belongs to request `i // Q`.
 
     Attributes:
-        seq_lens: `[R]` int32, as the kernel is told.
-        is_padding: `[T]` bool, rows that are nobody's; set in a graph only.
+        seq_lens: `[R]` int32, the lengths passed to the kernel.
+        is_padding: `[T]` bool, rows that belong to no request; set in a graph only.
     """
 
     def __init__(
@@ -114,10 +114,10 @@ class FewQueries:
         return queries
 
     def check(self, metadata: CommonAttentionMetadata) -> None:
-        """Whether a captured size can run this batch.
+        """Check that this captured size can run the batch.
 
         Raises:
-            ConfigError: a request has more queries, or fewer where that is not known how to be padded.
+            ConfigError: a request has more queries, or has fewer in a graph that cannot pad them.
         """
         lens = metadata.query_lens_cpu
         if max(lens, default=0) > self.num_queries:
@@ -137,7 +137,7 @@ class FewQueries:
 
         Args:
             query_start_loc: `[R + 1]` int32.
-            seq_lens: `[R]` int32. Padding requests count as `Q` tokens at least: none of their rows must see nothing.
+            seq_lens: `[R]` int32. A padding request gets a length of at least `Q`, so that each of its rows sees a key.
         """
         if not self.ragged:
             torch.clamp(seq_lens, min=self.num_queries, out=self.seq_lens)
@@ -147,16 +147,16 @@ class FewQueries:
         torch.sub(seq_lens, self._query_lens, out=self.seq_lens).add_(self.num_queries)
 
     def pad(self, x: Tensor) -> Tensor:
-        """`[T, ...]` as `[R * Q, ...]`; rows that stand for nothing are 0."""
+        """`[T, ...]` as `[R * Q, ...]`; padding rows are 0."""
         if not self.ragged:
             return x[: self.num_reqs * self.num_queries]
         from attention.kernels.ragged import pad_ragged  # imports Triton
 
-        # As bytes, if it is fp8: only some GPUs know those.
+        # fp8 is copied as bytes, because only some GPUs support fp8.
         return pad_ragged(_as_bytes(x), self._query_start_loc, self.num_queries).view(x.dtype).flatten(0, 1)
 
     def unpad(self, x: Tensor) -> Tensor:
-        """`[R * Q, ...]` as rows of the step, `[T, ...]`; those that are nobody's are 0 if requests may have fewer."""
+        """`[R * Q, ...]` as rows of the step, `[T, ...]`; if `ragged`, rows that belong to no request are 0."""
         if not self.ragged:
             return x
         from attention.kernels.ragged import unpad_ragged  # imports Triton
@@ -165,11 +165,11 @@ class FewQueries:
         return unpad_ragged(padded, self._query_start_loc, self.num_rows)
 
     def zero_padding(self, out: Tensor) -> Tensor:
-        """`out` `[T, heads, d]` with zeros, in place, in the rows that are nobody's; in a graph only."""
+        """Zero the rows of `out` `[T, heads, d]` that belong to no request, in place; in a graph only."""
         return out.masked_fill_(self.is_padding[:, None, None], 0)
 
     def finish(self, out: Tensor) -> Tensor:
-        """`[R * Q, heads, d]` as the step's `[T, heads, d]`, in a graph."""
+        """The kernel's output `[R * Q, heads, d]` as the step's rows `[T, heads, d]`, in a graph."""
         return self.zero_padding(self.unpad(out))
 
 
@@ -178,11 +178,11 @@ class GraphState:
 
     Args:
         limits: the largest captured step.
-        kv_cache: that the batch refers to.
+        kv_cache: the cache that the batch refers to.
         seq_len_fill: see `BackendTraits`.
 
     Attributes:
-        longest: tokens of a request, those of padded queries included; its row of the table has their pages.
+        longest: most tokens of a request, padded queries included; a row of the block table covers all of them.
     """
 
     def __init__(self, limits: GraphLimits, kv_cache: PagedKVCache | MLAKVCache, seq_len_fill: int) -> None:
@@ -203,10 +203,10 @@ class GraphState:
         return self.batch.nbytes + self._queries.nbytes
 
     def few_queries(self, name: str, metadata: CommonAttentionMetadata) -> FewQueries:
-        """The queries of the size that such a batch has.
+        """The `FewQueries` for this batch's size.
 
         Raises:
-            ConfigError: it is not padded to as many rows for every request; see `queries_per_request`.
+            ConfigError: requests are not padded to the same number of rows; see `queries_per_request`.
         """
         num_reqs, num_queries = metadata.num_reqs, queries_per_request(name, metadata)
         ragged = metadata.mode is ForwardMode.DRAFT_EXTEND
@@ -222,7 +222,7 @@ class GraphState:
         """Copy a batch in, padded to the captured size; allocates nothing on the device.
 
         Raises:
-            ConfigError: it does not fit the captured size.
+            ConfigError: the batch does not fit the captured size.
         """
         queries.check(metadata)
         if metadata.max_seq_len > self.limits.max_seq_len:

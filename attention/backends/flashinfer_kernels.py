@@ -1,7 +1,7 @@
-"""What the back ends on flashinfer's kernels share: finding a kernel, workspaces, and a batch as the kernels take it.
+"""Shared by the back ends on flashinfer's kernels: finding a kernel, workspaces, and a batch as the kernels take it.
 
-flashinfer is imported when a back end is made, and only here. What it offers differs between its versions and between
-GPU architectures; a back end asks for each kernel by name and refuses to be made where one is missing.
+flashinfer is imported when a back end is made, and only here. Its kernels differ between versions and between GPU
+architectures; a back end looks each kernel up by name, and making the back end fails if one is missing.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ class FlashInferKernel(StrEnum):
 
 
 def find_kernel(kernel: FlashInferKernel) -> Callable[..., Any]:
-    """Import a function or class of flashinfer. Tests put their stand-ins in this function's place.
+    """Import a function or class of flashinfer. Tests replace this function to supply stand-ins.
 
     Raises:
-        ConfigError: flashinfer cannot be imported, or this version has no such thing.
+        ConfigError: flashinfer cannot be imported, or this version lacks the function or class.
     """
     module, _, attribute = kernel.value.partition(":")
     imported = import_optional(
@@ -74,15 +74,15 @@ def find_kernel(kernel: FlashInferKernel) -> Callable[..., Any]:
 
 
 def compute_capability(device: torch.device) -> tuple[int, int] | None:
-    """The GPU's architecture, such as (10, 0); None where there is no GPU and stand-ins compute."""
+    """The GPU's architecture, such as (10, 0); None on a CPU, where stand-ins compute."""
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
 
 
 def refuse_dtype(name: str, device: torch.device, dtype: torch.dtype, known: Sequence[torch.dtype]) -> None:
-    """Refuse to compute in what the GPU kernels do not; stand-ins on a CPU compute in anything.
+    """Refuse a dtype that the GPU kernels do not support; stand-ins on a CPU support any.
 
     Raises:
-        ConfigError: `dtype` is not among the `known`.
+        ConfigError: `dtype` is not in `known`.
     """
     if device.type == "cuda" and dtype not in known:
         raise ConfigError(
@@ -92,7 +92,7 @@ def refuse_dtype(name: str, device: torch.device, dtype: torch.dtype, known: Seq
 
 
 def refuse_tree_mask(name: str, metadata: CommonAttentionMetadata) -> None:
-    """Refuse a tree of drafts where the kernel takes no mask; a chain needs none.
+    """Refuse a tree of drafts, for kernels that take no mask; a chain needs none.
 
     Raises:
         ConfigError: the batch has a custom mask.
@@ -112,12 +112,12 @@ def without_graph_buffers(name: str) -> ConfigError:
 class Workspace:
     """Scratch memory of one back end object.
 
-    Kernels count in it: they want it zeroed before their first run and leave their counters at zero. So it must never
-    be shared by two lanes, whose kernels may run at once.
+    Kernels keep counters in it: it must be zero before their first run, and they leave the counters at zero. So two
+    lanes, whose kernels may run at once, must never share it.
 
     Args:
         num_bytes: its size.
-        device: where.
+        device: where it lives.
     """
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
@@ -127,26 +127,26 @@ class Workspace:
 
     @torch.inference_mode(False)
     def get(self) -> Tensor:
-        """`[num_bytes]` uint8; made, zeroed, on the first call, and the same ever after."""
+        """`[num_bytes]` uint8; allocated and zeroed on the first call, the same tensor on later ones."""
         if self._memory is None:
             self._memory = torch.zeros(self._num_bytes, dtype=torch.uint8, device=self._device)
         return self._memory
 
     @property
     def nbytes(self) -> int:
-        """Bytes it holds now."""
+        """Bytes allocated now."""
         return 0 if self._memory is None else self._memory.nbytes
 
 
 @dataclass(frozen=True)
 class RequestBatch:
-    """The requests of a batch that bring queries, as kernels take them. Their tokens are the batch's first rows.
+    """The requests of a batch that have queries, as kernels take them. Their tokens are the batch's first rows.
 
     Attributes:
-        query_lens: tokens of each in this step, on the host, all at least 1.
-        lens: tokens of each in total, on the host.
+        query_lens: tokens of each request in this step, on the host, all at least 1.
+        lens: total tokens of each request, on the host.
         seq_lens: the same on the device, `[n]` int32.
-        block_table: `[n, blocks]` int32, contiguous; entries past a request's length are 0, a block that exists.
+        block_table: `[n, blocks]` int32, contiguous; entries past a request's length are 0, a valid block.
     """
 
     query_lens: tuple[int, ...]
@@ -158,7 +158,7 @@ class RequestBatch:
     def of(cls, metadata: CommonAttentionMetadata, block_size: int) -> RequestBatch:
         """The requests of `metadata`, padding requests left out.
 
-        Kernels load whole tiles of a table, so none of its entries may be poison, not even one that is masked later.
+        Kernels load whole tiles of a table, so every entry must be a valid block, even one that is masked later.
         """
         queries = metadata.query_lens_cpu
         active = [row for row, length in enumerate(queries) if length]
@@ -189,31 +189,31 @@ class RequestBatch:
 
     @property
     def num_reqs(self) -> int:
-        """How many they are."""
+        """Number of requests."""
         return len(self.query_lens)
 
     @property
     def prefixes(self) -> tuple[int, ...]:
-        """Tokens of each that were in the cache before this step."""
+        """Tokens of each request that were in the cache before this step."""
         return tuple(length - new for length, new in zip(self.lens, self.query_lens, strict=True))
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all of them in this step."""
+        """Tokens of all requests in this step."""
         return sum(self.query_lens)
 
     def query_start_loc(self) -> Tensor:
-        """`[n + 1]` int32 on the device, where each one's tokens start."""
+        """`[n + 1]` int32 on the device, where each request's tokens start."""
         starts = torch.tensor((0, *accumulate(self.query_lens)), dtype=torch.int32)
         return to_device((starts,), self.seq_lens.device)[0]
 
 
 def ragged_positions(lens: Sequence[int], device: torch.device) -> tuple[Tensor, Tensor]:
-    """For every item of concatenated sequences: which sequence it is in, and its place there.
+    """For every item of concatenated sequences: the index of its sequence, and its place in the sequence.
 
     Args:
-        lens: of the sequences.
-        device: where the results are wanted.
+        lens: lengths of the sequences.
+        device: device of the results.
 
     Returns:
         Two tensors `[sum(lens)]` int64. The host knows all sizes, so nothing waits for the device.
@@ -226,12 +226,12 @@ def ragged_positions(lens: Sequence[int], device: torch.device) -> tuple[Tensor,
 
 
 def rows_of(lens: Sequence[int], members: Sequence[int], device: torch.device) -> slice | Tensor:
-    """Where the items of some of several concatenated sequences are: a slice where they lie side by side.
+    """Rows of the selected sequences among concatenated ones: a slice if they are contiguous, else an index.
 
     Args:
-        lens: of all the sequences.
-        members: which of them, in order, at least one.
-        device: where an index is wanted.
+        lens: lengths of all sequences.
+        members: the selected sequences, in order, at least one.
+        device: device of an index.
     """
     starts = (0, *accumulate(lens))
     first, last = members[0], members[-1]
@@ -243,7 +243,7 @@ def rows_of(lens: Sequence[int], members: Sequence[int], device: torch.device) -
 
 
 def pad_rows(out: Tensor, num_rows: int) -> Tensor:
-    """`out` `[n, ...]` with rows of zeros behind it, `[num_rows, ...]`; itself where there are none to add."""
+    """`out` `[n, ...]` with rows of zeros appended, `[num_rows, ...]`; returned unchanged if `n` is `num_rows`."""
     if out.shape[0] == num_rows:
         return out
     padded = out.new_zeros(num_rows, *out.shape[1:])
@@ -252,12 +252,12 @@ def pad_rows(out: Tensor, num_rows: int) -> Tensor:
 
 
 def absorb(q_nope: Tensor, w_uk: Tensor) -> Tensor:
-    """Queries `[n, heads, nope]` in the space of the latents: `[n, heads, kv_lora_rank]`."""
+    """Project queries `[n, heads, nope]` into the latent space: `[n, heads, kv_lora_rank]`."""
     return torch.bmm(q_nope.transpose(0, 1), w_uk).transpose(0, 1)
 
 
 def project_latents(attended: Tensor, w_uv: Tensor) -> Tensor:
-    """What absorbed attention gave, `[n, heads, kv_lora_rank]`, as values: `[n, heads, v_head_dim]`, contiguous."""
+    """Project the output of absorbed attention, `[n, heads, kv_lora_rank]`, to `[n, heads, v_head_dim]`, contiguous."""
     return torch.bmm(attended.to(w_uv.dtype).transpose(0, 1), w_uv).transpose(0, 1).contiguous()
 
 
@@ -265,7 +265,7 @@ def refuse_mla_shape(name: str, shape: MLAShape) -> None:
     """Refuse latents that the kernels are not compiled for.
 
     Raises:
-        ConfigError: not 512 numbers of latent and 64 of position.
+        ConfigError: the latent has not 512 elements, or its rotated part not 64.
     """
     if (shape.kv_lora_rank, shape.qk_rope_head_dim) != (512, 64):
         raise ConfigError(

@@ -1,10 +1,10 @@
-"""The `native` back end: the `torch` back end on a CPU, its decodes by a kernel in C (`native_decode.c`).
+"""The `native` back end: the `torch` back end on a CPU, with a C kernel for decodes (`native_decode.c`).
 
-    decode                      one new token: the kernel reads keys and values where they lie in the cache, once
-    fresh, extend, verify       as `torch` does them (`attention.backends.torch.sdpa`)
-    latent attention            is `torch_mla`; this name stands for it, too (`attention.backends.registry`)
+    decode                      one new token: the kernel reads keys and values in place in the cache, once
+    fresh, extend, verify       as in the `torch` back end (`attention.backends.torch.sdpa`)
+    latent attention            `torch_mla` runs it, also under this name (`attention.backends.registry`)
 
-A request's decode is bit for bit the same alone and in any batch, and on any number of threads.
+A request's decode gives the same bits alone and in any batch, and on any number of threads.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from ubatch.kernels.c_jit import compile_c, kernel_of, why_not_c
 __all__ = ["CHUNK_KEYS", "NativeAttentionBackend"]
 
 CHUNK_KEYS = 256
-"""Keys that are one piece of work; a request that sees more is merged from several."""
+"""Keys per work item; a request that sees more keys is merged from several items."""
 
 
 class NativeAttentionBackend(TorchAttentionBackend):
@@ -63,7 +63,7 @@ class NativeAttentionBackend(TorchAttentionBackend):
         super().__init__(shape, kv_cache)
 
     def plan(self, metadata: CommonAttentionMetadata) -> TorchAttentionPlan:
-        """Prepare the decodes' pieces of work, and `torch`'s groups for the other requests.
+        """Prepare the decodes' work items, and `torch`'s groups for the other requests.
 
         Raises:
             KVCacheError: a decode's block table names a block that the cache does not have.
@@ -78,7 +78,7 @@ class NativeAttentionBackend(TorchAttentionBackend):
 
 
 class _Plan(ctypes.Structure):
-    """`Plan` of the kernel."""
+    """The C struct `Plan` of the kernel."""
 
     _fields_: ClassVar = [
         *((name, ctypes.c_int64) for name in ("num_heads", "num_kv_heads", "head_dim", "block_size", "num_blocks")),
@@ -90,7 +90,7 @@ class _Plan(ctypes.Structure):
 
 
 class _Decodes:
-    """Requests with one new token: an `AttentionGroup` that the kernel computes."""
+    """Requests with one new token, as an `AttentionGroup` that the C kernel computes."""
 
     def __init__(self, step: AttentionStep, requests: Sequence[Request]) -> None:
         shape, spec, metadata = step.shape, step.kv_cache.spec, step.metadata
@@ -143,7 +143,7 @@ class _Decodes:
         """See `AttentionGroup`.
 
         Raises:
-            ConfigError: queries or sinks are not those of the shape, in float32.
+            ConfigError: queries or sinks do not fit the shape, or are not float32.
         """
         heads, dim = step.shape.num_heads, step.shape.head_dim
         if q.shape != (step.metadata.slot_mapping.shape[0], heads, dim) or q.dtype is not torch.float32:
@@ -172,10 +172,10 @@ class _Decodes:
 
 
 def _tables(requests: Sequence[Request], metadata: CommonAttentionMetadata, num_blocks: int) -> Tensor:
-    """The requests' rows of the block table, `[n, num_blocks]` int32: a copy, as the table's owner writes it on.
+    """The requests' rows of the block table, `[n, num_blocks]` int32: a copy, because the table's owner changes it.
 
     Raises:
-        KVCacheError: the table has no room for so many blocks.
+        KVCacheError: the table has fewer than `num_blocks` columns.
     """
     table = metadata.block_table
     if table.shape[1] < num_blocks:
@@ -200,7 +200,7 @@ def _kernel() -> _Kernel:
 
 
 def _load_kernel(lanes: int | None = None) -> _Kernel:
-    """The compiled functions; `lanes` numbers a vector, by default what the processor has."""
+    """Compile and load the functions, with `lanes` floats per vector; by default as many as the processor has."""
     source = Path(__file__).with_name("native_decode.c").read_text(encoding="utf-8")
     library = compile_c(source, CHUNK=CHUNK_KEYS, **({"LANES": lanes} if lanes else {}))
     pointer, number = ctypes.c_void_p, ctypes.c_int64

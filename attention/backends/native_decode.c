@@ -1,4 +1,4 @@
-// Attention of one query token per request over a paged float32 cache, read where it lies.
+// Attention of one query token per request over a paged float32 cache, read in place.
 //
 //     item      (request, chunk of CHUNK visible keys); threads take items as they come, and share an item's
 //               key/value heads where there are too few items
@@ -9,7 +9,7 @@
 //     merge     a request of several chunks: their outputs, weighted by exp(maximum) and divided by the denominator
 //
 // Everything is fixed by the request alone: chunks start at its first visible key, sums have one order. So a result
-// depends neither on the batch nor on the number of threads. CHUNK is defined by who compiles this.
+// depends neither on the batch nor on the number of threads. The compile command defines CHUNK.
 #include <string.h>
 
 #define VECTORS (LANES / 4)
@@ -17,8 +17,8 @@
 #define TILE 16
 #define PASS 32          // query heads whose scores are kept at once
 #define LINE 16          // floats of a cache line
-#define FEW_FLOATS 32768 // less to read than that, and waking other threads costs more than it saves
-// Keeps a vector in a register that GCC would load again for every use.
+#define FEW_FLOATS 32768 // below this many floats to read, waking other threads costs more than it saves
+// Keeps a vector in a register; GCC would load it again for every use.
 #if defined(__AVX512F__) || (defined(__AVX__) && LANES == 8)
 #define KEEP(x) __asm__("" : "+v"(x))
 #else
@@ -73,8 +73,8 @@ INLINE vec sums(vec *x) {
 
 // -- one block: `heads` query heads that share their keys -------------------------------------------------------------
 
-// Tells the processor what is read next: the `count` rows of `width` floats at `base + offsets[..]`. Into the second
-// level of its cache: the first one's few pending misses would wait for memory all the time (1.7 times slower).
+// Prefetches the `count` rows of `width` floats at `base + offsets[..]` into the L2 cache. Prefetching into L1 is 1.7
+// times slower, because its few pending misses would always wait for memory.
 INLINE void prefetch(const float *base, const int64_t *offsets, int count, int width) {
     for (int i = 0; i < count; i++)
         for (int at = 0; at < width; at += LINE) __builtin_prefetch(base + offsets[i] + at, 0, 1);
@@ -214,8 +214,8 @@ static int list_blocks(const Plan *plan, int64_t head, int64_t end, Block *block
     return count;
 }
 
-// The item's result for the query heads `first_head` to `end_head`, PASS of them at most: into `out` [heads, head_dim],
-// and if `stats` [heads, 2] is given undivided, with maxima and denominators there.
+// Writes the item's result for the query heads `first_head` to `end_head`, at most PASS of them, into `out` [heads,
+// head_dim]. If `stats` [heads, 2] is given, `out` is not divided, and `stats` gets the maxima and denominators.
 static void run_pass(const Plan *plan, int64_t first_head, int64_t end_head, const int64_t *offsets, int count,
                      const float *q, const float *keys, const float *values, const float *sinks, float *out,
                      float *stats) {
@@ -274,7 +274,7 @@ static void run_item(const Plan *plan, const int32_t *item, int64_t first_head, 
     for (int i = 0; i < count; page++, place = 0)
         for (; place < plan->block_size && i < count; place++)
             offsets[i++] = (table[page] * plan->block_size + place) * row;
-    // What a tile reads behind the last key, and what it prefetches, weighs nothing.
+    // Entries behind the last key, which a tile reads or prefetches, have weight 0.
     for (int i = count; i < count + TILE + LANES; i++) offsets[i] = offsets[count - 1];
     q += plan->rows[request] * q_stride;
     out = part < 0 ? out + request * result : parts + part * result;
@@ -313,7 +313,7 @@ static void merge(const Plan *plan, int64_t request, const float *sinks, float *
     }
 }
 
-// The first request whose table names a block that is not there; -1 if there is none.
+// The first request whose table names a block that does not exist; -1 if there is none.
 int64_t find_bad_request(const Plan *plan) {
     for (int64_t i = 0; i < plan->num_items; i++) {
         const int32_t *item = plan->items + 4 * i, *blocks = plan->table + item[0] * plan->table_stride;

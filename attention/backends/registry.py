@@ -38,16 +38,16 @@ _BACKENDS = LazyRegistry(
     },
 )
 _MLA_NAMES = {"native": "torch_mla", "torch": "torch_mla", "triton": "triton_mla", "flashinfer": "flashinfer_mla"}
-"""Where one name serves both kinds of attention, the class for MLA."""
+"""Names that serve both kinds of attention, with their class for MLA."""
 _TRTLLM_GEN = ((10, 0), (10, 3))
-"""GPU architectures that TensorRT-LLM's generated kernels, the fastest, are for."""
+"""GPU architectures that TensorRT-LLM's generated kernels, the fastest, support."""
 
 
 def register_attention_backend(name: str, target: str) -> None:
-    """Make a back end known.
+    """Register a back end.
 
     Args:
-        name: what `--attention-backend` calls it.
+        name: its name for `--attention-backend`.
         target: `"package.module:Class"`; imported on first use.
 
     Raises:
@@ -62,9 +62,9 @@ def attention_backends() -> tuple[str, ...]:
 
 
 def usable_attention_backends(shape: Shape, kv_cache: KVCache) -> dict[str, str | None]:
-    """The back ends that `auto` chooses from, the default first, each with why it cannot be used, or None.
+    """The back ends that `auto` chooses from, the default first, each with the reason it cannot be used, or None.
 
-    `torch` runs everything, so it is only among them where nothing else does: its steps cannot be captured.
+    `torch` is listed only if no other back end is usable: it runs everything, but its steps cannot be captured.
     """
     found: dict[str, str | None] = {}
     for candidate in _candidates(shape, kv_cache.device):
@@ -80,13 +80,13 @@ def usable_attention_backends(shape: Shape, kv_cache: KVCache) -> dict[str, str 
 
 
 def fastest_attention_backend(names: Sequence[str], shape: Shape, kv_cache: KVCache, *, decode: bool) -> Chosen:
-    """Which of some usable back ends is taken: on a GPU the fastest, measured once; on a CPU the first.
+    """Choose one of some usable back ends: on a GPU the fastest, measured once; on a CPU the first.
 
     Args:
         names: from `usable_attention_backends`.
-        shape: of the model's attention.
-        kv_cache: of the model; it is left alone.
-        decode: for batches without a prefill.
+        shape: the model's attention shape.
+        kv_cache: the model's KV cache; it is not written.
+        decode: choose for batches without a prefill.
 
     Raises:
         ConfigError: none of them works here.
@@ -99,13 +99,13 @@ def fastest_attention_backend(names: Sequence[str], shape: Shape, kv_cache: KVCa
 
 
 def resolve_attention_backend(name: str, shape: Shape, kv_cache: KVCache, *, decode: bool = True) -> str:
-    """What `auto` stands for here; any other name is itself, whether it can be used or not.
+    """The back end that `auto` picks here; any other name is returned unchanged, usable or not.
 
     Args:
-        name: by name, or `auto`.
-        shape: of the model's attention.
-        kv_cache: of the model.
-        decode: for batches without a prefill.
+        name: a back end's name, or `auto`.
+        shape: the model's attention shape.
+        kv_cache: the model's KV cache.
+        decode: choose for batches without a prefill.
 
     Raises:
         ConfigError: as `fastest_attention_backend`.
@@ -114,12 +114,12 @@ def resolve_attention_backend(name: str, shape: Shape, kv_cache: KVCache, *, dec
         return name
     usable = [name for name, why_not in usable_attention_backends(shape, kv_cache).items() if why_not is None]
     if not usable:
-        return "torch"  # who makes it is told why it cannot be
+        return "torch"  # making it raises the error that says why
     return fastest_attention_backend(usable, shape, kv_cache, decode=decode).name
 
 
 def _candidates(shape: Shape, device: torch.device) -> list[str]:
-    """Back ends for a device, the likeliest first, of those whose packages are installed; `torch` runs everything."""
+    """Back ends for a device whose packages are installed, the likeliest first; `torch` runs everything."""
     names = []
     is_mha = isinstance(shape, AttentionShape)
     if device.type == "cpu" and is_mha:
@@ -135,10 +135,10 @@ def _candidates(shape: Shape, device: torch.device) -> list[str]:
 
 
 def make_attention_backend(name: str, shape: Shape, kv_cache: KVCache) -> AttentionBackend:
-    """The named back end for one lane of one model over one cache.
+    """Make the named back end for one lane of one model over one cache.
 
     Raises:
-        ConfigError: the name is unknown, shape and cache do not fit, or the model needs what this back end has not.
+        ConfigError: the name is unknown, shape and cache do not fit, or the back end lacks something the model needs.
     """
     name = resolve_attention_backend(name, shape, kv_cache)
     if not isinstance(shape, AttentionShape):

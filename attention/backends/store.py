@@ -1,4 +1,4 @@
-"""New tokens into the cache, for back ends whose own kernels do not store them: by torch, or on a GPU in one kernel."""
+"""Write new tokens to the cache, for back ends whose kernels do not: with torch, or on a GPU with one kernel."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from attention.kv_cache import MLAKVCache, PagedKVCache
 __all__ = ["FP8_CAPABILITY", "store_kv", "store_latents"]
 
 FP8_CAPABILITY = (8, 9)
-"""GPUs from here on convert to fp8."""
+"""GPUs of this compute capability and newer convert to fp8."""
 
 
 def store_kv(kv_cache: PagedKVCache, layer: int, k: Tensor, v: Tensor, slots: Tensor) -> None:
@@ -28,7 +28,7 @@ def store_kv(kv_cache: PagedKVCache, layer: int, k: Tensor, v: Tensor, slots: Te
 
 
 def store_latents(kv_cache: MLAKVCache, layer: int, inputs: MLAInputs, slots: Tensor) -> None:
-    """Rotate the key part of every token, and store it with its latent; `slots` from `write_slots`."""
+    """Rotate every token's key part and store it with the token's latent; `slots` from `write_slots`."""
     if _fuses(kv_cache):
         from attention.kernels.latent import write_latent
 
@@ -38,7 +38,7 @@ def store_latents(kv_cache: MLAKVCache, layer: int, inputs: MLAInputs, slots: Te
 
 
 def _fuses(kv_cache: PagedKVCache | MLAKVCache) -> bool:
-    """Whether a kernel takes this cache."""
+    """Whether the Triton kernels can write this cache."""
     return kv_cache.device.type == "cuda" and _has_kernels(kv_cache.device, kv_cache.spec.fp8)
 
 

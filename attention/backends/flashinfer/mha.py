@@ -1,4 +1,4 @@
-"""The `flashinfer` back end: flashinfer's own kernels over a paged cache, by its wrappers.
+"""The `flashinfer` back end: flashinfer's own kernels over a paged cache, run through its wrapper classes.
 
     decode wrapper     one query per request
     prefill wrapper    everything else: prefill, mixed, draft extend, and target verify with its tree of drafts
@@ -6,11 +6,11 @@
 A wrapper is planned once per step and holds one plan: planning the next step makes the last one stale, and a stale plan
 refuses to run. Both wrappers use one workspace, as they never run at once.
 
-In a CUDA graph every request has as many queries; where it has fewer (draft extend) they are padded, see `FewQueries`.
-Each captured size has a wrapper of its own, as a wrapper's batch size is fixed, over buffers that all sizes share. The
-mask of a tree is completed for requests of padding, and packed, in temporary tensors.
+In a CUDA graph all requests have the same number of queries; a request with fewer (draft extend) is padded, see
+`FewQueries`. A wrapper's batch size is fixed, so each captured size has its own wrapper; all sizes share the buffers.
+A tree mask is extended for padding requests, and packed, in temporary tensors.
 
-A tree mask says all there is to say about who sees whom, so a sliding window is cut out of it here.
+With a tree mask the kernel applies no sliding window, so this module applies the window to the mask.
 
 Source: flashinfer's documentation of `BatchPrefillWithPagedKVCacheWrapper` and `BatchDecodeWithPagedKVCacheWrapper`.
 """
@@ -48,8 +48,8 @@ from ubatch import ConfigError
 __all__ = ["FlashInferBackend", "FlashInferPlan", "tree_mask"]
 
 WORKSPACE_BYTES = 384 << 20
-"""Of scratch per back end object, for the partial results of keys that are split over thread blocks."""
-_TENSOR_CORE_GROUP = 4  # query heads per key head from which decoding on tensor cores pays
+"""Bytes of scratch per back end object, for partial results of keys that are split over thread blocks."""
+_TENSOR_CORE_GROUP = 4  # from this many query heads per key head on, decoding on tensor cores is faster
 
 
 class FlashInferBackend(WrapperBackend):
@@ -91,14 +91,14 @@ class FlashInferBackend(WrapperBackend):
         """See `AttentionBackend`. Smaller batches than the captured one are padded to its size.
 
         Raises:
-            ConfigError: no graph buffers, or a batch that is not padded to as many rows for every request.
+            ConfigError: no graph buffers, or requests that are not padded to the same number of rows.
         """
         graphs = self._graphs
         if graphs is None:
             raise without_graph_buffers(self.name)
         queries = graphs.few_queries(self.name, metadata)
         has_tree = metadata.has_tree
-        # Where a request's queries and pages start, how full its last page is, and where its mask starts.
+        # Starts of each request's queries and pages, tokens in its last page, and start of its mask.
         starts, page_starts, last_page_len, mask_starts = (
             torch.zeros(queries.num_reqs + 1, dtype=torch.int32, device=self.kv_cache.device) for _ in range(4)
         )
@@ -143,14 +143,14 @@ class FlashInferBackend(WrapperBackend):
         plan.version = self._plan_prefill(plan.wrapper, pages, mask)
 
     def _captured_mask(self, verify: SpecVerifyInput | None, queries: FewQueries) -> Tensor:
-        """The mask of a captured size: requests of padding see all of the few tokens that they count as."""
+        """The mask of a captured size: padding requests see all of the few tokens that they count as."""
         mask = tree_mask(verify, self.shape.sliding_window)
         missing = queries.num_reqs - (0 if verify is None else verify.num_reqs)
         padding = torch.ones(missing * queries.num_queries**2, dtype=torch.bool, device=self.kv_cache.device)
         return padding if mask is None else torch.cat((mask, padding))
 
     def _new_decode_wrapper(self, **buffers: Any) -> PlannedWrapper:
-        # fp8 keys are widened on the way to the tensor cores; the other kernel does that one by one.
+        # The tensor-core kernel converts fp8 keys in bulk; the other kernel converts them one by one.
         tensor_cores = self.kv_cache.spec.fp8 or self.shape.group_size >= _TENSOR_CORE_GROUP
         return self.new_wrapper(self._decode_wrapper, "NHD", use_tensor_cores=tensor_cores, **buffers)
 
@@ -183,7 +183,7 @@ class FlashInferBackend(WrapperBackend):
             self.shape.head_dim,
             self.kv_cache.spec.block_size,
             causal=mask is None,
-            seq_lens=pages.lens,  # else flashinfer copies lengths of its own, from pageable memory
+            seq_lens=pages.lens,  # if missing, flashinfer copies its own lengths, from pageable memory
             **self._options(windowed=mask is None),
         )
 
@@ -199,7 +199,7 @@ class FlashInferBackend(WrapperBackend):
 
 
 class FlashInferPlan(WrapperPlan):
-    """A step over keys and values."""
+    """A step's plan over keys and values."""
 
     _backend: FlashInferBackend
     has_tree = False
@@ -225,14 +225,14 @@ class FlashInferPlan(WrapperPlan):
 
 
 def tree_mask(verify: SpecVerifyInput | None, window: int | None) -> Tensor | None:
-    """A verify batch's mask, flat bool as in `SpecVerifyInput`, without what lies outside of a sliding window.
+    """A verify batch's mask, flat bool as in `SpecVerifyInput`, with keys outside of the sliding window hidden.
 
     Args:
-        verify: of the batch.
+        verify: the batch's drafts.
         window: how many positions a query sees, its own included. Siblings in the tree share a position.
 
     Returns:
-        None for a chain, where causal attention and the kernel's own window say the same.
+        None for a chain: causal attention with the kernel's own window gives the same result.
     """
     if verify is None or verify.custom_mask is None or window is None:
         return None if verify is None else verify.custom_mask

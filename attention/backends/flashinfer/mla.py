@@ -1,11 +1,11 @@
 """The `flashinfer` back end for latent attention: every query absorbed, over the latents in the cache.
 
-flashinfer's wrapper takes ragged queries behind any prefix, causally, so one call serves decode, verify (a chain),
-draft extend, and prefill. Prefill costs more arithmetic absorbed than expanded (512 numbers per value instead of 128):
-this is the back end for GPUs that `trtllm_mla` does not know.
+flashinfer's wrapper takes ragged causal queries behind any prefix, so one call serves decode, verify (a chain), draft
+extend, and prefill. Prefill costs more arithmetic absorbed than expanded (512 elements per value instead of 128): this
+back end is for GPUs that `trtllm_mla` does not support.
 
-Planning, and CUDA graphs, are as in `attention.backends.flashinfer.mha`. The wrapper is called as flashinfer 0.6 knows
-it, with lists of pages as separate arguments; 0.7 takes that, too, and says once that it prefers them in one object.
+Planning and CUDA graphs work as in `attention.backends.flashinfer.mha`. The wrapper is called with the arguments of
+flashinfer 0.6, lists of pages as separate arguments; 0.7 takes them, too, and warns once that it prefers one object.
 
 Source: flashinfer's documentation of `BatchMLAPagedAttentionWrapper`.
 """
@@ -42,7 +42,7 @@ from attention.metadata import CommonAttentionMetadata
 __all__ = ["FlashInferMLABackend", "FlashInferMLAPlan"]
 
 WORKSPACE_BYTES = 128 << 20
-"""Of scratch per back end object, for the partial results of keys that are split over thread blocks."""
+"""Bytes of scratch per back end object, for partial results of keys that are split over thread blocks."""
 
 
 class FlashInferMLABackend(WrapperBackend):
@@ -63,7 +63,7 @@ class FlashInferMLABackend(WrapperBackend):
         """See `AttentionBackend`; makes this object's earlier plans stale.
 
         Raises:
-            ConfigError: a tree mask.
+            ConfigError: the batch has a tree mask.
         """
         refuse_tree_mask(self.name, metadata)
         slots = self.kv_cache.write_slots(metadata.slot_mapping)
@@ -80,7 +80,7 @@ class FlashInferMLABackend(WrapperBackend):
         """See `AttentionBackend`. Smaller batches than the captured one are padded to its size.
 
         Raises:
-            ConfigError: no graph buffers; a tree mask; a batch that is not padded to as many rows for every request.
+            ConfigError: no graph buffers; a tree mask; requests that are not padded to the same number of rows.
         """
         graphs = self._graphs
         if graphs is None:
@@ -111,7 +111,7 @@ class FlashInferMLABackend(WrapperBackend):
         plan.version = self._plan(plan.wrapper, pages)
 
     def _make_wrapper(self, **buffers: Any) -> PlannedWrapper:
-        # Left to itself, flashinfer may choose kernels that cannot be planned a second time in a graph.
+        # By default, flashinfer may choose kernels that cannot be planned a second time in a graph.
         kernels = "fa3" if compute_capability(self.kv_cache.device) == (9, 0) else "fa2"
         return self.new_wrapper(self._wrapper_class, backend=kernels, **buffers)
 
@@ -134,7 +134,7 @@ class FlashInferMLABackend(WrapperBackend):
 
 
 class FlashInferMLAPlan(WrapperPlan):
-    """A step over latents."""
+    """A step's plan over latents."""
 
     _backend: FlashInferMLABackend
 

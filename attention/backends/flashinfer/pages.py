@@ -1,12 +1,12 @@
-"""What both back ends on flashinfer's wrappers share: which plan a wrapper holds, and the pages that it is told.
+"""Code that both back ends on flashinfer's wrappers share: which plan a wrapper holds, and the lists of pages it takes.
 
-flashinfer wants the pages of all requests in one list, not in a table, and the rest on the host. The list is made on
-the device, out of the block table there; what the host knows lies in pinned memory, so that flashinfer's own copies of
-it do not block. In a CUDA graph a wrapper copies what it is told into buffers that it was given, so that kernels read
-the same addresses ever after. Planning happens between replays. The lists are made without allocating; flashinfer
-itself takes temporary memory while it plans.
+flashinfer takes the pages of all requests as one list on the device, not as a table, and all lengths on the host. The
+list is made on the device from the block table; the host's lengths are in pinned memory, so that flashinfer's copies of
+them do not block. In a CUDA graph a wrapper copies its inputs into buffers that it was given, so that kernels always
+read the same addresses. Planning happens between replays. The lists are made without allocating; flashinfer itself
+allocates temporary memory while it plans.
 
-The mask of a tree is packed here. flashinfer would do it, too, but waits for the device to learn how long it becomes.
+A tree mask is packed here: flashinfer can pack it, too, but waits for the device to learn the packed length.
 
 Source: flashinfer's documentation of its wrappers.
 """
@@ -47,14 +47,14 @@ __all__ = [
 ]
 
 INT_WORKSPACE_BYTES = 8 << 20
-"""What a wrapper allocates by itself, on the device, for its plan."""
+"""Bytes that a wrapper allocates on the device for its plan."""
 
 
 def refuse_old_gpu(name: str, device: torch.device) -> None:
     """Refuse GPUs before Ampere.
 
     Raises:
-        ConfigError: it is one.
+        ConfigError: the GPU is older than Ampere (SM80).
     """
     capability = compute_capability(device)
     if capability is not None and capability < (8, 0):
@@ -68,9 +68,9 @@ class WrapperBackend:
     """A back end on flashinfer's wrappers: its scratch memory, how many wrappers it made, and its graph buffers.
 
     Args:
-        shape: of the attention.
-        kv_cache: that is read and written.
-        workspace_bytes: of scratch per back end object.
+        shape: the attention's shape.
+        kv_cache: the cache that is read and written.
+        workspace_bytes: bytes of scratch per back end object.
 
     Raises:
         ConfigError: a dtype or a GPU that flashinfer does not run on.
@@ -107,7 +107,7 @@ class WrapperBackend:
 
 
 class PlannedWrapper:
-    """A wrapper of flashinfer, which knows one plan at a time; `version` says which.
+    """A wrapper of flashinfer. It holds one plan at a time; `version` numbers the plans.
 
     Args:
         wrapper: planned by its `plan`, run by its `run`.
@@ -118,19 +118,19 @@ class PlannedWrapper:
         self.version = 0
 
     def plan(self, *args: Any, **kwargs: Any) -> int:
-        """Plan; the version of this plan."""
+        """Plan a step; return the version of this plan."""
         self.wrapper.plan(*args, **kwargs)
         self.version += 1
         return self.version
 
     def plan_masked(self, mask: PackedMask, *args: Any, **kwargs: Any) -> int:
-        """The same with a tree's mask.
+        """The same with a tree mask.
 
         Raises:
-            ConfigError: this flashinfer keeps masks in another way.
+            ConfigError: this version of flashinfer stores masks in another way.
         """
         version = self.plan(*args, packed_custom_mask=mask.bits, **kwargs)
-        # Of a mask that comes packed, flashinfer takes the starts to be in bits, and its kernels read them as bytes.
+        # For a packed mask flashinfer computes the starts in bits, but its kernels read them as bytes.
         starts = getattr(self.wrapper, "_mask_indptr_buf", None)
         if starts is None:
             raise ConfigError(
@@ -141,7 +141,7 @@ class PlannedWrapper:
         return version
 
     def run(self, version: int, *args: Any, **kwargs: Any) -> Tensor:
-        """Run the plan of that version.
+        """Run the plan with this version.
 
         Raises:
             ConfigError: the wrapper has been planned again since.
@@ -159,12 +159,12 @@ class WrapperPlan:
     """A planned wrapper, for every layer of a step. A subclass says how it is run.
 
     Args:
-        backend: whose cache is read.
+        backend: the back end whose cache is read.
         wrapper: planned for this step.
-        version: of that plan.
-        slots: `[T]` int64, where the new tokens go in the cache.
+        version: the version of that plan.
+        slots: `[T]` int64, the new tokens' slots in the cache.
         num_rows: rows of queries that belong to requests; the step's first ones.
-        queries: how they are padded, in a graph.
+        queries: how the rows are padded, in a graph.
     """
 
     def __init__(
@@ -186,7 +186,7 @@ class WrapperPlan:
 
 @dataclass(frozen=True)
 class PackedMask:
-    """The bits of all requests' masks, lowest first, each request's from a byte of its own on.
+    """The masks of all requests as bits, lowest bit first; each request's mask starts at a new byte.
 
     Attributes:
         bits: `[starts[-1]]` uint8.
@@ -198,7 +198,7 @@ class PackedMask:
 
     @classmethod
     def of(cls, mask: Tensor, pages: PageLists) -> PackedMask:
-        """Pack a flat bool mask that has a row as long as its request for every query."""
+        """Pack a flat bool mask: one row per query, with one entry per token of its request."""
         sizes = [new * length for new, length in zip(pages.query_lens, pages.seq_lens, strict=True)]
         first_bytes = tuple(accumulate((-(-size // 8) for size in sizes), initial=0))
         edges = torch.tensor(tuple(accumulate(sizes, initial=0)))
@@ -218,9 +218,9 @@ class PageLists:
 
     Attributes:
         query_lens: queries of each request, on the host.
-        seq_lens: tokens of each, on the host.
-        query_starts: `[R + 1]` int32, where each request's queries start; like the next three in the host's memory,
-            pinned where there is a GPU: flashinfer reads them there, and copies them to the device.
+        seq_lens: tokens of each request, on the host.
+        query_starts: `[R + 1]` int32, where each request's queries start. This and the next three are in host memory,
+            pinned if there is a GPU: flashinfer reads them there, and copies them to the device.
         indptr: `[R + 1]` int32, where each request's pages start.
         last_page_len: `[R]` int32, tokens in each request's last page.
         lens: `[R]` int32, each request's tokens.
@@ -237,14 +237,14 @@ class PageLists:
 
     @classmethod
     def of(cls, batch: CommonAttentionMetadata, block_size: int) -> PageLists:
-        """The pages of the requests with queries of a batch that is not captured; at least one has some."""
+        """The pages of those requests that have queries, at least one, in a batch that is not captured."""
         active = [each for each in zip(batch.query_lens_cpu, batch.seq_lens_cpu, strict=True) if each[0]]
         tensors = batch.block_table, batch.query_start_loc, batch.seq_lens
         return cls._listed(active, tensors, block_size)
 
     @classmethod
     def captured(cls, graphs: FlashInferGraphs, queries: FewQueries, batch: CommonAttentionMetadata) -> PageLists:
-        """The pages of what `graphs` was filled with: every request counts as `Q` queries behind its prefix."""
+        """The pages of the batch in `graphs`: every request counts as `Q` queries behind its prefix."""
         count, padded = queries.num_reqs, queries.num_queries
         lens = [padded] * count
         for request, (new, length) in enumerate(zip(batch.query_lens_cpu, batch.seq_lens_cpu, strict=True)):
@@ -264,7 +264,7 @@ class PageLists:
         padded_queries: int = 0,
         room: Tensor | None = None,
     ) -> PageLists:
-        """Of requests given as (queries, tokens); their pages, in `room` if given, are listed on the device."""
+        """The lists for requests given as (queries, tokens). Pages are listed on the device, in `room` if given."""
         query_lens, seq_lens = (tuple(each) for each in zip(*requests, strict=True))
         counts = [-(-length // block_size) for length in seq_lens]
         starts, indptr = (tuple(accumulate(each, initial=0)) for each in (query_lens, counts))
@@ -289,7 +289,7 @@ def list_pages_in_torch(
     most_pages: int,
     padded_queries: int = 0,
 ) -> None:
-    """What `attention.kernels.pages.list_pages` does, in torch."""
+    """`attention.kernels.pages.list_pages` in torch."""
     new = query_start_loc[1:] - query_start_loc[:-1]
     behind = seq_lens - new + padded_queries if padded_queries else seq_lens
     lens = torch.where(new > 0, behind, padded_queries)
@@ -301,7 +301,7 @@ def list_pages_in_torch(
 
 
 def _lister(device: torch.device) -> Callable[..., None]:
-    """How pages are listed: in one launch where Triton runs."""
+    """The function that lists pages: one kernel launch if Triton runs on the device, else torch."""
     if importlib.util.find_spec("triton") is not None:
         from attention.kernels.pages import list_pages
         from ubatch.kernels.triton_jit import INTERPRETED
@@ -312,33 +312,33 @@ def _lister(device: torch.device) -> Callable[..., None]:
 
 
 class FlashInferGraphs(GraphState):
-    """The buffers of one lane's graphs, and the list of their pages."""
+    """The buffers of one lane's graphs, and the list of the batch's pages."""
 
     @torch.inference_mode(False)
     def __init__(self, limits: GraphLimits, kv_cache: PagedKVCache | MLAKVCache, seq_len_fill: int) -> None:
         super().__init__(limits, kv_cache, seq_len_fill)
         spec = kv_cache.spec
-        # Queries of padding take pages, too: fewer than one for each of them, and one more per request.
+        # Padding queries take pages, too: less than one page each, and one more per request.
         max_pages = limits.max_reqs * (spec.blocks_for(limits.max_seq_len) + 1) + spec.blocks_for(limits.max_tokens)
         self.indices = torch.zeros(max_pages, dtype=torch.int32, device=kv_cache.device)
         self._masks: Tensor | None = None
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all of them."""
+        """Bytes of all buffers."""
         masks = 0 if self._masks is None else self._masks.nbytes
         return super().nbytes + self.indices.nbytes + masks
 
     @torch.inference_mode(False)
     def masks(self) -> Tensor:
-        """Room for the bits of any captured tree mask; made when the first tree is captured."""
+        """Buffer for the bits of any captured tree mask; made when the first tree is captured."""
         if self._masks is None:
             limits = self.limits
-            num_bytes = limits.max_tokens * limits.max_seq_len // 8 + limits.max_reqs  # every request's last may be cut
+            num_bytes = limits.max_tokens * limits.max_seq_len // 8 + limits.max_reqs  # last bytes may be partial
             self._masks = torch.zeros(num_bytes, dtype=torch.uint8, device=self.indices.device)
         return self._masks
 
     def fill_pages(self, queries: FewQueries, metadata: CommonAttentionMetadata) -> PageLists:
-        """Copy a batch in, allocating nothing on the device; its pages, each request's queries padded."""
+        """Copy a batch in, without allocating on the device. Returns its pages, with each request's queries padded."""
         self.fill(queries, metadata)
         return PageLists.captured(self, queries, metadata)

@@ -2,12 +2,12 @@
 
 Request       one request of the step, on the host
 bundle        requests of one kind, cut into groups in which padding costs little
-TokenRows     where a group's new tokens lie among the step's
-indices       lists of the host on the device, in one copy
+TokenRows     the rows of a group's new tokens in the step
+indices       copies host lists to the device, in one copy
 KeyPages      which blocks of the cache a group gathers, and which token each gathered key is
-visible_mask  which of them each query sees: causal, sliding window, tree of drafts
-Workspace     what is gathered into: a lane's own, kept over all its steps
-TorchBackend  what both back ends are: a shape, a cache, a workspace
+visible_mask  which keys each query sees: causal, sliding window, tree of drafts
+Workspace     the buffer that keys are gathered into: one per lane, kept over all its steps
+TorchBackend  the base of both back ends: a shape, a cache, a workspace
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ __all__ = [
     "visible_mask",
 ]
 
-_MAX_PADDING = 0.25  # of a group's work; more starts a new group
-_FREE_PADDING = 64  # rows of padding that cost less than another call does
-_GATHER_BYTES = 4 << 20  # of one pool; what a group gathers stays within a core's share of the cache
+_MAX_PADDING = 0.25  # padding's largest share of a group's work; beyond it, a new group starts
+_FREE_PADDING = 64  # rows of padding that cost less than another call
+_GATHER_BYTES = 4 << 20  # bytes that a group gathers from one pool: they fit a core's share of the processor's cache
 
 
 @dataclass(frozen=True)
@@ -54,9 +54,9 @@ class Request:
         index: its place in the batch.
         start: its first row in the batch.
         query_len: its new tokens.
-        seq_len: its tokens in all.
+        seq_len: its total tokens.
         first_visible: the first token that any of its queries sees; 0 without a sliding window.
-        first_key: the first token of that token's block: gathering starts there.
+        first_key: the first token of `first_visible`'s block; gathering starts there.
     """
 
     index: int
@@ -102,7 +102,7 @@ class _Bundle:
     most_keys: int = 0
 
     def accepts(self, request: Request, max_keys: float, max_requests: float) -> bool:
-        """Whether padding costs little with `request` in it, and the group stays within its limits."""
+        """Whether the group with `request` has little padding and stays within its limits."""
         count = len(self.requests) + 1
         padded_queries = count * self.requests[0].query_len
         padded_keys = count * max(self.most_keys, request.num_keys)
@@ -113,7 +113,7 @@ class _Bundle:
         )
 
     def add(self, request: Request) -> None:
-        """Take `request` in."""
+        """Add `request` to the group."""
         self.requests.append(request)
         self.queries += request.query_len
         self.keys += request.num_keys
@@ -127,12 +127,12 @@ def _cheap(padded: int, useful: int) -> bool:
 def bundle(
     requests: Sequence[Request], max_keys: float = math.inf, max_requests: float = math.inf
 ) -> list[list[Request]]:
-    """Requests of one kind, cut into few groups with little padding; a group keeps the batch's order.
+    """Divide requests of one kind into few groups with little padding; a group keeps the batch's order.
 
     Args:
-        requests: to cut.
-        max_keys: a group's keys with padding; a single request may have more.
-        max_requests: a group's requests.
+        requests: the requests to divide.
+        max_keys: most keys of a group, padding included; a single request may have more.
+        max_requests: most requests of a group.
     """
     bundles: list[_Bundle] = []
     for request in sorted(requests, key=lambda request: (request.query_len, request.num_keys), reverse=True):
@@ -143,7 +143,7 @@ def bundle(
 
 
 def gathered_tokens(numbers_per_token: int, dtype: torch.dtype) -> int:
-    """How many keys a group may gather so that they still lie in the processor's cache when attention reads them."""
+    """How many keys a group may gather so that they are still in the processor's cache when attention reads them."""
     return max(1, _GATHER_BYTES // (numbers_per_token * dtype.itemsize))
 
 
@@ -151,11 +151,11 @@ def gathered_tokens(numbers_per_token: int, dtype: torch.dtype) -> int:
 
 
 class TokenRows:
-    """Where a group's tokens lie among the step's: a view where they lie side by side, else an index.
+    """The rows of a group's tokens in the step: a slice if they are contiguous, else an index.
 
     Args:
-        requests: the group; their longest query sets the length `L` to which all are padded.
-        device: of the step.
+        requests: the group; all are padded to the length `L` of the longest query.
+        device: the step's device.
     """
 
     def __init__(self, requests: Sequence[Request], device: torch.device) -> None:
@@ -173,7 +173,7 @@ class TokenRows:
         starts = torch.tensor([request.start for request in requests])[:, None]
         lens = torch.tensor([request.query_len for request in requests])[:, None]
         step = torch.arange(length)
-        # Padding repeats the request's last token: causal attention lets no earlier one see it.
+        # Padding repeats the request's last token: with causal attention no earlier token sees the padding.
         index = (starts + torch.minimum(step, lens - 1)).flatten()
         kept = (step < lens).flatten().nonzero().flatten()
         self._index, kept, rows = to_device((index, kept, index[kept]), device)
@@ -182,7 +182,7 @@ class TokenRows:
             self._kept = kept
 
     def covers(self, num_rows: int) -> bool:
-        """Whether these are all rows of the step, in order."""
+        """Whether the group has all rows of the step, in order."""
         return isinstance(self.rows, slice) and self.rows == slice(0, num_rows)
 
     def pick(self, x: Tensor) -> Tensor:
@@ -201,15 +201,15 @@ class KeyPages:
 
     Args:
         requests: the group.
-        ranges: the first token (a block's first) and the end of the range, one pair per request.
-        metadata: the step's.
+        ranges: the first token (at the start of a block) and the end of the range, one pair per request.
+        metadata: the step's metadata.
         block_size: tokens per block.
 
     Attributes:
         num_keys: `K`, gathered keys per request, whole blocks.
-        unread: which of the `n * K` gathered keys lie past their request's range.
-        blocks: `[n * K / block_size]`, what to gather.
-        positions: `[n, K]` int64, which token of its request each gathered key is, also past the range's end.
+        unread: indices of the `n * K` gathered keys that are past their request's range.
+        blocks: `[n * K / block_size]`, the blocks to gather.
+        positions: `[n, K]` int64, each gathered key's token position in its request, also past the range's end.
     """
 
     def __init__(
@@ -231,7 +231,7 @@ class KeyPages:
         )
         first_key = firsts[:, None]
         self.positions = first_key + torch.arange(self.num_keys, device=device)
-        # Past a request's own blocks a table may say anything, -1 too, and it may end there.
+        # Past a request's own blocks a table may hold anything, also -1, and it may end there.
         columns = first_key // block_size + torch.arange(count, device=device)
         table = metadata.block_table.index_select(0, rows)
         named = table.gather(1, columns.clamp_max(table.shape[1] - 1))
@@ -241,14 +241,14 @@ class KeyPages:
         (self.unread,) = to_device((unread,), device)
 
     def gather(self, pool: TokenPool, layer: int, buffer: Tensor) -> Tensor:
-        """The layer's keys (or values, or latents), `[n, K, *row]`, as numbers; `buffer` holds what is gathered.
+        """The layer's keys (or values, or latents), `[n, K, *row]`, in the compute dtype, gathered into `buffer`.
 
-        Zeros stand past a request's range. What the pool has there is another's or stale, and a mask on the scores
-        alone would let a nan of it through, as 0 * nan is nan.
+        Entries past a request's range are set to 0. The pool has other requests' or stale data there, and a mask on the
+        scores would not stop a nan, because 0 * nan is nan.
 
         Args:
-            pool: read.
-            layer: of it.
+            pool: the pool that is read.
+            layer: the layer that is read.
             buffer: `buffer_shape(row)`, of the pool's storage dtype.
         """
         torch.index_select(pool.blocks(layer), 0, self.blocks, out=buffer)
@@ -271,14 +271,14 @@ def visible_mask(
 ) -> Tensor:
     """Which keys each query of a group sees, as an additive mask `[n, 1, L, K]`.
 
-    What a padded query sees is anything: nobody reads its result.
+    The mask of a padded query is undefined: its result is dropped.
 
     Args:
         requests: the group.
-        positions: `[n, K]`, which token of its request each key is.
-        metadata: the step's; a custom mask replaces the causal one.
-        dtype: of the mask.
-        window: how many positions back a query sees, itself included; drafts have the positions that they bring.
+        positions: `[n, K]`, each key's token position in its request.
+        metadata: the step's metadata; a custom mask replaces the causal one.
+        dtype: the mask's dtype.
+        window: how many positions back a query sees, itself included; drafts use `SpecVerifyInput.positions`.
     """
     device = positions.device
     length = max(request.query_len for request in requests)
@@ -318,7 +318,7 @@ def additive_mask(visible: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class Workspace:
-    """A lane's scratch memory: made zeroed, grown when a step needs more, used by all steps and layers of the lane."""
+    """A lane's scratch memory: zeroed when allocated, grown when a step needs more, shared by all steps and layers."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         self._memory = torch.empty(0, dtype=dtype, device=device)
@@ -329,25 +329,25 @@ class Workspace:
         return self._memory.nbytes
 
     def reserve(self, numbers: int) -> None:
-        """Hold at least so many numbers; a power of two, so that growing sequences do not grow it at every step."""
+        """Grow to at least `numbers` elements; to a power of two, so that growing sequences rarely grow it."""
         if numbers > self._memory.numel():
-            # Made in inference mode it could never be written outside of it, and it outlives the step that makes it.
+            # It outlives the step, and a tensor made in inference mode can never be written outside of it.
             with torch.inference_mode(False):
                 self._memory = self._memory.new_zeros(1 << (numbers - 1).bit_length())
 
     def take(self, *shape: int) -> Tensor:
-        """The first numbers of it in that shape; the next `take` gives the same ones."""
+        """A view of the first elements, in `shape`; the next `take` returns the same memory."""
         numbers = math.prod(shape)
         self.reserve(numbers)
         return self._memory[:numbers].view(shape)
 
 
 class TorchBackend(EagerOnly):
-    """What the torch back ends share; a subclass plans.
+    """The base of the torch back ends; a subclass plans.
 
     Args:
-        shape: of the attention.
-        kv_cache: that is read and written.
+        shape: the attention's shape.
+        kv_cache: the cache that is read and written.
     """
 
     def __init__(self, shape: Any, kv_cache: Any) -> None:
@@ -362,14 +362,14 @@ class TorchBackend(EagerOnly):
 
 
 def as_stored(pool: TokenPool, x: Tensor, layer: int) -> Tensor:
-    """`x` as the pool gives it back: rounded to fp8 and again a number; itself if the pool is not fp8.
+    """`x` as it would be read back from the pool: rounded to fp8 and dequantised; unchanged if the pool is not fp8.
 
-    New tokens are attended like this, not as they come, so that a result does not depend on where a batch is cut.
+    New tokens are rounded like this before attention, so that a result does not depend on where a batch is cut.
     """
     return pool.decode(quantize_fp8(x, pool.scales[layer]), layer) if pool.fp8 else x
 
 
 def indices(device: torch.device, *values: Sequence[int]) -> tuple[Tensor, ...]:
-    """Equally many numbers of the host each, as `[n]` int64 on the device; they go there in one copy."""
+    """Copy lists of equal length `n` to the device, as `[n]` int64 tensors, in one copy."""
     (all_of_them,) = to_device((torch.tensor(values, dtype=torch.int64),), device)
     return all_of_them.unbind()

@@ -1,12 +1,12 @@
-"""The `torch` back end of multi-head latent attention, on the CPU and wherever torch runs.
+"""The `torch` back end of multi-head latent attention, on a CPU or any other device of torch.
 
 The cache holds one row per token for all heads: its latent and its rotated key part. A request attends in one of two
-ways, which give the same numbers; whichever multiplies less is taken:
+ways, which give the same result; the one with fewer multiplications is used:
 
     absorbed    decode, verify: few queries, many keys. Queries are projected into the latent space and attend to the
-                cached rows themselves, as if these were one key head; what comes out is a latent, projected once more.
+                cached rows directly, as if these were one key head; the output is a latent, which is projected again.
     expanded    prefill: keys and values of every head are made from the latents. The new tokens attend to each other
-                causally. A prefix in the cache is expanded chunk by chunk, each chunk attended for itself and merged
+                causally. A prefix in the cache is expanded chunk by chunk; each chunk is attended separately and merged
                 by its log-sum-exp, so that memory does not grow with the prefix.
 
 Drafts that form a tree are always absorbed. An fp8 cache is read as it was stored in both ways, the new tokens of a
@@ -47,7 +47,7 @@ from attention.metadata import CommonAttentionMetadata
 
 __all__ = ["ExpandedGroup", "LatentStep", "TorchMLABackend", "TorchMLAPlan", "expanded_groups"]
 
-_CHUNK_TOKENS = 4096  # of the cached prefixes of a group, expanded at once; at least a block of each request
+_CHUNK_TOKENS = 4096  # tokens of a group's cached prefixes that are expanded at once; at least one block per request
 
 
 class TorchMLABackend(TorchBackend):
@@ -67,7 +67,7 @@ class TorchMLABackend(TorchBackend):
 
 @dataclass(frozen=True)
 class LatentStep:
-    """What all groups of a step share."""
+    """The data that all groups of a step share."""
 
     shape: MLAShape
     kv_cache: MLAKVCache
@@ -76,7 +76,7 @@ class LatentStep:
 
     @property
     def row_size(self) -> int:
-        """Numbers of a cached row."""
+        """Elements of a cached row."""
         return self.kv_cache.spec.numbers_per_token
 
     def absorbs(self, request: Request) -> bool:
@@ -85,12 +85,13 @@ class LatentStep:
             return True
         shape = self.shape
         pairs = request.query_len * request.prefix + request.query_len * (request.query_len + 1) // 2
-        wider = 2 * shape.kv_lora_rank - shape.qk_nope_head_dim - shape.v_head_dim  # a pair of latents, of heads
-        expansion = shape.kv_lora_rank * (shape.qk_nope_head_dim + shape.v_head_dim)  # of a key; as much as of a query
+        wider = 2 * shape.kv_lora_rank - shape.qk_nope_head_dim - shape.v_head_dim  # per query and key
+        # Multiplications to expand one key; projecting one query takes as many.
+        expansion = shape.kv_lora_rank * (shape.qk_nope_head_dim + shape.v_head_dim)
         return pairs * wider < request.prefix * expansion
 
     def pages(self, requests: Sequence[Request], ranges: Sequence[tuple[int, int]]) -> KeyPages:
-        """A group's blocks, with room to gather them."""
+        """A group's blocks; reserves workspace to gather them."""
         pages = KeyPages(requests, ranges, self.metadata, self.kv_cache.spec.block_size)
         self.workspace.reserve(math.prod(pages.buffer_shape(self.row_size)))
         return pages
@@ -105,7 +106,7 @@ class LatentStep:
         return visible_mask(requests, positions, self.metadata, self.kv_cache.spec.dtype)
 
     def expand(self, rows: Tensor, inputs: MLAInputs) -> tuple[Tensor, Tensor]:
-        """Rows as the cache has them, `[n, K, row_size]`, to keys `[n, heads, K, qk]` and values `[n, heads, K, v]`."""
+        """Expand cached rows `[n, K, row_size]` to keys `[n, heads, K, qk]` and values `[n, heads, K, v]`."""
         count, num_keys, _ = rows.shape
         latent, k_rope = rows.split([self.shape.kv_lora_rank, self.shape.qk_rope_head_dim], dim=-1)
         flat = latent.reshape(count * num_keys, -1)
@@ -136,14 +137,14 @@ class _Absorbed:
 
 @dataclass(frozen=True)
 class _Chunk:
-    """A piece of the prefixes of a group. Where a request's prefix has ended, its mask hides everything."""
+    """A chunk of the prefixes of a group. The mask hides all keys past the end of a request's prefix."""
 
     pages: KeyPages
     mask: Tensor
 
 
 class ExpandedGroup:
-    """Many queries per request: new tokens causally, and the prefix chunk by chunk."""
+    """Many queries per request: they attend causally to the new tokens, and to the prefix chunk by chunk."""
 
     def __init__(self, step: LatentStep, requests: Sequence[Request]) -> None:
         device = step.metadata.slot_mapping.device
@@ -172,7 +173,7 @@ class ExpandedGroup:
 
 
 def _chunks(step: LatentStep, requests: Sequence[Request]) -> list[_Chunk]:
-    """The prefixes of a group in pieces of at most `_CHUNK_TOKENS` tokens of all requests together."""
+    """The prefixes of a group in chunks of at most `_CHUNK_TOKENS` tokens of all requests together."""
     device = step.metadata.slot_mapping.device
     block_size = step.kv_cache.spec.block_size
     size = max(1, _CHUNK_TOKENS // len(requests) // block_size) * block_size
@@ -187,7 +188,7 @@ def _chunks(step: LatentStep, requests: Sequence[Request]) -> list[_Chunk]:
 
 
 def _causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """Causal attention whose values may be narrower or wider than its keys; padded, the fused kernels take them."""
+    """Causal attention whose values may be narrower or wider than its keys: padded, so that fused kernels take them."""
     width = max(q.shape[-1], v.shape[-1])
     query, key, value = (F.pad(x, (0, width - x.shape[-1])) for x in (q, k, v))
     return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale)[..., : v.shape[-1]]
@@ -233,9 +234,9 @@ def _make_groups(step: LatentStep) -> list[_Absorbed | ExpandedGroup]:
 
 
 def expanded_groups(step: LatentStep, requests: Sequence[Request]) -> list[ExpandedGroup]:
-    """Requests that attend over keys and values, in few groups: those without a prefix, then the others."""
+    """Group the requests that attend over keys and values into few groups: first those without a prefix."""
     fresh = [request for request in requests if not request.prefix]
     extend = [request for request in requests if request.prefix]
     groups = [ExpandedGroup(step, members) for members in bundle(fresh)]
-    most = max(1, _CHUNK_TOKENS // step.kv_cache.spec.block_size)  # of which a chunk holds a block each
+    most = max(1, _CHUNK_TOKENS // step.kv_cache.spec.block_size)  # requests: a chunk holds a block of each
     return groups + [ExpandedGroup(step, members) for members in bundle(extend, max_requests=most)]

@@ -1,21 +1,21 @@
-"""The `torch` back end: batched scaled-dot-product attention, on the CPU and wherever torch runs.
+"""The `torch` back end: batched scaled-dot-product attention, on a CPU or any other device of torch.
 
 A step's requests are sorted into groups that are each one call:
 
-    fresh    nothing in the cache yet: attend over the new keys and values themselves, causally, without a mask.
-             Equal lengths that lie side by side (a batch of prompts) are views, ragged ones are padded.
+    fresh    nothing in the cache yet: attend over the new keys and values directly, causally, without a mask.
+             Contiguous requests of equal length (a batch of prompts) are views, ragged ones are padded.
     decode   one new token: gather the request's blocks, fold the query heads of a group into rows (so that grouped
              heads never need their keys repeated), one mask for the different lengths.
     extend   several new tokens behind a prefix: gather, and a causal mask shifted by the prefix.
-    verify   drafts as a tree: as extend, with the tree's own mask, whatever the prefix.
+    verify   drafts as a tree: as extend, with the tree's own mask, with or without a prefix.
 
-Groups are formed so that padding costs little, and gathering groups so that their keys and values still lie in the
-processor's cache when attention reads them: gathering 64 x 512 tokens in one go is a third slower than in groups.
-Behind a sliding window only the blocks that it touches are gathered.
+Groups are formed so that padding costs little. Groups that gather are small enough that their keys and values are still
+in the processor's cache when attention reads them: gathering 64 x 512 tokens at once is a third slower than in groups.
+With a sliding window only the blocks that it touches are gathered.
 
-What `scaled_dot_product_attention` cannot express is computed by `softmax_attention`: soft caps, sinks, and trees, in
-which a row may see nothing (no kernel promises 0 for that). An fp8 cache is read as it was stored by every group, the
-new tokens too.
+`softmax_attention` computes the cases that `scaled_dot_product_attention` cannot: soft caps, sinks, and trees, in which
+a row may see nothing (no kernel guarantees 0 for that). Every group uses the values as stored in an fp8 cache, also for
+the new tokens.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class TorchAttentionBackend(TorchBackend):
 
 @dataclass(frozen=True)
 class AttentionStep:
-    """What all groups of a step share."""
+    """The data that all groups of a step share."""
 
     shape: AttentionShape
     kv_cache: PagedKVCache
@@ -77,12 +77,12 @@ class AttentionStep:
 
     @cached_property
     def requests(self) -> list[Request]:
-        """Those with new tokens, in the batch's order."""
+        """The requests with new tokens, in the batch's order."""
         return list_requests(self.metadata, self.kv_cache.spec, self.shape.sliding_window)
 
     @cached_property
     def by_scores(self) -> bool:
-        """Whether `scaled_dot_product_attention` cannot express it."""
+        """Whether `softmax_attention` must compute this step: `scaled_dot_product_attention` cannot."""
         return self.metadata.has_tree or self.shape.soft_cap is not None or self.shape.sinks
 
     def visible(self, requests: Sequence[Request], positions: Tensor) -> Tensor:
@@ -91,7 +91,7 @@ class AttentionStep:
         return visible_mask(requests, positions, self.metadata, self.kv_cache.spec.dtype, window)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None) -> Tensor:
-        """`[n, heads, L, d]` over `[n, kv_heads, K, d]`, where `mask` does not hide them."""
+        """Attend from queries `[n, heads, L, d]` to those keys `[n, kv_heads, K, d]` that `mask` does not hide."""
         shape = self.shape
         if self.by_scores:
             scale, soft_cap = shape.softmax_scale, shape.soft_cap
@@ -99,12 +99,12 @@ class AttentionStep:
         if q.shape[2] > 1:
             gqa = shape.group_size > 1
             return F.scaled_dot_product_attention(q, k, v, mask, scale=shape.softmax_scale, enable_gqa=gqa)
-        # [n, heads, 1, d] -> [n, kv heads, heads per kv head, d]: a group's heads are the rows of one product.
+        # [n, heads, 1, d] -> [n, kv heads, heads per kv head, d]: heads that share keys are the rows of one product.
         rows = q.reshape(q.shape[0], shape.num_kv_heads, shape.group_size, shape.head_dim)
         return F.scaled_dot_product_attention(rows, k, v, mask, scale=shape.softmax_scale).reshape(q.shape)
 
     def attend_causally(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """`[n, heads, L, d]` over as many keys, without a mask."""
+        """Causal attention of queries `[n, heads, L, d]` over `L` keys, without a mask tensor."""
         shape = self.shape
         return F.scaled_dot_product_attention(
             q, k, v, is_causal=True, scale=shape.softmax_scale, enable_gqa=shape.group_size > 1
@@ -112,13 +112,13 @@ class AttentionStep:
 
 
 class AttentionGroup(Protocol):
-    """Requests that are one call per layer."""
+    """Requests that are computed in one call per layer."""
 
     tokens: TokenRows
 
     def attend(self, step: AttentionStep, q: Tensor, k: Tensor, v: Tensor, layer: int, sinks: Tensor | None) -> Tensor:
-        """Their tokens' results, `[tokens, heads, head_dim]`, in the order of `tokens.rows`; `q`, `k` and `v` are the
-        whole step's, and what is new is in the cache already."""
+        """Attention output of the group's tokens, `[tokens, heads, head_dim]`, in the order of `tokens.rows`. `q`, `k`
+        and `v` are the whole step's; the new tokens are in the cache already."""
         ...
 
 
@@ -132,7 +132,7 @@ class _Fresh:
         self.mask: Tensor | None = None
         self.causal = not step.by_scores and (window is None or window >= length)
         if not self.causal:
-            # All start at token 0: what the longest may see, the others may.
+            # All requests start at token 0, so they share the causal mask of the longest.
             longest = max(requests, key=lambda request: request.query_len)
             self.mask = step.visible([longest], torch.arange(length, device=device)[None])
 
@@ -159,7 +159,7 @@ class _Paged:
             self.mask = step.visible(requests, self.pages.positions)
 
     def _all_see_all(self, requests: Sequence[Request]) -> bool:
-        """Whether the gathered blocks hold exactly what is visible, as in a decode that fills its blocks."""
+        """Whether every gathered key is visible, as in a decode whose tokens fill its blocks."""
         return self.tokens.length == 1 and all(
             request.num_keys == self.pages.num_keys and request.first_key == request.first_visible
             for request in requests
@@ -178,8 +178,8 @@ class TorchAttentionPlan:
     """The groups of one step of one lane, with their indices and masks.
 
     Args:
-        step: that is planned.
-        groups: that hold each request with new tokens once.
+        step: the step that is planned.
+        groups: together they hold each request with new tokens once.
     """
 
     def __init__(self, step: AttentionStep, groups: Sequence[AttentionGroup]) -> None:
@@ -206,7 +206,7 @@ class TorchAttentionPlan:
 
 
 def make_groups(step: AttentionStep, requests: Sequence[Request]) -> list[AttentionGroup]:
-    """The groups of this module for some of a step's requests."""
+    """Sort some of a step's requests into this module's groups."""
     spec = step.kv_cache.spec
     fresh: list[Request] = []
     decode: list[Request] = []

@@ -2,5 +2,5 @@
 
 common    devices, workspaces, static tensors of graphs, tree masks
 mha       `triton`: over keys and values
-mla       `triton_mla`: over latents; prompts as in `torch_mla`
+mla       `triton_mla`: over latents; prompts run as in `torch_mla`
 """

@@ -1,4 +1,4 @@
-"""What the back ends on this project's Triton kernels share: the device, workspaces, static tensors, and trees."""
+"""Shared by the back ends on this project's Triton kernels: the device, workspaces, static tensors, and trees."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from ubatch.kernels.triton_jit import INTERPRETED
 __all__ = ["DEVICES", "StaticTensors", "Workspace", "paged_batch", "processors", "refuse_other_batch", "tree_of"]
 
 DEVICES = ("cuda", "cpu") if INTERPRETED else ("cuda",)
-"""Device types that kernels run on."""
+"""Device types that the kernels run on."""
 
-_INTERPRETED_PROCESSORS = 8  # where there are none: enough to split keys at all
+_INTERPRETED_PROCESSORS = 8  # assumed in the interpreter: enough to split keys at all
 
 
 def processors(name: str, kv_cache: PagedKVCache | MLAKVCache) -> int:
-    """How many processors the cache's device has.
+    """Number of multiprocessors of the cache's device.
 
     Raises:
         ConfigError: the cache is fp8, and the GPU is too old for that.
@@ -45,7 +45,7 @@ def processors(name: str, kv_cache: PagedKVCache | MLAKVCache) -> int:
 
 
 def paged_batch(metadata: CommonAttentionMetadata) -> PagedBatch:
-    """A step's batch as kernels read it; nothing is copied from the host."""
+    """A step's batch in the form that kernels read; nothing is copied from the host."""
     table = metadata.block_table
     return PagedBatch(
         metadata.num_reqs,
@@ -59,13 +59,13 @@ def paged_batch(metadata: CommonAttentionMetadata) -> PagedBatch:
 def refuse_other_batch(
     metadata: CommonAttentionMetadata, batch: PagedBatch, num_tokens: int, max_queries: int | None
 ) -> None:
-    """Refuse a batch that a captured one cannot stand for.
+    """Refuse a batch that a captured graph cannot run.
 
     Args:
-        metadata: of the batch.
-        batch: that was captured.
-        num_tokens: of that one.
-        max_queries: of a request in it; None for any number.
+        metadata: the batch's metadata.
+        batch: the batch that was captured.
+        num_tokens: tokens of the captured batch.
+        max_queries: most queries of a request in the captured batch; None for any number.
 
     Raises:
         ConfigError: more requests or tokens, longer queries, a tree where none was captured, or none where one was.
@@ -90,7 +90,7 @@ def refuse_other_batch(
 
 
 class Workspace:
-    """Float32 room that grows when a plan needs more. A plan keeps what it was given, so a captured one never moves."""
+    """Float32 scratch memory that grows when a plan needs more. A plan keeps its tensor, so a captured one never moves."""
 
     def __init__(self, device: torch.device) -> None:
         self._newest = torch.zeros(0, device=device)
@@ -98,11 +98,11 @@ class Workspace:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of what is given out next, and of smaller ones that plans still hold."""
+        """Bytes of the current tensor, and of smaller ones that plans still hold."""
         return sum(tensor.nbytes for tensor in self._alive.values())
 
     def room(self, numbers: int) -> Tensor:
-        """At least so many numbers; zero when made, then whatever the kernels left."""
+        """At least `numbers` elements; zero when allocated, later as the kernels left them."""
         if self._newest.numel() < numbers:
             self._newest = torch.zeros(numbers, dtype=torch.float32, device=self._newest.device)
             self._alive[id(self._newest)] = self._newest
@@ -110,7 +110,7 @@ class Workspace:
 
 
 class StaticTensors:
-    """What captured plans read, at addresses that never move: the batch, the tiles, and a tree if one is captured."""
+    """The tensors that captured plans read, at fixed addresses: the batch, the tiles, and a tree if one is captured."""
 
     def __init__(
         self, limits: GraphLimits, cache: PagedKVCache | MLAKVCache, fill: int, tiles: Tensor | None = None
@@ -123,20 +123,20 @@ class StaticTensors:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all of it."""
+        """Bytes of all tensors."""
         tree = () if self._tree is None else (self._tree.mask, self._tree.offsets, self._tree.positions)
         tiles = () if self.tiles is None else (self.tiles,)
         return self.buffers.nbytes + sum(tensor.nbytes for tensor in (*tiles, *tree))
 
     def batch(self, num_reqs: int, *, with_tree: bool) -> PagedBatch:
-        """The batch that is copied in, as kernels read it."""
+        """The batch that was copied in, in the form that kernels read."""
         buffers = self.buffers
         batch = PagedBatch(num_reqs, buffers.query_start_loc, buffers.seq_lens, buffers.block_table)
         return replace(batch, tree=self._make_tree()) if with_tree else batch
 
     @torch.inference_mode(False)
     def _make_tree(self) -> TreeMask:
-        """Made when the first plan with a tree is captured: a mask for every token at the greatest length is large."""
+        """Allocated when the first plan with a tree is captured: a mask row of full length for every token is large."""
         if self._tree is None:
             limits, device = self.buffers.limits, self.buffers.seq_lens.device
             self._tree = TreeMask(
@@ -168,7 +168,7 @@ def tree_of(metadata: CommonAttentionMetadata) -> SpecVerifyInput | None:
 
 
 def _tree_mask(metadata: CommonAttentionMetadata) -> TreeMask | None:
-    """The same, as kernels read it."""
+    """The drafts' tree in the form that kernels read; None for a chain."""
     tree = tree_of(metadata)
     if tree is None or tree.custom_mask is None:
         return None

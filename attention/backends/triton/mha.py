@@ -4,15 +4,15 @@
     decode      requests with few queries: keys split over programs, then reduced
     prefill     requests with more: tiles of queries over the cache
 
-A plan launches what its batch has: decodes and prompts in one batch launch both, and each leaves the other's requests
-alone. What the kernels need to know they work out on the device, from the metadata's tensors, so a captured plan serves
-any batch that is copied into the same tensors. A graph freezes only how many programs are launched, and that is chosen
-for the longest request its limits allow.
+A plan launches the kernels that its batch needs. A batch with decodes and prompts launches both kernels, and each skips
+the other's requests. The kernels compute everything on the device, from the metadata's tensors, so a captured plan runs
+any batch that is copied into the same tensors. A graph fixes only the number of programs, which is chosen for the
+longest request that its limits allow.
 
-Tiles, and how often keys are split, are measured on the GPU the first time that a batch of a kind is planned; see
+Tile sizes and key splits are measured on the GPU the first time that a kind of batch is planned; see
 `attention.kernels.tuning`.
 
-It runs on a CPU, slowly, in Triton's interpreter: set TRITON_INTERPRET=1 before Triton is first imported.
+The back end also runs on a CPU, slowly, in Triton's interpreter: set TRITON_INTERPRET=1 before Triton is imported.
 """
 
 from __future__ import annotations
@@ -52,18 +52,18 @@ _MAX_DECODE_ROWS = 128  # queries times heads of a group in one tile of the deco
 
 @dataclass(frozen=True)
 class TritonAttentionPlan:
-    """What to launch for one step of one lane.
+    """The kernel launches for one step of one lane.
 
     Attributes:
-        shape: of the attention.
-        kv_cache: of the model.
-        batch: the step's, on the device.
-        slots: `[T]` int64, where its tokens' keys and values go.
+        shape: the attention's shape.
+        kv_cache: the model's KV cache.
+        batch: the step's batch, on the device.
+        slots: `[T]` int64, the slots of its tokens' keys and values.
         has_padding: whether there are tokens that belong to no request.
-        splits: how requests with few queries are cut; None if there are none.
+        splits: how the keys of requests with few queries are split; None if there are no such requests.
         workspace: for their partial results; empty if there are none.
-        tiles: of the requests with more queries; None if there are none.
-        tile_size: of those tiles.
+        tiles: query tiles of the requests with more queries; None if there are no such requests.
+        tile_size: the size of those tiles.
     """
 
     shape: AttentionShape
@@ -80,8 +80,8 @@ class TritonAttentionPlan:
         """See `AttentionPlan.forward`.
 
         Raises:
-            ConfigError: another number of tokens than was planned for, or sinks where the shape has none, or none where
-                it has.
+            ConfigError: the number of tokens differs from the plan's; or sinks are missing, or given to a shape without
+                sinks.
         """
         if q.shape[0] != self.slots.shape[0]:
             raise ConfigError(f"attention was planned for {self.slots.shape[0]} tokens and got {q.shape[0]}.")
@@ -96,7 +96,7 @@ class TritonAttentionPlan:
         return out
 
     def plan_tiles(self) -> None:
-        """Give the tiles to the batch's requests, on the device."""
+        """Assign the tiles to the batch's requests, on the device."""
         if self.tiles is not None:
             decoded = 0 if self.splits is None else self.splits.max_queries
             queries = self.tile_size.queries(self.shape)
@@ -179,7 +179,7 @@ class TritonAttentionBackend:
         self._static = StaticTensors(limits, self.kv_cache, self.traits.seq_len_fill, tiles)
 
     def plan_for_graph(self, metadata: CommonAttentionMetadata) -> TritonGraphPlan:
-        """See `AttentionBackend`. A decode or verify batch freezes how many tokens each request has."""
+        """See `AttentionBackend`. The graph of a decode or verify batch fixes the number of tokens per request."""
         if self._static is None:
             raise ConfigError("the triton back end has no graph buffers; call init_graph_buffers before capturing.")
         static, num_reqs, num_tokens = self._static, metadata.num_reqs, metadata.slot_mapping.shape[0]
@@ -210,8 +210,8 @@ class TritonAttentionBackend:
         plan.replan(metadata)
 
     def _max_decode_queries(self, metadata: CommonAttentionMetadata) -> int:
-        """The most queries of a request that the decode kernel takes. In a batch with prompts 1: its partial results
-        are kept for as many queries of *every* request as the longest of its requests has."""
+        """The most queries of a request that the decode kernel takes; 1 in a batch with prompts. The kernel keeps
+        partial results for this many queries of *every* request, so a large number would cost memory."""
         if MODES[metadata.mode].kernel is not Kernel.DECODE:
             return 1
         return max(1, _MAX_DECODE_ROWS // self.shape.group_size)

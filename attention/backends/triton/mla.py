@@ -1,12 +1,12 @@
-"""The `triton_mla` back end: multi-head latent attention with this project's own kernels where queries are few.
+"""The `triton_mla` back end: multi-head latent attention; requests with few queries run on this project's kernels.
 
     write       one program per token rotates its key part and stores it beside its latent
     absorbed    requests with few queries attend to the cached latents: split over programs, then reduced
-    expanded    prompts attend over keys and values, as in `torch_mla`, whose code it is
+    expanded    prompts attend over keys and values, with the code of `torch_mla`
 
 Decode, verify and draft-extend batches are absorbed as a whole, and can be captured: lengths and tables are read on the
-device, so a captured plan serves any batch that is copied into the same tensors. In a batch with prompts the requests
-that decode are absorbed, and the others expanded.
+device, so a captured plan runs any batch that is copied into the same tensors. In a batch with prompts the requests
+that decode are absorbed, and the others are expanded.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ class _Absorbed:
     """Requests that attend to latents.
 
     Attributes:
-        rows: theirs among the step's tokens.
-        batch: they alone, on the device.
-        splits: how they are cut.
-        tile: of a program.
+        rows: the rows of their tokens in the step.
+        batch: these requests only, on the device.
+        splits: how their keys are split over programs.
+        tile: the tile size of a program.
         workspace: for partial results.
         has_padding: whether some of their rows belong to no request.
     """
@@ -77,15 +77,15 @@ class _Absorbed:
 
 @dataclass(frozen=True)
 class TritonMLAPlan:
-    """What to launch for one step of one lane.
+    """The kernel launches for one step of one lane.
 
     Attributes:
-        shape: of the attention.
-        kv_cache: of the model.
-        slots: `[T]` int64, where its tokens' latents go.
+        shape: the attention's shape.
+        kv_cache: the model's cache of latents.
+        slots: `[T]` int64, the slots of its tokens' latents.
         absorbed: requests with few queries; None if there are none.
-        expanded: the others, in groups.
-        step: what the groups share.
+        expanded: the other requests, in groups.
+        step: the data that the groups share.
     """
 
     shape: MLAShape
@@ -99,7 +99,7 @@ class TritonMLAPlan:
         """See `MLAPlan.forward`.
 
         Raises:
-            ConfigError: another number of tokens than was planned for.
+            ConfigError: the number of tokens differs from the plan's.
         """
         tokens = inputs.q_nope.shape[0]
         if tokens != self.slots.shape[0]:
@@ -167,7 +167,7 @@ class TritonMLABackend:
         return self._workspace.nbytes + self._gathered.nbytes + static
 
     def plan(self, metadata: CommonAttentionMetadata) -> TritonMLAPlan:
-        """See `AttentionBackend`. A batch without prompts is described by the metadata's own tensors."""
+        """See `AttentionBackend`. For a batch without prompts the kernels read the metadata's own tensors."""
         requests = list_requests(metadata, self.kv_cache.spec)
         whole = MODES[metadata.mode].kernel is Kernel.DECODE or metadata.has_tree
         few = [request for request in requests if whole or _decodes(request)]
@@ -188,7 +188,7 @@ class TritonMLABackend:
             self._static = StaticTensors(limits, self.kv_cache, self.traits.seq_len_fill)
 
     def plan_for_graph(self, metadata: CommonAttentionMetadata) -> TritonMLAGraphPlan:
-        """See `AttentionBackend`. A graph freezes how many tokens a request has at most.
+        """See `AttentionBackend`. A graph fixes the largest number of tokens per request.
 
         Raises:
             ConfigError: no graph buffers, or too small ones; or a batch with prompts.
@@ -221,7 +221,7 @@ class TritonMLABackend:
         return self._cut(rows, paged_batch(metadata), metadata.max_query_len, longest, has_padding=padded)
 
     def _absorb(self, metadata: CommonAttentionMetadata, requests: list[Request], few: list[Request]) -> _Absorbed:
-        """Some of the requests, none of which has a tree."""
+        """Plan the absorbed part for some of the requests, none of which has a tree."""
         everyone = RequestBatch.of(metadata, self.kv_cache.spec.block_size)
         members = [requests.index(request) for request in few]
         chosen = everyone.select(members)
@@ -240,5 +240,5 @@ class TritonMLABackend:
 
 
 def _decodes(request: Request) -> bool:
-    """In a batch with prompts: whether a request attends to latents."""
+    """Whether a request of a batch with prompts is a decode, which attends to latents."""
     return request.query_len == 1 and request.prefix > 0

@@ -1,31 +1,31 @@
-"""The `trtllm_mha` back end: TensorRT-LLM's multi-head attention kernels, by way of flashinfer.
+"""The `trtllm_mha` back end: TensorRT-LLM's multi-head attention kernels, called through flashinfer.
 
 A batch is one kernel call, either of
 
-    decode     as many queries for every request: one (decode), or one per draft of a chain (target verify). A draft
-               model's decode steps are decode steps, of sequences longer by what was drafted
+    decode     the same number of queries per request: one (decode), or one per draft of a chain (target verify). A
+               draft model's decode steps are also decode calls, of sequences that include the tokens drafted so far
     context    ragged queries, causal behind each request's prefix: prefill, mixed, draft extend
 
-In a graph draft extend is a decode call, too, of padded queries (see `FewQueries`): the context kernel does not say
-what it does for a request without queries, which padding requests are.
+In a graph draft extend is a decode call, too, with padded queries (see `FewQueries`): the context kernel's behaviour is
+undefined for a request without queries, and padding requests have none.
 
 A tree of drafts is refused: trtllm-gen takes no mask. The decode function's `mask` argument is for XQA only.
 
-Both read the paged cache in place. What they are told, and what is easy to get wrong:
+Both calls read the paged cache in place. Their arguments, and what is easy to get wrong:
 
     layout       pools are [pages, page, kv heads, dim], kernels want [pages, kv heads, page, dim]: a permuted view
     scales       scores are multiplied by `q_scale * k_scale * softmax_scale`, the output by `v_scale`: an fp8 cache
-                 holds numbers divided by them, so a 1.0 in the place of `v_scale` scales the output wrongly
+                 holds values divided by the scales, so passing 1.0 for `v_scale` scales the output wrongly
     window       `window_left` is how many tokens are seen *besides* the query's own: one less than `sliding_window`
     sinks        one logit per head in the softmax's denominator, float32
-    tables       every entry of the page table exists, also behind a request's end: kernels load them in tiles
+    tables       every entry of the page table is a valid page, also past a request's end: kernels load whole tiles
 
-With an fp8 cache, trtllm-gen gets fp8 queries, too, at scale 1.0, as its context kernels take both or neither; the
-output is in the compute dtype. On XQA queries stay as they are.
+With an fp8 cache, trtllm-gen gets fp8 queries, too, at scale 1.0, because its context kernels take both in fp8 or
+neither; the output is in the compute dtype. On XQA the queries keep their dtype.
 
 On SM100 and SM103 flashinfer runs trtllm-gen. On SM90 and SM120 it runs decode on XQA; its kernel for ragged queries
-there wants keys and values in one tensor, which these pools are not. So there this back end decodes, one token per
-request, and prefill is left to another one (`--prefill-attention-backend`).
+there wants keys and values in one tensor, but this cache has two pools. So on those GPUs this back end only decodes,
+one token per request, and prefill needs another back end (`--prefill-attention-backend`).
 
 Source: flashinfer's documentation of `trtllm_batch_decode_with_kv_cache` and `trtllm_batch_context_with_kv_cache`.
 """
@@ -61,7 +61,7 @@ from ubatch import ConfigError, ForwardMode
 __all__ = ["TRTLLMMHABackend", "TRTLLMMHAPlan"]
 
 WORKSPACE_BYTES = 512 << 20
-"""Of scratch per back end object; its first bytes are the kernels' counters."""
+"""Bytes of scratch per back end object; the first ones are the kernels' counters."""
 
 
 class _Kernels(StrEnum):
@@ -132,7 +132,7 @@ class TRTLLMMHABackend:
         """See `AttentionBackend`. Smaller batches than the captured one are padded to its size.
 
         Raises:
-            ConfigError: no graph buffers; a tree mask; a batch that is not padded to as many rows for every request.
+            ConfigError: no graph buffers; a tree mask; requests that are not padded to the same number of rows.
         """
         if self._graphs is None:
             raise without_graph_buffers(self.name)
@@ -185,18 +185,18 @@ def _kernels_on(device: torch.device) -> _Kernels:
 
 @dataclass(frozen=True)
 class _Call:
-    """What a kernel is called with, beside a layer's tensors.
+    """A kernel call's arguments beside a layer's tensors.
 
     Attributes:
-        slots: `[T]` int64, where the new keys and values go.
+        slots: `[T]` int64, the slots of the new keys and values.
         num_rows: rows of queries that the kernel takes; the step's first ones.
         seq_lens: `[R]` int32.
         block_table: `[R, blocks]` int32.
-        max_query_len: most queries of a request; in a decode call, of every request.
-        max_seq_len: longest of `seq_lens`; in a graph, the longest that ever comes.
-        query_start_loc: `[R + 1]` int32, and
-        kv_start_loc: `[R + 1]` int32, the sums of `seq_lens`: of a context call; None makes it a decode call.
-        queries: how they are padded, in a graph.
+        max_query_len: most queries of a request; in a decode call, the queries of every request.
+        max_seq_len: longest of `seq_lens`; in a graph, the longest that its limits allow.
+        query_start_loc: `[R + 1]` int32, for a context call; None makes it a decode call.
+        kv_start_loc: `[R + 1]` int32, cumulative sums of `seq_lens`, for a context call; None in a decode call.
+        queries: how the queries are padded, in a graph.
     """
 
     slots: Tensor
@@ -214,8 +214,8 @@ class TRTLLMMHAPlan:
     """One call, for every layer of a step.
 
     Args:
-        backend: whose kernels run.
-        call: what they are told.
+        backend: the back end whose kernels run.
+        call: their arguments.
     """
 
     def __init__(self, backend: TRTLLMMHABackend, call: _Call) -> None:
@@ -229,7 +229,7 @@ class TRTLLMMHAPlan:
         """See `AttentionPlan.forward`.
 
         Raises:
-            ConfigError: sinks where the shape has none, or none where it has.
+            ConfigError: sinks are missing, or given to a shape without sinks.
         """
         call, backend = self.call, self._backend
         backend.shape.check_sinks(sinks)
@@ -243,7 +243,7 @@ class TRTLLMMHAPlan:
         return call.queries.finish(self._attend(call.queries.pad(query), layer, sinks))
 
     def _attend(self, query: Tensor, layer: int, sinks: Tensor | None) -> Tensor:
-        """The call, for queries `[n, heads, head_dim]`."""
+        """Call the kernel for queries `[n, heads, head_dim]`."""
         call, backend = self.call, self._backend
         cache = backend.kv_cache
         k_scale, v_scale = cache.scales(layer)
@@ -279,7 +279,7 @@ class TRTLLMMHAPlan:
 
 
 def _by_head(pool: Tensor) -> Tensor:
-    """A layer's keys or values as `[pages, kv heads, page, dim]`, a view; bytes of an fp8 cache as numbers."""
+    """A layer's keys or values as a view `[pages, kv heads, page, dim]`; bytes of an fp8 cache are viewed as fp8."""
     if pool.dtype == torch.uint8:
         pool = pool.view(FP8)
     return pool.permute(0, 2, 1, 3)

@@ -1,4 +1,4 @@
-"""The `trtllm_mla` back end: TensorRT-LLM's latent attention kernels, by way of flashinfer.
+"""The `trtllm_mla` back end: TensorRT-LLM's latent attention kernels, called through flashinfer.
 
 Requests with few queries attend *absorbed*, over the latents in the cache; prompts *expanded*, over keys and values.
 
@@ -7,12 +7,12 @@ Requests with few queries attend *absorbed*, over the latents in the cache; prom
     draft extend   ragged, so padded to [B, most, H, 576], and the result unpadded; see `FewQueries`
     prefill        the new tokens among themselves, and the cached prefix in chunks; see `trtllm_mla_prefill`
 
-A mixed batch runs its decoding requests absorbed and the others expanded. All new latents are written before anything
-attends, as requests may share a block that one of them fills.
+A mixed batch runs its decoding requests absorbed and the others expanded. All new latents are written before any
+request attends, because requests may share a block that one of them fills.
 
-The table of pages has one entry per page and is padded twice over: the decode kernel reads it in tiles of 128 tokens,
-kernels that fill it write it in tiles of 4096, so a row has a multiple of both. That costs little (4,097 tokens at page
-64 take 128 entries of 4 bytes instead of 65), and every entry names a page that exists.
+The page table has one entry per page, and its rows are padded for two kernels: the decode kernel reads it in tiles of
+128 tokens, kernels that fill it write it in tiles of 4096, so a row is a multiple of both. That costs little (4,097
+tokens at page size 64 take 128 entries of 4 bytes instead of 65), and every entry is a valid page.
 
 With an fp8 cache one kernel rotates, quantises and merges queries and latents. It has one static scale of 1.0, so the
 cache's must be 1.0.
@@ -56,7 +56,7 @@ from ubatch import ConfigError
 __all__ = ["TRTLLMMLABackend", "TRTLLMMLAPlan", "padded_blocks"]
 
 WORKSPACE_BYTES = 150 << 20
-"""Of scratch per back end object; its first bytes are the kernels' counters."""
+"""Bytes of scratch per back end object; the first ones are the kernels' counters."""
 DECODE_TILE = 128
 """Tokens whose pages the decode kernel reads at once."""
 TABLE_TILE = 4096
@@ -140,7 +140,7 @@ class TRTLLMMLABackend:
         """See `AttentionBackend`. Smaller batches than the captured one are padded to its size.
 
         Raises:
-            ConfigError: no graph buffers; a tree mask; a batch that is not padded to as many rows for every request.
+            ConfigError: no graph buffers; a tree mask; requests that are not padded to the same number of rows.
         """
         if self._graphs is None:
             raise without_graph_buffers(self.name)
@@ -159,7 +159,7 @@ class TRTLLMMLABackend:
     def _plan_absorbed(self, batch: RequestBatch, rows: slice | Tensor, slots: Tensor) -> AbsorbedPart:
         spec = self.kv_cache.spec
         most = max(batch.query_lens)
-        # A request that is padded to `most` queries is padded to so many tokens, too, and its table must hold them.
+        # Padding a request to `most` queries makes it longer, and its row of the table must cover the longer request.
         longest = max(batch.prefixes) + most
         table = batch.block_table.new_zeros(batch.num_reqs, padded_blocks(spec.blocks_for(longest), spec.block_size))
         columns = min(table.shape[1], batch.block_table.shape[1])
@@ -182,11 +182,11 @@ class AbsorbedPart:
     """Requests that attend over latents.
 
     Attributes:
-        rows: theirs among the step's tokens.
-        slots: `[n]` int64, where their latents go.
+        rows: the rows of their tokens in the step.
+        slots: `[n]` int64, the slots of their latents.
         queries: how their rows are padded.
         block_table: `[R, padded blocks]` int32.
-        max_seq_len: longest of the requests, padded; in a graph, the longest that ever comes.
+        max_seq_len: length of the longest request, padded; in a graph, the longest that its limits allow.
     """
 
     rows: slice | Tensor
@@ -196,7 +196,7 @@ class AbsorbedPart:
     max_seq_len: int
 
     def store(self, backend: TRTLLMMLABackend, inputs: MLAInputs, layer: int) -> Tensor:
-        """Write the latents; `[n, heads, 576]`, the queries in their space, rotated."""
+        """Write the latents; return the queries, rotated and in the latents' space, `[n, heads, 576]`."""
         cache = backend.kv_cache
         q_latent = absorb(inputs.q_nope, inputs.w_uk)
         if cache.spec.fp8:
@@ -205,7 +205,7 @@ class AbsorbedPart:
         return torch.cat((q_latent, inputs.rope.rotate(inputs.q_rope)), dim=-1)
 
     def _store_fp8(self, backend: TRTLLMMLABackend, inputs: MLAInputs, q_latent: Tensor, layer: int) -> Tensor:
-        """The same by the fused kernel, which writes the parts of a query, or of a cache row, side by side."""
+        """The same with the fused kernel, which writes the parts of a query, or of a cache row, side by side."""
         rank = backend.shape.kv_lora_rank
         width = backend.kv_cache.spec.numbers_per_token
         query = torch.empty(*q_latent.shape[:2], width, dtype=FP8, device=q_latent.device)
@@ -267,7 +267,7 @@ class _Graphs(GraphState):
         return super().nbytes + self._block_table.nbytes
 
     def part(self, queries: FewQueries) -> AbsorbedPart:
-        """A part that reads these buffers; `fill_part` gives them their contents."""
+        """A part that reads these buffers; `fill_part` fills them."""
         return AbsorbedPart(
             rows=slice(0, queries.num_rows),
             slots=self.batch.slot_mapping[: queries.num_rows],
@@ -277,7 +277,7 @@ class _Graphs(GraphState):
         )
 
     def fill_part(self, part: AbsorbedPart, metadata: CommonAttentionMetadata) -> None:
-        """Copy a batch to where `part` reads it."""
+        """Copy a batch into the buffers that `part` reads."""
         self.fill(part.queries, metadata)
         table = self.batch.block_table[: part.queries.num_reqs]
         part.block_table[:, : table.shape[1]].copy_(table)
@@ -287,9 +287,9 @@ class TRTLLMMLAPlan:
     """A step's parts, for every layer.
 
     Args:
-        backend: whose kernels run.
+        backend: the back end whose kernels run.
         parts: the step's requests.
-        captured: the one part of a plan in a graph.
+        captured: the only part of a plan in a graph.
     """
 
     def __init__(
@@ -320,14 +320,14 @@ class TRTLLMMLAPlan:
 
 
 def _attend_absorbed(metadata: CommonAttentionMetadata, batch: RequestBatch) -> list[bool]:
-    """Which requests attend over latents: all with few queries, and in a prefill batch those that decode."""
+    """For each request, whether it attends over latents: those with few queries; in a prefill batch, the decodes."""
     if MODES[metadata.mode].kernel is Kernel.DECODE:
         return [True] * batch.num_reqs
     return [new == 1 and prefix > 0 for new, prefix in zip(batch.query_lens, batch.prefixes, strict=True)]
 
 
 def _rows(inputs: MLAInputs, rows: slice | Tensor) -> MLAInputs:
-    """A part's tokens of a layer's inputs; themselves if that is all, so that `rope` looks its angles up only once."""
+    """The inputs of a part's tokens; the same object if that is all tokens, so that `rope` looks angles up only once."""
     if rows == slice(0, inputs.q_nope.shape[0]):
         return inputs
     return replace(

@@ -2,10 +2,10 @@
 
     new tokens    causally among themselves, from the layer's inputs
     prefix        all of a chunk is visible to all new tokens; latents are gathered from the cache, expanded with `w_uk`
-                  and `w_uv`, attended, dropped, and the result is merged into what there is, by LSE
+                  and `w_uv`, attended and dropped; the result is merged into the result so far, by its LSE
 
-A chunk starts on a page and takes an equal share of every request's prefix. It skips requests whose prefix has ended:
-what the kernel would write for a request without keys is not defined.
+A chunk starts at a page boundary and takes an equal share of every request's prefix. It skips requests whose prefix has
+ended: the kernel's output is undefined for a request without keys.
 
 Source: chunked prefix as in SGLang; merging in `attention.lse`.
 """
@@ -32,17 +32,17 @@ from ubatch.streams.small_copies import to_device
 __all__ = ["ExpandedPart", "RaggedBackend", "plan_expanded"]
 
 EXPANDED_TOKENS = 32 << 10
-"""Tokens of all prefixes together that are expanded at once: with 128 heads, 80 kB each in bfloat16."""
-_LN_2 = math.log(2.0)  # the kernel's LSE is the logarithm with base 2
+"""Tokens of all prefixes together that are expanded at once; with 128 heads a token takes 80 kB in bfloat16."""
+_LN_2 = math.log(2.0)  # the kernel's LSE is a base-2 logarithm
 
 
 class RaggedBackend(Protocol):
-    """What the back end has for this half.
+    """The members of the back end that this module uses.
 
     Attributes:
-        shape: of the heads.
-        kv_cache: of latents.
-        ragged: the kernel that attends over sequences side by side.
+        shape: the attention's shape.
+        kv_cache: the cache of latents.
+        ragged: the kernel that attends over concatenated sequences.
         workspace: its scratch.
     """
 
@@ -54,7 +54,7 @@ class RaggedBackend(Protocol):
 
 @dataclass(frozen=True)
 class _Ragged:
-    """Sequences that lie side by side. On the device: where each starts, `[n + 1]` int32, and how long it is."""
+    """Concatenated sequences. On the device: where each starts, `[n + 1]` int32, and how long it is."""
 
     start_loc: Tensor
     lens: Tensor
@@ -72,10 +72,10 @@ class _Chunk:
     """A piece of the prefixes of some requests.
 
     Attributes:
-        rows: the requests' queries among the part's.
-        queries: their lengths.
-        keys: how much of each prefix is in this chunk.
-        slots: `[keys]` int64, where that is in the cache.
+        rows: the rows of these requests' queries in the part.
+        queries: starts and lengths of the queries.
+        keys: starts and lengths of the prefix tokens in this chunk.
+        slots: `[keys]` int64, the prefix tokens' slots in the cache.
     """
 
     rows: slice | Tensor
@@ -89,10 +89,10 @@ class ExpandedPart:
     """Requests that attend over keys and values.
 
     Attributes:
-        rows: theirs among the step's tokens.
-        slots: `[n]` int64, where their latents go.
-        queries: their lengths in this step.
-        chunks: of their prefixes.
+        rows: the rows of their tokens in the step.
+        slots: `[n]` int64, the slots of their latents.
+        queries: starts and lengths of their queries in this step.
+        chunks: the chunks of their prefixes.
     """
 
     rows: slice | Tensor
@@ -101,7 +101,7 @@ class ExpandedPart:
     chunks: tuple[_Chunk, ...]
 
     def store(self, backend: RaggedBackend, inputs: MLAInputs, layer: int) -> tuple[Tensor, Tensor]:
-        """Write the latents; queries `[n, heads, nope + rope]`, and the keys' parts with position, `[n, rope]`."""
+        """Write the latents; return the queries `[n, heads, nope + rope]` and the rotated key parts `[n, rope]`."""
         k_rope = inputs.rope.rotate(inputs.k_rope)
         backend.kv_cache.write(layer, inputs.latent, k_rope, self.slots)
         return torch.cat((inputs.q_nope, inputs.rope.rotate(inputs.q_rope)), dim=-1), k_rope
@@ -110,7 +110,7 @@ class ExpandedPart:
         """`[n, heads, v_head_dim]`."""
         query, k_rope = state
         pool = backend.kv_cache.pool
-        # As the cache gives them back, so that a result does not depend on where a prompt is cut.
+        # Rounded as the cache stores them, so that a result does not depend on where a prompt is cut.
         key, value = _expand(inputs, as_stored(pool, inputs.latent, layer), as_stored(pool, k_rope, layer))
         out, lse = self._attend_keys(backend, query, key, value, self.queries, self.queries, causal=True)
         if not self.chunks:
@@ -159,13 +159,13 @@ class ExpandedPart:
 
 
 def plan_expanded(kv_cache: MLAKVCache, batch: RequestBatch, rows: slice | Tensor, slots: Tensor) -> ExpandedPart:
-    """The part of requests that bring a prompt, or a piece of one.
+    """Plan the part of those requests that have a prompt, or a piece of one, in this step.
 
     Args:
         kv_cache: holds their prefixes.
         batch: the requests.
-        rows: their tokens among the step's.
-        slots: `[n]` int64, of those tokens.
+        rows: the rows of their tokens in the step.
+        slots: `[n]` int64, the slots of those tokens.
     """
     block_size = kv_cache.spec.block_size
     share = max(1, EXPANDED_TOKENS // batch.num_reqs // block_size) * block_size
@@ -175,7 +175,7 @@ def plan_expanded(kv_cache: MLAKVCache, batch: RequestBatch, rows: slice | Tenso
 
 
 def _plan_chunk(batch: RequestBatch, start: int, share: int, block_size: int) -> _Chunk:
-    """Of every prefix the tokens from `start` up to `start + share`, a whole number of pages."""
+    """The chunk with each prefix's tokens from `start` to `start + share`; both are multiples of the page size."""
     device, prefixes = batch.seq_lens.device, batch.prefixes
     members = [request for request, prefix in enumerate(prefixes) if prefix > start]
     lens = [min(share, prefixes[request] - start) for request in members]
@@ -195,7 +195,7 @@ def _expand(inputs: MLAInputs, latent: Tensor, k_rope: Tensor) -> tuple[Tensor, 
     """Keys `[n, heads, nope + rope]` and values `[n, heads, v_head_dim]` of latents `[n, kv_lora_rank]`."""
     heads = inputs.w_uk.shape[0]
     k_nope = F.linear(latent, inputs.w_uk.flatten(0, 1)).unflatten(-1, (heads, -1))
-    # One product for all heads. Transposing the values' weights back makes them what the checkpoint has.
+    # One product for all heads. The transpose restores the layout that the values' weights have in the checkpoint.
     value = F.linear(latent, inputs.w_uv.transpose(1, 2).flatten(0, 1)).unflatten(-1, (heads, -1))
     key = torch.cat((k_nope, k_rope[:, None].expand(-1, heads, -1)), dim=-1)
     return key, value
