@@ -2,10 +2,10 @@
 
     python examples/demo.py --out demo        (or: make demo)
 
-Two processes share the experts of `examples/models/tiny-moe` over gloo. Between them lies an emulated link, as slow as
-the model computes, because loopback is too fast to be worth hiding. The same prompts are completed with overlap off and
-on; the tokens must be equal. Then the five arms of the measurement, and two pictures: `trace.html` for a browser,
-`trace.json` for Perfetto.
+Two processes share the experts of `examples/models/tiny-moe` over gloo. An emulated link between them makes
+communication take as long as compute, because loopback is too fast to be worth hiding. The same prompts are completed
+with overlap off and on; the tokens must be equal. Then the demo measures the five arms and writes two traces:
+`trace.html` for a browser, `trace.json` for Perfetto.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ STEP_TOKENS = 1024
 
 @dataclass(frozen=True)
 class DemoResult:
-    """What rank 0 brings back."""
+    """The results of rank 0."""
 
     texts: Sequence[tuple[str, str]]
     equal: bool
@@ -59,7 +59,7 @@ class DemoResult:
 
 
 def main() -> int:
-    """Run, print, write."""
+    """Run two ranks, print the results and write the traces."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, default=Path("demo"), help="where to write trace.json and trace.html")
     parser.add_argument("--blocks", type=int, default=15, help="A B B A blocks of the measurement (default 15)")
@@ -106,7 +106,7 @@ def rank_main(rank: int, world_size: int, blocks: int, max_tokens: int) -> DemoR
 
 
 def make_prompts(tokenizer: Any, rank: int) -> list[list[int]]:
-    """A few short prompts to show, and pieces of this Python's own library, other ones on every rank."""
+    """A few short prompts to show, and pieces of Python's standard library, different ones on every rank."""
     prompts: list[list[int]] = [tokenizer.encode(text).ids for text in SHOWN]
     source = "\n".join(inspect.getsource(importlib.import_module(name)) for name in MODULES)
     ids = tokenizer.encode(source).ids
@@ -119,7 +119,8 @@ def make_prompts(tokenizer: Any, rank: int) -> list[list[int]]:
 def generate_both_ways(
     runner: ModelRunner, prompts: Sequence[Sequence[int]], max_tokens: int
 ) -> tuple[dict[str, list[tuple[int, ...]]], dict[str, list[float]], tuple[int, dict[str, int]]]:
-    """Complete all prompts off, on, on, off; returns tokens, seconds and what the steps with overlap on did."""
+    """Complete all prompts with overlap off, on, on, off. Returns tokens, seconds and statistics of the steps with
+    overlap on."""
     params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
     outputs: dict[str, list[tuple[int, ...]]] = {}
     seconds: dict[str, list[float]] = {"off": [], "on": []}
@@ -142,7 +143,7 @@ def generate_both_ways(
 
 @torch.inference_mode()
 def trace_steps(setting: StepSetting) -> list[Span]:
-    """One step without overlap and one with, for the picture."""
+    """Run one step without overlap and one with; return their spans for the trace."""
     with tracing() as trace:
         setting.step(setting.schedule(1))
         dist.barrier()
@@ -151,7 +152,7 @@ def trace_steps(setting: StepSetting) -> list[Span]:
 
 
 def report(result: DemoResult, out: Path) -> None:
-    """Completions, one table, two files."""
+    """Print the completions and one table; write two files."""
     for prompt, text in result.texts:
         print(f"\n--- {prompt!r}\n{prompt}{text}")
     print(

@@ -1,17 +1,17 @@
 """Train the EAGLE-style draft head for `examples/models/tiny-moe`: a fully connected layer and one decoder layer.
 
-The head guesses what the model would say next from what the model has just computed. At place `t` it takes the
-model's hidden state of token `t` and the embedding of token `t + 1`, and gives an estimate of the hidden state of token
-`t + 1`, from which the model's own output layer makes the next draft. For the draft after that it takes its own
-estimate in place of the hidden state. So it is trained on its own estimates, too:
+The head predicts the model's next tokens from the model's hidden states. At position `t` it takes the model's hidden
+state of token `t` and the embedding of token `t + 1`, and estimates the hidden state of token `t + 1`. The model's
+output layer turns the estimate into the next draft. For the draft after that the head takes its own estimate in place
+of the hidden state. So it is trained on its own estimates, too:
 
-    pass 1    the model's hidden states                     keys of all places before, from pass 1
-    pass 2    the estimates of pass 1, one place later      keys of pass 1, but the last one, which is pass 2's own
-    pass 3    the estimates of pass 2, one place later      keys of pass 1, but the last two, of passes 2 and 3
+    pass 1    the model's hidden states                     keys of all earlier positions, from pass 1
+    pass 2    the estimates of pass 1, shifted by one       keys of pass 1, except the last one, from pass 2
+    pass 3    the estimates of pass 2, shifted by one       keys of pass 1, except the last two, from passes 2 and 3
 
-The loss of a pass is the smooth L1 distance of estimate and hidden state, and the cross-entropy of what the output
-layer makes of the two. Half of the text is source text (`train_tiny_moe.py` says which, and which files are held out),
-half is what the model itself says behind pieces of it, greedily, because that is what the head will see.
+The loss of a pass is the smooth L1 distance between estimate and hidden state, plus the cross-entropy between the
+output layer's distributions for the two. Half of the training text is source text (`train_tiny_moe.py` says which, and
+which files are held out). The other half is the model's own greedy continuations of it, as the head will see in use.
 
     python examples/train_eagle_head.py                        # the committed head, examples/models/tiny-moe-eagle
     python examples/train_eagle_head.py --steps 5 --out /tmp/head  # smoke test
@@ -48,10 +48,10 @@ DEFAULT_OUT = MODELS / "tiny-moe-eagle"
 DEFAULT_STEPS = 900
 
 SEQUENCE_LENGTH = 256
-BATCH_SIZE = 8  # windows; half of them source text, half generated
+BATCH_SIZE = 8  # windows per step; half of them source text, half generated
 PASSES = 3
-PASS_WEIGHT = 0.8  # of a pass, relative to the one before
-FEATURE_WEIGHT = 1.0  # of the smooth L1 distance, relative to the cross-entropy
+PASS_WEIGHT = 0.8  # weight of a pass's loss, relative to the pass before
+FEATURE_WEIGHT = 1.0  # weight of the smooth L1 distance, relative to the cross-entropy
 WARMUP_STEPS = 50
 PEAK_LR = 2e-3
 FINAL_LR_FRACTION = 0.05
@@ -63,13 +63,13 @@ GENERATED_SEQUENCES = 1536
 PROMPT_LENGTH = 64
 
 NUM_DRAFTS = 3
-MEASURED_PROMPTS = 64  # of twice the length
+MEASURED_PROMPTS = 64  # each twice as long as PROMPT_LENGTH
 MEASURED_TOKENS = 128
 
 
 @dataclass(frozen=True)
 class HeadConfig:
-    """The numbers of `config.json`; the head's heads are the target's."""
+    """The settings in `config.json`; attention heads are as in the target model."""
 
     vocab_size: int
     hidden_size: int
@@ -140,12 +140,12 @@ class Head(nn.Module):
         return self.weights[name.replace(".", "/")]
 
     def forward(self, embeddings: Tensor, features: Tensor, num_passes: int) -> list[Tensor]:
-        """The estimates of all passes, each `[batch, places, hidden]`: at place `t` of the features of place `t + 1`.
+        """The estimates of all passes, each `[batch, places, hidden]`; place `t` estimates the features of `t + 1`.
 
         Args:
-            embeddings: `[batch, places, hidden]`, at place `t` of token `t + 1`.
+            embeddings: `[batch, places, hidden]`; place `t` has the embedding of token `t + 1`.
             features: the same shape, the target's hidden states at place `t`.
-            num_passes: how often. The first `i` places of pass `i + 1` mean nothing.
+            num_passes: number of passes. The first `i` places of pass `i + 1` are undefined.
         """
         places = torch.arange(features.shape[1])
         distance = places[:, None] - places
@@ -176,7 +176,7 @@ class Head(nn.Module):
         return torch.cat((angles, angles), dim=-1).cos(), torch.cat((-angles, angles), dim=-1).sin()
 
     def _heads(self, x: Tensor, rotation: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values, each `[batch, heads, places, head_dim]`, keys and values once per query head."""
+        """Queries, keys and values, each `[batch, heads, places, head_dim]`; keys and values are repeated per head."""
         cos, sin = rotation
         heads = []
         for part in ("q", "k", "v"):
@@ -196,7 +196,7 @@ class Head(nn.Module):
 
 @dataclass(frozen=True)
 class Target:
-    """The model that the head drafts for, and what the head shares with it."""
+    """The model that the head drafts for, with the layers that the head shares."""
 
     model: nn.Module
     tokenizer: PreTrainedTokenizerFast
@@ -205,19 +205,19 @@ class Target:
 
     @classmethod
     def load(cls, path: Path) -> Target:
-        """The checkpoint, frozen, in fp32."""
+        """Load the checkpoint in fp32, frozen."""
         model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval().requires_grad_(False)
         tokenizer = AutoTokenizer.from_pretrained(path)
         return cls(model, tokenizer, model.get_input_embeddings().weight, model.get_output_embeddings().weight)
 
     @torch.no_grad()
     def features(self, windows: Tensor) -> Tensor:
-        """Hidden states of windows of ids `[batch, length]`, normalised: what the output layer takes."""
+        """Normalised hidden states, the output layer's input, of windows of ids `[batch, length]`."""
         hidden: Tensor = self.model.model(input_ids=windows, use_cache=False).last_hidden_state
         return hidden
 
     def head_config(self) -> HeadConfig:
-        """A head with the target's heads."""
+        """The config of a draft head with the target's attention heads."""
         config = self.model.config
         return HeadConfig(
             vocab_size=config.vocab_size,
@@ -251,7 +251,7 @@ def held_out_prompts(tokenizer: PreTrainedTokenizerFast, corpus: Corpus, seed: i
 
 
 def generate_windows(path: Path, stream: Tensor, count: int, generator: torch.Generator) -> Tensor:
-    """What the target says behind pieces of `stream`, greedily, pieces included: `[count, SEQUENCE_LENGTH]`."""
+    """Pieces of `stream`, each with the target's greedy continuation: `[count, SEQUENCE_LENGTH]`."""
     prompts = draw_windows(stream, count, PROMPT_LENGTH, generator)
     params = SamplingParams(max_tokens=SEQUENCE_LENGTH - PROMPT_LENGTH, ignore_eos=True)
     with ModelRunner(path) as runner:
@@ -260,7 +260,7 @@ def generate_windows(path: Path, stream: Tensor, count: int, generator: torch.Ge
 
 
 def losses(head: Head, target: Target, windows: Tensor) -> tuple[Tensor, list[float]]:
-    """The loss of a batch of windows `[batch, length]`, and per pass how often its best token is the target's."""
+    """The loss of a batch of windows `[batch, length]`, and per pass the share of top tokens equal to the target's."""
     features = target.features(windows)
     wanted = features[:, 1:]
     logits = F.linear(wanted, target.output)
@@ -322,10 +322,10 @@ def save(head: Head, out: Path) -> None:
 
 @dataclass
 class Acceptance:
-    """How many drafts of a request's verify steps were right.
+    """How many drafts were accepted in the verify steps.
 
     Attributes:
-        num_prompts: requests.
+        num_prompts: number of requests.
         right: how often draft 1, draft 2, ... was accepted.
         steps: verify steps, counted per request.
     """
@@ -344,7 +344,7 @@ class Acceptance:
 
 
 def measure(target_path: Path, head_path: Path, prompts: Tensor) -> Acceptance:
-    """Generates behind every prompt with drafts of the head, by the model runner that serves them."""
+    """Continues every prompt with drafts of the head, in the model runner that is also used for serving."""
     counted = Acceptance(len(prompts), [0] * NUM_DRAFTS)
     params = SamplingParams(max_tokens=MEASURED_TOKENS, ignore_eos=True)
     with ModelRunner(target_path) as runner:
@@ -385,7 +385,7 @@ def run(target_path: Path, out: Path, steps: int, seed: int, threads: int) -> No
     generated = generate_windows(target_path, stream, min(GENERATED_SEQUENCES, 8 * steps), generator)
     print(f"generated {generated.numel():,} tokens after {time.monotonic() - started:.0f} s")
     head = Head(target.head_config())
-    with torch.no_grad():  # both halves of the input begin equally loud
+    with torch.no_grad():  # both halves of the input start with equal magnitude
         hidden_size = head.config.hidden_size
         loudness = target.features(generated[:4]).square().mean() / target.embeddings.square().mean()
         head.weight("fc")[:, :hidden_size] *= loudness.sqrt()
@@ -402,7 +402,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         "CPU cores.",
     )
     parser.add_argument("--target", type=Path, default=DEFAULT_TARGET, metavar="DIR", help="(default: %(default)s)")
-    parser.add_argument("--out", type=Path, metavar="DIR", help=f"where the head goes (default: {DEFAULT_OUT})")
+    parser.add_argument("--out", type=Path, metavar="DIR", help=f"folder to write the head to (default: {DEFAULT_OUT})")
     parser.add_argument(
         "--steps",
         type=positive_int,

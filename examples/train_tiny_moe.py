@@ -1,4 +1,4 @@
-"""Train the small Qwen3-MoE checkpoint that the examples and tests load, from nothing but Python's standard library.
+"""Train the small Qwen3-MoE checkpoint that the examples and tests load, only on the text of Python's standard library.
 
 The script reads the source text of the standard library it runs on, trains a byte-level BPE tokenizer of 2048 tokens
 and a Qwen3-MoE language model of 3.35 M parameters (4 layers, 8 experts, top 2, grouped-query attention) on it, and
@@ -43,7 +43,7 @@ from serving.workbench.bench.corpus import CorpusMissing, read_corpus
 
 DEFAULT_OUT = Path(__file__).resolve().parent / "models" / "tiny-moe"
 DEFAULT_STEPS = 2500
-EXPECTED_MINUTES = 20  # a longer estimate is worth a warning
+EXPECTED_MINUTES = 20  # a longer estimate prints a warning
 
 END_OF_TEXT = "<|endoftext|>"
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] + '\\n' }}{% endfor %}"
@@ -60,7 +60,7 @@ EVALUATION_WINDOWS = 256
 
 
 class TrainingError(Exception):
-    """The run cannot start or go on; the message says why and what to do."""
+    """The run cannot start or continue; the message says why and what to do."""
 
 
 @dataclass(frozen=True)
@@ -146,8 +146,8 @@ def next_token_loss(model: Qwen3MoeForCausalLM, windows: torch.Tensor) -> tuple[
 
 
 def balance_loss(model: Qwen3MoeForCausalLM, router_logits: tuple[torch.Tensor, ...]) -> torch.Tensor:
-    """Mean over layers of the load-balancing loss. Pooled over layers, as transformers does it, one layer's busy
-    expert could hide behind another layer's idle one."""
+    """Mean over layers of the load-balancing loss. transformers pools it over layers, so that one layer's overloaded
+    expert can be offset by another layer's idle one."""
     config = model.config
     per_layer = [
         load_balancing_loss_func((logits,), config.num_experts, config.num_experts_per_tok) for logits in router_logits
@@ -223,7 +223,7 @@ def save_checkpoint(model: Qwen3MoeForCausalLM, tokenizer: PreTrainedTokenizerFa
     """Writes the Hugging Face checkpoint; `model` is in bf16."""
     model.save_pretrained(out)
     tokenizer.save_pretrained(out, save_jinja_files=False)
-    # transformers 5 calls it num_local_experts inside; published Qwen3-MoE checkpoints, and their readers, num_experts.
+    # transformers 5 stores num_local_experts; published Qwen3-MoE checkpoints, and their readers, use num_experts.
     config_path = out / "config.json"
     config = json.loads(config_path.read_text(encoding="utf-8"))
     if "num_local_experts" in config:
@@ -234,7 +234,7 @@ def save_checkpoint(model: Qwen3MoeForCausalLM, tokenizer: PreTrainedTokenizerFa
 def run(out: Path, steps: int, seed: int, threads: int) -> None:
     """Trains, saves to `out` and prints the losses of the saved weights."""
     started = time.monotonic()
-    out.mkdir(parents=True, exist_ok=True)  # an unwritable place shows now, not after a quarter of an hour
+    out.mkdir(parents=True, exist_ok=True)  # fail now if it is not writable, not after 15 minutes
     torch.set_num_threads(threads)
     torch.use_deterministic_algorithms(True)
     torch.manual_seed(seed)

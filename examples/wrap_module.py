@@ -2,9 +2,9 @@
 
     python examples/wrap_module.py
 
-A tensor-parallel feed-forward stack, split over two ranks, that adds up its ranks' halves with an all-reduce after
-every block. Written as one would without this project, except that the all-reduce is `ubatch.all_reduce`. Wrapped,
-the batch runs as two microbatches, and one computes while the other's all-reduce travels.
+A tensor-parallel feed-forward stack is split over two ranks; an all-reduce after every block adds up their halves. The
+code is as it would be without this project, except that the all-reduce is `ubatch.all_reduce`. When the module is
+wrapped, the batch runs as two microbatches, and one computes while the other's all-reduce is in flight.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Block(nn.Module):
 
 @dataclass(frozen=True)
 class Result:
-    """What rank 0 saw."""
+    """The results of rank 0."""
 
     largest_difference: float
     engaged: int
@@ -52,7 +52,7 @@ class Result:
 
 @torch.inference_mode()
 def rank_main(rank: int, world_size: int, tokens: int) -> Result:
-    """One rank: the module as it is, then wrapped."""
+    """One rank: run the module unwrapped, then wrapped."""
     torch.manual_seed(rank)
     group = CommGroup.from_process_group()
     model = nn.Sequential(*(Block(group) for _ in range(BLOCKS)))
@@ -62,10 +62,10 @@ def rank_main(rank: int, world_size: int, tokens: int) -> Result:
 
     x = torch.randn(tokens, HIDDEN, generator=torch.Generator().manual_seed(0))
     plain = model(x)
-    overlapped(x)  # the first call runs whole and in lanes, and compares: from now on such calls overlap
+    overlapped(x)  # the first call runs both unsplit and in lanes and compares; later calls overlap
     with tracing() as trace:
         result = overlapped(x)
-    overlapped(x[:8])  # too few tokens: runs as it is, and says so
+    overlapped(x[:8])  # too few tokens: runs unsplit, counted in `declined`
     statistics = overlapped.statistics()
     overlapped.close()
     return Result(

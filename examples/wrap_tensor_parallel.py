@@ -2,10 +2,10 @@
 
     python examples/wrap_tensor_parallel.py
 
-A dense Llama of Hugging Face `transformers`, with random weights, in torch's own tensor parallelism
-(`parallelize_module`) over two ranks: an all-reduce behind every attention and every MLP, launched and waited for
-inside torch. Wrapped with `intercept_collectives=True`, torch's waits become points: the batch runs as two
-microbatches, and one computes while the other's all-reduce travels.
+A dense Llama of Hugging Face `transformers`, with random weights, runs in torch's own tensor parallelism
+(`parallelize_module`) over two ranks: torch launches and waits for an all-reduce after every attention and every MLP.
+With `intercept_collectives=True` a wait inside torch switches to the other microbatch: the batch runs as two
+microbatches, and one computes while the other's all-reduce is in flight.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ PLAN = {
 
 @dataclass(frozen=True)
 class Result:
-    """What rank 0 saw."""
+    """The results of rank 0."""
 
     largest_difference: float
     engaged: int
@@ -50,9 +50,9 @@ class Result:
     summary: TraceSummary
 
 
-@torch.no_grad()  # not inference_mode(): there torch gathers weights in place of activations
+@torch.no_grad()  # in inference_mode() torch would gather weights instead of activations
 def rank_main(rank: int, world_size: int, sequences: int) -> Result:
-    """One rank: the sharded model as it is, then wrapped."""
+    """One rank: run the sharded model unwrapped, then wrapped."""
     torch.manual_seed(0)  # the same whole model on every rank; each keeps its shard
     model = LlamaForCausalLM(SHAPE).eval()
     mesh = init_device_mesh("cpu", (world_size,))
@@ -64,10 +64,10 @@ def rank_main(rank: int, world_size: int, sequences: int) -> Result:
 
     ids = torch.randint(0, SHAPE.vocab_size, (sequences, 64), generator=torch.Generator().manual_seed(1))
     plain = model(ids, use_cache=False).logits
-    overlapped(ids, use_cache=False)  # the first call runs whole and in lanes, and compares
+    overlapped(ids, use_cache=False)  # the first call runs both unsplit and in lanes and compares
     with tracing() as trace:
         result = overlapped(ids, use_cache=False).logits
-    with torch.enable_grad():  # training runs as it is, and the wrapper says so
+    with torch.enable_grad():  # training runs unsplit, counted in `declined`
         overlapped(ids, use_cache=False)
     statistics = overlapped.statistics()
     overlapped.close()
@@ -82,7 +82,7 @@ def rank_main(rank: int, world_size: int, sequences: int) -> Result:
 def main() -> int:
     """Run two ranks and print what happened; exit status 1 if the outputs differ or nothing overlapped."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--sequences", type=int, default=16, help="of 64 tokens each (default 16, at least 2)")
+    parser.add_argument("--sequences", type=int, default=16, help="each of 64 tokens (default 16, at least 2)")
     sequences: int = parser.parse_args().sequences
     if sequences < 2:
         parser.error(f"--sequences is {sequences}; two microbatches need at least 2.")

@@ -33,7 +33,7 @@ PROMPTS = (
 
 @dataclass(frozen=True)
 class Result:
-    """What one rank saw."""
+    """The results of one rank."""
 
     largest_difference: float
     same_tokens: bool
@@ -44,7 +44,7 @@ class Result:
 
 @torch.inference_mode()
 def rank_main(rank: int, world_size: int, folder: Path, max_new_tokens: int) -> list[Result]:
-    """One rank: the untouched model, then the same model expert-parallel and overlapped."""
+    """One rank: run the untouched model, then the same model expert-parallel and overlapped."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
@@ -76,7 +76,7 @@ def rank_main(rank: int, world_size: int, folder: Path, max_new_tokens: int) -> 
 
 
 def generate(model: Any, inputs: Any, max_new_tokens: int) -> Tensor:
-    """Greedy tokens; every rank takes the same number of steps, for they share the experts."""
+    """Generate greedily; every rank must run the same number of steps, because they share the experts."""
     tokens: Tensor = model.generate(
         **inputs, do_sample=False, min_new_tokens=max_new_tokens, max_new_tokens=max_new_tokens
     )

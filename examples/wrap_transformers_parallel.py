@@ -6,9 +6,9 @@
 Two forms, each with and without the wrapper; logits and `generate` must equal the whole model's:
 
     transformers' own all-to-all    attention and experts are shared by ranks with the same batch;
-                                    `intercept_collectives=True` makes the waits inside torch points
-    ep_implementation="ubatch"      each rank has a batch of its own (`fsdp_size`), and tokens reach their experts over
-                                    this project's transports, of every MoE that has an expert-parallel plan
+                                    with `intercept_collectives=True` waits inside torch switch lanes
+    ep_implementation="ubatch"      each rank has its own batch (`fsdp_size`), and this project's transports carry the
+                                    tokens to their experts; works for every MoE with an expert-parallel plan
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ PROMPTS = ("import os\n", "class Server:\n    def __init__(self", "def main(", "
 
 @dataclass(frozen=True)
 class Result:
-    """What rank 0 saw of one form."""
+    """The results of one form on rank 0."""
 
     largest_difference: float
     same_tokens: bool
@@ -45,9 +45,9 @@ class Result:
     hidden: float
 
 
-@torch.no_grad()  # not inference_mode(): there torch gathers weights in place of activations, and `fully_shard` fails
+@torch.no_grad()  # in inference_mode() torch would gather weights instead of activations, and `fully_shard` fails
 def rank_main(rank: int, world_size: int, folder: Path) -> dict[str, Result]:
-    """One rank: the whole model, then both forms."""
+    """One rank: run the whole model, then both forms."""
     whole = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     same, own = prompts(folder, 0), prompts(folder, rank)
     config = UBatchConfig(
@@ -65,21 +65,21 @@ def rank_main(rank: int, world_size: int, folder: Path) -> dict[str, Result]:
 
 
 def load(folder: Path, layout: DistributedConfig) -> Any:
-    """This rank's shard."""
+    """Load this rank's shard."""
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, distributed_config=layout)
 
 
 def prompts(folder: Path, rank: int) -> Mapping[str, Tensor]:
-    """What a rank is asked: the last rank has one prompt less."""
+    """A rank's prompts; rank 1 has one less than rank 0."""
     tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
     inputs = tokenizer(list(PROMPTS[rank:]), return_tensors="pt", padding=True)
     return {name: inputs[name] for name in ("input_ids", "attention_mask")}
 
 
 def compare(overlapped: UBatchWrapper, whole: Any, inputs: Mapping[str, Tensor]) -> Result:
-    """The wrapped shard against the whole model."""
+    """Compare the wrapped shard with the whole model."""
     expected, real = whole(**inputs).logits, inputs["attention_mask"].bool()
-    overlapped(**inputs)  # a first call may run whole
+    overlapped(**inputs)  # the first call may run unsplit
     with tracing() as trace:
         logits = overlapped(**inputs).logits
     tokens, expected_tokens = (

@@ -1,18 +1,18 @@
-"""Triton kernels of attention over a paged KV cache. Importing a module of this package imports Triton; this does not.
+"""Triton kernels of attention over a paged KV cache. The package itself does not import Triton; its modules do.
 
 tile      the loop that all attention kernels share: a tile of queries against a range of keys
-attend    the kernel of multi-head attention, launched by the next two
+attend    the kernel of multi-head attention; `decode` and `prefill` launch it
 decode    few queries per request, a long cache: the keys are split, and the parts reduced
 prefill   many queries per request: tiles of queries, each against all its keys
-planning  what has to be worked out once per step, on the device
+planning  the computations done once per step, on the device
 cache     writing keys and values
 ragged    padding requests of different lengths to a rectangle, and back
 latent    attention over latents, and writing them
-fill      a batch, copied to where a captured graph reads it
+fill      copies a batch into the buffers that a captured graph reads
 pages     lists of pages, for kernels that take those
-tuning    which tiles are fastest, measured once
-merge     two attention states over different keys
+tuning    measures once which tiles are fastest
+merge     merges two attention states over different keys
 
-All of them run compiled on a GPU, and on a CPU in Triton's interpreter if TRITON_INTERPRET=1 was set before Triton was
-first imported: slow, but the same code.
+All kernels run compiled on a GPU. They run on a CPU, slowly, in Triton's interpreter if TRITON_INTERPRET=1 was set
+before Triton was first imported; the code is the same.
 """

@@ -1,10 +1,10 @@
 """The kernel of multi-head attention over the paged cache: one program per tile of queries and key/value head.
 
-    split    program (key/value head, request, split): all queries of a request that has few, and a part of its keys
+    split    program (key/value head, request, split): all queries of a request with few, and a part of its keys
     tiled    program (tile, key/value head): some queries of a request, and all keys that they see
 
-`attention.kernels.decode` launches the first kind and reduces what the parts give, `attention.kernels.prefill` the
-second.
+`attention.kernels.decode` launches the first kind and reduces the partial results; `attention.kernels.prefill` launches
+the second.
 
 Source: FlashAttention-2 (Dao, 2023); Flash-Decoding (Dao et al., 2023).
 """
@@ -86,7 +86,7 @@ def _attention_kernel(
         kv_head, request = tl.program_id(0), tl.program_id(1)
     start = tl.load(query_start_loc + request)
     num_queries = tl.load(query_start_loc + request + 1) - start
-    if not TILED:  # noqa: SIM102 - Triton decides this one when it compiles
+    if not TILED:  # noqa: SIM102 - Triton evaluates the outer condition when it compiles
         if (num_queries == 0) | (num_queries > MAX_QUERIES):
             return
     seq_len = tl.load(seq_lens + request)
@@ -111,13 +111,13 @@ def _attention_kernel(
     if HAS_MASK:
         drafts = draft_positions + start
         mask_rows = mask + tl.load(mask_offsets + request) + query.to(tl.int64) * seq_len
-        lowest = prefix  # where the root stands: any draft may
+        lowest = prefix  # the root's position; no draft has a lower one
         if WINDOW > 0:
             query_positions = tl.load(drafts + query).to(tl.int32)
     elif TILED:  # causal: no query of the tile sees past the tile's end
         last = tl.minimum(seq_len, lowest + BLOCK_M // GROUP)
     first = 0
-    if WINDOW > 0:  # nor further back than the first one does
+    if WINDOW > 0:  # no query sees further back than the tile's first one
         first = tl.maximum(lowest + 1 - WINDOW, 0)
     if not TILED:  # equal parts of whole tiles
         keys_per_split = tl.cdiv(tl.cdiv(seq_len - first, num_splits), BLOCK_N) * BLOCK_N
@@ -188,15 +188,15 @@ def launch_attention(
     num_splits: int = 1,
     max_queries: int = 0,
 ) -> None:
-    """Launch programs of either kind; see `prefill_attention` and `decode_attention` for what is not said here.
+    """Launch programs of either kind; for the other arguments see `prefill_attention` and `decode_attention`.
 
     Args:
-        grid: of programs.
-        size: of a program's tile.
-        tiles: of queries; None splits keys.
-        partials: where parts go, outputs and LSEs, if there are several splits.
-        num_splits: parts of a request's keys.
-        max_queries: queries of a request whose keys are split.
+        grid: the launch grid.
+        size: the size of a program's tile.
+        tiles: the query tiles; None splits keys.
+        partials: buffers for the splits' outputs and LSEs, if there are several splits.
+        num_splits: splits of a request's keys.
+        max_queries: most queries of a request whose keys are split.
     """
     q = rows_contiguous(q)
     partial_out, partial_lse = (None, None) if partials is None else partials

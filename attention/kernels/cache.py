@@ -8,7 +8,7 @@ from ubatch.kernels.triton_jit import cdiv, jit, power_of_2, rows_contiguous, to
 
 __all__ = ["quantize", "write_kv"]
 
-_MAX_BLOCK = 1024  # numbers that one program moves
+_MAX_BLOCK = 1024  # most elements that one program moves
 
 
 @jit()
@@ -54,7 +54,7 @@ def write_kv(cache: PagedKVCache, layer: int, k: Tensor, v: Tensor, slots: Tenso
     """Store new keys and values, quantised with the layer's scales if the cache is fp8.
 
     Args:
-        cache: written.
+        cache: the cache that is written.
         layer: which layer's cache.
         k: `[T, num_kv_heads, head_dim]`.
         v: the same shape.

@@ -3,11 +3,11 @@
     split     program (key/value head, request, split): a part of the request's keys -> a normalised output and its LSE
     reduce    program (request's query, head): the parts' outputs, weighted by their LSE -> the output
 
-Where there is one split only, the first kernel gives the output, and there is no second. Programs of one request's
-heads are neighbours, and run at once: what they read lies side by side.
+With a single split, the first kernel writes the output, and the second is not launched. Programs of one request's heads
+are neighbours in the grid and run at once, because they read adjacent memory.
 
-The number of splits is a scalar, fixed when a graph is captured; how many keys a split has is worked out on the device
-from the request's length, so one graph serves all lengths. A split without keys has LSE -inf and weighs nothing.
+The number of splits is a scalar, fixed when a graph is captured. The device computes the keys per split from the
+request's length, so one graph serves all lengths. A split without keys has LSE -inf and weight 0.
 
 Source: Flash-Decoding (Dao et al., 2023).
 """
@@ -26,18 +26,18 @@ from ubatch.kernels.triton_jit import cdiv, jit, power_of_2
 __all__ = ["DecodeSplits", "decode_attention", "reduce_splits"]
 
 MAX_SPLITS = 64
-_NUMBERS_PER_WARP = 1024  # of the parts that are reduced
-MIN_KEYS_PER_SPLIT = 128  # fewer, and reducing costs more than splitting gains
+_NUMBERS_PER_WARP = 1024  # elements of the splits' outputs that a warp reduces
+MIN_KEYS_PER_SPLIT = 128  # with fewer keys, reducing costs more than splitting gains
 
 
 @dataclass(frozen=True)
 class DecodeSplits:
-    """How a batch of short requests is cut: what a graph freezes.
+    """How a decode batch's keys are split; fixed when a graph is captured.
 
     Attributes:
-        max_queries: queries of a request at most; requests with more are left to `prefill_attention`.
-        num_splits: parts of a request's keys.
-        tile: of a program; None is `TileSize.decode`.
+        max_queries: most queries of a request; requests with more are left to `prefill_attention`.
+        num_splits: splits of a request's keys.
+        tile: a program's tile; None is `TileSize.decode`.
     """
 
     max_queries: int
@@ -55,15 +55,15 @@ class DecodeSplits:
         tile: TileSize | None = None,
         blocks: int | None = None,
     ) -> "DecodeSplits":
-        """As many splits as keep `num_programs` programs busy, and no shorter ones than pay.
+        """Choose enough splits to launch `num_programs` programs, but none shorter than `MIN_KEYS_PER_SPLIT` keys.
 
         Args:
-            shape: of the attention.
-            num_reqs: requests.
-            max_queries: queries of a request at most.
-            max_seq_len: of the longest request; for a graph, of the longest it will ever see.
-            num_programs: that shall be launched, if the keys can be split so often.
-            tile: of a program.
+            shape: the attention's shape.
+            num_reqs: number of requests.
+            max_queries: most queries of a request.
+            max_seq_len: tokens of the longest request; for a graph, of the longest that its limits allow.
+            num_programs: programs to launch, if there are enough keys to split.
+            tile: a program's tile.
             blocks: programs per request and split; None is one per key/value head.
         """
         seen = max_seq_len
@@ -73,13 +73,13 @@ class DecodeSplits:
         return cls(max_queries, max(1, min(wanted, cdiv(seen, MIN_KEYS_PER_SPLIT), MAX_SPLITS)), tile)
 
     def workspace_numbers(self, shape: AttentionShape, num_reqs: int) -> int:
-        """Float32 numbers of workspace that `decode_attention` needs."""
+        """Float32 elements of workspace that `decode_attention` needs."""
         if self.num_splits == 1:
             return 0
         return num_reqs * self.max_queries * shape.num_heads * self.num_splits * (shape.head_dim + 1)
 
     def partials(self, shape: AttentionShape, num_reqs: int, workspace: Tensor) -> tuple[Tensor, Tensor]:
-        """Where parts go, in a workspace of at least `workspace_numbers`: outputs, flat, and LSEs, flat."""
+        """Views of a workspace of at least `workspace_numbers` elements: the splits' outputs and LSEs, both flat."""
         numbers = self.workspace_numbers(shape, num_reqs)
         parts = numbers // (shape.head_dim + 1)
         out, lse = workspace[:numbers].split([numbers - parts, parts])
@@ -147,16 +147,16 @@ def decode_attention(
     sinks: Tensor | None = None,
     lse: Tensor | None = None,
 ) -> None:
-    """Attend for every request that has 1 to `splits.max_queries` queries; rows of others stay as they are.
+    """Attend for every request that has 1 to `splits.max_queries` queries; other requests' rows are not written.
 
     Args:
         q: `[T, num_heads, head_dim]`.
         out: `[T, num_heads, head_dim]`, contiguous; written.
-        shape: of the attention.
-        cache: read; the step's keys and values are in it.
+        shape: the attention's shape.
+        cache: read; it holds the step's keys and values already.
         layer: which layer's cache.
-        batch: of the step.
-        splits: how to cut it.
+        batch: the step's batch.
+        splits: how its keys are split.
         workspace: float32, at least `splits.workspace_numbers(...)`; overwritten.
         sinks: `[num_heads]` logits, one more term in each head's denominator.
         lse: `[T, num_heads]` float32, contiguous; written: the natural logarithm of the denominator, its sink included.
@@ -193,15 +193,15 @@ def reduce_splits(
     splits: DecodeSplits,
     sinks: Tensor | None = None,
 ) -> None:
-    """Make the parts of every request that was split one output.
+    """Reduce the splits of every request to one output.
 
     Args:
         out: `[T, heads, dim]`, contiguous; written.
         lse: `[T, heads]` float32, contiguous; written if not None.
         partial_out: `[num_reqs * max_queries, heads, num_splits, dim]` float32, flat.
-        partial_lse: `[num_reqs * max_queries, heads, num_splits]` float32, flat; to the base 2.
-        batch: of the step.
-        splits: how it was cut.
+        partial_lse: `[num_reqs * max_queries, heads, num_splits]` float32, flat; base-2 logarithms.
+        batch: the step's batch.
+        splits: how its keys were split.
         sinks: `[heads]` logits.
     """
     _, num_heads, dim = out.shape

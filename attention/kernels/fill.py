@@ -1,7 +1,7 @@
-"""One launch that copies a batch into the static tensors of a captured graph; see `attention.graph_buffers`.
+"""Copies a batch into the static tensors of a captured graph, in one launch; see `attention.graph_buffers`.
 
-programs 0 to R - 1      a request: its length, where it ends, its row of the block table
-programs R and on        a block of the slot mapping
+programs 0 to R - 1      one request each: its length, its end, its row of the block table
+programs R and on        one block of the slot mapping each
 """
 
 import triton.language as tl
@@ -11,7 +11,7 @@ from ubatch.kernels.triton_jit import cdiv, jit, power_of_2
 
 __all__ = ["fill_batch"]
 
-_MAX_BLOCK = 1024  # numbers that one program moves
+_MAX_BLOCK = 1024  # most elements that one program moves
 
 
 @jit(
@@ -85,18 +85,18 @@ def fill_batch(
     seq_len_fill: int,
     hidden_slot: int,
 ) -> None:
-    """Copy a batch, padded, without another allocation or launch. `GraphBuffers.fill` in torch is its reference.
+    """Copy a batch, padded, in one launch and without allocating. `GraphBuffers.fill` in torch is its reference.
 
     Args:
         static: `query_start_loc` `[max_reqs + 1]` int32, `seq_lens` `[max_reqs]` int32, `block_table`
             `[max_reqs, max_blocks]` int32, `slot_mapping` `[max_tokens]` int64: written.
-        batch: the same of the batch, on the same device; rows of its table are dense.
-        num_real: its requests that are not padding.
+        batch: the same tensors of the batch, on the same device; rows of its table are dense.
+        num_real: the batch's requests that are not padding.
         num_actual_tokens: their tokens.
-        num_reqs, num_tokens: what it is padded to.
+        num_reqs, num_tokens: the sizes after padding.
         block_size: tokens per block.
         seq_len_fill: length of a padding request.
-        hidden_slot: where padding is written.
+        hidden_slot: the slot that padding is written to.
     """
     starts, lens, table, slots = batch
     max_blocks = static[2].shape[1]

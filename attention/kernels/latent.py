@@ -1,14 +1,14 @@
-"""Multi-head latent attention over the paged latents: what decoding needs.
+"""Multi-head latent attention over the paged latents: the kernels for decoding.
 
-    write     program (token): its latent, and its key part, rotated, side by side into the cache
+    write     program (token): writes its latent and its rotated key part side by side into the cache
     split     program (rows, request, split): queries against a part of the request's latents
 
-Absorbed queries make it attention with one key head of `kv_lora_rank + rope` numbers, whose first `kv_lora_rank` are
-its value, too. Rows are queries times heads, row m being query m // H, head m % H. Queries are rotated where they are
-read. What parts give is reduced as in `attention.kernels.decode`.
+With absorbed queries this is attention with one key head of `kv_lora_rank + rope` elements, whose first `kv_lora_rank`
+elements are also its value. Rows are queries times heads: row m is query m // H, head m % H. Queries are rotated when
+they are loaded. The splits' results are reduced as in `attention.kernels.decode`.
 
-Tiles of 64 rows and more read latents once, for keys and values. Below that, where products take their operands from
-registers, Triton keeps several loads in flight only of what one product reads; so values are read again, from the L2.
+Tiles of 64 or more rows read latents once, for keys and values. Smaller tiles multiply from registers, and there Triton
+keeps several loads in flight only if a single product uses them; so values are read again, from the L2 cache.
 
 Source: DeepSeek-V2 (2024), section 2.1.2; Flash-Decoding (Dao et al., 2023).
 """
@@ -30,23 +30,23 @@ from ubatch.kernels.triton_jit import INTERPRETED, cdiv, jit, power_of_2, rows_c
 __all__ = ["LatentTile", "as_attention", "latent_decode", "write_latent"]
 
 
-_SHARED_ROWS = 64  # from which on products read from shared memory
+_SHARED_ROWS = 64  # from this many rows on, products read from shared memory
 
 
 def as_attention(shape: MLAShape) -> AttentionShape:
-    """What absorbed attention looks like to those who count splits: one key head, and outputs of a latent each."""
+    """The shape of absorbed attention for `DecodeSplits`: one key head, and outputs as wide as a latent."""
     return AttentionShape(shape.num_heads, 1, shape.kv_lora_rank, shape.softmax_scale)
 
 
 @dataclass(frozen=True)
 class LatentTile:
-    """How much one program holds at once.
+    """The tile that one program holds at once.
 
     Attributes:
         rows: queries times heads, a power of two.
-        keys: latents per turn of the loop.
-        num_warps: of the program.
-        num_stages: turns of the loop whose loads are in flight.
+        keys: latents per iteration of the loop.
+        num_warps: warps of the program.
+        num_stages: iterations of the loop whose loads are in flight.
     """
 
     rows: int
@@ -56,7 +56,7 @@ class LatentTile:
 
     @classmethod
     def default(cls, shape: MLAShape, max_queries: int, dtype: torch.dtype) -> "LatentTile":
-        """What fits an H200."""
+        """A tile that fits an H200."""
         rows = power_of_2(max_queries * shape.num_heads, 16)
         if INTERPRETED or dtype == torch.float32:
             return cls(min(rows, 16), 16, 4, 1)
@@ -76,7 +76,7 @@ def _rotated(
     ROPE: tl.constexpr,
     INTERLEAVED: tl.constexpr,
 ) -> Any:
-    """Numbers of position, rotated, float32. `row + dims` points to them, `angles` to a row of the table."""
+    """Rotate one row in float32. `row + dims` points to its elements, `angles` to a row of the cosine/sine table."""
     HALF: tl.constexpr = ROPE // 2
     if INTERLEAVED:
         angle, partner = dims // 2, dims ^ 1
@@ -133,11 +133,11 @@ def write_latent(cache: MLAKVCache, layer: int, latent: Tensor, k_rope: Tensor, 
     The torch reference is `cache.write(layer, latent, rope.rotate(k_rope), slots)`.
 
     Args:
-        cache: written.
+        cache: the cache that is written.
         layer: which layer's cache.
         latent: `[T, kv_lora_rank]`, normalised.
         k_rope: `[T, qk_rope_head_dim]`, not yet rotated.
-        rope: of these tokens.
+        rope: the rotary embedding of these tokens.
         slots: `[T]` int64, each real slot at most once; a negative one is not written.
     """
     if not slots.shape[0]:
@@ -242,7 +242,7 @@ def _latent_split_kernel(
     highest = tl.full([BLOCK_M], float("-inf"), tl.float32)
     weight_sum = tl.zeros([BLOCK_M], tl.float32)
     total = tl.zeros([BLOCK_M, BLOCK_L], tl.float32)
-    following = first + tl.arange(0, BLOCK_N)  # blocks are read a turn ahead, as in `tile.attend_keys`
+    following = first + tl.arange(0, BLOCK_N)  # block numbers are loaded one iteration ahead, as in `tile.attend_keys`
     blocks = tl.load(table + following // PAGE, mask=following < last, other=0)
     for turn in range(first, last, BLOCK_N):
         places = turn + tl.arange(0, BLOCK_N)
@@ -303,19 +303,19 @@ def latent_decode(
     tile: LatentTile,
     workspace: Tensor,
 ) -> None:
-    """Attend for every request that has 1 to `splits.max_queries` queries; rows of others stay as they are.
+    """Attend for every request that has 1 to `splits.max_queries` queries; other requests' rows are not written.
 
     Args:
         q: `[T, num_heads, kv_lora_rank]`, absorbed.
         q_rope: `[T, num_heads, qk_rope_head_dim]`, not yet rotated.
-        rope: of these tokens.
-        out: `[T, num_heads, kv_lora_rank]`, contiguous; written: attended latents.
-        shape: of the attention.
-        cache: read; the step's latents are in it.
+        rope: the rotary embedding of these tokens.
+        out: `[T, num_heads, kv_lora_rank]`, contiguous; attended latents are written to it.
+        shape: the attention's shape.
+        cache: read; it holds the step's latents already.
         layer: which layer's cache.
-        batch: of the step.
-        splits: how to cut it.
-        tile: of a program.
+        batch: the step's batch.
+        splits: how its keys are split.
+        tile: a program's tile.
         workspace: float32, at least `splits.workspace_numbers(as_attention(shape), ...)`; overwritten.
     """
     if not batch.num_reqs:

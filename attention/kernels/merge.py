@@ -1,4 +1,4 @@
-"""Two attention states over different keys, made one; `attention.lse.merge_states` is the same in torch.
+"""Merges two attention states over different keys; `attention.lse.merge_states` is the same in torch.
 
 Source: as in Flash-Decoding (Dao et al., 2023).
 """
@@ -36,7 +36,7 @@ def _merge_kernel(
     my_weight, its_weight = tl.exp(mine - shift), tl.exp(its - shift)
     weight_sum = my_weight + its_weight
     divisor = tl.where(weight_sum > 0, weight_sum, 1.0)
-    # A state that saw nothing is not read: whatever it holds, nan included, is not to be multiplied with 0.
+    # The output of a state that saw no key is not read: it may hold nan, and 0 * nan is nan.
     a = tl.load(out + row, mask=inside & (my_weight > 0)[:, None], other=0).to(tl.float32)
     b = tl.load(other + row, mask=inside & (its_weight > 0)[:, None], other=0).to(tl.float32)
     merged = (a * my_weight[:, None] + b * its_weight[:, None]) / divisor[:, None]
@@ -49,9 +49,9 @@ def merge_states(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> 
 
     Args:
         out: `[..., head_dim]`, contiguous.
-        lse: `[...]` float32, contiguous, natural logarithms; -inf where no key was seen, and `out` is ignored.
+        lse: `[...]` float32, contiguous, natural logarithms; where it is -inf no key was seen, and `out` is ignored.
         other: the other state's output, same shape, contiguous.
-        other_lse: the other state's, same shape, contiguous.
+        other_lse: the other state's LSE, same shape, contiguous.
     """
     if not out.numel():
         return

@@ -1,9 +1,9 @@
-"""The pages of a batch's requests one after the other, as flashinfer takes them, out of the block table in one launch.
+"""Lists the pages of a batch's requests one after the other, as flashinfer takes them, in one launch.
 
-    program (r, part)    a block of request r's pages; it counts the pages of the requests before r by itself
+    program (r, part)    copies a block of request r's pages; it counts the pages of the requests before r by itself
 
-So no place is worked out on the host, and nothing is copied to the device. `attention.backends.flashinfer.pages` has
-the reference.
+So the host computes no offsets, and nothing is copied to the device. `attention.backends.flashinfer.pages` has the
+reference.
 """
 
 import triton.language as tl
@@ -56,14 +56,14 @@ def list_pages(
     """Write every request's pages, in order; nothing is allocated.
 
     Args:
-        indices: as long as all requests have pages, int32; written.
+        indices: `[pages of all requests]` int32; written.
         block_table: `[R, blocks]` int32; entries past a request's pages are not read.
         query_start_loc: `[R + 1]` int32.
         seq_lens: `[R]` int32.
         block_size: tokens per page.
-        most_pages: of one request.
-        padded_queries: requests count as so many queries behind their prefix, those without queries as nothing else;
-            0 takes them as they are, and leaves out requests without queries.
+        most_pages: the most pages of one request.
+        padded_queries: list the pages for this many queries behind each request's prefix; a request without queries
+            counts as this many tokens. 0 lists each request's real pages, and none for requests without queries.
     """
     num_reqs = seq_lens.shape[0]
     block = min(power_of_2(most_pages), _MAX_BLOCK)

@@ -1,12 +1,11 @@
-"""What has to be worked out once per step, on the device: nothing is copied from the host, and nobody waits.
+"""Computations done once per step, on the device: nothing is copied from the host, and the host does not wait.
 
-    tiles           which request, and from which of its queries on, each tile of `prefill_attention` takes. Request r's
-                    tiles start at query_start_loc[r] // queries_per_tile + r: never more than its own fit in between,
-                    so that every request finds its place without asking the others. Places left over are -1
-    mask offsets    where each request's part of a tree mask starts: as many rows as there are drafts, as long as the
-                    requests before it
+    tiles           the request and the first query of each tile of `prefill_attention`. Request r's tiles start at
+                    query_start_loc[r] // queries_per_tile + r. That always leaves enough room for the tiles of the
+                    requests before r, so each request finds its place on its own. Unused entries are -1
+    mask offsets    where each request's part of a tree mask starts: the sum of D * length over the requests before it
 
-The kernels are launched for every request, also in a graph, where the batch is another one in every step.
+The kernels run for every request, also in a graph, where each step has another batch.
 """
 
 import triton.language as tl
@@ -49,20 +48,20 @@ def _mask_offsets_kernel(offsets: tl.tensor, seq_lens: tl.tensor, num_drafts: tl
 
 
 def num_tiles(num_reqs: int, num_tokens: int, queries_per_tile: int) -> int:
-    """Places for tiles that any batch of so many requests and tokens needs."""
+    """Entries of the tile list that are enough for any batch of `num_reqs` requests and `num_tokens` tokens."""
     return num_tokens // queries_per_tile + num_reqs
 
 
 def plan_tiles(
     tiles: Tensor, query_start_loc: Tensor, num_reqs: int, queries_per_tile: int, min_queries: int = 1
 ) -> None:
-    """Give each tile its request and its first query, in place.
+    """Write each tile's request and first query, in place.
 
     Args:
         tiles: `[num_tiles(...), 2]` int32, written: request (-1 for none), first query within the request.
         query_start_loc: `[num_reqs + 1]` int32 or longer.
-        num_reqs: requests.
-        queries_per_tile: of a tile.
+        num_reqs: number of requests.
+        queries_per_tile: most queries of a tile.
         min_queries: at least 1; requests with fewer get no tile.
     """
     tiles.fill_(-1)
@@ -71,13 +70,13 @@ def plan_tiles(
 
 
 def plan_mask_offsets(offsets: Tensor, seq_lens: Tensor, num_reqs: int, num_drafts: int) -> None:
-    """Where each request's part of a flat tree mask starts, in place.
+    """Write where each request's part of a flat tree mask starts, in place.
 
     Args:
         offsets: `[num_reqs]` int64 or longer, written.
         seq_lens: `[num_reqs]` int32 or longer; requests behind the last one that has drafts do not matter.
-        num_reqs: requests.
-        num_drafts: of every request.
+        num_reqs: number of requests.
+        num_drafts: drafts of every request.
     """
     if num_reqs:
         _mask_offsets_kernel[num_reqs,](offsets, seq_lens, num_drafts, BLOCK=power_of_2(num_reqs))

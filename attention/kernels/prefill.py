@@ -1,7 +1,7 @@
 """Ragged queries over the cache, prefixes included: one program per tile of queries and key/value head.
 
-Which tile belongs to which request is planned once per step, see `attention.kernels.planning`. The step's own keys and
-values are read back from the cache, so a prompt, the next chunk of one and a row of decode are all the same thing.
+Tiles are assigned to requests once per step, see `attention.kernels.planning`. The step's own keys and values are read
+back from the cache, so the kernel treats a prompt, the next chunk of a prompt and a decode row alike.
 
 Source: FlashAttention-2 (Dao, 2023).
 """
@@ -28,17 +28,17 @@ def prefill_attention(
     sinks: Tensor | None = None,
     lse: Tensor | None = None,
 ) -> None:
-    """Attend for every query that a tile names; rows of others stay as they are.
+    """Attend for every query that is in a tile; other queries' rows are not written.
 
     Args:
         q: `[T, num_heads, head_dim]`.
         out: `[T, num_heads, head_dim]`, contiguous; written.
-        shape: of the attention.
-        cache: read; the step's keys and values are in it.
+        shape: the attention's shape.
+        cache: read; it holds the step's keys and values already.
         layer: which layer's cache.
-        batch: of the step.
+        batch: the step's batch.
         tiles: `[tiles, 2]` int32 from `planning.plan_tiles`, for `size.queries(shape)` queries each.
-        size: of the tiles.
+        size: the size of the tiles.
         sinks: `[num_heads]` logits, one more term in each head's denominator.
         lse: `[T, num_heads]` float32, contiguous; written: the natural logarithm of the denominator, its sink included.
     """

@@ -1,9 +1,9 @@
-"""Requests of different lengths, padded to a rectangle for kernels that want one, and back.
+"""Pads requests of different lengths to a rectangle, for kernels that take one, and reverses it.
 
     ragged    [T, heads, head_dim]                      request r owns the rows query_start_loc[r] to [r + 1]
-    padded    [R, max_query_len, heads, head_dim]       its rows come first, zeros after
+    padded    [R, max_query_len, heads, head_dim]       request r's rows first, then zeros
 
-A row is anything; heads and their dimension are what attention pads.
+A row may have any shape; attention's rows are `[heads, head_dim]`.
 """
 
 import triton.language as tl
@@ -13,7 +13,7 @@ from ubatch.kernels.triton_jit import cdiv, jit, power_of_2, rows_contiguous
 
 __all__ = ["pad_ragged", "unpad_ragged"]
 
-_MAX_BLOCK = 1024  # numbers that one program moves
+_MAX_BLOCK = 1024  # most elements that one program moves
 
 
 @jit("query_start_loc", "max_query_len")
@@ -41,7 +41,7 @@ def _pad_kernel(
 
 
 def _launch(target: Tensor, source: Tensor, ragged: Tensor, query_start_loc: Tensor, most: int, *, pad: bool) -> None:
-    """Move rows `[T, row]`, which `ragged` is, to a rectangle or back."""
+    """Copy the rows `[T, row]` of `ragged` to a rectangle, or back."""
     row = ragged.shape[1]
     block = min(power_of_2(row), _MAX_BLOCK)
     grid = (most, query_start_loc.shape[0] - 1, cdiv(row, block))
@@ -49,7 +49,7 @@ def _launch(target: Tensor, source: Tensor, ragged: Tensor, query_start_loc: Ten
 
 
 def pad_ragged(x: Tensor, query_start_loc: Tensor, max_query_len: int) -> Tensor:
-    """One row of tokens per request, all as long as the longest.
+    """Pad every request to `max_query_len` rows.
 
     Args:
         x: `[T, ...]`.
@@ -72,7 +72,7 @@ def unpad_ragged(padded: Tensor, query_start_loc: Tensor, num_tokens: int) -> Te
     Args:
         padded: `[R, max_query_len, ...]`.
         query_start_loc: `[R + 1]` int32.
-        num_tokens: rows of the result; those that no request owns are padding.
+        num_tokens: rows of the result; rows that belong to no request are padding.
 
     Returns:
         `[num_tokens, ...]`, contiguous; rows of padding are 0.

@@ -1,13 +1,13 @@
-"""The loop at the heart of every attention kernel: a tile of queries against a range of one request's keys.
+"""The inner loop of every attention kernel: a tile of queries against a range of one request's keys.
 
 A tile's rows are the query heads that share a key/value head, of one query or of several:
 
     row m    query m // GROUP of the tile, head m % GROUP of the group
 
 so keys and values are read once for the whole group, and a decode step still has a matrix to multiply. Keys are found
-through the block table, one block number per key, read a turn of the loop ahead: a load whose address is another load's
-result would keep Triton from having several tiles in flight. Scores are kept to the base 2, because that is the
-exponential that the hardware has.
+through the block table, one block number per key, loaded one iteration ahead: a load whose address is the result of
+another load would keep Triton from having several tiles in flight. Scores are scaled for base-2 exponentials, because
+the hardware computes exp2.
 
 Source: FlashAttention-2 (Dao, 2023); paged keys: PagedAttention (Kwon et al., 2023).
 """
@@ -48,17 +48,17 @@ BATCH_ARGUMENTS = (
     "mask_offsets",
     "draft_positions",
 )
-"""What a `PagedBatch` gives to a kernel: views of the whole batch in a lane, and different ones in every step."""
+"""Kernel arguments that come from a `PagedBatch`: views of the whole batch in a lane, and different in every step."""
 
 
 @dataclass(frozen=True)
 class TreeMask:
-    """Who of a verify batch sees whom; the layout is that of `attention.spec_verify`.
+    """Which tokens each draft of a verify batch sees; the layout is that of `attention.spec_verify`.
 
     Attributes:
         mask: flat uint8, not 0 where a draft sees a token.
         offsets: `[R]` int64, where each request's part starts.
-        positions: `[T]` int64, each draft's place in its request, which a sliding window goes by.
+        positions: `[T]` int64, each draft's position in its request, for the sliding window.
     """
 
     mask: Tensor
@@ -68,14 +68,14 @@ class TreeMask:
 
 @dataclass(frozen=True)
 class PagedBatch:
-    """A step's batch as kernels read it.
+    """A step's batch in the form that kernels read.
 
     Attributes:
         num_reqs: `R`.
         query_start_loc: `[R + 1]` int32 or longer.
         seq_lens: `[R]` int32 or longer.
         block_table: `[R, blocks]` int32 or longer.
-        tree: of a verify batch with a custom mask; None is causal.
+        tree: mask of a verify batch with a custom mask; None is causal.
     """
 
     num_reqs: int
@@ -85,7 +85,7 @@ class PagedBatch:
     tree: TreeMask | None = None
 
     def arguments(self) -> dict[str, Any]:
-        """The kernels' arguments that come from here."""
+        """The kernel arguments that describe the batch."""
         tree = self.tree
         return {
             "query_start_loc": self.query_start_loc,
@@ -100,20 +100,20 @@ class PagedBatch:
 
 
 _PLAIN_KEYS = 16
-"""Keys of a tile that no tensor core takes: in float32, where larger ones do not fit the registers, and in the
+"""Keys of a tile that does not run on tensor cores: in float32, where larger tiles do not fit the registers, and in the
 interpreter, where small tiles let small tests have several."""
 
 
 @dataclass(frozen=True)
 class TileSize:
-    """How much of the problem one program holds at once; `decode` and `prefill` give what fits an H200.
+    """The tile that one program holds at once; `decode` and `prefill` return sizes that fit an H200.
 
     Attributes:
         rows: queries times heads of a group, a power of two.
-        keys: keys per turn of the loop.
-        dims: numbers of a head, padded to a power of two.
-        num_warps: of the program.
-        num_stages: turns of the loop whose loads are in flight.
+        keys: keys per iteration of the loop.
+        dims: elements of a head, padded to a power of two.
+        num_warps: warps of the program.
+        num_stages: iterations of the loop whose loads are in flight.
     """
 
     rows: int
@@ -124,7 +124,7 @@ class TileSize:
 
     @classmethod
     def decode(cls, shape: AttentionShape, max_queries: int, dtype: torch.dtype) -> "TileSize":
-        """For one request's `max_queries` queries: all of its rows in one tile."""
+        """A tile that holds all rows of one request with `max_queries` queries."""
         rows, dims = power_of_2(max_queries * shape.group_size, 16), power_of_2(shape.head_dim, 16)
         if INTERPRETED or dtype == torch.float32:
             return cls(rows, _PLAIN_KEYS, dims, 4, 1)
@@ -132,7 +132,7 @@ class TileSize:
 
     @classmethod
     def prefill(cls, shape: AttentionShape, dtype: torch.dtype) -> "TileSize":
-        """For as many queries as a tile holds."""
+        """A tile for prompts, with as many queries as fit."""
         group, dims = power_of_2(shape.group_size, 16), power_of_2(shape.head_dim, 16)
         if INTERPRETED or dtype == torch.float32:
             return cls(group, _PLAIN_KEYS, dims, 4, 1)
@@ -141,11 +141,11 @@ class TileSize:
         return cls(max(group, 128), 64, dims, 8, 3)
 
     def queries(self, shape: AttentionShape) -> int:
-        """Queries that it holds; rows beyond the last whole one are idle."""
+        """Queries that the tile holds; rows past the last whole query are idle."""
         return self.rows // shape.group_size
 
     def arguments(self) -> dict[str, int]:
-        """The kernels' arguments that come from here."""
+        """The kernel arguments that describe the tile."""
         return {
             "BLOCK_M": self.rows,
             "BLOCK_N": self.keys,
@@ -156,7 +156,7 @@ class TileSize:
 
 
 def score_constants(shape: AttentionShape) -> dict[str, Any]:
-    """The kernels' constants that the model's attention fixes."""
+    """The kernel constants that the model's attention shape sets."""
     return {
         "GROUP": shape.group_size,
         "NUM_HEADS": shape.num_heads,
@@ -168,7 +168,7 @@ def score_constants(shape: AttentionShape) -> dict[str, Any]:
 
 
 def cache_arguments(shape: AttentionShape, cache: PagedKVCache, layer: int) -> dict[str, Any]:
-    """The kernels' arguments that say how to read a layer's cache."""
+    """The kernel arguments that describe a layer's cache."""
     keys, values = cache.keys(layer), cache.values(layer)
     if keys.stride() != values.stride() or keys.stride(-1) != 1:
         raise ConfigError(
@@ -191,7 +191,7 @@ def cache_arguments(shape: AttentionShape, cache: PagedKVCache, layer: int) -> d
 
 @jit()
 def load_fp8(bits: tl.tensor) -> tl.tensor:
-    """Stored bytes as float32 numbers, without their scale."""
+    """Convert stored fp8 bytes to float32; the scale is not applied."""
     return bits.to(tl.float8e4nv, bitcast=True).to(tl.float32)
 
 
@@ -227,17 +227,17 @@ def attend_keys(
         keys: the layer's keys of the tile's head.
         values: the layer's values of the tile's head, not yet scaled.
         table: the request's row of the block table.
-        first: a key's place in the request.
-        last: one more than a key's place.
-        query_positions: `[BLOCK_M]`, where the queries stand.
-        mask_rows: `[BLOCK_M]`, with a mask: pointers to the queries' rows of it.
-        draft_positions: with a mask: pointer to where the request's drafts stand.
+        first: index of the first key in the request.
+        last: index of the last key plus one.
+        query_positions: `[BLOCK_M]`, the queries' positions in the request.
+        mask_rows: `[BLOCK_M]`, with a mask: pointers to the queries' rows of the mask.
+        draft_positions: with a mask: pointer to the positions of the request's drafts.
         prefix: tokens of the request before its queries.
         score_scale: factor on the scores, the keys' scale included.
 
     Returns:
-        The sum of values weighted with 2 ** (score - highest), `[BLOCK_M, BLOCK_D]`; the highest score to the base 2,
-        -inf where no key is seen; the sum of the weights.
+        The sum of values weighted with 2 ** (score - highest), `[BLOCK_M, BLOCK_D]`; the highest score, scaled for base
+        2, -inf where no key is seen; the sum of the weights.
     """
     dims = tl.arange(0, BLOCK_D)
     is_dim = dims < HEAD_DIM
@@ -258,7 +258,7 @@ def attend_keys(
             k = load_fp8(k)
         scores = tl.dot(q, k.to(q.dtype), input_precision="ieee") * score_scale
         if SOFT_CAP > 0:
-            # tanh by way of exp, which neither overflows nor needs a library: exp may be inf, and 1 / inf is 0.
+            # tanh computed with exp needs no library. An overflow is harmless: exp may be inf, and 1 / inf is 0.
             scores = SOFT_CAP * (1.0 - 2.0 / (tl.exp(scores * (2.0 / SOFT_CAP)) + 1.0))
         scores *= LOG2_E
 
@@ -305,18 +305,18 @@ def finish_rows(
     WRITE_LSE: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ) -> None:
-    """Normalise what `attend_keys` gave, and store it.
+    """Normalise the result of `attend_keys`, and store it.
 
     Args:
         out: `[rows, HEAD_DIM]`, dense.
         lse: `[rows]`, dense; natural logarithms.
         sinks: `[heads]`.
-        total: `[BLOCK_M, BLOCK_D]`, as `attend_keys` gave it.
-        highest: `[BLOCK_M]`.
-        weight_sum: `[BLOCK_M]`.
-        row: `[BLOCK_M]` int64, where each goes.
-        head: `[BLOCK_M]`, whose sink is each's.
-        is_row: `[BLOCK_M]`, which are stored.
+        total: `[BLOCK_M, BLOCK_D]`, the weighted values from `attend_keys`.
+        highest: `[BLOCK_M]`, the highest scores from it.
+        weight_sum: `[BLOCK_M]`, the sums of the weights from it.
+        row: `[BLOCK_M]` int64, the row of `out` that each row is stored to.
+        head: `[BLOCK_M]`, the head of each row, which selects its sink.
+        is_row: `[BLOCK_M]`, true for rows that are stored.
         value_scale: factor on the values.
     """
     dims = tl.arange(0, BLOCK_D)
@@ -349,12 +349,12 @@ def store_part(
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ) -> None:
-    """Normalise the attention over a part of the keys, and store it with its LSE to the base 2; see `reduce_splits`.
+    """Normalise the attention over one split of the keys, and store it with its base-2 LSE; see `reduce_splits`.
 
     Args:
         partial_out: `[parts, HEAD_DIM]`, dense.
         partial_lse: `[parts]`, dense.
-        part: `[BLOCK_M]` int64, where each row goes.
+        part: `[BLOCK_M]` int64, the index that each row is stored to.
         total, highest, weight_sum, is_row, value_scale: as for `finish_rows`.
     """
     dims = tl.arange(0, BLOCK_D)

@@ -1,11 +1,10 @@
-"""Which tiles are tried on a GPU, and the batches they are tried on.
+"""The tiles that are timed on a GPU, and the batches that they are timed on.
 
-What is fastest depends on the GPU and on the shapes, so it is measured there (`ubatch.kernels.autotune`), on batches
-made up for it: as many requests as the step has, all of one length, in pages scattered over the pool. They read the
-cache, whatever is in it, and write nothing that anybody reads. The first choice is what runs where nothing may be
-measured.
+The fastest tile depends on the GPU and on the shapes, so it is measured on the GPU (`ubatch.kernels.autotune`), with
+synthetic batches: as many requests as the step has, all of one length, in pages scattered over the pool. They read the
+cache with any contents, and write only scratch memory. If measuring is not possible, the first choice is used.
 
-A key has one of few sizes for each number that changes from step to step, so that measuring ends soon.
+In a tuning key, sizes that change from step to step are rounded to a few values, so that measuring ends soon.
 """
 
 from dataclasses import dataclass
@@ -44,8 +43,8 @@ class DecodeChoice:
     """One way to run a decode.
 
     Attributes:
-        keys, num_warps, num_stages: of a program; see `TileSize`.
-        waves: programs per processor that keys are split for.
+        keys, num_warps, num_stages: the tile of a program; see `TileSize`.
+        waves: programs per multiprocessor that the key splits aim for.
     """
 
     keys: int
@@ -54,7 +53,7 @@ class DecodeChoice:
     waves: int
 
     def tile(self, shape: AttentionShape, max_queries: int) -> TileSize:
-        """Of a program."""
+        """The tile of a program."""
         rows, dims = power_of_2(max_queries * shape.group_size, 16), power_of_2(shape.head_dim, 16)
         return TileSize(rows, self.keys, dims, self.num_warps, self.num_stages)
 
@@ -64,8 +63,8 @@ class LatentChoice:
     """One way to run a decode over latents.
 
     Attributes:
-        rows, keys, num_warps, num_stages: of a program; see `LatentTile`.
-        waves: programs per processor that keys are split for.
+        rows, keys, num_warps, num_stages: the tile of a program; see `LatentTile`.
+        waves: programs per multiprocessor that the key splits aim for.
     """
 
     rows: int
@@ -76,13 +75,13 @@ class LatentChoice:
 
     @property
     def tile(self) -> LatentTile:
-        """Of a program."""
+        """The tile of a program."""
         return LatentTile(self.rows, self.keys, self.num_warps, self.num_stages)
 
     def splits(
         self, shape: MLAShape, num_reqs: int, max_queries: int, max_seq_len: int, processors: int
     ) -> DecodeSplits:
-        """How a batch is cut; see `DecodeSplits.choose`."""
+        """How a batch's keys are split; see `DecodeSplits.choose`."""
         return DecodeSplits.choose(
             as_attention(shape),
             num_reqs,
@@ -97,12 +96,12 @@ class LatentChoice:
 def decode_choices(
     shape: AttentionShape, max_queries: int, dtype: torch.dtype, *, fp8: bool
 ) -> tuple[DecodeChoice, ...]:
-    """What is tried for requests of at most so many queries; the default first."""
+    """The choices that are timed for requests of at most `max_queries` queries; the default first."""
     tile = TileSize.decode(shape, max_queries, dtype)
     default = DecodeChoice(tile.keys, tile.num_warps, tile.num_stages, waves=2)
     if INTERPRETED or dtype == torch.float32:
         return (default,)
-    keys = tile.keys * 2 if fp8 else tile.keys  # of half the bytes, twice as many
+    keys = tile.keys * 2 if fp8 else tile.keys  # half the bytes per key, so twice the keys
     tiles = (
         (tile.keys, tile.num_warps, 3),
         (keys, tile.num_warps, 4),
@@ -118,7 +117,7 @@ def decode_choices(
 
 @cache
 def prefill_choices(shape: AttentionShape, dtype: torch.dtype) -> tuple[TileSize, ...]:
-    """What is tried for prompts; the default first."""
+    """The tiles that are timed for prompts; the default first."""
     default = TileSize.prefill(shape, dtype)
     if INTERPRETED or dtype == torch.float32:
         return (default,)
@@ -132,7 +131,7 @@ def prefill_choices(shape: AttentionShape, dtype: torch.dtype) -> tuple[TileSize
 
 @cache
 def latent_choices(shape: MLAShape, max_queries: int, dtype: torch.dtype) -> tuple[LatentChoice, ...]:
-    """What is tried for requests of at most so many queries; the default first."""
+    """The choices that are timed for requests of at most `max_queries` queries; the default first."""
     tile = LatentTile.default(shape, max_queries, dtype)
     default = LatentChoice(tile.rows, tile.keys, tile.num_warps, tile.num_stages, waves=1)
     if INTERPRETED or dtype == torch.float32:
@@ -144,15 +143,15 @@ def latent_choices(shape: MLAShape, max_queries: int, dtype: torch.dtype) -> tup
 
 
 def _length_class(max_seq_len: int) -> int:
-    """The length that stands for lengths up to this one."""
+    """The rounded length that `max_seq_len` is measured with."""
     return next((length for length in _LENGTHS if max_seq_len <= length), _LENGTHS[-1])
 
 
 def _scattered_batch(cache: PagedKVCache | MLAKVCache, num_reqs: int, queries: int, seq_len: int) -> PagedBatch:
-    """Requests with so many queries each, the last of so many tokens. They may share pages where the pool is small."""
+    """A batch of requests with `queries` queries and `seq_len` tokens each. They share pages if the pool is small."""
     device, blocks = cache.device, cache.spec.blocks_for(seq_len)
     numbers = torch.arange(num_reqs * blocks, dtype=torch.int64, device=device)
-    table = (numbers * 7919 % cache.num_blocks).to(torch.int32).view(num_reqs, blocks)  # a prime: no page's neighbour
+    table = (numbers * 7919 % cache.num_blocks).to(torch.int32).view(num_reqs, blocks)  # a prime scatters pages
     return PagedBatch(
         num_reqs,
         torch.arange(num_reqs + 1, dtype=torch.int32, device=device) * queries,
@@ -167,12 +166,12 @@ def tune_decode(
     """The fastest way to decode batches like this.
 
     Args:
-        shape: of the attention.
-        cache: read.
-        num_reqs: requests.
-        max_queries: queries of a request at most.
-        max_seq_len: of the longest request.
-        processors: of the device.
+        shape: the attention's shape.
+        cache: the cache that is read.
+        num_reqs: number of requests.
+        max_queries: most queries of a request.
+        max_seq_len: tokens of the longest request.
+        processors: multiprocessors of the device.
     """
     spec = cache.spec
     choices = decode_choices(shape, max_queries, spec.dtype, fp8=spec.fp8)
@@ -182,7 +181,7 @@ def tune_decode(
     made: list[tuple[PagedBatch, Tensor, Tensor]] = []
 
     def run(choice: DecodeChoice) -> None:
-        if not made:  # only where something is measured
+        if not made:  # allocated only if something is measured
             q = torch.zeros(
                 num_reqs * max_queries, shape.num_heads, shape.head_dim, dtype=spec.dtype, device=cache.device
             )
@@ -198,7 +197,7 @@ def tune_decode(
 
 
 def tune_prefill(shape: AttentionShape, cache: PagedKVCache) -> TileSize:
-    """The fastest tiles for prompts, tried on one long prompt."""
+    """The fastest tiles for prompts, timed on one long prompt."""
     choices = prefill_choices(shape, cache.spec.dtype)
     if len(choices) == 1:
         return choices[0]
@@ -221,7 +220,7 @@ def tune_prefill(shape: AttentionShape, cache: PagedKVCache) -> TileSize:
 def tune_latent_decode(
     shape: MLAShape, cache: MLAKVCache, num_reqs: int, max_queries: int, max_seq_len: int, processors: int
 ) -> LatentChoice:
-    """The fastest way to decode batches like this over latents; arguments as of `tune_decode`."""
+    """The fastest way to decode batches like this over latents; arguments as for `tune_decode`."""
     spec, device = cache.spec, cache.device
     choices = latent_choices(shape, max_queries, spec.dtype)
     if len(choices) == 1:
@@ -249,13 +248,13 @@ def tune_latent_decode(
 
 
 def _name(shape: AttentionShape, cache: PagedKVCache) -> str:
-    """All of a model's attention that a kernel is compiled for."""
+    """The part of a tuning key with everything that a kernel is compiled for."""
     options = f"window {shape.sliding_window}, cap {shape.soft_cap}"
     heads = f"{shape.num_heads} / {shape.num_kv_heads} heads of {shape.head_dim}"
     return f"{heads}, {_stored(cache)}, {options}"
 
 
 def _stored(cache: PagedKVCache | MLAKVCache) -> str:
-    """How a cache stores numbers, and in what they are computed with."""
+    """The part of a tuning key with the cache's storage, compute dtype and page size."""
     spec = cache.spec
     return f"{spec.dtype} over {'fp8' if spec.fp8 else spec.dtype}, pages of {spec.block_size}"

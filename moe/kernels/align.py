@@ -1,15 +1,15 @@
-"""Which rows each expert computes, and in which tiles: worked out on the device, with launches of a fixed size.
+"""Assigns rows and tiles to experts, on the device, with launches of a fixed size.
 
     pair        (token, choice), number token * k + choice
-    row         a pair in the order of the experts, pairs of one expert in their own order; others' pairs have none
+    row         a pair's place, sorted by expert, then by pair number; pairs of other ranks' experts have no row
     tile        up to ROWS rows of one expert: (expert, first row, one past its last row)
 
-    count       chunk of pairs -> how many of them go to each expert
+    count       chunk of pairs -> number of pairs for each expert
     place       chunk of pairs -> each pair's row, from the counts of the chunks before it; and the tiles
 
-Nothing is sorted and nothing is atomic here, so rows are in the same order in every run. How many tiles there are is
-known on the device only; the grids and buffers are for the most there can be, so one captured graph serves every
-routing. The low-latency layout has its rows in place already and needs only tiles.
+The kernels use no sort and no atomics, so rows are in the same order in every run. Only the device knows the number of
+tiles; grids and buffers are sized for the maximum, so one captured graph serves every routing. In the low-latency
+layout the rows are in place already, and only tiles are needed.
 
 Source: the block alignment of vLLM's and SGLang's fused MoE, here without padding rows.
 """
@@ -26,9 +26,9 @@ from ubatch.kernels.triton_jit import INTERPRETED, cdiv, jit, power_of_2
 __all__ = ["Alignment", "Tiles", "align_pairs", "reference_align_pairs", "tile_batches"]
 
 _MAX_CHUNKS = 128
-_CHUNK = 32 if INTERPRETED else 256  # pairs of a chunk at least; tests are to have several
-_ONE_HOT = 16384  # numbers of [pairs, experts] that one program holds at once
-_MAX_PROGRAMS = 32  # that write tiles of the low-latency layout
+_CHUNK = 32 if INTERPRETED else 256  # fewest pairs of a chunk; small in tests, so that they have several chunks
+_ONE_HOT = 16384  # elements of [pairs, experts] that one program holds at once
+_MAX_PROGRAMS = 32  # most programs that write tiles of the low-latency layout
 
 
 @dataclass(frozen=True)
@@ -36,11 +36,11 @@ class Tiles:
     """The work of a grouped GEMM.
 
     Attributes:
-        table: `[T, 3]` int32: each tile's expert, first row, and one past its last row. Those behind the last are
-            undefined.
-        counters: `[3]` int32: how many tiles there are; how many are claimed of the projection up, and of that down:
-            0 between launches.
-        rows: of a tile at most.
+        table: `[T, 3]` int32: each tile's expert, first row, and one past its last row. Entries behind the last tile
+            are undefined.
+        counters: `[3]` int32: the number of tiles; tiles claimed by the up projection; tiles claimed by the down
+            projection. The claims are 0 between launches.
+        rows: most rows of a tile.
     """
 
     table: Tensor
@@ -49,17 +49,17 @@ class Tiles:
 
     @property
     def most(self) -> int:
-        """`T`: how many tiles there can be."""
+        """`T`: the largest possible number of tiles."""
         return self.table.shape[0]
 
 
 @dataclass(frozen=True)
 class Alignment:
-    """Where the pairs of one call go.
+    """The rows and tiles of one call's pairs.
 
     Attributes:
-        pair_of_row: `[N * k]` int32; undefined behind the last row.
-        tiles: of the rows.
+        pair_of_row: `[N * k]` int32, the pair of each row; undefined behind the last row.
+        tiles: the tiles of the rows.
     """
 
     pair_of_row: Tensor
@@ -84,7 +84,7 @@ def _write_tiles(
     ROWS: tl.constexpr,
     BINS: tl.constexpr,
 ) -> None:
-    """The tiles of experts whose rows begin at `starts` `[BINS]`; all programs of the first axis share the work."""
+    """Write the tiles of experts whose rows begin at `starts` `[BINS]`; programs of the first axis share the work."""
     program, programs = tl.program_id(0), tl.num_programs(0)
     experts = tl.arange(0, BINS)
     tiles = (totals + ROWS - 1) // ROWS
@@ -179,15 +179,15 @@ def _tile_batches_kernel(
 
 
 def align_pairs(topk_ids: Tensor, first_expert: int, num_experts: int, rows_per_tile: int) -> Alignment:
-    """Give every pair that visits one of these experts its row, and cut the rows into tiles.
+    """Give every pair of a local expert its row, and cut the rows into tiles.
 
     Args:
-        topk_ids: `[N, k]` int32 or int64, global ids, N and k at least 1. Ids of no expert held here have no row.
-        first_expert: global id of the first expert.
-        num_experts: held here.
-        rows_per_tile: of a tile at most; a power of two.
+        topk_ids: `[N, k]` int32 or int64, global ids, N and k at least 1. Pairs whose expert is not local get no row.
+        first_expert: global id of the first local expert.
+        num_experts: number of local experts.
+        rows_per_tile: most rows of a tile; a power of two.
     """
-    ids = topk_ids.contiguous().view(-1)  # flattened alone, a view of one column of several would stay one
+    ids = topk_ids.contiguous().view(-1)  # contiguous() first: view(-1) of a single column would be strided
     num_pairs = ids.shape[0]
     bins = power_of_2(num_experts)
     block = max(min(_ONE_HOT // bins, _CHUNK), 1)
@@ -230,7 +230,7 @@ def tile_batches(rows_per_expert: Tensor, capacity: int, rows_per_tile: int) -> 
     Args:
         rows_per_expert: `[E]` int32, each at most `capacity`.
         capacity: rows that each expert has room for, at least 1.
-        rows_per_tile: of a tile at most; a power of two.
+        rows_per_tile: most rows of a tile; a power of two.
     """
     num_experts, device = rows_per_expert.shape[0], rows_per_expert.device
     per_expert = cdiv(capacity, rows_per_tile)
@@ -254,7 +254,7 @@ def tile_batches(rows_per_expert: Tensor, capacity: int, rows_per_tile: int) -> 
 def reference_align_pairs(
     topk_ids: Tensor, first_expert: int, num_experts: int, rows_per_tile: int
 ) -> tuple[list[int], list[tuple[int, int, int]]]:
-    """What `align_pairs` says, on the host: the pairs of the rows, and the tiles."""
+    """The results of `align_pairs`, computed on the host: the pairs of the rows, and the tiles."""
     pairs: list[int] = []
     tiles: list[tuple[int, int, int]] = []
     for expert in range(num_experts):

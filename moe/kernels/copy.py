@@ -1,8 +1,8 @@
-"""A copy that takes SMs, as the kernels of NCCL and DeepEP do, for transports that stand in for them.
+"""A copy that occupies SMs, as the kernels of NCCL and DeepEP do, for transports that emulate them.
 
-One program holds an SM: its threads have 128 bytes each in flight, in more than half of the registers, so that neither
-another one fits beside it nor a program of a GEMM with large tiles. Source: NCCL's kernels, whose 640 threads have up
-to 96 registers each.
+One program occupies a whole SM: each of its threads has 128 bytes in flight, which takes more than half of the
+registers. So no second copy program fits on the SM, and no program of a GEMM with large tiles. Source: NCCL's kernels,
+whose 640 threads have up to 96 registers each.
 """
 
 import torch
@@ -26,11 +26,11 @@ def _copy_kernel(out: tl.tensor, x: tl.tensor, num_words: tl.tensor, BLOCK: tl.c
 
 
 def copy_on_sms(out: Tensor, x: Tensor, sms: int) -> None:
-    """Copy `x` to `out` by one program on each of so many SMs.
+    """Copy `x` to `out` with one program on each of `sms` SMs.
 
     Args:
-        out, x: `[bytes]` uint8, contiguous; of a GPU, or host memory that is pinned.
-        sms: at least 1.
+        out, x: `[bytes]` uint8, contiguous; GPU memory or pinned host memory.
+        sms: SMs to use, at least 1.
     """
     whole = x.numel() // 4 * 4
     for part, word in ((slice(whole), torch.int32), (slice(whole, None), torch.uint8)):

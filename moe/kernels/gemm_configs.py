@@ -1,17 +1,17 @@
-"""The tiles in which a grouped GEMM may be computed: what the autotuner chooses from.
+"""The tile configurations of a grouped GEMM that the autotuner chooses from.
 
 Sizes are for an H200: 132 SMs with 227 KiB of shared memory and 64 Ki registers each, 4.8 TB/s.
 
-few rows (decode)     The weights are read once and hardly computed with: what counts is how many bytes are in flight.
-                      By Little's law 36 KiB on every SM carry 4.8 TB/s at 1 us; these have 70 to 150. The rows are too
-                      few for a tensor core instruction of Hopper, whose M is 64, so `swap` puts the weights there, and
-                      the rows take N, which may be 16.
+few rows (decode)     The weights are read once and need little compute, so speed depends on the bytes in flight. By
+                      Little's law 36 KiB per SM give 4.8 TB/s at 1 us latency; these configs have 70 to 150 KiB. A
+                      tensor core instruction of Hopper has M = 64, more than there are rows, so `swap` makes the
+                      weights M and the rows N, which may be 16.
 many rows (prefill)   128 x 256 results per program (gate and up are two of 128) keep the tensor cores fed from shared
                       memory; 64 rows waste less on the last tile of an expert.
 
-One program per SM with deep buffers against several with shallow ones; `flatten` lets the first load the next tile
-while it finishes one, which the second get from each other. Which wins is measured. Where tiles are claimed
-(`moe.kernels.grouped_gemm`), the next one is not known before it is claimed, and no loop is flat.
+Some configs have one program per SM with deep buffers, others several with shallow ones. With one program, `flatten`
+lets it load the next tile while it finishes one; several programs overlap with each other. Which is faster is measured.
+With claimed tiles (`moe.kernels.grouped_gemm`) the next tile is unknown until it is claimed, so no loop is flattened.
 """
 
 from collections.abc import Iterable, Iterator
@@ -24,14 +24,14 @@ from ubatch.kernels.triton_jit import INTERPRETED
 
 __all__ = ["GemmConfig", "RowTile", "gemm_configs", "row_tiles"]
 
-_FEWEST_ROWS = 16  # that a tensor core multiplies
+_FEWEST_ROWS = 16  # fewest rows of a tensor core instruction
 _FEW_ROWS = 32
 _MOST_ROWS = 128
 
 
 @dataclass(frozen=True)
 class RowTile:
-    """How many rows of an expert make a tile, in both GEMMs.
+    """The number of rows of a tile, in both GEMMs.
 
     Attributes:
         rows: a power of two.
@@ -45,16 +45,16 @@ class GemmConfig:
     """How one program computes a tile.
 
     Attributes:
-        columns: of the output, a power of two; of gate and of up each.
-        depth: of a turn of the loop over the inner dimension, a power of two.
-        num_stages: turns whose loads are in flight.
-        num_warps: of the program.
+        columns: output columns of a tile, a power of two; gate and up have this many each.
+        depth: elements of the inner dimension per loop iteration, a power of two.
+        num_stages: iterations whose loads are in flight.
+        num_warps: warps of the program.
         per_sm: programs that share an SM.
         swap: multiply weights by rows, and transpose the result.
-        flatten: the loop over tiles and the one inside become one.
-        claimed: programs claim tiles from a counter instead of being dealt every n-th; not with `flatten`.
-        group: tiles of rows that are computed beside each other for each tile of columns, so that they find the weights
-            in the L2 cache.
+        flatten: merge the loop over tiles and its inner loop into one.
+        claimed: programs claim tiles from a counter instead of taking every n-th; not with `flatten`.
+        group: row tiles that are computed one after the other for each column tile, so that they find the weights in
+            the L2 cache.
     """
 
     columns: int
@@ -70,11 +70,11 @@ class GemmConfig:
 
 @cache
 def row_tiles(rows_per_expert: float, dtype: torch.dtype) -> tuple[RowTile, ...]:
-    """Tiles that may suit an expert with so many rows, the likeliest first.
+    """Tiles to try for experts with this many rows, the likeliest first.
 
     Args:
-        rows_per_expert: expected.
-        dtype: that is multiplied.
+        rows_per_expert: expected rows of an expert.
+        dtype: dtype that is multiplied.
     """
     if INTERPRETED or dtype == torch.float32:
         return (RowTile(_FEWEST_ROWS),)
@@ -89,14 +89,14 @@ def row_tiles(rows_per_expert: float, dtype: torch.dtype) -> tuple[RowTile, ...]
 def gemm_configs(
     rows: int, dtype: torch.dtype, *, gated: bool, one_per_sm: bool = False, claimed: bool = False
 ) -> tuple[GemmConfig, ...]:
-    """What to try, the default first.
+    """The configs to try, the default first.
 
     Args:
-        rows: of a tile.
-        dtype: that is multiplied.
+        rows: rows of a tile.
+        dtype: dtype that is multiplied.
         gated: gate and up side by side, so twice the columns.
-        one_per_sm: only configs with one program per SM, which can keep to a number of SMs.
-        claimed: for a GEMM beside kernels that may hold SMs: no program's tiles wait for it to start.
+        one_per_sm: only configs with one program per SM, which can limit the GEMM to a number of SMs.
+        claimed: claim tiles. For a GEMM beside kernels that may hold SMs: a program that starts late delays no tile.
     """
     configs: Iterable[GemmConfig] = _candidates(rows, dtype, gated)
     if one_per_sm:
@@ -171,7 +171,7 @@ def _many_rows_down(rows: int) -> Iterator[GemmConfig]:
 
 
 def _fp8(rows: int) -> Iterator[GemmConfig]:
-    """Columns and depth are the scales' blocks of 128; many warps, because sums wait in registers to be scaled."""
+    """Columns and depth are 128, a block of the scales; many warps, because unscaled sums also take registers."""
     if rows <= _FEW_ROWS:
         yield GemmConfig(128, 128, 3, per_sm=2, swap=True, group=1)
         yield GemmConfig(128, 128, 5, num_warps=8, swap=True, group=1)

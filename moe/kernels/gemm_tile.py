@@ -1,8 +1,8 @@
-"""A tile of the grouped GEMM: rows by columns, summed along the inner dimension, activated or weighted, and stored.
+"""Computes one tile of the grouped GEMM: rows by columns, summed over the inner dimension, activated or weighted.
 
-Rows and weights, `[rows, K]` and `[columns, K]`, both lie densely along K. They come through the tensor memory
-accelerator (TMA) where `a` or `w` is a descriptor, else by their addresses; Triton's pipeline keeps several turns'
-loads in flight either way. With SWAP the product is transposed: weights by rows.
+Rows and weights, `[rows, K]` and `[columns, K]`, are both contiguous along K. If `a` or `w` is a descriptor, it is
+loaded by the tensor memory accelerator (TMA), else by addresses; in both cases Triton's pipeline keeps the loads of
+several iterations in flight. With SWAP the product is transposed: weights by rows.
 """
 
 from typing import Any
@@ -27,7 +27,7 @@ def _load_rows(
     TMA: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ) -> Any:
-    """`[BLOCK_M, BLOCK_K]`, from row `first_row` on, or the rows that begin at `a_row` `[BLOCK_M]`."""
+    """Load `[BLOCK_M, BLOCK_K]`: the rows from `first_row` on, or the rows that begin at `a_row` `[BLOCK_M]`."""
     if TMA:
         tile = a.load([first_row, k])
     else:
@@ -48,7 +48,7 @@ def _load_weights(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ) -> Any:
-    """`[BLOCK_N, BLOCK_K]`, from row `first` of `w` `[E * columns, K]` on."""
+    """Load `[BLOCK_N, BLOCK_K]` from row `first` of `w` `[E * columns, K]` on."""
     if TMA:
         tile = w.load([first, k])
     else:
@@ -105,7 +105,7 @@ def _multiply(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ) -> Any:
-    """A tile's products summed, onto zeros; of gate and of up, or twice the same."""
+    """Sum a tile's products over the inner dimension, for gate and for up; without a gate both results are the same."""
     up_sums = sums
     for k in range(0, K, BLOCK_K):
         x = _load_rows(a, a_row, first_row, k, K, TMA_A, BLOCK_K)
@@ -141,9 +141,9 @@ def _multiply_fp8(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ) -> Any:
-    """`_multiply` in fp8, a block of scales in every turn. `a_scales` points to each row's first scale.
+    """`_multiply` in fp8, with one block of scales per iteration. `a_scales` points to each row's first scale.
 
-    Scales are loaded a turn before they are used: Triton's pipeline is for what is multiplied.
+    Scales are loaded one iteration before their use, because Triton's pipeline prefetches only the matrices.
     """
     BLOCKS: tl.constexpr = K // _SCALED
     gate_scales = w_scales + first_weight // _SCALED * BLOCKS
@@ -202,10 +202,10 @@ def compute_tile(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ) -> None:
-    """Compute and store a tile; the arguments are the kernel's (`moe.kernels.grouped_gemm`), and where the tile is.
+    """Compute and store a tile. The arguments are the kernel's (`moe.kernels.grouped_gemm`) and the tile's place.
 
-    `column_tile` is its place among the tiles of columns, `first_row` and `last_row` bound its rows, all of `expert`;
-    `pairs` are theirs, where rows are gathered or scattered.
+    `column_tile` is the index of its column tile; `first_row` and `last_row` bound its rows, all of `expert`; `pairs`
+    are the rows' pairs if rows are gathered or scattered.
     """
     COLUMN_TILES: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     W_ROWS: tl.constexpr = 2 * N if GATED else N  # of an expert

@@ -1,21 +1,20 @@
-"""A GEMM per expert in one launch: few programs, each of which takes tile after tile.
+"""A GEMM per expert in one launch: few programs, each of which computes one tile after the other.
 
-    project_up      rows of tokens (gathered) or of batches -> silu(x w1^T) * (x w3^T), a row each
+    project_up      rows of tokens (gathered) or of batches -> silu(x w1^T) * (x w3^T), one row each
     project_down    those rows -> . w2^T, times the router's weight and at the pair's place, or unweighted and in order
 
-A tile is up to `Tiles.rows` rows of one expert by some columns. The list of tiles is as long as the rows that arrived
-make it: nobody looks at an expert without rows. Weights are read through the tensor memory accelerator where there is
-one, and so are rows that lie side by side; gathered rows are loaded by their addresses. What a tile reads beyond its
-expert's last row or column is never stored.
+A tile is up to `Tiles.rows` rows of one expert by some columns. The tile list holds only tiles with rows, so experts
+without rows cost nothing. The tensor memory accelerator, if the GPU has one, loads weights and contiguous rows;
+gathered rows are loaded by addresses. A tile may read beyond its expert's last row or column, but stores none of that.
 
-    dealt      each of n programs has every n-th tile, for where all of them start at once
-    claimed    a program takes the next tile that nobody has (`GemmConfig.claimed`), for where other kernels hold SMs:
-               of a program that starts late, the others have computed the tiles
+    dealt      each of n programs computes every n-th tile; good if all programs start at once
+    claimed    a program claims the next free tile (`GemmConfig.claimed`); good if other kernels hold SMs, because the
+               other programs compute the tiles of one that starts late
 
-The counters for that lie beside the number of tiles, one for each projection, zero when the tiles are made. Every
-program claims once in vain; the last one sets the counter back to 0, for whoever launches on the same tiles again.
+The claim counters are stored beside the number of tiles, one per projection, and are zero when the tiles are made.
+Every program's last claim finds no tile. The last program resets the counter to 0, for the next launch on these tiles.
 
-In fp8 every 128 steps of the inner dimension are summed alone and scaled; `project_up` leaves its result in fp8 too.
+In fp8 every 128 elements of the inner dimension are summed separately and scaled; `project_up` returns fp8, too.
 
 Source: persistent matmul and grouped ordering of Triton's tutorials; scales per block of DeepSeek-V3.
 """
@@ -40,11 +39,12 @@ __all__ = ["Rows", "Weights", "project_down", "project_up", "reference_project_d
 
 @dataclass(frozen=True)
 class Rows:
-    """What a GEMM multiplies.
+    """The rows that a GEMM multiplies.
 
     Attributes:
-        x: `[R, K]`; rows may be strided, each lies densely.
-        scales: None, or float32 of x in fp8: `[R, K / 128]`, or `[E, C, K / 128]` with any strides of batches.
+        x: `[R, K]`; rows may be strided, each is contiguous.
+        scales: float32 scales if x is fp8, `[R, K / 128]`, or `[E, C, K / 128]` for batches with any strides; else
+            None.
     """
 
     x: Tensor
@@ -53,11 +53,11 @@ class Rows:
 
 @dataclass(frozen=True)
 class Weights:
-    """Of all experts held here.
+    """The weights of all local experts.
 
     Attributes:
         w: `[E, columns, K]`, contiguous.
-        scales: None, or of w in fp8: `[E, columns / 128, K / 128]` float32, contiguous.
+        scales: if w is fp8, `[E, columns / 128, K / 128]` float32, contiguous; else None.
     """
 
     w: Tensor
@@ -75,8 +75,8 @@ def _load_tile(
     HAS_PAIRS: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ) -> Any:
-    """A tile's place among the tiles of columns, its expert, first and last row, and their pairs; no rows if there is
-    no such tile. GROUP tiles of rows come beside each other, then those of the next columns."""
+    """A tile's column tile, expert, first and last row, and the rows' pairs; no rows if the tile does not exist. GROUP
+    row tiles follow each other for one column tile, then for the next."""
     exists = tile < row_tiles * COLUMN_TILES
     nth = tile % (GROUP * COLUMN_TILES)
     first = tile // (GROUP * COLUMN_TILES) * GROUP
@@ -93,9 +93,9 @@ def _load_tile(
 
 @jit()
 def _claim(claims: tl.tensor, tiles: tl.tensor) -> Any:
-    """The next tile that no program has; `tiles` or more if there is none."""
+    """Claim the next free tile; returns `tiles` or more if there is none."""
     tile = tl.atomic_add(claims, 1, sem="relaxed")
-    if tile == tiles + tl.num_programs(0) - 1:  # the last one of all
+    if tile == tiles + tl.num_programs(0) - 1:  # the last claim of all programs
         tl.atomic_xchg(claims, 0, sem="relaxed")
     return tile
 
@@ -238,17 +238,17 @@ def project_up(
     """Gate and up projections with their activation.
 
     Args:
-        rows: `[N, H]` tokens, or `[E * C, H]` batches; in fp8 where the weights are.
+        rows: `[N, H]` tokens, or `[E * C, H]` batches; fp8 if the weights are.
         weights: w13 `[E, 2 * I, H]`.
         work: an alignment of the tokens' pairs, or the tiles of batches.
         top_k: pairs of a token.
-        config: of the tiles.
+        config: the tile configuration.
         num_programs: SMs to use, with `config.per_sm` programs each.
-        compile_only: compile the kernel for later. Launches and allocates nothing; what is returned is empty.
+        compile_only: compile the kernel for later. Launches and allocates nothing; the result is empty.
 
     Returns:
-        `[N * k, I]` in the alignment's order, or `[E * C, I]`; with scales where `rows` has them. What is behind an
-        expert's rows is undefined.
+        `[N * k, I]` in the alignment's order, or `[E * C, I]`; with scales if `rows` has them. Rows behind an expert's
+        last row are uninitialised.
     """
     x, columns = rows.x, weights.w.shape[1] // 2
     aligned = isinstance(work, Alignment)
@@ -280,15 +280,16 @@ def project_down(
     Args:
         rows: from `project_up`.
         weights: w2 `[E, H, I]`.
-        work: as it had.
+        work: the same as for `project_up`.
         topk_weights: `[N, k]` float32 of an alignment's pairs, contiguous; None for batches.
-        dtype: of the result.
-        config: of the tiles.
+        dtype: dtype of the result.
+        config: the tile configuration.
         num_programs: SMs to use, with `config.per_sm` programs each.
-        compile_only: compile the kernel for later. Launches and allocates nothing; what is returned is empty.
+        compile_only: compile the kernel for later. Launches and allocates nothing; the result is empty.
 
     Returns:
-        `[N * k, H]` in the order of the pairs, weighted; those not held here are undefined. Or `[E * C, H]`.
+        `[N * k, H]` in the order of the pairs, weighted; rows of other ranks' experts are uninitialised. For batches
+        `[E * C, H]`.
     """
     num_rows = 0 if compile_only else rows.x.shape[0]
     out = undefined(num_rows, weights.w.shape[1], dtype=dtype, device=rows.x.device)
@@ -361,12 +362,12 @@ def _launch(
 
 
 def reference_project_up(x: Tensor, w13: Tensor) -> Tensor:
-    """What `project_up` computes for one expert's rows `[R, H]` and its `[2 * I, H]`, in float32."""
+    """`project_up` for one expert's rows `[R, H]` and weight `[2 * I, H]`, in float32."""
     gate, up = (x.float() @ w13.float().mT).chunk(2, dim=1)
     return F.silu(gate) * up
 
 
 def reference_project_down(x: Tensor, w2: Tensor, weights: Tensor | None = None) -> Tensor:
-    """What `project_down` computes for one expert's rows `[R, I]` and its `[H, I]`, in float32; `weights` is `[R]`."""
+    """`project_down` for one expert's rows `[R, I]` and weight `[H, I]`, in float32; `weights` is `[R]`."""
     y = x.float() @ w2.float().mT
     return y if weights is None else y * weights[:, None]

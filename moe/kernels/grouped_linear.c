@@ -1,12 +1,12 @@
 // Products of rows, sorted by expert, with the weights of their experts; see moe/grouped_linear.py.
 //
-// A job is one panel of one expert's weight, some columns of the output, and the rows of that expert, or a block of
-// them where there are many. It reads its panel from memory once, and for every further tile of rows from the cache:
+// A job multiplies one panel of one expert's weight (some columns of the output) with that expert's rows, or with a
+// block of them if there are many. It reads the panel from memory once, and from the cache for each further tile:
 //
 //     weight   [experts, panels, inputs, 2 * LANES]    in the order in which it is read
 //     tile     up to MAX_ROWS rows x 2 * LANES columns, in registers
 //
-// Each number is the sum over the inputs in their order, whoever shares the call, and however many threads there are.
+// Each output is the sum over the inputs in their order, independent of the other rows and of the number of threads.
 
 #if LANES == 16
 #define MAX_ROWS 12
@@ -15,7 +15,7 @@
 #endif
 #define WIDTH (2 * LANES)
 #define BLOCK_ROWS (40 * MAX_ROWS)
-#define AHEAD 1024 // floats: what is read that much later is fetched now
+#define AHEAD 1024 // prefetch distance, in floats
 
 int lanes(void) { return LANES; }
 
@@ -58,11 +58,11 @@ static tile *const TILES[MAX_ROWS + 1] = {
 };
 
 // Args:
-//   x          [*, x_stride], of which row i of the output reads row source[i], or i where source is null
+//   x          [*, x_stride]; row i of the output is computed from row source[i], or from row i if source is null
 //   source     [rows]
 //   first_row  [experts + 1], where each expert's rows begin
 //   weight     [experts, panels, inputs, 2 * LANES]
-//   out        [rows, panels * LANES] where gated, silu(first half of the panel) * second half; else
+//   out        if gated [rows, panels * LANES], silu(first half of the panel) * second half; else
 //              [rows, panels * 2 * LANES]
 void grouped_linear(
     const float *x, int64_t x_stride, const int64_t *source, const int64_t *first_row, int64_t experts, int64_t panels,
@@ -79,7 +79,7 @@ void grouped_linear(
         int64_t end = first_row[expert + 1];
         if (end > row + BLOCK_ROWS) end = row + BLOCK_ROWS;
         while (row < end) {
-            // The last two tiles share what is left: one with few rows has little to compute on what it reads.
+            // The last two tiles split the remaining rows evenly: a tile with few rows is limited by its reads.
             int64_t left = end - row, rows = left;
             if (left > MAX_ROWS) rows = left < 2 * MAX_ROWS ? (left + 1) / 2 : MAX_ROWS;
             const float *from[MAX_ROWS];

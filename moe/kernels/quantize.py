@@ -1,4 +1,4 @@
-"""To fp8: activations with a scale for every 128 numbers of a row, weights with one for every block of 128 x 128.
+"""Rounds to fp8: activations with a scale for every 128 elements of a row, weights with one per block of 128 x 128.
 
 The torch reference for activations is `moe.experts.quantization`; weights are rounded once, in torch.
 
@@ -20,12 +20,12 @@ BLOCK = 128
 _BLOCK = constant(BLOCK)
 _LARGEST = constant(448.0)
 _SMALLEST_AMAX = constant(1e-4)
-_MAX_BLOCKS = 16  # that one program holds
+_MAX_BLOCKS = 16  # blocks of 128 that one program holds
 
 
 @jit()
 def block_scale(x: tl.tensor) -> Any:
-    """The scales of float32 numbers `[rows, 128]`."""
+    """The scales of float32 rows `[rows, 128]`, one per row."""
     return tl.maximum(tl.max(tl.abs(x), 1), _SMALLEST_AMAX) / _LARGEST
 
 
@@ -58,8 +58,8 @@ def quantize_rows(x: Tensor, rows_per_expert: Tensor | None = None) -> tuple[Ten
 
     Args:
         x: `[N, H]`, floating; H a multiple of 128; rows may be strided.
-        rows_per_expert: `[E]` int32 where x is `[E * C, H]`: only so many of an expert's C rows are rounded, and the
-            others' results are undefined.
+        rows_per_expert: `[E]` int32 if x is `[E * C, H]`: the number of each expert's C rows that are rounded; the
+            results of the other rows are undefined.
 
     Returns:
         `[N, H]` float8_e4m3fn and `[N, H / 128]` float32, both contiguous.
@@ -86,7 +86,7 @@ def quantize_rows(x: Tensor, rows_per_expert: Tensor | None = None) -> tuple[Ten
 
 
 def quantize_weights(w: Tensor) -> tuple[Tensor, Tensor]:
-    """Round weights to fp8, an expert at a time, to need little memory beside the result.
+    """Round weights to fp8, one expert at a time, so that it takes little memory beside the result.
 
     Args:
         w: `[E, N, K]`, floating; N and K multiples of 128.
@@ -95,7 +95,7 @@ def quantize_weights(w: Tensor) -> tuple[Tensor, Tensor]:
         `[E, N, K]` float8_e4m3fn and `[E, N / 128, K / 128]` float32, both contiguous.
 
     Raises:
-        ConfigError: the sizes are others.
+        ConfigError: N or K is not a multiple of 128, or `w` is not floating.
     """
     if w.dim() != 3 or w.shape[1] % BLOCK or w.shape[2] % BLOCK or not w.is_floating_point():
         raise ConfigError(f"fp8 needs floating weights in blocks of {BLOCK} x {BLOCK}, not {w.dtype} {list(w.shape)}.")
@@ -115,7 +115,7 @@ def dequantize_weights(w: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     Args:
         w: `[E, N, K]` float8_e4m3fn.
         scales: `[E, N / 128, K / 128]` float32.
-        dtype: of the result.
+        dtype: dtype of the result.
     """
     spread = scales.repeat_interleave(BLOCK, 1).repeat_interleave(BLOCK, 2)
     return (w.float() * spread).to(dtype)

@@ -33,7 +33,7 @@ def _sum_kernel(
         pair = token * TOP_K + choice
         local = tl.load(ids + pair) - first_expert
         is_local = (local >= 0) & (local < E)
-        written = tl.where(is_local, H, 0)  # else nobody has written the row
+        written = tl.where(is_local, H, 0)  # rows of other ranks' experts were never written
         row = tl.load(rows + pair * H + columns, mask=columns < written, other=0).to(tl.float32)
         if WEIGHTED:
             row *= tl.load(weights + pair, mask=is_local, other=0)
@@ -51,15 +51,15 @@ def sum_choices(
     topk_weights: Tensor | None = None,
     gave_up: Tensor | None = None,
 ) -> Tensor:
-    """`out[n] = sum over j of rows[n, j]`, in float32, over the choices that are held here.
+    """`out[n] = sum over j of rows[n, j]`, in float32, over the choices whose expert is local.
 
     Args:
-        rows: `[N, k, H]`, contiguous; what is not held here is undefined.
+        rows: `[N, k, H]`, contiguous; rows of other ranks' experts are undefined.
         topk_ids: `[N, k]` int32 or int64, global ids.
-        first_expert: global id of the first expert held here.
-        num_experts: held here.
-        topk_weights: `[N, k]` float32 of rows that are not weighted yet; the others' need not be numbers.
-        gave_up: `[1]` int32, not 0 where the rows are not complete: all sums are NaN then.
+        first_expert: global id of the first local expert.
+        num_experts: number of local experts.
+        topk_weights: `[N, k]` float32 if `rows` are not weighted yet; weights of other ranks' experts may be NaN.
+        gave_up: `[1]` int32, not 0 if the rows are incomplete: then all sums are NaN.
 
     Returns:
         `[N, H]`, dtype of `rows`; zeros for a token without an expert here.
@@ -86,6 +86,6 @@ def sum_choices(
 
 
 def reference_sum_choices(rows: Tensor, topk_ids: Tensor, first_expert: int, num_experts: int) -> Tensor:
-    """The same in torch, of rows that are weighted; for others it is `moe.all2all.batches.sum_pairs`."""
+    """`sum_choices` in torch, for weighted rows; for unweighted rows see `moe.all2all.batches.sum_pairs`."""
     is_local = (topk_ids >= first_expert) & (topk_ids < first_expert + num_experts)
     return torch.where(is_local[:, :, None], rows.float(), 0.0).sum(1).to(rows.dtype)

@@ -1,17 +1,17 @@
-"""Routing in one kernel: scores, the best groups, the best experts, their weights, and padding that goes nowhere.
+"""Routing in one kernel: scores, the best groups, the best experts, their weights, and no expert for padding.
 
-    scores      softmax or sigmoid of a token's logits, in float32; a bias that decides, but does not weigh
-    groups      the best `top_groups` of them: by their best expert, or by the sum of their two best
-    experts     the k best of those groups, one after the other
+    scores      softmax or sigmoid of a token's logits, in float32; a bias affects the choice, but not the weights
+    groups      the best `top_groups` groups: by their best expert, or by the sum of their two best
+    experts     the k best experts of those groups, one after the other
     weights     scores without the bias, renormalised, scaled
 
-The torch reference is in `moe.router`. It does not say which of two experts with equal scores comes first; here it is
-the one with the lower id, in every step alike. A tile's rows are tokens, its columns experts, group by group:
+The torch reference is in `moe.router`. It does not define which of two experts with equal scores is first; here it is
+always the one with the lower id. A tile's rows are tokens, its columns experts, group by group:
 
     column c    group c // BLOCK_S, its expert c % BLOCK_S; both sides padded to powers of two
 
-A score and its column make one 64-bit key, whose order is that of scores, then of columns from the last to the first.
-So the best is a maximum, never a tie, and a nan cannot lead to an expert that does not exist.
+A score and its column make one 64-bit key. Keys are ordered by score, then by column from the last to the first. So the
+maximum is unique, and a nan cannot select an expert that does not exist.
 
 Source: the routers of Mixtral, DeepSeek-V2 and DeepSeek-V3; see `moe.router`.
 """
@@ -33,21 +33,21 @@ _MAX_TILE = 1024  # scores that one program holds, if it has more than one token
 
 @jit()
 def _keys(scores: tl.tensor, columns: tl.tensor, BLOCK: tl.constexpr) -> Any:
-    """Numbers in the order of the scores, and of equal ones from the last column to the first."""
-    bits = tl.where(scores == scores, scores.to(tl.int32, bitcast=True), 0x7FC00000)  # nan before all, as in torch
+    """Keys in the order of the scores; keys of equal scores are ordered from the last column to the first."""
+    bits = tl.where(scores == scores, scores.to(tl.int32, bitcast=True), 0x7FC00000)  # nan is the largest, as in torch
     ordered = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
     return (ordered.to(tl.int64) << 32) | (BLOCK - 1 - columns).to(tl.int64)
 
 
 @jit()
 def _column(key: tl.tensor, BLOCK: tl.constexpr) -> Any:
-    """Of a key, its column."""
+    """The column of a key."""
     return BLOCK - 1 - (key & 0xFFFFFFFF).to(tl.int32)
 
 
 @jit()
 def _group_scores(candidates: tl.tensor, BY_TWO: tl.constexpr, BLOCK_S: tl.constexpr) -> Any:
-    """`[tokens, groups]` of candidates `[tokens, groups, BLOCK_S]`."""
+    """Group scores `[tokens, groups]` of candidates `[tokens, groups, BLOCK_S]`."""
     best = tl.max(candidates, 2)
     if not BY_TWO:
         return best
@@ -104,7 +104,7 @@ def _topk_kernel(
         candidates = scores + tl.load(bias + expert, mask=is_expert, other=0).to(tl.float32)[None, :]
     candidates = tl.where(is_expert[None, :], candidates, float("-inf"))
     keys = _keys(candidates, columns[None, :], BLOCK)
-    keys = tl.where(is_expert[None, :], keys, _LOWEST)  # behind every expert, also one that scores -inf
+    keys = tl.where(is_expert[None, :], keys, _LOWEST)  # below every expert, also one with score -inf
     if TOP_GROUPS < GROUPS:
         groups = tl.arange(0, BLOCK_G)
         of_groups = _group_scores(tl.reshape(candidates, [BLOCK_T, BLOCK_G, BLOCK_S]), BY_TWO, BLOCK_S)
@@ -155,19 +155,19 @@ def route_topk(
     scale: float = 1.0,
     num_tokens: int | Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The experts of every token; the caller has checked that they fit the groups.
+    """Choose every token's experts; the caller has checked that the settings fit together.
 
     Args:
         logits: `[T, E]`, floating.
         top_k: experts per token, at most those of `top_groups` groups.
-        sigmoid: score by sigmoid, and groups by their two best experts; else by softmax, and by their best.
-        bias: `[E]`, added to the scores that decide.
+        sigmoid: score by sigmoid, and groups by their two best experts; else by softmax, and groups by their best.
+        bias: `[E]`, added to the scores for the choice, not for the weights.
         num_groups: blocks that the experts are cut into.
         top_groups: groups that a token may visit.
         renormalize: scale the k weights to sum to 1.
         scale: factor on the weights.
-        num_tokens: rows from here on are padding, and get expert -1. An integer, or one in a tensor on the device,
-            which nobody waits for and a captured graph reads anew; None for no padding.
+        num_tokens: rows from here on are padding, and get expert -1. An integer, or a tensor on the device with one
+            integer: the host does not wait for it, and a captured graph reads it in every replay. None for no padding.
 
     Returns:
         `topk_weights [T, k]` float32 and `topk_ids [T, k]` int64, best first.

@@ -1,4 +1,4 @@
-"""A down projection that says block by block what is done, and a copy that begins as soon as it is said.
+"""A down projection that signals each finished block, and a copy that copies a block as soon as it is signalled.
 
     compute stream   | down: block 0 | block 1 | block 2 | ...        a block is done: its signal counts up
     comm stream      ~~~~~~~~~~~~~~~~| copy 0  | copy 1  | copy 2     waits for the signal on the device, then copies
@@ -52,11 +52,11 @@ _BLOCK_COLUMNS = 128
 _BLOCK_DEPTH = 64
 _COPIED_COLUMNS = 1024
 _PATIENCE = 1 << 24
-"""Looks at a signal: some ten seconds, if one takes the best part of a microsecond."""
+"""Polls of a signal: some ten seconds, if a poll takes almost a microsecond."""
 
 
 class SignalTimeout(UBatchError):
-    """A copy waited for a block that nobody finished; what it copied is not complete."""
+    """A copy waited for a block that was never finished; the copied data are incomplete."""
 
 
 @dataclass(frozen=True)
@@ -64,34 +64,34 @@ class Alarm:
     """Whether a copy has given up. Several signals may share one.
 
     Attributes:
-        gave_up: `[1]` int32 on the device, 1 if so.
-        told: the same for the host, in its memory (pinned for a GPU).
+        gave_up: `[1]` int32 on the device, 1 if a copy has given up.
+        told: the same flag in host memory (pinned for a GPU).
     """
 
     gave_up: Tensor
     told: Tensor
 
     def rung(self) -> bool:
-        """Whether a copy that is over has given up. Waits for nothing."""
+        """Whether a copy that has ended gave up. Does not wait."""
         return bool(self.told.item())
 
-    @torch.inference_mode()  # may write what was made in it
+    @torch.inference_mode()  # it may write tensors made in inference mode
     def check(self, *signals: "Signals") -> None:
         """Ask the device whether all copies since the last check were complete. The host waits for it.
 
         Args:
-            signals: all that share this alarm; zeros afterwards if it raises.
+            signals: all signals that share this alarm; they are reset to 0 if it raises.
 
         Raises:
-            SignalTimeout: one gave up.
+            SignalTimeout: a copy gave up.
         """
         if not self.gave_up.item():
             return
-        if self.gave_up.is_cuda:  # nobody may add to what is set back
+        if self.gave_up.is_cuda:  # no kernel may add to a signal while it is reset
             torch.cuda.synchronize(self.gave_up.device)
         for tensor in (self.gave_up, self.told, *(each.counts for each in signals)):
             tensor.zero_()
-        if self.gave_up.is_cuda:  # nor count before it is
+        if self.gave_up.is_cuda:  # no kernel may count before the reset is done
             torch.cuda.synchronize(self.gave_up.device)
         looks = {each.patience for each in signals}
         raise SignalTimeout(
@@ -100,7 +100,7 @@ class Alarm:
         )
 
 
-@torch.inference_mode(False)  # what is made in inference mode cannot be written outside of it
+@torch.inference_mode(False)  # tensors made in inference mode cannot be written outside of it
 def make_alarm(device: torch.device | str) -> Alarm:
     """An alarm that is not set."""
     gave_up = torch.zeros(1, dtype=torch.int32, device=device)
@@ -109,14 +109,14 @@ def make_alarm(device: torch.device | str) -> Alarm:
 
 @dataclass(frozen=True)
 class Signals:
-    """What a producer and its copy share. One pair at a time.
+    """The signals that a producer and its copy share. Only one such pair may use them at a time.
 
     Attributes:
         counts: `[E * ceil(C / block_rows)]` int32, zeros between uses.
         alarm: whether a copy has given up.
-        block_rows: rows that one signal is for.
-        threshold: how far a signal counts until its block is done.
-        patience: how often a program looks before it gives up; once one has, the others wait for nothing.
+        block_rows: rows of a signal's block.
+        threshold: the count at which a block is done.
+        patience: polls before a program gives up; after one has given up, the others do not wait.
     """
 
     counts: Tensor
@@ -148,10 +148,10 @@ def make_signals(
     Args:
         num_experts: `E`.
         capacity: `C`.
-        columns: of a row.
+        columns: columns of a row.
         device: where the results are.
-        memory: gives at least so many bytes, zeros, where nobody else counts; new ones by default.
-        alarm: shared with others; one of their own by default.
+        memory: allocates at least the given number of bytes, zeroed and not shared; a new tensor by default.
+        alarm: an alarm shared with other signals; a new one by default.
     """
     blocks = num_experts * cdiv(capacity, BLOCK_ROWS)
     if memory is None:
@@ -179,7 +179,7 @@ def _down_signalling_kernel(
 ) -> None:
     COLUMN_TILES: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     blocks = (capacity + BLOCK_M - 1) // BLOCK_M  # of an expert
-    # Tiles of one block come one after the other, so that blocks are done early, and in order.
+    # Tiles of one block follow each other, so that blocks are finished early, and in order.
     for tile in tl.range(tl.program_id(0), E * blocks * COLUMN_TILES, tl.num_programs(0)):
         block = tile // COLUMN_TILES
         expert, first = block // blocks, block % blocks * BLOCK_M
@@ -199,7 +199,7 @@ def _down_signalling_kernel(
                 sums = tl.dot(rows_tile, weights, sums, input_precision="ieee")
             place = out + (expert.to(tl.int64) * capacity + rows)[:, None] * N + columns[None, :]
             tl.store(place, sums.to(out.dtype.element_ty), mask=(rows < count)[:, None] & (columns < N)[None, :])
-            tl.debug_barrier()  # all threads of the program have stored, before one of them says so
+            tl.debug_barrier()  # all threads have stored before one of them signals
             tl.atomic_add(signals + block, 1, sem="release")
 
 
@@ -227,7 +227,7 @@ def _copy_signalled_kernel(
         count = tl.minimum(tl.load(rows_per_expert + expert), capacity)
         if first < count:
             done = tl.atomic_add(signals + block, 0, sem="acquire")
-            looks = tl.where(tl.load(gave_up, volatile=True) != 0, patience, 0)  # not as long again for each block
+            looks = tl.where(tl.load(gave_up, volatile=True) != 0, patience, 0)  # no second full wait for each block
             while (done < THRESHOLD) & (looks < patience):
                 done = tl.atomic_add(signals + block, 0, sem="acquire")
                 looks += 1
@@ -235,7 +235,7 @@ def _copy_signalled_kernel(
                 tl.atomic_xchg(gave_up, 1)
                 tl.store(told, 1)
             else:
-                tl.debug_barrier()  # no thread reads before the one that has seen the signal
+                tl.debug_barrier()  # no thread reads before one has seen the signal
                 for row in tl.range(first, tl.minimum(first + BLOCK_M, count)):
                     here = expert.to(tl.int64) * capacity + row
                     there = here
@@ -243,7 +243,7 @@ def _copy_signalled_kernel(
                         there = tl.load(places + here).to(tl.int64)
                     for start in tl.range(0, N, BLOCK_N):
                         columns = start + tl.arange(0, BLOCK_N)
-                        # Past the first-level cache, which another SM's stores do not reach.
+                        # Bypass the L1 cache: it does not see another SM's stores.
                         values = tl.load(y + here * N + columns, mask=columns < N, cache_modifier=".cg")
                         tl.store(out + there * N + columns, values, mask=columns < N)
                 tl.atomic_xchg(signals + block, 0, sem="relaxed")
@@ -252,17 +252,17 @@ def _copy_signalled_kernel(
 def project_down_signalling(
     x: Tensor, w2: Tensor, rows_per_expert: Tensor, signals: Signals, num_programs: int
 ) -> Tensor:
-    """The down projection of batches; every block of rows says when it is done.
+    """The down projection of batches; it signals every block of rows when the block is done.
 
     Args:
-        x: `[E, C, I]`, contiguous; what is behind an expert's rows is not read.
+        x: `[E, C, I]`, contiguous; rows behind an expert's last row are not used.
         w2: `[E, H, I]`, contiguous, dtype of `x`: float32, bfloat16 or float16.
         rows_per_expert: `[E]` int32.
         signals: from `make_signals(E, C, H, ...)`.
         num_programs: SMs to use.
 
     Returns:
-        `[E, C, H]`, dtype of `x`; behind an expert's rows undefined.
+        `[E, C, H]`, dtype of `x`; rows behind an expert's last row are uninitialised.
     """
     experts, capacity, depth = x.shape
     columns = w2.shape[1]
@@ -283,7 +283,7 @@ def project_down_signalling(
             BLOCK_M=signals.block_rows,
             BLOCK_N=_BLOCK_COLUMNS,
             BLOCK_K=min(_BLOCK_DEPTH, power_of_2(depth, 16)),
-            num_warps=8 if x.dtype == torch.float32 else 4,  # multiplied without tensor cores, in more registers
+            num_warps=8 if x.dtype == torch.float32 else 4,  # without tensor cores, needs more registers
             num_stages=3,
         )
     return y
@@ -297,17 +297,17 @@ def copy_signalled(
     num_programs: int,
     places: Tensor | None = None,
 ) -> None:
-    """Copy every block of `y` to `out` once it is done. Launched after the projection, on another stream that does not
-    wait for it.
+    """Copy every block of `y` to `out` once it is done. Launch it after the projection, on another stream that does not
+    wait for the projection.
 
     Args:
-        y: `[E, C, H]`, what the projection writes.
+        y: `[E, C, H]`, the projection's output.
         rows_per_expert: `[E]` int32.
-        signals: the projection's; zero afterwards.
-        out: as `y`, or rows `[R, H]`: memory that a transport sends from, such as a peer's or the host's (pinned) as
-            this GPU sees it.
-        num_programs: SMs to use; together with the projection's no more than there are.
-        places: `[E * C]` int32, which row of `out` each row goes to; by default they stay in order.
+        signals: the projection's signals; zero afterwards.
+        out: as `y`, or rows `[R, H]`: memory that a transport sends from, such as a peer's or pinned host memory that
+            this GPU can address.
+        num_programs: SMs to use; together with the projection's at most the SMs of the device.
+        places: `[E * C]` int32, the row of `out` for each row; by default rows stay in order.
     """
     experts, capacity, columns = y.shape
     if y.numel():
@@ -332,7 +332,7 @@ def copy_signalled(
 
 
 def reference_counts(rows_per_expert: Tensor, capacity: int, signals: Signals) -> Tensor:
-    """What the signals count once the projection is done: `threshold` for every block that has rows. In torch."""
+    """The signals' counts after the projection, in torch: `threshold` for every block that has rows."""
     first = torch.arange(cdiv(capacity, signals.block_rows), device=rows_per_expert.device) * signals.block_rows
     has_rows = first < rows_per_expert.clamp(max=capacity)[:, None]
     return (has_rows * signals.threshold).flatten().to(torch.int32)

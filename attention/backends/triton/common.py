@@ -90,7 +90,7 @@ def refuse_other_batch(
 
 
 class Workspace:
-    """Float32 scratch memory that grows when a plan needs more. A plan keeps its tensor, so a captured one never moves."""
+    """Float32 scratch memory that grows when a plan needs more. A plan keeps its tensor, so a captured plan's stays."""
 
     def __init__(self, device: torch.device) -> None:
         self._newest = torch.zeros(0, device=device)

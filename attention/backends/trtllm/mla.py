@@ -327,7 +327,7 @@ def _attend_absorbed(metadata: CommonAttentionMetadata, batch: RequestBatch) -> 
 
 
 def _rows(inputs: MLAInputs, rows: slice | Tensor) -> MLAInputs:
-    """The inputs of a part's tokens; the same object if that is all tokens, so that `rope` looks angles up only once."""
+    """The inputs of a part's tokens; unchanged if the part has all tokens, so that `rope` looks angles up only once."""
     if rows == slice(0, inputs.q_nope.shape[0]):
         return inputs
     return replace(
