@@ -1,19 +1,19 @@
 """Mixture of experts: routing, transport and experts of one layer.
 
     router            which experts a token visits, and their weights
-    modular_kernel    dispatch -> experts -> combine, and every point where a lane may hand on
-    schedule_checks   which schedules transport and experts serve
+    modular_kernel    dispatch -> experts -> combine, and every point where a lane may hand over to the next
+    schedule_checks   which schedules transport and experts support
     all2all/          how tokens travel between ranks
     experts/          how a rank computes its experts
     kernels/          Triton kernels of both
-    cpu_linear        a linear layer by whichever CPU library is faster
-    grouped_linear    one for every expert, in C
+    cpu_linear        a linear layer on the faster of two CPU libraries
+    grouped_linear    linear layers of all experts in one call, in C
     placement         which experts a rank holds
-    segments          sums and offsets of rows that lie side by side
+    segments          sums and offsets of consecutive rows
     expert_parallel   replaces the MoE blocks of a Hugging Face model
     transformers_parallel   carries the tokens of a model that transformers itself shards
 
-Stands on `ubatch` alone.
+Depends only on `ubatch`.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""A linear layer for inference, by whichever CPU library multiplies faster here.
+"""A linear layer for inference, on the CPU library that multiplies faster on this machine.
 
 torch multiplies fp32 matrices on a CPU with the BLAS it was built with, usually MKL, which is slow on processors of
-other makers: on one AMD EPYC it reaches 98 GFLOP/s a core where oneDNN, which torch has on board too, reaches 230. So
-the first call of a process multiplies with either and keeps the faster one (some 30 ms); few rows and many are asked
-for apart, because with few rows what counts is how the weight is read. Everything else (other devices and dtypes,
+other makers: on one AMD EPYC it reaches 98 GFLOP/s a core, and oneDNN, which torch also contains, reaches 230. So the
+first call of a process times both and keeps the faster one (some 30 ms). Few rows and many rows are timed separately,
+because with few rows the time goes into reading the weight. Everything else (other devices and dtypes,
 autocast, gradients) is `torch.nn.functional.linear`.
 """
 
@@ -22,12 +22,12 @@ from ubatch import ConfigError
 
 __all__ = ["PackedLinear", "best_times", "kernel_rows", "linear", "packing_pays"]
 
-_FEW_ROWS = 64  # of a decode step; with few rows the weight counts, with many the arithmetic
+_FEW_ROWS = 64  # up to here reading the weight takes the time, beyond it the arithmetic
 _PROBES = {True: (32, 512, 1024), False: (256, 512, 1024)}  # few rows or not: tokens, inputs, outputs
-_EXPERT_PROBE = (8, 512, 512)  # of an expert in a decode step
+_EXPERT_PROBE = (8, 512, 512)  # rows, inputs, outputs of an expert in a decode step
 _ROUNDS = 12
-_PACKED_FOR_ROWS = 64  # the layout depends on it; this one is good from 1 row to 1024
-_MARGIN = 1.05  # a library that is hardly faster is not worth leaving torch's own choice for
+_PACKED_FOR_ROWS = 64  # rows that the packed layout is made for; it is good from 1 row to 1024
+_MARGIN = 1.05  # another library must be this much faster than torch's own choice
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -47,9 +47,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 class PackedLinear:
-    """A linear layer whose weight is kept only in the blocked layout that oneDNN multiplies from.
+    """A linear layer whose weight is kept only in oneDNN's blocked layout.
 
-    Few rows gain most, because then the weight is what is read: 8 rows by 512 x 512 take 0.6 of the time.
+    Few rows gain most, because then the time goes into reading the weight: 8 rows by 512 x 512 take 0.6 of the time.
 
     Args:
         weight: `[out, in]` float32 on the CPU; it may be freed afterwards.
@@ -68,7 +68,7 @@ class PackedLinear:
         """`x` `[..., in]` float32 to `[..., out]`.
 
         Raises:
-            ConfigError: another dtype or width, or a gradient is wanted: there is none.
+            ConfigError: another dtype or width; or the call needs a gradient, which is not supported.
         """
         if x.dtype is not torch.float32 or x.shape[-1] != self._in_features:
             raise ConfigError(
@@ -79,17 +79,17 @@ class PackedLinear:
         return self.unchecked(x)
 
     def unchecked(self, x: Tensor) -> Tensor:
-        """As a call, for who knows that it is in order: experts make hundreds in a step."""
+        """As `__call__` without its checks: experts make hundreds of calls in a step."""
         return _onednn(x, self._packed, None)
 
 
 def kernel_rows(rows: int) -> int:
-    """The rows that oneDNN is given for so many: a few more, so that few numbers of rows occur.
+    """`rows` rounded up for oneDNN, so that only few different numbers of rows occur.
 
-    For every number of rows it builds and keeps a kernel of its own, which costs some 0.7 ms and 1.2 MB. Up to 16 rows,
-    where padding would cost most and decoding spends its time, every number has its kernel; above, numbers grow by a
-    quarter at most. From 256 on, where the experts of a prefill are, it is a sixteenth: padding is time lost (with
-    steps of 64 they took 8% longer).
+    oneDNN builds and keeps a separate kernel for every number of rows, which costs some 0.7 ms and 1.2 MB. Numbers up
+    to 16, which decoding uses and where padding costs most, are not rounded; larger ones grow by a quarter at most.
+    From 256 rows on, as in a prefill, they grow by a sixteenth at most, because padding costs time (with steps of 64
+    the experts took 8% longer).
     """
     for limit, step in ((16, 1), (64, 4), (512, 16), (1024, 32)):
         if rows <= limit:
@@ -100,8 +100,7 @@ def kernel_rows(rows: int) -> int:
 def packing_pays(dtype: torch.dtype, device: torch.device) -> bool:
     """Whether `PackedLinear` is the fastest here for the few rows that an expert has in a decode step; float32, CPU.
 
-    That is another question than whether oneDNN multiplies large matrices faster: with few rows, how the weights lie in
-    memory counts for more.
+    This does not follow from oneDNN's speed on large matrices: with few rows the layout of the weights matters more.
     """
     return dtype is torch.float32 and device.type == "cpu" and _packed_is_faster()
 
@@ -158,7 +157,7 @@ def _has_onednn() -> bool:
 
 
 def best_times(ways: Sequence[Callable[[], Tensor]]) -> list[float]:
-    """Each one's best time in seconds, taken in turns: a busy machine slows them all down, but not in every round."""
+    """The best time of each, in seconds. They run in turns, so that load on the machine slows all of them alike."""
     best = [math.inf] * len(ways)
     for _ in range(_ROUNDS):
         for index, way in enumerate(ways):

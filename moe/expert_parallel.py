@@ -1,4 +1,4 @@
-"""Expert parallelism for a model that exists: its MoE blocks are replaced in place.
+"""Expert parallelism for an existing model: its MoE blocks are replaced in place.
 
     model = AutoModelForCausalLM.from_pretrained(...)         # every rank: the same weights
     expert_parallel(model, CommGroup.from_process_group())    # each rank keeps its own experts
@@ -39,7 +39,7 @@ class _Family:
     """A kind of MoE block that can be replaced.
 
     Attributes:
-        name: what errors call it.
+        name: its name in errors.
         block: the block's class; it has `.gate` and `.experts`.
         gate: the router's class; returns (logits, weights `[T, k]`, ids `[T, k]`).
         experts: the experts' class; has `.gate_up_proj [E, 2I, H]`, `.down_proj [E, H, I]` and `.act_fn`.
@@ -64,12 +64,12 @@ _KNOWN = ", ".join(family.name for family in _FAMILIES)
 
 
 class ExpertParallelMoE(nn.Module):
-    """Stands where a Hugging Face MoE block stood.
+    """Replaces a Hugging Face MoE block.
 
     Args:
-        gate: the block's own router, all experts' logits on every rank.
+        gate: the block's own router; every rank computes all experts' logits.
         kernel: this rank's experts, the shared ones and the transport.
-        jitter_noise: the block's, which only training uses; refused there.
+        jitter_noise: the block's router jitter; only training uses it, and training with jitter is refused.
     """
 
     def __init__(self, gate: nn.Module, kernel: FusedMoEModularKernel, jitter_noise: float = 0.0) -> None:
@@ -113,8 +113,8 @@ def expert_parallel(
     """Spread a Hugging Face model's experts over the ranks of `group`, in place.
 
     Attention and everything else stay whole on every rank, and each rank calls the model with its own tokens (data
-    parallel). All ranks must call it equally often: every call is collective. For inference only where there is more
-    than one rank; run under `torch.no_grad()` or `torch.inference_mode()`.
+    parallel). All ranks must call it equally often: every call is collective. With more than one rank it is for
+    inference only; run under `torch.no_grad()` or `torch.inference_mode()`.
 
     Args:
         model: with Qwen3-MoE, Mixtral, OLMoE, DeepSeek-V2 or DeepSeek-V3 blocks of transformers 5.x; the same weights
@@ -124,13 +124,13 @@ def expert_parallel(
         all2all_backend: see `moe.all2all`.
         experts_backend: see `moe.experts`.
         link: emulate this link under the back end (`emulated_link`).
-        all2all_options: what the back end takes beside, such as `max_tokens_per_rank` for `deepep_low_latency`.
+        all2all_options: further options of the back end, such as `max_tokens_per_rank` for `deepep_low_latency`.
 
     Returns:
         `model`.
 
     Raises:
-        UnsupportedModelError: no MoE block, one of a family that is not known, or one that is not built as known.
+        UnsupportedModelError: no MoE block, one of an unknown family, or one whose structure is not the expected one.
         ConfigError: experts that do not divide by the ranks, an unknown back end or option, or no CommGroup.
     """
     if group is not None and not isinstance(group, CommGroup):
@@ -147,7 +147,7 @@ def expert_parallel(
     }
     replaced: dict[int, ExpertParallelMoE] = {}  # a block used in two places stays one block
     while blocks:
-        path, block = blocks.pop()  # and with it the last reference to the old block: its weights are freed here
+        path, block = blocks.pop()  # drops the last reference to the old block: its weights are freed here
         if id(block) not in replaced:
             replaced[id(block)] = _replacement(block, transports[_num_experts(block)], experts_backend)
         model.set_submodule(path, replaced[id(block)])
@@ -159,7 +159,7 @@ def expert_parallel(
 def make_transport(
     backend: str, group: CommGroup | None, num_experts: int, link: EmulatedLink | None, options: dict[str, object]
 ) -> All2All[Any]:
-    """The back end, over an emulated link if there is one; arguments as of `expert_parallel`."""
+    """Make the back end, over an emulated link if one is given; arguments as for `expert_parallel`."""
     if link is not None:
         options, backend = {**options, "inner": backend, "link": link}, "emulated_link"
     return make_all2all(backend, group=group, num_experts=num_experts, **options)
@@ -169,7 +169,7 @@ def _find_blocks(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Every MoE block with its path, known and checked.
 
     Raises:
-        UnsupportedModelError: something that looks like a MoE block is not known, or not built as its name says.
+        UnsupportedModelError: a module that looks like a MoE block is unknown, or has an unexpected structure.
     """
     families = {family.block: family for family in _FAMILIES}
     if type(model).__name__ in families:
@@ -219,7 +219,7 @@ def _is_silu(activation: Any) -> bool:
 
 
 def _routes(gate: Any, hidden_size: int) -> bool:
-    """Whether the router itself chooses, which in some releases of transformers is left to the block."""
+    """Whether the router chooses the experts; in some releases of transformers the block does."""
     with torch.no_grad():
         routed = gate(gate.weight.new_zeros(1, hidden_size))
     return isinstance(routed, tuple) and len(routed) == 3 and not routed[2].is_floating_point()

@@ -1,9 +1,9 @@
-"""Products of rows with the weights of their experts in one call, on the CPU: what experts are made of.
+"""Multiplies rows with the weights of their experts on the CPU, for all experts in one call.
 
-torch would multiply expert by expert. In a decode step each of them has a few rows, and its weight is read from memory
-at a fraction of what memory can give, by threads that start and join for 50 us of work each. Here a call is one loop
-over panels of all weights (`moe/kernels/grouped_linear.c`, compiled by `ubatch.kernels.c_jit`): two cores read them at
-twice the speed, and multiply many rows at 0.93 of what the cores can do (`docs/cpu-kernels.md`).
+torch would multiply expert by expert. In a decode step each expert has a few rows, so threads start and join for 50 us
+of work each, and read the weights at a fraction of the memory bandwidth. Here a call is one loop over panels of all
+weights (`moe/kernels/grouped_linear.c`, compiled by `ubatch.kernels.c_jit`): two cores read the weights twice as fast,
+and multiply many rows at 0.93 of the cores' peak (`docs/cpu-kernels.md`).
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ _SOURCE = Path(__file__).parent / "kernels" / "grouped_linear.c"
 
 
 class GroupedLinear:
-    """The weights of some experts, kept only in the order in which the kernel reads them.
+    """The weights of some experts, kept only in the kernel's layout.
 
     Args:
         weight: `[experts, out, in]` float32 on the CPU; it may be freed afterwards.
-        gated: the first half of the outputs is a gate, and `silu(gate) * other half` is what comes out.
+        gated: the first half of the outputs is a gate, and the result is `silu(gate) * other half`.
 
     Attributes:
-        outputs: numbers of a row that comes out: `out`, or half of it where gated.
+        outputs: elements of a result row: `out`, or half of it if gated.
 
     Raises:
         ConfigError: another dtype or device, or C cannot be compiled here.
@@ -50,7 +50,7 @@ class GroupedLinear:
         self._inputs = weight.shape[2]
         halves = weight.detach().chunk(2, dim=1) if gated else (weight.detach(),)
         self.outputs = halves[0].shape[1]
-        # Of each panel one vector of the gate and one of the other half, or two that follow each other.
+        # A panel has one vector of the gate and one of the other half; without a gate, two consecutive vectors.
         width = lanes if gated else 2 * lanes
         self._panels = -(-self.outputs // width)
         missing = self._panels * width - self.outputs
@@ -60,16 +60,16 @@ class GroupedLinear:
                 part.copy_(F.pad(half[expert], (0, 0, 0, missing)).view(self._panels, width, -1).transpose(1, 2))
 
     def __call__(self, x: Tensor, first_row: Tensor, source: Tensor | None = None, *, first_expert: int = 0) -> Tensor:
-        """The rows of every expert times its weight; none of this is checked, for who knows that it is in order.
+        """Multiply the rows of every expert by its weight. The arguments are not checked.
 
         Args:
-            x: `[N, in]` float32; its rows may be apart, their numbers not.
+            x: `[N, in]` float32; its rows may be strided, each is contiguous.
             first_row: `[experts + 1]` int64, where each expert's rows begin, and where the last one's end (M).
-            first_expert: which of the experts are asked, if it is not all of them.
-            source: `[M]` int64, the row of `x` that each row is; None where they are the rows of `x` as they lie.
+            first_expert: the first expert to use, if not all are used.
+            source: `[M]` int64, the row of `x` to use for each row; None uses the rows of `x` in order.
 
         Returns:
-            `[M, outputs]`; rows may be apart.
+            `[M, outputs]`; rows may be strided.
         """
         rows = x.shape[0] if source is None else source.shape[0]
         out = x.new_empty(rows, self._packed.shape[3] // (2 if self._gated else 1) * self._panels)
@@ -84,7 +84,7 @@ class GroupedLinear:
             self._packed[first_expert].data_ptr(),
             out.data_ptr(),
             self._gated,
-            torch.get_num_threads(),  # told, for a thread that has not computed yet has OpenMP's default, not torch's
+            torch.get_num_threads(),  # in a new thread OpenMP's own default would apply, not torch's
         )
         return out[:, : self.outputs]
 
@@ -107,7 +107,7 @@ class NativeLinear:
         """`x` `[..., in]` float32 to `[..., out]`.
 
         Raises:
-            ConfigError: another dtype, device or width, or a gradient is wanted: there is none.
+            ConfigError: another dtype, device or width; or the call needs a gradient, which is not supported.
         """
         if x.dtype is not torch.float32 or x.device.type != "cpu" or x.shape[-1] != self._in_features:
             raise ConfigError(
@@ -123,7 +123,7 @@ class NativeLinear:
 
 @cache
 def _library(**defines: int) -> tuple[Callable[..., None], int]:
-    """The kernel, and how many numbers a vector has: `LANES`, by default what the processor has."""
+    """Compile the kernel; also returns the floats per vector, `LANES`, by default as many as the processor has."""
     reason = why_not_c()
     if reason is not None:
         raise ConfigError(reason)

@@ -1,4 +1,4 @@
-"""One MoE layer between router and residual, and every point at which it may hand the baton on.
+"""One MoE layer between router and residual, and every point at which its lane may hand over to the next.
 
     Contract: routed tokens in, their weighted expert outputs (plus the shared expert's) out, same order.
 
@@ -8,17 +8,17 @@
                   SELECT    DISPATCH     |      COMBINE, then OUTPUT
                 (before)  (after launch) launch
 
-At `~` this lane waits and another one computes. The shared expert, which needs no communication, fills one of the two
-gaps of its own lane too: after dispatch's launch, after combine's launch, or when the baton is back from there.
+At `~` this lane waits and another one computes. The shared expert, which needs no communication, can fill a gap of its
+own lane: after dispatch's launch, after combine's launch, or when the lane resumes after `COMBINE`.
 
-Where the schedule is signalled, a combine begins block by block while its experts' down projection still runs:
+Under a signalled schedule a combine begins block by block while its experts' down projection still runs:
 
     comp:  | prepare |~~~~~~~~~|  up  |   down    |~~~~~~~~~| finalize |
     comm:            |dispatch |      ~| combine       |
 
-It is opened, and forked from the compute stream, between the two projections, and launched after them: at the same
-place among the points as any other combine. A transport without signals on the device may send what blocks of experts
-have completed, each as soon as the host has launched, or computed, that block:
+Such a combine is opened, and forked from the compute stream, between the two projections. It is launched after them, at
+the same place among the points as any other combine. A transport without signals on the device may send the rows that a
+block of experts has completed, as soon as the host has launched, or computed, that block:
 
     comp:  | prepare |~~~~~~~~~| block 0 | block 1 | block 2 |~~~~~~~~~| finalize |
     comm:            |dispatch |         | rows 0  | rows 1  | rows 2 |
@@ -34,15 +34,15 @@ combine leaves as soon as its experts are done. Between chunks there is no point
 this lane's next chunk has arrived. `ubatch.schedules.layer_program` is the same for the simulator; a test compares the
 two.
 
-Where a rank has more tokens than a dispatch has room for (`All2AllTraits.max_tokens`), the layer runs in pieces of the
+If a rank has more tokens than a dispatch has room for (`All2AllTraits.max_tokens`), the layer runs in pieces of the
 batch: the first as drawn, the others one after the other in its experts' place, without a point between them. All ranks
-run as many pieces, which the vote has told them; an idle rank's are empty.
+run the same number of pieces, which they know from the vote; an idle rank's pieces are empty.
 
-A token's output is the sum over chunks of what one chunk would give it for its experts there, added in the order of
-the chunks: within rounding the same as in one chunk, and independent of how the batch is split into lanes.
+A token's output is the sum of its partial outputs from all chunks, added in the order of the chunks. Within rounding it
+is the same as with one chunk, and it does not depend on how the batch is split into lanes.
 
-Outside a lane the same code runs straight through. A receive hook then runs as soon as it is registered, so hooks are
-registered only after everything that shall overlap with the transfer.
+Outside a lane the same code runs without handing over. A receive hook then runs as soon as it is registered, so hooks
+are registered only after everything that should overlap with the transfer.
 """
 
 from __future__ import annotations
@@ -128,9 +128,9 @@ class FusedMoEModularKernel(nn.Module):
             `[T, H]`, dtype of `hidden_states`.
 
         Raises:
-            ConfigError: wrong shapes or dtypes, `k` above the number of experts, a schedule with more lanes or chunks
-                than the transport serves, or that is signalled where somebody cannot signal, or a graph is captured
-                that the transport or the experts cannot be in.
+            ConfigError: wrong shapes or dtypes; `k` above the number of experts; a schedule with more lanes or chunks
+                than the transport supports; a signalled schedule that the transport or the experts do not support; a
+                graph capture that the transport or the experts do not support.
         """
         schedule = current_schedule()
         self._check(hidden_states, topk_weights, topk_ids, schedule)
@@ -152,17 +152,19 @@ class FusedMoEModularKernel(nn.Module):
         del arrivals
         dbo_yield(Point.DISPATCH)
 
-        # --- experts: as a chunk's are done, its partial sums travel home ---
+        # --- experts: when a chunk's experts are done, its partial sums travel home ---
         combines: list[_Combine] = []
         for received in layer.arrivals.take().drain():
             combines.append(self._results_of(received, schedule))
-            del received  # while other lanes run, only the transfers keep what they still need
+            del received  # meanwhile only the transfers keep the tensors they need
         for piece in others:
             dbo_maybe_run_recv_hook()
             combines += [self._computed(received) for received in self._dispatch(*piece, schedule).drain()]
 
         # --- finalize: the sums arrive ---
-        if schedule.shared_expert is not SharedExpert.COMBINE_RETURN:  # else no hook: the wait comes after it
+        if (
+            schedule.shared_expert is not SharedExpert.COMBINE_RETURN
+        ):  # else no hook: the wait follows the shared expert
             self._run_shared(hidden_states, SharedExpert.COMBINE, schedule, layer)
             dbo_register_recv_hook(partial(_wait_for_all, combines))
         layer.combines.leave(combines)
@@ -179,7 +181,8 @@ class FusedMoEModularKernel(nn.Module):
     def _pieces(self, x: Tensor, topk_weights: Tensor, topk_ids: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
         """The arguments of as many dispatches as the rank with most tokens needs, one after the other.
 
-        Where the ranks did not vote they cannot know how many, so it is one, which the transport refuses if too large.
+        If the ranks did not vote they cannot know the number, so there is one piece; a transport refuses it if it is
+        too large.
         """
         room, context = self.all2all.traits.max_tokens, get_forward_context()
         voted = context.tokens_across_ranks if context is not None else None
@@ -191,7 +194,7 @@ class FusedMoEModularKernel(nn.Module):
         return [(x[rows], topk_weights[rows], topk_ids[rows]) for rows in bounds]
 
     def _dispatch(self, x: Tensor, topk_weights: Tensor, topk_ids: Tensor, schedule: Schedule) -> _Arrivals:
-        """Launch all chunks' way here."""
+        """Launch the dispatches of all chunks."""
         if schedule.signalled and self.all2all.traits.sends_blocks:
             whole = cast(SendsBlocks, self.all2all).dispatch_blocks(x, topk_ids, topk_weights)
             return _Arrivals([whole.map(lambda arrived: (arrived,))])
@@ -202,19 +205,19 @@ class FusedMoEModularKernel(nn.Module):
         return _Arrivals([dispatch_cut(self.all2all, x, topk_ids, topk_weights, blocks)])
 
     def _results_of(self, received: _Received, schedule: Schedule) -> _Combine:
-        """Run the experts of a chunk; its results are on their way home."""
+        """Run the experts of a chunk, and launch its combine."""
         if not schedule.signalled:
             return self._computed(received)
         return self._in_blocks(received) if self.all2all.traits.sends_blocks else self._signalled(received)
 
     def _computed(self, received: _Received) -> Transfer[Tensor]:
-        """Run the experts, then launch their results' way home."""
+        """Run the experts, then launch the combine of their results."""
         results = self._run_experts(received)
         dbo_maybe_run_recv_hook()
         return self.all2all.combine(results, received.handle)
 
     def _signalled(self, received: _Received) -> Transfer[Tensor]:
-        """The same, but the results leave while the last projection makes them."""
+        """The same, but results are sent while the down projection still computes."""
         batches, experts = cast(BatchedDispatch[Any], received), cast(SignallingExperts, self.experts)  # see `_check`
         rows = experts.project_up_batched(batches.hidden_states, batches.rows_per_expert, batches.scales)
         combine = cast(SignalsCombine[Any], self.all2all).open_combine(batches.handle)
@@ -223,7 +226,7 @@ class FusedMoEModularKernel(nn.Module):
         return combine.send(results)
 
     def _in_blocks(self, received: _Received) -> _InBlocks:
-        """The same, but what a block of experts has completed leaves while the next one is computed."""
+        """The same, but the rows that a block of experts has completed are sent while the next block is computed."""
         rows, experts = cast(Dispatched[Any], received), cast(BlockwiseExperts, self.experts)  # see `_check`
         combine = cast(SendsBlocks, self.all2all).combine_blocks(rows.handle)
         sums = experts.run_blocks(rows.hidden_states, rows.topk_ids, rows.topk_weights, combine.blocks, rows.scales)
@@ -234,15 +237,15 @@ class FusedMoEModularKernel(nn.Module):
         return _InBlocks(transfers, combine.sum_up)
 
     def _run_experts(self, received: _Received) -> Tensor:
-        """What the experts make of what arrived, in the layout in which it arrived."""
+        """The experts' results for the rows that arrived, in the same layout."""
         if isinstance(received, BatchedDispatch):
-            experts = cast(BatchedExperts, self.experts)  # the transport said so when this kernel was made
+            experts = cast(BatchedExperts, self.experts)  # checked when this kernel was made
             return experts.run_batched(received.hidden_states, received.rows_per_expert, received.scales)
         rows = (received.hidden_states, received.topk_ids, received.topk_weights)
         return self.experts(*rows) if received.scales is None else self.experts(*rows, received.scales)
 
     def _run_shared(self, x: Tensor, place: SharedExpert, schedule: Schedule, layer: _Layer) -> None:
-        """Run the shared expert, if there is one and the schedule wants it at this place."""
+        """Run the shared expert, if there is one and the schedule puts it at this place."""
         if self.shared_experts is not None and schedule.shared_expert is place:
             layer.shared.leave(self.shared_experts(x))
 
@@ -290,11 +293,11 @@ _Received = Dispatched[Any] | BatchedDispatch[Any]
 
 
 class _InBlocks:
-    """A combine whose results come home in several transfers.
+    """A combine whose results return in several transfers.
 
     Args:
         transfers: in the order in which they were launched.
-        sum_up: makes the output of what they bring.
+        sum_up: sums what the transfers deliver to the output.
     """
 
     def __init__(self, transfers: Sequence[Transfer[Tensor]], sum_up: Callable[[Sequence[Tensor]], Tensor]) -> None:
@@ -313,10 +316,10 @@ _Combine = Transfer[Tensor] | _InBlocks
 
 
 class _Arrivals:
-    """The chunks of one layer on their way here.
+    """The chunks of one layer that are being dispatched to this rank.
 
     Args:
-        transfers: each brings one chunk or more, in order.
+        transfers: each delivers one chunk or more, in order.
     """
 
     def __init__(self, transfers: Sequence[Transfer[Sequence[_Received]]]) -> None:
@@ -324,23 +327,23 @@ class _Arrivals:
 
     @property
     def first(self) -> Transfer[Sequence[_Received]]:
-        """What the first chunk comes with."""
+        """The transfer that delivers the first chunk."""
         return self._transfers[0]
 
     def drain(self) -> Iterator[_Received]:
-        """Wait for each chunk in turn, and let go of those before it."""
+        """Wait for each chunk in turn, and drop the references to those before it."""
         while self._transfers:
             yield from self._transfers.pop(0).wait()
 
 
 @dataclass(frozen=True, slots=True)
 class _Layer(Handover):
-    """What one call of the layer hands from stage to stage.
+    """The values that one call of the layer passes from stage to stage.
 
     Attributes:
-        arrivals: from `SELECT`'s stage to that after `DISPATCH`.
-        combines: of every chunk, from there to that after `COMBINE`.
-        shared: the shared expert's output, from wherever it ran to the end.
+        arrivals: the dispatches; set in the stage of `SELECT`, used in the stage after `DISPATCH`.
+        combines: the combines of all chunks; used in the stage after `COMBINE`.
+        shared: the shared expert's output, used in the last stage.
     """
 
     arrivals: Left[_Arrivals] = field(default_factory=partial(Left, "arrivals"))
@@ -353,13 +356,13 @@ def _wait_for_all(transfers: Sequence[_Combine]) -> list[Tensor]:
 
 
 def _put_together(parts: list[Tensor], chunks: int) -> Tensor:
-    """The layer's output from those of every piece's chunks."""
+    """Sum the chunks of every piece, and concatenate the pieces."""
     sums = [_sum_of_chunks(parts[start : start + chunks]) for start in range(0, len(parts), chunks)]
     return sums[0] if len(sums) == 1 else torch.cat(sums)
 
 
 def _sum_of_chunks(parts: list[Tensor]) -> Tensor:
-    """In the order of the chunks, in at least float32."""
+    """The sum over the chunks, in their order and in at least float32."""
     if len(parts) == 1:
         return parts[0]
     total = parts[0] if parts[0].dtype == torch.float64 else parts[0].float()

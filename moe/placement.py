@@ -1,4 +1,4 @@
-"""Which rank holds which expert: contiguous blocks of equal size, in rank order; and which of its blocks."""
+"""Which rank holds which expert (contiguous ranges of equal size, in rank order), and which block an expert is in."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ def local_experts(num_experts: int, rank: int, num_ranks: int) -> range:
 
 
 def block_of(slots: Tensor, blocks: Sequence[range]) -> Tensor:
-    """Which block an expert is in; of the shape and dtype of `slots`. Anything for a slot in none of them.
+    """The index of each expert's block, in the shape and dtype of `slots`; undefined for slots outside of all blocks.
 
     Args:
-        slots: places among a rank's experts.
+        slots: indices among a rank's experts.
         blocks: all of the rank's experts, in order.
     """
     block = torch.zeros_like(slots)

@@ -8,9 +8,9 @@
 All take logits `[T, E]` and give `topk_weights [T, k]` and `topk_ids [T, k]`. Groups are blocks of `E / num_groups`
 neighbouring experts: a token may visit those of its `top_groups` best groups only, and so few ranks.
 
-What is written here in torch runs on every device and is the reference. On a GPU that Triton compiles for, each is one
-kernel instead (`moe.kernels.router`), unless gradients are wanted. Experts whose scores are equal come in any order
-here, and in that of their ids there.
+The torch code here runs on every device and is the reference. On a GPU that Triton supports, each router is one kernel
+instead (`moe.kernels.router`), unless gradients are needed. Experts with equal scores are in any order here, and in the
+order of their ids in the kernel.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ __all__ = [
 ]
 
 NO_EXPERT = -1
-"""In `topk_ids`: this choice goes to no expert, travels nowhere and adds nothing."""
+"""In `topk_ids`: this choice goes to no expert, is not sent and adds nothing."""
 
 _TINY = 1e-20
 """Added to a sum of weights before dividing by it, as DeepSeek does: all of them may underflow."""
@@ -155,10 +155,10 @@ class GroupLimitedRouter:
 
 @dataclass(frozen=True)
 class SigmoidTopKRouter:
-    """Sigmoid of every logit in float32; a bias that balances the experts' load decides with, but does not weigh.
+    """Sigmoid of every logit in float32; a bias that balances the experts' load affects the choice, not the weights.
 
-    The k experts with the largest `score + bias` in the best groups are chosen; a group is as good as its two best
-    experts together. Their weights are the scores without the bias.
+    The k experts with the largest `score + bias` in the best groups are chosen; a group's score is the sum of its two
+    best experts. The weights are the scores without the bias.
 
     Attributes:
         top_k: experts per token.
@@ -166,7 +166,7 @@ class SigmoidTopKRouter:
         top_groups: groups that a token may visit.
         renormalize: scale the k weights to sum to 1, before `scale`.
         scale: factor on the weights (`routed_scaling_factor`).
-        correction_bias: `[E]` float32 (`e_score_correction_bias`); None is zeros. Two routers are equal if the rest is.
+        correction_bias: `[E]` float32 (`e_score_correction_bias`); None is zeros. Ignored when routers are compared.
 
     Source: DeepSeek-V3 (2024), section 2.1.2; `DeepseekV3TopkRouter` of transformers.
     """
@@ -264,7 +264,7 @@ def _check_logits(router_logits: Tensor, top_k: int, num_groups: int = 1, top_gr
 
 
 def route(router: Router, router_logits: Tensor, num_tokens: int | Tensor) -> tuple[Tensor, Tensor]:
-    """Route every token, and padding to no expert: `router`, then `mask_padding`, in one kernel where there is one.
+    """Route every token, and padding to no expert: `router`, then `mask_padding`, in one kernel if there is one.
 
     Args:
         router: any.
@@ -290,11 +290,11 @@ def mask_padding(topk_ids: Tensor, num_tokens: int | Tensor) -> Tensor:
 
     Args:
         topk_ids: `[T, k]`.
-        num_tokens: how many rows are tokens; `ForwardContext.num_tokens` of a padded step. In a graph, whose padding is
-            another one in every replay, one integer in a tensor on the device of the ids: it is not read on the host.
+        num_tokens: how many rows are tokens; `ForwardContext.num_tokens` of a padded step. In a graph, whose padding
+            differs between replays, one integer in a tensor on the device of the ids: it is not read on the host.
 
     Returns:
-        `topk_ids` itself where nothing is padded, else a new tensor.
+        `topk_ids` itself if nothing is padded, else a new tensor.
 
     Raises:
         ConfigError: `num_tokens` is negative or more than there are rows, or a tensor of more than one integer.

@@ -1,4 +1,4 @@
-"""Which schedules a layer's transport and experts serve: asked before any step, and again in every one."""
+"""Checks which schedules a layer's transport and experts support, before the first step and in every step."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ __all__ = ["check_schedule", "check_schedule_by_name", "check_signalled_experts"
 
 
 def check_schedule(schedule: Schedule, all2all: All2All, traits: All2AllTraits) -> None:
-    """Refuse what a back end cannot serve.
+    """Refuse a schedule that a back end does not support.
 
     Args:
-        schedule: of a step.
+        schedule: a step's schedule.
         all2all: the back end.
-        traits: what it can do in that step.
+        traits: the back end's traits in that step.
 
     Raises:
-        ConfigError: too many lanes or chunks, several combines of one dispatch where there can be but one, or combines
-            that begin before their experts are done where none can.
+        ConfigError: too many lanes or chunks; several combines of one dispatch, or combines that begin before their
+            experts are done, if the back end does not support them.
     """
     backend = type(all2all).__name__
     if traits.max_lanes is not None and schedule.lanes > traits.max_lanes:
@@ -49,10 +49,10 @@ def check_schedule(schedule: Schedule, all2all: All2All, traits: All2AllTraits) 
 
 
 def check_schedule_by_name(schedule: Schedule, name: str) -> None:
-    """Refuse what no back end of that class can serve, before there are ranks to make one on.
+    """Refuse a schedule that no back end of that class supports; needs no ranks and makes no back end.
 
     Args:
-        schedule: of a step.
+        schedule: a step's schedule.
         name: one of `all2all_backends()`.
 
     Raises:
@@ -63,16 +63,16 @@ def check_schedule_by_name(schedule: Schedule, name: str) -> None:
 
 
 def check_signalled_experts(schedule: Schedule, traits: All2AllTraits, experts: type, device: torch.device) -> None:
-    """Refuse a signalled schedule that a class of experts, or a device, cannot serve.
+    """Refuse a signalled schedule that a class of experts, or a device, does not support.
 
     Args:
-        schedule: of a step, signalled; the transport serves it.
-        traits: what the transport can do in that step.
+        schedule: a step's signalled schedule, which the transport supports.
+        traits: the transport's traits in that step.
         experts: class of the experts.
         device: where they are.
 
     Raises:
-        ConfigError: the experts do not run as the transport wants them to, or the schedule reserves no SMs on a GPU.
+        ConfigError: the experts cannot run as the transport needs, or the schedule reserves no SMs on a GPU.
     """
     name = experts.__name__
     if traits.sends_blocks:

@@ -1,6 +1,6 @@
-"""Sums over variable-length lists of rows: how expert outputs come back to their tokens.
+"""Sums over variable-length lists of rows: adds up expert outputs per token.
 
-Both places where a token's results are added up (over its experts on one rank, over the ranks that held them) use
+Both places where a token's results are added up (over its experts on one rank, over the ranks that hold them) use
 `segment_sum`. It adds in the order of the index, so a token's sum does not depend on which other tokens share the
 batch, and it reads every row once, without the intermediate that gather + multiply + sum would write.
 """

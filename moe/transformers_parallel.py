@@ -1,4 +1,4 @@
-"""`ep_implementation="ubatch"`: what transformers shards by itself, over our transports and through our points.
+"""`ep_implementation="ubatch"`: models that transformers itself shards use this project's transports and overlap.
 
     register_with_transformers(all2all_backend="torch_dist")
     config = DistributedConfig(fsdp_size=2, ep_size=2, ep_implementation="ubatch")
@@ -11,7 +11,7 @@ implementation to bring each module of experts its tokens; the experts are compu
     rows of the batch | own share | dispatch ~~ experts ~~ combine | all-gather ~~ | rows of the batch
                         (tensor-parallel ranks only)                 (these only)
 
-With `fsdp_size` every rank has a batch of its own. The ranks of a tensor-parallel group (`tp_size`) have the same one:
+With `fsdp_size` every rank has its own batch. The ranks of a tensor-parallel group (`tp_size`) have the same batch:
 each dispatches its share of the rows, so that no token is computed twice, and gathers the others' results.
 """
 
@@ -42,11 +42,11 @@ if TYPE_CHECKING:
 __all__ = ["TransformersUnsupportedError", "register_with_transformers"]
 
 TESTED_TRANSFORMERS = "5.23"
-"""The release whose interface this was written for and tested with: `transformers.distributed` is young."""
+"""The release that this is written for and tested with; the interface of `transformers.distributed` may change."""
 
 
 class TransformersUnsupportedError(ConfigError):
-    """transformers, or what it needs to shard a model, is not installed, or is of a release that was not tested."""
+    """transformers, or accelerate, is not installed, or transformers is a release that was not tested."""
 
 
 def register_with_transformers(
@@ -56,7 +56,7 @@ def register_with_transformers(
     link: EmulatedLink | None = None,
     all2all_options: Mapping[str, object] | None = None,
 ) -> None:
-    """Make `DistributedConfig(ep_implementation="ubatch")` known to transformers, in this process.
+    """Register `ep_implementation="ubatch"` with transformers, in this process.
 
     Call it on every rank before `from_pretrained`. Models that are loaded afterwards use this transport; calling it
     again changes it for the next ones. A `UBatchWrapper` around such a model votes over the group. All ranks must call
@@ -68,7 +68,7 @@ def register_with_transformers(
             None. The ranks of an expert-parallel or tensor-parallel group are a part of it (`CommGroup.part`).
         all2all_backend: see `moe.all2all`.
         link: emulate this link under the back end (`emulated_link`).
-        all2all_options: what the back end takes beside.
+        all2all_options: further options of the back end.
 
     Raises:
         TransformersUnsupportedError: transformers or accelerate is missing, or transformers is not of the tested
@@ -92,7 +92,7 @@ def register_with_transformers(
 
 
 def _check_installed() -> None:
-    """Refuse what cannot work, before transformers is imported.
+    """Check the installed packages before transformers is imported.
 
     Raises:
         TransformersUnsupportedError: see `register_with_transformers`.
@@ -115,7 +115,7 @@ def _check_installed() -> None:
 
 
 class _Implementation:
-    """What transformers calls once for every module of experts that it shards, on every rank in the same order.
+    """The factory that transformers calls for every module of experts that it shards, in the same order on all ranks.
 
     Args:
         group, backend, link, options: of `register_with_transformers`.
@@ -132,7 +132,7 @@ class _Implementation:
         self._transports: dict[tuple[CommGroup, int], All2All[Any]] = {}
 
     def __call__(self, experts: Any, ep_mesh: DeviceMesh, tp_mesh: DeviceMesh) -> _ShardedExperts:
-        """How `experts`, which hold this rank's share of the weights, get their tokens.
+        """Make the transport for `experts`, which hold this rank's share of the weights.
 
         Raises:
             ConfigError: see `register_with_transformers`.
@@ -142,11 +142,11 @@ class _Implementation:
         key = (ep, int(experts.num_experts) * ep.size)
         if key not in self._transports:
             self._transports[key] = make_transport(self._backend, *key, self._link, self._options)
-        experts._ubatch_group = world  # where a wrapper around the model finds who votes
+        experts._ubatch_group = world  # a wrapper around the model reads the voting group from here
         return _ShardedExperts(experts, self._transports[key], tp, world, self._link)
 
     def _world(self) -> CommGroup:
-        """All ranks; other ones than before if torch.distributed was started anew."""
+        """The group of all ranks; a new one if torch.distributed was restarted."""
         if self._group is not None:
             return self._group
         started = dist.group.WORLD
@@ -162,14 +162,14 @@ def _part(world: CommGroup, mesh: DeviceMesh) -> CommGroup:
 
 
 class _ShardedExperts:
-    """An `EPImplementation` of transformers: this rank's experts, and the way of the tokens to all of them.
+    """An `EPImplementation` of transformers: this rank's experts, and the transport between all ranks' experts.
 
     Args:
         experts: transformers' module, its weights cut to this rank's.
-        all2all: over the expert-parallel ranks.
+        all2all: the transport over the expert-parallel ranks.
         tp: the ranks that have the same batch.
-        world: who votes; tensor-parallel ranks are neighbours in it, as in transformers' meshes.
-        link: carries the gathering among `tp`, too.
+        world: the ranks that vote; tensor-parallel ranks are neighbours in it, as in transformers' meshes.
+        link: the emulated link; also delays the all-gather among `tp`.
     """
 
     def __init__(
@@ -181,11 +181,11 @@ class _ShardedExperts:
         self._link = link
 
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """The weighted outputs of each token's experts, on whatever ranks they are.
+        """The summed, weighted outputs of each token's experts on all ranks.
 
         Args:
             hidden_states: `[T, H]`, the batch of this rank, or of its tensor-parallel group.
-            top_k_index: `[T, k]` integers, global ids; one that is no expert's counts for nothing.
+            top_k_index: `[T, k]` integers, global ids; an id that is not an expert's is ignored.
             top_k_weights: `[T, k]` floating.
 
         Returns:
@@ -208,7 +208,7 @@ class _ShardedExperts:
         return output
 
     def _own_tokens(self) -> AbstractContextManager[object]:
-        """Within, the step's context counts every rank's share, in place of what each tensor-parallel group has."""
+        """A context in which the step's token counts are each rank's share, not the tensor-parallel group's."""
         context = get_forward_context()
         across = None if context is None else context.tokens_across_ranks
         if context is None or across is None or len(across) != self._world.size:
@@ -219,7 +219,7 @@ class _ShardedExperts:
 
 
 def _shares(tokens: int, ranks: int) -> list[int]:
-    """How many rows each rank of those that have the same ones dispatches."""
+    """Divide `tokens` rows among the ranks that have the same batch: the number of rows each one dispatches."""
     return [(tokens + ranks - 1 - rank) // ranks for rank in range(ranks)]
 
 
@@ -227,7 +227,7 @@ class _LocalExperts:
     """transformers' experts, as `moe.experts.Experts` and `BatchedExperts`.
 
     Args:
-        module: the experts of this rank; their forward takes ids that begin at 0 here.
+        module: the experts of this rank; their forward takes local ids, starting at 0.
         expert_range: their global ids.
     """
 
@@ -237,7 +237,7 @@ class _LocalExperts:
         from transformers.distributed.parallel_utils import _use_local_dtensor_params
 
         self._module = module
-        self._forward = module.forward  # before transformers puts ours in its place
+        self._forward = module.forward  # saved before transformers replaces it
         self._local_weights = _use_local_dtensor_params
         self.expert_range = expert_range
 
@@ -266,7 +266,7 @@ class _LocalExperts:
         """Each row through one expert: `[N, H]` and `[N]` local ids to `[N, H]`."""
         if not rows.shape[0]:
             return rows
-        # Lanes take turns inside of transformers' own swap of the weights, so whoever comes first ends it for all.
+        # Lanes alternate while transformers has its weights swapped, so the first lane to finish ends the swap for all.
         with self._local_weights(self._module):
             results: Tensor = self._forward(rows, slots.long()[:, None], rows.new_ones(rows.shape[0], 1))
         return results

@@ -1,16 +1,16 @@
 """The experts of one rank, behind one protocol.
 
-reference    plain loop, the oracle of the tests
+reference    plain loop, the reference in tests
 grouped      torch: sort by expert, one pair of GEMMs per expert; CPU and CUDA
-packed       the same on a CPU, with weights kept only as oneDNN reads them fastest; for serving
-native       the same with products and activation in C, compiled where it runs; the fastest of them on a CPU
+packed       the same on a CPU, with weights kept only in oneDNN's packed layout; for serving
+native       the same with products and activation in C, compiled on the machine; the fastest on a CPU
 grouped_mm   torch's grouped product, one launch per projection; bfloat16 on GPUs
-flashinfer   flashinfer's CUTLASS kernels, where it is installed; bfloat16 and float16 on GPUs
+flashinfer   flashinfer's CUTLASS kernels, if it is installed; bfloat16 and float16 on GPUs
 triton       this project's Triton kernels; GPUs, both layouts, fp8
-triton_batched   the same for the low-latency layout alone
+triton_batched   the same for the low-latency layout only
 
-`base` is the protocol, `registry` finds them by name, `quantization` packs fp8 in blocks; those for CPUs are in `cpu`.
-`fastest` says which of them `auto` takes, and how that is found out.
+`base` is the protocol, `registry` finds back ends by name, `quantization` packs fp8 in blocks; CPU ones are in `cpu`.
+`fastest` chooses the back end for `auto` by measuring.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What a MoE layer needs from the experts of one rank.
+"""The interface between a MoE layer and the experts of one rank.
 
-Two layouts, as the transport brings them (`moe.all2all.base`): rows of tokens, and batches of rows by expert.
+Transports deliver two layouts (`moe.all2all.base`): rows of tokens, and batches of rows by expert.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class BatchedExperts(Protocol):
     """Experts that also take rows sorted by expert."""
 
     def run_batched(self, hidden_states: Tensor, rows_per_expert: Tensor, scales: Tensor | None = None) -> Tensor:
-        """Every row through the expert it lies under, without a weight: combine applies those.
+        """Run every row through the expert whose batch it is in, without the router's weight: combine applies it.
 
         Args:
             hidden_states: `[E_local, C, H]`, contiguous. Float8_e4m3fn where `scales` come with them. Rows behind the
@@ -83,17 +83,17 @@ class BlockwiseExperts(Protocol):
             blocks: of local experts, together all of them, in order.
 
         Yields:
-            for every block `[n, H]`: the sums of those rows, in the rows' order, whose last expert is in it. Rows
-            without an expert here come with the first block. Computed only when asked for.
+            For each block, `[n, H]`: the sums of the rows whose last expert is in the block, in the rows' order. Rows
+            without a local expert are in the first block. A block is computed when the caller asks for it.
         """
 
 
 @runtime_checkable
 class SignallingExperts(Protocol):
-    """Batched experts whose down projection says block by block what is done."""
+    """Batched experts whose down projection signals each finished block of rows."""
 
     def check_signalling(self) -> None:
-        """Refuse weights for which there is no such projection.
+        """Refuse weights that have no signalling down projection.
 
         Raises:
             ConfigError: says what to do.
@@ -121,14 +121,14 @@ class FusedExperts(nn.Module):
 
     Attributes:
         capturable: see `Experts`.
-        obeys_sms: they take no more SMs than a schedule leaves to compute (`ubatch.streams.sm_budget`).
-        dtype: of the weights, and of what comes out.
+        obeys_sms: the kernels use only the SMs that a schedule leaves to compute (`ubatch.streams.sm_budget`).
+        dtype: dtype of the weights and of the output.
         hidden_size, intermediate_size: `H` and `I`.
 
     Args:
         w13: `[E_local, 2 * I, H]`: of each expert the gate projection `w1`, then the up projection `w3`.
         w2: `[E_local, H, I]`: the down projection.
-        first_expert: global id of the first of them.
+        first_expert: global id of the first local expert.
 
     Raises:
         ConfigError: shapes, dtypes or devices do not fit together.

@@ -1,8 +1,8 @@
-"""Which experts are the fastest on this machine: asked by running them.
+"""Finds the fastest experts on this machine by timing them.
 
-On a CPU once per process, by a fixed probe. On a GPU with the model's own sizes, before its weights are loaded, and
-kept in the file of `ubatch.kernels.autotune`: well-kept kernels of other libraries against ours, which come first in
-the list and so are what is taken where nothing can be timed.
+On a CPU this happens once per process, with a fixed probe. On a GPU it uses the model's own sizes, before its weights
+are loaded, and the result is kept in the file of `ubatch.kernels.autotune`. Other libraries' kernels compete with this
+project's, which are first in the list and so are used if nothing can be timed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ubatch.kernels.fastest import Chosen, Launches, fastest, measured
 __all__ = ["ExpertsNeeds", "ExpertsShape", "fastest_cpu_experts", "fastest_experts", "usable_experts"]
 
 _EXPERTS, _HIDDEN, _INTERMEDIATE, _TOP_K = 8, 512, 256, 4
-_TOKENS = (16, 256)  # of a decode step, and of a prefill; they count alike
+_TOKENS = (16, 256)  # tokens of a decode step, and of a prefill; both have the same weight
 _CANDIDATES = ("triton", "flashinfer", "grouped_mm")  # all of them can be captured
 _GPU_TOKENS = (64, 4096)  # as above
 _PACKAGES = ("flashinfer-python",)
@@ -50,13 +50,13 @@ class ExpertsShape:
 
 @dataclass(frozen=True)
 class ExpertsNeeds:
-    """What the transport and the schedules need experts to do.
+    """What the transport and the schedules require of experts.
 
     Attributes:
-        batched: take rows in batches by expert.
-        signals: say block by block what is done, as a signalled schedule wants.
-        blocks: be computed block after block, which a signalled schedule wants where the transport sends blocks.
-        obeys_sms: keep to the SMs that a schedule with `comm_sms` leaves them. The last resort need not.
+        batched: they must take rows in batches by expert.
+        signals: they must signal each finished block, for a signalled schedule.
+        blocks: they must run block by block, for a signalled schedule on a transport that sends blocks.
+        obeys_sms: they must use only the SMs that a schedule with `comm_sms` leaves; the last candidate is exempt.
     """
 
     batched: bool = False
@@ -65,10 +65,10 @@ class ExpertsNeeds:
     obeys_sms: bool = False
 
     def missing(self, experts: FusedExperts) -> str | None:
-        """What these lack of it, or None.
+        """The first requirement that `experts` do not meet, or None.
 
         Raises:
-            ConfigError: they signal, but not with these weights.
+            ConfigError: they can signal, but not with these weights.
         """
         if self.batched and not isinstance(experts, BatchedExperts):
             return "takes no rows in batches by expert, as the transport brings them"
@@ -86,7 +86,7 @@ class ExpertsNeeds:
 def usable_experts(
     shape: ExpertsShape, dtype: torch.dtype, device: torch.device, needs: ExpertsNeeds = ExpertsNeeds()
 ) -> dict[str, str | None]:
-    """The experts back ends that `auto` chooses from, the default first, each with why it cannot be used, or None.
+    """The experts back ends that `auto` chooses from, the default first, each with why it is unusable, or None.
 
     Args:
         shape: of a layer.
@@ -103,7 +103,7 @@ def usable_experts(
 
 
 def fastest_experts(names: Sequence[str], shape: ExpertsShape, dtype: torch.dtype, device: torch.device) -> Chosen:
-    """The fastest of some experts back ends; on a CPU, and where nothing can be timed, the first.
+    """The fastest of some experts back ends; the first one on a CPU, or if nothing can be timed.
 
     Raises:
         ConfigError: none of them works here.
@@ -127,14 +127,14 @@ def fastest_experts(names: Sequence[str], shape: ExpertsShape, dtype: torch.dtyp
     )
     inputs.cache_clear()
     if device.type == "cuda":
-        torch.cuda.empty_cache()  # the weights come next
+        torch.cuda.empty_cache()  # the weights are loaded next
     return chosen
 
 
 def _why_not(
     name: str, shape: ExpertsShape, dtype: torch.dtype, device: torch.device, needs: ExpertsNeeds
 ) -> str | None:
-    """Asked of one expert of the right size."""
+    """Why a back end cannot be used, or None; found by making one expert of the right size."""
     w13 = torch.empty(1, 2 * shape.intermediate_size, shape.hidden_size, dtype=dtype, device=device)
     w2 = torch.empty(1, shape.hidden_size, shape.intermediate_size, dtype=dtype, device=device)
     try:
@@ -163,8 +163,8 @@ def _inputs(
 
 
 def fastest_cpu_experts(dtype: torch.dtype, device: torch.device) -> str:
-    """The experts back end for a model of `dtype` on `device`: `native` where C can be compiled and is faster, else
-    `packed` where oneDNN's layout pays, else `grouped`."""
+    """The experts back end for a model of `dtype` on `device`: `native` if C can be compiled and is faster, else
+    `packed` if oneDNN's layout is faster, else `grouped`."""
     if dtype is not torch.float32 or device.type != "cpu":
         return "grouped"
     otherwise = "packed" if packing_pays(dtype, device) else "grouped"

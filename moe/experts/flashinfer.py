@@ -1,11 +1,10 @@
 """Experts by flashinfer's CUTLASS kernels: routing, both GEMMs and the weighted sum in one call.
 
-The kernel wants each expert's up projection before its gate projection, so the weights are kept that way only; the
-plain ones are gone. It is told that it is the first of two ranks with as many experts each: then ids 0 to E - 1 are its
-own, and any other id, of another rank or of padding, is somebody else's, and adds nothing. Which ids are really held
-here, it need not know.
+The kernel takes each expert's up projection before its gate projection, so the weights are kept only in that order; the
+plain ones are deleted. The kernel is configured as the first of two ranks with equally many experts: ids 0 to E - 1 are
+local, and any other id (another rank's, or padding) adds nothing. Global ids are converted before the call.
 
-Its fused last step adds with atomics, in any order; that is turned off, as a step must give the same numbers twice.
+Its fused last step adds with atomics, in any order; it is turned off, because a step must be reproducible.
 
 Source: flashinfer's documentation of `cutlass_fused_moe`; the kernels are TensorRT-LLM's.
 """
@@ -27,7 +26,7 @@ __all__ = ["FlashInferExperts", "find_fused_moe"]
 
 _DTYPES = (torch.bfloat16, torch.float16)
 _ALIGNMENT = 8  # of hidden and intermediate sizes, for 16 bytes of either dtype
-_NOBODY = -1  # no rank's
+_NOBODY = -1  # an id of no rank
 
 
 class FlashInferExperts(FusedExperts):
@@ -92,10 +91,10 @@ class FlashInferExperts(FusedExperts):
 
 
 def find_fused_moe() -> Callable[..., Any]:
-    """Import flashinfer's kernel. Tests put their stand-in in this function's place.
+    """Import flashinfer's kernel. Tests replace this function to supply a stand-in.
 
     Raises:
-        ConfigError: flashinfer cannot be imported, or this version has no such thing.
+        ConfigError: flashinfer cannot be imported, or this version lacks the kernel.
     """
     module = import_optional(
         "flashinfer.fused_moe",

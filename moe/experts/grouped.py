@@ -52,7 +52,7 @@ class GroupedExperts(FusedExperts):
         blocks: Sequence[range],
         scales: Tensor | None = None,
     ) -> Iterator[Tensor]:
-        """See `BlockwiseExperts`. Bit by bit what `forward` gives, where a product does not depend on those beside."""
+        """See `BlockwiseExperts`. The same bits as `forward`, if a row's product does not depend on other rows."""
         self.check_input(hidden_states, topk_ids, topk_weights, scales)
         hidden_states = self.dequantized(hidden_states, scales)
         plan = _plan(topk_ids, self.expert_range)
@@ -92,14 +92,14 @@ class GroupedExperts(FusedExperts):
 
         def run(slot: int) -> Tensor:
             rows, start = plan.rows_per_expert[slot], plan.starts[slot]
-            # Where an expert takes more rows than it has, the rows behind them, which are others', fill them up.
+            # If the call takes more rows than the expert has, it is filled up with the following rows of others.
             tokens = plan.token_of_row[start : start + self.rows_of_call(rows)]
             return self.run_expert(slot, hidden_states.index_select(0, tokens))[:rows]
 
         return torch.cat([run(slot) for slot in slots if plan.rows_per_expert[slot]])
 
     def rows_of_call(self, rows: int) -> int:
-        """How many rows `run_expert` is best given for so many; it is given fewer at the end of the batch."""
+        """The number of rows to pass to `run_expert` instead of `rows`; fewer are passed at the end of the batch."""
         return rows
 
     def run_expert(self, slot: int, x: Tensor) -> Tensor:
@@ -110,7 +110,7 @@ class GroupedExperts(FusedExperts):
 
 @dataclass(frozen=True)
 class RowPlan:
-    """Where the pairs (token, choice) of one call go. `M` of the `N * k` pairs are local.
+    """The rows of one call's pairs (token, choice). `M` of the `N * k` pairs are local.
 
     Attributes:
         rows_per_expert: rows of each local expert; they sum to M.
@@ -132,11 +132,11 @@ class RowPlan:
         return [0, *accumulate(self.rows_per_expert)]
 
     def rows_of(self, slots: range) -> range:
-        """Where the rows of experts that follow each other are."""
+        """The rows of consecutive experts."""
         return range(self.starts[slots.start], self.starts[slots.stop])
 
     def weights(self, topk_weights: Tensor, dtype: torch.dtype) -> Tensor:
-        """`[M]`, of the pairs, from those of all choices."""
+        """The weights of the local pairs, `[M]`, from those of all choices."""
         weights = topk_weights.flatten() if self.pair_is_local is None else topk_weights[self.pair_is_local]
         return weights.to(dtype)
 

@@ -4,9 +4,9 @@
     two grouped products    gate_up = rows w13^T;  y = (silu(gate) * up) w2^T
     sum                     every token adds its pairs, weighted, in the order in which the router chose them
 
-How many rows each expert has stays on the device, so a graph can capture it, where torch has a kernel: bfloat16 on
-GPUs of compute capability 9 and 10. On other GPUs torch would read the counts and loop over the experts, as `grouped`
-does; there it is refused. Rows behind the last group are not written; whatever lies there adds nothing.
+The row counts stay on the device, so a graph can capture it. torch has a kernel for bfloat16 on GPUs of compute
+capability 9 and 10. On other GPUs torch would read the counts and loop over the experts, as `grouped` does, so this
+back end refuses them. Rows behind the last group are not written, and they are not added.
 
 Source: torch's documentation of `torch.nn.functional.grouped_mm`, and `aten/src/ATen/native/cuda/GroupedBlas.cpp`.
 """
@@ -25,7 +25,7 @@ from ubatch.dbo import report_sm_use
 
 __all__ = ["GroupedMMExperts"]
 
-_CAPABILITIES = (9, 10)  # major ones
+_CAPABILITIES = (9, 10)  # major versions
 _ALIGNMENT = 8  # of hidden and intermediate sizes, for 16 bytes of bfloat16
 
 

@@ -2,8 +2,8 @@
 
     x = fp8 * scale,    scale = max |block| / 448
 
-448 is the largest number of e4m3. Scales are per row, so a row's bits do not depend on its batch, and rows may travel
-one by one. A block of zeros gets a tiny scale, not none. Source: DeepSeek-V3 (1 x 128 tiles), DeepEP's fp8 dispatch.
+448 is the largest number of e4m3. Scales are per row, so a row's bits do not depend on its batch, and rows may be sent
+one by one. A block of zeros gets a tiny scale, not 0. Source: DeepSeek-V3 (1 x 128 tiles), DeepEP's fp8 dispatch.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ def quantize_blocks(x: Tensor, block: int = BLOCK) -> tuple[Tensor, Tensor]:
         raise ConfigError(f"fp8 needs floating rows of a multiple of {block}, not {x.dtype} {list(x.shape)}.")
     blocks = x.unflatten(-1, (-1, block)).float()
     scales = blocks.abs().amax(-1).clamp(min=_SMALLEST_AMAX) / _LARGEST
-    # Dividing may round to a hair above the largest number, which this dtype knows only as NaN.
+    # The quotient may round to slightly above the largest number, which would become NaN in this dtype.
     quantized = (blocks / scales.unsqueeze(-1)).clamp(-_LARGEST, _LARGEST).to(FP8)
     return quantized.flatten(-2), scales
 
 
 def quantize_tokens(x: Tensor) -> tuple[Tensor, Tensor]:
-    """`quantize_blocks` of `[T, H]`, by one kernel where Triton runs: on a GPU, and in its interpreter."""
+    """`quantize_blocks` of `[T, H]`, in one kernel if Triton runs: on a GPU, or in its interpreter."""
     if x.dim() != 2 or x.shape[1] % BLOCK or not x.is_floating_point() or not _in_triton(x.device.type):
         return quantize_blocks(x)
     from moe.kernels.quantize import quantize_rows  # imports Triton

@@ -1,4 +1,4 @@
-"""The oracle: one token, one expert at a time, exactly as the formula reads."""
+"""The reference: one token and one expert at a time, exactly as in the formula."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["ReferenceExperts"]
 
 
 class ReferenceExperts(FusedExperts):
-    """A plain loop over tokens and their choices. Slow; what the fast experts are compared with."""
+    """A plain loop over tokens and their choices. Slow; tests compare the fast experts with it."""
 
     def forward(
         self, hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor, scales: Tensor | None = None
@@ -27,7 +27,7 @@ class ReferenceExperts(FusedExperts):
         return torch.stack(rows) if rows else hidden_states.new_zeros(0, self.hidden_size)
 
     def run_batched(self, hidden_states: Tensor, rows_per_expert: Tensor, scales: Tensor | None = None) -> Tensor:
-        """See `BatchedExperts`. Rows behind the counts come out as NaN, so that a reader shows."""
+        """See `BatchedExperts`. Rows behind the counts are NaN, so that code that reads them is noticed."""
         self.check_batched_input(hidden_states, rows_per_expert, scales)
         hidden_states = self.dequantized(hidden_states, scales)
         results = torch.full_like(hidden_states, float("nan"))

@@ -30,10 +30,10 @@ _BACKENDS = LazyRegistry(
 
 
 def register_experts_backend(name: str, target: str) -> None:
-    """Make an implementation known.
+    """Register an implementation.
 
     Args:
-        name: what `make_experts` calls it.
+        name: its name for `make_experts`.
         target: `"package.module:Class"`, a `FusedExperts`; imported on first use.
 
     Raises:
@@ -48,10 +48,10 @@ def experts_backends() -> tuple[str, ...]:
 
 
 def experts_class(name: str) -> type[FusedExperts]:
-    """What `make_experts` makes under that name.
+    """The class that `make_experts` makes for that name.
 
     Raises:
-        ConfigError: an unknown name, or it cannot be imported.
+        ConfigError: the name is unknown, or the class cannot be imported.
     """
     return cast("type[FusedExperts]", _BACKENDS.load(name))
 
@@ -68,7 +68,7 @@ def make_experts(
     quantize: str | None = None,
     num_experts: int | None = None,
 ) -> FusedExperts:
-    """The experts `w13`, `w2` computed by the back end `name`; see `FusedExperts` for the arguments.
+    """Make experts with weights `w13`, `w2` on the back end `name`; see `FusedExperts` for the arguments.
 
     Args:
         w13_scale: of w13 in fp8, as w2_scale, dtype and quantize for back ends that compute in fp8; see

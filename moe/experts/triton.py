@@ -1,12 +1,12 @@
 """Experts by Triton kernels, for rows of tokens.
 
-    align_pairs     each (token, choice) its row, sorted by expert; tiles of rows
+    align_pairs     gives each (token, choice) its row, sorted by expert; cuts rows into tiles
     project_up      gathers the tokens' rows: silu(x w1^T) * (x w3^T)
     project_down    . w2^T, times the router's weight, back at the pair's place
     sum_choices     every token adds its pairs, in the order in which the router chose them
 
-A row's bits depend on nothing but its token, and sums have one order, so a token's output is the same in every batch
-that is computed with the same tiles.
+A row's bits depend only on its token, and sums have a fixed order. So a token's output is the same in every batch that
+is computed with the same tiles.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class TritonExperts(TritonBatchedExperts):
         num_tokens, top_k = topk_ids.shape
         first, held = self.expert_range.start, len(self.expert_range)
         room = power_of_2(num_tokens)
-        # Tokens without any expert here may not even come.
+        # Tokens without a local expert may be missing.
         pairs_here = max(1.0, top_k * held / self.num_experts) if self.num_experts else top_k
         alike = cache(lambda: self._even_routing(num_tokens, top_k))
 
@@ -66,7 +66,7 @@ class TritonExperts(TritonBatchedExperts):
         return sum_choices(pairs.unflatten(0, (num_tokens, top_k)), topk_ids, first, held)
 
     def _even_routing(self, num_tokens: int, top_k: int) -> Tensor:
-        """Random ids `[N, k]`, as many for every expert on average; a warm-up's may all be the same."""
+        """Random ids `[N, k]`, evenly spread over the experts on average; a warm-up's own ids may all be the same."""
         device, held = self.w13.device, self.expert_range
         generator = torch.Generator(device).manual_seed(0)
         choices = max(self.num_experts or len(held), top_k)

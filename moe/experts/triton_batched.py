@@ -1,11 +1,11 @@
-"""Experts by Triton kernels, for the low-latency layout: rows lie sorted by expert already, in batches.
+"""Experts on Triton kernels, for the low-latency layout: rows arrive in batches, sorted by expert.
 
     tile_batches    the tiles of the rows that arrived
     project_up      silu(x w1^T) * (x w3^T)
     project_down    . w2^T, unweighted, in place; or by the kernel that signals block by block (`moe.kernels.signals`)
 
 Nothing is read on the host, and all launches have sizes that do not depend on the routing, so a graph can capture them.
-What both layouts share is here too: weights in one of several dtypes, and the choice of the GEMMs' tiles.
+The code that both layouts share is here too: weights in one of several dtypes, and the choice of the GEMMs' tiles.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ __all__ = ["TritonBatchedExperts"]
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _INTERPRETED_SMS = 2  # programs stride over tiles there, too
-_BATCH_FILL = 1 / 16  # of a batch's rows, where experts are as many as 16 times those that a token visits
+_BATCH_FILL = 1 / 16  # expected share of used rows in a batch, if there are 16 times as many experts as a token visits
 
 
 @dataclass(frozen=True)
 class Work:
-    """A batch, and how it is cut into tiles.
+    """A batch, and its tiles.
 
     Attributes:
         rows: tokens, or batches.
@@ -56,13 +56,13 @@ class Work:
 
 @dataclass(frozen=True)
 class Cuts:
-    """How a batch can be cut into tiles, and what that is chosen by.
+    """How a batch can be cut into tiles, and the inputs of that choice.
 
     Attributes:
-        batch: names what else the choice depends on.
-        rows_per_expert: expected.
-        cut: of a tile's rows, makes this batch's work.
-        cut_alike: as `cut`, of a batch that is evenly routed, to time tiles with; kept.
+        batch: the batch's part of the autotuner's key.
+        rows_per_expert: expected rows per expert.
+        cut: makes this batch's work for a given number of rows per tile.
+        cut_alike: as `cut`, for an evenly routed batch that tiles are timed with; the batch is kept.
     """
 
     batch: str
@@ -75,11 +75,11 @@ class TritonBatchedExperts(FusedExperts):
     """Experts of the low-latency layout. CUDA, bfloat16, float16, float32 and fp8; a CPU in Triton's interpreter only.
 
     In fp8, weights have a scale for every block of 128 x 128, and activations one for every 128 numbers of a row; they
-    are rounded here where they do not arrive so. Both GEMMs keep to the SM budget of a schedule that reserves SMs. In a
-    lane that overlaps, where communication kernels may hold SMs, their programs claim their tiles one by one.
+    are rounded here if they do not arrive in fp8. Both GEMMs keep to the SM budget of a schedule that reserves SMs. In
+    a lane that overlaps, communication kernels may hold SMs, so the GEMMs' programs claim their tiles one by one.
 
     Attributes:
-        weights_dtype: what is multiplied; `dtype` is what comes out.
+        weights_dtype: dtype that is multiplied; `dtype` is the output's.
 
     Args:
         w13: `[E_local, 2 * I, H]`, see `FusedExperts`.
@@ -89,8 +89,8 @@ class TritonBatchedExperts(FusedExperts):
         w2_scale: of w2 in float8_e4m3fn: `[E_local, H / 128, I / 128]` float32.
         dtype: what experts in fp8 return, and take besides fp8; others have that of their weights.
         quantize: `"fp8"` rounds weights of another dtype to fp8.
-        num_experts: of all ranks, if known: how many of a token's experts are expected here, which the choice of tiles
-            goes by. By default all of them are.
+        num_experts: experts of all ranks, if known. It tells how many of a token's experts to expect here, for the
+            choice of tiles. By default all of them are expected here.
 
     Raises:
         ConfigError: see `FusedExperts`; a dtype without a kernel; fp8 without scales, or scales that do not fit.
@@ -209,7 +209,7 @@ class TritonBatchedExperts(FusedExperts):
         )
 
     def _run(self, cuts: Cuts) -> Tensor:
-        """Both GEMMs, in the tiles that suit."""
+        """Run both GEMMs with the chosen tiles."""
         tile = self._row_tile(cuts)
         return self._multiply(cuts.cut(tile.rows), tile, cuts)
 
@@ -222,7 +222,7 @@ class TritonBatchedExperts(FusedExperts):
         )
 
     def _multiply(self, work: Work, tile: RowTile, cuts: Cuts) -> Tensor:
-        """Both GEMMs, in tiles of so many rows."""
+        """Run both GEMMs with row tiles of this size."""
         rows, up_config = self._multiply_up(work, tile, cuts)
         rows_alike = cache(lambda: self._up(cuts.cut_alike(tile.rows), up_config))
         down_config = self._choose(
@@ -235,7 +235,7 @@ class TritonBatchedExperts(FusedExperts):
         return self._down(work, rows, down_config)
 
     def _multiply_up(self, work: Work, tile: RowTile, cuts: Cuts) -> tuple[Rows, GemmConfig]:
-        """The first GEMM, and in which tiles."""
+        """Run the first GEMM; also returns its tile configuration."""
         report_sm_use("triton experts", obeys=self.obeys_sms)
         config = self._choose(
             "up",
@@ -264,8 +264,8 @@ class TritonBatchedExperts(FusedExperts):
         run: Callable[[GemmConfig], object],
         prepare: Callable[[GemmConfig], object],
     ) -> GemmConfig:
-        """The tiles of one of the GEMMs. Other threads `prepare`, that is compile, and must launch nothing: this batch
-        is at hand there, the one like it may not be."""
+        """The tiles of one of the GEMMs. `prepare` compiles in other threads and must launch nothing, so it uses this
+        batch; the batch for timing may not exist yet."""
         share, gated = _share(self.w13.device), which == "up"
         return autotune(
             self._key(f"{which} by {tile.rows}", cuts.batch),
@@ -315,7 +315,7 @@ class TritonBatchedExperts(FusedExperts):
 
 
 def _contiguous(w: Tensor) -> Tensor:
-    """`w`, or a copy that lies densely, as the kernels read it."""
+    """`w` if it is contiguous, as the kernels need it, else a contiguous copy."""
     if w.is_contiguous():
         return w
     return nn.Parameter(w.contiguous(), w.requires_grad) if isinstance(w, nn.Parameter) else w.contiguous()
@@ -323,12 +323,12 @@ def _contiguous(w: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class _Share:
-    """What the GEMMs have of the device.
+    """The GEMMs' share of the device.
 
     Attributes:
-        sms: how many SMs.
-        reserved: whether others are reserved for communication.
-        overlapped: whether communication kernels may hold SMs meanwhile, these included.
+        sms: number of SMs for the GEMMs.
+        reserved: whether other SMs are reserved for communication.
+        overlapped: whether communication kernels may hold SMs at the same time, also some of these.
     """
 
     sms: int

@@ -3,24 +3,23 @@
     compute stream   | down: block 0 | block 1 | block 2 | ...        a block is done: its signal counts up
     comm stream      ~~~~~~~~~~~~~~~~| copy 0  | copy 1  | copy 2     waits for the signal on the device, then copies
 
-So results leave while the same GEMM still runs: what single-batch overlap does inside one chunk. The combine of
-SGLang's is a changed DeepEP that waits for a changed DeepGEMM; these two are a pair of their own and need neither.
+So results leave while the same GEMM still runs: this is single-batch overlap inside one chunk. SGLang's combine needs a
+modified DeepEP that waits for a modified DeepGEMM; these two kernels need neither. Experts `triton_batched` and the
+transport `host_loopback_batched` use them under a `signalled` schedule.
 
-They serve experts `triton_batched` and the transport `host_loopback_batched`, under a schedule that is `signalled`.
+A signal is one int32 for every block of 64 rows of an expert, `int32[E * ceil(C / 64)]`. Every column tile adds one
+after it is stored (release); a block is done when all its column tiles have added theirs (`threshold`). The copy reads
+the signal (acquire), copies the block and resets the signal to 0, so that a captured graph needs no reset in between.
 
-A signal is one int32 for every block of 64 rows of an expert, `int32[E * ceil(C / 64)]`. Every tile of columns adds one
-when it is stored (release); a block is done when all tiles of its columns have (`threshold`). The copy reads it
-(acquire), copies the block and sets it back to 0, so that a captured graph needs nothing in between.
+**No deadlock.** A waiting program holds its SM. So the two kernels divide the SMs (`ubatch.streams.sm_budget`), and the
+producer is launched first: its programs always have SMs to run on. In a graph the two are branches that the device may
+start in any order; the SMs that the copy leaves free let the projection run there.
 
-**No dead-lock.** A program that waits holds its SM. So the two share the SMs out (`ubatch.streams.sm_budget`), and the
-producer is launched first: its programs then have SMs to run on whatever the copy's do. In a graph the two are
-branches that the device starts as it likes; the share that the copy leaves is what lets the projection run there.
+**Never half a batch.** A copy that polls a block more than `patience` times gives up instead of hanging the device, and
+sets an alarm. On the device the alarm makes the kernel that sums the copied rows write NaN. In host memory the host
+reads it without waiting for the device (`Alarm.rung`). It stays set until `SignalTimeout` has been raised.
 
-**Never half a batch.** A copy that looks at a block for longer than `patience` gives up, rather than hang the device,
-and sets an alarm: on the device, where whoever sums what was copied writes NaN instead; and in host memory, where the
-host sees it without waiting for the device (`Alarm.rung`). It stays set until somebody has raised `SignalTimeout`.
-
-Layout: the low-latency one, rows sorted by expert, with room for `C` of each. Source: seed documents; SGLang's
+Layout: the low-latency one, rows sorted by expert, with room for `C` rows of each. Source: seed documents; SGLang's
 `CombineOverlapArgs` and `DownGemmOverlapArgs` (`num_sms`, `block_m`, `threshold`, `signal`); Hopper's shapes.
 """
 

@@ -1,6 +1,6 @@
-"""Experts on a CPU by its libraries' kernels.
+"""Experts on a CPU, with C or oneDNN kernels.
 
 native      `native`: this project's C kernels, with packed weights
 packed      `packed`: oneDNN's packed weights
-repacked    weights that are kept only as kernels read them
+repacked    the base of both: weights are kept only in the kernels' layout
 """

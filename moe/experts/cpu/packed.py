@@ -1,4 +1,4 @@
-"""Experts for serving on a CPU: as `grouped`, but the weights are kept only as oneDNN reads them fastest."""
+"""Experts for serving on a CPU: as `grouped`, but the weights are kept only in oneDNN's packed layout."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from moe.experts.grouped import RowPlan
 
 __all__ = ["PackedExperts"]
 
-_CACHED_BYTES = 4 << 20  # of all experts' rows: as many may be written and read again without leaving the cache
+_CACHED_BYTES = 4 << 20  # bytes of all experts' rows that stay in the cache when written and read again
 
 
 class PackedExperts(RepackedExperts):
@@ -24,7 +24,7 @@ class PackedExperts(RepackedExperts):
         del self.w13, self.w2
 
     def _run_experts(self, hidden_states: Tensor, plan: RowPlan, slots: range) -> Tensor:
-        """See `GroupedExperts`. With few rows, what is done to each expert's is done to all at once."""
+        """See `GroupedExperts`. With few rows, gather and activation run once for all experts."""
         self.check_usable(hidden_states)
         rows = plan.rows_of(slots)
         if len(rows) * (self.hidden_size + 2 * self.intermediate_size) * hidden_states.itemsize > _CACHED_BYTES:

@@ -1,7 +1,7 @@
-"""Experts for serving whose weights are kept only as their products read them fastest.
+"""Experts for serving whose weights are kept only in the kernels' layout.
 
-The plain weights are gone after that: there is nothing to save, to train or to move to another device. A model runner
-picks such experts where they pay; who needs the weights again takes `grouped`.
+The plain weights are deleted: these experts cannot be saved, trained or moved to another device. A model runner picks
+them if they are faster; use `grouped` to keep the weights.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ __all__ = ["RepackedExperts"]
 
 
 class RepackedExperts(GroupedExperts):
-    """What such experts refuse. A subclass takes `w13` and `w2` apart in its `__init__`, and deletes them."""
+    """Refuses what such experts do not support. A subclass repacks `w13` and `w2` in `__init__`, and deletes them."""
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """What `to`, `cuda`, `half` and their like end in."""
+        """Called by `to`, `cuda`, `half` and the like; refuses another dtype or device."""
         moved = fn(torch.empty(0, dtype=self.dtype, device="cpu"))
         if moved.dtype is not self.dtype or moved.device.type != "cpu":
             raise ConfigError(
@@ -35,10 +35,10 @@ class RepackedExperts(GroupedExperts):
         raise ConfigError("repacked experts cannot be copied. Use experts_backend='grouped'.")
 
     def check_usable(self, x: Tensor) -> None:
-        """Refuse what these weights cannot do.
+        """Refuse inputs that these experts do not support.
 
         Raises:
-            ConfigError: `x` is not on the CPU, or a gradient is wanted of it.
+            ConfigError: `x` is not on the CPU, or needs a gradient.
         """
         if x.device.type != "cpu":
             raise ConfigError(f"repacked experts are on the CPU, but their input is on {x.device}. Move it.")
