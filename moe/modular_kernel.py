@@ -162,9 +162,7 @@ class FusedMoEModularKernel(nn.Module):
             combines += [self._computed(received) for received in self._dispatch(*piece, schedule).drain()]
 
         # --- finalize: the sums arrive ---
-        if (
-            schedule.shared_expert is not SharedExpert.COMBINE_RETURN
-        ):  # else no hook: the wait follows the shared expert
+        if schedule.shared_expert is not SharedExpert.COMBINE_RETURN:  # else no hook: the wait comes later
             self._run_shared(hidden_states, SharedExpert.COMBINE, schedule, layer)
             dbo_register_recv_hook(partial(_wait_for_all, combines))
         layer.combines.leave(combines)

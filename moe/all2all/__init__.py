@@ -5,20 +5,20 @@
     allgather_reducescatter     every token to every rank; no exchange of counts
     deepep_high_throughput      DeepEP's kernels for prefill: rows, counted on the host or not
     deepep_low_latency          DeepEP's kernels for decode: batches by expert, received by hooks
-    deepep_auto                 the one or the other, step by step, as the ranks voted
+    deepep_auto                 one of the two in each step, as the ranks voted
     deepep_v2                   DeepEP 2's ElasticBuffer: rows, for prefill and decode
     host_loopback               one GPU, to host memory and back
-    host_loopback_batched       the same, batches by expert; results may leave while they are made
+    host_loopback_batched       the same, batches by expert; can send results while others are computed
     emulated_link               another back end over a link of chosen latency and bandwidth
 
-And what they share: `base` (the protocol), `registry` (by name, and options), `chunks` and `batches` (layouts),
-`payload` (a token's message), `link` (an emulated link's clock), `voted` (what the vote tells).
+Shared modules: `base` (the protocol), `registry` (names and options), `chunks` and `batches` (layouts), `payload` (a
+token's message), `link` (an emulated link's clock), `voted` (results of the ranks' vote).
 
-Options of a back end that nobody gives follow from the steps that there will be (`StepSizes`). A step that is larger
-than a back end has room for goes in pieces (`moe.modular_kernel`).
+Options that the user does not set follow from the sizes of the steps (`StepSizes`). A step that is larger than a back
+end has room for runs in pieces (`moe.modular_kernel`).
 
-Each is imported when first asked for, so that one which needs a library or a device does not burden the others. Which
-can be captured into a CUDA graph, which waits on the host, and what chunks of experts cost it is in their `traits`.
+A back end is imported at its first use, so its libraries are needed only then. Its `traits` say whether it can be
+captured into a CUDA graph, whether it waits on the host, and how much chunks of experts cost.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
     dispatch  all-gather of all tokens; each rank computes what its own experts add
     combine   reduce-scatter of the partial sums: each rank gets its own tokens' total
 
-Sends `R - 1` copies of a token whatever its experts are. With few ranks, or many experts per token, most of those
-would have been needed anyway, and there is no gather, no sorting by rank and no wait for counts: the number of
-tokens of every rank is known from the vote (`ForwardContext.tokens_across_ranks`). Without a vote it is exchanged.
+Sends `R - 1` copies of every token. With few ranks, or many experts per token, most of those are needed anyway, and
+there is no gather, no sorting by rank and no wait for counts: the number of tokens of every rank is known from the
+vote (`ForwardContext.tokens_across_ranks`). Without a vote the ranks exchange it.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ __all__ = ["AllGatherReduceScatterAll2All"]
 
 @dataclass(frozen=True)
 class Handle:
-    """How results come home.
+    """What combine needs to return results.
 
     Attributes:
         sizes: tokens of every rank.
-        padding: rows of this rank behind its tokens, which did not travel.
+        padding: rows of this rank behind its tokens, which were not sent.
     """
 
     sizes: list[int]
@@ -78,7 +78,7 @@ class AllGatherReduceScatterAll2All:
         """See `All2All`.
 
         Raises:
-            ConfigError: the vote counted other tokens than this layer got.
+            ConfigError: the vote's token count differs from this layer's.
         """
         check_dispatch(x, topk_ids, topk_weights, name="allgather_reducescatter")
         sizes = self._tokens_across_ranks(x)
@@ -109,7 +109,7 @@ class AllGatherReduceScatterAll2All:
         return sizes
 
     def _check_padding(self, topk_ids: Tensor, own: int) -> None:
-        """Rows behind those that the ranks voted on do not travel: nobody may be waiting for their result."""
+        """Check that rows behind those that the ranks voted on are routed nowhere, because they are not sent."""
         wrong = (
             f"the ranks voted on {own} tokens for rank {self.group.rank}, but the MoE layer got {topk_ids.shape[0]}. "
             "Route padding to no expert (mask_padding), or use 'torch_dist', which exchanges counts."
@@ -118,7 +118,7 @@ class AllGatherReduceScatterAll2All:
             raise ConfigError(wrong)
         unrouted = (topk_ids[own:] < 0).all()
         if topk_ids.device.type != "cpu":
-            torch._assert_async(unrouted, wrong)  # the host does not wait; the device stops, and says this
+            torch._assert_async(unrouted, wrong)  # the host does not wait; the device stops with this message
         elif not unrouted:
             raise ConfigError(wrong)
 

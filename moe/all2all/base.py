@@ -1,13 +1,13 @@
-"""What a MoE layer needs from an expert-parallel transport.
+"""The interface between a MoE layer and an expert-parallel transport.
 
-    dispatch    every token travels to the ranks that hold one of its experts, with its ids and weights
-    combine     every rank's weighted partial sums travel back and are added up at the token's owner
+    dispatch    sends every token to the ranks that hold one of its experts, with its ids and weights
+    combine     sends every rank's weighted partial sums back; the token's owner adds them up
 
-A back end launches and never hands the baton on: all points of a MoE layer are in `moe.modular_kernel`. It keeps no
-state between calls but the transport's own buffers, so all layers and lanes share one; what combine must know of its
-dispatch travels in the handle. Experts are placed as `moe.placement.local_experts` says.
+A back end only launches; it never hands over to another lane: all points of a MoE layer are in `moe.modular_kernel`. It
+keeps no state between calls except the transport's own buffers, so all layers and lanes share one; the handle carries
+what combine needs from its dispatch. `moe.placement.local_experts` defines which rank holds which experts.
 
-Tokens arrive in one of two layouts, and every back end says in its traits which one it brings:
+Tokens arrive in one of two layouts; a back end's traits say which:
 
     Dispatched          one row per token that visits this rank, with its ids and weights; results come weighted
     BatchedDispatch     one row per token and expert, an equal room for every expert; combine applies the weights
@@ -59,25 +59,25 @@ class All2AllTraits:
     """What a back end can do.
 
     Attributes:
-        is_async: transfers travel while the lane computes; otherwise they are complete when launched.
+        is_async: transfers run while the lane computes; otherwise they are complete when the launch returns.
         blocks_host: every `dispatch` waits on the host, for a small exchange of counts, before its payload leaves.
         capturable: can be captured into a CUDA graph.
         max_lanes: how many lanes it serves at once; None for any number.
         max_chunks: how many blocks of experts a layer may be cut into.
-        cuts_combine: where all chunks come with one dispatch, each sends home only rows of its own; else every chunk
-            sends all rows. None where no two combines of one dispatch may be under way, so that every chunk needs a
-            dispatch of its own.
+        cuts_combine: if all chunks share one dispatch, each chunk returns only its own rows; else every chunk returns
+            all rows. None if two combines of one dispatch cannot run at once, so that every chunk needs its own
+            dispatch.
         other_ranks: how many ranks besides this one it connects.
         routed: a token travels only to ranks that hold one of its experts, not to all.
         batched: tokens may arrive as `BatchedDispatch`, so the experts must serve that layout too.
-        once: in chunks, too, a token travels to a rank once, and its results come home once: chunks send no more bytes,
-            in uneven shares (`chunk_shares`).
-        per_expert: a token travels once for each of its experts, and its results come home one by one; else once for
-            all that a rank holds, summed. Where it is not `routed`, only the latter.
-        signals: a combine may begin while its down projection still runs, told by the device (`SignalsCombine`).
-        sends_blocks: a combine may send what blocks of experts have completed while the host launches, or computes, the
-            next ones (`SendsBlocks`).
-        obeys_sms: it keeps to the SMs that a schedule reserves for communication (`ubatch.streams.sm_budget`).
+        once: with chunks, too, a token is sent to a rank once, and its result is returned once: chunks send no more
+            bytes, but in uneven shares (`chunk_shares`).
+        per_expert: a token is sent once for each of its experts, and each result is returned separately; else once per
+            rank, and results are summed there. If not `routed`, only the results can be per expert.
+        signals: a combine may begin while its down projection still runs, signalled by the device (`SignalsCombine`).
+        sends_blocks: a combine may send the rows that a block of experts has completed while the host launches, or
+            computes, the next blocks (`SendsBlocks`).
+        obeys_sms: it uses only the SMs that a schedule reserves for communication (`ubatch.streams.sm_budget`).
         max_tokens: the most tokens of a rank that a dispatch has room for; None for any number. A layer with more sends
             them in pieces, one after the other, as many as the rank with most tokens needs.
     """
@@ -101,8 +101,8 @@ class All2AllTraits:
     def chunk_bytes(self, num_tokens: int, hidden_size: int, top_k: int, dtype: torch.dtype) -> int:
         """The most bytes that one chunk sends off this rank, dispatch and combine together.
 
-        Chunks cost up to as many times this as there are: where a token has experts in several chunks, it travels
-        several times. `chunk_factors` says what to expect.
+        `n` chunks send up to `n` times this: a token with experts in several chunks is sent several times.
+        `chunk_factors` gives the expected factor.
 
         Args:
             num_tokens: tokens of this rank; its peers are assumed to have as many.
@@ -118,10 +118,10 @@ class All2AllTraits:
     def chunk_factors(
         self, num_experts: int, top_k: int, chunks: int, *, chunk_dispatch: bool = True
     ) -> tuple[float, float]:
-        """By how much more the dispatches, and the combines, of so many chunks send than those of one.
+        """The factors by which the dispatches, and the combines, of `chunks` chunks send more bytes than those of one.
 
-        Expected, where every choice of `top_k` experts is as likely as any other. A token whose experts on a rank lie
-        in several chunks travels there several times: x1.48 for 2 chunks of 32 experts, top-4, on 2 ranks; x1.06 for
+        Expected values, if every choice of `top_k` experts is equally likely. A token whose experts on a rank are in
+        several chunks is sent there several times: x1.48 for 2 chunks of 32 experts, top-4, on 2 ranks; x1.06 for
         256 experts, top-8, on 32.
 
         Args:
@@ -146,9 +146,10 @@ class All2AllTraits:
     def chunk_shares(
         self, num_experts: int, top_k: int, chunks: int, *, chunk_dispatch: bool = True
     ) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """What each chunk's dispatch, and its combine, has of all chunks' bytes; the arguments are `chunk_factors`'s.
+        """Each chunk's share of all dispatch bytes, and of all combine bytes; arguments as for `chunk_factors`.
 
-        Equal shares, but where a token travels `once`: with the first chunk that it visits, and home with the last.
+        Shares are equal, except with `once`: then a token is sent with the first chunk that it visits, and its result
+        is returned with the last.
         """
         even = (1.0 / chunks,) * chunks
         if not self.once:
@@ -161,18 +162,18 @@ class All2AllTraits:
 
 
 def _steps(reached: list[float]) -> tuple[float, ...]:
-    """What each adds, as a share of all."""
+    """The increase at each step, as a share of the total."""
     return tuple((to - before) / reached[-1] for before, to in pairwise(reached))
 
 
 def _visited(block: int, num_experts: int, top_k: int) -> float:
-    """How likely a token has an expert in a block of that many."""
+    """The probability that a token has an expert in a block of `block` experts."""
     return 1.0 - math.comb(num_experts - block, top_k) / math.comb(num_experts, top_k)
 
 
 @dataclass(frozen=True)
 class Dispatched(Generic[HandleT]):
-    """What arrives where the experts are.
+    """The rows that a dispatch delivers to a rank's experts.
 
     Attributes:
         hidden_states: `[N, H]`, tokens of all ranks that visit `experts`; rows may be strided.
@@ -193,10 +194,10 @@ class Dispatched(Generic[HandleT]):
 
 @dataclass(frozen=True)
 class BatchedDispatch(Generic[HandleT]):
-    """What arrives where the experts are, sorted by expert, every expert with room for `C` rows.
+    """The rows that a dispatch delivers to a rank's experts, sorted by expert, with room for `C` rows each.
 
-    Nothing here is read on the host, so that it can be captured. Rows behind an expert's count are undefined, in what
-    arrives and in what the experts return.
+    Nothing here is read on the host, so that it can be captured. Rows behind an expert's count are undefined, in the
+    input and in the experts' results.
 
     Attributes:
         hidden_states: `[E_local, C, H]`; a token is there once for each of its experts.
@@ -232,11 +233,11 @@ class All2All(Protocol[HandleT]):
     def dispatch(
         self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor
     ) -> Transfer[Dispatched[HandleT]] | Transfer[BatchedDispatch[HandleT]]:
-        """Launch the tokens' way to their experts.
+        """Launch the transfer of tokens to their experts.
 
         Args:
             x: `[T, H]`, this rank's tokens; T may be 0, and differ between ranks.
-            topk_ids: `[T, k]` int64. -1, and any id that is no expert's, is routed nowhere.
+            topk_ids: `[T, k]` int64. -1, and any id that is not an expert's, is routed nowhere.
             topk_weights: `[T, k]` float32.
 
         Raises:
@@ -245,10 +246,10 @@ class All2All(Protocol[HandleT]):
         """
 
     def combine(self, y: Tensor, handle: HandleT) -> Transfer[Tensor]:
-        """Launch the results' way home.
+        """Launch the return of the results to the tokens' owners.
 
         Args:
-            y: `[N, H]`, for every dispatched row its weighted sum over the experts held here; of a `BatchedDispatch`
+            y: `[N, H]`, for every dispatched row its weighted sum over the local experts; for a `BatchedDispatch`
                 `[E_local, C, H]`, every row's result without a weight.
             handle: from the `Dispatched` or `BatchedDispatch` that `y` was computed from.
 
@@ -261,7 +262,7 @@ OnCounts = Callable[[Transfer[Tensor]], Transfer[Tensor]]
 
 
 def at_once(counts: Transfer[Tensor]) -> Transfer[Tensor]:
-    """The default of `ExchangesCounts.on_counts`: counts arrive when the transport brings them."""
+    """The default of `ExchangesCounts.on_counts`: counts arrive without an added delay."""
     return counts
 
 
@@ -278,14 +279,14 @@ class ExchangesCounts(Protocol):
 
 @runtime_checkable
 class MarksInputs(Protocol):
-    """A back end that orders itself by events: it marks what it has to wait for before the lane hands on."""
+    """A back end that orders its launches by events: it records what to wait for before the lane hands over."""
 
     def inputs_ready(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, blocks: Sequence[range]) -> None:
-        """These will be dispatched next in this lane, after it has handed on at `SELECT`.
+        """Prepare the tensors that this lane dispatches next, after it has handed over at `SELECT`.
 
-        What other lanes compute meanwhile comes later on the compute stream; a dispatch that waited for it would not
-        overlap with it. So all that the dispatches read is computed here (masked ids, quantised rows, contiguous
-        copies), and marked after that. A dispatch of other tensors than these waits for all that was computed.
+        Other lanes then launch work on the compute stream; a dispatch that waited for that work would not overlap with
+        it. So everything that the dispatches read is computed here (masked ids, quantised rows, contiguous copies), and
+        the event is recorded after that. A dispatch of other tensors waits for the whole compute stream.
 
         Args:
             x, topk_ids, topk_weights: see `All2All.dispatch`.
@@ -294,20 +295,20 @@ class MarksInputs(Protocol):
 
 
 class SignalledCombine(Protocol):
-    """A combine that was opened before the projection it brings home, for one chunk of one lane."""
+    """A combine that was opened before the projection whose results it sends, for one chunk of one lane."""
 
     @property
     def signals(self) -> Signals:
-        """What the projection tells its blocks by."""
+        """The signals that the projection sets for its finished blocks."""
 
     def send(self, y: Tensor) -> Transfer[Tensor]:
-        """Launch the results' way home, beside the projection, which has been launched.
+        """Launch the return of the results; it runs beside the projection, which was launched before.
 
         Args:
-            y: `[E_local, C, H]`, what the projection writes.
+            y: `[E_local, C, H]`, the projection's output.
 
         Returns:
-            As of `All2All.combine`.
+            As `All2All.combine`.
         """
 
 
@@ -316,10 +317,10 @@ class SignalsCombine(Protocol[HandleT_contra]):
     """A back end whose combine can begin block by block (`All2AllTraits.signals`)."""
 
     def open_combine(self, handle: HandleT_contra) -> SignalledCombine:
-        """Get everything ready, and fork the communication stream: it will not wait for what compute launches next.
+        """Prepare the combine, and fork the communication stream: which ignores later work of the compute stream.
 
         Args:
-            handle: from the `BatchedDispatch` whose results come home.
+            handle: from the `BatchedDispatch` whose results are returned.
 
         Raises:
             ConfigError: a graph is being captured, and there is no memory for a message of that size.
@@ -328,57 +329,57 @@ class SignalsCombine(Protocol[HandleT_contra]):
 
 
 class BlockCombine(Protocol):
-    """A combine of one dispatch that was opened before the experts ran, and sends as they are done."""
+    """A combine of one dispatch that is opened before the experts run, and sends results block by block."""
 
     @property
     def blocks(self) -> Sequence[range]:
-        """Of local experts, in the order in which they are to run."""
+        """The blocks of local experts, in the order in which they must run."""
 
     def send(self, y: Tensor) -> Transfer[Tensor]:
-        """Launch the way home of what the next block has completed.
+        """Launch the return of the rows that the next block has completed.
 
         Args:
             y: `[n, H]`, the sums of the rows whose last expert is in that block, in the order in which rows arrived.
         """
 
     def sum_up(self, arrived: Sequence[Tensor]) -> Tensor:
-        """What `All2All.combine` brings, from what every block's transfer has brought."""
+        """The result of `All2All.combine`, from the results of all blocks' transfers."""
 
 
 @runtime_checkable
 class SendsBlocks(Protocol):
-    """A back end whose combine can go home block by block of experts (`All2AllTraits.sends_blocks`)."""
+    """A back end whose combine can send block by block of experts (`All2AllTraits.sends_blocks`)."""
 
     def dispatch_blocks(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Transfer[Dispatched[Any]]:
-        """As `All2All.dispatch`, for `combine_blocks` to bring home."""
+        """As `All2All.dispatch`; `combine_blocks` returns its results."""
 
     def combine_blocks(self, handle: Any) -> BlockCombine:
-        """Open the way home.
+        """Open the combine.
 
         Args:
-            handle: from a `Dispatched` that `dispatch_blocks` brought.
+            handle: from a `Dispatched` of `dispatch_blocks`.
         """
 
 
 @runtime_checkable
 class TellsLater(Protocol):
-    """A back end whose transfers may turn out to be incomplete when nobody waits for them on the host any more."""
+    """A back end that may find a transfer incomplete after the host has stopped waiting for it."""
 
     def listen(self) -> None:
-        """Raise if one that is over was not complete. Waits for nothing.
+        """Raise if a finished transfer was incomplete. Does not wait.
 
-        For whoever replays graphs, which call nothing else of the back end.
+        Call it after replaying graphs: a replay calls no other method of the back end.
         """
 
 
 @dataclass(frozen=True)
 class StepSizes:
-    """What a transport may be asked for: from this follow defaults of its options (`registry.default_all2all_options`).
+    """The sizes of the steps to expect; defaults of options follow from them (`registry.default_all2all_options`).
 
     Attributes:
         decode: the most tokens of a rank in a decode or verify step.
-        prefill: the most tokens of a rank in any other step; None where nobody knows.
-        captured: decode and verify steps shall be captured into CUDA graphs.
+        prefill: the most tokens of a rank in any other step; None if unknown.
+        captured: decode and verify steps are captured into CUDA graphs.
     """
 
     decode: int
@@ -387,30 +388,30 @@ class StepSizes:
 
     @property
     def largest(self) -> int | None:
-        """The most tokens of a rank in any step; None where nobody knows."""
+        """The most tokens of a rank in any step; None if unknown."""
         return None if self.prefill is None else max(self.decode, self.prefill)
 
     def shared_by(self, ranks: int) -> StepSizes:
-        """Those of each of so many ranks that share a step's tokens equally."""
+        """The sizes of each rank, if `ranks` ranks share a step's tokens equally."""
         prefill = None if self.prefill is None else -(-self.prefill // ranks)
         return replace(self, decode=-(-self.decode // ranks), prefill=prefill)
 
 
 @runtime_checkable
 class DiffersBySteps(Protocol):
-    """A back end that can do other things in one step than in another."""
+    """A back end whose traits differ from step to step."""
 
     def traits_for(self, mode: ForwardMode, tokens: int) -> All2AllTraits:
-        """What it can do in a step of `mode`, of which no rank has more than `tokens` tokens."""
+        """The traits in a step of `mode` in which no rank has more than `tokens` tokens."""
 
 
 def traits_in(all2all: All2All[Any], mode: ForwardMode, tokens: int) -> All2AllTraits:
-    """What a back end can do in a step of `mode`, of which no rank has more than `tokens` tokens."""
+    """A back end's traits in a step of `mode` in which no rank has more than `tokens` tokens."""
     return all2all.traits_for(mode, tokens) if isinstance(all2all, DiffersBySteps) else all2all.traits
 
 
 def check_dispatch(x: Tensor, topk_ids: Tensor, topk_weights: Tensor, *, name: str) -> None:
-    """Refuse what cannot travel between ranks.
+    """Refuse tensors that cannot be sent between ranks.
 
     Raises:
         GradientError: gradients would be lost on the way.

@@ -25,8 +25,8 @@ class Batches:
         hidden_states: `[E, C, H]`, contiguous; undefined behind an expert's rows.
         rows_per_expert: `[E]` int32.
         row_of_pair: `[T * k]` int64; `E * C` for a pair that has none.
-        overflowed: `[T, k]` bool: pairs of an expert for which there was no room; there is some for all of them, unless
-            a token has chosen an expert twice.
+        overflowed: `[T, k]` bool: pairs that found no room at their expert; this happens only if a token has chosen an
+            expert twice.
     """
 
     hidden_states: Tensor
@@ -36,7 +36,7 @@ class Batches:
 
 
 def sort_pairs(x: Tensor, topk_ids: Tensor, num_experts: int) -> Batches:
-    """A row for every pair, the pairs of one expert in their own order.
+    """Give every pair a row; the pairs of one expert keep their order.
 
     Args:
         x: `[T, H]`.
@@ -77,7 +77,7 @@ def sum_pairs(
         topk_ids: `[T, k]`; ids outside `range(num_experts)` count for nothing.
         topk_weights: `[T, k]` float32.
         num_experts: `E`.
-        gave_up: `[1]` int32, not 0 where the rows are not complete: all sums are NaN then.
+        gave_up: `[1]` int32, not 0 if the rows are incomplete: then all sums are NaN.
 
     Returns:
         `[T, H]`, dtype of `rows`.

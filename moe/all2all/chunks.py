@@ -1,7 +1,7 @@
-"""A layer in chunks: blocks of experts that are dispatched, computed and combined for themselves.
+"""A layer in chunks: blocks of experts that are dispatched, computed and combined separately.
 
-A chunk is the same block of every rank's local experts. So each rank has experts of every chunk, and of equal work to
-do in it. There are two ways to dispatch:
+A chunk is the same block of every rank's local experts. So each rank has equally many experts in every chunk. There are
+two ways to dispatch:
 
     dispatch_chunks    one dispatch per chunk, all launched at once. Works with any back end: the routing is masked to
                        the chunk, so that a token travels for it only to ranks that hold one of its experts there
@@ -55,13 +55,13 @@ def blocks_of(num_local: int, chunks: int) -> list[range]:
 
 
 def only_block(topk_ids: Tensor, block: range, num_local: int) -> Tensor:
-    """`topk_ids`, with -1 for all that is not in `block` of some rank's `num_local` experts."""
+    """`topk_ids`, with -1 for every expert outside of `block` of its rank's `num_local` experts."""
     slot = topk_ids % num_local
     return torch.where((topk_ids >= 0) & (slot >= block.start) & (slot < block.stop), topk_ids, -1)
 
 
 def ids_of_blocks(topk_ids: Tensor, blocks: Sequence[range], num_local: int) -> list[Tensor]:
-    """What each block's dispatch is routed by; see `only_block`."""
+    """The ids that each block's dispatch is routed by; see `only_block`."""
     return [topk_ids] if len(blocks) == 1 else [only_block(topk_ids, block, num_local) for block in blocks]
 
 
@@ -92,7 +92,7 @@ def dispatch_cut(
 
 
 def cut(arrived: Dispatched[HandleT], blocks: Sequence[range]) -> list[Dispatched[HandleT]]:
-    """What one dispatch brought, once for each block: all rows, with no ids but the block's."""
+    """The rows of one dispatch, once for each block: all rows, but only the block's ids."""
     first, num_local = arrived.experts.start, len(arrived.experts)
     return [
         replace(

@@ -47,8 +47,8 @@ class HostLoopbackAll2All:
     Args:
         group: None, or a group of one rank.
         num_experts: experts of the layer; all of them are here.
-        bytes_factor: bytes that cross for one byte of payload, at least 1: the payload crosses once, then parts of it
-            again. For measurements that need slower communication; nothing waits artificially.
+        bytes_factor: bytes copied per byte of payload, at least 1: the payload is copied once, then parts of it again.
+            For measurements that need slower communication; there are no artificial waits.
         sms: how many SMs move the bytes, where a schedule reserves none for communication (`comm_sms`); 0 leaves it to
             the copy engines. By Triton: a CPU needs its interpreter.
 
@@ -127,7 +127,7 @@ class HostLoopbackAll2All:
         return self.launch(name, message, lambda host: self._copy(host, _as_bytes(rows)), keep=(rows,))
 
     def prepare(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Message:
-        """What a message needs, before anything of it is launched.
+        """Allocate what a message needs, before any of it is launched.
 
         Raises:
             ConfigError: see `travel`.
@@ -200,11 +200,11 @@ class HostLoopbackAll2All:
 
 @dataclass(frozen=True)
 class Message:
-    """A message that may be launched.
+    """A message that is ready to be launched.
 
     Attributes:
-        arrived: where it comes back to.
-        host: `[bytes]` uint8 of the lane's memory, where it passes; None if it is empty.
+        arrived: the tensor that it is copied back to.
+        host: `[bytes]` uint8, the lane's memory that it passes through; None if the message is empty.
     """
 
     arrived: Tensor
@@ -249,7 +249,7 @@ class Staging:
         self.captured |= capturing()
         return self.memory
 
-    @torch.inference_mode(False)  # what is made in inference mode cannot be written outside of it
+    @torch.inference_mode(False)  # tensors made in inference mode cannot be written outside of it
     def _allocate(self, capacity: int) -> None:
         # Copies may still read the old memory: torch hands pinned memory out again only after them.
         if self._for_signals:

@@ -55,12 +55,12 @@ if TYPE_CHECKING:
 __all__ = ["BatchedHandle", "HostLoopbackBatchedAll2All"]
 
 _NAME = "host_loopback_batched"
-_PROGRAMS = 2  # of the copy, where no SMs are shared out: in the interpreter
+_PROGRAMS = 2  # programs of the copy in the interpreter, where there are no SMs to divide
 
 
 @dataclass(frozen=True)
 class BatchedHandle:
-    """How results come home.
+    """What combine needs to return results.
 
     Attributes:
         topk_ids, topk_weights: `[T, k]`, as dispatched; the weight is NaN where there was no room for a row.
@@ -213,7 +213,7 @@ class HostLoopbackBatchedAll2All:
         return replace(arrived, rows_per_expert=counts, handle=handle, experts=block)
 
     def _sum(self, rows: Tensor, handle: BatchedHandle) -> Tensor:
-        """What arrived, `[T * k, H]`, added up at its owner."""
+        """The sum of the returned rows, `[T * k, H]`, per token."""
         ids = handle.topk_ids
         gave_up = None if self._alarm is None else self._alarm.gave_up
         return sum_pairs(rows.view(*ids.shape, rows.shape[1]), ids, handle.topk_weights, self.num_experts, gave_up)

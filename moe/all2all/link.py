@@ -1,7 +1,7 @@
-"""A link of chosen latency and bandwidth, for ranks that really talk at memory speed.
+"""An emulated link of chosen latency and bandwidth, for ranks whose real transfers run at memory speed.
 
-To show and measure overlap on one machine, a transfer is launched for real and then delivered no earlier than a link
-would have delivered it. The link is full duplex and carries one transfer at a time per direction:
+To show and measure overlap on one machine, a transfer is really launched, and then delivered no earlier than such a
+link would deliver it. The link is full duplex and carries one transfer at a time per direction:
 
     start  = max(now, the direction's previous transfer has finished)
     finish = start + latency + bytes / bandwidth
@@ -58,7 +58,7 @@ class _Direction:
     busy_s: float = 0.0
 
     def occupy(self, now: float, num_bytes: int, duration_s: float) -> tuple[float, float]:
-        """Reserve `duration_s` from when the direction is free; returns start and finish."""
+        """Reserve `duration_s` from the time at which the direction is free; returns start and finish."""
         start = max(now, self.free_at)
         self.free_at = start + duration_s
         self.count(num_bytes, duration_s)

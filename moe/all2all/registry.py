@@ -37,7 +37,7 @@ _BACKENDS = LazyRegistry(
     },
 )
 _PLACE = ("self", "group", "num_experts")
-"""What every back end is given; all else are its options."""
+"""The arguments of every back end; all others are its options."""
 
 
 @runtime_checkable
@@ -46,7 +46,7 @@ class FollowsSteps(Protocol):
 
     @staticmethod
     def default_options(sizes: StepSizes, num_ranks: int) -> Mapping[str, object]:
-        """Options for these steps on so many ranks, where the user gives none."""
+        """Default options for these steps on `num_ranks` ranks, if the user gives none."""
 
 
 @runtime_checkable
@@ -55,7 +55,7 @@ class ChecksOptions(Protocol):
 
     @staticmethod
     def check_options(options: Mapping[str, Any], num_ranks: int) -> None:
-        """Refuse what one made with these options on so many ranks would refuse.
+        """Refuse options and numbers of ranks that the constructor would refuse.
 
         Args:
             options: those that are given, of the right types.
@@ -67,10 +67,10 @@ class ChecksOptions(Protocol):
 
 
 def register_all2all_backend(name: str, target: str) -> None:
-    """Make a transport known.
+    """Register a transport.
 
     Args:
-        name: what `--all2all-backend` calls it.
+        name: its name for `--all2all-backend`.
         target: `"package.module:Class"`, an `All2All` made with `group`, `num_experts` and its own options; imported
             on first use.
 
@@ -86,7 +86,7 @@ def all2all_backends() -> tuple[str, ...]:
 
 
 def all2all_class(name: str) -> type[All2All[Any]]:
-    """What `make_all2all` makes under that name.
+    """The class that `make_all2all` makes for that name.
 
     Raises:
         ConfigError: an unknown name.
@@ -150,7 +150,7 @@ def make_all2all(name: str, *, group: CommGroup | None, num_experts: int, **opti
         name: one of `all2all_backends()`; `moe.all2all` says what each does.
         group: the expert-parallel ranks; None only for `local`.
         num_experts: routed experts of a layer, over all ranks.
-        options: what this one takes beside: `link` and `inner` for `emulated_link`.
+        options: further options of this back end, such as `link` and `inner` for `emulated_link`.
 
     Raises:
         ConfigError: an unknown name or option, experts that do not divide by the ranks, or a group that does not fit.

@@ -1,4 +1,4 @@
-"""What the ranks' vote tells a transport."""
+"""The result of the ranks' vote, for a transport."""
 
 from __future__ import annotations
 

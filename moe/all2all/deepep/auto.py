@@ -1,10 +1,10 @@
 """`deepep_auto`: low latency for decode and verify, high throughput for prefill, step by step.
 
-Every rank must choose the same, or they wait for each other in different kernels. So the choice depends only on what
-the ranks' vote told all of them alike:
+Every rank must choose the same, or they wait for each other in different kernels. So the choice depends only on the
+result of the vote, which is the same on all ranks:
 
     low latency    every rank that has tokens decodes or verifies, and no rank has more than the buffers have room for
-    high throughput    otherwise: a rank prefills, or nobody knows
+    high throughput    otherwise: a rank prefills, or a mode is unknown
 
 A rank without tokens follows the others, whatever its own mode is.
 
@@ -149,6 +149,6 @@ class DeepEPAutoAll2All:
         return self._suited(busy, max(tokens))
 
     def _suited(self, modes: Set[int], tokens: int) -> DeepEPLowLatencyAll2All | DeepEPHighThroughputAll2All:
-        """What serves a step of these modes (fingerprints), in which a rank has so many tokens at most."""
+        """The back end for a step of these modes (fingerprints), in which no rank has more than `tokens` tokens."""
         fits = tokens <= self.low_latency.max_tokens_per_rank
         return self.low_latency if fits and modes <= _LOW_LATENCY else self.high_throughput

@@ -1,4 +1,4 @@
-"""What the DeepEP back ends share: the package, its limits, and the order of its launches.
+"""Code that the DeepEP back ends share: the package, its limits, and the order of its launches.
 
 DeepEP (https://github.com/deepseek-ai/DeepEP) moves tokens between GPUs by its own kernels, over NVLink inside a node
 and RDMA between nodes, through buffers that all ranks make together (`moe.all2all.deepep.buffers`).
@@ -87,7 +87,7 @@ def check_ranks(name: str, num_ranks: int) -> None:
         num_ranks: that share the experts.
 
     Raises:
-        ConfigError: there are so many.
+        ConfigError: the number of ranks is neither.
     """
     if num_ranks > NODE and num_ranks % NODE:
         raise ConfigError(
@@ -101,7 +101,7 @@ def sms_in_force(name: str, default: int) -> int:
 
     Args:
         name: of the back end, for the report.
-        default: where nobody reserves any.
+        default: the number if the schedule reserves none.
     """
     budget = current_sm_budget()
     if budget is None:
@@ -111,7 +111,7 @@ def sms_in_force(name: str, default: int) -> int:
 
 
 class DeepEPTransport:
-    """What is the same in all DeepEP back ends.
+    """The base of all DeepEP back ends.
 
     Args:
         name: of the back end.
@@ -191,12 +191,12 @@ class DeepEPTransport:
 
 @dataclass(frozen=True)
 class Prepared:
-    """Tensors ready to travel, and since when.
+    """Tensors that are ready to be sent, and the event to wait for.
 
     Attributes:
         x: `[T, H]` as the layer gave them.
-        payload: as they will travel: contiguous, or fp8 with scales.
-        computed: DeepEP's mark behind what computed them; None where stream order alone is to be kept.
+        payload: the form in which they are sent: contiguous, or fp8 with scales.
+        computed: DeepEP's event behind their computation; None if stream order is enough.
     """
 
     x: Tensor
@@ -206,7 +206,7 @@ class Prepared:
 
 @dataclass(frozen=True)
 class Inputs:
-    """All that the next dispatches of a lane read. The mark in `sent` covers all of it.
+    """All tensors that the next dispatches of a lane read. The event in `sent` is recorded after all of them.
 
     Attributes:
         given: `x`, `topk_ids` and `topk_weights`, as the layer gave them.
@@ -263,7 +263,7 @@ class DeepEPStreamed(DeepEPTransport, ABC):
 
     @abstractmethod
     def capture(self) -> Any:
-        """DeepEP's mark behind what the current stream has so far."""
+        """DeepEP's event behind the current stream's work so far."""
 
     @abstractmethod
     def launch(self, inputs: Inputs, ids: Tensor) -> Transfer[Dispatched[Any]]:
@@ -276,7 +276,7 @@ class DeepEPStreamed(DeepEPTransport, ABC):
 
     @abstractmethod
     def launch_combine(self, y: Tensor, handle: Any, order: dict[str, Any]) -> tuple[Tensor, Any]:
-        """Launch the results' way home; what comes home, and DeepEP's mark behind it.
+        """Launch the return of the results; returns the output, and DeepEP's event behind it.
 
         Args:
             y: see `All2All.combine`, as handle.
@@ -331,7 +331,7 @@ class DeepEPStreamed(DeepEPTransport, ABC):
         return Inputs((x, topk_ids, topk_weights), tuple(blocks), ids, weights, sent)
 
     def prepare(self, x: Tensor, *, quantized: bool) -> Prepared:
-        """Let `x` be what travels next, and mark all that was computed so far."""
+        """Prepare `x` to be sent next, and record an event behind all that was computed so far."""
         payload: Payload = quantize_tokens(x) if quantized else x.contiguous()
         return Prepared(x, payload, None if capturing() else self.capture())
 
@@ -345,7 +345,7 @@ class DeepEPStreamed(DeepEPTransport, ABC):
             yield {"previous_event": prepared.computed, self.asynchronous: True, "allocate_on_comm_stream": True}
 
     def after(self, event: Any, order: dict[str, Any]) -> Queued:
-        """What lets a stream wait for a launch; the synchronous mode has ordered the stream already."""
+        """The `Queued` that lets a stream wait for a launch; in synchronous mode the stream is ordered already."""
         return Queued(event.current_stream_wait if order else None)
 
     def global_ids(self, local_ids: Tensor) -> Tensor:

@@ -53,17 +53,17 @@ def in_one_node(ranks: int) -> bool:
 
 
 class Queued:
-    """A work that only stream order says the end of: `wait` lets the current stream wait, once, and returns at once.
+    """A `Work` that ends in stream order: `wait` makes the current stream wait, once, and returns immediately.
 
     Args:
-        order: what makes it so: an event's wait, or the launch of the receiving kernel.
+        order: makes the stream wait: an event's wait, or the launch of the receiving kernel.
     """
 
     def __init__(self, order: Callable[[], object] | None = None) -> None:
         self._order = order
 
     def is_completed(self) -> bool:
-        """Always: what was launched needs nothing more of the host."""
+        """Always True: launched work needs nothing more from the host."""
         return True
 
     def wait(self, timeout: object = None) -> bool:
@@ -92,7 +92,7 @@ class BufferSize:
     low_latency: bool = False
 
     def both(self, other: BufferSize) -> BufferSize:
-        """Enough for either, one at a time."""
+        """A size that is enough for either, one at a time."""
         return BufferSize(
             max(self.nvl_bytes, other.nvl_bytes),
             max(self.rdma_bytes, other.rdma_bytes),

@@ -42,7 +42,7 @@ _GIL_HELD_S = 100.0
 
 @dataclass(frozen=True)
 class HighThroughputHandle:
-    """How results come home.
+    """What combine needs to return results.
 
     Attributes:
         buffer: DeepEP's, through which the tokens came.
@@ -188,7 +188,7 @@ class DeepEPHighThroughputAll2All(DeepEPStreamed):
     # -- what travels ---------------------------------------------------------------------------------------------
 
     def _worst_tokens(self) -> int:
-        """How many rows may come at most; 0 lets DeepEP wait for their number."""
+        """The most rows that can arrive; 0 lets DeepEP wait for their number."""
         if not self.worst_case:
             return 0
         tokens = voted_tokens(self.group)

@@ -57,7 +57,7 @@ _FP8_HIDDEN = 512
 
 @dataclass(frozen=True)
 class LowLatencyHandle:
-    """How results come home.
+    """What combine needs to return results.
 
     Attributes:
         buffer: through which the tokens came.
@@ -260,7 +260,7 @@ class DeepEPLowLatencyAll2All(DeepEPTransport):
     def _clean(self, buffer: SizedBuffer, hidden_size: int) -> None:
         """Zero what normal kernels may have left, or what is new. All ranks meet in it, and all come here.
 
-        A graph does so at its first launch, where there are normal kernels: who runs before it, nobody knows.
+        If there are normal kernels, a graph cleans at its first launch: it is unknown what runs before a replay.
         """
         capture = current_capture()
         if capture is None:

@@ -41,7 +41,7 @@ with Python's lock held."""
 
 @dataclass(frozen=True)
 class ElasticHandle:
-    """How results come home.
+    """What combine needs to return results.
 
     Attributes:
         buffer: DeepEP's, through which the tokens came.
@@ -147,7 +147,7 @@ class DeepEPV2All2All(DeepEPStreamed):
     # -- what travels ---------------------------------------------------------------------------------------------
 
     def _room(self) -> int:
-        """Tokens of a rank that there is room for; the same on every rank."""
+        """The tokens per rank to make room for; the same on every rank."""
         if not self.worst_case:
             return self.max_tokens_per_rank
         tokens = voted_tokens(self.group)
@@ -157,7 +157,7 @@ class DeepEPV2All2All(DeepEPStreamed):
         return min(1 << (most - 1).bit_length(), self.max_tokens_per_rank)
 
     def _global_ids(self, local_ids: Tensor, route: Any, counted: bool) -> Tensor:
-        """Ids of the rows that came; where nobody counted, rows behind them hold anything."""
+        """Global ids of the received rows; without counts, the ids of the undefined rows behind them become -1."""
         ids = self.global_ids(local_ids)
         if counted:
             return ids

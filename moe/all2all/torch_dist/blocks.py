@@ -28,7 +28,7 @@ from ubatch import CommGroup, Transfer, launch_all_to_all_single
 __all__ = ["BlockRoutes", "BlocksHandle", "TorchDistBlocks"]
 
 _BLOCKS = 8
-"""Each costs a launch and the link's latency; the last of them is what no compute hides."""
+"""Most blocks. Each costs a launch and the link's latency; no compute hides the last one."""
 
 
 class BlockRoutes:
@@ -60,7 +60,7 @@ class BlockRoutes:
 
 @dataclass(frozen=True)
 class BlocksHandle:
-    """How results come home.
+    """What combine needs to return results.
 
     Attributes:
         blocks: of local experts.

@@ -70,7 +70,7 @@ class Routes:
 
 @dataclass(frozen=True)
 class ChunkHandle:
-    """How results of one chunk come home.
+    """What combine needs to return the results of one chunk.
 
     Attributes:
         rows: all rows of this dispatch here; results are added to them.
@@ -88,7 +88,7 @@ class ChunkHandle:
 
 
 class ChunkedRows:
-    """The rows of one dispatch in chunks, where their experts are, and what chunks have made of them until now.
+    """The rows of one dispatch in chunks on the experts' rank, and the sums of the chunks computed so far.
 
     Args:
         visits, ends: of the rows that come here.
@@ -116,7 +116,7 @@ class ChunkedRows:
         self._arrived.append(_Arrived(hidden_states, ids, weights, last, ranks))
 
     def rows_of(self, chunk: int, handle: ChunkHandle) -> Dispatched[ChunkHandle]:
-        """Those that the experts of `chunk` compute, with no ids but its own."""
+        """The rows that the experts of `chunk` compute, with only this chunk's ids."""
         block = self._blocks[chunk]
         experts = self._experts[block.start : block.stop]
         places: list[Tensor | None] = []
@@ -170,12 +170,12 @@ class ChunkedRows:
 
 @dataclass(frozen=True)
 class _Arrived:
-    """What one dispatch brought.
+    """The rows that one dispatch delivered.
 
     Attributes:
         hidden_states, ids, weights: `[N, ...]`, by rank and token.
         last: `[N]`, the chunk after which a row goes home.
-        ranks: `[N]`, whose it is.
+        ranks: `[N]`, the rank that owns each row.
     """
 
     hidden_states: Tensor

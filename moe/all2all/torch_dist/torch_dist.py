@@ -43,7 +43,7 @@ H = TypeVar("H")
 
 @dataclass(frozen=True)
 class Handle:
-    """How results come home.
+    """What combine needs to return results.
 
     Attributes:
         sent, received: rows this rank sent to, and got from, every rank.
@@ -149,7 +149,7 @@ class TorchDistAll2All:
         return transfer.map(arrive)
 
     def combine(self, y: Tensor, handle: Handle | ChunkHandle) -> Transfer[Tensor]:
-        """See `All2All`. Of a chunk, what is complete with it."""
+        """See `All2All`. For a chunk, it returns the rows whose last chunk this is."""
         refuse_gradients(y, name="torch_dist")
         if isinstance(handle, ChunkHandle):
             y = handle.rows.add(handle.chunk, y)
@@ -239,5 +239,5 @@ def _cubes(numbers: list[list[int]], chunks: int) -> tuple[Cube, Cube]:
 
 
 def _sum_of(counts: Sequence[Sequence[int]]) -> list[int]:
-    """Per rank."""
+    """The sum of the counts, per rank."""
     return [sum(of_rank) for of_rank in zip(*counts, strict=True)]
