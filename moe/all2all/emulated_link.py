@@ -58,7 +58,7 @@ class EmulatedLinkAll2All:
 
     @property
     def traits(self) -> All2AllTraits:
-        """The inner back end's: what it launches still waits for nobody. But what a device signals, no link delays."""
+        """The inner back end's traits, but without signals: the link cannot delay what a device signals."""
         return _without_signals(self.inner.traits)
 
     def traits_for(self, mode: ForwardMode, tokens: int) -> All2AllTraits:

@@ -1,9 +1,9 @@
-"""`host_loopback`: one GPU holds all experts, and what would travel to other ranks travels to host memory and back.
+"""`host_loopback`: one GPU holds all experts, and the bytes for other ranks are copied to host memory and back.
 
-The stand-in for a network where there is one GPU, and named so: no token reaches another rank. But the bytes are real,
-packed as `torch_dist` packs them; they leave the GPU and return over PCIe, moved by its copy engines on the
-communication stream, so they take time and no SM, as a network card's do. With `sms`, kernels move them that hold so
-many SMs as long as they send, as NCCL's and DeepEP's do. It works eagerly and in a CUDA graph, in lanes and outside.
+It replaces a network on a machine with one GPU: no token reaches another rank. But the bytes are real, packed as in
+`torch_dist`. The GPU's copy engines move them over PCIe on the communication stream, so they take time but no SM, as
+with a network card. With `sms`, kernels move them and hold that many SMs while they send, as NCCL's and DeepEP's do. It
+works eagerly and in a CUDA graph, in lanes and outside.
 
     dispatch    pack rows (compute) | device -> pinned host -> device (comm) | unpack (compute, in `wait`)
     combine     results             | device -> pinned host -> device (comm) | the results
@@ -264,10 +264,10 @@ def lane_here() -> int | None:
 
 
 class _Queued:
-    """The `Work` of copies that only the streams wait for: whoever launched them joins, also when its lane fails."""
+    """The `Work` of copies that only streams wait for: the launching lane joins the stream, also when it fails."""
 
     def is_completed(self) -> bool:
-        """In the order of the streams, yes."""
+        """Always True: stream order does the waiting."""
         return True
 
     def wait(self, timeout: Any = None) -> bool:
@@ -276,7 +276,7 @@ class _Queued:
 
 
 def _passes(num_bytes: int, factor: float) -> list[int]:
-    """The sizes of the crossings: the whole payload as often as it fits into `factor` times its bytes, then a part."""
+    """The sizes of the copies: the whole payload as often as it fits into `factor` times its bytes, then a part."""
     whole, part = divmod(round(num_bytes * factor), num_bytes)
     return [num_bytes] * whole + [part] * bool(part)
 

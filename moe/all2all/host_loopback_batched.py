@@ -1,10 +1,10 @@
-"""`host_loopback_batched`: as `host_loopback`, for experts that take batches; results may leave while they are made.
+"""`host_loopback_batched`: `host_loopback` for experts that take batches; can send results while others are computed.
 
     dispatch    pack tokens (compute) | device -> pinned host -> device (comm) | unpack, sort by expert (compute)
     combine     a row per choice      | device -> pinned host -> device (comm) | weighted sum, in the order of choices
 
-Tokens cross once, whatever they chose. Results come home one by one, a row for each of a token's choices: of `E x C`
-rows that is all that can exist. A row for a choice without an expert crosses, too, as nobody on the host knows of it.
+Each token is sent once. Results are returned one by one, a row for each of a token's choices: at most that many of the
+`E x C` rows can exist. A row for a choice without an expert is sent, too, because the host does not know the ids.
 
 **Signalled.** Under a schedule that is `signalled`, the first half of combine's way is a kernel's:
 
@@ -18,10 +18,10 @@ home writes, as compute that is launched later is not waited for. `send`, once t
 copy. It writes the rows that exist to pinned host memory, over PCIe, from as many SMs as the schedule leaves to
 communication; the copy engines bring them back.
 
-A copy that gives up is never unnoticed: sums are NaN until somebody was told, the next dispatch or combine raises
-`SignalTimeout`, and `check` asks at once. A graph that is replayed calls neither, so ask after it: the model runner
-does, whenever it reads a step's tokens (`listen`). Signals, as the memory of `host_loopback`, are made once per lane
-and chunk, and never while a graph is captured.
+A copy that gives up is always reported: sums are NaN until then, the next dispatch or combine raises `SignalTimeout`,
+and `check` asks the device at once. Replaying a graph calls none of them, so call `listen` after a replay: the model
+runner does, whenever it reads a step's tokens. Signals, like the memory of `host_loopback`, are made once per lane and
+chunk, and never while a graph is captured.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ class HostLoopbackBatchedAll2All:
         """Ask the device whether all signalled combines so far were complete. The host waits for it.
 
         Raises:
-            SignalTimeout: one was not; what it brought is NaN. The next one may be.
+            SignalTimeout: one was not, and its results are NaN. Later combines may be complete.
         """
         if self._alarm is None:
             return

@@ -223,18 +223,18 @@ class Inputs:
     sent: Prepared
 
     def are(self, given: tuple[Tensor, ...], blocks: Sequence[range]) -> bool:
-        """Whether these very tensors are to be dispatched so."""
+        """Whether these inputs were made for the same tensors and blocks."""
         return self.blocks == tuple(blocks) and all(own is its for own, its in zip(self.given, given, strict=True))
 
 
 class DeepEPStreamed(DeepEPTransport, ABC):
     """A back end whose kernels run on DeepEP's own communication stream.
 
-    All lanes share that stream, in the order of the baton. A dispatch waits for a mark that was made before the lane
-    handed on, so it computes nothing itself: all that it reads is in its `Inputs`. DeepEP marks what it used for the
-    allocator (`record_stream`). Such marks would keep every layer's memory until the end of a capture. So while a graph
-    is captured DeepEP runs in its synchronous mode, on the lane's own communication stream, forked anew by each launch:
-    whoever gets this memory next comes after all that read it.
+    All lanes share that stream, in the order in which they run. A dispatch waits for an event recorded before the lane
+    handed over, so it computes nothing itself: all tensors that it reads are in its `Inputs`. DeepEP calls
+    `record_stream` on the tensors it used, which would keep every layer's memory until the end of a capture. So during
+    a capture DeepEP runs in its synchronous mode, on the lane's own communication stream, forked anew by each launch:
+    later users of this memory are ordered after all its readers.
 
     Args:
         name, group, num_experts: see `DeepEPTransport`.
@@ -294,7 +294,7 @@ class DeepEPStreamed(DeepEPTransport, ABC):
         )
 
     def arrived(self, rows: Payload, ids: Tensor, weights: Tensor, handle: Any) -> Dispatched[Any]:
-        """What a dispatch brings, in fp8 with its scales; `ids` are global ones."""
+        """Wrap the rows that a dispatch delivered, with scales if they are fp8; `ids` are global ones."""
         hidden_states, scales = rows if isinstance(rows, tuple) else (rows, None)
         return Dispatched(hidden_states, ids, weights, handle, self.experts, scales)
 
@@ -349,7 +349,7 @@ class DeepEPStreamed(DeepEPTransport, ABC):
         return Queued(event.current_stream_wait if order else None)
 
     def global_ids(self, local_ids: Tensor) -> Tensor:
-        """DeepEP counts experts from this rank's first, and -1 is none of them: nor is the one before the first."""
+        """Convert local ids, counted from this rank's first expert, to global ids. -1 becomes an id outside of them."""
         return local_ids + self.experts.start if self.experts.start else local_ids
 
     def check_rows(self, x: Tensor) -> None:

@@ -1,12 +1,12 @@
-"""A combine of `torch_dist` that sends what blocks of experts have completed, while the next ones are computed.
+"""A combine of `torch_dist` that sends the rows a block of experts has completed while the next one is computed.
 
     comp:  | block 0 | block 1 | block 2 |                a block: some of a rank's experts, in their order
     comm:            | rows 0  | rows 1  | rows 2 |       rows b: those whose last expert is in block b
 
-So rows travel once, as in one piece, and only those that visit the last block wait for it. Each block is an all-to-all
-of its own, which the host launches behind the block's kernels: over gloo and over NCCL alike, no kernel waits for a
-signal. How many rows a block completes is exchanged before the dispatch, so that the host waits for nothing else. They
-go home by rank, and those of one rank in the order of the tokens.
+So every row is sent once, and only rows that visit the last block wait for it. Each block is a separate all-to-all,
+which the host launches behind the block's kernels: with gloo and with NCCL no kernel waits for a signal. The ranks
+exchange the number of rows per block before the dispatch, so that the host waits for nothing else. Rows are returned by
+rank, and those of one rank in the order of the tokens.
 
 Source: SGLang's single-batch overlap, whose blocks are of rows and told by signals.
 """
