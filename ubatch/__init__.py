@@ -26,7 +26,7 @@ From the top down (each folder's `__init__.py` has a line for every file):
     streams/           CUDA's streams, memory, and the sharing of SMs
     schedules/         schedules, splits and votes as data; the simulator
     trace/             what happened when
-    process/           what concerns the whole process: Ctrl-C, heartbeat, registries
+    process/           state of the whole process: Ctrl-C, heartbeat, registries
     errors             every error, with what to do
 """
 
@@ -243,7 +243,7 @@ _MOVED = {
     "search_schedules": "ubatch.schedules.search",
     "split_mixed": "ubatch.schedules.split_mixed",
 }
-"""Names that were public up to 0.1.0, and where they are. The next release forgets them."""
+"""Names that were public up to 0.1.0, and the module each is in now. The next release removes them from here."""
 
 
 def __getattr__(name: str) -> typing.Any:

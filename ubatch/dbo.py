@@ -5,12 +5,12 @@ Names are vLLM's. Each function looks up the lane it runs in; what happens there
 vLLM's own there are `dbo_keep`, `on_comm_stream`, `on_compute_stream`, `fork_comm_stream` and the two of the SM budget.
 What differs:
 
-    dbo_switch_to_comm, dbo_switch_to_compute   are ordered here, as vLLM's `_sync` ones are: memory that two streams
-                                                share lives by it. To leave compute without waiting for the
-                                                transfer, launch it in `on_comm_stream`, and wait in a receive hook
-    dbo_start                                   vLLM's lanes of old were deaf to points until they called it. There is
-                                                none: lanes start together, and a schedule's `points_off` names the
-                                                points at which nobody hands on
+    dbo_switch_to_comm, dbo_switch_to_compute   order the streams here, as vLLM's `_sync` variants do: tensors shared by
+                                                two streams need it. To launch a transfer that compute does not wait
+                                                for, use `on_comm_stream`, and wait in a receive hook
+    dbo_start                                   does not exist here. Older vLLM ignored points until a lane called it.
+                                                Here lanes start together; a schedule's `points_off` names inactive
+                                                points
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def dbo_yield(point: str = "user") -> None:
         point: a `Point` of this project, or any name of your own (always active).
 
     Raises:
-        LaneAborted: another lane failed; let it pass.
+        LaneAborted: another lane failed; do not catch it.
     """
     lane = _current_lane()
     if lane is not None:
@@ -65,15 +65,15 @@ def dbo_yield(point: str = "user") -> None:
 
 
 def dbo_register_recv_hook(hook: Callable[[], object], *, joins: bool = True) -> None:
-    """Leave `hook` (usually a transfer's `wait`) to be run exactly once, when its result is due.
+    """Register `hook` (usually a transfer's `wait`), which runs exactly once, before its result is needed.
 
     By default the lane that registered it runs it when the baton comes back; with `recv="peer"` the next lane runs
     it before its own next launch. Outside a lane it runs at once.
 
     Args:
         hook: called without arguments.
-        joins: on CUDA the compute stream first waits for all that the lane has put on the communication stream. False
-            where the hook waits for its own transfers, and later ones shall travel on.
+        joins: on CUDA the compute stream first waits for all of the lane's work on the communication stream. False if
+            the hook waits for its own transfers and must not wait for later ones.
     """
     lane = _current_lane()
     if lane is None:
@@ -101,7 +101,7 @@ def dbo_enabled() -> bool:
 
 
 def dbo_keep(*tensors: object) -> None:
-    """Keep what the communication stream works on alive until the lane is back on compute and that comes after it.
+    """Keep tensors that the communication stream uses alive until the lane's compute stream is ordered after that use.
 
     For code that switches streams by hand and drops a tensor before it switches back; transfers keep their own
     buffers. See `ubatch.streams.lifetimes`. Does nothing outside a lane.
@@ -127,17 +127,17 @@ def dbo_switch_to_compute() -> None:
 
 
 dbo_switch_to_comm_sync = dbo_switch_to_comm
-"""vLLM's name of the ordered switch, which is the only one here."""
+"""vLLM's name for the ordered switch. Here every switch is ordered."""
 dbo_switch_to_compute_sync = dbo_switch_to_compute
 """The same."""
 
 
 def dbo_get_previous_event(record: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | None:
-    """What `record(...)` returns, called with the lane's compute stream current: an event of a library's own, such as
-    `buffer.capture()` of DeepEP. None outside a lane, where nothing is called.
+    """Call `record(...)` with the lane's compute stream current and return its result: an event of another library,
+    such as DeepEP's `buffer.capture()`. Outside a lane nothing is called and the result is None.
 
     Call it before a hand-off: afterwards the event would cover the other lanes' work, too. It orders nothing by itself,
-    and does not cover what a receive hook adds when the baton is back.
+    and does not cover the work of a receive hook that runs after the hand-off.
     """
     lane = _current_lane()
     return None if lane is None else lane.on_compute(lambda: record(*args, **kwargs))
@@ -146,8 +146,8 @@ def dbo_get_previous_event(record: Callable[P, T], *args: P.args, **kwargs: P.kw
 def dbo_yield_and_switch_from_compute_to_comm(point: str = "user") -> None:
     """Hand on; when the baton is back, continue on the communication stream after *this* lane's compute work.
 
-    Allocate before this what compute will read: what other lanes compute meanwhile may still use the memory that the
-    communication stream would get (`ubatch.streams.lifetimes`).
+    Before this call, allocate the tensors that compute will read. Memory allocated after it, on the communication
+    stream, may still be in use by the other lanes' compute (`ubatch.streams.lifetimes`).
     """
     lane = _current_lane()
     if lane is not None:
@@ -166,10 +166,10 @@ def dbo_yield_and_switch_from_comm_to_compute(point: str = "user") -> None:
 
 
 def fork_comm_stream() -> Event | None:
-    """Mark what the compute stream has so far, for an `on_comm_stream` later; None outside a lane.
+    """Record an event on the compute stream, for a later `on_comm_stream`; None outside a lane.
 
-    For a transfer that is to run beside compute which is launched before it. What it writes must be allocated before
-    this: memory that is freed later may still be in use by that compute (`ubatch.streams.lifetimes`).
+    For a transfer that runs in parallel with compute launched before it. Allocate the transfer's output before this
+    call: memory freed later may still be in use by that compute (`ubatch.streams.lifetimes`).
     """
     lane = _current_lane()
     return None if lane is None else lane.fork()
@@ -179,11 +179,11 @@ def fork_comm_stream() -> Event | None:
 def on_comm_stream(fork: Event | None = None) -> Iterator[None]:
     """Launch a transfer: on the communication stream inside a lane, in place outside.
 
-    The compute stream does not wait here; `Transfer.wait` joins it. Inside a lane that is on the communication stream
-    already, it stays there.
+    The compute stream does not wait here; `Transfer.wait` makes it wait. A lane that is already on the communication
+    stream stays there.
 
     Args:
-        fork: from `fork_comm_stream`: the transfer waits for what compute had then, not for what it has now.
+        fork: from `fork_comm_stream`: the transfer waits for compute launched before the fork, not for later compute.
     """
     lane = _current_lane()
     if lane is None:

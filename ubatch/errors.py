@@ -1,7 +1,7 @@
-"""Every error a user of `ubatch` can meet, and what each asks of them.
+"""Every error that `ubatch` raises to its users, and the remedy for each.
 
-All derive from `UBatchError`, except `LaneAborted`: that one unwinds the *other* lanes after a lane failed, so it
-is a `BaseException` that `except Exception` in a model cannot swallow, and it never reaches the caller.
+All derive from `UBatchError`, except `LaneAborted`: that one unwinds the *other* lanes after a lane failed, so it is a
+`BaseException`, which `except Exception` in a model cannot swallow, and it never reaches the caller.
 """
 
 from __future__ import annotations
@@ -75,7 +75,8 @@ class ForkedLaneError(UBatchError):
 
 
 class ForgedValue(UBatchError):
-    """What stands in the rendezvous store was written by nobody who has the job's key; `name` is where."""
+    """A value in the rendezvous store was not written by a process that has the job's key; `name` is the store's
+    key."""
 
     def __init__(self, name: str, what: str) -> None:
         super().__init__(
@@ -86,11 +87,12 @@ class ForgedValue(UBatchError):
 
 
 class GradientError(UBatchError):
-    """What requires grad would lose it: in a lane, or by `launch_*`. Use `torch.no_grad()`, or run unsplit."""
+    """A tensor that requires grad would lose its gradient, in a lane or in `launch_*`. Use `torch.no_grad()`, or run
+    unsplit."""
 
 
 class UnvotedCollectiveError(UBatchError):
-    """A collective over several ranks ran in a lane whose split the ranks did not vote on; they could dead-lock."""
+    """A collective over several ranks ran in a lane whose split the ranks did not vote on; so they could dead-lock."""
 
 
 class UBatchTimeout(UBatchError, TimeoutError):
@@ -122,14 +124,14 @@ class LaneAborted(BaseException):
 
 
 def note(error: BaseException, text: str) -> None:
-    """Add a note to anybody's error, if it takes one: its class may shadow `add_note`, or refuse what that sets. The
-    error counts, and comes out as itself."""
+    """Add a note to an error of any class. Does nothing if the class refuses notes: the original error must stay
+    visible."""
     with suppress(Exception):
         BaseException.add_note(error, text)
 
 
 def describe(error: BaseException, how: Callable[[object], str] = repr) -> str:
-    """Anybody's error, for another one's message: `how(error)`, or the name of its class where that fails."""
+    """Text of an error of any class, for another error's message: `how(error)`, or its class name if that fails."""
     try:
         return how(error)
     except Exception:
@@ -139,7 +141,7 @@ def describe(error: BaseException, how: Callable[[object], str] = repr) -> str:
 def nearest(name: str, known: Iterable[str]) -> str:
     """The tail of an "unknown name" message: `"; did you mean 'x'? Known: x, y"`.
 
-    The question is left out where no name, or more than one, is near.
+    The question is left out unless exactly one name is near.
 
     Args:
         name: what the user wrote.
@@ -148,19 +150,19 @@ def nearest(name: str, known: Iterable[str]) -> str:
     names = sorted(map(str, known))
     far = {other: distance for other in names if (distance := _distance(name, other)) is not None}
     close = [other for other, distance in far.items() if distance == min(far.values())]
-    hint = f"; did you mean {close[0]!r}?" if len(close) == 1 else "."  # of several, none: a wrong hint misleads
+    hint = f"; did you mean {close[0]!r}?" if len(close) == 1 else "."  # if several are near: no hint
     return f"{hint} Known: {', '.join(names)}"
 
 
 def _distance(written: str, name: str) -> int | None:
-    """How far what was written is from a name; None where that cannot be what was meant.
+    """Edit distance from what the user wrote to a known name; None if the user cannot have meant it.
 
-    It can if there are one or two slips in it, or if it leaves out some of the name's words, at most half of them. To
-    share most characters is not enough: `pipeline_parallel_size` is no `tensor_parallel_size`.
+    A name can be meant if there are at most two typos, or if at most half of its words are left out. Sharing most
+    characters is not enough: `pipeline_parallel_size` is not `tensor_parallel_size`.
     """
     one, other = (re.sub(r"[\W_]+", "_", each.lower()) for each in (written, name))
     slips = _slips(one, other)
-    if slips <= (1 if len(one) < 6 and sorted(one) != sorted(other) else 2):  # two that change places are one slip
+    if slips <= (1 if len(one) < 6 and sorted(one) != sorted(other) else 2):  # two swapped characters count as one typo
         return slips
     words, left = one.split("_"), other.split("_")
     missing = len(left) - len(words)
@@ -171,13 +173,13 @@ def _distance(written: str, name: str) -> int | None:
 
 
 def _is_word(written: str, word: str) -> bool:
-    """With a slip, or one is the other's beginning."""
+    """Whether the two words are equal, differ by one typo, or one is a prefix of the other."""
     short, long = sorted((written, word), key=len)
     return written == word or (len(short) > 2 and (long.startswith(short) or _slips(written, word) < 2))
 
 
 def _slips(one: str, other: str) -> int:
-    """Characters to put in, take out or change (Levenshtein)."""
+    """Characters to insert, delete or replace (Levenshtein distance)."""
     row = list(range(len(other) + 1))
     for above, here in enumerate(one, 1):
         corner, row[0] = row[0], above

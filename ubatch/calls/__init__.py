@@ -1,12 +1,12 @@
-"""A call: its arguments cut into lanes, and the lanes' outputs put together.
+"""A call: its arguments split into lanes, and the lanes' outputs merged.
 
 call_leaves  a call as named tensors and plain values
-containers   what arguments and outputs are nested in
-arguments    cuts the arguments
-call_plan    the call, cut
-caches       cuts and merges caches that a model changes in place
+containers   nested arguments and outputs, taken apart and rebuilt
+arguments    decides where to split each argument
+call_plan    how one call is split
+caches       splits and merges caches that a model changes in place
 copies       of the arguments, for a proof
-outputs      merges outputs that nobody proved
-merging      merges outputs by the rule that a proof has found
-closeness    whether two results are equal but for rounding
+outputs      merges the outputs of an unproved call
+merging      merges outputs by the rules that a proof has learned
+closeness    whether two results are equal except for rounding
 """

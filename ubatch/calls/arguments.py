@@ -6,10 +6,11 @@
     tuple, list, dict, dataclass      leaf by leaf
     number, string, None, dtype, ...  the same for every lane
 
-Anything else is ambiguous. Where the cut will be proved (`ubatch.wrapping.proof`), it is *tried*: along dimension 0 if
-that has as many rows as the batch, else every lane gets the whole. Where nobody proves it, the call is refused instead.
+Anything else is ambiguous. If the split will be proved (`ubatch.wrapping.proof`), it is *tried*: along dimension 0 if
+its size is the batch's number of rows, else every lane gets the whole value. If the split will not be proved, the call
+is refused.
 
-What cannot be split is reported with a reason and a sentence, and nothing has run yet.
+A call that cannot be split is refused with a reason and a message, before any of it has run.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ def parameter_names(forward: Callable[..., Any]) -> tuple[tuple[str, ...], str |
 
 
 def _parameters(forward: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
-    """Of a forward; of one that tells nothing (torch.jit's), what takes anything."""
+    """The parameters of a forward; `*args, **kwargs` if it has no readable signature (torch.jit)."""
     try:
         return inspect.signature(forward).parameters
     except ValueError:
@@ -67,10 +68,10 @@ def _parameters(forward: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
 
 
 def check_split_dims(forward: Callable[..., Any], split_dims: Mapping[str, int | None]) -> None:
-    """Refuse a name in `split_dims` that is no parameter of `forward`, where `forward` takes no others.
+    """Refuse a name in `split_dims` that is no parameter of `forward`, unless `forward` takes `**kwargs`.
 
     Raises:
-        ConfigError: with the nearest name.
+        ConfigError: a name is unknown; the message suggests the nearest one.
     """
     parameters = _parameters(forward)
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
@@ -94,11 +95,11 @@ def plan_call(
     Args:
         names: of the positional parameters; see `parameter_names`.
         args, kwargs: the call.
-        split_dims: what the user said.
-        tried: the cut will be proved, so what is ambiguous is tried instead of refused.
+        split_dims: the user's setting: argument -> dimension, None for "the same in every lane".
+        tried: the split will be proved, so ambiguous arguments are tried instead of refused.
 
     Raises:
-        CannotSplit: with the counted reason and a sentence that names the argument and says what to do.
+        CannotSplit: the call cannot be split. Has the counted reason; the message names the argument and the remedy.
     """
     positional, rest = names
     named = tuple(
@@ -106,7 +107,7 @@ def plan_call(
         for index, value in enumerate(args)
     )
     found = [leaf for name, value in (*named, *kwargs.items()) for leaf in _find(name, value, split_dims)]
-    if tried:  # the order in which keywords were written must not tell rows from others
+    if tried:  # the result must not depend on the order of keyword arguments
         place = {name: at for at, name in enumerate(positional)}
         found.sort(key=lambda leaf: (place.get(leaf[0].partition(".")[0], len(place)), leaf[0]))
     leaves = _tried(found, split_dims) if tried else _known(found)
@@ -123,11 +124,11 @@ def plan_call(
 
 
 _Found = tuple[str, Any, int | None, bool]
-"""A leaf before its place is settled: path, value, dimension, and whether that is known."""
+"""A leaf before its split dimension is settled: path, value, dimension, and whether the dimension is known."""
 
 
 def _known(found: Sequence[_Found]) -> list[Leaf]:
-    """The leaves, where every one's place must be known."""
+    """The leaves; refuses one whose split dimension is not known."""
     tensors = [path for path, value, _, _ in found if isinstance(value, Tensor) and value.dim() > 0]
     leaves: list[Leaf] = []
     for path, value, dim, known in found:
@@ -152,7 +153,7 @@ def _known(found: Sequence[_Found]) -> list[Leaf]:
 
 
 def _tried(found: Sequence[_Found], split_dims: Mapping[str, int | None]) -> list[Leaf]:
-    """The leaves, where the cut is proved later: what has as many rows as the batch is cut, the rest is shared."""
+    """The leaves of a call that is proved later: one with the batch's number of rows is split, others are shared."""
     rows = _rows_to_try(found, split_dims)
     leaves: list[Leaf] = []
     for path, value, dim, known in found:
@@ -170,8 +171,8 @@ def _tried(found: Sequence[_Found], split_dims: Mapping[str, int | None]) -> lis
 
 
 def _rows_to_try(found: Sequence[_Found], split_dims: Mapping[str, int | None]) -> int | None:
-    """How many rows the batch seems to have: those of what the user named, else of the token ids, else of what has a
-    well-known name, else of the first tensor."""
+    """Likely number of rows of the batch: the size of an argument in `split_dims`, else of the token ids, else of an
+    argument with a well-known name, else of the first tensor."""
 
     def rank(leaf: _Found) -> int:
         path, _, dim, known = leaf
@@ -194,10 +195,10 @@ def _rows_to_try(found: Sequence[_Found], split_dims: Mapping[str, int | None]) 
 
 
 def _settled_at_once(path: str, value: Any, dim: int | None, known: bool) -> Leaf | None:
-    """A leaf whose place needs no guess; None for one that does.
+    """The leaf, if its split dimension needs no guess; else None.
 
     Raises:
-        CannotSplit: nobody knows how to cut it.
+        CannotSplit: a value of this kind cannot be split.
     """
     if isinstance(value, Tensor) and (value.is_nested or value.layout is not torch.strided):
         layout = "nested" if value.is_nested else str(value.layout)
@@ -219,13 +220,13 @@ def _settled_at_once(path: str, value: Any, dim: int | None, known: bool) -> Lea
         return None
     raise CannotSplit(
         DeclineReason.NO_SPLITTER,
-        f"argument {path!r} is a {type(value).__name__}, which nobody registered a splitter for. "
+        f"argument {path!r} is a {type(value).__name__}, for which no splitter is registered. "
         f"Use ubatch.register_splitter, or split_dims={{{path!r}: None}} if every lane may share it.",
     )
 
 
 def _find(path: str, value: Any, split_dims: Mapping[str, int | None]) -> Iterator[_Found]:
-    """Leaves that matter: `(path, value, dim, known)`."""
+    """Leaves that may need splitting: `(path, value, dim, known)`."""
     dim, known = _lookup(path, value, split_dims)
     if isinstance(value, (*PLAIN, *FUNCTIONS)):
         return
@@ -271,13 +272,13 @@ def _checked(path: str, value: Any, dim: int | None) -> Leaf:
     if not -dims <= dim < dims:
         raise CannotSplit(
             DeclineReason.AMBIGUOUS_ARGUMENT,
-            f"argument {path!r} has {dims} dimensions, so it cannot be split along dimension {dim}. Mend split_dims.",
+            f"argument {path!r} has {dims} dimensions, so it cannot be split along dimension {dim}. Fix split_dims.",
         )
     return Leaf(path, value, dim % dims)
 
 
 def _with_rows(leaves: list[Leaf], args: tuple[tuple[str, Any], ...], kwargs: Mapping[str, Any]) -> CallPlan:
-    """Check that all split leaves agree on the number of rows; size 1 broadcasts where the field's names do."""
+    """Check that all split leaves have the same number of rows; masks and positions of size 1 may broadcast."""
     sizes = {leaf.path: _size(leaf) for leaf in leaves if leaf.dim is not None}
     if not sizes:
         raise CannotSplit(DeclineReason.NO_BATCH, "the call has no tensor argument to split. Name one in split_dims.")
@@ -290,7 +291,7 @@ def _with_rows(leaves: list[Leaf], args: tuple[tuple[str, Any], ...], kwargs: Ma
         elif size != rows:
             raise CannotSplit(
                 DeclineReason.AMBIGUOUS_ARGUMENT,
-                f"argument {leaf.path!r} has {size} rows where others have {rows}. Mend split_dims or the batch.",
+                f"argument {leaf.path!r} has {size} rows where others have {rows}. Fix split_dims or the batch.",
             )
         settled.append(leaf)
     per_row = _tokens_per_row(settled)
@@ -325,7 +326,7 @@ def _tokens_per_row(leaves: Sequence[Leaf]) -> int | None:
 
 
 def _size_beside(leaf: Leaf) -> int | None:
-    """Where a tensor is split along one of its first two dimensions, the size of the other one."""
+    """For a tensor that is split along one of its first two dimensions: the size of the other one; else None."""
     if not isinstance(leaf.value, Tensor) or leaf.value.dim() < 2 or leaf.dim not in (0, 1):
         return None
     return int(leaf.value.shape[1 - leaf.dim])

@@ -1,8 +1,8 @@
-"""Splitting and merging of caches that a model is given as an argument and changes in place.
+"""Splitting and merging of caches: arguments that a model changes in place.
 
-A cache is an object, not a tensor, so somebody must say how its batch dimension is cut. `register_splitter` takes
-that from a user; transformers' caches are registered here, by their qualified names, so that transformers is never
-imported by this package. Those are all cut in one way: by a walk through their attributes, and those of their layers.
+A cache is an object, not a tensor, so its class needs a splitter. Users register one with `register_splitter`;
+transformers' caches are registered here by qualified name, so this package never imports transformers. All of them are
+split in one way: by a walk through their attributes and those of their layers.
 
     tensor with one entry per row     a lane gets its rows: a view where the model grows it (a new tensor per step),
                                       a copy where the model writes to it in place
@@ -10,7 +10,7 @@ imported by this package. Those are all cut in one way: by a walk through their 
     number, flag, name, class         the same for all lanes, before and after
     dict, list, tuple                 item by item
 
-A layer or an attribute that is not known here is refused by name when the cache is split, so before anything ran.
+A layer or attribute that is not known here is refused by name when the cache is split, before the model runs.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ class CacheSplitter(Protocol):
     """How one class of cache is cut along its batch dimension and put together again."""
 
     def split(self, cache: Any, bounds: Sequence[slice]) -> list[Any]:
-        """One part per lane, `bounds` being all rows in order. The parts may share memory with `cache`, which must
-        not change before `merge`.
+        """One part per lane; `bounds` are the lanes' row ranges, in order, and cover all rows. The parts may share
+        memory with `cache`, which must not change before `merge`.
 
         Raises:
-            SplitError: this cache has something inside that cannot be cut.
+            SplitError: this cache holds something that cannot be split.
         """
 
     def merge(self, parts: Sequence[Any], whole: Any | None) -> Any:
-        """Put parts together, into `whole` (returned) where there is one, else into a new cache.
+        """Merge parts into `whole` and return it; into a new cache if `whole` is None.
 
-        A new cache shares no memory with its parts, which may be any of one cache, in any order and number.
+        A new cache shares no memory with its parts. The parts come from one cache, in any order and number.
 
         Raises:
-            SplitError: the parts do not fit together. `whole` is as it was.
+            SplitError: the parts do not fit together. `whole` is unchanged.
         """
 
 
@@ -80,7 +80,7 @@ _CACHES = (
     "transformers.models.reformer.modeling_reformer.ReformerDynamicCache",
     "transformers.models.xlstm.modeling_xlstm.xLSTMCache",
 )
-"""Caches, with all classes made from them. Reformer's and xLSTM's have no layers: their states are their own."""
+"""Cache classes, subclasses included. Reformer's and xLSTM's caches hold their states directly, without layers."""
 
 _UTILS = "transformers.cache_utils."
 _STATIC_LAYERS = frozenset(
@@ -99,7 +99,7 @@ _LAYERS = _STATIC_LAYERS | frozenset(
     | {"transformers.models.deepseek_v4.modeling_deepseek_v4.DeepseekV4CSACache"}
     | {"transformers.models.minimax_m3_vl.modeling_minimax_m3_vl.MiniMaxM3VLSparseCacheLayer"}
 )
-"""Layers whose every row is its own. Quantised ones are not: they scale by the largest number of the whole batch."""
+"""Layers whose rows are independent. Quantised layers are not: they scale by the largest value of the whole batch."""
 
 _ROWS: Mapping[str, int] = {
     **dict.fromkeys(("keys", "values", "conv_states", "recurrent_states", "indexer_keys", "idx_keys"), 0),
@@ -107,34 +107,34 @@ _ROWS: Mapping[str, int] = {
     **dict.fromkeys(("rnn_state", "states_cache", "buckets_cache"), 0),
     "indexer_position_ids": 1,
 }
-"""Attributes whose tensors have one entry per row: along which dimension."""
+"""Attribute -> dimension of its tensors that has one entry per row."""
 
 _IN_PLACE = frozenset({"conv_states", "recurrent_states", "rnn_state"})
-"""Those that every layer writes in place."""
+"""Attributes that every layer writes in place."""
 
 _FOR_ALL = frozenset(
     {"cumulative_length", "idx_cumulative_length", "indexer_cumulative_length", "seqlen_offset"}
     | {"_sliding_window_tensor"}
 )
-"""Attributes whose tensors are about all rows."""
+"""Attributes whose tensors are the same for all rows."""
 
 _ROW_COUNT = "batch_size"
-"""The attribute that counts the rows."""
+"""The attribute that holds the number of rows."""
 
 _SHARED = frozenset({"config"})
-"""Objects that nobody writes to."""
+"""Objects that are only read: all lanes share them."""
 
 _SIMPLE = frozenset({type(None), bool, int, float, str, torch.dtype, torch.device})
-"""Most of what is `PLAIN`; a look into a set is faster than `isinstance`."""
+"""Exact types of most plain values; a look-up in this set is faster than `isinstance` with `PLAIN`."""
 
 
 class _Place(NamedTuple):
-    """Where a walk is. Its path is put together only to be shown: a walk passes thousands of places.
+    """The current position of a walk. The path string is built only when shown: a walk passes thousands of places.
 
     Attributes:
-        name: the attribute's.
+        name: name of the attribute.
         in_static: whether it belongs to a layer of `_STATIC_LAYERS`.
-        step: how the path goes on from `parent`.
+        step: format string of this place's part of the path, after `parent`'s.
     """
 
     name: str = ""
@@ -162,7 +162,7 @@ class _Place(NamedTuple):
 
 
 class _AttributeSplitter:
-    """Cuts and joins objects of the classes above, attribute by attribute."""
+    """Splits and merges objects of the classes above, attribute by attribute."""
 
     def split(self, cache: Any, bounds: Sequence[slice]) -> list[Any]:
         return _Cut(bounds).cut(cache, _Place())
@@ -179,13 +179,13 @@ class _AttributeSplitter:
 
 @dataclass(frozen=True)
 class _Cut:
-    """One walk that cuts. `seen`: tensors that were cut, as layers may hold one under two names."""
+    """One walk that splits a cache. `seen`: tensors already split, because a layer may hold one under two names."""
 
     bounds: Sequence[slice]
     seen: dict[int, list[Tensor]] = field(default_factory=dict)
 
     def cut(self, value: Any, at: _Place) -> list[Any]:
-        """The lanes' parts of what is `at` a place."""
+        """The lanes' parts of the value at place `at`."""
         lanes = len(self.bounds)
         if isinstance(value, Tensor):
             if id(value) not in self.seen:
@@ -207,7 +207,7 @@ class _Cut:
         in_static = _is_static(value)
         for name, item in vars(value).items():
             if type(item) in _SIMPLE and name != _ROW_COUNT:
-                continue  # the twins have it
+                continue  # the new objects have it already
             for part, own in zip(parts, self.cut(item, at.attribute(name, in_static)), strict=True):
                 vars(part)[name] = own
         return parts
@@ -232,18 +232,18 @@ class _Cut:
 
 @dataclass(frozen=True)
 class _Join:
-    """One walk that joins. The caller's cache changes when it is known that all fits, by `writes`.
+    """One walk that merges parts. The caller's cache changes only once all parts are known to fit, by `writes`.
 
     Attributes:
-        writes: what is left to do.
-        seen: tensors that were joined, as in `_Cut`.
+        writes: changes to the caller's cache, still to be made.
+        seen: tensors already merged, as in `_Cut`.
     """
 
     writes: list[Callable[[], object]] = field(default_factory=list)
     seen: dict[tuple[int, ...], Tensor] = field(default_factory=dict)
 
     def join(self, values: Sequence[Any], whole: Any, at: _Place) -> Any:
-        """What the lanes' `values` are together: `whole` itself where it can take them, else something new."""
+        """The lanes' `values` merged: `whole` itself if it can hold them, else a new value."""
         first = values[0]
         if any(type(value) is not type(first) for value in values):
             raise _differ([type(value).__name__ for value in values], at)
@@ -319,7 +319,7 @@ class _Join:
         if len(shapes) > 1:
             raise _differ([f"{value.dtype}{list(value.shape)}" for value in values], at)
         if whole is not None and not at.in_place and _is_cut_of(values, whole, dim):
-            return whole  # the lanes left it alone
+            return whole  # no lane has changed it
         rows = [value.shape[dim] for value in values]
         shape = (*first.shape[:dim], sum(rows), *first.shape[dim + 1 :])
         if whole is None or not at.in_place or not _is_like(whole, first, shape):
@@ -331,7 +331,7 @@ class _Join:
 
 
 def _check_known(value: object, at: _Place) -> None:
-    """Refuse an object that may not be walked through."""
+    """Refuse an object of a class that the walk does not know."""
     what = f"a {type(value).__name__}" + (f" (its {at.path})" if at.path else "")
     register = "register a splitter for the class of your cache (ubatch.register_splitter)."
     if _qualified(type(value)) not in _LAYERS and not isinstance(splitter_for(value), _AttributeSplitter):
@@ -347,7 +347,7 @@ def _check_known(value: object, at: _Place) -> None:
 
 
 def _twin(value: Any) -> Any:
-    """An object with the same attributes."""
+    """A shallow copy: a new object with the same attributes."""
     twin = object.__new__(type(value))
     vars(twin).update(vars(value))
     return twin
@@ -358,7 +358,7 @@ def _is_static(layer: object) -> bool:
 
 
 def _is_unfilled(value: Tensor) -> bool:
-    """Whether this is the empty `[0]` that a lazy layer keeps until its first keys come."""
+    """Whether this is the empty tensor `[0]` that a lazy layer holds until its first keys are stored."""
     return value.shape == (0,)
 
 
@@ -367,7 +367,7 @@ def _is_like(whole: Tensor, part: Tensor, shape: Sequence[int]) -> bool:
 
 
 def _is_cut_of(values: Sequence[Tensor], whole: Tensor, dim: int) -> bool:
-    """Whether `values` are views of all rows of `whole`, in order."""
+    """Whether `values` are views of `whole` that cover all of its rows, in order."""
     rows = [value.shape[dim] for value in values]
     if values[0].data_ptr() != whole.data_ptr() or sum(rows) != whole.shape[dim]:
         return False
@@ -378,7 +378,7 @@ def _is_cut_of(values: Sequence[Tensor], whole: Tensor, dim: int) -> bool:
 
 
 def _with_marks(made: Tensor, first: Tensor) -> Tensor:
-    """`made` with what torch.compile knows about `first`: that its address is static."""
+    """`made`, marked for torch.compile as having a static address if `first` is so marked."""
     vars(made).update(vars(first))
     return made
 

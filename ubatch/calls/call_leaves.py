@@ -19,7 +19,7 @@ _Names = tuple[tuple[str, ...], str | None]
 
 @dataclass(frozen=True)
 class CallLeaves:
-    """A call, taken apart. Arguments that are None are left out, as if they were not given.
+    """A call's leaves by path. Arguments that are None are left out, as if they were not given.
 
     Attributes:
         tensors: by path: the parameter's name, or `name.key` inside a nested argument.
@@ -47,10 +47,10 @@ def leaves_of(names: _Names, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
 def replace_tensors(
     names: _Names, args: Sequence[Any], kwargs: Mapping[str, Any], by_path: Mapping[str, Tensor]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The same call on other tensors.
+    """The same call with other tensors.
 
     Raises:
-        ConfigError: an argument holds tensors in a container of a class that cannot be made anew.
+        ConfigError: an argument holds tensors in a container of a class that cannot be rebuilt.
     """
     made = [_replaced(path, value, by_path) for path, value in _named(names, args, kwargs)]
     return tuple(made[: len(args)]), dict(zip(kwargs, made[len(args) :], strict=True))
@@ -67,7 +67,7 @@ def _named(names: _Names, args: Sequence[Any], kwargs: Mapping[str, Any]) -> lis
 
 
 def children_unless_leaf(value: Any) -> list[tuple[str, Any]] | None:
-    """Children of a container; None for a leaf, and so for a cache, which is changed in place."""
+    """Children of a container; None for a leaf. A cache counts as a leaf, because it is changed in place."""
     return None if isinstance(value, PLAIN) or splitter_for(value) is not None else children_of(value)
 
 

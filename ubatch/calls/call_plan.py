@@ -1,6 +1,6 @@
-"""A call, cut into lanes: its leaves, every lane's arguments, and what becomes of the caches in it.
+"""How one call is split into lanes: its leaves, every lane's arguments, and the merging of its caches.
 
-How the leaves were found, and where they are cut, is decided in `ubatch.calls.arguments`.
+`ubatch.calls.arguments` finds the leaves and decides along which dimension each is split.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["CallPlan", "CannotSplit", "LaneParts", "Leaf", "even_bounds", "merge
 
 
 class CannotSplit(SplitError):
-    """Why a call runs unsplit; `reason` is counted."""
+    """The call cannot be split, so it runs unsplit; `reason` is counted in the statistics."""
 
     def __init__(self, reason: DeclineReason, message: str) -> None:
         super().__init__(message)
@@ -36,8 +36,8 @@ class Leaf:
 
     Attributes:
         path: `name`, or `name.key` inside a nested argument.
-        value: the whole.
-        dim: where to cut it; None gives every lane the whole.
+        value: the caller's value, unsplit.
+        dim: the dimension to split; None gives every lane the whole value.
         splitter: for caches.
     """
 
@@ -47,7 +47,7 @@ class Leaf:
     splitter: CacheSplitter | None = None
 
     def sizes_beside(self) -> set[int]:
-        """All of its sizes but that of the rows."""
+        """Its sizes, without the size of the split dimension."""
         if isinstance(self.value, Tensor):
             return {size for at, size in enumerate(self.value.shape) if at != self.dim}
         if self.splitter is not None:
@@ -55,7 +55,7 @@ class Leaf:
         return set() if self.dim is not None or not isinstance(self.value, list | tuple) else {len(self.value)}
 
     def cut(self, bounds: Sequence[slice]) -> list[Any]:
-        """The parts of lanes with these rows."""
+        """One part per lane, for lanes with these row ranges."""
         if self.splitter is not None:
             parts = self.splitter.split(self.value, bounds)
             if len(parts) != len(bounds):
@@ -73,13 +73,13 @@ class CallPlan:
     """How one call is split.
 
     Attributes:
-        leaves: what varies between lanes, and what would, were it not shared.
+        leaves: tensors, lists and caches of the call, both split and shared ones.
         rows: size of the split dimension.
-        tokens_per_row: tokens that one row stands for: S for token ids `[B, S]`, else 1.
+        tokens_per_row: tokens per row: S for token ids `[B, S]`, else 1.
         decode: whether every row has one token of a token-ids argument of two dimensions.
-        multiples: rows of output that may stand for one row of the call: 1, or what a row of an argument holds.
+        multiples: how many output rows one row of the call may have: 1, or an argument's size beside the rows.
         batch_first: whether every tensor that is split is split along dimension 0.
-        args, kwargs: the call, every positional argument with its parameter's name.
+        args, kwargs: the call's arguments; each positional one with its parameter's name.
     """
 
     leaves: tuple[Leaf, ...]
@@ -98,21 +98,21 @@ class CallPlan:
 
     @property
     def dims(self) -> tuple[tuple[str, int | None], ...]:
-        """Where each leaf is cut, by path."""
+        """Path and split dimension of each leaf."""
         return tuple(sorted((leaf.path, leaf.dim) for leaf in self.leaves))
 
     def shares_memory(self) -> bool:
-        """Whether two different tensors of the call lie in one storage."""
+        """Whether two different tensors of the call share one storage."""
         values = (leaf.value for leaf in self.leaves)
         different = {id(value): value for value in values if isinstance(value, Tensor) and value.numel()}
         storages = [value.untyped_storage().data_ptr() for value in different.values()]
         return len(set(storages)) < len(storages)
 
     def copied(self, order: Sequence[int] | None) -> CallPlan:
-        """The same call on copies of everything that lanes could write to.
+        """The same call with copies of everything that lanes could write to.
 
         Args:
-            order: the rows that the copies have, by their number in this call; None for all of them, as they are.
+            order: row numbers of this call, in the order that the copies have them; None copies all rows in order.
 
         Raises:
             CannotSplit: an argument cannot be copied.
@@ -140,10 +140,10 @@ class CallPlan:
         )
 
     def cut(self, bounds: Sequence[slice]) -> tuple[list[tuple[tuple[Any, ...], dict[str, Any]]], LaneParts]:
-        """Every lane's arguments, and what they were made of.
+        """Every lane's arguments, and the lanes' parts of each leaf.
 
         Raises:
-            CannotSplit: a cache, or a container of an unusual class, cannot be taken apart.
+            CannotSplit: a cache cannot be split, or a container cannot be rebuilt from its items.
         """
         parts: dict[str, list[Any]] = {}
         for leaf in self.leaves:
@@ -184,12 +184,12 @@ def _pick(path: str, value: Any, parts: Mapping[str, Any]) -> Any:
 
 
 class LaneParts:
-    """What the lanes of a call got in place of its leaves.
+    """The lanes' parts of a call's leaves.
 
     Args:
-        leaves: of the call.
-        parts: of every leaf, by path, one per lane.
-        rows: of every lane.
+        leaves: the call's leaves.
+        parts: path of a leaf -> its parts, one per lane.
+        rows: number of rows of each lane.
     """
 
     def __init__(self, leaves: Sequence[Leaf], parts: Mapping[str, Sequence[Any]], rows: Sequence[int]) -> None:
@@ -220,10 +220,10 @@ class LaneParts:
 
 
 def merge_cache(splitter: CacheSplitter, parts: Sequence[Any], whole: Any | None) -> Any:
-    """The lanes' parts of a cache, in the whole one if there is one.
+    """Merge the lanes' parts of a cache, into `whole` if there is one.
 
     Raises:
-        CannotSplit: they do not go together.
+        CannotSplit: the parts cannot be merged.
     """
     try:
         return splitter.merge(parts, whole)
@@ -236,6 +236,6 @@ def merge_cache(splitter: CacheSplitter, parts: Sequence[Any], whole: Any | None
 
 
 def even_bounds(rows: int, lanes: int) -> list[slice]:
-    """Row ranges of `lanes` lanes, as equal as can be."""
+    """Row ranges of `lanes` lanes; their lengths differ by at most one."""
     edges = [rows * lane // lanes for lane in range(lanes + 1)]
     return [slice(a, b) for a, b in itertools.pairwise(edges)]

@@ -1,13 +1,14 @@
-"""Whether two results are the same, but for the rounding of another batch size.
+"""Whether two results are equal, except for rounding that depends on the batch size.
 
     structure, types, integers, bools      identical
-    NaN                                    equals NaN, an infinity itself
+    NaN                                    equal to NaN; an infinity is equal to itself
     float32, float64, complex              within 1e-4 of the leaf's largest value, everywhere
     a call in 16 bits                      by rows: the median of rms(difference) / rms(row) is at most 1e-2, and at
                                            most 5% of the rows are above 5e-2
 
-In 16 bits a router's near-tie sends a token elsewhere now and then, and its row differs for good. What couples rows
-shows in most of them, or in those beside the cut; so the latter are looked at by themselves.
+In 16 bits a near-tie in a router sometimes sends a token to another expert, and its row then differs a lot. A module
+whose rows depend on each other shows differences in most rows, or in the rows next to the cut between the lanes; so the
+latter are checked separately.
 """
 
 from __future__ import annotations
@@ -37,13 +38,13 @@ class Unequal(Exception):
 
 @dataclass
 class Comparison:
-    """Compares what a call returned and wrote with what its lanes did.
+    """Compares what the whole call returned and wrote with what its lanes returned and wrote.
 
     Attributes:
         coarse: whether the call computes in 16 bits.
-        rows: of the call in lanes.
+        rows: number of rows of the call in lanes.
         cut: the first row of the second lane.
-        beside: paths of leaves whose row just before or just behind the cut is off.
+        beside: paths of leaves whose row just before or just after the cut differs.
     """
 
     coarse: bool
@@ -52,10 +53,10 @@ class Comparison:
     beside: set[str] = field(default_factory=set)
 
     def tensors(self, path: str, expected: Tensor, got: Tensor, dim: int | None = None) -> None:
-        """Compare two tensors whose rows are along `dim`, if it is given.
+        """Compare two tensors; their rows are along `dim`, None if unknown.
 
         Raises:
-            Unequal: see there.
+            Unequal: they differ by more than rounding.
         """
         if expected.shape != got.shape or expected.dtype != got.dtype or expected.device != got.device:
             raise Unequal(f"{path} is {_kind(expected)} in the whole call, but {_kind(got)} in lanes")
@@ -102,10 +103,10 @@ class Comparison:
             self.beside.add(path)
 
     def trees(self, path: str, expected: Any, got: Any) -> None:
-        """Compare two values of any kind, item by item; objects by their attributes.
+        """Compare two values of any kind: containers item by item, objects by their attributes.
 
         Raises:
-            Unequal: see there.
+            Unequal: they differ by more than rounding.
         """
         self._trees(path, expected, got, set())
 
@@ -132,8 +133,9 @@ class Comparison:
 
 
 def _without_marks(size: Tensor, difference: Tensor) -> Tensor:
-    """Absolute values, without those that only mark a place, such as the -1e9 of what is masked: equal to each other
-    and in both runs, and a thousand times as large as the rest. Beside them everything would seem equal."""
+    """Absolute values, without mask values such as -1e9. A value is taken for a mask if it is the same in both runs,
+    equal to the other masks, and a thousand times larger than the rest. Relative to masks, any difference would look
+    small."""
     for _ in range(3):
         largest = size.max()
         marks = size == largest
@@ -145,7 +147,7 @@ def _without_marks(size: Tensor, difference: Tensor) -> Tensor:
 
 
 def _relative(expected: Tensor, difference: Tensor, over: Sequence[int]) -> Tensor:
-    """rms(difference) / rms(expected), over these dimensions; 0 where both are zero."""
+    """rms(difference) / rms(expected), over the dimensions `over`; 0 where both are zero."""
     top, bottom = difference.square(), expected.square()
     if over:
         top, bottom = top.mean(tuple(over)), bottom.mean(tuple(over))
@@ -153,7 +155,7 @@ def _relative(expected: Tensor, difference: Tensor, over: Sequence[int]) -> Tens
 
 
 def identical(one: Any, other: Any) -> bool:
-    """Whether two tensors, or two plain values, are the same bit by bit (and NaN is NaN)."""
+    """Whether two tensors, or two plain values, are equal bit for bit; NaN counts as equal to NaN."""
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         if one.shape != other.shape or one.dtype != other.dtype or one.device != other.device:
             return False

@@ -1,4 +1,4 @@
-"""Containers: what a call's arguments and outputs are nested in, taken apart and made anew.
+"""Containers in a call's arguments and outputs: their children, and how to rebuild them with other children.
 
     dict and other mappings, named tuple, tuple, list, dataclass, Hugging Face's `ModelOutput`
 
@@ -38,7 +38,7 @@ def children_of(value: Any) -> list[tuple[str, Any]] | None:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = dataclasses.fields(value)
         if not all(f.init for f in fields) and not hasattr(value, "__post_init__"):
-            return None  # nothing would fill the other fields of a new one
+            return None  # fields outside __init__ could not be set when it is rebuilt
         return [(f.name, getattr(value, f.name)) for f in fields if f.init]
     return None
 
@@ -50,7 +50,7 @@ def rebuild(value: Any, children: list[Any]) -> Any:
         names = list(value) if isinstance(value, Mapping) else [f.name for f in dataclasses.fields(value) if f.init]
         return dataclasses.replace(value, **dict(zip(names, children, strict=True)))
     if isinstance(value, dict | UserDict):
-        clone = copy.copy(value)  # keeps what else it has, such as a defaultdict's factory
+        clone = copy.copy(value)  # keeps its other attributes, such as a defaultdict's factory
         clone.update(zip(value, children, strict=True))
         return clone
     if isinstance(value, Mapping):  # a copy might share its items with the original

@@ -1,4 +1,4 @@
-"""Copies of what a call was given, for lanes that must not write to the caller's own."""
+"""Copies of a call's arguments, for lanes that must not write to the caller's own."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ __all__ = ["Copier"]
 
 
 class Copier:
-    """Copies the leaves of a call: what is one object in the call is one object in the copy.
+    """Copies the leaves of a call. An object that occurs twice in the call is copied once.
 
     Args:
         order: see `CallPlan.copied`.
-        rows: of the call.
+        rows: number of rows of the call.
     """
 
     def __init__(self, order: Sequence[int] | None, rows: int) -> None:
@@ -29,7 +29,7 @@ class Copier:
         self._made: dict[tuple[int, int | None], Any] = {}
 
     def copy(self, value: Any, dim: int | None, splitter: CacheSplitter | None = None) -> Any:
-        """A copy of one leaf that is cut along `dim`, with the rows of `order`."""
+        """A copy of one leaf that is split along `dim`, with the rows in `order`."""
         key = id(value), dim
         if key not in self._made:
             self._made[key] = self._copy(value, dim, splitter)
@@ -49,7 +49,7 @@ class Copier:
 
 
 def _copy_object(value: Any) -> Any:
-    """A deep copy; `copy.deepcopy` alone refuses tensors that were computed with gradients."""
+    """A deep copy; plain `copy.deepcopy` refuses tensors that were computed with gradients."""
     return copy.deepcopy(value, {id(tensor): _copy_tensor(tensor, None, None) for tensor in tensors_in(value)})
 
 

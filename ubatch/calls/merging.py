@@ -1,15 +1,16 @@
-"""How the lanes' outputs of one signature are put together: learned from a whole run and one in lanes, then followed.
+"""Rules for merging the lanes' outputs: learned once per signature from an unsplit run and a run in lanes.
 
-    rule       seen                                             does
-    Rows       one dimension of a tensor follows the batch      concatenates along it
-    Listed     a list's length follows the batch                chains the lists
-    Given      the call returned one of its arguments           returns the caller's
-    Cached     a cache                                          the caller's, with the lanes' parts in it, or a new one
-    Each       a list or tuple of items that all merge alike    item by item, however many there are
+    rule       learned when                                     merges by
+    Rows       one dimension of a tensor follows the batch      concatenating along it
+    Listed     a list's length follows the batch                chaining the lists
+    Given      the call returned one of its arguments           returning the caller's
+    Cached     it is a cache                                    merging the parts into the caller's cache, or a new one
+    Each       a list or tuple whose items all have one rule    item by item, for any number of items
     Items      any other container                              item by item
-    Same       anything else, equal in all lanes                takes the first lane's
+    Same       anything else, equal in all lanes                taking the first lane's
 
-Two lanes of unequal size, and the whole, tell what follows the batch: a size that is `k` times the rows in all three.
+The proof runs two lanes of unequal size. A size follows the batch if it is `k` times the number of rows in both lanes
+and in the unsplit run.
 """
 
 from __future__ import annotations
@@ -35,14 +36,14 @@ __all__ = ["Learner", "Rule"]
 
 
 class Rule(ABC):
-    """How the lanes' values at one place become one."""
+    """How the lanes' values at one place are merged into one value."""
 
     @abstractmethod
     def merge(self, path: str, values: Sequence[Any], parts: LaneParts) -> Any:
-        """The one value for the lanes' `values`.
+        """Merge the lanes' `values` into one.
 
         Raises:
-            CannotSplit: they are not as they were when the rule was learned.
+            CannotSplit: the values do not fit the learned rule.
         """
 
 
@@ -140,7 +141,7 @@ class Items(Rule):
 
 @dataclass(frozen=True)
 class Same(Rule):
-    """What does not depend on the rows."""
+    """A value that does not depend on the rows."""
 
     def merge(self, path: str, values: Sequence[Any], parts: LaneParts) -> Any:
         first = values[0]
@@ -151,13 +152,13 @@ class Same(Rule):
 
 
 class Learner:
-    """Learns the rules of a call, and compares it with its lanes.
+    """Learns the merge rules of a call, and compares the unsplit result with the lanes'.
 
     Args:
-        compare: of this call.
-        parts: what the lanes got.
-        whole: the plan of the call that ran whole.
-        order: which rows of the whole call those of the call in lanes are.
+        compare: compares the two results.
+        parts: the lanes' parts of the arguments.
+        whole: the plan of the call that ran unsplit.
+        order: for each row of the call in lanes, its row number in the unsplit call.
         output_dims: see `UBatchConfig`.
     """
 
@@ -182,10 +183,10 @@ class Learner:
         }
 
     def learn(self, path: str, whole: Any, lanes: Sequence[Any]) -> Rule:
-        """The rule for a value, which the whole call had as `whole`, and its lanes as `lanes`.
+        """The rule for one value: `whole` in the unsplit call, `lanes` in the lanes.
 
         Raises:
-            CannotSplit: nothing would make these one.
+            CannotSplit: no rule merges these values.
             Unequal: the rows depend on each other.
         """
         dim, named = named_dim(path, self._dims)
@@ -247,11 +248,11 @@ class Learner:
         return Cached()
 
     def rows_of_cache(self, cache: Any) -> Any:
-        """A cache of the whole call, with the rows of the call in lanes."""
+        """A cache of the unsplit call, reduced to the rows of the call in lanes."""
         return Copier(self._order, self._rows).copy(cache, None, splitter_for(cache)) if self._repeats else cache
 
     def check_argument(self, leaf: Leaf, copied: Leaf) -> None:
-        """Compare an argument after the whole call with its copy after the lanes.
+        """Compare an argument after the unsplit call with its copy after the run in lanes.
 
         Raises:
             Unequal: they differ.
@@ -294,10 +295,10 @@ class Learner:
         return Items(type(whole), rules)
 
     def _check_rebuilt(self, path: str, whole: Any, children: Sequence[tuple[str, Any]]) -> None:
-        """Whether a container that is made anew from its items is the same.
+        """Check that a container rebuilt from its items is equal to the original.
 
         Raises:
-            CannotSplit: it has, or does, something else.
+            CannotSplit: the rebuilt container differs.
         """
         made = _rebuilt(path, whole, [child for _, child in children])
         again = children_of(made) or []
@@ -311,15 +312,15 @@ class Learner:
 
     @staticmethod
     def _alike(one: Any, other: Any) -> bool:
-        """Whether an attribute beside the items is the same for all rows."""
+        """Whether an attribute other than the items is the same for all rows."""
         return not isinstance(one, Tensor) and (one is other or identical(one, other))
 
     def _follow(self, sizes: Sequence[int]) -> bool:
-        """Whether these sizes, of the whole and of each lane, are the same multiple of the rows."""
+        """Whether the sizes (unsplit, then each lane) are the same multiple of their numbers of rows."""
         return _multiples(sizes, [self._rows, *self._parts.rows])
 
     def _picked(self, items: Sequence[Any]) -> list[Any]:
-        """The items of the rows that the call in lanes has."""
+        """The items that belong to the rows of the call in lanes."""
         each = len(items) // self._rows
         return [item for row in self._order for item in items[row * each : (row + 1) * each]]
 
@@ -332,12 +333,12 @@ class Learner:
 
 
 def _follow(parts: LaneParts, sizes: Sequence[int]) -> bool:
-    """Whether these sizes of the lanes are the same multiple of their rows."""
+    """Whether each lane's size is the same multiple of its number of rows."""
     return _multiples([sum(sizes), *sizes], [sum(parts.rows), *parts.rows])
 
 
 def _multiples(sizes: Sequence[int], rows: Sequence[int]) -> bool:
-    """Whether `sizes` is `rows`, times one whole number."""
+    """Whether `sizes` is `rows` times one integer."""
     if not rows[0] or not sizes[0] or sizes[0] % rows[0]:
         return False
     multiple = sizes[0] // rows[0]

@@ -1,14 +1,13 @@
-"""Putting together the lanes' outputs of a call that nobody proved: the walk of `arguments` in the other direction.
+"""Merging the lanes' outputs of a call that was not proved.
 
-    tensor    concatenated along the dimension that `output_dims` names, else along dimension 0 if that, and no other,
-              is the call's rows or tokens; anything else is ambiguous, and 0 dimensions cannot be concatenated
+    tensor    concatenated along the dimension that `output_dims` names, else along dimension 0 if only that one has
+              the size of the call's rows or tokens; otherwise it is ambiguous. 0-dim tensors are refused
     cache     the caller's, where it was an argument; else a new one, through its registered splitter
     tuple, list, dict, dataclass      item by item
-    number, string, None, ...         as it is, where all lanes have the same; an int might count a lane's rows, so it
-                                      must be named
+    number, string, None, ...         kept if equal in all lanes; an int might count a lane's rows, so it must be named
 
-Only when everything could be merged do the caller's caches change. How the outputs of a proved call are put together
-was learned in the proof (`ubatch.calls.merging`).
+The caller's caches change only after all other outputs have been merged. For a proved call, the proof has learned how
+to merge (`ubatch.calls.merging`).
 """
 
 from __future__ import annotations
@@ -33,16 +32,16 @@ __all__ = ["merge_outputs", "named_dim"]
 def merge_outputs(
     outputs: Sequence[Any], plan: CallPlan, parts: LaneParts, output_dims: Mapping[str, int | None]
 ) -> Any:
-    """The lanes' outputs as the unsplit model would have returned them.
+    """Merge the lanes' outputs into what the unsplit model would have returned.
 
     Args:
         outputs: one per lane, of one structure.
         plan: how the arguments were split.
-        parts: what the lanes got; its caches are merged in place when everything else could be.
-        output_dims: where to concatenate what is not batch-first; None where all lanes return the same.
+        parts: the lanes' parts of the arguments; their caches are merged in place after all other outputs.
+        output_dims: output -> dimension to concatenate, if it is not 0; None if all lanes return the same value.
 
     Raises:
-        CannotSplit: an output has no batch dimension, or not one that follows the rows.
+        CannotSplit: an output has no batch dimension, or its size does not follow the number of rows.
     """
     merged = _Merger(parts.rows, plan.multiples, plan.batch_first, parts, output_dims).merge("output", outputs)
     parts.merge_caches()
@@ -50,7 +49,8 @@ def merge_outputs(
 
 
 def named_dim(path: str, dims: Mapping[str, int | None]) -> tuple[int | None, bool]:
-    """The dimension that the user gave for an output at `path` or for what it is in, and whether they did."""
+    """The dimension that the user named for the output at `path` or for a container of it, and whether one was
+    named."""
     name = path.removeprefix("output.")
     nameless = name.replace(".", "").isdigit()
     for known in (longest_named(name, dims), "output" if nameless else name.rpartition(".")[2]):
@@ -61,7 +61,7 @@ def named_dim(path: str, dims: Mapping[str, int | None]) -> tuple[int | None, bo
 
 @dataclass(frozen=True)
 class _Merger:
-    """Puts the lanes' values together, leaf by leaf. Attributes as the arguments of `merge_outputs`."""
+    """Merges the lanes' values, leaf by leaf. For the attributes see the arguments of `merge_outputs`."""
 
     rows: Sequence[int]
     multiples: frozenset[int]
@@ -143,14 +143,15 @@ class _Merger:
         return torch.cat(list(values), dim)
 
     def _follows_rows(self, counts: Sequence[int]) -> bool:
-        """Whether this is the batch dimension. With equal lanes any size would be proportional, so it must be known."""
+        """Whether these sizes are of the batch dimension. Between equal lanes any size is proportional to the rows, so
+        there the size must be a known multiple of them."""
         return any(list(counts) == [own * multiple for own in self.rows] for multiple in self.multiples)
 
     def _has_two_readings(self, value: Tensor) -> bool:
-        """Whether a batch-first output and another one, such as an RNN's `[layers, batch, hidden]`, look alike here.
+        """Whether this could be a batch-first output or another layout, such as an RNN's `[layers, batch, hidden]`.
 
-        That takes equal lanes with as many rows as there are layers. A size of the call beside the rows, such as the
-        sequence's length, tells a batch-first output, if the arguments are batch-first themselves.
+        Only possible with equal lanes that have as many rows as there are layers. If the arguments are batch-first and
+        a later size of the output is one of theirs, such as the sequence length, it is batch-first.
         """
         if len(set(self.rows)) > 1 or value.dim() < (3 if self.batch_first else 2):
             return False
@@ -168,7 +169,7 @@ def _is_same_view(a: Tensor, b: Tensor) -> bool:
 
 
 def _overlap(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors lie in the same memory, as far as the span of each tells."""
+    """Whether the memory spans (first to last byte) of two tensors overlap."""
     if not a.numel() or not b.numel() or a.untyped_storage().data_ptr() != b.untyped_storage().data_ptr():
         return False
     return a.data_ptr() < _end(b) and b.data_ptr() < _end(a)

@@ -1,7 +1,7 @@
-"""CUDA graphs of a wrapper's calls. What a device must offer for them is in `ubatch.streams.graph_protocols`.
+"""CUDA graphs of a wrapper's calls. `ubatch.streams.graph_protocols` defines what a device must offer for them.
 
 capture         rehearses and records a call
 inputs_outputs  static inputs, frozen arguments, copied outputs
-table           which graphs there are, and which one a call may replay
+table           all captured graphs, and which one a call may replay
 cuda            captures through `torch.cuda.CUDAGraph`
 """

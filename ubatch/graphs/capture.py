@@ -41,7 +41,7 @@ from ubatch.wrapping.execution import Execution, Step
 __all__ = ["Capturer", "record"]
 
 _WARM_UP_RUNS = 2
-"""The first run compiles and allocates; the second one finds what the first has left behind."""
+"""Warm-up runs: the first compiles and allocates; the second runs with everything in place."""
 
 _Call = tuple[tuple[Any, ...], dict[str, Any]]
 _Run = Callable[[Capture | None], Any]
@@ -54,11 +54,11 @@ class Capturer:
 
     Args:
         model: the module.
-        config: its group, capture sizes and output dimensions count here.
-        eligibility, execution: of the module.
-        table: where graphs go.
-        decide: gives the ranks' decision.
-        prove: proves a call that was decided on.
+        config: its group, capture sizes and output dimensions are used.
+        eligibility, execution: the module's.
+        table: receives the graphs.
+        decide: returns the ranks' decision.
+        prove: proves a call after the decision.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Capturer:
         self._prove = prove
 
     def one(self, call: _Call, context: ForwardContext | None) -> CapturedGraph:
-        """Capture a call as it would run now, once it is proved.
+        """Prove a call, then capture it as it would run now.
 
         Args:
             call: positional and keyword arguments.
@@ -97,7 +97,7 @@ class Capturer:
         return self._capture(leaves, self._proved(static, intent, context))
 
     def _proved(self, static: _Call, intent: Intent, context: ForwardContext | None) -> Step:
-        """What the ranks decide on a call, once all of them have proved it or found that they cannot."""
+        """The ranks' decision on a call, after every rank has proved it or failed to."""
         step = Step(*static, intent, self._decide(intent), context)
         with self._rehearsing():
             while step.decision.prove:
@@ -111,8 +111,8 @@ class Capturer:
     def sizes(
         self, call: _Call, context: ForwardContext | None, progress: Callable[[CapturedGraph], None] | None
     ) -> list[CapturedGraph]:
-        """Capture the first rows of a call, as many as each of `cudagraph_capture_sizes` has, largest first, in lanes
-        where it would overlap, and unsplit.
+        """For each of `cudagraph_capture_sizes` (tokens), largest first: capture the call's first rows of that size, in
+        lanes if it would overlap, and unsplit.
 
         Raises:
             CaptureFailed, ConfigError: see `record`; or the call cannot be cut to these sizes, or ranks disagree.
@@ -153,7 +153,7 @@ class Capturer:
         return {size: size // plan.tokens_per_row for size in sizes}
 
     def _agree(self, parts: Mapping[int, _Call], context: ForwardContext | None) -> None:
-        """Ranks that share collectives must capture the same graphs, or they would wait for each other."""
+        """Check that all ranks capture the same graphs; otherwise their collectives would dead-lock."""
         group = self._config.group
         if group is None or group.size == 1:
             return
@@ -167,9 +167,9 @@ class Capturer:
             )
 
     def _rows_of_outputs(self, call: _Call, context: ForwardContext | None) -> RowDims | None:
-        """Where the outputs have their rows: the call runs twice, as it is and with one row fewer.
+        """Which dimension of each output has the rows. The call runs twice: as it is, and with one row fewer.
 
-        None where one row is the most that is captured: no smaller call can be padded to it.
+        None if the call has one row: no smaller call can be padded to it.
         """
         plan = self._eligibility.plan(*call)
         if plan.rows == 1:
@@ -203,7 +203,7 @@ class Capturer:
         yield self._capture(leaves, step, row_dims)
 
     def _as_if_voted(self, intent: Intent, engaged: bool) -> Decision:
-        """All ranks capture the same, so nobody needs to be asked."""
+        """The decision without a vote: all ranks capture the same graphs."""
         group = self._config.group
         ranks = 1 if group is None else group.size
         tokens = intent.offer.tokens if engaged else (intent.num_tokens,)
@@ -212,7 +212,8 @@ class Capturer:
         return decision if engaged else replace(decision, engaged=False, reason=DeclineReason.NOT_REQUESTED)
 
     def _check(self, call: CallLeaves) -> None:
-        """Refuse what no graph can do."""
+        """Refuse calls that no graph can capture: training, gradients, tensors on another device, objects as
+        arguments."""
         model, device = self._model, self._table.backend.device
         if model.training:
             raise ConfigError("the module is in training mode, and graphs are for inference. Call eval() first.")
@@ -229,7 +230,7 @@ class Capturer:
                 )
 
     def _static(self, call: _Call) -> tuple[CallLeaves, _Call]:
-        """The call on static inputs, and what it is made of."""
+        """The call's leaves with static inputs, and the call on them."""
         names = self._eligibility.names
         leaves = leaves_of(names, *call)
         self._check(leaves)
@@ -237,7 +238,7 @@ class Capturer:
         return CallLeaves(statics, leaves.others), replace_tensors(names, *call, statics)
 
     def _capture(self, leaves: CallLeaves, step: Step, output_rows: RowDims | None = None) -> CapturedGraph:
-        """Record a call, and put it into the table. `output_rows`: given if calls of fewer rows may be padded to it."""
+        """Record a call, and put it into the table. `output_rows`: given if smaller calls may be padded to this one."""
         table, plan = self._table, step.intent.plan
         setting = Setting.current(self._model, table.backend.device, step.context)
         run = functools.partial(self._run, step)  # a closure would outlive a failure
@@ -260,7 +261,7 @@ class Capturer:
 
     @contextmanager
     def _rehearsing(self) -> Iterator[None]:
-        """Runs that are no step: they may take as long as they like, and do not go to the caller's trace."""
+        """Mark runs as rehearsals: they have no time limit and are not recorded in the caller's trace."""
         with self._execution.no_timeout(), nullcontext() if current_trace() is None else tracing():
             yield
 
@@ -282,14 +283,14 @@ def record(
     """Warm up and capture.
 
     Args:
-        backend: captures.
-        key: for the result, and for errors.
-        statics: the call's static inputs, which it must not change.
-        run: runs the call on them; given a capture, begins it and runs as a part of it.
-        where: the lane that failed in the last run, and its last point.
+        backend: does the capture.
+        key: key of the graph, also used in errors.
+        statics: path -> static input; the call must not change them.
+        run: runs the call on the static inputs; if given a capture, begins it and runs inside it.
+        where: returns the lane that failed in the last run, and its last point.
 
     Raises:
-        CaptureFailed: after a successful warm-up; the error is its cause.
+        CaptureFailed: the capture failed after a successful warm-up; the original error is its cause.
         ConfigError: the call writes to its arguments.
         Others: as the warm-up raised them.
     """
@@ -307,7 +308,7 @@ def record(
     attempt = _attempt(backend, run)
     if isinstance(attempt, _Failure):
         error = attempt.error
-        traceback.clear_frames(error.__traceback__)  # they hold tensors of the pool, for as long as the error lives
+        traceback.clear_frames(error.__traceback__)  # frames hold tensors of the pool while the error lives
         lane, point = where() or (None, None)
         op = _operation(error.__traceback__, attempt.last_op)
         raise CaptureFailed(key, lane, point, op, f"{type(error).__name__}: {describe(error, str)}") from error
@@ -317,14 +318,14 @@ def record(
 
 @dataclass(frozen=True)
 class _Failure:
-    """How a capture failed: the error, and what the back end saw last."""
+    """How a capture failed: the error, and the last operation that the back end saw."""
 
     error: Exception
     last_op: str | None
 
 
 def _attempt(backend: GraphBackend, run: _Run) -> tuple[Recording, GraphOutput] | _Failure:
-    """Capture. All frames that the error has been through are over when this returns, so that they can be cleared."""
+    """Capture. When this returns, all frames in an error's traceback have ended, so the caller can clear them."""
     capture: Capture | None = None
     try:
         with backend.capture() as capture, mark_capturing():
@@ -335,7 +336,7 @@ def _attempt(backend: GraphBackend, run: _Run) -> tuple[Recording, GraphOutput] 
 
 
 def _operation(trace: TracebackType | None, last_op: str | None) -> str:
-    """What was going on: the operation, and the innermost line of code outside of torch that led to it."""
+    """Where a capture failed: the operation, and the innermost line of code outside torch that led to it."""
     frames = traceback.extract_tb(trace)
     own = [frame for frame in frames if not frame.filename.startswith(_NOT_THE_MODELS) and frame.name not in _MODES]
     if not own:

@@ -1,19 +1,19 @@
 """CUDA graphs through `torch.cuda.CUDAGraph`.
 
-Why it is written as it is:
+Reasons for the design:
 
 - The lanes' threads launch into streams whose capture the caller's thread began. CUDA allows that: streams are
   captured, not threads. `capture_error_mode="thread_local"` checks calls that are unsafe *beside* a capture (such as
   `cudaMalloc`) in the caller's thread alone, so a watchdog or a loader in another thread does not spoil the capture.
-  What a lane must not do to a captured stream itself (read from it, synchronise it) is an error in every mode.
-- The allocator goes by the stream: what is allocated on the capture stream, or on one that forked from it, comes from
-  the pool, whichever thread asks.
-- Warm-up has a stream of its own. Libraries keep workspaces per stream; those of the capture stream are thus allocated
-  in the capture, in the pool, and live as long as the graphs that use them.
-- A failed `capture_end` leaves PyTorch's allocators in the belief that a capture is under way, for good. `_abort` tells
-  the device's otherwise. The one of pinned memory cannot be told, and refuses another capture into the same pool: so
-  the next one gets a pool of its own, beside that of the graphs that live. Its stream is another one too, for a
-  library's workspace must not lie in a pool that may end before the graphs that use it.
+  Reading from or synchronising a captured stream is an error in every mode, in every thread.
+- The allocator chooses by stream: memory allocated on the capture stream, or on a stream forked from it, comes from the
+  pool, in whichever thread.
+- Warm-up uses a separate stream. Libraries keep one workspace per stream. Those of the capture stream are thus
+  allocated during the capture, in the pool, and live as long as the graphs that use them.
+- After a failed `capture_end`, PyTorch's allocators still think that a capture is under way. `_abort` resets the device
+  allocator. The pinned-memory allocator cannot be reset and refuses another capture into the same pool, so the next
+  capture gets a new pool; existing graphs keep theirs. It also gets a new stream, because a library's workspace must
+  not be in a pool that may be freed before the graphs that use it.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ class CudaGraphs:
     """Captures on one CUDA device.
 
     Args:
-        device: the current one if it has no index.
+        device: a CUDA device; without an index, the current one.
 
     Raises:
-        ConfigError: it is no CUDA device, or is not there.
+        ConfigError: it is not a CUDA device, or does not exist.
     """
 
     def __init__(self, device: torch.device | str) -> None:
@@ -56,7 +56,7 @@ class CudaGraphs:
                 f"CUDA graphs need a CUDA device, not {str(chosen)!r}. Move the module there, or use "
                 "cudagraph_mode none."
             )
-        make_streams(chosen)  # refuses what is not there
+        make_streams(chosen)  # refuses a device that does not exist
         index: int | None = chosen.index
         self._device = torch.device("cuda", torch.cuda.current_device() if index is None else index)
         self._warm_up_stream = torch.cuda.Stream(self._device)
@@ -85,7 +85,7 @@ class CudaGraphs:
     @contextmanager
     def capture(self) -> Iterator[Capture]:
         torch.cuda.synchronize(self._device)
-        torch.cuda.empty_cache()  # what the warm-up stream has cached is of no use to the capture stream
+        torch.cuda.empty_cache()  # the capture stream cannot use memory that the warm-up stream has cached
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         with torch.cuda.device(self._device), torch.cuda.stream(self._capture_stream):
@@ -96,7 +96,7 @@ class CudaGraphs:
                 capture.close()
 
     def start_over(self) -> None:
-        """Capture elsewhere from now on; graphs that live stay where they are."""
+        """Use a new pool and stream for later captures; existing graphs keep theirs."""
         self._pool = None
         self._capture_stream = torch.cuda.Stream(self._device)
 
@@ -108,7 +108,7 @@ class CudaGraphs:
         self._last_stream = stream
 
     def count(self, change: int) -> None:
-        """One more graph lives in the pool, or one less; an empty pool is not used again."""
+        """Add `change` (1 or -1) to the number of graphs in the pool; a pool without graphs is not used again."""
         self._alive += change
         if not self._alive:
             self._pool = None
@@ -119,7 +119,7 @@ class _CudaCapture:
     """See `ubatch.streams.graph_protocols.Capture`."""
 
     last_op: str | None = None
-    """CUDA sees single operations only as it launches them."""
+    """Always None: CUDA does not report which operation failed."""
 
     def __init__(self, graphs: CudaGraphs) -> None:
         self._graphs = graphs
@@ -130,7 +130,7 @@ class _CudaCapture:
 
     def begin(self) -> None:
         device = self._graphs.device
-        # A collection in any thread may destroy what belongs to CUDA, which is not allowed beside a capture.
+        # Garbage collection in any thread may destroy CUDA objects, which is not allowed during a capture.
         self._collects = gc.isenabled()
         gc.disable()
         self._under_way = True
@@ -147,7 +147,7 @@ class _CudaCapture:
         return _CudaRecording(self._graphs, self._graph, max(0, grown))
 
     def close(self) -> None:
-        """Abort, unless it was ended or never begun."""
+        """Abort the capture, unless it has ended or never began."""
         try:
             if self._under_way:
                 self._under_way = False
@@ -159,15 +159,15 @@ class _CudaCapture:
     def _abort(self) -> None:
         device, pool = self._graphs.device, self._graphs._pool
         try:
-            self._graph.capture_end()  # whatever it says, the streams are no longer captured after it
+            self._graph.capture_end()  # even if it raises, it ends the streams' capture
         except RuntimeError as error:
             _log.debug("ending a failed capture: %s", error)
-            self._graph.reset()  # later versions of torch tidy up here
-            # Else the allocator would never free or reuse some memory again, and the next empty_cache() would fail.
+            self._graph.reset()  # later versions of torch clean up here
+            # Otherwise the allocator would never reuse some memory, and the next empty_cache() would fail.
             try:
                 torch._C._cuda_endAllocateToPool(device.index, pool)
                 torch._C._cuda_releasePool(device.index, pool)
-            except RuntimeError as unknown:  # it failed before it had begun, or after it had ended: nothing to tidy
+            except RuntimeError as unknown:  # the capture failed before it began or after it ended: nothing to clean up
                 _log.debug("the allocator knows of no capture: %s", unknown)
             _broken.append(self._graph)
             self._graphs.start_over()
@@ -189,6 +189,6 @@ class _CudaRecording:
         graphs.count(1)
 
     def release(self) -> None:
-        torch.cuda.synchronize(self._graphs.device)  # it may be running
+        torch.cuda.synchronize(self._graphs.device)  # the graph may be running
         self._graph.reset()
         self._graphs.count(-1)

@@ -1,11 +1,11 @@
-"""What goes into a graph and what comes out of it: static inputs, frozen arguments, copied outputs.
+"""Inputs and outputs of a graph: static inputs, frozen arguments, copied outputs.
 
     tensor argument     its contents are copied into a static input before every replay
-    anything else       frozen: it must be the same object, or an equal plain value, at every call
+    anything else       frozen: every call must pass the same object, or an equal plain value
     output tensor       stays where the graph writes it, and is copied for the caller
 
-Static inputs are views of one flat buffer per argument (its name or path) and dtype, as large as the largest capture
-needs: sizes share it, so that many graphs cost no more memory than one.
+Static inputs are views of one flat buffer per argument (name or path) and dtype, sized for the largest capture. Graphs
+of all sizes share it, so many graphs need no more memory than one.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ __all__ = [
 ]
 
 RowDims = Mapping[str, tuple[int, int]]
-"""Path of an output tensor to its dimension of rows, and how many of its there are to one row of the call."""
+"""Path of an output tensor -> (dimension of its rows, number of its rows per row of the call)."""
 
 
 class StaticBuffers:
     """Memory of the static inputs of all graphs of one wrapper.
 
     Args:
-        device: where; tensors elsewhere are refused.
+        device: of the memory; tensors on another device are refused.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -48,16 +48,16 @@ class StaticBuffers:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all of it."""
+        """Total size of the buffers in bytes."""
         return sum(flat.nbytes for flat in self._flat.values())
 
     def clear(self) -> None:
-        """Let go of the memory; graphs that still use it keep it."""
+        """Drop the buffers; graphs that still use them keep them alive."""
         self._flat.clear()
 
     @torch.inference_mode(False)
     def static(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Static twins of a call's tensors, with the same shapes, strides (where dense) and contents.
+        """Static copies of a call's tensors, with the same shapes, strides (if dense) and contents.
 
         Raises:
             ConfigError: a tensor is on another device, or requires grad while gradients are recorded.
@@ -79,19 +79,19 @@ class StaticBuffers:
         if flat is None or flat.shape[0] < count:
             flat = torch.empty(max(count, 1), dtype=value.dtype, device=self._device)
             self._flat[path, value.dtype] = flat
-        dense = torch.empty_like(value, device="meta")  # its strides where they are dense, else contiguous
+        dense = torch.empty_like(value, device="meta")  # keeps dense strides, else contiguous
         return flat.as_strided(value.shape, dense.stride())
 
 
 @dataclass(frozen=True)
 class GraphInputs:
-    """What one graph was captured with.
+    """The inputs that one graph was captured with.
 
     Attributes:
-        tensors: its static inputs.
-        others: what is frozen in it.
-        row_dims: where the rows of a tensor are, for graphs that take fewer rows; empty where it takes no others.
-        rows: how many rows it has.
+        tensors: path -> static input.
+        others: path -> frozen argument.
+        row_dims: path -> dimension of the rows, if the graph also takes fewer rows; else empty.
+        rows: number of rows at capture.
     """
 
     tensors: Mapping[str, Tensor]
@@ -100,7 +100,7 @@ class GraphInputs:
     rows: int
 
     def mismatch(self, call: CallLeaves, rows: int | None = None) -> str | None:
-        """Why a call of `rows` rows (of as many as captured, if None) cannot be replayed; None if it can."""
+        """Why a call of `rows` rows (None: as many as captured) cannot be replayed; None if it can."""
         if call.tensors.keys() != self.tensors.keys():
             path = min(call.tensors.keys() ^ self.tensors.keys())
             return f"tensor argument {path!r} is {'missing' if path in self.tensors else 'new'}"
@@ -126,7 +126,8 @@ class GraphInputs:
         return value.shape[:dim] == static.shape[:dim] and value.shape[dim + 1 :] == static.shape[dim + 1 :]
 
     def fill(self, call: CallLeaves, rows: int | None = None) -> None:
-        """Copy a call's tensors in, `rows` rows of them if given; rows behind become zero."""
+        """Copy a call's tensors into the static inputs. If `rows` is given, the call has that many; the rest become
+        zero."""
         for path, value in call.tensors.items():
             static, dim = self.tensors[path], self.row_dims.get(path)
             if rows is None or dim is None or rows == self.rows:
@@ -137,7 +138,7 @@ class GraphInputs:
 
 
 def _same(own: Any, captured: Any) -> bool:
-    """Equal plain values, types and lengths of containers; other things must be the same object."""
+    """Whether two arguments match: equal plain values, containers of equal type and length, else the same object."""
     if own is captured:
         return True
     plain = type(own) is type(captured) and isinstance(own, (*PLAIN, tuple))
@@ -145,13 +146,13 @@ def _same(own: Any, captured: Any) -> bool:
 
 
 class GraphOutput:
-    """What a graph writes, and copies of it.
+    """A graph's output, and how to copy it.
 
     Args:
         value: the captured call's output: tensors, plain values, and containers of them.
 
     Raises:
-        ConfigError: it holds something else, which cannot be copied.
+        ConfigError: it holds another kind of object, which cannot be copied.
     """
 
     def __init__(self, value: Any) -> None:
@@ -160,22 +161,22 @@ class GraphOutput:
         self.shapes()
 
     def shapes(self) -> dict[str, torch.Size]:
-        """Of every tensor in it."""
+        """Path -> shape of every tensor in it."""
         return {path: leaf.shape for path, leaf in self._leaves("output", self._value) if isinstance(leaf, Tensor)}
 
     def plain(self) -> dict[str, Any]:
-        """Every other value in it; a graph gives back what it was at capture."""
+        """Path -> every other value; a replay returns the values of the capture."""
         return {path: leaf for path, leaf in self._leaves("output", self._value) if not isinstance(leaf, Tensor)}
 
     def cut_along(self, row_dims: RowDims, rows: int) -> None:
-        """Let fewer rows be copied.
+        """Allow copies of fewer rows.
 
         Args:
-            row_dims: where they are; see `find_row_dims`.
-            rows: how many the captured call has.
+            row_dims: path -> dimension of the rows; see `find_row_dims`.
+            rows: number of rows of the captured call.
 
         Raises:
-            ConfigError: a tensor has another size there.
+            ConfigError: a tensor has another size along its dimension of rows.
         """
         for path, shape in self.shapes().items():
             where = row_dims.get(path)
@@ -184,7 +185,7 @@ class GraphOutput:
         self._dims = row_dims
 
     def copy(self, rows: int | None = None) -> Any:
-        """A copy, of the first `rows` rows if given."""
+        """A copy; only the first `rows` rows if given."""
         return self._copy("output", self._value, rows)
 
     def _copy(self, path: str, value: Any, rows: int | None) -> Any:
@@ -218,15 +219,15 @@ def find_row_dims(
     rows: tuple[int, int],
     output_dims: Mapping[str, int | None],
 ) -> RowDims:
-    """Where a module's outputs have their rows, from the shapes of two calls; never from one size that happens to fit.
+    """Which dimension of each output has the rows, found from the shapes of two calls with different numbers of rows.
 
     Args:
-        more, fewer: shapes by path.
-        rows: of the two calls.
-        output_dims: see `UBatchConfig`; what is None there does not depend on the rows.
+        more, fewer: path -> shape, of the call with more and the one with fewer rows.
+        rows: numbers of rows of the two calls.
+        output_dims: see `UBatchConfig`; None means that the output does not depend on the rows.
 
     Raises:
-        ConfigError: an output does not follow the rows, and so may mix them.
+        ConfigError: an output's size does not follow the number of rows, so it may mix rows.
     """
     found: dict[str, tuple[int, int]] = {}
     for path, shape in more.items():

@@ -1,12 +1,12 @@
-"""The graphs of one wrapper: which there are, which one a call may replay, and why not.
+"""The graphs of one wrapper, and which one a call may replay, or why none.
 
 A call finds its graph in one of two ways:
 
-    exactly    its key was captured, with these arguments and this forward context
-    padded     it was captured by size, with rows that do not depend on each other: the next larger size, whose rows
-               behind the call's are zero. Ranks that vote take the size that holds the largest of them
+    exactly    the graph has the call's key, and was captured with the same arguments and forward context
+    padded     the graph of the next larger captured size, if rows are independent; the extra rows are zero. Ranks that
+               vote all take the size that holds the largest rank's call
 
-What was frozen at capture is compared before every replay, so a graph never runs on stale plans or flags.
+Before every replay, frozen values are compared with the call's, so a graph never runs on stale plans or flags.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ _NO_CONTEXT = ForwardContext()
 
 @dataclass(frozen=True)
 class Setting:
-    """What is around a call, and frozen in its graph.
+    """State outside a call's arguments that is frozen in its graph.
 
     Attributes:
-        training: the module's mode.
-        autocast: whether it is on, and its dtype.
-        contexts: the forward context, and those of its lanes.
+        training: whether the module is in training mode.
+        autocast: whether autocast is on, and its dtype.
+        contexts: the forward context, then those of its lanes.
     """
 
     training: bool
@@ -54,7 +54,7 @@ class Setting:
 
     @classmethod
     def current(cls, model: nn.Module, device: torch.device, context: ForwardContext | None) -> Setting:
-        """The calling thread's."""
+        """The current setting, of the calling thread."""
         kind = device.type
         autocast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
         contexts = () if context is None else (context, *(context.lane_contexts or ()))
@@ -77,7 +77,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Entry:
-    """One graph, with what goes in and comes out."""
+    """One graph, with its inputs, output and setting."""
 
     graph: CapturedGraph
     inputs: GraphInputs
@@ -85,7 +85,7 @@ class Entry:
     setting: Setting
 
     def mismatch(self, call: CallLeaves, now: Setting, rows: int | None = None) -> _Miss | None:
-        """Why this call cannot be replayed; `rows` if it may have fewer than captured."""
+        """Why this call cannot be replayed, or None. `rows`: the call's rows, if it may have fewer than captured."""
         why = self.inputs.mismatch(call, rows)
         return (GraphMiss.ARGUMENTS_DIFFER, why) if why is not None else self.setting.mismatch(now)
 
@@ -99,18 +99,18 @@ class _Family:
     overlapped: dict[int, Entry] = field(default_factory=dict)
 
     def at_least(self, tokens: int) -> int | None:
-        """The smallest size that holds so many tokens."""
+        """The smallest captured size of at least `tokens` tokens, or None."""
         return min((size for size in self.plain if size >= tokens), default=None)
 
     @property
     def fingerprint(self) -> int:
-        """The same on every rank that captured the same sizes in the same ways; never 0."""
+        """A hash of the captured sizes, equal on ranks that captured the same graphs; never 0."""
         return fingerprint(f"{self.mode} {sorted(self.plain)} {sorted(self.overlapped)}") or 1
 
 
 @dataclass(frozen=True)
 class Hit:
-    """The graph for a call; `rows` of it where it has fewer than were captured."""
+    """The graph for a call. `rows`: the call's rows if it is padded, else None."""
 
     entry: Entry
     call: CallLeaves
@@ -118,10 +118,10 @@ class Hit:
 
 
 class GraphTable:
-    """What was captured, and counts of what was found.
+    """All captured graphs, and counts of replays and misses.
 
     Args:
-        backend: captures and replays.
+        backend: captures and replays graphs.
         eligibility: of the module.
         model: the module.
     """
@@ -142,21 +142,21 @@ class GraphTable:
 
     @property
     def graphs(self) -> Mapping[GraphKey, CapturedGraph]:
-        """What was captured, in that order."""
+        """All captured graphs, in order of capture."""
         return MappingProxyType({key: entry.graph for key, entry in self._entries.items()})
 
     def key(self, intent: Intent, *, engaged: bool) -> GraphKey:
-        """What a call's graph is found by, in lanes or unsplit."""
+        """The key under which a call's graph is found, in lanes (`engaged`) or unsplit."""
         if engaged:
             return GraphKey(intent.offer.tokens, intent.schedule.name, intent.mode)
         return GraphKey((intent.num_tokens,), PLAIN, intent.mode)
 
     def add(self, entry: Entry, *, padded: bool) -> None:
-        """Take in a graph; an older one of the same key goes.
+        """Add a graph; it replaces an older one with the same key.
 
         Args:
-            entry: the new one.
-            padded: smaller calls may be padded to it.
+            entry: the new graph.
+            padded: whether smaller calls may be padded to it.
         """
         key = entry.graph.key
         self._remove(key)
@@ -171,7 +171,7 @@ class GraphTable:
             (family.overlapped if key.overlapped else family.plain)[key.num_tokens] = entry
 
     def drop(self, why: str | None = None) -> None:
-        """Give all graphs and static inputs back, and say why, unless whoever uses them asked for it."""
+        """Release all graphs and static inputs. `why` is logged; None if the user asked for it."""
         if self._entries and why is not None:
             _log.warning("%s: %d captured graphs are dropped. Capture again.", why, len(self._entries))
         for key in list(self._entries):
@@ -179,11 +179,11 @@ class GraphTable:
         self.buffers.clear()
 
     def module_changed(self, how: str, *, certainly: bool) -> None:
-        """The module may compute something else, or in other memory: drop the graphs if so.
+        """The module may have changed: drop the graphs if it has.
 
         Args:
-            how: what happened.
-            certainly: else only if a parameter or buffer has moved.
+            how: what happened, for the log.
+            certainly: drop them in any case; False drops them only if a parameter or buffer has moved.
         """
         if self._entries and (certainly or _addresses(self._model) != self._addresses):
             self.drop(how)
@@ -207,8 +207,8 @@ class GraphTable:
     def planned(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], context: ForwardContext, *, several_ranks: bool
     ) -> Hit | None:
-        """The graph that was captured with the context's plans, if this call may replay it: the short way, which counts
-        no miss. A plan belongs to one graph, so nothing needs to be cut or decided.
+        """The graph that was captured with the context's attention plans, if this call may replay it. A fast path: a
+        plan belongs to one graph, so no split or vote is needed. Counts no miss.
         """
         plans = _plans((context, *(context.lane_contexts or ())))
         entry = None if plans is None else self._by_plans.get(plans)
@@ -228,12 +228,12 @@ class GraphTable:
     def look_up(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], intent: Intent, context: ForwardContext | None
     ) -> Lookup:
-        """Begin to look for the graph of a call; `Lookup.settle` ends it, once the ranks have decided."""
+        """Begin the search for a call's graph; `Lookup.settle` ends it, after the ranks have decided."""
         call = leaves_of(self._eligibility.names, args, kwargs)
         return Lookup(self, call, intent, context, Setting.current(self._model, self.backend.device, context))
 
     def replay(self, hit: Hit) -> Any:
-        """Copy the call in, launch its graph, copy the output."""
+        """Copy the call's tensors in, launch the graph, return a copy of the output."""
         recording = hit.entry.graph.recording
         recording.take_turn()
         hit.entry.inputs.fill(hit.call, hit.rows)
@@ -242,7 +242,7 @@ class GraphTable:
         return hit.entry.output.copy(hit.rows)
 
     def miss(self, reason: GraphMiss, why: str, mode: ForwardMode) -> None:
-        """Count a call that runs eagerly, and say so the first time, unless its mode was never captured."""
+        """Count a call that runs without a graph. Logs the first one, unless its mode was never captured."""
         self.misses[reason] += 1
         self.last_miss = f"{reason}: {why}"
         if reason not in self._logged and any(key.mode is mode for key in self._entries):
@@ -254,7 +254,7 @@ class Lookup:
     """The search for one call's graph.
 
     Attributes:
-        graph_mode: for the vote: the graphs that this rank could replay, 0 for none.
+        graph_mode: for the vote: fingerprint of the graphs that this rank could replay, 0 for none.
     """
 
     def __init__(
@@ -271,7 +271,7 @@ class Lookup:
         self.graph_mode = 0 if self._family is None else self._family.fingerprint
 
     def _find_family(self) -> _Family | _Miss:
-        """The graphs to which this call could be padded, or why there are none."""
+        """The graphs to which this call could be padded, or the miss."""
         table, intent, plan = self._table, self._intent, self._intent.plan
         if wants_gradients(table._model, self._call):
             return GraphMiss.GRADIENTS, "gradients are recorded; use torch.no_grad() or inference_mode()"
@@ -286,11 +286,11 @@ class Lookup:
         return family.plain[size].mismatch(self._call, self._setting, plan.rows) or family
 
     def settle(self, decision: Decision, *, several_ranks: bool) -> Hit | None:
-        """The graph to replay, or None, and the miss is counted.
+        """The graph to replay; None after counting a miss.
 
         Args:
-            decision: what all ranks do.
-            several_ranks: whether there are others, which must replay too, or none.
+            decision: the ranks' decision.
+            several_ranks: whether there are other ranks; then all replay, or none does.
         """
         found = self._settle(decision, several_ranks)
         if isinstance(found, Hit):
@@ -317,7 +317,7 @@ class Lookup:
 
     def _padded(self, decision: Decision, several_ranks: bool, engaged: bool) -> Hit | _Miss | None:
         family = self._family
-        if several_ranks:  # a rank without tokens goes along with any mode
+        if several_ranks:  # a rank without tokens can replay a graph of any mode
             families = self._table._families.values()
             family = next((each for each in families if each.fingerprint == decision.graph_mode), None)
         plan = self._intent.plan
@@ -332,21 +332,21 @@ class Lookup:
 
 
 def _plans(contexts: Sequence[ForwardContext]) -> tuple[int, ...] | None:
-    """What tells contexts with attention plans apart: the objects. None if there are none."""
+    """Object ids of the contexts' attention plans, which identify them; None if there are no plans."""
     if all(each.attn_metadata is None for each in contexts):
         return None
     return tuple(id(each.attn_metadata) for each in contexts)
 
 
 def _is_planned(context: ForwardContext | None) -> bool:
-    """Whether the caller has settled what this call is, so that nobody else may pad it."""
+    """Whether the caller has set attention plans for this call; it must then not be padded."""
     if context is None:
         return False
     return any(each is not None for each in (context.attn_metadata, context.ubatch_slices, context.decision))
 
 
 def wants_gradients(model: nn.Module, call: CallLeaves) -> bool:
-    """Whether a call's output might be differentiated."""
+    """Whether a call's output may need gradients."""
     if not torch.is_grad_enabled():
         return False
     tensors = itertools.chain(call.tensors.values(), model.parameters())

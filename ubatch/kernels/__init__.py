@@ -1,4 +1,4 @@
-"""What kernels need to be compiled and chosen. The kernels themselves are in `moe` and `attention`.
+"""Compiling kernels and choosing the fastest. The kernels themselves are in `moe` and `attention`.
 
 c_jit       compiles C for this CPU
 triton_jit  Triton's `jit`, typed, and its interpreter

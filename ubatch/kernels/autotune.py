@@ -2,13 +2,12 @@
 
     choice = autotune("my kernel 1024 bfloat16", configs, lambda config: launch(x, config), device=x.device)
 
-A key stands for one measured fact, so it names everything the best choice depends on, and a key always comes with the
-same configs. Where nothing may be timed (a CPU, or a stream that is being captured) the answer is what is remembered,
-else the first config.
+A key names everything the best choice depends on, and is always used with the same configs. Where nothing can be timed
+(on a CPU, or during a graph capture), the remembered choice is returned, else the first config.
 
 File: JSON, `{"GPU | torch version | Triton version": {key: {field: value}}}`, at `UBATCH_AUTOTUNE_CACHE`, by default
-`~/.cache/ubatch/autotune.json`. Processes that tune at the same time read each other's entries before they write;
-what is lost if two write in the same instant is measured again some day.
+`~/.cache/ubatch/autotune.json`. Before a process writes, it reads other processes' entries. If two write at the same
+instant, one entry may be lost and is measured again later.
 """
 
 from __future__ import annotations
@@ -58,16 +57,16 @@ class Timer(Protocol):
         """Whether kernels can be timed right now."""
 
     def fingerprint(self, device: torch.device) -> str:
-        """What else times depend on: the device's name and the versions of the compilers."""
+        """The section of the file: the device's name and the versions of the compilers, on which times depend."""
 
     def seconds(self, run: Callable[[], object], device: torch.device) -> float:
-        """How long what `run` launches takes on the device."""
+        """Seconds that the work launched by `run` takes on the device."""
 
 
 class CudaTimer:
     """Times with CUDA events, every sample after the L2 cache was overwritten.
 
-    Overwriting it also keeps the GPU busy while the host launches, so that what is timed does not wait for the host.
+    Overwriting it also keeps the GPU busy while the host launches, so the timed kernel does not wait for the host.
     """
 
     def tunes(self, device: torch.device) -> bool:
@@ -75,7 +74,7 @@ class CudaTimer:
         return device.type == "cuda"
 
     def can_time(self, device: torch.device) -> bool:
-        """See `Timer`. Not while a graph is captured."""
+        """See `Timer`. False while a graph is captured."""
         return device.type == "cuda" and not capturing()
 
     def fingerprint(self, device: torch.device) -> str:
@@ -92,17 +91,17 @@ class CudaTimer:
 
 
 class Autotuner:
-    """Choices, in memory and in a file. `autotune` uses one for the whole process.
+    """Stores choices in memory and in a file. `autotune` uses one instance for the whole process.
 
     Args:
-        timer: measures.
-        path: of the file; it need not exist. Read at the first choice for a device that is tuned.
+        timer: times the kernels.
+        path: of the file; it need not exist. It is read at the first choice for a device that is tuned.
     """
 
     def __init__(self, timer: Timer, path: Path) -> None:
         self.path = path
         self._timer = timer
-        self._lock = threading.RLock()  # what `run` launches may itself be tuned
+        self._lock = threading.RLock()  # `run` may itself call the autotuner
         self._chosen: dict[tuple[torch.device, str], Any] = {}
         self._stored: dict[str, dict[str, Entry]] | None = None
         self._untuned: set[tuple[torch.device, str]] = set()
@@ -118,7 +117,7 @@ class Autotuner:
         also: Sequence[Callable[[C], object]] = (),
     ) -> C:
         """The fastest of `configs`; see `autotune`."""
-        chosen: C | None = self._chosen.get((device, key))  # the path of every launch: no lock
+        chosen: C | None = self._chosen.get((device, key))  # taken at every launch: no lock
         if chosen is not None:
             return chosen
         _check(key, configs)
@@ -184,7 +183,7 @@ class Autotuner:
             )
 
     def _store(self, fingerprint: str, key: str, entry: Entry) -> None:
-        stored = _read(self.path)  # with what other processes have written meanwhile
+        stored = _read(self.path)  # includes entries that other processes have written meanwhile
         stored.setdefault(fingerprint, {})[key] = entry
         self._stored = stored
         try:
@@ -208,17 +207,17 @@ def autotune(
 ) -> C:
     """The config of `configs` with which `run` is fastest.
 
-    On CUDA: what memory knows, else the file, else every config is timed, and the best one is remembered and written. A
-    config that fails (does not compile, or needs too much shared memory) is skipped. Elsewhere, and while a graph is
-    captured, nothing is timed: the remembered choice, else the first config.
+    On CUDA the choice comes from memory, else from the file, else every config is timed and the best one is stored in
+    both. A config that fails (does not compile, or needs too much shared memory) is skipped. On other devices, and
+    while a graph is captured, nothing is timed: the result is the stored choice, else the first config.
 
     Args:
         key: names the kernel, shapes, dtypes, and whatever else the best choice depends on.
         configs: frozen dataclasses of plain numbers, the same ones with every call; the first is the default.
         run: launches the kernel; called only to time it, several times.
         device: where it runs.
-        prepare: compiles the kernel without running it; called before anything is timed, for several configs at the
-            same time, each in a thread of its own.
+        prepare: compiles the kernel without running it. Called before any timing, for several configs at once, each in
+            its own thread.
         also: launches of other sizes; a config's time is then the geometric mean over all sizes.
 
     Raises:
@@ -236,7 +235,7 @@ def autotune_path() -> Path:
 
 @cache
 def _process_wide(given: str | None) -> Autotuner:
-    """One per value of the variable: looked up at every launch, so nothing more is worked out there."""
+    """The autotuner for a value of `UBATCH_AUTOTUNE_CACHE`. Cached, because it is looked up at every launch."""
     return Autotuner(CudaTimer(), autotune_path())
 
 
@@ -250,7 +249,7 @@ def _fingerprint(device: torch.device) -> str:
 
 
 def _prepare(configs: Sequence[C], prepare: Callable[[C], object], device: torch.device) -> None:
-    """Compile what can be compiled; what cannot fails again, and is skipped, where it is timed."""
+    """Compile all configs. One that does not compile fails again when it is timed, and is skipped there."""
 
     def compile_one(config: C) -> None:
         if device.type == "cuda":
@@ -289,10 +288,10 @@ def _entry(config: object) -> Entry:
 
 
 def _read(path: Path) -> dict[str, dict[str, Entry]]:
-    """What the file holds; nothing if there is none.
+    """The file's content; empty if there is no file.
 
     Raises:
-        ConfigError: it is no file of this kind.
+        ConfigError: it cannot be read, or is not an autotune cache.
     """
     try:
         text = path.read_text()
@@ -315,7 +314,7 @@ def _read(path: Path) -> dict[str, dict[str, Entry]]:
 
 
 def _write(path: Path, stored: dict[str, dict[str, Entry]]) -> None:
-    """Replace the file at once: who reads it meanwhile gets the old or the new one, never half of it."""
+    """Replace the file atomically: a reader gets the old or the new file, never a part."""
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f"{path.name}.")
     try:

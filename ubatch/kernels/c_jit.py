@@ -1,17 +1,17 @@
-"""Kernels for the CPU in C, compiled on the machine that runs them, as Triton compiles those for a GPU.
+"""CPU kernels in C, compiled on the machine that runs them, as Triton does for a GPU.
 
-For the floors above; nothing of the runtime imports it. What torch offers for a CPU reads a decode step's weights and
-keys several times, or waits for all threads after every small product; a loop in C reads them once. It takes the
-machine's own C compiler (`$CC`, or `cc`) with GNU's extensions, GCC or clang, and no headers but C's own:
+For the packages above; nothing in `ubatch` imports it. torch's CPU kernels read a decode step's weights and keys
+several times, or synchronise all threads after every small product; a loop in C reads them once. It needs a C compiler
+on the machine (`$CC`, or `cc`): GCC or clang, with GNU extensions and the standard C headers:
 
-    c_vectors.h + source                                vectors, and what several kernels need
+    c_vectors.h + source                                vector types, and helpers that several kernels use
     these + flags + compiler + processor -> a key       ~/.cache/ubatch/c/<key>.so, or under $UBATCH_C_CACHE
-      and <key>.sha256                                  a library without it, or another one's, is not loaded
-    not there yet: compile beside it, sync, rename      so processes that start together do not disturb each other
-    load                                                its threads are torch's own: no second pool of them
+      and <key>.sha256                                  a library without its matching checksum is not loaded
+    missing: compile to a temporary file, sync, rename  so processes that start together do not disturb each other
+    load                                                uses torch's OpenMP threads, not a second pool
 
-Calls release Python's lock. Kernels are told `torch.get_num_threads()`: in a thread that has not computed yet, OpenMP's
-own default is another one. Where there is no compiler, `compile_c` says so, and callers keep to torch.
+Calls release the GIL. Kernels get `torch.get_num_threads()` as an argument, because OpenMP's default differs in a
+thread that has not computed yet. If there is no compiler, `compile_c` raises `ConfigError`, and callers use torch.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ __all__ = ["CACHE_VARIABLE", "OFF_VARIABLE", "compile_c", "kernel_of", "why_not_
 
 CACHE_VARIABLE = "UBATCH_C_CACHE"
 OFF_VARIABLE = "UBATCH_C_KERNELS"
-"""`0` keeps to torch."""
+"""Environment variable; `0` switches C kernels off, so that torch is used."""
 _FLAGS = ("-std=gnu11", "-O3", "-march=native", "-fPIC", "-fopenmp", "-fno-math-errno", "-fno-trapping-math")
 _FLAGS_X86 = ("-mprefer-vector-width=512",)
 _VECTORS = Path(__file__).with_name("c_vectors.h")
@@ -60,12 +60,12 @@ def compile_c(source: str, **defines: int) -> ctypes.CDLL:
     """A library from C source, compiled at most once per machine; its functions have no types yet.
 
     Args:
-        source: behind `c_vectors.h`.
-        defines: constants in front of both.
+        source: C code, appended to `c_vectors.h`.
+        defines: constants, defined before both.
 
     Raises:
-        ConfigError: no compiler, one that fails, or threads that are not torch's; with the reason. Asked again, it says
-            the same at once.
+        ConfigError: there is no compiler, it fails, or its OpenMP is not torch's; the message has the reason. A second
+            call with the same source fails at once.
     """
     constants = "".join(f"#define {name} {value}\n" for name, value in defines.items())
     source = f"{constants}{_VECTORS.read_text(encoding='utf-8')}{source}"
@@ -82,7 +82,7 @@ def compile_c(source: str, **defines: int) -> ctypes.CDLL:
 
 
 def kernel_of(library: ctypes.CDLL, name: str, *types: Any) -> Callable[..., None]:
-    """A function that returns nothing, with the ctypes of its arguments; torch's profiler sees its calls."""
+    """A `void` function of the library with the given ctypes of its arguments; torch's profiler records its calls."""
     function = getattr(library, name)
     function.argtypes, function.restype = types, None
 
@@ -98,7 +98,7 @@ def kernel_of(library: ctypes.CDLL, name: str, *types: Any) -> Callable[..., Non
 
 @cache
 def why_not_c() -> str | None:
-    """Why kernels in C cannot run here; None where they can. The first call compiles a few lines, where need be."""
+    """Why C kernels cannot run here; None if they can. The first call may compile a small probe."""
     try:
         library = compile_c(_PROBE)
     except ConfigError as error:
@@ -125,14 +125,14 @@ def _load(source: str) -> ctypes.CDLL:
         # Not linked with an OpenMP library: its functions are found in the one that torch has loaded.
         return ctypes.CDLL(str(path), mode=os.RTLD_NOW | os.RTLD_LOCAL)
     except OSError as error:
-        with suppress(OSError):  # the next process compiles it anew, where that can be
+        with suppress(OSError):  # so that the next process compiles it again
             path.unlink()
             _checksum_file(path).unlink()
         raise ConfigError(f"the compiled kernel cannot be loaded beside torch: {error}") from error
 
 
 def _compiler() -> tuple[str, ...]:
-    """The command, with the arguments that `$CC` may have (`ccache gcc`)."""
+    """The compiler command; `$CC` may have arguments (`ccache gcc`)."""
     named = shlex.split(os.environ.get("CC", ""))
     names = named[:1] or ["cc", "gcc", "clang"]
     for name in names:
@@ -143,7 +143,7 @@ def _compiler() -> tuple[str, ...]:
 
 
 def _compile_into_cache(source: str, compiler: tuple[str, ...], flags: tuple[str, ...], path: Path) -> Path:
-    """Compile to `path`; if nothing can be written there, and nobody chose it, to this process's own folder."""
+    """Compile to `path`. If the folder is not writable and the user did not choose it, use a folder of this process."""
     try:
         try:
             _compile(source, compiler, flags, path)
@@ -176,7 +176,7 @@ def _compile(source: str, compiler: tuple[str, ...], flags: tuple[str, ...], pat
 
 
 def _sync(path: Path) -> None:
-    """What was written is on the disk: no crash of the machine leaves a part of it under a good name."""
+    """Flush to disk, so that a crash of the machine cannot leave a partial file under the final name."""
     file = os.open(path, os.O_RDONLY)
     try:
         os.fsync(file)
@@ -189,12 +189,12 @@ def _checksum_file(path: Path) -> Path:
 
 
 def _checksum(path: Path, content: Path) -> str:
-    """Of what is to lie at `path`: another key's library has another one."""
+    """Checksum of a library's content and its path, so that a library copied from another key does not match."""
     return hashlib.sha256(path.name.encode() + content.read_bytes()).hexdigest()
 
 
 def _is_whole(path: Path) -> bool:
-    """Whether the library is there, as it was compiled. To load a damaged one can end the process without a word."""
+    """Whether the library exists and is undamaged. Loading a damaged one can kill the process without a message."""
     try:
         kept = _checksum_file(path).read_text(encoding="ascii")
         return not _others_may_write(path) and kept == _checksum(path, path)
@@ -226,7 +226,7 @@ def _version(compiler: tuple[str, ...]) -> str:
 
 @cache
 def _processor() -> str:
-    """What `-march=native` looks at."""
+    """The processor's model and features, on which `-march=native` depends."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace").splitlines()
     except OSError:
@@ -237,13 +237,13 @@ def _processor() -> str:
 
 @cache
 def _folder() -> Path:
-    """Where compiled kernels are kept, though it may be read-only; where none can be made, this process's own."""
+    """The cache folder, which may be read-only; a folder of this process if none can be made."""
     given = os.environ.get(CACHE_VARIABLE)
     try:
         folder = Path(given).expanduser() if given else Path.home() / ".cache" / "ubatch" / "c"
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         exposed = _others_may_write(folder)
-    except (OSError, RuntimeError):  # RuntimeError: this user has no home
+    except (OSError, RuntimeError):  # RuntimeError: this user has no home folder
         if given:
             raise ConfigError(f"{CACHE_VARIABLE}={given} cannot be written to. Choose another folder.") from None
         return _own_folder()

@@ -2,9 +2,9 @@
 
     chosen = fastest("experts of 768 over 2048", {"ours": make_ours, "theirs": make_theirs}, ("64 tokens",), device=gpu)
 
-A back end is made when its turn comes, timed with every batch, and dropped before the next one is made: no two have
-their weights or workspaces at once. The times of the batches count alike (geometric mean). One that fails is left out,
-and the log says why.
+Back ends are made one after the other. Each is timed with every batch and dropped before the next one is made, so that
+only one has weights and workspaces in memory. All batches have equal weight (geometric mean). A back end that fails is
+left out, with a warning in the log.
 """
 
 from __future__ import annotations
@@ -28,17 +28,18 @@ _logger = logging.getLogger(__name__)
 _DEVICES = ("cuda",)
 
 Launches = Sequence[Callable[[], object]]
-"""What a back end computes, one launch per batch."""
+"""A back end's launches, one function per batch."""
 
 
 @dataclass(frozen=True)
 class Chosen:
-    """A back end that was chosen.
+    """The chosen back end.
 
     Attributes:
-        name: which.
-        reason: why, as the rest of a sentence.
-        works: whether any of the names works here. What was not measured, as the choice was remembered, is run once.
+        name: its name.
+        reason: why it was chosen, as the end of a sentence.
+        works: name -> whether that back end works here. One that has not been measured (the choice came from the file)
+            is run once to find out.
     """
 
     name: str
@@ -47,7 +48,7 @@ class Chosen:
 
 
 def measured(device: torch.device) -> bool:
-    """Whether back ends for this device are chosen here; for others the caller knows."""
+    """Whether back ends for this device are chosen by measuring; for other devices the caller must choose."""
     return device.type in _DEVICES
 
 
@@ -59,14 +60,14 @@ def fastest(
     device: torch.device,
     packages: Sequence[str] = (),
 ) -> Chosen:
-    """The fastest of several back ends; where nothing can be timed and nothing is remembered, the first.
+    """The fastest of several back ends; the first one if nothing can be timed and no choice is stored.
 
     Args:
-        what: names the work, with all that the choice depends on: shapes, dtypes.
-        makers: name -> makes it, and returns a launch for every batch.
-        batches: what is timed, in words.
-        device: where.
-        packages: distributions whose versions the choice depends on, too.
+        what: names the work and everything the choice depends on: shapes, dtypes.
+        makers: name -> function that makes the back end and returns one launch per batch.
+        batches: description of each batch that is timed, such as "64 tokens".
+        device: where it runs.
+        packages: distributions whose versions the choice also depends on.
 
     Raises:
         ConfigError: none of them works here; or the file cannot be read, see `autotune`.
@@ -91,7 +92,7 @@ class _Way:
 
 
 class _Bench:
-    """The back end whose turn it is."""
+    """Holds the back end that is being measured."""
 
     def __init__(self, what: str, makers: Mapping[str, Callable[[], Launches]], batches: int) -> None:
         self._what = what
@@ -102,11 +103,11 @@ class _Bench:
         self._launches: Launches = ()
 
     def clear(self) -> None:
-        """Let go of it."""
+        """Drop the back end."""
         self._name, self._launches = "", ()
 
     def works(self, name: str) -> bool:
-        """Whether it has run without an error; it runs now if it has not yet."""
+        """Whether back end `name` runs without an error; runs it now if it has not run yet."""
         if name not in self._works:
             with torch.inference_mode(), suppress(_LeftOut):
                 for batch in range(self._batches):
@@ -118,7 +119,7 @@ class _Bench:
         """Launch a batch on a back end.
 
         Raises:
-            _LeftOut: it fails, whatever the error is: another library's are of any kind.
+            _LeftOut: it failed. Any error counts, because other libraries raise errors of any class.
         """
         try:
             if self._name != way.name:
@@ -134,7 +135,7 @@ class _Bench:
 
 
 class _LeftOut(Exception):
-    """Not a `UBatchError`: the autotuner passes over it, and goes on."""
+    """A back end failed. Not a `UBatchError`, so that the autotuner skips it and continues."""
 
 
 def _version(package: str) -> str:

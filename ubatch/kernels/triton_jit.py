@@ -1,6 +1,6 @@
-"""Triton's `jit`, with a type, and what differs in its interpreter.
+"""Triton's `jit` with a type, and work-arounds for Triton's interpreter.
 
-For the kernels of the floors above. Nothing of the runtime imports it: whoever wraps a module needs no Triton.
+For the kernels of the packages above. Nothing in `ubatch` imports it, so wrapping a module needs no Triton.
 """
 
 from collections.abc import Callable
@@ -29,7 +29,7 @@ __all__ = [
 
 
 class Kernel(Protocol):
-    """A function of the device: launched as `kernel[grid](...)`, or called by another one."""
+    """A device function: launched as `kernel[grid](...)`, or called by another kernel."""
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]: ...
 
@@ -42,8 +42,9 @@ def jit(*unspecialized: str) -> Callable[[Callable[..., Any]], Kernel]:
     """A decorator that makes a kernel.
 
     Args:
-        unspecialized: arguments that change from step to step. Triton compiles a kernel anew when an integer becomes 1,
-            or it or an address a multiple of 16; where nothing is gained, that only costs a step a second.
+        unspecialized: arguments that change from step to step. Triton compiles a kernel again when an integer is 1, or
+            when an integer or an address is a multiple of 16. For these arguments that gains nothing and costs about a
+            second.
     """
 
     def decorate(function: Callable[..., Any]) -> Kernel:
@@ -53,7 +54,7 @@ def jit(*unspecialized: str) -> Callable[[Callable[..., Any]], Kernel]:
 
 
 def constant(value: float) -> Any:
-    """A number that kernels may read as a global."""
+    """A number that kernels may read as a global constant."""
     return tl.constexpr(value)
 
 
@@ -88,27 +89,28 @@ def power_of_2(at_least: int, smallest: int = 1) -> int:
 
 
 def rows_contiguous(x: torch.Tensor) -> torch.Tensor:
-    """`x` itself if its last dimension lies densely, else a copy: kernels take strides of all others only."""
+    """`x` itself if its last dimension is contiguous, else a copy: kernels take strides for the other dimensions
+    only."""
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
 def undefined(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Memory of which kernels may read what nobody wrote, and then not use it.
+    """Uninitialised memory. Kernels may read unwritten elements as long as they do not use them.
 
-    In the interpreter it is zeros, because numpy warns of infinite numbers that happen to be there.
+    In the interpreter it is zeros, because numpy would warn about infinite values in it.
     """
     return (torch.zeros if INTERPRETED else torch.empty)(shape, dtype=dtype, device=device)
 
 
 def descriptor(x: torch.Tensor, block: tuple[int, int]) -> TensorDescriptor | None:
-    """What the tensor memory accelerator of a Hopper GPU reads tiles of `x` by; a kernel's `desc.load([row, column])`.
+    """A descriptor with which a Hopper GPU's tensor memory accelerator reads tiles of `x`: `desc.load([row, column])`.
 
     Args:
-        x: `[rows, columns]`. What a tile has beyond its borders is 0.
+        x: `[rows, columns]`. Elements of a tile outside `x` read as 0.
         block: the tile's sides, powers of two.
 
     Returns:
-        None where the kernel has to take pointers: an older GPU, or rows that do not begin at multiples of 16 bytes.
+        None if the kernel must use pointers: on an older GPU, or if rows do not start at multiples of 16 bytes.
     """
     if not INTERPRETED and x.is_cuda and torch.cuda.get_device_capability(x.device) < (9, 0):
         return None
@@ -123,9 +125,9 @@ _FP8_MAX = tl.constexpr(448.0)  # the largest float8_e4m3fn
 
 @jit()
 def to_fp8(x: tl.tensor) -> tl.tensor:
-    """float32 numbers as float8e4nv, the nearest one, ties to even; larger ones than it knows become its largest."""
+    """Convert float32 to float8e4nv: round to nearest, ties to even; larger values saturate at the largest one."""
     x = tl.minimum(tl.maximum(x, -_FP8_MAX), _FP8_MAX)
-    if _ROUND:  # the interpreter's own conversion loses carries
+    if _ROUND:  # the interpreter's own conversion drops carries
         nearest = (x.to(tl.int32, bitcast=True) + 0x7FFFF + ((x.to(tl.int32, bitcast=True) >> 20) & 1)) & -0x100000
         multiple = (x + 24576.0) - 24576.0  # where float32 numbers are 2 ** -9 apart
         x = tl.where(tl.abs(x) < 2.0**-6, multiple, nearest.to(tl.float32, bitcast=True))

@@ -1,16 +1,16 @@
-"""Ambient state: what torch and Python keep per thread, carried from the caller into its lanes.
+"""Ambient state: torch's and Python's per-thread state, copied from the caller's thread to its lanes.
 
     contextvars                     a copy per lane (a lane's changes stay its own)
     grad mode, inference mode       thread-local in torch
     autocast                        per device type: enabled, dtype, cache
     default device                  `torch.set_default_device` and `with torch.device(...)`
-    saved-tensor hooks              the innermost pair, which is the one that counts; or that hooks are forbidden
+    saved-tensor hooks              the innermost pair, which is the one in effect; or that hooks are forbidden
     flags                           threads of the backward, DTensor's implicit replication, flushing of denormals, ...
     intra-op threads                a new thread would start an OpenMP pool of its own size
 
-The CUDA device and stream are the lane context's business. A call under what no lane can take over runs whole: see
-`ubatch.lanes.torch_modes`. Torch does not tell under which `torch.cuda.use_mem_pool` a thread is, so lanes allocate as
-usual.
+The lane context sets the CUDA device and stream. State that cannot be copied makes the call run unsplit: see
+`ubatch.lanes.torch_modes`. torch does not tell which `torch.cuda.use_mem_pool` is active, so lanes use the default
+pool.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _SMALLEST_NORMAL = sys.float_info.min
 
 
 def _flushes_denormals() -> bool:
-    """As the processor is set in this thread; torch has no question for it."""
+    """Whether this thread flushes denormals to zero. Found by a computation, as torch has no function to ask."""
     return _SMALLEST_NORMAL * 0.5 == 0.0
 
 
@@ -67,11 +67,11 @@ class _Autocast:
 
 @dataclass(frozen=True)
 class _SavedTensorHooks:
-    """What becomes of tensors that are saved for a backward.
+    """Hooks for tensors that are saved for the backward.
 
     Attributes:
-        pair: packs and unpacks; None if nobody does.
-        forbidden: the message for who sets hooks where they are forbidden; None if they are not.
+        pair: pack hook and unpack hook, or None.
+        forbidden: error message if setting hooks is forbidden, else None.
     """
 
     pair: tuple[Callable[..., Any], Callable[..., Any]] | None
@@ -85,7 +85,7 @@ class _SavedTensorHooks:
 
 @dataclass(frozen=True)
 class Ambient:
-    """A snapshot of the calling thread; `capture` takes it, a lane runs inside `applied`."""
+    """A snapshot of the calling thread's state; `capture` takes it, a lane runs inside `applied`."""
 
     grad: bool
     inference: bool

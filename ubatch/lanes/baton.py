@@ -1,15 +1,15 @@
-"""The baton: exactly one lane runs.
+"""The baton: makes sure that exactly one lane runs.
 
-`Ring` says who is next; this class makes it so, with one private wake-up per lane, so that no lane ever polls
-and no third thread is involved in a hand-off:
+`Ring` decides which lane is next; this class hands over to it, with one private wake-up per lane. So no lane polls, and
+a hand-off involves two threads only:
 
     pass_on(lane):   following = ring.at_point(lane)
                      wake[following]; sleep on wake[lane]; on return, was the step aborted?
 
-Aborting keeps the invariant. A lane that fails marks the baton aborted and hands it on as usual; each other lane
-wakes in ring order, finds the mark, unwinds alone and hands on in turn. So clean-up code never runs in two lanes
-at once either. Only `abandon`, for a lane that hangs, takes the baton from its holder; the small lock is for that.
-What is left where the caller was interrupted is dismissed as a whole (`stop`, `discard`).
+Aborting keeps the invariant. A lane that fails marks the baton aborted and hands it on as usual; each other lane wakes
+in ring order, finds the mark, unwinds alone and hands on. So clean-up code never runs in two lanes at once either. Only
+`abandon`, for a lane that hangs, takes the baton from its holder; the lock protects that. After an interrupt of the
+caller, the whole baton is given up (`stop`, `discard`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from ubatch.schedules.ring import Ring
 __all__ = ["Baton", "BatonStatistics"]
 
 _LOCK_S = 0.1
-"""A lane has the lock for microseconds. Who has it for longer was interrupted, and does not come back to it."""
+"""Seconds. A lane holds the lock for microseconds; a thread that holds it longer was interrupted and will not release
+it."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ class Baton:
     def __init__(self, lanes: int) -> None:
         self._ring = Ring(lanes)
         self._wake: list[WakeUp] = [make_wakeup() for _ in range(lanes)]
-        # A lane that is alone runs in the caller's thread, which Ctrl-C may leave with the lock.
+        # A single lane runs in the caller's thread, and Ctrl-C may leave the lock held.
         self._lock = threading.Lock() if lanes > 1 else threading.RLock()
         self._abandoned: set[int] = set()
         self.handoffs = 0
@@ -67,7 +68,7 @@ class Baton:
         _batons.add(self)
 
     def prepare(self, lead: int) -> None:
-        """Make ready for a step in which lane 0 leads by `lead` points."""
+        """Prepare for a step in which lane 0 leads by `lead` points."""
         self._ring.reset(lead)
         self.aborted_by = None
 
@@ -113,7 +114,7 @@ class Baton:
 
     def leave(self, lane: int) -> None:
         """`lane` ends: take it out of the ring and hand on, unless the baton was taken from it."""
-        if self.forked:  # nobody else lives in the child, and somebody may have held the lock
+        if self.forked:  # the child has no other lanes, and the lock may have been held at the fork
             return
         with self._lock:
             if self._ring.holder == lane:
@@ -133,21 +134,21 @@ class Baton:
                 self._hand_on_from(lane)
 
     def stop(self) -> None:
-        """The caller gives the step up: every lane unwinds, in ring order, or at once where none has begun."""
+        """The caller gives up the step: every lane unwinds in ring order, or at once if none has begun."""
         self.abort(self._ring.lanes)
         holder = self._ring.holder
         for wakeup in self._wake[holder : holder + 1] if self.running else self._wake:
             wakeup.set()
 
     def discard(self) -> None:
-        """Nobody uses this baton any more: every lane that is still there unwinds by itself, wherever it is parked.
+        """This baton is no longer used: every lane that is still parked wakes and unwinds.
 
-        May be called in any state, also with the lock left locked, and again.
+        May be called in any state, also with the lock held, and more than once.
         """
         self.abort(self._ring.lanes)
         self._abandoned.update(lane for lane, alive in enumerate(self._ring.alive) if alive)
         self._lock.acquire(timeout=_LOCK_S)
-        with suppress(RuntimeError):  # it is that of a lane that was alone, in a thread that is gone
+        with suppress(RuntimeError):  # the lock of a single lane, whose thread has ended
             self._lock.release()
         for wakeup in self._wake:
             wakeup.set()
@@ -157,7 +158,7 @@ class Baton:
         return lane in self._abandoned
 
     def previous(self, lane: int) -> int:
-        """The living lane before `lane` in the ring; `lane` itself when it is alone."""
+        """The lane before `lane` in the ring; `lane` itself if it is the only one left."""
         alive, lanes = self._ring.alive, self._ring.lanes
         return next((other % lanes for other in range(lane - 1, lane - lanes, -1) if alive[other % lanes]), lane)
 
@@ -180,7 +181,7 @@ class Baton:
         return BatonStatistics(ring.holder, self.handoffs, held, tuple(ring.alive), self.aborted_by is not None)
 
     def interrupted(self, lane: int) -> None:
-        """Ctrl-C while the main thread was parked, as a lane: it unwinds as any failed lane, when its turn comes."""
+        """Ctrl-C arrived while the main thread was parked as a lane: it unwinds like any failed lane, on its turn."""
         self.abort(lane)
         if self._ring.holder != lane:
             self._wake[lane].wait()
