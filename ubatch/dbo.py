@@ -200,9 +200,10 @@ def on_comm_stream(fork: Event | None = None) -> Iterator[None]:
 
 @contextmanager
 def on_compute_stream() -> Iterator[None]:
-    """Allocate what a transfer writes and compute reads, also where the lane is on the communication stream.
+    """Run the block on the compute stream, to allocate tensors that a transfer writes and compute reads.
 
-    That one comes after the block and all before it. Outside a lane nothing changes.
+    If the lane was on the communication stream it returns there, ordered after the block. Outside a lane nothing
+    changes.
     """
     lane = _current_lane()
     if lane is None or not lane.on_comm:

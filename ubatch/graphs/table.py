@@ -339,7 +339,7 @@ def _plans(contexts: Sequence[ForwardContext]) -> tuple[int, ...] | None:
 
 
 def _is_planned(context: ForwardContext | None) -> bool:
-    """Whether the caller has set attention plans for this call; it must then not be padded."""
+    """Whether the caller has set plans, slices or a decision for this call; it must then not be padded."""
     if context is None:
         return False
     return any(each is not None for each in (context.attn_metadata, context.ubatch_slices, context.decision))

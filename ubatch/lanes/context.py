@@ -4,16 +4,16 @@ Contract:
     with context:            parks at the ready barrier, then until the baton comes for the first time
         ...                  exactly one lane is in here at a time
         dbo_yield(point)     hands the baton on; raises LaneAborted when another lane failed
-    on leaving               runs the hook still pending, rejoins the communication stream with the compute
-                             stream, leaves the ring and hands on; on an error it marks the baton aborted first
+    on leaving               runs the pending hook, makes the compute stream wait for the communication stream,
+                                 leaves the ring and hands on; on an error it first marks the baton aborted
     meanwhile                its ledger keeps alive what the communication stream uses (`ubatch.streams.lifetimes`)
 
 What a lane does with its streams is in `ubatch.streams.lane_streams`, what it records in `ubatch.trace.recorder`, how
-its receive hook runs in `ubatch.lanes.hooks`. Here is who it is, and when which of these has its turn.
+its receive hook runs in `ubatch.lanes.hooks`. This module holds the lane's state and calls the others in order.
 
 A point, in pseudo-code:
-    note it (for traces and hang reports)
-    if the schedule hands on here and another lane lives: hand on, park, come back
+    note the point (for traces and hang reports)
+    if the schedule hands on here and another lane is alive: hand on, park until the baton is back
     if this lane's receive hook is still pending: run it
 
 Model code calls the functions of `ubatch.dbo`, which find the context of the lane they run in.
@@ -66,12 +66,12 @@ class UBatchContext(LaneStreams):
         voted_ranks: global ranks that agreed to this split; collectives over others are refused. Set per step.
         trace: where to record spans, or None. Set per step.
         last_point, points_passed: for notes and hang reports.
-        waiting: what the lane waits for right now, such as a transfer.
-        waits_until: when that ends at the latest, by `time.monotonic`: until then a lane that holds the baton for long
-            does not hang. 0 where nothing else ends it.
+        waiting: name of what the lane waits for now, such as a transfer; None if it does not wait.
+        waits_until: latest end of that wait (`time.monotonic`); until then the hang check leaves the lane alone. 0 if
+            the wait has no time-out of its own.
         ledger: transfers not yet waited for, and what the communication stream still uses.
         sm_budget: how the device's SMs are shared out, or None. Set per step.
-        sm_users: who said whether they keep to it (`report_sm_use`).
+        sm_users: name -> whether that kernel or back end keeps to the budget (`report_sm_use`).
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class UBatchContext(LaneStreams):
             self._ready.arrive()
             self.baton.acquire(self.id)
         except BaseException as error:
-            if not isinstance(error, Exception | LaneAborted):  # Ctrl-C, where the main thread runs a lane
+            if not isinstance(error, Exception | LaneAborted):  # Ctrl-C, if the main thread runs this lane
                 self.baton.interrupted(self.id)
             self._leave()
             raise
@@ -138,7 +138,7 @@ class UBatchContext(LaneStreams):
             try:
                 if error is None:
                     self._check_alive()
-                    while self._hook is not None:  # a hook may leave another one
+                    while self._hook is not None:  # a hook may register another one
                         self._run_hook_of(self)
             finally:
                 self._rejoin(failed=error is not None)
@@ -162,9 +162,9 @@ class UBatchContext(LaneStreams):
         self.baton.leave(self.id)
 
     def _rejoin(self, *, failed: bool) -> None:
-        """Only what this lane launched: the other lanes' transfers may travel on while those compute."""
+        """Join only this lane's transfers: those of other lanes may still travel while their lanes compute."""
         if self.baton.abandoned(self.id):
-            return  # the caller did it, and may be at another step by now
+            return  # the caller has done it, and may already run another step
         self.rejoin(failed=failed)
 
     def begin_step(
@@ -175,7 +175,8 @@ class UBatchContext(LaneStreams):
         compute_stream: Any,
         sm_budget: SMBudget | None,
     ) -> None:
-        """What a step sets before the lane is entered. Called by the caller's thread, whose trace it is."""
+        """Set the step's state before the lane is entered. Called by the caller's thread, whose trace is recorded
+        to."""
         self.forward_context = forward_context
         self.schedule = schedule
         self.voted_ranks = voted_ranks
@@ -184,9 +185,9 @@ class UBatchContext(LaneStreams):
         self.trace = current_trace()
 
     def settle(self) -> set[Launched]:
-        """The step is over: let go of what belonged to it. Called by the caller's thread.
+        """Drop the state of a finished step. Called by the caller's thread.
 
-        Returns the transfers that nobody waited for and that their transport may still work on.
+        Returns the transfers that were not waited for and whose buffers the transport may still use.
         """
         self.forward_context = self.trace = self._hook = self._recorder = None
         return self.end_streams(hung=self.baton.abandoned(self.id))
@@ -220,7 +221,7 @@ class UBatchContext(LaneStreams):
             self._run_hook_of(self)
 
     def register_hook(self, hook: Hook, *, joins: bool = True) -> None:
-        """Leave `hook` to be run when the transfer's result is needed; see `Recv` and `dbo_register_recv_hook`."""
+        """Register `hook`, to run when the transfer's result is needed; see `Recv` and `dbo_register_recv_hook`."""
         self._check_alive()
         if self._hook is not None:
             raise UBatchError(
@@ -241,15 +242,16 @@ class UBatchContext(LaneStreams):
             hook.run(self.id, self)
 
     def mark_compute(self) -> bool:
-        """Record the compute stream's work; done *before* a hand-off, so that the peer's work does not count.
+        """Record an event on the compute stream, *before* a hand-off, so that it does not cover the next lane's work.
 
-        Returns whether the mark will do: not if a receive hook is pending, for its own work comes after the mark.
+        Returns whether the event is enough: not if a receive hook is pending, because the hook's work comes after the
+        event.
         """
         self._compute_done.record(self.compute_stream)
         return self._hook is None
 
     def note_launch(self, name: str) -> str:
-        """The lane launches a transfer; returns its key, unique in this lane and step."""
+        """Note that the lane launches a transfer; returns its key, unique in this lane and step."""
         key = f"{name}.{self._launches}"
         self._launches += 1
         if self._recorder is not None:
@@ -257,15 +259,16 @@ class UBatchContext(LaneStreams):
         return key
 
     def begin_wait(self, name: str, until: float) -> None:
-        """The lane starts to wait for transfer `name`, which ends by itself at `until`, or never if 0."""
+        """Note that the lane starts to wait for transfer `name`. The wait times out at `until`; 0: it has no
+        time-out."""
         self.waiting, self.waits_until = name, until
         if self._recorder is not None:
             self._recorder.begin_wait()
 
     def end_wait(self, name: str, key: str, link: LinkTime, launcher: UBatchContext | None) -> None:
-        """The wait is over; the transfer, launched by lane `launcher`, had occupied the link for so long.
+        """Note that the wait is over. `link`: how long the transfer, launched by lane `launcher`, occupied the link.
 
-        The event is the launcher's, also when a peer ran its receive hook: it belongs to the launcher's program.
+        The event is recorded for the launcher, even if another lane ran its receive hook.
         """
         self.waiting, self.waits_until = None, 0.0
         self.baton.since = now = time.monotonic()
@@ -292,7 +295,7 @@ def make_ubatch_contexts(
         num_ubatches: lanes, at least 2.
         compute_stream, comm_stream: shared by all lanes.
         forward_contexts: one per lane.
-        ready_barrier: every lane reports here once it is parked and warm; then `start` the baton
+        ready_barrier: every lane reports here when it is parked and warm; then `start` the baton
             (`contexts[0].baton.start()`).
         schedule: its lead, active points and receive order hold for all lanes.
         streams: where events come from; a CPU's null objects by default.

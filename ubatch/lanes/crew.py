@@ -1,8 +1,8 @@
-"""A pool's threads and what they share: the crew that one `LanePool` keeps from step to step.
+"""A pool's crew: the threads and shared objects that one `LanePool` keeps from step to step.
 
 job       one lane's part of one step
-worker    a thread that waits for jobs; a daemon, which holds no reference to the pool
-crew      the workers, contexts, baton and barriers that belong together and are replaced together
+worker    a daemon thread that waits for jobs and holds no reference to the pool
+crew      the workers, contexts, baton and barriers, which are replaced together
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from ubatch.streams.lifetimes import abandon_transfers
 __all__ = ["UNWIND_S", "Crew", "Job", "Worker", "note_lane", "report"]
 
 UNWIND_S = 5.0
-"""How long lanes that were told to abort may take before their threads are abandoned."""
+"""Seconds that aborted lanes have to unwind before their threads are abandoned."""
 
 
 @dataclass
 class Job:
-    """One lane's part of one step: what to run, in which state; the worker fills in how it ended."""
+    """One lane's part of one step: the function to run and its state. The worker fills in the result or error."""
 
     context: UBatchContext
     body: Callable[[], Any]
@@ -47,7 +47,7 @@ class Job:
     ended: bool = False
 
     def run(self) -> None:
-        """Run in the worker's thread, which then arrives at `done`."""
+        """Run the body, in the worker's thread."""
         try:
             self.variables.run(self._run_in_context)
         except BaseException as error:
@@ -57,7 +57,7 @@ class Job:
         self.ended = True
 
     def forget(self) -> None:
-        """Let go of tensors: an error that lives on holds the job, its body and the other lanes' tracebacks."""
+        """Drop references to tensors. A stored error would otherwise keep the job, its body and tracebacks alive."""
         self.error = self.result = None
         self.body = _nothing
 
@@ -67,7 +67,7 @@ class Job:
 
 
 def _nothing() -> None:
-    """What a job runs that has run."""
+    """The body of a job that has ended."""
 
 
 @dataclass
@@ -83,7 +83,7 @@ class Worker:
         """Start the thread.
 
         Raises:
-            RuntimeError: the process has as many threads as it may have.
+            RuntimeError: the process has reached its limit of threads.
         """
         self.thread = threading.Thread(target=_work, args=(self,), name=self.name, daemon=True)
         self.thread.start()
@@ -102,25 +102,25 @@ def _work(worker: Worker) -> None:
             break
         done = job.done
         job.run()
-        del job  # once the step is over it keeps no tensors alive
+        del job  # so that it keeps no tensors alive after the step
         done.arrive()
 
 
 def _end_forked_child(error: BaseException | None) -> NoReturn:
-    """The lane was forked and its copy ran to the end. There is no caller to return to, so the child process ends."""
+    """End the child process after a lane's forked copy has ended: the child has no caller to return to."""
     traceback.print_exception(error)
     os._exit(1)
 
 
 @dataclass
 class Crew:
-    """All that belongs together and is replaced together: contexts, baton, barriers, threads.
+    """Contexts, baton, barriers and threads of a pool, which are replaced together.
 
     Attributes:
-        driver: the code of `LanePool.run`, whose local variable `crew` this is while a step runs.
-        in_step: it was made, or a step began, and no step has run its course since.
-        thread: whose step that is.
-        patient: the step is one of those that may take very long.
+        driver: code object of `LanePool.run`; while a step runs, this crew is its local variable `crew`.
+        in_step: whether a step has begun, or the crew is new, and no step has completed since.
+        thread: identifier of the thread that runs the step.
+        patient: whether the step runs without the hang check.
     """
 
     contexts: list[UBatchContext]
@@ -135,15 +135,15 @@ class Crew:
 
     @property
     def baton(self) -> Baton:
-        """The one of all lanes."""
+        """The baton that all lanes share."""
         return self.contexts[0].baton
 
     def settle(self) -> None:
-        """The step is over for the caller: what is still under way is kept alive by itself."""
+        """End the step for the caller. Transfers still in flight are kept alive separately."""
         abandon_transfers([transfer for context in self.contexts for transfer in context.settle()])
 
     def discard(self) -> None:
-        """Let the threads stop as soon as they can, without waiting for them. May be called again."""
+        """Tell the threads to stop, without waiting for them. May be called more than once."""
         if self.pid != os.getpid():
             return
         self.baton.discard()
@@ -152,7 +152,7 @@ class Crew:
         self.settle()
 
     def dismiss(self) -> None:
-        """Stop the threads, after the step that runs; in a forked child there are none."""
+        """Stop the threads after the current step; does nothing in a forked child, which has none."""
         if self.in_step and not is_inside(self.thread, self.driver, "crew", self):
             self.discard()
             return
@@ -166,7 +166,7 @@ class Crew:
 
 
 def note_lane(error: BaseException, context: UBatchContext, lanes: int) -> None:
-    """Say on an error in which lane it was raised, and how far that had come."""
+    """Add a note to an error: in which lane it was raised, and the lane's last point."""
     note(
         error,
         f"raised in lane {context.id} of {lanes}, last point {str(context.last_point)!r}, "

@@ -1,14 +1,14 @@
-"""What one stage leaves for a later one, declared: left once, taken once.
+"""Declared values that one stage of a layer passes to a later one: each is left once and taken once.
 
-Between the stages of a layer the baton may be anywhere, and what is kept meanwhile costs memory. So a layer declares
-what its stages hand over, in one place:
+Between two stages of a layer other lanes run, and values kept meanwhile cost memory. So a layer declares in one place
+the values that its stages hand over:
 
     @dataclass(frozen=True, slots=True)
     class Layer(Handover):
         combines: Left[list[Transfer[Tensor]]] = field(default_factory=partial(Left, "combines"))
 
-Leaving it twice, taking what is not there, or ending the layer with something left behind is an error of the code,
-which names it. Source: SGLang's `_StateDict` of two-batch overlap, which refuses to overwrite.
+It is a programming error to leave a value twice, to take a missing one, or to end the layer with a value not taken; the
+error names the field. Source: SGLang's `_StateDict` of two-batch overlap, which refuses to overwrite.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ _NOTHING: Any = object()
 
 
 class HandoverError(UBatchError):
-    """A stage overwrote, missed or forgot what another one left."""
+    """A stage overwrote, missed or forgot a value that another stage left."""
 
 
 class Left(Generic[T]):
-    """One value from one stage to a later one.
+    """One value that a stage leaves for a later stage.
 
     Args:
-        name: of the field that it is, for errors.
+        name: of the field, for errors.
     """
 
     __slots__ = ("_taken", "_value", "name")
@@ -43,24 +43,24 @@ class Left(Generic[T]):
 
     @property
     def waits(self) -> bool:
-        """Whether something was left that nobody has taken."""
+        """Whether a value was left and not yet taken."""
         return self._value is not _NOTHING
 
     def leave(self, value: T) -> None:
         """Leave `value`.
 
         Raises:
-            HandoverError: something was left here before.
+            HandoverError: a value was left here before.
         """
         if self.waits or self._taken:
             raise HandoverError(f"{self.name!r} was left for a later stage twice in one call.")
         self._value = value
 
     def take(self) -> T:
-        """What was left; nothing is kept here.
+        """Return the value and drop the reference to it.
 
         Raises:
-            HandoverError: nothing is here, or it was taken before.
+            HandoverError: no value was left, or it was taken before.
         """
         if not self.waits:
             raise HandoverError(f"{self.name!r} was {'taken twice' if self._taken else 'taken before it was left'}.")
@@ -69,16 +69,16 @@ class Left(Generic[T]):
 
 
 class Handover:
-    """All that the stages of one call hand over: a frozen dataclass whose fields are `Left`."""
+    """All values that the stages of one call hand over: a frozen dataclass whose fields are `Left`."""
 
     __slots__ = ()
     __dataclass_fields__: ClassVar[dict[str, Any]]
 
     def end(self) -> None:
-        """The call has ended.
+        """Check, at the end of the call, that every value was taken.
 
         Raises:
-            HandoverError: something was left that nobody took.
+            HandoverError: a value was left and not taken.
         """
         forgotten = [name for name in self.__dataclass_fields__ if getattr(self, name).waits]
         if forgotten:

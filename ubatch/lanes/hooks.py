@@ -1,4 +1,4 @@
-"""The receive hook that a lane has pending: what its last launched transfer still needs when its result is due."""
+"""A lane's pending receive hook: it completes the lane's last transfer when the result is needed."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ Hook = Callable[[], object]
 
 
 class ReceiveHook:
-    """A hook, and the lane that registered it. It is run once, by that lane or by the next one (`Recv`).
+    """A hook, and the lane that registered it. It runs once, in that lane or in the next one (`Recv`).
 
     Args:
-        lane: the owner's number.
+        lane: number of the lane that registered it (the owner).
         streams: the owner's.
         hook: called without arguments.
-        joins: the compute stream first waits for all that the owner has put on the communication stream.
+        joins: whether the compute stream first waits for all of the owner's work on the communication stream.
     """
 
     __slots__ = ("_hook", "_joins", "_lane", "_streams")
@@ -31,10 +31,10 @@ class ReceiveHook:
         self._joins = joins or streams.on_comm
 
     def run(self, lane: int, streams: LaneStreams) -> None:
-        """Run it in lane `lane`, whose streams these are: on the compute stream, where the hook's own work belongs.
+        """Run the hook in lane `lane`, on the compute stream of that lane's `streams`.
 
         Raises:
-            What the hook raised, with a note that names owner and runner.
+            Exception: the hook's own error, with a note that names the owner and the lane that ran it.
         """
         was_on_comm = streams.on_comm
         streams.leave_comm()

@@ -1,12 +1,12 @@
 """One lane, in the caller's own thread: single-batch overlap.
 
-A batch that is not split has nobody to hand on to, but chunks of experts of its own to compute while others travel. Its
-transfers need what a lane's need (the communication stream, marks and joins, buffers kept alive, a trace), and all of
-that is a lane's context. So the batch runs as lane 0 of 1: its points hand on to nobody, and run the receive hook that
-is due; no thread is started, nothing is waited for at a barrier.
+An unsplit batch has no other lane, but can compute one chunk of experts while another chunk's transfer is in flight.
+Its transfers need a lane's context: the communication stream, events, buffers kept alive, a trace. So the batch runs as
+lane 0 of 1. Its points hand nothing on; they only run the receive hook that is due. There are no threads and no
+barrier.
 
-What it does not have is somebody who looks for a hang: like an unsplit call, it hangs where the module does. Transfers
-keep their own time-outs; one that has none ends within `timeout_s`.
+There is no hang check: if the module hangs, the call hangs. Transfers keep their own time-outs; a transfer without one
+ends within `timeout_s`.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ __all__ = ["SingleLane"]
 
 
 class _Ready:
-    """The barrier of a lane that waits for nobody."""
+    """The ready barrier of a single lane: it never blocks."""
 
     def arrive(self) -> None:
-        """The caller's device context is warm already."""
+        """Do nothing: the caller's device context is already warm."""
 
 
 class SingleLane:
-    """Runs a batch as the only lane; to `Execution` it is a `LanePool` of one.
+    """Runs a batch as the only lane, with the interface of `LanePool`.
 
     Args:
         device: whose streams the lane uses.
@@ -80,7 +80,7 @@ class SingleLane:
 
         Raises:
             ConfigError: not one body and one forward context, or a schedule for several lanes.
-            BaseException: whatever the body raised, with a note that says how far it came.
+            BaseException: the body's own error, with a note of the last point.
         """
         if len(bodies) != 1 or len(forward_contexts) != 1 or schedule.lanes != 1:
             raise ConfigError(
@@ -112,7 +112,7 @@ class SingleLane:
                 f"raised in a step of one lane, last point {str(context.last_point)!r}, {context.points_passed} "
                 "points passed",
             )
-            self._streams.set_current(stream)  # Ctrl-C may have come in place of leaving the lane
+            self._streams.set_current(stream)  # Ctrl-C may have interrupted the lane's exit
             self._discard()
             raise
         merge_sm_use(self._sm_users, context.sm_users)
@@ -125,10 +125,11 @@ class SingleLane:
         return PoolStatistics(self._steps, 0, 0, dict(self._sm_users))
 
     def close(self) -> None:
-        """There is no thread to stop."""
+        """Do nothing: there is no thread to stop."""
 
     def _discard(self) -> None:
-        """Let go of a context that failed, was interrupted or forked; what it launched lives as long as it must."""
+        """Drop a context that failed, was interrupted or forked. Its transfers' buffers stay alive as long as
+        needed."""
         if self._context is not None and not self._context.baton.forked:
             self._context.baton.discard()
             merge_sm_use(self._sm_users, self._context.sm_users)

@@ -1,4 +1,4 @@
-"""How long a wait for a transfer may take where neither a connection nor a lane's time-out would end it."""
+"""Time limit for waiting on a transfer that neither a connection's nor a lane's time-out would end."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ __all__ = ["transfer_limit_s", "transfers_end_within"]
 
 
 class _Limit:
-    """How long a wait may take; gone with the block that set it, also where Ctrl-C has left that open."""
+    """A time limit in seconds. It ends with the block that set it, even if Ctrl-C interrupted the block."""
 
     def __init__(self, seconds: float | None) -> None:
         self.seconds = seconds
 
 
 class _Within(changing["weakref.ref[_Limit] | None"]):
-    """The block that keeps a limit alive."""
+    """The `with` block that keeps a limit alive."""
 
     __slots__ = ("_limit",)
 
@@ -32,16 +32,16 @@ _limit: ContextVar[weakref.ref[_Limit] | None] = ContextVar("ubatch_transfer_lim
 
 
 def transfer_limit_s() -> float | None:
-    """How long the wait for a transfer may take where no lane and no connection ends it; None for ever."""
+    """Seconds that a wait may take if no lane and no connection ends it; None: no limit."""
     reference = _limit.get()
     limit = None if reference is None else reference()
     return None if limit is None else limit.seconds
 
 
 def transfers_end_within(seconds: float | None) -> AbstractContextManager[object]:
-    """End the wait for a transfer without a connection, in the `with` block, by `TransferTimeout` after `seconds`.
+    """In the `with` block, a wait for a transfer without a connection raises `TransferTimeout` after `seconds`.
 
-    For where no lane's time-out would find it. A work that takes no regard of the time-out it is given cannot be ended.
+    For code outside lanes, where no hang check runs. A work that ignores the time-out passed to it cannot be ended.
 
     Args:
         seconds: None waits for ever.

@@ -1,16 +1,16 @@
-"""What torch keeps per thread and no lane can take over: a call under it runs whole, in the caller's thread.
+"""torch's per-thread modes that cannot be copied to lanes: a call under one runs unsplit in the caller's thread.
 
-What lanes do take over is in `ubatch.lanes.ambient`. Of the rest there are two kinds:
+`ubatch.lanes.ambient` copies the other state. There are two kinds that cannot be copied:
 
     function transforms     `torch.func.grad`, `jvp`, `vmap`, `functionalize`, and forward-mode gradients: the tensors
-                            of the call belong to a transform of the caller's thread, and lanes would do without it
+                            of the call belong to a transform of the caller's thread, which lanes would not apply
     modes                   `FlopCounterMode`, `FakeTensorMode` and all others that see every operation of a thread;
                             `jit.trace`; blocks that switch torch functions off or change the dispatcher's keys; and
-                            non-reentrant checkpoints: their recomputation must save what the forward has saved, so that
-                            it must not be that one of the two overlaps and the other does not
+                            non-reentrant checkpoints: the recomputation must save the same tensors as the forward, so
+                            both must run unsplit
 
-Torch profilers are bound to a thread, too, but they change no result: see `ubatch.trace.ranges` for the switch that
-shows all threads.
+torch's profilers are also bound to a thread, but change no result: `ubatch.trace.ranges` tells how to profile all
+threads.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ __all__ = ["function_transform", "why_not_in_lanes"]
 
 
 def why_not_in_lanes() -> tuple[DeclineReason, str] | None:
-    """Why a call that this thread makes now must not run in lanes; None if it may. Takes some microseconds."""
+    """Why a call from this thread must not run in lanes now; None if it may. Takes some microseconds."""
     transform = function_transform()
     if transform is not None:
         return DeclineReason.FUNCTION_TRANSFORM, f"the call is inside {transform}; it stays in its thread."
@@ -46,7 +46,7 @@ def why_not_in_lanes() -> tuple[DeclineReason, str] | None:
 
 
 def function_transform() -> str | None:
-    """The function transform that this thread is in, in words; None if it is in none."""
+    """Description of the function transform that this thread is in; None if it is in none."""
     interpreter: Any = _functorch.peek_interpreter_stack()
     if interpreter is not None:
         return f"torch.func's transform {interpreter.key().name}"
@@ -56,10 +56,10 @@ def function_transform() -> str | None:
 
 
 def _mode() -> str | None:
-    """What sees or changes this thread's operations, in words."""
+    """Description of a mode that sees or changes this thread's operations; None if there is none."""
     if torch._C._len_torch_function_stack():
         for mode in _get_current_function_mode_stack():
-            if type(mode) is not DeviceContext:  # the default device, which lanes take over
+            if type(mode) is not DeviceContext:  # the default device is copied to lanes
                 return f"the torch function mode {type(mode).__name__}"
     if torch._C._len_torch_dispatch_stack():
         return f"the torch dispatch mode {type(_get_current_dispatch_mode()).__name__}"
@@ -78,7 +78,8 @@ def _mode() -> str | None:
 
 @functools.cache
 def _usual_keys(inference: bool) -> tuple[int, int]:
-    """What a fresh thread includes and excludes, in inference mode or not, as bits. Autocast takes some away."""
+    """Dispatch keys (bit sets) that a fresh thread includes and excludes, in inference mode or not. Autocast removes
+    some of the excluded ones."""
     seen: list[tuple[int, int]] = []
 
     def look() -> None:

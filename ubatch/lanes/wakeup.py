@@ -19,16 +19,16 @@ __all__ = ["EventFdWakeUp", "Gate", "LockWakeUp", "WakeUp", "make_wakeup"]
 
 
 class WakeUp(Protocol):
-    """A private wake-up: one thread waits, any other sets. A `set` before the `wait` is not lost."""
+    """A private wake-up: one thread waits, another thread sets it. A `set` before the `wait` is not lost."""
 
     def set(self) -> None:
         """Let the waiter go on."""
 
     def wait(self) -> None:
-        """Wait until `set`, and take it back."""
+        """Wait until `set`, then clear it."""
 
     def wait_for(self, seconds: float) -> bool:
-        """Wait at most `seconds`; False when nothing was set."""
+        """Wait at most `seconds`; False if it was not set in that time."""
 
 
 class EventFdWakeUp:
@@ -37,7 +37,7 @@ class EventFdWakeUp:
     __slots__ = ("__weakref__", "_fd", "_owner", "_poll")
 
     def __init__(self) -> None:
-        # Closed in C where the last reference goes: in a `__del__` Ctrl-C would be lost.
+        # Closed in C with its last reference: a Python `__del__` would swallow Ctrl-C.
         self._owner = select.epoll.fromfd(os.eventfd(0, os.EFD_CLOEXEC))
         self._fd = self._owner.fileno()
         self._poll: select.poll | None = None
@@ -64,7 +64,7 @@ class EventFdWakeUp:
         return True
 
     def renew(self) -> None:
-        """Let go of the eventfd shared with the parent process."""
+        """Replace the eventfd that is shared with the parent process."""
         own = os.eventfd(0, os.EFD_CLOEXEC)
         os.dup2(own, self._fd, inheritable=False)
         os.close(own)
@@ -84,7 +84,7 @@ if hasattr(os, "register_at_fork"):
 
 
 class LockWakeUp:
-    """A raw lock that is held while nobody was woken; works on every platform."""
+    """A raw lock: held until `set` releases it. Works on every platform."""
 
     __slots__ = ("_lock",)
 
@@ -104,12 +104,12 @@ class LockWakeUp:
 
 
 def make_wakeup() -> WakeUp:
-    """The cheapest wake-up this platform has."""
+    """The fastest wake-up of this platform."""
     return EventFdWakeUp() if hasattr(os, "eventfd") else LockWakeUp()
 
 
 class Gate:
-    """Opens when `parties` threads have arrived; kept and closed again for the next step."""
+    """A barrier that opens when `parties` threads have arrived; reused in every step."""
 
     def __init__(self, parties: int) -> None:
         self._parties = parties
@@ -118,11 +118,11 @@ class Gate:
         self._open = make_wakeup()
 
     def close_again(self) -> None:
-        """Make ready for the next step. Only the thread that waits may call this, between steps."""
+        """Close the gate for the next step. Only the waiting thread may call this, between steps."""
         self._arrived = 0
 
     def arrive(self) -> None:
-        """One party is there; the last one opens the gate."""
+        """Report that one thread has arrived; the last one opens the gate."""
         with self._lock:
             self._arrived += 1
             last = self._arrived == self._parties
@@ -130,5 +130,5 @@ class Gate:
             self._open.set()
 
     def wait_for(self, seconds: float) -> bool:
-        """Wait at most `seconds` for the gate to open; True consumes the opening."""
+        """Wait at most `seconds` for the gate to open; returns whether it opened, which clears the wake-up."""
         return self._open.wait_for(seconds)

@@ -3,13 +3,13 @@
 A step, in pseudo-code:
     prepare the contexts and the baton
     give every worker its job; each enters its ambient state and its context, and reports at the ready barrier
-    when all are parked and warm, begin the capture if this is one, and give the baton to lane 0
-    sleep until all lanes have ended, looking up now and then whether one holds the baton for too long
+    when all are parked and warm, begin the capture if there is one, and give the baton to lane 0
+    sleep until all lanes have ended; wake regularly to check whether one holds the baton for too long
     return the results, or raise the first failure with its traceback
 
 A crew (threads, contexts, baton, barriers: `ubatch.lanes.crew`) is kept from step to step. After a step that did not
-run its course (a lane hung or could not even start, Ctrl-C) it may hold a wake-up that nobody took: it is replaced as a
-whole. It is marked while a step runs, so that one which Ctrl-C left behind, at whatever line, is found by the next.
+complete (a lane hung or could not start, or Ctrl-C) a wake-up may be left over, so the whole crew is replaced. The crew
+is marked while a step runs; if Ctrl-C leaves the mark set, the next step finds it and makes a new crew.
 
 Threads are daemons and hold no reference to the pool, so a pool that is dropped closes itself. After a fork the
 child has no workers; its next step makes new ones.
@@ -43,7 +43,7 @@ from ubatch.streams.streams import StreamBackend, make_streams
 __all__ = ["LanePool", "PoolStatistics"]
 
 _LOOK_UP_S = 0.5
-"""The caller looks for hung lanes at least this often; a hang is noticed at most this much late."""
+"""Seconds between two checks for hung lanes; a hang is noticed at most this much late."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class PoolStatistics:
         steps: steps run in lanes.
         handoffs: switches from one lane to another.
         threads_started: worker threads made; more than the lanes means some were replaced.
-        sm_users: who said whether they keep to the SM budget (`ubatch.streams.sm_budget`).
+        sm_users: name -> whether that kernel or back end keeps to the SM budget (`ubatch.streams.sm_budget`).
     """
 
     steps: int
@@ -69,7 +69,7 @@ class LanePool:
     Args:
         lanes: how many, at least 2.
         device: whose streams the lanes share.
-        timeout_s: a lane that holds the baton longer is taken for hung.
+        timeout_s: a lane that holds the baton longer counts as hung.
         streams: the stream back end; the device's own by default.
 
     Attributes:
@@ -108,13 +108,13 @@ class LanePool:
             schedule: how they take turns.
             forward_contexts: one per lane.
             voted_ranks: global ranks that agreed to this split.
-            capture: begun when all lanes are parked; each runs as a part of it. The caller ends it.
-            patient: without the hang check; a capture always is.
+            capture: begun when all lanes are parked; every lane runs inside it. The caller ends it.
+            patient: whether to skip the hang check; a capture always skips it.
 
         Raises:
             UBatchTimeout: a lane held the baton too long.
             UBatchError: called inside a lane; or a lane's thread could not be started.
-            BaseException: whatever the first failing lane raised, with a note that names the lane.
+            BaseException: the first failing lane's error, with a note that names the lane.
         """
         outer = current_lane()
         if outer is not None:
@@ -142,7 +142,7 @@ class LanePool:
         voted_ranks: frozenset[int],
         capture: Capture | None,
     ) -> list[Job]:
-        """Prepare the crew for a step; returns what its workers are to do."""
+        """Prepare the crew for a step; returns one job per worker."""
         crew.baton.prepare(schedule.lead)
         ambient = Ambient.capture()
         compute_stream = self._streams.current()
@@ -168,13 +168,13 @@ class LanePool:
         return PoolStatistics(self._steps, self._handoffs, self._threads_started, dict(self._sm_users))
 
     def close(self) -> None:
-        """Stop the threads. The next step would make new ones."""
+        """Stop the threads. A later step makes new ones."""
         if self._closer is not None:
             self._closer()
         self._crew = self._closer = None
 
     def _crew_for_a_step(self) -> Crew:
-        """The crew, marked; a new one in a forked child, and where Ctrl-C left the old one in a step."""
+        """The crew, marked as in a step; a new one in a forked child, or if Ctrl-C interrupted the last step."""
         if self._crew is not None and (self._crew.in_step or self._crew.pid != os.getpid()):
             self._discard()
         if self._crew is None:
@@ -193,7 +193,7 @@ class LanePool:
             for worker in workers:
                 try:
                     worker.start()
-                except RuntimeError as error:  # the process has as many threads as it may have
+                except RuntimeError as error:  # the process has reached its limit of threads
                     self._discard()
                     raise UBatchError(
                         f"thread {worker.name!r} could not be started: {error}. Nothing ran. Allow this process more "
@@ -205,7 +205,7 @@ class LanePool:
         return self._crew
 
     def _discard(self) -> None:
-        """Let go of the crew without waiting for its threads: they hang, unwind, or belong to the parent process."""
+        """Drop the crew without waiting for its threads: they hang, unwind, or belong to the parent process."""
         if self._crew is not None:
             self._crew.discard()
             self._count(self._crew)
@@ -214,9 +214,9 @@ class LanePool:
         self._crew = self._closer = None
 
     def _watch(self, crew: Crew, jobs: Sequence[Job], capture: Capture | None) -> bool:
-        """Start the lanes, give the baton to lane 0 once all are ready, and see the step through to its end.
+        """Start the lanes, give the baton to lane 0 when all are ready, and wait until the step has ended.
 
-        Returns whether every lane could start and ended, well or badly.
+        Returns whether every lane started and ended, with or without an error.
         """
         baton = crew.baton
         given: list[Job] = []
@@ -231,7 +231,7 @@ class LanePool:
             while not crew.done.wait_for(min(_LOOK_UP_S, self.timeout_s)):
                 beat()
                 self._check_hang(crew)
-        except BaseException as error:  # a hang, or Ctrl-C in the caller
+        except BaseException as error:  # a hang, or Ctrl-C in the calling thread
             if baton.running and isinstance(error, UBatchTimeout):
                 baton.abandon(baton.statistics().holder)
             else:
@@ -241,7 +241,7 @@ class LanePool:
         return all_ready
 
     def _await_ready(self, crew: Crew, jobs: Sequence[Job]) -> bool:
-        """Wait until all lanes are parked and warm; False if one could not enter, and so has ended with an error."""
+        """Wait until all lanes are parked and warm; False if a lane could not enter and has ended with an error."""
         begun = time.monotonic()
         while not crew.ready.wait_for(min(_LOOK_UP_S, self.timeout_s)):
             beat()
@@ -259,9 +259,9 @@ class LanePool:
         if state.holder < 0 or crew.patient or state.held_s <= self.timeout_s:
             return
         holder = crew.contexts[state.holder]
-        if time.monotonic() < holder.waits_until:  # that has a time-out of its own, which can name the peer
+        if time.monotonic() < holder.waits_until:  # the wait has its own time-out, whose error names the peer
             return
-        if crew.baton.statistics().held_s <= self.timeout_s:  # that wait has just ended, or the lane has handed on
+        if crew.baton.statistics().held_s <= self.timeout_s:  # the wait has just ended, or the lane has handed on
             return
         raise UBatchTimeout(
             f"lane {holder.id} held the baton for {state.held_s:.1f} s (timeout_s = {self.timeout_s}); last point "
@@ -269,7 +269,7 @@ class LanePool:
         )
 
     def _unwind(self, crew: Crew, jobs: Sequence[Job]) -> None:
-        """Give aborted lanes a moment to end."""
+        """Give aborted lanes a short time to end."""
         baton = crew.baton
         deadline = time.monotonic() + min(UNWIND_S, self.timeout_s)
         while time.monotonic() < deadline and not all(job.ended or baton.abandoned(job.context.id) for job in jobs):
@@ -294,4 +294,4 @@ class LanePool:
         try:
             raise error
         finally:
-            del error, culprit, failed  # or the traceback would hold itself
+            del error, culprit, failed  # else the traceback would keep itself alive

@@ -1,13 +1,13 @@
-"""What concerns the whole process, and knows nothing of lanes.
+"""State of the whole process, independent of lanes.
 
-registry    parts that are registered by name and imported when asked for
-interrupts  what holds when Ctrl-C comes between any two lines
-patches     functions of torch that are replaced for a while
-cores       how many there are for this process
-machine     which one this process runs on
-heartbeat   a sign of life, for whoever watches
-silences    calls that keep this process from giving one
+registry    parts that are registered by name and imported on first use
+interrupts  state that stays correct when Ctrl-C arrives between any two lines
+patches     temporary replacement of torch's functions
+cores       number of cores for this process
+machine     identity of the machine
+heartbeat   sign of life for a watching process
+silences    calls during which the process cannot send a heartbeat
 foreign     packages of other projects that shadow ours
-lateness    a rank says that it takes long
-job_store   what ranks tell each other in the rendezvous store
+lateness    a rank tells its peers that it needs longer
+job_store   messages between ranks in the rendezvous store
 """

@@ -1,4 +1,4 @@
-"""Other packages that have the names of ours: the index has an `attention` and a `moe` that are not these."""
+"""Check for foreign packages with our names: PyPI has another `attention` and another `moe`."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from ubatch.errors import UBatchError
 __all__ = ["ForeignPackage", "check_packages"]
 
 _OURS = {"attention": "attention_backends", "moe": "all2all_backends"}
-"""Package -> what ours has in its `__init__.py`, and no other does."""
+"""Package -> text that only our `__init__.py` contains."""
 
 
 class ForeignPackage(UBatchError, ImportError):
-    """Another package is found in place of one of ours."""
+    """Another package was found in place of one of ours."""
 
 
 def check_packages() -> None:
-    """See that `attention` and `moe` are ours, without importing them.
+    """Check that `attention` and `moe` are ours, without importing them.
 
     Raises:
-        ForeignPackage: one is not; the message says which, where it was found and what to do.
+        ForeignPackage: one is not ours; the message says which, where it was found and what to do.
     """
     for name, ours in _OURS.items():
         spec = util.find_spec(name)

@@ -1,11 +1,11 @@
-"""The heartbeat of this process, for whoever watches it from outside, such as a server its engines.
+"""The heartbeat of this process, for a process that watches it, such as the server that watches its engines.
 
-It comes from the threads that do the work, not from one of its own, which would beat on while the work hangs:
+The working threads send it. A separate thread would keep beating while the work hangs:
 
     between steps              the loop calls `beat`
-    between layers             the model does, in a step without lanes, too
-    waiting for peers, lanes   that wait does; it looks out for them, and has a time-out of its own
-    a declared long call       no beat; its limit is sent in front (`ubatch.ranks.long_calls`)
+    between layers             the model calls `beat`, also in a step without lanes
+    waiting for peers, lanes   the wait calls `beat`; it watches the peers, and has its own time-out
+    a declared long call       no beat; its time limit is sent before the call (`ubatch.ranks.long_calls`)
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from ubatch.process.silences import hear_silences, silences_in_force
 __all__ = ["Heart", "beat", "stop_hearts"]
 
 _BEATS_ASIDE = 2
-"""A declared silence is withdrawn when no such call was made for so many beats."""
+"""A declared silence is withdrawn after this many beats without such a call."""
 
 
 class Heart:
-    """Beats at most every `every_s` seconds, from whichever thread calls; it ends with its last reference.
+    """Sends a beat at most every `every_s` seconds, from any thread. It stops when the last reference is dropped.
 
     Args:
-        send: told how many seconds longer than usual the next beat may take; called by one thread at a time.
-        every_s: least time between two beats.
+        send: called with the seconds by which the next beat may be later than usual; by one thread at a time.
+        every_s: minimum seconds between two beats.
     """
 
     def __init__(self, send: Callable[[float], None], every_s: float) -> None:
@@ -42,7 +42,7 @@ class Heart:
         hear_silences(self)
 
     def beat(self) -> None:
-        """Give a sign of life, if the last one is old enough."""
+        """Send a beat, unless the last one was less than `every_s` seconds ago."""
         if time.monotonic() - self._last < self._every_s:
             return
         with self._lock:
@@ -51,14 +51,14 @@ class Heart:
             self._now()
 
     def tell_silence(self, limit_s: float) -> None:
-        """A call begins that may keep this process from beating for so long."""
+        """Announce a call during which this process may send no beat for up to `limit_s` seconds."""
         with self._lock:
             if limit_s > self._silence_s:
                 self._silence_s = limit_s
                 self._now()
 
     def stop(self) -> None:
-        """No beat from now on, whichever thread calls: what it sends with is about to be closed."""
+        """Stop all beats, in any thread: the connection that they use is about to be closed."""
         with self._lock:
             self._stopped = True
 
@@ -72,16 +72,16 @@ _hearts: weakref.WeakSet[Heart] = weakref.WeakSet()
 
 
 def beat() -> None:
-    """Give a sign of life wherever somebody watches this process; called by waits that go on."""
+    """Send a beat to every process that watches this one. Called regularly by waits."""
     for heart in list(_hearts):
         heart.beat()
 
 
 def stop_hearts() -> None:
-    """No beat of this process from now on."""
+    """Stop all heartbeats of this process."""
     for heart in list(_hearts):
         heart.stop()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_hearts.clear)  # they beat for the parent
+    os.register_at_fork(after_in_child=_hearts.clear)  # they belong to the parent process

@@ -1,16 +1,16 @@
-"""What holds when Ctrl-C comes between any two lines of the caller.
+"""State that stays correct when Ctrl-C arrives between any two lines of the caller.
 
 Python may raise `KeyboardInterrupt` before any line, the first one of a `finally` included, and where a `with` block
-ends it may skip `__exit__`. So what a call sets and takes back is not trusted to be taken back:
+ends it may skip `__exit__`. So no code here relies on clean-up code being run:
 
-    is_inside   whether a thread really is in a call: its frames say so
-    Claims      only one may be in a call; whoever is in the way is looked up there
-    Marks       a mark that is not taken back is gone with its `with` block
-    apart       context variables are set in a copy of the caller's context, which ends in C
-    changing    a context variable, set for a `with` block and set back; never later than that
-    holding     a lock is looked at once more after it was given back
+    is_inside   whether a thread is in a call, according to its stack frames
+    Claims      at most one thread is in a call; checks that a claim's thread is still in it
+    Marks       a mark disappears with its `with` block, even without `__exit__`
+    apart       sets context variables in a copy of the caller's context, which C code drops
+    changing    sets a context variable for a `with` block; never resets it late
+    holding     checks again, after releasing a lock, that it is released
 
-`LanePool` does the same with its lanes: they are marked while a step runs, and replaced where the mark is found later.
+`LanePool` does the same with its lanes: they are marked while a step runs, and replaced if the mark is still set later.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ __all__ = ["Claim", "Claims", "Mark", "Marks", "apart", "changing", "holding", "
 T = TypeVar("T")
 _MISSING: Any = object()
 _OWN = "ubatch_"
-"""What the names of this package's context variables begin with."""
+"""Prefix of the names of this package's context variables."""
 
 
 def is_inside(thread: int, function: CodeType, name: str, value: object) -> bool:
     """Whether `thread` is in a call of `function` whose local variable `name` is `value`.
 
-    It is not where the call was interrupted, and where the thread has ended, or was not forked with this one.
+    False if the call was interrupted, the thread has ended, or the thread does not exist in this forked process.
     """
     frame = sys._current_frames().get(thread)
     while frame is not None:
@@ -47,10 +47,10 @@ def is_inside(thread: int, function: CodeType, name: str, value: object) -> bool
 
 
 class Claim:
-    """One thread's claim to be the only one.
+    """One thread's claim to be the only one in a call.
 
     Attributes:
-        thread: its identifier.
+        thread: identifier of the thread.
     """
 
     __slots__ = ("thread",)
@@ -59,12 +59,13 @@ class Claim:
         self.thread = thread
 
     def holds(self) -> bool:
-        """Whether its thread is in the call."""
+        """Whether its thread is still in the call."""
         return is_inside(self.thread, Claims.alone.__code__, "claim", self)
 
 
 class Claims:
-    """Who is in a call that only one may be in. The first claim counts; a list does by itself what needs no lock."""
+    """Claims to a call that only one thread may be in. The first claim wins. Needs no lock: list operations are
+    atomic."""
 
     def __init__(self) -> None:
         self._claims: list[Claim] = []
@@ -73,7 +74,7 @@ class Claims:
         """Run `work(*args)` if nobody else is in here.
 
         Raises:
-            What `refuse` returns: for the claim of whoever is.
+            Exception: the result of `refuse`, called with the claim of the thread that is in the call.
         """
         claim = Claim(get_ident())
         try:
@@ -88,23 +89,23 @@ class Claims:
                 self._claims.remove(claim)
 
     def _before(self, claim: Claim) -> Claim | None:
-        """Whose claim comes before this one; those that an interrupt left behind go."""
+        """The valid claim before this one, or None; removes claims that an interrupt left behind."""
         for other in list(self._claims):
             if other is claim:
                 break
             if other.holds():
                 return other
-            with suppress(ValueError):  # another thread has found out too
+            with suppress(ValueError):  # another thread has removed it already
                 self._claims.remove(other)
         return None
 
 
 class Mark:
-    """Something to be marked with, that a weak reference can refer to."""
+    """A mark that can be weakly referenced."""
 
 
 class Marks:
-    """The `with` blocks under way. One that was interrupted keeps its mark no longer than its frame lives."""
+    """Marks of the active `with` blocks. The mark of an interrupted block ends with its frame."""
 
     def __init__(self) -> None:
         self._marks: WeakSet[Mark] = WeakSet()
@@ -114,7 +115,7 @@ class Marks:
 
     @contextmanager
     def marked(self) -> Iterator[None]:
-        """Be one of them in the `with` block."""
+        """Hold a mark during the `with` block."""
         mark = Mark()
         try:
             self._marks.add(mark)
@@ -124,9 +125,10 @@ class Marks:
 
 
 def apart(work: Callable[..., T], *args: Any) -> T:
-    """Run `work(*args)` in a copy of the caller's context. This package's variables end with it, others go over.
+    """Run `work(*args)` in a copy of the caller's context. Other packages' variables are copied back; this package's
+    are not.
 
-    A variable of the caller's that `work` resets by a token of the caller's cannot be: tokens belong to one context.
+    `work` cannot reset a variable with a token of the caller's: tokens belong to one context.
     """
     context = contextvars.copy_context()
     try:
@@ -138,7 +140,7 @@ def apart(work: Callable[..., T], *args: Any) -> T:
 
 
 class changing(AbstractContextManager[T]):  # noqa: N801 - reads like the functions of contextlib
-    """Set a context variable in the `with` block. No generator: one that is collected late would set it back late."""
+    """Set a context variable in the `with` block. Not a generator: one that is collected late would reset it late."""
 
     __slots__ = ("_token", "_value", "_variable")
 
@@ -160,7 +162,7 @@ class changing(AbstractContextManager[T]):  # noqa: N801 - reads like the functi
 
 
 def holding(lock: RLock, work: Callable[[], T]) -> T:
-    """Run `work` while this thread, which did not hold it before, holds `lock`; it does not afterwards."""
+    """Run `work` with `lock` held. The thread must not hold it before, and does not hold it afterwards."""
     try:
         with lock:
             return work()

@@ -1,15 +1,15 @@
-"""What ranks tell each other in the job's rendezvous store, with a keyed hash where the job has a key.
+"""Messages between ranks in the job's rendezvous store, with a keyed hash if the job has a key.
 
-The store has no users and no passwords: whoever reaches its port can write. With a key, which only the job's processes
-know (`sign_job_store`), what they read there is what one of them wrote, under the same name:
+The store has no users and no passwords: anyone who reaches its port can write. With a key that only the job's processes
+know (`sign_job_store`), a value that they read was written by one of them under the same name:
 
     without a key    value
-    with one         "hmac-sha256:" 64 hexadecimal digits ":" value       of the key's hash over name, 0, value
+    with one         "hmac-sha256:" 64 hexadecimal digits ":" value       HMAC over name, a zero byte, value
 
-Give every job another key, derived from a lasting one: else what an earlier job said counts in this one. Out of reach
-is who puts back what was said earlier in this job under the same name, or removes it; and counters (`add`), which the
-store itself computes. They carry no text, and nothing is read from them but whether there is something to look at.
-What torch, gloo and NCCL keep in the store for themselves is theirs, and unsigned.
+Give every job its own key, derived from a lasting one; otherwise values of an earlier job are valid in this one. The
+hash does not protect against replaying or removing earlier values of the same job, nor does it cover counters (`add`),
+which the store itself computes. Counters hold no text and only tell whether there is something to read. Values that
+torch, gloo and NCCL keep in the store are unsigned.
 """
 
 from __future__ import annotations
@@ -31,43 +31,43 @@ _MARK = "hmac-sha256:"
 
 
 class JobStore:
-    """Text by name. Errors of the store itself pass through (`dist.DistError`).
+    """Text values by name. Errors of the store itself pass through (`dist.DistError`).
 
     Args:
-        store: where it is kept.
-        key: of the hashes; None for values without.
-        path: before all names, with a slash at its end.
+        store: holds the values.
+        key: for the hashes; None writes values without a hash.
+        path: prefix of all names, ending with a slash.
     """
 
     def __init__(self, store: dist.Store, key: bytes | None = None, path: str = "") -> None:
         self._store, self._key, self._path = store, key, path
 
     def part(self, name: str) -> JobStore:
-        """The names that begin with `name` and a slash."""
+        """A store for the names that begin with `name` and a slash."""
         return JobStore(self._store, self._key, f"{self._path}{name}/")
 
     def set(self, name: str, value: str) -> None:
-        """Say something."""
+        """Write a value."""
         self._store.set(self._path + name, self._signed(name, value))
 
     def get(self, name: str) -> str:
-        """What was said; waits until something is.
+        """Read a value; waits until there is one.
 
         Raises:
-            ForgedValue: its hash is none of this job, or there is none.
+            ForgedValue: its hash is missing or does not match this job's key.
         """
         return self._verified(name, self._store.get(self._path + name))
 
     def parsed(self, name: str, value: str, parse: Callable[[str], _T]) -> _T:
-        """What `parse` makes of a value.
+        """Parse a value.
 
         Args:
-            name: where it stands.
-            value: what `get` or another gave.
-            parse: raises ValueError for what no rank says.
+            name: name of the value.
+            value: its text, as read by `get`.
+            parse: converts the text; raises ValueError for text that no rank writes.
 
         Raises:
-            ForgedValue: it cannot be parsed. Without a key, that is all that a forgery shows.
+            ForgedValue: it cannot be parsed. Without a key this is the only check for forged values.
         """
         try:
             return parse(value)
@@ -75,29 +75,29 @@ class JobStore:
             raise ForgedValue(self._path + name, f"is {value[:80]!r}, which no rank says") from error
 
     def get_all(self, names: Sequence[str]) -> list[str]:
-        """As `get`, of several at once."""
+        """Like `get`, for several names at once."""
         values = self._store.multi_get([self._path + name for name in names])
         return [self._verified(name, value) for name, value in zip(names, values, strict=True)]
 
     def check(self, names: Sequence[str]) -> bool:
-        """Whether all of them were said."""
+        """Whether all of these names have a value."""
         return self._store.check([self._path + name for name in names])
 
     def compare_set(self, name: str, expected: str, wanted: str) -> str:
-        """Say `wanted` if `expected` stands there, or, where that is empty, if nothing does; returns what stands there
-        now. Errors as of `get`."""
+        """Write `wanted` if the value is `expected`, or if there is no value and `expected` is empty. Returns the value
+        after that. Errors as in `get`."""
         before = self._signed(name, expected) if expected else ""
         return self._verified(name, self._store.compare_set(self._path + name, before, self._signed(name, wanted)))
 
     def add(self, name: str, amount: int) -> int:
-        """Change a counter, which nothing signs; returns what it is now."""
+        """Add to a counter, which is not signed; returns its new value."""
         return self._store.add(self._path + name, amount)
 
     def _signed(self, name: str, value: str) -> str:
         return value if self._key is None else f"{_MARK}{self._hash(self._key, name, value)}:{value}"
 
     def _verified(self, name: str, stored: bytes) -> str:
-        text = stored.decode(errors="replace")  # where that loses something, the hash no longer fits
+        text = stored.decode(errors="replace")  # if this loses bytes, the hash no longer matches
         signed = text.startswith(_MARK)
         if self._key is None:
             if signed:
@@ -118,17 +118,17 @@ _key: bytes | None = None
 
 
 def sign_job_store(key: bytes | None) -> None:
-    """Sign what this process says in the job's store from now on, and believe only what is signed so.
+    """Sign all values that this process writes to the job's store from now on, and accept only values so signed.
 
     Every rank must call it, with the same key, before the first `CommGroup` is made.
 
     Args:
-        key: at least 32 random bytes that this job alone has; None signs nothing.
+        key: at least 32 random bytes, used by this job only; None signs nothing.
     """
     global _key
     _key = key
 
 
 def job_store() -> JobStore:
-    """That of torch.distributed's default group."""
+    """The store of torch.distributed's default group."""
     return JobStore(c10d._get_default_store(), _key)

@@ -1,13 +1,13 @@
-"""A rank that compiles, tunes or loads says so, and its peers wait for it longer than `timeout_s`.
+"""A rank that compiles, tunes or loads tells its peers, which then wait for it longer than `timeout_s`.
 
-Ranks do not compile equally fast: one finds in a cache what the other works out. What is said stands in the job's
-rendezvous store, where whoever waits on any group looks:
+Ranks do not compile equally fast: one may find in a cache what another must compile. The message is in the job's
+rendezvous store, which every waiting rank reads:
 
-    ubatch/late        how many ranks are late now; one look is enough as long as it is 0
-    ubatch/late/R      "number what": rank R is, for the so many-th time; "" when it is no more
+    ubatch/late        number of ranks that are late now; while it is 0, nothing else is read
+    ubatch/late/R      "number what": rank R is late, for the number-th time; "" when it is no longer late
 
-Time in which a peer is late does not count for a wait, up to `LATE_S` at a time: a rank that hangs in a compiler is
-given up then.
+Time in which a peer is late does not count towards a time-out, up to `LATE_S` at a time. After that the rank counts as
+hung.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from ubatch.process.job_store import JobStore, job_store
 __all__ = ["LATE_S", "Patience", "late", "late_ranks"]
 
 LATE_S = 900.0
-"""How long a rank may be late at a time."""
+"""Longest time, in seconds, that a rank may be late at once."""
 _COUNT = "ubatch/late"
 
 
 class _Late:
-    """What this process has said; blocks may be nested, and several threads may be in one."""
+    """Lateness of this process. Blocks may be nested, and several threads may be in one."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -45,7 +45,7 @@ class _Late:
             if self.told is not None or store is None:
                 return
             key = f"{_COUNT}/{dist.get_rank()}"
-            with suppress(dist.DistError):  # a store that is gone: whoever waits learns that by itself
+            with suppress(dist.DistError):  # the store is gone: waiting ranks notice that by themselves
                 self.times += 1
                 store.set(key, f"{self.times} {what}")
                 store.add(_COUNT, 1)
@@ -67,10 +67,10 @@ _own = _Late()
 
 @contextmanager
 def late(what: str) -> Iterator[None]:
-    """Let peers wait for this rank in the `with` block. Nothing where there are none.
+    """Make peers wait for this rank during the `with` block. Does nothing if there are no peers.
 
     Args:
-        what: it does, for whoever reads the store.
+        what: what this rank is doing, for the peers' messages.
     """
     own = _own
     own.enter(what)
@@ -81,7 +81,7 @@ def late(what: str) -> Iterator[None]:
 
 
 def late_ranks(ranks: Collection[int] | None) -> dict[int, str]:
-    """Which of these global ranks (None: all) are late now, each with what it says. One look where nobody is."""
+    """The late ones of these global ranks (None: all) -> what each is doing. One read of the store if none is late."""
     store = _store()
     if store is None:
         return {}
@@ -97,11 +97,11 @@ def late_ranks(ranks: Collection[int] | None) -> dict[int, str]:
 
 
 class Patience:
-    """How long to wait for others, from now on.
+    """A time-out for waiting on other ranks, starting now.
 
     Args:
-        timeout_s: that long, beside the time in which one of them is late.
-        peers: their global ranks; None for all of the job.
+        timeout_s: seconds to wait, not counting time in which one of them is late.
+        peers: their global ranks; None for all ranks of the job.
     """
 
     __slots__ = ("_deadline", "_first_said", "_peers", "_timeout_s")
@@ -113,7 +113,7 @@ class Patience:
         self._first_said: dict[tuple[int, str], float] = {}
 
     def over(self) -> bool:
-        """Whether the time is up; looks into the store, so ask now and then only."""
+        """Whether the time is up. Reads the store, so do not call it in a tight loop."""
         now = time.monotonic()
         for said in late_ranks(self._peers).items():
             if now - self._first_said.setdefault(said, now) < LATE_S:
@@ -122,7 +122,7 @@ class Patience:
 
 
 def _store() -> JobStore | None:
-    """The job's; None where there is no other rank."""
+    """The job's store; None if there is no other rank."""
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
         return None
     return job_store()

@@ -1,4 +1,4 @@
-"""Which machine this process runs on."""
+"""Identity of the machine that this process runs on."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ __all__ = ["machine_name"]
 
 
 def machine_name() -> str:
-    """The same in all processes of a machine since it was started, containers included; another one elsewhere."""
+    """A name that is equal in all processes of one machine, containers included, until it reboots; unique per
+    machine."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     return boot.read_text(encoding="ascii").strip() if boot.is_file() else platform.node()

@@ -1,4 +1,4 @@
-"""Functions of torch's, replaced for as long as somebody needs it, and put back whatever interrupts."""
+"""Temporary replacement of torch's functions; the originals are restored even after an interrupt."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from ubatch.process.interrupts import Mark, holding
 __all__ = ["Patches", "Replacement"]
 
 Replacement = tuple[Any, str, Callable[..., Any], Callable[..., Any]]
-"""Where a function is, its name, the function, and what takes its place."""
+"""The object that holds a function, the function's name, the function, and its replacement."""
 
 
 class Patches:
-    """Functions that are replaced while anybody uses them.
+    """Functions that are replaced while there is at least one user.
 
     Args:
-        find: tells what to replace; called when the first user comes.
+        find: returns the replacements; called for the first user.
     """
 
     def __init__(self, find: Callable[[], Iterable[Replacement]]) -> None:
@@ -32,12 +32,12 @@ class Patches:
         _all.add(self)
 
     def renew_lock(self) -> None:
-        """In a forked child: another thread of the parent may have held it."""
+        """Make a new lock in a forked child: a thread of the parent may have held the old one."""
         self._lock = threading.RLock()
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Replace them in the `with` block; may be nested, also from several threads."""
+        """Replace the functions in the `with` block; may be nested, also from several threads."""
         user = Mark()
         try:
             try:
@@ -45,7 +45,7 @@ class Patches:
                 yield
             finally:
                 holding(self._lock, lambda: self._leave(user))
-        finally:  # once more, where Ctrl-C came in place of the first time
+        finally:  # again, in case Ctrl-C interrupted the first call
             holding(self._lock, lambda: self._leave(user))
 
     def _enter(self, user: Mark) -> None:

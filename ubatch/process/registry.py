@@ -1,8 +1,8 @@
-"""Pluggable parts: registered by name, imported only when one is asked for.
+"""Pluggable parts: registered by name, imported on first use.
 
-A back end may need packages or hardware that are not there (a GPU kernel library on a laptop). So a name stands for
-`"module:attribute"`, and nothing is imported before `load`. A package that is there may still not be importable, and
-may then raise anything; `import_optional` makes one error of it.
+A back end may need missing packages or hardware (a GPU kernel library on a laptop). So a name maps to
+`"module:attribute"`, and nothing is imported before `load`. An installed package may fail to import with any error;
+`import_optional` turns it into `ConfigError`.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ __all__ = ["LazyRegistry", "import_optional"]
 
 
 def import_optional(module: str, advice: str) -> ModuleType:
-    """Import what may be missing or broken.
+    """Import a module that may be missing or broken.
 
     Args:
         module: its full name.
-        advice: what to do where it cannot be imported; ends the message.
+        advice: what to do if it cannot be imported; the end of the error message.
 
     Raises:
-        ConfigError: it cannot be imported, whatever the import raised: some packages raise RuntimeError where their
-            parts are of different versions.
+        ConfigError: the import failed with any error: some packages raise RuntimeError if the versions of their parts
+            do not match.
     """
     try:
         return importlib.import_module(module)
@@ -33,10 +33,10 @@ def import_optional(module: str, advice: str) -> ModuleType:
 
 
 class LazyRegistry:
-    """What one kind of part is called, and where it lives.
+    """Names of one kind of part, and the module of each.
 
     Args:
-        kind: what errors call it ("all2all back end").
+        kind: name of the kind for errors ("all2all back end").
         targets: name -> `"module:attribute"`.
     """
 
@@ -70,7 +70,7 @@ class LazyRegistry:
             raise ConfigError(f"{self._kind} {name!r} is registered as {taken!r} already. Choose another name.")
 
     def load(self, name: str) -> object:
-        """Import and return what `name` stands for.
+        """Import and return the part called `name`.
 
         Raises:
             ConfigError: the name is unknown (the message has the nearest known one), or its module cannot be imported.

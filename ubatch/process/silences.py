@@ -1,6 +1,6 @@
-"""Declared silences: calls that keep this process from giving a sign of life, such as one that holds Python's lock.
+"""Declared silences: calls during which this process cannot send a heartbeat, such as one that holds the GIL.
 
-Whoever makes such a call says so before, by `silence`; whoever gives signs of life listens, and tells those who wait.
+Code declares such a call by `silence`. Listeners, which send the signs of life, announce it before the call starts.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ __all__ = ["hear_no_more", "hear_silences", "longest_silence_s", "silence", "sil
 
 
 class _Call:
-    """A call that keeps this process silent."""
+    """A call during which this process is silent."""
 
     def __init__(self, limit_s: float) -> None:
         self.limit_s = limit_s
 
 
 class _Silences:
-    """The silent calls of this process. One that an interrupt left open goes with its frame."""
+    """The silent calls of this process. The entry of an interrupted call ends with its frame."""
 
     def __init__(self) -> None:
         self.calls: weakref.WeakSet[_Call] = weakref.WeakSet()
@@ -34,7 +34,7 @@ class _Silences:
 
 
 class _Listener(Protocol):
-    """Hears of calls that keep this process silent; held weakly."""
+    """Is told of silent calls before they start; weakly referenced."""
 
     def tell_silence(self, limit_s: float) -> None: ...
 
@@ -44,17 +44,17 @@ _listeners: weakref.WeakSet[_Listener] = weakref.WeakSet()
 
 
 def hear_silences(listener: _Listener) -> None:
-    """Tell it before every `silence` from now on."""
+    """Notify `listener` before every `silence` from now on."""
     _listeners.add(listener)
 
 
 def hear_no_more(listener: _Listener) -> None:
-    """Tell it no more."""
+    """Stop notifying `listener`."""
     _listeners.discard(listener)
 
 
 def longest_silence_s() -> float:
-    """How long the longest of the calls that run now may take; 0 without one."""
+    """Time limit in seconds of the longest silent call that runs now; 0 if none runs."""
     return max((call.limit_s for call in list(_silences.calls)), default=0.0)
 
 
@@ -65,10 +65,10 @@ def silences_in_force(aside_s: float) -> bool:
 
 @contextmanager
 def silence(limit_s: float) -> Iterator[None]:
-    """Let no peer take this process for dead in the `with` block, because its watches cannot beat.
+    """Declare that this process cannot send heartbeats during the `with` block, so that peers do not take it for dead.
 
     Args:
-        limit_s: so much longer than their time-out at most.
+        limit_s: seconds by which the silence may exceed the peers' time-out.
     """
     call = _Call(limit_s)
     _silences.calls.add(call)
@@ -83,7 +83,7 @@ def silence(limit_s: float) -> Iterator[None]:
 
 def _after_fork_in_child() -> None:
     global _silences
-    _listeners.clear()  # they are the parent's
+    _listeners.clear()  # they belong to the parent process
     _silences = _Silences()
 
 
