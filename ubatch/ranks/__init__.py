@@ -1,15 +1,15 @@
-"""Several ranks: what they exchange, agree on, and see when one fails.
+"""Several ranks: their transfers, their votes, and how they notice a failed peer.
 
-group                 ranks that share collectives, vote, and start again after a failure
-connection            what joins them between two resets
-peer_watch            looks out for failed peers where no thread waits
-long_calls            calls that take longer than `timeout_s` and do not hang
+group                 ranks that share collectives, vote, and restart after a failure
+connection            the process groups of a group, between two resets
+peer_watch            a thread that watches for failed peers
+long_calls            calls that may take longer than `timeout_s`
 transfer              communication that was launched and can be waited for
 collectives           collectives that hand on while the data travels
 collective_gradients  their gradients
-launch_checks         what is refused before a launch
-launch_order          whether all ranks launch alike (`UBATCH_CHECK_ORDER=1`)
-host_copy             a few numbers for the host, without waiting for the device's queue
-intercept             torch's own waits become points
-fsdp                  weights that torch gathers and frees
+launch_checks         checks before a collective is launched
+launch_order          checks that all ranks launch in the same order (`UBATCH_CHECK_ORDER=1`)
+host_copy             copies small tensors to the host without waiting for the device's queue
+intercept             turns torch's own waits into points
+fsdp                  lanes with `fully_shard`, which gathers and frees weights
 """

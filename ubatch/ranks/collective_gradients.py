@@ -1,16 +1,16 @@
-"""Gradients of collectives. Each is a linear map of what all ranks put in, so its transpose carries the gradients back.
+"""Gradients of collectives. A collective is a linear map of all ranks' inputs, so its transpose computes the gradients.
 
     all_reduce         every rank gets the sum             all_reduce of the gradients
     all_gather         every rank gets every block         reduce_scatter: the sum over ranks of one's own block
     reduce_scatter     a rank gets its block of the sum    all_gather
-    all_to_all         blocks change hands                 all_to_all with the split sizes swapped
+    all_to_all         ranks exchange blocks                 all_to_all with the split sizes swapped
 
-So a rank's gradient is that of the sum over all ranks of what each of them differentiates, as with
-`torch.distributed.nn`. The transpose of a transpose is the map itself, which gives gradients of gradients; a linear map
-takes a tangent where it takes its argument, which gives forward-mode ones.
+So a rank's gradient is the gradient of the sum of all ranks' losses, as with `torch.distributed.nn`. The transpose of a
+transpose is the map itself, which gives second-order gradients; a linear map applied to a tangent gives forward-mode
+gradients.
 
-The transpose runs wherever autograd runs it: on CUDA in a thread of torch's own, which has none of the caller's
-contextvars. The one that counts, the connection that leads the step, is brought along.
+Autograd may run the transpose in its own thread (on CUDA), which has none of the caller's contextvars. The only one
+needed, the connection that leads the step, is passed along.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ Map = Callable[[Tensor], Tensor]
 
 
 def differentiable(x: Tensor, run: Map, transpose: Map) -> Tensor:
-    """`run(x)`, with a gradient where somebody asks for one; in a lane nobody can, and `run` refuses.
+    """`run(x)`, with a gradient if `x` needs one. In a lane gradients are not supported, and `run` refuses.
 
     Args:
-        x: what this rank puts in.
+        x: this rank's input.
         run: a collective along the first dimension, or on all elements alike.
-        transpose: the collective that takes a gradient back, of `run(x)`'s shape to `x`'s.
+        transpose: the collective that maps a gradient of `run(x)`'s shape to one of `x`'s shape.
     """
     if current_lane() is None and ((x.requires_grad and torch.is_grad_enabled()) or function_transform() is not None):
         return _applied(x, run, transpose)
@@ -69,5 +69,5 @@ class _Collective(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int, None, None], x: Tensor, run: Map, transpose: Map) -> tuple[Tensor, int]:
-        """What is batched goes along as the last dimension."""
+        """The batch dimension becomes the last dimension."""
         return _applied(x.movedim(in_dims[0], -1), run, transpose), -1

@@ -1,22 +1,22 @@
-"""Collectives that overlap: inside a lane they hand the baton on while the data travels, outside they are plain.
+"""Collectives that overlap: inside a lane they hand the baton on while the data travels; outside they just wait.
 
     y = all_reduce(x, group)        launch | point "collective" | wait -> y
-    y = all_gather(x, group, point="attn_gather")       the same, at a point of its own
+    y = all_gather(x, group, point="attn_gather")       the same, at a named point
 
 Two layers: `launch_*` returns a `Transfer` (for all-to-all back ends, which place the points themselves), and the
 functions without prefix launch, pass the point and wait. All are functional: the input is never written.
 Shapes: `x` is split and concatenated along `dim`, 0 unless said otherwise.
 
 Outside a lane the functions without prefix are differentiable (`ubatch.ranks.collective_gradients`): a rank gets the
-gradient of the sum over all ranks of what they differentiate, as from `torch.distributed.nn`: where all compute the
-same loss, divide it by the number of ranks. The backward runs collectives of its own, so **every rank of the group
-takes part in it**, in the same order: a rank that does not use a result, or does not call backward, lets the others
-wait until their time-out. Let its loss depend on the result: `loss + 0 * y.sum()`.
-Inside a lane what requires grad is refused, and so it is by `launch_*` anywhere, for a transfer has no gradient.
+gradient of the sum of all ranks' losses, as from `torch.distributed.nn`. If all ranks compute the same loss, divide it
+by the number of ranks. The backward runs collectives of its own, so **every rank of the group takes part in it**, in
+the same order: if a rank does not use a result, or does not call backward, the others wait until their time-out. Make
+its loss depend on the result: `loss + 0 * y.sum()`. Inside a lane, and in `launch_*` anywhere, a tensor that requires
+grad is refused, because a transfer has no gradient.
 
-On CUDA a lane's communication stream carries the transfer from launch to end, though NCCL runs it on a stream of its
-own: the launch makes the communication stream wait for that one. So marking and joining the communication stream is
-enough, whoever waits, and when nobody does. Results are allocated on the compute stream, which reads them.
+On CUDA, NCCL runs a transfer on its own stream; the launch makes the lane's communication stream wait for it. So it is
+enough to record and wait for events on the communication stream, whether or not a lane waits for the transfer. Results
+are allocated on the compute stream, which reads them.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ __all__ = [
 ]
 
 Carry = Callable[[Transfer[Tensor]], Transfer[Tensor]]
-"""What a launched transfer is handed to, before anybody waits for it."""
+"""Receives a launched transfer before it is waited for."""
 
 
 def all_reduce(x: Tensor, group: CommGroup) -> Tensor:
@@ -71,8 +71,8 @@ def all_reduce(x: Tensor, group: CommGroup) -> Tensor:
 
     Raises:
         GradientError: `x` requires grad, in a lane.
-        UnvotedCollectiveError, GroupBroken: before anything is launched.
-        PeerFailed, TransferTimeout: while it waits.
+        UnvotedCollectiveError, GroupBroken: raised before the launch.
+        PeerFailed, TransferTimeout: raised during the wait.
     """
 
     def reduce(x: Tensor, name: str = "all_reduce") -> Tensor:
@@ -96,13 +96,13 @@ def all_gather(
     Its gradient is this rank's block of the sum of every rank's gradients: all ranks take part in the backward.
 
     Args:
-        x: equal shapes, but for `dim` where `sizes` are given.
+        x: equal shapes on all ranks; with `sizes`, they may differ along `dim`.
         group: the ranks.
         dim: of the ranks' blocks.
         sizes: of every rank's block; equal if None.
         point: passed while it travels.
         name: for traces and errors.
-        carry: takes the launched transfer, and may delay it: an emulated link's.
+        carry: called with the launched transfer; may delay it, to emulate a slower link.
     """
     there, back = _gatherer(group, sizes, point, name, carry), _scatterer(group, sizes, point, _back(name), carry)
     return _along(dim, x, lambda rows: differentiable(rows, there, back))
@@ -121,7 +121,7 @@ def reduce_scatter(
     """This rank's block along `dim` of the sum of every rank's `x`.
 
     Its gradient is every rank's gradients, concatenated: all ranks take part in the backward.
-    Errors as `all_reduce`, and `ConfigError` where the size does not divide by the ranks, or is not that of `sizes`.
+    Errors as `all_reduce`, and `ConfigError` if the size is not divisible by the ranks, or not the sum of `sizes`.
 
     Args:
         x: equal shapes on all ranks.
@@ -144,11 +144,11 @@ def all_to_all_single(
 ) -> Tensor:
     """Block r of `x` goes to rank r; returns the blocks received, in rank order. Errors as `all_reduce`.
 
-    Its gradient travels back to where `x` came from: all ranks take part in the backward.
+    Its gradient goes back to the rank that `x` came from: all ranks take part in the backward.
     """
     sent = None if input_split_sizes is None else list(input_split_sizes)
     received = None if output_split_sizes is None else list(output_split_sizes)
-    rows = x.shape[0] if x.dim() else 0  # without a dimension, nothing is launched
+    rows = x.shape[0] if x.dim() else 0  # a 0-dim tensor is refused before the launch
 
     def there(x: Tensor) -> Tensor:
         return _overlapped(lambda: launch_all_to_all_single(x, group, received, sent))
@@ -176,12 +176,12 @@ def _scatterer(
 
 
 def _along(dim: int, x: Tensor, rows: Callable[[Tensor], Tensor]) -> Tensor:
-    """What a function of rows does, along another dimension."""
+    """Apply a function of rows along dimension `dim`."""
     return rows(x) if dim == 0 else rows(x.movedim(dim, 0)).movedim(0, dim).contiguous()
 
 
 def _back(name: str) -> str:
-    """What traces and errors call the way back of a gradient."""
+    """Name of a gradient's collective, for traces and errors."""
     return f"gradient of {name}"
 
 
@@ -213,7 +213,7 @@ def launch_all_to_all_single(
         input_split_sizes: rows sent to each rank; equal blocks if None.
         name: for traces and errors.
         to_host: the result is a few numbers that the host reads. It arrives in host memory, and `wait` waits for it
-            alone, not for what compute has queued.
+            only, not for queued compute.
 
     Returns:
         A transfer of `[sum(output_split_sizes), ...]`.
@@ -253,7 +253,7 @@ def launch_all_gather(
     Args:
         x: `[rows, ...]`.
         group: the ranks.
-        sizes: rows of every rank where they differ; equal if None.
+        sizes: rows of every rank; equal if None.
         name: for traces and errors.
         to_host: as for `launch_all_to_all_single`.
 
@@ -313,7 +313,7 @@ def launch_all_reduce(x: Tensor, group: CommGroup, *, name: str = "all_reduce") 
 def launch_reduce_scatter(
     x: Tensor, group: CommGroup, *, sizes: Sequence[int] | None = None, name: str = "reduce_scatter"
 ) -> Transfer[Tensor]:
-    """Launch a sum over the ranks of which each keeps its block of rows.
+    """Launch a sum over the ranks; each rank keeps its block of rows.
 
     Carried by an all-to-all of the blocks and a local sum in `wait`, which works on every transport and size.
 
@@ -378,7 +378,7 @@ def _launch(
 
 
 class _CarriedWork:
-    """A work that the lane's communication stream waits for already: whoever joins that needs nothing else of it."""
+    """A work that the lane's communication stream already waits for. Waiting for that stream is enough."""
 
     def __init__(self, work: Work) -> None:
         self._work = work
@@ -390,12 +390,12 @@ class _CarriedWork:
         return True
 
 
-# Its name since torch 2.13, and before.
+# Renamed in torch 2.13.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 def _as_bytes(x: Tensor) -> Tensor:
-    """`[rows, bytes]`: what only moves, moves as bytes, for no transport knows every dtype."""
+    """A view `[rows, bytes]`: data that is only moved is sent as bytes, because no transport supports every dtype."""
     return x.view(-1).view(torch.uint8).view(x.shape[0], _row_bytes(x))
 
 

@@ -1,17 +1,17 @@
-"""What joins the ranks of a group between two resets, and how a rank that waits learns that another failed.
+"""The connection of a group's ranks between two resets, and how a waiting rank learns that another failed.
 
-A connection owns a process group for data, a small CPU one for votes, and a corner of the rendezvous store:
+A connection owns a process group for data, a CPU process group for votes, and these keys of the rendezvous store:
 
-    failed     the first failure: "rank", a line break, what happened     whoever waits reads it and gives up
+    failed     the first failure: "rank", a line break, what happened     waiting ranks read it and give up
     suspect    why a rank's transport gave up                             starts a roll call
-    alive/R    rank R answered the roll call                              who does not answer is dead
+    alive/R    rank R answered the roll call                              a rank that does not answer is dead
 
-    beat/R     rank R counts on                                           who stands still is dead (`peer_watch`)
+    beat/R     rank R's counter, which rises while it lives          a rank whose counter stops is dead (`peer_watch`)
 
-No rank waits blindly: every wait is cut into slices, and after each it looks into the store; where the device waits in
-the host's place (NCCL), a thread looks, and aborts the communicator so that the device comes back. Once `failed` is
-written nothing more is launched: the transport would pair what a peer launched for the step that failed with this
-rank's next one. `CommGroup.reset` makes a new connection; what was launched on the old one stays there.
+Every wait is cut into slices, and after each slice the rank reads the store. If the device waits instead of the host
+(NCCL), a thread reads it, and aborts the communicator so that the device stops waiting. After `failed` is written
+nothing more is launched: the transport would pair a peer's launch from the failed step with this rank's next one.
+`CommGroup.reset` makes a new connection; transfers of the old one stay there.
 """
 
 from __future__ import annotations
@@ -45,25 +45,26 @@ __all__ = ["Connection", "Work", "lead_again", "leading_connection"]
 _SLICE = timedelta(milliseconds=200)
 _LOOK_S = 0.02
 _GRACE_S = 0.5
-"""How long the last rank missing at a roll call may take to answer, before it is named."""
+"""Seconds that the last missing rank has to answer a roll call before it counts as dead."""
 _WAIT_SLACK_S = 1.0
-"""What slices of waiting and looks into the store may add to a time-out."""
+"""Seconds that slices of waiting and reads of the store may add to a time-out."""
 _TRANSPORT_SLACK = 4
-"""The transport's own time-out is so many of ours, and a late rank's time: ours, which names the peer, fires first."""
+"""The transport's time-out is this multiple of ours, plus a late rank's time, so that ours, which names the peer, fires
+first."""
 
 
 class Work(Protocol):
-    """What a transport returns for an asynchronous operation (`torch.distributed.Work` is one)."""
+    """An asynchronous operation of a transport, such as a `torch.distributed.Work`."""
 
     def is_completed(self) -> bool:
-        """Whether it is over, well or badly."""
+        """Whether it has ended, with or without an error."""
 
     def wait(self, timeout: Any = ...) -> object:
-        """Block until it is over."""
+        """Block until it has ended."""
 
 
 class Connection:
-    """The ranks of a group, joined. Made by `CommGroup` on every rank at the same time.
+    """The connected ranks of a group. `CommGroup` makes it on every rank at the same time.
 
     Attributes:
         ranks: global ranks, in group order.
@@ -72,7 +73,7 @@ class Connection:
         pg: carries the data.
         vote_pg: carries the votes; always gloo, on the CPU.
         broken: why nothing may be launched any more, or None.
-        order: what was launched since the last vote, where `UBATCH_CHECK_ORDER=1`; else None.
+        order: the launches since the last vote if `UBATCH_CHECK_ORDER=1`, else None.
     """
 
     def __init__(self, ranks: Sequence[int], backend: str, timeout_s: float, name: str, store: JobStore) -> None:
@@ -95,8 +96,9 @@ class Connection:
     def leading(self) -> AbstractContextManager[object]:
         """Make this the connection whose ranks take the current step together.
 
-        Whoever waits on another connection in that step looks out here too, for the peer that failed may never come
-        there; and when this connection breaks, so do those that its steps used, for they are out of step as well.
+        A wait on another connection in that step also watches this one, because a peer that failed here may never reach
+        the other. When this connection breaks, all connections that its steps used break too, because they are out of
+        step as well.
         """
         return changing(_leader, self)
 
@@ -113,20 +115,20 @@ class Connection:
             raise GroupBroken(f"the group of ranks {list(self.ranks)} is out of step: {self.broken} Call reset().")
 
     def used(self, other: Connection) -> bool:
-        """Whether `other` was launched on in a step of this one."""
+        """Note that a step of this connection uses `other`."""
         return other in self._dependents
 
     def note_launch(self, lane: int, name: str, x: Tensor) -> None:
-        """A transfer is launched, in the steps of the connection whose ranks vote. See `ubatch.ranks.launch_order`."""
+        """Note that a transfer is launched. See `ubatch.ranks.launch_order`."""
         order = (_leader.get() or self).order
         if order is not None:
             order.note(lane, name, x)
 
     def orders(self, patience_s: float) -> dict[int, list[str]]:
-        """What every rank has launched since the last vote, of those that say so within `patience_s`."""
+        """Rank -> its launches since the last vote, for ranks that answer within `patience_s` seconds."""
         mine = self.order.launches if self.order is not None else []
         orders: dict[int, list[str]] = {}
-        with suppress(dist.DistError, ForgedValue):  # it only adds to an error that is under way
+        with suppress(dist.DistError, ForgedValue):  # this only adds detail to an error
             self._store.set(f"order/{self.rank}", "\n".join(mine))
             deadline = time.monotonic() + patience_s
             while len(orders) < len(self.ranks):
@@ -139,18 +141,18 @@ class Connection:
         return orders
 
     def wait_for_works(self, works: Iterable[Work], name: str, check: Callable[[], None] | None = None) -> None:
-        """Wait for a transport's works without using the CPU, looking out for failed peers.
+        """Wait for a transport's works without using the CPU, and watch for failed peers.
 
         Args:
             works: what the transport returned.
-            name: what errors call them.
-            check: called now and then; may raise to end the wait.
+            name: for errors.
+            check: called after every slice; may raise to end the wait.
 
         Raises:
             PeerFailed: a rank reported an error, or died.
-            GroupBroken: this rank failed while it waited, in another thread, or `reset()` was called.
-            TransferTimeout: not over within `timeout_s`, beside the time in which a peer was late
-            (`ubatch.process.lateness`).
+            GroupBroken: another thread of this rank failed during the wait, or called `reset()`.
+            TransferTimeout: not over within `timeout_s`, not counting time in which a peer was late
+                (`ubatch.process.lateness`).
         """
         leader = _leader.get() or self
         patience = Patience(self.timeout_s, {*leader.ranks, *self.ranks} - {self.rank})
@@ -170,7 +172,7 @@ class Connection:
 
     @property
     def longest_wait_s(self) -> float:
-        """How long `wait_for_works` may take while no peer is late: until its time-out, and then for a roll call."""
+        """Longest time in seconds of `wait_for_works` if no peer is late: its time-out plus a roll call."""
         return 2 * self.timeout_s + _WAIT_SLACK_S
 
     def is_stream_ordered(self, device: torch.device) -> bool:
@@ -181,7 +183,7 @@ class Connection:
         return self.pg._get_backend(kind).name() != "gloo"
 
     def watch(self, beat_s: float = 1.0) -> None:
-        """Look out for failed peers in a thread of its own, from now until this connection breaks or is replaced."""
+        """Watch for failed peers in a separate thread, until this connection breaks or is replaced."""
         if len(self.ranks) == 1 or self._watch is not None:
             return
         self._watch = PeerWatch(
@@ -198,44 +200,44 @@ class Connection:
         self._watch.start()
 
     def fail(self, what: str, rank: int | None = None) -> None:
-        """Let nothing more be launched here, nor on what was used in this connection's steps, and tell the peers.
+        """Break this connection and those that its steps used, so that nothing more is launched, and tell the peers.
 
         Args:
-            what: a sentence.
+            what: what happened, as a sentence.
             rank: the global rank to blame; this one by default.
         """
         if self.broken is not None:
             return
         self.broken = what
         blamed = self.rank if rank is None else rank
-        with suppress(dist.DistError, ForgedValue):  # the store may be dead, or forged: the peers learn it likewise
+        with suppress(dist.DistError, ForgedValue):  # the store may be dead, or forged: the peers notice it themselves
             self._store.compare_set("failed", "", f"{blamed}\n{what}")
         self._abort()
         for dependent in list(self._dependents):
             dependent.fail(what, blamed)
 
     def retire(self) -> None:
-        """A new connection replaces this one; whoever still waits here gives up."""
+        """A new connection replaces this one; threads that still wait here give up."""
         if self.broken is None:
             self.broken = "reset() was called meanwhile."
             self._abort()
 
     def adopt_failure(self) -> None:
-        """Break if a peer has reported a failure here that this rank did not have to wait to see."""
+        """Break if a peer has reported a failure that this rank has not seen yet."""
         if self.broken is None and len(self.ranks) > 1:
             self._adopt()
 
-    # -- what the watch does --------------------------------------------------------------------------------------
+    # -- called by the watch --------------------------------------------------------------------------------------
 
     def _adopt(self) -> bool:
-        """Break if a peer has reported a failure; whether one has, or this connection is broken anyway."""
+        """Break if a peer has reported a failure. Returns whether this connection is broken."""
         if self.broken is None and self._store.check(["failed"]):
             rank, what = self._failure()
             self.fail(what, rank)
         return self.broken is not None
 
     def _lost(self, rank: int) -> None:
-        """A peer gave no sign of life; -1: the store itself is gone."""
+        """Handle a peer that gave no sign of life; -1: the store itself is gone."""
         if rank < 0:
             self._store_lost("the watch")
             self._abort()
@@ -243,7 +245,7 @@ class Connection:
             self.fail(f"rank {rank} gave no sign of life for {self.timeout_s} s.", rank)
 
     def _abort(self) -> None:
-        """Nothing runs here any more: let kernels that wait for a peer end, so that the device comes back."""
+        """Abort the communicator, so that kernels that wait for a peer end and the device becomes free."""
         if self._watch is not None:
             self._watch.stop()
             self.pg.abort()
@@ -251,20 +253,20 @@ class Connection:
     # -- waiting --------------------------------------------------------------------------------------------------
 
     def _arrived(self, work: Work, name: str) -> bool:
-        """Wait for one slice; whether the work is over."""
+        """Wait for one slice; returns whether the work is over."""
         try:
             work.wait(_SLICE)
         except RuntimeError as error:
             if not work.is_completed():
                 return False
             try:
-                work.wait()  # over at once; it may have completed just after the slice did
+                work.wait()  # returns at once; the work may have completed just after the slice
             except RuntimeError:
                 raise self._connection_lost(name, error) from error
         return True
 
     def _look_out(self, name: str) -> None:
-        """Raise if this connection broke, or a peer reported a failure, or a roll call finds one dead."""
+        """Raise if this connection broke, a peer reported a failure, or a roll call finds a dead rank."""
         if self.broken is not None:
             raise GroupBroken(f"gave up waiting for {name!r}: {self.broken}")
         if len(self.ranks) == 1:
@@ -291,8 +293,8 @@ class Connection:
         return PeerFailed(rank, f"{what} (This rank waited for {name!r}.) Call reset() on every rank.")
 
     def _connection_lost(self, name: str, error: RuntimeError) -> Exception:
-        """The transport failed under this rank. Its peers may be waiting for somebody else; get them to look up."""
-        cause = re.sub(r"^\[[^]]*\] *", "", str(error)).split(". ")[0]  # gloo adds its source line, and advice
+        """Handle a transport failure on this rank. Peers may be waiting for other ranks; start a roll call."""
+        cause = re.sub(r"^\[[^]]*\] *", "", str(error)).split(". ")[0]  # strips gloo's source line and advice
         try:
             if self._store.check(["failed"]):
                 return self._peer_failed(name)
@@ -302,11 +304,12 @@ class Connection:
             return self._store_lost(name)
 
     def _roll_call(self, name: str, cause: str) -> Exception:
-        """Who does not answer is dead. All that wait on this connection answer within a slice.
+        """Find the dead rank: the one that does not answer. Every rank that waits on this connection answers within a
+        slice.
 
-        A rank that computes answers late, so while two or more are missing there is no telling which one died; when
-        one is left it must be that one, for no connection is lost without a cause. Who has said that it is late counts
-        for missing only where nobody else is.
+        A rank that computes answers late, so while two or more are missing it is unknown which one died. When one is
+        left it must be that one, because a connection is not lost without a cause. A rank that has declared itself late
+        counts as missing only if no other rank is missing.
         """
         self._store.set(f"alive/{self.rank}", "1")
         begun = time.monotonic()
@@ -325,7 +328,7 @@ class Connection:
         return PeerFailed(dead, f"{self.broken} (This rank waited for {name!r}.)")
 
     def _store_lost(self, name: str) -> Exception:
-        """The rendezvous store answers no more: its host died, which is rank 0 unless a launcher keeps it."""
+        """The rendezvous store does not answer: its host died, which is rank 0 unless a launcher runs the store."""
         if self.rank == 0:
             self.broken = "the rendezvous store is gone. Start the job anew."
             return GroupBroken(f"gave up waiting for {name!r}: {self.broken}")
@@ -335,10 +338,10 @@ class Connection:
     # -- process groups -------------------------------------------------------------------------------------------
 
     def _process_group(self, backend: str, name: str) -> dist.ProcessGroup:
-        """A process group of just these ranks, under a name of our own.
+        """A process group of only these ranks, under a name chosen here.
 
-        `new_group` would either need every rank of the job, or name the group after how many groups this process
-        has, which ranks that belong to different groups do not agree on.
+        `new_group` either needs every rank of the job, or names the group by the number of groups in this process,
+        which differs between ranks that belong to different groups.
         """
         patience = timedelta(seconds=self.timeout_s)
         store = c10d._get_default_store()
@@ -364,9 +367,9 @@ class Connection:
 
 @contextmanager
 def _not_split_off(default: dist.ProcessGroup) -> Iterator[None]:
-    """Let a group have a communicator of its own, also where the job's was bound to a device (`device_id`).
+    """Give a group its own communicator, even if the job's communicator is bound to a device (`device_id`).
 
-    Torch would split it off the job's then, and NCCL waits for every rank of the job to do so, not of the group alone.
+    torch would otherwise split it off the job's communicator, and NCCL then waits for all ranks of the job.
     """
     bound = default.bound_device_id
     default.bound_device_id = None
@@ -402,7 +405,8 @@ def leading_connection() -> Connection | None:
 
 @contextmanager
 def lead_again(leader: Connection | None) -> Iterator[None]:
-    """Let `leader` lead in this thread too, for what comes later of its step; nothing if it broke, or another leads."""
+    """Make `leader` lead in this thread too, for the rest of its step. Does nothing if it broke or another one
+    leads."""
     if leader is None or leader.broken is not None or _leader.get() is not None:
         yield
         return
@@ -410,8 +414,8 @@ def lead_again(leader: Connection | None) -> Iterator[None]:
         yield
 
 
-# A process group's destructor waits for what is stuck in it, up to the transport's time-out, also at exit. So nobody
-# destroys one before that has passed: it is kept by a reference that the interpreter's exit does not drop.
+# A process group's destructor waits for stuck operations, up to the transport's time-out, also at exit. So none is
+# destroyed before that time: it is kept by a reference that the interpreter's exit does not drop.
 _kept: list[tuple[float, dist.ProcessGroup]] = []
 
 

@@ -1,13 +1,13 @@
-"""Weights that torch gathers module by module (`fully_shard`), under lanes: the last lane that leaves frees them.
+"""Lanes with `fully_shard`, where torch gathers weights module by module: the last lane that leaves frees them.
 
-torch gathers a module's weights when a call of it begins, frees them when it ends, and counts on one call at a time. Of
-two lanes, the first that leaves would take the weights from the one that is still inside:
+torch gathers a module's weights when a call begins, frees them when it ends, and expects one call at a time. With two
+lanes, the first to leave would free the weights while the other still uses them. Instead:
 
     lane 0    | gather, layer ~~~~~~~ layer |                       leaves: lane 1 is inside, nothing is freed
     lane 1                    | layer ~~~~~~~~~~~ layer, free |     finds them gathered, and frees them
 
-`torch.distributed.fsdp` has no place for this, so two of its methods are replaced while lanes run. Outside of lanes
-they do what they did.
+`torch.distributed.fsdp` has no hook for this, so two of its methods are replaced while lanes run. Outside lanes they
+behave as before.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ __all__ = ["sharing_weights"]
 _FSDP = "torch.distributed.fsdp._fully_shard._fsdp_param_group"
 
 _inside: WeakKeyDictionary[Any, set[int]] = WeakKeyDictionary()
-"""The lanes that are inside a module, by torch's object for its weights."""
+"""torch's object for a module's weights -> the lanes that are inside the module."""
 
 
 def sharing_weights() -> AbstractContextManager[None]:
-    """Let the lanes that run in the `with` block share what `fully_shard` gathers; does nothing if nobody uses it."""
+    """Let lanes in the `with` block share weights that `fully_shard` gathers; does nothing if it is not in use."""
     return nullcontext() if _FSDP not in sys.modules else _patches.applied()
 
 
 def _replacements() -> Iterator[Replacement]:
-    _inside.clear()  # lanes that failed have not left
+    _inside.clear()  # failed lanes have not removed themselves
     kind = sys.modules[_FSDP].FSDPParamGroup
     yield kind, "pre_forward", kind.pre_forward, _sharing_pre_forward(kind.pre_forward)
     yield kind, "post_forward", kind.post_forward, _sharing_post_forward(kind.post_forward)
@@ -71,10 +71,10 @@ def _sharing_post_forward(torchs: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _check_voted(lane: UBatchContext, weights: Any) -> None:
-    """Refuse to gather what could dead-lock.
+    """Refuse a gather that could dead-lock.
 
     Raises:
-        UnvotedCollectiveError: over ranks that did not vote on this split.
+        UnvotedCollectiveError: the gather includes ranks that did not vote on this split.
     """
     import torch.distributed as dist
 

@@ -1,11 +1,11 @@
-"""A set of ranks that share collectives: what they vote on, and how they start again after one of them failed.
+"""A set of ranks that share collectives: their votes, and how they restart after a failure.
 
 After a failure nothing runs on the group until every rank calls `reset()`, which waits for all and then makes a new
-`Connection`. Where they meet is one key of the rendezvous store, `epoch:ranks here`, changed only atomically:
+`Connection`. The ranks meet at one key of the rendezvous store, `epoch:ranks here`, changed only atomically:
 
-    a rank comes                 "4:0"    ->  "4:0,2"
-    the last one comes           "4:0,2"  ->  "5:"         whoever waits sees the new epoch, and connects
-    a rank gives up waiting      "4:0,2"  ->  "4:2"        so that nobody counts on it later
+    a rank arrives               "4:0"    ->  "4:0,2"
+    the last one arrives         "4:0,2"  ->  "5:"         waiting ranks see the new epoch, and connect
+    a rank gives up waiting      "4:0,2"  ->  "4:2"        so that no rank expects it
 """
 
 from __future__ import annotations
@@ -101,17 +101,18 @@ class CommGroup:
             raise
 
     def part(self, ranks: Sequence[int]) -> CommGroup:
-        """A group of some of these ranks, with transports of its own; the same one every time it is asked for.
+        """A group of some of these ranks, with its own transports. The same ranks always give the same group.
 
-        Every one of `ranks` must call this, in the same order where there are several parts. It votes with this group,
-        not by itself: a failure in a step of this group breaks both, and `reset()` here makes both usable again.
+        Every one of `ranks` must call this, in the same order where there are several parts. It does not vote by
+        itself, but with this group: a failure in a step of this group breaks both, and `reset()` here makes both usable
+        again.
 
         Args:
-            ranks: global ranks, this one among them, in the order that the part shall have.
+            ranks: global ranks, including this one, in the order of the part.
 
         Raises:
-            ConfigError: they are not of this group, or this rank is not among them.
-            TransferTimeout: not all of them called this within the time-out.
+            ConfigError: a rank is not in this group, or this rank is missing.
+            TransferTimeout: not all of these ranks called this within the time-out.
         """
         key = tuple(ranks)
         if not set(key) <= set(self.ranks) or len(set(key)) < len(key) or self.ranks[self.rank] not in key:
@@ -140,7 +141,7 @@ class CommGroup:
         return self._connection.is_stream_ordered(device)
 
     def usable_connection(self) -> Connection:
-        """What to launch on.
+        """The connection to launch on.
 
         Raises:
             GroupBroken: a rank failed since the last `reset()`.
@@ -149,10 +150,10 @@ class CommGroup:
         return self._connection
 
     def vote(self, offer: Offer) -> Decision:
-        """Offer what this rank would do, and learn what all do: one small all-reduce on the CPU.
+        """Exchange offers with all ranks and return the common decision: one small all-reduce on the CPU.
 
         Raises:
-            GroupBroken: before it, when a rank failed since the last `reset()`.
+            GroupBroken: a rank has failed since the last `reset()`.
             LaunchOrderError: see `ubatch.ranks.launch_order`.
             PeerFailed, TransferTimeout: see `Connection.wait_for_works`.
         """
@@ -175,10 +176,10 @@ class CommGroup:
         return decide([decode_offer(row[:OFFER_WIDTH]) for row in rows], self.rank)
 
     def least(self, number: float) -> float:
-        """The smallest that any rank gives: a number that all must agree on, such as how much memory there is.
+        """The smallest number that any rank gives, for a value that all must agree on, such as free memory.
 
         Args:
-            number: this rank's.
+            number: this rank's number.
 
         Raises:
             PeerFailed, TransferTimeout, GroupBroken: as a vote.
@@ -201,20 +202,21 @@ class CommGroup:
         return self.least(number) == -self.least(-number)
 
     def step(self) -> AbstractContextManager[None]:
-        """What the ranks do together, a vote included. An error in it breaks the group, and the peers are told.
+        """A `with` block for one step that all ranks do together, its vote included. An error in it breaks the group on
+        every rank.
 
-        Other groups that the step uses break with it. `OverlapDeclined` comes where all ranks are in step and breaks
-        nothing.
+        Other groups that the step uses break with it. `OverlapDeclined` breaks nothing, because all ranks are still in
+        step.
 
         Raises:
-            GroupBroken: the group broke, and the code inside caught the error that said so; its result is worthless.
+            GroupBroken: the group broke and the code in the block swallowed the error; the step's result is invalid.
         """
         return _Step(self)
 
     def reset(self) -> None:
         """Make the group usable again after a failure. Every rank must call it; waits until all have.
 
-        Its parts are reset with it. Where steps used further groups, each of them must be reset.
+        Its parts are reset with it. Other groups that steps used must be reset separately.
 
         Raises:
             TransferTimeout: not every rank called it within `timeout_s`. Call it again, on every rank.
@@ -224,17 +226,19 @@ class CommGroup:
         self._connection = self._connect()
         for part in self._parts.values():
             part.reset()
-        for group in list(_groups):  # whoever failed told its peers on every group it had used, before it came here
+        for group in list(
+            _groups
+        ):  # a failed rank has told its peers on every group that it used, before it called this
             with suppress(dist.DistError):
                 group._connection.adopt_failure()
 
     def recover(self, what: str) -> None:
-        """Give a part of a step up, on every rank, and make the group and all others used in it usable again.
+        """Give up a part of a step, on every rank, and make the group and all others used in it usable again.
 
-        Every rank must come here: who failed tells the others, which fail where they wait for it.
+        Every rank must call this: the failed rank tells the others, whose waits for it then fail.
 
         Args:
-            what: happened on this rank.
+            what: what happened on this rank.
 
         Raises:
             TransferTimeout, GroupBroken: as `reset`.
@@ -260,7 +264,7 @@ class CommGroup:
             raise TransferTimeout(f"the ranks {list(self.ranks)} met, but could not connect: {error}") from error
 
     def _meet(self, store: JobStore) -> int:
-        """Wait until every rank is here; returns the number of the new epoch."""
+        """Wait until every rank has called `reset()`; returns the number of the new epoch."""
         me, everyone = self.ranks[self.rank], frozenset(self.ranks)
 
         def come(epoch: int, here: frozenset[int]) -> tuple[int, frozenset[int]]:
@@ -296,7 +300,7 @@ class CommGroup:
 
 
 class _Step(AbstractContextManager[None]):
-    """A step of a group, in a `with` block. No generator: one that Ctrl-C leaves open ends late, elsewhere."""
+    """A step of a group, in a `with` block. Not a generator: one that Ctrl-C leaves open would end late, elsewhere."""
 
     def __init__(self, group: CommGroup) -> None:
         self._group = group
@@ -313,7 +317,7 @@ class _Step(AbstractContextManager[None]):
                 self._failed(error)
                 return
             try:
-                self._group._connection.check_usable()  # another one if the step itself has reset the group
+                self._group._connection.check_usable()  # a new connection if the step itself has reset the group
             except BaseException as late:
                 self._failed(late)
                 raise
@@ -322,7 +326,9 @@ class _Step(AbstractContextManager[None]):
 
     def _failed(self, error: BaseException) -> None:
         connection = self._group._connection
-        in_step = isinstance(error, OverlapDeclined | _StopRecomputationError)  # the latter ends a checkpoint early
+        in_step = isinstance(
+            error, OverlapDeclined | _StopRecomputationError
+        )  # the latter is torch's way to end a recomputation early
         if len(connection.ranks) > 1 and not in_step:
             what = f"{type(error).__name__}: {describe(error, str)}".splitlines()[0][:500]
             connection.fail(f"rank {connection.rank} failed with {what}.")
@@ -351,7 +357,7 @@ def _update(
 
 
 def _note_order(error: BaseException, connection: Connection) -> None:
-    """What may have led to an error, where the order of launches is checked."""
+    """Note on an error where the ranks' launches differ, if the launch order is checked."""
     if connection.order is None or isinstance(error, LaunchOrderError):
         return
     told = first_difference(connection.orders(_PATIENCE_S), ended=False)

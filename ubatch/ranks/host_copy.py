@@ -1,12 +1,12 @@
-"""A few numbers for the host, without waiting for all that the device has queued.
+"""Copy small tensors to the host without waiting for all work queued on the device.
 
 `tensor.tolist()` on CUDA waits for everything in the current stream, other lanes' compute included. A copy on the
-communication stream waits for what that stream carries, and for what compute had when the copy was launched:
+communication stream waits for that stream's work, and for compute queued before the copy was launched:
 
     counts = launch_all_to_all_single(..., to_host=True)      the result is in host memory, pinned
-    mine = copy_to_host(sent)                                 so is this; both travel at once
+    mine = copy_to_host(sent)                                 so is this one; both copies run at once
     ... launch more compute ...
-    sizes = counts.wait().tolist()                            waits for these bytes only, looking out for dead peers
+    sizes = counts.wait().tolist()                            waits for these bytes only, and watches for dead peers
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from ubatch.streams.streams import CudaStreams, Event
 __all__ = ["CopiedWork", "check_not_capturing", "copy_to_host", "host_like", "mark_copied"]
 
 _SPIN_S = 200e-6
-"""Counts arrive within tens of microseconds where nothing else is in the way; sleeping takes longer than that."""
+"""Seconds to poll before sleeping. Counts usually arrive within tens of microseconds; a sleep takes longer."""
 _SLEEP_S = 50e-6
 
 
 class CopiedWork:
-    """Copies to the host, as a transport's work: over when the event behind them is.
+    """Copies to the host, with the interface of a transport's work. They are done when the event after them is.
 
     Args:
-        copied: recorded behind the copies.
+        copied: event recorded after the copies.
     """
 
     def __init__(self, copied: Event) -> None:
@@ -47,7 +47,7 @@ class CopiedWork:
         return self._copied.query()
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Block until they have.
+        """Block until the copies have arrived.
 
         Raises:
             RuntimeError: not within `timeout`.
@@ -66,15 +66,15 @@ class CopiedWork:
 
 
 def copy_to_host(*tensors: Tensor, group: CommGroup | None = None, name: str = "to_host") -> Transfer[list[Tensor]]:
-    """Copies of small tensors in host memory; the tensors themselves where they are there and complete.
+    """Copy small tensors to host memory; tensors already on the host are returned as they are.
 
     Args:
-        tensors: on one device, complete in the current stream's order; nobody writes them before the wait.
-        group: whose peers to look out for while the host waits; those that the communication stream waits for.
+        tensors: on one device, complete in the current stream's order; not written before the wait.
+        group: its peers are watched while the host waits: those that the communication stream waits for.
         name: for traces and errors.
 
     Raises:
-        ConfigError: a graph is being captured, where the host can read nothing.
+        ConfigError: a graph is being captured; the host cannot read results then.
     """
     lane = current_lane()
     if not any(_is_on_device(tensor, lane) for tensor in tensors):
@@ -88,12 +88,12 @@ def copy_to_host(*tensors: Tensor, group: CommGroup | None = None, name: str = "
 
 
 def host_like(tensor: Tensor) -> Tensor:
-    """Room for `tensor` in host memory, pinned where that helps."""
+    """An empty host tensor like `tensor`; pinned if `tensor` is on CUDA."""
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.is_cuda)
 
 
 def mark_copied(device: torch.device, lane: UBatchContext | None) -> Event:
-    """Mark the current stream for the host: by the lane's own event, which is there already, or a new one."""
+    """Record an event on the current stream for the host: the lane's existing event, or a new one outside lanes."""
     if lane is not None:
         return lane.mark_copied()
     streams = CudaStreams(device)
@@ -103,7 +103,7 @@ def mark_copied(device: torch.device, lane: UBatchContext | None) -> Event:
 
 
 def check_not_capturing(name: str) -> None:
-    """Refuse what the host would read during a capture."""
+    """Refuse a host read during a graph capture."""
     if capturing():
         raise ConfigError(
             f"{name!r}: the host reads what the device computes, which no captured graph can do. Use a transport that "

@@ -1,24 +1,24 @@
-"""Waits inside torch become points: for modules whose collectives this project does not see.
+"""Turns waits inside torch into points, for modules that call torch's own collectives.
 
 torch's own tensor and expert parallelism (`parallelize_module`, DTensor, functional collectives) launches a collective
-and waits for it where its result is first used. While `intercepting()` is in force, a lane that comes to such a wait
-hands the baton on first:
+and waits for it where its result is first used. Inside `intercepting()`, a lane that reaches such a wait hands the
+baton on first:
 
     y = down(x)            all_reduce is launched                    <- noted as a transfer of the lane
     h = h + y              the result is needed: point "collective"  -> the other lanes compute
                            wait for it                               <- the baton is back
 
-`torch.distributed.all_reduce` waits at once. For a lane it is launched, and the wait becomes such a point, too: with it
-transformers sums the outputs of its row-parallel layers.
+`torch.distributed.all_reduce` normally waits at once. In a lane it is launched, and its wait also becomes a point:
+transformers sums the outputs of row-parallel layers with it.
 
-Outside of lanes nothing changes. `torch.distributed._functional_collectives` is the one place through which the rest of
-it goes; its functions are replaced while somebody intercepts, and put back after the last one.
+Outside lanes nothing changes. All other collectives go through `torch.distributed._functional_collectives`; its
+functions are replaced inside `intercepting()` and restored when the last such block ends.
 
-What it cannot do: torch waits without looking out for peers. A peer that fails is noticed when the lane has held the
-baton for `timeout_s` (`UBatchTimeout`), not by its error.
+Limit: torch waits without watching the peers. A failed peer is noticed only when the lane has held the baton for
+`timeout_s` (`UBatchTimeout`), and its error is not reported.
 
-Under `torch.inference_mode()` torch 2.13 multiplies by a sharded linear layer after gathering its *weight*. That is its
-own doing, and slow; `torch.no_grad()` sends activations.
+Under `torch.inference_mode()` torch 2.13 multiplies by a sharded linear layer after gathering its *weight*. That is
+torch's choice, and slow; under `torch.no_grad()` it sends activations.
 """
 
 from __future__ import annotations
@@ -49,28 +49,28 @@ _torch_reduces: Callable[..., Any] = dist.all_reduce
 
 
 class _TorchWork:
-    """A collective of torch's, under way. Only waiting for it tells that it is over; whoever waits again returns."""
+    """A running collective of torch's. It counts as completed only after a wait; a second wait returns at once."""
 
     def __init__(self, result: Tensor) -> None:
         self._result: Tensor | None = result
 
     def is_completed(self) -> bool:
-        """Whether somebody has waited for it."""
+        """Whether it was waited for."""
         return self._result is None
 
     def wait(self, timeout: Any = None) -> object:
-        """Wait in torch, which has no look-out, and no regard for `timeout`: the baton's time-out counts meanwhile."""
+        """Wait in torch, which does not watch peers and ignores `timeout`; the baton's time-out applies meanwhile."""
         result, self._result = self._result, None
         return None if result is None else _torch_waits(result)
 
 
 _under_way: WeakIdKeyDictionary = WeakIdKeyDictionary()
-"""The work and transfer of every result that nobody has needed yet."""
+"""Result -> its work and transfer, for results that were not yet waited for."""
 _launching: ContextVar[bool] = ContextVar("ubatch_launching_in_torch", default=False)
 
 
 def intercepting() -> AbstractContextManager[None]:
-    """Make torch's waits points of the lanes, in the `with` block; may be nested, also from several threads."""
+    """Turn torch's waits into points in the `with` block; may be nested, also from several threads."""
     return _patches.applied()
 
 
@@ -87,7 +87,7 @@ _patches = Patches(_replacements)
 
 @functools.cache
 def _launchers() -> tuple[str, ...]:
-    """Public functions that launch: those that take a group and return what is to be waited for."""
+    """Names of the public functions that launch: they take a group and return a tensor to wait for."""
     return tuple(
         name
         for name, function in inspect.getmembers(functional, inspect.isfunction)
@@ -99,7 +99,7 @@ def _launchers() -> tuple[str, ...]:
 
 
 def _noted(name: str, launch: Callable[..., Any]) -> Callable[..., Any]:
-    """`launch`, whose results are transfers of the lane that calls it."""
+    """Wrap `launch`, so that its results are noted as transfers of the calling lane."""
     signature = inspect.signature(launch)
 
     @functools.wraps(launch)
@@ -128,7 +128,8 @@ def _tensors(value: Any) -> Sequence[Tensor]:
 
 
 def _note(name: str, result: Tensor, sent: Tensor) -> None:
-    """A result that torch has waited for already is an ordinary tensor, and none of our business."""
+    """Note a launched result as a transfer. A result that torch has already waited for is an ordinary tensor: skip
+    it."""
     if isinstance(result, functional.AsyncCollectiveTensor):
         _under_way[result.elem] = _transfer(name, result.elem, sent.nbytes)
 
@@ -145,7 +146,7 @@ def _wait_tensor(tensor: Tensor) -> Tensor:
             return _torch_waits(tensor)
         work.wait()
         return tensor
-    if transfer is None:  # a function of torch's that launches and waits by itself
+    if transfer is None:  # launched by a torch function that also waits
         _, transfer = _transfer("collective", tensor, tensor.nbytes)
     dbo_register_recv_hook(transfer.wait)
     dbo_yield(Point.COLLECTIVE)
@@ -156,12 +157,12 @@ def _wait_tensor(tensor: Tensor) -> Tensor:
 @functools.wraps(_torch_reduces)
 def _all_reduce(tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False) -> Any:
     lane = current_lane()
-    if lane is None or async_op:  # who waits by itself hands on by itself
+    if lane is None or async_op:  # with async_op the caller waits for the work itself
         return _torch_reduces(tensor, op, group, async_op)
     _check(lane, "all_reduce", [tensor], dist.group.WORLD if group is None else group)
     dbo_maybe_run_recv_hook()
     work = _torch_reduces(tensor, op, group, True)
-    if work is not None:  # else this is none of the group's ranks
+    if work is not None:  # None: this rank is not in the group
         size = tensor.nbytes
         transfer = Transfer("all_reduce", [work], lambda: None, keep=[tensor], bytes_sent=size, bytes_received=size)
         dbo_register_recv_hook(transfer.wait)
@@ -171,10 +172,11 @@ def _all_reduce(tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, 
 
 
 def _check(lane: UBatchContext, name: str, inputs: Sequence[Tensor], group: Any) -> None:
-    """Refuse what could dead-lock or lose gradients, before it is launched.
+    """Refuse, before the launch, a collective that could dead-lock or lose gradients.
 
     Raises:
-        GradientError, UnvotedCollectiveError: see there.
+        GradientError: an input requires grad.
+                UnvotedCollectiveError: the ranks did not vote on this split.
     """
     if any(tensor.requires_grad for tensor in inputs):
         raise GradientError(

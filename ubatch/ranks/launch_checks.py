@@ -1,4 +1,4 @@
-"""What is refused before a collective is launched: once one rank has launched, it is too late for the others."""
+"""Checks before a collective is launched: after one rank has launched, an error would leave the others waiting."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ _FP8 = frozenset({torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz,
 
 
 def check_launch(x: Tensor, group: CommGroup, launches: str | None = None) -> Connection:
-    """What to launch on, once everything is known to be right. For transports that launch by other means, too.
+    """Check a launch and return the connection to launch on. Also for transports with their own way to launch.
 
     Args:
-        x: what travels.
+        x: the tensor to send.
         group: the ranks.
-        launches: the name of what is launched next, for `ubatch.ranks.launch_order`; None if that is checked once more.
+        launches: name of the transfer, for `ubatch.ranks.launch_order`; None if another check with the name follows.
 
     Raises:
-        ConfigError: `group` is none.
-        GradientError: `x` carries gradients, which a transfer does not.
+        ConfigError: `group` is not a `CommGroup`.
+        GradientError: `x` requires grad, and a transfer has no gradient.
         UnvotedCollectiveError, GroupBroken: see `all_reduce`.
     """
     if not isinstance(group, CommGroup):
@@ -69,27 +69,27 @@ def _check_gradients(x: Tensor, lane: UBatchContext | None) -> None:
 
 
 def _is_transformed(x: Tensor) -> bool:
-    """Whether a function transform, or forward-mode gradients, look at this tensor."""
+    """Whether this tensor belongs to a function transform or to forward-mode gradients."""
     if _functorch.is_functorch_wrapped_tensor(x):
         return True
     return forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None
 
 
 def check_summable(x: Tensor) -> None:
-    """Refuse dtypes that no transport adds up.
+    """Refuse dtypes that no transport can sum.
 
     Raises:
-        ConfigError: it is one of those.
+        ConfigError: `x` has such a dtype.
     """
     if x.dtype in _FP8:
         raise ConfigError(f"{x.dtype} travels, but nobody sums it. Convert it first, for example to bfloat16.")
 
 
 def rows_of(x: Tensor) -> int:
-    """How many rows `x` has.
+    """Number of rows of `x`.
 
     Raises:
-        ConfigError: it has no dimension.
+        ConfigError: `x` is a 0-dim tensor.
     """
     if x.dim() == 0:
         raise ConfigError("a 0-dim tensor has no rows to send to other ranks. Give it a dimension: x.view(1).")
@@ -100,7 +100,7 @@ def block_sizes(x: Tensor, group: CommGroup, sizes: Sequence[int] | None, what: 
     """The rows of `x` for every rank: `sizes`, or equal blocks if None.
 
     Raises:
-        ConfigError: they are not those of `x`; `what` is what the message calls them.
+        ConfigError: the sizes do not sum to the rows of `x`. `what`: name of the sizes in the message.
     """
     rows = rows_of(x)
     if sizes is None:

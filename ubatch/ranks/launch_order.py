@@ -1,12 +1,12 @@
 """`UBATCH_CHECK_ORDER=1`: do all ranks launch the same transfers in the same order?
 
 They must, or a transport pairs one rank's dispatch with another one's combine: a hang at best, wrong numbers at worst.
-The lanes see to it, if all of them pass the same points on every rank; where a module's points depend on its data,
-nothing does. Set on every rank, this notes each launch (lane, name, dtype and row shape: how many rows there are may
-differ) and compares a hash of them at the next vote. A difference raises on every rank, with the first launch that
-differs. A step that fails or hangs before that names it in its error.
+Lanes keep the order if they pass the same points on every rank, but not if a module's points depend on its data. If the
+variable is set on every rank, each launch is noted (lane, name, dtype and row shape; the number of rows may differ),
+and the next vote compares a hash of the notes. A difference raises on every rank, with the first launch that differs.
+If a step fails or hangs before the vote, its error names the difference.
 
-For looking into a fault: it costs a few microseconds a launch. Launches in a captured graph are noted when it is
+For debugging: it costs a few microseconds per launch. Launches in a captured graph are noted when it is
 captured, not when it is replayed.
 """
 
@@ -30,24 +30,24 @@ _SHOWN = 3
 
 
 class LaunchOrder:
-    """What this rank has launched since the last vote."""
+    """This rank's launches since the last vote."""
 
     def __init__(self) -> None:
         self.launches: list[str] = []
 
     @staticmethod
     def wanted() -> LaunchOrder | None:
-        """One, if the environment asks for it."""
+        """A new one if the environment variable is set, else None."""
         return LaunchOrder() if os.environ.get(VARIABLE) == "1" else None
 
     def note(self, lane: int, name: str, x: Tensor) -> None:
-        """`name` is launched with rows like those of `x`, in `lane`; -1 outside lanes."""
+        """Note that `name` is launched with rows like those of `x`, in `lane` (-1: outside lanes)."""
         row = ", ".join(["*", *map(str, x.shape[1:])])
         where = f"lane {lane}" if lane >= 0 else "no lane"
         self.launches.append(f"{where}: {name} {str(x.dtype).removeprefix('torch.')} [{row}]")
 
     def ballot(self) -> list[int]:
-        """`BALLOT_WIDTH` numbers."""
+        """The `BALLOT_WIDTH` numbers to add to the vote."""
         digest = hashlib.blake2b("\n".join(self.launches).encode(), digest_size=7).digest()
         return [1, len(self.launches), int.from_bytes(digest, "big")]
 
@@ -56,7 +56,7 @@ def check_ballots(ballots: Sequence[Sequence[int]]) -> bool:
     """Whether all ranks launched the same.
 
     Args:
-        ballots: of every rank; zeros of one that does not check.
+        ballots: one per rank; zeros for a rank that does not check.
 
     Raises:
         LaunchOrderError: some ranks check, others do not.
@@ -71,11 +71,11 @@ def check_ballots(ballots: Sequence[Sequence[int]]) -> bool:
 
 
 def first_difference(orders: Mapping[int, Sequence[str]], *, ended: bool = True) -> str | None:
-    """Where the ranks' launches begin to differ, in words; None if they do not.
+    """A description of the first launch that differs between ranks; None if none does.
 
     Args:
-        orders: by rank, what each has launched.
-        ended: the step has run its course; else a rank that was stopped earlier does not differ.
+        orders: rank -> its launches, in order.
+        ended: whether the step completed; if not, a rank that merely stopped earlier does not count as different.
     """
     ranks = sorted(orders)
     if not ended:

@@ -1,10 +1,10 @@
-"""Calls that take longer than `timeout_s` and do not hang.
+"""Calls that may take longer than `timeout_s` without being hung.
 
     taking_long     compiling, tuning, loading weights: peers wait for this rank (`ubatch.process.lateness`)
-    holding_gil     one call that waits for peers itself and keeps Python's lock: no thread of this process can say that
-                    it lives (`ubatch.ranks.peer_watch`)
+    holding_gil     a call that waits for peers while it holds the GIL: no thread of this process can send a heartbeat
+                        (`ubatch.ranks.peer_watch`)
 
-In both the lane that calls is not taken for hung, and neither peers nor who watches the process
+During both, the calling lane does not count as hung, and neither peers nor a process that watches this one
 (`ubatch.process.heartbeat`) take this rank for dead.
 """
 
@@ -22,7 +22,7 @@ from ubatch.process.silences import silence
 __all__ = ["holding_gil", "taking_long"]
 
 _SLACK_S = 5.0
-"""What a call may take beyond its own time-out."""
+"""Seconds that a call may take beyond its own time-out."""
 
 
 @contextmanager
@@ -38,11 +38,11 @@ def taking_long(what: str) -> Iterator[None]:
 
 @contextmanager
 def holding_gil(what: str, limit_s: float) -> Iterator[None]:
-    """Let one call wait for peers with Python's lock held.
+    """Let one call in the `with` block wait for peers with the GIL held.
 
     Args:
         what: for reports.
-        limit_s: when that call gives up by itself.
+        limit_s: seconds after which the call gives up by itself.
     """
     limit_s += _SLACK_S
     with silence(limit_s), _waiting(what, time.monotonic() + limit_s):
@@ -51,9 +51,9 @@ def holding_gil(what: str, limit_s: float) -> Iterator[None]:
 
 @contextmanager
 def _waiting(what: str, until: float) -> Iterator[None]:
-    """The lane, if this is one, holds the baton for long."""
+    """If this is a lane, let it hold the baton until `until` without counting as hung."""
     lane = current_lane()
-    if lane is None or lane.waiting is not None:  # what is tuned may tune itself
+    if lane is None or lane.waiting is not None:  # nested: a tuned kernel may itself be tuned
         yield
         return
     lane.waiting, lane.waits_until = what, until

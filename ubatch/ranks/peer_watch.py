@@ -1,20 +1,20 @@
-"""Looks out for failed peers where no thread of the step waits on the host: NCCL's transfers.
+"""Watches for failed peers during NCCL transfers, for which no thread waits on the host.
 
-With gloo the lane that waits for a transfer looks into the store. With NCCL nobody waits: the host queues on, and sits
-at last in a device synchronisation that a dead peer would never let end. So one thread per connection watches:
+With gloo the lane that waits for a transfer reads the store. With NCCL the host queues more work and finally blocks in
+a device synchronisation, which a dead peer would never let end. So one thread per connection watches:
 
-    every `_BEAT_S`     say beat/R, this rank's own number, one higher
-                        somebody posted a failure               -> break the connection, abort the communicator
-                        a peer's beat has not risen within the time-out   -> it died; the same
+    every `_BEAT_S`     write beat/R, this rank's counter, plus one
+                        a peer posted a failure               -> break the connection, abort the communicator
+                        a peer's beat has not risen within the time-out   -> the peer is dead; the same
 
-Python's lock keeps a beat from coming, too: DeepEP's dispatch waits for its peers with it, for up to 100 s. Whoever
-makes such a call says so before (`silence`), by `silence/R`: how many seconds longer rank R's beat may stand still.
-That is withdrawn when no such call was made for some beats, so that a step with many costs few looks into the store.
-And what counts is how long this thread has looked: while it could not run either, nobody was silent.
+A call that holds the GIL also stops the beat: DeepEP's dispatch waits for its peers with it, for up to 100 s. Such a
+call is declared before (`silence`), by `silence/R`: how many seconds longer rank R's beat may stop. The declaration is
+withdrawn when no such call was made for some beats, so that many calls in a step cost few accesses to the store.
+Time-outs count only time in which this thread could run.
 
-An aborted communicator lets its kernels end, so the host comes back, with rubbish; the end of the step, or the next
-launch, then raises `GroupBroken`, which names the cause. Torch's own watchdog ends the *process* instead; its time-out
-is longer, so it only comes in when nobody failed and a collective still hangs.
+Aborting the communicator ends its kernels, so the host continues, with invalid results; the end of the step, or the
+next launch, then raises `GroupBroken`, which names the cause. torch's own watchdog ends the *process* instead; its
+time-out is longer, so it acts only if no rank failed and a collective still hangs.
 
 Not yet run on several GPUs: tests drive it over gloo, with a communicator that counts its aborts.
 """
@@ -37,21 +37,21 @@ __all__ = ["PeerWatch", "weak_call"]
 
 _BEAT_S = 1.0
 _BEATS_ASIDE = 2
-"""So many beats may lie between two looks of this thread, else it stood still; and between two silent calls."""
+"""Beats. If this thread was paused for longer, that time does not count; a silence is withdrawn after as many."""
 
 
 class PeerWatch:
-    """A thread that keeps looking until the connection is broken, stopped or gone.
+    """A thread that watches until the connection is broken, stopped or deleted.
 
     Args:
         rank: this process's global rank.
-        ranks: all of them.
-        store: where beats are said.
-        patience_s: how long a peer's beat may stand still.
-        failed: looks for a reported failure, and acts on it; True if there was one.
-        lost: what to do about a rank whose beat stands still, -1 if the store itself is gone. None of the
-            three may hold the connection.
-        forged: what to do where somebody else wrote into the store.
+        ranks: all global ranks.
+        store: holds the beats.
+        patience_s: seconds that a peer's beat may stop before it counts as dead.
+        failed: checks for a reported failure and handles it; True if there was one.
+        lost: called with a rank whose beat has stopped, -1 if the store itself is gone. None of the three functions may
+            hold a reference to the connection.
+        forged: called if the store holds a forged value.
         beat_s: seconds between two beats.
     """
 
@@ -72,7 +72,7 @@ class PeerWatch:
         self._patience_s, self._beat_s = patience_s, beat_s
         self._failed, self._lost, self._forged = failed, lost, forged
         self._stop = threading.Event()
-        self._looked_s = 0.0  # in all; times below are by this clock
+        self._looked_s = 0.0  # total running time of this thread; the times below use this clock
         self._beats = 0
         self._seen: dict[int, tuple[int, float]] = {}
         self._lock = threading.Lock()
@@ -80,25 +80,25 @@ class PeerWatch:
         self._thread = threading.Thread(target=self._look, name="ubatch-peer-watch", daemon=True)
 
     def start(self) -> None:
-        """Begin to look."""
+        """Start the thread."""
         hear_silences(self)
         self.tell_silence(longest_silence_s())
         self._thread.start()
 
     def stop(self) -> None:
-        """Look no more; returns at once."""
+        """Stop the thread; returns at once."""
         self._stop.set()
         hear_no_more(self)
 
     def tell_silence(self, limit_s: float) -> None:
-        """Let peers bear with this rank that much longer, from before this returns."""
-        with self._lock, suppress(dist.DistError):  # a store that is gone: the thread finds out
+        """Tell peers to wait `limit_s` seconds longer for this rank's beat; in effect when this returns."""
+        with self._lock, suppress(dist.DistError):  # the store is gone: the thread notices
             if limit_s > self._told_s:
                 self._store.set(self._silence, str(limit_s))
                 self._told_s = limit_s
 
     def _withdraw_silence(self) -> None:
-        """After a beat, so that nobody who finds it withdrawn has missed that."""
+        """Withdraw the silence after a beat, so that a peer that sees the withdrawal also sees the beat."""
         with self._lock:
             if self._told_s and not silences_in_force(_BEATS_ASIDE * self._beat_s):
                 self._store.set(self._silence, "0")
@@ -129,7 +129,7 @@ class PeerWatch:
             last = now
 
     def _silent_peer(self) -> int | None:
-        """A peer whose beat has stood still for too long, if there is one."""
+        """A peer whose beat has stopped for too long, or None."""
         keys = [f"beat/{peer}" for peer in self._peers]
         now = self._looked_s
         if not self._store.check(keys):  # multi_get would block
@@ -138,7 +138,7 @@ class PeerWatch:
         for peer, key, said in zip(self._peers, keys, self._store.get_all(keys), strict=True):
             beat = self._store.parsed(key, said, int)
             before = self._seen.get(peer)
-            if before is None or beat > before[0]:  # an earlier one put back is no sign of life
+            if before is None or beat > before[0]:  # an old value written back is no sign of life
                 self._seen[peer] = (beat, now)
             elif now - before[1] > self._patience_s and self._is_silent(peer, *before):
                 return peer
@@ -148,7 +148,9 @@ class PeerWatch:
         if self._looked_s - since <= self._patience_with(peer):
             return False
         key = f"beat/{peer}"
-        return self._store.parsed(key, self._store.get(key), int) <= beat  # else it has withdrawn its silence meanwhile
+        return (
+            self._store.parsed(key, self._store.get(key), int) <= beat
+        )  # a higher number: the peer has withdrawn its silence meanwhile
 
     def _patience_with(self, peer: int) -> float:
         key = f"silence/{peer}"
@@ -158,7 +160,7 @@ class PeerWatch:
 
 
 def weak_call(method: Callable[..., object]) -> Callable[..., object]:
-    """`method`, without keeping its object alive; None once that is gone."""
+    """`method` with a weak reference to its object; the call returns None after the object is deleted."""
     reference = weakref.WeakMethod(method)
 
     def call(*args: object) -> object:

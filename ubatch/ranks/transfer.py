@@ -5,15 +5,14 @@
                              |            `finish` runs here, once, in the thread that waits
                              the later of: the transport completed, the emulated link's deadline
 
-No wait is without end where somebody knows how long it may take: a connection ends it by its own time-out; a lane that
-holds the baton for too long is found (`ubatch.lanes.workers`); elsewhere a transfer without a connection ends with the
-`transfers_end_within` that it is in.
+Every wait has a limit: a connection's time-out; in a lane without a connection, the hang check
+(`ubatch.lanes.workers`); elsewhere the surrounding `transfers_end_within`, if there is one.
 
-Buffers stay referenced until the transport is done with them, also when the lane that launched them fails; which
-streams have to come first is in `ubatch.streams.lifetimes`.
+Buffers stay referenced until the transport is done with them, even if the lane that launched the transfer fails;
+`ubatch.streams.lifetimes` has the order of the streams.
 
-On CUDA most transports are *stream-ordered*: the wait of their works makes the current stream wait and returns, so the
-host queues on. Then `wait` costs the host no time, and a peer that fails is seen where the host does wait.
+On CUDA most transports are *stream-ordered*: waiting for a work only makes the current stream wait, and the host
+continues. Then `wait` costs the host no time, and a failed peer is noticed at the next point where the host does wait.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from ubatch.trace.spans import UNSPLIT, LinkTime, SpanKind, current_trace
 __all__ = ["Transfer"]
 
 _LATE_S = 1.0
-"""How much later than it is due a lane may be back from sleep."""
+"""Seconds by which a lane may wake up later than planned."""
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -45,17 +44,17 @@ class Transfer(Generic[T]):
     """Communication that was launched and can be waited for.
 
     Attributes:
-        name: what traces and errors call it.
-        bytes_sent, bytes_received: what crosses to and from other ranks.
+        name: for traces and errors.
+        bytes_sent, bytes_received: bytes to and from other ranks.
 
     Args:
         name: see above.
-        works: what the transport returned; empty where nothing travels.
-        finish: makes the result; runs once, when all works are over, in the thread that waits.
-        connection: whose peers to look out for while the host waits.
+        works: the transport's works; empty if nothing is sent.
+        finish: makes the result; runs once, after all works are over, in the thread that waits.
+        connection: its peers are watched while the host waits.
         stream_ordered: waiting for a work orders the current stream and returns; else it blocks the host.
-        wait_launches: waiting for a work launches the kernel that receives, which waits for the peers. It is done for a
-            lane that ends without waiting, not for one that failed.
+        wait_launches: waiting for a work launches the receiving kernel, which waits for the peers. A lane that ends
+            without waiting still launches it; a failed lane does not.
         keep: every tensor that the works read or write.
         bytes_sent, bytes_received: see above.
     """
@@ -92,7 +91,7 @@ class Transfer(Generic[T]):
         self._lane: UBatchContext | None = current_lane()
         self._trace = current_trace()
         self._key = name
-        # Behind it on the communication stream, unless the lane is still there.
+        # The mark after it on the communication stream; None while the lane is still on that stream.
         self._mark = None if self._lane is None or self._lane.on_comm else self._lane.marked
         if self._lane is not None and self._works:
             self._lane.ledger.launched.add(self)
@@ -100,7 +99,7 @@ class Transfer(Generic[T]):
 
     @staticmethod
     def ready(value: U, name: str = "local") -> Transfer[U]:
-        """A transfer that is complete from the start: nothing had to travel."""
+        """A transfer that is complete from the start, because nothing had to be sent."""
         transfer: Transfer[U] = Transfer(name, (), lambda: value)
         return transfer
 
@@ -125,8 +124,8 @@ class Transfer(Generic[T]):
         self._link = link
 
     def off_link(self) -> Transfer[T]:
-        """Say that this is a few bytes for the host, such as counts: they do not queue behind payloads, so traces
-        draw them as waiting only and reckon no link time. Returns this transfer.
+        """Mark this as a few bytes for the host, such as counts: they do not queue behind payloads, so traces draw only
+        the wait and no link time. Returns this transfer.
         """
         self._on_link = False
         return self
@@ -135,7 +134,7 @@ class Transfer(Generic[T]):
         """Whether it has arrived: `wait` would return at once, and on CUDA neither host nor stream would wait for it.
 
         Raises:
-            UBatchError: a graph is being captured, where nothing has arrived until it is replayed.
+            UBatchError: a graph is being captured; nothing arrives before a replay.
         """
         if self._finish is None:
             return True
@@ -149,7 +148,7 @@ class Transfer(Generic[T]):
         Raises:
             PeerFailed: another rank of the group failed or died.
             GroupBroken: the group broke in another thread, or was reset, since the launch.
-            TransferTimeout: it did not arrive within the group's time-out, or that of the surroundings.
+            TransferTimeout: it did not arrive within the time-out of the group or of `transfers_end_within`.
         """
         if self._finish is None:
             if self._error is not None:
@@ -171,7 +170,7 @@ class Transfer(Generic[T]):
                 lane.end_wait(self.name, self._key, link, launcher)
         self._record(start, arrived)
         if launcher is not None:
-            launcher.join_comm(self._mark)  # the launcher's event marks it, whoever waits
+            launcher.join_comm(self._mark)  # the mark is the launching lane's, whichever lane waits
         try:
             value = self._finish()
         except BaseException as error:
@@ -186,7 +185,7 @@ class Transfer(Generic[T]):
         return self._link or LinkTime(arrived - self._started, arrived - self._started)
 
     def _ends_at(self, start: float) -> float:
-        """When a wait for the works that begins at `start` is over at the latest, by a time-out of its own; else 0."""
+        """Latest end of a wait that begins at `start`, by the wait's own time-out; 0 if it has none."""
         if self._stream_ordered or self._connection is None:
             return 0.0
         return start + self._connection.longest_wait_s
@@ -206,7 +205,7 @@ class Transfer(Generic[T]):
             time.sleep(remaining)
 
     def _look_up(self, lane: UBatchContext) -> None:
-        """The connection still counts the time, which may be longer where a peer is late."""
+        """Extend the lane's limit while the connection still waits: a late peer makes the time-out longer."""
         lane.baton.check(lane.id)
         lane.waits_until = self._ends_at(time.monotonic())
 
@@ -237,10 +236,10 @@ class Transfer(Generic[T]):
         return all(work.is_completed() for work in self._works)
 
     def follow(self, *, failed: bool) -> bool:
-        """Let the current stream come after it without blocking the host; False where only the host can wait.
+        """Order the current stream after the transfer without blocking the host; False if only the host can wait.
 
         Args:
-            failed: its lane failed, so nothing is launched for it any more.
+            failed: whether its lane failed; then no receiving kernel is launched.
         """
         if self._stream_ordered and not (failed and self._wait_launches):
             for work in self._works:
@@ -272,4 +271,4 @@ def _wait(work: Work, name: str, limit_s: float | None) -> None:
             f"transfer {name!r} did not arrive within {limit_s} s. It belongs to no group, so nobody knows why. If it "
             "really is that slow, raise timeout_s."
         )
-    work.wait()  # over at once; it may have completed just after the time-out did
+    work.wait()  # returns at once; the work may have completed just after the time-out
