@@ -6,7 +6,7 @@ A connection owns a process group for data, a CPU process group for votes, and t
     suspect    why a rank's transport gave up                             starts a roll call
     alive/R    rank R answered the roll call                              a rank that does not answer is dead
 
-    beat/R     rank R's counter, which rises while it lives          a rank whose counter stops is dead (`peer_watch`)
+    beat/R     rank R's counter, which rises while it lives               if it stops, rank R is dead (`peer_watch`)
 
 Every wait is cut into slices, and after each slice the rank reads the store. If the device waits instead of the host
 (NCCL), a thread reads it, and aborts the communicator so that the device stops waiting. After `failed` is written
@@ -115,7 +115,7 @@ class Connection:
             raise GroupBroken(f"the group of ranks {list(self.ranks)} is out of step: {self.broken} Call reset().")
 
     def used(self, other: Connection) -> bool:
-        """Note that a step of this connection uses `other`."""
+        """Whether a step of this connection has launched on `other`."""
         return other in self._dependents
 
     def note_launch(self, lane: int, name: str, x: Tensor) -> None:

@@ -1,8 +1,8 @@
-"""Step times by tokens and arm, and the setting they speak for: which arm, from how many tokens on.
+"""Step times by tokens and arm, and the best setting for them: which arm, from how many tokens on.
 
-An *arm* is a way to run a step: serial, or a schedule with its lanes. A *setting* is what the runtime can be told: one
-arm, and the fewest tokens of a step that runs so; smaller steps run serially. Every setting there is gets tried, so
-what `choose` returns is the best of them for the table it is given.
+An *arm* is a way to run a step: serial, or a schedule with its lanes. A *setting* is one arm and a threshold: steps
+with at least that many tokens use the arm, smaller steps run serially. `choose` tries every setting, so its result is
+the best one for the given table.
 
 This module imports neither torch nor threads.
 """
@@ -19,31 +19,31 @@ __all__ = ["SERIAL_ARM", "Choice", "CostTable", "Setting", "choose"]
 
 SERIAL_ARM = "serial"
 _TIE = 0.005
-"""Of two settings whose regret differs by less, the one with the simpler arm is chosen."""
+"""If the regret of two settings differs by less than this, the one with the simpler arm is chosen."""
 _THRESHOLD_TIE = 0.001
-"""Of two thresholds of an arm whose regret differs by less, the higher one is chosen."""
+"""If the regret of two thresholds of an arm differs by less than this, the higher threshold is chosen."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """One arm from so many tokens on.
+    """One arm, used from a threshold of tokens on.
 
     Attributes:
         arm: its name; `SERIAL_ARM` overlaps nothing.
-        threshold: fewest tokens of a step that runs so; None with the serial arm.
+        threshold: smallest number of tokens of a step that uses the arm; None with the serial arm.
     """
 
     arm: str = SERIAL_ARM
     threshold: int | None = None
 
     def arm_for(self, tokens: int) -> str:
-        """How a step of so many tokens runs."""
+        """The arm for a step of `tokens` tokens."""
         return self.arm if self.threshold is not None and tokens >= self.threshold else SERIAL_ARM
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A setting, and what it costs.
+    """A setting, with its regret and gain.
 
     Attributes:
         setting: the best one.
@@ -63,7 +63,7 @@ class CostTable:
     Attributes:
         seconds: tokens -> arm -> time of a step, in any one unit per size. An arm without an entry cannot run at that
             size, and a step of that size is then serial.
-        weights: tokens -> share of the load; all sizes alike where it is empty.
+        weights: tokens -> share of the load; if empty, all sizes have equal weight.
 
     Raises:
         ConfigError: no sizes, no serial time at one, or a time or a sum of weights that is not positive.
@@ -95,7 +95,7 @@ class CostTable:
         return tuple(dict.fromkeys(arm for tokens in self.sizes for arm in self.seconds[tokens] if arm != SERIAL_ARM))
 
     def time(self, setting: Setting, tokens: int) -> float:
-        """Of a step of a size that the table has, under `setting`."""
+        """Time of a step of `tokens` tokens (a size of the table) under `setting`."""
         arms = self.seconds[tokens]
         return arms.get(setting.arm_for(tokens), arms[SERIAL_ARM])
 
@@ -126,11 +126,11 @@ class CostTable:
 
 
 def choose(table: CostTable, simplest_first: Sequence[str] = ()) -> Choice:
-    """The setting with the least regret; the simplest of those that are as good.
+    """The setting with the least regret; among equally good ones the simplest.
 
     Args:
-        table: times.
-        simplest_first: arms in the order of preference; the table's own order by default.
+        table: the step times.
+        simplest_first: arms, simplest first; the table's order by default.
     """
     order = {arm: place for place, arm in enumerate(simplest_first or table.arms)}
     settings = [(table.regret(setting), setting) for setting in _settings(table)]

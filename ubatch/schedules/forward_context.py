@@ -1,4 +1,4 @@
-"""The forward context: what a step knows beside the model's arguments.
+"""The forward context: data of a step beyond the model's arguments.
 
 A serving engine sets one around each step; the wrapper sets one for every lane. It lives in a `ContextVar`, not
 in a module global, because two lanes read it at once and must each see their own.
@@ -22,7 +22,7 @@ __all__ = ["ForwardContext", "ForwardMode", "get_forward_context", "set_forward_
 
 
 class ForwardMode(StrEnum):
-    """What a step does; it chooses the threshold and the way to split."""
+    """Kind of a step; it determines the threshold and the way to split."""
 
     DECODE = "decode"
     PREFILL = "prefill"
@@ -31,32 +31,32 @@ class ForwardMode(StrEnum):
     IDLE = "idle"
     """no tokens on this rank; it only takes part in the others' collectives"""
     TARGET_VERIFY = "target_verify"
-    """every request brings the same number of drafted tokens to be checked; counts as decode for the thresholds"""
+    """every request has the same number of draft tokens to verify; counts as decode for the thresholds"""
     DRAFT_EXTEND = "draft_extend"
-    """the draft model takes in the tokens that were accepted; never overlapped"""
+    """the draft model processes the accepted tokens; never overlapped"""
 
 
 @dataclass(frozen=True)
 class ForwardContext:
-    """What one step, or one lane of it, knows.
+    """Data of one step, or of one lane of it.
 
     Attributes:
         attn_metadata: the attention back end's plan for these tokens; the caller fills it.
         num_tokens: tokens of this context on this rank, without padding; see also `num_valid`.
         mode: what the step does.
-        tokens_across_ranks: tokens of every rank in this context, of tensor-parallel ranks each one's share; None when
-            the ranks did not vote.
-        ubatch_slices: set by the caller when the step shall overlap; the wrapper splits along it.
+        tokens_across_ranks: tokens of every rank in this context (for tensor-parallel ranks, each rank's share); None
+            if the ranks did not vote.
+        ubatch_slices: set by the caller if the step must overlap; the wrapper splits at these slices.
         lane_contexts: one context per slice; the caller fills it together with `ubatch_slices`.
-        decision: the vote's result; the caller fills it when it voted, else the wrapper votes.
-        schedule: what an overlapped step runs, where the caller voted; None is the wrapper's own for the mode.
-        num_valid: in a captured step, where numbers of the host are frozen, `num_tokens` counts the rows it was
-            captured for, and this one the tokens among them: 0-dim int64 on the device. Else None.
+        decision: the vote's result; filled by a caller that has voted, else the wrapper votes.
+        schedule: schedule of an overlapped step, if the caller voted; None: the wrapper's schedule for the mode.
+        num_valid: only in a captured step, where host numbers are frozen: the number of real tokens, as a 0-dim int64
+            tensor on the device; `num_tokens` is then the number of captured rows. Else None.
         local_dp_buffer_len: rows of this context on this data-parallel rank: `num_tokens`, padded to a multiple of its
-            tensor-parallel ranks; the caller fills it, as the next two.
+            tensor-parallel ranks. The caller fills this and the next two.
         global_dp_buffer_len: of all data-parallel ranks together.
-        global_mode: what the ranks with tokens do; None where they do different things, or there is none. An idle
-            rank learns from it what it takes part in.
+        global_mode: common mode of all ranks that have tokens; None if they differ or no rank has tokens. An idle rank
+            learns the others' mode from it.
     """
 
     attn_metadata: object | None = None

@@ -1,13 +1,13 @@
-"""What one lane does in the MoE layers of a model, for the simulator: the points of the modular kernel, in its order.
+"""Operations of one lane in a model's MoE layers, for the simulator: the points of the modular kernel, in order.
 
     prepare | core | dispatch.0 dispatch.1 .. | wait 0, experts 0, combine.0, wait 1, experts 1, combine.1 .. | wait all
 
-With chunks, every chunk of the dispatch is launched at once, so that the link never idles while there is something to
-send, and a chunk's combine leaves as soon as its experts are done. There is no point between chunks: with one, the
-peer would take over just when this lane's next chunk has arrived (0.3 : 0.7 on 2 lanes x 2 chunks, 0.95 of the bound
-instead of 0.99).
+With chunks, all chunks of the dispatch are launched at once, so that the link is never idle while there is data to
+send, and a chunk's combine is launched as soon as its experts are done. There is no point between chunks: with one, the
+other lane would take over just when this lane's next chunk has arrived (0.3 : 0.7 on 2 lanes x 2 chunks, 0.95 of the
+bound instead of 0.99).
 
-Where attention is tensor-parallel, two transfers more come first:
+With tensor-parallel attention, two more transfers come first:
 
     norm, attn_gather | prepare | core, attn_scatter | add, norm, router, dispatch.0 ..
 
@@ -32,11 +32,11 @@ class LayerTimes:
     Attributes:
         attn_prepare: norm and qkv projection.
         attn_core: attention, output projection and router.
-        dispatch, combine: on the link.
+        dispatch, combine: time on the link.
         experts: the routed experts.
         shared: the shared expert.
-        attn_gather, attn_scatter: on the link, of tensor-parallel attention; 0 without it: then there are no points,
-            either.
+        attn_gather, attn_scatter: time on the link of tensor-parallel attention; 0 without it, and then the lane passes
+            no points for them.
 
     Raises:
         ConfigError: a negative time.
@@ -58,12 +58,12 @@ class LayerTimes:
 
     @property
     def compute_s(self) -> float:
-        """Everything that is not on the link."""
+        """Total compute time in seconds."""
         return self.attn_prepare + self.attn_core + self.experts + self.shared
 
     @property
     def communication_s(self) -> float:
-        """What is on the link."""
+        """Total time on the link in seconds."""
         return self.dispatch + self.combine + self.attn_gather + self.attn_scatter
 
 
@@ -74,11 +74,11 @@ _TIMES = tuple(field.name for field in fields(LayerTimes))
 class UnevenTimes(LayerTimes):
     """Times of a transport whose chunks are of unequal size.
 
-    One that sends a token once, however many chunks it visits, has the most to send first and the most to bring home
-    last (`moe.All2AllTraits.chunk_shares`).
+    A transport that sends each token once, even if several chunks need it, has its largest dispatch in the first chunk
+    and its largest combine in the last (`moe.All2AllTraits.chunk_shares`).
 
     Attributes:
-        dispatch_shares, combine_shares: what each chunk has of `dispatch` and `combine`.
+        dispatch_shares, combine_shares: each chunk's share of `dispatch` and `combine`.
 
     Raises:
         ConfigError: shares that are negative or do not sum to 1.
@@ -96,11 +96,11 @@ class UnevenTimes(LayerTimes):
 
 
 def layer_program(times: LayerTimes, layers: int, schedule: Schedule) -> list[Op]:
-    """What one lane does in `layers` MoE layers.
+    """Operations of one lane in `layers` MoE layers.
 
     Raises:
-        ConfigError: a signalled schedule, whose combine travels while the lane computes what it is made of: nobody has
-            measured from when on, and on a GPU the two share its SMs.
+        ConfigError: the schedule is signalled. Its combine travels while the lane still computes it, which the
+            simulator does not model: the start has not been measured, and on a GPU both share the SMs.
     """
     if schedule.signalled:
         raise ConfigError(
@@ -123,13 +123,13 @@ def layer_program(times: LayerTimes, layers: int, schedule: Schedule) -> list[Op
 
 
 def _tensor_parallel(seconds: float, layer: int, point: Point) -> list[Op]:
-    """A gather or scatter, which is waited for as soon as the lane has the baton again."""
+    """A gather or scatter; the lane waits for it as soon as it has the baton again."""
     key = f"{point}.{layer}"
     return [Launch(key, seconds), Pass(point), Wait(key)] if seconds else []
 
 
 def _dispatches(times: LayerTimes, layer: int, schedule: Schedule) -> list[Op]:
-    """All of them; the receive hook is the first one's."""
+    """The dispatches of all chunks; only the first one's wait is a receive hook."""
     shares = _shares(times, "dispatch_shares", _dispatch_chunks(schedule))
     return [
         Launch(f"dispatch.{layer}.{chunk}", times.dispatch * share, hooked=not chunk)
@@ -138,7 +138,8 @@ def _dispatches(times: LayerTimes, layer: int, schedule: Schedule) -> list[Op]:
 
 
 def _chunks(times: LayerTimes, layer: int, schedule: Schedule) -> list[Op]:
-    """Experts, chunk by chunk, each followed by its combine; those are hooked unless the shared expert comes first."""
+    """Experts and combine of each chunk. The combines' waits are receive hooks, unless the shared expert runs
+    before."""
     hooked = schedule.shared_expert is not SharedExpert.COMBINE_RETURN
     shares = _shares(times, "combine_shares", schedule.chunks)
     ops: list[Op] = []

@@ -1,10 +1,10 @@
-"""Settings of their own for decode, prefill and verify steps.
+"""Separate settings for decode, prefill and verify steps.
 
     decode      one token per request
-    prefill     prompts, or chunks of them; beside decodes, too
-    verify      drafted tokens
+    prefill     prompts, or chunks of them; also in a batch with decodes
+    verify      draft tokens
 
-What a mode does not set is as in the rest of the `UBatchConfig`, whose `for_mode` puts both together.
+A setting that a mode leaves out is taken from the rest of the `UBatchConfig`; its `for_mode` merges both.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ _KEYS: Mapping[ForwardMode, str] = {
     ForwardMode.MIXED: "prefill",
     ForwardMode.TARGET_VERIFY: "verify",
     ForwardMode.DRAFT_EXTEND: "decode",  # never overlapped
-    ForwardMode.IDLE: "decode",  # goes along with whatever the others run
+    ForwardMode.IDLE: "decode",  # takes part in any step of the other ranks
 }
 
 
 def mode_key(mode: ForwardMode) -> str:
-    """Which of `MODE_KEYS` a step's settings are found under."""
+    """The key in `MODE_KEYS` for the settings of a step."""
     return _KEYS[mode]
 
 
 @dataclass(frozen=True)
 class ModeSettings:
-    """What differs in the steps of one mode; what is None is as in the rest of the `UBatchConfig`.
+    """Settings for the steps of one mode; None takes the value from the rest of the `UBatchConfig`.
 
     Attributes:
         schedule: a name, or a `Schedule`.
@@ -68,10 +68,11 @@ class ModeSettings:
 
     @classmethod
     def from_mapping(cls, mode: str, values: object) -> ModeSettings:
-        """From what a file says under `mode`; keys in snake or kebab case.
+        """Read the settings that a file has under `mode`; keys in snake or kebab case.
 
         Raises:
-            ConfigError: no mapping, an unknown key (with the nearest known one), or a wrong value.
+            ConfigError: `values` is no mapping, or has an unknown key (the message has the nearest known one) or a
+                wrong value.
         """
         if not isinstance(values, Mapping):
             raise ConfigError(
@@ -91,7 +92,7 @@ class ModeSettings:
             raise ConfigError(f"{mode}: {error}") from error
 
     def to_mapping(self) -> dict[str, object]:
-        """What is set, as plain values; a `Schedule` by its name."""
+        """The settings that are not None, as plain values; a `Schedule` as its name."""
         schedule = self.schedule.name if isinstance(self.schedule, Schedule) else self.schedule
         values = {"schedule": schedule, "num_ubatches": self.num_ubatches, "token_threshold": self.token_threshold}
         return {name: value for name, value in values.items() if value is not None}
@@ -102,7 +103,7 @@ _SETTINGS = ("schedule", "num_ubatches", "token_threshold")
 
 @dataclass(frozen=True)
 class Resolved:
-    """What is in force in the steps of a mode.
+    """The settings in force in the steps of a mode.
 
     Attributes:
         schedule: with its lanes.

@@ -1,9 +1,9 @@
-"""Who may run next: the baton's rules, without threads.
+"""Which lane runs next: the baton's rules, without threads.
 
     A lane that reaches an active point hands the baton to the next living lane of the ring,
     except that lane 0 keeps it through its first `lead` points.
     A lane that ends leaves the ring and hands the baton on.
-    A lane that is alone keeps it.
+    The last lane left keeps it.
 
             point, others alive, lead over          end
     RUNS(i) --------------------------------> RUNS(next living after i) ---> ... ---> EMPTY

@@ -1,8 +1,8 @@
-"""Schedules are data: how many lanes and chunks, which points are active, how far lane 0 leads.
+"""Schedules as data: numbers of lanes and chunks, active points, lead of lane 0.
 
-    lanes x chunks     name in the field
+    lanes x chunks     common name
     1 x 1              serial
-    1 x k              single-batch overlap; 1 x 1, too, where combine is signalled
+    1 x k              single-batch overlap; also 1 x 1 if combine is signalled
     2 x 1              dual-batch overlap (vLLM), two-batch overlap (SGLang)
     n x k              both at once
 
@@ -32,44 +32,44 @@ class Point(StrEnum):
     """
 
     ATTN_GATHER = "attn_gather"
-    """after the all-gather of what attention reads was launched"""
+    """after launching the all-gather of attention's input"""
     ATTN_PREPARE = "attn_prepare"
     """after the input norm and the qkv projection, before the core attention"""
     ATTN_SCATTER = "attn_scatter"
-    """after the reduce-scatter of attention's partial sums was launched"""
+    """after launching the reduce-scatter of attention's partial sums"""
     MLP_GATHER = "mlp_gather"
-    """after the all-gather of what a dense MLP reads was launched"""
+    """after launching the all-gather of a dense MLP's input"""
     SELECT = "select"
     """after the router's choice, before dispatch is launched"""
     DISPATCH = "dispatch"
-    """after dispatch was launched"""
+    """after launching dispatch"""
     COMBINE = "combine"
-    """after combine was launched"""
+    """after launching combine"""
     OUTPUT = "output"
     """after combine arrived, before the residual is added"""
     MLP_SCATTER = "mlp_scatter"
-    """after the reduce-scatter of a dense MLP's partial sums was launched"""
+    """after launching the reduce-scatter of a dense MLP's partial sums"""
     LAYER = "layer"
     """the end of a decoder layer"""
     FINAL_GATHER = "final_gather"
-    """after the all-gather of the last hidden states was launched"""
+    """after launching the all-gather of the last hidden states"""
     COLLECTIVE = "collective"
-    """after a collective of `ubatch.ranks.collectives` was launched"""
+    """after launching a collective of `ubatch.ranks.collectives`"""
 
 
 class SharedExpert(StrEnum):
     """Where the shared expert runs."""
 
     DISPATCH = "dispatch"
-    """between dispatch's launch and its hand-off"""
+    """after launching dispatch, before the hand-off"""
     COMBINE = "combine"
-    """between combine's launch and its hand-off"""
+    """after launching combine, before the hand-off"""
     COMBINE_RETURN = "combine_return"
-    """after combine's hand-off, before its wait"""
+    """after the hand-off at combine, before waiting for it"""
 
 
 class Recv(StrEnum):
-    """Who runs a receive hook: the lane that registered it, or the next one before its own next launch."""
+    """Which lane runs a receive hook: the one that registered it, or the next lane before its own next launch."""
 
     OWNER = "owner"
     PEER = "peer"
@@ -84,19 +84,20 @@ class Schedule:
     """One way to interleave lanes.
 
     Attributes:
-        name: what `--schedule` and the YAML file call it.
+        name: its name in `--schedule` and in the YAML file.
         lanes: microbatches; 1 runs unsplit.
         chunks: blocks of experts with their own combine, and
         chunk_dispatch: their own dispatch too; one dispatch for all of them where this is False.
         lead: lane 0 keeps the baton through its first `lead` points.
         points_off: known points at which the baton is *not* handed on.
         shared_expert: where the shared expert runs.
-        recv: who runs a receive hook.
-        comm_sms: a GPU's streaming multiprocessors that compute kernels leave to communication kernels, where both
-            can obey (`ubatch.streams.sm_budget`); 0 shares all of them, and GEMMs leave no tile to a program that finds
-            none.
-        signalled: a combine begins block by block while its experts are still computed. Told by signals on the device,
-            which needs `comm_sms` there, or by the host between blocks of experts: as transport and experts can.
+        recv: which lane runs a receive hook.
+        comm_sms: streaming multiprocessors of a GPU that compute kernels leave to communication kernels, if both
+            support it (`ubatch.streams.sm_budget`). 0 reserves none; the grouped GEMM then distributes its tiles
+            dynamically.
+        signalled: combine starts block by block while later experts are still computed. Transport and experts determine
+            how it is triggered: by signals on the device, which needs `comm_sms`, or by the host between blocks of
+            experts.
     """
 
     name: str
@@ -144,7 +145,7 @@ class Schedule:
         return point not in self.points_off
 
     def describe(self) -> str:
-        """All of it in one line that is the same in every process (a set's own order is not); ranks compare it."""
+        """The whole schedule in one line, equal in every process (sets are sorted); ranks compare it."""
         off = ",".join(sorted(self.points_off))
         chunks = "chunks" if self.chunk_dispatch else "chunks of combine"
         return (
@@ -172,7 +173,7 @@ class Schedule:
         )
 
     def to_mapping(self) -> dict[str, object]:
-        """All of it but the name, as plain values: what a YAML file says of a schedule of one's own."""
+        """All fields except the name, as plain values: the form of a user's own schedule in a YAML file."""
         return {
             "lanes": self.lanes,
             "chunks": self.chunks,
@@ -187,7 +188,7 @@ class Schedule:
 
     @classmethod
     def from_mapping(cls, name: str, values: Mapping[str, object]) -> Schedule:
-        """From plain values, keys in snake or kebab case; what is not named is as in a new `Schedule`.
+        """Make a schedule from plain values, keys in snake or kebab case; missing keys take `Schedule`'s defaults.
 
         Raises:
             ConfigError: an unknown key (with the nearest known one), or a wrong type or value.
@@ -245,16 +246,17 @@ SCHEDULES: Mapping[str, Schedule] = {
             points_off=frozenset({Point.LAYER}),
             shared_expert=SharedExpert.DISPATCH,
         ),
-        # SGLang, decode of Qwen3 and MiMo-V2: what combine brought is added in the stage that waited for it.
+        # SGLang, decode of Qwen3 and MiMo-V2: combine's result is added in the stage that waited for it.
         Schedule(
             "two_batch_decode_qwen3",
             lead=2,
             points_off=frozenset({Point.OUTPUT}),
             shared_expert=SharedExpert.DISPATCH,
         ),
-        # Of this project, for tensor-parallel attention: between its scatter and the dispatch, and between the combine
-        # and the next gather, a lane has little to compute. Handing on in the middle of attention as well, a stage
-        # apart, the other one has enough. (Ideal machine, 2 lanes: 0.999 of the bound instead of 0.934.)
+        # This project's, for tensor-parallel attention: a lane has little compute between the scatter and the dispatch,
+        # and between the combine and the next gather. So lanes also hand on in the middle of attention, one stage
+        # apart, which gives the other lane enough to compute. (Ideal machine, 2 lanes: 0.999 of the bound instead of
+        # 0.934.)
         Schedule(
             "two_batch_tensor_parallel",
             lead=1,
@@ -263,7 +265,7 @@ SCHEDULES: Mapping[str, Schedule] = {
         ),
         # SGLang's single-batch overlap, with the dispatch in chunks too.
         Schedule("single_batch", lanes=1, chunks=2),
-        # SGLang's, inside one chunk: the combine begins while the experts are still computed.
+        # SGLang's, inside one chunk: the combine starts while the experts are still computed.
         Schedule("single_batch_signalled", lanes=1, comm_sms=16, signalled=True),
     )
 }
@@ -283,18 +285,18 @@ def get_schedule(name: str) -> Schedule:
 def check_runnable(schedule: Schedule) -> None:
     """Refuse a schedule that could give ranks a different order of collectives, before anything is launched.
 
-    Who runs next follows from the number of lanes, the lead and the active points alone (`ubatch.schedules.ring`), and
-    the ranks vote on all of them; so a schedule that is data cannot. What could:
+    The order of lanes depends only on the number of lanes, the lead and the active points (`ubatch.schedules.ring`),
+    and the ranks vote on all of these. So a plain `Schedule` is safe. Refused are:
 
-        a subclass            its answers may depend on anything, the rank included
-        recv=peer, one lane   has no peer: a hook that nobody is there to run
+        a subclass            its methods may depend on anything, even the rank
+        recv=peer, one lane   there is no peer to run the hook
 
-    Chunks, the shared expert's place and the receiver move launches inside a lane's own stages, on all ranks alike. A
-    lead of more points than the model has lets lane 0 run to its end first, also on all ranks alike. What no schedule
-    can promise is that all lanes of the model pass the same points: `UBATCH_CHECK_ORDER=1` looks at that at run time.
+    Chunks, the shared expert's place and the receiver move launches inside a lane's own stages, on all ranks alike. If
+    the lead exceeds the model's points, lane 0 runs to its end first, also on all ranks alike. No schedule can
+    guarantee that all lanes of the model pass the same points: `UBATCH_CHECK_ORDER=1` checks that at run time.
 
     Raises:
-        ConfigError: it is one of these.
+        ConfigError: the schedule is one of these.
     """
     if type(schedule) is not Schedule:
         raise ConfigError(

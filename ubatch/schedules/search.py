@@ -1,11 +1,11 @@
-"""The best schedule for given stage times: every one there is, tried on the simulator.
+"""The best schedule for given stage times: all possible schedules, compared in the simulator.
 
     lanes x chunks (of combine, or of dispatch too) x lead x place of the shared expert x points that are active
 
 The space has some thousands of schedules. Those of equal lanes and chunks have the same work, so none of them can be
-faster than its bound; groups are tried in the order of their bounds, and what cannot come among the best any more is
-not tried at all. A long model repeats itself: a few layers are simulated, the rest is reckoned from the last two of
-them, and only the best are simulated whole.
+faster than its bound; groups are tried in the order of their bounds, and a group that cannot be among the best is
+skipped. Layers repeat: a few layers are simulated, the rest is extrapolated from the last two, and only the best
+schedules are simulated in full.
 
 This module imports neither torch nor threads.
 """
@@ -24,25 +24,25 @@ from ubatch.schedules.simulate import simulate
 __all__ = ["Candidate", "TimesOf", "search_schedules"]
 
 TimesOf = Callable[[int, int, bool], LayerTimes]
-"""Seconds that one lane spends in one layer: of so many lanes, chunks, and with the dispatch in chunks or not."""
+"""(lanes, chunks, dispatch in chunks) -> seconds that one lane spends in one layer."""
 
 _OPTIONAL_POINTS = (Point.ATTN_PREPARE, Point.SELECT, Point.OUTPUT, Point.LAYER)
 _SHARED_ATTENTION = (Point.ATTN_GATHER, Point.ATTN_SCATTER)
-"""Named as their times in `LayerTimes`, without which no lane passes them."""
+"""Points named like their times in `LayerTimes`; if the time is 0, no lane passes the point."""
 _MAX_LEAD = 4
 _WARM_UP = 6
-"""Layers until the lanes have found their rhythm; their pattern repeats after at most two."""
+"""Layers until the time line is periodic; its period is at most two layers."""
 _TIE = 1e-3
-"""Of two schedules that differ by less than this share, the simpler one is preferred."""
+"""If the times of two schedules differ by less than this share, the simpler one is preferred."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A schedule, and what the simulator says of it.
+    """A schedule and its simulated times.
 
     Attributes:
-        schedule: may be run, once it has a name.
-        seconds: of all layers.
+        schedule: can be run after it gets a name.
+        seconds: time of all layers.
         bound_s: no schedule with as many lanes and chunks can be faster: the greater of compute and communication.
         serial_s: one lane, one chunk, for comparison.
     """
@@ -54,7 +54,7 @@ class Candidate:
 
     @property
     def speedup(self) -> float:
-        """Over the serial schedule."""
+        """Speed-up over the serial schedule."""
         return self.serial_s / self.seconds if self.seconds else 1.0
 
     @property
@@ -78,13 +78,13 @@ def search_schedules(
     Args:
         times: stage and transfer times, measured or from a table.
         layers: MoE layers of the model.
-        max_lanes, max_chunks: how far to look.
-        combine_chunks: also schedules whose chunks share one dispatch, which not every transport can serve.
-        handoff_s: what a hand-off of the baton costs.
+        max_lanes, max_chunks: largest numbers to try.
+        combine_chunks: whether to try schedules whose chunks share one dispatch, which not every transport supports.
+        handoff_s: seconds that a hand-off of the baton costs.
         keep: how many to return.
 
     Raises:
-        ConfigError: nothing to look for.
+        ConfigError: a limit is below 1.
     """
     for name, value in (("layers", layers), ("max_lanes", max_lanes), ("max_chunks", max_chunks), ("keep", keep)):
         if value < 1:
@@ -112,8 +112,8 @@ class _Group:
     """Schedules of the same work.
 
     Attributes:
-        times: of one lane and layer.
-        bound_s: of one layer, all lanes.
+        times: times of one lane in one layer.
+        bound_s: lower bound for one layer, all lanes.
         schedules: all of them.
     """
 
@@ -133,7 +133,8 @@ def _groups(times: TimesOf, max_lanes: int, max_chunks: int, combine_chunks: boo
 
 
 def _variants(base: Schedule, times: LayerTimes) -> Iterator[Schedule]:
-    """Those that differ in what matters: with one lane no point does, without a shared expert its place does not."""
+    """Variants with a different time line: with one lane the points do not matter, without a shared expert its place
+    does not."""
     places = tuple(SharedExpert) if times.shared else (base.shared_expert,)
     active: list[tuple[Point, ...]] = [()]
     leads = range(1)
@@ -158,7 +159,7 @@ def _seconds(schedule: Schedule, times: LayerTimes, layers: int, handoff_s: floa
 
 
 def _estimate(schedule: Schedule, times: LayerTimes, layers: int, handoff_s: float) -> float:
-    """From a few layers; exact where the model has no more."""
+    """Seconds of all layers, extrapolated from a few; exact if the model has no more than those."""
     few = min(layers, _WARM_UP)
     seconds = _seconds(schedule, times, few, handoff_s)
     if layers > few:
@@ -167,7 +168,7 @@ def _estimate(schedule: Schedule, times: LayerTimes, layers: int, handoff_s: flo
 
 
 def _sorted(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Fastest first; those within a tie of the fastest of them by simplicity."""
+    """Fastest first; schedules that tie with the fastest of a group are sorted by simplicity."""
     waiting = sorted(candidates, key=lambda each: each.seconds)
     ordered: list[Candidate] = []
     while waiting:
@@ -179,7 +180,7 @@ def _sorted(candidates: Sequence[Candidate]) -> list[Candidate]:
 
 
 def _complexity(schedule: Schedule) -> tuple[int, ...]:
-    """What costs something on a real machine, the dearest first."""
+    """Sort key: features that cost time on a real machine, the most expensive first."""
     return (
         schedule.lanes * schedule.chunks,
         schedule.lanes,

@@ -1,13 +1,12 @@
 """A schedule on an ideal machine: no hand-off cost, no noise, one link.
 
-Given what each lane does (compute for so long, launch a transfer that occupies the link for so long, pass a point,
-wait), this computes when everything happens. It drives the same `Ring` and reads the same `Schedule` as the
-runtime does, so that a difference between its time line and a measured one is the runtime's cost, not the
-schedule's.
+The input is each lane's program: compute for some time, launch a transfer that occupies the link for some time, pass a
+point, wait. The result is a time line. It uses the same `Ring` and `Schedule` as the runtime, so a difference between
+its time line and a measured one is a cost of the runtime, not of the schedule.
 
 The machine: one core per rank, run by the lane that holds the baton; one full-duplex link, first come first served in
-each direction; a lane that waits keeps the baton. `simulate` takes all ranks to be alike, so that one stands for all;
-`simulate_ranks` lets them wait for each other.
+each direction; a lane that waits keeps the baton. `simulate` assumes that all ranks are alike and simulates one;
+`simulate_ranks` lets ranks wait for each other.
 """
 
 from __future__ import annotations
@@ -46,8 +45,8 @@ class Compute:
 class Launch:
     """The lane launches transfer `key`, which occupies the sending direction of the link for `seconds`.
 
-    The receiving direction is occupied for `receive_s`, as long as the other where that is None. Who keeps the baton at
-    its next point waits there for what is `hooked`; for the rest where it says so.
+    The receiving direction is occupied for `receive_s`, or `seconds` if that is None. If `hooked`, a lane that keeps
+    the baton at its next point waits there for the transfer; otherwise it waits at its `Wait`.
     """
 
     key: str
@@ -75,7 +74,7 @@ Op = Compute | Launch | Pass | Wait
 
 @dataclass(frozen=True)
 class Timeline:
-    """What happened.
+    """A simulated step.
 
     Attributes:
         seconds: from the first op to the last.
@@ -95,7 +94,7 @@ class Timeline:
 
     @property
     def bound_s(self) -> float:
-        """No schedule of the same work is faster: `max(compute, communication)`."""
+        """Lower bound in seconds for any schedule of the same work: `max(compute, communication)`."""
         return max(self.compute_s, self.communication_s)
 
     @property
@@ -105,7 +104,7 @@ class Timeline:
 
 
 class _Machine:
-    """The state of one simulated step; every field changes as lanes run."""
+    """The state of one simulated step."""
 
     def __init__(
         self,
@@ -137,7 +136,7 @@ class _Machine:
             lane = self.run_lane(lane)
 
     def run_lane(self, lane: int) -> int:
-        """Run `lane` until it hands on; returns who is next, -1 at the end."""
+        """Run `lane` until it hands on; returns the next lane, -1 at the end."""
         program = self.programs[lane]
         while self.next_op[lane] < len(program):
             op = program[self.next_op[lane]]
@@ -157,7 +156,7 @@ class _Machine:
                     if following != lane:
                         self.now += self.handoff_s
                         return following
-                    self.wait_for_all(lane, lane)  # who keeps the baton runs its own receive hook
+                    self.wait_for_all(lane, lane)  # a lane that keeps the baton runs its own receive hook
                 case Pass():
                     self.wait_for_all(lane, lane)
         self.wait_for_all(lane, lane)
@@ -171,7 +170,7 @@ class _Machine:
         self.compute_s += seconds
 
     def launch(self, lane: int, op: Launch) -> None:
-        """A direction in which nothing crosses is not occupied. Nothing arrives before all peers have launched it."""
+        """Launch a transfer. A direction without data is not occupied. It arrives after all peers have launched it."""
         seconds = op.seconds, op.seconds if op.receive_s is None else op.receive_s
         begins = {way: max(self.now, self.link_free[way]) for way, needed in enumerate(seconds) if needed > 0}
         for way, begin in begins.items():
@@ -206,9 +205,9 @@ def simulate(programs: Sequence[Sequence[Op]], schedule: Schedule, handoff_s: fl
     """Run one program per lane under `schedule`.
 
     Args:
-        programs: of the lanes.
-        schedule: who runs when.
-        handoff_s: what a hand-off of the baton costs; nothing on an ideal machine.
+        programs: one per lane.
+        schedule: the order of the lanes.
+        handoff_s: seconds that a hand-off of the baton costs; 0 on an ideal machine.
 
     Raises:
         ConfigError: a program waits for a transfer that it did not launch.
@@ -221,10 +220,10 @@ def simulate(programs: Sequence[Sequence[Op]], schedule: Schedule, handoff_s: fl
 def simulate_ranks(
     of_ranks: Sequence[Sequence[Sequence[Op]]], schedule: Schedule, handoff_s: float = 0.0
 ) -> list[Timeline]:
-    """Run every rank's programs under `schedule`; a transfer arrives when every rank has launched it, at the earliest.
+    """Run every rank's programs under `schedule`; a transfer arrives only after every rank has launched it.
 
-    Each rank has a link of its own, as an emulated link has. A rank that is slower in one layer, for more tokens came
-    to its experts, makes the others wait there, and they it in another.
+    Each rank has its own link, like an emulated link. A rank that is slower in one layer, because its experts got more
+    tokens, makes the others wait there; in another layer it waits for them.
 
     Args:
         of_ranks: every rank's programs, as of `simulate`.
@@ -237,7 +236,7 @@ def simulate_ranks(
         ConfigError: as `simulate`; or the ranks do not launch the same transfers.
     """
     launched: dict[tuple[int, str], float] = {}
-    while True:  # who runs when does not depend on times, so each round settles at least one more transfer
+    while True:  # the order of lanes does not depend on times, so each round settles at least one more transfer
         machines = [_Machine(programs, schedule, handoff_s, launched) for programs in of_ranks]
         for machine in machines:
             machine.run()
@@ -266,11 +265,11 @@ def _timeline(machine: _Machine) -> Timeline:
 
 
 def programs_of(trace: Trace, step: int) -> list[list[Op]]:
-    """Every lane's program, with the times measured in one traced step.
+    """Every lane's program, with times measured in one traced step.
 
-    Measure a step whose lanes ran one after the other (`Schedule.one_by_one`), so that each stage's CPU time is its
-    own. CPU time that the transport spent during a wait counts as compute right after the launch. Who keeps the baton
-    at a point waits there for what was waited for right behind it, before another launch.
+    Measure a step whose lanes ran one after the other (`Schedule.one_by_one`), so that no stage's CPU time includes
+    another lane's. CPU time that the transport spent during a wait counts as compute right after the launch. Transfers
+    waited for right after a point, before another launch, count as `hooked`.
 
     Raises:
         ConfigError: the trace has no events of that step.
@@ -283,13 +282,13 @@ def programs_of(trace: Trace, step: int) -> list[list[Op]]:
 
 
 def median_programs(samples: Sequence[Sequence[Sequence[Op]]]) -> list[list[Op]]:
-    """One program per lane with every time the median over several measurements of the same step, and so is their sum.
+    """One program per lane; every time, and the total, is the median over several measurements of the same step.
 
-    A single measurement is no good for `simulate`: where compute and communication are balanced, any stage that was
-    slow by chance makes the ideal machine wait, and chance never makes up for it elsewhere.
+    A single measurement is not enough for `simulate`: if compute and communication are balanced, every stage that was
+    slow by chance makes the ideal machine wait, and a fast stage elsewhere does not compensate.
 
     Raises:
-        ConfigError: the samples are not of the same step: they differ in more than times.
+        ConfigError: the samples differ in more than times, so they are not of the same step.
     """
     if len({tuple(map(len, programs)) for programs in samples}) != 1:
         raise ConfigError(

@@ -2,8 +2,8 @@
 
     fixed        every request has the same number of tokens (decode, verify): cut at equal request counts
     balanced     requests of different length (prefill): cut between requests, the largest lane as small as possible
-    two-chunk    one long request spoils the balance: cut at the token midpoint, through that request
-    by cost      the same two with what requests cost in place of their tokens (`ubatch.schedules.split_cost`)
+    two-chunk    one long request prevents a balanced split: cut at the token midpoint, through that request
+    by cost      balanced or two-chunk, by cost of requests instead of tokens (`ubatch.schedules.split_cost`)
 
 Lanes are contiguous and in order, so outputs merge by concatenation and every token belongs to exactly one lane.
 Where a cut goes through a request, both lanes' request slices contain it; their token slices say which part each
@@ -75,7 +75,7 @@ def split_requests(
     num_ubatches: int = 2,
     two_chunk_threshold: float = 0.0,
 ) -> tuple[UBatchSlice, ...]:
-    """Split a batch the way its mode asks for.
+    """Split a batch as its mode requires.
 
     Args:
         query_lens: tokens of every request in this step.
@@ -161,7 +161,7 @@ def cuts_by_weight(weights: Sequence[int], num_ubatches: int) -> list[int]:
         return _even_cuts(len(weights), num_ubatches)
     offsets = list(accumulate(weights, initial=0))
     limit = _smallest_largest_lane(offsets, num_ubatches)
-    # earliest[j]: the first request from which on the rest fits into j lanes of at most `limit`.
+    # earliest[j]: the first request such that it and all later ones fit into j lanes of at most `limit`.
     earliest = [len(weights)]
     for _ in range(1, num_ubatches):
         earliest.append(bisect_left(offsets, offsets[earliest[-1]] - limit))
@@ -189,16 +189,15 @@ def slices_at(cuts: Iterable[int], query_lens: Sequence[int]) -> tuple[UBatchSli
 def keep_together(
     slices: Sequence[UBatchSlice], query_lens: Sequence[int], spans: Iterable[tuple[int, int]]
 ) -> tuple[UBatchSlice, ...]:
-    """Move cuts so that none goes through a span of requests: each to the nearest place outside, ties to the later.
+    """Move cuts out of spans of requests: each to the nearest place outside, ties to the later place.
 
     Args:
-        slices: how the batch would be cut; a cut through a request counts as a cut behind its first part.
+        slices: the split to change; a cut through a request counts as a cut after its first part.
         query_lens: tokens of every request.
-        spans: (first, last) request of every run that must be in one lane, both inclusive.
+        spans: (first, last) request, both inclusive, of each group that must be in one lane.
 
     Returns:
-        `slices` itself where no span is cut. Lanes may come out empty: whether to overlap then is the caller's
-        decision.
+        `slices` itself if no span is cut. Lanes may become empty; the caller then decides whether to overlap.
 
     Raises:
         SplitError: a span is outside of the batch.
@@ -227,9 +226,9 @@ def keep_together(
 def split_two_chunk(query_lens: Sequence[int], threshold: float, num_ubatches: int = 2) -> tuple[UBatchSlice, ...]:
     """Split two lanes at the token midpoint, through a request, when whole requests balance badly.
 
-    The balanced split stands if each lane gets at least the share `threshold` of the tokens, or if the batch has too
-    few tokens for its requests. Otherwise lane 0 gets the first half of all tokens, rounded down. If the midpoint
-    falls between two requests none is cut, so that no lane has a request without tokens.
+    The balanced split is kept if each lane gets at least the share `threshold` of the tokens, or if the batch has too
+    few tokens for its requests. Otherwise lane 0 gets the first half of all tokens, rounded down. If the midpoint falls
+    between two requests none is cut, so that no lane has a request without tokens.
 
     Args:
         query_lens: tokens of every request.
@@ -282,7 +281,7 @@ def _check_threshold(threshold: float, num_ubatches: int) -> None:
 
 
 def _offsets(query_lens: Sequence[int]) -> list[int]:
-    """Where every request's tokens start, and the total at the end."""
+    """Start offset of every request's tokens, followed by the total."""
     for request, length in enumerate(query_lens):
         if length < 0:
             raise SplitError(f"request {request} has {length} tokens; a length cannot be negative.")

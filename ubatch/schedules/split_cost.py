@@ -1,15 +1,15 @@
-"""Cutting a batch by what its requests cost, not by how many tokens they have.
+"""Cutting a batch by the cost of its requests instead of their tokens.
 
-A token costs its linear layers and experts, whoever it belongs to; attention costs every pair of a query token and a
-token it sees, so a chunk of a long prompt costs more per token than the start of a short one:
+Linear layers and experts cost the same for every token. Attention costs per pair of a query token and a token that it
+attends to, so a chunk of a long prompt costs more per token than the start of a short one:
 
     cost(request) = per_token * query_len + per_pair * (query_len * prefix_len + query_len * (query_len + 1) / 2)
 
-Behind a sliding window a token sees no more than the window. With latent attention a request takes the cheaper of two
-ways: keys and values of its prefix are expanded from their latents, once per prefix token, and then every pair costs
-`per_pair`; or nothing is expanded, and every pair costs `per_absorbed_pair`.
+With a sliding window a token attends to at most the window. With latent attention a request uses the cheaper of two
+methods: expand keys and values of its prefix from their latents, once per prefix token, and pay `per_pair` for every
+pair; or expand nothing and pay `per_absorbed_pair`.
 
-Lanes of equal cost overlap best: a lane that computes longer than the other's transfer only waits for itself.
+Lanes of equal cost overlap best: compute beyond the other lane's transfer hides nothing.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _SCALE = 1 << 20  # weights are compared as integers, so that ties do not depend
 
 
 class SplitBy(StrEnum):
-    """What lanes of a batch with prefills have equal shares of."""
+    """The quantity that is divided equally among the lanes of a batch with prefills."""
 
     TOKENS = "tokens"
     COST = "cost"
@@ -36,18 +36,19 @@ class SplitBy(StrEnum):
 
 @dataclass(frozen=True)
 class SplitCost:
-    """What a step costs, in any one unit.
+    """Costs of a step, all in one arbitrary unit.
 
     Attributes:
-        per_token: of a token: projections, router and its expert rows.
-        per_pair: of a pair of a query token and a token that it attends to.
-        window: the most tokens that a token attends to, itself included; None is all before it.
-        per_expanded: of expanding a token of the prefix.
-        per_absorbed_pair: of a pair whose key is not expanded; None where there is no such way.
-        per_sent: of sending a token to its experts, and the result back, on a link that works beside the compute.
+        per_token: cost of a token: projections, router and its expert rows.
+        per_pair: cost of a pair of a query token and a token that it attends to.
+        window: most tokens that a token attends to, itself included; None: all earlier tokens.
+        per_expanded: cost of expanding a token of the prefix.
+        per_absorbed_pair: cost of a pair whose key is not expanded; None if that method does not exist.
+        per_sent: cost of sending a token to its experts and the result back, on a link that works in parallel with
+            compute.
 
     Raises:
-        ConfigError: a negative cost, or none at all, or a window below 1.
+        ConfigError: a cost is negative, `per_token` and `per_pair` are both zero, or the window is below 1.
     """
 
     per_token: float
@@ -65,14 +66,14 @@ class SplitCost:
             raise ConfigError(f"a window must be at least 1, or None, not {self.window}.")
 
     def of(self, query_len: int, prefix_len: int) -> float:
-        """Cost of `query_len` tokens behind `prefix_len`, without what is sent."""
+        """Cost of `query_len` tokens after a prefix of `prefix_len`, without sending."""
         return self.per_token * query_len + self.of_attention(query_len, prefix_len)
 
     def of_attention(self, query_len: int, prefix_len: int) -> float:
-        """Cost of the attention of `query_len` tokens behind `prefix_len`."""
+        """Cost of attention for `query_len` tokens after a prefix of `prefix_len`."""
         if not query_len:
             return 0.0
-        # The first tokens see all before them; the others a whole window.
+        # The first tokens attend to all earlier ones; the others to a whole window.
         full = query_len if self.window is None else min(query_len, max(0, self.window - prefix_len))
         pairs = full * prefix_len + full * (full + 1) // 2 + (query_len - full) * (self.window or 0)
         expanded = self.per_expanded * prefix_len + self.per_pair * pairs
@@ -88,13 +89,13 @@ def split_by_cost(
 ) -> tuple[UBatchSlice, ...]:
     """Split so that the costliest lane is as cheap as possible.
 
-    Between requests, as `split_balanced` does with tokens; with two lanes also inside one request, where otherwise the
-    cheaper lane had less than the share `threshold` of the cost.
+    Cuts between requests, as `split_balanced` does with tokens. With two lanes it cuts inside a request if otherwise
+    the cheaper lane has less than the share `threshold` of the cost.
 
     Args:
         query_lens: tokens of every request in this step.
-        prefix_lens: tokens of every request that are in the cache already.
-        cost: what they cost.
+        prefix_lens: tokens of every request that are already in the cache.
+        cost: the costs.
         num_ubatches: lanes, at least 2.
         threshold: 0 (never cut a request) to 0.5 (cut whenever the lanes differ); two lanes only.
 
@@ -122,7 +123,7 @@ def split_by_cost(
 
 
 def _as_integers(weights: Sequence[float], total: float) -> list[int]:
-    """Small relative weights become at least 1: a request with tokens is never free."""
+    """Weights as integers; positive ones become at least 1, so that a request with tokens is never free."""
     return [max(1, round(weight / total * _SCALE)) if weight else 0 for weight in weights]
 
 
@@ -146,7 +147,7 @@ def _cut_inside(
 
 
 def _tokens_costing(target: float, query_len: int, prefix_len: int, cost: SplitCost) -> int:
-    """How many tokens of a request cost `target`, to the nearest; later tokens cost more than earlier ones."""
+    """Number of tokens of a request whose cost is nearest to `target`; later tokens cost more than earlier ones."""
     low, high = 0, query_len
     while low < high:
         middle = (low + high) // 2

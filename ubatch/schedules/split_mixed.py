@@ -1,11 +1,10 @@
-"""A batch of decodes and prefills: lanes of equal cost, or the decodes in a lane of their own.
+"""Splitting a batch of decodes and prefills: lanes of equal cost, or a separate lane for the decodes.
 
-    equal lanes           each hides the other's transfers; but a prompt that is cut in two attends twice to what is
-                          before it, and latents are expanded twice
-    decodes | prefills    nothing is done twice; but a short lane hides little of a long one's transfers
+    equal lanes           each hides the other's transfers; but both parts of a prompt that is cut read its prefix,
+                          and latents are expanded twice
+    decodes | prefills    no work is done twice; but a short lane hides little of a long one's transfers
 
-Which is faster depends on the batch, so both are simulated with what they cost, under the schedule that they would run,
-and the faster one is taken.
+Which is faster depends on the batch, so both are simulated with their costs and schedule, and the faster one is used.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from ubatch.schedules.split_cost import SplitCost, split_by_cost
 
 __all__ = ["predicted_cost", "split_mixed"]
 
-_LAYERS = 3  # enough for the ends not to decide
+_LAYERS = 3  # enough that start and end effects do not decide
 
 
 def split_mixed(
@@ -35,10 +34,10 @@ def split_mixed(
     """The faster of `split_by_cost` and the cut between decodes and prefills.
 
     Args:
-        query_lens: tokens of every request in this step; decodes, which have one, come first.
-        prefix_lens: tokens of every request that are in the cache already.
-        cost: what they cost.
-        schedule: of the step, with its lanes.
+        query_lens: tokens of every request in this step; decodes (one token each) come first.
+        prefix_lens: tokens of every request that are already in the cache.
+        cost: the costs.
+        schedule: the step's schedule, with its lanes.
         threshold: for `split_by_cost`.
 
     Raises:
@@ -61,8 +60,8 @@ def predicted_cost(
     cost: SplitCost,
     schedule: Schedule,
 ) -> float:
-    """What a step of a few layers takes if it is split so, in the cost's unit times layers."""
-    plain = replace(schedule, signalled=False)  # how a batch is best split does not hang on when a combine begins
+    """Simulated duration of a few layers for this split, in the cost's unit."""
+    plain = replace(schedule, signalled=False)  # the best split does not depend on when a combine starts
     programs = []
     starts = [0]
     for length in query_lens:
@@ -82,7 +81,7 @@ def predicted_cost(
 def _decodes_apart(
     decodes: int, query_lens: Sequence[int], prefix_lens: Sequence[int], cost: SplitCost, lanes: int
 ) -> tuple[UBatchSlice, ...]:
-    """The decodes in the first lane, the prefills in the others."""
+    """The split with all decodes in the first lane and the prefills in the others."""
     cuts = [decodes]
     if lanes > 2:
         rest = split_by_cost(query_lens[decodes:], prefix_lens[decodes:], cost, lanes - 1)

@@ -1,22 +1,21 @@
 """Whether the ranks overlap this step: a pure function of every rank's offer.
 
-Ranks that share collectives must split alike: if one runs two lanes and another one, the first waits for a
-transfer that the second never launches. So before each step every rank offers what it would do, all see all
-offers, and all compute the same answer here. `CommGroup.vote` carries the offers; nothing in this file waits.
+Ranks that share collectives must split alike: if one rank runs two lanes and another runs one, the first waits for a
+transfer that the second never launches. So before each step every rank makes an offer, all ranks see all offers, and
+all compute the same decision here. `CommGroup.vote` exchanges the offers; nothing in this file waits.
 
     every rank idle                                  -> no, all_idle
-    lanes, schedule or mode differ                   -> no, and which
-    somebody votes no                                -> no, with the first such rank's reason
+    lanes, schedule or mode differ                   -> no; the reason says which
+    a rank votes no                                -> no, with the first such rank's reason
     otherwise                                        -> yes
 
-An idle rank votes yes and goes along with any mode, and with whatever schedule the others have for it: its lanes are
-empty but pass every collective point. One lane is a yes, too, where the schedule has chunks or a signalled
-combine (single-batch overlap).
+An idle rank votes yes and takes part in any mode and schedule of the others: its lanes are empty but pass every
+collective point. One lane also counts as yes if the schedule has chunks or a signalled combine (single-batch overlap).
 
-A step that some rank has yet to prove (`ubatch.wrapping.proof`) is proved by all of them.
+If one rank still has to prove a step (`ubatch.wrapping.proof`), all ranks prove it.
 
-Whether the step replays a CUDA graph is agreed in the same vote, overlapped or not: all ranks replay, or all run it
-eagerly. A rank without tokens goes along with any graph.
+The same vote decides whether the step replays a CUDA graph, overlapped or not: all ranks replay, or all run it eagerly.
+A rank without tokens accepts any graph.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ __all__ = [
 
 
 class Wish(IntEnum):
-    """What a rank wants."""
+    """A rank's vote."""
 
     NO = 0
     YES = 1
@@ -89,27 +88,27 @@ class DeclineReason(StrEnum):
 _REASONS = tuple(DeclineReason)
 
 MAX_LANES = 8
-"""The vote carries a fixed number of lanes, so that ranks with different settings can still read each other."""
+"""A vote has a fixed number of lane entries, so that ranks with different settings can decode each other's."""
 OFFER_WIDTH = 11 + MAX_LANES
 
 
 @dataclass(frozen=True)
 class Offer:
-    """What one rank would do with its own tokens.
+    """One rank's proposal for its own tokens.
 
     Attributes:
         wish: yes, no, or idle.
-        tokens: its tokens per lane; where it votes no, all of them in the first entry.
-        lanes: how many lanes it is configured for, in this mode; ignored for an idle rank, as are
-        schedule: fingerprint of the mode's schedule (`fingerprint`), and
-        mode: the forward mode's fingerprint.
+        tokens: its tokens per lane; if it votes no, all of them in the first entry.
+        lanes: its configured number of lanes in this mode. Ignored for an idle rank, as are the next two.
+        schedule: fingerprint of the mode's schedule (`fingerprint`).
+        mode: fingerprint of the forward mode.
         reason: why it votes no.
-        graph_mode: what this rank could replay, as a fingerprint of the graphs it has for such a step; 0 runs eagerly.
-        again: the step has run in lanes, but this rank could not merge its outputs, and would repeat it unsplit.
-        content: fingerprint of what it runs, where some ranks must run the same (tensor parallelism); else 0.
-        unproved: the step would have to be proved first (`ubatch.wrapping.proof`).
-        prefill_tokens: how many of its tokens are of prompts. This and the next are for whoever plans later steps.
-        period_us: microseconds since its last vote; 0 if it had nothing to do meanwhile.
+        graph_mode: fingerprint of the graphs that this rank could replay for such a step; 0: it runs eagerly.
+        again: the step has run in lanes, but this rank could not merge its outputs and wants to repeat it unsplit.
+        content: fingerprint of the rank's work, if some ranks must run the same (tensor parallelism); else 0.
+        unproved: the step must be proved first (`ubatch.wrapping.proof`).
+        prefill_tokens: how many of its tokens belong to prompts. This and the next are used to plan later steps.
+        period_us: microseconds since its last vote; 0 if it was idle meanwhile.
 
     Raises:
         ConfigError: an offer that contradicts itself, or more than `MAX_LANES` lanes.
@@ -142,20 +141,20 @@ class Offer:
 
 @dataclass(frozen=True)
 class Decision:
-    """What all ranks do.
+    """The common decision of all ranks.
 
     Attributes:
         engaged: whether the step overlaps.
-        reason: why not, as seen from the rank that asked.
-        declined_by: the first rank that said no, or None.
+        reason: why it does not overlap, as seen from the rank that asked.
+        declined_by: the first rank that voted no, or None.
         tokens: `[rank][lane]` tokens when engaged, `[rank][0]` otherwise. Engaged in one lane: single-batch.
-        graph_mode: the graphs that all ranks could replay, 0 where the step runs eagerly; see `Offer.graph_mode`.
-        modes: the forward mode's fingerprint of every rank; that of a rank without tokens means nothing.
-        schedule: the fingerprint of the schedule that they run when engaged, 0 otherwise.
-        contents: of every rank, where any has one; see `Offer.content`.
-        prove: engaged, but a rank has yet to prove the step, so all do.
-        prefill_tokens: of every rank, those of its tokens that are of prompts.
-        period_us: microseconds since the last vote, on the rank that took longest.
+        graph_mode: fingerprint of the graphs that all ranks could replay, 0 if the step runs eagerly.
+        modes: fingerprint of every rank's forward mode; invalid for a rank without tokens.
+        schedule: fingerprint of the schedule if engaged, else 0.
+        contents: every rank's `Offer.content`, if any rank has one.
+        prove: whether all ranks prove the step, because one still has to. Only if engaged.
+        prefill_tokens: every rank's `Offer.prefill_tokens`.
+        period_us: microseconds since the last vote, the largest of all ranks.
     """
 
     engaged: bool
@@ -177,12 +176,12 @@ class Decision:
 
     @property
     def common_mode(self) -> int | None:
-        """The mode's fingerprint of the first rank with tokens; all such ranks of an engaged step have the same."""
+        """Mode fingerprint of the first rank with tokens; in an engaged step all ranks with tokens have the same."""
         busy = (mode for mode, row in zip(self.modes, self.tokens, strict=False) if any(row))
         return next(busy, None)
 
     def whole(self) -> Decision:
-        """The same step, but every rank runs it unsplit."""
+        """This decision, changed so that every rank runs the step unsplit."""
         tokens = tuple((sum(row),) for row in self.tokens)
         return replace(self, engaged=False, tokens=tokens, schedule=0, prove=False)
 
@@ -192,19 +191,19 @@ class Decision:
 
 
 def fingerprint(text: str) -> int:
-    """A 32-bit number that is the same on every rank for the same text."""
+    """A 32-bit hash of `text`, equal on every rank."""
     return zlib.crc32(text.encode())
 
 
 def decide(offers: Sequence[Offer], rank: int = 0) -> Decision:
-    """The ranks' common answer.
+    """The ranks' common decision.
 
     Args:
         offers: one per rank, in rank order.
-        rank: the rank that asks; it sees its own reason, the others see `PEER_DECLINED`.
+        rank: the rank that asks. It gets its own reason; for a no of another rank it gets `PEER_DECLINED`.
 
     Raises:
-        SplitError: some ranks would repeat a step that the others have left behind.
+        SplitError: some ranks want to repeat a step that the others have completed.
     """
     again = [number for number, offer in enumerate(offers) if offer.again]
     if again and len(again) < len(offers):
@@ -256,7 +255,7 @@ def _common_reason(offers: Sequence[Offer]) -> tuple[DeclineReason | None, int |
     if not busy:
         return DeclineReason.ALL_IDLE, None
     for name, reason in (
-        ("mode", DeclineReason.MODES_DIFFER),  # first: modes may have schedules of their own
+        ("mode", DeclineReason.MODES_DIFFER),  # checked first, because modes may have different schedules
         ("lanes", DeclineReason.LANES_DIFFER),
         ("schedule", DeclineReason.SCHEDULES_DIFFER),
     ):

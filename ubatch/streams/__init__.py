@@ -1,9 +1,9 @@
-"""Streams of a device: where lanes run what, and how long memory lives.
+"""Streams of a device: which stream the lanes' work runs on, and how long memory lives.
 
 streams          streams and events: CUDA's, or null objects
-lane_streams     the two streams as one lane sees them
-lifetimes        who keeps a tensor alive while a stream works on it
+lane_streams     one lane's use of the two streams
+lifetimes        keeps tensors alive while a stream uses them
 small_copies     small tensors to and from the device, without a wait
-sm_budget        how many SMs are left to communication
-graph_protocols  what is captured, and what a device must offer for it
+sm_budget        number of SMs reserved for communication
+graph_protocols  CUDA graphs: keys, errors, and the interface that a device must offer
 """

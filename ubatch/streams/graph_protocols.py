@@ -1,19 +1,19 @@
-"""CUDA graphs: what is captured, under which key, and what a device must offer for it.
+"""CUDA graphs: keys, errors, and the interface that a device must offer.
 
-A step is captured once and replayed with one launch: no lane thread runs, nothing is decided. In pseudo-code:
+A step is captured once and replayed with one launch, without lane threads or decisions. In pseudo-code:
 
-    warm up       the call runs eagerly, twice, on a side stream: workspaces, kernels and lanes' threads get ready
+    warm up       the call runs eagerly, twice, on a side stream: this prepares workspaces, kernels and lanes' threads
     park          every lane is at the ready barrier, its device context warm
-    begin         from here on, work put on the capture stream, and on what forks from it, is recorded
-    baton         lane 0 starts; the lanes take turns across their threads as always, each rejoins what it launched
+    begin         from here on, work on the capture stream, and on streams forked from it, is recorded
+    baton         lane 0 starts; the lanes take turns as always, and each joins its transfers
     end           all lanes ended, their outputs were merged; the graph is instantiated
     replay        copy the arguments into the static inputs, launch, copy the output
 
 Graphs of all sizes, plain and overlapped, share one memory pool. So two of them must never run at once, and an output
 is copied before the next replay.
 
-What a graph does not know: it has addresses and scalars, no Python. Tensors of the call are copied in; everything else
-must be as it was when the graph was captured, or the call runs eagerly (`GraphMiss`).
+A graph contains addresses and scalars, but no Python. The call's tensors are copied in; everything else must be the
+same as at capture, or the call runs eagerly (`GraphMiss`).
 """
 
 from __future__ import annotations
@@ -45,17 +45,17 @@ __all__ = [
 ]
 
 PLAIN = "plain"
-"""What stands for the schedule in the key of a call that was captured unsplit."""
+"""In place of the schedule's name, in the key of a call that was captured unsplit."""
 
 
 @dataclass(frozen=True)
 class GraphKey:
-    """What one graph is for.
+    """Identifies one graph.
 
     Attributes:
-        tokens: of every lane, padding included; one entry for an unsplit call.
+        tokens: tokens of every lane, padding included; one entry for an unsplit call.
         schedule: the schedule's name, or `PLAIN`.
-        mode: what the step does.
+        mode: the step's mode.
     """
 
     tokens: tuple[int, ...]
@@ -77,61 +77,61 @@ class GraphKey:
 
 
 class Recording(Protocol):
-    """What was captured, and can be run again."""
+    """A captured recording that can be replayed."""
 
     @property
     def nbytes(self) -> int:
-        """By how much the pool grew."""
+        """Bytes by which the pool grew."""
 
     def take_turn(self) -> None:
-        """Order what the calling thread's stream gets next after everything that followed earlier replays from this
-        pool, on whatever stream."""
+        """Order later work of the calling thread's stream after all work that followed earlier replays from this pool,
+        on any stream."""
 
     def replay(self) -> None:
-        """Launch it on the calling thread's stream, on what is in memory now."""
+        """Launch it on the calling thread's stream, with the current memory contents."""
 
     def release(self) -> None:
-        """Give back what it holds of the pool. It must not be replayed after that."""
+        """Release its memory in the pool. It must not be replayed after that."""
 
 
 class Capture(Protocol):
-    """One capture under way, in the thread that called `GraphBackend.capture`. It is over with that `with` block:
-    what was not ended is aborted then, and the device usable."""
+    """One running capture, in the thread that called `GraphBackend.capture`. At the end of that `with` block, a capture
+    that was not ended is aborted, and the device is usable again."""
 
     @property
     def last_op(self) -> str | None:
-        """The operation that was recorded, or refused, last; None where the back end does not see single ones."""
+        """The operation that was last recorded or refused; None if the back end does not see single operations."""
 
     def begin(self) -> None:
         """Record from here on."""
 
     def part(self) -> AbstractContextManager[None]:
-        """Entered by every thread around what it contributes, before `begin` or after."""
+        """Entered by every thread around its part of the capture, before or after `begin`."""
 
     def end(self) -> Recording:
-        """Stop recording, and make what was recorded ready to be replayed.
+        """Stop recording, and prepare the recording for replay.
 
         Raises:
-            RuntimeError: something that cannot be captured spoilt it.
+            RuntimeError: the call did something that cannot be captured.
         """
 
 
 class GraphBackend(Protocol):
-    """What captures and replays on one device. What it captures shares one pool; after a failure it may be another."""
+    """Captures and replays on one device. All captures share one pool; after a failure a new pool may be used."""
 
     @property
     def device(self) -> torch.device:
         """Where the tensors of a captured call must be."""
 
     def warming_up(self) -> AbstractContextManager[None]:
-        """The body is a rehearsal: on a side stream, after what the calling thread's stream has so far, and before
-        what that gets next."""
+        """Run the body as a rehearsal on a side stream: after earlier work of the calling thread's stream, and before
+        its later work."""
 
     def capture(self) -> AbstractContextManager[Capture]:
-        """Prepare a capture; the body calls `begin` and `end`. The current stream is the capture stream in it."""
+        """Prepare a capture; the body calls `begin` and `end`. Inside it the current stream is the capture stream."""
 
     def another(self) -> GraphBackend:
-        """One of the same kind for the same device, with a pool of its own."""
+        """A new back end of the same kind for the same device, with its own pool."""
 
 
 @dataclass(frozen=True)
@@ -139,9 +139,9 @@ class CapturedGraph:
     """A graph that can be replayed.
 
     Attributes:
-        key: what it is for.
-        nbytes: by how much the pool grew for it. Sizes share the pool, so the largest one needs most of it.
-        seconds: what warming up and capturing it took.
+        key: identifies the graph.
+        nbytes: bytes by which the pool grew. All sizes share the pool, so the largest one needs most of it.
+        seconds: time of its warm-up and capture.
     """
 
     key: GraphKey
@@ -150,8 +150,8 @@ class CapturedGraph:
     recording: Recording = field(repr=False, compare=False)
 
     def replay(self) -> None:
-        """Launch it on what its static inputs hold now; its output stays where it is. For benchmarks: a call of the
-        wrapper copies its arguments in and its output out."""
+        """Launch it with the current contents of its static inputs, without copying the output. For benchmarks: a call
+        of the wrapper copies its arguments in and its output out."""
         self.recording.take_turn()
         self.recording.replay()
 
@@ -160,7 +160,7 @@ class GraphMiss(StrEnum):
     """Why a call ran eagerly while graphs are on. Counted in `UBatchWrapper.statistics()`."""
 
     NO_GRAPH = "no_graph"
-    """nothing was captured for these tokens, this schedule and mode"""
+    """no graph was captured for these tokens, this schedule and mode"""
     LARGER_THAN_LARGEST = "larger_than_largest"
     """more tokens than the largest captured size"""
     ARGUMENTS_DIFFER = "arguments_differ"
@@ -168,22 +168,22 @@ class GraphMiss(StrEnum):
     CONTEXT_DIFFERS = "context_differs"
     """the forward context's attention plans are not those of the captured call, or its ranks have other tokens"""
     STATE_DIFFERS = "state_differs"
-    """training mode, or autocast, is not as it was at capture"""
+    """training mode or autocast differs from the capture"""
     GRADIENTS = "gradients"
-    """gradients may be wanted; a graph has none"""
+    """the call may need gradients; a graph has none"""
     PEER_HAS_NONE = "peer_has_none"
     """another rank cannot replay this step, so all run it eagerly"""
 
 
 class CaptureFailed(UBatchError):
-    """A call could not be captured. The capture was ended on every thread and its memory given back: the wrapper runs
-    eagerly at once, and may capture again. The original error is the cause.
+    """A call could not be captured. The capture has ended on every thread and its memory is released: the wrapper can
+    run eagerly at once, and can capture again. The original error is the cause.
 
     Attributes:
-        key: what was to be captured.
-        lane: the lane that failed, None where the call was unsplit or its lanes had ended.
+        key: key of the graph.
+        lane: the lane that failed; None if the call was unsplit or its lanes had ended.
         point: the last point that this lane had passed.
-        op: the operation, as well as it is known: its name, or the line of code that launched it.
+        op: the failed operation: its name if known, or the line of code that launched it.
     """
 
     def __init__(self, key: GraphKey, lane: int | None, point: str | None, op: str, why: str) -> None:
@@ -199,17 +199,17 @@ _capture: ContextVar[object | None] = ContextVar("ubatch_capture", default=None)
 
 
 def capturing() -> bool:
-    """Whether this code is being captured, in a lane or unsplit, by a wrapper or by somebody else's graph.
+    """Whether this code is being captured, in a lane or unsplit, by a wrapper or by another graph.
 
-    What cannot be captured (it reads from the device, it allocates what must outlive the step) refuses by this.
+    Code that cannot be captured (it reads from the device, or allocates memory that outlives the step) checks this.
     """
     return current_capture() is not None
 
 
 def current_capture() -> object | None:
-    """What tells the capture that this code is part of from others; None outside of any.
+    """An object that identifies the capture in progress; None outside a capture.
 
-    In a graph that is not a wrapper's nothing does: there it is another object at every call.
+    In a graph that was not made by a wrapper it is a different object at every call.
     """
     capture = _capture.get()
     if capture is None and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
@@ -218,5 +218,5 @@ def current_capture() -> object | None:
 
 
 def mark_capturing() -> AbstractContextManager[object]:
-    """Let `capturing()` be true in the `with` block, and in lanes that are started from it."""
+    """Make `capturing()` true in the `with` block, and in lanes that are started from it."""
     return changing(_capture, object())

@@ -1,13 +1,13 @@
-"""The two streams as one lane sees them: where it is, what it has marked, what it still has to join.
+"""One lane's use of the two streams: its current stream, its marks (events), and the marks still to join.
 
-    enter_comm      fork    the communication stream waits for what compute has so far, or had at an earlier `fork`
-    leave_comm      mark    record what the communication stream has so far, and continue on compute
-    join_comm       join    the compute stream waits for a mark, and so for all before it
+    enter_comm      fork    the communication stream waits for compute's work so far, or up to an earlier `fork`
+    leave_comm      mark    record an event on the communication stream, and continue on compute
+    join_comm       join    the compute stream waits for a mark, and so for all work before it
 
-All lanes share the streams; marks are the lane's own, and recorded before the hand-off, so that what other lanes put
-on a stream afterwards is not waited for. Marks are numbered: a transfer is joined by its own, so that who waits for the
-first of several does not wait for the others. Events are kept, not made per step. `ubatch.streams.lifetimes` has the
-other half: which tensors live until which join.
+All lanes share the streams. Each lane has its own marks, recorded before the hand-off, so that a lane does not wait for
+later work of other lanes. Marks are numbered: each transfer is joined by its own mark, so that waiting for the first of
+several does not wait for the others. Events are reused from step to step. `ubatch.streams.lifetimes` describes which
+tensors live until which join.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ T = TypeVar("T")
 
 
 class LaneStreams:
-    """One lane's part of the shared streams.
+    """One lane's view of the shared streams.
 
     Attributes:
         compute_stream: the caller's current stream; set per step.
-        comm_stream: for communication, the pool's own.
-        ledger: transfers not yet waited for, and what the communication stream still uses.
+        comm_stream: the pool's stream for communication.
+        ledger: transfers not yet waited for, and tensors that the communication stream still uses.
         marked: the number of the last mark.
     """
 
@@ -48,40 +48,40 @@ class LaneStreams:
         self._spare: list[Event] = []
 
     def begin_streams(self) -> None:
-        """The lane starts, on the compute stream, with nothing under way."""
+        """Start the lane on the compute stream, with no pending work."""
         self._on_comm = False
         self._spare += [event for _, event in self._unjoined]
         self._unjoined.clear()
 
     def rejoin(self, *, failed: bool) -> None:
-        """The lane ends: the compute stream waits for all it launched, also for what nobody waited for."""
+        """End the lane: the compute stream waits for all its transfers, also those that were not waited for."""
         self.leave_comm()
         self.ledger.follow_transfers(failed=failed)
         self.join_comm()
 
     def end_streams(self, *, hung: bool) -> set[Launched]:
-        """The step is over. Returns the transfers that nobody waited for and that their transport may still work on.
+        """End the step. Returns transfers that were not waited for and whose buffers the transport may still use.
 
         Args:
-            hung: the lane could not rejoin; the caller does it in its place.
+            hung: the lane hangs and cannot rejoin its streams; the caller does it instead.
         """
         if hung and (self._on_comm or self._unjoined):
-            with suppress(RuntimeError):  # a device that fails here has said so, and runs nothing more
+            with suppress(RuntimeError):  # a failed device has reported its error already, and runs nothing more
                 self.mark_comm()
                 self.join_comm()
         return self.ledger.settle()
 
     def fork(self) -> Event:
-        """Mark what the compute stream has so far, for one `enter_comm`. Unlike the mark before a hand-off it stays as
-        it is, whatever the lane launches in between."""
+        """Record an event on the compute stream, for one `enter_comm`. Unlike the mark before a hand-off, it is not
+        replaced by later marks."""
         return self._recorded(self.compute_stream)
 
     def enter_comm(self, *, marked: bool = False, fork: Event | None = None) -> None:
-        """Continue on the communication stream, after what the compute stream has so far.
+        """Continue on the communication stream, ordered after the compute stream's work so far.
 
         Args:
-            marked: `mark_compute` was called before a hand-off; what was added since does not count.
-            fork: from `fork`; what was added since does not count.
+            marked: wait for the `mark_compute` before the hand-off, not for later work.
+            fork: wait for this event of `fork`, not for later work.
         """
         if self._on_comm:
             return
@@ -103,7 +103,7 @@ class LaneStreams:
             self._on_comm = False
 
     def on_compute(self, record: Callable[[], T]) -> T:
-        """What `record` returns, called with the compute stream current. Nothing is marked, and nothing waits."""
+        """Call `record` with the compute stream current and return its result. No mark, no wait."""
         if not self._on_comm:
             return record()
         self._streams.set_current(self.compute_stream)
@@ -113,36 +113,37 @@ class LaneStreams:
             self._streams.set_current(self.comm_stream)
 
     def join_comm(self, upto: int | None = None) -> None:
-        """Let the compute stream wait for what this lane put on the communication stream, if it has not yet.
+        """Make the compute stream wait for this lane's work on the communication stream, if it has not yet.
 
         Args:
-            upto: the number of the mark that will do; the last one by default.
+            upto: number of the mark to wait for; the last one by default.
         """
         number, event = 0, None
         while self._unjoined and (upto is None or self._unjoined[0][0] <= upto):
             number, event = self._unjoined.popleft()
-            self._spare.append(event)  # recorded anew, it leaves the waits for its earlier records as they are
+            self._spare.append(event)  # recording it again does not change earlier waits
         if event is not None:
             event.wait(self.compute_stream)
             self.ledger.join(number)
 
     def mark_comm(self) -> None:
-        """Record the communication stream's work, for `join_comm`."""
+        """Record an event on the communication stream, for `join_comm`."""
         self.marked += 1
         self._unjoined.append((self.marked, self._recorded(self.comm_stream)))
         self.ledger.mark(self.marked)
 
     def mark_copied(self) -> Event:
-        """Record the lane's current stream, for the host. One event does for all copies: later marks cover earlier."""
+        """Record an event on the lane's current stream, for the host. One event serves all copies: a later record
+        covers earlier copies."""
         self._copied.record(self.comm_stream if self._on_comm else self.compute_stream)
         return self._copied
 
     def release(self, kept: Sequence[object], mark: int | None) -> None:
-        """A transfer of this lane was waited for: let go of its buffers once the compute stream comes after it.
+        """After a transfer was waited for: release its buffers when the compute stream is ordered after it.
 
         Args:
             kept: the buffers.
-            mark: behind the transfer; None if it was launched before the lane left the communication stream.
+            mark: number of the mark after the transfer; None while the lane is still on the communication stream.
         """
         if self._on_comm:
             self.ledger.keep(kept)
@@ -157,11 +158,11 @@ class LaneStreams:
 
     @property
     def asynchronous(self) -> bool:
-        """Whether the device works on while the host goes on; a CPU does not."""
+        """Whether the device works asynchronously to the host; False for a CPU."""
         return not isinstance(self._streams, NullStreams)
 
     def _recorded(self, stream: Any) -> Event:
-        """An event that marks what `stream` has so far."""
+        """An event recorded on `stream` now."""
         event = self._spare.pop() if self._spare else self._streams.new_event()
         event.record(stream)
         return event
