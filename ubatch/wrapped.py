@@ -1,18 +1,18 @@
-"""A module and all that calling it overlapped takes: eligibility, lanes, graphs, counts. What a `UBatchWrapper` holds.
+"""A module and everything needed to overlap its calls: eligibility, lanes, graphs, counts. Held by `UBatchWrapper`.
 
 A call, in pseudo-code:
     refuse to run inside a lane, or while another call runs
-    may this call be split, is it big enough?  cut it            -> an offer: yes, no (reason), idle; proved or not
+    if this call may be split and is big enough, cut it            -> an offer: yes, no (reason), idle; proved or not
     several ranks: vote                                          -> the same decision on all of them
-    it was captured, on all of them: replay its graph
+    captured on all ranks: replay its graph
     no:   count the reason, run the module as it is
     yes, unproved: run the module as it is, then in lanes on copies, and compare (`ubatch.wrapping.proof`)
-    yes:  run the module once per lane, put the outputs together
-          (one lane that overlaps within the batch: run it as it is, as that lane)
+    yes:  run the module once per lane, merge the outputs
+          (single-batch overlap: run the module as it is, as the only lane)
     on any error: tell the peers, raise the original
 
-Whether to split is decided in `ubatch.wrapping.eligibility`, how a call runs is in `ubatch.wrapping.execution`, which
-graph it has in `ubatch.graphs.table`.
+`ubatch.wrapping.eligibility` decides whether to split, `ubatch.wrapping.execution` runs a call, `ubatch.graphs.table`
+finds its graph.
 """
 
 from __future__ import annotations
@@ -67,11 +67,11 @@ class WrappedModule:
 
     Attributes:
         model: the module.
-        config: with the group that the module's experts are spread over, if it names none itself.
-        device, given_graphs, intercepts: as the wrapper got them, for a copy.
-        eligibility: whether a call may be split, and what its proofs have shown.
+        config: the settings; if they name no group, with the group over which the module's experts are spread.
+        device, given_graphs, intercepts: the wrapper's arguments, kept for a copy.
+        eligibility: decides whether a call may be split; keeps the results of proofs.
         execution: runs calls, and keeps the lanes.
-        table: the captured graphs; None where nothing is captured.
+        table: the captured graphs; None if graphs are off.
         tally: counts of calls.
     """
 
@@ -100,11 +100,11 @@ class WrappedModule:
         self._claims = Claims()
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What the module returns for these arguments; see `UBatchWrapper.forward`."""
+        """Call the module; see `UBatchWrapper.forward`."""
         return self._alone(self._traced, args, kwargs)
 
     def _alone(self, work: Callable[..., Any], *args: Any) -> Any:
-        """Run `work(*args)`: one call at a time, and of all ranks together."""
+        """Run `work(*args)` as the only call of this wrapper, and as one step of all ranks."""
         if torch.compiler.is_dynamo_compiling():
             return uncompiled(self._alone, work, *args)
         refuse_tracing()
@@ -123,7 +123,7 @@ class WrappedModule:
         return claims.alone(_refuse, apart, _in_step, group, work, *args)
 
     def capture(self, context: ForwardContext | None, work: Callable[[Capturer], T]) -> T:
-        """What `work` returns, called as a call with what captures calls like it under `context`.
+        """Run `work` like a call, with a `Capturer` for `context`, and return its result.
 
         Raises:
             CaptureFailed, ConfigError: see `UBatchWrapper.capture`.
@@ -132,7 +132,7 @@ class WrappedModule:
         if table is None:
             raise ConfigError("nothing is captured with cudagraph_mode NONE. Make the UBatchWrapper with FULL.")
         if not table.graphs:
-            gc.collect()  # what cycles hold would count as a graph's memory
+            gc.collect()  # memory held by reference cycles would count as the graph's
         try:
             capturer = Capturer(
                 self.model,
@@ -145,7 +145,7 @@ class WrappedModule:
             )
             result: T = self._alone(apart, work, capturer)
             return result
-        except CaptureFailed as failed:  # its cause says where; the frames in between hold the static inputs
+        except CaptureFailed as failed:  # the cause tells where; the frames in between hold the static inputs
             traceback.clear_frames(failed.__traceback__)
             raise
         finally:
@@ -164,7 +164,7 @@ class WrappedModule:
         self.tally.calls += 1
         context, eligibility, table = get_forward_context(), self.eligibility, self.table
         if table is not None and why_not_in_lanes() is not None:
-            table = None  # a replay would do without the caller's modes, too
+            table = None  # a replay would ignore the caller's modes
         several_ranks = self._several_ranks
         if table is not None and context is not None:
             hit = table.planned(args, kwargs, context, several_ranks=several_ranks)
@@ -193,30 +193,30 @@ class WrappedModule:
         return self.execution.unsplit(step)
 
     def _in_lanes(self, step: Step, cut: CutCall) -> Any:
-        """Run a call in lanes; then whole, if it was unlike its proof and may run once more."""
+        """Run a call in lanes; then unsplit, if it differs from its proof and may run again."""
         try:
             output = self.execution.lanes(step, cut)
             self.tally.overlapped(cut.tokens, step.intent.schedule)
             return output
-        except CannotSplit as cannot:  # only the outputs could tell
+        except CannotSplit as cannot:  # known only after the outputs exist
             if not self.eligibility.may_run_again(step.intent):
                 raise
             reason, why = cannot.reason, str(cannot)
         except UBatchError:
             raise
-        except Exception as error:  # of the module's own; whole it may raise nothing, as in its proof
+        except Exception as error:  # the module's own error; unsplit it may raise none, as in its proof
             if self._several_ranks or not self.eligibility.may_run_again(step.intent):
                 raise
             reason, why = DeclineReason.LANE_FAILED, f"{type(error).__name__}: {error} (raised in a lane)"
         decision = self._decide_again(step.intent, reason)
         step = replace(step, decision=decision)
-        output = self.execution.unsplit(step)  # what it raises here, it would have raised bare
+        output = self.execution.unsplit(step)  # an error here would have been raised without the wrapper too
         self.eligibility.proofs.failed(step.intent.signature, reason, why)
         self._count_declined(decision, why)
         return output
 
     def _prove(self, step: Step) -> Any:
-        """Run a call as it is, and find out whether its like may overlap."""
+        """Run a call unsplit, and prove whether calls of its signature may overlap."""
         proofs = self.eligibility.proofs
         outcome = Proof(self.model, self.config, self.execution, proofs, step).run()
         self.tally.proof_seconds += outcome.seconds
@@ -245,7 +245,7 @@ class WrappedModule:
         return decide([intent.offer]) if group is None else group.vote(intent.offer)
 
     def _decide_again(self, intent: Intent, reason: DeclineReason) -> Decision:
-        """Repeat the step unsplit, if all ranks do: one that could merge its outputs is at its next step already."""
+        """Repeat the step unsplit, if all ranks do: a rank that merged its outputs is already at its next step."""
         group = self.config.group
         offer = Offer(Wish.NO, (sum(intent.offer.tokens),), intent.offer.lanes, reason, again=True)
         return decide([offer]) if group is None else group.vote(offer)
@@ -254,26 +254,26 @@ class WrappedModule:
         """Count a call that runs unsplit.
 
         Raises:
-            OverlapDeclined: it must overlap.
+            OverlapDeclined: `require_overlap` is set.
         """
         reason = self.tally.unsplit(decision, why)
         if self.config.require_overlap:
             raise OverlapDeclined(f"require_overlap is set, but the call declined: {self.tally.last_reason}", reason)
 
     def module_changed(self, how: str) -> None:
-        """Something was set on the module, or a method that may change it ran (`how` is its name)."""
+        """Handle a change of the module. `how`: the attribute that was set, or the method that may have changed it."""
         if how not in _SAME_MODULE:
             self.eligibility.proofs.clear()
-        if self.table is not None:  # other methods change what is in a graph only where they move memory
+        if self.table is not None:  # other methods invalidate a graph only if they move memory
             self.table.module_changed(how, certainly=how.startswith(("attribute", "register_")))
 
     def arguments(self, graphs: GraphBackend | None) -> tuple[Any, ...]:
-        """Those of a wrapper like this one, after the module; `graphs` captures for it."""
+        """Constructor arguments (after the module) for a wrapper like this one, with `graphs` as its graph back end."""
         mode = CUDAGraphMode.NONE if self.table is None else CUDAGraphMode.FULL
         return self.config, mode, self.device, graphs, self.intercepts
 
     def statistics(self) -> UBatchStatistics:
-        """How often overlap engaged, and why not when it did not."""
+        """How often calls overlapped, and why others did not."""
         pools = [pool.statistics() for pool in self.execution.pools.values()]
         sm_use: dict[str, bool] = {}
         merge_sm_use(sm_use, *(pool.sm_users for pool in pools))
@@ -297,11 +297,11 @@ class WrappedModule:
 
 
 _SAME_MODULE = frozenset({"train", "eval", "zero_grad", "requires_grad_"})
-"""Methods after which the module computes what it did, or another signature."""
+"""Methods that do not invalidate proofs: the module computes the same after them, or has another signature."""
 
 
 def _group_of(model: nn.Module) -> CommGroup | None:
-    """The ranks that the module's experts are spread over, as whoever spread them noted on it or on a part of it."""
+    """The ranks that the module's experts are spread over, as noted on the module or one of its parts."""
     noted = (getattr(module, "_ubatch_group", None) for module in model.modules())
     return next((group for group in noted if isinstance(group, CommGroup)), None)
 
@@ -312,7 +312,7 @@ def _in_step(group: CommGroup, work: Callable[..., T], *args: Any) -> T:
 
 
 def _refuse(other: Claim) -> UBatchError:
-    """What a call raises while `other` is in one."""
+    """The error of a call while `other` is in a call."""
     if other.thread == threading.get_ident():
         return NestedUBatchError("a UBatchWrapper was called from inside its own call. Wrap a module once.")
     return ConcurrentCallError("another thread is in a call of this UBatchWrapper. Use one wrapper per thread.")

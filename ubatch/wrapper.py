@@ -1,7 +1,6 @@
-"""`UBatchWrapper`: a module that overlaps, called as before.
+"""`UBatchWrapper`: overlaps a module's calls; callers need no change.
 
-For everything but its call it stands in for the module (`ubatch.wrapping.stand_in`); what happens in a call is told in
-`ubatch.wrapped`.
+Apart from its call it behaves as the module (`ubatch.wrapping.stand_in`); `ubatch.wrapped` describes a call.
 """
 
 from __future__ import annotations
@@ -33,26 +32,26 @@ class UBatchWrapper(StandIn):
         config: thresholds, lanes, schedule, group; see `UBatchConfig`.
         cudagraph_mode: `FULL` lets `capture` and `capture_sizes` record calls as CUDA graphs, and calls replay them.
         device: where the model runs; its first parameter's device by default.
-        graphs: what captures; `CudaGraphs` of the device by default.
-        intercept_collectives: what the module launches inside torch (`parallelize_module`, DTensor, functional
-            collectives, `torch.distributed.all_reduce`) are transfers, and torch's own waits points; see
+        graphs: back end that captures; `CudaGraphs` of the device by default.
+        intercept_collectives: treat collectives that the module launches inside torch (`parallelize_module`, DTensor,
+            functional collectives, `torch.distributed.all_reduce`) as transfers, and torch's waits as points; see
             `ubatch.ranks.intercept`. For inference: a call that records gradients declines.
 
     A call overlaps when the forward context carries `ubatch_slices`; otherwise the thresholds decide, from the
     number of tokens (token ids `[B, S]` count B x S, decode if S = 1; otherwise the size of the split dimension).
 
-    Equal or whole: a call returns what the bare module would have returned (values within the rounding of another batch
-    size, structure, types, writes to arguments and caches, the module's state, at most its random numbers), or it *is*
-    the bare call, once, with a counted reason. The exceptions: coupling between rows that the proved call did not show
-    (token dropping by capacity, a rope that follows the longest row); and hooks and effects outside torch happen twice
-    in a proving call. That is the first call of a signature that would overlap: it runs whole on the real arguments and
-    once more in lanes on copies, and the two are compared (`ubatch.wrapping.proof`, `UBatchConfig.verify`).
+    Guarantee: a call either gives the same result as the bare module (values up to rounding of another batch size,
+        structure, types, writes to arguments and caches, the module's state), or it runs unsplit, once, with a counted
+        reason. Exceptions: dependence between rows that the proved call did not show (token dropping by capacity, a
+        rope that follows the longest row); and in a proving call, hooks and effects outside torch happen twice. A
+        proving call is the first call of a signature that would overlap: it runs unsplit on the real arguments and
+        again in lanes on copies, and the two are compared (`ubatch.wrapping.proof`, `UBatchConfig.verify`).
 
     Attributes, parameters, `state_dict`, `to`, `eval` are the module's; attributes set here are set on the module.
 
-    A graph has the module's addresses and flags in it. What changes those through the wrapper drops the graphs (`to`,
-    setting an attribute, registering a hook) or keeps them unused (`train`); new values in the same memory
-    (`load_state_dict`) are seen. Who changes the module behind the wrapper's back calls `drop_graphs`.
+    A graph contains the module's addresses and flags. Changing them through the wrapper drops the graphs (`to`, setting
+    an attribute, registering a hook) or leaves them unused (`train`); new values in the same memory (`load_state_dict`)
+    take effect. After changing the module directly, call `drop_graphs`.
 
     Raises:
         ConfigError: a graph mode or device that cannot work.
@@ -85,14 +84,15 @@ class UBatchWrapper(StandIn):
         self._ubatch_keep("_ubatch_wrapped", wrapped)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module on these arguments, overlapped where it pays. Hooks of the module run once per lane.
+        """Run the module on these arguments, overlapped if the thresholds allow it. Hooks of the module run once per
+        lane.
 
         Raises:
             NestedUBatchError: called from inside a lane, or from inside its own unsplit call.
             ConcurrentCallError: another thread is in a call.
             SplitError: the forward context asks for a split that these arguments do not allow; or the outputs cannot be
                 merged, unlike those of the proof (or without one), and the call wrote to its arguments.
-            OverlapDeclined: `require_overlap` is set and the call ran into a reason not to.
+            OverlapDeclined: `require_overlap` is set and the call cannot overlap.
             UBatchTimeout, PeerFailed, TransferTimeout, GroupBroken: see there.
         """
         return self._ubatch_wrapped.call(args, kwargs)
@@ -103,12 +103,12 @@ class UBatchWrapper(StandIn):
         It runs twice before that. The tensors among its arguments become static inputs, everything else is frozen.
         Ranks that share collectives must capture the same calls in the same order. A call is replayed if its tokens per
         lane, mode, other arguments and attention plans (the same objects) are those of the captured one; capturing a
-        `GraphKey` anew replaces its graph.
+        `GraphKey` again replaces its graph.
 
         Raises:
-            CaptureFailed: it ran, but cannot be captured. The wrapper is usable at once.
-            ConfigError: `cudagraph_mode` is `NONE`; or the module is in training mode, gradients are recorded, an
-                argument is elsewhere, is a cache, or is written to.
+            CaptureFailed: the call ran, but cannot be captured. The wrapper stays usable.
+            ConfigError: `cudagraph_mode` is `NONE`; or the module is in training mode, gradients are recorded, or an
+                argument is on another device, is a cache, or is written to.
             Others: see `forward`.
         """
         context = get_forward_context()
@@ -123,7 +123,7 @@ class UBatchWrapper(StandIn):
 
         Args:
             args, kwargs: an example call with at least as many tokens as the largest size.
-            progress: called with every graph.
+            progress: called after each capture with its graph.
 
         Raises:
             CaptureFailed, ConfigError: as `capture`; or the call cannot be cut to these sizes, its output not to fewer
@@ -134,19 +134,20 @@ class UBatchWrapper(StandIn):
 
     @property
     def graphs(self) -> Mapping[GraphKey, CapturedGraph]:
-        """What was captured."""
+        """The captured graphs by key."""
         table = self._ubatch_wrapped.table
         return {} if table is None else table.graphs
 
     def drop_graphs(self) -> None:
-        """Give all captured graphs back, such as after the module was changed. Calls run eagerly until new captures."""
+        """Release all captured graphs, for example after a change of the module. Calls run eagerly until new
+        captures."""
         table = self._ubatch_wrapped.table
         if table is not None:
             table.drop()
 
     @property
     def config(self) -> Any:
-        """The module's `config` where it has one (Hugging Face models do), else the wrapper's."""
+        """The module's `config` if it has one (Hugging Face models do), else the wrapper's."""
         return getattr(self._ubatch_model, "config", self._ubatch_wrapped.config)
 
     @property
@@ -161,11 +162,11 @@ class UBatchWrapper(StandIn):
         return model
 
     def statistics(self) -> UBatchStatistics:
-        """How often overlap engaged, and why not when it did not."""
+        """How often calls overlapped, and why others did not."""
         return self._ubatch_wrapped.statistics()
 
     def no_timeout(self) -> AbstractContextManager[None]:
-        """Suspend the hang check in the `with` block, and let peers wait: first calls may compile or tune long."""
+        """Suspend the hang check in the `with` block and make peers wait: first calls may compile or tune for long."""
         return self._ubatch_wrapped.execution.no_timeout()
 
     def close(self) -> None:

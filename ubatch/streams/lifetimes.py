@@ -1,9 +1,9 @@
-"""Who keeps a tensor alive while a stream still works on it.
+"""Keeping a tensor alive while a stream still uses it.
 
 The caching allocator gives a freed block back to the stream that it was allocated on, at once: that stream's next
-allocation may get it. What other streams still do with it, the allocator does not know. So:
+allocation may get it. The allocator does not know which other streams still use it. So:
 
-    A tensor may be freed when every use of it on another stream comes before whatever its own stream gets next.
+    A tensor may be freed when every use of it on another stream is ordered before all later work of its own stream.
 
 Two streams are shared by all lanes; a tensor is used across them only around a launch. All cases:
 
@@ -29,18 +29,18 @@ Work that a transport runs on a stream of its own (NCCL does) is queued on the c
 is launched, so that the table holds for it too. A transport that blocks the host instead (gloo) has no streams; its
 transfers are kept until the transport says that it is done, also after a lane failed (`abandon_transfers`).
 
-What model code that switches streams by hand has to do:
+Rules for model code that switches streams by hand:
 
-  - allocate on the compute stream what compute will read. What was allocated on the communication stream and is read
-    by compute is safe after `dbo_switch_to_comm` and a launch, which fork anew; not after
-    `dbo_yield_and_switch_from_compute_to_comm`, whose mark is older than what other lanes have computed since;
-  - allocate what a transfer behind `fork_comm_stream` writes before that mark: memory that was freed since then may
-    still be in use by compute that the transfer does not wait for;
-  - name what it hands to the communication stream: `dbo_keep(x)`, if nothing else holds `x` until the switch back.
+  - allocate tensors that compute will read on the compute stream. A tensor allocated on the communication stream and
+    read by compute is safe after `dbo_switch_to_comm` or a launch, which make a new fork; it is not safe after
+    `dbo_yield_and_switch_from_compute_to_comm`, whose mark does not cover what other lanes compute meanwhile;
+  - allocate the output of a transfer that uses `fork_comm_stream` before that call: memory freed later may still be in
+    use by compute that the transfer does not wait for;
+  - call `dbo_keep(x)` for a tensor used on the communication stream, if nothing else holds `x` until the switch back.
 
-Nobody calls `record_stream`: it would delay every reuse by an event query, and in a captured graph forbid it.
-A graph's own pool follows the same rule, in the order of capture; nothing here asks an event while one is captured.
-Tests hold the code to this with `tests/support/fake_cuda.py`, which sees every operation of the real modules.
+`record_stream` is not used: it would delay every reuse by an event query, and prevent reuse in a captured graph. A
+graph's own pool follows the same rule, in the order of capture; no event is queried during a capture. Tests check these
+rules with `tests/support/fake_cuda.py`, which records every operation of the real modules.
 """
 
 from __future__ import annotations
@@ -57,25 +57,25 @@ __all__ = ["Launched", "Ledger", "abandon_transfers"]
 
 
 class Launched(Protocol):
-    """What a lane remembers of its transfers (`ubatch.ranks.transfer.Transfer`)."""
+    """The interface of a transfer to its lane (`ubatch.ranks.transfer.Transfer`)."""
 
     @property
     def over(self) -> bool:
         """Whether the transport no longer touches the buffers."""
 
     def follow(self, *, failed: bool) -> bool:
-        """Let the current stream come after the transfer without blocking; False where only the host can wait.
+        """Order the current stream after the transfer without blocking; False if only the host can wait.
 
         Args:
-            failed: its lane failed, so nothing is launched for it any more.
+            failed: whether its lane failed; then no receiving kernel is launched.
         """
 
 
 class Ledger:
-    """What one lane has under way: its transfers, and what its communication stream still uses.
+    """One lane's pending transfers, and the tensors that its communication stream still uses.
 
     Attributes:
-        launched: transfers that nobody has waited for.
+        launched: transfers not yet waited for.
     """
 
     def __init__(self) -> None:
@@ -84,27 +84,28 @@ class Ledger:
         self._marked: list[tuple[int, list[object]]] = []
 
     def keep(self, objects: Iterable[object]) -> None:
-        """Hold what the communication stream uses since the lane's last mark, until the next one is joined."""
+        """Hold objects that the communication stream uses after the lane's last mark, until the next mark is joined."""
         self._unmarked += objects
 
     def mark(self, number: int) -> None:
-        """The lane marked the communication stream; marks are numbered upwards."""
+        """Note that the lane has recorded mark `number` on the communication stream; numbers increase."""
         if self._unmarked:
             self._marked.append((number, self._unmarked))
             self._unmarked = []
 
     def join(self, number: int) -> None:
-        """The compute stream waits for the lane's mark of that number, and so for those before it."""
+        """Note that the compute stream waits for mark `number`, and so for all earlier ones."""
         if self._marked:
             self._marked = [later for later in self._marked if later[0] > number]
 
     def follow_transfers(self, *, failed: bool) -> None:
-        """Order the current stream after the transfers that nobody waited for, where a stream can; let those go."""
+        """Order the current stream after the transfers not waited for, and release those for which that was
+        possible."""
         for transfer in [each for each in self.launched if each.follow(failed=failed)]:
             self.launched.discard(transfer)
 
     def settle(self) -> set[Launched]:
-        """The lane has ended and its streams are joined. Returns the transfers that the transport still works on."""
+        """After the lane has ended and its streams are joined: returns transfers that the transport still works on."""
         self._unmarked, self._marked = [], []
         launched, self.launched = self.launched, set()
         return launched
@@ -117,8 +118,8 @@ _abandoned_lock = threading.RLock()
 
 def _after_fork_in_child() -> None:
     global _abandoned_lock
-    _abandoned_lock = threading.RLock()  # another thread of the parent may have held it
-    _of_the_parent.extend(_abandoned)  # the transport's threads, which end them, live there
+    _abandoned_lock = threading.RLock()  # another thread of the parent process may have held the old lock
+    _of_the_parent.extend(_abandoned)  # only the parent has the transport's threads, which complete them
     _abandoned.clear()
 
 

@@ -1,18 +1,18 @@
-"""The SM budget: how many of a GPU's streaming multiprocessors are left to communication kernels.
+"""The SM budget: how many of a GPU's streaming multiprocessors are reserved for communication kernels.
 
-A communication kernel that starts late waits for SMs that persistent GEMMs hold; one that takes too many slows those
-down. A schedule with `comm_sms` shares the SMs out, but only kernels that take a number of SMs can keep to it:
+A communication kernel that starts late waits for SMs that persistent GEMMs hold; one that takes too many SMs slows the
+GEMMs down. A schedule with `comm_sms` divides the SMs, but only kernels with an adjustable number of SMs can obey:
 
     budget = current_sm_budget()
     if budget is not None:
         launch(num_sms=budget.compute)      or budget.comm, for a transport
         report_sm_use("my_gemm", obeys=True)
 
-Without a budget no SM is idle while nothing travels. The grouped GEMM's programs then take tile by tile what no other
-has (`moe.kernels.grouped_gemm`), so that no tile waits for an SM that a transport holds.
+Without a budget no SM is reserved. The programs of the grouped GEMM then take the next free tile dynamically
+(`moe.kernels.grouped_gemm`), so that no tile waits for an SM that a transport holds.
 
-Who kept to it is in `UBatchWrapper.statistics().sm_budget`. Kernels that a captured graph replays keep the budget that
-they were captured with.
+`UBatchWrapper.statistics().sm_budget` tells which kernels obeyed. Kernels in a captured graph keep the budget of the
+capture.
 
 Source: DeepEP's `Buffer.set_num_sms`; SGLang's `num_sms` of its single-batch overlap.
 """
@@ -30,14 +30,14 @@ __all__ = ["SMBudget", "merge_sm_use", "share_out_sms"]
 
 @dataclass(frozen=True)
 class SMBudget:
-    """A device's SMs, shared out.
+    """A device's SMs, divided between compute and communication.
 
     Attributes:
-        total: what the device has.
-        comm: what communication kernels may take, at least 1 and less than all.
+        total: SMs of the device.
+        comm: SMs that communication kernels may take, at least 1 and less than `total`.
 
     Raises:
-        ConfigError: nothing is left for one of the two.
+        ConfigError: no SM is left for one of the two.
     """
 
     total: int
@@ -52,12 +52,12 @@ class SMBudget:
 
     @property
     def compute(self) -> int:
-        """What is left to compute kernels."""
+        """SMs for compute kernels."""
         return self.total - self.comm
 
 
 def merge_sm_use(users: dict[str, bool], *reports: Mapping[str, bool]) -> None:
-    """Add reports to what is known; whoever ever took more than its share does not obey."""
+    """Merge reports into `users`; a kernel that once took more than its share stays False."""
     for report in reports:
         for user, obeys in list(report.items()):
             users[user] = obeys and users.get(user, True)

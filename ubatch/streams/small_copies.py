@@ -1,10 +1,10 @@
-"""Small tensors between host and device, without the host waiting for what runs on the device.
+"""Copies of small tensors between host and device, without the host waiting for queued device work.
 
-A plain `.to(device)` of pageable memory, and a plain `.tolist()`, wait for everything that is queued before them. With
-the overlap loop that is a whole step. So copies go through pinned memory and are fenced by an event.
+A plain `.to(device)` of pageable memory, and a plain `.tolist()`, wait for all work queued before them; in the overlap
+loop that is a whole step. So copies use pinned memory, and an event marks their end.
 
-Inside a step its `Carrier` (`model_runner.StepStreams`) takes them, on streams of its own; elsewhere they take the
-current stream. Everything that a step plans from the host's numbers goes this way, attention's plans, too.
+Inside a step its `Carrier` (`model_runner.StepStreams`) copies on separate streams; elsewhere the current stream is
+used. All plans that a step makes on the host, including attention's, are copied this way.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from ubatch.streams.streams import CudaStreams, Event
 __all__ = ["Carrier", "HostCopy", "Packing", "carried_by", "staged", "to_device", "to_host"]
 
 _ALIGNMENT = 128
-"""Bytes. Kernels are compiled anew for pointers that are aligned otherwise."""
+"""Bytes. With another alignment Triton would compile kernels again."""
 
 
 class Carrier(Protocol):
-    """What takes tensors between host and device."""
+    """Copies tensors between host and device."""
 
     def upload(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Host tensors on the device, complete for what the current stream gets from now on."""
+        """Copy host tensors to the device; complete for later work of the current stream."""
 
     def download(self, tensor: Tensor) -> HostCopy:
-        """A tensor that the current stream has made, on its way to the host."""
+        """Start the copy of a tensor, made on the current stream, to the host."""
 
     def stage(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Host tensors in pinned memory, which is theirs until all that the step queues now is done."""
+        """Copy host tensors to pinned memory, which is not reused until the step's queued work is done."""
 
 
 def to_device(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """Host tensors on the device, in order, in one copy. On a CPU they are returned as they are."""
+    """Copy host tensors to the device in one copy; returned in order. On a CPU they are returned as they are."""
     carrier = _carrier.get()
     if carrier is not None:
         return carrier.upload(tensors)
@@ -53,10 +53,10 @@ def to_device(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
 
 
 def staged(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """Host tensors in pinned memory, for a library that reads them on the host and copies them to `device` by itself.
+    """Copy host tensors to pinned memory, for a library that reads them on the host and copies them to `device` itself.
 
-    From pinned memory its copies do not block. Nobody writes to them, and they hold for the step. On a CPU they are
-    returned as they are.
+    From pinned memory the library's copies do not block. The results are read-only and valid for the step. On a CPU the
+    tensors are returned as they are.
     """
     carrier = _carrier.get()
     if carrier is not None:
@@ -67,7 +67,7 @@ def staged(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
 
 
 def to_host(tensor: Tensor) -> HostCopy:
-    """A tensor that is complete in the current stream's order, on its way to the host; nobody changes it afterwards."""
+    """Start the copy of a tensor to the host, in the current stream's order. The tensor must not change afterwards."""
     carrier = _carrier.get()
     if carrier is not None:
         return carrier.download(tensor)
@@ -82,14 +82,14 @@ def to_host(tensor: Tensor) -> HostCopy:
 
 
 class HostCopy:
-    """A device tensor on its way to the host.
+    """A copy of a device tensor to the host, in progress.
 
     Args:
-        host: where it arrives.
-        arrived: marks the copy; None if it is there already.
-        source: what is copied, kept until the copy is done.
+        host: destination of the copy.
+        arrived: event after the copy; None if the copy is complete.
+        source: tensor that is copied, kept alive until the copy is done.
         wait_for: how the host waits for `arrived`.
-        over: called once the host has read `host`, which is free then.
+        over: called once the host has read `host`, which can then be reused.
     """
 
     def __init__(
@@ -107,10 +107,10 @@ class HostCopy:
         self._over = over
 
     def wait(self) -> Tensor:
-        """The tensor on the host; waits for the copy, and for nothing that was queued after it.
+        """The tensor on the host; waits for the copy, but not for work queued after it.
 
         Raises:
-            PeerFailed, GroupBroken, TransferTimeout: it waits for other ranks, see `Transfer.wait`.
+            PeerFailed, GroupBroken, TransferTimeout: if the copy waits for other ranks; see `Transfer.wait`.
         """
         arrived, over = self._arrived, self._over
         if arrived is not None:
@@ -128,11 +128,11 @@ class HostCopy:
 
 @dataclass(frozen=True)
 class Packing:
-    """How tensors lie in one buffer of bytes, each densely at its own aligned place.
+    """Layout of tensors in one byte buffer, each contiguous at an aligned offset.
 
     Attributes:
-        places: of each tensor its dtype, shape, strides and offset, the last two in numbers.
-        nbytes: of the buffer, at least.
+        places: dtype, shape, strides and offset of each tensor; strides and offset in elements.
+        nbytes: minimum size of the buffer in bytes.
     """
 
     places: tuple[tuple[torch.dtype, torch.Size, tuple[int, ...], int], ...]
@@ -140,7 +140,7 @@ class Packing:
 
     @classmethod
     def of(cls, tensors: Sequence[Tensor]) -> Packing:
-        """Room for these."""
+        """The layout for these tensors."""
         places, start = [], 0
         for tensor in tensors:
             dtype, shape = tensor.dtype, tensor.shape
@@ -149,7 +149,7 @@ class Packing:
         return cls(tuple(places), start)
 
     def write(self, buffer: Tensor, tensors: Sequence[Tensor]) -> None:
-        """Copy them into the buffer (`[nbytes]` uint8)."""
+        """Copy the tensors into the buffer (`[nbytes]` uint8)."""
         for place, tensor in zip(self.read(buffer), tensors, strict=True):
             place.copy_(tensor)
 
@@ -160,7 +160,7 @@ class Packing:
 
 
 def _dense(shape: Sequence[int]) -> tuple[int, ...]:
-    """Strides without gaps."""
+    """Contiguous strides for `shape`."""
     strides = [1]
     for size in reversed(shape[1:]):
         strides.append(strides[-1] * max(1, size))
@@ -169,7 +169,7 @@ def _dense(shape: Sequence[int]) -> tuple[int, ...]:
 
 @contextmanager
 def carried_by(carrier: Carrier) -> Iterator[None]:
-    """`to_device` and `to_host` in the `with` block go by `carrier`."""
+    """Make `to_device` and `to_host` use `carrier` in the `with` block."""
     token = _carrier.set(carrier)
     try:
         yield

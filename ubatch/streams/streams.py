@@ -1,4 +1,4 @@
-"""Streams and events: one protocol, CUDA behind it where there is a GPU, null objects on a CPU.
+"""Streams and events: one protocol, implemented by CUDA on a GPU and by null objects on a CPU.
 
 All lanes share one compute stream (the caller's current one) and one communication stream; only events are per
 lane. On a CPU there are no streams: work is done when the call returns, and transfers progress in the
@@ -21,10 +21,10 @@ class Stream(Protocol):
 
 
 class Event(Protocol):
-    """A mark in a stream that another stream can wait for."""
+    """A marked position in a stream that another stream can wait for."""
 
     def record(self, stream: Any) -> None:
-        """Mark the work that `stream` has so far."""
+        """Mark all work queued on `stream` so far."""
 
     def wait(self, stream: Any) -> None:
         """Let later work of `stream` start only after the marked work."""
@@ -37,7 +37,7 @@ class Event(Protocol):
 
 
 class StreamBackend(Protocol):
-    """What a device offers."""
+    """Stream operations of a device."""
 
     def current(self) -> Any:
         """The calling thread's current stream."""
@@ -55,7 +55,7 @@ class StreamBackend(Protocol):
         """Bind the calling thread to the device, before anything is timed or captured."""
 
     def sm_count(self) -> int:
-        """Streaming multiprocessors of the device; 0 where there is none to share out."""
+        """Number of streaming multiprocessors of the device; 0 for a CPU."""
 
 
 class NullStream:
@@ -66,7 +66,7 @@ class NullStream:
 
 
 class NullEvent:
-    """An event of a CPU: what came before is done already."""
+    """An event of a CPU: earlier work is always done."""
 
     def record(self, stream: Any) -> None:
         """Nothing to mark."""
@@ -75,7 +75,7 @@ class NullEvent:
         """Nothing to wait for."""
 
     def query(self) -> bool:
-        """All of it is done."""
+        """Always True."""
         return True
 
     def synchronize(self) -> None:
@@ -91,7 +91,7 @@ class NullStreams:
         return self._the_stream
 
     def set_current(self, stream: Any) -> None:
-        """There is only one."""
+        """Do nothing: there is only one stream."""
 
     def new_stream(self) -> NullStream:
         return self._the_stream
@@ -100,10 +100,10 @@ class NullStreams:
         return NullEvent()
 
     def warm_up(self) -> None:
-        """A CPU is always warm."""
+        """Do nothing: a CPU needs no warm-up."""
 
     def sm_count(self) -> int:
-        """Its cores are not shared out."""
+        """Always 0: a CPU has no SMs."""
         return 0
 
 
@@ -127,10 +127,10 @@ class _CudaEvent:
 
 
 class CudaStreams:
-    """Streams of one CUDA device, the calling thread's current one unless `device` says which.
+    """Streams of one CUDA device; without an index in `device`, the calling thread's current one.
 
     Raises:
-        ConfigError: there is no CUDA device, or not this one.
+        ConfigError: there is no CUDA device, or not one with this index.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -168,7 +168,7 @@ def make_streams(device: torch.device) -> StreamBackend:
     """The stream back end of `device`.
 
     Raises:
-        ConfigError: the device is neither a CPU nor a CUDA device that is there.
+        ConfigError: the device is neither a CPU nor an existing CUDA device.
     """
     if device.type == "cpu":
         return NullStreams()

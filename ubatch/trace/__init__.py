@@ -1,6 +1,6 @@
-"""What happened when.
+"""Traces: when each lane computed, waited and sent.
 
-spans     what is recorded, and `tracing()`
+spans     the records of a trace, and `tracing()`
 recorder  records one lane
 ranges    lanes in `torch.profiler` and NVTX
 export    a summary, and a file for Perfetto

@@ -1,13 +1,13 @@
-"""What a trace says: where the time went, and a file that Perfetto opens.
+"""Export of a trace: a summary of where the time went, and a file for Perfetto.
 
-Three sets of moments answer every question here:
+All figures are computed from three sets of time intervals:
 
     computing      some lane holds the baton and runs
-    waiting        some lane holds the baton and waits for a transfer, so nobody computes
-    on the link    some transfer is under way
+    waiting        some lane holds the baton and waits for a transfer, so no lane computes
+    on the link    some transfer is in flight
 
-Communication is hidden where `computing` and `on the link` meet, and exposed where a lane waits. Where nobody computes
-and nobody waits, the baton is between two lanes (a hand-off), or the step is idle: before its lanes run, and after.
+Communication is hidden while `computing` and `on the link` overlap, and exposed while a lane waits. If no lane computes
+or waits, the baton is between two lanes (a hand-off), or the step is idle: before and after its lanes run.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _FIRST_LINK_ROW = 1000
 """Chrome's thread numbers: steps, then lanes from 1 on, then the link."""
 WAIT_PREFIX = "wait for "
 FILE_KEY = "ubatch"
-"""Under `otherData`: what a viewer does not need, and `ubatch.trace.file` does."""
+"""Key under `otherData` for data that only `ubatch.trace.file` reads."""
 
 
 @dataclass(frozen=True)
@@ -86,14 +86,14 @@ def summarise(spans: Iterable[Span]) -> TraceSummary:
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """A lane at a point.
+    """A lane passes a point.
 
     Attributes:
         step, lane: as in `Span`.
         name: the point.
         at: seconds of `time.monotonic`.
-        to: the lane that ran next; None where this one kept the baton.
-        ran_at: when that lane ran.
+        to: the lane that ran next; None if this lane kept the baton.
+        ran_at: when lane `to` started to run; seconds of `time.monotonic`.
     """
 
     step: int
@@ -105,7 +105,7 @@ class Mark:
 
 
 def points(spans: Iterable[Span]) -> list[Mark]:
-    """Where the lanes passed points, in order of time.
+    """The points that lanes passed, in order of time.
 
     A lane's compute span ends at a point, where it launches a transfer (the name is then `transfer.number`), where it
     waits for one, or at its end.
@@ -132,24 +132,25 @@ def points(spans: Iterable[Span]) -> list[Mark]:
 
 
 def handoffs(spans: Iterable[Span]) -> list[Interval]:
-    """When the baton was between two lanes of one rank: one ended its turn, and the other had not begun."""
+    """Intervals in which the baton was between two lanes of one rank: one had ended its turn, the next had not
+    begun."""
     steps = [_held(step) for step in by_step(spans).values()]
     pairs = itertools.chain.from_iterable(map(itertools.pairwise, steps))
     return union((before.end, after.start) for before, after in pairs if before.lane != after.lane)
 
 
 def _held(step: Iterable[Span]) -> list[Span]:
-    """What the lanes of a step did while they held the baton, in order: it is exclusive, so it does not overlap."""
+    """Compute and wait spans of a step's lanes, in order. Only one lane holds the baton, so they do not overlap."""
     lanes = (span for span in step if span.lane != UNSPLIT and span.kind is not SpanKind.TRANSFER)
     return sorted(lanes, key=lambda span: (span.start, span.end))
 
 
 @dataclass(frozen=True)
 class Clock:
-    """What ties `time.monotonic` of a machine to other machines.
+    """Relation between a machine's `time.monotonic` and the time of day.
 
     Attributes:
-        host: the machine, since it was started.
+        host: identifier of the machine, new after a reboot.
         offset_s: the time of day (seconds since 1970) where `time.monotonic` is 0.
     """
 
@@ -158,7 +159,7 @@ class Clock:
 
     @staticmethod
     def here() -> Clock:
-        """This machine's."""
+        """The clock of this machine."""
         return Clock(machine_name(), time.time() - time.monotonic())
 
 
@@ -167,14 +168,14 @@ def to_chrome(
 ) -> dict[str, object]:
     """A trace as Chrome's JSON object, which Perfetto (https://ui.perfetto.dev) and chrome://tracing open.
 
-    The rank is a process; its rows are the steps, the lanes and the link. Transfers that were under way at the same
-    time get a link row each. Points are instants in the lanes' rows.
+    The rank is a process; its rows are the steps, the lanes and the link. Transfers in flight at the same time get one
+    link row each. Points are instants in the lanes' rows.
 
     Args:
         spans: of one rank.
         rank: the process number.
         origin: the `time.monotonic` that becomes 0; the earliest span by default.
-        notes: what the steps were.
+        notes: one note per step.
 
     Returns:
         `{"traceEvents": [...], "displayTimeUnit": "ms"}` with times in microseconds.
@@ -236,8 +237,8 @@ def write_chrome(
     Args:
         path: the file; replaced if it exists.
         traces: rank to spans. The ranks must share a clock, that is, run on one machine; or see `ubatch.trace.file`.
-        notes: rank to what its steps were.
-        measures: whether a span says how long its work took, and not how long the host took to queue it.
+        notes: rank to the notes of its steps.
+        measures: True if a span is the time of the work itself, False if it is the time in which the host queued it.
         clock: of the machine that `traces` were recorded on; this one's by default.
     """
     notes = notes or {}
@@ -259,7 +260,7 @@ def write_chrome(
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file, or none: on a full disk nothing cut off stays behind, and what was there before does.
+    """Write a file atomically: on an error, such as a full disk, the old file is kept and no partial file is left.
 
     Raises:
         OSError: it cannot be written.
@@ -288,22 +289,22 @@ def describe_outcome(lanes: int, chunks: int, reason: str | None) -> str:
 
 
 def lane_row(lane: int) -> int:
-    """A lane's thread number in Chrome's format; what ran outside lanes has the one before lane 0's."""
+    """A lane's thread number in Chrome's format; work outside lanes has the number before lane 0's."""
     return lane + 2
 
 
 def lane_name(lane: int) -> str:
-    """What a lane's row is called."""
+    """Name of a lane's row."""
     return "unsplit" if lane == UNSPLIT else f"lane {lane}"
 
 
 def link_name(link: int) -> str:
-    """What a link row is called; there is more than one where transfers overlap."""
+    """Name of a link row; there are several if transfers overlap."""
     return "link" if link == 0 else f"link ({link + 1})"
 
 
 def by_step(spans: Iterable[Span]) -> dict[int, list[Span]]:
-    """The spans of every step."""
+    """Step -> its spans."""
     steps: dict[int, list[Span]] = {}
     for span in spans:
         steps.setdefault(span.step, []).append(span)
@@ -324,18 +325,18 @@ def pack(transfers: Iterable[Span]) -> list[list[Span]]:
 
 
 def computing(spans: Iterable[Span]) -> list[Interval]:
-    """When some lane computed."""
+    """Intervals in which some lane computed."""
     spans = tuple(spans)
     held = union((span.start, span.end) for span in spans if span.kind is SpanKind.COMPUTE)
     waiting = union((span.start, span.end) for span in spans if span.kind is SpanKind.WAIT)
     return difference(held, waiting)
 
 
-# Sets of moments, as sorted, disjoint intervals.
+# Sets of points in time, as sorted, disjoint intervals.
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """The moments that lie in any of the intervals."""
+    """The union of the intervals."""
     merged: list[Interval] = []
     for start, end in sorted(intervals):
         if end <= start:
@@ -348,7 +349,7 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def intersection(first: Sequence[Interval], second: Sequence[Interval]) -> list[Interval]:
-    """The moments that lie in both."""
+    """The intersection of two sets of intervals."""
     common: list[Interval] = []
     i = j = 0
     while i < len(first) and j < len(second):
@@ -363,7 +364,7 @@ def intersection(first: Sequence[Interval], second: Sequence[Interval]) -> list[
 
 
 def difference(first: Sequence[Interval], second: Sequence[Interval]) -> list[Interval]:
-    """The moments that lie in the first but not in the second."""
+    """The first set of intervals without the second."""
     if not first:
         return []
     edges = [first[0][0], *(edge for interval in second for edge in interval), first[-1][1]]
@@ -372,7 +373,7 @@ def difference(first: Sequence[Interval], second: Sequence[Interval]) -> list[In
 
 
 def measure(intervals: Iterable[Interval]) -> float:
-    """How long they are together, in seconds."""
+    """Total length in seconds."""
     return sum(end - start for start, end in intervals)
 
 

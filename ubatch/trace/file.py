@@ -1,10 +1,10 @@
-"""Reading the traces that ranks wrote, and putting them on one clock.
+"""Reading the trace files of ranks, and converting them to one clock.
 
-Ranks of one machine share `time.monotonic`, so their spans fit together as they are. Between machines the times of day
-decide, which are as good as the machines' clock synchronisation.
+Ranks of one machine share `time.monotonic`, so their spans need no conversion. Between machines the time of day is
+used, which is as exact as the machines' clock synchronisation.
 
-Every rank counts its own steps from the moment that it began to record, which may be a step earlier or later than
-another one's. Ranks that share experts run their steps at the same time, so what overlaps most is the same step.
+Every rank counts its steps from the start of its recording, which may be a step earlier or later than on another rank.
+Ranks that share experts run their steps at the same time, so the steps that overlap most are the same step.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ __all__ = ["RankTrace", "merge_traces", "read_chrome"]
 
 @dataclass(frozen=True)
 class RankTrace:
-    """What one rank recorded.
+    """One rank's recorded trace.
 
     Attributes:
         rank: its number.
-        spans: by time; seconds of `clock`.
-        notes: what its steps were.
-        clock: of its machine.
-        measures: whether a span says how long its work took, and not how long the host took to queue it.
+        spans: sorted by time; in seconds of `clock`.
+        notes: one note per step.
+        clock: its machine's clock.
+        measures: True if a span is the time of the work itself, False if it is the time in which the host queued it.
     """
 
     rank: int
@@ -48,7 +48,7 @@ def read_chrome(path: str | Path) -> list[RankTrace]:
     """The ranks in a file of `write_chrome`. Times are exact to the nanosecond.
 
     Raises:
-        ConfigError: it cannot be read, or is no such file.
+        ConfigError: the file cannot be read, or was not written by `write_chrome`.
     """
     try:
         document: Any = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -75,10 +75,10 @@ def read_chrome(path: str | Path) -> list[RankTrace]:
 
 
 def merge_traces(traces: Iterable[RankTrace]) -> list[RankTrace]:
-    """The same ranks, in order, on the clock of the lowest one, and with its step numbers.
+    """The traces sorted by rank, converted to the clock and step numbers of the lowest rank.
 
     Raises:
-        ConfigError: a rank comes twice.
+        ConfigError: a rank occurs twice.
     """
     ranks = sorted(traces, key=lambda trace: trace.rank)
     for first, second in itertools.pairwise(ranks):
@@ -142,7 +142,7 @@ def _lag(reference: RankTrace, trace: RankTrace) -> int:
 
 
 def _times(trace: RankTrace) -> dict[int, tuple[float, float]]:
-    """From when to when every step ran."""
+    """Step -> (start, end)."""
     return {
         step: (min(span.start for span in spans), max(span.end for span in spans))
         for step, spans in by_step(trace.spans).items()

@@ -1,6 +1,6 @@
-"""A trace as one HTML page: who computed, what travelled meanwhile, and when everybody waited.
+"""A trace as one HTML page: when lanes computed, transfers ran, and lanes waited.
 
-This file decides what is drawn and in which row; `page.html` draws it. The page loads nothing from anywhere.
+This file decides what is drawn in which row; `page.html` draws it. The page is self-contained.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from ubatch.trace.spans import UNSPLIT, Span, SpanKind, StepNote
 __all__ = ["Remark", "write_html"]
 
 MOST_SPANS = 150_000
-"""A page with more, some 15 MB, is slow to open."""
+"""Limit for one page: with more (some 15 MB) it is slow to open."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class _Block:
 
 @dataclass(frozen=True)
 class _Point:
-    """A lane passes a point; where it handed on, lane `to` ran at `ran_at`."""
+    """A lane passes a point; if it handed on, lane `to` ran at `ran_at`."""
 
     name: str
     at: float
@@ -89,7 +89,7 @@ class _Rank:
 
 @dataclass(frozen=True)
 class _Step:
-    """What the page shows at a time; its times are microseconds from the step's start on the earliest rank."""
+    """One step; the page shows one at a time. Times are microseconds since the step's start on the earliest rank."""
 
     step: int
     duration: float
@@ -112,8 +112,8 @@ def write_html(
     """Write the traces of all ranks as a self-contained page.
 
     Every lane and the link are rows. A transfer has one colour while some lane computed and another while none did;
-    points and hand-offs are marked on the lanes. One step is shown at a time; the page has a control for it. Of very
-    long traces it has every second step, every third, and so on, and says so.
+    points and hand-offs are marked on the lanes. One step is shown at a time; the page has a control to choose it. For
+    a very long trace the page has only every n-th step, and says so.
 
     Args:
         path: the file; replaced if it exists.
@@ -121,8 +121,8 @@ def write_html(
         title: the heading.
         summary: facts to show below it, such as the model or the measured speed-up.
         step: the step shown first; by default the overlapped step of median length.
-        notes: rank to what its steps were.
-        remarks: what to say about all steps.
+        notes: rank to the notes of its steps.
+        remarks: sentences about all steps.
         table: figures of all steps; the first row is the heading.
 
     Raises:
@@ -156,7 +156,7 @@ def write_html(
         "data": data.replace("<", "\\u003c"),  # a "</script>" in a name must not end the element that holds the data
     }
     template = resources.files("ubatch.trace").joinpath("page.html").read_text(encoding="utf-8")
-    # One pass, so that nothing in a value is taken for a slot.
+    # One pass, so that text in a value is not replaced.
     write_whole(Path(path), re.sub(r"\{\{(\w+)\}\}", lambda slot: slots[slot[1]], template))
 
 
@@ -166,7 +166,7 @@ def _remark(remark: Remark) -> str:
 
 
 def _table(rows: Sequence[Sequence[str]]) -> str:
-    """The first row is the heading; the first cell of every row says what the row is."""
+    """An HTML table. The first row is the heading; the first cell of every row is the row's heading."""
     made = [
         "".join(f"<{cell}>{html.escape(text)}</{cell}>" for text in row)
         for cell, row in zip(["th", *["td"] * len(rows)], rows, strict=False)
@@ -199,7 +199,7 @@ def _rank(rank: int, spans: Sequence[Span], origin: float, note: StepNote | None
         return _Block(span.kind, span.name, span.lane, (start, end), parts, span.bytes)
 
     def held(span: Span) -> Iterator[_Block]:
-        """A wait as it is; of a compute span what its waits leave."""
+        """Blocks of a span: a wait unchanged; a compute span without the waits inside it."""
         whole = [(span.start, span.end)]
         for at in whole if span.kind is SpanKind.WAIT else difference(whole, waiting):
             yield block(span, at)
@@ -231,7 +231,7 @@ def _rank(rank: int, spans: Sequence[Span], origin: float, note: StepNote | None
 
 
 def _by_lane(spans: Sequence[Span]) -> dict[int, list[Span]]:
-    """What the lanes did, in order of time; transfers are on the link."""
+    """Lane -> its compute and wait spans, in order of time. Transfers are left out: they are in the link's row."""
     lanes: dict[int, list[Span]] = {}
     for span in sorted(spans, key=lambda span: span.start):
         if span.kind is not SpanKind.TRANSFER:
@@ -240,7 +240,7 @@ def _by_lane(spans: Sequence[Span]) -> dict[int, list[Span]]:
 
 
 def _most_telling(pages: Sequence[_Step]) -> int:
-    """The position of the overlapped step of median length; of any step where none overlapped."""
+    """Index of the overlapped step of median length; of all steps if none overlapped."""
     overlapped = [position for position, page in enumerate(pages) if page.lanes > 0]
     candidates = sorted(overlapped or range(len(pages)), key=lambda position: pages[position].duration)
     return candidates[len(candidates) // 2] if candidates else 0

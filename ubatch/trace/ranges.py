@@ -4,14 +4,15 @@
         wrapper(x)
 
     lane 0 | start      from the lane's first turn to its first point
-    lane 0 | dispatch   from when the baton is back from point `dispatch` (or it was kept there) to the next point
+    lane 0 | dispatch   from the baton's return at point `dispatch` (or from the point, if it was kept) to the next
+                        point
 
-A range is open only while its lane holds the baton, and a lane has one at a time, so those of one thread follow one
-another. In NVTX they are start/end ranges, not pushed ones: a range that the model itself pushes may span points, and
-a pop takes whatever is on top.
+A range is open only while its lane holds the baton, and a lane has one at a time, so ranges of one thread do not
+overlap. In NVTX they are start/end ranges, not push/pop ranges: the model's own pushed range may span points, and a pop
+always removes the topmost range.
 
-`torch.profiler` looks at the thread that starts it, and lanes are others: without its switch for all threads it shows
-neither their ranges nor their operations. In torch 2.11 to 2.13 that is
+`torch.profiler` records only the thread that starts it. Lanes are other threads: their ranges and operations are shown
+only with its option for all threads. In torch 2.11 to 2.13 that is
 
     all_threads = torch.profiler._ExperimentalConfig(profile_all_threads=True)
     with torch.profiler.profile(experimental_config=all_threads) as profiler:
@@ -46,7 +47,7 @@ class LaneRanges:
         self._handle: Any = None
 
     def begin(self, point: str) -> None:
-        """The lane begins a stage at `point`; the previous one has ended."""
+        """Begin a stage at `point`; the previous one has ended."""
         name = f"lane {self._lane} | {point}"
         self._recorded = record_function(name)
         self._recorded.__enter__()
@@ -54,7 +55,7 @@ class LaneRanges:
             self._handle = self._nvtx.range_start(name)
 
     def end(self) -> None:
-        """The stage is over. Nothing happens if none has begun."""
+        """End the stage. Does nothing if none has begun."""
         recorded, self._recorded = self._recorded, None
         if recorded is None:
             return
@@ -67,7 +68,7 @@ _wanted: ContextVar[bool] = ContextVar("ubatch_profile_ranges", default=False)
 
 
 def ranges_wanted() -> bool:
-    """Whether lanes that start now shall show their ranges."""
+    """Whether lanes that start now show their ranges."""
     return _wanted.get()
 
 
@@ -75,6 +76,6 @@ def profile_ranges(wanted: bool = True) -> AbstractContextManager[object]:
     """Show the stages of the lanes of every wrapper call in the `with` block.
 
     Args:
-        wanted: False leaves things as they are around the block.
+        wanted: False does not change the current setting.
     """
     return changing(_wanted, wanted or _wanted.get())

@@ -1,7 +1,7 @@
-"""What one lane records in one step: its stages and waits in the trace, and its ranges for profilers.
+"""Records one lane's step: stages and waits for the trace, and ranges for profilers.
 
-A stage is what a lane computes from one event (a point, a launch, the end of a wait) to the next. A lane has a recorder
-only where somebody looks, so a step without a trace and without ranges costs its points one comparison with None.
+A stage is a lane's compute from one event (a point, a launch, the end of a wait) to the next. A lane has a recorder
+only if a trace or ranges are wanted; otherwise a point costs one comparison with None.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ class LaneRecorder:
 
     Args:
         lane: its number.
-        trace: where spans and events go; None where only ranges are wanted.
-        ranges: what profilers see; None where they see nothing.
+        trace: receives spans and events; None if only ranges are wanted.
+        ranges: ranges for profilers; None if not wanted.
     """
 
     def __init__(self, lane: int, trace: Trace | None, ranges: LaneRanges | None) -> None:
@@ -37,7 +37,7 @@ class LaneRecorder:
         self._begin_stage()
 
     def reach(self, point: str, *, active: bool) -> None:
-        """The lane is at a point; `active` where the schedule hands on there."""
+        """The lane reaches a point; `active` if the schedule hands on there."""
         if self._ranges is not None:
             self._ranges.end()
         self._end_stage(EventKind.POINT, point)
@@ -45,7 +45,7 @@ class LaneRecorder:
             self._trace.order.append((self._lane, point))
 
     def go_on(self, point: str, *, active: bool) -> None:
-        """The lane goes on after the point; the time of other lanes in between does not count."""
+        """The lane continues after the point; time of other lanes in between does not count."""
         if active:
             self._begin_stage()
         if self._ranges is not None:
@@ -73,12 +73,12 @@ class LaneRecorder:
             trace.events.append(Event(trace.step, self._lane, EventKind.WAIT, key, stage_cpu, cpu_now - cpu, link))
             self._cpu = cpu_now
             return
-        self._cpu = cpu_now - stage_cpu  # this lane's stage goes on
+        self._cpu = cpu_now - stage_cpu  # this lane's stage continues
         if launcher is not None:
             trace.events.append(Event(trace.step, launcher, EventKind.WAIT, key, 0.0, cpu_now - cpu, link))
 
     def end(self, *, failed: bool) -> None:
-        """The lane leaves; what a step that `failed` did last is not recorded."""
+        """The lane ends; the last stage of a step that `failed` is not recorded."""
         if self._ranges is not None:
             self._ranges.end()
         if self._trace is not None and not failed:
@@ -100,6 +100,6 @@ class LaneRecorder:
 
 
 def make_recorder(lane: int, trace: Trace | None) -> LaneRecorder | None:
-    """The recorder of a lane that begins a step now; None where nobody looks."""
+    """A recorder for a lane that begins a step now; None if neither a trace nor ranges are wanted."""
     ranges = LaneRanges(lane) if ranges_wanted() else None
     return None if trace is None and ranges is None else LaneRecorder(lane, trace, ranges)

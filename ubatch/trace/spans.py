@@ -1,9 +1,9 @@
-"""What happened when: cheap spans per lane and per transfer.
+"""Records of a trace: cheap spans per lane and per transfer.
 
-A span is one tuple-like record appended to a list; with tracing off nothing is recorded at all. The same record answers
-three questions: in what *order* did the lanes run (`order`, which must equal `interleave`), what did the time go to
-(`spans`, which `ubatch.trace.export` draws), and what would an ideal machine make of it (`events`). What a step was,
-and why it did or did not overlap, goes with them (`notes`).
+A span is one tuple-like record appended to a list; with tracing off nothing is recorded at all. A trace holds the
+*order* in which lanes ran (`order`, equal to `interleave`), how the time was spent (`spans`, exported by
+`ubatch.trace.export`), the input for a simulation on an ideal machine (`events`), and what each step was and why it did
+or did not overlap (`notes`).
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ __all__ = [
 ]
 
 UNSPLIT = -1
-"""The lane number of what ran outside any lane."""
+"""Lane number for work outside lanes."""
 
 
 class SpanKind(StrEnum):
-    """What a span shows."""
+    """Kind of a span."""
 
     COMPUTE = "compute"
     """a lane held the baton and ran; named by the point that it reached"""
@@ -51,7 +51,7 @@ class SpanKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A stretch of time.
+    """A time interval of a lane or transfer.
 
     Attributes:
         kind: compute, wait or transfer.
@@ -72,7 +72,7 @@ class Span:
 
 
 class EventKind(StrEnum):
-    """What a lane did at the end of a stretch of compute."""
+    """What a lane did at the end of a stage."""
 
     POINT = "point"
     LAUNCH = "launch"
@@ -90,7 +90,7 @@ class LinkTime:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One step of a lane's program; `simulate.programs_of` turns them into what the simulator runs.
+    """One event of a lane; `simulate.programs_of` turns events into the simulator's programs.
 
     Attributes:
         step, lane: as in `Span`.
@@ -112,17 +112,17 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class StepNote:
-    """What one call of a wrapper was.
+    """Description of one call of a wrapper.
 
     Attributes:
         step: as in `Span`.
         mode: a `ForwardMode`.
         tokens: of this rank.
-        schedule: the name of the one it ran under, or would have.
-        lanes, chunks: in so many it ran; 1 and 1 if it did not overlap.
+        schedule: name of the schedule that it ran under, or would have run under.
+        lanes, chunks: numbers that it ran in; 1 and 1 if it did not overlap.
         reason: why it did not overlap, a `DeclineReason`; None if it did.
-        declined_by: the first rank that said no; None if none did.
-        start, end: of the whole call, with what goes before the lanes and after them; seconds of `time.monotonic`.
+        declined_by: the first rank that voted no; None if none did.
+        start, end: of the whole call, including work before and after the lanes; seconds of `time.monotonic`.
     """
 
     step: int
@@ -142,10 +142,10 @@ class Trace:
     """The spans of some steps.
 
     Attributes:
-        spans: in the order in which they ended.
-        events: what every lane did, in running order, with its CPU time.
+        spans: in order of their ends.
+        events: all lanes' events, in running order, with CPU times.
         order: `(lane, point)` per active point passed and per lane that ended, for the steps that overlapped.
-        notes: what every step was, in order; a step that failed has none.
+        notes: one per step, in order; a failed step has none.
         step: the current step; `traced_step` counts it.
     """
 
@@ -176,7 +176,7 @@ _trace: ContextVar[Trace | None] = ContextVar("ubatch_trace", default=None)
 
 
 def current_trace() -> Trace | None:
-    """The trace that spans go to, or None when nothing is recorded."""
+    """The trace that is being recorded, or None."""
     return _trace.get()
 
 
@@ -184,21 +184,21 @@ def tracing(trace: Trace | None = None) -> AbstractContextManager[Trace]:
     """Record every wrapper call and transfer of the `with` block, lanes included.
 
     Args:
-        trace: where to; a new one by default.
+        trace: receives the records; a new one by default.
     """
     chosen = trace if trace is not None else Trace()
     return cast("AbstractContextManager[Trace]", changing(_trace, chosen))
 
 
 def note_step(mode: str, tokens: int, schedule: str) -> None:
-    """Tell the trace what the current step is; see `StepNote`."""
+    """Record in the trace what the current step is; see `StepNote`."""
     trace = current_trace()
     if trace is not None:
         trace._note = StepNote(trace.step, str(mode), tokens, schedule)
 
 
 def note_outcome(*, lanes: int = 1, chunks: int = 1, reason: str | None = None, declined_by: int | None = None) -> None:
-    """Tell the trace how the current step ran, after `note_step`; the last word counts."""
+    """Record in the trace how the current step ran, after `note_step`; the last call wins."""
     trace = current_trace()
     if trace is not None and trace._note is not None:
         why = None if reason is None else str(reason)
@@ -207,7 +207,7 @@ def note_outcome(*, lanes: int = 1, chunks: int = 1, reason: str | None = None, 
 
 @contextmanager
 def traced_step() -> Iterator[None]:
-    """Around a call of a wrapper: count the step, and time what `note_step` says of it."""
+    """Put around a call of a wrapper: counts the step, and adds start and end to its note."""
     trace = current_trace()
     if trace is None:
         yield
