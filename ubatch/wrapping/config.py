@@ -1,4 +1,4 @@
-"""Settings of the runtime. Names are vLLM's, so what a user knows carries over."""
+"""Settings of the runtime. The names are vLLM's."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ class CUDAGraphMode(StrEnum):
 
     @classmethod
     def of(cls, mode: CUDAGraphMode | str) -> CUDAGraphMode:
-        """The mode of this name.
+        """The mode called `mode`.
 
         Raises:
-            ConfigError: there is none.
+            ConfigError: there is no such mode.
         """
         if mode not in tuple(cls):
             raise ConfigError(f"unknown cudagraph_mode {mode!r}{nearest(str(mode), tuple(cls))}")
@@ -39,14 +39,14 @@ class CUDAGraphMode(StrEnum):
 
 
 class Verify(StrEnum):
-    """Which calls of a module are proved before they overlap: run whole and in lanes, and compared."""
+    """Which calls of a module are proved before they overlap: run unsplit and in lanes, and compared."""
 
     FIRST = "first"
-    """the first of every signature (two in 16 bits)"""
+    """the first call of every signature (two in 16 bits)"""
     ALWAYS = "always"
-    """every one, for development; nothing gets faster"""
+    """every call; for development, without speed-up"""
     OFF = "off"
-    """none: who wraps knows that the rows of a batch do not depend on each other, and how outputs merge"""
+    """no call: the user guarantees that rows of a batch are independent, and names how outputs merge"""
 
 
 _KINDS: Mapping[str, type | tuple[type, ...]] = {
@@ -80,29 +80,29 @@ class UBatchConfig:
         dbo_prefill_token_threshold: a step with a prefill overlaps from this many tokens on.
         schedule: a name of `ubatch.schedules.schedule.SCHEDULES` or of `schedules`, or a `Schedule`. One lane with
             chunks (`single_batch`) or a signalled combine overlaps without splitting the batch.
-        comm_sms: streaming multiprocessors left to communication kernels; None as the schedule has it. Nothing to
-            share out on a CPU.
-        tbo_token_distribution_threshold: a prefill batch so lopsided that the best split by requests leaves one lane
-            less than this share of the tokens is cut inside a request; 0 never does, 0.5 always. Read by the model
-            runner, which knows the requests; so is
-        split_by: `tokens`, or `cost` (attention pairs and expert rows): what lanes of a batch with prefills have
-            equal shares of. The threshold above is then a share of the cost.
+        comm_sms: streaming multiprocessors reserved for communication kernels; None: the schedule's number. Ignored on
+            a CPU.
+        tbo_token_distribution_threshold: if the best split between requests leaves one lane less than this share of the
+            tokens, a prefill batch is cut inside a request; 0: never, 0.5: always. Only the model runner reads this and
+            the next, because it knows the requests.
+        split_by: lanes of a batch with prefills get equal `tokens`, or equal `cost` (attention pairs and expert rows).
+            With `cost` the threshold above is a share of the cost.
         timeout_s: a lane that holds the baton longer counts as hung.
         group: the ranks whose collectives the module calls; `moe.expert_parallel` sets it.
         split_dims: parameter name (or `name.key` inside a nested argument) -> the dimension to split, None to give
             every lane the whole argument.
-        output_dims: output name (or path; `output` where there is no name) -> the dimension to concatenate, None
-            where every lane returns the same. Needed with `verify="off"` alone: there, what is not named is
-            concatenated along dimension 0, where that is the rows or tokens of the call. A proof finds out by itself,
-            and refuses what is named otherwise.
+        output_dims: output name (or path; `output` where there is no name) -> the dimension to concatenate, None if
+            every lane returns the same. Needed only with `verify="off"`: there an output without a name is concatenated
+            along dimension 0, if that has the call's rows or tokens. A proof finds the dimension by itself, and refuses
+            a wrong one.
         profile_ranges: show every lane's stages as ranges in torch.profiler and NVTX (`ubatch.trace.ranges`).
         require_overlap: raise `OverlapDeclined` instead of running unsplit. A proving call is allowed.
         verify: `first`, `always` or `off`; see `Verify`.
         cudagraph_capture_sizes: tokens of the graphs that `UBatchWrapper.capture_sizes` captures; smaller calls are
             padded to the next one.
-        schedules: schedules of one's own; their names may stand wherever a schedule's name may.
-        modes: what differs for `decode`, `prefill` (mixed batches, too) and `verify` steps; in a file these three are
-            keys of their own.
+        schedules: name -> the user's own schedules; their names are valid wherever a schedule's name is.
+        modes: separate settings for `decode`, `prefill` (also mixed batches) and `verify` steps; in a file these three
+            are top-level keys.
 
     Raises:
         ConfigError: at construction, for any value that cannot work.
@@ -170,7 +170,7 @@ class UBatchConfig:
                 f"group must be a CommGroup, not {type(self.group).__name__}. "
                 "Make one: CommGroup.from_process_group(pg)."
             )
-        self._by_mode  # noqa: B018 - refuses what cannot work
+        self._by_mode  # noqa: B018 - refuses invalid settings
 
     def _check_schedules(self) -> None:
         for name, schedule in self.schedules.items():
@@ -189,20 +189,18 @@ class UBatchConfig:
             _check_type(f"modes[{key!r}]", settings, ModeSettings)
 
     def resolved_schedule(self) -> Schedule:
-        """The schedule of the modes that have none of their own, with its lanes; a one-lane schedule stays one."""
+        """The schedule, with its lanes, of modes that do not set one; a one-lane schedule keeps its lane."""
         return self._with_lanes(self.schedule, None)
 
     def for_mode(self, mode: ForwardMode) -> Resolved:
-        """What is in force in the steps of a mode. Mixed batches count as prefills; an idle rank, which goes along with
-        the others, gets decode's.
-        """
+        """The settings in force in the steps of a mode. Mixed batches count as prefills; an idle rank gets decode's."""
         return self._by_mode[mode]
 
     def switched_off(self, schedule: Schedule | None) -> tuple[DeclineReason, str] | None:
-        """Why no step overlaps, whatever its size, and that in words; None if nothing is switched off.
+        """Reason and message if no step can overlap, whatever its size; else None.
 
         Args:
-            schedule: the mode's; None for an idle rank, which does not know the mode.
+            schedule: the mode's schedule; None for an idle rank, which does not know the mode.
         """
         if not self.enable_dbo:
             return DeclineReason.DISABLED, "enable_dbo is off."
@@ -211,7 +209,7 @@ class UBatchConfig:
         return None
 
     def below_threshold(self, mode: ForwardMode, num_tokens: int) -> tuple[DeclineReason, str] | None:
-        """Why a step of this mode is too small to overlap, and that in words; None if it is large enough."""
+        """Reason and message if a step of this mode is too small to overlap; None if it is large enough."""
         threshold = self.for_mode(mode).token_threshold
         if num_tokens >= threshold:
             return None
@@ -220,12 +218,12 @@ class UBatchConfig:
         return reason, f"{num_tokens} tokens are below the {mode} threshold of {threshold}."
 
     def agreed_schedule(self, decision: Decision, mode: ForwardMode) -> Schedule:
-        """What this rank runs in a step that the ranks agreed to overlap. A rank without tokens has voted without
-        knowing the others' mode, and goes along with theirs.
+        """This rank's schedule in a step that the ranks agreed to overlap. A rank without tokens takes the others'
+        mode.
 
         Args:
-            decision: engaged.
-            mode: this rank's own.
+            decision: the decision, engaged.
+            mode: this rank's own mode.
 
         Raises:
             ConfigError: the others run a schedule that this rank does not have.
@@ -269,7 +267,8 @@ class UBatchConfig:
         return Resolved(schedule, threshold)
 
     def _with_lanes(self, asked: Schedule | str, lanes: int | None) -> Schedule:
-        """A schedule by name or as it is, with `lanes`, else the lanes of one's own, else num_ubatches."""
+        """A schedule, given itself or by name. Its lanes are `lanes`, else those of a user's own schedule, else
+        num_ubatches."""
         schedule = asked if isinstance(asked, Schedule) else self._named(asked)
         check_runnable(schedule)
         if self.comm_sms is not None:
@@ -290,7 +289,7 @@ class UBatchConfig:
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> UBatchConfig:
-        """From keys in snake or kebab case.
+        """Make a config from keys in snake or kebab case.
 
         Raises:
             ConfigError: an unknown key (with the nearest known one), or a wrong type or value.
@@ -298,8 +297,10 @@ class UBatchConfig:
         arguments: dict[str, Any] = {}
         for key, value in values.items():
             name = str(key).replace("-", "_")
-            if name == "verify" and not isinstance(value, Mapping):  # of the proof; a mapping is of the verify steps
-                arguments["verify"] = "off" if value is False else value  # as YAML reads `off`
+            if name == "verify" and not isinstance(
+                value, Mapping
+            ):  # the proof's setting; a mapping would be for verify steps
+                arguments["verify"] = "off" if value is False else value  # YAML reads `off` as False
                 continue
             if name not in _KINDS and name not in MODE_KEYS:
                 raise ConfigError(f"unknown key {key!r}{nearest(name, {*_KINDS, *MODE_KEYS})}")
@@ -317,7 +318,7 @@ class UBatchConfig:
 
     @classmethod
     def from_yaml(cls, path: str | Path) -> UBatchConfig:
-        """From a YAML file with one mapping. Needs the `pyyaml` package.
+        """Read a config from a YAML file with one mapping. Needs the `pyyaml` package.
 
         Raises:
             ConfigError: the file is missing, is not YAML or not a mapping, or has a bad key or value.
@@ -342,7 +343,7 @@ class UBatchConfig:
             raise ConfigError(f"{path}: {error}") from error
 
     def describe(self) -> dict[str, object]:
-        """The settings as plain values, for logs: what `from_mapping` reads, but for a `Schedule` without a name in
+        """The settings as plain values, for logs. `from_mapping` reads them, except a `Schedule` that is not in
         `schedules`."""
         values = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("group", "schedules", "modes")}
         values["schedules"] = {name: schedule.to_mapping() for name, schedule in self.schedules.items()}
@@ -356,7 +357,7 @@ def _own_schedule(name: object, values: object) -> Schedule:
 
 
 def _check_type(name: str, value: object, kind: type | tuple[type, ...]) -> None:
-    """A bool is no number here, though Python has it so; an int may stand for a float."""
+    """Check a value's type. A bool does not count as a number; an int is accepted for a float."""
     kinds = kind if isinstance(kind, tuple) else (kind,)
     accepted = (*kinds, int) if float in kinds else kinds
     if not isinstance(value, accepted) or (isinstance(value, bool) and bool not in kinds):

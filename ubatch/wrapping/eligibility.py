@@ -1,14 +1,14 @@
-"""What this rank would do with a call: overlap it or not, and why not. Nothing runs here, and no rank is asked.
+"""Whether this rank would overlap a call, and why not. Nothing runs here, and there is no vote.
 
 In pseudo-code:
     the forward context says where to cut     -> cut there, or refuse by name
     the arguments cannot be cut               -> no: which argument, and what to do about it
     switched off, too small, not safe         -> no, with the reason
-    its like was proved not to be equal       -> no, with what was found
-    the mode's schedule has one lane          -> as it is, in chunks of experts
-    otherwise                                 -> cut evenly; to be proved first, if its like was not yet
+    a call of its signature failed its proof  -> no, with the proof's reason
+    the mode's schedule has one lane          -> run unsplit, in chunks of experts
+    otherwise                                 -> cut evenly; prove first, if its signature is not proved yet
 
-The arguments are cut here already, not once the ranks have voted: what cannot be cut must be known before.
+The arguments are cut here, before the vote, because the vote must know whether they can be cut.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ __all__ = ["CutCall", "Eligibility", "Intent"]
 
 @dataclass(frozen=True)
 class CutCall:
-    """A call that was cut.
+    """A call, split into lanes.
 
     Attributes:
-        plan: how.
-        bounds: the rows of every lane.
-        calls: the arguments of every lane.
-        parts: what the lanes got in place of the call's leaves.
-        rule: how the outputs merge, where a proof has shown it.
+        plan: how the call is split.
+        bounds: row range of every lane.
+        calls: arguments of every lane.
+        parts: the lanes' parts of the call's leaves.
+        rule: how the outputs merge, if a proof has learned it.
     """
 
     plan: CallPlan
@@ -59,7 +59,7 @@ class CutCall:
 
     @property
     def tokens(self) -> tuple[int, ...]:
-        """Of every lane."""
+        """Tokens of every lane."""
         return tuple((rows.stop - rows.start) * self.plan.tokens_per_row for rows in self.bounds)
 
 
@@ -69,14 +69,14 @@ class Intent:
 
     Attributes:
         offer: for the vote.
-        why: a sentence, where it would run unsplit.
-        schedule: what it would overlap with; the mode's.
-        cut: the arguments, cut, where it would overlap in lanes.
-        single: whether it would overlap as it is: one lane, with chunks of experts.
+        why: a sentence that tells why it would run unsplit; else None.
+        schedule: the mode's schedule.
+        cut: the split call, if it would overlap in lanes.
+        single: whether it would overlap unsplit: one lane, with chunks of experts.
         mode: decode or prefill.
-        num_tokens: of the whole call.
-        plan: how the call would be cut; None where it cannot be.
-        signature: of a call that needs a proof, or has one.
+        num_tokens: tokens of the whole call.
+        plan: how the call would be split; None if it cannot be.
+        signature: the call's signature, if it needs a proof or has one.
     """
 
     offer: Offer
@@ -100,11 +100,11 @@ class Eligibility:
     Args:
         model: any module.
         config: its thresholds, dimensions and schedules.
-        intercept: waits inside torch become points, so nothing may be differentiated.
+        intercept: whether waits inside torch become points; gradients are then refused.
 
     Attributes:
         names: of the module's positional parameters; see `ubatch.calls.arguments.parameter_names`.
-        proofs: what is known of the module's calls.
+        proofs: results of the proofs of the module's calls.
     """
 
     def __init__(self, model: nn.Module, config: UBatchConfig, *, intercept: bool = False) -> None:
@@ -141,7 +141,7 @@ class Eligibility:
             return self._no(cannot.reason, str(cannot), num_tokens, mode, plan)
 
     def settle(self, intent: Intent, decision: Decision) -> Intent:
-        """A rank without tokens takes the lanes and the schedule of those that have some.
+        """The intent after the vote: a rank without tokens takes the lanes and schedule of the others.
 
         Raises:
             ConfigError: it does not have that schedule.
@@ -152,19 +152,19 @@ class Eligibility:
         return intent if schedule == intent.schedule else self._even(intent.plan, intent.mode, schedule)
 
     def plan(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, tried: bool = False) -> CallPlan:
-        """How the call can be cut; `tried` where that will be proved, so that it may be guessed.
+        """How the call can be split. `tried`: the split will be proved, so it may be guessed.
 
         Raises:
-            CannotSplit: it cannot be.
+            CannotSplit: it cannot be split.
         """
         return plan_call(self.names, args, kwargs, self._config.split_dims, tried=tried)
 
     def may_run_again(self, intent: Intent) -> bool:
-        """Whether a call that has run in lanes may run once more, whole: its proof showed that nobody would notice."""
+        """Whether a call that has run in lanes may run again unsplit: its proof showed that it has no side effects."""
         return intent.signature is not None and not self.proofs.find(intent.signature).writes
 
     def _with_proof(self, intent: Intent) -> Intent:
-        """The intent, with how its outputs merge, or with the wish to find that out; or a no, if it was found wanting.
+        """The intent with its proof's result: the merge rule; a request for a proof if there is none yet; or a no.
 
         A rank without rows has nothing to prove, and merges nothing.
         """
@@ -206,7 +206,8 @@ class Eligibility:
     def _requested_whole(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], context: ForwardContext, decision: Decision
     ) -> Intent:
-        """The ranks have agreed before: single-batch overlap, unless slices are missing."""
+        """The intent of a call whose context already has a decision: single-batch overlap, unless slices are
+        missing."""
         if decision.num_lanes > 1:
             raise SplitError("the forward context's decision says to overlap, but it has no ubatch_slices.")
         schedule = context.schedule or self._config.for_mode(context.mode).schedule
@@ -229,7 +230,7 @@ class Eligibility:
         kwargs: dict[str, Any],
         context: ForwardContext | None,
     ) -> tuple[DeclineReason, str] | None:
-        """Why this rank would rather not split a call that could be split; an idle rank has no objection."""
+        """Why this rank does not want to split a call that could be split; None for an idle rank."""
         settings, idle = self._config.for_mode(mode), plan.rows == 0 and self._config.group is not None
         off = self._config.switched_off(None if idle else settings.schedule)
         if off is not None:
@@ -251,11 +252,11 @@ class Eligibility:
     def _not_in_lanes(
         self, plan: CallPlan, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[DeclineReason, str] | None:
-        """What is known without running."""
+        """Reasons against lanes that are known without running the call."""
         return self._layout(plan) or why_not_in_lanes() or self._batch_dependence() or self._gradients(args, kwargs)
 
     def _layout(self, plan: CallPlan) -> tuple[DeclineReason, str] | None:
-        """A module whose batch is known to lie elsewhere, or which lanes cannot run."""
+        """Refuse a module whose batch is not in dimension 0, or which cannot run in lanes."""
         model = self._model
         if isinstance(model, torch.jit.ScriptModule | torch.jit.ScriptFunction):
             return (
@@ -272,7 +273,7 @@ class Eligibility:
         return None
 
     def _gradients(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[DeclineReason, str] | None:
-        """Torch's own collectives in lanes give none."""
+        """Refuse gradients with intercepted collectives, which have none in lanes."""
         if not self._intercept or not torch.is_grad_enabled():
             return None
         given = leaves_of(self.names, args, kwargs).tensors.values()
@@ -284,7 +285,7 @@ class Eligibility:
         return None
 
     def _batch_dependence(self) -> tuple[DeclineReason, str] | None:
-        """What makes a row's result depend on the other rows, or on the order of random numbers."""
+        """Refuse modules in which a row's result depends on other rows, or on the order of random numbers."""
         model = self._model
         for name, module in model.named_modules() if model.training else self._suspects:
             where = name or "the module"
@@ -360,7 +361,7 @@ def _explicit_bounds(slices: Sequence[UBatchSlice], plan: CallPlan) -> list[slic
 
 
 def _is_sequence_first(module: nn.Module) -> bool:
-    """Whether torch itself says that this module's batch is its arguments' dimension 1."""
+    """Whether this is a torch module with `batch_first=False`: its arguments' batch is dimension 1."""
     if isinstance(module, nn.Sequential) and len(module):
         return _is_sequence_first(module[0])
     if isinstance(module, nn.TransformerEncoder | nn.TransformerDecoder) and len(module.layers):

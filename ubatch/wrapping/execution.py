@@ -1,10 +1,10 @@
-"""Running a call that was decided on, eagerly or as a part of a capture.
+"""Running a call after the decision, eagerly or inside a capture.
 
-In one of three ways:
+There are three ways:
 
     lanes      one body per lane, one forward context per lane, the outputs merged
     single     the module itself as the only lane: its chunks of experts overlap (single-batch overlap)
-    unsplit    the module itself, under a context that knows every rank's tokens
+    unsplit    the module itself, with a context that has every rank's tokens
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ __all__ = ["Execution", "Step", "checked_device", "device_of", "span"]
 
 @dataclass(frozen=True)
 class Step:
-    """One call that was decided on.
+    """One call after the decision.
 
     Attributes:
         args, kwargs: the call.
-        intent: what this rank would do with it.
-        decision: what the ranks do.
+        intent: this rank's intent.
+        decision: the ranks' decision.
         context: the caller's forward context, or None.
     """
 
@@ -65,12 +65,12 @@ class Execution:
 
     Args:
         model: any module.
-        config: its group, time-out and output dimensions count here.
-        device: where the module runs; where its parameters are, if None.
+        config: its group, time-out and output dimensions are used.
+        device: where the module runs; None: where its parameters are.
         intercept: overlapped calls run under `ubatch.ranks.intercept.intercepting`.
 
     Attributes:
-        pools: the lanes, by their number and device.
+        pools: (number of lanes, device) -> the lanes.
         failure: the lane that failed in the last run, and the last point it had passed; None if none did.
     """
 
@@ -86,11 +86,11 @@ class Execution:
         self.failure: tuple[int, str] | None = None
 
     def lanes(self, step: Step, cut: CutCall, capture: Capture | None = None) -> Any:
-        """Run a call in lanes, cut like this; returns the merged outputs.
+        """Run a call in lanes, split as in `cut`; returns the merged outputs.
 
         Raises:
             CannotSplit: the outputs cannot be merged.
-            ConfigError: `context` has slices, but not what lanes need.
+            ConfigError: `context` has slices, but no matching lane contexts.
             Others: what the lanes raised; see `LanePool.run`.
         """
         outputs = self.outputs(step, cut, capture)
@@ -102,14 +102,14 @@ class Execution:
             return merged
 
     def outputs(self, step: Step, cut: CutCall, capture: Capture | None = None) -> list[Any]:
-        """Run a call in lanes; returns what each of them returned. Errors as `lanes`."""
+        """Run a call in lanes; returns one output per lane. Errors as in `lanes`."""
         return self._run(cut.calls, step.intent.schedule, _lane_contexts(step), capture)
 
     def single(self, step: Step, capture: Capture | None = None) -> Any:
-        """Run a call as it is, as the only lane of the schedule.
+        """Run a call unsplit, as the only lane of the schedule.
 
         Raises:
-            What the module raised; see `SingleLane.run`.
+            Exception: the module's own error; see `SingleLane.run`.
         """
         call = step.args, step.kwargs
         (output,) = self._run([call], step.intent.schedule, [self._whole_context(step)], capture)
@@ -127,7 +127,7 @@ class Execution:
         voted = frozenset(group.ranks) if group is not None else frozenset()
         pool = self._pool(len(calls))
         self.failure = None
-        try:  # what a lane sets in its context stays there, also where it runs in this thread
+        try:  # keeps a lane's context variables out of the caller's, also if the lane runs in this thread
             return contextvars.copy_context().run(self._run_in, pool, bodies, schedule, contexts, voted, capture)
         finally:
             self.failure = pool.failure
@@ -139,12 +139,14 @@ class Execution:
     def _intercepting(self) -> AbstractContextManager[None]:
         if not self._intercept:
             return nullcontext()
-        from ubatch.ranks.intercept import intercepting  # it needs torch.distributed, which not every torch has
+        from ubatch.ranks.intercept import (
+            intercepting,
+        )  # imported here, because some builds of torch lack torch.distributed
 
         return intercepting()
 
     def unsplit(self, step: Step, capture: Capture | None = None) -> Any:
-        """Run a call as it is. Where ranks voted, its forward context tells it what they decided."""
+        """Run a call unsplit. If the ranks voted, its forward context has their decision."""
         self.failure = None
         around: AbstractContextManager[Any] = nullcontext()
         if self._config.group is not None and (step.context is None or step.context.decision is None):
@@ -158,7 +160,7 @@ class Execution:
                 return self._model(*step.args, **step.kwargs)
 
     def _whole_context(self, step: Step) -> ForwardContext:
-        """What a call that is not split knows: the caller's context, and what the ranks decided."""
+        """The forward context of an unsplit call: the caller's, with the ranks' decision."""
         base = step.context or ForwardContext(num_tokens=step.intent.num_tokens, mode=step.intent.mode)
         if self._config.group is None or base.decision is not None:
             return base
@@ -167,7 +169,7 @@ class Execution:
 
     @contextmanager
     def no_timeout(self) -> Iterator[None]:
-        """Suspend the hang check in the `with` block, and let peers wait for this rank."""
+        """Suspend the hang check in the `with` block, and make peers wait for this rank."""
         with self._patient.marked(), taking_long("warming up"):
             yield
 
@@ -190,7 +192,7 @@ class Execution:
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Where a module's first parameter or buffer is; the CPU if it has none."""
+    """Device of a module's first parameter or buffer; the CPU if it has none."""
     tensors = itertools.chain(model.parameters(), model.buffers())
     return next((tensor.device for tensor in tensors), torch.device("cpu"))
 
@@ -199,7 +201,7 @@ def checked_device(device: torch.device | str) -> torch.device:
     """A device that lanes can run on.
 
     Raises:
-        ConfigError: it is none.
+        ConfigError: lanes cannot run on it.
     """
     try:
         checked = torch.device(device)

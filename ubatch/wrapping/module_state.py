@@ -1,15 +1,15 @@
-"""What a call leaves behind beside its result: writes to the module's tensors and attributes, random numbers drawn.
+"""Side effects of a call: writes to the module's tensors and attributes, and random numbers drawn.
 
-A proving call asks this after it ran whole, before anything runs a second time. Weights are not copied:
+A proving call checks for them after its unsplit run, before the run in lanes. Weights are not copied; compared are:
 
     tensor of the module               the same object, its version counter, sums over blocks of its bytes, its gradient
     number, string, bool, None         the value
     list, dict, ...                    item by item
     random generator                   its state
-    any other object                   its attributes; of this project's only tensors, of torch's own none
+    any other object                   its attributes; for this project's objects only tensors, for torch's none
 
-Some operators write without counting a version (batch normalisation its running mean, numpy, `.data`), and inference
-tensors count none; the sums are for these.
+Some writes do not raise the version counter (batch normalisation's running mean, numpy, `.data`), and inference tensors
+have none; the sums detect these.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ __all__ = ["ModuleState", "RandomState", "TensorMark"]
 
 _BLOCK = 1024
 _OWN = frozenset(vars(nn.Module())) - {"_parameters", "_buffers", "_modules", "training"}
-"""What torch keeps in every module: hooks, mostly."""
+"""Attributes that torch sets in every module, mostly hooks."""
 _OURS = frozenset({"ubatch", "moe", "attention", "model_runner"})
-"""Packages whose objects keep counts of their own, which lanes are made for."""
+"""Packages whose objects may keep their own counters; these are safe in lanes."""
 _OPAQUE = (ModuleType, type, torch.device, torch.dtype)
 
 
 class ModuleState:
-    """What a module holds now, to be compared with what it holds later."""
+    """A snapshot of a module's state, to compare with a later state."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._marks = dict(_Walk().module("", model))
 
     def change(self) -> str | None:
-        """The name of something that is not as it was, or None."""
+        """The name of a value that has changed since the snapshot, or None."""
         now = dict(_Walk().module("", self._model))
         for path in self._marks.keys() ^ now.keys():
             return path
@@ -54,10 +54,10 @@ class ModuleState:
 
 
 class TensorMark:
-    """What tells whether a tensor was written to, or replaced."""
+    """A snapshot that detects whether a tensor was written to or replaced."""
 
     def __init__(self, tensor: Tensor) -> None:
-        self._tensor = tensor  # kept alive, so that no other one gets its id
+        self._tensor = tensor  # kept alive, so that no other tensor gets its id
         lazy = is_lazy(tensor)
         self._version = -1 if lazy or tensor.is_inference() else tensor._version
         self._sums = None if lazy else _block_sums(tensor)
@@ -78,7 +78,7 @@ class TensorMark:
 
 @torch.no_grad()
 def _block_sums(tensor: Tensor) -> Tensor | None:
-    """Sums over blocks of a tensor's bytes; None where its bytes cannot be seen."""
+    """Sums over blocks of a tensor's bytes; None if its bytes cannot be read."""
     if type(tensor) not in (Tensor, nn.Parameter, nn.Buffer) or tensor.layout is not torch.strided or tensor.is_meta:
         return None
     if tensor.is_quantized or not tensor.numel() or not tensor.untyped_storage().nbytes():
@@ -99,7 +99,7 @@ def _block_sums(tensor: Tensor) -> Tensor | None:
 
 
 class _Walk:
-    """One walk through a module: every object is seen once, under the first name it is found by."""
+    """One walk through a module: every object is visited once, under the first name found."""
 
     def __init__(self) -> None:
         self._seen: set[int] = set()
@@ -118,7 +118,7 @@ class _Walk:
                 yield from self.value(f"{path}{name}", value, plain=True)
 
     def value(self, path: str, value: Any, *, plain: bool) -> Iterator[tuple[str, object]]:
-        """Marks of an attribute; of plain values only where `plain`."""
+        """Marks of an attribute; plain values are included only if `plain`."""
         if isinstance(value, PLAIN):
             if plain:
                 yield path, (type(value), value) if value == value else (type(value), "nan")
@@ -171,7 +171,7 @@ class RandomState:
         cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
         self._cuda = torch.cuda.get_rng_state_all() if cuda else []
         self._python = random.getstate()
-        numpy: Any = sys.modules.get("numpy")  # who has not imported it has not used it
+        numpy: Any = sys.modules.get("numpy")  # not imported means not used
         self._numpy = None if numpy is None else numpy.random.get_state()
 
     def __eq__(self, other: object) -> bool:
@@ -188,7 +188,7 @@ class RandomState:
     __hash__ = None  # type: ignore[assignment]
 
     def restore(self) -> None:
-        """Go back to these states."""
+        """Restore these states."""
         torch.set_rng_state(self._cpu)
         if self._cuda:
             torch.cuda.set_rng_state_all(self._cuda)

@@ -1,17 +1,17 @@
-"""The proof: the first call of a signature that would overlap runs whole, once more in lanes, and the two are compared.
+"""The proof: the first call of a signature that would overlap runs unsplit, then in lanes; the results are compared.
 
-    copy what the call could write to; where the batch is small, with its rows repeated
-    run whole, on the real arguments                  this result is the caller's
+    copy everything that the call could write to; in a small batch rows are repeated
+    run unsplit, on the real arguments                this result is returned to the caller
     it wrote to the module, or drew random numbers    the call is over; nothing runs twice
-    ranks: all go on, or none does
+    ranks: all continue, or none does
     run the copies in two lanes of unequal size
-    learn how the outputs merge (`merging`), compare values, arguments, caches (`closeness`), the module once more
+    learn how the outputs merge (`merging`); compare values, arguments, caches (`closeness`) and the module's state
     ranks: all found them equal, or none overlaps
 
-The lanes differ in size from each other and from every other size of the call, so nothing matches by chance. What a
-call in 16 bits shows could be a router's near-tie, so such a signature is proved by two calls with different cuts.
-What is found wanting runs whole for good: at once, or after a second call that shows it (`proof_table`), for unequal
-values may be chance, and many modules make something ready in their first call.
+The lanes differ in size from each other and from every other size of the call, so nothing matches by chance. In 16 bits
+a difference may come from a router's near-tie, so such a signature is proved by two calls with different cuts. A
+signature that fails runs unsplit from then on: at once, or after a second failure (`proof_table`), because unequal
+values may be chance and many modules initialise state in their first call.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ __all__ = ["Outcome", "Proof"]
 
 _No = tuple[DeclineReason, str]
 _MORE_ROWS = 64
-"""So many repeated rows are tried, and so many cuts to both sides of the middle."""
+"""How many numbers of repeated rows are tried, and how many cuts on each side of the middle."""
 _APART = ((210, 0), (6, 0), (6, 8), (1, _MORE_ROWS))
 """What the place of the cut shall have no divisor in common with, and with how many more rows: a cut between groups of
 two or three rows would not show that they belong together."""
@@ -55,10 +55,10 @@ class Outcome:
 
     Attributes:
         result: of the call that ran whole.
-        reason: why the signature is not proved; None if it is, or this call did its part.
+        reason: why the signature is not proved; None if this call passed.
         why: the same in a sentence.
-        declined_by: the first rank that found so, or None.
-        seconds: what the proof cost beside the call itself.
+        declined_by: the first rank that declined, or None.
+        seconds: time of the proof, without the call itself.
     """
 
     result: Any
@@ -73,9 +73,9 @@ class _Rehearsal:
     """The call in lanes, on copies.
 
     Attributes:
-        plan: of the copies.
-        order: which rows of the call they have.
-        bounds: of the two lanes.
+        plan: plan of the copies.
+        order: row numbers of the call that the copies have.
+        bounds: row ranges of the two lanes.
     """
 
     plan: CallPlan
@@ -90,7 +90,7 @@ class Proof:
         model: the module.
         config: its group and output dimensions count here.
         execution: runs it.
-        table: where what was found is kept.
+        table: receives the result.
         step: a call that would overlap, and whose signature is not proved.
     """
 
@@ -112,10 +112,11 @@ class Proof:
         self._ran_in_lanes = False
 
     def run(self) -> Outcome:
-        """Run the call as it is, and prove its signature.
+        """Run the call unsplit, and prove its signature.
 
         Raises:
-            What the call raises where it runs whole; what `CommGroup.reset` raises, if a lane failed on some rank.
+            Exception: the call's own error in its unsplit run; or an error of `CommGroup.reset`, if a lane failed on
+                some rank.
         """
         begun = time.monotonic()
         self._prepare()
@@ -130,7 +131,7 @@ class Proof:
         return Outcome(result, reason, why, by, time.monotonic() - ended + started - begun)
 
     def _prepare(self) -> None:
-        """Before the call: copy its arguments, and note what it may change."""
+        """Before the call: copy its arguments, and take snapshots of everything that it may change."""
         self._random = RandomState()
         try:
             self._rehearsal = self._copies()
@@ -141,14 +142,15 @@ class Proof:
             self._no = cannot.reason, str(cannot)
         except (MemoryError, torch.OutOfMemoryError) as error:
             self._no = DeclineReason.CANNOT_PROVE, f"there is no memory for a copy of the arguments ({error})."
-        except Exception as error:  # nobody's business but the proof's
+        except Exception as error:  # must not reach the caller: it concerns only the proof
             self._no = (
                 DeclineReason.CANNOT_PROVE,
                 f"what it could change is not known ({type(error).__name__}: {error}).",
             )
 
     def _rehearse(self, result: Any) -> tuple[DeclineReason | None, str | None, int | None]:
-        """After the call: run it in lanes and compare, if all ranks do. Returns why not, and the rank that found it."""
+        """After the call: run it in lanes and compare, if all ranks agree. Returns reason and message of a failure, and
+        the rank that found it."""
         if self._no is None:
             self._no = self._side_effect()
         rehearsal = self._rehearsal
@@ -160,7 +162,9 @@ class Proof:
                 step = replace(self._step, intent=intent, decision=agreed)
                 self._no = self._in_lanes(step, intent.cut, rehearsal, result)
                 agreed = self._agree(intent)
-            except Exception as error:  # on this rank or another one: what its lanes have launched pairs with nothing
+            except (
+                Exception
+            ) as error:  # on this rank or another one: its lanes' launches have no counterpart on the peers
                 agreed = self._failed(error)
         signature = self._intent.signature
         if signature is not None and self._no is not None:
@@ -180,7 +184,7 @@ class Proof:
         return _Rehearsal(copied, order, (slice(0, cut), slice(cut, rows)))
 
     def _side_effect(self) -> _No | None:
-        """What the whole call did beside returning a result, if that cannot be done in lanes."""
+        """A side effect of the unsplit call that lanes cannot have; None if there is none."""
         changed = self._module.change()
         if changed is not None:
             return (
@@ -212,7 +216,7 @@ class Proof:
         return None
 
     def _marks_now(self) -> list[TensorMark]:
-        """Of every argument that lanes would write to in place; of caches, only merging changes the caller's."""
+        """Marks of every argument that lanes would write to in place. Not of caches, which only merging changes."""
         return [TensorMark(leaf.value) for leaf in self._plan.leaves if isinstance(leaf.value, Tensor)]
 
     def _containers_now(self) -> object:
@@ -237,7 +241,7 @@ class Proof:
         )
         try:
             calls, parts = plan.cut(bounds)
-        except Exception as error:  # a splitter may raise anything, and the other ranks wait
+        except Exception as error:  # a splitter may raise any error, and the other ranks wait for this one
             reason = error.reason if isinstance(error, CannotSplit) else DeclineReason.NO_SPLITTER
             self._no = self._no or (reason, str(error))
             return self._intent
@@ -245,20 +249,20 @@ class Proof:
         return replace(self._intent, offer=offer, schedule=schedule, cut=cut, num_tokens=sum(tokens), plan=plan)
 
     def _agree(self, intent: Intent) -> Decision:
-        """Whether all ranks are for going on."""
+        """Vote whether all ranks continue."""
         offer, group = intent.offer, self._config.group
         if self._no is not None:
             offer = Offer(Wish.NO, (sum(offer.tokens),), offer.lanes, self._no[0])
         return decide([offer]) if group is None else group.vote(offer)
 
     def _in_lanes(self, step: Step, cut: CutCall, rehearsal: _Rehearsal, result: Any) -> _No | None:
-        """Run the copies in lanes; returns what is not as in the whole call."""
+        """Run the copies in lanes; returns the first difference from the unsplit call, or None."""
         kept = [(tensor, tensor.detach().clone()) for tensor in _results_in(result)]
-        with nullcontext() if current_trace() is None else tracing():  # the caller's trace shows its call, not this
+        with nullcontext() if current_trace() is None else tracing():  # keeps this run out of the caller's trace
             outputs = self._execution.outputs(step, cut)
         overwritten = [(tensor, was) for tensor, was in kept if not identical(tensor, was)]
         if overwritten:
-            with torch.inference_mode():  # where any tensor may be written to
+            with torch.inference_mode():  # inference mode allows writes to any tensor
                 for tensor, was in overwritten:
                     tensor.copy_(was)
             return (
@@ -277,14 +281,15 @@ class Proof:
                 f"{unequal}: what one row gives depends on the others, or on where the batch is cut. If it is cut "
                 "along the wrong dimension, say the right one in split_dims.",
             )
-        except Exception as error:  # the other ranks wait for a word
+        except Exception as error:  # the other ranks wait for this rank's result
             return DeclineReason.CANNOT_PROVE, f"its result cannot be compared: {type(error).__name__}: {error}."
 
     def _compare(self, rehearsal: _Rehearsal, parts: LaneParts, result: Any, outputs: Sequence[Any]) -> _No | None:
         """Learn how the outputs merge.
 
         Raises:
-            CannotSplit, Unequal: see there.
+            CannotSplit: the outputs cannot be merged.
+                        Unequal: the results differ.
         """
         compare = Comparison(_is_coarse(self._model, self._plan), len(rehearsal.order), rehearsal.bounds[1].start)
         learner = Learner(compare, parts, self._plan, rehearsal.order, self._config.output_dims)
@@ -301,7 +306,7 @@ class Proof:
         return self._table.passed(signature, rule, compare, writes=self._writes)
 
     def _failed(self, error: Exception) -> Decision:
-        """A lane raised, here or on another rank."""
+        """Handle an error of a lane, on this rank or another one."""
         group = self._config.group
         if group is not None and group.size > 1:
             group.recover(f"{type(error).__name__}: {error}")
@@ -316,13 +321,13 @@ class Proof:
 
 
 def _cut_of(plan: CallPlan, intent: Intent, used: Sequence[int]) -> tuple[int, int]:
-    """Rows of the copies, and where they are cut: into two sizes that nothing else of the call has.
+    """Number of rows of the copies, and the cut: both lanes get sizes that no other dimension of the call has.
 
     Raises:
-        CannotSplit: there are none.
+        CannotSplit: there are no such sizes.
     """
     taken = {size for leaf in plan.leaves for size in leaf.sizes_beside()}
-    single = plan.rows // intent.schedule.lanes == 1  # lanes of a single row are proved with one
+    single = plan.rows // intent.schedule.lanes == 1  # lanes of a single row are proved with single-row lanes
     for divisors, more in _APART:
         for rows in range(max(plan.rows, 3), max(plan.rows, 3) + more + 1):
             near = range(max(2, rows // 2 - _MORE_ROWS), min(rows - 1, rows // 2 + _MORE_ROWS))
@@ -338,8 +343,8 @@ def _cut_of(plan: CallPlan, intent: Intent, used: Sequence[int]) -> tuple[int, i
 
 
 def _order_of(rows: int, copies: int, cut: int) -> list[int]:
-    """Which row of the call each of the copies is. Both lanes repeat rows of their own alone: what couples a row with
-    one that only the other lane has, shows."""
+    """Row number of the call for each row of the copies. Each lane repeats only its own rows, so that a dependence on a
+    row of the other lane shows."""
     if copies == rows:
         return list(range(rows))
     first = 1 if cut == 1 else rows - 1 if copies - cut == 1 else rows // 2
@@ -359,7 +364,7 @@ def _is_coarse(model: nn.Module, plan: CallPlan) -> bool:
 
 
 def _shape_of(value: Any) -> object:
-    """What tells whether a container was changed: its keys, and which objects it holds."""
+    """A container's keys and object ids, to detect changes."""
     children = children_of(value)
     if children is None:
         return id(value)

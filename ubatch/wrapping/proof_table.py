@@ -1,4 +1,4 @@
-"""What was found of every signature: proved, with the rule that merges its outputs, or not, and why."""
+"""Results of the proofs per signature: proved, with the rule that merges its outputs, or failed, and why."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from ubatch.schedules.vote import DeclineReason
 __all__ = ["ProofTable", "Standing"]
 
 _LIMIT = 1024
-"""Signatures kept; a module that is given another string with every call must not fill the memory."""
+"""Most signatures kept, so that a module called with a new string each time does not fill the memory."""
 _MAY_BE_CHANCE = frozenset(
     {
         DeclineReason.ROWS_DEPEND,
         DeclineReason.LANE_FAILED,
         DeclineReason.CANNOT_PROVE,
-        DeclineReason.MODULE_KEEPS_STATE,  # what is made ready once, in the first call, is no state to speak of
+        DeclineReason.MODULE_KEEPS_STATE,  # state initialised once, in the first call, is harmless
     }
 )
 
@@ -29,12 +29,12 @@ class Standing:
     """How a signature stands.
 
     Attributes:
-        rule: merges its outputs; None until it is proved.
+        rule: merges the outputs; None until it is proved.
         writes: whether the call writes to its arguments.
-        retired: why it runs whole for good, or None.
-        strikes: proofs that failed in a way that might have been chance.
-        cuts: of the last two proofs that passed.
-        beside: leaves that were off beside the cut of the last one.
+        retired: why it always runs unsplit, or None.
+        strikes: number of failed proofs whose failure may have been chance.
+        cuts: cuts of the last two proofs that passed.
+        beside: leaves that differed next to the cut in the last one.
     """
 
     rule: Rule | None = None
@@ -52,7 +52,7 @@ class ProofTable:
         self._standings: OrderedDict[Hashable, Standing] = OrderedDict()
 
     def find(self, signature: Hashable) -> Standing:
-        """How a signature stands."""
+        """The status of a signature."""
         standing = self._standings.get(signature)
         if standing is None:
             standing = self._standings[signature] = Standing()
@@ -69,7 +69,8 @@ class ProofTable:
     def passed(
         self, signature: Hashable, rule: Rule, compare: Comparison, *, writes: bool
     ) -> tuple[DeclineReason, str] | None:
-        """A call and its lanes were equal. Returns why that is not enough, together with an earlier proof."""
+        """Record a proof that passed. Returns why the signature fails anyway, together with an earlier proof; else
+        None."""
         standing = self.find(signature)
         off = standing.beside & compare.beside
         if off:
@@ -86,7 +87,7 @@ class ProofTable:
         return None
 
     def failed(self, signature: Hashable, reason: DeclineReason, why: str) -> None:
-        """A proof failed: the signature runs whole for good, at once or after a second one."""
+        """Record a failed proof: the signature runs unsplit from now on, or after a second failure."""
         standing = self.find(signature)
         standing.rule = None
         standing.strikes += 1
@@ -94,5 +95,5 @@ class ProofTable:
             standing.retired = reason, why
 
     def clear(self) -> None:
-        """The module was changed: nothing is known of it any more."""
+        """Forget all results, because the module was changed."""
         self._standings.clear()

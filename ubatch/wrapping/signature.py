@@ -1,8 +1,8 @@
-"""What makes two calls of a module alike enough that what was proved of one holds for the other.
+"""Signatures: two calls of a module with the same signature share a proof.
 
-Names, structure, dtypes, ranks of shapes, types of numbers, values of bools and strings, where the arguments are cut,
-the mode, training, gradients, autocast. No sizes, but for one: lanes of a single row are a case of their own, for a
-module that squeezes treats them unlike any other.
+A signature has names, structure, dtypes, numbers of dimensions, types of numbers, values of bools and strings, the
+split dimensions, mode, training, gradients and autocast. It has no sizes, with one exception: lanes of a single row
+have their own signature, because a module that squeezes treats them differently.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def signature_of(model: nn.Module, plan: CallPlan, mode: ForwardMode, lanes: int
         model: the module that is called.
         plan: of the call.
         mode: what the step does.
-        lanes: in so many the call would run.
+        lanes: number of lanes that the call would run in.
     """
     return (
         mode,

@@ -1,9 +1,9 @@
-"""Standing in for a module: everything but its call is the module's own.
+"""A stand-in for a module: everything except its call is the module's own.
 
-Parameters, `state_dict`, `to`, `eval` act on the module itself, data that it has is its own, and what is set here is
-set there. Its other methods and properties (`generate`, ...) run on its *twin*: an object of a subclass that shares
-the module's `__dict__` and whose `forward` is the stand-in's, so that what they call goes through it. The module is not
-changed. Who holds whom, so that a stand-in that is dropped is gone at once, and a method that is kept still works:
+Parameters, `state_dict`, `to`, `eval` and attributes (read or set) are those of the module itself. Its other methods
+and properties (`generate`, ...) run on its *twin*: an object of a subclass that shares the module's `__dict__` and
+whose `forward` is the stand-in's, so that their calls go through it. The module is not changed. References, chosen so
+that a dropped stand-in is deleted at once and a kept method still works:
 
     stand-in ----> twin ----> core: an object with the stand-in's `__dict__`, but without a twin
                    twin - - > stand-in (weak): what a method returns that returns its `self`
@@ -32,7 +32,7 @@ _READING = frozenset(
     | {"named_buffers", "named_children", "named_modules", "named_parameters", "parameters", "state_dict"}
     | {"_named_members", "_save_to_state_dict"}
 )
-"""Methods of `nn.Module` that change nothing."""
+"""Methods of `nn.Module` that do not change the module."""
 _NOTHING: Any = object()
 _NEVER_RETURN_SELF = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
 _TRACED = (
@@ -57,7 +57,7 @@ class StandIn(nn.Module):
         object.__setattr__(self, name, value)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """As the module's own call, through `forward`."""
+        """Call the module through `forward`."""
         return self.forward(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
@@ -77,7 +77,7 @@ class StandIn(nn.Module):
         return value
 
     def _ubatch_method(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-        """The same function every time, so that two looks at a method are equal, as the module's are."""
+        """The wrapped method. Cached, so that two accesses give the same object."""
         if any(check(method) for check in _NEVER_RETURN_SELF):
             return method
         made: dict[str, Any] = self._ubatch_methods
@@ -112,10 +112,11 @@ class StandIn(nn.Module):
         self._ubatch_module_changed(f"attribute {name!r} was deleted")
 
     def _ubatch_module_changed(self, how: str) -> None:
-        """Something was set, or a method that may change the module ran (`how` is its name). For subclasses."""
+        """Called when an attribute was set or a method ran that may change the module; `how` tells which. For
+        subclasses."""
 
     def __prepare_scriptable__(self) -> nn.Module:
-        """What `torch.jit.script` asks for first, also of a module's children."""
+        """Refuse `torch.jit.script`, which calls this first, also on a module's children."""
         raise ConfigError(_TRACED.format("torch.jit.script"))
 
     def __dir__(self) -> list[str]:
@@ -126,7 +127,7 @@ class StandIn(nn.Module):
 
 
 def refuse_tracing() -> None:
-    """Refuse what records one thread's operations: it would take what the lanes compute for constants.
+    """Refuse tracers, which record one thread's operations: they would record the lanes' results as constants.
 
     Raises:
         ConfigError: `torch.jit.trace`, `torch.export` or `torch.fx` is at work.
@@ -140,7 +141,7 @@ def refuse_tracing() -> None:
 
 
 def uncompiled(work: Callable[..., Any], *args: Any) -> Any:
-    """`work(*args)`, into which `torch.compile` shall not look: what it compiles there are locks and threads."""
+    """Run `work(*args)` without `torch.compile`, which cannot compile its locks and threads."""
     global _disabled
     if _disabled is None:
         _disabled = torch.compiler.disable(_call)  # not at import, for it imports the compiler
@@ -155,7 +156,7 @@ _disabled: Callable[..., Any] | None = None
 
 
 def _runs_code(model: nn.Module, name: str) -> bool:
-    """Whether looking `name` up gives a method, or runs code of the module's class, which then needs the twin."""
+    """Whether the attribute `name` is a method or runs code of the module's class; both need the twin."""
     kind = type(model)
     if kind.__getattribute__ is not object.__getattribute__:
         return True
@@ -168,7 +169,7 @@ def _runs_code(model: nn.Module, name: str) -> bool:
 
 
 def _twin_kind_of(kind: type[nn.Module]) -> type[nn.Module]:
-    """A subclass that passes for `kind`. Its slots are the twin's own, where the `__dict__` is the module's."""
+    """A subclass that acts as `kind`. A twin has its own slots, but shares the module's `__dict__`."""
 
     @functools.wraps(inspect.getattr_static(kind, "forward"))  # a compiled module's is no function
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -191,7 +192,7 @@ def _twin_kind_of(kind: type[nn.Module]) -> type[nn.Module]:
         "__reduce_ex__": lambda self, protocol: (_unchanged, (_stand_in_of(self),)),
     }
     if hasattr(kind, "__del__"):
-        body["__del__"] = lambda self: None  # the module still lives, and has its own
+        body["__del__"] = lambda self: None  # the module is still alive, and has its own `__del__`
     if kind.__eq__ is object.__eq__ and kind.__hash__ is object.__hash__:
         body["__eq__"] = lambda self, other: _itself(self) is _itself(other)
         body["__hash__"] = lambda self: hash(_itself(self))
@@ -205,7 +206,7 @@ def _passing_for(kind: type[nn.Module]) -> type[type]:
 
 
 def _returning_the_stand_in(method: Callable[..., Any]) -> Callable[..., Any]:
-    """A method of a twin; where it returns the twin, the stand-in is returned. A copy of it is a stand-in's method."""
+    """Wrap a method of a twin: if it returns the twin, the stand-in is returned instead."""
 
     @functools.wraps(method)
     def called(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -217,7 +218,7 @@ def _returning_the_stand_in(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _stand_in_of(twin: Any) -> Any:
-    """The stand-in; its core where only a method of it was kept."""
+    """The stand-in of a twin; its core if only a method was kept."""
     stand_in = twin._ubatch_stand_in()
     return twin._ubatch_core if stand_in is None else stand_in
 
@@ -227,13 +228,13 @@ def _unchanged(stand_in: StandIn) -> StandIn:
 
 
 def _itself(module: object) -> object:
-    """The module that a twin is, or `module`."""
+    """The module of a twin; `module` itself if it is no twin."""
     core = getattr(type(module), "_ubatch_core", None)
     return module if core is None else core.__get__(module)._ubatch_model
 
 
 def _delegate(name: str) -> Callable[..., Any]:
-    """A method that the module runs; where it returns itself, the stand-in returns itself."""
+    """A method that runs on the module; if it returns the module, the stand-in is returned instead."""
 
     @functools.wraps(getattr(nn.Module, name))
     def method(self: StandIn, *args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What a wrapper counts."""
+"""A wrapper's counters."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class UBatchStatistics:
-    """What a wrapper did since it was made.
+    """Counts since the wrapper was made.
 
     Attributes:
         calls: all calls.
         engaged: calls that ran in lanes.
-        engaged_single: calls that overlapped in one piece (single-batch overlap).
-        proved: calls that ran whole, and showed that their like may overlap (`ubatch.wrapping.proof`).
-        proof_seconds: what proofs have cost beside the calls themselves, also those that failed.
+        engaged_single: calls that overlapped unsplit (single-batch overlap).
+        proved: calls that ran unsplit and passed a proof (`ubatch.wrapping.proof`).
+        proof_seconds: time of all proofs, also failed ones, without the calls themselves.
         declined: calls that ran unsplit, by reason.
         handoffs: switches from one lane to another.
         lane_threads_started: worker threads made; more than the lanes means some hung and were replaced.
         last_reason: a sentence about the last call that declined, or None.
-        sm_budget: who ran under a budget of SMs (`Schedule.comm_sms`), and whether it kept to its share.
+        sm_budget: kernel or back end -> whether it kept to its budget of SMs (`Schedule.comm_sms`).
         graph_replays: calls that replayed a graph; they count as engaged or declined, too.
         graph_misses: calls that found no graph while `cudagraph_mode` is `FULL`.
-        graph_misses_by_reason: why.
-        last_graph_miss: a sentence about the last one, or None.
+        graph_misses_by_reason: reason -> number of misses.
+        last_graph_miss: a sentence about the last miss, or None.
     """
 
     calls: int
@@ -56,7 +56,7 @@ class UBatchStatistics:
 
 @dataclass
 class Tally:
-    """Counts a wrapper's calls, and notes in the trace how each ended. Attributes as in `UBatchStatistics`."""
+    """Counts a wrapper's calls, and notes in the trace how each ran. Attributes as in `UBatchStatistics`."""
 
     calls: int = 0
     engaged: int = 0
@@ -67,12 +67,12 @@ class Tally:
     last_reason: str | None = None
 
     def overlapped(self, tokens: Sequence[int], schedule: Schedule, *, replayed: bool = False) -> None:
-        """A call overlaps, in lanes or in one piece.
+        """Count a call that overlaps, in lanes or unsplit.
 
         Args:
-            tokens: of every lane.
-            schedule: what it overlaps with.
-            replayed: as a graph.
+            tokens: tokens of every lane.
+            schedule: its schedule.
+            replayed: whether a graph is replayed.
         """
         lanes = len(tokens)
         if lanes > 1:
@@ -85,12 +85,12 @@ class Tally:
             _logger.debug("split: %s tokens, %s by schedule %s", shares, how, schedule.describe())
 
     def passed(self) -> None:
-        """A call has shown that its like may overlap."""
+        """Count a call that passed a proof."""
         self.proved += 1
         note_outcome(reason="proved")
 
     def unsplit(self, decision: Decision | None, why: str | None) -> DeclineReason:
-        """A call runs unsplit. Returns the reason; `why` is the same in a sentence."""
+        """Count a call that runs unsplit, and return the reason. `why`: a sentence for it."""
         reason, by = DeclineReason.NOT_REQUESTED, None
         if decision is not None:
             reason, by = decision.reason or reason, decision.declined_by
