@@ -26,7 +26,7 @@ _MAY_BE_CHANCE = frozenset(
 
 @dataclass
 class Standing:
-    """How a signature stands.
+    """The proof status of a signature.
 
     Attributes:
         rule: merges the outputs; None until it is proved.

@@ -1,4 +1,4 @@
-"""What is cut, by name and never by size: every argument, every count of tokens, every splitter of one's own."""
+"""Splitting arguments by name, never by size: every argument, token count and user-registered splitter."""
 
 from __future__ import annotations
 

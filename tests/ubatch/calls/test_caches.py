@@ -1,4 +1,4 @@
-"""Every cache of transformers: cut and put together again, and a step of its model on the parts."""
+"""Every cache class of transformers: split, run through a step of its model in parts, and merged."""
 
 from __future__ import annotations
 

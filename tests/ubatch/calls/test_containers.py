@@ -1,4 +1,4 @@
-"""How it is put together: every container is made anew, and outputs that are not clear run unsplit."""
+"""Merging outputs: every container is rebuilt, and ambiguous outputs make the call run unsplit."""
 
 from __future__ import annotations
 

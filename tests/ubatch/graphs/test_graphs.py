@@ -1,4 +1,4 @@
-"""Graphs: a replay equals the eager call bit for bit, wakes no thread, takes no memory; what differs runs eagerly."""
+"""Graphs: a replay equals the eager call bit for bit, wakes no thread, takes no memory; other calls run eagerly."""
 
 from __future__ import annotations
 

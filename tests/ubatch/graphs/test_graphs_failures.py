@@ -1,4 +1,4 @@
-"""What cannot be captured is refused or fails by name, and leaves the wrapper, its lanes and memory as they were."""
+"""Calls that cannot be captured fail with a named cause, and leave wrapper, lanes and memory unchanged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What happens to graphs when their module changes: new values are seen, new addresses and new code drop them."""
+"""Changes of a captured module: new values are used by its graphs; new addresses or code drop the graphs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Autotuning with a timer that says what it is told: what is timed, remembered, written, skipped and refused."""
+"""Autotuning with a fake timer: what is timed, remembered, written, skipped and refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Kernels in C: compiled once, found again, and where that fails a reason instead of a crash."""
+"""Kernels in C: compiled once, reused, and on failure an error with the reason instead of a crash."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The choice between back ends by measurement, on a device whose times are told: what is timed, kept and dropped."""
+"""The choice between back ends by measurement, with fake times: what is timed, kept and dropped."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What torch and Python keep per thread is in a lane as it was at the caller, and stays where it was changed."""
+"""Lanes start with the caller's per-thread state of torch and Python; changes in a lane stay in that lane."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Exactly one lane runs, in the order that was known beforehand, on whatever wakes threads here."""
+"""Exactly one lane runs, in the predicted order, with every kind of wake-up."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""After any failure everything is as before: a thousand runs that fail at random, and every trouble in the wrapper."""
+"""The next step works after any failure: a thousand runs with random failures, and every failure of the wrapper."""
 
 from __future__ import annotations
 

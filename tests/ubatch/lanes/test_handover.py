@@ -1,4 +1,4 @@
-"""What stages hand over is left once, taken once, and not forgotten."""
+"""Values that stages hand over are left once, taken once, and not forgotten."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Receive hooks run exactly once: by whom, when, and where nobody hands on."""
+"""Receive hooks run exactly once: in which lane, when, and what happens without a hand-off."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a user's error says of lanes is a note; an error that takes none, or cannot be printed, comes out as itself."""
+"""Lane information is added to a user's error as a note; an error that refuses notes is raised unchanged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A batch as the only lane, in the caller's thread: what it has of a lane, and what it does not."""
+"""A batch as the only lane, in the caller's thread: which features of a lane it has."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Torch's transforms, modes and hooks around a call: lanes take them over, or the call runs whole and says why."""
+"""torch's transforms, modes and hooks around a call: lanes copy them, or the call runs unsplit with a reason."""
 
 from __future__ import annotations
 

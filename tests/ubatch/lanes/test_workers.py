@@ -1,4 +1,4 @@
-"""The lanes' threads: kept from step to step, gone when nobody needs them, safe across fork and exit."""
+"""The lanes' threads: kept from step to step, stopped when unused, safe across fork and exit."""
 
 from __future__ import annotations
 

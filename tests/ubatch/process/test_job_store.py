@@ -1,4 +1,4 @@
-"""What ranks tell each other in the rendezvous store: signed, bound to its name, and refused where it is not."""
+"""Messages between ranks in the rendezvous store: signed, bound to their name, and refused if not valid."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A group's communicator is its own: who is not in the group has no part in making it."""
+"""A group has its own communicator: ranks outside the group take no part in making it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rank sees of a failed peer when its host waits for nobody, as with NCCL: the watch, over gloo."""
+"""How a rank notices a failed peer while its host does not wait, as with NCCL: the peer watch, over gloo."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks that vote: whatever batches they have, they split alike, never dead-lock, and every no has a reason."""
+"""The vote: whatever batches ranks have, they split alike, never dead-lock, and every no has a reason."""
 
 from __future__ import annotations
 

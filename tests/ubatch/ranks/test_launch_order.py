@@ -1,4 +1,4 @@
-"""`UBATCH_CHECK_ORDER=1`: ranks whose lanes launch in different orders are told so, and where."""
+"""`UBATCH_CHECK_ORDER=1`: launches in different orders raise an error on all ranks that shows the difference."""
 
 from __future__ import annotations
 

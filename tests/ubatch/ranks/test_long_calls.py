@@ -1,4 +1,4 @@
-"""A rank that compiles, tunes or loads for longer than `timeout_s`: its peers wait for it, and for nobody else."""
+"""A rank that compiles, tunes or loads for longer than `timeout_s`: its peers wait for it, but not for hung ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks that come late, never, or are interrupted: the others wait no longer than they must, and learn who it was."""
+"""Ranks that are late, absent or interrupted: the others wait no longer than necessary and name the rank."""
 
 from __future__ import annotations
 

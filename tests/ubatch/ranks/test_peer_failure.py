@@ -1,4 +1,4 @@
-"""What the other ranks see when one of them fails, and how all of them go on."""
+"""Failure of one rank: what the other ranks report, and how all of them recover."""
 
 from __future__ import annotations
 

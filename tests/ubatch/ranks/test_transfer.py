@@ -1,4 +1,4 @@
-"""What a transfer promises: its value once, its errors at every wait, and no wait longer than it needs."""
+"""Transfers: the value is made once, every wait raises the error, and no wait is longer than necessary."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The baton's rules as a pure table: who runs next, and the interleaving that follows from it."""
+"""The baton's rules as a pure table: which lane runs next, and the resulting interleaving."""
 
 from __future__ import annotations
 

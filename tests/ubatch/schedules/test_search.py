@@ -1,4 +1,4 @@
-"""The schedule search finds what is known to be best, and what trying everything finds."""
+"""The schedule search finds the known best schedules, and the same as trying all of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Decodes beside prefills: in lanes of equal cost, or in a lane of their own, whichever is predicted to be faster."""
+"""Decodes and prefills in one batch: lanes of equal cost or a separate lane, whichever is predicted to be faster."""
 
 from __future__ import annotations
 

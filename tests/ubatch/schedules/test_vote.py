@@ -1,4 +1,4 @@
-"""The vote as a pure function: who says what, what all do, and how an offer travels."""
+"""The vote as a pure function: offers, decisions, and the encoding of an offer."""
 
 from __future__ import annotations
 

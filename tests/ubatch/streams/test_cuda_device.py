@@ -1,4 +1,4 @@
-"""Lanes on a real GPU: streams, events, memory, ranges, and NCCL with a group of one. What one GPU can show."""
+"""Lanes on a real GPU: streams, events, memory, ranges, and NCCL with a group of one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the host reads, and what it asks of events: no more than it must, and nothing while a graph is captured."""
+"""Host reads and event queries: no more than necessary, and none while a graph is captured."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who keeps what alive, case by case of the page in `ubatch.streams.lifetimes`; and what the checker sees."""
+"""Lifetimes of tensors, for every case in `ubatch.streams.lifetimes`; and tests of the checker itself."""
 
 from __future__ import annotations
 

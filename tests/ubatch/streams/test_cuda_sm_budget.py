@@ -1,4 +1,4 @@
-"""The SM budget: who has one, who keeps to it, and what is refused."""
+"""The SM budget: when there is one, which kernels keep to it, and what is refused."""
 
 from __future__ import annotations
 

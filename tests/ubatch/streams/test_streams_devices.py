@@ -1,4 +1,4 @@
-"""The streams that a device gets: none on a CPU, a refusal by name where there is no such device."""
+"""The streams of a device: null streams on a CPU, a named error for a missing device."""
 
 from __future__ import annotations
 

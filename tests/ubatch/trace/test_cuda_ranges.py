@@ -1,4 +1,4 @@
-"""Ranges for profilers: one per lane and point, from every lane's own thread; none where nobody asked."""
+"""Ranges for profilers: one per lane and point, from every lane's own thread; none unless requested."""
 
 from __future__ import annotations
 

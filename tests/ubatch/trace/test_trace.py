@@ -1,4 +1,4 @@
-"""What a trace records: spans that fill a lane's turns, transfers from launch to arrival, events in order."""
+"""Recording a trace: spans that fill a lane's turns, transfers from launch to arrival, events in order."""
 
 from __future__ import annotations
 

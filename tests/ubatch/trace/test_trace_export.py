@@ -1,4 +1,4 @@
-"""What a trace says: the summary against a count of moments, the files against what viewers need."""
+"""Exporting a trace: the summary against a sampled reference, the files against the format that viewers need."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Traces of several ranks: written, read again, put on one clock and numbered alike."""
+"""Traces of several ranks: written, read again, converted to one clock and common step numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a wrapper notes of its steps in a trace."""
+"""The notes of a wrapper on its steps in a trace."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Settings: every one that cannot work is refused before anything runs, with the value and what to do."""
+"""Settings: every invalid one is refused before anything runs, with the value and the remedy."""
 
 from __future__ import annotations
 

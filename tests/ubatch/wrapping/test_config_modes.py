@@ -1,4 +1,4 @@
-"""Settings per mode, schedules of one's own, and what the ranks make of them."""
+"""Settings per mode, user-defined schedules, and the ranks' agreement on them."""
 
 from __future__ import annotations
 

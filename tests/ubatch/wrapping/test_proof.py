@@ -1,4 +1,4 @@
-"""The proof: what it finds out, what it leaves alone, and what it costs."""
+"""The proof: what it detects, what it leaves unchanged, and what it costs."""
 
 from __future__ import annotations
 

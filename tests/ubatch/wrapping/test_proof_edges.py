@@ -1,4 +1,4 @@
-"""What a proof must not miss: groups of rows, masks, hidden state, and what comes after it."""
+"""Cases that a proof must detect: groups of rows, masks, hidden state, and changes after the proof."""
 
 from __future__ import annotations
 

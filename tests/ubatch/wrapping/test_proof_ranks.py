@@ -1,4 +1,4 @@
-"""Ranks prove together or not at all; what fails on one of them is declined by all, within that call."""
+"""Ranks prove together or not at all; a failure on one rank makes all decline, within that call."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What records a module's operations cannot see into lanes: it is refused, or what it makes is right."""
+"""Tracers that record a module's operations cannot see into lanes: they are refused, or their result is right."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The wrapper as its user sees it: it overlaps in the order foretold, and else it is the module; misuse is refused."""
+"""The wrapper's public behaviour: it overlaps in the predicted order or behaves as the module; misuse is refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The wrapper says why it did not overlap, and does as it is told when asked for slices explicitly."""
+"""The wrapper gives its reason for not overlapping, and obeys explicit slices."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A process that is forked while a wrapper is in a call: the child's wrapper works, or says why it does not."""
+"""A process that is forked during a call of a wrapper: the child's wrapper works, or says why it does not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The zoo: modules from elsewhere, wrapped. Each is equal and overlapped, or equal and declined with its reason."""
+"""The zoo: third-party modules, wrapped. Each gives equal results, overlapped or declined with its reason."""
 
 from __future__ import annotations
 
