@@ -92,7 +92,7 @@ class GradientError(UBatchError):
 
 
 class UnvotedCollectiveError(UBatchError):
-    """A collective over several ranks ran in a lane whose split the ranks did not vote on; so they could dead-lock."""
+    """A collective over several ranks ran in a lane whose split the ranks did not vote on, so they could dead-lock."""
 
 
 class UBatchTimeout(UBatchError, TimeoutError):
