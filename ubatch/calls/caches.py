@@ -314,7 +314,7 @@ class _Join:
             return whole
         dim = _ROWS.get(at.name)
         if dim is None:
-            raise SplitError(f"its {at.path} is a tensor that the lanes added, and nobody said how to join it.")
+            raise SplitError(f"its {at.path} is a tensor that the lanes added, with no rule to merge it.")
         shapes = {(value.dtype, value.shape[:dim], value.shape[dim + 1 :]) for value in values}
         if len(shapes) > 1:
             raise _differ([f"{value.dtype}{list(value.shape)}" for value in values], at)
@@ -336,7 +336,7 @@ def _check_known(value: object, at: _Place) -> None:
     register = "register a splitter for the class of your cache (ubatch.register_splitter)."
     if _qualified(type(value)) not in _LAYERS and not isinstance(splitter_for(value), _AttributeSplitter):
         raise SplitError(
-            f"a cache with {what} cannot be split, as nobody said how. Use a DynamicCache or a StaticCache with "
+            f"a cache with {what} cannot be split: its class is unknown. Use a DynamicCache or a StaticCache with "
             f"transformers' own layers, or {register}"
         )
     if getattr(value, "offloading", False):

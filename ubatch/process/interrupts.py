@@ -71,7 +71,7 @@ class Claims:
         self._claims: list[Claim] = []
 
     def alone(self, refuse: Callable[[Claim], Exception], work: Callable[..., T], *args: Any) -> T:
-        """Run `work(*args)` if nobody else is in here.
+        """Run `work(*args)` if no other thread is in this call.
 
         Raises:
             Exception: the result of `refuse`, called with the claim of the thread that is in the call.

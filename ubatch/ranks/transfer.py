@@ -139,7 +139,7 @@ class Transfer(Generic[T]):
         if self._finish is None:
             return True
         if self._stream_ordered and capturing():
-            raise UBatchError(f"transfer {self.name!r}: nobody can tell whether it is done while a graph is captured.")
+            raise UBatchError(f"transfer {self.name!r}: it cannot be queried while a graph is captured.")
         return time.monotonic() >= self._deadline and all(work.is_completed() for work in self._works)
 
     def wait(self) -> T:
@@ -268,7 +268,7 @@ def _wait(work: Work, name: str, limit_s: float | None) -> None:
         return
     if not work.is_completed():
         raise TransferTimeout(
-            f"transfer {name!r} did not arrive within {limit_s} s. It belongs to no group, so nobody knows why. If it "
+            f"transfer {name!r} did not arrive within {limit_s} s. It belongs to no group, so the cause is unknown. If it "
             "really is that slow, raise timeout_s."
         )
     work.wait()  # returns at once; the work may have completed just after the time-out
