@@ -268,7 +268,7 @@ def _wait(work: Work, name: str, limit_s: float | None) -> None:
         return
     if not work.is_completed():
         raise TransferTimeout(
-            f"transfer {name!r} did not arrive within {limit_s} s. It belongs to no group, so the cause is unknown. If it "
-            "really is that slow, raise timeout_s."
+            f"transfer {name!r} did not arrive within {limit_s} s. It belongs to no group, so the cause is unknown. If "
+            "it really is that slow, raise timeout_s."
         )
     work.wait()  # returns at once; the work may have completed just after the time-out
