@@ -1,4 +1,4 @@
-"""Floor 4: what runs the engine. Commands (`cli`), the scheduler, engines and their client, the HTTP API, offline use.
+"""Floor 4 runs the model: commands (`cli`), the scheduler, engines and their client, the HTTP API, offline use.
 
 from serving import LLM
 
@@ -18,7 +18,7 @@ __all__ = ["LLM", "main"]
 
 
 def __getattr__(name: str) -> typing.Any:
-    """Imported when asked for: `LLM` brings torch, which a command may not need; `python -m serving.cli` is `main`."""
+    """Import on first use: `LLM` imports torch, which a command may not need; `python -m serving.cli` runs `main`."""
     if name == "main":
         from serving.cli import main
 

@@ -96,7 +96,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _run(list(sys.argv[1:] if argv is None else argv))
         finally:
             sys.stdout.flush()
-    except BrokenPipeError:  # whoever read the output has seen enough, as in `ubatch serve --help | head`
+    except BrokenPipeError:  # the reader closed the pipe early, as in `ubatch serve --help | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter complains when it ends
         return 1
 
@@ -110,7 +110,7 @@ def _run(words: list[str]) -> int:
         return _usage(words)
     try:
         check_packages()
-        module: Any = importlib.import_module(COMMANDS[name][0])  # which takes seconds, and may be interrupted
+        module: Any = importlib.import_module(COMMANDS[name][0])  # takes seconds; Ctrl-C may interrupt it
         read = module.read if hasattr(module, "read") else partial(parse_options, module.Options)
         options = read(f"ubatch {name}", COMMANDS[name][1], words[len(name.split()) :])
         return int(module.run(options))

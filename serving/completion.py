@@ -40,7 +40,7 @@ def run(options: Options) -> int:
 
 
 def _flags(name: str) -> list[str]:
-    """Those that `--help` shows, which knows all of them."""
+    """A command's flags, read from its `--help`, which lists all of them."""
     shown = StringIO()
     with redirect_stdout(shown), suppress(SystemExit):
         main([*name.split(), "--help"])

@@ -1,4 +1,4 @@
-"""`ubatch generate`: completions of prompts, by `LLM`, with the settings of `ubatch serve` but for the server's own."""
+"""`ubatch generate`: complete prompts with `LLM`. It takes the settings of `ubatch serve`, except the HTTP server's."""
 
 from __future__ import annotations
 
@@ -53,12 +53,12 @@ class GenerateCommand:
     """What to run.
 
     Attributes:
-        settings: all of them, in force and without contradictions.
+        settings: every setting in force, checked for contradictions.
         prompts: what to generate from.
-        params: of each of them.
-        engine: what the ranks are made from.
+        params: sampling parameters, one per prompt.
+        engine: the options of the ranks' engines.
         print_config: print the settings and exit.
-        notes: what is allowed but may not be what was meant.
+        notes: settings that are allowed but may be mistakes, one sentence each.
     """
 
     settings: Settings
@@ -70,7 +70,7 @@ class GenerateCommand:
 
 
 def read(program: str, description: str, words: Sequence[str]) -> GenerateCommand:
-    """The command line, with the file it names and the environment.
+    """Read the command line, the settings file that it names, and the environment.
 
     Raises:
         ConfigError: anything that cannot work, in one line.
@@ -81,11 +81,11 @@ def read(program: str, description: str, words: Sequence[str]) -> GenerateComman
 
 
 def resolve_offline(layers: Sequence[Layer], table: Table, *, print_config: bool = False) -> GenerateCommand:
-    """What to run, of a command that generates from prompts.
+    """Resolve the settings of a command that generates from prompts.
 
     Args:
-        layers: from the weakest to the strongest.
-        table: of the command.
+        layers: settings by source, the weakest first.
+        table: the command's settings.
         print_config: see `GenerateCommand`.
 
     Raises:
@@ -118,10 +118,10 @@ def _sampling_params(s: Settings, index: int) -> SamplingParams:
 
 
 def _check_model(given: Settings) -> None:
-    """See whether the list of prompts has taken MODEL.
+    """Check that `--prompt`, which takes every word after it, has not taken MODEL as a prompt.
 
     Raises:
-        ConfigError: it has.
+        ConfigError: it has taken MODEL.
     """
     prompts = given.all["prompt"]
     if given["model"] is not None or prompts.source is not Source.COMMAND_LINE or len(prompts.value) < 2:
@@ -149,7 +149,7 @@ def _check_launcher() -> None:
 
 
 def _size_for_prompts(s: Settings, _: Machine) -> Settings:
-    """As many requests at once as a rank has prompts, for machines that all know how many that is."""
+    """Set `max_num_seqs` to a rank's number of prompts; on one machine only, as other machines have no prompts."""
     if s["max_num_seqs"] is not None or s["nnodes"] > 1:
         return s
     most = min(_MOST_PROMPTS_AT_ONCE, s["max_num_batched_tokens"] or _MOST_PROMPTS_AT_ONCE)
@@ -158,7 +158,7 @@ def _size_for_prompts(s: Settings, _: Machine) -> Settings:
 
 
 def run(command: GenerateCommand) -> int:
-    """Generate and print. Machines other than the first have ranks only."""
+    """Generate and print. Machines other than the first only run ranks."""
     if command.print_config:
         print(describe_settings(command.settings))
         return 0
@@ -180,13 +180,13 @@ def run(command: GenerateCommand) -> int:
 
 
 def print_notes(program: str, notes: Iterable[str]) -> None:
-    """What is allowed but may not be what was meant; under a launcher once for all ranks."""
+    """Print notes about settings that may be mistakes; under a launcher, rank 0 alone prints them."""
     for note in notes if os.environ.get("RANK", "0") == "0" else ():
         print(f"{program}: note: {note}", file=sys.stderr)
 
 
 def print_generated(llm: LLM, outputs: Sequence[LLMOutput]) -> None:
-    """Completions, then one line about the steps, and what the ranks hold."""
+    """Print the completions, then one line about the steps, then the memory of each process."""
     for output in outputs:
         (completion,) = output.outputs
         print(f"--- {output.prompt!r} ({len(completion.token_ids)} tokens, {completion.finish_reason})")
@@ -211,7 +211,7 @@ def describe_steps(engaged: int, declined: Mapping[str, int]) -> str:
 
 
 def _count_steps(statistics: Mapping[int, EngineStatistics]) -> tuple[int, Counter[str]]:
-    """Over all ranks: steps that overlapped, and the others by their reason."""
+    """Steps of all ranks: how many overlapped, and how many did not, by reason."""
     outcomes: Counter[str] = Counter()
     for rank in statistics.values():
         for step, count in rank.steps.items():

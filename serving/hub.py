@@ -1,11 +1,11 @@
-"""Checkpoints by name: a folder on this machine, or what the Hugging Face hub calls it.
+"""Find a checkpoint: a folder on this machine, or a name on the Hugging Face hub.
 
-    folder              taken as it is
+    folder              used as it is
     organisation/name   looked up by `huggingface_hub`: its cache, HF_HUB_OFFLINE, HF_TOKEN, its progress bar
     name                the same: old models such as gpt2 have no organisation
 
-Config and tokenizer come first, so that what contradicts them is refused before gigabytes travel; then the weights.
-Both happen in the process that starts the ranks, once for all of them; every machine has its own cache.
+Config and tokenizer are downloaded first, so that settings that contradict them are refused before gigabytes of
+weights are downloaded. The process that starts the ranks downloads both, once per machine.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 _SMALL = ("*.json", "*.jinja", "*.model", "*.tiktoken", "tokenizer*", "vocab*", "merges.txt")
 _WEIGHTS = ("*.safetensors",)
 _DOUBLES = ("original/*", "consolidated*")
-"""The same weights once more, in other layouts."""
+"""Copies of the weights in other layouts, which are not needed."""
 
 
 class ModelNotFound(ConfigError):
-    """There is no such checkpoint, here or on the hub, or it cannot be had."""
+    """The checkpoint is neither a folder here nor on the hub, or it cannot be downloaded."""
 
 
 @dataclass(frozen=True)
 class Located:
-    """Where a checkpoint lies.
+    """Where a checkpoint is.
 
     Attributes:
-        folder: on this machine.
-        name: on the hub; None for what was a folder before.
-        download_dir: the cache that has it; None for the hub's own.
-        revision: of it that was asked for; None for `main`.
+        folder: its folder on this machine.
+        name: its name on the hub; None if the user gave a folder.
+        download_dir: the cache that holds it; None for the hub's default cache.
+        revision: the branch, tag or commit that the user asked for; None for `main`.
     """
 
     folder: Path
@@ -50,31 +50,31 @@ class Located:
 
     @property
     def commit(self) -> str | None:
-        """What to ask the hub for: the commit that the config is of, whatever the branch has become.
+        """The commit that the config was downloaded from, so that the weights match it even if the branch moved.
 
-        Caches that others made may call the folder otherwise; then, what was asked for.
+        If the cache's folder is not named after a commit, this is the revision that the user asked for.
         """
         return self.folder.name if _COMMIT.fullmatch(self.folder.name) else self.revision
 
 
 def looks_like_name(model: str | Path) -> bool:
-    """Whether it would be looked up on the hub: `organisation/name` or, of old models, `name`, and no file here."""
+    """Whether `model` is looked up on the hub: it reads `organisation/name` or `name`, and no such path exists here."""
     return _NAME.fullmatch(str(model)) is not None and not Path(model).exists()
 
 
 def find_checkpoint(
     model: str | Path, spelled: str, *, revision: str | None = None, download_dir: Path | None = None
 ) -> Located:
-    """The folder with a checkpoint's config and tokenizer; weights may be missing, see `fetch_weights`.
+    """Find the folder with a checkpoint's config and tokenizer; the weights may be missing, see `fetch_weights`.
 
     Args:
         model: a folder, or a name on the hub.
-        spelled: the setting that names it, for messages.
+        spelled: the setting that names the checkpoint, for messages.
         revision: branch, tag or commit on the hub; `main` by default.
-        download_dir: cache to use in place of the hub's own.
+        download_dir: cache to use in place of the hub's default cache.
 
     Raises:
-        ModelNotFound: it is neither, does not exist, or cannot be had; the message says what to do.
+        ModelNotFound: there is no such folder or name, or the download failed; the message says what to do.
     """
     if not str(model).strip():
         raise ModelNotFound(
@@ -94,14 +94,14 @@ def find_checkpoint(
 
 
 def fetch_weights(located: Located, spelled: str) -> None:
-    """Download what is missing of the weights, and see that all of it is there.
+    """Download missing weights, then check that all are there.
 
     Raises:
-        ModelNotFound: it cannot be had.
-        CheckpointError: the checkpoint has none, or is incomplete.
+        ModelNotFound: the download failed.
+        CheckpointError: the checkpoint has no weights, or some are missing.
     """
     folder = located.folder
-    if located.name is not None and not _offline():  # else the folder has what there is
+    if located.name is not None and not _offline():  # offline, only what is cached can be used
         folder = _download(located.name, spelled, located.commit, located.download_dir, (*_SMALL, *_WEIGHTS))
     Checkpoint(folder).check_weights()
 
@@ -150,7 +150,7 @@ def _download(
         raise ModelNotFound(
             f"{what} is no folder here, is not (or not whole) in the cache {cache}, and {why}. {_again(offline)}"
         ) from error
-    except Exception as error:  # whatever the network, the disk and the client's own libraries raise
+    except Exception as error:  # the network, the disk and the client's libraries raise many kinds
         raise ModelNotFound(f"{what} could not be had from the hub: {type(error).__name__}: {_line(error)}") from error
     return Path(folder)
 

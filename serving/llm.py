@@ -36,16 +36,16 @@ Prompt: TypeAlias = str | Sequence[int]
 
 @dataclass(frozen=True)
 class CompletionResult:
-    """What was generated for a prompt.
+    """The output generated for a prompt.
 
     Attributes:
-        text: detokenised, without the stop string or stop token; empty where there is no tokenizer.
-        token_ids: up to and with the token that ended it.
-        finish_reason: `stop`, `length`, or, where it could not go on, `error` (the logits are not finite) or
-            `no_token_left` (its parameters leave none); then `error` says what it was.
-        stop_reason: the stop string or token that ended it, if one did.
-        logprobs: one per token, where `SamplingParams.logprobs` asks for them; else empty.
-        drafts: tokens that were guessed ahead, and how many of them were right.
+        text: detokenised, without the stop string or stop token; empty without a tokenizer.
+        token_ids: the generated tokens, the stop token included.
+        finish_reason: `stop`, `length`, or a failure: `error` (the logits are not finite) or `no_token_left` (the
+            sampling parameters forbid every token). The property `error` then describes it.
+        stop_reason: the stop string or stop token that ended the text; None if neither did.
+        logprobs: one per token if `SamplingParams.logprobs` asks for them; else empty.
+        drafts: tokens guessed ahead, and how many of them were right.
     """
 
     text: str
@@ -57,7 +57,7 @@ class CompletionResult:
 
     @property
     def error(self) -> str | None:
-        """Why it could not go on; None where it ended as asked."""
+        """Why generation failed; None if it did not."""
         return FAULTS.get(self.finish_reason)
 
 
@@ -66,10 +66,10 @@ class LLMOutput:
     """A prompt and its output.
 
     Attributes:
-        prompt: as text; None where it was given as tokens.
-        prompt_token_ids: as tokens.
-        outputs: one.
-        prompt_logprobs: one per prompt token (None for the first), where `SamplingParams.prompt_logprobs` asks for
+        prompt: the prompt's text; None if it was given as tokens.
+        prompt_token_ids: the prompt's tokens.
+        outputs: always one output.
+        prompt_logprobs: one per prompt token (None for the first) if `SamplingParams.prompt_logprobs` asks for
             them; else None.
         num_cached_tokens: prompt tokens whose keys and values were in the prefix cache.
     """
@@ -84,19 +84,19 @@ class LLMOutput:
 class LLM:
     """A model, ready to generate. Close it, or use it in a `with` statement.
 
-    One process's work is done in this one; several run beside it, started by re-importing the main module: keep
-    what a script does behind `if __name__ == "__main__":` then.
+    A single rank of one process runs in the caller's process. Several processes are spawned, and each imports the main
+    module again: a script must then keep its code behind `if __name__ == "__main__":`.
 
-    Several threads may call it: `generate` and `close` run one at a time, and the other calls wait.
+    Several threads may call it: calls run one at a time, and the others wait.
 
     Args:
         model: folder of a Hugging Face checkpoint, or its name on the hub (then also `revision`, `download_dir`).
-        data_parallel_size: ranks.
-        tensor_parallel_size: processes of each, which share its attention heads and dense layers.
+        data_parallel_size: number of ranks.
+        tensor_parallel_size: processes per rank; they share its attention heads and dense layers.
         enable_expert_parallel: the ranks share the experts, and step together.
-        enable_dbo: overlap microbatches; not by default.
-        skip_tokenizer_init: prompts are given as tokens, and no text comes back.
-        options: everything else that `ubatch serve` takes but for the server's own, in snake case: `max_num_seqs`,
+        enable_dbo: overlap microbatches; off by default.
+        skip_tokenizer_init: load no tokenizer: prompts are tokens, and outputs have no text.
+        options: any other setting of `ubatch serve`, except the HTTP server's, in snake case: `max_num_seqs`,
             `kv_cache_memory`, ...
 
     Raises:
@@ -123,7 +123,7 @@ class LLM:
             "enable_expert_parallel": enable_expert_parallel,
             **options,
         }
-        if enable_dbo is not None:  # it has another name, `enable_two_batch_overlap`
+        if enable_dbo is not None:  # the caller may have set its alias, `enable_two_batch_overlap`
             keywords["enable_dbo"] = enable_dbo
         for name in sorted(set(options) & _OF_SERVER):
             raise ConfigError(f"{name} is for `ubatch serve`, and LLM has no server. Remove it.")
@@ -134,7 +134,7 @@ class LLM:
 
     @classmethod
     def from_settings(cls, settings: Settings) -> LLM:
-        """From what a command has read, which has said already what there is to note of it."""
+        """Make an `LLM` from a command's settings; the command has printed their notes already."""
         llm = cls.__new__(cls)
         llm._open(settings, skip_tokenizer_init=False)
         return llm
@@ -148,7 +148,7 @@ class LLM:
         self.tokenizer: Any = None if skip_tokenizer_init else load_tokenizer(self.options.model)
         fetch_checkpoints(settings)
         self._numbers = itertools.count()
-        self._one_at_a_time = threading.RLock()  # a signal handler may close it in the middle of a call
+        self._one_at_a_time = threading.RLock()  # re-entrant: a signal handler may call `close` during a call
         self._engine: OfflineEngine | None = make_offline_engine(self.options)
 
     def generate(
@@ -166,19 +166,19 @@ class LLM:
 
         Args:
             prompts: a text or a list of tokens, or several of them.
-            sampling_params: for all prompts, or one per prompt; greedy with 16 tokens by default.
+            sampling_params: one for all prompts, or one per prompt; greedy with 16 tokens by default.
             stop: strings that end a text, once it has `min_tokens`; at most 64, of at most 1000 characters each.
-            bad_words: words whose tokens do not come one after the other, besides `bad_token_sequences`; at most 128,
-                of at most 200 characters each, and 4096 tokens in all.
+            bad_words: words that are never generated, besides `bad_token_sequences`; at most 128, of at most 200
+                characters each, and 4096 tokens in all.
             include_stop_str_in_output: the stop string, or the text of the stop token, is part of the text.
-            skip_special_tokens: special tokens give no text.
-            use_tqdm: show progress, where standard error is a terminal.
+            skip_special_tokens: leave special tokens out of the text.
+            use_tqdm: show progress if standard error is a terminal.
 
         Returns:
             One output per prompt, in their order.
 
         Raises:
-            RequestError, KVCacheExhausted: a prompt cannot be served. Nothing of the others is kept.
+            RequestError, KVCacheExhausted: a prompt cannot be served. The other prompts' outputs are lost.
             EngineDead: a rank died.
         """
         given = _prompts(prompts)
@@ -186,7 +186,7 @@ class LLM:
         stops, words = _strings("stop", stop), _strings("bad_words", bad_words)
         if stops and self.tokenizer is None:
             raise ConfigError("stop strings need the tokenizer, which skip_tokenizer_init left out.")
-        with self._one_at_a_time:  # a tokenizer, too, serves one thread at a time
+        with self._one_at_a_time:  # a tokenizer, too, is not thread-safe
             engine = self._running()
             each = self._without_bad_words(engine, each, words)
             jobs: dict[str, _Job] = {}
@@ -214,16 +214,16 @@ class LLM:
 
     @property
     def statistics(self) -> Mapping[int, EngineStatistics]:
-        """Every rank's state and totals, as far as known here."""
+        """Every rank's state and totals, as last reported; empty once closed."""
         return {} if self._engine is None else self._engine.statistics()
 
     @property
     def memory(self) -> str:
-        """What the ranks' KV caches and attention back ends hold, a line for each process."""
+        """Memory of the KV caches and attention back ends, one line per process."""
         return "" if self._engine is None else self._engine.memory
 
     def start_profile(self) -> None:
-        """Let every rank record its steps.
+        """Start recording every rank's steps.
 
         Raises:
             EngineDead: a rank died.
@@ -235,7 +235,7 @@ class LLM:
         """Stop recording; every process writes a Chrome trace, which `ubatch trace --files` shows.
 
         Args:
-            folder: where to, on the process's own machine.
+            folder: where to write, on the process's own machine.
 
         Returns:
             The files, in the order of the processes.
@@ -248,7 +248,7 @@ class LLM:
             return self._running().stop_profile(folder)
 
     def close(self) -> None:
-        """Let go of the model, and end the ranks' processes."""
+        """Free the model, and end the ranks' processes."""
         with self._one_at_a_time:
             engine, self._engine = self._engine, None
             if engine is not None:
@@ -270,7 +270,7 @@ class LLM:
     def _without_bad_words(
         self, engine: OfflineEngine, params: list[SamplingParams], words: Sequence[str]
     ) -> list[SamplingParams]:
-        """The parameters, with these words' tokens among their bad sequences."""
+        """Add the words' tokens to the bad token sequences of the sampling parameters."""
         if not words:
             return params
         if self.tokenizer is None:
@@ -300,7 +300,7 @@ class LLM:
 
 @dataclass
 class _Job:
-    """A prompt while it is generated for: what came so far."""
+    """A prompt, and its output so far."""
 
     prompt: Prompt
     request: RequestInput
@@ -314,7 +314,7 @@ class _Job:
     last: RequestOutput | None = None
 
     def take(self, output: RequestOutput) -> bool:
-        """Something came; False when nothing more is wanted."""
+        """Add a step's output; False once the prompt needs no more tokens."""
         self.token_ids += output.token_ids
         self.logprobs += output.logprobs
         self.num_cached_tokens = max(self.num_cached_tokens, output.num_cached_tokens)
@@ -329,7 +329,7 @@ class _Job:
         return self.last is None
 
     def result(self) -> LLMOutput:
-        """All of it."""
+        """The finished output."""
         stopped, last = self._finish_text(), self.last
         reason: FinishReason = FinishReason.STOP
         if stopped is None and last is not None and last.finish_reason is not None:
@@ -352,7 +352,7 @@ class _Job:
         )
 
     def _finish_text(self) -> str | None:
-        """Without stop strings the text is made at the end, at once. Returns the stop string that was found."""
+        """Detokenise everything now if there are no stop strings. Returns the stop string that was found, or None."""
         if self.text is None:
             return None
         if not self.stops and self.last is not None:
@@ -373,7 +373,7 @@ def _prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 
 
 def _strings(name: str, given: object) -> tuple[Any, ...]:
-    """What was given as a string, several, or none."""
+    """One string, several or None, as a tuple of strings."""
     if given is None:
         return ()
     if isinstance(given, str):

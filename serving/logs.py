@@ -16,7 +16,7 @@ from typing import Any, TextIO
 __all__ = ["LOG_LEVELS", "configure_logging", "log_event", "request_id"]
 
 request_id: ContextVar[str | None] = ContextVar("request_id", default=None)
-"""Of the request that is being answered; every line that is logged meanwhile ends with it."""
+"""Id of the request that is being answered; every line logged for that request ends with it."""
 
 LOG_LEVELS: Mapping[str, int] = {
     "debug": logging.DEBUG,
@@ -28,20 +28,20 @@ _OURS = ("ubatch", "moe", "attention", "model_runner", "serving")
 
 
 def configure_logging(level: str, process: str, stream: TextIO | None = None) -> None:
-    """Send this process's logs to one stream, line by line; called once, first thing, in every process.
+    """Send this process's logs to one stream, line by line; every process calls this first.
 
-    Libraries are heard from WARNING on, whatever the level.
+    Libraries log from WARNING upwards, whatever the level.
 
     Args:
         level: one of `LOG_LEVELS`, for this project's own loggers.
-        process: who is talking, for example `api` or `rank 1`.
+        process: name of this process in every line, for example `api` or `rank 1`.
         stream: standard error by default.
     """
     handler = logging.StreamHandler(sys.stderr if stream is None else stream)
     handler.setFormatter(_Lines(process))
     root = logging.getLogger()
     for old in list(root.handlers):
-        if isinstance(old.formatter, _Lines):  # of an earlier call
+        if isinstance(old.formatter, _Lines):  # left by an earlier call
             root.removeHandler(old)
     root.addHandler(handler)
     root.setLevel(max(logging.WARNING, LOG_LEVELS[level]))
@@ -50,12 +50,12 @@ def configure_logging(level: str, process: str, stream: TextIO | None = None) ->
 
 
 def log_event(logger: logging.Logger, event: str, *, level: int = logging.INFO, **fields: Any) -> None:
-    """Log what happened, in a few words, and what is known about it.
+    """Log an event in a few words, with its fields.
 
     Args:
-        logger: of the module that decided.
+        logger: the logger of the module that decided.
         event: for example `request aborted`.
-        level: of `logging`.
+        level: a level of `logging`.
         fields: written as `key=value`; a value with spaces or quotes is quoted, None is left out.
     """
     if logger.isEnabledFor(level):

@@ -1,7 +1,7 @@
-"""Prometheus metrics, under vLLM's names where it has one, so that its dashboards work; what is ours is `ubatch:`.
+"""Prometheus metrics. They have vLLM's names where vLLM has the metric, so that its dashboards work; else `ubatch:...`.
 
-Engines count by themselves and send their totals with every step's outputs; a scrape reads the last ones. What only
-the API process can see, the times of requests as their clients wait, is recorded as it happens.
+Each engine counts its own work and sends its totals with every step's outputs; a scrape reads the last totals. The API
+process records request latencies, because it alone sees when requests arrive and tokens are sent.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ _COUNTERS: Mapping[str, tuple[str, str]] = {
     "ubatch:communication_exposed_seconds": ("exposed_s", "Communication in traced steps that a lane waited for."),
     "ubatch:handoff_wait_seconds": ("handoff_wait_s", "Time in traced steps from a hand-off until the next lane ran."),
 }
-"""Metric -> the field of `EngineStatistics`, and its help; counters get their `_total` when they are written."""
+"""Metric -> the field of `EngineStatistics`, and its help; prometheus_client adds `_total` to counters."""
 
 
 def make_registry(model_name: str, statistics: Statistics) -> tuple[CollectorRegistry, RequestMetrics]:
@@ -68,7 +68,7 @@ def make_registry(model_name: str, statistics: Statistics) -> tuple[CollectorReg
 
     Args:
         model_name: the label that every metric has.
-        statistics: the engines' last totals, by rank.
+        statistics: returns the engines' last totals, by rank.
     """
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_Engines(model_name, statistics))
@@ -118,11 +118,11 @@ class _Life:
     """A request that has not ended.
 
     Attributes:
-        prompt_tokens: of its prompt.
-        start: when it came, in seconds of `time.monotonic`, as the next.
-        last: when its last tokens came, or it.
-        tokens: how many came.
-        drafts: those that were guessed ahead.
+        prompt_tokens: number of prompt tokens.
+        start: time of arrival, in seconds of `time.monotonic`.
+        last: time of its last token, or of its arrival if it has none yet; same clock.
+        tokens: number of tokens generated so far.
+        drafts: counts of its tokens that were guessed ahead.
     """
 
     prompt_tokens: int
@@ -133,12 +133,12 @@ class _Life:
 
 
 class RequestMetrics:
-    """Requests as their clients see them: it is told when one comes, gets tokens, and ends.
+    """Latencies and sizes of requests, as clients see them. The API reports arrivals, tokens and ends of requests.
 
     Args:
         model_name: the label that every metric has.
-        registry: where they are registered.
-        clock: seconds, for tests.
+        registry: where the metrics are registered.
+        clock: returns seconds; tests replace it.
     """
 
     def __init__(
@@ -170,16 +170,16 @@ class RequestMetrics:
 
     @property
     def num_alive(self) -> int:
-        """Requests that have come and not ended."""
+        """Number of requests that have arrived and not ended."""
         return len(self._alive)
 
     def started(self, request_id: str, num_prompt_tokens: int) -> None:
-        """A request came."""
+        """A request arrived."""
         now = self._clock()
         self._alive[request_id] = _Life(num_prompt_tokens, now, now)
 
     def tokens(self, request_id: str, count: int) -> None:
-        """It got tokens, at least one; several at once came evenly since the last ones."""
+        """A request got `count` tokens, at least one. Several at once share the time since the last token evenly."""
         life, now = self._alive[request_id], self._clock()
         if life.tokens == 0:
             self._first_token.observe(now - life.start)
@@ -190,11 +190,11 @@ class RequestMetrics:
         life.last = now
 
     def drafts(self, request_id: str, counts: DraftCounts) -> None:
-        """Some of its last tokens were guessed ahead."""
+        """A step verified drafts of a request; add their counts."""
         self._alive[request_id].drafts += counts
 
     def finished(self, request_id: str, reason: str) -> None:
-        """It ended: `stop`, `length`, `abort` or `error`. Only those that ran to their end count in the histograms."""
+        """A request ended: `stop`, `length`, `abort` or `error`. The histograms count `stop` and `length` only."""
         life = self._alive.pop(request_id)
         self._ended[reason].inc()
         if reason in ("stop", "length"):

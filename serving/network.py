@@ -1,4 +1,4 @@
-"""Which of this machine's addresses the processes of a job listen on: no more than the other ones need."""
+"""Choose the addresses that a job's processes listen on: only those that its other processes need."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def listening_store(host: str, port: int, timeout: timedelta) -> dist.TCPStore:
     """Start a rendezvous store that listens on one address; its `port` is the one to connect to.
 
     Args:
-        host: an address of this machine, or a name of one.
+        host: an address or host name of this machine.
         port: 0 picks a free one.
         timeout: how long its `get` waits.
 
@@ -59,9 +59,9 @@ def listening_store(host: str, port: int, timeout: timedelta) -> dist.TCPStore:
 
 
 def warn_of_loopback(host: str) -> None:
-    """Say so where the name of node 0 is this machine's loopback: often `/etc/hosts` has it so for the own name.
+    """Warn if the host name of node 0 resolves to loopback: `/etc/hosts` often does this for a machine's own name.
 
-    An address, as against a name, is what somebody meant.
+    A loopback address (not a name) gives no warning: the user chose it.
     """
     try:
         ipaddress.ip_address(host)
@@ -72,7 +72,7 @@ def warn_of_loopback(host: str) -> None:
     try:
         address = socket.gethostbyname(host)
     except OSError:
-        return  # whoever listens or connects there says why
+        return  # listening or connecting there fails later, with the reason
     if _is_loopback(address):
         log_event(
             _logger,
@@ -83,17 +83,17 @@ def warn_of_loopback(host: str) -> None:
 
 
 def choose_interface(master_addr: str, *, several: bool = False) -> None:
-    """Let gloo and NCCL use the network interface that leads to node 0, where the user has not chosen one.
+    """Make gloo and NCCL use the network interface that leads to node 0, unless the user has chosen one.
 
-    Left alone, gloo takes the address that the host's name resolves to: often one that no other machine reaches, or on
-    a single machine one that others reach. An empty variable chooses nothing.
+    By default gloo takes the address that the host's name resolves to: with several machines often an address that the
+    others cannot reach, on a single machine often one that others can reach. An empty variable counts as no choice.
 
     Args:
-        master_addr: where node 0 is.
-        several: whether there are other machines; else only a warning says what is wrong.
+        master_addr: address of node 0.
+        several: whether there are several machines; with one, a failure is only a warning.
 
     Raises:
-        ConfigError: with several machines, gloo and NCCL cannot be told to listen on the network of node 0.
+        ConfigError: with several machines, no interface of node 0's network can be chosen for gloo and NCCL.
     """
     interfaces = _interfaces()
     wanted = []
@@ -111,7 +111,7 @@ def choose_interface(master_addr: str, *, several: bool = False) -> None:
             raise
         log_event(_logger, f"gloo and NCCL choose their interface themselves: {error}", level=logging.WARNING)
         return
-    exactly = {"NCCL_SOCKET_IFNAME": f"={interface}"}  # without `=`, NCCL takes every name that begins so
+    exactly = {"NCCL_SOCKET_IFNAME": f"={interface}"}  # without `=`, NCCL matches every name with this prefix
     os.environ.update({variable: exactly.get(variable, interface) for variable in wanted})
 
 
@@ -126,10 +126,10 @@ def _log_choice(variable: str, chosen: str, interfaces: Sequence[tuple[str, str]
 
 
 def _interface_towards(host: str, interfaces: Sequence[tuple[str, str]]) -> str:
-    """The interface whose address packets to `host` carry.
+    """The interface that packets to `host` leave from.
 
     Raises:
-        ConfigError: there is none, or gloo would listen on another address of it, of another network.
+        ConfigError: there is none, or gloo would listen on the interface's first address, in another network.
     """
     how = "Set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the interface that leads there."
     try:
@@ -152,14 +152,14 @@ def _interface_towards(host: str, interfaces: Sequence[tuple[str, str]]) -> str:
     return interface
 
 
-# Questions to the kernel of Linux, of which Python has no list of addresses. Elsewhere they fail, and nothing is known.
+# Linux ioctls, because Python cannot list an interface's addresses. On other systems they fail and return nothing.
 _SIOCGIFCONF, _SIOCGIFNETMASK = 0x8912, 0x891B
 _IFREQ_BYTES = 16 + 24
 _MOST_INTERFACES = 4096
 
 
 def _interfaces() -> list[tuple[str, str]]:
-    """Name and IPv4 address, in the kernel's order; an interface has as many as it has addresses or labels."""
+    """(name, IPv4 address) in the kernel's order; an interface has one entry per address or label."""
     answer = array.array("B", bytes(_MOST_INTERFACES * _IFREQ_BYTES))
     asked = struct.pack("iP", len(answer), answer.buffer_info()[0])
     told = _ioctl(_SIOCGIFCONF, asked)
@@ -169,7 +169,7 @@ def _interfaces() -> list[tuple[str, str]]:
 
 
 def _netmask(interface: str) -> str:
-    """Of its first address."""
+    """Netmask of the interface's first address."""
     told = _ioctl(_SIOCGIFNETMASK, struct.pack("256s", interface.encode()[:15]))
     return "255.255.255.255" if told is None else socket.inet_ntoa(told[20:24])
 

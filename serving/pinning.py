@@ -1,6 +1,6 @@
 """Which cores a rank's threads run on.
 
-on a CPU     one core of its own: the lanes' hand-offs then cost a fifth
+on a CPU     one core of its own: a lane hand-off then takes a fifth of the time
 on a GPU     those of the GPU's NUMA node: the engine, its lanes, the transports' threads and compilers all need some
 """
 
@@ -20,16 +20,16 @@ _PCI_DEVICES = Path("/sys/bus/pci/devices")
 
 
 def pin_rank(local_rank: int, local_size: int, gpu: torch.device | None = None) -> frozenset[int] | None:
-    """Pin this thread, and those that it starts, and size torch's pool of threads.
+    """Pin this thread and the threads that it starts, and set the size of torch's thread pool.
 
     Args:
-        local_rank: this process among those of this machine.
-        local_size: how many those are.
-        gpu: that the rank computes on; None for the CPU.
+        local_rank: index of this process among this machine's processes.
+        local_size: number of this machine's processes.
+        gpu: the rank's GPU; None for the CPU.
 
     Returns:
-        The cores; None where nothing was pinned. On a CPU, there are fewer cores than ranks; on a GPU, the system does
-        not tell which are near, or those would be fewer than this rank's share of all.
+        The cores; None if nothing was pinned. On a CPU, that is because there are fewer cores than ranks; on a GPU,
+        because the GPU's NUMA node is unknown or has fewer cores than this rank's share of all cores.
     """
     usable = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     if gpu is None:
@@ -42,7 +42,7 @@ def pin_rank(local_rank: int, local_size: int, gpu: torch.device | None = None) 
 
 
 def _cores_near(gpu: torch.device) -> set[int]:
-    """The cores of a GPU's NUMA node; none where the system does not tell."""
+    """The cores of a GPU's NUMA node; empty if the system does not know them."""
     properties: Any = torch.cuda.get_device_properties(gpu)
     address = f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
     try:
@@ -52,7 +52,7 @@ def _cores_near(gpu: torch.device) -> set[int]:
 
 
 def _parse_cores(text: str) -> set[int]:
-    """`0-3,8` as the kernel writes lists of cores."""
+    """Parse the kernel's list of cores, for example `0-3,8`."""
     ranges = (part.partition("-") for part in text.strip().split(",") if part)
     return {core for first, _, last in ranges for core in range(int(first), int(last or first) + 1)}
 

@@ -1,4 +1,4 @@
-"""Progress on standard error: a bar in a terminal, a line now and then where it is a file or a pipe."""
+"""Progress on standard error: a bar in a terminal, a line at intervals in a file or a pipe."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ _LINES_EVERY_S = 10.0
 
 
 class _Lines(tqdm):
-    """Whole lines, without what moves a cursor."""
+    """A progress bar that writes whole lines, without cursor movements."""
 
     disable: bool
 
     def display(self, msg: str | None = None, pos: int | None = None) -> bool:
-        """Write a line; none for what would only clear the bar."""
+        """Write a line, unless the call only clears the bar."""
         if msg != "":
             self.fp.write(f"{msg or self}\n")
             self.fp.flush()
         return True
 
     def close(self) -> None:
-        """Say how far it came, too."""
+        """Write a last line with the final count."""
         if not self.disable:
             self.display()
             self.disable = True
@@ -33,7 +33,7 @@ class _Lines(tqdm):
 
 
 def progress(*args: Any, show: bool = True, **options: Any) -> Any:
-    """As `tqdm(*args, **options)`, whose bar goes when it is done; nothing unless `show`."""
+    """Like `tqdm(*args, **options)`, but the bar disappears at the end; no output unless `show`."""
     if sys.stderr.isatty():
         return tqdm(*args, **options, leave=False, disable=not show)
     lines = {"mininterval": _LINES_EVERY_S, "maxinterval": _LINES_EVERY_S, "ascii": True, "ncols": 80}

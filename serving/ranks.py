@@ -1,8 +1,8 @@
 """Ranks on this machine: one process each, gloo between them, pinned to cores (`serving.pinning`).
 
-Under `torchrun` (RANK and WORLD_SIZE in the environment) the launcher has made the processes already; this one joins
-them. Otherwise the ranks are spawned here, and the first that fails ends the others. They meet in a store of the
-process that spawns them, and listen on the loopback address only.
+Under `torchrun` (RANK and WORLD_SIZE in the environment) the launcher has started the processes; this one joins them.
+Otherwise the ranks are spawned here, and if one fails the others are ended. They rendezvous in a store of the process
+that spawns them, and listen on the loopback address only.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, device: str =
     `fn` must be a function of a module. Under a launcher the result is None on the other ranks.
 
     Args:
-        fn: see above.
-        world_size: how many ranks.
-        args: of `fn`, which can be pickled.
-        device: `cpu`, where every rank computes on one thread, pinned to one core if there are enough; or `cuda`, where
-            it is pinned to the cores near its GPU, the one of its local number.
+        fn: function of a module.
+        world_size: number of ranks.
+        args: further arguments of `fn`, picklable.
+        device: `cpu`: every rank computes on one thread, pinned to one core if there are enough; `cuda`: rank i uses
+            GPU i of its machine, and is pinned to the cores near it.
 
     Raises:
         ConfigError: a launcher started another number of ranks.
@@ -88,7 +88,7 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, device: str =
 
 
 def _collect(readers: Sequence[Any], ranks: Sequence[Any]) -> Any:
-    """Rank 0's result, once every rank has reported. Sleeps meanwhile: the ranks need the cores."""
+    """Wait until every rank has reported; returns rank 0's result. Waiting uses no core: the ranks need them."""
     result: Any = None
     waiting = dict(zip(readers, range(len(readers)), strict=True))
     while waiting:
@@ -109,7 +109,7 @@ def _collect(readers: Sequence[Any], ranks: Sequence[Any]) -> Any:
 
 @contextmanager
 def _terminated_as_exit() -> Iterator[None]:
-    """Let SIGTERM unwind like an exit does, so that the ranks are ended too."""
+    """Turn SIGTERM into SystemExit, so that the ranks are ended too."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -136,7 +136,7 @@ def _spawned(
 
 
 def _choose_launched_interface() -> None:
-    """On one machine listen on loopback only; over several the user knows which network is private."""
+    """On one machine, listen on loopback only; on several, warn that the network must be private."""
     everywhere = os.environ["WORLD_SIZE"]
     if os.environ.get("LOCAL_WORLD_SIZE", "1") == everywhere:
         choose_interface(LOOPBACK)
@@ -165,7 +165,7 @@ def _run_rank(
 
 
 def free_port() -> int:
-    """A TCP port that nobody listens on now."""
+    """A TCP port that is free now."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return int(listener.getsockname()[1])

@@ -1,4 +1,4 @@
-"""What goes into an engine and what comes out: the words that scheduler, engine, API and offline `LLM` share."""
+"""An engine's inputs and outputs: the types that scheduler, engine, API and offline `LLM` share."""
 
 from __future__ import annotations
 
@@ -16,22 +16,23 @@ class QueueFull(UBatchError):
 
 
 class EngineDead(UBatchError):
-    """An engine process ended, or its step failed; the message names the rank and why. Nothing runs any more."""
+    """An engine process ended, or its step failed; the message names the rank and why. No request can run any more."""
 
 
 @dataclass(frozen=True)
 class RequestInput:
-    """One sequence to generate. A prompt with `n` outputs is `n` of these.
+    """One sequence to generate. A prompt with `n` outputs is `n` requests.
 
     Attributes:
-        request_id: unique among the requests that are alive.
+        request_id: unique among requests that have not ended.
         token_ids: the prompt, at least one token.
         params: how to generate.
-        priority: lower runs earlier, where the policy is `priority`.
-        group: requests of one group, such as the outputs of one HTTP body, take turns with others; empty stands alone.
+        priority: lower runs earlier, if the policy is `priority`.
+        group: groups of requests, such as the outputs of one HTTP body, take turns in the queue; "" makes the request a
+            group of its own.
 
     Raises:
-        RequestError: at construction, if `params` are none.
+        RequestError: at construction, if `params` is no `SamplingParams`.
     """
 
     request_id: str
@@ -47,11 +48,11 @@ class RequestInput:
 
 @dataclass(frozen=True)
 class DraftCounts:
-    """Tokens that were guessed ahead, in some steps of a request.
+    """Counts of a request's drafts (tokens guessed ahead) over some steps.
 
     Attributes:
-        verified: steps that verified drafts of it.
-        drafted: drafts in these steps.
+        verified: steps that verified drafts of the request.
+        drafted: drafts verified in these steps.
         accepted: drafts that were right.
     """
 
@@ -64,7 +65,7 @@ class DraftCounts:
 
     @property
     def mean_accepted_length(self) -> float | None:
-        """Tokens that a verify step gave on average, the one after the accepted drafts too; None without drafts."""
+        """Average tokens per verify step: the accepted drafts, and the token after them. None without drafts."""
         return 1 + self.accepted / self.verified if self.verified else None
 
 
@@ -73,14 +74,14 @@ class RequestOutput:
     """What one step added to a request.
 
     Attributes:
-        request_id: whose.
-        token_ids: the new tokens; a stop token is the last one. Empty where a request ends without one (an
-            abort, an error).
-        logprobs: one per new token, where `params.logprobs` asks for them; else empty.
-        prompt_logprobs: one per prompt token (None for the first), with the first output, where
-            `params.prompt_logprobs` asks for them; else None.
-        finish_reason: why it ended; None while it goes on.
-        stop_token: the token that ended it, where a token did.
+        request_id: the request.
+        token_ids: the new tokens; a stop token is the last one. Empty if a request ends without a new token (an abort,
+            an error).
+        logprobs: one per new token if `params.logprobs` asks for them; else empty.
+        prompt_logprobs: one per prompt token (None for the first), in the first output, if `params.prompt_logprobs`
+            asks for them; else None.
+        finish_reason: why the request ended; None while it runs.
+        stop_token: the stop token that ended the request; None if none did.
         num_cached_tokens: prompt tokens whose keys and values came from the prefix cache.
         drafts: tokens that were guessed ahead, and how many of them are among `token_ids`.
     """
@@ -100,28 +101,28 @@ class EngineStatistics:
     """One rank's state and its totals since it started, after some step.
 
     Attributes:
-        num_running: requests with KV, the chunked one too.
-        num_waiting: requests without.
+        num_running: requests that hold KV blocks, a partly prefilled one included.
+        num_waiting: requests that hold no KV blocks.
         kv_usage: share of the KV blocks that requests hold, 0 to 1; blocks only the prefix cache holds count as free.
         prefix_queries: prompt tokens looked up in the prefix cache.
         prefix_hits: those of them that were found.
-        prompt_tokens: prompt tokens of the requests whose first token came, cached ones included.
+        prompt_tokens: prompt tokens of requests that have their first output token; cached ones included.
         generation_tokens: tokens generated.
-        preemptions: requests that were retracted for want of KV.
+        preemptions: times that a request lost its KV blocks to others, and went back to waiting.
         corrupted_requests: requests that ended with `FinishReason.ERROR`: their logits were not finite.
         num_drafts: how often a request's drafts were verified.
-        drafted_tokens: drafts in all of these.
-        accepted_tokens: those that were right.
-        accepted_per_position: how often at least 1, 2, ... drafts of a request were.
-        steps: "mode/outcome" -> steps; the outcome is `engaged`, `engaged_single` (single-batch overlap) or why
-            not (`ubatch.DeclineReason`).
+        drafted_tokens: drafts that were verified.
+        accepted_tokens: drafts that were right.
+        accepted_per_position: how often at least 1, 2, ... drafts of a request were right.
+        steps: "mode/outcome" -> number of steps; the outcome is `engaged`, `engaged_single` (single-batch overlap) or
+            the reason against overlap (`ubatch.DeclineReason`).
         graph_replays: steps that were replayed as CUDA graphs; the others ran eagerly.
         dbo_auto: what `--dbo-auto` has decided for `decode`, `prefill` and `verify` steps, and why; empty without it.
-        traced_steps: overlapped steps that were traced to measure the following.
-        hidden_s: communication in them during which some lane computed.
-        exposed_s: communication in them for which a lane waited.
-        handoff_wait_s: time in them between one lane's hand-off and the next one's running.
-        communication_s: communication in them, in all.
+        traced_steps: overlapped steps that were traced; the times below, in seconds, are sums over these steps.
+        hidden_s: communication during which some lane computed.
+        exposed_s: communication that a lane waited for.
+        handoff_wait_s: from one lane's hand-off until the next lane runs.
+        communication_s: all communication.
     """
 
     num_running: int = 0

@@ -1,6 +1,6 @@
 """`ubatch serve`: an OpenAI-compatible server. Settings are read and checked here, before anything is started.
 
-Machines other than the first have engines only.
+Machines other than the first only run engines.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ _logger = logging.getLogger(__name__)
 
 
 def read(program: str, description: str, words: Sequence[str]) -> ServeCommand:
-    """The command line, with the file it names and the environment; and whether there is a tokenizer.
+    """Read the command line, the settings file that it names, and the environment; check that there is a tokenizer.
 
     Raises:
         ConfigError: anything that cannot work, in one line.
         SystemExit: after `--help`.
     """
     command = read_serve_command(program, description, words)
-    if command.engine.node_rank == 0:  # the other machines have no text
+    if command.engine.node_rank == 0:  # the other machines need no tokenizer
         check_tokenizer(command.engine.model)
     return command
 
@@ -35,7 +35,7 @@ def run(command: ServeCommand) -> int:
 
     Raises:
         ConfigError, CheckpointError: the model cannot be served like this.
-        CannotListen: the port is in use, or is not ours to use.
+        CannotListen: the port is in use, or this user may not use it.
         EngineDead: an engine died; the message names its rank.
     """
     if command.print_config:

@@ -1,11 +1,11 @@
-"""The API process of a server, and the life of all of it.
+"""The API process of a server, from start to end.
 
 start     take the port, load the tokenizer, start the engines
 serve     until a signal comes or an engine dies
-drain     new requests get 503 while those that run end
-end       the engines end, whatever happened before
+drain     new requests get 503 while running requests finish
+end       stop the engines, whatever happened before
 
-A second signal ends all of it at once, whatever it is at.
+A second signal ends the server at once, in any phase.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ _T = TypeVar("_T")
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _LAST_RESPONSES_S = 5
-"""After draining, how long clients may take to read the rest of their responses."""
+"""After draining, seconds that clients have to read the rest of their responses."""
 _LAST_ERRORS_S = 2
-"""The same where an engine died."""
+"""The same after an engine died."""
 _SICK_S = 2.0
-"""How long `/health` says why before a server whose engine died ends."""
+"""After an engine died, seconds for which `/health` reports why before the server ends."""
 
 
 def run_server(command: ServeCommand) -> int:
@@ -65,7 +65,7 @@ def run_server(command: ServeCommand) -> int:
 
     Raises:
         ConfigError, CheckpointError: the model cannot be served like this.
-        CannotListen: the port is in use, or is not ours to use.
+        CannotListen: the port is in use, or this user may not use it.
         EngineDead: an engine died; the message names its rank.
     """
     files = raise_file_limit()
@@ -73,19 +73,19 @@ def run_server(command: ServeCommand) -> int:
         try:
             return asyncio.run(_Serve(command, listener, files).run())
         finally:
-            for number in _SIGNALS:  # nothing runs any more that one could disturb
+            for number in _SIGNALS:  # everything has ended: a signal needs no handling now
                 signal.signal(number, signal.SIG_DFL)
 
 
 class _Stop:
-    """SIGINT and SIGTERM, while the loop runs: the first asks to drain, another one is not to be argued with.
+    """Handles SIGINT and SIGTERM while the loop runs: the first signal starts draining, the second ends the server.
 
     Args:
-        at_once: called with the second.
+        at_once: called with the number of the second signal.
 
     Attributes:
-        came: set by the first.
-        number: which that was.
+        came: set by the first signal.
+        number: the number of the first signal.
     """
 
     def __init__(self, at_once: Callable[[int], None]) -> None:
@@ -127,8 +127,8 @@ class _Serve:
 
     Args:
         command: what to serve, and how.
-        listener: where, bound already.
-        files: how many may be open.
+        listener: the socket to listen on, already bound.
+        files: limit of open files.
     """
 
     def __init__(self, command: ServeCommand, listener: socket.socket, files: int) -> None:
@@ -190,7 +190,7 @@ class _Serve:
                 app,
                 http=connection_protocol(self.most_connections, self._around),
                 log_config=None,
-                access_log=False,  # the application's own says which request it was
+                access_log=False,  # the application's own log has the request's id
                 timeout_graceful_shutdown=_LAST_RESPONSES_S,
             )
         )
@@ -221,7 +221,7 @@ class _Serve:
             await asyncio.sleep(0.01)
         if serving.done():
             error = serving.exception()
-            if isinstance(error, OSError):  # somebody else was bound to the port too, and listened first
+            if isinstance(error, OSError):  # another process was bound to the port too, and listened first
                 raise CannotListen(f"cannot listen on {self.settings['host']}: {error.strerror}.") from error
             return
         for rank, pid in client.pids.items():
@@ -262,7 +262,7 @@ class _Serve:
                 )
 
     async def _drain(self, client: EngineClient, app: FastAPI, stop: _Stop, died: asyncio.Task[EngineDead]) -> None:
-        """Wait for what runs: to its end, to the time-out, or to an engine's death."""
+        """Wait until the running requests have ended, the time-out has passed, or an engine has died."""
         app.state.draining = True
         patience = self.settings["drain_timeout_s"]
         log_event(_logger, "draining", signal=signal.Signals(stop.number).name, requests=client.num_outstanding)
@@ -279,7 +279,7 @@ class _Serve:
 
 
 async def _unless(event: asyncio.Event, work: Awaitable[_T]) -> _T | None:
-    """What `work` gives; it is cancelled, and waited for, where the event comes first."""
+    """The result of `work`; None if the event is set first, and then `work` is cancelled and awaited."""
     task, called_off = asyncio.ensure_future(work), asyncio.create_task(event.wait())
     try:
         await asyncio.wait({task, called_off}, return_when=asyncio.FIRST_COMPLETED)

@@ -1,4 +1,4 @@
-"""What a command takes: fields of pydantic models, each with a flag, and what is said of a wrong value."""
+"""A command's options: fields of pydantic models, one flag each, and the errors for wrong values."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ __all__ = ["Flag", "Group", "WrongValue", "nearest_alone"]
 
 @dataclass(frozen=True)
 class Flag:
-    """How a field looks on the command line, where that does not follow from the field.
+    """How a field looks on the command line, if that does not follow from its type.
 
     Attributes:
         metavar: what `--help` shows for the value.
         default: what `--help` shows as the default; "" shows none.
-        name: without dashes, in snake case.
-        short: another name, dash included.
-        positional: it has no flag.
-        has_off: a switch has the flag that turns it off.
-        many: it takes any number of words.
+        name: name of the flag, without dashes, in snake case.
+        short: a second name, dash included.
+        positional: the field is a positional argument, without a flag.
+        has_off: a switch also has a `--no-` flag, which turns it off.
+        many: the flag takes any number of words.
     """
 
     metavar: str | None = None
@@ -38,14 +38,14 @@ class Flag:
 
 
 class WrongValue(UBatchError):
-    """A value that its setting does not take. Not a ValueError: pydantic would wrap that.
+    """A setting was given a wrong value. Not a ValueError, because pydantic would wrap it.
 
     Attributes:
-        name: of the setting.
-        value: the wrong one.
-        why: what it should be, as the end of a sentence that began with the setting's name.
-        missing: it is not there, and has to be.
-        unreadable: the value has the wrong type, or is none of those that there are.
+        name: the setting's name.
+        value: the wrong value.
+        why: what the value should be; completes a sentence that starts with the setting's name.
+        missing: the setting is required but was not given.
+        unreadable: the value has the wrong type, or is none of the allowed ones.
     """
 
     def __init__(self, name: str, value: object, why: str, kind: str = "") -> None:
@@ -56,7 +56,7 @@ class WrongValue(UBatchError):
 
 
 class Group(BaseModel):
-    """Settings that belong together, each with a flag. A wrong one is a `WrongValue`."""
+    """A group of settings, each with a flag. A wrong value raises `WrongValue`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
@@ -81,13 +81,13 @@ _UNREADABLE = (*_NO_NUMBER, "literal_error", "enum")
 
 
 def _plain(message: str, kind: str) -> str:
-    """pydantic's message, as the end of a sentence that began with the setting's name."""
+    """Rewrite pydantic's message to complete a sentence that starts with the setting's name."""
     message = re.sub(r"^Value error, |^(Input|String|Tuple) should", lambda m: "it should" if m[1] else "", message)
     message = message.replace("greater than or equal to", "at least").replace("less than or equal to", "at most")
     return _NO_NUMBER.get(kind) or message.replace("a valid dictionary", "a mapping")
 
 
 def nearest_alone(name: str, known: Iterable[str]) -> str:
-    """The hint, if there is one: the whole list is what `--help` is for."""
+    """The hint of `nearest` without its list of known names, which `--help` shows; "" if no name is near."""
     hint = nearest(name, known).partition(" Known: ")[0]
     return hint if "?" in hint else ""

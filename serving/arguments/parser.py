@@ -1,4 +1,4 @@
-"""A command's flags, from pydantic models and by argparse: a field is a flag, with its name, type, default and help."""
+"""Build a command's argparse flags from pydantic models: each field is a flag with its name, type, default and help."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class Given:
     """A value from the command line.
 
     Attributes:
-        value: of its field's type.
-        spelled: its flag, as it was written.
+        value: the value, in its field's type.
+        spelled: the flag as the user wrote it.
     """
 
     value: Any
@@ -40,7 +40,7 @@ def parse_options(kind: type[_Options], program: str, description: str, words: S
     """The options of a command that reads nothing but its command line.
 
     Raises:
-        ConfigError: an unknown flag, a wrong value, or none where there has to be one; one line.
+        ConfigError: an unknown flag, a wrong value or a missing one; one line.
         SystemExit: after `--help`.
     """
     given = parse({"": kind}, program, description, words)
@@ -57,13 +57,13 @@ def parse(
     words: Sequence[str],
     unknown: Callable[[str], str] | None = None,
 ) -> dict[str, Given]:
-    """What was given, by field, each value checked by itself.
+    """Parse the given flags: field name -> value. Each value is checked by itself.
 
     Args:
-        groups: title in `--help` -> fields; no two have a field of one name.
-        program, description: what `--help` begins with.
-        words: after the command.
-        unknown: what to say behind a flag that there is not; it is given the flag without dashes, in snake case.
+        groups: title in `--help` -> fields; field names are unique over all groups.
+        program, description: the start of `--help`.
+        words: the words after the command.
+        unknown: returns the hint for an unknown flag, given without dashes and in snake case.
 
     Raises:
         ConfigError: an unknown flag, or a wrong value; one line.
@@ -86,7 +86,7 @@ def parse(
 
 
 def nearest_flag(unknown: str, known: Iterable[str]) -> str:
-    """What to say behind a flag, in snake case and without dashes, that there is not."""
+    """The hint for an unknown flag, given in snake case and without dashes."""
     hint = nearest_alone(unknown, known)
     return hint.replace(" '", " --").replace("'?", "?").replace("_", "-") or "; see --help."
 
@@ -97,7 +97,7 @@ def _in_kebab_case(word: str) -> str:
 
 
 def _wrong_count(parser: argparse.ArgumentParser, error: argparse.ArgumentError) -> str:
-    """What argparse finds wrong: nothing but how many values a flag has."""
+    """The message for a flag with the wrong number of values, the only error that argparse raises here."""
     (action,) = (each for each in parser._actions if "/".join(each.option_strings) == error.argument_name)
     flag, *off = action.option_strings
     if action.nargs == 0:
@@ -108,7 +108,7 @@ def _wrong_count(parser: argparse.ArgumentParser, error: argparse.ArgumentError)
 def _read_positionals(
     fields: Sequence[_Field], words: Sequence[str], unknown: Callable[[str], str]
 ) -> dict[str, Given]:
-    """What the words that are no flags mean; argparse takes none of its own once a flag stood before them."""
+    """Assign the words that are no flags to positional fields; argparse would not accept them after a flag."""
     end = words.index("--") if "--" in words else len(words)
     for word in words[:end]:
         if word.startswith("-") and word != "-":
@@ -135,13 +135,13 @@ class _Field:
 
     @property
     def label(self) -> str:
-        """As the user knows it."""
+        """The name that the user sees: the flag, or the metavar of a positional."""
         name = self.flag.name or self.name
         return (self.flag.metavar or name.upper()) if self.flag.positional else f"--{name.replace('_', '-')}"
 
     @property
     def help(self) -> str:
-        """What it is, and its default."""
+        """The help text: description and default."""
         default = self.flag.default
         if default is None and not self.field.is_required() and self.field.default not in (None, ()):
             value = self.field.default
@@ -149,14 +149,14 @@ class _Field:
         return f"{self.field.description or ''} {f'(default: {default})' if default else ''}".strip().replace("%", "%%")
 
     def check(self, value: Any) -> Any:
-        """The words as the field's type has them."""
+        """Convert the words to the field's type."""
         if value in ("None", ["None"]) and type(None) in get_args(self.field.annotation):
             return None
         try:
             return getattr(self.group.model_validate({self.name: value}), self.name)
         except WrongValue as wrong:
             if wrong.missing:
-                return value  # what is missing is another one; both are checked together
+                return value  # another field of the group is missing, not this one; the caller checks them together
             if wrong.unreadable:
                 why = f"{self.label}: {wrong.why}, not {wrong.value!r}."
             else:
@@ -179,7 +179,7 @@ def _as_words(value: object) -> str:
 def _make_parser(
     groups: Mapping[str, type[Group]], program: str, description: str, *, positionals: bool = False
 ) -> argparse.ArgumentParser:
-    """Of the flags; with `positionals` for `--help` only, see `_read_positionals`."""
+    """Make the parser. Positionals are added for `--help` only, see `_read_positionals`."""
     places = [each.label for each in _fields_of(groups) if each.flag.positional]
     parser = argparse.ArgumentParser(
         prog=program,
@@ -219,7 +219,7 @@ def _add_flag(section: argparse._ArgumentGroup, each: _Field) -> None:
 
 
 def _words_of(annotation: Any) -> tuple[int | str | None, str]:
-    """Of a type: argparse's `nargs`, of which + is as many as the metavar has words; and the metavar."""
+    """argparse's `nargs` and metavar for a type; with `nargs` "+", the flag takes as many words as the metavar has."""
     origin, parts = get_origin(annotation), get_args(annotation)
     if annotation is bool:
         return 0, ""
@@ -241,7 +241,7 @@ def _words_of(annotation: Any) -> tuple[int | str | None, str]:
 
 
 class _Store(argparse.Action):
-    """Keep the words, and how the flag was written. Of a flag with so many values, words behind those are others."""
+    """Keep a flag's words and its spelling. With a fixed number of values, further words count as positionals."""
 
     def __call__(self, parser: object, namespace: argparse.Namespace, values: Any, flag: str | None = None) -> None:
         flag = flag or ""
@@ -257,7 +257,7 @@ class _Store(argparse.Action):
 
 
 class _Formatter(argparse.HelpFormatter):
-    """80 columns at most, and metavars as they were given."""
+    """Help text of at most 80 columns, with metavars unchanged."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=_HELP_AT)

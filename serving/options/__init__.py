@@ -1,11 +1,11 @@
 """The settings of the commands: tables, read from the command line, a file, the environment, or keywords.
 
 flags, model_flags      the settings: names, types, defaults, help
-tables, commands        which of them a command has, and what only it has; `foreign` is what others call them
+tables, commands        each command's settings, shared and its own; `foreign` lists other systems' names for them
 sources, command_line   command line over environment over file over default, and where each value came from
-folders                 where the checkpoints lie that they name
-checks                  what contradicts what; `speculation` where it is about drafts
-resolve                 all of it, up to `EngineOptions`
+folders                 find the folders of the named checkpoints
+checks                  contradictions between settings; `speculation` has those about drafts
+resolve                 all of these steps, up to `EngineOptions`
 """
 
 from serving.options.checks import Machine, notes

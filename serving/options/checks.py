@@ -1,4 +1,4 @@
-"""Settings that contradict each other: each is one sentence that names both, and nothing has started yet."""
+"""Find settings that contradict each other, before anything starts; each message names both in one sentence."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ class Machine:
     """What this machine has.
 
     Attributes:
-        gpus: CUDA devices.
+        gpus: number of CUDA devices.
     """
 
     gpus: int = 0
 
 
 def check_alone(settings: Settings) -> None:
-    """What is wrong whatever the checkpoint and the machine are.
+    """Check the settings that need neither the checkpoint nor the machine.
 
     Raises:
         ConfigError: two settings contradict each other, or one needs another.
@@ -43,10 +43,10 @@ def check_alone(settings: Settings) -> None:
 
 
 def check_with_model(settings: Settings, model: ModelConfig, machine: Machine) -> None:
-    """What is wrong with this checkpoint, or on this machine, once everything is known.
+    """Check the settings against the checkpoint and the machine, once all values are derived.
 
     Raises:
-        ConfigError: a setting is more than the checkpoint or the machine has, or contradicts another.
+        ConfigError: a setting exceeds what the checkpoint or the machine has, or contradicts another.
     """
     checks = (_checkpoint(settings, model), _device(settings, machine), _steps(settings), _graph_sizes(settings))
     for check in (*checks, _transport(settings), _signals(settings, model)):
@@ -55,12 +55,12 @@ def check_with_model(settings: Settings, model: ModelConfig, machine: Machine) -
 
 
 def notes(settings: Settings) -> Iterator[str]:
-    """What is allowed but may not be what was meant."""
+    """Notes on settings that are allowed but may be mistakes, one sentence each."""
     yield from settings.notes
     if settings["trust_remote_code"]:
         yield (
-            f"{settings.spell('trust_remote_code')} is taken, but no remote code is ever run: models are our own, and "
-            "tokenizers are transformers'"
+            f"{settings.spell('trust_remote_code')} has no effect: no remote code is ever run; models are "
+            "this project's, and tokenizers are transformers'"
         )
     flags = [name for name in ("enable_dbo", "enable_single_batch_overlap") if settings[name]]
     if flags and not settings["enable_expert_parallel"] and settings["tensor_parallel_size"] == 1:
@@ -71,7 +71,7 @@ def notes(settings: Settings) -> Iterator[str]:
     if flags == ["enable_dbo"] and settings["schedule"] == "serial":
         yield f"{settings.spell('schedule')} serial overlaps nothing"
     if settings.all["api_key"].source is Source.COMMAND_LINE:
-        yield f"{settings.spell('api_key')} is seen by whoever lists this machine's processes; set {API_KEY_VARIABLE}"
+        yield f"{settings.spell('api_key')} is visible to all who list this machine's processes; set {API_KEY_VARIABLE}"
     if settings["enforce_eager"] and settings["device"] == "cpu":
         yield f"{settings.spell('enforce_eager')} on a CPU: nothing would be captured anyway"
     for names, why in _idle(settings):
@@ -81,7 +81,7 @@ def notes(settings: Settings) -> Iterator[str]:
 
 
 def _idle(s: Settings) -> Iterator[tuple[Sequence[str], str]]:
-    """Settings that have no effect, and without what."""
+    """Settings that have no effect, each with the setting that it needs."""
     if not s["enable_dbo"] and s["enable_single_batch_overlap"]:
         yield _ONLY_SPLIT, "--enable-dbo: one batch is not split"
     elif not s["enable_dbo"]:
@@ -167,9 +167,9 @@ def _nodes(s: Settings) -> Iterator[str]:
         yield f"{s.spell('data_parallel_size')} ({ranks}) does not divide by {s.spell('nnodes')} ({nnodes}){whole}."
     if nnodes == 1:
         if s["master_addr"] != Parallelism.model_fields["master_addr"].default:
-            yield f"{s.spell('master_addr')} needs --nnodes 2 or more; one machine has nobody else to meet."
+            yield f"{s.spell('master_addr')} needs --nnodes 2 or more; one machine needs no rendezvous address."
         if s["cluster_secret_file"] is not None:
-            yield f"{s.spell('cluster_secret_file')} needs --nnodes 2 or more; one machine talks to itself only."
+            yield f"{s.spell('cluster_secret_file')} needs --nnodes 2 or more; one machine sends no messages to others."
         return
     try:
         secret = read_secret(s["cluster_secret_file"])

@@ -1,4 +1,4 @@
-"""What the words of a command say. A wrong one is one line, which names what to write."""
+"""Parse a command's words. The error for a wrong word is one line that says what to write instead."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ __all__ = ["CommandLine", "read_command_line"]
 
 @dataclass(frozen=True)
 class CommandLine:
-    """What the words of a command say.
+    """A parsed command line.
 
     Attributes:
-        settings: those that were given.
-        config: the file.
-        print_config: print and exit.
+        settings: the settings that were given.
+        config: the settings file; None without `--config`.
+        print_config: print the settings in force, and exit.
     """
 
     settings: Layer
@@ -35,9 +35,9 @@ def read_command_line(table: Table, program: str, description: str, words: Seque
     """Parse the words after the command.
 
     Args:
-        table: of the command.
-        program, description: what `--help` begins with.
-        words: after the command.
+        table: the command's settings.
+        program, description: the start of `--help`.
+        words: the words after the command.
 
     Raises:
         ConfigError: an unknown flag, a wrong value, or two names of a setting with different values; one line.
@@ -51,7 +51,7 @@ def read_command_line(table: Table, program: str, description: str, words: Seque
 
 
 def _hint(table: Table, flag: str) -> str:
-    """What to write in place of a flag that there is not."""
+    """The hint for an unknown flag: what to write instead."""
     if flag in FOREIGN:
         return f"; use {FOREIGN[flag]}."
     if (positive := flag.removeprefix("no_")) != flag and positive in table.flags:

@@ -1,4 +1,4 @@
-"""From the names of checkpoints to their folders on this machine."""
+"""Find the folders of the named checkpoints on this machine."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ _CHECKPOINTS = ("model", "speculative_draft_model_path")
 
 
 def locate(s: Settings) -> Settings:
-    """With the folders of the checkpoints; of those on the hub, config and tokenizer are there then.
+    """Settings with the checkpoints' folders; for checkpoints on the hub, downloads config and tokenizer.
 
     Raises:
-        ModelNotFound, CheckpointError: one of them cannot be had, or a folder has no weights.
-        ConfigError: what is said of the hub has no effect, as nothing comes from it.
+        ModelNotFound, CheckpointError: a checkpoint cannot be found or downloaded, or a folder has no weights.
+        ConfigError: `revision` or `download_dir` is given, but the checkpoints are folders here.
     """
     located = {name: _find(s, name) for name in _CHECKPOINTS if s[name] is not None}
     if located["model"].name is None and s["revision"] is not None:

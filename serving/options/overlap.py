@@ -1,13 +1,12 @@
-"""From settings to when and how steps overlap.
+"""Derive when and how steps overlap from the settings.
 
     --enable-dbo                                     lanes, under the schedule of the step's mode
     --enable-single-batch-overlap                    one lane, experts in two chunks: `single_batch`
     both                                             lanes whose experts are in two chunks
     the second, and --schedule single_batch_signalled    one lane that sends what blocks of experts have completed
 
-`--no-enable-dbo` turns off the first only: what a file says of the second stays. SGLang has the same two flags and lets
-them exclude each other. A schedule of the file's `schedules` is taken as it is
-written, chunks included.
+`--no-enable-dbo` turns off the first flag only: the second stays on if a file sets it. SGLang has the same two flags,
+but allows only one of them. A schedule of the file's `schedules` is used as written, chunks included.
 """
 
 from __future__ import annotations
@@ -34,9 +33,9 @@ _SAME_NAME = (
 
 
 def derive_overlap(s: Settings) -> Settings:
-    """What follows of which flags are on, before anything is checked.
+    """Derive settings from the two overlap flags, before any check.
 
-    A stronger source that says `--no-enable-dbo` leaves what a weaker one says of overlap without effect.
+    If a stronger source says `--no-enable-dbo`, overlap settings of weaker sources have no effect.
     """
     if s["enable_single_batch_overlap"] and not s["enable_dbo"] and not s.given("schedule"):
         return s.derive("schedule", "single_batch", s.spell("enable_single_batch_overlap"))
@@ -53,7 +52,7 @@ def overlap_config(s: Settings) -> UBatchConfig:
     """The runtime's settings.
 
     Raises:
-        ConfigError: settings contradict each other, or name a schedule that there is not.
+        ConfigError: settings contradict each other, or name an unknown schedule.
     """
     schedules = UBatchConfig.from_mapping({"schedules": s["schedules"] or {}}).schedules
     modes = {key: mode for key in MODE_KEYS if (mode := _mode(s, key, schedules)) is not None}
@@ -68,7 +67,7 @@ def overlap_config(s: Settings) -> UBatchConfig:
 
 
 def _mode(s: Settings, key: str, schedules: Mapping[str, Schedule]) -> ModeSettings | None:
-    """What a mode has of its own, from its flag and from the file."""
+    """A mode's own settings, from its flag and from the file; None if it has none."""
     flag = f"schedule_{key}"
     if s[key] is None and s[flag] is None:
         return None
@@ -87,7 +86,7 @@ def _mode(s: Settings, key: str, schedules: Mapping[str, Schedule]) -> ModeSetti
 
 
 def _in_force(s: Settings, setting: str, asked: Schedule | str, schedules: Mapping[str, Schedule]) -> Schedule | str:
-    """What a schedule's name stands for, with both flags in mind; `setting` is where it was given."""
+    """The schedule that a name means, given which of the two overlap flags are on; `setting` named it."""
     known = {**SCHEDULES, **schedules}
     if not isinstance(asked, str) or asked not in known:
         raise ConfigError(f"{s.spell(setting)}: unknown schedule {asked!r}{nearest(str(asked), known)}")

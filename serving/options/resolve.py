@@ -1,4 +1,4 @@
-"""From words to an engine's options: read, merge, check, derive, check again."""
+"""Turn a command line into an engine's options: read, merge, check, derive, check again."""
 
 from __future__ import annotations
 
@@ -54,11 +54,11 @@ _GPU_MEMORY_UTILIZATION = 0.9
 
 @dataclass(frozen=True)
 class ServeCommand:
-    """What `ubatch serve` was asked to do.
+    """A resolved `ubatch serve` command.
 
     Attributes:
-        settings: all of them, in force and without contradictions.
-        engine: what the engines are made from.
+        settings: every setting in force, checked for contradictions.
+        engine: the options of the engines.
         print_config: print the settings and exit.
     """
 
@@ -68,7 +68,7 @@ class ServeCommand:
 
 
 def read_serve_command(program: str, description: str, words: Sequence[str]) -> ServeCommand:
-    """The command line, with the file it names and the environment.
+    """Read the command line, the settings file that it names, and the environment.
 
     Raises:
         ConfigError: anything that cannot work, in one line.
@@ -80,7 +80,7 @@ def read_serve_command(program: str, description: str, words: Sequence[str]) -> 
 
 
 def read_layers(table: Table, program: str, description: str, words: Sequence[str]) -> tuple[list[Layer], bool]:
-    """What file, environment and command line say, the weakest first; and whether it is only to be printed.
+    """Settings from file, environment and command line, the weakest first; and whether to only print them.
 
     Raises:
         ConfigError, SystemExit: see `read_serve_command`.
@@ -91,7 +91,7 @@ def read_layers(table: Table, program: str, description: str, words: Sequence[st
 
 
 def resolve_keywords(model: str | Path, keywords: Mapping[str, Any]) -> Settings:
-    """Settings from Python: the flags' names in snake case, without `config`. The environment says the transport, if
+    """Settings from Python: the flags' names in snake case, without `config`. The environment sets the transport if
     the keywords do not.
 
     Raises:
@@ -110,10 +110,10 @@ def resolve_settings(
     """The settings in force.
 
     Args:
-        layers: from the weakest to the strongest.
-        machine: this one by default.
-        table: of the command.
-        first: what the command derives otherwise than the server, before the rest.
+        layers: settings by source, the weakest first.
+        machine: the machine's devices; this machine by default.
+        table: the command's settings.
+        first: derives what this command derives differently from the server; runs before the other derivations.
 
     Raises:
         ConfigError: settings contradict each other, the checkpoint or the machine, or there is no checkpoint.
@@ -135,7 +135,7 @@ def resolve_settings(
 
 
 def _derive(s: Settings, model: ModelConfig, stored_dtype: str, machine: Machine) -> Settings:
-    """What follows from the rest, in the order in which one follows from another."""
+    """Derive the settings that nobody gave, each after the settings that it depends on."""
     if s["device"] == "auto":
         s = s.derive("device", "cuda" if machine.gpus else "cpu", f"{machine.gpus or 'no'} GPU here")
     on_gpu = s["device"] == "cuda"
@@ -176,7 +176,7 @@ def _derive_steps(s: Settings) -> Settings:
 
 
 def _derive_graphs(s: Settings) -> Settings:
-    """After these, mode `auto` means: if attention, experts and transport can be captured, which the ranks know."""
+    """Derive the CUDA graph settings. Mode `auto` may remain: then the ranks capture if all their back ends can."""
     if s["cudagraph_mode"] == "auto" and (s["device"] == "cpu" or s["enforce_eager"]):
         why = "on a CPU" if s["device"] == "cpu" else s.spell("enforce_eager")
         s = s.derive("cudagraph_mode", "none", why)
@@ -191,10 +191,10 @@ def _derive_graphs(s: Settings) -> Settings:
 
 
 def to_engine_options(s: Settings) -> EngineOptions:
-    """What the engines need of the settings.
+    """Make the engines' options from the settings.
 
     Raises:
-        ConfigError: a value that the runtime, the scheduler or the engine refuses.
+        ConfigError: the runtime, the scheduler or the engine refuses a value.
     """
     mixed = s["max_prefill_tokens_per_mixed_step"]
     scheduler = SchedulerConfig(
@@ -251,11 +251,11 @@ _SAME_NAME = (
     "master_port",
     "cluster_secret_file",
 )
-"""Settings that `EngineOptions` calls as the flags do."""
+"""Settings that have the same name in `EngineOptions`."""
 
 
 def describe_settings(settings: Settings) -> str:
-    """The settings in force as a YAML file, with where each came from behind it; secrets are not shown."""
+    """The settings in force as a YAML file; a comment behind each names its source. Secrets are not shown."""
     rows = []
     for name, setting in settings.all.items():
         if name not in settings.table.settings:

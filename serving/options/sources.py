@@ -1,6 +1,6 @@
-"""Where settings come from, and which one counts: command line over environment over file over default.
+"""Sources of settings, and which one wins: command line over environment over file over default.
 
-A file may serve several commands: what is only of others is left out, and `Settings.notes` names it.
+Several commands may share a file: settings that only other commands have are ignored, and `Settings.notes` names them.
 """
 
 from __future__ import annotations
@@ -42,20 +42,20 @@ __all__ = [
 
 API_KEY_VARIABLE = "UBATCH_API_KEY"
 ALL2ALL_VARIABLE = "VLLM_ALL2ALL_BACKEND"
-"""Where users of vLLM name their transport."""
+"""vLLM's environment variable for the transport."""
 _VARIABLES = {"api_key": API_KEY_VARIABLE, "all2all_backend": ALL2ALL_VARIABLE}
 SECRETS = frozenset({"api_key"})
-"""Settings whose values nobody is told."""
+"""Settings whose values are never shown."""
 _NO_CHECKPOINT = {
     "split_dims": "the model's arguments are known here",
     "output_dims": "the model's outputs are known here",
-    "require_overlap": "steps that are too small come in every run, and must not be refused",
+    "require_overlap": "every run has steps that are too small, and they must not be refused",
 }
-"""Keys of a `UBatchConfig` file that are for wrapped modules, and why not here."""
+"""Keys of a `UBatchConfig` file that only wrapped modules use, and why they are refused here."""
 
 
 class Source(StrEnum):
-    """What decided a setting; the weakest first."""
+    """The source of a setting's value; the weakest first."""
 
     DEFAULT = "default"
     DERIVED = "derived"
@@ -65,7 +65,7 @@ class Source(StrEnum):
     KEYWORD = "keyword"
 
     def weaker_than(self, other: Source) -> bool:
-        """Whether the other one counts where both say something."""
+        """Whether the other source wins if both set a value."""
         order = list(Source)
         return order.index(self) < order.index(other)
 
@@ -75,10 +75,10 @@ class Setting:
     """A value, and where it came from.
 
     Attributes:
-        value: as its flag's type has it.
-        source: what decided it.
-        spelled: how the user wrote it, or would, for messages.
-        detail: the file, or what it was derived from.
+        value: the value, in its flag's type.
+        source: where it came from.
+        spelled: the setting's name as the user wrote it, or would write it; for messages.
+        detail: the file, or what the value was derived from.
     """
 
     value: Any
@@ -88,23 +88,23 @@ class Setting:
 
     @property
     def given(self) -> bool:
-        """Somebody asked for it."""
+        """Whether the user gave it: the value is neither a default nor derived."""
         return self.source not in (Source.DEFAULT, Source.DERIVED)
 
 
 Layer = Mapping[str, Setting]
-"""What one source says."""
+"""The settings of one source, by name."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Every setting by name. What a command does not have is as `ubatch serve` has it by default.
+    """Every setting by name. Settings that a command does not have get the default of `ubatch serve`.
 
     Attributes:
-        all: in the order of `--help`.
-        table: of the command.
-        notes: what was given and has no effect, one sentence each.
-        located: where checkpoints lie on this machine, by the setting that names them.
+        all: the settings, in the order of `--help`.
+        table: the command's settings.
+        notes: settings that were given but have no effect, one sentence each.
+        located: setting that names a checkpoint -> where that checkpoint is on this machine.
     """
 
     all: Mapping[str, Setting]
@@ -118,7 +118,7 @@ class Settings:
         return {name: each.folder for name, each in self.located.items()}
 
     def at(self, located: Mapping[str, Located]) -> Settings:
-        """With checkpoints found."""
+        """A copy with the checkpoints' places."""
         return replace(self, located=located)
 
     def __getitem__(self, name: str) -> Any:
@@ -126,26 +126,26 @@ class Settings:
         return self.all[name].value
 
     def given(self, name: str) -> bool:
-        """Whether somebody asked for it."""
+        """Whether the user gave the setting."""
         return self.all[name].given
 
     def spell(self, name: str) -> str:
-        """How to name it in a message to whoever set it."""
+        """The setting's name for messages, as the user wrote it."""
         return self.all[name].spelled
 
     def derive(self, name: str, value: Any, why: str = "") -> Settings:
-        """With a value that nobody gave: it follows from the others, or without a reason is just the default."""
+        """A copy with a value that nobody gave: derived for the reason `why`, or without a reason the default."""
         setting = Setting(value, Source.DERIVED if why else Source.DEFAULT, spelled_flag(name), why)
         return replace(self, all={**self.all, name: setting})
 
     def without_effect(self, name: str, why: str) -> Settings:
-        """With the default in place of a value that has none here, which `notes` names."""
+        """A copy with the default in place of a value that has no effect; adds a note."""
         note = f"{self.spell(name)} ({_shown(name, self[name])}) has no effect: {why}"
         return replace(self.derive(name, _default(name, self.table)), notes=(*self.notes, note))
 
 
 def merge(*layers: Layer, table: Table = SERVE) -> Settings:
-    """Settings from the weakest layer to the strongest, over the defaults."""
+    """Merge layers over the defaults; the weakest layer comes first."""
     names = {**table.settings, **SERVE.settings}
     merged = {name: Setting(_default(name, table), Source.DEFAULT, spelled_flag(name)) for name in names}
     for name, value in table.implied.items():
@@ -161,7 +161,7 @@ def merge(*layers: Layer, table: Table = SERVE) -> Settings:
 
 def _default(name: str, table: Table) -> Any:
     if name == "overlap_schedule":
-        return None  # a flag of two values, and a default that depends on the rest
+        return None  # a switch whose default depends on other settings
     return (table.settings.get(name) or SERVE.settings[name]).get_default()
 
 
@@ -169,10 +169,10 @@ def _default(name: str, table: Table) -> Any:
 
 
 def read_file(path: Path, table: Table = SERVE) -> Layer:
-    """Settings of a YAML file, also those of other commands; keys in kebab or snake case.
+    """Settings of a YAML file, those of other commands included; keys in kebab or snake case.
 
     Raises:
-        ConfigError: it cannot be read, is no mapping, or has an unknown key, a wrong type, or a key twice.
+        ConfigError: the file cannot be read, is no mapping, or has an unknown key, a wrong type, or a key twice.
     """
     items = []
     for key, value in _read_yaml(path).items():
@@ -192,10 +192,9 @@ def read_file(path: Path, table: Table = SERVE) -> Layer:
 
 
 def read_environment(table: Table = SERVE, environment: Mapping[str, str] | None = None) -> Layer:
-    """The API key, as others may read a command line, and the transport, as users of vLLM set it.
+    """Read the API key (other users can read a command line) and the transport (under vLLM's variable).
 
-    A value is checked where it has an effect, see `settle_environment`: a variable is set once for all commands of a
-    shell.
+    `settle_environment` checks a value later, and only if it has an effect: a shell sets a variable for all commands.
     """
     layer: dict[str, Setting] = {}
     for name, variable in _VARIABLES.items():
@@ -206,10 +205,10 @@ def read_environment(table: Table = SERVE, environment: Mapping[str, str] | None
 
 
 def settle_environment(s: Settings) -> Settings:
-    """Without what the environment says and has no effect here, of which a transport is noted; the rest is checked.
+    """Check the values from the environment. Those without effect are dropped, with a note if it is the transport.
 
     Raises:
-        ConfigError: an empty key, or a transport that is not here.
+        ConfigError: an empty key, or an unknown transport.
     """
     for name, setting in s.all.items():
         if setting.source is not Source.ENVIRONMENT:
@@ -248,7 +247,7 @@ def _known(table: Table) -> list[str]:
 
 
 def _other_name(name: str, table: Table, spell: Callable[[str, bool], str]) -> str:
-    """What to write in place of a flag's name that is no key: another system's, or the one that turns a switch off."""
+    """The hint for an unknown key that is another system's flag, or a `no_` flag that turns a switch off."""
     name = name.lower()
     switch = table.setting(name.removeprefix("no_"))
     if name.startswith("no_") and switch and table.is_switch(switch):
@@ -265,14 +264,14 @@ def _spell_keyword(flag: str, off: bool) -> str:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML in which a key comes once: of two, YAML would silently take the last."""
+    """A YAML loader that refuses a key given twice; plain YAML would silently take the last."""
 
     def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)
         lines: dict[tuple[str, str], int] = {}
         for key, _ in node.value:
             if not isinstance(key, yaml.ScalarNode):
-                continue  # no name of a setting, which is said later
+                continue  # not a setting's name: `read_file` refuses it
             if before := lines.get((key.tag, key.value)):
                 why = f"{key.value!r} is there twice, first in line {before}. Remove one"
                 raise yaml.MarkedYAMLError(problem=why, problem_mark=key.start_mark)
@@ -303,7 +302,7 @@ def _read_yaml(path: Path) -> Mapping[Any, Any]:
 
 
 def _checked(table: Table, name: str, value: Any, where: str) -> Any:
-    """The value as the flag's type; no guessing: a number in quotes is no number."""
+    """The value in the flag's type, without conversions: a number in quotes is no number."""
     group = table.owners[name]
     try:
         text = json.dumps({name: value}, default=_path_text)
@@ -330,7 +329,7 @@ def _path_text(value: object) -> str:
 
 
 def make_layer(items: Iterable[tuple[str, Any, str]], source: Source, detail: str = "") -> Layer:
-    """One setting per name, aliases resolved; (name, value, spelling) of each."""
+    """Make a layer from (name, value, spelling); resolves aliases, and refuses two values for one setting."""
     layer: dict[str, Setting] = {}
     for name, value, spelled in items:
         setting = Setting(value, source, spelled, detail)
@@ -348,5 +347,5 @@ def _shown(name: str, value: object) -> str:
 
 
 def spelled_flag(name: str) -> str:
-    """A setting as the command line has it."""
+    """The setting's flag on the command line."""
     return "MODEL" if name == "model" else f"--{name.replace('_', '-')}"

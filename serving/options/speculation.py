@@ -1,10 +1,10 @@
-"""The settings of speculation: what contradicts what, what follows from what, and what the engines are told.
+"""The settings of speculation: checks, derived values, and the engines' configuration.
 
 algorithm            needs                  guesses
 ngram                nothing                a chain
 eagle                the head's checkpoint  a chain, or with topk above 1 a tree
-draft_model          its checkpoint         the same
-mtp                  nothing: the model's   the same
+draft_model          its checkpoint         a chain or a tree, as eagle
+mtp                  nothing: the model's   a chain or a tree, as eagle
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _ALL = (*_NETWORK, "speculative_num_draft_tokens", "speculative_accept", *_NGRAM
 
 
 def check_speculation(s: Settings) -> Iterator[str]:
-    """What contradicts something, whatever the checkpoint is; one sentence each."""
+    """Contradictions that do not depend on the checkpoint; one sentence each."""
     if s["speculative_algorithm"] is None:
         for name in _ALL:
             if s[name] is not None:
@@ -51,7 +51,7 @@ def check_speculation(s: Settings) -> Iterator[str]:
 
 
 def _of_others(s: Settings, algorithm: Algorithm) -> Iterator[str]:
-    """Settings of another algorithm."""
+    """Settings that were given but belong to another algorithm; one sentence each."""
     given = s.spell("speculative_algorithm")
     if algorithm is Algorithm.NGRAM:
         for name in _NETWORK:
@@ -69,7 +69,7 @@ def _of_others(s: Settings, algorithm: Algorithm) -> Iterator[str]:
 
 
 def _of_shape(s: Settings) -> Iterator[str]:
-    """Steps, top-k and drafts; all are known."""
+    """Contradictions between steps, top-k and drafts, all of which are known; one sentence each."""
     steps, topk, drafts = (
         s[name] for name in ("speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens")
     )
@@ -93,7 +93,7 @@ def _of_shape(s: Settings) -> Iterator[str]:
 
 
 def derive_speculation(s: Settings) -> Settings:
-    """What follows from the settings that were given; all of them stay None where nothing is guessed."""
+    """Derive the speculation settings that nobody gave; without an algorithm all stay None."""
     if s["speculative_algorithm"] is None:
         return s
     if s["speculative_accept"] is None:
@@ -125,11 +125,11 @@ def _derive_ngram(s: Settings) -> Settings:
 
 
 def check_draft_network(s: Settings, model: ModelConfig) -> None:
-    """Whether the draft network's checkpoint can go with the model's: what its config says, before anything is loaded.
+    """Check that the draft network's config fits the model's, before any weights are loaded.
 
     Raises:
-        ConfigError: it is no checkpoint; a head of another hidden size; a model with another vocabulary; or a layer for
-            multi-token prediction is to guess, and the model has none.
+        ConfigError: the folder is no checkpoint; the head has another hidden size; the draft model has another
+            vocabulary; or `mtp` is chosen, and the model has no layer for multi-token prediction.
     """
     if s["speculative_algorithm"] == Algorithm.MTP:
         with closing(Checkpoint(s.folders["model"])) as own:
@@ -157,10 +157,10 @@ def check_draft_network(s: Settings, model: ModelConfig) -> None:
 
 
 def speculation_config(s: Settings) -> SpeculationConfig | None:
-    """What the engines are told; None where nothing is guessed.
+    """The engines' speculation settings; None without speculation.
 
     Raises:
-        ConfigError: values that do not fit together.
+        ConfigError: values contradict each other.
     """
     if s["speculative_algorithm"] is None:
         return None

@@ -1,4 +1,4 @@
-"""The settings of the commands beside `serve`: its own, as far as they have a use for them, and what only they have."""
+"""The settings of the commands other than `serve`: those they share with `serve`, and their own."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ class Source(Group):
     """What to look at, and where to write."""
 
     url: Annotated[str | None, Field(description="record a running server, such as http://127.0.0.1:8000")] = None
-    seconds: Annotated[float, Field(gt=0, description="with --url: how long; it must have requests meanwhile")] = 5.0
+    seconds: Annotated[float, Field(gt=0, description="with --url: how long; send requests meanwhile")] = 5.0
     api_key: Annotated[
-        str | None, Field(min_length=1, description="with --url: sent as a bearer token; better set in UBATCH_API_KEY")
+        str | None, Field(min_length=1, description="with --url: sent as a bearer token; better use UBATCH_API_KEY")
     ] = None
     files: Annotated[
         tuple[Path, ...],

@@ -31,7 +31,7 @@ def parse_bytes(value: int | str | None) -> int | None:
     """`512M` and `512MiB` are 512 * 2**20 bytes, `512m` is 512 * 10**6, as in vLLM; a number is bytes.
 
     Raises:
-        ValueError: something else, or nothing left.
+        ValueError: the text is no size, or the size is below one byte.
     """
     if isinstance(value, str):
         match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([kmgtKMGT]?)(?:i?B)?", value.strip())
@@ -44,7 +44,7 @@ def parse_bytes(value: int | str | None) -> int | None:
 
 
 def one_of(names: Iterable[str]) -> AfterValidator:
-    """A validator that takes these names only."""
+    """A validator that accepts these names only."""
     known = tuple(map(str, names))
 
     def check(value: str | None) -> str | None:
@@ -59,10 +59,10 @@ Positive = Annotated[int, Field(ge=1)]
 
 
 def _read_off(value: Any) -> Any:
-    """YAML reads `off` as false.
+    """Turn false back into `off`, because YAML reads `off` as false.
 
     Raises:
-        ValueError: another word; `on` is true in YAML, which pydantic would take for 1.
+        ValueError: another word, or true: YAML reads `on` as true, and pydantic would read that as 1.
     """
     if value is True or (isinstance(value, str) and value not in ("auto", "off")):
         raise ValueError("expected a number of tokens, auto or off")
@@ -73,7 +73,7 @@ TokensAutoOff = Annotated[Positive | Literal["auto", "off"], BeforeValidator(_re
 
 
 def _read_values(words: list[str]) -> dict[str, Any]:
-    """`name=value` each; true, false and numbers are what they say, all else is text.
+    """Parse `name=value` words; true, false and numbers are converted, any other value is text.
 
     Raises:
         ValueError: a word without a name, or a name twice.
@@ -97,7 +97,7 @@ def _read_value(text: str) -> bool | int | float | str:
 
 
 def _in_snake_case(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    """Names may be in kebab case.
+    """Convert the names from kebab to snake case.
 
     Raises:
         ValueError: a name twice.
@@ -112,7 +112,7 @@ def _in_snake_case(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _check_values(values: Any) -> Any:
-    """Names in snake case.
+    """Check a mapping's values, and convert its names to snake case.
 
     Raises:
         ValueError: a name twice, or a value that is a list or a mapping.
@@ -130,7 +130,7 @@ def _check_values(values: Any) -> Any:
 ExpertsName = Annotated[
     str,
     one_of(("auto", *experts_backends())),
-    Field(description=f"who computes the experts: auto, the fastest here, or {', '.join(experts_backends())}"),
+    Field(description=f"back end of the experts: auto, the fastest here, or {', '.join(experts_backends())}"),
 ]
 
 NamedValues = Annotated[

@@ -1,4 +1,4 @@
-"""Flags of vLLM and SGLang that are called otherwise here, and what to write in their place."""
+"""Flags of vLLM and SGLang that have another name here, and what to write instead."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _DRAFTS = "--speculative-algorithm and the other --speculative- flags"
 
 
 def spell_hint(text: str, spell: Callable[[str, bool], str]) -> str:
-    """A hint for a file or Python: `spell` is given each flag without its dashes, and whether it turns that off."""
+    """A hint for a file or Python. `spell(flag, off)` spells each flag, given without dashes and without `no-`."""
     return re.sub(r"--(no-)?([a-z][a-z0-9-]*)", lambda match: spell(match[2], match[1] is not None), text)
 
 
@@ -62,4 +62,4 @@ FOREIGN: Mapping[str, str] = {
     "disable_uvicorn_access_log": "--no-access-log",
     "download_path": "--download-dir",
 }
-"""Flag, in snake case and without dashes -> what says the same here."""
+"""Foreign flag, in snake case and without dashes -> the equivalent here."""

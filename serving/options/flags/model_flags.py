@@ -1,4 +1,4 @@
-"""Settings of the checkpoint, and of the transports whose names users of vLLM know."""
+"""Settings of the checkpoint, and the names of transports, vLLM's included."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from ubatch import nearest
 
 __all__ = ["TRANSPORTS", "Model", "TransportName"]
 
-TRANSPORTS = tuple(name for name in all2all_backends() if name != "emulated_link")  # that one is --emulated-link
+TRANSPORTS = tuple(name for name in all2all_backends() if name != "emulated_link")  # its flag is --emulated-link
 _OTHER_NAMES = {"naive": "allgather_reducescatter"}
-"""vLLM's names of what is here by another one: both send every token to every rank."""
+"""vLLM's name -> the name here; both send every token to every rank."""
 _NOT_HERE = {
     "pplx": "deepep_low_latency",
     "flashinfer_all2allv": "torch_dist",
@@ -25,14 +25,14 @@ _NOT_HERE = {
     "mori_high_throughput": "deepep_high_throughput",
     "mori_low_latency": "deepep_low_latency",
 }
-"""vLLM's names of what is not here, and what does the same."""
+"""vLLM's name of a transport that is not here -> the one to use instead."""
 
 
 def _transport(name: str | None) -> str | None:
-    """A transport by our name or vLLM's.
+    """The transport's name here, from that name or vLLM's.
 
     Raises:
-        ValueError: it is not here.
+        ValueError: there is no such transport here.
     """
     if name in _NOT_HERE:
         raise ValueError(f"{name} is not here; use {_NOT_HERE[name]}")
@@ -43,11 +43,11 @@ def _transport(name: str | None) -> str | None:
 
 
 TransportName = Annotated[str | None, AfterValidator(_transport)]
-"""How tokens reach their experts; vLLM's names, too."""
+"""Name of the transport that carries tokens to their experts; vLLM's names are accepted, too."""
 
 
 class Model(Group):
-    """The checkpoint, and what it computes in."""
+    """The checkpoint, its data type and its device."""
 
     model: Annotated[
         str | None,
@@ -74,11 +74,11 @@ class Model(Group):
         Field(description="dummy makes random weights, so that a config and a tokenizer are enough"),
     ] = "auto"
     trust_remote_code: Annotated[
-        bool, Field(description="taken for vLLM's sake: models are our own, and no code of a checkpoint is ever run")
+        bool, Field(description="no effect, accepted as vLLM has it: no code of a checkpoint is ever run")
     ] = False
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"],
-        Field(description="what it computes in; auto is float32 on a CPU, else the checkpoint's"),
+        Field(description="data type; auto is float32 on a CPU, else the checkpoint's"),
     ] = "auto"
     device: Annotated[Literal["auto", "cpu", "cuda"], Field(description="auto is a GPU where there is one")] = "auto"
     max_model_len: Annotated[

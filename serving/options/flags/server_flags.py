@@ -1,7 +1,7 @@
 """The table of settings: every flag with its type, its default and its help, in the groups that `--help` shows.
 
 Names are vLLM's, or SGLang's where vLLM has none. A setting's name in the YAML file is its flag without the dashes.
-A default of None is found once the rest is known (`derived`), or means that there is none.
+A default of None is derived from other settings (source `derived`), or means that there is no value.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ ALIASES: Mapping[str, str] = {
     "num_ubatches": "ubatch_size",
     "named_model": "model",
 }
-"""Other names of settings: SGLang's, what `UBatchConfig` calls it, and the flag of what may come without one."""
+"""Alias -> setting: SGLang's names, names of `UBatchConfig`, and the flag form of a positional argument."""
 
 
 def _read_link(value: Any) -> Any:
-    """YAML has no tuples.
+    """Turn a pair into a tuple, because YAML has only lists.
 
     Raises:
-        ValueError: it is no pair.
+        ValueError: the value is no pair.
     """
     if value is None:
         return None
@@ -69,10 +69,10 @@ ModeMapping = Annotated[
 
 
 class Parallelism(Group):
-    """Ranks, each with a whole copy of what they do not share, over one or more machines. A rank is one engine process,
-    or with tensor parallelism several."""
+    """Ranks, on one or more machines. A rank is one engine process, or with tensor parallelism several; it has a whole
+    copy of the model, except the experts if they are shared."""
 
-    data_parallel_size: Annotated[Positive, Field(description="ranks in all, which requests are dealt out to")] = 1
+    data_parallel_size: Annotated[Positive, Field(description="ranks in all; each request runs on one of them")] = 1
     tensor_parallel_size: Annotated[
         Positive,
         Flag(short="-tp"),
@@ -123,7 +123,7 @@ class Overlap(Group):
     enable_two_batch_overlap: Annotated[bool, Field(description="SGLang's name of --enable-dbo")] = False
     dbo_auto: Annotated[
         bool,
-        Field(description="find out when steps overlap, at the start (modes without a threshold) and while serving"),
+        Field(description="measure when overlap pays, at the start (modes without a threshold) and while serving"),
     ] = False
     ubatch_size: Annotated[int, Field(ge=2, le=MAX_LANES, description=f"microbatches, 2 to {MAX_LANES}")] = 2
     dbo_decode_token_threshold: Annotated[int, Field(description="fewest tokens of a decode step that overlaps")] = 32
@@ -167,7 +167,7 @@ class Overlap(Group):
 
 
 class PerMode(Group):
-    """What a file may say beside the flags: settings of one mode, and schedules of one's own."""
+    """Settings that only a file can have: settings of one mode, and schedules of your own."""
 
     schedules: Annotated[
         dict[str, dict[str, Any]] | None, Field(description="name -> lanes, chunks, lead, points_off, ...")
@@ -210,13 +210,13 @@ class Scheduling(Group):
         TokensAutoOff,
         Flag(metavar="INT|auto|off"),
         Field(
-            description="most prompt tokens of a rank's step in which requests decode, here or on a rank that steps "
-            "along; auto follows step times, so that such a step takes about twice as long as decodes alone"
+            description="most prompt tokens in a rank's step while requests decode, on this rank or on one that steps "
+            "with it; auto follows step times, so that such a step takes about twice as long as decodes alone"
         ),
     ] = "off"
     scheduling_policy: Annotated[
         Literal["fcfs", "lpm", "priority"],
-        Field(description="who is next: first come, longest prefix in the cache, or the request's priority"),
+        Field(description="order of waiting requests: by arrival, longest cached prefix, or the request's priority"),
     ] = "fcfs"
     prefill_first: Annotated[bool, Field(description="a step is prefills or decodes, prefills first; else mixed")] = (
         False
@@ -229,7 +229,7 @@ class Scheduling(Group):
 
 
 class Attention(Group):
-    """Who computes attention."""
+    """Back ends that compute attention."""
 
     attention_backend: Annotated[
         str, one_of(attention_backends()), Field(description=f"one of {', '.join(attention_backends())}")
@@ -299,18 +299,18 @@ class Server(Group):
         Flag(default="none"),
         Field(description="folder for what /start_profile records, which is refused without it"),
     ] = None
-    log_level: Annotated[Literal["debug", "info", "warning", "error"], Field(description="least that is logged")] = (
+    log_level: Annotated[Literal["debug", "info", "warning", "error"], Field(description="lowest level logged")] = (
         "info"
     )
     access_log: Annotated[bool, Field(description="log every HTTP request")] = False
     enable_log_requests: Annotated[
-        bool, Field(description="log what is asked for: parameters; with --log-level debug also the prompt's tokens")
+        bool, Field(description="log each request's parameters; with --log-level debug also the prompt's tokens")
     ] = False
     max_log_len: Annotated[
         int | None, Flag(default="no limit"), Field(ge=0, description="tokens of a prompt that are logged at most")
     ] = None
     enable_request_id_headers: Annotated[
-        bool, Field(description="say every request's id in the answer's X-Request-Id: the client's, or one of ours")
+        bool, Field(description="return every request's id in the X-Request-Id header: the client's, or a new one")
     ] = True
 
 
@@ -320,7 +320,7 @@ class Speculation(Group):
     speculative_algorithm: Annotated[
         Literal["ngram", "eagle", "mtp", "draft_model"] | None,
         Field(
-            description="who guesses: what followed the last tokens earlier, a trained head, the checkpoint's own "
+            description="source of guesses: what followed the same tokens earlier, a trained head, the checkpoint's own "
             "multi-token-prediction layer, or a small model"
         ),
     ] = None
@@ -337,7 +337,7 @@ class Speculation(Group):
     speculative_eagle_topk: Annotated[
         Positive | None,
         Flag(default="1"),
-        Field(description="guesses that each of its steps goes on from; above 1 they are a tree"),
+        Field(description="guesses that each draft step continues from; above 1 the drafts are a tree"),
     ] = None
     speculative_num_draft_tokens: Annotated[
         Positive | None,

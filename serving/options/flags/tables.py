@@ -1,6 +1,6 @@
-"""A table of settings: what a command takes on its command line and in its file. The same mechanism reads all of them.
+"""A table lists the settings that a command takes on its command line and in its file.
 
-A setting that two commands have is one setting, with one name, type, default and help.
+A setting that two commands share has the same name, type, default and help in both.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from serving.options.flags.server_flags import (
 __all__ = ["SERVE", "Own", "Table", "pick"]
 
 _FLAG_NAMES = {"named_model": "model"}
-"""Flags that are not called as their setting."""
+"""Flag -> setting, where their names differ."""
 
 
 class Own(Group):
-    """What is not a setting."""
+    """Flags that are no settings."""
 
     config: Annotated[
         Path | None,
@@ -56,9 +56,9 @@ class Table:
 
     Attributes:
         program: the command, as in `ubatch serve`.
-        groups: of its settings, in the order of `--help`, by the title there.
+        groups: title in `--help` -> group of settings, in the order of `--help`.
         file_only: a group of settings without flags; None for none.
-        implied: what is always so where the command runs.
+        implied: fixed values of settings that the command has no flag for.
     """
 
     program: str
@@ -90,12 +90,12 @@ class Table:
         return name if name in self.settings and key not in _FLAG_NAMES else None
 
     def is_switch(self, name: str) -> bool:
-        """Whether it is true or false, with a flag for either."""
+        """Whether the setting is a switch, with one flag for true and one for false."""
         return self.owners[name].model_fields[name].annotation is bool
 
 
 def pick(group: type[Group], *names: str) -> type[Group]:
-    """Those settings of a group that a command has."""
+    """A group with only the named settings of `group`."""
     hints = get_type_hints(group, include_extras=True)
     fields: dict[str, Any] = {name: (hints[name], group.model_fields[name].get_default()) for name in names}
     return create_model(group.__name__, __base__=Group, __doc__=group.__doc__, **fields)
