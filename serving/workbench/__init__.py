@@ -1,8 +1,8 @@
-"""What measures; nothing that serves imports it.
+"""Tools that measure; no code that serves imports them.
 
-bench     `ubatch bench`: one module or folder a benchmark
-gpu       `make test-gpu`, `make bench-gpu`: the same on a GPU, with as few packages as may be
-planning  `ubatch simulate`: machines that are not here
-tracing   `ubatch trace`: timelines, and what they say
+bench     `ubatch bench`: one module or folder per benchmark
+gpu       `make test-gpu`, `make bench-gpu`: tests and benchmarks on a GPU, with as few packages as possible
+planning  `ubatch simulate`: predictions for machines that are not at hand
+tracing   `ubatch trace`: timelines, and their diagnosis
 tuning    `ubatch tune`: when overlap pays
 """

@@ -320,8 +320,8 @@ class Speculation(Group):
     speculative_algorithm: Annotated[
         Literal["ngram", "eagle", "mtp", "draft_model"] | None,
         Field(
-            description="source of guesses: what followed the same tokens earlier, a trained head, the checkpoint's own "
-            "multi-token-prediction layer, or a small model"
+            description="source of guesses: what followed the same tokens earlier, a trained head, the checkpoint's "
+            "own multi-token-prediction layer, or a small model"
         ),
     ] = None
     speculative_draft_model_path: Annotated[

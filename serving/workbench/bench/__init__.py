@@ -1,10 +1,10 @@
-"""What `ubatch bench` measures.
+"""The benchmarks of `ubatch bench`.
 
-statistics, options  how every one measures, prints and writes
+statistics, options  shared by all: how to measure, print and write
 step_setting         a model, a batch and an emulated link, for steps under any schedule
 runtime              steps and pieces of them: hand-offs, lanes, experts, attention, overlap, schedules, drafts
 server               whole engines and servers, under load and under attack
-generate, corpus     whole generations beside transformers', and held-out text
+generate, corpus     whole generations against transformers', and held-out text
 """
 
 from serving.workbench.bench.statistics import (

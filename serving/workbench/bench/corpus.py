@@ -1,6 +1,6 @@
-"""Source text of the installed Python: what the small models of the examples are trained on, and what is held out.
+"""Source text of the installed Python: training text of the examples' small models, and held-out text.
 
-Whole files are held out, the same ones for everybody who reads the corpus with the same seed.
+Whole files are held out; the same seed always holds out the same files.
 """
 
 from __future__ import annotations

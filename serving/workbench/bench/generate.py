@@ -31,12 +31,12 @@ class GenerateResult:
 
     Attributes:
         arms_ms: raw block means.
-        tokens_per_s: new tokens per second, ours.
-        speedup: transformers' time over ours.
-        gflops_limit: what one large matrix product reaches on these cores.
-        arithmetic_share: the model's operations over that limit, as a share of our time.
-        where: share of our CPU time by kind of operation.
-        same_tokens: share of the new tokens that are transformers' own (near-ties of a random model may differ).
+        tokens_per_s: our new tokens per second.
+        speedup: transformers' time / our time.
+        gflops_limit: GFLOP/s of one large matrix product on these cores.
+        arithmetic_share: time of the model's operations at that limit, as a share of our time.
+        where: kind of operation -> share of our CPU time.
+        same_tokens: share of the new tokens that equal transformers' (near-ties of a random model may differ).
     """
 
     arms_ms: Mapping[str, Sequence[float]]
@@ -48,7 +48,7 @@ class GenerateResult:
     same_tokens: float
 
     def print(self) -> None:
-        """As text."""
+        """Print the figures."""
         print(f"generate: {_PROMPTS} prompts x {_PROMPT_LEN} tokens, {_NEW} new, 100 M Qwen3-MoE, all cores")
         print_arms(self.arms_ms, ".0f", width=14)
         print(f"  new tokens per second   {self.tokens_per_s:.0f}")
@@ -59,7 +59,7 @@ class GenerateResult:
 
 
 def measure_generate(folder: Path, blocks: int) -> GenerateResult:
-    """Make the checkpoint in `folder`, run both, compare."""
+    """Make the checkpoint in `folder`, run both arms, and compare them."""
     torch.set_num_threads(num_cores())
     path = folder / "random-qwen3-moe"
     make_random_qwen3_moe(path, seed=0)
@@ -96,12 +96,12 @@ def measure_generate(folder: Path, blocks: int) -> GenerateResult:
 
 
 def transformers_arm(model: Path, prompts: Tensor, new_tokens: int) -> Callable[[], Tensor]:
-    """A call of transformers' greedy `generate`; it returns the new tokens `[prompts, new_tokens]`.
+    """A function that calls transformers' greedy `generate`; it returns the new tokens `[prompts, new_tokens]`.
 
     Args:
         model: a checkpoint.
         prompts: `[prompts, tokens]`, all of one length.
-        new_tokens: exactly so many are generated for each.
+        new_tokens: number of tokens to generate per prompt.
     """
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
@@ -125,7 +125,7 @@ def transformers_arm(model: Path, prompts: Tensor, new_tokens: int) -> Callable[
 
 
 def _gemm_flops() -> float:
-    """Floating-point operations per second of one large matrix product, by the fastest library there is."""
+    """Floating-point operations per second of one large matrix product, by the fastest library installed."""
     a, b = torch.randn(2, 2048, 2048)
     times = []
     with torch.inference_mode():

@@ -1,4 +1,4 @@
-"""What every benchmark's options have in common: how often to measure, and where to write what was measured."""
+"""Options that all benchmarks share: how often to measure, and where to write the results."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ def _is_checkpoint(folder: Path) -> Path:
 
 
 Checkpoint = Annotated[Path, AfterValidator(_is_checkpoint)]
-"""The folder of one."""
+"""The folder of a Hugging Face checkpoint."""
 
 
 class ReportOptions(Group):
-    """Where the figures go besides the terminal.
+    """Options of a benchmark that can write its figures to a file.
 
     Attributes:
-        unwritten: options that are not written: secrets, and folders of this machine.
+        unwritten: options that the file leaves out: secrets, and folders of this machine.
     """
 
     unwritten: ClassVar[frozenset[str]] = frozenset()
@@ -38,7 +38,7 @@ class ReportOptions(Group):
     ] = None
 
     def write(self, figures: Mapping[str, Any]) -> None:
-        """Write `figures`, the machine and these options, if a file was asked for; say so."""
+        """Write `figures`, the machine and these options if a file was asked for, and print its name."""
         if self.json_file is None:
             return
         options = self.model_dump(mode="json", exclude={"json_file", *self.unwritten})
@@ -47,6 +47,6 @@ class ReportOptions(Group):
 
 
 class BlockOptions(ReportOptions):
-    """Of a benchmark whose arms are interleaved."""
+    """Options of a benchmark whose arms are interleaved."""
 
     blocks: Annotated[int, Field(ge=2, description="A B B A blocks; 15 or more for figures to quote")] = 15

@@ -1,4 +1,4 @@
-"""How every benchmark measures: arms interleaved A B B A, medians, paired ratios, a bootstrap interval."""
+"""Measuring for every benchmark: arms interleaved A B B A, medians, paired ratios, a bootstrap interval."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def bootstrap(values: Sequence[float]) -> Interval:
 
 
 def paired(numerators: Sequence[float], denominators: Sequence[float]) -> Interval:
-    """Median of the block-by-block ratios: what drifts with the machine drifts in both and cancels."""
+    """Median of the block-by-block ratios; drift of the machine affects both sides alike and cancels."""
     return bootstrap([a / b for a, b in zip(numerators, denominators, strict=True)])
 
 
@@ -79,7 +79,7 @@ def interleave_arms(
 
 
 def timed(arm: Callable[[], object]) -> Callable[[], float]:
-    """`arm`, returning the milliseconds that it took."""
+    """A function that runs `arm` and returns its milliseconds."""
 
     def run() -> float:
         start = time.perf_counter()
@@ -90,7 +90,7 @@ def timed(arm: Callable[[], object]) -> Callable[[], float]:
 
 
 def environment() -> dict[str, Any]:
-    """What the figures were measured on."""
+    """Hardware and versions that the figures were measured with."""
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -104,21 +104,23 @@ def environment() -> dict[str, Any]:
 def overlap_figures(
     compute: Sequence[float], communication: Sequence[float], overlapped: Sequence[float]
 ) -> tuple[Interval, Interval]:
-    """Of steps, block by block: efficiency, max(compute, communication) / T; and the share of the shorter one that is
-    hidden, (compute + communication - T) / min(compute, communication)."""
+    """Efficiency and hidden share of steps that take T, from block-by-block values.
+
+    efficiency: max(compute, communication) / T; hidden: (compute + communication - T) / min(compute, communication).
+    """
     columns = list(zip(compute, communication, overlapped, strict=True))
     efficiency = bootstrap([max(c, m) / t for c, m, t in columns])
     return efficiency, bootstrap([(c + m - t) / min(c, m) for c, m, t in columns])
 
 
 def print_arms(arms: Mapping[str, Sequence[float]], spec: str, width: int, indent: int = 2, unit: str = "ms") -> None:
-    """A line for every arm."""
+    """Print a line for every arm."""
     for name, values in arms.items():
         print(f"{'':{indent}}{name:{width}} {bootstrap(values):{spec}} {unit}")
 
 
 def write_json(path: Path, results: Mapping[str, Any]) -> None:
-    """Write results with stable keys; a dataclass, as an interval is, becomes its fields."""
+    """Write results with stable keys; a dataclass, such as an interval, is written as its fields."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(results, indent=2, default=_plain) + "\n", encoding="utf-8")
 

@@ -70,7 +70,7 @@ class StepOptions(BlockOptions):
     ] = None
     random: Annotated[
         Literal["qwen3-moe", "deepseek-v3"],
-        Field(description="what the random weights are of: about 100 M parameters; deepseek-v3 has shared experts"),
+        Field(description="architecture of the random model of about 100 M parameters; deepseek-v3 has shared experts"),
     ] = "qwen3-moe"
     layers: Annotated[int | None, Field(ge=2, description="of the random model; 8 if not given")] = None
     ranks: Annotated[int, Field(ge=2, description="data- and expert-parallel ranks")] = 2
@@ -86,10 +86,10 @@ class StepOptions(BlockOptions):
 
 
 class Setting(ABC):
-    """One rank's model, batch and link, whoever runs the model.
+    """One rank's model, batch and link; subclasses run the model.
 
     Attributes:
-        cpu_ms: CPU time of the last step that was timed, of all threads of this rank, which have one core.
+        cpu_ms: CPU time of the last timed step, over all threads of this rank, which share one core.
     """
 
     link: EmulatedLink
@@ -98,18 +98,18 @@ class Setting(ABC):
     @property
     @abstractmethod
     def group(self) -> CommGroup | None:
-        """The ranks that take a step together; None for one."""
+        """The ranks that run a step together; None for a single rank."""
 
     @abstractmethod
     def schedule(self, lanes: int) -> Schedule:
-        """What overlaps in so many lanes; `SERIAL` for one."""
+        """The schedule that overlaps `lanes` lanes; `SERIAL` for one lane."""
 
     @abstractmethod
     def step(self, schedule: Schedule) -> Tensor:
-        """Run one step; what it computes for every token."""
+        """Run one step; returns its output for every token."""
 
     def timed(self, schedule: Schedule) -> float:
-        """Milliseconds of a step, from when all ranks are ready."""
+        """Milliseconds of a step, measured from when all ranks are ready."""
         dist.barrier(self.group.pg if self.group is not None else None)
         start, cpu_start = time.perf_counter(), time.process_time()
         self.step(schedule)
@@ -117,7 +117,7 @@ class Setting(ABC):
         return (time.perf_counter() - start) * 1e3
 
     def check_equal(self, schedules: Sequence[Schedule]) -> None:
-        """All of them compute the same as an unsplit step, before anything is timed."""
+        """Check that every schedule computes the same as an unsplit step."""
         plain = self.step(SERIAL)
         for schedule in schedules:
             torch.testing.assert_close(self.step(schedule), plain, atol=1e-3, rtol=1e-3)
@@ -125,7 +125,7 @@ class Setting(ABC):
 
 @dataclass
 class StepSetting(Setting):
-    """One rank's model in our runner, its batch and link."""
+    """One rank's model in this project's runner, its batch and link."""
 
     runner: ModelRunner
     batch: InputBatch
@@ -134,7 +134,7 @@ class StepSetting(Setting):
 
     @property
     def group(self) -> CommGroup | None:
-        """The runner's."""
+        """The runner's ranks."""
         return self.runner.group
 
     @property
@@ -144,11 +144,11 @@ class StepSetting(Setting):
         return isinstance(config, DecoderConfig) and config.moe is not None and config.moe.shared_intermediate_size > 0
 
     def schedule(self, lanes: int) -> Schedule:
-        """The runner's own, for so many lanes."""
+        """The runner's own schedule, for `lanes` lanes."""
         return SERIAL if lanes == 1 else self.runner.dbo.resolved_schedule().with_lanes(lanes)
 
     def wrapper(self, schedule: Schedule) -> UBatchWrapper:
-        """The runner's model under a schedule, which every step is large enough for."""
+        """The runner's model under a schedule, with a threshold that every step reaches."""
         if schedule not in self.wrappers:
             lowest = max(2, schedule.lanes)
             config = replace(
@@ -180,10 +180,10 @@ class StepSetting(Setting):
 
 @contextmanager
 def model_folder(options: StepOptions) -> Iterator[Path]:
-    """The checkpoint asked for, or a random one that is deleted at the end.
+    """The given checkpoint's folder, or one with random weights that is deleted at the end.
 
     Raises:
-        ConfigError: `layers` is given for a checkpoint, which has its own.
+        ConfigError: `layers` is given together with a checkpoint.
     """
     if options.model is not None:
         if options.layers is not None:
@@ -201,7 +201,7 @@ def model_folder(options: StepOptions) -> Iterator[Path]:
 
 @contextmanager
 def open_setting(rank: int, options: StepOptions, model: Path) -> Iterator[StepSetting]:
-    """This rank's model and batch over an emulated link, infinitely fast so far; every rank calls it."""
+    """This rank's model and batch over an emulated link, which starts infinitely fast; every rank calls it."""
     group = CommGroup.from_process_group(timeout_s=300.0)
     link = EmulatedLink(options.latency_us * 1e-6, float("inf"))
     config = UBatchConfig(schedule=options.schedule, timeout_s=300.0)
@@ -215,7 +215,7 @@ def open_setting(rank: int, options: StepOptions, model: Path) -> Iterator[StepS
 
 
 def prefill_batch(runner: ModelRunner, prompts: Sequence[Sequence[int]]) -> InputBatch:
-    """One step that prefills all prompts; its KV blocks stay taken."""
+    """The batch of a step that prefills all prompts; its KV blocks stay allocated."""
     shares = []
     for index, prompt in enumerate(prompts):
         request = Request(index, list(prompt), SamplingParams(max_tokens=1))
@@ -226,12 +226,12 @@ def prefill_batch(runner: ModelRunner, prompts: Sequence[Sequence[int]]) -> Inpu
 
 @dataclass(frozen=True)
 class StepLoad:
-    """What one step computes and sends, of the ranks the most.
+    """Compute and communication of one step; each value is the largest over the ranks.
 
     Attributes:
         compute_s: CPU seconds, the transport's own included.
-        num_bytes: in the busier direction.
-        transfers: how many.
+        num_bytes: bytes sent in the busier direction.
+        transfers: number of transfers.
     """
 
     compute_s: float
@@ -239,7 +239,7 @@ class StepLoad:
     transfers: float
 
     def bandwidth(self, ratio: float, latency_s: float) -> float:
-        """Bytes a second at which the link is busy `ratio` times as long as the step computes.
+        """Bandwidth, in bytes per second, at which the link is busy `ratio` times as long as the step computes.
 
         Raises:
             UBatchError: the latencies alone take longer.
@@ -251,7 +251,7 @@ class StepLoad:
 
 
 def measure_load(setting: Setting, lanes: int) -> StepLoad:
-    """Of the runner's own schedule, its lanes one by one. Every rank calls it; all get the same."""
+    """Measure the load of a step under the runner's own schedule, lanes one by one. All ranks call it and get the same."""
     link, serial = setting.link, setting.schedule(lanes).one_by_one()
     times = []
     with link.at_once():
@@ -275,13 +275,13 @@ def calibrate(setting: Setting, lanes: int, ratio: float) -> float:
 
 
 class SplitCompute:
-    """An arm: a schedule's lanes one after the other with nothing to wait for, and what their stages took.
+    """An arm that runs a schedule's lanes one after the other without waiting, and records the times of their stages.
 
-    The link delivers at once, and says how long it would have been busy; see `serving.tuning.programs`.
+    The link delivers at once, and records how long it would have been busy; see `serving.tuning.programs`.
 
     Args:
-        setting: of this rank.
-        schedule: whose lanes, chunks and place of the shared expert.
+        setting: this rank's model, batch and link.
+        schedule: gives the lanes, the chunks and the place of the shared expert.
     """
 
     def __init__(self, setting: Setting, schedule: Schedule) -> None:
@@ -294,7 +294,7 @@ class SplitCompute:
         self._programs: list[Programs] = []
 
     def __call__(self) -> float:
-        """Run a step; its milliseconds."""
+        """Run a step; returns its milliseconds."""
         self._setting.link.reset_statistics()
         traced = traced_step(self._step, self._setting.link)
         self._programs.append(traced.programs)
@@ -307,30 +307,30 @@ class SplitCompute:
         self._cpu_ms.append(self._setting.cpu_ms)
 
     def compute_ms(self, blocks: int) -> list[float]:
-        """CPU time per block: split compute."""
+        """CPU milliseconds per block: the split compute."""
         return block_means(self._cpu_ms, blocks)
 
     def communication_ms(self, blocks: int) -> list[float]:
-        """The link's busy time per block."""
+        """The link's busy milliseconds per block."""
         return block_means(self._link_ms, blocks)
 
     def steps(self) -> list[list[Programs]]:
-        """For the simulator, of all steps but the first every rank's programs; every rank calls it."""
+        """Every rank's programs of all steps but the first, for the simulator; every rank calls it."""
         return gather_steps(self._programs[1:] or self._programs)
 
     def around_ms(self) -> float:
-        """What a step takes before its lanes begin and after they end, such as the vote; every rank calls it."""
+        """Milliseconds of a step outside its lanes, such as the vote; every rank calls it."""
         return slowest_rank({"": [median(self._around_ms)]})[""][0]
 
 
 def block_means(values: Sequence[float], blocks: int) -> list[float]:
-    """Two recorded values a block, after one warm-up value."""
+    """Block means of `values`: one warm-up value, then two values per block."""
     kept = list(values)[-2 * blocks :]
     return [(a + b) / 2 for a, b in zip(kept[::2], kept[1::2], strict=True)]
 
 
 def slowest_rank(arms: Mapping[str, Sequence[float]]) -> dict[str, list[float]]:
-    """Per block the largest over the ranks: a step ends when its last rank has ended."""
+    """For each block, the largest value over the ranks: a step ends when its slowest rank ends."""
     table = torch.tensor(list(arms.values()), dtype=torch.float64)
     dist.all_reduce(table, dist.ReduceOp.MAX)
     return dict(zip(arms, table.tolist(), strict=True))

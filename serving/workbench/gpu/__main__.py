@@ -56,7 +56,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _fake_graphs() -> Any:
-    """What captures in a rehearsal: the tests' recorder, or nothing where there are no tests."""
+    """The tests' recorder, which stands in for graphs in a rehearsal; None if the tests are not installed."""
     sys.path.append(str(Path(__file__).resolve().parents[3] / "tests" / "support"))
     if find_spec("fake_graphs") is None:
         return None

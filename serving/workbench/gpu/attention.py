@@ -1,8 +1,8 @@
 """Paged decode attention in the shape of Qwen3-30B-A3B: 32 query heads share 4 key/value heads of 128.
 
-Every request has one query and thousands of tokens in the cache, its pages scattered over it. Keys and values are read
-once and used for eight heads, so memory bounds it: the bytes of the keys and values that are read, over the time, are
-held against the bandwidth of a copy on this device.
+Every request has one query and thousands of tokens in the cache, in scattered pages. Keys and values are read once and
+used for eight heads, so memory bounds the kernel: the bytes of keys and values per second are compared with the
+bandwidth of a copy on this device.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def _measure(bench: Bench, section: Section, shape: AttentionShape, batch: int, 
             peer = layer_step(name)
             torch.testing.assert_close(peer().view_as(expected), expected, atol=2e-2, rtol=2e-2)
             arms[name] = bench.kernel(peer)
-        except Exception as error:  # not installed, or not for this GPU: nothing to compare with
+        except Exception as error:  # not installed, or does not support this GPU
             note = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:120]}"
             section.add(f"batch {batch}: speed against {name}", None, note=note)
     return bench.interleave(arms, f"batch {batch}")

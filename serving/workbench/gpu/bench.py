@@ -1,8 +1,8 @@
-"""What every section works with: the device, timing on it, its ceilings, and the time that is left.
+"""Shared tools of the sections: the device, timing on it, its ceilings, and the time left.
 
 arm       a function that runs something once and returns its milliseconds
 blocks    arms interleaved A B B A (`serving.workbench.bench.interleave_arms`)
-ceiling   what this very device can do at most, measured: copies on it, copies to the host, matrix products
+ceiling   the most that this device can do, measured: copies on it, copies to the host, matrix products
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
 __all__ = ["Bench", "OutOfTime", "describe_machine"]
 
 _LEAST_MS = 2.0
-"""An arm runs at least so long: events tick in half microseconds, and a replay's start is not free."""
+"""Shortest time of an arm: events have a resolution of half a microsecond, and starting a replay takes time."""
 _MOST_REPEATS = 50
 
 
 class OutOfTime(UBatchError):
-    """A section has used up its time; what it has found so far stands."""
+    """A section has used up its time; its results so far are kept."""
 
 
 @dataclass
@@ -40,11 +40,11 @@ class Bench:
     """One section's tools.
 
     Attributes:
-        device: what is measured.
-        tiny: shapes for a smoke test.
-        blocks: A B B A blocks.
-        budget_s: seconds this section may take; no new table row is begun after that.
-        graphs: what captures overlapped steps; None is the device's own, and on a CPU nothing is captured.
+        device: the device to measure.
+        tiny: use shapes for a smoke test.
+        blocks: number of A B B A blocks.
+        budget_s: seconds that this section may take; no new table row starts after that.
+        graphs: captures overlapped steps; None uses the device's own graphs, and captures nothing on a CPU.
         show: draw progress bars.
     """
 
@@ -58,38 +58,38 @@ class Bench:
 
     @property
     def dtype(self) -> torch.dtype:
-        """What models compute in: bf16, and fp32 where bf16 is emulated."""
+        """Data type of models: bf16, or fp32 where bf16 is emulated."""
         return torch.bfloat16 if self.device.type == "cuda" else torch.float32
 
     @property
     def captures(self) -> bool:
-        """Whether overlapped steps are captured; if not, the eager twin of every arm runs."""
+        """Whether overlapped steps are captured; if not, every arm runs eagerly."""
         return self.device.type == "cuda" or self.graphs is not None
 
     @property
     def seconds(self) -> float:
-        """Since the section began."""
+        """Seconds since the section began."""
         return time.monotonic() - self._begun
 
     def check_time(self, before: str) -> None:
-        """Raises `OutOfTime` if there is none left."""
+        """Raises `OutOfTime` if the section has used up its budget."""
         if self.seconds > self.budget_s:
             raise OutOfTime(f"out of time before {before}: {self.seconds:.0f} s of {self.budget_s:.0f} s are used up.")
 
     def warm_up(self, run: Callable[[], object]) -> None:
-        """Let it compile, tune itself and allocate what it keeps."""
+        """Call `run` so that it compiles, tunes itself and allocates its buffers."""
         for _ in range(1 if self.tiny else 3):
             run()
 
     def synchronize(self) -> None:
-        """Wait for the device; a CPU is never behind."""
+        """Wait for the device; does nothing on a CPU."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
     # -- arms -----------------------------------------------------------------------------------------------------
 
     def timed(self, run: Callable[[], object]) -> Callable[[], float]:
-        """`run`, returning the milliseconds until the device has done it, the host's part included."""
+        """An arm: milliseconds from calling `run` until the device has finished, the host's time included."""
 
         def arm() -> float:
             self.synchronize()
@@ -101,11 +101,11 @@ class Bench:
         return arm
 
     def kernel(self, run: Callable[[], object], *, capture: bool = True) -> Callable[[], float]:
-        """The device's milliseconds for one `run`, from a graph of several, so that launching costs nothing.
+        """An arm: the device's milliseconds for one `run`, from a graph of several runs, so that launches cost nothing.
 
         Args:
             run: launches the same work on the same tensors every time.
-            capture: False for what cannot be captured; then launches are in the figure.
+            capture: False if `run` cannot be captured; then the figure includes launches.
         """
         self.warm_up(run)
         once = self.timed(run)()
@@ -125,7 +125,7 @@ class Bench:
         return arm
 
     def captured(self, run: Callable[[], object], repeats: int = 1) -> torch.cuda.CUDAGraph:
-        """`run`, so often, in a CUDA graph on one stream. Warm up first."""
+        """`run`, `repeats` times, in a CUDA graph on one stream. Warm up first."""
         graph = torch.cuda.CUDAGraph()
         self.synchronize()
         with torch.cuda.graph(graph):
@@ -134,12 +134,12 @@ class Bench:
         return graph
 
     def step(self, run: Callable[[], object]) -> Callable[[], object]:
-        """`run` on one stream as a graph's replay where there is a GPU, else as it is."""
+        """On a GPU, a function that replays `run` as a graph on one stream; else `run` itself."""
         self.warm_up(run)
         return self.captured(run).replay if self.device.type == "cuda" else run
 
     def interleave(self, arms: Mapping[str, Callable[[], float]], label: str) -> Arms:
-        """Block means of every arm. A smoke test runs each once."""
+        """Block means of every arm. A smoke test runs each arm once."""
         if self.tiny:
             return {name: [arm()] for name, arm in arms.items()}
         return interleave_arms(arms, self.blocks, label=label, show=self.show)
@@ -148,21 +148,21 @@ class Bench:
 
     @cached_property
     def copy_bytes_per_s(self) -> float:
-        """Device to device, reads and writes counted: the bandwidth that memory-bound kernels are held against."""
+        """Bandwidth of a copy on the device, reads plus writes: the ceiling of memory-bound kernels."""
         source = self._noise(1 << (14 if self.tiny else 31))
         target = torch.empty_like(source)
         return 2 * source.nbytes / self._fastest_s(lambda: target.copy_(source))
 
     @cached_property
     def matrix_flops_per_s(self) -> float:
-        """A large product of random matrices in the dtype of models."""
+        """Operations per second of a large product of random matrices, in the dtype of models."""
         n = 32 if self.tiny else 8192
         a, b = self.randn(n, n), self.randn(n, n)
         return 2 * n**3 / self._fastest_s(lambda: a @ b)
 
     @cached_property
     def host_bytes_per_s(self) -> float:
-        """To pinned host memory and back, one direction after the other: bytes of payload per second of both."""
+        """Payload bytes per second to pinned host memory and back, over the time of both directions in turn."""
         source = self._noise(1 << (14 if self.tiny else 28))
         host = torch.empty(source.shape, dtype=source.dtype, pin_memory=self.device.type == "cuda")
 
@@ -173,14 +173,14 @@ class Bench:
         return source.nbytes / self._fastest_s(there_and_back)
 
     def randn(self, *shape: int) -> torch.Tensor:
-        """Random numbers in the dtype of models; zeros are faster to multiply."""
+        """Random numbers in the dtype of models; not zeros, which multiply faster."""
         return torch.randn(*shape, device=self.device, dtype=self.dtype)
 
     def _noise(self, num_bytes: int) -> torch.Tensor:
         return torch.randint(0, 256, (num_bytes,), dtype=torch.uint8, device=self.device)
 
     def _fastest_s(self, run: Callable[[], object]) -> float:
-        """Seconds, the median of a few: a ceiling is no arm, for it has nothing to be interleaved with."""
+        """Seconds of `run`, the median of a few calls; a ceiling is not interleaved with other arms."""
         arm = self.kernel(run)
         return bootstrap([arm() for _ in range(7)]).median / 1e3
 

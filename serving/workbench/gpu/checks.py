@@ -1,18 +1,17 @@
-"""`python -m serving.workbench.gpu.checks`: the tests that need a GPU; first those that decide whether the rest makes
-sense.
+"""`python -m serving.workbench.gpu.checks`: run the tests that need a GPU, the most basic ones first.
 
     streams       lanes on two streams, events, memory that crosses streams
-    capture       a graph captured over several threads, and replayed
+    capture       a graph that several threads capture, and its replay
     kernels       every Triton kernel once, against torch
     runner        a model in graphs, the overlap loop, weights
-    transports    what travels while lanes compute: host memory, NCCL with a group of one, signals
+    transports    communication while lanes compute: host memory, NCCL with a group of one, signals
     numbers       the kernels in every dtype and choice of tiles, tuned and captured
     benchmarks    every section of `make bench-gpu` on tiny shapes
-    others        tests marked `gpu` of all other files
+    others        tests marked `gpu` in all other files
 
-Every section runs in a process of its own, with a time budget of its own: what breaks one, or hangs, leaves the others
-alone. What a test gave is in the file of results when the next one begins. `--device cpu` runs the same files without
-a GPU, with thrice the budget: what they test there, with interpreted kernels and under the fakes; it skips the rest.
+Every section has its own process and time budget, so that a crash or a hang in one does not affect the others. Each
+test's result is in the results file before the next test begins. `--device cpu` runs the same files without a GPU, with
+three times the budget: kernels are interpreted, fakes replace the device, and tests that need a GPU are skipped.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ __all__ = ["SECTIONS", "Section", "main"]
 
 ROOT = Path(__file__).resolve().parents[3]
 LINES = "UBATCH_TEST_LINES"
-"""Environment variable: where `pytest_lines` writes a line per test."""
+"""Environment variable: the file into which `pytest_lines` writes a line per test."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +45,7 @@ class Section:
     """Tests that run together.
 
     Attributes:
-        files: under `tests/`, without `test_` and `.py`.
+        files: test files under `tests/`, without `test_` and `.py`.
         budget_s: seconds until its process is ended, on a GPU.
     """
 
@@ -71,11 +70,11 @@ SECTIONS: Mapping[str, Section] = {
     "others": Section((), 240),
 }
 DECIDING = ("streams", "capture", "kernels")
-"""Those that come first: where they fail, the others mean little."""
+"""The sections that run first: if they fail, the others mean little."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run sections, print and write what they gave; 0 if all passed."""
+    """Run sections, print and write their results; returns 0 if all passed."""
     options = _parse(argv)
     if find_spec("pytest") is None:
         print(f"{sys.executable} has no pytest: install it there.", file=sys.stderr)
@@ -93,7 +92,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         found = {**_run(name, options.device), "environment": environment}
         print(f"==> {name}: {found['outcome']} in {found['seconds']} s", flush=True)
         if found["status"] or "failed" in found["counts"] or "passed" not in found["counts"]:
-            failed.append(name)  # a section that only skips has shown nothing
+            failed.append(name)  # a section whose tests were all skipped proves nothing
         if options.json is not None:
             _write(options.json, options.device, name, found)
     if failed:
@@ -102,7 +101,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def files_of(name: str) -> list[Path]:
-    """A section's files; those that no section names are in the last one."""
+    """A section's files; the last section has all files that no other section names."""
     named = {file for section in SECTIONS.values() for file in section.files}
     by_name = {path.stem.removeprefix("test_"): path for path in sorted((ROOT / "tests").rglob("test_*.py"))}
     if SECTIONS[name].files:
@@ -113,14 +112,14 @@ def files_of(name: str) -> list[Path]:
 
 
 def _run(name: str, device: str) -> dict[str, Any]:
-    """One section in a process of its own: how it ended, and what every test gave."""
+    """Run one section in a process of its own; returns how it ended, and every test's result."""
     budget_s = SECTIONS[name].budget_s * (1 if device == "cuda" else REHEARSAL)
     with tempfile.TemporaryDirectory() as folder:
         lines = Path(folder) / "lines"
         lines.touch()
         selected = "gpu" if device == "cuda" else "not slow"
         command = [sys.executable, "-m", "pytest", "-p", "serving.workbench.gpu.pytest_lines", "-m", selected]
-        command += ["-o", "faulthandler_exit_on_timeout=false"]  # the budget ends what hangs
+        command += ["-o", "faulthandler_exit_on_timeout=false"]  # the time budget ends a hanging test
         command += ["-W", "ignore::pytest.PytestConfigWarning", *map(str, files_of(name))]
         begun = time.monotonic()
         status = _end_in_time(command, budget_s, {**os.environ, LINES: str(lines)})
@@ -129,7 +128,7 @@ def _run(name: str, device: str) -> dict[str, Any]:
     counts = Counter(each["outcome"] for each in found)
     if status is None:
         status, ended = 124, f"out of time ({budget_s:.0f} s)"
-    elif status == 5:  # pytest's: nothing was selected
+    elif status == 5:  # pytest's status for: no test was selected
         status, ended = 0, "no test here"
     elif status not in (0, 1):
         ended = f"its process ended with status {status}"
@@ -141,7 +140,7 @@ def _run(name: str, device: str) -> dict[str, Any]:
 
 
 def _end_in_time(command: list[str], budget_s: float, environment: Mapping[str, str]) -> int | None:
-    """The status of a process, or None if it was ended, with all that it had started."""
+    """Exit status of a process; None if it ran out of time, and was killed with all its children."""
     process = subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True)
     try:
         return process.wait(budget_s)
@@ -154,7 +153,7 @@ def _end_in_time(command: list[str], budget_s: float, environment: Mapping[str, 
 
 
 def _write(file: Path, device: str, name: str, found: Mapping[str, Any]) -> None:
-    """Put a section in its place, and leave those of earlier runs on such a device as they are."""
+    """Write a section's results in their place; other sections' results from the same kind of device are kept."""
     old = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
     sections = {**(old["sections"] if old.get("device") == device else {}), name: found}
     ordered = {each: sections[each] for each in SECTIONS if each in sections}
@@ -162,7 +161,7 @@ def _write(file: Path, device: str, name: str, found: Mapping[str, Any]) -> None
 
 
 def _environment() -> dict[str, Any]:
-    """The machine, asked in a process of its own: nothing here should touch the device."""
+    """Hardware and versions, read in a process of its own, because this one must not touch the device."""
     ask = "import json; from serving.workbench.gpu.bench import describe_machine; print(json.dumps(describe_machine()))"
     try:
         done = subprocess.run([sys.executable, "-c", ask], cwd=ROOT, capture_output=True, timeout=60, check=True)
@@ -178,7 +177,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--only", nargs="+", choices=[FIRST, REST, *SECTIONS], help="these sections; all by default")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--json", type=Path, help="write what every test gave here, section by section")
+    parser.add_argument("--json", type=Path, help="write every test's result here, section by section")
     return parser.parse_args(argv)
 
 

@@ -1,12 +1,12 @@
-"""What a decode step costs the CPU where it is a CUDA graph: Qwen3-30B-A3B, 64 requests, all 48 layers.
+"""CPU time of a decode step that is a CUDA graph: Qwen3-30B-A3B, 64 requests, all 48 layers.
 
-    replay      the launch of the captured graph, and nothing else
-    whole step  what the model runner does: the batch goes to the device, the static attention plans describe it, the
-                wrapper copies its arguments in, launches, and copies the output out
+    replay      only the launch of the captured graph
+    whole step  all work of the model runner: copy the batch to the device, update the static attention plans, copy the
+                wrapper's arguments in, launch, and copy the output out
 
-CPU times are of calls on an idle device, so that none of them waits for it. The plain graph has the `local` transport;
-the overlapped one runs two lanes over `host_loopback`. A decode of this size is bound by memory, so overlapping it is
-not expected to pay; the device's times are printed to show what it costs.
+CPU times are measured on an idle device, so that no call waits for it. The plain graph uses the `local` transport; the
+overlapped graph runs two lanes over `host_loopback`. A decode of this size is bound by memory, so overlap is not
+expected to pay; the device's times show its cost.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def measure(bench: Bench, section: Section) -> None:
 
 
 def _fitting(size: RandomQwen3Moe) -> RandomQwen3Moe:
-    """As many layers as fit into what is free, with room for the cache and the graphs."""
+    """The model with as many layers as fit into free memory, with room for the cache and the graphs."""
     free, _ = torch.cuda.mem_get_info()
     per_layer = 3 * size.num_experts * size.hidden_size * size.moe_intermediate_size * 2 * 1.05
     return replace(size, num_hidden_layers=max(1, min(size.num_hidden_layers, int(0.75 * free / per_layer))))
@@ -128,7 +128,7 @@ def _call(module: Callable[..., Tensor], step: Step, context: ForwardContext) ->
 
 
 def _cpu(bench: Bench, run: Callable[[], object]) -> Callable[[], float]:
-    """Milliseconds until `run` returns, on an idle device; the mean of a few calls."""
+    """An arm: milliseconds until `run` returns, on an idle device; the mean of a few calls."""
     calls = 1 if bench.tiny else 20
 
     def arm() -> float:
@@ -149,7 +149,7 @@ def _microseconds(milliseconds: list[float]) -> Interval:
 
 
 def _launches(bench: Bench, run: Callable[[], object]) -> Counter[str] | None:
-    """What one `run` asks of the CUDA runtime and driver; None where the profiler cannot see it."""
+    """Launches that one `run` makes through the CUDA runtime and driver, by kind; None if the profiler sees none."""
     if bench.device.type != "cuda":
         return None
     bench.synchronize()
@@ -162,6 +162,6 @@ def _launches(bench: Bench, run: Callable[[], object]) -> Counter[str] | None:
 
 
 def count_launches(names: Iterable[str]) -> Counter[str]:
-    """By kind, of a profile's events: calls of the runtime (`cudaLaunchKernel`) or the driver (`cuLaunchKernelEx`)."""
+    """Count launches by kind in a profile's events: runtime (`cudaLaunchKernel`) or driver (`cuLaunchKernelEx`)."""
     calls = [name for name in names if re.fullmatch(r"cu(da)?[A-Z]\w*", name)]
     return Counter(kind for name in calls for kind in _LAUNCHES if kind in name)

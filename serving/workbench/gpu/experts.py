@@ -1,11 +1,11 @@
-"""Fused MoE layers in the shapes of Qwen3-30B-A3B: 128 experts of 768 over 2,048, of which a token visits 8.
+"""Fused MoE layers in the shapes of Qwen3-30B-A3B: 128 experts of width 768, hidden size 2,048, 8 experts per token.
 
-Decode-sized batches read nearly all weights for a few rows each, so memory is what bounds them:
+Decode-sized batches read nearly all weights for a few rows each, so memory bounds them:
 
-    floor    the bytes of the experts that are visited, of the tokens and of the results, each once, at the bandwidth
-             of a copy on this device
+    floor    time to move the bytes of the visited experts, the tokens and the results once, at the bandwidth of a copy
+             on this device
 
-Prefill-sized ones are bound by the matrix units: 6 T k H I operations, held against a large product's rate.
+Prefill-sized batches are bound by the matrix units: 6 T k H I operations, compared with the rate of a large product.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _PRODUCTS = "grouped products alone"
 
 @dataclass(frozen=True)
 class MoEShape:
-    """Of one layer; Qwen3-30B-A3B's by default."""
+    """Sizes of one layer; by default those of Qwen3-30B-A3B."""
 
     experts: int = 128
     top_k: int = 8
@@ -38,7 +38,7 @@ class MoEShape:
     intermediate: int = 768
 
     def flops(self, tokens: int) -> int:
-        """Of the three products."""
+        """Operations of the three products."""
         return 6 * tokens * self.top_k * self.hidden * self.intermediate
 
 
@@ -46,7 +46,7 @@ _TINY = MoEShape(experts=2, top_k=2, hidden=32, intermediate=16)
 
 
 def make_layer(bench: Bench, shape: MoEShape, tokens: int, like: Layer | None = None) -> Layer:
-    """Random tokens for random experts, those of `like` if given; every choice of experts is equally likely."""
+    """Random tokens and random experts (those of `like` if given); every choice of experts is equally likely."""
     torch.manual_seed(tokens)
     if like is None:
         w13 = bench.randn(shape.experts, 2 * shape.intermediate, shape.hidden).mul_(shape.hidden**-0.5)
@@ -101,8 +101,8 @@ def _measure(bench: Bench, section: Section, layer: Layer, label: str, goal: flo
         try:
             _check_equal(run(), expected)
             arms[name] = _kernel_or_eager(bench, run)
-        except Exception as error:  # whatever another library raises: it is no part of what is measured
-            needed = goal if name == GROUPED_MM else None  # torch is always there; the others may not work here
+        except Exception as error:  # a peer library may raise anything; our kernels are measured all the same
+            needed = goal if name == GROUPED_MM else None  # torch is always installed; other peers may fail
             section.add(f"{label}: speed against {name}", None, at_least=needed, note=_in_a_line(error))
     if GROUPED_MM in arms:
         arms[_PRODUCTS] = bench.kernel(grouped_products(layer))
@@ -111,7 +111,7 @@ def _measure(bench: Bench, section: Section, layer: Layer, label: str, goal: flo
 
 
 def _kernel_or_eager(bench: Bench, run: Callable[[], Tensor]) -> Callable[[], float]:
-    """A peer that reads something on the host cannot be captured; it is timed with its launches."""
+    """An arm for a peer: captured if possible; a peer that reads tensors on the host is timed with its launches."""
     try:
         return bench.kernel(run)
     except RuntimeError:
@@ -127,7 +127,7 @@ def _add_peers(section: Section, measured: Arms, label: str, goal: float | None)
 
 
 def _floor_bytes(layer: Layer) -> int:
-    """What has to be read and written at least."""
+    """Fewest bytes that must be read and written."""
     visited = layer.ids.unique().numel()
     weights = layer.w13[0].nbytes + layer.w2[0].nbytes
     return int(visited * weights + 2 * layer.x.nbytes)

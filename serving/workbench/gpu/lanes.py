@@ -1,8 +1,8 @@
-"""What a hand-off costs where nothing is captured and nothing travels: the price of eager lanes.
+"""Cost of a hand-off in eager steps without communication.
 
-The two halves of a decode batch, one after the other and in lanes, over the `local` transport, so that there is nothing
-to hide. The difference is the machinery's: hand-offs, contexts, splitting, merging. In eager steps of this size the CPU
-that launches is what bounds, and every hand-off is on its path.
+The two halves of a decode batch run one after the other, and in lanes, over the `local` transport, so that there is
+nothing to hide. The difference is the cost of lanes: hand-offs, contexts, splitting, merging. Eager steps of this size
+are bound by the CPU that launches kernels, and every hand-off delays it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _LAYERS = 8
 
 @torch.inference_mode()
 def measure(bench: Bench, section: Section) -> None:
-    """No goal: the cost is printed."""
+    """Measure and print the cost; there is no goal."""
     requests, context = (2, 20) if bench.tiny else (64, 1024)
     size = TINY if bench.tiny else replace(QWEN3_30B_A3B, num_hidden_layers=_LAYERS)
     model = Model.random(bench, size, make_all2all("local", group=None, num_experts=size.num_experts))
@@ -77,7 +77,7 @@ def measure(bench: Bench, section: Section) -> None:
 
 
 def _launched(bench: Bench, run: Callable[[], object]) -> Callable[[], float]:
-    """Milliseconds until everything is launched."""
+    """An arm: milliseconds until everything is launched."""
 
     def arm() -> float:
         bench.synchronize()

@@ -1,4 +1,4 @@
-"""A model with random weights, and a batch for it planned as the model runner plans one: whole, and in two lanes."""
+"""A model with random weights, and a batch for it, planned as the model runner does: whole, and in two lanes."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ TINY = RandomQwen3Moe(
 
 
 class _RandomWeights(Checkpoint):
-    """A checkpoint that is nowhere: every tensor that a model asks for is made up where it shall lie."""
+    """A checkpoint without files: it fills every tensor that a model asks for with random values, in place."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         self.path = Path("random")
@@ -71,7 +71,7 @@ class _RandomWeights(Checkpoint):
         self._streams = self._progress = None
 
     def _copy(self, name: str, shape: Sequence[object], out: Tensor) -> None:
-        """What every tensor is read by. Norms pass their input through; products keep the size of theirs."""
+        """Fill a tensor: vectors (norms) with 1; matrices at random, so that products keep the size of their input."""
         if out.dim() == 1:
             out.fill_(1.0)
         else:
@@ -84,16 +84,16 @@ class Model:
 
     Attributes:
         module: takes `(input_ids, positions)` under a forward context.
-        size: of it.
+        size: the model's sizes.
     """
 
     module: CausalLM
     size: RandomQwen3Moe
 
     @classmethod
-    @torch.inference_mode(False)  # graphs read the weights in and out of inference mode
+    @torch.inference_mode(False)  # graphs use the weights inside and outside inference mode
     def random(cls, bench: Bench, size: RandomQwen3Moe, all2all: All2All[Any]) -> Model:
-        """With weights made up on the device, and experts computed by this project's kernels."""
+        """Make a model with random weights on the device, and with this project's kernels for the experts."""
         torch.manual_seed(0)
         kind = model_class("Qwen3MoeForCausalLM")
         empty = HFConfig({}, Path("random"))
@@ -105,11 +105,11 @@ class Model:
 
     @property
     def kernels(self) -> Iterator[FusedMoEModularKernel]:
-        """Of all layers."""
+        """The expert kernels of all layers."""
         return (module for module in self.module.modules() if isinstance(module, FusedMoEModularKernel))
 
     def travel_by(self, all2all: All2All[Any]) -> None:
-        """Use another transport from now on. Graphs that were captured keep theirs."""
+        """Use another transport from now on. Captured graphs keep the old one."""
         for kernel in self.kernels:
             kernel.all2all = all2all
 
@@ -118,18 +118,18 @@ class Step:
     """One batch of requests of equal length, ready to run whole, in halves one after the other, or in lanes.
 
     Args:
-        bench: where.
-        model: for which; its KV cache is made here.
-        requests: how many, a multiple of the lanes.
-        query_len: new tokens of each.
-        seq_len: tokens of each, the new ones included.
-        static: plan for graphs that are replanned, as the model runner's are.
+        bench: the device and its tools.
+        model: the model that runs the batch; its KV cache is made here.
+        requests: number of requests, a multiple of the number of lanes.
+        query_len: new tokens per request.
+        seq_len: tokens per request, the new ones included.
+        static: make attention plans that graphs read and that can be updated before a replay, as the model runner does.
 
     Attributes:
         input_ids, positions: `[T]` int64.
         whole: the forward context of the batch.
-        lanes: of each half.
-        overlapped: the context that makes a wrapper run the halves in lanes.
+        lanes: the forward context of each half.
+        overlapped: the context with which a wrapper runs the halves in lanes.
     """
 
     def __init__(
@@ -173,9 +173,9 @@ class Step:
         ]
 
     def refresh(self, *, overlapped: bool) -> tuple[Tensor, Tensor]:
-        """What the model runner does before a replay: the batch goes to the device, and into the static plans.
+        """Do what the model runner does before a replay: copy the batch to the device, and update the static plans.
 
-        Returns the arguments, new tensors.
+        Returns the model's arguments as new tensors.
         """
         ids, positions, *tensors = to_device(self._on_host, self.input_ids.device)
         moved: dict[str, Any] = dict(zip(_ON_DEVICE, tensors, strict=True))
@@ -193,14 +193,14 @@ class Step:
 def make_metadata(
     query_lens: Sequence[int], seq_lens: Sequence[int], page: int, device: torch.device, mode: ForwardMode
 ) -> CommonAttentionMetadata:
-    """Requests of equal length whose pages are scattered over a cache that they fill.
+    """Metadata of requests of equal length, whose pages are scattered over a cache of just the size needed.
 
     Args:
         query_lens: new tokens of each request.
-        seq_lens: tokens of each, the new ones included; the same for all.
+        seq_lens: tokens of each request, the new ones included; the same for all.
         page: tokens per block.
         device: where the tensors go.
-        mode: of the batch.
+        mode: the batch's mode.
     """
     requests, pages = len(seq_lens), -(-seq_lens[0] // page)
     generator = torch.Generator().manual_seed(0)

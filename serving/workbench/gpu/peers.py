@@ -1,7 +1,7 @@
-"""The same gated experts, computed by torch's grouped product and by whatever other library is installed.
+"""The same gated experts, computed by torch's grouped product and by other installed libraries.
 
-A peer is checked against this project's result before it is timed: one that computes something else is no peer. One
-that is not installed, or does not run here, is a row that says why.
+Each peer's result is compared with this project's before it is timed. A peer that differs, is not installed or does not
+run here gets a row with the reason.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Layer:
 
 
 def peers(layer: Layer) -> dict[str, Callable[[], Tensor]]:
-    """Name to what computes `layer`'s `[T, H]`, of those that this machine has."""
+    """Name -> function that computes `layer`'s output `[T, H]`, for the libraries on this machine."""
     found: dict[str, Callable[[], Tensor]] = {GROUPED_MM: lambda: _grouped_mm_layer(layer)}
     makers = {"flashinfer": _flashinfer, "vllm": _vllm, "sglang": _sglang}
     for name, make in makers.items():
@@ -52,7 +52,7 @@ def peers(layer: Layer) -> dict[str, Callable[[], Tensor]]:
 
 
 def _lazily(make: Callable[[Layer], Callable[[], Tensor]], layer: Layer) -> Callable[[], Tensor]:
-    """Imported and prepared at the first call, so that its errors are the caller's to catch."""
+    """Import and prepare the peer at its first call, so that the caller can catch its errors."""
     ready: list[Callable[[], Tensor]] = []
 
     def run() -> Tensor:
@@ -67,7 +67,7 @@ def _lazily(make: Callable[[Layer], Callable[[], Tensor]], layer: Layer) -> Call
 
 
 def _grouped_mm_layer(layer: Layer) -> Tensor:
-    """Sort pairs by expert, two grouped products, weigh, un-sort, add up. Nothing is read on the host."""
+    """Sort pairs by expert, run two grouped products, weigh, un-sort, sum. Reads nothing on the host."""
     tokens, top_k = layer.ids.shape
     order, ends = _sorted_pairs(layer)
     y = _products(layer, layer.x[order // top_k], ends)
@@ -78,14 +78,14 @@ def _grouped_mm_layer(layer: Layer) -> Tensor:
 
 
 def grouped_products(layer: Layer) -> Callable[[], Tensor]:
-    """The two grouped products and the activation alone, over rows that lie sorted already."""
+    """The two grouped products and the activation alone, over rows that are already sorted."""
     order, ends = _sorted_pairs(layer)
     rows = layer.x[order // layer.ids.shape[1]].contiguous()
     return lambda: _products(layer, rows, ends)
 
 
 def _sorted_pairs(layer: Layer) -> tuple[Tensor, Tensor]:
-    """Pairs by expert, and where each expert's end."""
+    """Pairs sorted by expert, and the index at which each expert's pairs end."""
     expert_of_pair, order = layer.ids.flatten().sort(stable=True)
     experts = torch.arange(layer.w13.shape[0], device=layer.ids.device)
     return order, torch.searchsorted(expert_of_pair, experts, right=True).to(torch.int32)

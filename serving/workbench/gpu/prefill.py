@@ -2,12 +2,12 @@
 
 Every arm is a CUDA graph, so no arm waits for its launches:
 
-    compute           the batch whole; what would travel is packed and unpacked, but stays where it is
-    split_compute     its halves, one after the other
+    compute           the whole batch without copies; messages are packed and unpacked, but not sent
+    split_compute     the batch's halves one after the other, without copies
     communication     only the copies, of both halves and all layers
-    serial            the batch whole, with its copies
-    split_serial      its halves one after the other, with their copies
-    overlapped        its halves in lanes
+    serial            the whole batch, with its copies
+    split_serial      the halves one after the other, with their copies
+    overlapped        the halves in lanes
 
     efficiency           max(split compute, communication) / overlapped
     hidden               (split compute + communication - overlapped) / min(split compute, communication)
@@ -15,8 +15,8 @@ Every arm is a CUDA graph, so no arm waits for its launches:
     schedule_efficiency  time of this schedule on an ideal machine, from the measured stage times / overlapped
     GEMM slow-down       the experts of a half batch beside copies / the same alone
 
-A hybrid of attention and experts is hidden best where both take equally long, so the length of the requests is chosen
-for that among a few; what the schedule could reach at most is in the table.
+The schedule hides most if attention and experts take equally long, so the benchmark chooses the request length that is
+nearest to that. The table also has the most that the schedule could reach.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _REQUESTS = (2, 4, 8)
 
 
 class _StaysHere(HostLoopbackAll2All):
-    """`host_loopback` without the copies: what it costs in compute."""
+    """`host_loopback` without the copies, to measure its compute cost alone."""
 
     def travel(self, name: str, rows: Tensor) -> Transfer[Tensor]:
         return Transfer.ready(rows, name)
@@ -55,14 +55,14 @@ class _StaysHere(HostLoopbackAll2All):
 
 @dataclass(frozen=True)
 class _Setting:
-    """What all arms share.
+    """Shared by all arms.
 
     Attributes:
-        model, step: what runs.
+        model, step: the model and the batch.
         here: the transport without copies.
-        loopback: the transport with them.
-        experts_ms: of one layer of a half batch.
-        compute_ms: of the whole model, in halves.
+        loopback: the transport with copies.
+        experts_ms: time of the experts in one layer of a half batch.
+        compute_ms: time of the whole model, in halves, without copies.
     """
 
     model: Model
@@ -74,7 +74,7 @@ class _Setting:
 
     @property
     def attention_ms(self) -> float:
-        """Everything of one layer of a half batch that is not the experts."""
+        """Time of one layer of a half batch, without the experts."""
         return self.compute_ms / (LANES * self.model.size.num_hidden_layers) - self.experts_ms
 
 
@@ -104,7 +104,7 @@ def measure(bench: Bench, section: Section) -> None:
         bench.check_time(f"communication {ratio:g}x compute")
         factor = ratio / natural
         if factor < 1:
-            note = "this link is too slow for it: not every byte of the payload would cross"
+            note = "the link is too slow for this ratio: not every byte of the payload could be sent"
             section.add(f"communication {ratio:g}x compute: hidden", None, at_least=0.95, note=note)
             continue
         setting.loopback.bytes_factor = min(factor, 4.0) if bench.tiny else factor
@@ -112,7 +112,7 @@ def measure(bench: Bench, section: Section) -> None:
 
 
 def _choose(bench: Bench, model: Model, here: _StaysHere) -> _Setting:
-    """The batch whose attention and experts are most nearly equal."""
+    """Choose the batch whose attention and experts take most nearly the same time."""
     tokens = 4 if bench.tiny else _TOKENS
     found: list[_Setting] = []
     for requests in _REQUESTS[:1] if bench.tiny else _REQUESTS:
@@ -157,7 +157,7 @@ def _measure_ratio(bench: Bench, section: Section, setting: _Setting, label: str
 
 
 def figures_of(arms: Arms, ideal_ms: float) -> dict[str, Interval]:
-    """What DESIGN's protocol says of a set of arms.
+    """The figures listed at the top of this module, from a set of arms.
 
     Args:
         arms: block means, milliseconds.
@@ -175,7 +175,7 @@ def figures_of(arms: Arms, ideal_ms: float) -> dict[str, Interval]:
 
 
 def _ideal_ms(setting: _Setting, arms: Arms, config: UBatchConfig) -> float:
-    """This schedule with the stage times that were measured, on a machine that does nothing but them."""
+    """Time of this schedule on an ideal machine, from the measured stage times."""
     layers = setting.model.size.num_hidden_layers
     per_layer = statistics.median(arms["communication"]) / (LANES * layers)
     scale = statistics.median(arms["split_compute"]) / setting.compute_ms
@@ -215,7 +215,7 @@ def _in_halves(model: Model, step: Step) -> Callable[[], list[Tensor]]:
 
 
 def _overlapped(bench: Bench, wrapper: UBatchWrapper, step: Step, expected: Tensor) -> Callable[[], object]:
-    """In lanes. Serial halves are the same kernels on the same shapes: they give the same numbers."""
+    """The halves in lanes. The result must equal that of serial halves: same kernels, same shapes."""
 
     def run() -> Tensor:
         with set_forward_context(step.overlapped):
@@ -234,7 +234,7 @@ def _overlapped(bench: Bench, wrapper: UBatchWrapper, step: Step, expected: Tens
 
 
 def _copies(bench: Bench, setting: _Setting) -> Callable[[], None]:
-    """Messages as large as the halves' are, one after the other."""
+    """Messages of the halves' sizes, sent one after the other."""
     size, top_k = setting.model.size, setting.model.size.num_experts_per_tok
     routing = 8 * top_k // bench.dtype.itemsize
     messages = []
@@ -252,7 +252,7 @@ def _copies(bench: Bench, setting: _Setting) -> Callable[[], None]:
 
 
 def _experts_of_a_half(bench: Bench, model: Model, step: Step) -> Callable[[], Tensor]:
-    """One layer's experts, for as many tokens as a half has, routed at random."""
+    """One layer's experts on the tokens of a half, with random routing."""
     size, kernel = model.size, next(model.kernels)
     x = bench.randn(step.slices[0].num_tokens, size.hidden_size)
     weights, ids = torch.rand(x.shape[0], size.num_experts, device=bench.device).topk(size.num_experts_per_tok)
@@ -268,12 +268,12 @@ def _median_ms(bench: Bench, run: Callable[[], object]) -> float:
 
 
 def _add_gemm_slowdown(bench: Bench, section: Section, setting: _Setting) -> None:
-    """The experts' products, alone and while copies cross all the time."""
+    """Time the experts' products alone, and while copies run all the time."""
     products = _experts_of_a_half(bench, setting.model, setting.step)
     copies = _copies(bench, setting)
     if bench.device.type == "cuda":
         alone, beside = _beside_copies(bench, products, copies)
-    else:  # nothing runs beside anything
+    else:  # on a CPU nothing runs concurrently
         alone, beside = bench.timed(products), bench.timed(products)
     arms = bench.interleave({"alone": alone, "beside_copies": beside}, "GEMM slow-down")
     section.arms_ms["GEMM slow-down"] = arms
@@ -283,11 +283,11 @@ def _add_gemm_slowdown(bench: Bench, section: Section, setting: _Setting) -> Non
 def _beside_copies(
     bench: Bench, products: Callable[[], object], copies: Callable[[], object]
 ) -> tuple[Callable[[], float], Callable[[], float]]:
-    """Arms for the same graph of products with a quiet and with a busy link."""
+    """Two arms for one graph of products: with an idle and with a busy link."""
     for run in (products, copies):
         run()
     copies_ms, products_ms = bench.timed(copies)(), bench.timed(products)()
-    repeats = max(1, round(copies_ms / (4 * products_ms)))  # so that the copies last well beyond the products
+    repeats = max(1, round(copies_ms / (4 * products_ms)))  # so that the copies last longer than the products
     graph, traffic = bench.captured(products, repeats), bench.captured(copies)
     begin, end, copied = (torch.cuda.Event(enable_timing=True) for _ in range(3))
     side = torch.cuda.Stream()
@@ -302,7 +302,7 @@ def _beside_copies(
         graph.replay()
         end.record()
         bench.synchronize()
-        # Tiny copies are over before the host has launched the products.
+        # Tiny copies end before the host has launched the products.
         if busy and not bench.tiny and begin.elapsed_time(copied) < begin.elapsed_time(end):
             raise RuntimeError("the copies ended before the products, so the slow-down would be understated")
         return float(begin.elapsed_time(end)) / repeats

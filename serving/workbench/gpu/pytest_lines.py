@@ -1,4 +1,4 @@
-"""A pytest plugin: a line of JSON per test as soon as it is over, so that a crash or a hang loses no earlier result."""
+"""A pytest plugin: writes a line of JSON as soon as a test ends, so that a crash or a hang loses no earlier result."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ import pytest
 from serving.workbench.gpu.checks import LINES
 
 _LONGEST = 2000
-"""characters of an error, its end"""
+"""Most characters of an error; its end is kept."""
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """Of a test's set-up, call and clean-up: the call, and whatever failed or was skipped beside it."""
+    """Write a test's call, and its set-up or clean-up if one of them failed or was skipped."""
     if report.when == "call" or report.outcome != "passed":
         _write(report.nodeid, report.outcome, report.duration, report.longreprtext)
 
 
 def pytest_collectreport(report: pytest.CollectReport) -> None:
-    """A file that cannot be read, or that needs what this Python lacks."""
+    """Write a line for a test file that cannot be imported, or is skipped for a missing package."""
     if report.outcome != "passed":
         _write(report.nodeid, report.outcome, 0.0, report.longreprtext)
 

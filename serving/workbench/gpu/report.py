@@ -1,4 +1,4 @@
-"""What a section found: figures, each beside its goal, as text, JSON and markdown."""
+"""Results of a section: figures with their goals, as text, JSON and markdown."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from serving.workbench.bench import Interval
 __all__ = ["Arms", "Figure", "Goal", "Section", "as_markdown", "as_text"]
 
 Arms = dict[str, list[float]]
-"""Arm to its block means, milliseconds."""
+"""Arm -> its block means, milliseconds."""
 
 
 @dataclass(frozen=True)
 class Goal:
-    """What a figure should be: at least `value`, or at most where `at_most`."""
+    """The goal of a figure: at least `value`, or at most `value` if `at_most`."""
 
     value: float
     at_most: bool = False
@@ -30,14 +30,14 @@ class Goal:
 
 @dataclass(frozen=True)
 class Figure:
-    """One number of a table.
+    """One row of a table.
 
     Attributes:
-        what: its row.
+        what: the name of the row.
         value: a median with its interval, a plain number, or None if it was not measured.
-        unit: of the value; empty for a ratio.
-        goal: None for a number that is only printed.
-        note: why it was not measured, or what to know of it.
+        unit: the value's unit; empty for a ratio.
+        goal: the goal; None for a number that is only printed.
+        note: why it was not measured, or another remark.
     """
 
     what: str
@@ -67,16 +67,16 @@ class Figure:
 
 @dataclass
 class Section:
-    """What one section found.
+    """Results of one section.
 
     Attributes:
-        name, title: of the section.
-        shape: what was run, as plain values.
-        figures: its table.
+        name, title: the section's name and title.
+        shape: the sizes that were run, as plain values.
+        figures: the rows of its table.
         arms_ms: raw block means by group of arms.
         error: why it ended early: class and message; None if it ran to its end.
-        seconds: it took.
-        environment: of the process that ran it.
+        seconds: time that it took.
+        environment: hardware and versions of the process that ran it.
     """
 
     name: str
@@ -98,7 +98,7 @@ class Section:
         at_most: float | None = None,
         note: str = "",
     ) -> None:
-        """One more row of the table."""
+        """Add a row to the table."""
         goal = None
         if at_least is not None:
             goal = Goal(at_least)
@@ -108,11 +108,11 @@ class Section:
 
     @property
     def complete(self) -> bool:
-        """Whether nothing failed, and everything that has a goal was measured."""
+        """Whether nothing failed, and every figure with a goal was measured."""
         return self.error is None and all(each.value is not None for each in self.figures if each.goal is not None)
 
     def as_json(self) -> dict[str, Any]:
-        """Plain values."""
+        """The section as plain values."""
         return {
             "title": self.title,
             "environment": dict(self.environment),
@@ -146,7 +146,7 @@ _HEAD = ("what", "measured", "goal", "")
 
 
 def as_text(section: Section, *, judge: bool) -> str:
-    """The section as a table; verdicts only where `judge`, for a smoke test has none."""
+    """The section as a table; with verdicts only if `judge`: a smoke test has none."""
     rows = [_HEAD, *_rows(section, judge)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(_HEAD))]
     lines = [f"{section.title}  ({section.seconds:.0f} s)"]

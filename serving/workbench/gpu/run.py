@@ -1,8 +1,7 @@
-"""All sections: each in a process of its own, its result written as soon as it is there.
+"""Run sections, each in a process of its own, and write each result as soon as the section ends.
 
-A process per section, because an error of the device (or a hang) ends everything in the process that meets it. Results
-are kept in one file by section: a run of some of them leaves the others' results, with the machine and commit they were
-measured on, as they are.
+Each section has its own process because a device error (or a hang) ends the whole process. One file keeps results by
+section: a run of some sections keeps the others' results, with the machine and commit that they were measured on.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
 __all__ = ["Options", "run"]
 
 _SLACK_S = 60.0
-"""Beyond its budget, for imports and for the table row that is under way, before a section's process is ended."""
+"""Seconds beyond its budget, for imports and a started table row, after which a section's process is ended."""
 
 
 @dataclass(frozen=True)
@@ -39,13 +38,13 @@ class Options:
     """What to run.
 
     Attributes:
-        only: names of sections.
+        only: names of sections to run.
         device: `cuda`, or `cpu` for a smoke test.
         tiny: shapes for a smoke test, which measures nothing.
         blocks: A B B A blocks; 15 or more for figures to quote.
-        json_file: where results go; None prints them only.
-        markdown_file: the same as tables; None for none.
-        graphs: captures in a smoke test; None is the device's own. Only in this process.
+        json_file: file for the results; None only prints them.
+        markdown_file: file for the tables; None for none.
+        graphs: captures steps in a smoke test; None uses the device's own graphs. Used only within this process.
     """
 
     only: tuple[str, ...] = tuple(SECTIONS)
@@ -58,7 +57,7 @@ class Options:
 
 
 def run(options: Options, *, in_process: bool = False) -> int:
-    """Run, print and write; 0 if every section is complete."""
+    """Run, print and write; returns 0 if every section is complete."""
     judge = not options.tiny and options.device == "cuda"
     complete = True
     for name in options.only:
@@ -73,7 +72,7 @@ def run(options: Options, *, in_process: bool = False) -> int:
 
 
 def run_here(options: Options, name: str) -> Section:
-    """One section in this process."""
+    """Run one section in this process."""
     index = torch.cuda.current_device() if options.device == "cuda" else None
     bench = Bench(
         torch.device(options.device, index) if index is not None else torch.device(options.device),
@@ -90,7 +89,7 @@ def _budget_s(options: Options, name: str) -> float:
 
 
 def _run_apart(options: Options, name: str) -> Section:
-    """One section in a process of its own."""
+    """Run one section in a process of its own."""
     plan = SECTIONS[name]
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "section.json"
@@ -113,7 +112,7 @@ def _run_apart(options: Options, name: str) -> Section:
 
 
 def _write(options: Options, section: Section, judge: bool) -> None:
-    """Put the section in the place that it has in the file."""
+    """Write the section into the results file, in its place."""
     file = options.json_file
     if file is None:
         return
@@ -130,7 +129,7 @@ def _write(options: Options, section: Section, judge: bool) -> None:
 
 
 def read_results(file: Path) -> Mapping[str, Any]:
-    """What an earlier run wrote."""
+    """Read the results of an earlier run."""
     values: Mapping[str, Any] = json.loads(file.read_text(encoding="utf-8"))
     return values
 

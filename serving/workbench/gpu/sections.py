@@ -1,4 +1,4 @@
-"""The sections, and how one is run: with its time budget, and so that whatever it raises ends only itself."""
+"""The sections, and how to run one within its time budget; its errors do not affect other sections."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class Plan:
     """One section.
 
     Attributes:
-        title: of its table.
+        title: title of its table.
         target: `"module:function"`, called with a `Bench` and the `Section` to fill.
-        budget_s: seconds it may take on one H200, imports left out.
+        budget_s: seconds it may take on one H200, without imports.
     """
 
     title: str
@@ -43,16 +43,16 @@ SECTIONS: Mapping[str, Plan] = {
     "attention": Plan("Paged decode attention", "serving.workbench.gpu.attention:decode", 40),
     "lanes": Plan("Eager lanes", "serving.workbench.gpu.lanes:measure", 20),
 }
-"""In the order in which they run: the headline first, for whoever has only minutes."""
+"""The sections in the order in which they run: the most important figures first, in case time is short."""
 HEADLINE = ("prefill", "moe-decode")
 
 
 _LONGEST_ERROR = 600
-"""characters in the results; all of it goes to the screen"""
+"""Most characters of an error in the results; the screen shows all of it."""
 
 
 def run_section(name: str, bench: Bench) -> Section:
-    """Run it in this process; what it raised is in the section."""
+    """Run a section in this process; its error, if any, is in the result."""
     plan = SECTIONS[name]
     section = Section(name, plan.title, environment=describe_machine())
     begun = time.monotonic()

@@ -1,11 +1,11 @@
 """The experts' grouped GEMMs beside a transport that holds SMs while it sends: `host_loopback` with `sms`.
 
-    dealt       every program has its tiles from the start (what runs where nothing overlaps)
-    claimed     programs claim their tiles one by one (what runs in lanes that overlap)
-    reserved    claimed, and on the SMs that the transport leaves (`comm_sms`)
+    dealt       every program has its tiles from the start (used without overlap)
+    claimed     programs claim their tiles one by one (used in overlapped lanes)
+    reserved    as claimed, but only on the SMs that the transport leaves free (`comm_sms`)
 
-each alone, and while messages cross all the time. With S of N SMs held, N / (N - S) is the least slow-down there is.
-Tiles that are dealt to programs which find no SM wait until a message has crossed.
+Each runs alone, and while messages are sent all the time. With S of N SMs held, the slow-down is at least N / (N - S).
+If a program finds no free SM, the tiles dealt to it wait until a message has been sent.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _TOLERANCE = 1.05
 
 @torch.inference_mode()
 def measure(bench: Bench, section: Section) -> None:
-    """Goals: claimed and reserved at most 1.05 times slower than the SMs that are held explain; claiming costs 3%."""
+    """Goals: slow-down of claimed and reserved at most 1.05 times the least possible; claiming costs at most 3%."""
     total = 4 if bench.tiny else torch.cuda.get_device_properties(bench.device).multi_processor_count
     held = 2 if bench.tiny else _SMS
     section.shape = {"experts": _EXPERTS, "tokens": _TOKENS, "sms": total, "held": held, "tiny": bench.tiny}
@@ -63,7 +63,7 @@ def measure(bench: Bench, section: Section) -> None:
 
 
 def _products(bench: Bench, sms: int, *, claimed: bool) -> Callable[[], torch.Tensor]:
-    """Both projections in one and the same tiles, and only the way to share them out differs."""
+    """Both projections, always in the same tiles; only how programs get their tiles differs."""
     experts, tokens, hidden, intermediate = (
         (4, 24, 32, 32) if bench.tiny else (_EXPERTS, _TOKENS, _HIDDEN, _INTERMEDIATE)
     )
@@ -96,9 +96,9 @@ def _products(bench: Bench, sms: int, *, claimed: bool) -> Callable[[], torch.Te
 def _beside(
     bench: Bench, send: Callable[[], object], products: Callable[[], object]
 ) -> Callable[[Callable[[], object]], Callable[[], float]]:
-    """Makes arms: products while messages cross, for several times as long as they take alone."""
+    """Makes arms that run products while messages are sent; the messages last several times as long as the products."""
     send()
-    if bench.device.type != "cuda":  # nothing runs beside anything
+    if bench.device.type != "cuda":  # on a CPU nothing runs concurrently
         return lambda run: bench.timed(lambda: (send(), run()))
     messages = max(4, round(8 * bench.kernel(products)() / bench.timed(send)()))
     traffic = bench.captured(send, messages)
@@ -113,7 +113,7 @@ def _beside(
             with torch.cuda.stream(side):
                 ready.record()
                 traffic.replay()
-            ready.synchronize()  # the messages are on their way
+            ready.synchronize()  # the messages are being sent
             begin.record()
             graph.replay()
             end.record()

@@ -1,4 +1,4 @@
-"""Predicting steps of machines that are not here: cost tables, the runtime's own schedules, and the simulator.
+"""Predict steps on machines that are not at hand, from cost tables, the runtime's own schedules and the simulator.
 
 `ubatch simulate` is the command. `constants.yaml` holds every constant with its source.
 """

@@ -1,7 +1,7 @@
-"""What `constants.yaml` holds, typed and checked: GPUs, kernels, links, models, and what the gates compare with.
+"""Typed and checked contents of `constants.yaml`: GPUs, kernels, links, models, and published gains for the gates.
 
-Every block carries its source. Times are microseconds and speeds GB/s or TFLOPS there, as published; seconds, bytes and
-operations per second everywhere else.
+Every block names its source. The file has microseconds and GB/s or TFLOPS, as published; all other modules use
+seconds, bytes per second and operations per second.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class _Block(BaseModel):
 
 
 class Gpu(_Block):
-    """A GPU's datasheet; operations are dense."""
+    """A GPU's datasheet; TFLOPS are without sparsity."""
 
     sms: int
     hbm_gb_per_s: float
@@ -48,13 +48,13 @@ class Gpu(_Block):
 
 
 class GemmKernel(_Block):
-    """What matrix multiplications reach of the datasheet.
+    """Share of the datasheet's peaks that matrix multiplications reach.
 
     Attributes:
-        hbm_fraction, fp8_fraction, bf16_fraction: of the peaks.
-        launch_us: that even an empty one takes.
-        norm: how memory and compute time add up; 1 is one after the other, infinity the greater of them.
-        tile_rows: rows are computed in tiles of so many.
+        hbm_fraction, fp8_fraction, bf16_fraction: shares of the peaks, 0 to 1.
+        launch_us: time of an empty multiplication.
+        norm: p-norm that combines memory and compute time: 1 is their sum, infinity the greater of them.
+        tile_rows: rows per tile; the number of rows is rounded up to whole tiles.
     """
 
     hbm_fraction: float
@@ -67,7 +67,7 @@ class GemmKernel(_Block):
 
 
 class ElementwiseKernel(_Block):
-    """Norms, quantisation, activations, copies: bound by memory."""
+    """Norms, quantisation, activations and copies, all bound by memory."""
 
     hbm_fraction: float
     launch_us: float
@@ -75,7 +75,7 @@ class ElementwiseKernel(_Block):
 
 
 class DecodeAttentionKernel(_Block):
-    """Core attention over the cache: a fixed time, and the greater of compute and memory."""
+    """Core attention over the cache: a fixed time, plus the greater of compute and memory time."""
 
     flops_fraction: float
     hbm_fraction: float
@@ -84,7 +84,7 @@ class DecodeAttentionKernel(_Block):
 
 
 class PrefillAttentionKernel(_Block):
-    """Core attention of prompts: `tflops` by length, of a GPU with `peak_tflops` in bf16."""
+    """Core attention of prompts: prompt length -> measured `tflops`, on a GPU with `peak_tflops` in bf16."""
 
     peak_tflops: float
     tflops: Mapping[int, float]
@@ -92,11 +92,11 @@ class PrefillAttentionKernel(_Block):
 
 
 class Kernels(_Block):
-    """All of them.
+    """The constants of all kernels.
 
     Attributes:
-        unlisted: by mode, how much longer a layer's kernels take than those that the roofline lists.
-        gap_us: between any two kernels, inside a CUDA graph.
+        unlisted: mode -> time of all of a layer's kernels / time of the kernels that the roofline lists.
+        gap_us: time between two kernels, inside a CUDA graph.
     """
 
     gemm: GemmKernel
@@ -114,14 +114,15 @@ class Link(_Block):
 
     Attributes:
         gpus_per_node: ranks that reach each other over NVLink.
-        nic_gb_per_s: of one rank, between nodes.
-        reference_nic_gb_per_s: of the machine that the tables were measured on.
-        reference_tokens, reference_hidden, reference_top_k: what it was measured with.
-        low_latency_us: dispatch and combine, by ranks.
-        latency_us: the part of both that does not grow with the bytes.
-        send_us, receive_us: what of them occupies the SMs, with no tokens and with the reference's.
-        high_throughput_gb_per_s: dispatch and combine, by ranks; bytes to every distinct node of a token.
-        high_throughput_sms: SMs that they occupy.
+        nic_gb_per_s: network bandwidth of one rank, between nodes.
+        reference_nic_gb_per_s: the same on the machine that the tables were measured on.
+        reference_tokens, reference_hidden, reference_top_k: the workload that the tables were measured with.
+        low_latency_us: number of ranks -> time of (dispatch, combine).
+        latency_us: the part of these times that does not depend on the bytes.
+        send_us, receive_us: kind of transfer -> time on the SMs (without tokens, with the reference's tokens).
+        high_throughput_gb_per_s: number of ranks -> speed of (dispatch, combine); a token's bytes count once for each
+            node that it goes to.
+        high_throughput_sms: SMs that the high-throughput kernels occupy.
     """
 
     gpus_per_node: int
@@ -140,7 +141,7 @@ class Link(_Block):
 
 
 class Hardware(_Block):
-    """GPUs and what joins them."""
+    """A GPU, and the link between several of them."""
 
     name: str
     gpu: Gpu
@@ -148,7 +149,7 @@ class Hardware(_Block):
 
 
 class DecodeProfile(_Block):
-    """Kernel times of a published profile; the three sums are of a lane and layer."""
+    """Kernel times of a published profile; the three sums are per lane and layer."""
 
     source: str
     tokens: int
@@ -194,7 +195,7 @@ class _Verify(_Block):
 
 
 class PublishedGains(_Block):
-    """What two-batch overlap gained, as published; `points` is how near a prediction must come."""
+    """Published gains of two-batch overlap; `points` is the largest error that a prediction may have."""
 
     source: str
     redundant_experts: int
@@ -208,7 +209,7 @@ class Constants(_Block):
     """The whole file.
 
     Attributes:
-        deepgemm: rows of `[groups, rows per group, n, k, TFLOPS]`, which the GEMM constants were derived from.
+        deepgemm: measurements `[groups, rows per group, n, k, TFLOPS]` that the GEMM constants were derived from.
     """
 
     kernels: Kernels
@@ -223,7 +224,7 @@ class Constants(_Block):
         """The hardware of that name.
 
         Raises:
-            ConfigError: there is none.
+            ConfigError: the name is unknown.
         """
         if name not in self.hardware:
             raise ConfigError(f"unknown hardware {name!r}{nearest(name, self.hardware)}")
@@ -232,7 +233,7 @@ class Constants(_Block):
 
 @cache
 def load_constants() -> Constants:
-    """The file beside this module."""
+    """Read `constants.yaml`, which lies beside this module."""
     text = resources.files(__package__).joinpath("constants.yaml").read_text(encoding="utf-8")
     raw: dict[str, Any] = yaml.safe_load(text)
     links = raw.pop("links")

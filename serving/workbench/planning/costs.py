@@ -1,13 +1,13 @@
-"""What one layer costs one lane, by roofline: every kernel reads its weights and activations once, and computes.
+"""A roofline model of one lane in one layer: every kernel reads its weights and activations once, and computes.
 
     prepare     norm, projections to queries and latents
     core        attention, output projection, norm, router
     shared      the shared expert
     experts     the local experts' share of every rank's tokens
-    dispatch, combine   on the link; their kernels' time on the SMs, to send and to receive, is kept apart
+    dispatch, combine   time on the link; their kernels' time on the SMs, to send and to receive, is separate
 
-A lane holds a share of the tokens but reads all weights, so two lanes read them twice: that is what small batches lose.
-While communication that needs SMs runs beside compute (high throughput), compute has only the rest of them.
+A lane holds a share of the tokens but reads all weights, so two lanes read them twice: small batches lose by that.
+While high-throughput communication runs beside compute, it occupies SMs, and compute has only the others.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class LaneCosts:
     """Seconds of one lane and layer, all chunks together.
 
     Attributes:
-        times: as the simulator takes them; dispatch and combine are what travels beside compute.
-        send_dispatch, receive_dispatch, send_combine, receive_combine: on the SMs, at both ends of that.
+        times: stage times for the simulator; dispatch and combine are the time on the link, beside compute.
+        send_dispatch, receive_dispatch, send_combine, receive_combine: time on the SMs, at either end of a transfer.
     """
 
     times: LayerTimes
@@ -41,7 +41,7 @@ class LaneCosts:
     receive_combine: float = 0.0
 
     def folded(self) -> LayerTimes:
-        """With the kernels of both ends counted to the compute next to them, for the schedule search."""
+        """Stage times in which sending and receiving count as part of the adjacent compute; for the schedule search."""
         return replace(
             self.times,
             attn_prepare=self.times.attn_prepare + self.receive_combine,
@@ -54,12 +54,12 @@ class LayerCosts:
     """The cost table of one model, machine and workload.
 
     Args:
-        model: its sizes.
+        model: the model's sizes.
         hardware: GPU and link.
-        workload: of every rank.
+        workload: the step of every rank.
 
     Raises:
-        ConfigError: the machine has no published figures for so many ranks.
+        ConfigError: there are no published figures of this link for that many ranks.
     """
 
     def __init__(self, model: ModelShape, hardware: Hardware, workload: Workload) -> None:
@@ -70,7 +70,7 @@ class LayerCosts:
         self.prefill = workload.mode is Mode.PREFILL
 
     def lane(self, lanes: int = 1, chunks: int = 1, chunk_dispatch: bool = True) -> LaneCosts:
-        """One of `lanes` lanes; all lanes have the same share of the tokens (rounded up)."""
+        """Costs of one of `lanes` lanes; each has the same share of the tokens (rounded up)."""
         tokens = -(-self.workload.tokens // lanes)
         kernels = self.kernels(overlapped=lanes > 1 or chunks > 1)
         times = LayerTimes(
@@ -84,7 +84,7 @@ class LayerCosts:
         return self._with_transfers(times, tokens, chunks, chunk_dispatch)
 
     def rest_s(self) -> float:
-        """What is outside the MoE layers: dense layers and the head, unsplit."""
+        """Seconds outside the MoE layers: dense layers and the head, unsplit."""
         tokens, model, kernels = self.workload.tokens, self.model, self.kernels()
         layer = self.prepare_s(kernels, tokens) + self.attention_s(kernels, tokens)
         layer += self._gated(kernels, tokens, model.dense_intermediate)
@@ -92,13 +92,13 @@ class LayerCosts:
         return model.dense_layers * layer + kernels.gemm(rows, model.vocab, model.hidden, width=BF16)
 
     def kernels(self, *, overlapped: bool = False) -> KernelTimes:
-        """Kernels beside communication, or alone on the GPU."""
+        """Kernel times beside communication (`overlapped`), or alone on the GPU."""
         gpu, constants = self.hardware.gpu, load_constants().kernels
         share = 1 - self.hardware.link.high_throughput_sms / gpu.sms if self.prefill and overlapped else 1.0
         return KernelTimes(gpu, constants, share, constants.unlisted["prefill" if self.prefill else "decode"])
 
     def prepare_s(self, kernels: KernelTimes, tokens: int) -> float:
-        """Norm and the projections before attention."""
+        """Seconds of the norm and the projections before attention."""
         model = self.model
         norm = kernels.elementwise(tokens * 7 * model.hidden)  # two bf16 tensors read, one written, one quantised
         if not model.latent:
@@ -113,20 +113,20 @@ class LayerCosts:
         return norm + down + split + quantise + kernels.gemm(tokens, queries, model.q_lora_rank)
 
     def attention_s(self, kernels: KernelTimes, tokens: int) -> float:
-        """Rotary embedding, cache write, core attention, output projection."""
+        """Seconds of rotary embedding, cache write, core attention and output projection."""
         core = self._latent_core(kernels, tokens) if self.model.latent else self._grouped_query_core(kernels, tokens)
         width = self.model.heads * self.model.head_dim
         return core + kernels.elementwise(tokens * 3 * width) + kernels.gemm(tokens, self.model.hidden, width)
 
     def gate_s(self, kernels: KernelTimes, tokens: int) -> float:
-        """Norm, router, top-k."""
+        """Seconds of norm, router and top-k."""
         model = self.model
         norm = kernels.elementwise(tokens * 7 * model.hidden)
         choice = 2 * kernels.elementwise(tokens * 8 * model.experts)
         return norm + kernels.gemm(tokens, model.experts, model.hidden, width=BF16) + choice
 
     def experts_s(self, kernels: KernelTimes, tokens: int, chunks: int = 1) -> float:
-        """The busiest rank's experts, in blocks."""
+        """Seconds of the busiest rank's experts, computed in `chunks` blocks of experts."""
         model, load = self.model, self.workload
         rows = tokens * model.top_k * load.skew
         local = -(-(model.experts + load.redundant_experts) // load.ep)
@@ -140,7 +140,7 @@ class LayerCosts:
         return seconds + kernels.elementwise(copied * FP8) + kernels.elementwise(copied * BF16)
 
     def _gated(self, kernels: KernelTimes, rows: float, intermediate: int, groups: float = 1.0) -> float:
-        """A gated MLP, or several of them."""
+        """Seconds of a gated MLP, or of `groups` of them with equal shares of the rows."""
         if not intermediate:
             return 0.0
         hidden = self.model.hidden

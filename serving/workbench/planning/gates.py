@@ -1,6 +1,6 @@
-"""What the simulator says where somebody has published what happened: the first gate.
+"""The first gate: compare the simulator's predictions with published measurements.
 
-Only the shapes of the runs are taken from that publication, never its gains; no constant was fitted to them.
+Only the shapes of the runs are taken from the publication; no constant was fitted to its gains.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ class Gate:
     """A prediction beside what was published or measured.
 
     Attributes:
-        name: what is compared.
+        name: the figure that is compared.
         predicted: a gain (0.25 is 25% more throughput), or a number of `unit`.
-        observed: what was published or measured, as text.
-        distance: of the prediction from that, as a share; 0 inside a published range.
-        limit: the gate fails beyond it; None where the comparison is no gate.
+        observed: the published or measured value, as text.
+        distance: error of the prediction, as a share; 0 inside a published range.
+        limit: largest distance that passes; None if the comparison is for information only.
     """
 
     name: str
@@ -40,7 +40,7 @@ class Gate:
 
     @property
     def passed(self) -> bool:
-        """Whether the prediction is near enough."""
+        """Whether the distance is within the limit."""
         return self.limit is None or self.distance <= self.limit
 
     def __str__(self) -> str:
@@ -91,7 +91,7 @@ def _decode_gates(model: ModelShape, hardware: Hardware) -> Iterator[Gate]:
 
 
 def _verify_comparison(model: ModelShape, hardware: Hardware) -> Gate:
-    """Beside the gates: their attention was slowed by dummy kernels, by how much was not published."""
+    """A comparison without a limit: the published runs slowed attention with dummy kernels, by an unknown factor."""
     published = load_constants().gates
     run = published.verify
     load = Workload(Mode.VERIFY, run.tokens, run.context, run.ep, run.tokens_per_sequence, published.redundant_experts)
@@ -101,7 +101,7 @@ def _verify_comparison(model: ModelShape, hardware: Hardware) -> Gate:
 
 
 def crossover(gains: Mapping[int, float]) -> float:
-    """The number of tokens from which on the gain is positive, between the points linear; the last one if none is."""
+    """Tokens from which the gain is positive, interpolated linearly; the largest number if no gain is positive."""
     points = sorted(gains.items())
     for (before, loss), (after, gain) in pairwise(points):
         if loss < 0 <= gain:

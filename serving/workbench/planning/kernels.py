@@ -1,4 +1,4 @@
-"""What single kernels take on a GPU, from its datasheet and the shares of it that published kernels reach."""
+"""Times of single kernels on a GPU, from its datasheet and the share of its peaks that published kernels reach."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from serving.workbench.planning.tables import interpolated
 __all__ = ["BF16", "FP8", "KernelTimes"]
 
 FP8, BF16 = 1, 2
-"""Bytes of a value."""
+"""Bytes per value."""
 
 
 @dataclass(frozen=True)
@@ -20,9 +20,9 @@ class KernelTimes:
     Attributes:
         gpu: the datasheet.
         kernels: the constants.
-        share: of the SMs, that compute has: less than 1 while communication runs on the others. It moves as much less,
-            too, since those others move data all the time.
-        unlisted: multiplies everything.
+        share: share of the SMs that compute has: below 1 while communication runs on the others. Compute has the same
+            share of the memory bandwidth, as communication uses the rest.
+        unlisted: factor on every time, for kernels that the roofline does not list.
     """
 
     gpu: Gpu
@@ -31,13 +31,13 @@ class KernelTimes:
     unlisted: float = 1.0
 
     def gemm(self, rows: float, n: int, k: int, *, width: int = FP8, groups: float = 1.0) -> float:
-        """`[rows, k] x [k, n]` with a bf16 output; with `groups`, so many `[k, n]` for equal shares of the rows.
+        """`[rows, k] x [k, n]` with a bf16 output; with `groups`, that many `[k, n]`, each for an equal share of rows.
 
         Args:
-            rows: all groups' together.
-            n, k: of one matrix.
-            width: bytes of a value in both inputs.
-            groups: matrices; an expected number need not be whole.
+            rows: rows of all groups together.
+            n, k: sizes of one matrix.
+            width: bytes per value in both inputs.
+            groups: number of matrices; an expected value, so it need not be whole.
         """
         kernel, gpu = self.kernels.gemm, self.gpu
         moved = groups * n * k * width + rows * k * width + rows * n * BF16
@@ -54,13 +54,13 @@ class KernelTimes:
         return self._with_overhead(kernel.launch_us, moved / self._bytes_per_s(kernel.hbm_fraction))
 
     def decode_attention(self, flops: float, moved: float) -> float:
-        """Core attention that does so many operations over so many bytes of cache."""
+        """Core attention of `flops` operations that reads `moved` bytes of the cache."""
         kernel = self.kernels.attention_decode
         compute = flops / (self.gpu.bf16_tflops * 1e12 * kernel.flops_fraction * self.share)
         return self._with_overhead(kernel.fixed_us, max(compute, moved / self._bytes_per_s(kernel.hbm_fraction)))
 
     def prefill_attention(self, flops: float, length: int) -> float:
-        """Core attention of prompts of `length`; masked pairs do not count to `flops`."""
+        """Core attention of prompts of `length` tokens; `flops` leaves out masked pairs."""
         kernel = self.kernels.attention_prefill
         reached = interpolated(kernel.tflops, length) / kernel.peak_tflops
         return self._with_overhead(0.0, flops / (self.gpu.bf16_tflops * 1e12 * reached * self.share))

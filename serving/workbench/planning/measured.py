@@ -1,11 +1,11 @@
-"""The simulator against this machine: the second gate.
+"""The second gate: compare the simulator's predictions with this machine.
 
-`ubatch bench overlap` runs lanes one after the other, with every stage timed, and interleaved. From the first the
-simulator says what the second must take.
+`ubatch bench overlap` runs lanes one after the other, with every stage timed, and overlapped. From the stage times the
+simulator predicts the time of the overlapped step.
 
-    a results file    every link's own stage times, as they were measured there, simulated again
-    live              stage times once, the transfers reckoned anew for every link; lanes over all links, and what
-                      the stages are timed by, take turns, so that a machine that drifts drifts in all of them
+    a results file    simulates each link again from the stage times that were measured with it
+    live              measures stage times once, and computes the transfers for every link; all arms are interleaved, so
+                      that drift of the machine affects all of them alike
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ _LIMIT = 0.05
 
 
 def gates_of_results(path: Path) -> list[Gate]:
-    """All links and numbers of lanes in what `ubatch bench overlap --json` wrote: its stages, simulated now.
+    """Simulate every link and number of lanes in a file of `ubatch bench overlap --json`, and compare.
 
     Raises:
-        ConfigError: the file is not that.
+        ConfigError: the file cannot be read, or is no such file.
     """
     gates = []
     try:
@@ -68,7 +68,7 @@ def live_gates(options: Options) -> list[Gate]:
     """Measure stages once and lanes over every link, and compare.
 
     Args:
-        options: as for `ubatch bench overlap`; `ratios` are the links.
+        options: options of `ubatch bench overlap`; each of `ratios` is one link.
     """
     with model_folder(options) as model:
         gates: list[Gate] = run_ranks(_on_rank, options.ranks, options, model)
@@ -81,9 +81,9 @@ def over_link(
     """The same programs over a link of another bandwidth.
 
     Args:
-        programs: of the lanes, as measured.
-        latency_s: of both links.
-        measured_bytes_per_s, bytes_per_s: of the link that was measured, and of the other.
+        programs: the lanes' programs, with measured times.
+        latency_s: latency of both links.
+        measured_bytes_per_s, bytes_per_s: bandwidth of the link that was measured, and of the other.
     """
     slower = measured_bytes_per_s / bytes_per_s
 

@@ -1,4 +1,4 @@
-"""Which schedule a machine that is not here would run best, from how many tokens on, and what bounds it."""
+"""Predict the best schedule for a machine that is not at hand, its token threshold, and what limits it."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from ubatch.schedules.search import search_schedules
 __all__ = ["Plan", "make_plan"]
 
 _PAYS = 1.01
-"""A schedule pays where it is faster than serial by this factor; less is noise on any machine."""
+"""A schedule pays if it is faster than serial by at least this factor; a smaller gain is noise."""
 _MOST_TOKENS = 32768
 _EXPOSED = 0.05
-"""Of a step: above it, waiting is what bounds the step."""
+"""Share of a step: if more of it is waiting for the link, waiting bounds the step."""
 
 
 @dataclass(frozen=True)
@@ -28,12 +28,12 @@ class Plan:
     """A prediction.
 
     Attributes:
-        model, hardware, workload: what it is for.
-        best: the fastest step found.
-        serial: one lane, nothing in chunks.
-        named: the schedules that have names, for comparison.
-        threshold: fewest tokens of a rank at which the best schedule pays; None if it never does, or is serial itself.
-        extrapolated: the link's figures were not published for so many ranks.
+        model, hardware, workload: inputs of the prediction.
+        best: the step under the fastest schedule found.
+        serial: the step in one lane, without chunks.
+        named: steps under the named schedules, for comparison.
+        threshold: fewest tokens per rank from which the best schedule pays; None if it never pays, or is serial.
+        extrapolated: the number of ranks is outside the link's published figures.
     """
 
     model: ModelShape
@@ -47,7 +47,7 @@ class Plan:
 
     @property
     def speedup(self) -> float:
-        """Over serial."""
+        """Serial time / best time."""
         return self.serial.seconds / self.best.seconds
 
     @property
@@ -63,7 +63,7 @@ class Plan:
         return f"the order of the stages ({busy}; {waits})"
 
     def as_json(self) -> dict[str, Any]:
-        """What `--json` writes."""
+        """The plan as `--json` writes it."""
         return {
             "prediction": True,
             "hardware": self.hardware.name,
@@ -82,14 +82,14 @@ class Plan:
 def make_plan(
     model: ModelShape, hardware: Hardware, workload: Workload, *, max_lanes: int = 4, max_chunks: int = 4
 ) -> Plan:
-    """Search all schedules, time the best exactly, and find from where on they pay.
+    """Search all schedules, simulate the best exactly, and find the token threshold.
 
     Args:
-        model, hardware, workload: see there.
-        max_lanes, max_chunks: how far to look; lanes are never more than tokens.
+        model, hardware, workload: inputs of the prediction.
+        max_lanes, max_chunks: limits of the search; there are never more lanes than tokens.
 
     Raises:
-        ConfigError: nothing was published for such a machine, or there is nothing to look for.
+        ConfigError: there are no published figures for this machine, or a limit of the search is too small.
     """
     costs = LayerCosts(model, hardware, workload)
     found = search_schedules(
@@ -115,7 +115,7 @@ def make_plan(
 
 
 def _threshold(model: ModelShape, hardware: Hardware, workload: Workload, schedule: Schedule) -> int | None:
-    """The first power of two from which the schedule pays, then exactly between it and the one before."""
+    """Fewest tokens at which the schedule pays: find the first power of two, then search below it exactly."""
 
     def pays(tokens: int) -> bool:
         costs = LayerCosts(model, hardware, replace(workload, tokens=tokens))

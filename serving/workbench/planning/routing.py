@@ -1,4 +1,4 @@
-"""How many ranks or nodes a token's experts lie on, and what chunks of experts do to that. Uniform routing."""
+"""Expected number of ranks or nodes that hold a token's experts, and how chunks raise it; routing is uniform."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ __all__ = ["expected_destinations"]
 
 
 def expected_destinations(model: ModelShape, places: int, chunks: int = 1) -> float:
-    """Transfers of one token, where what goes to one place travels once.
+    """Expected transfers of one token: it travels once to each place that holds one of its experts.
 
-    With chunks, a place counts once for each of its chunks that holds an expert of the token: a transport that reduces
-    per token and place sends so much more (x1.48 for 2 places, 32 experts, top 4; x1.06 for 32 places, 256, top 8). A
-    chunk is taken to hold an even mix of its place's groups.
+    With chunks, it travels once to each chunk of a place that holds one of its experts, so there are more transfers
+    (x1.48 for 2 places, 32 experts, top 4; x1.06 for 32 places, 256 experts, top 8). Each chunk is assumed to hold an
+    even mix of its place's groups.
 
     Args:
-        model: number of experts, of which a token visits so many, from so many groups.
-        places: ranks or nodes, with equal shares of the experts.
+        model: gives the numbers of experts and groups, and how many of each a token visits.
+        places: number of ranks or nodes; each has an equal share of the experts.
         chunks: blocks into which every place's experts are cut.
     """
-    here = model.experts / places  # of one place
+    here = model.experts / places  # experts of one place
     spanned = max(1, round(model.groups / places))  # groups that a place's experts belong to
     pool = model.experts * model.top_groups // model.groups
     missed = 0.0
@@ -33,7 +33,7 @@ def expected_destinations(model: ModelShape, places: int, chunks: int = 1) -> fl
 
 
 def _none_of(pool: int, some: float, drawn: int) -> float:
-    """Probability that `drawn` of `pool` are none of `some`, which need not be a whole number."""
+    """Probability that `drawn` items from `pool` include none of `some` items; `some` need not be whole."""
     probability = 1.0
     for taken in range(drawn):
         probability *= max(0.0, pool - some - taken) / (pool - taken)

@@ -1,4 +1,4 @@
-"""A model as the simulator sees it: the sizes of its matrices, read from `config.json` or from the presets."""
+"""Sizes of a model's matrices for the simulator, read from `config.json` or from the presets."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ class ModelShape:
 
     Attributes:
         hidden: width of the residual stream.
-        layers: all of them, of which
-        dense_layers: have an MLP of width
-        dense_intermediate: instead of experts.
-        experts, top_k, intermediate: routed experts, how many a token visits, the width of one.
-        shared_intermediate: width of the shared experts together; 0 for none.
-        groups, top_groups: experts are chosen from the best groups; 1 of 1 without groups.
-        heads, head_dim: query heads; `head_dim` is that of values.
-        kv_heads: of keys and values; not used with latent attention.
-        q_lora_rank: of the compressed query, 0 where it is not compressed.
-        kv_lora_rank: of the latent; 0 for multi-head and grouped-query attention.
-        nope_dim, rope_dim: parts of a head's query and key that are not and are rotated. Latent attention only.
-        vocab: rows of the head.
+        layers: number of layers, dense ones included.
+        dense_layers: layers with a dense MLP instead of experts.
+        dense_intermediate: width of that MLP.
+        experts, top_k, intermediate: number of routed experts, experts per token, width of one expert.
+        shared_intermediate: width of all shared experts together; 0 for none.
+        groups, top_groups: groups of experts, and how many of them a token uses; 1 and 1 without groups.
+        heads, head_dim: number of query heads, and size of a head's value.
+        kv_heads: number of key/value heads; not used with latent attention.
+        q_lora_rank: size of the compressed query; 0 if it is not compressed.
+        kv_lora_rank: size of the latent; 0 for multi-head and grouped-query attention.
+        nope_dim, rope_dim: sizes of the parts of a head's key without and with rotary embedding. Latent attention only.
+        vocab: size of the vocabulary.
     """
 
     name: str
@@ -67,7 +67,7 @@ class ModelShape:
 
     @classmethod
     def from_config(cls, name: str, values: Mapping[str, Any], path: Path) -> ModelShape:
-        """From the entries of a `config.json`.
+        """Make a shape from the entries of a `config.json`.
 
         Raises:
             CheckpointError: an entry is missing or not a number.
@@ -106,10 +106,10 @@ class ModelShape:
 
 
 def read_model(name: str) -> ModelShape:
-    """A preset (`deepseek-v3`, `qwen3-30b-a3b`, ...) or a checkpoint folder.
+    """Read the sizes of a preset (`deepseek-v3`, `qwen3-30b-a3b`, ...) or of a checkpoint folder.
 
     Raises:
-        ConfigError: neither.
+        ConfigError: the name is neither a preset nor such a folder.
     """
     presets = load_constants().models
     if name in presets:

@@ -1,4 +1,4 @@
-"""`ubatch simulate`: predict which schedule a machine that is not here would run best, and how well predictions hold.
+"""`ubatch simulate`: predict the best schedule for a machine that is not at hand, or check the predictions.
 
     ubatch simulate --hardware h100-ib --ep 128 --model deepseek-v3 --mode decode
     ubatch simulate --gates
@@ -46,14 +46,14 @@ class Options(Group):
     mode: Annotated[Literal["prefill", "decode", "verify"], Field(description="what the step does")] = "decode"
     ep: Annotated[int, Field(ge=2, description="expert-parallel ranks")] = 32
     tokens: Annotated[
-        int | None, Field(ge=1, description="of a rank; 128 for decode, 256 for verify, 8192 for prefill")
+        int | None, Field(ge=1, description="per rank; default 128 for decode, 256 for verify, 8192 for prefill")
     ] = None
     context: Annotated[int, Field(ge=1, description="tokens of a sequence in the cache, or of a prompt")] = 4096
-    tokens_per_sequence: Annotated[int, Field(ge=1, description="of a sequence, in verify")] = 2
+    tokens_per_sequence: Annotated[int, Field(ge=1, description="in verify steps")] = 2
     redundant_experts: Annotated[int, Field(ge=0, description="copies of experts beside the model's own")] = 0
     skew: Annotated[float, Field(ge=1, description="load of the busiest rank over the mean")] = 1.0
-    max_lanes: Annotated[int, Field(ge=1, description="most lanes to look at")] = 4
-    max_chunks: Annotated[int, Field(ge=1, description="most chunks to look at")] = 4
+    max_lanes: Annotated[int, Field(ge=1, description="most lanes to try")] = 4
+    max_chunks: Annotated[int, Field(ge=1, description="most chunks to try")] = 4
     gates: Annotated[bool, Field(description="compare with published gains instead; fails if one is missed")] = False
     measured: Annotated[
         tuple[Path, ...], Field(description="compare with files of `ubatch bench overlap --json` instead")
@@ -65,7 +65,7 @@ class Options(Group):
 
 
 def run(options: Options) -> int:
-    """Plan, or compare; 1 if a comparison failed."""
+    """Plan, or compare; returns 1 if a comparison failed."""
     _check(options)
     if options.gates or options.measured or options.live:
         gates = _compare(options)
@@ -83,10 +83,10 @@ def run(options: Options) -> int:
 
 
 def _check(options: Options) -> None:
-    """Refuse flags that would do nothing.
+    """Refuse flags that have no effect.
 
     Raises:
-        ConfigError: there is one.
+        ConfigError: a flag has no effect.
     """
     fields = Options.model_fields
     given = [name for name, field in fields.items() if getattr(options, name) != field.get_default()]
@@ -103,7 +103,7 @@ def _check(options: Options) -> None:
 def _compare(options: Options) -> list[Gate]:
     gates = published_gates() if options.gates else []
     if options.measured or options.live:
-        from serving.workbench.bench.runtime.overlap import Options as Bench  # these need the models
+        from serving.workbench.bench.runtime.overlap import Options as Bench  # these need torch
         from serving.workbench.planning.measured import gates_of_results, live_gates
 
         for path in options.measured:
@@ -118,7 +118,7 @@ def _compare(options: Options) -> list[Gate]:
 def _plan(options: Options) -> Plan:
     constants = load_constants()
     folder = options.model
-    if "/" in folder and looks_like_name(folder):  # names alone are those of published shapes
+    if "/" in folder and looks_like_name(folder):  # a name without `/` is a preset
         folder = str(find_checkpoint(folder, "--model").folder)
     hardware, model = constants.machine(options.hardware), read_model(folder)
     mode = Mode(options.mode)
@@ -140,7 +140,7 @@ def _plan(options: Options) -> Plan:
 
 
 def print_gates(gates: Sequence[Gate]) -> None:
-    """A line for each comparison, and how many were missed."""
+    """Print a line for each comparison, and how many failed."""
     print(f"{'':48} {'predicted':>12} {'observed':>24} {'points off':>10}")
     for gate in gates:
         print(gate)
@@ -149,7 +149,7 @@ def print_gates(gates: Sequence[Gate]) -> None:
 
 
 def print_plan(plan: Plan) -> None:
-    """The prediction as text."""
+    """Print the prediction."""
     load = plan.workload
     print(
         f"prediction for {plan.model.name} on {plan.hardware.name}, EP {load.ep}, {load.mode}: "

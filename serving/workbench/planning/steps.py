@@ -1,4 +1,4 @@
-"""A step under a schedule: the runtime's own program of a layer, the transfers' kernels in it, on the simulator."""
+"""Simulate a step under a schedule, with the runtime's own program of a layer and the transfers' kernels."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ __all__ = ["Step", "lane_program", "plain_step", "predict_step"]
 
 @dataclass(frozen=True)
 class Step:
-    """What the simulator says of one step.
+    """The simulator's prediction for one step.
 
     Attributes:
-        schedule: it ran under.
-        seconds: of the whole step, the dense layers and the head included.
-        compute_s, communication_s: of its MoE layers, all lanes; the second is time that the link is busy.
+        schedule: schedule of the step.
+        seconds: time of the whole step, the dense layers and the head included.
+        compute_s, communication_s: compute time and busy time of the link in the MoE layers, over all lanes.
         exposed_s: time that compute waited for the link.
     """
 
@@ -31,7 +31,7 @@ class Step:
 
 
 def lane_program(costs: LaneCosts, layers: int, schedule: Schedule) -> list[Op]:
-    """What one lane does: `layer_program`, with sending before every launch and receiving after every wait."""
+    """One lane's operations: `layer_program`, with sending before every launch and receiving after every wait."""
     sends = {"dispatch": costs.send_dispatch, "combine": costs.send_combine}
     receives = {"dispatch": costs.receive_dispatch, "combine": costs.receive_combine}
     chunks = {"dispatch": schedule.chunks if schedule.chunk_dispatch else 1, "combine": schedule.chunks}
@@ -50,14 +50,14 @@ def lane_program(costs: LaneCosts, layers: int, schedule: Schedule) -> list[Op]:
 
 
 def predict_step(costs: LayerCosts, schedule: Schedule) -> Step:
-    """One step under `schedule`."""
+    """Simulate one step under `schedule`."""
     lane = costs.lane(schedule.lanes, schedule.chunks, schedule.chunk_dispatch)
     program = lane_program(lane, costs.model.moe_layers, schedule)
     return _step(costs, schedule, simulate([program] * schedule.lanes, schedule))
 
 
 def plain_step(costs: LayerCosts) -> Step:
-    """One step with nothing overlapped, not even the shared expert: the plain forward of most engines."""
+    """Simulate one step with nothing overlapped, not even the shared expert: the plain forward of most engines."""
     lane = costs.lane()
     times = replace(lane.times, attn_core=lane.times.attn_core + lane.times.shared, shared=0.0)
     program = lane_program(replace(lane, times=times), costs.model.moe_layers, SERIAL)

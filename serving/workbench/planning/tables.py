@@ -1,4 +1,4 @@
-"""Published tables have few rows; what lies between them is read off a straight line over the logarithm."""
+"""Interpolate published tables, which have few rows."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["interpolated"]
 
 
 def interpolated(table: Mapping[int, float], at: float) -> float:
-    """Linear in the logarithm of `at` between rows, the nearest row's value beyond them."""
+    """The value at `at`: linear in its logarithm between rows, the nearest row's value outside the table."""
     at = min(max(at, min(table)), max(table))
     below = max(row for row in table if row <= at)
     above = min(row for row in table if row >= at)

@@ -1,7 +1,7 @@
-"""What dispatch and combine take, from DeepEP's published tables: by ranks, tokens, width, top-k and the network card.
+"""Times of dispatch and combine from DeepEP's published tables: by ranks, tokens, width, top-k and the network card.
 
-low latency       latency + bytes / bandwidth; both ends occupy the SMs, what lies between occupies only the link
-high throughput   bytes to every distinct node of a token / bandwidth
+low latency       latency + bytes / bandwidth; sending and receiving occupy SMs, the time between only the link
+high throughput   bytes / bandwidth; a token's bytes count once for each node that it goes to
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Transfers:
     """The link between `ep` ranks, for one model.
 
     Raises:
-        ConfigError: more ranks than any published row, or fewer than two.
+        ConfigError: there are more ranks than in any published row, or fewer than two.
     """
 
     def __init__(self, model: ModelShape, link: Link, ep: int) -> None:
@@ -36,12 +36,12 @@ class Transfers:
         self.ep = ep
 
     def extrapolated(self, *, prefill: bool) -> bool:
-        """Whether the table has no row for so many ranks, nor rows on both sides."""
+        """Whether `ep` is outside the range of the published table."""
         table = self.link.high_throughput_gb_per_s if prefill else self.link.low_latency_us
         return not min(table) <= self.ep <= max(table)
 
     def low_latency_s(self, kind: str, tokens: int, chunks: int, skew: float) -> tuple[float, float, float]:
-        """Seconds to send (SMs), to travel (link) and to receive (SMs), all chunks together."""
+        """Seconds of sending (on SMs), of the link and of receiving (on SMs), all chunks together."""
         link, model = self.link, self.model
         reference = link.reference_tokens * link.reference_top_k * link.reference_hidden
         share = tokens * model.top_k * model.hidden / reference
@@ -54,7 +54,7 @@ class Transfers:
         return ends_us[0] * 1e-6, max(0.0, total_us - sum(ends_us)) * 1e-6, ends_us[1] * 1e-6
 
     def high_throughput_s(self, kind: str, tokens: int, chunks: int) -> float:
-        """Seconds, all chunks together."""
+        """Seconds of a transfer, all chunks together."""
         link, model = self.link, self.model
         places = self.ep if self.ep <= link.gpus_per_node else -(-self.ep // link.gpus_per_node)
         moved = tokens * expected_destinations(model, places, chunks) * model.hidden * _BYTES_PER_VALUE[kind]
@@ -62,7 +62,7 @@ class Transfers:
         return chunks * link.latency_us * 1e-6 + moved / speed * self._slower_card()
 
     def _slower_card(self) -> float:
-        """How much longer bytes take than on the machine that was measured; inside a node no card is involved."""
+        """Factor on the measured time because of another network card; 1 inside a node."""
         inside = self.ep <= self.link.gpus_per_node
         return 1.0 if inside else self.link.reference_nic_gb_per_s / self.link.nic_gb_per_s
 

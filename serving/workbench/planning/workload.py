@@ -1,4 +1,4 @@
-"""What every rank does in the step that is planned."""
+"""The step that is planned: its kind and sizes on every rank."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["Mode", "Workload"]
 
 
 class Mode(StrEnum):
-    """What a step does."""
+    """The kind of a step."""
 
     PREFILL = "prefill"
     DECODE = "decode"
@@ -23,16 +23,16 @@ class Workload:
     """One step of every rank.
 
     Attributes:
-        mode: prefill runs over the high-throughput kernels, decode and verify over the low-latency ones.
-        tokens: of a rank.
-        context: tokens that a sequence has in the cache (decode, verify), or of a prompt (prefill).
-        ep: ranks.
-        tokens_per_sequence: 1 but in verify.
-        redundant_experts: copies beside the model's own.
+        mode: prefill uses the high-throughput kernels, decode and verify use the low-latency ones.
+        tokens: tokens per rank.
+        context: tokens of a sequence in the cache (decode, verify), or tokens of a prompt (prefill).
+        ep: number of ranks.
+        tokens_per_sequence: 1, except in verify.
+        redundant_experts: copies of experts besides the model's own.
         skew: load of the busiest rank over the mean; 1 is balanced.
 
     Raises:
-        ConfigError: a number that cannot be.
+        ConfigError: a number is out of range.
     """
 
     mode: Mode

@@ -1,12 +1,12 @@
-"""What a trace means, in words. Every rule is a pure function from steps to findings; every sentence has its numbers.
+"""Diagnose a trace in words. Every rule is a pure function from steps to findings; every finding has its numbers.
 
 off               overlap is switched off, though steps wait for communication
-losses, gains     sizes at which overlapped steps take longer, or less long, than others (`trace_steps.compare`)
+losses, gains     sizes at which overlapped steps are slower, or faster, than others (`steps.compare`)
 could_overlap     steps below a threshold that wait for communication
-declined          what else keeps steps from overlapping, and what to do about it
+declined          other reasons that keep steps from overlapping, and what to do about them
 outside           the time between steps
 
-The rules on the inside of overlapped steps are in `trace_inside`.
+The rules about time inside overlapped steps are in `inside`.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ Rule = Callable[[Sequence[StepRecord]], Iterable[Finding]]
 def diagnose(
     steps: Sequence[StepRecord], *, measures: bool = True, between: Sequence[tuple[float, float]] = ()
 ) -> list[Finding]:
-    """Everything there is to say; problems first.
+    """All findings about a trace; problems first.
 
     Args:
-        steps: of a trace; see `read_steps`.
-        measures: whether spans say how long work took. Where the device runs by itself they do not, and only what
-            keeps steps from overlapping can be told.
-        between: of every rank, see `between_steps`.
+        steps: the trace's steps, see `read_steps`.
+        measures: whether spans measure how long work took. On an asynchronous device they do not; then only the reasons
+            that keep steps from overlapping are reported.
+        between: the result of `between_steps` for every rank.
     """
     if not steps:
         return [Finding(FindingKind.PROBLEM, "no step was recorded: send requests while it records.")]
@@ -87,7 +87,7 @@ def _census(steps: Sequence[StepRecord]) -> Finding:
 
 
 def off(steps: Sequence[StepRecord]) -> Iterable[Finding]:
-    """Overlap is switched off, and steps wait."""
+    """Find steps that wait for communication while overlap is switched off."""
     chosen = [step for step in steps if step.reason == DeclineReason.DISABLED]
     could = _could_gain(chosen)
     if len(chosen) >= LEAST_STEPS and could > WORTH_SAYING:
@@ -100,7 +100,7 @@ def off(steps: Sequence[StepRecord]) -> Iterable[Finding]:
 
 
 def losses(steps: Sequence[StepRecord]) -> Iterable[Finding]:
-    """Sizes at which overlapped steps take longer: all up to one, or some."""
+    """Find sizes at which overlapped steps are slower: all sizes up to one, or single ones."""
     for mode, classes in _by_mode(compare(steps)).items():
         losing = [each for each in classes if each.change > WORTH_SAYING]
         small = [each for each, bad in zip(classes, losing, strict=False) if each is bad]
@@ -131,7 +131,7 @@ def _small_steps_lose(mode: str, classes: Sequence[Comparison], *, whole: bool) 
 
 
 def gains(steps: Sequence[StepRecord]) -> Iterable[Finding]:
-    """Sizes at which overlapped steps take less long."""
+    """Find sizes at which overlapped steps are faster."""
     for mode, classes in _by_mode(compare(steps)).items():
         winning = [each for each in classes if each.change < -WORTH_SAYING]
         if winning:
@@ -144,7 +144,7 @@ def gains(steps: Sequence[StepRecord]) -> Iterable[Finding]:
 
 
 def could_overlap(steps: Sequence[StepRecord]) -> Iterable[Finding]:
-    """Steps below a threshold that wait, where no overlapped step of the mode loses."""
+    """Find steps below a threshold that wait for communication, if no overlapped step of their mode loses."""
     below = (DeclineReason.BELOW_DECODE_THRESHOLD, DeclineReason.BELOW_PREFILL_THRESHOLD)
     losing = {each.mode for each in compare(steps) if each.change > WORTH_SAYING}
     for mode in sorted({step.mode for step in steps} - losing):
@@ -164,7 +164,7 @@ def could_overlap(steps: Sequence[StepRecord]) -> Iterable[Finding]:
 
 
 def _could_gain(steps: Sequence[StepRecord]) -> float:
-    """The share of their time that overlap saves if splitting is free: what they wait for, as far as they compute."""
+    """Share of the steps' time that overlap saves if splitting is free: link waits, up to a step's compute time."""
     whole = sum(step.call_s for step in steps)
     saved = sum(min(step.link_wait_s, step.summary.compute_s) for step in steps)
     return saved / whole if whole else 0.0
@@ -198,7 +198,7 @@ def _evidence(classes: Sequence[Comparison]) -> str:
 
 
 def _threshold(mode: str) -> str:
-    """What to set; the same mode as in `ubatch.schedules.modes`. Verify steps have no flag of their own."""
+    """The setting of a mode's threshold; modes as in `ubatch.schedules.modes`. Verify steps have no flag."""
     flags = {"decode": "--dbo-decode-token-threshold", "verify": "the token_threshold of verify (YAML)"}
     return flags.get(mode_key(ForwardMode(mode)), "--dbo-prefill-token-threshold")
 
@@ -222,7 +222,7 @@ _EXPLAINED_ELSEWHERE = frozenset(
 
 
 def declined(steps: Sequence[StepRecord]) -> Iterable[Finding]:
-    """Other reasons than thresholds, where they are frequent."""
+    """Find frequent reasons against overlap, other than thresholds."""
     for mode, count in sorted(Counter(step.mode for step in steps).items()):
         reasons = Counter(step.reason for step in steps if step.mode == mode and step.reason is not None)
         for reason, times in reasons.most_common():
@@ -237,7 +237,7 @@ def declined(steps: Sequence[StepRecord]) -> Iterable[Finding]:
 
 
 def outside(between: Sequence[tuple[float, float]]) -> Iterable[Finding]:
-    """The time between steps, of the rank with the least of it."""
+    """Report the time between steps, on the rank that has the least."""
     shares = [rest / whole for whole, rest in between if whole > 0]
     if shares and min(shares) >= BETWEEN_SHARE:
         yield Finding(

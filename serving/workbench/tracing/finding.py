@@ -1,4 +1,4 @@
-"""What a rule of the diagnosis says."""
+"""A finding: the result of one rule of the diagnosis."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ __all__ = ["Finding", "FindingKind"]
 
 
 class FindingKind(StrEnum):
-    """How to take a finding."""
+    """How serious a finding is."""
 
     PROBLEM = "problem"
     """overlap costs time"""
     HINT = "hint"
-    """it could gain more"""
+    """overlap could gain more"""
     GOOD = "good"
     FACT = "fact"
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A sentence.
+    """One finding of the diagnosis.
 
     Attributes:
-        kind: how to take it.
+        kind: how serious it is.
         text: the sentence.
         figures: its numbers, by name; shares and changes as fractions, times in seconds.
     """

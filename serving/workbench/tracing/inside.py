@@ -1,10 +1,10 @@
-"""What the diagnosis says of the inside of overlapped steps.
+"""Diagnose where the time inside overlapped steps goes.
 
-nothing_to_hide   they send nothing
-exposed           they wait for the link all the same: its own fault, or the schedule's
-meetings          they wait for the other ranks to come
-hand_offs         batons take long from lane to lane
-idle              nobody computes, waits or hands on
+nothing_to_hide   steps send nothing
+exposed           steps wait for the link: because it is too slow, or because of the schedule
+meetings          steps wait for other ranks
+hand_offs         hand-offs between lanes take long
+idle              no lane computes, waits or hands over
 uneven            a lane or rank computes longer than the others
 """
 
@@ -25,7 +25,7 @@ UNEVEN = 1.25
 
 
 def nothing_to_hide(steps: Sequence[StepRecord]) -> Iterable[Finding]:
-    """Overlapped steps that send nothing."""
+    """Find overlapped steps that send nothing."""
     chosen = _overlapped(steps)
     if chosen and not any(step.summary.communication_s for step in chosen):
         yield Finding(
@@ -37,7 +37,7 @@ def nothing_to_hide(steps: Sequence[StepRecord]) -> Iterable[Finding]:
 
 
 def exposed(steps: Sequence[StepRecord]) -> Iterable[Finding]:
-    """Overlapped steps that wait for the link all the same."""
+    """Find overlapped steps that still wait for the link."""
     chosen = _overlapped(steps)
     waiting, wall = sum(step.link_wait_s for step in chosen), _sum(chosen, "wall_s")
     if not wall or waiting < EXPOSED_SHARE * wall:
@@ -65,7 +65,7 @@ def exposed(steps: Sequence[StepRecord]) -> Iterable[Finding]:
 
 
 def meetings(steps: Sequence[StepRecord]) -> Iterable[Finding]:
-    """Overlapped steps that wait for the other ranks to come."""
+    """Find overlapped steps that wait for other ranks."""
     chosen = _overlapped(steps)
     waiting, wall = sum(step.meeting_s for step in chosen), _sum(chosen, "wall_s")
     if wall and waiting >= EXPOSED_SHARE * wall:
@@ -88,7 +88,7 @@ def _longest_wait(steps: Iterable[StepRecord], *, on_link: bool) -> tuple[str, f
 
 
 def hand_offs(steps: Sequence[StepRecord]) -> Iterable[Finding]:
-    """Batons that take long."""
+    """Find overlapped steps in which hand-offs take long."""
     chosen = [step for step in _overlapped(steps) if step.handoffs]
     lost, wall = _sum(chosen, "handoff_s"), _sum(chosen, "wall_s")
     if not wall or lost < HAND_OFF_SHARE * wall:
@@ -104,7 +104,7 @@ def hand_offs(steps: Sequence[StepRecord]) -> Iterable[Finding]:
 
 
 def idle(steps: Sequence[StepRecord]) -> Iterable[Finding]:
-    """Overlapped steps in which nobody computes, waits or hands on; with what goes before the lanes and after them."""
+    """Find overlapped steps with time in which no lane computes, waits or hands over, outside the lanes too."""
     chosen = _overlapped(steps)
     whole = sum(step.call_s for step in chosen)
     used = _sum(chosen, "compute_s") + _sum(chosen, "exposed_s") + _sum(chosen, "handoff_s")
@@ -119,7 +119,7 @@ def idle(steps: Sequence[StepRecord]) -> Iterable[Finding]:
 
 
 def uneven(steps: Sequence[StepRecord]) -> Iterable[Finding]:
-    """Lanes or ranks that compute longer than the others."""
+    """Find lanes or ranks that compute longer than the others."""
     chosen = _overlapped(steps)
     advice = {"lane": "splitting by cost evens it out", "rank": "its experts or requests have more to do"}
     shares = {

@@ -1,9 +1,9 @@
-"""The steps of a trace, over all ranks: what each was, where its time went, and how overlapped ones compare.
+"""The steps of a trace, over all ranks: their kind, where their time went, and whether overlapped ones were faster.
 
-An overlapped step is compared with unsplit ones of its mode and of like size, where the trace has some. Else with the
-serial estimate: what it computed and what it sent, one after the other. The estimate flatters overlap, for it is made
-of *split* compute: where half a batch takes more than half the time, as in decode that reads all weights twice, an
-unsplit step would have computed for less. Waits for the other ranks to come are in neither of its sides.
+An overlapped step is compared with unsplit steps of its mode and of like size, if the trace has some. Otherwise it is
+compared with the serial estimate: its own compute and communication, one after the other. That estimate favours
+overlap, because it uses *split* compute: if half a batch takes more than half the time, as in decode, which reads all
+weights twice, an unsplit step would compute for less. Waits for other ranks count on neither side of this comparison.
 """
 
 from __future__ import annotations
@@ -31,26 +31,26 @@ __all__ = [
 ]
 
 LIKE_SIZE = 1.15
-"""Steps whose tokens differ by no more than this factor are of like size."""
+"""Steps are of like size if their tokens differ by at most this factor."""
 LEAST_STEPS = 3
-"""Fewer say nothing."""
+"""Fewer steps are too few to judge by."""
 
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One step. Times are means over the ranks that noted it.
+    """One step. Times are means over the ranks that recorded it.
 
     Attributes:
         step, schedule, lanes, chunks: as in `StepNote`.
-        mode, tokens, reason: those of the rank that decided: the first that said no, for one no is a no for all; else
-            the one with the fewest tokens, of those with any.
-        call_s: the whole call, with what goes before the lanes and after them.
+        mode, tokens, reason: from the rank that decided: the first that declined overlap, as one rank declines for all;
+            else the rank with the fewest tokens, not counting ranks without any.
+        call_s: the whole call, including the work before the lanes start and after they end.
         summary: where the time from the first to the last span went.
-        waits_s: of `summary.exposed_s`, by transfer.
-        sent: the transfers that occupied the link. What else was waited for are a few bytes, such as counts: these
-            are waits for the other ranks to come.
-        handoffs: of one rank.
-        lane_compute_s, rank_compute_s: of every lane, and of every rank.
+        waits_s: transfer -> its part of `summary.exposed_s`.
+        sent: names of the transfers that occupied the link. Other waits are for a few bytes, such as counts: they count
+            as waits for other ranks.
+        handoffs: number of hand-offs on one rank.
+        lane_compute_s, rank_compute_s: compute time of every lane, and of every rank.
     """
 
     step: int
@@ -75,12 +75,12 @@ class StepRecord:
 
     @property
     def link_wait_s(self) -> float:
-        """Waits for the link."""
+        """Time spent waiting for the link."""
         return sum(seconds for name, seconds in self.waits_s.items() if name in self.sent)
 
     @property
     def meeting_s(self) -> float:
-        """Waits for the other ranks."""
+        """Time spent waiting for other ranks."""
         return sum(seconds for name, seconds in self.waits_s.items() if name not in self.sent)
 
     @property
@@ -90,7 +90,7 @@ class StepRecord:
 
 
 def read_steps(ranks: Iterable[RankTrace]) -> list[StepRecord]:
-    """The steps that ended, in order. A step in which no rank had tokens is none."""
+    """The steps that ended, in order. Steps in which no rank had tokens are left out."""
     notes: dict[int, dict[int, StepNote]] = {}
     spans: dict[int, list[Sequence[Span]]] = {}
     for rank in ranks:
@@ -138,7 +138,7 @@ def _mean(summaries: Sequence[TraceSummary]) -> TraceSummary:
 
 
 def between_steps(rank: RankTrace) -> tuple[float, float]:
-    """Seconds from the first step's start to the last one's end, and how many of them no step ran."""
+    """Seconds from the first step's start to the last step's end, and how many of these seconds no step ran."""
     calls = sorted((note.start, note.end) for note in rank.notes)
     if not calls:
         return 0.0, 0.0
@@ -150,7 +150,7 @@ def between_steps(rank: RankTrace) -> tuple[float, float]:
 
 
 class Basis(StrEnum):
-    """What overlapped steps were compared with."""
+    """The reference that overlapped steps were compared with."""
 
     UNSPLIT = "unsplit steps of like size"
     ESTIMATE = "the serial estimate, split compute + communication"
@@ -161,11 +161,11 @@ class Comparison:
     """Overlapped steps of one mode and size class.
 
     Attributes:
-        mode: of the steps.
+        mode: mode of the steps.
         size: their size class: from `size` to `2 * size - 1` tokens.
-        changes: of every overlapped step, its time by that of its reference, less 1: 0.1 is a tenth slower.
+        changes: for every overlapped step, its time / its reference's time - 1: 0.1 is a tenth slower.
         step_s: median time of the overlapped steps.
-        basis: what the reference is.
+        basis: the kind of reference.
     """
 
     mode: str
@@ -176,17 +176,17 @@ class Comparison:
 
     @property
     def change(self) -> float:
-        """Their median."""
+        """Median of `changes`."""
         return median(self.changes)
 
 
 def size_class(tokens: int) -> int:
-    """The largest power of two that is not above `tokens`."""
+    """The largest power of two up to `tokens`."""
     return 1 << (tokens.bit_length() - 1)
 
 
 def compare(steps: Iterable[StepRecord]) -> list[Comparison]:
-    """By mode, smallest size first. Classes of fewer than `LEAST_STEPS` overlapped steps are left out."""
+    """Compare by mode, smallest size first; leaves out classes with fewer than `LEAST_STEPS` overlapped steps."""
     steps = [step for step in steps if step.call_s > 0]
     unsplit = [step for step in steps if not step.overlapped]
     classes: dict[tuple[str, int], list[StepRecord]] = {}
@@ -225,14 +225,14 @@ def _comparison(
 
 @dataclass(frozen=True)
 class Group:
-    """Steps of one mode that ran alike; times of all of them together, as in `StepRecord`.
+    """Steps of one mode that ran in the same way.
 
     Attributes:
-        mode: of the steps; empty where there are several.
+        mode: mode of the steps; empty if there are several modes.
         outcome: how they ran.
-        tokens: fewest, most.
+        tokens: fewest and most tokens of a step.
         step_s: median time of a step.
-        total: where their time went.
+        total: where the time of all these steps went, summed.
     """
 
     mode: str
@@ -244,7 +244,7 @@ class Group:
 
 
 def group_steps(steps: Iterable[StepRecord], key: Callable[[StepRecord], tuple[str, str]] | None = None) -> list[Group]:
-    """Steps by mode and outcome, the overlapped ones of a mode first."""
+    """Group steps by mode and outcome; the overlapped steps of a mode are first."""
     chosen = key or (lambda step: (step.mode, _outcome(step)))
     groups: dict[tuple[str, str], list[StepRecord]] = {}
     for step in sorted(steps, key=lambda step: (step.mode, not step.overlapped, _outcome(step))):

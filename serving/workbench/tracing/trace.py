@@ -1,9 +1,9 @@
-"""`ubatch trace`: record steps of a running server or of an offline run, and say in words what they mean.
+"""`ubatch trace`: record steps of a running server or of an offline run, and explain them in words.
 
-recorded   one trace per rank: from a server's files, from files recorded earlier, or from ranks started here
-merged     on one clock, with the same step numbers
-written    trace.json (Perfetto), trace.html (a page that needs nothing else), summary.json (for scripts)
-said       a table, and a sentence for everything worth knowing
+record   one trace per rank: from a server's files, from files recorded earlier, or from ranks started here
+merge    the traces onto one clock, with the same step numbers
+write    trace.json (Perfetto), trace.html (a page that needs no other files), summary.json (for scripts)
+print    a table, and the findings of the diagnosis
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from ubatch.trace.page import Remark
 __all__ = ["ServerRefused", "TraceCommand", "read", "run"]
 
 _ANSWER_S = 150.0
-"""The ranks write their files before the server answers."""
+"""Seconds to wait for the server's answer: the ranks write their files before it answers."""
 
 
 class ServerRefused(UBatchError):
-    """The server cannot be reached, or does not record."""
+    """The server cannot be reached, or refuses to record."""
 
 
 _OF_SOURCE = {"--url": {"url", "seconds", "api_key", "out"}, "--files": {"files", "out"}}
@@ -47,14 +47,14 @@ _SOURCES = ("url", "files", "prompt")
 
 @dataclass(frozen=True)
 class TraceCommand:
-    """A server (`url`), files, or a checkpoint and prompts to run here.
+    """What to trace: a server (`url`), files, or a checkpoint and prompts to run here.
 
     Attributes:
-        settings: all of them.
+        settings: every setting in force.
         url, seconds, api_key, files, out: as the flags.
-        run: what to run here; None for nothing.
+        run: the run to record here; None for a server or files.
         print_config: print the settings and exit.
-        notes: what is allowed but may not be what was meant.
+        notes: settings that are allowed but may be mistakes, one sentence each.
     """
 
     settings: Settings
@@ -69,7 +69,7 @@ class TraceCommand:
 
 
 def read(program: str, description: str, words: Sequence[str]) -> TraceCommand:
-    """The command line, with the file it names and the environment.
+    """Read the command line, the settings file that it names, and the environment.
 
     Raises:
         ConfigError: anything that cannot work, in one line.
@@ -79,7 +79,7 @@ def read(program: str, description: str, words: Sequence[str]) -> TraceCommand:
     layers, idle = _chosen_sources(layers)
     settings = merge(*layers, table=TRACE)
     source, run = _check(settings, layers[-1]), None
-    if source == "--url":  # a transport of the environment is of no run here
+    if source == "--url":  # no run starts here, so a transport from the environment has no effect
         if settings.all["all2all_backend"].source is Source.ENVIRONMENT:
             settings = settings.derive("all2all_backend", None)
         settings = settle_environment(settings)
@@ -97,11 +97,11 @@ def read(program: str, description: str, words: Sequence[str]) -> TraceCommand:
 
 
 def run(command: TraceCommand) -> int:
-    """Record, write, print. 1 if there was no step.
+    """Record, write and print; returns 1 if no step was recorded.
 
     Raises:
         ConfigError: flags that contradict each other; a file that is no trace.
-        ServerRefused: the server cannot be reached, or does not record.
+        ServerRefused: the server cannot be reached, or refuses to record.
         Others: see `ubatch generate`.
     """
     if command.print_config:
@@ -126,7 +126,7 @@ def run(command: TraceCommand) -> int:
 
 
 def _chosen_sources(layers: Sequence[Layer]) -> tuple[list[Layer], list[str]]:
-    """The layers without a file's sources where the command line names one; and what is said of those."""
+    """If the command line says what to trace, drop that setting from the file; returns the layers, and notes on it."""
     words = layers[-1]
     chosen = [words[name].spelled for name in _SOURCES if name in words and words[name].value]
     if not chosen:
@@ -138,10 +138,10 @@ def _chosen_sources(layers: Sequence[Layer]) -> tuple[list[Layer], list[str]]:
 
 
 def _check(s: Settings, words: Layer) -> str:
-    """Which flag says what to look at; flags that would do nothing are refused. A file may serve other commands, too.
+    """Find the flag that says what to trace, and refuse other flags without effect (not a file's: it may be shared).
 
     Raises:
-        ConfigError: there is none, or a flag has no effect with it.
+        ConfigError: no flag says what to trace, or a flag has no effect with it.
     """
     sources = {"--url": s["url"] is not None, "--files": bool(s["files"]), "--prompt": bool(s["prompt"])}
     chosen = [name for name, there in sources.items() if there]
@@ -165,7 +165,7 @@ def _record(options: TraceCommand) -> list[RankTrace]:
 
 
 def _from_server(options: TraceCommand) -> list[RankTrace]:
-    """What a server's ranks did for some seconds. Its files stay where it wrote them."""
+    """Record a server's ranks for some seconds. The server's files stay where it wrote them."""
     base = str(options.url).rstrip("/").removesuffix("/v1")
     headers = {} if options.api_key is None else {"Authorization": f"Bearer {options.api_key}"}
     # No proxies: the files are read here, so the server is near.
@@ -174,7 +174,7 @@ def _from_server(options: TraceCommand) -> list[RankTrace]:
         print(f"recording {options.seconds:g} s of {base}", file=sys.stderr)
         try:
             time.sleep(options.seconds)
-        finally:  # on Ctrl-C, too: else it would go on recording
+        finally:  # on Ctrl-C, too: otherwise the server would keep recording
             files = [Path(name) for name in _ask(client, "/stop_profile")["files"]]
     missing = [str(path) for path in files if not path.is_file()]
     if missing:
@@ -203,7 +203,7 @@ def _from_files(files: Sequence[Path]) -> list[RankTrace]:
 
 
 def _offline(command: GenerateCommand) -> list[RankTrace]:
-    """Generate, and record every step; prints what was generated."""
+    """Generate, and record every step; prints the output."""
     with LLM.from_settings(command.settings) as llm, tempfile.TemporaryDirectory() as folder:
         llm.start_profile()
         outputs = llm.generate(command.prompts, command.params)
@@ -256,7 +256,7 @@ def _write(
 
 
 def _table(steps: Sequence[StepRecord]) -> list[list[str]]:
-    """Figures of all steps; the first row is the heading."""
+    """Table of all steps by group; the first row is the heading."""
     groups = group_steps(steps)
     if len(groups) > 1:
         groups += group_steps(steps, key=lambda _: ("", "all"))

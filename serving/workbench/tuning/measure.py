@@ -1,11 +1,11 @@
-"""The rounds, on every rank: each visits all cells, and runs a cell's arms there and back, A B B A.
+"""The measuring rounds, on every rank. A round visits all cells, and runs a cell's arms in the order A B B A.
 
     round 0     stage times of each mode's largest cell; the simulator's best schedules become arms
-    a round     every cell: every arm that is still in the race, twice
-    after two   an arm far behind the best of its cell is out of the race there
+    a round     every cell: every arm that is not dropped, twice
+    after two   an arm far slower than the best of its cell is dropped from that cell
 
-What is decided on the way (which arms, when the time is up) rank 0 decides, or all from times they exchanged: a step's
-time is that of its slowest rank.
+Rank 0 alone decides when the time is up and which arms the search adds; other decisions follow from exchanged times, so
+that all ranks decide alike. A step's time is that of its slowest rank.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ class Plan:
     """What to measure, and for how long.
 
     Attributes:
-        grid: cells.
-        lanes: of the default schedule's arms.
-        rounds: at most.
-        max_seconds: of the whole run, earlier parts of it included; a round that has begun a cell ends it.
+        grid: the cells (mode and size of a step) to measure.
+        lanes: numbers of lanes to try under the default schedule.
+        rounds: most rounds.
+        max_seconds: limit of the whole run, earlier parts of a resumed run included; a started cell is finished.
         search_best: schedules that the simulator may propose for each mode; 0 for none.
     """
 
@@ -60,10 +60,10 @@ class Tuner:
     """One rank's part of the measuring. Every rank makes one and calls the same methods.
 
     Args:
-        runner: the model; its settings say nothing here but the time-out.
+        runner: the model; of its overlap settings only the time-out is used.
         plan: what to measure.
-        state: what an earlier run knew; it is filled.
-        state_path: rank 0 writes the state here; None for nowhere.
+        state: results of an earlier run, or an empty state; new results are added to it.
+        state_path: rank 0 writes the state here; None writes none.
         steps: runs the arms on this runner.
     """
 
@@ -77,7 +77,7 @@ class Tuner:
         self._start = time.monotonic() - state.seconds
 
     def run(self) -> State:
-        """All rounds that the time allows; at least one."""
+        """Run as many rounds as the time allows, at least one."""
         for mode in self._plan.grid.modes:
             if mode not in self._state.searched:
                 self._state.searched[mode] = self._search(mode)
@@ -88,7 +88,7 @@ class Tuner:
             for cell in progress(cells, desc=label, unit="cell", show=self._rank == 0):
                 serial = self._state.samples.get(str(cell), {}).get(SERIAL_ARM)
                 if serial is not None and len(serial) > done:
-                    continue  # before the run was stopped
+                    continue  # measured before the run was stopped
                 if done and self._time_is_up():
                     return self._state
                 self._visit(cell)
@@ -98,7 +98,7 @@ class Tuner:
         return self._state
 
     def arms(self, mode: str) -> list[Arm]:
-        """Those that compete in a mode's cells."""
+        """The arms that are measured in a mode's cells."""
         chunks = most_chunks(self._runner.all2all) > 1 and self._runner.config.num_experts > 0
         lanes = [count for count in self._plan.lanes if self._steps.serves(count)]
         return [*library_arms(lanes, chunks=chunks), *self._state.searched.get(mode, [])]
@@ -117,7 +117,7 @@ class Tuner:
                     racing.append(arm)
             times: dict[str, list[float]] = {arm.name: [] for arm in racing}
             for arm in racing:
-                self._steps.run(arm, batch)  # the first after other arms finds cold caches
+                self._steps.run(arm, batch)  # a warm-up: after other arms the caches are cold
             for arm in [*racing, *reversed(racing)]:
                 times[arm.name].append(self._timed(lambda arm=arm: self._steps.run(arm, batch)))  # type: ignore[misc]
         slowest = self._slowest([sum(times[arm.name]) / 2 for arm in racing])
@@ -136,7 +136,7 @@ class Tuner:
     # -- stages ------------------------------------------------------------------------------------------------
 
     def _search(self, mode: str) -> list[Arm]:
-        """Schedules for the mode's largest cell; none where its stages cannot be measured."""
+        """The simulator's best schedules for the mode's largest cell; none if its stages cannot be measured."""
         if not self._plan.search_best:
             return []
         cell = max((cell for cell in self._plan.grid.cells() if cell.mode == mode), key=lambda cell: cell.tokens)
@@ -147,7 +147,7 @@ class Tuner:
     # -- the ranks ---------------------------------------------------------------------------------------------
 
     def _timed(self, body: Callable[[], object]) -> float:
-        """Seconds, from when all ranks are ready; on a GPU until its work is done."""
+        """Seconds of `body`, from when all ranks are ready; on a GPU, until its work is done."""
         self._barrier()
         start = time.perf_counter()
         body()
@@ -157,14 +157,14 @@ class Tuner:
     def _barrier(self) -> None:
         self._wait_for_device()
         if self._runner.group is not None:
-            dist.barrier()  # of the default group, on the host
+            dist.barrier()  # on the default group, which runs on the host
 
     def _wait_for_device(self) -> None:
         if self._runner.device.type == "cuda":
             torch.cuda.synchronize(self._runner.device)
 
     def _slowest(self, values: Sequence[float]) -> list[float]:
-        """Of every value the largest of the ranks."""
+        """For each value, the largest over the ranks."""
         if self._runner.group is None:
             return list(values)
         table = torch.tensor(values, dtype=torch.float64, device="cpu")
@@ -173,7 +173,7 @@ class Tuner:
         return largest
 
     def _time_is_up(self) -> bool:
-        """As rank 0's clock has it."""
+        """Whether the time is up, by rank 0's clock."""
         return bool(self._from_rank_0(time.monotonic() - self._start > self._plan.max_seconds))
 
     def _from_rank_0(self, value: Any) -> Any:

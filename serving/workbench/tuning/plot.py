@@ -1,4 +1,4 @@
-"""The measured speed-ups as a picture: a page of HTML that needs nothing else, and a PNG where matplotlib is there."""
+"""Charts of the measured speed-ups: an HTML page that needs no other files, and a PNG if matplotlib is installed."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ table { border-collapse: collapse; margin-top: 8px; } th, td { padding: 3px 12px
 
 
 def write_html(result: Result, path: Path) -> None:
-    """A page with a chart and a table per mode, and the choices in words."""
+    """Write a page with a chart and a table per mode, and the choices in words."""
     facts = "".join(f"<li>{html.escape(f'{name}: {value}')}</li>" for name, value in result.facts.items())
     modes = "".join(map(_section, result.modes))
     path.write_text(
@@ -51,7 +51,7 @@ def can_draw_png() -> bool:
 
 
 def write_png(result: Result, path: Path) -> None:
-    """The charts, one beside the other. Needs matplotlib."""
+    """Write the charts side by side as a PNG. Needs matplotlib."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(5.2 * len(result.modes), 3.6), layout="constrained")
@@ -97,7 +97,7 @@ def _table(each: ModeResult) -> str:
 
 
 def _chart(each: ModeResult) -> str:
-    """Speed-up over serial by tokens, both axes labelled, the threshold dashed."""
+    """An SVG chart of speed-up over serial by tokens; a dashed line marks the threshold."""
     speedups = [y for arm in each.table.arms for _, y in _points(each, arm)]
     low, high = min([0.9, *speedups]), max([1.1, *speedups])
     sizes = each.table.sizes

@@ -1,4 +1,4 @@
-"""What was chosen and why: as a table, and as the YAML file that `--config` of `ubatch serve` and `generate` reads."""
+"""Report the chosen settings: as tables, and as a YAML file for `--config` of `ubatch serve` and `ubatch generate`."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ __all__ = ["ModeResult", "Result", "make_result"]
 
 @dataclass(frozen=True)
 class ModeResult:
-    """One kind of step.
+    """Result for one mode.
 
     Attributes:
         mode: `decode`, `prefill` or `verify`.
-        table: seconds by tokens and arm.
+        table: seconds of a step by tokens and arm.
         choice: the best setting.
-        arms: all that competed, by name.
-        rounds: of the size that has the fewest.
+        arms: name -> arm, all that were measured.
+        rounds: number of rounds, of the size that has the fewest.
     """
 
     mode: str
@@ -38,7 +38,7 @@ class ModeResult:
 
     @property
     def arm(self) -> Arm:
-        """The chosen one."""
+        """The chosen arm."""
         return self.arms[self.choice.setting.arm]
 
     def sentence(self) -> str:
@@ -73,18 +73,18 @@ class ModeResult:
 
 @dataclass(frozen=True)
 class Result:
-    """All kinds of steps.
+    """Results of all modes.
 
     Attributes:
-        modes: in the order that they were asked for.
-        facts: of the machine and the run, for the head of the file.
+        modes: one result per mode, in the order that was asked for.
+        facts: facts about the machine and the run, for the head of the file.
     """
 
     modes: Sequence[ModeResult]
     facts: Mapping[str, Any]
 
     def settings(self) -> dict[str, Any]:
-        """What the file says."""
+        """The settings that the file contains."""
         chosen = [each.arm for each in self.modes if not each.arm.is_serial]
         own = {arm.schedule.name: arm.schedule for arm in chosen if arm.schedule.name not in SCHEDULES}
         settings: dict[str, Any] = {"enable-dbo": bool(chosen)}
@@ -95,7 +95,7 @@ class Result:
         return settings
 
     def yaml(self) -> str:
-        """The file: what was measured as comments, then the settings. It is read back once, so that it surely can be.
+        """The file's text: the measurements as comments, then the settings. It is parsed once as a check.
 
         Raises:
             ConfigError: the settings cannot be read back.
@@ -112,7 +112,7 @@ class Result:
         return f"{comments}\n\n{yaml.safe_dump(settings, sort_keys=False, default_flow_style=None, width=120)}"
 
     def print(self) -> None:
-        """The tables, and the choices."""
+        """Print the tables and the choices."""
         for each in self.modes:
             print()
             for line in each.lines():
@@ -130,13 +130,13 @@ class Result:
 def make_result(
     cells: Sequence[Cell], arms: Mapping[str, Sequence[Arm]], state: State, facts: Mapping[str, Any]
 ) -> Result:
-    """Choose for every mode.
+    """Choose the best setting of every mode.
 
     Args:
-        cells: that were measured.
-        arms: mode -> those that competed.
-        state: their times.
-        facts: for the head of the file.
+        cells: the cells that were measured.
+        arms: mode -> the arms that were measured.
+        state: the measured times.
+        facts: facts for the head of the file.
     """
     results = []
     for mode in dict.fromkeys(cell.mode for cell in cells):
@@ -151,7 +151,7 @@ def make_result(
 
 
 def _times(samples: Mapping[str, list[float] | None]) -> dict[str, float]:
-    """Serial: the median. The others by the median ratio of their rounds: what drifts with the machine cancels."""
+    """Seconds by arm: the serial median, times the median ratio to serial over the rounds, which cancels drift."""
     serial = samples[SERIAL_ARM] or []
     base = median(serial)
     times = {SERIAL_ARM: base}

@@ -1,4 +1,4 @@
-"""What was measured so far, in a file beside the result: a run that was stopped goes on where it was."""
+"""The measurements so far, in a file beside the result, so that a stopped run can be resumed."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ __all__ = ["State", "load_state", "save_state", "state_file"]
 
 @dataclass
 class State:
-    """Everything that a run has found out.
+    """All measurements of a run.
 
     Attributes:
-        key: what the figures are of: model, ranks, link, machine. Another key means another run.
-        samples: cell -> arm -> seconds of a step, one entry per round; None where the arm cannot run.
-        searched: mode -> schedules that the simulator proposed; a mode that was not searched is missing.
-        rounds: completed.
-        seconds: spent.
+        key: identifies the run: model, ranks, link, machine. A state with another key is not resumed.
+        samples: cell -> arm -> seconds of a step, one entry per round; None if the arm cannot run.
+        searched: mode -> schedules that the simulator proposed; modes that were not searched are missing.
+        rounds: number of completed rounds.
+        seconds: time spent.
     """
 
     key: Mapping[str, Any]
@@ -35,12 +35,12 @@ class State:
 
 
 def state_file(out: Path) -> Path:
-    """Where the state of a run that writes `out` is kept."""
+    """The state file of a run that writes `out`."""
     return out.with_name(out.name + ".state.json")
 
 
 def save_state(path: Path, state: State) -> None:
-    """Write it, whole or not at all."""
+    """Write the state atomically."""
     text = json.dumps(
         {
             "key": state.key,
@@ -59,10 +59,10 @@ def save_state(path: Path, state: State) -> None:
 
 
 def load_state(path: Path, key: Mapping[str, Any]) -> State | None:
-    """The state of an earlier run with the same key; None where there is no file, or it is of another run.
+    """Load the state of an earlier run with the same key; None if there is no file, or its key differs.
 
     Raises:
-        ConfigError: the file cannot be read, or is no state.
+        ConfigError: the file cannot be read, or is no state file.
     """
     if not path.exists():
         return None

@@ -1,4 +1,4 @@
-"""`ubatch tune`: measures how steps run best on this model, these ranks and this link, and writes the settings."""
+"""`ubatch tune`: measure the fastest way to run steps on this model, these ranks and this link; write the settings."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ _TIMEOUT_S = 300.0
 
 @dataclass(frozen=True)
 class TuneCommand:
-    """What to measure, and where to write what is best.
+    """What to measure, and where to write the best settings.
 
     Attributes:
-        settings: all of them, in force and without contradictions.
-        engine: what the ranks are made from.
+        settings: every setting in force, checked for contradictions.
+        engine: the options of the ranks' engines.
         print_config: print the settings and exit.
-        notes: what is allowed but may not be what was meant.
+        notes: settings that are allowed but may be mistakes, one sentence each.
     """
 
     settings: Settings
@@ -68,7 +68,7 @@ class TuneCommand:
         return path
 
     def plan(self) -> Plan:
-        """For the ranks."""
+        """What the ranks measure, from the settings."""
         s = self.settings
         sizes = ("max_decode_tokens", "max_prefill_tokens", "context", "prompt_len", "draft_tokens")
         grid = Grid(s["modes"], *(s[name] for name in sizes))
@@ -76,7 +76,7 @@ class TuneCommand:
 
 
 def read(program: str, description: str, words: Sequence[str]) -> TuneCommand:
-    """The command line, with the file it names and the environment.
+    """Read the command line, the settings file that it names, and the environment.
 
     Raises:
         ConfigError: anything that cannot work, in one line.
@@ -96,7 +96,7 @@ def read(program: str, description: str, words: Sequence[str]) -> TuneCommand:
 
 
 def _derive(s: Settings, machine: Machine) -> Settings:
-    """The ranks of one machine have a GPU each, or none has one; a launcher may have started more machines."""
+    """Derive the device (`cuda` if each rank here can have its own GPU), and a launcher's number of machines."""
     local = int(os.environ.get("LOCAL_WORLD_SIZE", s["data_parallel_size"]))
     if s["device"] == "auto":
         s = s.derive("device", "cuda" if machine.gpus >= local else "cpu", f"{local} ranks, {machine.gpus or 'no'} GPU")
@@ -104,7 +104,7 @@ def _derive(s: Settings, machine: Machine) -> Settings:
 
 
 def run(options: TuneCommand) -> int:
-    """Measure, print, write."""
+    """Measure, print and write."""
     if options.print_config:
         print(describe_settings(options.settings))
         return 0
@@ -147,9 +147,9 @@ def _tune_on_rank(
     if engine.device == "cuda":
         index = int(os.environ.get("LOCAL_RANK", rank))
         torch.cuda.set_device(index)
-        carrier = dist.new_group(backend="nccl")  # carries the data; what is decided goes over the default group
+        carrier = dist.new_group(backend="nccl")  # carries tensors; decisions go over the default group
     group = CommGroup.from_process_group(carrier, timeout_s=_TIMEOUT_S)
-    shared = [state]  # under a launcher every rank has looked for the file by itself
+    shared = [state]  # under a launcher every rank has loaded the file by itself
     dist.broadcast_object_list(shared, src=0)
     state = shared[0]
     backend, _ = resolve_all2all(engine.all2all_backend, group)
@@ -174,11 +174,11 @@ def _tune_on_rank(
 
 
 _NO_FIGURE = frozenset(("out", "rounds", "max_seconds", "trust_remote_code", "download_dir"))
-"""Figures do not depend on these: more rounds and time go on with the same ones."""
+"""Settings that do not change the figures: a run with other values of them resumes the same state."""
 
 
 def _key(options: TuneCommand) -> dict[str, Any]:
-    """What figures depend on."""
+    """The settings and facts that the figures depend on."""
     settings = options.settings
     values = {name: settings[name] for name in settings.table.settings if name not in _NO_FIGURE}
     config = options.engine.model / "config.json"

@@ -3,7 +3,7 @@
     offline     `LLM.generate` against transformers' `generate`
     served      `ubatch serve`, streamed and not, against `LLM.generate` with the same options
     overlap     `enable_dbo` against none, two expert-parallel ranks over an emulated link
-    scheduler   what scheduling costs a step, and what the overlapped loop hides of it
+    scheduler   time that scheduling adds to a step, and how much of it the overlapped loop hides
 
 The model is a random 100 M Qwen3-MoE. Arms are interleaved A B B A; figures are medians of paired ratios.
 """
@@ -28,7 +28,7 @@ __all__ = ["Options", "Part", "run"]
 
 
 class Part(StrEnum):
-    """What can be measured."""
+    """The parts of the benchmark."""
 
     OFFLINE = "offline"
     SERVED = "served"
@@ -44,7 +44,7 @@ class Options(BlockOptions):
     tensor_parallel_size: Annotated[
         tuple[Annotated[int, Field(ge=1)], ...],
         Flag(short="-tp"),
-        Field(min_length=1, description="offline, served: processes of a rank; each with each of --ranks"),
+        Field(min_length=1, description="offline, served: processes per rank; combined with every --ranks"),
     ] = (1,)
     prompts: Annotated[int, Field(ge=1, description="offline, served: prompts")] = 64
     input_len: Annotated[int, Field(ge=1, description="their tokens")] = 128
@@ -58,7 +58,7 @@ DECODE_HEAVY = Workload(prompts=64, input_len=32, output_len=64)
 
 
 def run(options: Options) -> int:
-    """Measure, print each part as it is done, write."""
+    """Measure, print each part when it is done, write."""
     parts: dict[str, Any] = {}
     if set(options.only) - {Part.SCHEDULER}:
         with tempfile.TemporaryDirectory() as folder:

@@ -41,7 +41,7 @@ from ubatch import UBatchError
 
 __all__ = ["Options", "Round", "gaps_between", "run"]
 
-_BEFORE_S = 0.3  # the streams decode before the first prompt comes
+_BEFORE_S = 0.3  # the streams decode before the first prompt arrives
 _PROMPT_OUTPUT = 2
 
 
@@ -64,7 +64,7 @@ class Options(ReportOptions):
     output_len: Annotated[int, Field(ge=8, description="their tokens")] = 200
     prompts: Annotated[int, Field(ge=1, description="long prompts beside them")] = 12
     input_len: Annotated[int, Field(ge=1, description="their tokens")] = 900
-    in_flight: Annotated[int, Field(ge=1, description="of them at a time")] = 2
+    in_flight: Annotated[int, Field(ge=1, description="long prompts at a time")] = 2
 
 
 @dataclass(frozen=True)
@@ -72,8 +72,8 @@ class Round:
     """One visit of an arm.
 
     Attributes:
-        alone_ms, mixed_ms: times between two tokens of a stream.
-        tokens_per_s: of the mixed part.
+        alone_ms, mixed_ms: times between two tokens of a stream, in each part.
+        tokens_per_s: throughput of the mixed part.
     """
 
     alone_ms: Sequence[float]
@@ -82,16 +82,16 @@ class Round:
 
     @property
     def p99_alone(self) -> float:
-        """Milliseconds."""
+        """99th percentile of `alone_ms`."""
         return float(np.percentile(self.alone_ms, 99))
 
     @property
     def p99_mixed(self) -> float:
-        """Milliseconds."""
+        """99th percentile of `mixed_ms`."""
         return float(np.percentile(self.mixed_ms, 99))
 
     def as_json(self) -> dict[str, float]:
-        """Without every single gap."""
+        """The round without its single gaps."""
         return {
             "median_alone_ms": float(np.median(self.alone_ms)),
             "p99_alone_ms": self.p99_alone,
@@ -109,7 +109,7 @@ class _Arm:
     rounds: list[Round] = field(default_factory=list)
 
     def overlapped(self) -> tuple[float, float]:
-        """Mixed steps so far that overlapped, and all of them."""
+        """Number of mixed steps so far that overlapped, and of all mixed steps."""
         text = httpx.get(f"{self.server.base_url}/metrics", timeout=30.0, trust_env=False).text
         counts = [
             (sample.labels["outcome"], sample.value)
@@ -133,7 +133,7 @@ def run(options: Options) -> int:
         for dbo, limit in product((False, True), ("off", *options.limits)):
             server = stack.enter_context(running_server(options.model, _flags(options, limit, dbo=dbo)))
             arms.append(_Arm(limit, dbo, server))
-        for arm in arms:  # what is made at the first use
+        for arm in arms:  # a warm-up
             asyncio.run(_visit(arm, options, seed=0))
         for number in progress(range(options.rounds), desc="rounds"):
             for seed, sweep in ((2 * number + 1, arms), (2 * number + 2, arms[::-1])):
@@ -183,7 +183,7 @@ async def _visit(arm: _Arm, options: Options, seed: int) -> Round:
 
 
 def _shuffled(tasks: Sequence[Task], seed: int) -> list[Task]:
-    """The same lengths with other tokens, so that the prefix cache has none of the second part."""
+    """The same lengths with other tokens, so that the second part finds nothing in the prefix cache."""
     rng = random.Random(seed)
     prompts: list[list[int]] = [[token for token in task.prompt if isinstance(token, int)] for task in tasks]
     return [replace(task, prompt=rng.sample(each, len(each))) for task, each in zip(tasks, prompts, strict=True)]
@@ -197,7 +197,7 @@ def _all_ok(outcomes: list[Outcome]) -> list[Outcome]:
 
 
 def gaps_between(outcome: Outcome, begin_s: float, end_s: float) -> list[float]:
-    """The gaps of a stream that overlap with a span of the load's time; none where it ended before, or began after."""
+    """Seconds of a stream's gaps that overlap a span of the load's time; empty if the stream ran outside it."""
     first = outcome.sent_s + (outcome.ttft_s or 0.0)
     ends = list(accumulate(outcome.gaps_s, initial=first))
     return [

@@ -1,4 +1,4 @@
-"""What a load's outcomes add up to: throughput, and percentiles of the latencies."""
+"""Figures of a load: throughput, and percentiles of the latencies."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Figures", "Spread", "figures_of"]
 
 @dataclass(frozen=True)
 class Spread:
-    """How a latency is distributed, in milliseconds."""
+    """Distribution of a latency, in milliseconds."""
 
     mean: float
     median: float
@@ -23,7 +23,7 @@ class Spread:
 
     @classmethod
     def of(cls, seconds: Iterable[float]) -> Spread | None:
-        """None for no values."""
+        """The distribution of these values; None if there are none."""
         values = np.fromiter(seconds, dtype=float) * 1e3
         if not len(values):
             return None
@@ -36,17 +36,17 @@ class Figures:
     """A load's result.
 
     Attributes:
-        ok, failed, cancelled: requests by their end.
-        first_error: of the failed request that was sent first.
+        ok, failed, cancelled: number of requests by how they ended.
+        first_error: error of the failed request that was sent first.
         duration_s: from the load's start to the end of its last request.
-        requests_per_s: completed ones.
-        output_tokens_per_s: tokens of completed and cancelled requests.
-        total_tokens_per_s: with their prompts.
-        uncounted: completed requests of whose tokens the server gave no number; their events are counted instead.
+        requests_per_s: completed requests per second.
+        output_tokens_per_s: output tokens of completed and cancelled requests per second.
+        total_tokens_per_s: the same with their prompts' tokens.
+        uncounted: completed requests for which the server gave no token counts; their events are counted instead.
         ttft: time to first token.
-        itl: between one event with text and the next.
-        tpot: per output token after the first.
-        e2e: end-to-end latency. Latencies are those of completed requests; None where there are none.
+        itl: inter-token latency, from one event with text to the next.
+        tpot: time per output token after the first.
+        e2e: end-to-end latency. All latencies are those of completed requests; None if there are none.
     """
 
     ok: int
@@ -64,7 +64,7 @@ class Figures:
     e2e: Spread | None
 
     def print(self) -> None:
-        """As text."""
+        """Print the figures."""
         print(f"requests   {self.ok} ok, {self.failed} failed, {self.cancelled} cancelled in {self.duration_s:.2f} s")
         if self.first_error is not None:
             print(f"  first error: {self.first_error}")
@@ -86,7 +86,7 @@ class Figures:
 
 
 def figures_of(outcomes: Sequence[Outcome]) -> Figures:
-    """Reckon a load's figures."""
+    """Compute a load's figures."""
     by_status = {status: [each for each in outcomes if each.status is status] for status in Status}
     ok, failed, cancelled = by_status[Status.OK], by_status[Status.FAILED], by_status[Status.CANCELLED]
     duration = max((each.sent_s + each.latency_s for each in outcomes), default=0.0)

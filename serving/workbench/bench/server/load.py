@@ -1,4 +1,4 @@
-"""What the load generator asks: lengths, prompts, arrival times, and whom it drops midway."""
+"""The load generator's requests: lengths, prompts, arrival times, and which are dropped midway."""
 
 from __future__ import annotations
 
@@ -25,27 +25,27 @@ _TEXT = (
 
 
 class Dataset(StrEnum):
-    """Where prompts come from."""
+    """The kind of prompts."""
 
     RANDOM = "random"
     """tokens that the server's `/tokenize` knows, in random order: prompts have exactly the length asked for"""
     WORDS = "words"
-    """random English words, about a token each: for servers without `/tokenize`"""
+    """random English words, about one token each: for servers without `/tokenize`"""
 
 
 @dataclass(frozen=True)
 class Load:
-    """How much to ask, and when.
+    """The number, sizes and arrival times of requests.
 
     Attributes:
-        num_prompts: requests.
+        num_prompts: number of requests.
         request_rate: requests per second on average, with Poisson arrivals; infinity sends all at once.
         input_len: mean tokens of a prompt.
         output_len: mean tokens of an answer.
         range_ratio: lengths are uniform within this share below and above their mean.
         cancel_ratio: share of the requests that are dropped midway.
-        dataset: where prompts come from.
-        seed: of everything random here.
+        dataset: the kind of prompts.
+        seed: seed of all random choices.
         fields: more fields of every request's body.
     """
 
@@ -75,7 +75,7 @@ class Load:
 
 @dataclass(frozen=True)
 class ServedModel:
-    """What `/v1/models` says: the name, and the most tokens of a request where the server gives them."""
+    """A model of `/v1/models`: its name, and the most tokens of a request if the server gives that number."""
 
     name: str
     max_model_len: int | None
@@ -86,7 +86,7 @@ async def served_model(server: Server, name: str | None) -> ServedModel:
 
     Raises:
         RequestFailed: the server cannot be reached or refuses.
-        ConfigError: it does not serve that model.
+        ConfigError: the server does not have that model.
     """
     listing = await _ask(server, "GET", "/v1/models")
     models = {str(each["id"]): each.get("max_model_len") for each in listing["data"]}

@@ -1,13 +1,13 @@
 """The part of `ubatch bench engine` that generates: offline and served, against transformers' `generate`.
 
-The same checkpoint, prompts and number of new tokens, greedy, on all cores; everything is alive at once and one thing
-works at a time. What is compared first: the tokens.
+The same checkpoint, prompts and number of new tokens, greedy, on all cores. All arms are loaded at once and one works
+at a time; their tokens are compared before anything is timed.
 
     transformers   `generate` on one padded batch
-    offline_N      `LLM(...).generate` with N ranks, which share the experts where there are several; offline_NxT with T
-                   tensor-parallel processes each
+    offline_N      `LLM(...).generate` with N ranks, which share the experts if N > 1; offline_NxT with T
+                   tensor-parallel processes per rank
     served_N       the same prompts as requests to `ubatch serve` with the same options, all at once, not streamed
-    streamed_N     streamed
+    streamed_N     as served_N, but streamed
 
 Prefix caching is off, as every visit sends the same prompts.
 """
@@ -35,7 +35,7 @@ from ubatch.process.cores import num_cores
 
 __all__ = ["OfflineResult", "Workload", "make_served_model", "measure_offline", "random_prompts"]
 
-_SHARE_OF_EQUAL_TOKENS = 0.5  # a random model has near-ties, and one of them changes all that follows
+_SHARE_OF_EQUAL_TOKENS = 0.5  # a random model has near-ties, and a tie that falls differently changes all later tokens
 
 
 @dataclass(frozen=True)
@@ -55,12 +55,12 @@ class OfflineResult:
     """Figures of whole generations.
 
     Attributes:
-        workload: what was generated.
+        workload: prompts and answers, in words.
         arms_ms: raw block means.
         tokens_per_s: new tokens per second, per arm.
-        over_transformers: transformers' time over the arm's.
-        over_offline: `offline_N`'s time over the same served.
-        same: share of the tokens (offline) or texts (served) that are those of transformers or of `offline_N`.
+        over_transformers: transformers' time / the arm's time.
+        over_offline: time of `offline_N` / time of the served arm.
+        same: share of tokens that equal transformers' (offline), or of texts that equal those of `offline_N` (served).
     """
 
     workload: Workload
@@ -71,7 +71,7 @@ class OfflineResult:
     same: Mapping[str, float]
 
     def print(self) -> None:
-        """As text."""
+        """Print the figures."""
         print(f"\ngenerate: {self.workload}, all cores")
         print(f"  {'':14} {'ms':>20} {'tokens/s':>20} {'over transformers':>20} {'over offline':>20} {'same':>7}")
         for name, values in self.arms_ms.items():
@@ -83,13 +83,13 @@ class OfflineResult:
 
 
 def make_served_model(folder: Path, size: RandomQwen3Moe | None = None) -> Path:
-    """A random Qwen3-MoE with a tokenizer of as many made-up words, so that it can be served.
+    """Make a random Qwen3-MoE, with a tokenizer that has one made-up word per token, so that it can be served.
 
-    Token 7 is the word `w7`; a text is its words with blanks between.
+    Token 7 is the word `w7`; a text is words with blanks between.
 
     Args:
-        folder: where a folder for it is made.
-        size: of the model; 100 M parameters by default.
+        folder: the model's folder is made in this one.
+        size: the model's sizes; 100 M parameters by default.
     """
     path = make_random_qwen3_moe(folder / "random-qwen3-moe", seed=0, size=size)
     words = {"type": "Metaspace", "replacement": "\u2581", "prepend_scheme": "always"}
@@ -107,7 +107,7 @@ def make_served_model(folder: Path, size: RandomQwen3Moe | None = None) -> Path:
 
 
 def random_prompts(model: Path, workload: Workload) -> list[list[int]]:
-    """Token ids, the same every time."""
+    """Random token ids, the same at every call."""
     size = (workload.prompts, workload.input_len)
     return torch.randint(0, _vocab_size(model), size, generator=torch.Generator().manual_seed(0)).tolist()
 
@@ -119,18 +119,18 @@ def _vocab_size(model: Path) -> int:
 def measure_offline(
     model: Path, blocks: int, workload: Workload, *, ranks: Sequence[tuple[int, int]], transformers: bool, served: bool
 ) -> OfflineResult:
-    """Run all arms, and reckon the figures.
+    """Run all arms, and compute the figures.
 
     Args:
         model: a checkpoint with a tokenizer.
         blocks: A B B A blocks.
         workload: what to generate.
         ranks: numbers of data-parallel ranks, and of tensor-parallel processes of each, to compare.
-        transformers: measure it too.
-        served: measure servers too.
+        transformers: measure transformers, too.
+        served: measure servers, too.
 
     Raises:
-        UBatchError: two arms do not generate the same.
+        UBatchError: two arms do not generate the same tokens.
     """
     torch.set_num_threads(num_cores())
     prompts = random_prompts(model, workload)
@@ -177,7 +177,7 @@ def measure_offline(
 
 
 def _options(data_parallel: int, tensor_parallel: int, workload: Workload) -> dict[str, Any]:
-    """The same for `LLM` and, as flags, for the server."""
+    """The options of `LLM`, which the server gets as flags."""
     options: dict[str, Any] = {"enable_prefix_caching": False, "max_num_seqs": workload.prompts}
     if data_parallel * tensor_parallel > 1:
         options |= {"data_parallel_size": data_parallel, "tensor_parallel_size": tensor_parallel}
@@ -221,7 +221,7 @@ def _equal(name: str, expected: Sequence[Sequence[Any]], got: Sequence[Sequence[
     """Share of equal elements.
 
     Raises:
-        UBatchError: less than half of them.
+        UBatchError: less than half are equal.
     """
     pairs = [pair for a, b in zip(expected, got, strict=True) for pair in zip(a, b, strict=True)]
     same = sum(a == b for a, b in pairs) / len(pairs)

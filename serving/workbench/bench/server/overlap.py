@@ -1,9 +1,9 @@
-"""The part of `ubatch bench engine` that overlaps: `enable_dbo` against the same engines without it.
+"""The part of `ubatch bench engine` that measures overlap: `enable_dbo` against the same engines without it.
 
 Two data- and expert-parallel ranks over an emulated link, whose bandwidth is set so that the communication of a full
-prefill step is about equal to its compute. The decode threshold is tuned first: the fewest tokens of a rank from which
-overlapped decode steps are faster over that link, here. Both `LLM`s are alive, and one works at a time; the tokens are
-compared first.
+prefill step takes about as long as its compute. The decode threshold is tuned first: the fewest tokens per rank from
+which overlapped decode steps are faster over that link. Both `LLM`s are loaded, and one works at a time. Their tokens
+are compared before anything is timed.
 
     prefill   long prompts and short answers, in full steps
     decode    short prompts and long answers
@@ -45,12 +45,12 @@ _MARGIN = 1.05  # a step that is hardly faster in calibration may be slower in s
 
 @dataclass(frozen=True)
 class Calibration:
-    """What the ranks measured before anything was served.
+    """Measurements of the ranks before the engines start.
 
     Attributes:
         bytes_per_s: the link's bandwidth.
         step_speedup: of one full prefill step over that link, overlapped against the best serial one.
-        decode_speedup: tokens of a rank -> serial time of a decode step over overlapped.
+        decode_speedup: tokens per rank -> serial time / overlapped time of a decode step.
         decode_threshold: the tuned threshold.
     """
 
@@ -65,11 +65,11 @@ class ServedOverlapResult:
     """Figures of one workload.
 
     Attributes:
-        workload: what was generated.
+        workload: prompts and answers, in words.
         arms_ms: raw block means.
-        speedup: time without over time with `enable_dbo`.
-        same: share of the prompts with the same tokens.
-        steps: of rank 0 with `enable_dbo`, by mode and outcome, as in `EngineStatistics`.
+        speedup: time without / time with `enable_dbo`.
+        same: share of the prompts whose tokens are the same.
+        steps: rank 0's steps with `enable_dbo`, by mode and outcome, as in `EngineStatistics`.
     """
 
     workload: Workload
@@ -81,14 +81,14 @@ class ServedOverlapResult:
 
 @dataclass(frozen=True)
 class ServedOverlap:
-    """All of it, for one link."""
+    """All results over one link."""
 
     calibration: Calibration
     step_tokens: int
     results: Mapping[str, ServedOverlapResult]
 
     def print(self) -> None:
-        """As text."""
+        """Print the results."""
         link = self.calibration
         print(
             f"\noverlap: {_RANKS} ranks over {link.bytes_per_s / 1e6:.1f} MB/s, {_LATENCY_S * 1e6:g} us; "
@@ -109,13 +109,13 @@ class ServedOverlap:
 def measure_served_overlap(
     model: Path, blocks: int, *, step_tokens: int, workloads: Mapping[str, Workload]
 ) -> ServedOverlap:
-    """Calibrate, start both engines, run all arms, and reckon the figures.
+    """Calibrate, start both engines, run all arms, and compute the figures.
 
     Args:
         model: a checkpoint with a tokenizer.
         blocks: A B B A blocks.
-        step_tokens: most tokens of a rank's step; the link is calibrated on a prefill of as many.
-        workloads: by name; prompts of all ranks together.
+        step_tokens: most tokens of a rank's step; the link is calibrated on a prefill of this size.
+        workloads: name -> workload; prompts of all ranks together.
     """
     prompt_len = max(workload.input_len for workload in workloads.values())
     calibration: Calibration = run_ranks(_calibrate, _RANKS, model, step_tokens, prompt_len)
@@ -177,7 +177,7 @@ def _calibrate(rank: int, world_size: int, model: Path, step_tokens: int, prompt
 
 
 def _threshold(speedup: Mapping[int, float]) -> int:
-    """The fewest tokens from which on every size that was tried is faster overlapped; else more than any."""
+    """Fewest tokens from which every measured size is faster with overlap; a number above all if there is none."""
     slower = [tokens for tokens, value in speedup.items() if value < _MARGIN]
     faster = [tokens for tokens in speedup if tokens > max(slower, default=0)]
     return min(faster, default=2 * max(speedup))
@@ -185,7 +185,7 @@ def _threshold(speedup: Mapping[int, float]) -> int:
 
 @torch.inference_mode()
 def _decode_speedup(runner: ModelRunner, link: EmulatedLink, tokens: int) -> float:
-    """Serial time of a decode step of so many tokens on every rank over the overlapped one's; the same on all ranks."""
+    """Serial time / overlapped time of a decode step with `tokens` tokens per rank; the same on all ranks."""
     with _decode_setting(runner, link, tokens) as setting:
         seconds: dict[int, list[float]] = {1: [], 2: []}
         for visit in range(2 * _DECODE_STEPS + 2):
@@ -205,7 +205,7 @@ def _decode_setting(runner: ModelRunner, link: EmulatedLink, tokens: int) -> Ite
     generator = torch.Generator().manual_seed(dist.get_rank())
     size = (tokens, _DECODE_CONTEXT + 1)
     contexts = torch.randint(0, runner.config.vocab_size, size, generator=generator).tolist()
-    for index, context in enumerate(contexts):  # tokens of their own, as they choose the experts
+    for index, context in enumerate(contexts):  # different tokens per request, because tokens choose the experts
         request = Request(index, context, SamplingParams(max_tokens=1))
         runner.admit(request, _DECODE_CONTEXT + 1)
         request.num_computed_tokens = _DECODE_CONTEXT

@@ -1,4 +1,4 @@
-"""A server as a process of its own: started, waited for, asked to end."""
+"""Start a server as a process of its own, wait until it is ready, and stop it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ubatch import UBatchError
 __all__ = ["UBATCH", "ServerFailed", "ServerProcess", "running_server"]
 
 UBATCH = (sys.executable, "-c", "import sys; from serving.cli import main; sys.exit(main())")
-"""The `ubatch` command of this interpreter, wherever its script may be."""
+"""The `ubatch` command, run by this interpreter without looking for its script."""
 
 _START_S = 300.0
 _STOP_S = 60.0
@@ -30,17 +30,17 @@ _TAIL = 4000
 
 
 class ServerFailed(UBatchError):
-    """The server did not start, or not in time; the message ends with what it printed last."""
+    """The server did not start, or not in time; the message ends with its last output."""
 
 
 @dataclass
 class ServerProcess:
-    """`ubatch serve`, running.
+    """A running `ubatch serve`.
 
     Attributes:
         process: the API process; the engines are its children.
-        base_url: without `/v1`.
-        log: what it prints, both streams.
+        base_url: the server's URL without `/v1`.
+        log: file with its standard output and standard error.
     """
 
     process: subprocess.Popen[bytes]
@@ -48,7 +48,7 @@ class ServerProcess:
     log: IO[bytes]
 
     def output(self) -> str:
-        """The last of what it has printed so far."""
+        """The end of its output so far."""
         self.log.flush()
         return Path(self.log.name).read_bytes()[-_TAIL:].decode(errors="replace")
 
@@ -66,12 +66,12 @@ class ServerProcess:
                 if httpx.get(f"{self.base_url}/health", timeout=5.0, trust_env=False).status_code == httpx.codes.OK:
                     return
             except httpx.HTTPError:
-                pass  # not yet
+                pass  # not listening yet
             time.sleep(0.2)
         raise ServerFailed(f"the server was not ready after {timeout_s:g} s:\n{self.output()}")
 
     def stop(self) -> int:
-        """Ask it to end (SIGTERM), and kill it if it does not; returns its exit status."""
+        """Ask the server to end (SIGTERM), and kill it if it does not; returns its exit status."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
         try:
@@ -85,7 +85,7 @@ class ServerProcess:
 def running_server(
     model: Path, flags: Sequence[str] = (), *, environment: Mapping[str, str] | None = None
 ) -> Iterator[ServerProcess]:
-    """`ubatch serve MODEL FLAGS` on a free port, from when it is healthy until the block ends.
+    """Run `ubatch serve MODEL FLAGS` on a free port; enters the block once it is healthy, and stops it at the end.
 
     Args:
         model: folder of the checkpoint.

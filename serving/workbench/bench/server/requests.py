@@ -1,4 +1,4 @@
-"""The requests of the load generator: sent when due, read as they stream, timed, dropped midway where asked for."""
+"""Requests of the load generator: it sends them when due, reads and times their streams, and may drop them midway."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ __all__ = ["Endpoint", "Outcome", "RequestFailed", "Server", "Status", "Task", "
 
 
 class RequestFailed(UBatchError):
-    """The server refused a request, or its answer is not what the API promises; the message says what came."""
+    """The server refused a request, or its answer does not follow the API; the message quotes the answer."""
 
 
 class Endpoint(StrEnum):
-    """Which of the two APIs is called."""
+    """The API that is called."""
 
     COMPLETIONS = "completions"
     CHAT = "chat"
 
     @property
     def path(self) -> str:
-        """Under the base URL."""
+        """The path under the base URL."""
         return "/v1/completions" if self is Endpoint.COMPLETIONS else "/v1/chat/completions"
 
 
@@ -45,15 +45,15 @@ class Status(StrEnum):
 
 @dataclass(frozen=True)
 class Server:
-    """Whom to ask, and how.
+    """The server to send requests to, and how.
 
     Attributes:
-        base_url: without `/v1`.
-        model: its served name.
+        base_url: the server's URL without `/v1`.
+        model: the model's served name.
         endpoint: completions or chat.
-        stream: read tokens as they come.
-        api_key: sent as a bearer token, where given.
-        timeout_s: most seconds without a byte from the server.
+        stream: stream the answers.
+        api_key: sent as a bearer token; None sends none.
+        timeout_s: a request fails after this many seconds without a byte from the server.
     """
 
     base_url: str
@@ -64,9 +64,9 @@ class Server:
     timeout_s: float = 600.0
 
     def client(self) -> httpx.AsyncClient:
-        """A client without a limit on connections: how many are open is what the load decides.
+        """A client without a limit on connections: the load alone decides how many are open.
 
-        Proxies of the environment are not asked: they would be measured too.
+        It ignores proxies of the environment, which would be measured too.
         """
         headers = {"Authorization": f"Bearer {self.api_key}"} if self.api_key is not None else {}
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
@@ -77,14 +77,14 @@ class Server:
 
 @dataclass(frozen=True)
 class Task:
-    """One request to make.
+    """One request to send.
 
     Attributes:
         index: its place in the load.
-        prompt: token ids, or text (the one user message, for chat).
+        prompt: token ids, or text (for chat, the only user message).
         max_tokens: most tokens of the answer.
-        start_s: when it is due, seconds after the load's start.
-        cancel_after: drop the connection after so many events with text; None reads to the end.
+        start_s: time at which it is due, in seconds after the load's start.
+        cancel_after: drop the connection after this many events with text; None reads to the end.
         fields: more fields of the request's body.
     """
 
@@ -98,21 +98,21 @@ class Task:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a request. Times are seconds.
+    """The result of a request. Times are seconds.
 
     Attributes:
-        index: its place in the load.
+        index: the request's place in the load.
         status: how it ended.
-        sent_s: when it was sent, after the load's start.
+        sent_s: time of sending, after the load's start.
         latency_s: from sending to its end.
-        ttft_s: from sending to the first text; None without streaming, or where no text came.
-        gaps_s: between one event with text and the next.
-        prompt_tokens: as the server counts them; 0 where it did not say.
-        output_tokens: as the server counts them; where it did not say, the events with text.
-        counted: the server said how many tokens there were.
-        text: all that came.
-        finish_reason: the server's.
-        error: what went wrong, for a failed one.
+        ttft_s: from sending to the first text; None without streaming or without text.
+        gaps_s: times between one event with text and the next.
+        prompt_tokens: the server's count; 0 if it gave none.
+        output_tokens: the server's count; if it gave none, the number of events with text.
+        counted: whether the server gave token counts.
+        text: all text received.
+        finish_reason: the server's finish reason.
+        error: why the request failed; None if it did not.
     """
 
     index: int
@@ -130,13 +130,13 @@ class Outcome:
 
     @property
     def tpot_s(self) -> float | None:
-        """Seconds per output token after the first; None where there is no second one."""
+        """Seconds per output token after the first; None if there is no second token."""
         if self.ttft_s is None or self.output_tokens < 2:
             return None
         return sum(self.gaps_s) / (self.output_tokens - 1)
 
 
-# -- what is read of the server's JSON; everything else in it is skipped
+# -- the fields that are read from the server's JSON; all others are skipped
 
 
 class _Text(msgspec.Struct):
@@ -166,7 +166,7 @@ _decode = msgspec.json.Decoder(_Answer).decode
 
 @dataclass
 class _Reading:
-    """What has been read of one answer so far."""
+    """One answer, as far as it has been read."""
 
     sent: float
     times: list[float] = field(default_factory=list)
@@ -218,14 +218,13 @@ async def send_all(
     max_concurrency: int | None = None,
     on_done: Callable[[Outcome], object] = lambda _: None,
 ) -> list[Outcome]:
-    """Make every request when it is due; a failure of one is its outcome, and the others go on.
+    """Send every request when it is due. A failed request gets an outcome of its own; the others continue.
 
     Args:
-        server: whom to ask.
-        tasks: what to ask.
-        max_concurrency: most requests at once. One that waits for its turn has not been sent yet: its latency starts
-            when it is.
-        on_done: called with each outcome as it comes.
+        server: where to send the requests.
+        tasks: the requests.
+        max_concurrency: most requests at once. A request's latency starts when it is sent, not while it waits for this.
+        on_done: called with each outcome when its request ends.
 
     Returns:
         One outcome per task, in their order.
@@ -246,12 +245,12 @@ async def send_all(
 
 
 async def send(server: Server, client: httpx.AsyncClient, task: Task, started: float) -> Outcome:
-    """One request, from sending to its end; a failure is its outcome.
+    """Send one request and read its answer; a failure is returned as an outcome.
 
     Args:
-        server: whom to ask.
+        server: where to send it.
         client: made by `Server.client`.
-        task: what to ask, now.
+        task: the request, sent at once.
         started: `time.perf_counter()` at the load's start.
     """
     reading = _Reading(time.perf_counter())
@@ -270,7 +269,7 @@ async def send(server: Server, client: httpx.AsyncClient, task: Task, started: f
 
 
 async def _read_stream(response: httpx.Response, reading: _Reading, cancel_after: int | None) -> Status:
-    """Read to the end behind `[DONE]`, or until enough events came; leaving then closes the connection."""
+    """Read to the end after `[DONE]`, or until `cancel_after` events; returning then closes the connection."""
     done = False
     async with aclosing(_events(response)) as events:
         async for payload, now in events:
@@ -286,9 +285,9 @@ async def _read_stream(response: httpx.Response, reading: _Reading, cancel_after
 
 
 async def _events(response: httpx.Response) -> AsyncGenerator[tuple[bytes, float], None]:
-    """The `data:` lines of server-sent events, and when each was read."""
+    """The `data:` lines of server-sent events, and the time at which each was read."""
     rest = b""
-    chunks = cast("AsyncGenerator[bytes, None]", response.aiter_bytes())  # httpx says less than it gives
+    chunks = cast("AsyncGenerator[bytes, None]", response.aiter_bytes())  # httpx's annotation is too wide
     async with aclosing(chunks):
         async for chunk in chunks:
             now = time.perf_counter()
@@ -309,7 +308,7 @@ def _body(server: Server, task: Task) -> dict[str, Any]:
 
 
 def refused(response: httpx.Response, body: bytes) -> RequestFailed:
-    """The error for an answer that is not 200, with OpenAI's message where it has one."""
+    """The error for an answer that is not 200, with its OpenAI error message if it has one."""
     try:
         message = _message_of(_decode(body).error)
     except msgspec.MsgspecError:

@@ -1,13 +1,13 @@
-"""The part of `ubatch bench engine` that needs no model: the scheduler's cost per step, and what the loop hides of it.
+"""The part of `ubatch bench engine` without a model: the scheduler's time per step, and how much the loop hides.
 
-A stand-in for the device takes a step and has it done a fixed time after the step before it, whatever the host does
-meanwhile. All requests run and none ends, so that every step decodes all of them. Two arms, interleaved:
+A fake device finishes each step a fixed time after the step before it, whatever the host does meanwhile. All requests
+run and none ends, so that every step decodes all of them. The arms are interleaved:
 
     plain        schedule, launch, wait, process; then the next one
     overlapped   the next step is scheduled and launched, and the last one processed, while the device works
     host         the plain loop without a device: schedule, advance and process alone
 
-In the plain loop the host costs more than alone: it comes out of a sleep, and finds its caches cold.
+In the plain loop the host takes longer than alone, because it wakes from a sleep with cold caches.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ class SchedulerResult:
 
     Attributes:
         running: requests that decode in every step.
-        device_ms: what the device takes for a step.
+        device_ms: time that the device takes for a step.
         arms_ms: raw block means of a step, per arm.
-        exposed: milliseconds of a step of the plain loop during which the device waits for the host.
-        hidden: share of them that the overlapped loop does away with.
+        exposed: milliseconds per step for which the device waits for the host in the plain loop.
+        hidden: share of that time that the overlapped loop removes.
     """
 
     running: int
@@ -53,7 +53,7 @@ class SchedulerResult:
     hidden: Interval
 
     def print(self) -> None:
-        """As text."""
+        """Print the figures."""
         print(f"\nscheduler: {self.running} running requests; a device that takes {self.device_ms:g} ms a step")
         print_arms(self.arms_ms, ".3f", unit="ms a step", width=22)
         print(f"  the device waits in the plain loop   {self.exposed:.3f} ms a step")
@@ -61,7 +61,7 @@ class SchedulerResult:
 
 
 class _Device:
-    """Takes steps in order; one is done `seconds` after it was taken, or after the one before it was done."""
+    """A fake device: a step is done `seconds` after its launch, or after the step before it, whichever is later."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
@@ -73,7 +73,7 @@ class _Device:
         return _Step(len(scheduled), self._free_at)
 
     def restart_clock(self) -> None:
-        """Steps of this device have no votes."""
+        """Does nothing: this device's steps have no vote."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class _Step:
     done_at: float
 
     def sample(self) -> None:
-        """The tokens need no choosing."""
+        """Does nothing: the tokens are fixed."""
 
     def result(self) -> StepOutput:
         """Sleep until the device is done."""
@@ -94,8 +94,8 @@ class _Step:
 
 
 def measure_scheduler(blocks: int, running: int = 64) -> SchedulerResult:
-    """Run all arms, and reckon the figures."""
-    steps = (blocks + 1) * 2 * _STEPS + 10  # of every core; none of its requests may end before
+    """Run all arms, and compute the figures."""
+    steps = (blocks + 1) * 2 * _STEPS + 10  # steps per core; no request may end before
     cores = {
         "host": _core(0.0, running, steps, overlapped=False),
         "plain": _core(_DEVICE_S, running, steps, overlapped=False),
@@ -117,7 +117,7 @@ def measure_scheduler(blocks: int, running: int = 64) -> SchedulerResult:
 
 
 def _core(device_s: float, running: int, steps: int, *, overlapped: bool) -> EngineCore:
-    """A loop whose `running` requests all decode for `steps` steps."""
+    """An engine whose `running` requests all decode for `steps` steps."""
     length = _PROMPT_LEN + steps
     blocks = -(-length // _BLOCK)
     config = SchedulerConfig(
@@ -132,7 +132,7 @@ def _core(device_s: float, running: int, steps: int, *, overlapped: bool) -> Eng
     )
     core = EngineCore(_Device(device_s), scheduler, overlap_schedule=overlapped)
     for index in range(running):
-        prompt = [index + 1] * _PROMPT_LEN  # none begins like another
+        prompt = [index + 1] * _PROMPT_LEN  # no two prompts share a prefix
         core.add(RequestInput(str(index), prompt, SamplingParams(max_tokens=steps)))
     while scheduler.num_waiting:
         core.step()

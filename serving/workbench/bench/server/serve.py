@@ -1,7 +1,7 @@
-"""`ubatch bench serve`: a load on an OpenAI-compatible server, and what its clients see.
+"""`ubatch bench serve`: put a load on an OpenAI-compatible server, and measure latency and throughput for its clients.
 
-Requests arrive at a rate (Poisson) or all at once, stream or not, and may be dropped midway. The server is any that has
-`/v1/models` and `/v1/completions` or `/v1/chat/completions`; random prompts need `/tokenize`, as vLLM's and ours have.
+Requests arrive at a rate (Poisson) or all at once, stream or not, and may be dropped midway. The server must have
+`/v1/models` and `/v1/completions` or `/v1/chat/completions`; random prompts need `/tokenize`, as vLLM and ubatch have.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["Options", "run"]
 
 
 class Options(ReportOptions):
-    """Whom to ask, how much, and how."""
+    """The server, the load, and the form of the requests."""
 
     model_config = ConfigDict(allow_inf_nan=True)
     unwritten: ClassVar[frozenset[str]] = frozenset({"api_key"})
@@ -46,16 +46,16 @@ class Options(ReportOptions):
     input_len: Annotated[int, Field(ge=1, description="mean tokens of a prompt")] = 128
     output_len: Annotated[int, Field(ge=1, description="mean tokens of an answer")] = 64
     range_ratio: Annotated[float, Field(ge=0, lt=1, description="lengths vary by this share, up and down")] = 0.0
-    stream: Annotated[bool, Field(description="read tokens as they come")] = True
-    ignore_eos: Annotated[bool, Field(description="answers go on to their full length")] = False
+    stream: Annotated[bool, Field(description="stream the answers")] = True
+    ignore_eos: Annotated[bool, Field(description="generate all tokens, past an end token")] = False
     temperature: Annotated[float, Field(ge=0, description="0 is greedy")] = 0.0
     cancel_ratio: Annotated[float, Field(ge=0, le=1, description="share of the requests dropped midway")] = 0.0
-    seed: Annotated[int, Field(description="of lengths, prompts, arrivals and who is dropped")] = 0
-    timeout_s: Annotated[float, Field(gt=0, description="a request fails after so long without a byte")] = 600.0
+    seed: Annotated[int, Field(description="of lengths, prompts, arrivals and drops")] = 0
+    timeout_s: Annotated[float, Field(gt=0, description="a request fails after this time without a byte")] = 600.0
 
 
 def run(options: Options) -> int:
-    """Make the load, print, write. 1 if any request failed.
+    """Send the load, print and write; returns 1 if a request failed.
 
     Raises:
         ConfigError: options that contradict each other, or the server's model.

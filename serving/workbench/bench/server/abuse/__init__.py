@@ -1,9 +1,9 @@
 """`ubatch bench abuse`: a server under attack, beside a steady load.
 
 streams     fifty streams run all the time; none may get a wrong token
-attacks     one after the other, each with the statuses that it may be answered with
-rounds      a thousand streams at once, a third of them dropped midway, and again: nothing is lost, memory stays
-hang        one rank stands still: `/health` says so, requests fail with its name, the server ends
+attacks     one after the other, each with the statuses that the server may answer
+rounds      a thousand streams at once, a third of them dropped midway, repeated: nothing may leak, memory may not grow
+hang        one rank is stopped: `/health` must report it, requests must fail with its name, the server must end
 """
 
 from serving.workbench.bench.server.abuse.command import Options, run

@@ -1,4 +1,4 @@
-"""What clients do to a server, and what it may answer: one table of bodies, one of connections, one of loads."""
+"""Attacks on a server, and the answers that it may give: a table of bodies, one of connections, one of loads."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ class Target:
 
     Attributes:
         server: its address and model.
-        tokens: ids that are plain text.
-        poisoned: an id whose embedding is nan.
+        tokens: ids of tokens that are plain text.
+        poisoned: id of a token whose embedding is nan.
         max_model_len: most tokens of a request.
-        max_connections: that it lets in.
-        arrivals_s: how long prompts keep arriving.
+        max_connections: most connections that the server accepts.
+        arrivals_s: seconds for which prompts keep arriving.
     """
 
     server: Server
@@ -47,17 +47,17 @@ class Target:
         return url.host, url.port or 80
 
     def prompt(self, length: int, seed: int = 0) -> list[int]:
-        """So many random tokens."""
+        """A prompt of `length` random tokens."""
         return random.Random(seed).choices(self.tokens, k=length)
 
     def body(self, **fields: Any) -> dict[str, Any]:
-        """A request's, with some fields of its own; greedy, so that the poisoned token does not come by chance."""
+        """A request's body with these fields; greedy, so that it does not generate the poisoned token by chance."""
         return {"model": self.server.model, "prompt": self.prompt(8), "max_tokens": 8, "temperature": 0} | fields
 
 
 Answers = list[str | float]
-"""Statuses; `closed` where a connection ended without one, `nothing` where it stayed silent. Floats: seconds that a
-request waited which had to be served soon."""
+"""HTTP statuses; `closed` if a connection ended without one, `nothing` if none was received. Floats: seconds that a
+short request waited, which had to be served soon."""
 
 
 @dataclass(frozen=True)
@@ -65,10 +65,10 @@ class Attack:
     """One way to harm a server.
 
     Attributes:
-        name: in the report.
-        run: does it, and returns how the server answered.
-        answers: what it may answer; anything else is a fault.
-        needs: what must be among the answers, or the attack has not happened.
+        name: its name in the report.
+        run: runs the attack, and returns the server's answers.
+        answers: answers that the server may give; any other is a fault.
+        needs: answers that must occur; otherwise the attack did not reach its target.
     """
 
     name: str
@@ -100,10 +100,10 @@ async def _post(target: Target, *contents: bytes | AsyncIterator[bytes], path: s
 def _bodies(
     make: Callable[[Target], Sequence[Mapping[str, Any] | bytes]], path: str = "/v1/completions"
 ) -> Callable[[Target], Awaitable[Answers]]:
-    """An attack that sends bodies made from the target; mappings as JSON."""
+    """An attack that sends the bodies that `make` builds for the target; mappings are sent as JSON."""
 
     async def run(target: Target) -> Answers:
-        bodies = await asyncio.to_thread(encode, target)  # the loop watches the server meanwhile
+        bodies = await asyncio.to_thread(encode, target)  # in a thread: the event loop must keep watching the server
         return await _post(target, *bodies, path=path)
 
     def encode(target: Target) -> list[bytes]:
@@ -166,7 +166,7 @@ def _tokenize(target: Target) -> list[Mapping[str, Any]]:
 
 
 async def _large(target: Target) -> Answers:
-    """100 MB, said before and not."""
+    """Send 100 MB, with and without a Content-Length."""
 
     async def pieces() -> AsyncIterator[bytes]:
         for _ in range(100):
@@ -179,7 +179,7 @@ async def _large(target: Target) -> Answers:
 
 
 async def _leave(target: Target) -> Answers:
-    """Some leave amid a large body, some while it is tokenized, some amid outputs, some amid streams."""
+    """Clients that disconnect while sending a large body, during tokenization, during outputs, and during streams."""
     texts = msgspec.json.encode(target.body(prompt=["to be or not " * 150] * 1000))
     long = target.body(prompt=target.prompt(100), max_tokens=target.max_model_len - 100, n=8, ignore_eos=True)
     silent = [_head(texts) + texts[: len(texts) // 2]] * 3 + [_head(texts) + texts] * 3
@@ -190,7 +190,7 @@ async def _leave(target: Target) -> Answers:
 
 
 async def _do_not_read(target: Target) -> Answers:
-    """Streams whose clients read no further than the status, for a while."""
+    """Streams whose clients read only the status, and stay connected for a while."""
     body = target.body(prompt=target.prompt(8), max_tokens=512, n=16, ignore_eos=True, stream=True)
     idle = (_raw(target, _request(body), wait_s=30.0, idle_s=5.0) for _ in range(4))
     return list(await asyncio.gather(*idle))
@@ -200,7 +200,7 @@ async def _do_not_read(target: Target) -> Answers:
 
 
 def _head(body: bytes | int) -> bytes:
-    """The headers of a request with this body, or of one with so many bytes."""
+    """The headers of a request with this body, or with a body of that many bytes."""
     length = body if isinstance(body, int) else len(body)
     lines = ["POST /v1/completions HTTP/1.1", "Host: here", "Content-Type: application/json"]
     return "\r\n".join([*lines, f"Content-Length: {length}", "", ""]).encode()
@@ -212,7 +212,7 @@ def _request(body: Mapping[str, Any]) -> bytes:
 
 
 async def _raw(target: Target, data: bytes, wait_s: float, idle_s: float = 0.0) -> str:
-    """Send bytes, read the status if it comes within `wait_s`, stay for `idle_s` without reading, and leave."""
+    """Send bytes, wait up to `wait_s` for the status, idle for `idle_s` without reading, and disconnect."""
     reader, writer = await asyncio.open_connection(*target.address, limit=1024)
     try:
         writer.write(data)
@@ -228,14 +228,14 @@ async def _raw(target: Target, data: bytes, wait_s: float, idle_s: float = 0.0) 
 
 
 async def _half_requests(target: Target) -> Answers:
-    """Headers that do not end, and bodies that do not come."""
+    """Send headers that never end, and headers without the announced body."""
     headers = b"GET /health HTTP/1.1\r\nHost: here\r\n"
     kinds = [headers, b"G", _head(1000) + b"{"] * 50
     return list(await asyncio.gather(*(_raw(target, data, wait_s=30.0) for data in kinds)))
 
 
 async def _garbage(target: Target) -> Answers:
-    """What is no HTTP, or more of it than anybody needs."""
+    """Send bytes that are no HTTP, and oversized headers."""
     header = b"GET /health HTTP/1.1\r\nHost: here\r\nX: " + b"a" * _MILLION + b"\r\n\r\n"
     kinds = [b"\x16\x03\x01\x02\x00" * 20, b"\r\n\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n", header]
     kinds.append(_head(10).replace(b"Content-Length: 10", b"Content-Length: -1") + b"{}")
@@ -243,7 +243,7 @@ async def _garbage(target: Target) -> Answers:
 
 
 async def _flood(target: Target) -> Answers:
-    """More connections than there may be; each asks something."""
+    """Open more connections than the server accepts; each sends a request."""
     ask = b"GET /v1/models HTTP/1.1\r\nHost: here\r\n\r\n"
     count = target.max_connections + 100
     opened = await asyncio.gather(
@@ -272,7 +272,7 @@ async def _flood(target: Target) -> Answers:
 
 
 async def _profiles(target: Target) -> Answers:
-    """Profiles of a server that was not started for them, and paths that are none."""
+    """Ask for profiles, which the server was started without, and for unknown paths."""
     async with target.server.client() as client:
         answers = [await client.post("/start_profile"), await client.get("/v1/nothing"), await client.put("/health")]
     return [str(answer.status_code) for answer in answers]
@@ -282,7 +282,7 @@ async def _profiles(target: Target) -> Answers:
 
 
 async def _short_behind(target: Target, body: Mapping[str, Any]) -> Answers:
-    """A short request right behind a large one; its wait is an answer, too."""
+    """Send a short request right after a large one; its waiting time is among the answers."""
     large = asyncio.create_task(_post(target, msgspec.json.encode(body)))
     await asyncio.sleep(0.3)
     asked = time.perf_counter()
@@ -303,7 +303,7 @@ async def _many_long_prompts(target: Target) -> Answers:
 
 
 async def _arrivals(target: Target) -> Answers:
-    """Prompts of 900 tokens, one after the other as soon as the last has its token."""
+    """Send prompts of 900 tokens, each as soon as the last one has its token."""
     ends = time.monotonic() + target.arrivals_s
     answers: Answers = []
     length = min(900, target.max_model_len - 16)

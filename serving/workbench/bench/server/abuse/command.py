@@ -1,4 +1,4 @@
-"""The command: its flags, its phases, its table, and what it promises."""
+"""The command: its flags, its phases, its table and its verdict."""
 
 from __future__ import annotations
 
@@ -50,19 +50,19 @@ FLAGS = (
 
 
 class Options(ReportOptions):
-    """What is attacked, and how long."""
+    """What to attack, and for how long."""
 
     unwritten = frozenset({"model"})
 
     model: Annotated[Checkpoint, Flag(positional=True), Field(description="folder of a checkpoint in safetensors")]
     only: Annotated[tuple[str, ...], Field(description="attacks whose names contain one of these; all if none")] = ()
-    streams: Annotated[int, Field(ge=1, description="that run beside the attacks")] = 50
+    streams: Annotated[int, Field(ge=1, description="streams beside the attacks")] = 50
     alone_s: Annotated[float, Field(gt=0, description="seconds of the streams alone, before and after")] = 10.0
     arrivals_s: Annotated[float, Field(gt=0, description="seconds during which prompts of 900 tokens arrive")] = 20.0
     rounds: Annotated[int, Field(ge=0, description="loads of which a third is dropped midway")] = 5
     round_streams: Annotated[int, Field(ge=3, description="streams of such a load")] = 1000
     hang: Annotated[bool, Field(description="stop a rank at the end")] = True
-    timeout_s: Annotated[float, Field(ge=5, description="of the server: after which a rank counts as hung")] = 15.0
+    timeout_s: Annotated[float, Field(ge=5, description="the server's: after it, a rank counts as hung")] = 15.0
     serve_flags: Annotated[
         str,
         Flag(metavar='"FLAG ..."'),
@@ -73,7 +73,7 @@ class Options(ReportOptions):
 
 
 def run(options: Options) -> int:
-    """Attack, print, write; 1 if a promise was not kept.
+    """Attack, print and write; returns 1 if there was a fault.
 
     Raises:
         ConfigError: no attack has that name, or the checkpoint cannot be poisoned.
@@ -93,7 +93,7 @@ def run(options: Options) -> int:
 
 
 def _open_files() -> None:
-    """A thousand streams are as many sockets, here too."""
+    """Raise the limit of open files: a thousand streams need as many sockets in this process, too."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = 65535 if hard == resource.RLIM_INFINITY else min(hard, 65535)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -101,12 +101,12 @@ def _open_files() -> None:
 
 
 class _Abuse:
-    """One run.
+    """One run of the command.
 
     Args:
-        options: of the command.
+        options: the command's options.
         process: the server.
-        poisoned: the token that it cannot compute.
+        poisoned: id of the token whose embedding is nan.
     """
 
     def __init__(self, options: Options, process: ServerProcess, poisoned: int) -> None:
@@ -114,7 +114,7 @@ class _Abuse:
         self._faults: list[str] = []
 
     async def run(self, attacks: Sequence[Attack]) -> int:
-        """All phases; prints each as it ends."""
+        """Run all phases; prints each when it ends."""
         options, process = self._options, self._process
         asked = Server(process.base_url)
         model = await served_model(asked, None)
@@ -141,7 +141,7 @@ class _Abuse:
         return 1 if self._faults else 0
 
     async def _attack(self, target: Target, attacks: Sequence[Attack]) -> list[Row]:
-        """The streams alone, each attack beside them, and the streams alone again."""
+        """Run the streams alone, then beside each attack, then alone again."""
         options = self._options
         answer_tokens = min(_ANSWER_TOKENS, target.max_model_len - 16)
         asked = [(target.prompt(16, seed), answer_tokens) for seed in range(options.streams)]
@@ -167,7 +167,7 @@ class _Abuse:
     async def _run(self, attack: Attack, target: Target, answers: Answers) -> None:
         try:
             answers += await attack.run(target)
-        except OSError as error:  # the attack's own connection: an answer like any other
+        except OSError as error:  # an error of the attack's own connection counts as an answer
             answers.append(type(error).__name__)
 
     async def _rounds(self, server: Server) -> list[Round]:

@@ -1,4 +1,4 @@
-"""What a server promises, and what of it was not kept: findings in, faults out."""
+"""Compare observations with what a server promises; returns the faults."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ __all__ = ["Row", "faults_of_hang", "faults_of_memory", "faults_of_rounds", "fau
 _GIGABYTE = 10**9
 _SLOWEST_HEALTH_S = 1.0
 _LONGEST_WAIT_S = 2.0
-"""Of a short request behind a large body: some steps, however many prompts are in front of it."""
+"""Longest wait of a short request behind a large body: some steps, however many prompts that body has."""
 _GAP_RATIO = 3.0
 _MEMORY_GROWTH = 1.05
-"""From the second round on: the first fills caches and the allocator's own."""
+"""Largest growth factor from the second round on; the first round fills caches and the allocator's pools."""
 _NOTICED_LATER_S = 5.0
-"""Beyond the server's `timeout_s`: beats are looked at now and then."""
+"""Seconds allowed beyond the server's `timeout_s`, because heartbeats are checked at intervals."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """A window, judged.
+    """The results of a window.
 
     Attributes:
-        name: of what happened in it.
-        seconds: that it took.
-        answers: how often each came.
-        waits_s: of requests that had to be served soon.
-        unexpected: answers that may not be, and those that are missing, as `no 503`.
-        health_s: the slowest `/health`; 0 in a window too short for one.
-        unhealthy: what else than 200 it answered.
+        name: what happened in it, such as an attack's name.
+        seconds: its length.
+        answers: answer -> how often it occurred.
+        waits_s: seconds that short requests waited.
+        unexpected: answers that are not allowed, and required ones that are missing, as `no 503`.
+        health_s: seconds of the slowest `/health`; 0 in a window too short for one.
+        unhealthy: answers of `/health` other than 200.
         seen: how the streams fared.
     """
 
@@ -47,7 +47,7 @@ class Row:
 
 
 def faults_of_windows(rows: Sequence[Row]) -> list[str]:
-    """What broke a promise while the streams ran."""
+    """Faults while the streams ran."""
     faults: list[str] = []
     for row in rows:
         seen = row.seen
@@ -68,20 +68,20 @@ def faults_of_windows(rows: Sequence[Row]) -> list[str]:
 
 
 def stretch(rows: Sequence[Row]) -> float | None:
-    """The streams' inter-token p99 while long prompts arrive, over that alone; None where they did not arrive."""
+    """Streams' inter-token p99 while long prompts arrive / the p99 without them; None if none arrived."""
     alone = next((row.seen.gap_p99_s for row in rows if row.name == "streams alone"), None)
     arriving = next((row.seen.gap_p99_s for row in rows if "arrive" in row.name), None)
     return arriving / alone if arriving is not None and alone is not None else None
 
 
 def faults_of_memory(peak: int, overlapped: int) -> list[str]:
-    """Of the API process's peak in bytes, and of the steps that ran in lanes."""
+    """Faults in the API process's peak memory (bytes) and in the number of steps that ran in lanes."""
     faults = [f"the API process took {peak / 1e9:.2f} GB"] if peak >= _GIGABYTE else []
     return faults + (["no step overlapped"] if not overlapped else [])
 
 
 def faults_of_rounds(done: Sequence[Round], streams: int) -> list[str]:
-    """Of rounds of so many streams; memory is compared from three rounds on."""
+    """Faults in rounds of `streams` streams; memory is only compared if there are three rounds or more."""
     faults: list[str] = []
     for number, each in enumerate(done, 1):
         broken = {
@@ -102,7 +102,7 @@ def faults_of_rounds(done: Sequence[Round], streams: int) -> list[str]:
 
 
 def faults_of_hang(seen: Hang, timeout_s: float) -> list[str]:
-    """Of a rank that stood still, on a server with this `timeout_s`."""
+    """Faults after a rank was stopped, on a server with this `timeout_s`."""
     unnamed = [error for error in seen.errors if f"rank {seen.rank}" not in error]
     broken = {
         "/health did not say in time that a rank hung": (

@@ -1,4 +1,4 @@
-"""A copy of a checkpoint with one token whose embedding is nan: a request that uses it cannot be answered."""
+"""Copy a checkpoint, with nan as the embedding of one token: a request with this token must fail."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 def poisoned_copy(model: Path, folder: Path) -> int:
-    """Fill `folder` with links to the checkpoint's files, but for the embedding; returns the poisoned token id.
+    """Fill `folder` with links to the checkpoint's files and a changed embedding; returns the poisoned token's id.
 
-    A tied head is untied: it keeps the weights that it had.
+    A tied output head is untied, so that it keeps its weights.
 
     Args:
         model: folder of a checkpoint in safetensors.

@@ -1,4 +1,4 @@
-"""What only the end of a load shows: that nothing is lost, that memory stays, and that a hung rank is noticed."""
+"""Checks after a load: requests leave nothing behind, memory does not grow, and a hung rank is noticed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _AT_REST = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_c
 
 
 async def read_totals(server: Server) -> Mapping[str, float]:
-    """`/metrics`, each sample's sum over the ranks; steps by outcome as `steps/OUTCOME`."""
+    """Read `/metrics`: each sample summed over the ranks; steps by outcome as `steps/OUTCOME`."""
     async with server.client() as client:
         text = (await client.get("/metrics")).raise_for_status().text
     totals: dict[str, float] = {}
@@ -38,21 +38,21 @@ async def read_totals(server: Server) -> Mapping[str, float]:
 
 
 async def overlapped_steps(server: Server) -> int:
-    """Steps of all ranks that ran in lanes."""
+    """Number of steps that ran in lanes, over all ranks."""
     return int((await read_totals(server)).get("steps/engaged", 0))
 
 
 async def rest(server: Server) -> str | None:
-    """Wait until the engines hold nothing; what they still hold after a minute, or None.
+    """Wait until the engines hold no requests and no KV; returns what they still hold after a minute, or None.
 
     Raises:
-        RequestFailed: the metrics do not say.
+        RequestFailed: `/metrics` lacks these numbers.
     """
     deadline = time.monotonic() + _REST_S
     while True:
         totals = await read_totals(server)
         if missing := [name for name in _AT_REST if name not in totals]:
-            raise RequestFailed(f"/metrics of {server.base_url} has no {', '.join(missing)}: nothing can be said.")
+            raise RequestFailed(f"/metrics of {server.base_url} has no {', '.join(missing)}: cannot tell what the engines hold.")
         held = {name: totals[name] for name in _AT_REST if totals[name]}
         if not held:
             return None
@@ -63,14 +63,14 @@ async def rest(server: Server) -> str | None:
 
 @dataclass(frozen=True)
 class Round:
-    """A load of streams of which a third is dropped.
+    """Result of one load of streams, a third of which is dropped.
 
     Attributes:
-        ok, cancelled, failed: streams by their end.
-        wrong: whole answers that are not what the server answers at leisure.
-        held: what the engines hold afterwards; None for nothing.
-        resident: bytes of the API process and of each engine, afterwards.
-        first_error: of a failed stream.
+        ok, cancelled, failed: number of streams by how they ended.
+        wrong: complete answers that differ from those of the server without load.
+        held: what the engines still hold afterwards; None for nothing.
+        resident: memory in bytes of the API process and of each engine, afterwards.
+        first_error: error of the first failed stream.
     """
 
     ok: int
@@ -83,7 +83,7 @@ class Round:
 
 
 async def rounds(server: Server, process: ServerProcess, count: int, streams: int, seed: int = 0) -> list[Round]:
-    """The same streams, again and again; a third of them leaves midway."""
+    """Run the same streams `count` times; a third of them is dropped midway."""
     load = Load(
         streams, input_len=16, output_len=24, range_ratio=0.5, cancel_ratio=1 / 3, seed=seed,
         fields={"temperature": 0, "ignore_eos": True},
@@ -130,19 +130,19 @@ def _command_line(pid: int) -> bytes:
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
-        return b"resource_tracker"  # gone
+        return b"resource_tracker"  # the process is gone
 
 
 @dataclass(frozen=True)
 class Hang:
-    """What a server did when a rank stood still.
+    """What a server did after a rank was stopped.
 
     Attributes:
-        rank: which one.
-        unhealthy_s: until `/health` answered 503; None if it never did.
-        errors: of the streams that ran.
-        ended_s: until the server ended; None if it did not.
-        exit_status: its own.
+        rank: the stopped rank.
+        unhealthy_s: seconds until `/health` answered 503; None if it never did.
+        errors: errors of the running streams.
+        ended_s: seconds until the server ended; None if it did not.
+        exit_status: the server's exit status; None if it did not end.
     """
 
     rank: int
@@ -153,12 +153,12 @@ class Hang:
 
 
 async def hang(server: Server, process: ServerProcess, timeout_s: float) -> Hang:
-    """Stop the last rank while streams run, and look.
+    """Stop the last rank while streams run, and observe the server.
 
     Args:
-        server: with its model.
-        process: the same, as a process; it is gone afterwards.
-        timeout_s: after which it must be noticed; twice that is waited for.
+        server: the server's address and model.
+        process: the server's process; it has ended afterwards.
+        timeout_s: seconds after which the server must notice; this function waits up to twice as long.
     """
     engines = engines_of(process)
     rank = len(engines) - 1
@@ -177,7 +177,7 @@ async def hang(server: Server, process: ServerProcess, timeout_s: float) -> Hang
                 ended_s = time.monotonic() - begun if process.process.poll() is not None else None
                 await asyncio.sleep(0.1)
     finally:
-        with suppress(ProcessLookupError):  # the server has done it
+        with suppress(ProcessLookupError):  # the server has ended it already
             os.kill(engines[rank], signal.SIGKILL)
     errors = tuple(outcome.error or "none" for outcome in await streams)
     return Hang(rank, unhealthy_s, errors, ended_s, process.process.poll())

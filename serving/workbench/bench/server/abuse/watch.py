@@ -1,4 +1,4 @@
-"""What is watched while a server is attacked: a steady load of streams, `/health`, and the API process's memory."""
+"""Watch a server while it is attacked: a steady load of streams, `/health`, and the API process's memory."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ __all__ = ["Reference", "Seen", "Watch", "Window", "ask_references", "resident_b
 
 _EVERY_S = 0.1
 _TIE = 1e-3
-"""Two tokens whose logits are no further apart may change places with the size of a batch: rounding, not an error."""
+"""If two tokens' logits differ by at most this, either may win, depending on the batch: rounding, not an error."""
 
 
 @dataclass(frozen=True)
 class Reference:
-    """What a prompt's answer must be.
+    """The expected answer to a prompt.
 
     Attributes:
         prompt: token ids.
-        max_tokens: of the answer; it has as many.
-        text: the greedy answer of the server before anything happened to it.
-        ties: characters at which a token begins that another one nearly equals; behind the first, texts may differ.
+        max_tokens: number of tokens of the answer.
+        text: the server's greedy answer before any attack.
+        ties: character positions of tokens that nearly tie with another; after the first of them, answers may differ.
     """
 
     prompt: tuple[int, ...]
@@ -38,7 +38,7 @@ class Reference:
     ties: tuple[int, ...] = ()
 
     def allows(self, outcome: Outcome) -> bool:
-        """Whether a whole answer is this one, or is as long and leaves it only at a tie."""
+        """Whether a complete answer equals this one, or has the same length and first differs at a tie."""
         if outcome.finish_reason != "length" or outcome.output_tokens != self.max_tokens:
             return False
         text = outcome.text
@@ -48,14 +48,14 @@ class Reference:
 
 
 async def ask_references(server: Server, asked: Sequence[tuple[Sequence[int], int]]) -> list[Reference]:
-    """The answers of an undisturbed server, with where they are close calls.
+    """Get the answers of an undisturbed server, and the positions of their near-ties.
 
     Args:
-        server: whom to ask.
-        asked: prompts, and how many tokens their answers have.
+        server: the server.
+        asked: prompts, and the number of tokens of their answers.
 
     Raises:
-        RequestFailed: the server refused one.
+        RequestFailed: the server refused a request.
     """
     async with server.client() as client:
 
@@ -80,13 +80,13 @@ def _margin(likeliest: Mapping[str, float]) -> float:
 
 @dataclass
 class Window:
-    """A stretch of time, in `time.perf_counter()`, and what was seen in it.
+    """A span of time, and the observations in it.
 
     Attributes:
-        name: of what happened in it.
-        begun, ended: seconds.
-        health_s: seconds that each `/health` took that was asked in it.
-        unhealthy: what else than 200 it answered.
+        name: what happened in it, such as an attack's name.
+        begun, ended: seconds of `time.perf_counter()`.
+        health_s: seconds that each request to `/health` took.
+        unhealthy: answers of `/health` other than 200.
     """
 
     name: str
@@ -101,12 +101,12 @@ class Seen:
     """How the streams fared in a window.
 
     Attributes:
-        ended: streams that came to their end.
-        wrong: those with another text than their reference.
-        failed: those that failed, and why.
-        tokens_per_s: events with text, about.
-        gap_median_s: between one event with text and the next, where any of it lies in the window; None for none.
-        gap_p99_s: the same.
+        ended: number of streams that ended.
+        wrong: number of streams whose text differs from their reference.
+        failed: the error of each failed stream.
+        tokens_per_s: events with text per second, about one per token.
+        gap_median_s: median time between two events with text, over gaps that overlap the window; None without gaps.
+        gap_p99_s: 99th percentile of the same.
     """
 
     ended: int
@@ -120,14 +120,14 @@ class Seen:
 class Watch:
     """Keeps as many streams running as there are references, and asks `/health` ten times a second.
 
-    Use as an asynchronous context manager; `window` begins the next stretch of time.
+    Use as an asynchronous context manager; `window` starts the next window.
 
     Args:
-        server: whom to watch.
-        references: prompts, and what their answers must be.
+        server: the server to watch.
+        references: prompts, and their expected answers.
 
     Attributes:
-        windows: so far.
+        windows: all windows so far.
     """
 
     def __init__(self, server: Server, references: Sequence[Reference]) -> None:
@@ -152,7 +152,7 @@ class Watch:
         self.windows[-1].ended = time.perf_counter()
 
     def window(self, name: str) -> Window:
-        """End the last stretch of time, and begin the next."""
+        """End the current window, and start the next."""
         now = time.perf_counter()
         if self.windows:
             self.windows[-1].ended = now
@@ -160,14 +160,14 @@ class Watch:
         return self.windows[-1]
 
     async def during(self, name: str, seconds: float | Awaitable[object]) -> Window:
-        """A window that lasts so many seconds, or as long as something takes."""
+        """A window that lasts that many seconds, or until the awaitable is done."""
         window = self.window(name)
         await (asyncio.sleep(seconds) if isinstance(seconds, float | int) else seconds)
         window.ended = time.perf_counter()
         return window
 
     def seen(self, window: Window) -> Seen:
-        """How the streams fared in a window; to be asked when all have ended."""
+        """How the streams fared in a window; call it after all streams have ended."""
         ended, wrong, failed = 0, 0, []
         gaps: list[float] = []
         for reference, outcome in self._outcomes:
@@ -190,7 +190,7 @@ class Watch:
         return Seen(ended, wrong, tuple(failed), len(gaps) / (window.ended - window.begun), median, p99)
 
     async def _stream(self, reference: Reference) -> None:
-        """One stream after the other, of the same prompt."""
+        """Run streams of the same prompt, one after the other."""
         fields = {"temperature": 0, "ignore_eos": True}
         while not self._stopping.is_set():
             task = Task(0, reference.prompt, reference.max_tokens, fields=fields)
@@ -200,7 +200,7 @@ class Watch:
                 await asyncio.sleep(_EVERY_S)
 
     async def _ask_health(self) -> None:
-        """On one connection: a new one is refused where there are too many."""
+        """Ask `/health` on one connection that stays open: a new one may be refused during an attack."""
         async with self._server.client() as client:
             while not self._stopping.is_set():
                 window, asked = self.windows[-1], time.perf_counter()
@@ -215,7 +215,7 @@ class Watch:
 
 
 def resident_bytes(pid: int, *, peak: bool = False) -> int:
-    """Memory of a process that is in RAM, now or at most so far.
+    """Resident memory of a process: now, or its peak so far.
 
     Raises:
         RequestFailed: the process is gone.
